@@ -1,1 +1,20 @@
+//! The op vocabulary that models are written in ([`Backend`]), and [`Reference`], its slow obvious implementation.
+//!
+//! A model calls these ops and nothing else; `kernels` implements them fast. A method exists because a model that we
+//! ship calls it. A fused op has a default body made of plain ops: that body is the fused kernel's specification.
+
 #![forbid(unsafe_code)]
+
+mod backend;
+mod kv;
+mod reference;
+mod rope;
+mod step;
+mod weight;
+
+pub use backend::{Activation, AttentionSpec, Backend, OpError};
+pub use kv::{KvLayer, KvLayout, KvType};
+pub use reference::Reference;
+pub use rope::{RopePairing, RopeSpec};
+pub use step::Step;
+pub use weight::{Linear, Weight};

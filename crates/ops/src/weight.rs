@@ -1,0 +1,55 @@
+//! A weight with its type and shape, and the linear layer made of it.
+
+use crate::Backend;
+use quant::DType;
+
+/// One tensor of the model as the backend holds it.
+pub struct Weight<B: Backend> {
+    pub dtype: DType,
+    /// GGUF order: `dims[0]` is the row length (input dimension). Without trailing ones, never empty.
+    pub dims: Vec<usize>,
+    /// 0 = block bytes as in the file (quant's layout numbers).
+    pub layout: u32,
+    pub data: B::Data,
+}
+
+impl<B: Backend> Clone for Weight<B> {
+    fn clone(&self) -> Self {
+        Self { dtype: self.dtype, dims: self.dims.clone(), layout: self.layout, data: self.data.clone() }
+    }
+}
+
+impl<B: Backend> Weight<B> {
+    /// Row length.
+    pub fn cols(&self) -> usize {
+        self.dims[0]
+    }
+
+    /// Number of rows over all further dimensions.
+    pub fn rows(&self) -> usize {
+        self.dims[1..].iter().product()
+    }
+}
+
+/// `y = weight x (+ bias)`; `weight` is `[n_in, n_out]` in GGUF order.
+pub struct Linear<B: Backend> {
+    pub weight: Weight<B>,
+    /// f32, `[n_out]`.
+    pub bias: Option<Weight<B>>,
+}
+
+impl<B: Backend> Clone for Linear<B> {
+    fn clone(&self) -> Self {
+        Self { weight: self.weight.clone(), bias: self.bias.clone() }
+    }
+}
+
+impl<B: Backend> Linear<B> {
+    pub fn n_in(&self) -> usize {
+        self.weight.cols()
+    }
+
+    pub fn n_out(&self) -> usize {
+        self.weight.rows()
+    }
+}
