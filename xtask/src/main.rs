@@ -1,1 +1,50 @@
-fn main() {}
+//! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask nightly`.
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+mod advisories;
+mod dependencies;
+mod nightly;
+mod sources;
+
+const USAGE: &str = "usage: cargo xtask <tidy|nightly>
+  tidy     source rules, dependency sources, licences, duplicate versions, known advisories
+  nightly  what is too long for every change: long simulations, big models, benchmarks";
+
+fn main() -> ExitCode {
+    let task = std::env::args().nth(1);
+    if let Err(error) = std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/..")) {
+        eprintln!("xtask: the checkout that built this is gone: {error}");
+        return ExitCode::FAILURE;
+    }
+    let result = match task.as_deref() {
+        Some("tidy") => tidy(),
+        Some("nightly") => nightly::run(),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs every check, so that one run shows all there is to mend.
+fn tidy() -> anyhow::Result<()> {
+    let mut findings = sources::check()?;
+    findings.extend(dependencies::check()?);
+    findings.extend(advisories::check()?);
+    for finding in &findings {
+        eprintln!("tidy: {finding}");
+    }
+    anyhow::ensure!(findings.is_empty(), "{} findings", findings.len());
+    eprintln!("tidy: ok");
+    Ok(())
+}
