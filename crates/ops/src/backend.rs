@@ -5,7 +5,7 @@
 //! Every output row depends only on its own input row (and, in [`Backend::attention`], on the keys before it), never
 //! on which other rows share the step: invariant I5. DESIGN of the order of additions: docs/ARCHITECTURE.md.
 
-use crate::{KvLayout, Linear, RopeSpec, Step, Weight};
+use crate::{Experts, KvLayout, Linear, RopeSpec, Step, Weight, experts};
 
 /// How attention scores are formed. Query head `h` reads kv head `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,8 +30,12 @@ pub enum Activation {
 pub enum OpError {
     #[error("{op}: {what} is {found}, expected {expected}")]
     Shape { op: &'static str, what: &'static str, found: usize, expected: usize },
+    #[error("{op}: {what} {index} is beyond the {len} there are")]
+    Index { op: &'static str, what: &'static str, index: usize, len: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
+    #[error("{op}: no kernel for weight layout {layout}")]
+    Layout { op: &'static str, layout: u32 },
     #[error("{op}: out of memory: {bytes} bytes for {what}")]
     Memory { op: &'static str, what: &'static str, bytes: u64 },
     #[error("{op}: device failure")]
@@ -162,8 +166,29 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
+    /// Matrix `index` of the stack `[n_in, n_out, experts]`: a view, nothing is copied.
+    fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError>;
+
+    /// Mixture of experts: softmax of the row's `router` logits over all experts, the best `used` of them (a tie goes
+    /// to the lower index), their probabilities divided by their sum, and
+    /// `out[r] = sum over j of probability_j * down_j(activation(gate_j x[r]) * up_j x[r])`, added in rank order.
+    fn experts(
+        &mut self,
+        layer: &Experts<Self>,
+        activation: Activation,
+        router: &Self::Tensor,
+        x: &Self::Tensor,
+        out: &mut Self::Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        experts::by_expert(self, layer, activation, router, x, out, rows)
+    }
+
     /// `out[i] = x[step.outputs[i]]`: the rows whose logits are wanted.
     fn gather_outputs(&mut self, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), OpError>;
+
+    /// Sets the first `rows` rows from `host` (`rows * cols` values).
+    fn write(&mut self, x: &mut Self::Tensor, rows: usize, host: &[f32]) -> Result<(), OpError>;
 
     /// Waits for all ops and copies the first `rows` rows to `host` (`rows * cols` values).
     fn read(&mut self, x: &Self::Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError>;

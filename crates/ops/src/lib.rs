@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod experts;
 mod kv;
 mod reference;
 mod rope;
@@ -13,8 +14,9 @@ mod step;
 mod weight;
 
 pub use backend::{Activation, AttentionSpec, Backend, OpError};
+pub use experts::{ExpertChoice, choose_experts};
 pub use kv::{KvLayer, KvLayout, KvType};
 pub use reference::Reference;
 pub use rope::{RopePairing, RopeSpec};
 pub use step::Step;
-pub use weight::{Linear, Weight};
+pub use weight::{Experts, Linear, Weight};

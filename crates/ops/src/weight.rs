@@ -1,4 +1,4 @@
-//! A weight with its type and shape, and the linear layer made of it.
+//! A weight with its type and shape, and the layers made of weights.
 
 use crate::Backend;
 use quant::DType;
@@ -51,5 +51,38 @@ impl<B: Backend> Linear<B> {
 
     pub fn n_out(&self) -> usize {
         self.weight.rows()
+    }
+}
+
+/// The gated feed-forward layers of a mixture of experts, one matrix per expert stacked in the last dimension.
+pub struct Experts<B: Backend> {
+    /// `[n_in, hidden, experts]`.
+    pub gate: Weight<B>,
+    /// `[n_in, hidden, experts]`.
+    pub up: Weight<B>,
+    /// `[hidden, n_in, experts]`.
+    pub down: Weight<B>,
+    /// How many experts a row goes through.
+    pub used: usize,
+}
+
+impl<B: Backend> Clone for Experts<B> {
+    fn clone(&self) -> Self {
+        Self { gate: self.gate.clone(), up: self.up.clone(), down: self.down.clone(), used: self.used }
+    }
+}
+
+impl<B: Backend> Experts<B> {
+    pub fn n_in(&self) -> usize {
+        self.gate.cols()
+    }
+
+    /// Width inside one expert.
+    pub fn hidden(&self) -> usize {
+        self.down.cols()
+    }
+
+    pub fn count(&self) -> usize {
+        self.gate.dims.get(2).copied().unwrap_or(1)
     }
 }
