@@ -32,6 +32,8 @@ pub enum OpError {
     Shape { op: &'static str, what: &'static str, found: usize, expected: usize },
     #[error("{op}: {what} {index} is beyond the {len} there are")]
     Index { op: &'static str, what: &'static str, index: usize, len: usize },
+    #[error("{op}: block {block} of the cache is read but was never written")]
+    Unwritten { op: &'static str, block: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
     #[error("{op}: no kernel for weight layout {layout}")]

@@ -16,7 +16,7 @@ mod weight;
 pub use backend::{Activation, AttentionSpec, Backend, OpError};
 pub use experts::{ExpertChoice, choose_experts};
 pub use kv::{KvLayer, KvLayout, KvType};
-pub use reference::Reference;
+pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};
 pub use step::Step;
 pub use weight::{Experts, Linear, Weight};

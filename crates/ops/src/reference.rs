@@ -1,5 +1,318 @@
-//! `Reference`: plain loops, wide accumulation, no SIMD, no threads: the ground truth that kernels are compared with.
+//! `Reference`: plain loops, f64 sums, no SIMD, no threads: the ground truth that kernels are compared with.
+//!
+//! Two truths. By default quantised weights meet activations rounded to int8 blocks, as kernels compute it;
+//! [`Reference::dequantised`] decodes the weights and leaves activations alone, as the model was meant.
+//! Tensors start as NaN and cache blocks too, so that a value read before it was written shows in the result.
+
+mod cache;
+mod host_tensor;
+mod rows;
+mod weights;
+
+use crate::{
+    Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopePairing, RopeSpec, Step, Weight,
+};
+use bytes::Bytes;
+use rows::Rows;
+
+pub use cache::HostKv;
+pub use host_tensor::HostTensor;
 
 /// The slow obvious backend.
 #[derive(Debug, Default)]
-pub struct Reference {}
+pub struct Reference {
+    dequantise: bool,
+    step: Rows,
+}
+
+impl Reference {
+    /// Activations are rounded to int8 blocks before they meet quantised weights.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Weights are decoded to f32 and activations not rounded.
+    pub fn dequantised() -> Self {
+        Self { dequantise: true, ..Self::default() }
+    }
+}
+
+impl Backend for Reference {
+    type Data = Bytes;
+    type Tensor = HostTensor;
+    type Kv = HostKv;
+    type Rope = RopeSpec;
+
+    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<HostTensor, OpError> {
+        Ok(HostTensor::new(rows_max, cols))
+    }
+
+    fn kv(&mut self, layout: &KvLayout) -> Result<HostKv, OpError> {
+        HostKv::new(layout)
+    }
+
+    fn rope_table(&mut self, spec: &RopeSpec) -> Result<RopeSpec, OpError> {
+        Ok(spec.clone())
+    }
+
+    fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
+        self.step = Rows::new(step)?;
+        Ok(())
+    }
+
+    fn embed(&mut self, table: &Weight<Self>, out: &mut HostTensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "embed";
+        self.step.check(OP, rows)?;
+        out.check(OP, "columns of out", rows, table.cols())?;
+        for (r, &token) in self.step.tokens.iter().enumerate() {
+            let bytes = weights::row(OP, "token", table, token as usize)?;
+            weights::decode(OP, table.dtype, bytes, out.row_mut(r))?;
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &HostTensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        out: &mut HostTensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm";
+        let weight = weights::vector(OP, weight)?;
+        x.check(OP, "columns of x", rows, weight.len())?;
+        out.check(OP, "columns of out", rows, weight.len())?;
+        for r in 0..rows {
+            out.row_mut(r).copy_from_slice(x.row(r));
+            normalise(out.row_mut(r), &weight, eps);
+        }
+        Ok(())
+    }
+
+    fn rms_norm_heads(
+        &mut self,
+        x: &mut HostTensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm_heads";
+        let weight = weights::vector(OP, weight)?;
+        x.check_heads(OP, "columns of x", rows, weight.len())?;
+        for r in 0..rows {
+            for head in x.row_mut(r).chunks_exact_mut(weight.len()) {
+                normalise(head, &weight, eps);
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut HostTensor, y: &HostTensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "add";
+        x.check(OP, "columns of x", rows, y.cols())?;
+        y.check(OP, "columns of y", rows, x.cols())?;
+        for r in 0..rows {
+            for (x, y) in x.row_mut(r).iter_mut().zip(y.row(r)) {
+                *x += y;
+            }
+        }
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        layer: &Linear<Self>,
+        x: &HostTensor,
+        out: &mut HostTensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "linear";
+        x.check(OP, "columns of x", rows, layer.n_in())?;
+        out.check(OP, "columns of out", rows, layer.n_out())?;
+        if self.dequantise {
+            weights::product(&layer.weight, x, out, rows)?;
+        } else {
+            weights::rounded_product(&layer.weight, x, out, rows)?;
+        }
+        if let Some(bias) = &layer.bias {
+            let bias = weights::vector(OP, bias)?;
+            if bias.len() != layer.n_out() {
+                let (found, expected) = (bias.len(), layer.n_out());
+                return Err(OpError::Shape { op: OP, what: "bias length", found, expected });
+            }
+            for r in 0..rows {
+                for (out, bias) in out.row_mut(r).iter_mut().zip(&bias) {
+                    *out += bias;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn rope(
+        &mut self,
+        x: &mut HostTensor,
+        rope: &RopeSpec,
+        head_dim: usize,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rope";
+        self.step.check(OP, rows)?;
+        x.check_heads(OP, "columns of x", rows, head_dim)?;
+        let pairs = rope.inverse_frequencies.len();
+        if 2 * pairs > head_dim {
+            let (found, expected) = (2 * pairs, head_dim);
+            return Err(OpError::Shape { op: OP, what: "number of turning values", found, expected });
+        }
+        for (r, &position) in self.step.positions.iter().enumerate() {
+            for head in x.row_mut(r).chunks_exact_mut(head_dim) {
+                for (i, &frequency) in rope.inverse_frequencies.iter().enumerate() {
+                    let (a, b) = match rope.pairing {
+                        RopePairing::Adjacent => (2 * i, 2 * i + 1),
+                        RopePairing::Halves => (i, i + pairs),
+                    };
+                    let (sin, cos) = (f64::from(position) * f64::from(frequency)).sin_cos();
+                    let magnitude = f64::from(rope.magnitude);
+                    let (sin, cos) = (sin * magnitude, cos * magnitude);
+                    let (x, y) = (f64::from(head[a]), f64::from(head[b]));
+                    head[a] = (x * cos - y * sin) as f32;
+                    head[b] = (x * sin + y * cos) as f32;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn kv_write(
+        &mut self,
+        kv: &mut HostKv,
+        layer: usize,
+        keys: &HostTensor,
+        values: &HostTensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "kv_write";
+        self.step.check(OP, rows)?;
+        let shape = kv.layer(OP, layer)?;
+        keys.check(OP, "columns of keys", rows, shape.kv_heads * shape.head_dim)?;
+        values.check(OP, "columns of values", rows, shape.kv_heads * shape.head_dim)?;
+        for (r, &slot) in self.step.kv_slots.iter().enumerate() {
+            kv.write(OP, layer, slot as usize, keys.row(r), values.row(r))?;
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        kv: &HostKv,
+        layer: usize,
+        queries: &HostTensor,
+        spec: &AttentionSpec,
+        out: &mut HostTensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "attention";
+        self.step.check(OP, rows)?;
+        let shape = kv.layer(OP, layer)?;
+        for (what, found, expected) in [
+            ("kv_heads", spec.kv_heads, shape.kv_heads),
+            ("head_dim", spec.head_dim, shape.head_dim),
+            ("remainder of heads / kv_heads", spec.heads % spec.kv_heads.max(1), 0),
+        ] {
+            if found != expected {
+                return Err(OpError::Shape { op: OP, what, found, expected });
+            }
+        }
+        queries.check(OP, "columns of queries", rows, spec.heads * spec.head_dim)?;
+        out.check(OP, "columns of out", rows, spec.heads * spec.head_dim)?;
+        for r in 0..rows {
+            let keys_before = self.step.history(OP, r, kv.block_tokens())?;
+            let mut keys = Vec::with_capacity(keys_before.len());
+            let mut values = Vec::with_capacity(keys_before.len());
+            for slot in keys_before {
+                let (key, value) = kv.read(OP, layer, slot)?;
+                keys.push(key);
+                values.push(value);
+            }
+            for head in 0..spec.heads {
+                let columns = head * spec.head_dim..(head + 1) * spec.head_dim;
+                let kv_head = head / (spec.heads / spec.kv_heads);
+                let kv_columns = kv_head * spec.head_dim..(kv_head + 1) * spec.head_dim;
+                let keys: Vec<&[f32]> = keys.iter().map(|key| &key[kv_columns.clone()]).collect();
+                let values: Vec<&[f32]> = values.iter().map(|value| &value[kv_columns.clone()]).collect();
+                let query = &queries.row(r)[columns.clone()];
+                attend(query, &keys, &values, spec.scale, &mut out.row_mut(r)[columns]);
+            }
+        }
+        Ok(())
+    }
+
+    fn gated(
+        &mut self,
+        activation: Activation,
+        gate: &HostTensor,
+        up: &HostTensor,
+        out: &mut HostTensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "gated";
+        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
+            tensor.check(OP, what, rows, out.cols())?;
+        }
+        out.check(OP, "columns of out", rows, gate.cols())?;
+        for r in 0..rows {
+            for ((out, &gate), &up) in out.row_mut(r).iter_mut().zip(gate.row(r)).zip(up.row(r)) {
+                let gate = f64::from(gate);
+                *out = match activation {
+                    Activation::Silu => (gate / (1.0 + (-gate).exp()) * f64::from(up)) as f32,
+                };
+            }
+        }
+        Ok(())
+    }
+
+    fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
+        weights::expert("expert", stack, index)
+    }
+
+    fn gather_outputs(&mut self, x: &HostTensor, out: &mut HostTensor) -> Result<(), OpError> {
+        const OP: &str = "gather_outputs";
+        x.check(OP, "columns of x", self.step.len(), out.cols())?;
+        out.check(OP, "columns of out", self.step.outputs.len(), x.cols())?;
+        for (i, &r) in self.step.outputs.iter().enumerate() {
+            out.row_mut(i).copy_from_slice(x.row(r as usize));
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, x: &mut HostTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
+        x.rows_mut("write", rows, host.len())?.copy_from_slice(host);
+        Ok(())
+    }
+
+    fn read(&mut self, x: &HostTensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
+        host.copy_from_slice(x.rows("read", rows, host.len())?);
+        Ok(())
+    }
+}
+
+fn normalise(x: &mut [f32], weight: &[f32], eps: f32) {
+    let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    let factor = 1.0 / (squares / x.len() as f64 + f64::from(eps)).sqrt();
+    for (x, &weight) in x.iter_mut().zip(weight) {
+        *x = (f64::from(*x) * factor * f64::from(weight)) as f32;
+    }
+}
+
+/// `out = sum_p softmax_p(scale * query . keys[p]) * values[p]`.
+fn attend(query: &[f32], keys: &[&[f32]], values: &[&[f32]], scale: f32, out: &mut [f32]) {
+    let scores: Vec<f64> = keys.iter().map(|key| f64::from(scale) * weights::dot(query, key)).collect();
+    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let shares: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+    let total: f64 = shares.iter().sum();
+    for (i, out) in out.iter_mut().enumerate() {
+        let sum: f64 = shares.iter().zip(values).map(|(share, value)| share * f64::from(value[i])).sum();
+        *out = (sum / total) as f32;
+    }
+}
