@@ -1,0 +1,42 @@
+//! The answer to a submission: queued, or refused with the reason before anything is queued.
+
+use crate::{ParamError, RequestId};
+
+/// The request waits, or runs from the next step on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Queued {
+    /// Requests that stand before it in the queue.
+    pub ahead: usize,
+}
+
+/// Why a request was not taken. The first two are conditions of this worker, the rest the caller's mistakes.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RefuseReason {
+    #[error("{waiting} requests wait already, at most {queue_max} may")]
+    QueueFull { waiting: usize, queue_max: usize },
+    #[error("the worker is draining and takes no new requests")]
+    Draining,
+    #[error("{0} is in use by a request that has not finished")]
+    DuplicateId(RequestId),
+    #[error("the prompt is empty; give at least one token")]
+    EmptyPrompt,
+    #[error("prompt of {prompt_tokens} tokens leaves no room for output in a context of {context_tokens}")]
+    PromptTooLong { prompt_tokens: usize, context_tokens: usize },
+    #[error(
+        "prior_output is {prior_output}, but the prompt has {prompt_tokens} tokens and must keep one of its own"
+    )]
+    PriorOutput { prior_output: usize, prompt_tokens: usize },
+    #[error(
+        "prior_output of {prior_output} tokens reaches max_tokens of {max_tokens}: nothing is left to generate"
+    )]
+    NothingToGenerate { prior_output: usize, max_tokens: u32 },
+    #[error("{field}[{index}] is token {token}, the vocabulary has {vocab_size}")]
+    TokenId { field: &'static str, index: usize, token: u32, vocab_size: usize },
+    #[error(
+        "{tokens} tokens of prompt and output need {blocks} KV blocks of {block_tokens} tokens, the budget has {budget}; \
+         ask for fewer tokens or give the worker a larger KV budget"
+    )]
+    NeverFits { tokens: usize, blocks: usize, block_tokens: usize, budget: usize },
+    #[error(transparent)]
+    Param(#[from] ParamError),
+}
