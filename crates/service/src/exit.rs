@@ -1,0 +1,124 @@
+//! Exit codes: what a process says to whoever started it. Documented in docs/OPERATING.md; scripts may rely on them.
+//!
+//! A restart policy reads them too: `Usage` and `ModelRefused` do not get better by trying again.
+
+use std::process::ExitCode;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Exit {
+    /// Did what it was asked to do, or drained when it was told to stop.
+    Ok = 0,
+    /// A fault of ours or of the machine that has no code of its own.
+    Internal = 1,
+    /// Wrong arguments or configuration.
+    Usage = 2,
+    /// The model file is missing, malformed, changed while it was read, or of a kind that is not supported.
+    ModelRefused = 3,
+    /// Out of memory, file descriptors, disk, or over a limit that was set.
+    OutOfResources = 4,
+    /// Another process of the fleet was lost, or refused what was asked of it.
+    PeerLost = 5,
+    /// A port or path is in use, or a socket path is too long.
+    AddressInUse = 6,
+}
+
+impl Exit {
+    pub const ALL: [Exit; 7] = [
+        Exit::Ok,
+        Exit::Internal,
+        Exit::Usage,
+        Exit::ModelRefused,
+        Exit::OutOfResources,
+        Exit::PeerLost,
+        Exit::AddressInUse,
+    ];
+
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The meaning of a code that a child returned, if it is one of ours.
+    pub fn from_code(code: i32) -> Option<Exit> {
+        Self::ALL.into_iter().find(|exit| i32::from(exit.code()) == code)
+    }
+
+    /// Whether starting the same process again with the same input must fail the same way.
+    pub const fn is_permanent(self) -> bool {
+        matches!(self, Exit::Usage | Exit::ModelRefused)
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        ExitCode::from(exit.code())
+    }
+}
+
+/// Implemented by the error enum of each process, so that `main` needs no table of its own.
+pub trait HasExit: std::error::Error {
+    fn exit(&self) -> Exit;
+}
+
+/// The code for a plain I/O error: resources and addresses have codes of their own.
+pub fn of_io(error: &std::io::Error) -> Exit {
+    use std::io::ErrorKind as Kind;
+    match error.kind() {
+        Kind::OutOfMemory | Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge => {
+            Exit::OutOfResources
+        }
+        Kind::AddrInUse | Kind::AddrNotAvailable => Exit::AddressInUse,
+        Kind::ConnectionRefused | Kind::ConnectionReset | Kind::ConnectionAborted | Kind::BrokenPipe => {
+            Exit::PeerLost
+        }
+        _ => match rustix::io::Errno::from_io_error(error) {
+            Some(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => Exit::OutOfResources,
+            _ => Exit::Internal,
+        },
+    }
+}
+
+/// An error and all its causes on one line: "a: b: c".
+pub fn one_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // Wrappers that print their source as well would say everything twice.
+        if !line.ends_with(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        cause = error.source();
+    }
+    line.replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_the_documented_ones() {
+        let codes: Vec<u8> = Exit::ALL.iter().map(|e| e.code()).collect();
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(Exit::from_code(3), Some(Exit::ModelRefused));
+        assert_eq!(Exit::from_code(101), None);
+    }
+
+    #[test]
+    fn one_line_walks_the_causes_without_repeating_them() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("read manifest")]
+        struct Outer(#[source] std::io::Error);
+        let error = Outer(std::io::Error::other("two\nlines"));
+        assert_eq!(one_line(&error), "read manifest: two lines");
+    }
+
+    #[test]
+    fn running_out_of_descriptors_is_a_resource_failure() {
+        let emfile = std::io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
+        assert_eq!(of_io(&emfile), Exit::OutOfResources);
+        assert_eq!(of_io(&std::io::ErrorKind::AddrInUse.into()), Exit::AddressInUse);
+    }
+}

@@ -1,0 +1,228 @@
+//! gRPC over Unix sockets, for the services that processes of a fleet offer each other.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::{Channel, Endpoint, Server, server::Router};
+use tonic_health::server::HealthReporter;
+
+use crate::exit::{Exit, HasExit, of_io};
+use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
+
+/// Largest message that a service takes or sends. Larger things (vocabularies, logits) are streams of frames below it.
+pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Connecting to a local socket takes microseconds; a peer that is stopped (SIGSTOP) would hold it up for ever.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A peer that answers no HTTP/2 ping for this long is treated as dead.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Token streams of all clients share one connection per peer: the default of 64 KiB would couple them.
+const WINDOW_BYTES: u32 = 1 << 20;
+
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    #[error(
+        "socket path {} has {} bytes, {SOCKET_PATH_BYTES_MAX} are possible; choose a shorter directory",
+        path.display(),
+        path.as_os_str().len()
+    )]
+    PathTooLong { path: PathBuf },
+    #[error("socket {} is in use by a running process; stop it or choose another directory", path.display())]
+    InUse { path: PathBuf },
+    #[error("cannot bind socket {}", path.display())]
+    Bind { path: PathBuf, source: io::Error },
+}
+
+impl HasExit for BindError {
+    fn exit(&self) -> Exit {
+        match self {
+            BindError::Bind { source, .. } => of_io(source),
+            _ => Exit::AddressInUse,
+        }
+    }
+}
+
+/// A bound socket; its path is removed when this is dropped, unless somebody else has bound it meanwhile.
+#[derive(Debug)]
+pub struct UdsListener {
+    listener: UnixListener,
+    _path: BoundPath,
+}
+
+/// Removes the path of a socket that this process has bound. The inode tells it from a successor's socket there.
+#[derive(Debug)]
+struct BoundPath {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Drop for BoundPath {
+    fn drop(&mut self) {
+        if inode(&self.path).is_ok_and(|inode| inode == self.inode) {
+            // Nothing is lost if it stays: the next owner binds over a dead socket.
+            let _: io::Result<()> = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn inode(path: &Path) -> io::Result<u64> {
+    std::fs::symlink_metadata(path).map(|metadata| metadata.ino())
+}
+
+/// Binds a stream socket at `path`, over the socket of a dead process if there is one. Inside a tokio runtime.
+pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
+    clear_dead_socket(path)?;
+    let failed = |source| BindError::Bind { path: path.to_owned(), source };
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    let inode = inode(path).map_err(failed)?;
+    Ok(UdsListener { listener, _path: BoundPath { path: path.to_owned(), inode } })
+}
+
+/// Checks the length of a socket path and removes what a dead process left there. A socket that answers is an error.
+pub fn clear_dead_socket(path: &Path) -> Result<(), BindError> {
+    if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+        return Err(BindError::PathTooLong { path: path.to_owned() });
+    }
+    let failed = |source| BindError::Bind { path: path.to_owned(), source };
+    match StdUnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        // A socket with nobody behind it, or a file of another kind, which is not ours to remove.
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            match std::fs::symlink_metadata(path).map_err(failed)?.file_type().is_socket() {
+                true => std::fs::remove_file(path).map_err(failed),
+                false => Err(failed(io::ErrorKind::AlreadyExists.into())),
+            }
+        }
+        // Connected, or a listener of another type or with a full queue: somebody is there.
+        _ => Err(BindError::InUse { path: path.to_owned() }),
+    }
+}
+
+/// A server with the limits that every service of a fleet has.
+pub fn server() -> Server {
+    Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+}
+
+/// Serves until `stop`, then until the last open stream has ended: bound that with [`crate::Shutdown::within`].
+pub async fn serve(
+    router: Router,
+    listener: UdsListener,
+    stop: impl Future<Output = ()>,
+) -> Result<(), tonic::transport::Error> {
+    let UdsListener { listener, _path } = listener;
+    router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop).await
+}
+
+/// A peer that could not be reached.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot connect to {}", path.display())]
+pub struct ConnectError {
+    path: PathBuf,
+    source: tonic::transport::Error,
+}
+
+impl HasExit for ConnectError {
+    fn exit(&self) -> Exit {
+        Exit::PeerLost
+    }
+}
+
+fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
+    let failed = |source| ConnectError { path: path.to_owned(), source };
+    let endpoint = Endpoint::from_shared(format!("unix://{}", path.display())).map_err(failed)?;
+    Ok(endpoint
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES))
+}
+
+/// Connects to the service at `path`; fails if nobody is there.
+pub async fn connect(path: &Path) -> Result<Channel, ConnectError> {
+    endpoint(path)?.connect().await.map_err(|source| ConnectError { path: path.to_owned(), source })
+}
+
+/// Connects on first use, and again after the peer was restarted.
+pub fn connect_lazy(path: &Path) -> Result<Channel, ConnectError> {
+    Ok(endpoint(path)?.connect_lazy())
+}
+
+/// grpc.health.v1, with the reporter that says which services serve.
+pub fn health() -> (
+    HealthReporter,
+    tonic_health::pb::health_server::HealthServer<impl tonic_health::pb::health_server::Health>,
+) {
+    tonic_health::server::health_reporter()
+}
+
+/// gRPC reflection over the encoded FileDescriptorSet of the `proto` crate, health included.
+pub fn reflection(
+    descriptors: &'static [u8],
+) -> Result<
+    tonic_reflection::server::v1::ServerReflectionServer<impl tonic_reflection::server::v1::ServerReflection>,
+    tonic_reflection::server::Error,
+> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(descriptors)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_client::HealthClient;
+
+    use super::*;
+    use crate::Shutdown;
+
+    #[tokio::test]
+    async fn a_service_is_reached_by_its_path_and_gone_after_the_stop() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        let shutdown = Shutdown::default();
+        let (_reporter, health) = health();
+        let listener = bind(&path).unwrap();
+        assert!(matches!(bind(&path), Err(BindError::InUse { .. })));
+        let server = tokio::spawn(serve(server().add_service(health), listener, shutdown.requested()));
+        let mut client = HealthClient::new(connect(&path).await.unwrap());
+        let answer = client.check(HealthCheckRequest::default()).await.unwrap().into_inner();
+        assert_eq!(answer.status(), tonic_health::pb::health_check_response::ServingStatus::Serving);
+        drop(client);
+        shutdown.request();
+        server.await.unwrap().unwrap();
+        assert!(!path.exists());
+        assert!(connect(&path).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_dead_socket_is_bound_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        drop(bind(&path).unwrap());
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_no_socket_is_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        std::fs::write(&path, "mine").unwrap();
+        assert!(bind(&path).is_err());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "mine");
+        let long = directory.path().join("y".repeat(120));
+        assert!(matches!(bind(&long), Err(BindError::PathTooLong { .. })));
+    }
+}

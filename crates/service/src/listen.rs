@@ -1,0 +1,124 @@
+//! File descriptors that a parent hands over at start (sd_listen_fds(3)): what the vault kept for us from an earlier
+//! incarnation, or sockets from systemd's socket activation.
+
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+
+use crate::env;
+use crate::exit::{Exit, HasExit, of_io};
+use crate::inherit::take_fd;
+
+/// The first inherited descriptor has this number, by convention of sd_listen_fds(3).
+pub const LISTEN_FDS_START: RawFd = 3;
+
+/// More than this many inherited descriptors is a corrupted environment. It is above the vault's own cap.
+pub const LISTEN_FDS_MAX: usize = 65_536;
+
+#[derive(Debug)]
+pub struct InheritedFd {
+    pub name: String,
+    pub fd: OwnedFd,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    #[error("environment variable LISTEN_FDS={value:?} is not a number of at most {LISTEN_FDS_MAX}")]
+    Count { value: String },
+    #[error("LISTEN_FDS announces {fds} descriptors, LISTEN_FDNAMES names {names}")]
+    Names { fds: usize, names: usize },
+    #[error("inherited descriptor {number} ({name}) cannot be taken")]
+    Take { number: RawFd, name: String, source: io::Error },
+    #[error("{variable}={value:?} names no inherited descriptor")]
+    Variable { variable: &'static str, value: String, source: io::Error },
+}
+
+impl HasExit for ListenError {
+    fn exit(&self) -> Exit {
+        match self {
+            ListenError::Take { source, .. } | ListenError::Variable { source, .. } => of_io(source),
+            _ => Exit::Usage,
+        }
+    }
+}
+
+/// What the environment announces, checked but not yet taken. Pure, so that tests need no real descriptors.
+fn announced(
+    pid: Option<&str>,
+    count: Option<&str>,
+    names: Option<&str>,
+    own_pid: u32,
+) -> Result<Vec<(RawFd, String)>, ListenError> {
+    let (Some(pid), Some(count)) = (pid, count) else { return Ok(Vec::new()) };
+    // The variables may have leaked through a process in between: then they are not for us.
+    if pid.parse() != Ok(own_pid) {
+        return Ok(Vec::new());
+    }
+    let fds = match count.parse::<usize>() {
+        Ok(fds) if fds <= LISTEN_FDS_MAX => fds,
+        _ => return Err(ListenError::Count { value: count.to_owned() }),
+    };
+    let names: Vec<String> = match names {
+        _ if fds == 0 => Vec::new(),
+        Some(names) => names.split(':').map(str::to_owned).collect(),
+        None => vec!["unknown".to_owned(); fds],
+    };
+    if names.len() != fds {
+        return Err(ListenError::Names { fds, names: names.len() });
+    }
+    Ok((LISTEN_FDS_START..).zip(names).collect())
+}
+
+/// Takes all descriptors announced to this process; empty if there are none. Call once, early, before threads start.
+pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
+    let variable = |name| std::env::var(name).ok();
+    let announced = announced(
+        variable(env::LISTEN_PID).as_deref(),
+        variable(env::LISTEN_FDS).as_deref(),
+        variable(env::LISTEN_FDNAMES).as_deref(),
+        std::process::id(),
+    )?;
+    announced
+        .into_iter()
+        .map(|(number, name)| match take_fd(number) {
+            Ok(fd) => Ok(InheritedFd { name, fd }),
+            Err(source) => Err(ListenError::Take { number, name, source }),
+        })
+        .collect()
+}
+
+/// Takes the descriptor whose number stands in the environment variable; `None` if the variable is not set.
+pub fn fd_from_env(variable: &'static str) -> Result<Option<OwnedFd>, ListenError> {
+    let Ok(value) = std::env::var(variable) else { return Ok(None) };
+    let number = value.parse::<RawFd>().map_err(|_| io::ErrorKind::InvalidInput.into());
+    match number.and_then(take_fd) {
+        Ok(fd) => Ok(Some(fd)),
+        Err(source) => Err(ListenError::Variable { variable, value, source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_for_another_process_are_ignored() {
+        assert!(announced(Some("7"), Some("2"), Some("a:b"), 8).unwrap().is_empty());
+        assert!(announced(None, Some("2"), Some("a:b"), 8).unwrap().is_empty());
+    }
+
+    #[test]
+    fn names_are_matched_with_numbers_from_three() {
+        let fds = announced(Some("8"), Some("2"), Some("manifest:lease"), 8).unwrap();
+        assert_eq!(fds, [(3, "manifest".to_owned()), (4, "lease".to_owned())]);
+    }
+
+    #[test]
+    fn inconsistent_announcements_are_errors() {
+        assert!(matches!(announced(Some("8"), Some("x"), None, 8), Err(ListenError::Count { .. })));
+        assert!(matches!(announced(Some("8"), Some("9999999"), None, 8), Err(ListenError::Count { .. })));
+        assert!(matches!(
+            announced(Some("8"), Some("3"), Some("a:b"), 8),
+            Err(ListenError::Names { fds: 3, names: 2 })
+        ));
+    }
+}

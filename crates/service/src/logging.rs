@@ -1,0 +1,73 @@
+//! Logging: one line per event on stderr. `BALLAST_LOG` sets the level (`info` if absent; `debug`, `worker=trace,info`, ...).
+//!
+//! Under systemd the journal stamps time and unit, so lines carry a syslog priority prefix `<N>` instead of a time
+//! (sd-daemon(3)). Prompts and generated text are never logged at any level.
+
+use std::fmt;
+use std::io::IsTerminal;
+
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, Uptime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::env;
+
+/// Starts logging for this process; `default_level` holds unless `BALLAST_LOG` says otherwise. A second call does nothing.
+pub fn init(role: &str, default_level: Level) {
+    let filter = match std::env::var(env::LOG) {
+        Ok(directives) if !directives.is_empty() => EnvFilter::new(directives),
+        _ => EnvFilter::new(default_level.to_string()),
+    };
+    let journal = std::env::var_os("JOURNAL_STREAM").is_some() && !std::io::stderr().is_terminal();
+    let format = RoleFormat { role: role.to_owned(), journal, uptime: Uptime::default() };
+    let installed = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .event_format(format)
+        .try_init();
+    // Only a test harness that runs several processes' code in one process gets here twice.
+    drop(installed);
+}
+
+/// `   0.123s  INFO worker-0 text key=value`, or `<6>worker-0 text key=value` for the journal.
+struct RoleFormat {
+    role: String,
+    journal: bool,
+    uptime: Uptime,
+}
+
+impl<S, N> FormatEvent<S, N> for RoleFormat
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let level = *event.metadata().level();
+        if self.journal {
+            write!(writer, "<{}>{} ", syslog_priority(level), self.role)?;
+        } else {
+            self.uptime.format_time(&mut writer)?;
+            write!(writer, " {level:>5} {} ", self.role)?;
+        }
+        context.field_format().format_fields(writer.by_ref(), event)?;
+        writeln!(writer)
+    }
+}
+
+fn syslog_priority(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        Level::DEBUG | Level::TRACE => 7,
+    }
+}

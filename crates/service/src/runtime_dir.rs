@@ -1,0 +1,365 @@
+//! The runtime directory is the registry of a fleet: a process is known by the socket it has bound there.
+//!
+//! ```text
+//! supervisor.lock        held (flock) by the live supervisor: two cannot share a directory
+//! supervisor.sock        gRPC ballast.fleet.v1
+//! weights.sock           hand-off of weights (SOCK_SEQPACKET)
+//! weights-admin.sock     gRPC ballast.weights.v1
+//! worker-<N>.sock        gRPC ballast.worker.v1
+//! router.sock            gRPC ballast.v1
+//! notify-<child>.sock    notify protocol, one per child
+//! <child>.toml           configuration of a child
+//! <child>.pid            process id and start time of a running child
+//! ```
+//!
+//! Only these names are ever removed, and the directory only if it is empty then: a `--runtime-dir` that holds something
+//! else loses nothing.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::exit::{Exit, HasExit, of_io};
+
+/// sun_path has 108 bytes, one of them for the final zero (unix(7)).
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// The longest socket name that a fleet binds in its directory; `worker-<N>` has at most 10 digits.
+const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
+/// Owner only: the directory is the first access check of every socket in it.
+const MODE: u32 = 0o700;
+const LOCK: &str = "supervisor.lock";
+const EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
+
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeDirError {
+    #[error(
+        "runtime directory {} is too long: a socket path in it would have {bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible; choose a shorter --runtime-dir",
+        path.display()
+    )]
+    TooLong { path: PathBuf, bytes: usize },
+    #[error("cannot create runtime directory {}", path.display())]
+    Create { path: PathBuf, source: io::Error },
+    #[error("runtime directory {} belongs to uid {owner}; choose another --runtime-dir", path.display())]
+    ForeignOwner { path: PathBuf, owner: u32 },
+    #[error("runtime directory {} is in use by a running supervisor; stop it or choose another --runtime-dir", path.display())]
+    InUse { path: PathBuf },
+    #[error("cannot lock {}", path.display())]
+    Lock { path: PathBuf, source: io::Error },
+}
+
+impl HasExit for RuntimeDirError {
+    fn exit(&self) -> Exit {
+        match self {
+            RuntimeDirError::Create { source, .. } | RuntimeDirError::Lock { source, .. } => of_io(source),
+            _ => Exit::AddressInUse,
+        }
+    }
+}
+
+/// Names in a runtime directory. Does not say that the directory exists.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuntimeDir {
+    path: PathBuf,
+}
+
+impl RuntimeDir {
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn supervisor_socket(&self) -> PathBuf {
+        self.path.join("supervisor.sock")
+    }
+
+    pub fn weights_socket(&self) -> PathBuf {
+        self.path.join("weights.sock")
+    }
+
+    pub fn weights_admin_socket(&self) -> PathBuf {
+        self.path.join("weights-admin.sock")
+    }
+
+    pub fn worker_socket(&self, index: u32) -> PathBuf {
+        self.path.join(format!("worker-{index}.sock"))
+    }
+
+    pub fn router_socket(&self) -> PathBuf {
+        self.path.join("router.sock")
+    }
+
+    pub fn notify_socket(&self, child: &str) -> PathBuf {
+        self.path.join(format!("notify-{child}.sock"))
+    }
+
+    pub fn config(&self, child: &str) -> PathBuf {
+        self.path.join(format!("{child}.toml"))
+    }
+
+    /// The worker sockets present now, by index. Presence says nothing about life: ask the worker.
+    pub fn worker_sockets(&self) -> io::Result<Vec<(u32, PathBuf)>> {
+        let mut sockets = Vec::new();
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let index = name.to_str().and_then(|n| n.strip_prefix("worker-")?.strip_suffix(".sock"));
+            if let Some(index) = index.and_then(|i| i.parse::<u32>().ok()) {
+                sockets.push((index, entry.path()));
+            }
+        }
+        sockets.sort_unstable();
+        Ok(sockets)
+    }
+
+    fn pid_record(&self, child: &str) -> PathBuf {
+        self.path.join(format!("{child}.pid"))
+    }
+
+    /// Records a running child, so that a successor, or whoever cleans up, can tell whether it still lives.
+    pub fn record_child(&self, child: &str, pid: u32) -> io::Result<()> {
+        let started = start_time(pid).unwrap_or(0);
+        fs::write(self.pid_record(child), format!("{pid} {started}\n"))
+    }
+
+    /// Forgets a child that has ended.
+    pub fn forget_child(&self, child: &str) {
+        // Absent is what is wanted; any other failure leaves a record of a dead process, which reads as dead.
+        let _: io::Result<()> = fs::remove_file(self.pid_record(child));
+    }
+
+    /// The recorded children that are still alive: name and process id.
+    pub fn living_children(&self) -> io::Result<Vec<(String, u32)>> {
+        let mut living = Vec::new();
+        for entry in fs::read_dir(&self.path)? {
+            let path = entry?.path();
+            if path.extension().is_none_or(|e| e != "pid") {
+                continue;
+            }
+            let Some(name) = path.file_stem().and_then(|s| s.to_str()) else { continue };
+            // A record that vanishes meanwhile is of a child that has just ended.
+            let Ok(text) = fs::read_to_string(&path) else { continue };
+            let Some((pid, started)) = text.trim().split_once(' ') else { continue };
+            let (Ok(pid), Ok(started)) = (pid.parse::<u32>(), started.parse::<u64>()) else { continue };
+            // The start time tells the child from a later process with the same number.
+            if start_time(pid) == Some(started) {
+                living.push((name.to_owned(), pid));
+            }
+        }
+        living.sort();
+        Ok(living)
+    }
+
+    /// Called by a child on its way out: the last one of a fleet whose supervisor is gone removes the directory.
+    pub fn leave(&self, child: &str) {
+        let Ok(lock) = File::open(self.path.join(LOCK)) else { return };
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return;
+        }
+        self.forget_child(child);
+        if self.living_children().is_ok_and(|living| living.is_empty()) {
+            self.clear();
+        }
+    }
+
+    /// Removes what a fleet puts here, then the directory if nothing else is in it.
+    fn clear(&self) {
+        let Ok(entries) = fs::read_dir(&self.path) else { return };
+        for path in entries.filter_map(Result::ok).map(|entry| entry.path()) {
+            let ours = path.file_name().is_some_and(|n| n == LOCK)
+                || path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e));
+            if ours && let Err(error) = fs::remove_file(&path) {
+                tracing::debug!(path = %path.display(), %error, "cannot remove");
+            }
+        }
+        // Not empty means that somebody else put something here: then it stays.
+        let _: io::Result<()> = fs::remove_dir(&self.path);
+    }
+}
+
+/// A runtime directory held by this process: nobody else can supervise a fleet in it.
+#[derive(Debug)]
+pub struct ClaimedRuntimeDir {
+    directory: RuntimeDir,
+    _lock: File,
+}
+
+impl ClaimedRuntimeDir {
+    /// Creates or takes over the directory; without a path, a fresh one of this process. Waits for nobody.
+    pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
+        let path = match path {
+            Some(path) => std::path::absolute(path)
+                .map_err(|source| RuntimeDirError::Create { path: path.to_owned(), source })?,
+            None => default_path(),
+        };
+        let bytes = path.as_os_str().len() + 1 + SOCKET_NAME_BYTES_MAX;
+        if bytes > SOCKET_PATH_BYTES_MAX {
+            return Err(RuntimeDirError::TooLong { path, bytes });
+        }
+        let create = |source| RuntimeDirError::Create { path: path.clone(), source };
+        match DirBuilder::new().mode(MODE).create(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let metadata = fs::metadata(&path).map_err(create)?;
+                let owner = metadata.uid();
+                if owner != rustix::process::geteuid().as_raw() {
+                    return Err(RuntimeDirError::ForeignOwner { path, owner });
+                }
+                if metadata.permissions().mode() & 0o077 != 0 {
+                    fs::set_permissions(&path, fs::Permissions::from_mode(MODE)).map_err(create)?;
+                }
+            }
+            Err(error) => return Err(create(error)),
+        }
+        let lock_path = path.join(LOCK);
+        let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
+        let lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Self { directory: RuntimeDir { path }, _lock: lock }),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(RuntimeDirError::InUse { path }),
+            Err(errno) => Err(failed(errno.into())),
+        }
+    }
+
+    pub fn directory(&self) -> &RuntimeDir {
+        &self.directory
+    }
+
+    /// Removes the fleet's files and gives the directory up.
+    pub fn remove(self) {
+        self.directory.clear();
+    }
+}
+
+/// `$XDG_RUNTIME_DIR/ballast-<pid>`, else `/tmp/ballast-<uid>-<pid>`.
+fn default_path() -> PathBuf {
+    let pid = std::process::id();
+    match std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()) {
+        Some(base) => Path::new(&base).join(format!("ballast-{pid}")),
+        None => PathBuf::from(format!("/tmp/ballast-{}-{pid}", rustix::process::geteuid().as_raw())),
+    }
+}
+
+/// Removes default directories that dead fleets left behind. A directory counts as dead when nobody holds its lock and no
+/// recorded child lives.
+pub fn sweep_dead() {
+    let own = default_path();
+    let (Some(parent), Some(prefix)) = (own.parent(), own.file_name().and_then(|n| n.to_str())) else {
+        return;
+    };
+    let prefix = prefix.trim_end_matches(|c: char| c.is_ascii_digit());
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.filter_map(Result::ok) {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|n| n.strip_prefix(prefix)?.parse::<u32>().ok());
+        // A live process of that number may be about to take the lock.
+        let dead_owner = pid.is_some_and(|pid| start_time(pid).is_none());
+        if dead_owner {
+            RuntimeDir::at(entry.path()).leave("");
+        }
+    }
+}
+
+/// Start time of a live process in clock ticks since boot (field 22 of /proc/PID/stat); `None` if it's gone or a zombie.
+fn start_time(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the name in parentheses and may hold anything, also parentheses.
+    let after_name = &stat[stat.rfind(')')? + 1..];
+    let mut fields = after_name.split_ascii_whitespace();
+    match fields.next()? {
+        "Z" | "X" => None,
+        _ => fields.nth(18)?.parse().ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(path: &Path) -> Result<ClaimedRuntimeDir, RuntimeDirError> {
+        ClaimedRuntimeDir::claim(Some(path))
+    }
+
+    #[test]
+    fn two_supervisors_cannot_share_a_directory() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        let first = claim(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(matches!(claim(&path), Err(RuntimeDirError::InUse { .. })));
+        first.remove();
+        assert!(!path.exists());
+        claim(&path).unwrap().remove();
+    }
+
+    #[test]
+    fn removing_leaves_what_is_not_ours() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        let claimed = claim(&path).unwrap();
+        for name in ["worker-0.sock", "router.toml", "notes.txt"] {
+            fs::write(path.join(name), "").unwrap();
+        }
+        claimed.remove();
+        let left: Vec<_> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, ["notes.txt"]);
+    }
+
+    #[test]
+    fn a_path_too_long_for_sockets_is_refused_before_anything_is_made() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("x".repeat(100));
+        assert!(matches!(claim(&path), Err(RuntimeDirError::TooLong { .. })));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_last_child_of_a_dead_supervisor_removes_the_directory() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        let claimed = claim(&path).unwrap();
+        let directory = claimed.directory().clone();
+        let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        directory.record_child("worker-0", std::process::id()).unwrap();
+        directory.record_child("worker-1", other.id()).unwrap();
+        directory.leave("worker-0");
+        assert!(
+            directory.pid_record("worker-0").exists(),
+            "the supervisor holds the lock: nothing is removed"
+        );
+        drop(claimed);
+        directory.leave("worker-0");
+        assert_eq!(directory.living_children().unwrap(), [("worker-1".to_owned(), other.id())]);
+        other.kill().unwrap();
+        other.wait().unwrap();
+        directory.leave("worker-0");
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn worker_sockets_are_found_by_name() {
+        let parent = tempfile::tempdir().unwrap();
+        for name in ["worker-10.sock", "worker-2.sock", "worker-x.sock", "worker-1.toml", "router.sock"] {
+            fs::write(parent.path().join(name), "").unwrap();
+        }
+        let found: Vec<u32> =
+            RuntimeDir::at(parent.path()).worker_sockets().unwrap().into_iter().map(|(n, _)| n).collect();
+        assert_eq!(found, [2, 10]);
+    }
+
+    #[test]
+    fn start_time_is_stable_and_ends_with_the_process() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let started = start_time(child.id());
+        assert!(started.is_some());
+        assert_eq!(started, start_time(child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(start_time(child.id()), None);
+    }
+}

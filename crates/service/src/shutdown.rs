@@ -1,0 +1,111 @@
+//! One way down for every process: ask (SIGTERM, SIGINT, a lost supervisor), drain with a deadline, leave.
+//!
+//! The first request starts the drain; a second signal, or the deadline, cuts it short. Nothing here ends the process:
+//! `run` returns, and the exit code tells what happened.
+
+use std::io;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// The request to stop, shared by everything in a process. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    drain: CancellationToken,
+    force: CancellationToken,
+}
+
+/// The drain did not end by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DrainCut {
+    #[error("work in flight did not end within {grace:?}")]
+    Deadline { grace: Duration },
+    #[error("a second signal asked to stop at once")]
+    SecondSignal,
+}
+
+impl Shutdown {
+    /// Listens to SIGTERM and SIGINT. Must be called inside a tokio runtime.
+    pub fn install() -> io::Result<Self> {
+        let shutdown = Self::default();
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let listener = shutdown.clone();
+        tokio::spawn(async move {
+            loop {
+                let received = tokio::select! {
+                    received = terminate.recv() => received,
+                    received = interrupt.recv() => received,
+                };
+                match received {
+                    None => return,
+                    Some(()) if listener.drain.is_cancelled() => listener.force.cancel(),
+                    Some(()) => listener.drain.cancel(),
+                }
+            }
+        });
+        Ok(shutdown)
+    }
+
+    /// Asks for the drain, as the first signal does.
+    pub fn request(&self) {
+        self.drain.cancel();
+    }
+
+    pub fn is_requested(&self) -> bool {
+        self.drain.is_cancelled()
+    }
+
+    /// Returns when a stop has been asked for. Owned, so that it can go into spawned tasks and servers.
+    pub fn requested(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.drain.clone().cancelled_owned()
+    }
+
+    /// The token behind [`Shutdown::requested`], for child tokens.
+    pub fn token(&self) -> &CancellationToken {
+        &self.drain
+    }
+
+    /// Returns when a second signal says not to wait for the drain.
+    pub fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.force.clone().cancelled_owned()
+    }
+
+    /// Gives `drain` until the deadline or the second signal.
+    pub async fn within<F: Future>(&self, grace: Duration, drain: F) -> Result<F::Output, DrainCut> {
+        tokio::select! {
+            output = drain => Ok(output),
+            () = tokio::time::sleep(grace) => Err(DrainCut::Deadline { grace }),
+            () = self.forced() => Err(DrainCut::SecondSignal),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_drain_ends_by_itself_by_deadline_or_by_a_second_signal() {
+        let shutdown = Shutdown::default();
+        let grace = Duration::from_millis(10);
+        assert_eq!(shutdown.within(Duration::from_secs(5), async { 3 }).await, Ok(3));
+        let stuck = std::future::pending::<()>();
+        assert_eq!(shutdown.within(grace, stuck).await, Err(DrainCut::Deadline { grace }));
+        shutdown.force.cancel();
+        let stuck = std::future::pending::<()>();
+        assert_eq!(shutdown.within(Duration::from_secs(5), stuck).await, Err(DrainCut::SecondSignal));
+    }
+
+    #[tokio::test]
+    async fn everybody_who_waits_hears_the_request() {
+        let shutdown = Shutdown::default();
+        let waiting = tokio::spawn(shutdown.requested());
+        assert!(!shutdown.is_requested());
+        shutdown.request();
+        waiting.await.unwrap();
+        shutdown.requested().await;
+        assert!(shutdown.is_requested());
+    }
+}

@@ -1,0 +1,133 @@
+//! The child's side of being supervised: notice that the supervisor died, wait for a successor, else stop.
+//!
+//! A child inherits one end of a socket pair (`BALLAST_LIVENESS_FD`). End of file on it means that the supervisor is gone,
+//! however it went. The child then offers itself to a successor on its notify socket:
+//!
+//! ```text
+//! child                                                     successor (binds the same notify-<child>.sock)
+//!   | ADOPT=1 ROLE=worker NAME=worker-0  + one end of a new pair |
+//!   |----------------------------------------------------------->|  checks SO_PASSCRED, keeps the end
+//!   |<----------------------------------------- one byte 'a' ----|
+//!   | ... supervised again, end of file means the same as before |
+//! ```
+//!
+//! Nobody within [`SUCCESSOR_WAIT`]: the child asks its own [`Shutdown`] to drain.
+
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::env;
+use crate::listen::{ListenError, fd_from_env};
+use crate::{Notify, Shutdown};
+
+/// How long an orphan works on while it waits for a successor.
+pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
+/// How often an orphan offers itself.
+const OFFER_EVERY: Duration = Duration::from_millis(100);
+/// How long a successor may take to answer one offer.
+const ANSWER_WAIT: Duration = Duration::from_secs(1);
+/// What a supervisor answers to an offer that it takes.
+pub const ADOPTED: u8 = b'a';
+
+/// Who supervises this process now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Supervisor {
+    /// Started by hand or by systemd: nobody to lose.
+    None,
+    /// The supervisor with this number, counted from 0. After a change the vault of the new one is empty: whoever
+    /// stored descriptors stores them again.
+    Present { epoch: u32 },
+    /// Gone, and no successor yet.
+    Lost,
+}
+
+/// Watches the supervisor of this process, in a task of its own; the receiver shows who it is. Must be called inside a
+/// tokio runtime, once.
+pub fn watch(
+    role: &str,
+    name: &str,
+    notify: &Notify,
+    shutdown: &Shutdown,
+) -> Result<watch::Receiver<Supervisor>, ListenError> {
+    let Some(fd) = fd_from_env(env::LIVENESS_FD)? else {
+        return Ok(watch::channel(Supervisor::None).1);
+    };
+    let failed =
+        |source| ListenError::Variable { variable: env::LIVENESS_FD, value: "taken".to_owned(), source };
+    let liveness = StdUnixStream::from(fd);
+    liveness.set_nonblocking(true).map_err(failed)?;
+    let liveness = UnixStream::from_std(liveness).map_err(failed)?;
+    let (state, receiver) = watch::channel(Supervisor::Present { epoch: 0 });
+    let orphan = Orphan { offer: format!("ADOPT=1\nROLE={role}\nNAME={name}"), notify: notify.clone() };
+    tokio::spawn(follow(liveness, orphan, state, shutdown.clone()));
+    Ok(receiver)
+}
+
+struct Orphan {
+    offer: String,
+    notify: Notify,
+}
+
+async fn follow(
+    mut liveness: UnixStream,
+    orphan: Orphan,
+    state: watch::Sender<Supervisor>,
+    shutdown: Shutdown,
+) {
+    for epoch in 1.. {
+        end_of_file(&mut liveness).await;
+        state.send_replace(Supervisor::Lost);
+        if shutdown.is_requested() {
+            return;
+        }
+        tracing::warn!(wait = ?SUCCESSOR_WAIT, "the supervisor is gone, waiting for a successor");
+        match orphan.find_successor().await {
+            Some(adopted) => liveness = adopted,
+            None => {
+                tracing::warn!("no successor came, stopping");
+                return shutdown.request();
+            }
+        }
+        tracing::info!("adopted by a successor");
+        state.send_replace(Supervisor::Present { epoch });
+    }
+}
+
+/// Anything but data ends the connection, errors too.
+async fn end_of_file(liveness: &mut UnixStream) {
+    let mut byte = [0u8; 1];
+    while matches!(liveness.read(&mut byte).await, Ok(1)) {}
+}
+
+impl Orphan {
+    async fn find_successor(&self) -> Option<UnixStream> {
+        let deadline = Instant::now() + SUCCESSOR_WAIT;
+        while Instant::now() < deadline {
+            if let Some(adopted) = self.offer_once().await {
+                return Some(adopted);
+            }
+            tokio::time::sleep(OFFER_EVERY).await;
+        }
+        None
+    }
+
+    async fn offer_once(&self) -> Option<UnixStream> {
+        let (ours, theirs) = StdUnixStream::pair().ok()?;
+        // Nobody is bound to the path until a successor is: the send fails at once.
+        self.notify.send(&self.offer, &[theirs.as_raw_fd()]).ok()?;
+        drop(theirs);
+        ours.set_nonblocking(true).ok()?;
+        let mut ours = UnixStream::from_std(ours).ok()?;
+        let mut answer = [0u8; 1];
+        match tokio::time::timeout(ANSWER_WAIT, ours.read(&mut answer)).await {
+            Ok(Ok(1)) if answer[0] == ADOPTED => Some(ours),
+            _ => None,
+        }
+    }
+}
