@@ -1,0 +1,99 @@
+//! Compares Ballast with llama.cpp on one model, in one run, alternating, so that a machine whose speed drifts
+//! slows both. Quote the medians and the ratio.
+//!
+//!     cargo run --release -- --ballast ../target/release/ballast --model MODEL.gguf
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+mod llama;
+
+#[derive(Parser)]
+struct Arguments {
+    /// The ballast executable.
+    #[arg(long)]
+    ballast: PathBuf,
+    #[arg(long)]
+    model: PathBuf,
+    /// Threads for either side.
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// Concurrent streams; may be given several times.
+    #[arg(long, default_values_t = [1, 16])]
+    streams: Vec<usize>,
+    #[arg(long, default_value_t = 128)]
+    prompt_tokens: usize,
+    #[arg(long, default_value_t = 64)]
+    tokens: usize,
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+}
+
+/// What is measured: `streams` sequences of `prompt_tokens`, each continued by `tokens`.
+#[derive(Clone, Copy)]
+struct Shape {
+    streams: usize,
+    prompt_tokens: usize,
+    tokens: usize,
+}
+
+/// Tokens a second over all streams.
+#[derive(Clone, Copy)]
+struct Speed {
+    prompt: f64,
+    decode: f64,
+}
+
+impl Shape {
+    /// Token ids of one prompt; different in every stream, so that no prefix is shared.
+    fn prompt(self, stream: usize, vocabulary: u32) -> Vec<u32> {
+        (0..self.prompt_tokens).map(|i| ((i * 7919 + stream * 104_729 + 17) % vocabulary as usize) as u32).collect()
+    }
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let peer = llama::Peer::load(&arguments.model, arguments.threads)?;
+    println!("| streams | measure | ballast | llama.cpp | ratio |\n|---|---|---|---|---|");
+    for &streams in &arguments.streams {
+        let shape = Shape { streams, prompt_tokens: arguments.prompt_tokens, tokens: arguments.tokens };
+        let mut ours = Vec::new();
+        let mut theirs = Vec::new();
+        for _ in 0..arguments.rounds {
+            theirs.push(peer.measure(shape)?);
+            ours.push(measure_ballast(&arguments.ballast, &arguments.model, arguments.threads, shape)?);
+        }
+        for (name, part) in [("prompt tok/s", (|s| s.prompt) as fn(&Speed) -> f64), ("decode tok/s", |s| s.decode)] {
+            let ballast = median(ours.iter().map(part));
+            let llama = median(theirs.iter().map(part));
+            println!("| {streams} | {name} | {ballast:.1} | {llama:.1} | {:.2} |", ballast / llama);
+        }
+    }
+    Ok(())
+}
+
+/// One fleet of one worker, measured from outside by the executable's own load generator.
+fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Shape) -> Result<Speed> {
+    let output = Command::new(executable)
+        .args(["bench", "throughput"])
+        .arg(model)
+        .args(["--workers", "1", "--json"])
+        .args(["--threads", &threads.to_string()])
+        .args(["--streams", &shape.streams.to_string()])
+        .args(["--prompt-tokens", &shape.prompt_tokens.to_string()])
+        .args(["--tokens", &shape.tokens.to_string()])
+        .output()
+        .with_context(|| format!("running {}", executable.display()))?;
+    anyhow::ensure!(output.status.success(), "ballast bench: {}", String::from_utf8_lossy(&output.stderr));
+    let line: serde_json::Value = serde_json::from_slice(&output.stdout).context("ballast bench printed no JSON")?;
+    let field = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
+    Ok(Speed { prompt: field("prompt_tokens_per_second")?, decode: field("decode_tokens_per_second")? })
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}

@@ -1,0 +1,156 @@
+//! Everything a user can get wrong: one line that says what to do, and the documented exit code.
+
+use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, proc, text};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+// As documented in crates/service/src/exit.rs and docs/OPERATING.md.
+const USAGE: i32 = 2;
+const MODEL_REFUSED: i32 = 3;
+const OUT_OF_RESOURCES: i32 = 4;
+const ADDRESS: i32 = 6;
+
+/// One line on stderr, with the words, and the exit code; nothing on stdout; nothing left running.
+#[track_caller]
+fn check(output: &Output, code: i32, words: &[&str]) {
+    let (stdout, stderr) = text(output);
+    assert_eq!(output.status.code(), Some(code), "{stderr}");
+    assert_eq!(stdout, "");
+    let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("ballast: ")).collect();
+    assert_eq!(lines.len(), 1, "{stderr}");
+    for word in words {
+        assert!(lines[0].contains(word), "{:?} does not say {word:?}", lines[0]);
+    }
+}
+
+fn generate(model: &Path) -> Command {
+    let mut command = ballast();
+    command.arg("generate").arg(model).args(["--prompt", "x", "--max-tokens", "4"]);
+    command
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    check(&generate(Path::new("no-such-model.gguf")).output().unwrap(), MODEL_REFUSED, &["no-such-model.gguf"]);
+}
+
+#[test]
+fn a_file_that_is_no_gguf_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("picture.gguf");
+    std::fs::write(&file, b"\x89PNG\r\n\x1a\nand so on, long enough for a header").unwrap();
+    check(&generate(&file).output().unwrap(), MODEL_REFUSED, &["picture.gguf", "GGUF"]);
+}
+
+#[test]
+fn a_truncated_file_names_the_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("short.gguf");
+    let bytes = std::fs::read(demo_7m()).unwrap();
+    std::fs::write(&file, &bytes[..bytes.len() - 100_000]).unwrap();
+    check(&generate(&file).output().unwrap(), MODEL_REFUSED, &["short.gguf", "tensor"]);
+}
+
+#[test]
+fn an_unknown_architecture_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("strange.gguf");
+    let mut bytes = std::fs::read(demo_7m()).unwrap();
+    let at = bytes.windows(5).position(|window| window == b"qwen3").unwrap();
+    bytes[at..at + 5].copy_from_slice(b"qwen9");
+    std::fs::write(&file, bytes).unwrap();
+    check(&generate(&file).output().unwrap(), MODEL_REFUSED, &["qwen9"]);
+}
+
+#[test]
+fn an_unknown_flag_is_a_usage_error() {
+    let output = ballast().args(["generate", "--no-such-flag"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(USAGE));
+}
+
+#[test]
+fn an_unknown_configuration_key_is_named_with_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ballast.toml");
+    std::fs::write(&file, "no-such-key = 1\n").unwrap();
+    let output = ballast().arg("serve").arg("--config").arg(&file).output().unwrap();
+    check(&output, USAGE, &["ballast.toml", "no-such-key"]);
+}
+
+#[test]
+fn a_port_in_use_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let output = ballast().arg("serve").arg(demo_7m()).args(["--listen", &address]).output().unwrap();
+    check(&output, ADDRESS, &[&address, "in use"]);
+}
+
+#[test]
+fn a_runtime_directory_too_long_for_a_socket_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let long = folder.path().join("x".repeat(120));
+    let output = ballast().arg("serve").arg(demo_7m()).arg("--runtime-dir").arg(&long).output().unwrap();
+    check(&output, ADDRESS, &["socket", "runtime-dir"]);
+}
+
+#[test]
+fn two_fleets_cannot_share_a_runtime_directory() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1"]);
+    let output = ballast()
+        .arg("serve")
+        .arg(demo_7m())
+        .args(["--listen", "127.0.0.1:0", "--runtime-dir"])
+        .arg(fleet.runtime_dir())
+        .output()
+        .unwrap();
+    check(&output, ADDRESS, &["in use"]);
+    fleet.stop();
+}
+
+/// Sets a limit with `prlimit`-like means of the shell and execs ballast under it.
+fn limited(limit: &str, model: &Path) -> Output {
+    let mut command = Command::new("sh");
+    command
+        .arg("-c")
+        .arg(format!("{limit} && exec \"$0\" generate \"$1\" --prompt x --max-tokens 4"))
+        .arg(env!("CARGO_BIN_EXE_ballast"))
+        .arg(model)
+        .process_group(0);
+    command.output().unwrap()
+}
+
+#[test]
+fn too_little_memory_for_the_weights_says_how_much() {
+    // Blocks of 512 bytes: 2 MiB, less than the model. A memfd is a file, so the limit on file size bounds it.
+    check(&limited("ulimit -f 4096", &demo_7m()), OUT_OF_RESOURCES, &["bytes", "RLIMIT_FSIZE"]);
+}
+
+#[test]
+fn too_few_descriptors_says_how_many() {
+    check(&limited("ulimit -n 16", &demo_7m()), OUT_OF_RESOURCES, &["RLIMIT_NOFILE"]);
+}
+
+#[test]
+fn a_file_changed_while_it_is_loaded_is_refused() {
+    let model = crate::harness::synth("qwen3-0.6b", "q8_0");
+    let folder = tempfile::tempdir_in(model.parent().unwrap()).unwrap();
+    let copy = folder.path().join("changing.gguf");
+    std::fs::copy(&model, &copy).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let child = crate::harness::serve(directory.path(), &copy, &["--workers", "1"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let root = child.id();
+    crate::harness::eventually("a loader runs", || {
+        proc::children_of_tree(root).into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
+    });
+    // Appending changes size and mtime; the inode stays.
+    let mut file = std::fs::OpenOptions::new().append(true).open(&copy).unwrap();
+    std::io::Write::write_all(&mut file, b"one line more").unwrap();
+    let started = std::time::Instant::now();
+    let output = child.wait_with_output().unwrap();
+    assert!(started.elapsed() < PATIENCE);
+    check(&output, MODEL_REFUSED, &["changing.gguf", "changed"]);
+}

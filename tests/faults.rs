@@ -1,0 +1,256 @@
+//! `kill -9` of every process at a bad moment. What each death may and may not do stands in docs/RELIABILITY.md.
+
+use crate::harness::api::{Ask, connect, generate, generate_all, runtime};
+use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, eventually, proc, serve, synth, text};
+use std::time::{Duration, Instant};
+
+/// Long enough to be killed in the middle.
+const LONG: u32 = 400;
+
+fn ask(seed: u64) -> Ask {
+    Ask { prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(), max_tokens: LONG, temperature: 0.7, seed }
+}
+
+fn asks(count: u64) -> Vec<Ask> {
+    (0..count).map(ask).collect()
+}
+
+/// Runs the asks; when the first token of any has come, does `harm`. Results in order.
+fn harmed(
+    fleet: &Fleet,
+    asks: &[Ask],
+    harm: impl FnOnce() + Send,
+) -> Vec<Result<crate::harness::api::Continuation, tonic::Status>> {
+    let runtime = runtime();
+    runtime.block_on(async {
+        let (started, mut any_started) = tokio::sync::mpsc::unbounded_channel();
+        let client = connect(&fleet.grpc).await;
+        let tasks: Vec<_> = asks
+            .iter()
+            .map(|ask| {
+                let (mut client, ask, started) = (client.clone(), ask.clone(), started.clone());
+                tokio::spawn(async move {
+                    generate(&mut client, &ask, |tokens| {
+                        if tokens >= 3 {
+                            let _ = started.send(());
+                        }
+                    })
+                    .await
+                })
+            })
+            .collect();
+        tokio::time::timeout(PATIENCE, any_started.recv()).await.expect("no stream started");
+        tokio::task::block_in_place(harm);
+        let mut results = Vec::new();
+        for task in tasks {
+            results.push(tokio::time::timeout(PATIENCE, task).await.expect("a stream hangs").unwrap());
+        }
+        results
+    })
+}
+
+#[test]
+fn i6_streams_of_a_killed_worker_are_completed_by_another() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let asks = asks(6);
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &asks));
+    let victim = fleet.by_role("worker")[0].clone();
+    let found = harmed(&fleet, &asks, || proc::signal(victim.pid, "KILL"));
+    let mut resumed = 0;
+    for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
+        let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
+        assert_eq!(expected.tokens, found.tokens, "request {index}");
+        assert_eq!(expected.text, found.text, "request {index}");
+        assert_eq!(expected.logprob_bits, found.logprob_bits, "request {index}");
+        resumed += found.resumes;
+    }
+    assert!(resumed > 0, "no stream was on the killed worker");
+    let back = eventually("the worker is back", || {
+        fleet.by_role("worker").into_iter().find(|w| w.name == victim.name && w.pid != victim.pid && w.state == "ready")
+    });
+    assert_eq!(back.restarts, victim.restarts + 1);
+    fleet.stop();
+}
+
+#[test]
+fn i6_a_stream_that_nobody_can_complete_ends_with_an_explicit_error() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let victim = fleet.one("worker");
+    let found = harmed(&fleet, &[ask(1)], || proc::signal(victim.pid, "KILL"));
+    // Either the restarted worker took over within the router's patience, or the client is told.
+    match &found[0] {
+        Ok(done) => assert_eq!((done.tokens.len(), done.resumes), (LONG as usize, 1)),
+        Err(status) => {
+            assert_eq!(status.code(), tonic::Code::Unavailable, "{status}");
+            assert!(status.message().contains("worker"), "{status}");
+        }
+    }
+    fleet.stop();
+}
+
+#[test]
+fn i3_a_killed_weight_server_disturbs_no_stream_and_its_successor_needs_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model.gguf");
+    std::fs::copy(demo_7m(), &model).unwrap();
+    let fleet = Fleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    std::fs::remove_file(&model).unwrap();
+    let before = fleet.one("weight-server");
+    let workers: Vec<u32> = fleet.by_role("worker").iter().map(|w| w.pid).collect();
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(4)));
+    let found = harmed(&fleet, &asks(4), || proc::signal(before.pid, "KILL"));
+    for (expected, found) in expected.iter().zip(&found) {
+        let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
+        assert_eq!((&expected.tokens, 0), (&found.tokens, found.resumes));
+    }
+    eventually("the weight-server is back", || {
+        fleet.by_role("weight-server").into_iter().find(|p| p.pid != before.pid && p.state == "ready")
+    });
+    assert_eq!(workers, fleet.by_role("worker").iter().map(|w| w.pid).collect::<Vec<_>>(), "workers were restarted");
+
+    // A new worker attaches to the adopted weights; the file is gone.
+    proc::signal(workers[0], "KILL");
+    eventually("a new worker serves", || {
+        let now = fleet.by_role("worker");
+        now.iter().all(|w| w.state == "ready" && w.pid != workers[0]).then_some(())
+    });
+    let again = runtime().block_on(generate_all(&fleet.grpc, &asks(4)));
+    for (expected, again) in expected.iter().zip(&again) {
+        assert_eq!(expected.as_ref().unwrap().tokens, again.as_ref().unwrap().tokens);
+    }
+    fleet.stop();
+}
+
+#[test]
+fn i3_weights_survive_the_death_of_weight_server_and_all_workers_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model.gguf");
+    std::fs::copy(demo_7m(), &model).unwrap();
+    let fleet = Fleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    std::fs::remove_file(&model).unwrap();
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(2)));
+    let killed: Vec<u32> =
+        fleet.processes().iter().filter(|p| p.role == "worker" || p.role == "weight-server").map(|p| p.pid).collect();
+    for pid in &killed {
+        proc::signal(*pid, "KILL");
+    }
+    eventually("the fleet is back", || {
+        let now = fleet.processes();
+        let back = now.iter().filter(|p| p.role == "worker" || p.role == "weight-server");
+        let back: Vec<_> = back.filter(|p| p.state == "ready" && !killed.contains(&p.pid)).collect();
+        (back.len() == killed.len()).then_some(())
+    });
+    let again = eventually("requests are served", || {
+        let again = runtime().block_on(generate_all(&fleet.grpc, &asks(2)));
+        again.iter().all(Result::is_ok).then_some(again)
+    });
+    for (expected, again) in expected.iter().zip(&again) {
+        assert_eq!(expected.as_ref().unwrap().tokens, again.as_ref().unwrap().tokens);
+    }
+    fleet.stop();
+}
+
+#[test]
+fn a_killed_loader_is_an_error_to_whoever_asked_and_leaves_no_memory() {
+    let model = synth("qwen3-0.6b", "q8_0");
+    let directory = tempfile::tempdir().unwrap();
+    let mark = directory.path().to_string_lossy().into_owned();
+    let mut child = serve(directory.path(), &model, &["--workers", "1"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The loader reads 640 MB: it can be caught in the middle.
+    let loader = eventually("a loader runs", || {
+        let ballast_children = proc::children_of_tree(child.id());
+        ballast_children.into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
+    });
+    proc::signal(loader, "KILL");
+    let status = eventually("serve ends", || child.try_wait().unwrap());
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
+    assert!(!status.success());
+    assert!(said.contains("loader"), "{said}");
+    eventually("nothing is left", || proc::processes_naming(&mark).is_empty().then_some(()));
+}
+
+#[test]
+fn streams_of_other_workers_do_not_notice_a_killed_worker() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let found = harmed(&fleet, &asks(4), || proc::signal(fleet.by_role("worker")[1].pid, "KILL"));
+    assert!(found.iter().all(|r| r.as_ref().is_ok_and(|done| done.tokens.len() == LONG as usize)), "{found:?}");
+    assert!(found.iter().any(|r| r.as_ref().is_ok_and(|done| done.resumes == 0)));
+    fleet.stop();
+}
+
+#[test]
+fn a_killed_router_is_back_and_its_connections_are_reset() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let victim = fleet.one("router");
+    let found = harmed(&fleet, &[ask(1)], || proc::signal(victim.pid, "KILL"));
+    assert!(found[0].is_err(), "the stream of a dead router cannot end well");
+    let done = eventually("the router serves again on its old address", || {
+        runtime().block_on(async {
+            let mut client = proto::v1::inference_client::InferenceClient::connect(fleet.grpc.clone()).await.ok()?;
+            generate(&mut client, &Ask { max_tokens: 4, ..ask(2) }, |_| {}).await.ok()
+        })
+    });
+    assert_eq!(done.tokens.len(), 4);
+    fleet.stop();
+}
+
+#[test]
+fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut first = Fleet::start_in(directory, &demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let pids = |fleet: &Fleet| {
+        let mut pids: Vec<u32> =
+            fleet.processes().iter().filter(|p| p.role != "supervisor").map(|p| p.pid).collect();
+        pids.sort_unstable();
+        pids
+    };
+    let before = pids(&first);
+    proc::signal(first.supervisor.id(), "KILL");
+    let _ = first.supervisor.wait();
+    let mut successor = serve(first.runtime_dir(), &demo_7m(), &["--workers", "2", "--threads", "1"]).spawn().unwrap();
+    crate::harness::first_json_line(&mut successor);
+    std::mem::swap(&mut first.supervisor, &mut successor);
+    assert_eq!(before, pids(&first), "children were restarted");
+
+    // The vault moved too: the weight-server can die now.
+    proc::signal(first.one("weight-server").pid, "KILL");
+    eventually("the weight-server is back", || {
+        first.by_role("weight-server").into_iter().find(|p| !before.contains(&p.pid) && p.state == "ready")
+    });
+    let done = runtime().block_on(generate_all(&first.grpc, &[Ask { max_tokens: 8, ..ask(1) }]));
+    assert_eq!(done[0].as_ref().unwrap().tokens.len(), 8);
+    first.stop();
+}
+
+#[test]
+fn without_a_successor_everything_ends_within_its_patience() {
+    let mut fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let pids: Vec<u32> = fleet.processes().iter().map(|p| p.pid).collect();
+    proc::signal(fleet.supervisor.id(), "KILL");
+    let _ = fleet.supervisor.wait();
+    let died = Instant::now();
+    eventually("all children end", || pids.iter().all(|pid| !proc::alive(*pid)).then_some(()));
+    assert!(died.elapsed() > Duration::from_secs(5), "children must leave a successor some time");
+}
+
+#[test]
+fn i4_load_and_unload_return_to_the_baseline() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let server = fleet.one("weight-server").pid;
+    let baseline = proc::open_files(server).len();
+    let folder = tempfile::tempdir().unwrap();
+    for round in 0..20 {
+        let model = folder.path().join(format!("copy-{round}.gguf"));
+        std::fs::copy(demo_7m(), &model).unwrap();
+        for arguments in [vec!["load", model.to_str().unwrap(), "--name", "second"], vec!["unload", "second"]] {
+            let output = ballast().args(&arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
+            assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
+        }
+    }
+    eventually("descriptors are back at the baseline", || (proc::open_files(server).len() <= baseline).then_some(()));
+    fleet.stop();
+}

@@ -1,0 +1,95 @@
+//! The public gRPC API, as a client of another team would use it, with blocking calls for tests.
+
+use proto::v1::generate_frame::Frame;
+use proto::v1::generate_request::Prompt;
+use proto::v1::inference_client::InferenceClient;
+use proto::v1::{GenerateRequest, Sampling, TokenIds};
+use tonic::transport::Channel;
+
+/// What one request produced. Log probabilities as bits: equal means equal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Continuation {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logprob_bits: Vec<u32>,
+    pub(crate) text: String,
+    pub(crate) resumes: u32,
+}
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Ask {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) max_tokens: u32,
+    pub(crate) temperature: f32,
+    pub(crate) seed: u64,
+}
+
+impl Ask {
+    fn request(&self) -> GenerateRequest {
+        GenerateRequest {
+            prompt: Some(Prompt::Tokens(TokenIds { ids: self.prompt.clone() })),
+            max_tokens: self.max_tokens,
+            sampling: Some(Sampling {
+                temperature: Some(self.temperature),
+                seed: Some(self.seed),
+                ..Sampling::default()
+            }),
+            ignore_eos: true,
+            top_logprobs: Some(0),
+            ..GenerateRequest::default()
+        }
+    }
+}
+
+pub(crate) async fn connect(url: &str) -> InferenceClient<Channel> {
+    InferenceClient::connect(url.to_owned()).await.unwrap()
+}
+
+/// Runs one request to its end. `on_token` sees the number of tokens so far.
+pub(crate) async fn generate(
+    client: &mut InferenceClient<Channel>,
+    ask: &Ask,
+    mut on_token: impl FnMut(usize),
+) -> Result<Continuation, tonic::Status> {
+    let mut stream = client.generate(ask.request()).await?.into_inner();
+    let mut done = Continuation { tokens: vec![], logprob_bits: vec![], text: String::new(), resumes: 0 };
+    let mut finished = false;
+    while let Some(frame) = stream.message().await? {
+        match frame.frame {
+            Some(Frame::Piece(piece)) => {
+                done.tokens.extend(piece.tokens);
+                done.logprob_bits.extend(piece.logprobs.iter().map(|l| l.logprob.to_bits()));
+                done.text.push_str(&piece.text);
+                on_token(done.tokens.len());
+            }
+            Some(Frame::Finished(end)) => {
+                done.resumes = end.usage.map_or(0, |usage| usage.resumes);
+                finished = true;
+            }
+            Some(Frame::Started(_)) | None => {}
+        }
+    }
+    // Invariant I6: no stream ends without saying so.
+    if finished { Ok(done) } else { Err(tonic::Status::data_loss("the stream ended without a finished frame")) }
+}
+
+/// All requests at once, results in the order of the requests.
+pub(crate) async fn generate_all(url: &str, asks: &[Ask]) -> Vec<Result<Continuation, tonic::Status>> {
+    let client = connect(url).await;
+    let tasks: Vec<_> = asks
+        .iter()
+        .map(|ask| {
+            let (mut client, ask) = (client.clone(), ask.clone());
+            tokio::spawn(async move { generate(&mut client, &ask, |_| {}).await })
+        })
+        .collect();
+    let mut results = Vec::new();
+    for task in tasks {
+        results.push(task.await.unwrap());
+    }
+    results
+}
+
+pub(crate) fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
+}

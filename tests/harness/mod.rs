@@ -1,0 +1,199 @@
+//! A fleet under test: started from the real executable, spoken to over its public sockets, looked at through /proc.
+
+pub(crate) mod api;
+pub(crate) mod proc;
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long anything that should take well under a second may take on a busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The executable under test.
+pub(crate) fn ballast() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+    command.stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
+    command
+}
+
+/// A file of the tree.
+pub(crate) fn in_tree(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+pub(crate) fn demo_7m() -> PathBuf {
+    in_tree("demo/pycoder-7m-q8_0.gguf")
+}
+
+pub(crate) fn demo_22m() -> PathBuf {
+    in_tree("demo/pycoder-22m-q4_k_m.gguf")
+}
+
+/// A file below BALLAST_TEST_DATA, or None after saying loudly what is skipped.
+pub(crate) fn test_data(path: &str) -> Option<PathBuf> {
+    let file = std::env::var_os("BALLAST_TEST_DATA").map(|root| Path::new(&root).join(path));
+    let file = file.filter(|file| file.exists());
+    if file.is_none() {
+        eprintln!("SKIPPED: {path} needs BALLAST_TEST_DATA");
+    }
+    file
+}
+
+/// A model of random weights, made once and kept in target/.
+pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
+    static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned();
+    let file = folder.join(format!("{shape}-{quant}.gguf"));
+    if !file.exists() {
+        let partial = folder.join(format!("{shape}-{quant}.{}.partial", std::process::id()));
+        let status = ballast().args(["synth", shape, quant]).arg(&partial).status().unwrap();
+        assert!(status.success(), "ballast synth {shape} {quant}: {status}");
+        std::fs::rename(&partial, &file).unwrap();
+    }
+    file
+}
+
+pub(crate) fn text(output: &Output) -> (String, String) {
+    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// Polls until `condition` holds; fails the test with `what` when patience ends.
+#[track_caller]
+pub(crate) fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let started = Instant::now();
+    loop {
+        if let Some(value) = condition() {
+            return value;
+        }
+        assert!(started.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// `ballast serve` in a runtime directory of its own. Dropping it kills whatever is left of it.
+pub(crate) struct Fleet {
+    pub(crate) supervisor: Child,
+    pub(crate) http: String,
+    pub(crate) grpc: String,
+    directory: tempfile::TempDir,
+}
+
+/// One line of `ballast ps --json`.
+#[derive(Debug, Clone)]
+pub(crate) struct Process {
+    pub(crate) name: String,
+    pub(crate) role: String,
+    pub(crate) pid: u32,
+    pub(crate) state: String,
+    pub(crate) restarts: u64,
+}
+
+impl Fleet {
+    pub(crate) fn start(model: &Path, arguments: &[&str]) -> Fleet {
+        let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+        Self::start_in(directory, model, arguments)
+    }
+
+    /// Waits for the line that `serve --json` prints when requests are served.
+    pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> Fleet {
+        let mut supervisor = serve(directory.path(), model, arguments).spawn().unwrap();
+        let ready = first_json_line(&mut supervisor);
+        let url = |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
+        Fleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
+    }
+
+    pub(crate) fn runtime_dir(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub(crate) fn processes(&self) -> Vec<Process> {
+        self.try_processes().expect("ballast ps")
+    }
+
+    pub(crate) fn try_processes(&self) -> Option<Vec<Process>> {
+        let output =
+            ballast().args(["ps", "--json", "--runtime-dir"]).arg(self.runtime_dir()).output().unwrap();
+        output.status.success().then(|| {
+            let (lines, _) = text(&output);
+            lines.lines().map(|line| Process::parse(&serde_json::from_str(line).unwrap())).collect()
+        })
+    }
+
+    pub(crate) fn by_role(&self, role: &str) -> Vec<Process> {
+        self.processes().into_iter().filter(|process| process.role == role).collect()
+    }
+
+    pub(crate) fn one(&self, role: &str) -> Process {
+        let mut found = self.by_role(role);
+        assert_eq!(found.len(), 1, "{role}: {found:?}");
+        found.remove(0)
+    }
+
+    /// Asks for the end as Ctrl-C does, and checks that nothing is left behind.
+    pub(crate) fn stop(mut self) {
+        let pids: Vec<u32> = self.processes().iter().map(|process| process.pid).collect();
+        proc::signal(self.supervisor.id(), "INT");
+        let status = eventually("the supervisor ends", || self.supervisor.try_wait().unwrap());
+        assert!(status.success(), "serve ended with {status}");
+        for pid in pids {
+            assert!(!proc::alive(pid), "process {pid} was left behind");
+        }
+        let left: Vec<_> = std::fs::read_dir(self.runtime_dir())
+            .map(|entries| entries.flatten().map(|entry| entry.file_name()).collect())
+            .unwrap_or_default();
+        assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")), "sockets left behind: {left:?}");
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        let pids: Vec<u32> = self.try_processes().unwrap_or_default().iter().map(|p| p.pid).collect();
+        proc::signal(self.supervisor.id(), "KILL");
+        let _ = self.supervisor.wait();
+        for pid in pids {
+            proc::signal(pid, "KILL");
+        }
+    }
+}
+
+impl Process {
+    fn parse(line: &Value) -> Process {
+        let field = |name: &str| line.get(name).unwrap_or_else(|| panic!("no {name} in {line}"));
+        Process {
+            name: field("name").as_str().unwrap().to_owned(),
+            role: field("role").as_str().unwrap().to_owned(),
+            pid: u32::try_from(field("pid").as_u64().unwrap()).unwrap(),
+            state: field("state").as_str().unwrap().to_owned(),
+            restarts: field("restarts").as_u64().unwrap(),
+        }
+    }
+}
+
+/// `ballast serve`, not started yet.
+pub(crate) fn serve(runtime_dir: &Path, model: &Path, arguments: &[&str]) -> Command {
+    let mut command = ballast();
+    command
+        .arg("serve")
+        .arg(model)
+        .args(["--json", "--listen", "127.0.0.1:0", "--runtime-dir"])
+        .arg(runtime_dir)
+        .args(arguments)
+        .stdout(Stdio::piped());
+    command
+}
+
+/// The first line that a child prints, as JSON. The pipe is kept open: a child must not die of printing.
+pub(crate) fn first_json_line(child: &mut Child) -> Value {
+    let mut reader = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    std::thread::spawn(move || {
+        let mut rest = Vec::new();
+        let _ = reader.read_to_end(&mut rest);
+    });
+    serde_json::from_str(&line).unwrap_or_else(|error| panic!("not JSON: {line:?}: {error}"))
+}

@@ -1,0 +1,94 @@
+//! Looking at processes from outside: /proc and kill(1).
+
+use std::process::Command;
+
+pub(crate) fn signal(pid: u32, name: &str) {
+    let _ = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).stderr(std::process::Stdio::null()).status();
+}
+
+/// Whether the process exists and is not a zombie.
+pub(crate) fn alive(pid: u32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')),
+        Err(_) => false,
+    }
+}
+
+/// One mapping of /proc/PID/smaps; sizes in bytes.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Mapping {
+    pub(crate) name: String,
+    pub(crate) size: u64,
+    pub(crate) pss: u64,
+    pub(crate) anonymous: u64,
+    pub(crate) swap: u64,
+}
+
+pub(crate) fn mappings(pid: u32) -> Vec<Mapping> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    let mut mappings: Vec<Mapping> = Vec::new();
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next().unwrap_or_default();
+        if first.contains('-') && !first.ends_with(':') {
+            // address perms offset device inode [name]
+            let name = words.skip(4).collect::<Vec<_>>().join(" ");
+            mappings.push(Mapping { name, ..Mapping::default() });
+        } else if let Some(current) = mappings.last_mut() {
+            let bytes = words.next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) * 1024;
+            match first {
+                "Size:" => current.size = bytes,
+                "Pss:" => current.pss = bytes,
+                "Anonymous:" => current.anonymous = bytes,
+                "Swap:" => current.swap = bytes,
+                _ => {}
+            }
+        }
+    }
+    mappings
+}
+
+/// Memory files in use anywhere: names of /proc/*/fd and of mappings that start with `prefix`, for the given processes.
+pub(crate) fn open_files(pid: u32) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
+    entries
+        .flatten()
+        .filter_map(|entry| std::fs::read_link(entry.path()).ok())
+        .map(|target| target.to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Processes, apart from this test, whose environment or arguments name `text`.
+pub(crate) fn processes_naming(text: &str) -> Vec<u32> {
+    let own = std::process::id();
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok())
+        .filter(|pid| *pid != own && alive(*pid))
+        .filter(|pid| {
+            std::fs::read(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|arguments| String::from_utf8_lossy(&arguments).contains(text))
+        })
+        .collect()
+}
+
+pub(crate) fn arguments(pid: u32) -> Vec<String> {
+    let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    bytes.split(|b| *b == 0).map(|a| String::from_utf8_lossy(a).into_owned()).collect()
+}
+
+/// All descendants of a process.
+pub(crate) fn children_of_tree(root: u32) -> Vec<u32> {
+    let mut found = vec![root];
+    let mut next = 0;
+    while next < found.len() {
+        let pid = found[next];
+        next += 1;
+        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            found.extend(children.split_whitespace().filter_map(|word| word.parse::<u32>().ok()));
+        }
+    }
+    found.split_off(1)
+}

@@ -1,0 +1,75 @@
+//! Weights exist once: what /proc/PID/smaps of a fleet says about a model of more than 512 MiB.
+
+use crate::harness::api::{Ask, generate_all, runtime};
+use crate::harness::{Fleet, proc, synth};
+
+const WORKERS: usize = 4;
+
+/// Anonymous memory of a worker beside its KV cache: heap, stacks, step workspace.
+const OTHER_MEMORY_MAX: u64 = 40 << 20;
+
+/// How weight memfds are named in /proc/PID/smaps.
+const WEIGHT_MAPPING: &str = "/memfd:ballast-weights";
+
+fn ask(seed: u64) -> Ask {
+    Ask { prompt: (0..40).map(|i| (i * 31 + seed as u32 * 7) % 1000).collect(), max_tokens: 4, temperature: 0.0, seed }
+}
+
+#[test]
+fn i1_weights_exist_once_for_four_workers() {
+    let model = synth("qwen3-0.6b", "q8_0");
+    let file_bytes = std::fs::metadata(&model).unwrap().len();
+    assert!(file_bytes >= 512 << 20, "{file_bytes} bytes");
+    let arguments = ["--workers", "4", "--threads", "1", "--kv-tokens", "2048"];
+    let fleet = Fleet::start(&model, &arguments);
+    let asks: Vec<Ask> = (0..8).map(ask).collect();
+    for result in runtime().block_on(generate_all(&fleet.grpc, &asks)) {
+        assert_eq!(result.unwrap().tokens.len(), 4);
+    }
+
+    let workers = fleet.by_role("worker");
+    assert_eq!(workers.len(), WORKERS);
+    let mut weight_bytes = 0;
+    let mut pss_sum = 0;
+    for process in fleet.processes() {
+        let mappings = proc::mappings(process.pid);
+        let (weights, other): (Vec<_>, Vec<_>) = mappings.iter().partition(|m| m.name.starts_with(WEIGHT_MAPPING));
+        pss_sum += weights.iter().map(|m| m.pss).sum::<u64>();
+        if process.role != "worker" {
+            assert!(weights.is_empty(), "{} maps weights", process.name);
+            continue;
+        }
+        assert!(!weights.is_empty(), "{} maps no weights", process.name);
+        weight_bytes = weights.iter().map(|m| m.size).sum();
+        for mapping in &weights {
+            assert_eq!((mapping.anonymous, mapping.swap), (0, 0), "{}: {mapping:?}", process.name);
+        }
+        let anonymous: u64 = other.iter().map(|m| m.anonymous).sum();
+        // Two of the eight requests a worker, 44 tokens each; f16 keys and values of 28 layers, 8 heads of 128.
+        let kv_used = 8 * 48 * 28 * 2 * 8 * 128 * 2;
+        assert!(
+            anonymous <= kv_used + OTHER_MEMORY_MAX,
+            "{}: {anonymous} bytes of anonymous memory, KV uses at most {kv_used}",
+            process.name
+        );
+    }
+    assert!(weight_bytes >= file_bytes * 9 / 10, "{weight_bytes} bytes mapped of {file_bytes}");
+    assert!(pss_sum <= weight_bytes, "the processes hold {pss_sum} bytes of {weight_bytes}");
+    eprintln!("weights {weight_bytes} bytes, sum of Pss over {WORKERS} workers {pss_sum}");
+    fleet.stop();
+}
+
+#[test]
+fn four_hundred_allocations_are_handed_over_in_several_batches() {
+    let model = synth("qwen3-many", "q8_0");
+    let fleet = Fleet::start(&model, &["--workers", "2", "--no-pack"]);
+    for worker in fleet.by_role("worker") {
+        let weights = proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();
+        assert!(weights >= 400, "{}: {weights} mappings", worker.name);
+        let descriptors = proc::open_files(worker.pid).iter().filter(|f| f.starts_with(WEIGHT_MAPPING)).count();
+        assert_eq!(descriptors, 0, "{} keeps weight descriptors open", worker.name);
+    }
+    let found = runtime().block_on(generate_all(&fleet.grpc, &[ask(1), ask(1)]));
+    assert_eq!(found[0].as_ref().unwrap().tokens, found[1].as_ref().unwrap().tokens);
+    fleet.stop();
+}
