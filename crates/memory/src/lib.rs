@@ -6,4 +6,8 @@
 //! descriptor means is decided where it is created and where it is mapped; everything between carries it unseen.
 
 pub mod fd_passing;
+pub mod host;
+pub mod mapping;
+pub mod memfd;
+pub mod pack;
 pub mod seqpacket;
