@@ -1,0 +1,133 @@
+//! Reading forward with every length checked: from a file that is buffered as it is parsed, or from bytes at hand.
+
+use crate::limits::{MAX_HEADER_BYTES, READ_AHEAD_BYTES};
+use std::io::{self, Read};
+
+/// Why bytes could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error(
+        "{needed} bytes are needed at byte {offset}, but only {remaining} are left: the file is cut off or damaged"
+    )]
+    Truncated { offset: u64, needed: u64, remaining: u64 },
+    #[error("the header goes on beyond byte {offset}, and at most {MAX_HEADER_BYTES} bytes are taken")]
+    HeaderTooLong { offset: u64 },
+    #[error("cannot read at byte {offset}")]
+    Io { offset: u64, source: io::Error },
+}
+
+/// Something that gives its bytes in order. `take` refuses before anything is allocated for what is not there.
+pub(crate) trait Cursor {
+    fn offset(&self) -> u64;
+    fn remaining(&self) -> u64;
+    fn take(&mut self, len: u64) -> Result<&[u8], ReadError>;
+
+    fn u32(&mut self) -> Result<u32, ReadError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, ReadError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], ReadError> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N as u64)?);
+        Ok(array)
+    }
+}
+
+/// Bytes at hand.
+pub(crate) struct SliceCursor<'a> {
+    bytes: &'a [u8],
+    offset: usize,
+}
+
+impl<'a> SliceCursor<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, offset: 0 }
+    }
+}
+
+impl Cursor for SliceCursor<'_> {
+    fn offset(&self) -> u64 {
+        self.offset as u64
+    }
+
+    fn remaining(&self) -> u64 {
+        (self.bytes.len() - self.offset) as u64
+    }
+
+    fn take(&mut self, len: u64) -> Result<&[u8], ReadError> {
+        let remaining = self.remaining();
+        if len > remaining {
+            return Err(ReadError::Truncated { offset: self.offset as u64, needed: len, remaining });
+        }
+        let start = self.offset;
+        self.offset += len as usize;
+        Ok(&self.bytes[start..self.offset])
+    }
+}
+
+/// A file, of which everything read so far is kept.
+pub(crate) struct FileCursor<R> {
+    source: R,
+    file_len: u64,
+    buffer: Vec<u8>,
+    offset: usize,
+}
+
+impl<R: Read> FileCursor<R> {
+    pub(crate) fn new(source: R, file_len: u64) -> Self {
+        Self { source, file_len, buffer: Vec::new(), offset: 0 }
+    }
+
+    /// All bytes up to the cursor.
+    pub(crate) fn into_bytes(mut self) -> Vec<u8> {
+        self.buffer.truncate(self.offset);
+        self.buffer
+    }
+
+    /// Reads until `end` bytes are buffered. `end` is within the file and within [`MAX_HEADER_BYTES`].
+    fn fill(&mut self, end: usize) -> Result<(), ReadError> {
+        let ahead = end.max(self.buffer.len() + READ_AHEAD_BYTES).min(self.file_len as usize);
+        let start = self.buffer.len();
+        let read = self.source.by_ref().take((ahead - start) as u64).read_to_end(&mut self.buffer);
+        read.map_err(|source| ReadError::Io { offset: start as u64, source })?;
+        if self.buffer.len() < end {
+            // The file is shorter than its length said: it has changed since.
+            let remaining = (self.buffer.len() - self.offset) as u64;
+            let needed = (end - self.offset) as u64;
+            return Err(ReadError::Truncated { offset: self.offset as u64, needed, remaining });
+        }
+        Ok(())
+    }
+}
+
+impl<R: Read> Cursor for FileCursor<R> {
+    fn offset(&self) -> u64 {
+        self.offset as u64
+    }
+
+    fn remaining(&self) -> u64 {
+        self.file_len - self.offset as u64
+    }
+
+    fn take(&mut self, len: u64) -> Result<&[u8], ReadError> {
+        let (offset, remaining) = (self.offset(), self.remaining());
+        if len > remaining {
+            return Err(ReadError::Truncated { offset, needed: len, remaining });
+        }
+        // No overflow: the sum is at most the file's length.
+        if offset + len > MAX_HEADER_BYTES {
+            return Err(ReadError::HeaderTooLong { offset });
+        }
+        let start = self.offset;
+        let end = start + len as usize;
+        if end > self.buffer.len() {
+            self.fill(end)?;
+        }
+        self.offset = end;
+        Ok(&self.buffer[start..end])
+    }
+}

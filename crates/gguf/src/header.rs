@@ -1,0 +1,218 @@
+//! [`Header`]: everything of a file before its tensor data, checked as a whole.
+
+use crate::cursor::{Cursor, FileCursor, ReadError};
+use crate::limits::{
+    ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_ALIGNMENT, MAX_KEYS, MAX_TENSORS, MIN_PAIR_BYTES,
+    MIN_TENSOR_BYTES,
+};
+use crate::metadata::{Index, Metadata, MetadataError};
+use crate::tensor::{TensorError, TensorInfo};
+use crate::value::{Value, ValueType};
+use bytes::Bytes;
+use std::collections::HashMap;
+use std::io::Read;
+
+/// Why a file's header was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum HeaderError {
+    #[error("the file begins with {found:02x?}, not with \"GGUF\": it is no GGUF file")]
+    Magic { found: [u8; 4] },
+    #[error("the file is big-endian (version field {found:#010x}): convert it to little-endian first")]
+    BigEndian { found: u32 },
+    #[error("GGUF version {found} is not supported, only 2 and 3 are: convert the model again")]
+    Version { found: u32 },
+    #[error("the fixed part at the file's start")]
+    ReadCounts(#[source] ReadError),
+    #[error("the file claims {count} keys, and can have at most {most} ({remaining} bytes are left)")]
+    KeyCount { count: u64, most: u64, remaining: u64 },
+    #[error("the file claims {count} tensors, and can have at most {most} ({remaining} bytes are left)")]
+    TensorCount { count: u64, most: u64, remaining: u64 },
+    #[error("in the metadata")]
+    Metadata(#[from] MetadataError),
+    #[error("{ALIGNMENT_KEY} is of type {found}, and must be u32")]
+    AlignmentType { found: ValueType },
+    #[error("{ALIGNMENT_KEY} is {found}, and must be a power of two up to {MAX_ALIGNMENT}")]
+    Alignment { found: u32 },
+    #[error("in the tensor table")]
+    Tensor(#[from] TensorError),
+    #[error("tensor {name} occurs twice in the tensor table")]
+    DuplicateTensor { name: String },
+    #[error("the sizes of the tensors up to {name} add up to more than 64 bits can count")]
+    TotalBytes { name: String },
+    #[error(
+        "tensor {name} is at offset {found} of the tensor data, but the tensors before it end at {expected}"
+    )]
+    TensorOffset { name: String, expected: u64, found: u64 },
+    #[error("tensor {name} ends at byte {end}, but the file has {file_len} bytes: it is cut off")]
+    TensorBeyondEnd { name: String, end: u64, file_len: u64 },
+}
+
+/// A file's header. Holding one means that every tensor lies inside the file, none overlaps another, and the
+/// metadata can be read without further checks of lengths.
+#[derive(Clone, Debug)]
+pub struct Header {
+    version: u32,
+    alignment: u32,
+    bytes: Bytes,
+    metadata: Metadata,
+    tensors: Vec<TensorInfo>,
+    by_name: HashMap<String, usize>,
+    data_start: u64,
+    file_len: u64,
+}
+
+impl Header {
+    /// Reads forward from the start of a file of `file_len` bytes, somewhat further than the header. The tensor data is
+    /// held against `file_len` and not read.
+    pub fn read(source: impl Read, file_len: u64) -> Result<Self, HeaderError> {
+        let mut cursor = FileCursor::new(source, file_len);
+        let Counts { version, keys, tensors } = read_counts(&mut cursor)?;
+
+        let section_start = cursor.offset();
+        let mut index = Index::default();
+        for _ in 0..keys {
+            index.read_pair(&mut cursor, section_start)?;
+        }
+        let section_end = cursor.offset();
+
+        // The count was bounded by the bytes that were left before the keys took theirs.
+        check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, cursor.remaining()).map_err(
+            |Excess { count, most, remaining }| HeaderError::TensorCount { count, most, remaining },
+        )?;
+        let mut table = Vec::with_capacity(tensors as usize);
+        for tensor in 0..tensors {
+            table.push(TensorInfo::read(&mut cursor, tensor)?);
+        }
+
+        let bytes = Bytes::from(cursor.into_bytes());
+        let metadata = index.over(bytes.slice(section_start as usize..section_end as usize));
+        let alignment = read_alignment(&metadata)?;
+        // Both are far below 2^63: the header is bounded, and so is the alignment.
+        let data_start = (bytes.len() as u64).next_multiple_of(alignment.into());
+        let by_name = check_table(&table, alignment, data_start, file_len)?;
+        Ok(Self { version, alignment, bytes, metadata, tensors: table, by_name, data_start, file_len })
+    }
+
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// Bytes that tensors' offsets are multiples of.
+    pub fn alignment(&self) -> u32 {
+        self.alignment
+    }
+
+    /// The header as it stands in the file, without the padding after it.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// Tensors in the order of the table, which is the order of their data.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.by_name.get(name).map(|&index| &self.tensors[index])
+    }
+
+    /// Where the tensor data begins, counted from the start of the file.
+    pub fn data_start(&self) -> u64 {
+        self.data_start
+    }
+
+    /// Where the file has `tensor`'s first byte.
+    pub fn file_offset(&self, tensor: &TensorInfo) -> u64 {
+        self.data_start + tensor.offset
+    }
+
+    pub fn file_len(&self) -> u64 {
+        self.file_len
+    }
+}
+
+struct Counts {
+    version: u32,
+    keys: u64,
+    tensors: u64,
+}
+
+fn read_counts(cursor: &mut impl Cursor) -> Result<Counts, HeaderError> {
+    let found: [u8; 4] = cursor.array().map_err(HeaderError::ReadCounts)?;
+    if found != MAGIC {
+        return Err(HeaderError::Magic { found });
+    }
+    let version = cursor.u32().map_err(HeaderError::ReadCounts)?;
+    if version & 0xFFFF == 0 && version != 0 {
+        return Err(HeaderError::BigEndian { found: version });
+    }
+    if !(2..=3).contains(&version) {
+        return Err(HeaderError::Version { found: version });
+    }
+    let tensors = cursor.u64().map_err(HeaderError::ReadCounts)?;
+    let keys = cursor.u64().map_err(HeaderError::ReadCounts)?;
+    let remaining = cursor.remaining();
+    check_count(keys, MAX_KEYS, MIN_PAIR_BYTES, remaining)
+        .map_err(|Excess { count, most, remaining }| HeaderError::KeyCount { count, most, remaining })?;
+    check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, remaining)
+        .map_err(|Excess { count, most, remaining }| HeaderError::TensorCount { count, most, remaining })?;
+    Ok(Counts { version, keys, tensors })
+}
+
+struct Excess {
+    count: u64,
+    most: u64,
+    remaining: u64,
+}
+
+/// A count is at most what we take and what the bytes that are left can hold.
+fn check_count(count: u64, limit: u64, least_bytes: u64, remaining: u64) -> Result<(), Excess> {
+    let most = limit.min(remaining / least_bytes);
+    if count > most { Err(Excess { count, most, remaining }) } else { Ok(()) }
+}
+
+fn read_alignment(metadata: &Metadata) -> Result<u32, HeaderError> {
+    let found = match metadata.value(ALIGNMENT_KEY) {
+        None => DEFAULT_ALIGNMENT,
+        Some(Value::U32(found)) => found,
+        Some(other) => return Err(HeaderError::AlignmentType { found: other.value_type() }),
+    };
+    if !found.is_power_of_two() || found > MAX_ALIGNMENT {
+        return Err(HeaderError::Alignment { found });
+    }
+    Ok(found)
+}
+
+/// Tensors must follow each other in the table's order, each padded to the alignment, and end inside the file.
+fn check_table(
+    tensors: &[TensorInfo],
+    alignment: u32,
+    data_start: u64,
+    file_len: u64,
+) -> Result<HashMap<String, usize>, HeaderError> {
+    let mut by_name = HashMap::with_capacity(tensors.len());
+    let mut expected = 0_u64;
+    for (index, tensor) in tensors.iter().enumerate() {
+        let name = || tensor.name.clone();
+        if by_name.insert(name(), index).is_some() {
+            return Err(HeaderError::DuplicateTensor { name: name() });
+        }
+        if tensor.offset != expected {
+            return Err(HeaderError::TensorOffset { name: name(), expected, found: tensor.offset });
+        }
+        let end = expected.checked_add(tensor.bytes);
+        let padded = end.and_then(|end| end.checked_next_multiple_of(alignment.into()));
+        let (Some(end), Some(padded)) = (end.and_then(|end| end.checked_add(data_start)), padded) else {
+            return Err(HeaderError::TotalBytes { name: name() });
+        };
+        if end > file_len {
+            return Err(HeaderError::TensorBeyondEnd { name: name(), end, file_len });
+        }
+        expected = padded;
+    }
+    Ok(by_name)
+}

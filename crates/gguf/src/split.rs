@@ -1,0 +1,195 @@
+//! A model of one file or of several (`NAME-00001-of-00003.gguf`), opened and checked as one.
+
+use crate::header::{Header, HeaderError};
+use crate::limits::MAX_SPLIT_FILES;
+use crate::metadata::{KeyError, Metadata};
+use crate::tensor::TensorInfo;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+/// Why a model's files were not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("cannot open {}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{} is refused", path.display())]
+    Header { path: PathBuf, source: HeaderError },
+    #[error("{}: split metadata", path.display())]
+    SplitKey { path: PathBuf, source: KeyError },
+    #[error("{} is one of {count} files of a split model, but its name is not NAME-00001-of-{count:05}.gguf", path.display())]
+    SplitName { path: PathBuf, count: u32 },
+    #[error("{} is part {} of a split model: open the first, {}", path.display(), number, first.display())]
+    NotFirst { path: PathBuf, number: u32, first: PathBuf },
+    #[error("{} claims to be split into {count} files, and at most {MAX_SPLIT_FILES} are taken", path.display())]
+    SplitCount { path: PathBuf, count: u32 },
+    #[error("{} says split.no {found}, and by its name it is {expected}", path.display())]
+    SplitNumber { path: PathBuf, expected: u32, found: u32 },
+    #[error("{} says split.count {found}, and the first file says {expected}", path.display())]
+    SplitCountDiffers { path: PathBuf, expected: u32, found: u32 },
+    #[error("tensor {name} is in {} and in {}", first.display(), second.display())]
+    DuplicateTensor { name: String, first: PathBuf, second: PathBuf },
+    #[error("the files have {found} tensors together, and split.tensors.count in {} says {expected}", path.display())]
+    TensorCount { path: PathBuf, expected: u64, found: u64 },
+}
+
+/// The parts of a split file's name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SplitName {
+    /// Everything before `-00001-of-00003.gguf`.
+    pub prefix: String,
+    /// From 1.
+    pub number: u32,
+    pub count: u32,
+}
+
+/// A model's files with their headers. At least one; the first has the model's metadata.
+#[derive(Clone, Debug)]
+pub struct Model {
+    files: Vec<ModelFile>,
+}
+
+#[derive(Clone, Debug)]
+pub struct ModelFile {
+    pub path: PathBuf,
+    pub header: Header,
+}
+
+impl SplitName {
+    /// Takes a file name apart; none if it is not one of a split set.
+    pub fn parse(name: &str) -> Option<Self> {
+        let stem = name.strip_suffix(".gguf")?;
+        let (rest, count) = stem.rsplit_once("-of-")?;
+        let (prefix, number) = rest.rsplit_once('-')?;
+        let digits = |text: &str| {
+            let plain = text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+            plain.then(|| text.parse::<u32>().ok()).flatten()
+        };
+        let (number, count) = (digits(number)?, digits(count)?);
+        (1..=count).contains(&number).then(|| Self { prefix: prefix.into(), number, count })
+    }
+
+    /// The name of another file of the set.
+    pub fn sibling(&self, number: u32) -> String {
+        format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
+    }
+}
+
+impl Model {
+    /// Opens a file, and the rest of its set if it is the first of one. The files are closed again.
+    pub fn open(path: &Path) -> Result<Self, OpenError> {
+        Self::open_with(path, |path| {
+            let file = File::open(path)?;
+            let len = file.metadata()?.len();
+            Ok((file, len))
+        })
+    }
+
+    /// As [`Self::open`], with files opened by the caller, who may keep them. `open` gives the file and its length.
+    pub fn open_with<R: Read>(
+        path: &Path,
+        mut open: impl FnMut(&Path) -> io::Result<(R, u64)>,
+    ) -> Result<Self, OpenError> {
+        let mut read = |path: PathBuf| {
+            let (file, len) = open(&path).map_err(|source| OpenError::Io { path: path.clone(), source })?;
+            match Header::read(file, len) {
+                Ok(header) => Ok(ModelFile { path, header }),
+                Err(source) => Err(OpenError::Header { path, source }),
+            }
+        };
+        let first = read(path.to_owned())?;
+        let count = split_key(&first, "split.count")?.unwrap_or(1);
+        if count <= 1 {
+            return Ok(Self { files: vec![first] });
+        }
+        let siblings = sibling_paths(&first, count)?;
+        let mut files = vec![first];
+        for path in siblings {
+            files.push(read(path)?);
+        }
+        check_set(&files, count)?;
+        Ok(Self { files })
+    }
+
+    pub fn files(&self) -> &[ModelFile] {
+        &self.files
+    }
+
+    /// The metadata of the model, which is that of its first file.
+    pub fn metadata(&self) -> &Metadata {
+        self.files[0].header.metadata()
+    }
+
+    /// Tensors of all files in order, each with the number of its file.
+    pub fn tensors(&self) -> impl Iterator<Item = (usize, &TensorInfo)> {
+        let numbered = self.files.iter().enumerate();
+        numbered.flat_map(|(file, part)| part.header.tensors().iter().map(move |tensor| (file, tensor)))
+    }
+
+    /// The tensor of that name, with the number of its file.
+    pub fn tensor(&self, name: &str) -> Option<(usize, &TensorInfo)> {
+        let mut numbered = self.files.iter().enumerate();
+        numbered.find_map(|(file, part)| part.header.tensor(name).map(|tensor| (file, tensor)))
+    }
+
+    /// Bytes of all tensors, without padding.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensors().map(|(_, tensor)| tensor.bytes).sum()
+    }
+}
+
+fn split_key(file: &ModelFile, key: &str) -> Result<Option<u32>, OpenError> {
+    let value = file.header.metadata().get(key);
+    value.map_err(|source| OpenError::SplitKey { path: file.path.clone(), source })
+}
+
+/// The paths of files 2 to `count`, from the name of the first.
+fn sibling_paths(first: &ModelFile, count: u32) -> Result<Vec<PathBuf>, OpenError> {
+    let path = &first.path;
+    if count > MAX_SPLIT_FILES {
+        return Err(OpenError::SplitCount { path: path.clone(), count });
+    }
+    let name = path.file_name().and_then(|name| name.to_str()).and_then(SplitName::parse);
+    let Some(name) = name.filter(|name| name.count == count) else {
+        return Err(OpenError::SplitName { path: path.clone(), count });
+    };
+    if name.number != 1 {
+        let first = path.with_file_name(name.sibling(1));
+        return Err(OpenError::NotFirst { path: path.clone(), number: name.number, first });
+    }
+    Ok((2..=count).map(|number| path.with_file_name(name.sibling(number))).collect())
+}
+
+fn check_set(files: &[ModelFile], count: u32) -> Result<(), OpenError> {
+    let mut owners = HashMap::new();
+    for (file, expected) in files.iter().zip(0..) {
+        let path = || file.path.clone();
+        let required = |key| -> Result<u32, OpenError> {
+            let value = file.header.metadata().require(key);
+            value.map_err(|source| OpenError::SplitKey { path: path(), source })
+        };
+        let found = required("split.no")?;
+        if found != expected {
+            return Err(OpenError::SplitNumber { path: path(), expected, found });
+        }
+        let found = required("split.count")?;
+        if found != count {
+            return Err(OpenError::SplitCountDiffers { path: path(), expected: count, found });
+        }
+        for tensor in file.header.tensors() {
+            if let Some(first) = owners.insert(tensor.name.as_str(), &file.path) {
+                let name = tensor.name.clone();
+                return Err(OpenError::DuplicateTensor { name, first: first.clone(), second: path() });
+            }
+        }
+    }
+    let first = &files[0];
+    let expected = first.header.metadata().require::<u64>("split.tensors.count");
+    let expected = expected.map_err(|source| OpenError::SplitKey { path: first.path.clone(), source })?;
+    let found = owners.len() as u64;
+    if found != expected {
+        return Err(OpenError::TensorCount { path: first.path.clone(), expected, found });
+    }
+    Ok(())
+}

@@ -1,0 +1,127 @@
+//! One entry of the tensor table, checked by itself.
+
+use crate::cursor::{Cursor, ReadError};
+use crate::limits::{MAX_DIMS, MAX_TENSOR_NAME_BYTES};
+use quant::{DType, SizeError, UnknownDType};
+
+/// A tensor as the table describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    pub name: String,
+    pub dtype: DType,
+    /// `dims[0]` is the row length; 1 to 4 dimensions as stored.
+    pub dims: Vec<u64>,
+    /// From the start of its file's tensor data.
+    pub offset: u64,
+    /// Without padding.
+    pub bytes: u64,
+}
+
+/// What is wrong with an entry of the tensor table. Offsets count from the start of the file.
+#[derive(Debug, thiserror::Error)]
+pub enum TensorError {
+    #[error("tensor {index} (counted from 0)")]
+    ReadName { index: u64, source: ReadError },
+    #[error("tensor {name}")]
+    Read { name: String, source: ReadError },
+    #[error("tensor {index} at byte {offset} has no name")]
+    EmptyName { index: u64, offset: u64 },
+    #[error(
+        "tensor {index} at byte {offset} claims a name of {len} bytes, and a name has at most {MAX_TENSOR_NAME_BYTES}"
+    )]
+    LongName { index: u64, offset: u64, len: u64 },
+    #[error("the name of tensor {index} at byte {offset} is not UTF-8")]
+    NameEncoding { index: u64, offset: u64 },
+    #[error("tensor {name} has {count} dimensions at byte {offset}, and at most {MAX_DIMS} are possible")]
+    TooManyDims { name: String, offset: u64, count: u32 },
+    #[error("tensor {name} has the negative dimension {dim} at byte {offset}")]
+    NegativeDim { name: String, offset: u64, dim: i64 },
+    #[error("tensor {name} of dimensions {dims:?} has more values than 63 bits can count")]
+    TooManyValues { name: String, dims: Vec<u64> },
+    #[error("tensor {name} has an unknown type at byte {offset}")]
+    Type { name: String, offset: u64, source: UnknownDType },
+    #[error("tensor {name}: rows of {row} values do not fit its type")]
+    Row { name: String, row: u64, source: SizeError },
+    #[error("tensor {name}: size in bytes")]
+    Bytes { name: String, source: SizeError },
+}
+
+impl TensorInfo {
+    /// Product of all dimensions.
+    pub fn values(&self) -> u64 {
+        self.dims.iter().product()
+    }
+
+    /// Row length.
+    pub fn row_values(&self) -> u64 {
+        self.dims.first().copied().unwrap_or(1)
+    }
+
+    /// Number of rows over all further dimensions.
+    pub fn rows(&self) -> u64 {
+        self.dims.iter().skip(1).product()
+    }
+
+    pub(crate) fn read(cursor: &mut impl Cursor, index: u64) -> Result<Self, TensorError> {
+        let name = read_name(cursor, index)?;
+        let read_error = |source| TensorError::Read { name: name.clone(), source };
+        let offset = cursor.offset();
+        let count = cursor.u32().map_err(read_error)?;
+        if count > MAX_DIMS {
+            return Err(TensorError::TooManyDims { name, offset, count });
+        }
+        let mut dims = Vec::with_capacity(MAX_DIMS as usize);
+        for _ in 0..count {
+            let offset = cursor.offset();
+            let dim = cursor.u64().map_err(read_error)?;
+            if let dim @ ..0 = dim.cast_signed() {
+                return Err(TensorError::NegativeDim { name, offset, dim });
+            }
+            dims.push(dim);
+        }
+        if dims.is_empty() {
+            // A scalar.
+            dims.push(1);
+        }
+        let type_offset = cursor.offset();
+        let id = cursor.u32().map_err(read_error)?;
+        let offset = cursor.u64().map_err(read_error)?;
+        let dtype = DType::from_id(id).map_err(|source| TensorError::Type {
+            name: name.clone(),
+            offset: type_offset,
+            source,
+        })?;
+        let bytes = tensor_bytes(&name, dtype, &dims)?;
+        Ok(Self { name, dtype, dims, offset, bytes })
+    }
+}
+
+/// Size of a tensor, with every product checked before it is formed.
+pub(crate) fn tensor_bytes(name: &str, dtype: DType, dims: &[u64]) -> Result<u64, TensorError> {
+    let row = dims.first().copied().unwrap_or(1);
+    dtype.row_bytes(row).map_err(|source| TensorError::Row { name: name.into(), row, source })?;
+    let values = if dims.contains(&0) {
+        Some(0)
+    } else {
+        dims.iter().try_fold(1_u64, |product, &dim| product.checked_mul(dim))
+    };
+    let values = values
+        .filter(|&values| i64::try_from(values).is_ok())
+        .ok_or_else(|| TensorError::TooManyValues { name: name.into(), dims: dims.to_vec() })?;
+    dtype.row_bytes(values).map_err(|source| TensorError::Bytes { name: name.into(), source })
+}
+
+fn read_name(cursor: &mut impl Cursor, index: u64) -> Result<String, TensorError> {
+    let offset = cursor.offset();
+    let read_error = |source| TensorError::ReadName { index, source };
+    let len = cursor.u64().map_err(read_error)?;
+    if len == 0 {
+        return Err(TensorError::EmptyName { index, offset });
+    }
+    if len > MAX_TENSOR_NAME_BYTES {
+        return Err(TensorError::LongName { index, offset, len });
+    }
+    let bytes = cursor.take(len).map_err(read_error)?;
+    let name = std::str::from_utf8(bytes).map_err(|_| TensorError::NameEncoding { index, offset })?;
+    Ok(name.to_owned())
+}
