@@ -3,7 +3,7 @@
 //! The caller feeds [`Request`]s through `Engine::submit`, which queues or refuses at once, and gets [`Output`]s from
 //! `Engine::step`, each with the request's id. Every queued request ends with exactly one `Finished`, its last output.
 
-use crate::SamplingParams;
+use crate::{SampleError, SamplingParams};
 use std::fmt;
 use std::time::Duration;
 
@@ -65,12 +65,11 @@ pub enum ScoreKind {
 pub struct StopConditions {
     /// Most output tokens, prior output included. `None`: as many as context and KV budget hold.
     pub max_tokens: Option<u32>,
-    /// Until so many output tokens exist, end-of-sequence and stop tokens cannot be drawn.
+    /// Until so many output tokens exist, stop tokens cannot be drawn.
     pub min_tokens: u32,
-    /// These end the output beside the model's own end-of-sequence tokens (`EngineConfig::eos_tokens`).
+    /// Each of these ends the output. The model's own end-of-sequence tokens are among them, unless the client wants
+    /// them ignored: the engine has no vocabulary.
     pub stop_tokens: Vec<u32>,
-    /// The model's end-of-sequence tokens do not end the output.
-    pub ignore_eos: bool,
 }
 
 /// Most alternatives reported per token, as in the OpenAI API.
@@ -145,7 +144,7 @@ pub struct TokenOutput {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// This end-of-sequence or stop token was drawn.
+    /// This stop token was drawn.
     Stop(u32),
     /// `max_tokens`, the context length or, when `max_tokens` was left open, the KV budget is reached.
     Length,
@@ -154,7 +153,9 @@ pub enum FinishReason {
     Cancelled,
     Deadline,
     /// The step that computed this request failed; `Engine::step` returned the cause.
-    Error,
+    StepFailed,
+    /// The step gave this request logits that no token can be drawn from.
+    BadLogits(SampleError),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

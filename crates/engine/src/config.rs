@@ -1,6 +1,6 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
-use ops::KvType;
+use ops::{KvLayer, KvLayout, KvType};
 
 /// How much the KV cache may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,10 +25,30 @@ pub struct EngineConfig {
     pub queue_max: usize,
     /// Cuts the model's context length; `None` keeps it.
     pub context_tokens: Option<usize>,
-    /// End-of-sequence tokens of the vocabulary.
-    pub eos_tokens: Vec<u32>,
     /// Reuse the KV blocks of equal prefixes between requests.
     pub prefix_cache: bool,
+}
+
+/// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
+const SCORE_LOGITS_BYTES: usize = 8 << 20;
+
+/// A configuration that no engine can run with.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{field} is 0, it must be at least 1")]
+    Zero { field: &'static str },
+    #[error(
+        "step_tokens is {step_tokens}, below running_max of {running_max}: a step could not move every sequence"
+    )]
+    StepBelowRunning { step_tokens: usize, running_max: usize },
+    #[error(
+        "the KV budget of {budget_bytes} bytes holds no block; one and the trash block take {needed_bytes}"
+    )]
+    BudgetTooSmall { budget_bytes: u64, needed_bytes: u64 },
+    #[error("the KV budget has {tokens} tokens, at most {max} can be addressed")]
+    BudgetTooLarge { tokens: u64, max: u64 },
+    #[error("the model has no layer with keys and values")]
+    NoLayers,
 }
 
 impl EngineConfig {
@@ -43,8 +63,64 @@ impl EngineConfig {
             running_max: 64,
             queue_max: 256,
             context_tokens: None,
-            eos_tokens: Vec::new(),
             prefix_cache: true,
         }
+    }
+
+    /// The cache that the budget buys, its trash block included. What it takes: `blocks * block_bytes()`.
+    pub fn kv_layout(&self, layers: Vec<KvLayer>) -> Result<KvLayout, ConfigError> {
+        let mut layout = KvLayout { block_tokens: self.block_tokens, blocks: 0, layers };
+        let block_bytes = layout.block_bytes() as u64;
+        if self.block_tokens == 0 {
+            return Err(ConfigError::Zero { field: "block_tokens" });
+        }
+        if block_bytes == 0 {
+            return Err(ConfigError::NoLayers);
+        }
+        let blocks = match self.kv {
+            KvBudget::Tokens(tokens) => tokens.div_ceil(self.block_tokens) as u64 + 1,
+            KvBudget::Bytes(bytes) => bytes / block_bytes,
+        };
+        if blocks < 2 {
+            let budget_bytes = blocks * block_bytes;
+            return Err(ConfigError::BudgetTooSmall { budget_bytes, needed_bytes: 2 * block_bytes });
+        }
+        // A KV slot, the index of a token in the cache, is a u32.
+        let tokens = blocks.saturating_mul(self.block_tokens as u64);
+        if tokens > u64::from(u32::MAX) {
+            return Err(ConfigError::BudgetTooLarge { tokens, max: u64::from(u32::MAX) });
+        }
+        layout.blocks = blocks as usize;
+        Ok(layout)
+    }
+
+    /// How large the steps get: the limits that the engine's model is built with.
+    pub fn model_limits(&self, vocab_size: usize) -> models::Limits {
+        models::Limits {
+            rows_max: self.step_tokens,
+            outputs_max: self.running_max + self.score_rows_max(vocab_size),
+        }
+    }
+
+    pub(crate) fn score_rows_max(&self, vocab_size: usize) -> usize {
+        (SCORE_LOGITS_BYTES / (size_of::<f32>() * vocab_size.max(1))).clamp(1, self.step_tokens.max(1))
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        for (field, value) in [
+            ("step_tokens", self.step_tokens),
+            ("prefill_chunk_max", self.prefill_chunk_max),
+            ("running_max", self.running_max),
+            ("queue_max", self.queue_max),
+        ] {
+            if value == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        let (step_tokens, running_max) = (self.step_tokens, self.running_max);
+        if step_tokens < running_max {
+            return Err(ConfigError::StepBelowRunning { step_tokens, running_max });
+        }
+        Ok(())
     }
 }

@@ -6,30 +6,30 @@
 //! Invariant I5: a request's tokens and log-probabilities depend on the model, its own prompt, parameters and seed
 //! only, never on batch, chunking, prefix hits, preemption or a resume.
 //!
-//! The calls, on `Engine<B: ops::Backend>`:
-//! ```text
-//! new(model, backend, config: EngineConfig)           -> Result<Engine<B>, StartError>
-//! submit(request: Request, now: Duration)             -> Result<Queued { ahead }, RefuseReason>
-//! submit_score(request: ScoreRequest, now: Duration)  -> Result<Queued { ahead }, RefuseReason>
-//! cancel(id, out: &mut Vec<Output>)                   -> bool      frees its blocks at once; out gets its Finished
-//! hold(id, bool)                                      -> bool      a slow reader: no rows until released
-//! drain()                                                          refuse new requests, finish the rest
-//! has_work()                                          -> bool
-//! step(now: Duration, out: &mut Vec<Output>)          -> Result<StepReport, StepError>
-//! stats()                                             -> EngineStats
-//! ```
+//! Code map: `engine` owns the model and joins the parts; `validate` refuses; `scheduler` plans a step over `sequence`s
+//! and the `pool` of KV blocks; `batch` turns a plan into rows; `task` turns logits into outputs with `sampler`.
 
 #![forbid(unsafe_code)]
 
 mod api;
+mod batch;
 mod config;
+mod engine;
 mod params;
+pub mod pool;
 mod refusal;
+pub mod sampler;
+pub mod scheduler;
+pub mod sequence;
+mod task;
+mod validate;
 
 pub use api::{
     EngineStats, FinishReason, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest, StepReport,
     StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
-pub use config::{EngineConfig, KvBudget};
+pub use config::{ConfigError, EngineConfig, KvBudget};
+pub use engine::{Engine, StartError, StepError};
 pub use params::{ParamError, SamplingParams};
 pub use refusal::{Queued, RefuseReason};
+pub use sampler::SampleError;

@@ -3,7 +3,7 @@
 /// Defaults draw from the model's own distribution. The order in which they act is in `sampler`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// 0 takes the most probable token (lowest id among equals); the parameters below it then change nothing.
+    /// 0 takes the token of the highest logit after bias and penalties, the lowest id among equals.
     pub temperature: f32,
     /// Keep the k most probable tokens; 0 keeps all.
     pub top_k: u32,
@@ -50,12 +50,12 @@ impl SamplingParams {
 
     /// Ranges are those of the OpenAI API where it has the parameter.
     pub fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
-        range("temperature", self.temperature, 0.0, TEMPERATURE_MAX)?;
+        range("temperature", self.temperature, 0.0, 2.0)?;
         range("min_p", self.min_p, 0.0, 1.0)?;
         range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
         range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
         above_zero("top_p", self.top_p, 1.0)?;
-        above_zero("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MAX)?;
+        above_zero("repetition_penalty", self.repetition_penalty, 2.0)?;
         if self.logit_bias.len() > LOGIT_BIAS_MAX {
             return Err(ParamError::TooMany {
                 field: "logit_bias",
@@ -76,9 +76,6 @@ impl SamplingParams {
     }
 }
 
-/// Above it every distribution is flat to within float precision.
-const TEMPERATURE_MAX: f32 = 100.0;
-const REPETITION_PENALTY_MAX: f32 = 100.0;
 /// Entries; the OpenAI API takes 300. Bounds the work per token.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
 
@@ -89,8 +86,6 @@ pub enum ParamError {
     Range { field: &'static str, value: f32, min: f32, max: f32 },
     #[error("{field} is {value}, allowed is above 0 and up to {max}")]
     AboveZero { field: &'static str, value: f32, max: f32 },
-    #[error("{field} is {value}, allowed are 0 to {max}")]
-    Count { field: &'static str, value: u64, max: u64 },
     #[error("{field} has {count} entries, at most {max} are allowed")]
     TooMany { field: &'static str, count: usize, max: usize },
     #[error("{field} names token {token}, the vocabulary has {vocab_size}")]

@@ -20,10 +20,12 @@ pub enum RefuseReason {
     DuplicateId(RequestId),
     #[error("the prompt is empty; give at least one token")]
     EmptyPrompt,
-    #[error("prompt of {prompt_tokens} tokens leaves no room for output in a context of {context_tokens}")]
+    #[error(
+        "prompt of {prompt_tokens} tokens does not fit in the context of {context_tokens} with its output"
+    )]
     PromptTooLong { prompt_tokens: usize, context_tokens: usize },
     #[error(
-        "prior_output is {prior_output}, but the prompt has {prompt_tokens} tokens and must keep one of its own"
+        "prior_output is {prior_output} of {prompt_tokens} prompt tokens; at least one must be no output"
     )]
     PriorOutput { prior_output: usize, prompt_tokens: usize },
     #[error(
@@ -33,10 +35,10 @@ pub enum RefuseReason {
     #[error("{field}[{index}] is token {token}, the vocabulary has {vocab_size}")]
     TokenId { field: &'static str, index: usize, token: u32, vocab_size: usize },
     #[error(
-        "{tokens} tokens of prompt and output need {blocks} KV blocks of {block_tokens} tokens, the budget has {budget}; \
+        "{tokens} tokens of prompt and output need {needed} KV blocks of {block_tokens} tokens, the budget is {blocks}; \
          ask for fewer tokens or give the worker a larger KV budget"
     )]
-    NeverFits { tokens: usize, blocks: usize, block_tokens: usize, budget: usize },
+    NeverFits { tokens: usize, needed: usize, block_tokens: usize, blocks: usize },
     #[error(transparent)]
     Param(#[from] ParamError),
 }

@@ -1,0 +1,333 @@
+//! [`Engine`]: requests in, steps of the model, outputs out.
+
+use crate::api::{EngineStats, FinishReason, Output, Request, RequestId, ScoreRequest, StepReport};
+use crate::batch::Batch;
+use crate::config::{ConfigError, EngineConfig};
+use crate::pool::{BlockId, IntegrityError};
+use crate::sampler::Sampler;
+use crate::scheduler::{Limits, Scheduler, Slot};
+use crate::sequence::Kind;
+use crate::task::{Drawn, Task, Work};
+use crate::validate::Capacity;
+use crate::{Queued, RefuseReason};
+use models::Model;
+use ops::{Backend, KvLayout, OpError};
+use prefix::Scope;
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+/// Why an engine could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    #[error("engine configuration refused")]
+    Config(#[from] ConfigError),
+    #[error("no room for the KV cache of {blocks} blocks, {bytes} bytes")]
+    Kv { blocks: usize, bytes: u64, source: OpError },
+}
+
+/// The model could not compute a step. The requests that were part of it have ended with `StepFailed`; the others and
+/// the engine itself go on, unless the device is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("step of {rows} rows failed, {requests} requests lost")]
+pub struct StepError {
+    pub rows: usize,
+    pub requests: usize,
+    pub source: OpError,
+}
+
+impl StepError {
+    /// No later step can succeed: the process should end.
+    pub fn is_fatal(&self) -> bool {
+        matches!(self.source, OpError::Device { .. })
+    }
+}
+
+pub struct Engine<B: Backend> {
+    model: Box<dyn Model<B>>,
+    backend: B,
+    kv: B::Kv,
+    layout: KvLayout,
+    queue_max: usize,
+    capacity: Capacity,
+    scheduler: Scheduler,
+    sampler: Sampler,
+    batch: Batch,
+    /// Logits of the step on the host.
+    logits: Vec<f32>,
+    /// By slot of the scheduler.
+    tasks: Vec<Option<Task>>,
+    slots: HashMap<RequestId, Slot>,
+    deadlines: BTreeSet<(Duration, Slot)>,
+    draining: bool,
+    stats: EngineStats,
+}
+
+impl<B: Backend> Engine<B> {
+    /// `model` was built with at least [`EngineConfig::model_limits`].
+    pub fn new(model: Box<dyn Model<B>>, mut backend: B, config: &EngineConfig) -> Result<Self, StartError> {
+        config.check()?;
+        let layout = config.kv_layout(model.kv_layers(config.kv_type))?;
+        let bytes = (layout.blocks * layout.block_bytes()) as u64;
+        let kv =
+            backend.kv(&layout).map_err(|source| StartError::Kv { blocks: layout.blocks, bytes, source })?;
+        let usable = layout.blocks - 1;
+        let vocab_size = model.vocab_size();
+        let context = model.context_length();
+        let limits = Limits {
+            block_tokens: layout.block_tokens,
+            step_tokens: config.step_tokens,
+            prefill_chunk_max: config.prefill_chunk_max,
+            running_max: config.running_max,
+            score_rows_max: config.score_rows_max(vocab_size),
+            prefix_cache: config.prefix_cache,
+        };
+        Ok(Self {
+            capacity: Capacity {
+                vocab_size,
+                context_tokens: config.context_tokens.map_or(context, |cut| cut.min(context)),
+                block_tokens: layout.block_tokens,
+                blocks: usable,
+            },
+            scheduler: Scheduler::new(limits, usable),
+            stats: EngineStats {
+                kv_blocks: usable,
+                kv_block_tokens: layout.block_tokens,
+                kv_block_bytes: layout.block_bytes(),
+                ..EngineStats::default()
+            },
+            model,
+            backend,
+            kv,
+            layout,
+            queue_max: config.queue_max,
+            sampler: Sampler::default(),
+            batch: Batch::default(),
+            logits: Vec::new(),
+            tasks: Vec::new(),
+            slots: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            draining: false,
+        })
+    }
+
+    /// Checks and queues a request. An error leaves no trace of it.
+    pub fn submit(&mut self, request: Request) -> Result<Queued, RefuseReason> {
+        let checked =
+            self.capacity.check(&request).and_then(|length| self.check_room(request.id).map(|()| length));
+        let tokens_max = self.count_refusal(checked)?;
+        let task = Task::generate(&request, tokens_max);
+        Ok(self.queue(task, Kind::Generate, request.priority, request.prompt, tokens_max, &request.scope))
+    }
+
+    /// As `submit`, for tokens that are given and to be scored.
+    pub fn submit_score(&mut self, request: ScoreRequest) -> Result<Queued, RefuseReason> {
+        let checked = self.capacity.check_score(&request).and_then(|()| self.check_room(request.id));
+        self.count_refusal(checked)?;
+        let task = Task::score(&request);
+        let tokens_max = request.tokens.len();
+        Ok(self.queue(task, Kind::Score, request.priority, request.tokens, tokens_max, &Scope::default()))
+    }
+
+    /// Ends a request; its blocks are free when this returns. `false`: there is none of that id.
+    pub fn cancel(&mut self, id: RequestId, out: &mut Vec<Output>) -> bool {
+        match self.slots.get(&id) {
+            Some(&slot) => {
+                self.finish(slot, FinishReason::Cancelled, out);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// While held, a request gets no rows beyond those of its admission: its reader is behind. It keeps its blocks.
+    pub fn hold(&mut self, id: RequestId, held: bool) -> bool {
+        let slot = self.slots.get(&id).copied();
+        slot.inspect(|&slot| self.scheduler.hold(slot, held)).is_some()
+    }
+
+    /// From now on requests are refused; those there are run to their end.
+    pub fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// Requests wait or run. A step may still have no rows, when all of them are held.
+    pub fn has_work(&self) -> bool {
+        !self.slots.is_empty()
+    }
+
+    /// When the next request's time is up: a step is due then even if none has rows.
+    pub fn next_deadline(&self) -> Option<Duration> {
+        self.deadlines.first().map(|&(deadline, _)| deadline)
+    }
+
+    /// Ends what is overdue at `now`, computes one batch and reports what came of it.
+    pub fn step(&mut self, now: Duration, out: &mut Vec<Output>) -> Result<StepReport, StepError> {
+        let ended_before = self.stats.finished;
+        while let Some(&(deadline, slot)) = self.deadlines.first()
+            && deadline <= now
+        {
+            self.finish(slot, FinishReason::Deadline, out);
+        }
+        let plan = self.scheduler.schedule();
+        let mut report = StepReport {
+            rows: plan.rows,
+            decode_rows: plan.decode_rows,
+            sequences: plan.chunks.len(),
+            admitted: plan.admitted.len(),
+            preempted: plan.preempted,
+            ..StepReport::default()
+        };
+        self.stats.preemptions += plan.preempted as u64;
+        for &(slot, cached_tokens) in &plan.admitted {
+            if let Some(task) = &mut self.tasks[slot.0 as usize] {
+                task.usage.cached_tokens = cached_tokens;
+                self.stats.prompt_tokens_cached += cached_tokens as u64;
+                out.push(Output::Admitted { id: task.id, cached_tokens });
+            }
+        }
+        if report.rows > 0 {
+            self.compute().map_err(|source| self.lose_step(source, out))?;
+            self.scheduler.commit();
+            self.stats.steps += 1;
+            self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
+            report.tokens_sampled = self.report_rows(out);
+            self.stats.output_tokens += report.tokens_sampled as u64;
+        }
+        report.finished = (self.stats.finished - ended_before) as usize;
+        Ok(report)
+    }
+
+    pub fn stats(&self) -> EngineStats {
+        let pool = self.scheduler.pool();
+        EngineStats {
+            running: self.scheduler.running(),
+            waiting: self.scheduler.waiting(),
+            kv_blocks_used: pool.used(),
+            kv_blocks_free: pool.free(),
+            kv_blocks_cached: pool.cached(),
+            evictions: pool.evictions(),
+            ..self.stats
+        }
+    }
+
+    /// Checks every block against the sequences that hold it. For an idle moment: it looks at the whole pool.
+    pub fn check_integrity(&self) -> Result<(), IntegrityError> {
+        self.scheduler.check_integrity()
+    }
+
+    fn check_room(&self, id: RequestId) -> Result<(), RefuseReason> {
+        let (waiting, queue_max) = (self.scheduler.waiting(), self.queue_max);
+        if self.draining {
+            Err(RefuseReason::Draining)
+        } else if self.slots.contains_key(&id) {
+            Err(RefuseReason::DuplicateId(id))
+        } else if waiting >= queue_max {
+            Err(RefuseReason::QueueFull { waiting, queue_max })
+        } else {
+            Ok(())
+        }
+    }
+
+    fn count_refusal<T>(&mut self, checked: Result<T, RefuseReason>) -> Result<T, RefuseReason> {
+        self.stats.refused += u64::from(checked.is_err());
+        checked
+    }
+
+    fn queue(
+        &mut self,
+        task: Task,
+        kind: Kind,
+        priority: i32,
+        tokens: Vec<u32>,
+        tokens_max: usize,
+        scope: &Scope,
+    ) -> Queued {
+        let slot = self.scheduler.add(kind, priority, tokens, tokens_max, scope);
+        self.slots.insert(task.id, slot);
+        if let Some(deadline) = task.deadline {
+            self.deadlines.insert((deadline, slot));
+        }
+        if self.tasks.len() <= slot.0 as usize {
+            self.tasks.resize_with(slot.0 as usize + 1, || None);
+        }
+        self.tasks[slot.0 as usize] = Some(task);
+        Queued { ahead: self.scheduler.ahead(slot) }
+    }
+
+    /// Runs the model over the plan and brings the logits to the host.
+    fn compute(&mut self) -> Result<(), OpError> {
+        self.batch.fill(&self.scheduler, self.layout.block_tokens);
+        let chunks = self.scheduler.plan().chunks.iter();
+        let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
+        let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
+        let logits = self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables))?;
+        let rows = self.batch.wanted().len();
+        self.logits.resize(rows * self.capacity.vocab_size, 0.0);
+        self.backend.read(logits, rows, &mut self.logits)
+    }
+
+    /// Hands every row of logits to its request; returns how many tokens were drawn and reported.
+    fn report_rows(&mut self, out: &mut Vec<Output>) -> usize {
+        let before = out.len();
+        let logits = std::mem::take(&mut self.logits);
+        for (index, row) in logits.chunks_exact(self.capacity.vocab_size).enumerate() {
+            let (slot, position) = self.batch.wanted()[index];
+            if let Some(reason) = self.report_row(slot, position, row, out) {
+                self.finish(slot, reason, out);
+            }
+        }
+        self.logits = logits;
+        out[before..].iter().filter(|output| matches!(output, Output::Token(_))).count()
+    }
+
+    fn report_row(
+        &mut self,
+        slot: Slot,
+        position: usize,
+        row: &[f32],
+        out: &mut Vec<Output>,
+    ) -> Option<FinishReason> {
+        let Task { id, usage, work, .. } = self.tasks[slot.0 as usize].as_mut()?;
+        match work {
+            Work::Generate(generation) => {
+                match generation.draw(*id, usage, position + 1, row, &mut self.sampler, out) {
+                    Ok(Drawn::Continue(token)) => {
+                        self.scheduler.push_token(slot, token);
+                        None
+                    }
+                    Ok(Drawn::Finished(reason)) => Some(reason),
+                    Err(error) => Some(FinishReason::BadLogits(error)),
+                }
+            }
+            Work::Score(scoring) => {
+                let tokens = self.scheduler.sequence(slot)?.tokens();
+                match scoring.report(*id, tokens, position, row, out) {
+                    Ok(()) => (position + 1 == tokens.len()).then_some(FinishReason::Scored),
+                    Err(error) => Some(FinishReason::BadLogits(error)),
+                }
+            }
+        }
+    }
+
+    fn lose_step(&mut self, source: OpError, out: &mut Vec<Output>) -> StepError {
+        self.scheduler.abandon();
+        let plan = self.scheduler.plan();
+        let rows = plan.rows;
+        let slots: Vec<Slot> = plan.chunks.iter().map(|chunk| chunk.slot).collect();
+        for &slot in &slots {
+            self.finish(slot, FinishReason::StepFailed, out);
+        }
+        StepError { rows, requests: slots.len(), source }
+    }
+
+    fn finish(&mut self, slot: Slot, reason: FinishReason, out: &mut Vec<Output>) {
+        let Some(task) = self.tasks[slot.0 as usize].take() else { return };
+        self.scheduler.remove(slot);
+        self.slots.remove(&task.id);
+        if let Some(deadline) = task.deadline {
+            self.deadlines.remove(&(deadline, slot));
+        }
+        self.stats.finished += 1;
+        out.push(Output::Finished { id: task.id, reason, usage: task.usage });
+    }
+}

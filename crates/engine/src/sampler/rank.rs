@@ -1,0 +1,101 @@
+//! The n highest of many logits without sorting all of them. Equal logits: the lower id ranks higher.
+
+/// Orders by falling logit, then rising id, as one integer: smaller is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Ranked(u64);
+
+impl Ranked {
+    pub(super) fn new(logit: f32, id: u32) -> Self {
+        // -0.0 + 0.0 is 0.0: the two zeros are one rank.
+        let bits = (logit + 0.0).to_bits();
+        let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+        Self(u64::from(!rising) << 32 | u64::from(id))
+    }
+
+    pub(super) fn id(self) -> u32 {
+        self.0 as u32
+    }
+
+    pub(super) fn logit(self) -> f32 {
+        let rising = !((self.0 >> 32) as u32);
+        f32::from_bits(if rising >> 31 == 1 { rising & !(1 << 31) } else { !rising })
+    }
+}
+
+/// Candidates kept beyond `n` before the worst are dropped: work per logit stays constant for small `n`.
+const SLACK: usize = 256;
+
+/// Replaces `best` by the `n` highest logits, in no order. `logits` has no NaN.
+pub(super) fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
+    best.clear();
+    let limit = 2 * n + SLACK;
+    // Of what was dropped so far, nothing is above it; an equal one that comes later has a higher id.
+    let mut floor = f32::NEG_INFINITY;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > floor || best.len() < n {
+            best.push(Ranked::new(logit, id as u32));
+            if best.len() == limit {
+                keep(best, n);
+                floor = best.iter().max().map_or(floor, |worst| worst.logit());
+            }
+        }
+    }
+    keep(best, n);
+}
+
+fn keep(best: &mut Vec<Ranked>, n: usize) {
+    if n == 0 {
+        best.clear();
+    } else if n < best.len() {
+        best.select_nth_unstable(n - 1);
+        best.truncate(n);
+    }
+}
+
+/// The highest logit, the lowest id among equals. `logits` is not empty and has no NaN.
+pub(super) fn argmax(logits: &[f32]) -> usize {
+    let max = max(logits);
+    logits.iter().position(|&logit| logit == max).unwrap_or(0)
+}
+
+pub(super) fn max(logits: &[f32]) -> f32 {
+    logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sorted(logits: &[f32]) -> Vec<u32> {
+        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+        ids.sort_by(|&a, &b| logits[b as usize].partial_cmp(&logits[a as usize]).unwrap().then(a.cmp(&b)));
+        ids
+    }
+
+    proptest! {
+        /// Few distinct values, so that ties are everywhere.
+        #[test]
+        fn highest_is_the_head_of_the_sorted_order(
+            logits in prop::collection::vec((-6..6_i8).prop_map(|v| f32::from(v) / 2.0), 1..3000),
+            n in 0..400_usize,
+        ) {
+            let mut best = Vec::new();
+            highest(&logits, n, &mut best);
+            best.sort_unstable();
+            let ids: Vec<u32> = best.iter().map(|ranked| ranked.id()).collect();
+            prop_assert_eq!(&ids[..], &sorted(&logits)[..n.min(logits.len())]);
+            prop_assert!(best.iter().all(|ranked| ranked.logit() == logits[ranked.id() as usize]));
+            prop_assert_eq!(argmax(&logits), sorted(&logits)[0] as usize);
+        }
+    }
+
+    #[test]
+    fn order_of_ranks_is_the_order_of_logits() {
+        let falling = [f32::INFINITY, f32::MAX, 1.0, 1e-40, 0.0, -1e-40, -1.0, f32::MIN, f32::NEG_INFINITY];
+        assert!(falling.map(|logit| Ranked::new(logit, 9)).is_sorted());
+        assert_eq!(falling.map(|logit| Ranked::new(logit, 9).logit()), falling);
+        assert!(Ranked::new(-0.0, 1) < Ranked::new(0.0, 2));
+        assert!(Ranked::new(0.0, 1) < Ranked::new(-0.0, 2));
+    }
+}

@@ -1,0 +1,152 @@
+//! Softmax weights: an exponential of our own and sums in one fixed order.
+//!
+//! The C library's `exp` differs between machines in the last bit; this one is multiplications and additions of f32
+//! only, so it gives the same bits everywhere and the compiler can vectorise it.
+
+/// Values per partial sum; a partial sum is made of `LANES` running sums.
+const BLOCK: usize = 1024;
+const LANES: usize = 8;
+
+/// `e^x` for `x <= 0`, within 2 units in the last place; 0 below -87, where f32 runs out of normal numbers.
+/// Polynomial of Cephes' `expf` on `|r| <= ln(2) / 2`, where `x = n ln(2) + r`.
+#[inline]
+pub(super) fn exp(x: f32) -> f32 {
+    const LOWEST: f32 = -87.0;
+    /// Adding it leaves the nearest integer in the low bits of the mantissa.
+    const ROUND: f32 = 12_582_912.0;
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let clamped = x.max(LOWEST);
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = clamped - n * LN_2_HIGH - n * LN_2_LOW;
+    let mut p = 1.987_569_1e-4;
+    p = p * r + 1.398_2e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_6e-1;
+    p = p * r + 5e-1;
+    let fraction = p * (r * r) + r + 1.0;
+    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23;
+    let value = fraction * f32::from_bits(exponent);
+    if x < LOWEST { 0.0 } else { value }
+}
+
+/// `sum of e^(logit - max)`.
+pub(super) fn exp_sum(logits: &[f32], max: f32) -> f64 {
+    logits.chunks(BLOCK).map(|block| sum(block, |logit| exp(logit - max))).sum()
+}
+
+/// Weights of a draw, with partial sums so that a draw need not walk all of them.
+#[derive(Debug, Default)]
+pub(super) struct Weights {
+    values: Vec<f32>,
+    blocks: Vec<f64>,
+}
+
+impl Weights {
+    /// `e^((logit - max) / temperature)` of each.
+    pub(super) fn fill(&mut self, logits: impl Iterator<Item = f32>, max: f32, temperature: f32) {
+        self.values.clear();
+        self.values.extend(logits.map(|logit| exp((logit - max) / temperature)));
+        self.blocks.clear();
+        self.blocks.extend(self.values.chunks(BLOCK).map(|block| sum(block, |weight| weight)));
+    }
+
+    /// The first index at which the running sum exceeds `uniform` (in `[0, 1)`) of the total. Never one of weight 0,
+    /// as long as there is another.
+    pub(super) fn pick(&self, uniform: f64) -> usize {
+        let mut target = uniform * self.blocks.iter().sum::<f64>();
+        let mut chosen = 0;
+        for (block, &total) in self.blocks.iter().enumerate() {
+            if total > 0.0 {
+                chosen = block;
+                if target < total {
+                    break;
+                }
+                target -= total;
+            }
+        }
+        let start = chosen * BLOCK;
+        let end = self.values.len().min(start + BLOCK);
+        let mut index = start;
+        let mut sum = 0.0;
+        for (at, &weight) in self.values[start..end].iter().enumerate() {
+            if weight > 0.0 {
+                index = start + at;
+                sum += f64::from(weight);
+                if target < sum {
+                    break;
+                }
+            }
+        }
+        index
+    }
+}
+
+/// `term(values[i])` goes to lane `i % LANES`; lanes are added in order.
+fn sum(values: &[f32], term: impl Fn(f32) -> f32) -> f64 {
+    let mut lanes = [0.0_f64; LANES];
+    for group in values.chunks(LANES) {
+        for (lane, &value) in lanes.iter_mut().zip(group) {
+            *lane += f64::from(term(value));
+        }
+    }
+    lanes.iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_units_of_the_true_value() {
+        let mut x = 0.0_f32;
+        while x > -87.0 {
+            let truth = f64::from(x).exp();
+            let unit = f64::from((truth as f32).next_up()) - f64::from(truth as f32);
+            let error = (f64::from(exp(x)) - truth).abs() / unit;
+            assert!(error <= 2.0, "exp({x}) is {error} units off");
+            x -= 0.000_7 + x.abs() * 1e-5;
+        }
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(-0.0), 1.0);
+        assert_eq!(exp(-88.0), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+    }
+
+    #[test]
+    fn exp_gives_the_same_bits_everywhere() {
+        let digest = (0..=8_700).fold(0_u32, |hash, i| {
+            hash.rotate_left(5).wrapping_mul(0x9E37_79B9) ^ exp(-(i as f32) * 0.01).to_bits()
+        });
+        assert_eq!(digest, 0);
+    }
+
+    #[test]
+    fn sums_cover_every_value() {
+        for len in [0, 1, 7, 8, 9, 1023, 1024, 1025, 5000] {
+            let logits: Vec<f32> = (0..len).map(|i| -((i % 13) as f32)).collect();
+            let direct: f64 = logits.iter().map(|&logit| f64::from(exp(logit))).sum();
+            assert!((exp_sum(&logits, 0.0) - direct).abs() <= direct * 1e-12);
+        }
+    }
+
+    #[test]
+    fn pick_inverts_the_running_sum() {
+        let mut weights = Weights::default();
+        let logits: Vec<f32> =
+            (0..3000).map(|i| if i % 3 == 0 { f32::NEG_INFINITY } else { -((i % 5) as f32) }).collect();
+        weights.fill(logits.iter().copied(), 0.0, 1.0);
+        let total: f64 = weights.values.iter().map(|&w| f64::from(w)).sum();
+        let mut sum = 0.0;
+        for (index, &weight) in weights.values.iter().enumerate() {
+            if weight > 0.0 {
+                assert_eq!(weights.pick((sum + f64::from(weight) / 2.0) / total), index);
+                sum += f64::from(weight);
+            }
+        }
+        assert_eq!(weights.pick(0.0), 1);
+        assert_eq!(weights.pick(1.0 - f64::EPSILON), 2999 - 1);
+    }
+}

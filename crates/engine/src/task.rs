@@ -1,0 +1,140 @@
+//! One live request as the engine sees it: what to do with a row of logits, and when it ends.
+
+use crate::api::{
+    FinishReason, Output, Request, RequestId, SamplerState, ScoreKind, StopConditions, TokenOutput, Usage,
+};
+use crate::sampler::{Draw, LogProbs, SampleError, Sampler, TokenCounts};
+use crate::{SamplingParams, ScoreRequest};
+use std::time::Duration;
+
+pub(crate) struct Task {
+    pub(crate) id: RequestId,
+    pub(crate) deadline: Option<Duration>,
+    pub(crate) usage: Usage,
+    pub(crate) work: Work,
+}
+
+pub(crate) enum Work {
+    Generate(Generation),
+    Score(Scoring),
+}
+
+pub(crate) struct Generation {
+    sampling: SamplingParams,
+    stop: StopConditions,
+    logprobs: Option<u8>,
+    choice: u32,
+    /// `None` when no penalty needs them.
+    counts: Option<TokenCounts>,
+    /// Length of the whole sequence at which it ends.
+    tokens_max: usize,
+}
+
+pub(crate) struct Scoring {
+    kind: ScoreKind,
+    /// Position whose row is the next to be reported. A recomputed row is not reported twice.
+    next: usize,
+}
+
+/// What a drawn token means for its sequence.
+pub(crate) enum Drawn {
+    /// It is to be computed.
+    Continue(u32),
+    Finished(FinishReason),
+}
+
+impl Task {
+    pub(crate) fn generate(request: &Request, tokens_max: usize) -> Self {
+        let prompt_tokens = request.prompt.len() - request.prior_output;
+        let (prompt, prior_output) = request.prompt.split_at(prompt_tokens);
+        let generation = Generation {
+            sampling: request.sampling.clone(),
+            stop: request.stop.clone(),
+            logprobs: request.logprobs,
+            choice: request.choice,
+            counts: request.sampling.has_penalties().then(|| TokenCounts::new(prompt, prior_output)),
+            tokens_max,
+        };
+        let usage = Usage { prompt_tokens, output_tokens: request.prior_output, cached_tokens: 0 };
+        Self { id: request.id, deadline: request.deadline, usage, work: Work::Generate(generation) }
+    }
+
+    pub(crate) fn score(request: &ScoreRequest) -> Self {
+        let usage = Usage { prompt_tokens: request.tokens.len(), ..Usage::default() };
+        let work = Work::Score(Scoring { kind: request.kind, next: 0 });
+        Self { id: request.id, deadline: request.deadline, usage, work }
+    }
+}
+
+impl Generation {
+    /// Draws the token at `position` from the logits after its predecessor, reports it unless it ends the output, and
+    /// says how to go on.
+    pub(crate) fn draw(
+        &mut self,
+        id: RequestId,
+        usage: &mut Usage,
+        position: usize,
+        logits: &[f32],
+        sampler: &mut Sampler,
+        out: &mut Vec<Output>,
+    ) -> Result<Drawn, SampleError> {
+        let early = usage.output_tokens < self.stop.min_tokens as usize;
+        let draw = Draw {
+            params: &self.sampling,
+            choice: self.choice,
+            position,
+            counts: self.counts.as_ref(),
+            ruled_out: if early { &self.stop.stop_tokens } else { &[] },
+        };
+        let token = sampler.sample(logits, &draw)?;
+        if self.stop.stop_tokens.contains(&token) {
+            return Ok(Drawn::Finished(FinishReason::Stop(token)));
+        }
+        let (logprob, top) = match self.logprobs {
+            Some(count) => {
+                let row = LogProbs::new(logits)?;
+                (Some(row.of(token)), row.top(usize::from(count)))
+            }
+            None => (None, Vec::new()),
+        };
+        let sampler_state = SamplerState::default();
+        out.push(Output::Token(TokenOutput { id, token, position, logprob, top, sampler_state }));
+        usage.output_tokens += 1;
+        if let Some(counts) = &mut self.counts {
+            counts.push(token);
+        }
+        Ok(if position + 1 == self.tokens_max {
+            Drawn::Finished(FinishReason::Length)
+        } else {
+            Drawn::Continue(token)
+        })
+    }
+}
+
+impl Scoring {
+    /// Reports the row after `tokens[position]`, if it is wanted and was not reported before a preemption.
+    pub(crate) fn report(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        position: usize,
+        logits: &[f32],
+        out: &mut Vec<Output>,
+    ) -> Result<(), SampleError> {
+        if position < self.next {
+            return Ok(());
+        }
+        self.next = position + 1;
+        match self.kind {
+            ScoreKind::Logits => out.push(Output::Logits { id, position, logits: logits.to_vec() }),
+            ScoreKind::Logprobs { top } => {
+                if let Some(&token) = tokens.get(position + 1) {
+                    let row = LogProbs::new(logits)?;
+                    let (logprob, top) = (row.of(token), row.top(usize::from(top)));
+                    out.push(Output::Scored { id, position: position + 1, token, logprob, top });
+                }
+            }
+        }
+        Ok(())
+    }
+}
