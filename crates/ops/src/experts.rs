@@ -3,7 +3,7 @@
 use crate::{Activation, Backend, Experts, Linear, OpError};
 
 /// Smallest divisor when probabilities are renormalised (the smallest normal f16, as llama.cpp has it).
-const PROBABILITY_SUM_MIN: f32 = 6.103_515_625e-5;
+const PROBABILITY_SUM_MIN: f32 = 1.0 / 16384.0;
 
 /// One expert of a row, with its share of the result.
 #[derive(Clone, Copy, Debug, PartialEq)]

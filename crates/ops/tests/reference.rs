@@ -1,5 +1,7 @@
 //! What each op of `Reference` does, against numbers worked out by hand, and what it refuses.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests, where a panic is the report")]
+
 use bytes::Bytes;
 use ops::{
     Activation, AttentionSpec, Backend, Experts, HostTensor, KvLayer, KvLayout, KvType, Linear, OpError,

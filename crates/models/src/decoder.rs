@@ -1,0 +1,190 @@
+//! The pre-norm decoder that llama, qwen2 and qwen3 share: per layer `h = x + attention(norm(x))`,
+//! `y = h + feed_forward(norm(h))`; then the output norm and the head.
+
+use crate::{
+    Limits, Model, ModelDescription, WeightError, WeightTable,
+    attention::Attention,
+    feed_forward::FeedForward,
+    model::BuildModelError,
+    rope::{self, RopeConfig},
+    scratch::Scratch,
+};
+use ops::{Backend, KvLayer, KvType, Linear, OpError, Step, Weight};
+use std::convert::Infallible;
+
+/// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct DecoderConfig {
+    pub(crate) vocab_size: usize,
+    pub(crate) context_length: usize,
+    pub(crate) embedding: usize,
+    pub(crate) layers: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    /// Values per head of queries, keys and values; not always `embedding / heads`.
+    pub(crate) head_dim: usize,
+    /// Width inside the feed-forward block, or inside one expert.
+    pub(crate) feed_forward: usize,
+    pub(crate) experts: Option<ExpertsConfig>,
+    pub(crate) norm_epsilon: f32,
+    /// Whether query and key heads have norms of their own.
+    pub(crate) head_norms: bool,
+    pub(crate) rope: RopeConfig,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ExpertsConfig {
+    pub(crate) count: usize,
+    pub(crate) used: usize,
+}
+
+impl DecoderConfig {
+    pub(crate) fn describe(&self, architecture: &str, unread_tensors: Vec<String>) -> ModelDescription {
+        ModelDescription {
+            architecture: architecture.to_owned(),
+            vocab_size: self.vocab_size,
+            context_length: self.context_length,
+            embedding_length: self.embedding,
+            layers: self.layers,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            experts: self.experts.map_or(0, |experts| experts.count),
+            workspace_row_values: self.workspace_values(Limits { rows_max: 1, outputs_max: 0 }),
+            workspace_output_values: self.workspace_values(Limits { rows_max: 0, outputs_max: 1 }),
+            unread_tensors,
+        }
+    }
+
+    fn workspace_values(&self, limits: Limits) -> usize {
+        let mut values = 0;
+        let Ok(_) = Scratch::new(self, limits, |rows, cols| {
+            values += rows * cols;
+            Ok::<_, Infallible>(())
+        });
+        values
+    }
+}
+
+/// Every tensor that the decoder reads.
+pub(crate) struct DecoderWeights<B: Backend> {
+    embedding: Weight<B>,
+    layers: Vec<Layer<B>>,
+    output_norm: Weight<B>,
+    output: Linear<B>,
+    /// Divisors of the rope angles, `[n_rot / 2]` (Llama 3.1 and later).
+    rope_factors: Option<Weight<B>>,
+}
+
+struct Layer<B: Backend> {
+    attention_norm: Weight<B>,
+    attention: Attention<B>,
+    feed_forward_norm: Weight<B>,
+    feed_forward: FeedForward<B>,
+}
+
+impl<B: Backend> DecoderWeights<B> {
+    pub(crate) fn take(config: &DecoderConfig, table: &mut WeightTable<B>) -> Result<Self, WeightError> {
+        let width = config.embedding;
+        let embedding = table.take("token_embd.weight", &[width, config.vocab_size])?;
+        // Without a head of its own the model uses the embedding table for both.
+        let output = match table.take_optional("output.weight", &[width, config.vocab_size])? {
+            Some(weight) => weight,
+            None => embedding.clone(),
+        };
+        let output_bias = table.take_optional_vector("output.bias", config.vocab_size)?;
+        let layers = (0..config.layers)
+            .map(|index| {
+                let prefix = format!("blk.{index}");
+                Ok(Layer {
+                    attention_norm: table.take_vector(&format!("{prefix}.attn_norm.weight"), width)?,
+                    attention: Attention::take(table, config, &prefix)?,
+                    feed_forward_norm: table.take_vector(&format!("{prefix}.ffn_norm.weight"), width)?,
+                    feed_forward: FeedForward::take(table, config, &prefix)?,
+                })
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            embedding,
+            layers,
+            output_norm: table.take_vector("output_norm.weight", width)?,
+            output: Linear { weight: output, bias: output_bias },
+            rope_factors: table.take_optional_vector("rope_freqs.weight", config.rope.rotated / 2)?,
+        })
+    }
+}
+
+/// Weights, angles and scratch memory of one decoder.
+pub(crate) struct Decoder<B: Backend> {
+    config: DecoderConfig,
+    weights: DecoderWeights<B>,
+    rope: B::Rope,
+    scratch: Scratch<B::Tensor>,
+}
+
+impl<B: Backend> Decoder<B> {
+    pub(crate) fn new(
+        config: DecoderConfig,
+        weights: DecoderWeights<B>,
+        backend: &mut B,
+        limits: Limits,
+    ) -> Result<Self, BuildModelError> {
+        let factors = match &weights.rope_factors {
+            Some(weight) => Some(rope::read_factors(backend, weight)?),
+            None => None,
+        };
+        let rope = backend.rope_table(&config.rope.spec(factors.as_deref()))?;
+        let scratch = Scratch::new(&config, limits, |rows, cols| backend.tensor(rows, cols))?;
+        Ok(Self { config, weights, rope, scratch })
+    }
+}
+
+impl<B: Backend> Model<B> for Decoder<B> {
+    fn vocab_size(&self) -> usize {
+        self.config.vocab_size
+    }
+
+    fn context_length(&self) -> usize {
+        self.config.context_length
+    }
+
+    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
+        let Self { config, .. } = self;
+        vec![KvLayer { kv_heads: config.kv_heads, head_dim: config.head_dim, kind }; config.layers]
+    }
+
+    fn forward(&mut self, backend: &mut B, kv: &mut B::Kv, step: &Step<'_>) -> Result<&B::Tensor, OpError> {
+        let Self { config, weights, rope, scratch } = self;
+        let Scratch { residual, normed, delta, attention, feed_forward, selected, logits } = scratch;
+        let epsilon = config.norm_epsilon;
+        let rows = step.rows();
+        let outputs = step.outputs.len();
+
+        backend.begin(step)?;
+        backend.embed(&weights.embedding, residual, rows)?;
+        let mut layers = weights.layers.iter().enumerate().peekable();
+        if let Some((_, first)) = layers.peek() {
+            backend.rms_norm(residual, &first.attention_norm, epsilon, normed, rows)?;
+        }
+        while let Some((index, layer)) = layers.next() {
+            layer.attention.forward(backend, kv, index, rope, config, normed, attention, delta, rows)?;
+            let Some((_, next)) = layers.peek() else {
+                // Behind the last attention only the rows whose logits are wanted matter.
+                if outputs == 0 {
+                    break;
+                }
+                backend.add(residual, delta, rows)?;
+                backend.gather_outputs(residual, selected)?;
+                backend.rms_norm(selected, &layer.feed_forward_norm, epsilon, normed, outputs)?;
+                layer.feed_forward.forward(backend, normed, feed_forward, delta, outputs)?;
+                backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, outputs)?;
+                backend.linear(&weights.output, normed, logits, outputs)?;
+                break;
+            };
+            backend.add_rms_norm(residual, delta, &layer.feed_forward_norm, epsilon, normed, rows)?;
+            layer.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
+            backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
+        }
+        Ok(logits)
+    }
+}

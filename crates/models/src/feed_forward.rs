@@ -1,0 +1,62 @@
+//! The gated feed-forward block, dense or a mixture of experts.
+
+use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::FeedForwardScratch};
+use ops::{Activation, Backend, Experts, Linear, OpError};
+
+pub(crate) enum FeedForward<B: Backend> {
+    Dense { gate: Linear<B>, up: Linear<B>, down: Linear<B> },
+    Experts { router: Linear<B>, experts: Experts<B> },
+}
+
+impl<B: Backend> FeedForward<B> {
+    pub(crate) fn take(
+        table: &mut WeightTable<B>,
+        config: &DecoderConfig,
+        prefix: &str,
+    ) -> Result<Self, WeightError> {
+        let (width, hidden) = (config.embedding, config.feed_forward);
+        let Some(experts) = config.experts else {
+            return Ok(Self::Dense {
+                gate: table.take_linear(&format!("{prefix}.ffn_gate"), width, hidden)?,
+                up: table.take_linear(&format!("{prefix}.ffn_up"), width, hidden)?,
+                down: table.take_linear(&format!("{prefix}.ffn_down"), hidden, width)?,
+            });
+        };
+        let (count, used) = (experts.count, experts.used);
+        Ok(Self::Experts {
+            router: table.take_linear(&format!("{prefix}.ffn_gate_inp"), width, count)?,
+            experts: Experts {
+                gate: table.take(&format!("{prefix}.ffn_gate_exps.weight"), &[width, hidden, count])?,
+                up: table.take(&format!("{prefix}.ffn_up_exps.weight"), &[width, hidden, count])?,
+                down: table.take(&format!("{prefix}.ffn_down_exps.weight"), &[hidden, width, count])?,
+                used,
+            },
+        })
+    }
+
+    /// `delta = feed_forward(normed)`.
+    pub(crate) fn forward(
+        &self,
+        backend: &mut B,
+        normed: &B::Tensor,
+        scratch: &mut FeedForwardScratch<B::Tensor>,
+        delta: &mut B::Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        match (self, scratch) {
+            (
+                Self::Dense { gate, up, down },
+                FeedForwardScratch::Dense { gate: gated, up: raised, product },
+            ) => {
+                backend.linears(normed, &mut [(gate, gated), (up, raised)], rows)?;
+                backend.gated(Activation::Silu, gated, raised, product, rows)?;
+                backend.linear(down, product, delta, rows)
+            }
+            (Self::Experts { router, experts }, FeedForwardScratch::Experts { router: logits }) => {
+                backend.linear(router, normed, logits, rows)?;
+                backend.experts(experts, Activation::Silu, logits, normed, delta, rows)
+            }
+            _ => unreachable!("weights and scratch are made from one config"),
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! Architecture `llama`: Llama 1 to 3, Mistral, Mixtral, SmolLM and many more. Rope pairs are adjacent, since the
+//! converter permutes the rows of the query and key projections. Query and key heads have no norms; biases are applied
+//! where a file has them. `rope_freqs.weight` holds the frequency factors of Llama 3.1 and later.
+//!
+//! `attention.sliding_window` is ignored, as llama.cpp does for this architecture.
+
+use crate::{
+    ConfigError,
+    config::{EXPERTS_MAX, Keys},
+    decoder::{DecoderConfig, ExpertsConfig},
+};
+use ops::RopePairing;
+
+pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+    let mut config = keys.decoder(RopePairing::Adjacent)?;
+    if config.rope.rotated != config.head_dim {
+        let (value, head_dim) = (config.rope.rotated, config.head_dim);
+        return Err(keys.range("rope.dimension_count", value, head_dim, head_dim));
+    }
+    let count = keys.count_or("expert_count", 0, 0..=EXPERTS_MAX)?;
+    if count > 0 {
+        config.experts = Some(ExpertsConfig { count, used: keys.count("expert_used_count", 1..=count)? });
+    }
+    Ok(config)
+}

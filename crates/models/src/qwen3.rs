@@ -1,0 +1,24 @@
+//! Architectures `qwen3` and `qwen3moe`: rope over halves, and a norm of each query and key head before the rotation.
+//! In `qwen3moe` every layer is a mixture of experts; the shares of the chosen experts always add up to one.
+
+use crate::{
+    ConfigError,
+    config::{EXPERTS_MAX, FEED_FORWARD_MAX, Keys},
+    decoder::{DecoderConfig, ExpertsConfig},
+};
+use ops::RopePairing;
+
+pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+    let config = keys.decoder(RopePairing::Halves)?;
+    Ok(DecoderConfig { head_norms: true, ..config })
+}
+
+pub(crate) fn configure_moe(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+    let config = configure(keys)?;
+    let count = keys.count("expert_count", 1..=EXPERTS_MAX)?;
+    let used = keys.count("expert_used_count", 1..=count)?;
+    // Old files give the width of all experts that a token goes through.
+    let shared_out = (config.feed_forward / used).max(1);
+    let feed_forward = keys.count_or("expert_feed_forward_length", shared_out, 1..=FEED_FORWARD_MAX)?;
+    Ok(DecoderConfig { feed_forward, experts: Some(ExpertsConfig { count, used }), ..config })
+}

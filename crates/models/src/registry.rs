@@ -1,0 +1,67 @@
+//! From the name of an architecture to its model: one line for each.
+
+use crate::{
+    BuildModelError, ConfigError, Limits, Model, ModelDescription, WeightTable,
+    config::Keys,
+    decoder::{Decoder, DecoderConfig, DecoderWeights},
+    llama, qwen2, qwen3,
+};
+use gguf::Metadata;
+use ops::{Backend, Reference, Weight};
+use quant::DType;
+
+type Configure = fn(&Keys<'_>) -> Result<DecoderConfig, ConfigError>;
+
+const ARCHITECTURES: &[(&str, Configure)] = &[
+    ("llama", llama::configure),
+    ("qwen2", qwen2::configure),
+    ("qwen3", qwen3::configure),
+    ("qwen3moe", qwen3::configure_moe),
+];
+
+/// Name, type and shape of a tensor, in GGUF order.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorHead<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    pub dims: &'a [u64],
+}
+
+/// Makes the model that `metadata` names out of `weights`. Memory for steps of up to `limits` is taken here.
+pub fn build<B: Backend>(
+    metadata: &Metadata,
+    mut weights: WeightTable<B>,
+    backend: &mut B,
+    limits: Limits,
+) -> Result<Box<dyn Model<B>>, BuildModelError> {
+    let (_, config) = configure(metadata)?;
+    let weights = DecoderWeights::take(&config, &mut weights)?;
+    Ok(Box::new(Decoder::new(config, weights, backend, limits)?))
+}
+
+/// Checks metadata and tensor table as [`build`] would, without any tensor data.
+pub fn validate<'a>(
+    metadata: &Metadata,
+    tensors: impl IntoIterator<Item = TensorHead<'a>>,
+) -> Result<ModelDescription, BuildModelError> {
+    let (architecture, config) = configure(metadata)?;
+    let mut table = WeightTable::<Reference>::new();
+    for TensorHead { name, dtype, dims } in tensors {
+        // A dimension beyond usize matches no expected shape either.
+        let dims = dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX)).collect();
+        let weight = Weight { dtype, dims, layout: 0, data: Default::default() };
+        table.insert(name.to_owned(), weight)?;
+    }
+    DecoderWeights::take(&config, &mut table)?;
+    Ok(config.describe(architecture, table.names().map(str::to_owned).collect()))
+}
+
+fn configure(metadata: &Metadata) -> Result<(&str, DecoderConfig), BuildModelError> {
+    let keys = Keys::new(metadata)?;
+    let found = keys.architecture();
+    let Some((_, configure)) = ARCHITECTURES.iter().find(|(name, _)| *name == found) else {
+        let known = ARCHITECTURES.iter().map(|(name, _)| *name).collect();
+        return Err(BuildModelError::UnknownArchitecture { found: found.to_owned(), known });
+    };
+    Ok((found, configure(&keys)?))
+}

@@ -1,0 +1,59 @@
+//! A GGUF file read whole, for tests on small models.
+
+use crate::{ModelDescription, TensorHead, WeightTable};
+use anyhow::{Context, Result, ensure};
+use bytes::Bytes;
+use gguf::Header;
+use ops::{Backend, Weight};
+use quant::DType;
+use std::path::Path;
+
+#[derive(Clone, Debug)]
+pub struct ModelFile {
+    bytes: Bytes,
+    header: Header,
+}
+
+impl ModelFile {
+    pub fn open(path: &Path) -> Result<Self> {
+        let bytes = Bytes::from(std::fs::read(path).with_context(|| path.display().to_string())?);
+        let header = Header::read(&bytes[..], bytes.len() as u64)?;
+        Ok(Self { bytes, header })
+    }
+
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    pub fn description(&self) -> Result<ModelDescription> {
+        Ok(crate::validate(self.header.metadata(), self.heads())?)
+    }
+
+    pub fn weights<B: Backend<Data: From<Bytes>>>(&self) -> Result<WeightTable<B>> {
+        let mut table = WeightTable::new();
+        for tensor in self.header.tensors() {
+            let start = self.header.file_offset(tensor) as usize;
+            let end = start + tensor.bytes as usize;
+            ensure!(end <= self.bytes.len(), "tensor {} is cut off", tensor.name);
+            let weight = Weight {
+                dtype: tensor.dtype,
+                dims: tensor.dims.iter().map(|&dim| dim as usize).collect(),
+                layout: 0,
+                data: self.bytes.slice(start..end).into(),
+            };
+            table.insert(tensor.name.clone(), weight)?;
+        }
+        Ok(table)
+    }
+
+    /// Whether any weight is of a type whose activations kernels round to int8.
+    pub fn is_quantised(&self) -> bool {
+        let mut types = self.header.tensors().iter().map(|tensor| tensor.dtype);
+        types.any(|dtype| !matches!(dtype, DType::F32 | DType::F16 | DType::BF16))
+    }
+
+    fn heads(&self) -> impl Iterator<Item = TensorHead<'_>> {
+        let tensors = self.header.tensors().iter();
+        tensors.map(|tensor| TensorHead { name: &tensor.name, dtype: tensor.dtype, dims: &tensor.dims })
+    }
+}

@@ -1,0 +1,188 @@
+//! Small random-weight models with the logits and greedy continuations that llama.cpp computes for them.
+
+use super::{ModelFile, Runner, runner::argmax};
+use anyhow::{Context, Result, ensure};
+use bytes::Bytes;
+use ops::{Backend, KvType};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// Rounded activations, with f32 keys and values, come this much closer to llama.cpp's own rounded logits than to the
+/// exact ones: both round by the same rule, and only a value that lies on an edge falls to the other side.
+const LLAMA_CPP_SHARE: f32 = 0.5;
+
+/// How the backend under test multiplies by quantised weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// Decoded weights, activations as they are.
+    Decoded,
+    /// Activations rounded to int8 blocks.
+    Rounded,
+}
+
+/// `NAME.json`, and where it was found.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Golden {
+    pub name: String,
+    pub arch: String,
+    model: String,
+    logits: String,
+    n_vocab: usize,
+    ids: Vec<u32>,
+    prompt_len: usize,
+    greedy: Vec<u32>,
+    greedy_margin: Vec<f32>,
+    greedy_deq: Option<Vec<u32>>,
+    greedy_deq_margin: Option<Vec<f32>>,
+    tolerance: Tolerance,
+    #[serde(skip)]
+    folder: PathBuf,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Tolerance {
+    /// The file of logits that the other fields refer to.
+    against: String,
+    f32_max_abs: f32,
+    f16_kv_max_abs: f32,
+    int8_activations_max_abs: Option<f32>,
+    int8_activations_rms: Option<f32>,
+}
+
+/// What may differ in one run.
+#[derive(Clone, Copy, Debug)]
+struct Bound {
+    max: f32,
+    rms: f32,
+}
+
+impl Golden {
+    /// All of `folder` whose architecture is among `architectures`, in the order of names.
+    pub fn all(folder: &Path, architectures: &[&str]) -> Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                let text = std::fs::read(&path)?;
+                let golden: Self =
+                    serde_json::from_slice(&text).with_context(|| path.display().to_string())?;
+                found.push(Self { folder: folder.to_owned(), ..golden });
+            }
+        }
+        found.retain(|golden| architectures.contains(&golden.arch.as_str()));
+        found.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(found)
+    }
+
+    pub fn file(&self) -> Result<ModelFile> {
+        ModelFile::open(&self.folder.join(&self.model))
+    }
+
+    /// Logits within tolerance, the same bits however the prompt is cut into steps, and the same greedy tokens; for
+    /// both types of the cache.
+    pub fn check<B>(&self, make: impl Fn() -> B, arithmetic: Arithmetic) -> Result<()>
+    where
+        B: Backend<Data: From<Bytes>>,
+    {
+        let file = self.file()?;
+        let rounded = arithmetic == Arithmetic::Rounded && file.is_quantised();
+        for kind in [KvType::F32, KvType::F16] {
+            let bound = self.bound(kind, rounded)?;
+            self.check_logits(&file, &make, kind, bound, rounded)
+                .and_then(|()| self.check_greedy(&file, &make, kind, bound))
+                .with_context(|| format!("{} with {kind:?} cache, {arithmetic:?}", self.name))?;
+        }
+        Ok(())
+    }
+
+    fn check_logits<B>(
+        &self,
+        file: &ModelFile,
+        make: impl Fn() -> B,
+        kind: KvType,
+        bound: Bound,
+        rounded: bool,
+    ) -> Result<()>
+    where
+        B: Backend<Data: From<Bytes>>,
+    {
+        let logits = Runner::new(file, make(), kind, self.ids.len())?.extend(&self.ids)?.concat();
+        // The maximum below drops NaN.
+        ensure!(logits.iter().all(|logit| logit.is_finite()), "a logit is not finite");
+        self.compare(&logits, &self.tolerance.against, bound)?;
+        if rounded && kind == KvType::F32 {
+            let own = Bound { max: bound.max * LLAMA_CPP_SHARE, rms: bound.rms * LLAMA_CPP_SHARE };
+            self.compare(&logits, &self.logits, own)?;
+        }
+
+        let sizes = [1, 2, 13, 1, 16];
+        let cut =
+            Runner::new(file, make(), kind, self.ids.len())?.extend_in_chunks(&self.ids, &sizes)?.concat();
+        let same = logits.iter().zip(&cut).all(|(a, b)| a.to_bits() == b.to_bits());
+        ensure!(same, "logits depend on how the tokens are cut into steps");
+        Ok(())
+    }
+
+    fn compare(&self, logits: &[f32], against: &str, bound: Bound) -> Result<()> {
+        let expected = self.read_logits(against)?;
+        let differences = logits.iter().zip(&expected).map(|(found, expected)| (found - expected).abs());
+        let max = differences.clone().fold(0.0, f32::max);
+        let rms = (differences.map(|d| d * d).sum::<f32>() / expected.len() as f32).sqrt();
+        eprintln!("{against}: max {max:.2e} of {:.2e}, rms {rms:.2e} of {:.2e}", bound.max, bound.rms);
+        ensure!(max <= bound.max, "logits differ from {against} by {max}, allowed are {}", bound.max);
+        ensure!(rms <= bound.rms, "logits differ from {against} by {rms} (rms), allowed are {}", bound.rms);
+        Ok(())
+    }
+
+    /// The recorded tokens, up to a step whose margin is within what the logits may differ by.
+    fn check_greedy<B>(
+        &self,
+        file: &ModelFile,
+        make: impl Fn() -> B,
+        kind: KvType,
+        bound: Bound,
+    ) -> Result<()>
+    where
+        B: Backend<Data: From<Bytes>>,
+    {
+        let greedy = self.greedy_deq.as_ref().unwrap_or(&self.greedy);
+        let margins = self.greedy_deq_margin.as_ref().unwrap_or(&self.greedy_margin);
+        let mut runner = Runner::new(file, make(), kind, self.prompt_len + greedy.len())?;
+        let mut logits = runner.extend(&self.ids[..self.prompt_len])?;
+        for (step, (&expected, &margin)) in greedy.iter().zip(margins).enumerate() {
+            let token = logits.last().map(|logits| argmax(logits)).context("no logits")?;
+            if token != expected && margin < 2.0 * bound.max {
+                return Ok(());
+            }
+            ensure!(
+                token == expected,
+                "greedy token {step} is {token}, expected {expected} by a margin of {margin}"
+            );
+            logits = runner.extend(&[token])?;
+        }
+        Ok(())
+    }
+
+    fn bound(&self, kind: KvType, rounded: bool) -> Result<Bound> {
+        let Tolerance { f32_max_abs, f16_kv_max_abs, int8_activations_max_abs, int8_activations_rms, .. } =
+            self.tolerance;
+        if rounded {
+            let max = int8_activations_max_abs.context("int8_activations_max_abs")?;
+            let rms = int8_activations_rms.context("int8_activations_rms")?;
+            return Ok(Bound { max, rms });
+        }
+        let max = match kind {
+            KvType::F32 => f32_max_abs,
+            KvType::F16 => f16_kv_max_abs,
+        };
+        Ok(Bound { max, rms: max })
+    }
+
+    fn read_logits(&self, name: &str) -> Result<Vec<f32>> {
+        let path = self.folder.join(name);
+        let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
+        let (values, rest) = bytes.as_chunks();
+        ensure!(rest.is_empty() && values.len() == self.ids.len() * self.n_vocab, "{}: size", path.display());
+        Ok(values.iter().map(|&value| f32::from_le_bytes(value)).collect())
+    }
+}
