@@ -1,0 +1,63 @@
+//! The two functions that Hugging Face gives to templates.
+
+use std::error::Error as _;
+use std::fmt;
+
+use minijinja::{Error, ErrorKind};
+
+/// Longest text that one `strftime_now` may give.
+const MAX_DATE_BYTES: usize = 256;
+
+/// What a template said in `raise_exception`: the conversation does not fit the model, which is the client's affair.
+#[derive(Debug)]
+struct Raised(String);
+
+impl fmt::Display for Raised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Raised {}
+
+pub(crate) fn raise_exception(message: String) -> Result<String, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+}
+
+/// The message of the `raise_exception` that made rendering fail, if one did.
+pub(crate) fn raised(error: &Error) -> Option<&str> {
+    let mut source = error.source();
+    while let Some(current) = source {
+        if let Some(Raised(message)) = current.downcast_ref() {
+            return Some(message);
+        }
+        source = current.source();
+    }
+    None
+}
+
+/// `strftime_now(format)` at a given time, in UTC: a fleet gives the same prompt wherever its router runs.
+pub(crate) fn strftime_at(unix_seconds: i64, format: &str) -> Result<String, Error> {
+    let failed =
+        |source: jiff::Error| Error::new(ErrorKind::InvalidOperation, "strftime_now").with_source(source);
+    let now = jiff::Timestamp::from_second(unix_seconds).map_err(failed)?.to_zoned(jiff::tz::TimeZone::UTC);
+    if format.len() > MAX_DATE_BYTES {
+        return Err(Error::new(ErrorKind::InvalidOperation, "strftime_now: the format is too long"));
+    }
+    jiff::fmt::strtime::format(format, &now).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_python() {
+        // 2024-07-03 04:05:09 UTC, a Wednesday; datetime.strftime gives the same.
+        let at = |format| strftime_at(1_719_979_509, format).unwrap();
+        assert_eq!(at("%d %b %Y"), "03 Jul 2024");
+        assert_eq!(at("%A, %B %-d, %Y %H:%M:%S %p %j"), "Wednesday, July 3, 2024 04:05:09 AM 185");
+        assert!(strftime_at(0, "%").is_err());
+        assert!(strftime_at(i64::MAX, "%Y").is_err());
+    }
+}

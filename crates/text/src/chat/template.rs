@@ -1,0 +1,231 @@
+//! Loads and renders a chat template in the environment that Hugging Face's templates are written for.
+
+use std::io;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind};
+use serde_json::{Map, Value, json};
+
+use super::content::{ContentShape, adapt};
+use super::{functions, json};
+
+/// Longest template source; the longest known are near 30 KiB.
+const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+/// Instructions of one rendering. Real templates take some hundreds for each message.
+const MAX_INSTRUCTIONS: u64 = 20_000_000;
+/// Longest prompt; as long as a tokenizer takes.
+const MAX_OUTPUT_BYTES: usize = crate::MAX_INPUT_BYTES;
+/// Depth of macros, loops and includes in a template.
+const MAX_RECURSION: usize = 200;
+
+/// Names of the two templates that a file may bring.
+const DEFAULT: &str = "chat_template";
+const TOOL_USE: &str = "chat_template.tool_use";
+
+#[derive(Debug, thiserror::Error)]
+pub enum LoadTemplateError {
+    #[error(
+        "the model has no chat template (tokenizer.chat_template): use plain completions, or configure a template \
+         for it"
+    )]
+    Missing,
+    #[error("the template keys of the file")]
+    Metadata {
+        #[from]
+        source: gguf::KeyError,
+    },
+    #[error("{name} has {bytes} bytes, more than {MAX_TEMPLATE_BYTES}")]
+    TooLong { name: &'static str, bytes: usize },
+    #[error("{name} is not a template that can be run")]
+    Syntax { name: &'static str, source: minijinja::Error },
+}
+
+/// Why a conversation gave no prompt. All but `Template` and `TooMuchWork` are the client's to repair.
+#[derive(Debug, thiserror::Error)]
+pub enum RenderError {
+    #[error("messages[{index}]: {problem}")]
+    InvalidMessage { index: usize, problem: &'static str },
+    #[error("messages[{index}]: content of type {kind:?} is not supported, only text is")]
+    UnsupportedPart { index: usize, kind: String },
+    #[error("the template variable {name:?} is set by the server")]
+    ReservedVariable { name: String },
+    #[error("the model's chat template refuses the conversation: {message}")]
+    Refused { message: String },
+    #[error("the prompt would be longer than {MAX_OUTPUT_BYTES} bytes")]
+    TooLong,
+    #[error("the chat template ran for more than {MAX_INSTRUCTIONS} instructions")]
+    TooMuchWork { source: minijinja::Error },
+    #[error("the chat template failed: {}", detail(source))]
+    Template { source: minijinja::Error },
+}
+
+fn detail(error: &minijinja::Error) -> String {
+    let line = error.line().map(|line| format!(" at line {line}")).unwrap_or_default();
+    format!("{}{line}", error.detail().map_or_else(|| error.kind().to_string(), str::to_owned))
+}
+
+/// One conversation to render.
+#[derive(Debug, Clone, Copy)]
+pub struct ChatInput<'a> {
+    /// Objects with a role, in the shape of OpenAI's API.
+    pub messages: &'a [Value],
+    /// Empty if the model shall call none.
+    pub tools: &'a [Value],
+    /// End with the header of the reply that is to be generated.
+    pub add_generation_prompt: bool,
+    /// Further variables (`chat_template_kwargs`), such as `enable_thinking`.
+    pub variables: &'a Map<String, Value>,
+    /// What `strftime_now` tells.
+    pub now_unix_seconds: i64,
+}
+
+/// The templates of a model. Immutable and shared, as a tokenizer is.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    has_tool_use: bool,
+    shape: ContentShape,
+    bos: String,
+    eos: String,
+}
+
+impl ChatTemplate {
+    /// `bos` and `eos` are the texts of those tokens, empty if there are none. `tool_use` is the template for
+    /// conversations with tools, if the model has one of its own for them.
+    pub fn new(
+        source: &str,
+        tool_use: Option<&str>,
+        bos: &str,
+        eos: &str,
+    ) -> Result<Self, LoadTemplateError> {
+        let mut environment = Environment::new();
+        // Cannot fail: the delimiters are the default ones.
+        if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
+            environment.set_syntax(syntax);
+        }
+        environment.set_fuel(Some(MAX_INSTRUCTIONS));
+        environment.set_recursion_limit(MAX_RECURSION);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", json::tojson);
+        environment.add_function("raise_exception", functions::raise_exception);
+        for (name, source) in [(DEFAULT, Some(source)), (TOOL_USE, tool_use)] {
+            let Some(source) = source else { continue };
+            if source.len() > MAX_TEMPLATE_BYTES {
+                return Err(LoadTemplateError::TooLong { name, bytes: source.len() });
+            }
+            environment
+                .add_template_owned(name, without_generation_marks(source))
+                .map_err(|source| LoadTemplateError::Syntax { name, source })?;
+        }
+        let has_tool_use = tool_use.is_some();
+        let (bos, eos) = (bos.to_owned(), eos.to_owned());
+        let mut template = Self { environment, has_tool_use, shape: ContentShape::Both, bos, eos };
+        template.shape = ContentShape::probe(|content| template.probe(content));
+        Ok(template)
+    }
+
+    pub fn render(&self, input: &ChatInput<'_>) -> Result<String, RenderError> {
+        let messages =
+            input.messages.iter().enumerate().map(|(index, message)| adapt(index, message, self.shape));
+        let tools = match input.tools {
+            [] => Value::Null,
+            tools => Value::Array(tools.to_vec()),
+        };
+        let mut variables = Map::new();
+        variables.insert("messages".to_owned(), Value::Array(messages.collect::<Result<_, _>>()?));
+        variables.insert("tools".to_owned(), tools);
+        variables.insert("documents".to_owned(), Value::Null);
+        variables.insert("add_generation_prompt".to_owned(), json!(input.add_generation_prompt));
+        variables.insert("bos_token".to_owned(), json!(self.bos));
+        variables.insert("eos_token".to_owned(), json!(self.eos));
+        for (name, value) in input.variables {
+            if variables.get(name).is_some_and(|_| name != "documents") {
+                return Err(RenderError::ReservedVariable { name: name.chars().take(80).collect() });
+            }
+            variables.insert(name.clone(), value.clone());
+        }
+        let name = if self.has_tool_use && !input.tools.is_empty() { TOOL_USE } else { DEFAULT };
+        self.run(name, variables, input.now_unix_seconds)
+    }
+
+    fn run(&self, name: &str, variables: Map<String, Value>, now: i64) -> Result<String, RenderError> {
+        let template = |source| RenderError::Template { source };
+        let strftime_now =
+            minijinja::Value::from_function(move |format: &str| functions::strftime_at(now, format));
+        let variables = minijinja::context! { strftime_now, ..minijinja::Value::from(minijinja::value::Serde(variables)) };
+        let mut output = Bounded::default();
+        let rendered = self
+            .environment
+            .get_template(name)
+            .map_err(template)?
+            .render_captured_to(variables, &mut output)
+            .map(drop);
+        if output.full {
+            return Err(RenderError::TooLong);
+        }
+        match rendered {
+            Ok(()) => Ok(String::from_utf8_lossy(&output.bytes).into_owned()),
+            Err(source) if source.kind() == ErrorKind::OutOfFuel => Err(RenderError::TooMuchWork { source }),
+            Err(source) => match functions::raised(&source) {
+                Some(message) => Err(RenderError::Refused { message: message.to_owned() }),
+                None => Err(template(source)),
+            },
+        }
+    }
+
+    fn probe(&self, content: Value) -> Option<String> {
+        let message = json!({"role": "user", "content": content});
+        self.render(&ChatInput {
+            messages: &[message],
+            tools: &[],
+            add_generation_prompt: false,
+            variables: &Map::new(),
+            now_unix_seconds: 0,
+        })
+        .ok()
+    }
+}
+
+/// Output that stops growing at [`MAX_OUTPUT_BYTES`].
+#[derive(Default)]
+struct Bounded {
+    bytes: Vec<u8>,
+    full: bool,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > MAX_OUTPUT_BYTES {
+            self.full = true;
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// `{% generation %}` marks the model's own words for training and prints nothing: it becomes `{% if true %}`, which
+/// keeps its trimming of blanks.
+fn without_generation_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        out.push_str(before);
+        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
+        let (tag, after) = tag.split_at(end);
+        let word = tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+']).trim();
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}

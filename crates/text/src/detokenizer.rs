@@ -1,0 +1,164 @@
+//! Ids to text as a stream: never half a character, lossy only for bytes that no later token could complete.
+
+use std::sync::Arc;
+
+use crate::tokenizer::Tokenizer;
+use crate::vocabulary::TokenKind;
+
+/// Which tokens show, and where the text begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DetokenizeOptions {
+    /// Control and unknown tokens contribute nothing.
+    pub skip_special: bool,
+    /// The ids begin a text of their own (a chat reply, a whole document), as against going on where a prompt
+    /// ended. SentencePiece models encode a text with a space before it, which is then taken away again.
+    pub at_text_start: bool,
+}
+
+/// One stream of tokens. Feed with [`push`](Self::push), end with [`finish`](Self::finish).
+#[derive(Debug)]
+pub struct Detokenizer {
+    tokenizer: Arc<Tokenizer>,
+    skip_special: bool,
+    strip_space: bool,
+    /// At most three bytes: the beginning of a character.
+    pending: Vec<u8>,
+}
+
+impl Detokenizer {
+    pub fn new(tokenizer: Arc<Tokenizer>, options: DetokenizeOptions) -> Self {
+        let strip_space = options.at_text_start && tokenizer.adds_space_prefix();
+        Self { tokenizer, skip_special: options.skip_special, strip_space, pending: Vec::new() }
+    }
+
+    /// The text that `id` completes, possibly empty. An id outside the vocabulary (a padding row of the embedding)
+    /// shows as U+FFFD.
+    pub fn push(&mut self, id: u32) -> String {
+        let bytes = match self.tokenizer.kind(id) {
+            None => "\u{fffd}".as_bytes(),
+            Some(TokenKind::Unused) => &[],
+            Some(TokenKind::Control | TokenKind::Unknown) if self.skip_special => &[],
+            Some(_) => self.tokenizer.token_bytes(id).unwrap_or_default(),
+        };
+        if bytes.is_empty() {
+            return String::new();
+        }
+        let bytes = match std::mem::take(&mut self.strip_space) {
+            true => bytes.strip_prefix(b" ").unwrap_or(bytes),
+            false => bytes,
+        };
+        self.pending.extend_from_slice(bytes);
+        take_whole_characters(&mut self.pending)
+    }
+
+    /// What was held back: nothing, or one U+FFFD for a character that never came to its end.
+    pub fn finish(self) -> String {
+        String::from_utf8_lossy(&self.pending).into_owned()
+    }
+}
+
+impl Tokenizer {
+    /// The bytes of `ids` in a row, without regard to characters; unknown ids contribute nothing.
+    pub fn decode_bytes(&self, ids: &[u32]) -> Vec<u8> {
+        ids.iter().flat_map(|&id| self.token_bytes(id).unwrap_or_default()).copied().collect()
+    }
+}
+
+/// Removes all but an incomplete last character from `bytes`; invalid sequences become U+FFFD, one for each maximal
+/// part, as `String::from_utf8_lossy` has it.
+fn take_whole_characters(bytes: &mut Vec<u8>) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    let mut taken = 0;
+    while taken < bytes.len() {
+        match std::str::from_utf8(&bytes[taken..]) {
+            Ok(valid) => {
+                text.push_str(valid);
+                taken = bytes.len();
+            }
+            Err(error) => {
+                let valid = &bytes[taken..taken + error.valid_up_to()];
+                text.push_str(&String::from_utf8_lossy(valid));
+                taken += valid.len();
+                let Some(invalid) = error.error_len() else { break };
+                text.push('\u{fffd}');
+                taken += invalid;
+            }
+        }
+    }
+    bytes.drain(..taken);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::vocabulary::Vocabulary;
+
+    /// Token `b` is byte `b`; 256 is "<s>", 257 "▁a".
+    fn byte_tokenizer() -> Arc<Tokenizer> {
+        let names: Vec<String> = (0..256).map(|byte| format!("<0x{byte:02X}>")).collect();
+        let mut tokens: Vec<&str> = names.iter().map(String::as_str).collect();
+        let mut kinds = vec![TokenKind::Byte; 256];
+        tokens.extend(["<s>", "▁a"]);
+        kinds.extend([TokenKind::Control, TokenKind::Normal]);
+        let scores = vec![0.0; tokens.len()];
+        let vocabulary =
+            Vocabulary { model: "llama", tokens, kinds, scores, bos: Some(256), ..Vocabulary::default() };
+        Arc::new(Tokenizer::new(&vocabulary).unwrap())
+    }
+
+    fn options(skip_special: bool, at_text_start: bool) -> DetokenizeOptions {
+        DetokenizeOptions { skip_special, at_text_start }
+    }
+
+    fn stream(ids: &[u32], options: DetokenizeOptions) -> Vec<String> {
+        let mut detokenizer = Detokenizer::new(byte_tokenizer(), options);
+        let mut parts: Vec<String> = ids.iter().map(|&id| detokenizer.push(id)).collect();
+        parts.push(detokenizer.finish());
+        parts
+    }
+
+    fn bytes(text: &[u8]) -> Vec<u32> {
+        text.iter().map(|&byte| u32::from(byte)).collect()
+    }
+
+    #[test]
+    fn character_comes_out_whole_with_its_last_byte() {
+        assert_eq!(stream(&bytes("a€".as_bytes()), options(true, false)), ["a", "", "", "€", ""]);
+    }
+
+    #[test]
+    fn unfinished_character_is_replaced_at_the_end_only() {
+        assert_eq!(stream(&bytes(b"\xe2\x82"), options(true, false)), ["", "", "\u{fffd}"]);
+    }
+
+    #[test]
+    fn impossible_byte_is_replaced_at_once() {
+        assert_eq!(
+            stream(&bytes(b"\xffa\xe2b"), options(true, false)),
+            ["\u{fffd}", "a", "", "\u{fffd}b", ""]
+        );
+    }
+
+    #[test]
+    fn space_of_the_encoder_is_taken_away_once_and_only_at_the_start_of_a_text() {
+        assert_eq!(stream(&[256, 257, 257], options(true, true)).concat(), "a a");
+        assert_eq!(stream(&[257, 257], options(true, false)).concat(), " a a");
+        assert_eq!(stream(&[256, 257], options(false, false)).concat(), "<s> a");
+    }
+
+    #[test]
+    fn id_outside_the_vocabulary_is_visible() {
+        assert_eq!(stream(&[100_000], options(true, false)).concat(), "\u{fffd}");
+    }
+
+    proptest! {
+        #[test]
+        fn stream_equals_lossy_decoding_of_the_whole(text in prop::collection::vec(any::<u8>(), 0..64)) {
+            let parts = stream(&bytes(&text), options(true, false));
+            prop_assert_eq!(parts.concat(), String::from_utf8_lossy(&text).into_owned());
+        }
+    }
+}

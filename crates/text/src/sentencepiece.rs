@@ -1,0 +1,209 @@
+//! BPE over characters with U+2581 for the space: SentencePiece models ("llama", pairs ranked by the score of what
+//! they give) and raw-text models ("gemma4", pairs ranked by the list of merges).
+//!
+//! There is no cutting into words (gemma4 cuts at newlines only), so a whole prompt may be one piece. Characters
+//! without a token are spelled in byte tokens `<0xXX>`.
+
+use crate::byte_level::Merges;
+use crate::merge::{Joined, Merger, NO_TOKEN, Symbol};
+use crate::token_table::{Index, Strings};
+use crate::tokenizer::{EncodeError, LoadTokenizerError};
+use crate::vocabulary::{TokenKind, Vocabulary};
+
+/// U+2581, which stands for a space in these vocabularies.
+pub(crate) const SPACE_MARK: &str = "\u{2581}";
+
+#[derive(Debug)]
+enum Ranking {
+    /// By token: lower joins first.
+    Scores(Vec<u32>),
+    Pairs(Merges),
+}
+
+#[derive(Debug)]
+pub(crate) struct Sentencepiece {
+    /// Tokens as written in the file, with U+2581.
+    texts: Strings,
+    index: Index,
+    ranking: Ranking,
+    bytes: [Option<u32>; 256],
+    unknown: Option<u32>,
+    add_space_prefix: bool,
+    split_newlines: bool,
+}
+
+/// The byte of a `<0xXX>` token.
+pub(crate) fn byte_of(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
+    // from_str_radix alone would take a sign for a digit.
+    let two_digits = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    two_digits.then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+}
+
+/// Higher scores first, as an unsigned number that sorts the other way round.
+fn priority_of(score: f32) -> u32 {
+    // Adding zero turns -0.0 into 0.0: the two are equal scores.
+    let bits = (score + 0.0).to_bits();
+    let ascending = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
+    !ascending
+}
+
+impl Sentencepiece {
+    pub(crate) fn by_score(
+        vocabulary: &Vocabulary<'_>,
+        kinds: &[TokenKind],
+    ) -> Result<Self, LoadTokenizerError> {
+        let (tokens, scores) = (vocabulary.tokens.len(), vocabulary.scores.len());
+        if scores != tokens {
+            return Err(LoadTokenizerError::LengthMismatch {
+                key: "tokenizer.ggml.scores",
+                found: scores,
+                tokens,
+            });
+        }
+        if let Some(id) = vocabulary.scores.iter().position(|score| score.is_nan()) {
+            return Err(LoadTokenizerError::BadScore { id });
+        }
+        let ranking = Ranking::Scores(vocabulary.scores.iter().map(|&score| priority_of(score)).collect());
+        Self::new(vocabulary, kinds, ranking, vocabulary.add_space_prefix.unwrap_or(true), false)
+    }
+
+    pub(crate) fn by_pairs(
+        vocabulary: &Vocabulary<'_>,
+        kinds: &[TokenKind],
+    ) -> Result<Self, LoadTokenizerError> {
+        let no_pairs = Ranking::Scores(Vec::new());
+        let mut model = Self::new(vocabulary, kinds, no_pairs, false, true)?;
+        let mut spelled = Vec::new();
+        let merges = Merges::new(vocabulary, |parts| {
+            spelled.clear();
+            parts.iter().for_each(|part| spelled.extend_from_slice(part.as_bytes()));
+            model.index.find(&model.texts, &spelled)
+        })?;
+        model.ranking = Ranking::Pairs(merges);
+        Ok(model)
+    }
+
+    fn new(
+        vocabulary: &Vocabulary<'_>,
+        kinds: &[TokenKind],
+        ranking: Ranking,
+        add_space_prefix: bool,
+        split_newlines: bool,
+    ) -> Result<Self, LoadTokenizerError> {
+        let total = vocabulary.tokens.iter().map(|text| text.len()).sum();
+        let mut texts = Strings::with_capacity(vocabulary.tokens.len(), total);
+        let mut index = Index::with_capacity(vocabulary.tokens.len());
+        let mut bytes = [None; 256];
+        for ((id, text), kind) in (0..).zip(&vocabulary.tokens).zip(kinds) {
+            texts.push_with(|out| out.extend_from_slice(text.as_bytes()));
+            match kind {
+                TokenKind::Byte => {
+                    let byte = byte_of(text).ok_or(LoadTokenizerError::BadByteToken { id })?;
+                    bytes[usize::from(byte)] = Some(id);
+                }
+                // Ordinary text must never become a control token by merging its way there.
+                TokenKind::Control | TokenKind::Unknown => {}
+                TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused if text.is_empty() => {}
+                TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused => index
+                    .insert(&texts, id)
+                    .map_err(|first| LoadTokenizerError::DuplicateToken { first, second: id })?,
+            }
+        }
+        let unknown = vocabulary.unknown;
+        Ok(Self { texts, index, ranking, bytes, unknown, add_space_prefix, split_newlines })
+    }
+
+    pub(crate) fn adds_space_prefix(&self) -> bool {
+        self.add_space_prefix
+    }
+
+    /// `text` is a run between special tokens, never empty.
+    pub(crate) fn encode(
+        &self,
+        text: &str,
+        merger: &mut Merger,
+        out: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
+        let prefix = if self.add_space_prefix { SPACE_MARK } else { "" };
+        let text = format!("{prefix}{}", text.replace(' ', SPACE_MARK));
+        if !self.split_newlines {
+            return self.encode_piece(&text, merger, out);
+        }
+        let mut rest = text.as_str();
+        while let Some(first) = rest.chars().next() {
+            let end = rest.find(|c| (c == '\n') != (first == '\n')).unwrap_or(rest.len());
+            let (piece, after) = rest.split_at(end);
+            match self.index.find(&self.texts, piece.as_bytes()).filter(|_| first == '\n') {
+                Some(id) => out.push(id),
+                None => self.encode_piece(piece, merger, out)?,
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn encode_piece(&self, text: &str, merger: &mut Merger, out: &mut Vec<u32>) -> Result<(), EncodeError> {
+        let find = |start: u32, end: u32| {
+            self.index.find(&self.texts, &text.as_bytes()[start as usize..end as usize])
+        };
+        merger.clear();
+        for (start, c) in text.char_indices() {
+            let (start, end) = (start as u32, (start + c.len_utf8()) as u32);
+            merger.push(Symbol { id: find(start, end).unwrap_or(NO_TOKEN), start, end });
+        }
+        match &self.ranking {
+            Ranking::Scores(priorities) => merger.run(|left, right| {
+                let id = find(left.start, right.end)?;
+                Some(Joined { priority: priorities[id as usize], id })
+            }),
+            Ranking::Pairs(merges) => merger.run(|left, right| merges.join(left, right)),
+        }
+        for symbol in merger.symbols() {
+            match symbol.id {
+                NO_TOKEN => self.spell(&text[symbol.start as usize..symbol.end as usize], out)?,
+                id => out.push(id),
+            }
+        }
+        Ok(())
+    }
+
+    /// One character in byte tokens, or the unknown token where the vocabulary lacks them.
+    fn spell(&self, character: &str, out: &mut Vec<u32>) -> Result<(), EncodeError> {
+        let before = out.len();
+        for byte in character.bytes() {
+            match (self.bytes[usize::from(byte)], self.unknown) {
+                (Some(id), _) => out.push(id),
+                (None, Some(unknown)) => {
+                    out.truncate(before);
+                    out.push(unknown);
+                    return Ok(());
+                }
+                (None, None) => return Err(EncodeError::NoTokenForByte { byte }),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn priorities_order_as_scores_do() {
+        let scores = [f32::INFINITY, 2.5, 1e-40, 0.0, -1e-40, -1.0, -31_740.0, f32::NEG_INFINITY];
+        let priorities: Vec<u32> = scores.iter().map(|&s| priority_of(s)).collect();
+        assert!(priorities.windows(2).all(|pair| pair[0] < pair[1]), "{priorities:?}");
+        assert_eq!(priority_of(0.0), priority_of(-0.0));
+    }
+
+    #[test]
+    fn only_two_hex_digits_are_a_byte_token() {
+        assert_eq!(byte_of("<0x0A>"), Some(10));
+        assert_eq!(byte_of("<0xfF>"), Some(255));
+        for text in ["<0x>", "<0x+1>", "<0x1>", "<0x001>", "0x0A", "<0xG0>", ""] {
+            assert_eq!(byte_of(text), None, "{text}");
+        }
+    }
+}

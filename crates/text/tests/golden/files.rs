@@ -1,0 +1,22 @@
+//! Where test data stands and how it is opened.
+
+use std::path::{Path, PathBuf};
+
+pub(crate) fn tree_data() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data")
+}
+
+/// A folder of the large data set, or `None` with a loud line where there is none.
+pub(crate) fn full_data(folder: &str) -> Option<PathBuf> {
+    match std::env::var_os("BALLAST_TEST_DATA") {
+        Some(root) => Some(Path::new(&root).join(folder)),
+        None => {
+            println!("SKIPPED: BALLAST_TEST_DATA is not set, {folder} is not tested");
+            None
+        }
+    }
+}
+
+pub(crate) fn file_metadata(path: &Path) -> gguf::Metadata {
+    gguf::Model::open(path).unwrap().metadata().clone()
+}

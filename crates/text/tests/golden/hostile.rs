@@ -1,0 +1,123 @@
+//! Texts and vocabularies that try to hurt: long runs, huge inputs, files that contradict themselves.
+
+use std::time::{Duration, Instant};
+
+use crate::files::{file_metadata, tree_data};
+use text::{
+    EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, TokenKind, Tokenizer, Vocabulary,
+};
+
+fn tokenizer(name: &str) -> Tokenizer {
+    Tokenizer::from_metadata(&file_metadata(&tree_data().join(format!("{name}.gguf")))).unwrap()
+}
+
+#[test]
+fn a_megabyte_of_anything_takes_about_linear_time() {
+    let patterns = [
+        " ",
+        "a",
+        "\n",
+        " \n",
+        "1",
+        "!",
+        "\u{301}",
+        "e\u{301}\u{327}",
+        "A",
+        "aA",
+        "'s",
+        "\u{3000}",
+        "<|im_start|",
+        "é",
+        " a",
+    ];
+    for name in ["byte-level", "sentencepiece"] {
+        let tokenizer = tokenizer(name);
+        for pattern in patterns {
+            let time = |bytes: usize| {
+                let text = pattern.repeat(bytes / pattern.len());
+                let start = Instant::now();
+                let ids = tokenizer
+                    .encode(&text, EncodeOptions { add_special: false, parse_special: true })
+                    .unwrap();
+                assert!(!ids.is_empty());
+                start.elapsed()
+            };
+            // The floor keeps a busy machine from failing the test; quadratic time would be 256 times as long.
+            let short = time(1 << 16).max(Duration::from_millis(20));
+            let long = time(1 << 20);
+            assert!(long < short * 100, "{name}, {pattern:?}: 64 KiB in {short:?}, 1 MiB in {long:?}");
+        }
+    }
+}
+
+#[test]
+fn input_above_the_bound_is_refused() {
+    let error = tokenizer("byte-level")
+        .encode(&"a".repeat(MAX_INPUT_BYTES + 1), EncodeOptions::default())
+        .unwrap_err();
+    assert!(matches!(error, EncodeError::TooLong { bytes } if bytes == MAX_INPUT_BYTES + 1));
+}
+
+fn small() -> Vocabulary<'static> {
+    Vocabulary {
+        model: "gpt2",
+        pre: Some("gpt-2"),
+        tokens: vec!["a", "b", "ab", "<s>"],
+        kinds: vec![TokenKind::Normal, TokenKind::Normal, TokenKind::Normal, TokenKind::Control],
+        merges: vec!["a b"],
+        ..Vocabulary::default()
+    }
+}
+
+fn refused(change: impl FnOnce(&mut Vocabulary<'static>)) -> LoadTokenizerError {
+    let mut vocabulary = small();
+    change(&mut vocabulary);
+    Tokenizer::new(&vocabulary).unwrap_err()
+}
+
+#[test]
+fn contradictory_vocabularies_are_refused_by_name() {
+    use LoadTokenizerError as E;
+    assert!(Tokenizer::new(&small()).is_ok());
+    assert!(matches!(refused(|v| v.model = "bert"), E::UnknownModel { model } if model == "bert"));
+    assert!(matches!(refused(|v| v.pre = Some("gpt-3")), E::UnknownPre { pre } if pre == "gpt-3"));
+    assert!(matches!(refused(|v| v.pre = None), E::MissingKey { key: "tokenizer.ggml.pre" }));
+    assert!(matches!(refused(|v| v.tokens.clear()), E::MissingKey { key: "tokenizer.ggml.tokens" }));
+    assert!(matches!(refused(|v| v.kinds.truncate(2)), E::LengthMismatch { found: 2, tokens: 4, .. }));
+    assert!(matches!(refused(|v| v.tokens[1] = "a"), E::DuplicateToken { first: 0, second: 1 }));
+    assert!(matches!(refused(|v| v.eos = Some(4)), E::SpecialOutOfRange { id: 4, tokens: 4, .. }));
+    assert!(matches!(refused(|v| v.add_bos = Some(true)), E::SpecialMissing { .. }));
+    for merge in ["a", "a c", "b a", "", " ", "a  b"] {
+        assert!(matches!(refused(|v| v.merges.push(merge)), E::BadMerge { rank: 1, .. }), "{merge:?}");
+    }
+    let spm = |v: &mut Vocabulary<'static>| (v.model, v.bos, v.scores) = ("llama", Some(3), vec![0.0; 4]);
+    assert!(matches!(
+        refused(|v| {
+            spm(v);
+            v.scores[2] = f32::NAN
+        }),
+        E::BadScore { id: 2 }
+    ));
+    assert!(matches!(
+        refused(|v| {
+            spm(v);
+            v.scores.pop();
+        }),
+        E::LengthMismatch { found: 3, .. }
+    ));
+    assert!(matches!(
+        refused(|v| {
+            spm(v);
+            v.kinds[2] = TokenKind::Byte
+        }),
+        E::BadByteToken { id: 2 }
+    ));
+}
+
+#[test]
+fn text_without_a_token_is_an_error_not_a_gap() {
+    let tokenizer = Tokenizer::new(&small()).unwrap();
+    assert_eq!(tokenizer.encode("abba", EncodeOptions::default()).unwrap(), [2, 1, 0]);
+    let error = tokenizer.encode("abc", EncodeOptions::default()).unwrap_err();
+    assert!(matches!(error, EncodeError::NoTokenForByte { byte: b'c' }));
+}

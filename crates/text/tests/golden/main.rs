@@ -1,0 +1,8 @@
+//! Tests of the public interface on golden data; tests/data/README.md says where the expected values come from.
+
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "functions shared by tests are tests too")]
+
+mod files;
+mod hostile;
+mod ids;
+mod prompts;
