@@ -1,6 +1,9 @@
 //! Small random-weight models with the logits and greedy continuations that llama.cpp computes for them.
 
-use super::{ModelFile, Runner, runner::argmax};
+use super::{
+    ModelFile, Runner,
+    runner::{argmax, same_bits},
+};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use ops::{Backend, KvType};
@@ -78,8 +81,8 @@ impl Golden {
         ModelFile::open(&self.folder.join(&self.model))
     }
 
-    /// Logits within tolerance, the same bits however the prompt is cut into steps, and the same greedy tokens; for
-    /// both types of the cache.
+    /// Logits within tolerance, the same bits however tokens are cut into steps and whatever shares them, and the same
+    /// greedy tokens; for both types of the cache.
     pub fn check<B>(&self, make: impl Fn() -> B, arithmetic: Arithmetic) -> Result<()>
     where
         B: Backend<Data: From<Bytes>>,
@@ -89,6 +92,7 @@ impl Golden {
         for kind in [KvType::F32, KvType::F16] {
             let bound = self.bound(kind, rounded)?;
             self.check_logits(&file, &make, kind, bound, rounded)
+                .and_then(|()| self.check_ragged(&file, &make, kind))
                 .and_then(|()| self.check_greedy(&file, &make, kind, bound))
                 .with_context(|| format!("{} with {kind:?} cache, {arithmetic:?}", self.name))?;
         }
@@ -106,7 +110,8 @@ impl Golden {
     where
         B: Backend<Data: From<Bytes>>,
     {
-        let logits = Runner::new(file, make(), kind, self.ids.len())?.extend(&self.ids)?.concat();
+        let rows = Runner::new(file, make(), kind, 1, self.ids.len())?.extend(&self.ids)?;
+        let logits = rows.concat();
         // The maximum below drops NaN.
         ensure!(logits.iter().all(|logit| logit.is_finite()), "a logit is not finite");
         self.compare(&logits, &self.tolerance.against, bound)?;
@@ -115,11 +120,48 @@ impl Golden {
             self.compare(&logits, &self.logits, own)?;
         }
 
-        let sizes = [1, 2, 13, 1, 16];
-        let cut =
-            Runner::new(file, make(), kind, self.ids.len())?.extend_in_chunks(&self.ids, &sizes)?.concat();
-        let same = logits.iter().zip(&cut).all(|(a, b)| a.to_bits() == b.to_bits());
-        ensure!(same, "logits depend on how the tokens are cut into steps");
+        let cut = Runner::new(file, make(), kind, 1, self.ids.len())?
+            .extend_in_chunks(&self.ids, &[1, 2, 13, 1, 16])?;
+        ensure!(same_bits(&rows, &cut), "logits depend on how the tokens are cut into steps");
+        Ok(())
+    }
+
+    /// Sequences that share steps, decode rows beside chunks of prompts and only some logits wanted, give the same bits
+    /// as each sequence alone.
+    fn check_ragged<B>(&self, file: &ModelFile, make: impl Fn() -> B, kind: KvType) -> Result<()>
+    where
+        B: Backend<Data: From<Bytes>>,
+    {
+        let sequences = [&self.ids[..30], &self.ids[5..], &self.ids[10..28]];
+        // Per step: sequence and number of tokens, decode rows first.
+        let steps: &[&[(usize, usize)]] = &[
+            &[(0, 16)],
+            &[(0, 1), (1, 20)],
+            &[(0, 1), (1, 1), (2, 7)],
+            &[(1, 1), (2, 1), (0, 12)],
+            &[(2, 10), (1, 13)],
+        ];
+        let mut alone = Vec::new();
+        for ids in sequences {
+            alone.push(Runner::new(file, make(), kind, 1, ids.len())?.extend(ids)?);
+        }
+        let mut runner = Runner::new(file, make(), kind, sequences.len(), self.ids.len())?;
+        let mut done = [0; 3];
+        for (index, step) in steps.iter().enumerate() {
+            // The first step wants no logits at all, like a chunk in the middle of a prompt.
+            let wanted = |row: usize| index > 0 && row % 3 != 1;
+            let (mut parts, mut expected) = (Vec::new(), Vec::new());
+            for &(sequence, len) in *step {
+                let range = done[sequence]..done[sequence] + len;
+                parts.push((sequence, &sequences[sequence][range.clone()]));
+                expected.extend_from_slice(&alone[sequence][range.clone()]);
+                done[sequence] = range.end;
+            }
+            let mut row = 0..;
+            expected.retain(|_| row.next().is_some_and(wanted));
+            let found = runner.step(&parts, wanted)?;
+            ensure!(same_bits(&found, &expected), "logits depend on what shares the step (step {index})");
+        }
         Ok(())
     }
 
@@ -147,7 +189,7 @@ impl Golden {
     {
         let greedy = self.greedy_deq.as_ref().unwrap_or(&self.greedy);
         let margins = self.greedy_deq_margin.as_ref().unwrap_or(&self.greedy_margin);
-        let mut runner = Runner::new(file, make(), kind, self.prompt_len + greedy.len())?;
+        let mut runner = Runner::new(file, make(), kind, 1, self.prompt_len + greedy.len())?;
         let mut logits = runner.extend(&self.ids[..self.prompt_len])?;
         for (step, (&expected, &margin)) in greedy.iter().zip(margins).enumerate() {
             let token = logits.last().map(|logits| argmax(logits)).context("no logits")?;

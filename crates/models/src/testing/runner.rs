@@ -1,4 +1,4 @@
-//! One sequence run through a model, chunk by chunk.
+//! Sequences run through a model, step by step.
 
 use super::ModelFile;
 use crate::{Limits, Model, build};
@@ -13,42 +13,76 @@ pub struct Runner<B: Backend> {
     backend: B,
     model: Box<dyn Model<B>>,
     kv: B::Kv,
-    /// Blocks in falling order, so that a backend that ignores the table fails.
+    sequences: Vec<Sequence>,
+}
+
+struct Sequence {
     table: Vec<u32>,
-    position: u32,
+    /// Tokens that have been run.
+    len: usize,
 }
 
 impl<B: Backend<Data: From<Bytes>>> Runner<B> {
-    pub fn new(file: &ModelFile, mut backend: B, kind: KvType, tokens_max: usize) -> Result<Self> {
-        let limits = Limits { rows_max: tokens_max, outputs_max: tokens_max };
+    /// Room for `sequences` sequences of `tokens_max` tokens each.
+    pub fn new(
+        file: &ModelFile,
+        mut backend: B,
+        kind: KvType,
+        sequences: usize,
+        tokens_max: usize,
+    ) -> Result<Self> {
+        let rows_max = sequences * tokens_max;
+        let limits = Limits { rows_max, outputs_max: rows_max };
         let model = build(file.header().metadata(), file.weights()?, &mut backend, limits)?;
-        let blocks = tokens_max.div_ceil(BLOCK_TOKENS);
+        let table_len = tokens_max.div_ceil(BLOCK_TOKENS);
+        let blocks = sequences * table_len;
         let layers = model.kv_layers(kind);
         let kv = backend.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
-        Ok(Self { backend, model, kv, table: (0..blocks as u32).rev().collect(), position: 0 })
+        // Blocks of the sequences alternate and fall, so that a backend that ignores the tables fails.
+        let table =
+            |sequence| (0..table_len).map(|i| (blocks - 1 - (i * sequences + sequence)) as u32).collect();
+        let sequences = (0..sequences).map(|index| Sequence { table: table(index), len: 0 }).collect();
+        Ok(Self { backend, model, kv, sequences })
     }
 
-    /// Runs `tokens` in one step and returns the logits after each of them.
-    pub fn extend(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
-        let positions: Vec<u32> = (self.position..).take(tokens.len()).collect();
-        let slot = |&position: &u32| {
-            let (index, offset) = (position as usize / BLOCK_TOKENS, position % BLOCK_TOKENS as u32);
-            self.table[index] * BLOCK_TOKENS as u32 + offset
-        };
+    /// Runs one step: each part appends tokens to a sequence. Returns the logits of the rows that are wanted, in order.
+    pub fn step(
+        &mut self,
+        parts: &[(usize, &[u32])],
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Vec<f32>>> {
+        let (mut tokens, mut positions, mut owners, mut kv_slots) = (vec![], vec![], vec![], vec![]);
+        for &(index, part) in parts {
+            let sequence = &mut self.sequences[index];
+            for &token in part {
+                let block = sequence.table[sequence.len / BLOCK_TOKENS];
+                tokens.push(token);
+                positions.push(sequence.len as u32);
+                owners.push(index as u32);
+                kv_slots.push(block * BLOCK_TOKENS as u32 + (sequence.len % BLOCK_TOKENS) as u32);
+                sequence.len += 1;
+            }
+        }
+        let tables: Vec<&[u32]> = self.sequences.iter().map(|sequence| sequence.table.as_slice()).collect();
+        let outputs: Vec<u32> = (0..tokens.len()).filter(|&row| wanted(row)).map(|row| row as u32).collect();
         let step = Step {
-            tokens,
+            tokens: &tokens,
             positions: &positions,
-            sequences: &vec![0; tokens.len()],
-            kv_slots: &positions.iter().map(slot).collect::<Vec<_>>(),
-            tables: &[&self.table],
-            outputs: &(0..tokens.len() as u32).collect::<Vec<_>>(),
+            sequences: &owners,
+            kv_slots: &kv_slots,
+            tables: &tables,
+            outputs: &outputs,
         };
         let vocab_size = self.model.vocab_size();
         let logits = self.model.forward(&mut self.backend, &mut self.kv, &step)?;
-        let mut host = vec![0.0; tokens.len() * vocab_size];
-        self.backend.read(logits, tokens.len(), &mut host)?;
-        self.position += tokens.len() as u32;
+        let mut host = vec![0.0; outputs.len() * vocab_size];
+        self.backend.read(logits, outputs.len(), &mut host)?;
         Ok(host.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
+    }
+
+    /// Appends `tokens` to the first sequence in one step and returns the logits after each of them.
+    pub fn extend(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
+        self.step(&[(0, tokens)], |_| true)
     }
 
     /// As [`Runner::extend`], in steps of the given sizes; what they leave over is one step more.
@@ -74,4 +108,10 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
         }
     }
     best as u32
+}
+
+/// Whether two sets of logits are the same bit for bit.
+pub(super) fn same_bits(a: &[Vec<f32>], b: &[Vec<f32>]) -> bool {
+    let bits = |rows: &[Vec<f32>]| rows.iter().flatten().map(|value| value.to_bits()).collect::<Vec<_>>();
+    bits(a) == bits(b)
 }

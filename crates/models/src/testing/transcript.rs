@@ -40,7 +40,7 @@ where
     for (line, transcript) in Transcript::all(transcripts)?.iter().take(lines).enumerate() {
         let prompt_len = transcript.prompt_tokens.len();
         let ids = [transcript.prompt_tokens.as_slice(), &transcript.tokens].concat();
-        let logits = Runner::new(&file, make(), KvType::F16, ids.len())?.extend(&ids)?;
+        let logits = Runner::new(&file, make(), KvType::F16, 1, ids.len())?.extend(&ids)?;
         for (step, (&expected, &gap)) in transcript.tokens.iter().zip(&transcript.gap).enumerate() {
             let found = argmax(&logits[prompt_len - 1 + step]);
             ensure!(
