@@ -1,0 +1,122 @@
+//! Gets a choice admitted by a worker: the least loaded first, the next one if that refuses, a named refusal if all do.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use proto::worker::v1::GenerateFrame;
+use tokio::time::Instant;
+use tonic::{Code, Streaming};
+
+use crate::fleet::{Fleet, Place};
+use crate::resume::{Failure, Progress, WAIT_FOR_WORKER};
+use crate::wire::{Call, Frame, is_the_workers_word};
+
+/// A worker answers a request with `admitted` or a refusal from memory, between two steps.
+const ADMISSION_WAIT: Duration = Duration::from_secs(10);
+/// While every worker is busy, a resumed choice asks again this often.
+const BUSY_RETRY: Duration = Duration::from_millis(100);
+
+/// A stream that a worker has admitted, and the choice's place there.
+#[derive(Debug)]
+pub(crate) struct Attempt {
+    pub(crate) place: Place,
+    pub(crate) frames: Streaming<GenerateFrame>,
+}
+
+/// Why nobody takes a request. Decided before a byte of the response is sent.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("no worker of this model is ready")]
+    NoWorker,
+    #[error("overloaded: {detail}")]
+    Busy { detail: String },
+    #[error("{detail}")]
+    Invalid { detail: String },
+    #[error("the request's deadline passed before it was admitted")]
+    Deadline,
+    #[error("the worker failed: {detail}")]
+    Failed { detail: String },
+}
+
+/// One round over the workers with the call's fingerprint.
+pub(crate) async fn open(
+    fleet: &Arc<Fleet>,
+    call: &Call,
+    progress: &Progress,
+    deadline: Option<Instant>,
+) -> Result<Attempt, Refusal> {
+    let mut tried = Vec::new();
+    let mut refusal = Refusal::NoWorker;
+    while let Some(mut place) = fleet.place(&call.fingerprint, &tried) {
+        tried.push(place.worker);
+        let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
+            Some(Duration::ZERO) => return Err(Refusal::Deadline),
+            time_left => time_left,
+        };
+        let request = call.to_wire(progress, time_left);
+        let admission = async {
+            let mut frames = place.client.generate(request).await?.into_inner();
+            let first = frames.message().await?.map(Frame::try_from);
+            Ok::<_, tonic::Status>((first, frames))
+        };
+        let status = match tokio::time::timeout(ADMISSION_WAIT, admission).await {
+            Ok(Ok((Some(Ok(Frame::Admitted)), frames))) => return Ok(Attempt { place, frames }),
+            Ok(Ok(_)) => {
+                let detail = format!("{} did not begin its answer with `admitted`", place.worker_name);
+                return Err(Refusal::Failed { detail });
+            }
+            Ok(Err(status)) => status,
+            Err(_) => {
+                tracing::warn!(worker = %place.worker_name, "no answer to a request within {ADMISSION_WAIT:?}");
+                continue;
+            }
+        };
+        let detail = status.message().to_owned();
+        match status.code() {
+            _ if !is_the_workers_word(&status) => {
+                tracing::warn!(worker = %place.worker_name, error = service::exit::one_line(&status), "worker lost");
+                fleet.leave(place.worker);
+            }
+            Code::ResourceExhausted => refusal = Refusal::Busy { detail },
+            // It drains, attaches, or is another one than we took it for: its link will find out.
+            Code::Unavailable | Code::FailedPrecondition | Code::Cancelled => {}
+            Code::InvalidArgument => return Err(Refusal::Invalid { detail }),
+            Code::DeadlineExceeded => return Err(Refusal::Deadline),
+            code => return Err(Refusal::Failed { detail: format!("{code:?}: {detail}") }),
+        }
+    }
+    Err(refusal)
+}
+
+/// For a choice that lost its worker to `cause`: rounds until one takes it or [`WAIT_FOR_WORKER`] is over.
+pub(crate) async fn reopen(
+    fleet: &Arc<Fleet>,
+    call: &Call,
+    progress: &Progress,
+    deadline: Option<Instant>,
+    cause: String,
+) -> Result<Attempt, Failure> {
+    let mut changes = fleet.changes();
+    let give_up = Instant::now() + WAIT_FOR_WORKER;
+    loop {
+        changes.mark_unchanged();
+        let wait = match open(fleet, call, progress, deadline).await {
+            Ok(attempt) => return Ok(attempt),
+            Err(Refusal::NoWorker) => WAIT_FOR_WORKER,
+            Err(Refusal::Busy { .. }) => BUSY_RETRY,
+            Err(Refusal::Deadline) => return Err(Failure::Deadline),
+            Err(Refusal::Invalid { detail } | Refusal::Failed { detail }) => {
+                return Err(Failure::Worker { detail });
+            }
+        };
+        let wake = give_up.min(Instant::now() + wait);
+        tokio::select! {
+            // The sender lives as long as the fleet.
+            _ = changes.changed() => {}
+            () = tokio::time::sleep_until(wake) => {}
+        }
+        if Instant::now() >= give_up {
+            return Err(Failure::NoWorker { detail: cause });
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! A request from either surface, checked, admitted as a whole, and then streamed.
+//!
+//! Nothing is sent to the client before every choice of the request has been admitted by a worker: overload and bad
+//! requests are refusals with a status, never errors in the middle of a response.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::try_join_all;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::Instant;
+
+use crate::choice::{Choice, Event};
+use crate::dispatch::{Refusal, open};
+use crate::fleet::Fleet;
+use crate::metrics;
+use crate::model::Model;
+use crate::params::{ParamError, Params, Plan};
+use crate::resume::Progress;
+use crate::text_stream::TextStream;
+use crate::wire::Call;
+
+/// Pieces that wait for a slow client, for each choice; then the worker has to wait too.
+const PIECES_BUFFERED_MAX: usize = 128;
+/// Prompts of one request times its `n`.
+pub(crate) const CHOICES_MAX: usize = 128;
+
+/// A checked request.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) model: Arc<Model>,
+    prompts: Vec<(Arc<[u32]>, Arc<Plan>)>,
+    at_text_start: bool,
+    request_id: Arc<str>,
+    arrived: Instant,
+}
+
+/// Token ids and what they are called on the surface they came from.
+#[derive(Debug)]
+pub(crate) struct Prompts {
+    pub(crate) param: &'static str,
+    pub(crate) tokens: Vec<Vec<u32>>,
+    /// The output is a text of its own rather than the continuation of the prompt.
+    pub(crate) at_text_start: bool,
+}
+
+impl Job {
+    pub(crate) fn new(
+        model: Arc<Model>,
+        prompts: Prompts,
+        mut params: Params,
+        request_id: Arc<str>,
+        arrived: Instant,
+    ) -> Result<Self, ParamError> {
+        let Prompts { param, tokens, at_text_start } = prompts;
+        let mut checked = Vec::with_capacity(tokens.len());
+        for prompt in tokens {
+            let plan = params.clone().check(model.limits(), param, prompt.len())?;
+            // One seed for the whole request: each prompt by itself would give the same output.
+            params.seed = Some(plan.sampling.seed);
+            checked.push((prompt.into(), Arc::new(plan)));
+        }
+        let count = checked.len() * checked.first().map_or(0, |(_, plan)| plan.n as usize);
+        if count > CHOICES_MAX {
+            return Err(ParamError::TooMany { param: "n", count, max: CHOICES_MAX });
+        }
+        if count == 0 {
+            return Err(ParamError::EmptyPrompt { param });
+        }
+        Ok(Self { model, prompts: checked, at_text_start, request_id, arrived })
+    }
+
+    pub(crate) fn prompts(&self) -> impl Iterator<Item = &[u32]> {
+        self.prompts.iter().map(|(prompt, _)| &**prompt)
+    }
+
+    /// Of every prompt.
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.prompts[0].1
+    }
+
+    /// In the response: choice `c` of prompt `p` has index `p * n + c`.
+    pub(crate) fn choices(&self) -> usize {
+        self.prompts.len() * self.plan().n as usize
+    }
+}
+
+/// What generating needs of the process; cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Generator {
+    pub(crate) fleet: Arc<Fleet>,
+    /// One permit for each choice in flight.
+    pub(crate) streams: Arc<Semaphore>,
+    pub(crate) streams_max: usize,
+    /// The longest that a request may take.
+    pub(crate) request_timeout: Duration,
+}
+
+impl Generator {
+    pub(crate) fn streams_in_flight(&self) -> usize {
+        self.streams_max - self.streams.available_permits()
+    }
+
+    /// Every choice is admitted, or none is. The events end after the last choice's `Ended`; dropping the receiver
+    /// cancels the rest.
+    pub(crate) async fn start(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
+        let started = self.admit(job).await;
+        if let Err(refusal) = &started {
+            metrics::refused(match refusal {
+                Refusal::NoWorker => "no_worker",
+                Refusal::Busy { .. } => "busy",
+                Refusal::Invalid { .. } => "invalid",
+                Refusal::Deadline => "deadline",
+                Refusal::Failed { .. } => "failed",
+            });
+        }
+        started
+    }
+
+    async fn admit(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
+        let choices = job.choices();
+        let mut slots = self.streams.clone().try_acquire_many_owned(choices as u32).map_err(|_| {
+            let detail = format!(
+                "{} streams are in flight, at most {} may be",
+                self.streams_in_flight(),
+                self.streams_max
+            );
+            Refusal::Busy { detail }
+        })?;
+        let timeout =
+            job.plan().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
+        let deadline = Some(job.arrived + timeout);
+        let calls: Vec<Call> = job.calls();
+        let attempts = calls.iter().map(|call| async {
+            let progress = Progress::new(call.plan.output_max);
+            let attempt = open(&self.fleet, call, &progress, deadline).await?;
+            Ok::<_, Refusal>((attempt, progress))
+        });
+        let attempts = try_join_all(attempts).await?;
+
+        let (events, receiver) = mpsc::channel(choices * (PIECES_BUFFERED_MAX + 1));
+        for ((index, call), (attempt, progress)) in (0..).zip(calls).zip(attempts) {
+            let text = TextStream::new(&job.model, &call.plan.stop, job.at_text_start)
+                .map_err(|error| Refusal::Invalid { detail: error.to_string() })?;
+            // There is room for one last word of each choice, and one permit.
+            let (Ok(last_word), Some(slot)) = (events.clone().try_reserve_owned(), slots.split(1)) else {
+                return Err(Refusal::Failed { detail: "no room for the answer".to_owned() });
+            };
+            let choice = Choice {
+                index,
+                model: job.model.clone(),
+                fleet: self.fleet.clone(),
+                call,
+                arrived: job.arrived,
+                deadline,
+                events: events.clone(),
+                _slot: slot,
+            };
+            tokio::spawn(choice.run(attempt, progress, text, last_word));
+        }
+        for prompt in job.prompts() {
+            metrics::prompt(&job.model.name, prompt.len());
+        }
+        Ok(receiver)
+    }
+}
+
+impl Job {
+    fn calls(&self) -> Vec<Call> {
+        let mut calls = Vec::with_capacity(self.choices());
+        for (prompt, plan) in &self.prompts {
+            let own: &[u32] =
+                if plan.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
+            let stop_tokens: Arc<[u32]> = [&plan.stop_tokens, own].concat().into();
+            calls.extend((0..plan.n).map(|choice| Call {
+                request_id: self.request_id.clone(),
+                fingerprint: self.model.fingerprint.clone(),
+                prompt: prompt.clone(),
+                plan: plan.clone(),
+                stop_tokens: stop_tokens.clone(),
+                choice,
+            }));
+        }
+        calls
+    }
+}

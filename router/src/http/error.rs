@@ -1,0 +1,147 @@
+//! Errors as OpenAI's API writes them: `{"error": {"message", "type", "param", "code"}}`, each with its HTTP status.
+//!
+//! A client's fault is never a 5xx: clients and proxies retry those.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use crate::dispatch::Refusal;
+use crate::fleet::ResolveError;
+use crate::model::ChatError;
+use crate::params::ParamError;
+use crate::resume::Failure;
+
+/// When to come back after an overload: a worker's queue moves within seconds, a worker is restarted within one.
+pub(crate) const RETRY_AFTER_SECONDS: u64 = 1;
+
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    kind: &'static str,
+    code: Option<&'static str>,
+    param: Option<String>,
+    message: String,
+}
+
+impl ApiError {
+    pub(crate) fn invalid(param: Option<&str>, message: impl Into<String>) -> Self {
+        Self {
+            status: StatusCode::BAD_REQUEST,
+            kind: "invalid_request_error",
+            code: None,
+            param: param.map(str::to_owned),
+            message: message.into(),
+        }
+    }
+
+    fn server(status: StatusCode, code: &'static str, message: String) -> Self {
+        Self { status, kind: "server_error", code: Some(code), param: None, message }
+    }
+
+    fn with_status(mut self, status: StatusCode, code: &'static str) -> Self {
+        self.status = status;
+        self.code = Some(code);
+        self
+    }
+
+    pub(crate) fn body_too_large(limit: usize) -> Self {
+        Self::invalid(None, format!("the request body has more than {limit} bytes"))
+            .with_status(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large")
+    }
+
+    pub(crate) fn body_too_slow() -> Self {
+        Self::invalid(None, "the request body did not arrive in time")
+            .with_status(StatusCode::REQUEST_TIMEOUT, "request_timeout")
+    }
+
+    pub(crate) fn unknown_route(method: &str, path: &str) -> Self {
+        Self::invalid(None, format!("Unknown request URL: {method} {path}"))
+            .with_status(StatusCode::NOT_FOUND, "unknown_url")
+    }
+
+    pub(crate) fn wrong_method(method: &str, path: &str) -> Self {
+        Self::invalid(None, format!("Not allowed to {method} on {path}"))
+            .with_status(StatusCode::METHOD_NOT_ALLOWED, "method_not_supported")
+    }
+
+    pub(crate) fn not_ready(message: impl Into<String>) -> Self {
+        Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into())
+    }
+
+    pub(crate) fn body(&self) -> Value {
+        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let retry = matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+        let mut response = (self.status, Json(self.body())).into_response();
+        if retry {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
+        }
+        response
+    }
+}
+
+impl From<ParamError> for ApiError {
+    fn from(error: ParamError) -> Self {
+        let context = matches!(error, ParamError::Context { .. });
+        let mut api = Self::invalid(Some(error.param()), error.to_string());
+        api.code = context.then_some("context_length_exceeded");
+        api
+    }
+}
+
+impl From<ResolveError> for ApiError {
+    fn from(error: ResolveError) -> Self {
+        match error {
+            ResolveError::Unknown { .. } => Self::invalid(Some("model"), error.to_string())
+                .with_status(StatusCode::NOT_FOUND, "model_not_found"),
+            ResolveError::Ambiguous { .. } => Self::invalid(Some("model"), error.to_string()),
+            ResolveError::None => Self::not_ready(error.to_string()),
+        }
+    }
+}
+
+impl From<ChatError> for ApiError {
+    fn from(error: ChatError) -> Self {
+        Self::invalid(Some("messages"), error.to_string())
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> Self {
+        let message = refusal.to_string();
+        match refusal {
+            Refusal::NoWorker => Self::not_ready(message),
+            Refusal::Busy { .. } => Self {
+                status: StatusCode::TOO_MANY_REQUESTS,
+                kind: "rate_limit_error",
+                code: Some("overloaded"),
+                param: None,
+                message,
+            },
+            Refusal::Invalid { .. } => Self::invalid(None, message),
+            Refusal::Deadline => Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message),
+            Refusal::Failed { .. } => Self::server(StatusCode::BAD_GATEWAY, "worker_failed", message),
+        }
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        let (status, code) = match &failure {
+            Failure::NoWorker { .. } | Failure::Poison { .. } => {
+                (StatusCode::SERVICE_UNAVAILABLE, "worker_lost")
+            }
+            Failure::Deadline => (StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded"),
+            Failure::SlowClient => (StatusCode::REQUEST_TIMEOUT, "client_too_slow"),
+            Failure::Worker { .. } | Failure::Protocol { .. } => (StatusCode::BAD_GATEWAY, "worker_failed"),
+        };
+        Self::server(status, code, failure.to_string())
+    }
+}

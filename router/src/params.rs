@@ -1,0 +1,370 @@
+//! Parameters of a request: as they came ([`Params`]), and checked against their ranges and the model ([`Plan`]).
+//!
+//! Both surfaces, HTTP and gRPC, go through [`Params::check`], and its errors name the field as OpenAI's API does.
+//! Numbers arrive as wide as JSON has them, so that "-1" is an error about a range and not about a type.
+
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::time::Duration;
+
+/// Continuations of one prompt. Each costs a worker slot.
+pub(crate) const N_MAX: i64 = 16;
+/// Stop strings and their length: each is compared with each piece of text.
+pub(crate) const STOP_STRINGS_MAX: usize = 16;
+pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
+pub(crate) const STOP_TOKENS_MAX: usize = 64;
+/// OpenAI's bound.
+pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
+/// OpenAI's bound is 300; the engine's is 1024.
+pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
+
+/// As they came: absent where the client said nothing.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Params {
+    pub(crate) max_tokens: Option<i64>,
+    pub(crate) min_tokens: Option<i64>,
+    pub(crate) temperature: Option<f64>,
+    pub(crate) top_k: Option<i64>,
+    pub(crate) top_p: Option<f64>,
+    pub(crate) min_p: Option<f64>,
+    pub(crate) repetition_penalty: Option<f64>,
+    pub(crate) presence_penalty: Option<f64>,
+    pub(crate) frequency_penalty: Option<f64>,
+    pub(crate) logit_bias: Vec<(i64, f64)>,
+    pub(crate) seed: Option<u64>,
+    pub(crate) stop: Vec<String>,
+    pub(crate) stop_tokens: Vec<i64>,
+    pub(crate) ignore_eos: bool,
+    pub(crate) n: Option<i64>,
+    pub(crate) top_logprobs: Option<i64>,
+    pub(crate) deadline: Option<Duration>,
+}
+
+/// Every value in its range, every default filled in.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Plan {
+    /// At least 1; prompt and output together fit the context.
+    pub(crate) output_max: u32,
+    /// Whether `output_max` is the client's figure rather than what the context leaves.
+    pub(crate) output_max_given: bool,
+    pub(crate) min_tokens: u32,
+    pub(crate) sampling: Sampling,
+    pub(crate) stop: Vec<String>,
+    pub(crate) stop_tokens: Vec<u32>,
+    pub(crate) ignore_eos: bool,
+    pub(crate) n: u32,
+    pub(crate) top_logprobs: Option<u32>,
+    pub(crate) deadline: Option<Duration>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Sampling {
+    pub(crate) temperature: f32,
+    pub(crate) top_k: u32,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    pub(crate) repetition_penalty: f32,
+    pub(crate) presence_penalty: f32,
+    pub(crate) frequency_penalty: f32,
+    pub(crate) logit_bias: Vec<(u32, f32)>,
+    pub(crate) seed: u64,
+}
+
+/// What the model allows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) context_tokens: u32,
+    pub(crate) vocabulary: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(crate) enum ParamError {
+    #[error("`{param}` is {value}, allowed are {allowed}")]
+    Range { param: &'static str, value: String, allowed: String },
+    #[error("`{param}` has {count} entries, allowed are at most {max}")]
+    TooMany { param: &'static str, count: usize, max: usize },
+    #[error("`{param}[{index}]` is token {token}, the model's vocabulary has {vocabulary}")]
+    Token { param: &'static str, index: usize, token: i64, vocabulary: u32 },
+    #[error("`{param}` names token {token} twice")]
+    TokenTwice { param: &'static str, token: u32 },
+    #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {STOP_STRING_BYTES_MAX}")]
+    StopString { param: &'static str, index: usize, bytes: usize },
+    #[error("`{param}` is empty: the model needs at least one token to go on from")]
+    EmptyPrompt { param: &'static str },
+    #[error(
+        "this model's maximum context length is {context} tokens, but {prompt} tokens of prompt{} were asked for",
+        .output.map(|o| format!(" and {o} of output")).unwrap_or_default()
+    )]
+    Context { param: &'static str, context: u32, prompt: usize, output: Option<u32> },
+}
+
+impl ParamError {
+    pub(crate) fn param(&self) -> &'static str {
+        match self {
+            ParamError::Range { param, .. }
+            | ParamError::TooMany { param, .. }
+            | ParamError::Token { param, .. }
+            | ParamError::TokenTwice { param, .. }
+            | ParamError::StopString { param, .. }
+            | ParamError::EmptyPrompt { param }
+            | ParamError::Context { param, .. } => param,
+        }
+    }
+}
+
+impl Params {
+    /// Checks everything against its range. `prompt_param` is the prompt's name on this surface.
+    pub(crate) fn check(
+        self,
+        limits: Limits,
+        prompt_param: &'static str,
+        prompt_tokens: usize,
+    ) -> Result<Plan, ParamError> {
+        let sampling = Sampling {
+            temperature: real("temperature", self.temperature, 1.0, 0.0..=2.0)?,
+            // vLLM's clients say "all" as -1.
+            top_k: whole("top_k", self.top_k, 0, -1, i64::from(u32::MAX))?.max(0) as u32,
+            top_p: above_zero("top_p", self.top_p, 1.0)?,
+            min_p: real("min_p", self.min_p, 0.0, 0.0..=1.0)?,
+            repetition_penalty: above_zero("repetition_penalty", self.repetition_penalty, 2.0)?,
+            presence_penalty: real("presence_penalty", self.presence_penalty, 0.0, -2.0..=2.0)?,
+            frequency_penalty: real("frequency_penalty", self.frequency_penalty, 0.0, -2.0..=2.0)?,
+            logit_bias: logit_bias(&self.logit_bias, limits)?,
+            seed: self.seed.unwrap_or_else(draw_seed),
+        };
+        if self.stop.len() > STOP_STRINGS_MAX {
+            return Err(ParamError::TooMany { param: "stop", count: self.stop.len(), max: STOP_STRINGS_MAX });
+        }
+        for (index, stop) in self.stop.iter().enumerate() {
+            if stop.is_empty() || stop.len() > STOP_STRING_BYTES_MAX {
+                return Err(ParamError::StopString { param: "stop", index, bytes: stop.len() });
+            }
+        }
+        if self.stop_tokens.len() > STOP_TOKENS_MAX {
+            let count = self.stop_tokens.len();
+            return Err(ParamError::TooMany { param: "stop_token_ids", count, max: STOP_TOKENS_MAX });
+        }
+        let stop_tokens = token_ids("stop_token_ids", &self.stop_tokens, limits)?;
+        let (output_max, output_max_given) =
+            output_max(self.max_tokens, limits, prompt_param, prompt_tokens)?;
+        let min_tokens = whole("min_tokens", self.min_tokens, 0, 0, i64::from(output_max))? as u32;
+        let top_logprobs = match self.top_logprobs {
+            None => None,
+            given => Some(whole("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
+        };
+        Ok(Plan {
+            output_max,
+            output_max_given,
+            min_tokens,
+            sampling,
+            stop: self.stop,
+            stop_tokens,
+            ignore_eos: self.ignore_eos,
+            n: whole("n", self.n, 1, 1, N_MAX)? as u32,
+            top_logprobs,
+            deadline: self.deadline,
+        })
+    }
+}
+
+fn output_max(
+    max_tokens: Option<i64>,
+    limits: Limits,
+    prompt_param: &'static str,
+    prompt: usize,
+) -> Result<(u32, bool), ParamError> {
+    let context = limits.context_tokens;
+    if prompt == 0 {
+        return Err(ParamError::EmptyPrompt { param: prompt_param });
+    }
+    let room = u32::try_from(prompt).ok().and_then(|p| context.checked_sub(p)).filter(|&room| room > 0);
+    let Some(room) = room else {
+        return Err(ParamError::Context { param: prompt_param, context, prompt, output: None });
+    };
+    match max_tokens {
+        None => Ok((room, false)),
+        given => {
+            let output = whole("max_tokens", given, 1, 1, i64::from(u32::MAX))? as u32;
+            if output > room {
+                return Err(ParamError::Context {
+                    param: "max_tokens",
+                    context,
+                    prompt,
+                    output: Some(output),
+                });
+            }
+            Ok((output, true))
+        }
+    }
+}
+
+/// Token ids from a client, each checked to be in the vocabulary.
+pub(crate) fn token_ids(param: &'static str, ids: &[i64], limits: Limits) -> Result<Vec<u32>, ParamError> {
+    let vocabulary = limits.vocabulary;
+    ids.iter()
+        .enumerate()
+        .map(|(index, &token)| {
+            u32::try_from(token).ok().filter(|&id| id < vocabulary).ok_or(ParamError::Token {
+                param,
+                index,
+                token,
+                vocabulary,
+            })
+        })
+        .collect()
+}
+
+fn logit_bias(entries: &[(i64, f64)], limits: Limits) -> Result<Vec<(u32, f32)>, ParamError> {
+    let param = "logit_bias";
+    if entries.len() > LOGIT_BIAS_MAX {
+        return Err(ParamError::TooMany { param, count: entries.len(), max: LOGIT_BIAS_MAX });
+    }
+    let ids: Vec<i64> = entries.iter().map(|&(token, _)| token).collect();
+    let mut bias = token_ids(param, &ids, limits)?
+        .into_iter()
+        .zip(entries)
+        .map(|(token, &(_, value))| Ok((token, real(param, Some(value), 0.0, -100.0..=100.0)?)))
+        .collect::<Result<Vec<_>, ParamError>>()?;
+    bias.sort_by_key(|&(token, _)| token);
+    match bias.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        Some(pair) => Err(ParamError::TokenTwice { param, token: pair[0].0 }),
+        None => Ok(bias),
+    }
+}
+
+/// NaN is in no range.
+fn real(
+    param: &'static str,
+    value: Option<f64>,
+    default: f32,
+    allowed: std::ops::RangeInclusive<f64>,
+) -> Result<f32, ParamError> {
+    match value {
+        None => Ok(default),
+        Some(value) if allowed.contains(&value) => Ok(value as f32),
+        Some(value) => Err(ParamError::Range {
+            param,
+            value: value.to_string(),
+            allowed: format!("{} to {}", allowed.start(), allowed.end()),
+        }),
+    }
+}
+
+/// A number above 0 whose neutral value is 1.
+fn above_zero(param: &'static str, value: Option<f64>, max: f64) -> Result<f32, ParamError> {
+    match value {
+        None => Ok(1.0),
+        // A positive double may still be zero as a float.
+        Some(value) if value as f32 > 0.0 && value <= max => Ok(value as f32),
+        Some(value) => Err(ParamError::Range {
+            param,
+            value: value.to_string(),
+            allowed: format!("numbers above 0 up to {max}"),
+        }),
+    }
+}
+
+fn whole(
+    param: &'static str,
+    value: Option<i64>,
+    default: i64,
+    min: i64,
+    max: i64,
+) -> Result<i64, ParamError> {
+    let value = value.unwrap_or(default);
+    if (min..=max).contains(&value) {
+        return Ok(value);
+    }
+    Err(ParamError::Range { param, value: value.to_string(), allowed: format!("{min} to {max}") })
+}
+
+/// Any 64 bits will do: the standard library seeds its hash maps from the system's random source.
+fn draw_seed() -> u64 {
+    RandomState::new().hash_one("seed")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { context_tokens: 100, vocabulary: 50 };
+
+    fn check(change: impl FnOnce(&mut Params)) -> Result<Plan, ParamError> {
+        let mut params = Params::default();
+        change(&mut params);
+        params.check(LIMITS, "prompt", 10)
+    }
+
+    #[test]
+    fn absent_parameters_are_neutral_and_the_context_bounds_the_output() {
+        let plan = check(|_| ()).unwrap();
+        assert_eq!((plan.output_max, plan.output_max_given, plan.n), (90, false, 1));
+        let sampling = Sampling { seed: 0, ..plan.sampling };
+        let neutral = Sampling {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: vec![],
+            seed: 0,
+        };
+        assert_eq!(sampling, neutral);
+    }
+
+    #[test]
+    fn every_figure_out_of_range_is_refused_by_its_name() {
+        type Change = fn(&mut Params);
+        let table: [(&str, Change); 24] = [
+            ("max_tokens", |p| p.max_tokens = Some(0)),
+            ("max_tokens", |p| p.max_tokens = Some(-1)),
+            ("max_tokens", |p| p.max_tokens = Some(91)),
+            ("max_tokens", |p| p.max_tokens = Some(i64::MAX)),
+            ("min_tokens", |p| p.min_tokens = Some(91)),
+            ("temperature", |p| p.temperature = Some(-0.1)),
+            ("temperature", |p| p.temperature = Some(2.1)),
+            ("temperature", |p| p.temperature = Some(f64::NAN)),
+            ("top_k", |p| p.top_k = Some(-2)),
+            ("top_p", |p| p.top_p = Some(0.0)),
+            ("top_p", |p| p.top_p = Some(1.01)),
+            ("top_p", |p| p.top_p = Some(1e-300)),
+            ("min_p", |p| p.min_p = Some(1.5)),
+            ("repetition_penalty", |p| p.repetition_penalty = Some(0.0)),
+            ("presence_penalty", |p| p.presence_penalty = Some(3.0)),
+            ("frequency_penalty", |p| p.frequency_penalty = Some(-3.0)),
+            ("logit_bias", |p| p.logit_bias = vec![(1, 101.0)]),
+            ("logit_bias", |p| p.logit_bias = vec![(50, 1.0)]),
+            ("logit_bias", |p| p.logit_bias = vec![(1, 1.0), (1, 2.0)]),
+            ("stop", |p| p.stop = vec![String::new()]),
+            ("stop", |p| p.stop = vec!["x".into(); STOP_STRINGS_MAX + 1]),
+            ("stop_token_ids", |p| p.stop_tokens = vec![-1]),
+            ("n", |p| p.n = Some(N_MAX + 1)),
+            ("top_logprobs", |p| p.top_logprobs = Some(21)),
+        ];
+        for (index, (param, change)) in table.into_iter().enumerate() {
+            let error = check(change).expect_err(&format!("case {index}, {param}"));
+            assert_eq!(error.param(), param, "case {index}: {error}");
+            assert!(
+                error.to_string().contains(param) || matches!(error, ParamError::Context { .. }),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_prompt_must_leave_room() {
+        let fits = |prompt| Params::default().check(LIMITS, "messages", prompt);
+        assert_eq!(fits(99).unwrap().output_max, 1);
+        for prompt in [0, 100, 101, usize::MAX] {
+            assert_eq!(fits(prompt).unwrap_err().param(), "messages");
+        }
+    }
+
+    #[test]
+    fn a_given_seed_is_kept_and_a_missing_one_differs_each_time() {
+        assert_eq!(check(|p| p.seed = Some(7)).unwrap().sampling.seed, 7);
+        assert_ne!(check(|_| ()).unwrap().sampling.seed, check(|_| ()).unwrap().sampling.seed);
+    }
+}

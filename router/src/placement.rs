@@ -1,0 +1,184 @@
+//! Which worker gets the next stream: the least loaded one. A plain value; [`crate::fleet`] owns it and feeds it.
+//!
+//! Load is what this router itself has running there, or what the worker last reported if that is more (another
+//! router, or a stream whose end we have not seen yet). Ties go to the emptier KV cache, then to the worker that was
+//! picked longest ago, so that equal workers take turns.
+
+use std::collections::BTreeMap;
+
+/// One incarnation of a worker process: a restarted worker has a new one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct WorkerId(pub(crate) u64);
+
+/// Workers with equal fingerprints give equal tokens (I5), so a stream may move between them.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Fingerprint(pub(crate) Vec<u8>);
+
+/// What a worker says about itself, some hundred milliseconds ago.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Report {
+    pub(crate) running: u32,
+    pub(crate) waiting: u32,
+    pub(crate) kv_used_tokens: u64,
+    pub(crate) kv_total_tokens: u64,
+    /// Counters since the worker's start, for metrics.
+    pub(crate) prompt_tokens_computed: u64,
+    pub(crate) prompt_tokens_cached: u64,
+    pub(crate) preemptions: u64,
+}
+
+#[derive(Debug)]
+struct Load {
+    fingerprint: Fingerprint,
+    in_flight: u32,
+    report: Report,
+    picked_at: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Placement {
+    workers: BTreeMap<WorkerId, Load>,
+    picks: u64,
+}
+
+impl Placement {
+    pub(crate) fn join(&mut self, worker: WorkerId, fingerprint: Fingerprint) {
+        self.workers
+            .insert(worker, Load { fingerprint, in_flight: 0, report: Report::default(), picked_at: 0 });
+    }
+
+    /// The worker died or drains: it is picked no more. Streams that still end there are forgotten.
+    pub(crate) fn leave(&mut self, worker: WorkerId) {
+        self.workers.remove(&worker);
+    }
+
+    pub(crate) fn report(&mut self, worker: WorkerId, report: Report) {
+        if let Some(load) = self.workers.get_mut(&worker) {
+            load.report = report;
+        }
+    }
+
+    /// The least loaded worker of that fingerprint that is not among `tried`; counts a stream there until [`Self::end`].
+    pub(crate) fn begin(&mut self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<WorkerId> {
+        let (&id, load) = self
+            .workers
+            .iter_mut()
+            .filter(|(id, load)| load.fingerprint == *fingerprint && !tried.contains(id))
+            .min_by_key(|(_, load)| load.rank())?;
+        self.picks += 1;
+        load.picked_at = self.picks;
+        load.in_flight += 1;
+        Some(id)
+    }
+
+    pub(crate) fn end(&mut self, worker: WorkerId) {
+        if let Some(load) = self.workers.get_mut(&worker) {
+            debug_assert!(load.in_flight > 0, "a stream ends once");
+            load.in_flight = load.in_flight.saturating_sub(1);
+        }
+    }
+
+    pub(crate) fn in_flight(&self, worker: WorkerId) -> u32 {
+        self.workers.get(&worker).map_or(0, |load| load.in_flight)
+    }
+
+    pub(crate) fn serving(&self, fingerprint: &Fingerprint) -> usize {
+        self.workers.values().filter(|load| load.fingerprint == *fingerprint).count()
+    }
+}
+
+impl Load {
+    /// Less is better.
+    fn rank(&self) -> (u32, u64, u64) {
+        let streams = self.in_flight.max(self.report.running.saturating_add(self.report.waiting));
+        let kv_permille = match self.report.kv_total_tokens {
+            0 => 0,
+            total => self.report.kv_used_tokens.saturating_mul(1000) / total,
+        };
+        (streams, kv_permille, self.picked_at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn print(n: u8) -> Fingerprint {
+        Fingerprint(vec![n])
+    }
+
+    fn fleet(workers: u64) -> Placement {
+        let mut placement = Placement::default();
+        for id in 0..workers {
+            placement.join(WorkerId(id), print(0));
+        }
+        placement
+    }
+
+    #[test]
+    fn equal_workers_take_turns() {
+        let mut placement = fleet(3);
+        let picks: Vec<_> = (0..6).map(|_| placement.begin(&print(0), &[]).unwrap().0).collect();
+        assert_eq!(picks, [0, 1, 2, 0, 1, 2]);
+    }
+
+    #[test]
+    fn a_worker_that_reports_a_queue_is_avoided() {
+        let mut placement = fleet(2);
+        placement.report(WorkerId(0), Report { running: 1, waiting: 2, ..Report::default() });
+        let picks: Vec<_> = (0..4).map(|_| placement.begin(&print(0), &[]).unwrap().0).collect();
+        assert_eq!(picks, [1, 1, 1, 0]);
+    }
+
+    #[test]
+    fn the_emptier_kv_cache_wins_a_tie() {
+        let mut placement = fleet(2);
+        placement
+            .report(WorkerId(0), Report { kv_used_tokens: 900, kv_total_tokens: 1000, ..Report::default() });
+        placement
+            .report(WorkerId(1), Report { kv_used_tokens: 100, kv_total_tokens: 1000, ..Report::default() });
+        assert_eq!(placement.begin(&print(0), &[]), Some(WorkerId(1)));
+    }
+
+    #[test]
+    fn a_stream_never_goes_to_another_fingerprint_or_a_tried_worker() {
+        let mut placement = fleet(2);
+        placement.join(WorkerId(9), print(9));
+        assert_eq!(placement.begin(&print(9), &[]), Some(WorkerId(9)));
+        assert_eq!(placement.begin(&print(9), &[WorkerId(9)]), None);
+        assert_eq!(placement.begin(&print(0), &[WorkerId(0)]), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&print(5), &[]), None);
+    }
+
+    #[test]
+    fn a_worker_that_left_is_picked_no_more_and_its_streams_may_still_end() {
+        let mut placement = fleet(2);
+        let first = placement.begin(&print(0), &[]).unwrap();
+        placement.leave(first);
+        placement.end(first);
+        assert_eq!(placement.begin(&print(0), &[]), Some(WorkerId(1)));
+        assert_eq!(placement.serving(&print(0)), 1);
+    }
+
+    proptest! {
+        /// Whatever ends when: nobody has two streams more than another equal worker at the moment of a pick.
+        #[test]
+        fn streams_are_spread_evenly(workers in 1u64..6, ends in proptest::collection::vec(any::<u16>(), 1..80)) {
+            let mut placement = fleet(workers);
+            let mut running = Vec::new();
+            for end in ends {
+                let least = (0..workers).map(|id| placement.in_flight(WorkerId(id))).min().unwrap();
+                let picked = placement.begin(&print(0), &[]).unwrap();
+                prop_assert_eq!(placement.in_flight(picked), least + 1);
+                running.push(picked);
+                if end % 3 == 0 {
+                    placement.end(running.swap_remove(usize::from(end) % running.len()));
+                }
+            }
+            let total: u32 = (0..workers).map(|id| placement.in_flight(WorkerId(id))).sum();
+            prop_assert_eq!(total as usize, running.len());
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Between the router's own values and the messages of `ballast.worker.v1`; nothing else here knows these messages.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use proto::v1 as public;
+use proto::worker::v1::{self as wire, generate_frame};
+use tonic::{Code, Status};
+
+use crate::params::{Plan, Sampling};
+use crate::placement::Fingerprint;
+use crate::resume::{Failure, Loss, Progress};
+
+/// One choice of one prompt: all that a worker must be told, except how far it has come.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) request_id: Arc<str>,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) prompt: Arc<[u32]>,
+    pub(crate) plan: Arc<Plan>,
+    /// The plan's stop tokens and, unless ignored, the model's own.
+    pub(crate) stop_tokens: Arc<[u32]>,
+    pub(crate) choice: u32,
+}
+
+impl Call {
+    pub(crate) fn to_wire(&self, progress: &Progress, time_left: Option<Duration>) -> wire::GenerateRequest {
+        let mut tokens = Vec::with_capacity(self.prompt.len() + progress.output().len());
+        tokens.extend_from_slice(&self.prompt);
+        tokens.extend_from_slice(progress.output());
+        wire::GenerateRequest {
+            request_id: self.request_id.to_string(),
+            fingerprint: Bytes::copy_from_slice(&self.fingerprint.0),
+            tokens,
+            prompt_tokens: self.prompt.len() as u32,
+            max_tokens: if self.plan.output_max_given { self.plan.output_max } else { 0 },
+            min_tokens: self.plan.min_tokens,
+            sampling: Some(sampling(&self.plan.sampling)),
+            choice: self.choice,
+            stop_tokens: self.stop_tokens.to_vec(),
+            top_logprobs: self.plan.top_logprobs,
+            // 0 means no limit: what is left of a limit is at least 1.
+            deadline_ms: time_left.map_or(0, |left| (left.as_millis() as u64).max(1)),
+            sampler_state: progress.sampler_state(),
+        }
+    }
+}
+
+fn sampling(sampling: &Sampling) -> public::Sampling {
+    public::Sampling {
+        temperature: Some(sampling.temperature),
+        top_k: Some(sampling.top_k),
+        top_p: Some(sampling.top_p),
+        min_p: Some(sampling.min_p),
+        repetition_penalty: Some(sampling.repetition_penalty),
+        presence_penalty: Some(sampling.presence_penalty),
+        frequency_penalty: Some(sampling.frequency_penalty),
+        logit_bias: sampling.logit_bias.iter().copied().collect(),
+        seed: Some(sampling.seed),
+    }
+}
+
+/// A log probability with the most likely alternatives, descending.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Logprob {
+    pub(crate) logprob: f32,
+    pub(crate) top: Vec<(u32, f32)>,
+}
+
+#[derive(Debug)]
+pub(crate) enum Frame {
+    Admitted,
+    Tokens { ids: Vec<u32>, logprobs: Vec<Logprob>, sampler_state: Bytes },
+    Finished { stopped: bool, stop_token: Option<u32>, cached_tokens: u32 },
+}
+
+impl TryFrom<wire::GenerateFrame> for Frame {
+    type Error = Failure;
+
+    fn try_from(frame: wire::GenerateFrame) -> Result<Self, Failure> {
+        match frame.frame {
+            Some(generate_frame::Frame::Admitted(_)) => Ok(Frame::Admitted),
+            Some(generate_frame::Frame::Tokens(tokens)) => {
+                if !tokens.logprobs.is_empty() && tokens.logprobs.len() != tokens.ids.len() {
+                    return Err(Failure::Protocol { violation: "not one log probability for each token" });
+                }
+                Ok(Frame::Tokens {
+                    ids: tokens.ids,
+                    logprobs: tokens.logprobs.into_iter().map(Logprob::from).collect(),
+                    sampler_state: tokens.sampler_state,
+                })
+            }
+            Some(generate_frame::Frame::Finished(finished)) => {
+                let stopped = match finished.reason() {
+                    public::FinishReason::Stop => true,
+                    public::FinishReason::Length => false,
+                    public::FinishReason::Unspecified => {
+                        return Err(Failure::Protocol { violation: "no reason to finish" });
+                    }
+                };
+                Ok(Frame::Finished {
+                    stopped,
+                    stop_token: finished.stop_token,
+                    cached_tokens: finished.cached_tokens,
+                })
+            }
+            None => Err(Failure::Protocol { violation: "an empty frame" }),
+        }
+    }
+}
+
+impl From<public::TokenLogprob> for Logprob {
+    fn from(wire: public::TokenLogprob) -> Self {
+        Self { logprob: wire.logprob, top: wire.top_tokens.into_iter().zip(wire.top_logprobs).collect() }
+    }
+}
+
+impl From<Logprob> for public::TokenLogprob {
+    fn from(logprob: Logprob) -> Self {
+        let (top_tokens, top_logprobs) = logprob.top.into_iter().unzip();
+        Self { logprob: logprob.logprob, top_tokens, top_logprobs }
+    }
+}
+
+/// Whether the worker itself said this. What the transport made up has the broken connection as its source.
+pub(crate) fn is_the_workers_word(status: &Status) -> bool {
+    std::error::Error::source(status).is_none()
+}
+
+/// What a status in the middle of a stream means for it.
+pub(crate) fn loss(status: Status) -> Loss {
+    if !is_the_workers_word(&status) {
+        return Loss::Worker { detail: service::exit::one_line(&status) };
+    }
+    let detail = status.message().to_owned();
+    match status.code() {
+        Code::Unavailable => Loss::GivenUp { detail },
+        Code::DeadlineExceeded => Loss::Deadline,
+        // The process ends: HTTP/2 resets its streams before it closes the connection.
+        Code::Cancelled | Code::Unknown => Loss::Worker { detail },
+        _ => Loss::Verdict { detail },
+    }
+}
