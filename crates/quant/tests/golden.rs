@@ -3,6 +3,8 @@
 //! `BALLAST_TEST_DATA` names the folder with `data/quants` and `data/ggml-blocks` (their READMEs say how they were made).
 //! Without it the tests use the sample of ggml's vectors in `tests/data`.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use quant::{Activations, BlockQ8_0, BlockQ8_1, BlockQ8_K, DType, decode, dot};
 use serde_json::Value;
 use std::path::PathBuf;
