@@ -1,1 +1,37 @@
+//! The supervisor: starts, watches, restarts and stops the processes of a fleet, and keeps the file descriptors of the
+//! weight-server while that is dead.
+//!
+//! ```text
+//!   grpc.rs (supervisor.sock)      notify_server.rs (one socket per child)      pidfds, model loads
+//!            \ commands                    | notifications                     / ends, progress
+//!             `----------------->  driver.rs: one task owns everything  <-----'
+//!                                    |            |            |
+//!                             state.rs (pure)   vault.rs    child.rs (fork, exec, signals)
+//! ```
+//!
+//! A child that crashes is started again at once the first time, then after growing pauses, and is given up (`Failed`,
+//! visible in `ballast ps`) when it does not live: `state.rs` has the table. Children learn of the supervisor's own death by
+//! end of file on an inherited socket; a successor that is started on the same runtime directory within ten seconds takes
+//! the living ones over (`service::supervision` has the protocol). Everything that a child may ask of its parent is the
+//! notify protocol of systemd, so that the same children run under systemd without a supervisor.
+
 #![forbid(unsafe_code)]
+
+mod child;
+mod driver;
+mod fleet;
+mod grpc;
+mod models;
+mod notify_server;
+mod plan;
+pub mod shim;
+mod state;
+mod token;
+mod vault;
+
+pub use driver::StartError;
+pub use fleet::{
+    ChildStatus, Fleet, FleetEvent, FleetStatus, ModelFailure, ModelState, ModelStatus, OrderError,
+};
+pub use plan::{ChildPlan, ModelPlan, Plan, Role, WorkerSlot};
+pub use state::{End, FailCause, State};

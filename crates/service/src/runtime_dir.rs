@@ -155,8 +155,8 @@ impl RuntimeDir {
         Ok(living)
     }
 
-    /// Called by a child on its way out: the last one of a fleet whose supervisor is gone removes the directory.
-    pub fn leave(&self, child: &str) {
+    /// A child is on its way out: the last one of a fleet whose supervisor is gone removes the directory.
+    fn leave(&self, child: &str) {
         let Ok(lock) = File::open(self.path.join(LOCK)) else { return };
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return;
@@ -242,6 +242,19 @@ fn default_path() -> PathBuf {
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty()) {
         Some(base) => Path::new(&base).join(format!("ballast-{pid}")),
         None => PathBuf::from(format!("/tmp/ballast-{}-{pid}", rustix::process::geteuid().as_raw())),
+    }
+}
+
+/// Called by a child after everything else: if its supervisor is dead and no other child lives, the runtime directory is
+/// removed. Where the directory is, and the name of the child, stand in the notify socket's path.
+pub fn leave_if_last() {
+    if std::env::var_os(crate::env::LIVENESS_FD).is_none() {
+        return;
+    }
+    let Some(socket) = std::env::var_os(crate::env::NOTIFY_SOCKET).map(PathBuf::from) else { return };
+    let child = socket.file_stem().and_then(|s| s.to_str()).and_then(|s| s.strip_prefix("notify-"));
+    if let (Some(directory), Some(child)) = (socket.parent(), child) {
+        RuntimeDir::at(directory).leave(child);
     }
 }
 

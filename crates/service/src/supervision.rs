@@ -47,14 +47,18 @@ pub enum Supervisor {
     Lost,
 }
 
-/// Watches the supervisor of this process, in a task of its own; the receiver shows who it is. Must be called inside a
-/// tokio runtime, once.
+/// Watches the supervisor of this process, in a task of its own; the receiver shows who it is. Where the parent wants to
+/// hear that this process is alive (WATCHDOG_USEC), it does from now on, as long as the runtime makes progress. Must be
+/// called inside a tokio runtime, once.
 pub fn watch(
     role: &str,
     name: &str,
     notify: &Notify,
     shutdown: &Shutdown,
 ) -> Result<watch::Receiver<Supervisor>, ListenError> {
+    if let Some(interval) = watchdog_interval() {
+        tokio::spawn(feed_watchdog(interval / 3, notify.clone()));
+    }
     let Some(fd) = fd_from_env(env::LIVENESS_FD)? else {
         return Ok(watch::channel(Supervisor::None).1);
     };
@@ -67,6 +71,23 @@ pub fn watch(
     let orphan = Orphan { offer: format!("ADOPT=1\nROLE={role}\nNAME={name}"), notify: notify.clone() };
     tokio::spawn(follow(liveness, orphan, state, shutdown.clone()));
     Ok(receiver)
+}
+
+fn watchdog_interval() -> Option<Duration> {
+    let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
+    match number(env::WATCHDOG_PID) {
+        Some(pid) if pid != u64::from(std::process::id()) => None,
+        _ => number(env::WATCHDOG_USEC).filter(|&usec| usec > 0).map(Duration::from_micros),
+    }
+}
+
+async fn feed_watchdog(every: Duration, notify: Notify) {
+    loop {
+        tokio::time::sleep(every).await;
+        if let Err(error) = notify.watchdog() {
+            tracing::debug!(%error, "nobody hears the watchdog");
+        }
+    }
 }
 
 struct Orphan {

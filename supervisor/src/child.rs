@@ -1,0 +1,162 @@
+//! One process of a child: fork and exec with its descriptors in place, signals, reaping.
+//!
+//! Descriptors of a new process: 3.. what the vault keeps (LISTEN_FDS), then its liveness socket, then the pipe with its
+//! attach token. Everything else of the supervisor is close-on-exec. Each process leads a process group of its own, so that
+//! Ctrl-C in a terminal reaches only the supervisor, and so that what a child has started goes with it.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use command_fds::{CommandFdExt, FdMapping};
+use nix::sys::signal::{Signal as GroupSignal, killpg};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use service::env;
+use service::listen::LISTEN_FDS_START;
+use service::supervision::ADOPTED;
+
+use crate::plan::ChildPlan;
+use crate::shim;
+use crate::state::{End, Policy};
+use crate::token::Token;
+
+/// Where a child finds what is its own.
+pub(crate) struct Surroundings<'a> {
+    pub(crate) config: &'a Path,
+    pub(crate) notify_socket: &'a Path,
+    pub(crate) inherited: Vec<(&'a str, BorrowedFd<'a>)>,
+    pub(crate) token: Option<Token>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) pid: u32,
+    pub(crate) since: Instant,
+    pidfd: OwnedFd,
+    /// Absent for a process that was adopted: then it is not our child, and how it ends is not told.
+    own: Option<std::process::Child>,
+    /// Its end of file tells the process that we are gone. Absent until an orphan has offered itself.
+    liveness: Option<UnixStream>,
+}
+
+impl Process {
+    pub(crate) fn spawn(plan: &ChildPlan, surroundings: Surroundings<'_>) -> io::Result<Self> {
+        let (liveness, liveness_of_child) = UnixStream::pair()?;
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg0("ballast")
+            .args([shim::SUBCOMMAND, shim::OOM_SCORE_ADJ, &plan.role.oom_score_adj().to_string()])
+            .arg(plan.role.subcommand())
+            .arg("--config")
+            .arg(surroundings.config)
+            .process_group(0)
+            .stdin(Stdio::null())
+            // Standard output belongs to the command that the user has typed.
+            .stdout(io::stderr().as_fd().try_clone_to_owned()?);
+        for private in env::PRIVATE {
+            command.env_remove(private);
+        }
+        command.env(env::NOTIFY_SOCKET, surroundings.notify_socket);
+        let watchdog = Policy::DEFAULT.watchdog.as_micros();
+        command.env(env::WATCHDOG_USEC, watchdog.to_string());
+
+        let mut mappings = Vec::with_capacity(surroundings.inherited.len() + 2);
+        let mut next = LISTEN_FDS_START;
+        let mut map = |parent_fd: OwnedFd| {
+            mappings.push(FdMapping { parent_fd, child_fd: next });
+            next += 1;
+            next - 1
+        };
+        if !surroundings.inherited.is_empty() {
+            let names: Vec<&str> = surroundings.inherited.iter().map(|(name, _)| *name).collect();
+            command.env(env::LISTEN_FDS, names.len().to_string()).env(env::LISTEN_FDNAMES, names.join(":"));
+            for (_, fd) in &surroundings.inherited {
+                map(fd.try_clone_to_owned()?);
+            }
+        }
+        command.env(env::LIVENESS_FD, map(liveness_of_child.into()).to_string());
+        if let Some(token) = surroundings.token {
+            command.env(env::ATTACH_TOKEN_FD, map(token.into_pipe()?).to_string());
+        }
+        command.fd_mappings(mappings).map_err(io::Error::other)?;
+
+        let mut own = command.spawn()?;
+        let pid = own.id();
+        match open_pidfd(pid) {
+            Ok(pidfd) => {
+                Ok(Self { pid, since: Instant::now(), pidfd, own: Some(own), liveness: Some(liveness) })
+            }
+            Err(error) => {
+                // Without its pidfd nobody would notice its end.
+                own.kill()?;
+                own.wait()?;
+                Err(error)
+            }
+        }
+    }
+
+    /// A living process of a dead supervisor: not supervised until it has offered itself.
+    pub(crate) fn orphan(pid: u32) -> io::Result<Self> {
+        Ok(Self { pid, since: Instant::now(), pidfd: open_pidfd(pid)?, own: None, liveness: None })
+    }
+
+    /// Takes an orphan's offer: keeps the socket that it sent, and says so on it.
+    pub(crate) fn adopt(&mut self, socket: OwnedFd) -> io::Result<()> {
+        let mut liveness = UnixStream::from(socket);
+        liveness.write_all(&[ADOPTED])?;
+        self.liveness = Some(liveness);
+        Ok(())
+    }
+
+    /// Readable once the process has ended.
+    pub(crate) fn pidfd(&self) -> io::Result<OwnedFd> {
+        self.pidfd.try_clone()
+    }
+
+    pub(crate) fn terminate(&self) {
+        signal(&self.pidfd, Signal::TERM);
+        // A stopped process would never see the request.
+        signal(&self.pidfd, Signal::CONT);
+    }
+
+    pub(crate) fn kill(&self) {
+        signal(&self.pidfd, Signal::KILL);
+    }
+
+    /// After the process has ended: ends what it has started, and takes its exit status.
+    pub(crate) fn reap(self) -> End {
+        let Some(mut own) = self.own else { return End::Unknown };
+        // As long as the leader is not reaped, its number cannot belong to another group.
+        let group = nix::unistd::Pid::from_raw(self.pid.cast_signed());
+        match killpg(group, GroupSignal::SIGKILL) {
+            // ESRCH: nobody is left, as it should be.
+            Ok(()) | Err(nix::Error::ESRCH) => {}
+            Err(error) => tracing::warn!(pid = self.pid, %error, "cannot end the process group"),
+        }
+        match own.wait() {
+            Ok(status) => match (status.code(), status.signal()) {
+                (Some(code), _) => End::Code(code),
+                (_, Some(signal)) => End::Signal(signal),
+                _ => End::Unknown,
+            },
+            Err(_) => End::Unknown,
+        }
+    }
+}
+
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid.cast_signed()).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+fn signal(pidfd: &OwnedFd, signal: Signal) {
+    match pidfd_send_signal(pidfd, signal) {
+        // ESRCH: it has ended by itself, which the pidfd reports too.
+        Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+        Err(error) => tracing::error!(?signal, %error, "cannot signal a child"),
+    }
+}

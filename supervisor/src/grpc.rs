@@ -1,0 +1,306 @@
+//! ballast.fleet.v1 on supervisor.sock: orders and status for `ballast ps` and its like. The wire stays in this file.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use proto::fleet::v1 as wire;
+use proto::fleet::v1::fleet_server::{Fleet as FleetService, FleetServer};
+use service::grpc::UdsListener;
+use service::{RuntimeDir, smaps};
+use tokio::sync::{broadcast, mpsc};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+
+use crate::fleet::{ChildStatus, Command, FleetEvent, ModelState, ModelStatus, OrderError, Orders};
+use crate::plan::{ModelPlan, Role};
+use crate::state::State;
+
+/// Events on their way to one client.
+const STREAM_QUEUED: usize = 16;
+/// After the driver has ended, open calls (a stop order being answered, event streams) get this long to end.
+const LINGER: Duration = Duration::from_millis(200);
+
+struct Service {
+    orders: Orders,
+    directory: RuntimeDir,
+}
+
+/// Serves until the driver has ended.
+pub(crate) fn serve(
+    orders: Orders,
+    directory: RuntimeDir,
+    listener: UdsListener,
+) -> Result<JoinHandle<()>, Status> {
+    let driver = orders.driver.clone();
+    let (_, health) = service::grpc::health();
+    let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)
+        .map_err(|error| Status::internal(error.to_string()))?;
+    let router = service::grpc::server()
+        .add_service(FleetServer::new(Service { orders, directory }))
+        .add_service(health)
+        .add_service(reflection);
+    let stop = {
+        let driver = driver.clone();
+        async move { driver.closed().await }
+    };
+    Ok(tokio::spawn(async move {
+        tokio::select! {
+            served = service::grpc::serve(router, listener, stop) => {
+                if let Err(error) = served {
+                    tracing::error!(%error, "the fleet API has failed");
+                }
+            }
+            () = async { driver.closed().await; tokio::time::sleep(LINGER).await } => {}
+        }
+    }))
+}
+
+type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl FleetService for Service {
+    async fn get_status(
+        &self,
+        request: Request<wire::GetStatusRequest>,
+    ) -> Result<Response<wire::Status>, Status> {
+        let status = self.orders.status().await?;
+        let mut children: Vec<wire::Child> = status.children.into_iter().map(wire::Child::from).collect();
+        if request.into_inner().memory {
+            children = tokio::task::spawn_blocking(move || with_memory(children))
+                .await
+                .map_err(|error| Status::internal(error.to_string()))?;
+        }
+        Ok(Response::new(wire::Status {
+            supervisor_pid: std::process::id(),
+            runtime_dir: self.directory.path().display().to_string(),
+            children,
+            models: status.models.into_iter().map(wire::Model::from).collect(),
+            vault_fds: u32::try_from(status.vault_fds).unwrap_or(u32::MAX),
+            http_address: status.http_address,
+        }))
+    }
+
+    type WatchEventsStream = EventStream<wire::Event>;
+
+    async fn watch_events(
+        &self,
+        _request: Request<wire::WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Status> {
+        let mut events = self.orders.events.subscribe();
+        let driver = self.orders.driver.clone();
+        let (sender, receiver) = mpsc::channel(STREAM_QUEUED);
+        tokio::spawn(async move {
+            loop {
+                let event = tokio::select! {
+                    event = events.recv() => event,
+                    () = driver.closed() => return,
+                };
+                let event = match event {
+                    Ok(event) => wire::Event::from(event),
+                    Err(broadcast::error::RecvError::Lagged(missed)) => {
+                        wire::Event { kind: Some(wire::event::Kind::Missed(missed)) }
+                    }
+                    Err(broadcast::error::RecvError::Closed) => return,
+                };
+                if sender.send(Ok(event)).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn restart_child(
+        &self,
+        request: Request<wire::RestartChildRequest>,
+    ) -> Result<Response<wire::RestartChildResponse>, Status> {
+        let name = request.into_inner().name;
+        self.orders.ask(|reply| Command::Restart { name, reply }).await?;
+        Ok(Response::new(wire::RestartChildResponse {}))
+    }
+
+    type LoadModelStream = EventStream<wire::LoadModelEvent>;
+
+    async fn load_model(
+        &self,
+        request: Request<wire::LoadModelRequest>,
+    ) -> Result<Response<Self::LoadModelStream>, Status> {
+        let wire::LoadModelRequest { name, path, workers } = request.into_inner();
+        let plan = ModelPlan {
+            name: name.clone(),
+            path: path.into(),
+            workers,
+            device: HOST_DEVICE.to_owned(),
+            pack: true,
+        };
+        let mut events = self.orders.events.subscribe();
+        self.orders.ask(|reply| Command::LoadModel { model: plan, reply }).await?;
+        let (sender, receiver) = mpsc::channel(STREAM_QUEUED);
+        tokio::spawn(async move {
+            loop {
+                let model = match events.recv().await {
+                    Ok(FleetEvent::Model(model)) if model.name == name => model,
+                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => continue,
+                    Err(broadcast::error::RecvError::Closed) => return,
+                };
+                let (last, message) = match &model.state {
+                    ModelState::Loading { .. } => {
+                        (false, Ok(wire::load_model_event::Kind::Progress(model.into())))
+                    }
+                    ModelState::Ready => (true, Ok(wire::load_model_event::Kind::Loaded(model.into()))),
+                    ModelState::Failed(failure) => (true, Err(failure.to_status())),
+                };
+                let message = message.map(|kind| wire::LoadModelEvent { kind: Some(kind) });
+                if sender.send(message).await.is_err() || last {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver).fuse())))
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<wire::UnloadModelRequest>,
+    ) -> Result<Response<wire::UnloadModelResponse>, Status> {
+        let name = request.into_inner().name;
+        self.orders.ask(|reply| Command::UnloadModel { name, reply }).await?;
+        Ok(Response::new(wire::UnloadModelResponse {}))
+    }
+
+    async fn add_worker(
+        &self,
+        request: Request<wire::AddWorkerRequest>,
+    ) -> Result<Response<wire::AddWorkerResponse>, Status> {
+        let model = request.into_inner().model;
+        let name = self.orders.ask(|reply| Command::AddWorker { model, reply }).await?;
+        Ok(Response::new(wire::AddWorkerResponse { name }))
+    }
+
+    async fn remove_worker(
+        &self,
+        request: Request<wire::RemoveWorkerRequest>,
+    ) -> Result<Response<wire::RemoveWorkerResponse>, Status> {
+        let name = request.into_inner().name;
+        self.orders.ask(|reply| Command::RemoveWorker { name, reply }).await?;
+        Ok(Response::new(wire::RemoveWorkerResponse {}))
+    }
+
+    async fn stop_fleet(
+        &self,
+        _request: Request<wire::StopFleetRequest>,
+    ) -> Result<Response<wire::StopFleetResponse>, Status> {
+        self.orders.give(Command::Stop).await;
+        Ok(Response::new(wire::StopFleetResponse {}))
+    }
+}
+
+/// Only host memory can be loaded by order so far; the planned models say their device themselves.
+const HOST_DEVICE: &str = "host";
+
+/// Weights are mapped from memfds of this name.
+const WEIGHT_MAPPINGS: &str = "/memfd:ballast";
+
+fn with_memory(mut children: Vec<wire::Child>) -> Vec<wire::Child> {
+    for child in children.iter_mut().filter(|c| c.pid != 0) {
+        // A process that has just ended has no memory to report.
+        let Ok(mappings) = smaps::of_process(child.pid) else { continue };
+        let all = smaps::total(&mappings, |_| true);
+        let weights = smaps::total(&mappings, |name| name.starts_with(WEIGHT_MAPPINGS));
+        child.memory = Some(wire::Memory {
+            resident: all.rss,
+            proportional: all.pss,
+            anonymous: all.anonymous,
+            swap: all.swap,
+            weights_resident: weights.rss,
+            weights_proportional: weights.pss,
+            weights_anonymous: weights.anonymous,
+        });
+    }
+    children
+}
+
+impl From<ChildStatus> for wire::Child {
+    fn from(child: ChildStatus) -> Self {
+        Self {
+            name: child.name,
+            role: wire::Role::from(child.role).into(),
+            state: wire::ChildState::from(child.state).into(),
+            pid: child.pid,
+            crashes: child.crashes,
+            uptime_ms: u64::try_from(child.uptime.as_millis()).unwrap_or(u64::MAX),
+            status_text: child.status_text,
+            last_end: child.last_end,
+            model: child.model.unwrap_or_default(),
+            memory: None,
+        }
+    }
+}
+
+impl From<Role> for wire::Role {
+    fn from(role: Role) -> Self {
+        match role {
+            Role::WeightServer => wire::Role::WeightServer,
+            Role::Worker => wire::Role::Worker,
+            Role::Router => wire::Role::Router,
+        }
+    }
+}
+
+impl From<State> for wire::ChildState {
+    fn from(state: State) -> Self {
+        match state {
+            State::Stopped => wire::ChildState::Stopped,
+            State::Orphaned { .. } => wire::ChildState::Orphaned,
+            State::Starting { .. } => wire::ChildState::Starting,
+            State::Running { .. } => wire::ChildState::Running,
+            State::Stopping { .. } | State::Killing { .. } => wire::ChildState::Stopping,
+            State::BackingOff { .. } => wire::ChildState::BackingOff,
+            State::Failed(_) => wire::ChildState::Failed,
+        }
+    }
+}
+
+impl From<ModelStatus> for wire::Model {
+    fn from(model: ModelStatus) -> Self {
+        let (state, done_bytes, total_bytes, failure) = match model.state {
+            ModelState::Loading { done_bytes, total_bytes } => {
+                (wire::ModelState::Loading, done_bytes, total_bytes, String::new())
+            }
+            ModelState::Ready => (wire::ModelState::Ready, 0, 0, String::new()),
+            ModelState::Failed(failure) => (wire::ModelState::Failed, 0, 0, failure.text),
+        };
+        let path = model.path.display().to_string();
+        Self { name: model.name, path, state: state.into(), done_bytes, total_bytes, failure }
+    }
+}
+
+impl From<FleetEvent> for wire::Event {
+    fn from(event: FleetEvent) -> Self {
+        let kind = match event {
+            FleetEvent::Child(child) => wire::event::Kind::Child(child.into()),
+            FleetEvent::ChildGone(name) => wire::event::Kind::ChildGone(name),
+            FleetEvent::Model(model) => wire::event::Kind::Model(model.into()),
+            FleetEvent::ModelGone(name) => wire::event::Kind::ModelGone(name),
+        };
+        Self { kind: Some(kind) }
+    }
+}
+
+impl From<OrderError> for Status {
+    fn from(error: OrderError) -> Self {
+        let text = error.to_string();
+        match error {
+            OrderError::UnknownChild { .. } | OrderError::UnknownModel { .. } => Status::not_found(text),
+            OrderError::NotAWorker { .. } | OrderError::AmbiguousModel { .. } => {
+                Status::invalid_argument(text)
+            }
+            OrderError::NameTaken { .. } => Status::already_exists(text),
+            OrderError::NotStarted { .. } => Status::resource_exhausted(text),
+            OrderError::NotUnloaded { .. } => Status::failed_precondition(text),
+            OrderError::Stopping => Status::unavailable(text),
+        }
+    }
+}

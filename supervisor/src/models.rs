@@ -1,0 +1,112 @@
+//! What the supervisor asks of the weight-server: load and unload models, and know the tokens of workers.
+//!
+//! Each request runs in a task of its own and reports to the driver. A weight-server that dies in the middle is not a
+//! failure here: its successor is asked again.
+
+use std::time::Duration;
+
+use proto::weights::v1 as wire;
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use tokio::sync::mpsc;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use crate::driver::Event;
+use crate::fleet::{ModelFailure, ModelState};
+use crate::plan::ModelPlan;
+use crate::token::Token;
+
+/// How often a worker's token is offered to a weight-server that is not there yet.
+const TELL_AGAIN: Duration = Duration::from_millis(20);
+/// How often a load is asked for again while the weight-server is away.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// A client of weights-admin.sock that survives the death of the weight-server. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct WeightsAdmin {
+    client: WeightServerClient<Channel>,
+}
+
+impl WeightsAdmin {
+    pub(crate) fn new(channel: Channel) -> Self {
+        Self { client: WeightServerClient::new(channel) }
+    }
+
+    /// Tells a token until the weight-server knows it; ends early only by being dropped.
+    pub(crate) async fn tell_token(mut self, name: String, token: Token) -> Result<(), Status> {
+        loop {
+            let request =
+                wire::AllowTokenRequest { name: name.clone(), token: token.bytes().to_vec().into() };
+            match self.client.allow_token(request).await {
+                Ok(_) => return Ok(()),
+                Err(status) if is_away(&status) => tokio::time::sleep(TELL_AGAIN).await,
+                Err(status) => return Err(status),
+            }
+        }
+    }
+
+    /// Sees to it that the model is resident, and reports every step of it.
+    pub(crate) async fn load(mut self, model: ModelPlan, driver: mpsc::Sender<Event>) {
+        let state = loop {
+            let outcome = match self.is_resident(&model.name).await {
+                Ok(true) => Ok(()),
+                Ok(false) => self.load_from_file(&model, &driver).await,
+                Err(status) => Err(status),
+            };
+            match outcome {
+                Ok(()) => break ModelState::Ready,
+                // It died over it. Its successor may have adopted what was there, or starts from the file.
+                Err(status) if is_away(&status) => tokio::time::sleep(ASK_AGAIN).await,
+                Err(status) => break ModelState::Failed(ModelFailure::from_status(&status)),
+            }
+        };
+        // A driver that is gone has no use for it.
+        let _: Result<(), _> = driver.send(Event::Model { name: model.name, state }).await;
+    }
+
+    /// An adopted model counts, even when its file is gone meanwhile.
+    async fn is_resident(&mut self, name: &str) -> Result<bool, Status> {
+        let status = self.client.get_status(wire::GetStatusRequest {}).await?.into_inner();
+        let ready = |g: &wire::Generation| g.model == name && g.state() == wire::GenerationState::Ready;
+        Ok(status.generations.iter().any(ready))
+    }
+
+    async fn load_from_file(
+        &mut self,
+        model: &ModelPlan,
+        driver: &mpsc::Sender<Event>,
+    ) -> Result<(), Status> {
+        let request = wire::LoadRequest {
+            model: model.name.clone(),
+            path: model.path.to_string_lossy().into_owned(),
+            device: model.device.clone(),
+            no_packing: !model.pack,
+        };
+        let mut events = self.client.load(request).await?.into_inner();
+        while let Some(event) = events.message().await? {
+            match event.kind {
+                Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
+                    let state = ModelState::Loading { done_bytes, total_bytes };
+                    let _: Result<(), _> =
+                        driver.send(Event::Model { name: model.name.clone(), state }).await;
+                }
+                Some(wire::load_event::Kind::Loaded(_)) => return Ok(()),
+                None => {}
+            }
+        }
+        Err(Status::unavailable("the weight-server ended the load without a result"))
+    }
+
+    pub(crate) async fn unload(mut self, name: String) -> Result<(), Status> {
+        match self.client.unload(wire::UnloadRequest { model: name }).await {
+            Ok(_) => Ok(()),
+            Err(status) if status.code() == Code::NotFound => Ok(()),
+            Err(status) => Err(status),
+        }
+    }
+}
+
+/// The weight-server did not answer: it is starting, or has just died. A status with a source was made on this side.
+fn is_away(status: &Status) -> bool {
+    status.code() == Code::Unavailable || std::error::Error::source(status).is_some()
+}

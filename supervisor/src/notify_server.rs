@@ -1,0 +1,187 @@
+//! The parent's side of the notify protocol: one datagram socket per child, every message checked against the sender.
+//!
+//! The kernel vouches for the sender's process id (SO_PASSCRED). What a message may do is decided by the driver, which
+//! knows the children; here it is only read.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::sockopt::set_socket_passcred;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
+use service::notify::FDS_PER_MESSAGE_MAX;
+use tokio::io::Interest;
+use tokio::net::UnixDatagram;
+use tokio::sync::mpsc;
+
+use crate::driver::Event;
+
+/// Longer messages are dropped: the longest regular one is an FDNAME of 255 bytes, or a line of status.
+const MESSAGE_BYTES_MAX: usize = 4096;
+
+/// What a child says in one datagram.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub(crate) ready: bool,
+    pub(crate) stopping: bool,
+    pub(crate) alive: bool,
+    pub(crate) stuck: bool,
+    pub(crate) status: Option<String>,
+    pub(crate) extend: Option<Duration>,
+    pub(crate) store: bool,
+    pub(crate) remove: bool,
+    pub(crate) fd_name: Option<String>,
+    pub(crate) barrier: bool,
+    /// An orphan offers itself.
+    pub(crate) adopt: bool,
+}
+
+impl Message {
+    /// Unknown lines are skipped, as systemd does: the protocol grows.
+    fn parse(text: &str) -> Self {
+        let mut message = Message::default();
+        for (key, value) in text.lines().filter_map(|line| line.split_once('=')) {
+            match (key, value) {
+                ("READY", "1") => message.ready = true,
+                ("STOPPING", "1") => message.stopping = true,
+                ("WATCHDOG", "1") => message.alive = true,
+                ("WATCHDOG", "trigger") => message.stuck = true,
+                ("STATUS", text) => message.status = Some(text.to_owned()),
+                ("EXTEND_TIMEOUT_USEC", usec) => {
+                    message.extend = usec.parse().ok().map(Duration::from_micros);
+                }
+                ("FDSTORE", "1") => message.store = true,
+                ("FDSTOREREMOVE", "1") => message.remove = true,
+                ("FDNAME", name) => message.fd_name = Some(name.to_owned()),
+                ("BARRIER", "1") => message.barrier = true,
+                ("ADOPT", "1") => message.adopt = true,
+                _ => {}
+            }
+        }
+        message
+    }
+}
+
+/// One datagram with its sender.
+#[derive(Debug)]
+pub(crate) struct Notification {
+    pub(crate) pid: u32,
+    pub(crate) message: Message,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Binds the socket of a child, over one that a dead supervisor has left.
+pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = UnixDatagram::bind(path)?;
+    set_socket_passcred(&socket, true)?;
+    Ok(socket)
+}
+
+/// Hands every datagram of one child to the driver, in order; ends when the driver is gone. A driver that is busy makes the
+/// child wait, not our memory grow.
+pub(crate) async fn forward(socket: UnixDatagram, child: Arc<str>, driver: mpsc::Sender<Event>) {
+    loop {
+        match socket.async_io(Interest::READABLE, || receive(&socket)).await {
+            Ok(Some(notification)) => {
+                let event = Event::Notified { child: child.clone(), notification };
+                if driver.send(event).await.is_err() {
+                    return;
+                }
+            }
+            Ok(None) => tracing::warn!(%child, "dropped a notification that is too long or lost descriptors"),
+            Err(error) => {
+                tracing::error!(%child, %error, "cannot receive notifications");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// `None`: the datagram was cut off, came without a sender, or descriptors were lost because our table is full.
+fn receive(socket: &UnixDatagram) -> io::Result<Option<Notification>> {
+    const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_PER_MESSAGE_MAX), ScmCredentials(1));
+    let mut space = [MaybeUninit::uninit(); SPACE];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = [0u8; MESSAGE_BYTES_MAX];
+    let received = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+    )?;
+    let (mut pid, mut fds) = (None, Vec::new());
+    for message in control.drain() {
+        match message {
+            RecvAncillaryMessage::ScmCredentials(sender) => {
+                pid = Some(sender.pid.as_raw_nonzero().get().cast_unsigned());
+            }
+            RecvAncillaryMessage::ScmRights(rights) => fds.extend(rights),
+            _ => {}
+        }
+    }
+    if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Ok(None);
+    }
+    let text = String::from_utf8_lossy(&bytes[..received.bytes]);
+    Ok(pid.map(|pid| Notification { pid, message: Message::parse(&text), fds }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use service::Notify;
+
+    use super::*;
+
+    #[test]
+    fn lines_are_read_and_unknown_ones_skipped() {
+        let message =
+            Message::parse("READY=1\nX_FUTURE=2\nSTATUS=a=b\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0");
+        let expected = Message {
+            ready: true,
+            status: Some("a=b".to_owned()),
+            extend: Some(Duration::from_micros(5)),
+            ..Message::default()
+        };
+        assert_eq!(message, expected);
+    }
+
+    #[tokio::test]
+    async fn a_notification_carries_its_senders_process_id_and_descriptors() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify-x.sock");
+        let socket = bind(&path).unwrap();
+        let socket = match std::fs::symlink_metadata(&path) {
+            // Binding again over it is what a successor does.
+            Ok(_) => {
+                drop(socket);
+                bind(&path).unwrap()
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let (sender, mut receiver) = mpsc::channel(4);
+        let task = tokio::spawn(forward(socket, "x".into(), sender));
+        let notify = Notify::to(path.to_str().unwrap()).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        notify.fdstore("weights", &[file.as_fd(), file.as_fd()]).unwrap();
+        let Some(Event::Notified { child, notification }) = receiver.recv().await else { panic!() };
+        assert_eq!((&*child, notification.pid, notification.fds.len()), ("x", std::process::id(), 2));
+        assert!(notification.message.store);
+        assert_eq!(notification.message.fd_name.as_deref(), Some("weights"));
+        notify.status(&"x".repeat(MESSAGE_BYTES_MAX)).unwrap();
+        notify.ready().unwrap();
+        let Some(Event::Notified { notification, .. }) = receiver.recv().await else { panic!() };
+        assert!(notification.message.ready, "the overlong one is dropped, the next one arrives");
+        drop(receiver);
+        notify.ready().unwrap();
+        task.await.unwrap();
+    }
+}

@@ -1,0 +1,115 @@
+//! What a fleet consists of: decided by whoever starts it, before anything runs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::state::Policy;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Role {
+    WeightServer,
+    Worker,
+    Router,
+}
+
+impl Role {
+    /// The subcommand of the executable; also how a child names its role when it offers itself.
+    pub const fn subcommand(self) -> &'static str {
+        match self {
+            Role::WeightServer => "weight-server",
+            Role::Worker => "worker",
+            Role::Router => "router",
+        }
+    }
+
+    /// Whom the kernel's OOM killer takes first: a worker is back in a second, the weights are not.
+    pub(crate) const fn oom_score_adj(self) -> i32 {
+        match self {
+            Role::WeightServer => 0,
+            Role::Router => 100,
+            Role::Worker => 500,
+        }
+    }
+
+    /// Stop order: first who takes requests, last who owns the weights.
+    pub(crate) const STOP_ORDER: [Role; 3] = [Role::Router, Role::Worker, Role::WeightServer];
+
+    pub(crate) const fn policy(self) -> Policy {
+        let stop_grace = match self {
+            // Streams in flight may end; the router's own drain is shorter.
+            Role::Router => Duration::from_secs(20),
+            Role::Worker => Duration::from_secs(10),
+            Role::WeightServer => Duration::from_secs(5),
+        };
+        Policy { stop_grace, ..Policy::DEFAULT }
+    }
+}
+
+/// One child: its name in the runtime directory and the text of its configuration file.
+#[derive(Clone, Debug)]
+pub struct ChildPlan {
+    pub name: String,
+    pub role: Role,
+    /// Written to `<name>.toml` before the child starts.
+    pub config: toml::Table,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelPlan {
+    pub name: String,
+    pub path: PathBuf,
+    /// Workers at the start.
+    pub workers: u32,
+    /// "host", or a GPU's UUID.
+    pub device: String,
+    /// Pack small tensors into shared allocations.
+    pub pack: bool,
+}
+
+/// The place of a worker in the fleet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerSlot {
+    /// Unique in the fleet; part of the socket's name.
+    pub index: u32,
+    pub model: String,
+}
+
+impl WorkerSlot {
+    pub fn name(&self) -> String {
+        format!("worker-{}", self.index)
+    }
+}
+
+/// The whole fleet.
+#[derive(Clone)]
+pub struct Plan {
+    pub weight_server: toml::Table,
+    pub router: toml::Table,
+    /// For information: where the router listens.
+    pub http_address: String,
+    pub models: Vec<ModelPlan>,
+    /// Makes the configuration of a worker; workers are also added while the fleet runs.
+    pub worker: Arc<dyn Fn(&WorkerSlot) -> toml::Table + Send + Sync>,
+}
+
+impl Plan {
+    /// The children that are there from the start, in start order.
+    pub(crate) fn children(&self) -> Vec<(ChildPlan, Option<WorkerSlot>)> {
+        let fixed = |role: Role, config: &toml::Table| {
+            (ChildPlan { name: role.subcommand().to_owned(), role, config: config.clone() }, None)
+        };
+        let mut children =
+            vec![fixed(Role::WeightServer, &self.weight_server), fixed(Role::Router, &self.router)];
+        let slots = self.models.iter().flat_map(|m| (0..m.workers).map(|_| m.name.clone()));
+        for (index, model) in (0..).zip(slots) {
+            children.push(self.worker(WorkerSlot { index, model }));
+        }
+        children
+    }
+
+    pub(crate) fn worker(&self, slot: WorkerSlot) -> (ChildPlan, Option<WorkerSlot>) {
+        let config = (self.worker)(&slot);
+        (ChildPlan { name: slot.name(), role: Role::Worker, config }, Some(slot))
+    }
+}

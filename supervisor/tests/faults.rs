@@ -1,0 +1,447 @@
+//! The supervisor with real processes that crash, hang, lie and are killed.
+//!
+//! The children are this executable itself: the supervisor execs /proc/self/exe, so `main` below becomes, as the first
+//! argument says, the exec shim, a child that behaves as its configuration tells it, a supervisor to be killed, or the test
+//! runner. Names of tests can be given as filters, as to any test.
+
+mod faults {
+    pub(crate) mod child;
+    pub(crate) mod weights;
+    pub(crate) mod world;
+}
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixDatagram;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use faults::world::{Pid, World, alive, eventually, fleet_client};
+use proto::fleet::v1 as wire;
+use service::Notify;
+use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
+use supervisor::{FailCause, FleetEvent, State};
+
+fn main() {
+    let mut arguments = std::env::args_os().skip(1);
+    let first = arguments.next();
+    match first.as_ref().and_then(|a| a.to_str()) {
+        Some(supervisor::shim::SUBCOMMAND) => panic!("{}", supervisor::shim::exec(arguments)),
+        Some("weight-server" | "worker" | "router") => faults::child::main(arguments),
+        Some("supervisor") => faults::world::supervisor_main(arguments),
+        _ => run_tests(first.iter().filter_map(|a| a.to_str())),
+    }
+}
+
+macro_rules! tests {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), || block_on($name()))),*] };
+}
+
+type Test = (&'static str, fn() -> Result<()>);
+
+const TESTS: &[Test] = tests![
+    a_fleet_starts_and_stops_without_a_trace,
+    a_killed_worker_is_back_within_a_second,
+    a_killed_weight_server_gets_its_descriptors_back,
+    descriptors_are_kept_for_the_weight_server_only,
+    a_notification_of_a_stranger_is_ignored,
+    a_child_that_crashes_at_once_is_given_up_and_restarted_by_order,
+    a_child_with_a_wrong_configuration_is_not_tried_again,
+    a_deaf_child_is_killed_with_everything_it_started,
+    a_second_supervisor_is_refused,
+    workers_are_added_and_removed_while_the_fleet_runs,
+    a_model_that_cannot_be_loaded_is_reported_and_its_workers_go,
+    a_successor_takes_over_living_children_and_the_vault,
+    a_dead_child_is_replaced_by_the_successor,
+    without_a_successor_nothing_is_left,
+    systemd_gets_a_copy_of_every_descriptor,
+];
+
+fn run_tests<'a>(mut filters: impl Iterator<Item = &'a str>) {
+    let filter = filters.next().filter(|f| !f.starts_with('-')).unwrap_or_default();
+    let running: Vec<_> = TESTS
+        .iter()
+        .filter(|(name, _)| name.contains(filter))
+        .map(|&(name, test)| (name, std::thread::Builder::new().name(name.to_owned()).spawn(test)))
+        .collect();
+    let mut failed = 0;
+    for (name, thread) in running {
+        let result = thread
+            .map_err(anyhow::Error::from)
+            .and_then(|t| t.join().unwrap_or_else(|_| Err(anyhow::anyhow!("panicked"))));
+        match result {
+            Ok(()) => println!("test {name} ... ok"),
+            Err(error) => {
+                failed += 1;
+                println!("test {name} ... FAILED\n{error:?}");
+            }
+        }
+    }
+    if failed > 0 {
+        println!("{failed} failed");
+        std::process::exit(101);
+    }
+}
+
+fn block_on(test: impl Future<Output = Result<()>>) -> Result<()> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(test)
+}
+
+async fn a_fleet_starts_and_stops_without_a_trace() -> Result<()> {
+    let world = World::new()?;
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    let pids = world.pids(&fleet).await?;
+    ensure!(pids.len() == 4, "weight-server, router and two workers: {pids:?}");
+    fleet.stop().await;
+    fleet.stopped().await;
+    ensure!(!world.runtime_dir().exists(), "the runtime directory is left");
+    for (name, pid) in pids {
+        ensure!(!alive(pid), "{name} is left");
+    }
+    Ok(())
+}
+
+async fn a_killed_worker_is_back_within_a_second() -> Result<()> {
+    let world = World::new()?;
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    let before = world.pids(&fleet).await?;
+    let killed = Instant::now();
+    before["worker-1"].kill()?;
+    eventually("the worker is back", || async {
+        let now = world.pids(&fleet).await?;
+        Ok(now.get("worker-1").is_some_and(|pid| *pid != before["worker-1"])
+            && world.state(&fleet, "worker-1").await? == "running")
+    })
+    .await?;
+    let took = killed.elapsed();
+    ensure!(took < Duration::from_secs(1), "took {took:?}");
+    let after = world.pids(&fleet).await?;
+    ensure!(after["weight-server"] == before["weight-server"], "others are left alone");
+    ensure!(after["worker-0"] == before["worker-0"], "others are left alone");
+    let status = fleet.status().await?;
+    let worker = status.children.iter().find(|c| c.name == "worker-1").context("worker-1")?;
+    ensure!(worker.crashes == 1 && worker.last_end == "killed by SIGKILL", "{worker:?}");
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_killed_weight_server_gets_its_descriptors_back() -> Result<()> {
+    let world = World::new()?;
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    ensure!(world.text(&fleet, "weight-server").await? == "stored 3", "the first start finds nothing");
+    for _ in 0..2 {
+        let before = world.pids(&fleet).await?;
+        before["weight-server"].kill()?;
+        eventually("the weight-server is back with its descriptors", || async {
+            let now = world.pids(&fleet).await?;
+            Ok(now.get("weight-server").is_some_and(|pid| *pid != before["weight-server"])
+                && world.text(&fleet, "weight-server").await?
+                    == "adopted weights=allocation 0, weights=allocation 1, manifest=manifest")
+        })
+        .await?;
+        // It had stored and removed a fourth one, which must not come back.
+        ensure!(fleet.status().await?.vault_fds == 3);
+    }
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn descriptors_are_kept_for_the_weight_server_only() -> Result<()> {
+    let world = World::new()?.worker("stores-a-descriptor");
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    ensure!(fleet.status().await?.vault_fds == 3, "a worker's descriptor was kept");
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_notification_of_a_stranger_is_ignored() -> Result<()> {
+    let world = World::new()?.worker("never-ready");
+    let mut fleet = world.start().await?;
+    eventually("the workers are started", || async { Ok(world.pids(&fleet).await?.len() == 4) }).await?;
+    let socket = fleet.directory().notify_socket("worker-0");
+    let stranger = Notify::to(socket.to_str().context("path")?)?;
+    stranger.ready()?;
+    stranger.status("I am worker-0")?;
+    // Answered in order: what came before has been looked at.
+    stranger.barrier(Duration::from_secs(5))?;
+    ensure!(world.state(&fleet, "worker-0").await? == "starting");
+    ensure!(world.text(&fleet, "worker-0").await?.is_empty());
+    fleet.kill().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Result<()> {
+    let world = World::new()?.worker("exits-1");
+    let mut fleet = world.start().await?;
+    let started = Instant::now();
+    eventually("the workers are given up", || async {
+        Ok(world.state(&fleet, "worker-0").await? == "failed"
+            && world.state(&fleet, "worker-1").await? == "failed")
+    })
+    .await?;
+    ensure!(started.elapsed() > Duration::from_secs(6), "the pauses between its starts grow");
+    let status = fleet.status().await?;
+    let worker = status.children.iter().find(|c| c.name == "worker-0").context("worker-0")?;
+    ensure!(worker.state == State::Failed(FailCause::CrashLoop) && worker.crashes == 7, "{worker:?}");
+    let mut events = fleet.events();
+    let mut client = fleet_client(&world.runtime_dir()).await?;
+    client.restart_child(wire::RestartChildRequest { name: "worker-0".to_owned() }).await?;
+    let restarted = async {
+        loop {
+            if let FleetEvent::Child(child) = events.recv().await?
+                && child.name == "worker-0"
+                && matches!(child.state, State::Starting { .. })
+            {
+                return anyhow::Ok(());
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), restarted).await??;
+    let unknown = client.restart_child(wire::RestartChildRequest { name: "worker-7".to_owned() }).await;
+    ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_child_with_a_wrong_configuration_is_not_tried_again() -> Result<()> {
+    let world = World::new()?.router("exits-2");
+    let mut fleet = world.start().await?;
+    eventually("the router has failed", || async { Ok(world.state(&fleet, "router").await? == "failed") })
+        .await?;
+    let status = fleet.status().await?;
+    let router = status.children.iter().find(|c| c.name == "router").context("router")?;
+    ensure!(router.crashes == 1 && router.last_end == "exit code 2 (Usage)", "{router:?}");
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_deaf_child_is_killed_with_everything_it_started() -> Result<()> {
+    let world = World::new()?.weight_server("deaf-with-a-grandchild");
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    let pids = world.pids(&fleet).await?;
+    let mut grandchild = None;
+    eventually("the grandchild is there", || async {
+        Ok(world.text(&fleet, "weight-server").await?.starts_with("grandchild "))
+    })
+    .await?;
+    if let Some(pid) = world.text(&fleet, "weight-server").await?.strip_prefix("grandchild ") {
+        grandchild = Some(Pid(pid.parse()?));
+    }
+    let grandchild = grandchild.context("no grandchild")?;
+    ensure!(alive(grandchild));
+    let asked = Instant::now();
+    fleet.stop().await;
+    fleet.stopped().await;
+    let took = asked.elapsed();
+    ensure!(took >= Duration::from_secs(5), "it has its grace: {took:?}");
+    ensure!(!alive(pids["weight-server"]));
+    eventually("the grandchild is gone", || async { Ok(!alive(grandchild)) }).await
+}
+
+async fn a_second_supervisor_is_refused() -> Result<()> {
+    let world = World::new()?;
+    let mut fleet = world.start().await?;
+    let second = ClaimedRuntimeDir::claim(Some(&world.runtime_dir()));
+    ensure!(matches!(second, Err(RuntimeDirError::InUse { .. })));
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
+    let world = World::new()?;
+    let mut fleet = world.start().await?;
+    world.all_running(&fleet, 4).await?;
+    let mut client = fleet_client(&world.runtime_dir()).await?;
+    let added = client.add_worker(wire::AddWorkerRequest::default()).await?.into_inner().name;
+    ensure!(added == "worker-2");
+    world.all_running(&fleet, 5).await?;
+    let pid = world.pids(&fleet).await?["worker-2"];
+    client.remove_worker(wire::RemoveWorkerRequest { name: added }).await?;
+    ensure!(!alive(pid), "the answer comes when it is gone");
+    ensure!(world.pids(&fleet).await?.len() == 4);
+    let again = client.add_worker(wire::AddWorkerRequest { model: "m".to_owned() }).await?.into_inner().name;
+    ensure!(again == "worker-2", "the free place is used again");
+    let unknown = client.add_worker(wire::AddWorkerRequest { model: "x".to_owned() }).await;
+    ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
+    let router = client.remove_worker(wire::RemoveWorkerRequest { name: "router".to_owned() }).await;
+    ensure!(router.is_err_and(|status| status.code() == tonic::Code::InvalidArgument));
+
+    let status = client.get_status(wire::GetStatusRequest { memory: true }).await?.into_inner();
+    ensure!(status.vault_fds == 3 && status.supervisor_pid == std::process::id());
+    for child in status.children {
+        let memory = child.memory.with_context(|| format!("{} has no memory", child.name))?;
+        ensure!(memory.resident >= memory.anonymous && memory.anonymous > 0, "{memory:?}");
+    }
+
+    let load =
+        wire::LoadModelRequest { name: "second".to_owned(), path: "/second.gguf".to_owned(), workers: 1 };
+    let mut events = client.load_model(load.clone()).await?.into_inner();
+    let mut last = None;
+    while let Some(event) = events.message().await? {
+        last = event.kind;
+    }
+    ensure!(
+        matches!(last, Some(wire::load_model_event::Kind::Loaded(ref m)) if m.name == "second"),
+        "{last:?}"
+    );
+    ensure!(client.load_model(load).await.is_err_and(|s| s.code() == tonic::Code::AlreadyExists));
+    world.all_running(&fleet, 6).await?;
+    client.unload_model(wire::UnloadModelRequest { name: "second".to_owned() }).await?;
+    let status = fleet.status().await?;
+    ensure!(status.children.len() == 5 && status.models.len() == 1, "{status:?}");
+
+    client.stop_fleet(wire::StopFleetRequest {}).await?;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_model_that_cannot_be_loaded_is_reported_and_its_workers_go() -> Result<()> {
+    let world = World::new()?.weight_server("refuses-to-load");
+    let mut fleet = world.start().await?;
+    eventually("the model has failed", || async {
+        let model = fleet.status().await?.models.pop().context("model")?;
+        Ok(matches!(model.state, supervisor::ModelState::Failed(ref failure)
+            if failure.text == "tensor 3 lies outside the file" && failure.exit == service::Exit::ModelRefused))
+    })
+    .await?;
+    eventually("its workers are gone", || async { Ok(fleet.status().await?.children.len() == 2) }).await?;
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_successor_takes_over_living_children_and_the_vault() -> Result<()> {
+    let world = World::new()?;
+    let mut first = world.start_supervisor()?;
+    let mut client = world.connected().await?;
+    client.add_worker(wire::AddWorkerRequest::default()).await?;
+    let before = world.running_over_the_wire(&mut client, 5).await?;
+    first.kill()?;
+    first.wait()?;
+    let mut second = world.start_supervisor()?;
+    let mut client = world.connected().await?;
+    let after = world.running_over_the_wire(&mut client, 5).await?;
+    ensure!(before == after, "other processes: {before:?} {after:?}");
+    eventually("the weight-server stores its descriptors again", || {
+        let mut client = client.clone();
+        async move { Ok(client.get_status(wire::GetStatusRequest::default()).await?.into_inner().vault_fds == 3) }
+    })
+    .await?;
+    // What was taken over is supervised as before: restarted when it dies, told when we die.
+    after["worker-2"].kill()?;
+    eventually("an adopted worker is restarted", || {
+        let (mut client, world, old) = (client.clone(), &world, after["worker-2"]);
+        async move {
+            let now = world.running_over_the_wire(&mut client, 5).await?;
+            Ok(now["worker-2"] != old)
+        }
+    })
+    .await?;
+    let pids = world.running_over_the_wire(&mut client, 5).await?;
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(second.id().cast_signed()), nix::sys::signal::SIGTERM)?;
+    ensure!(second.wait()?.success());
+    ensure!(pids.values().all(|&pid| !alive(pid)));
+    ensure!(!world.runtime_dir().exists());
+    Ok(())
+}
+
+async fn a_dead_child_is_replaced_by_the_successor() -> Result<()> {
+    let world = World::new()?;
+    let mut first = world.start_supervisor()?;
+    let mut client = world.connected().await?;
+    let before = world.running_over_the_wire(&mut client, 4).await?;
+    first.kill()?;
+    first.wait()?;
+    before["router"].kill()?;
+    before["worker-1"].stop()?;
+    let mut second = world.start_supervisor()?;
+    let mut client = world.connected().await?;
+    let after = world.running_over_the_wire(&mut client, 4).await?;
+    ensure!(before["worker-0"] == after["worker-0"] && before["weight-server"] == after["weight-server"]);
+    ensure!(before["router"] != after["router"], "a dead process was taken over");
+    ensure!(before["worker-1"] != after["worker-1"], "a stopped process was taken over");
+    ensure!(!alive(before["worker-1"]));
+    client.stop_fleet(wire::StopFleetRequest {}).await?;
+    ensure!(second.wait()?.success());
+    ensure!(!world.runtime_dir().exists());
+    Ok(())
+}
+
+async fn without_a_successor_nothing_is_left() -> Result<()> {
+    let world = World::new()?;
+    let mut supervisor = world.start_supervisor()?;
+    let mut client = world.connected().await?;
+    let pids = world.running_over_the_wire(&mut client, 4).await?;
+    supervisor.kill()?;
+    supervisor.wait()?;
+    let killed = Instant::now();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    ensure!(pids.values().all(|&pid| alive(pid)), "the children wait for a successor");
+    eventually("everything is gone", || async {
+        Ok(pids.values().all(|&pid| !alive(pid)) && !world.runtime_dir().exists())
+    })
+    .await?;
+    ensure!(killed.elapsed() > Duration::from_secs(9), "they gave up too early");
+    Ok(())
+}
+
+async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
+    let world = World::new()?;
+    let path = world.path().join("systemd.sock");
+    let systemd = UnixDatagram::bind(&path)?;
+    systemd.set_nonblocking(true)?;
+    let systemd = tokio::net::UnixDatagram::from_std(systemd)?;
+    let heard = tokio::spawn(async move {
+        let mut lines = Vec::new();
+        let mut buffer = [0u8; 4096];
+        while let Ok(bytes) = systemd.recv(&mut buffer).await {
+            let line = String::from_utf8_lossy(&buffer[..bytes]).replace('\n', " ");
+            lines.push(line);
+            if lines.last().is_some_and(|l| l == "BARRIER=1") {
+                break;
+            }
+        }
+        lines
+    });
+    let parent = Notify::to(path.to_str().context("path")?)?;
+    let kept = service::listen::InheritedFd {
+        name: "manifest".to_owned(),
+        fd: world.file_with("manifest")?.as_fd().try_clone_to_owned()?,
+    };
+    let mut fleet = world.start_under(parent, vec![kept]).await?;
+    world.all_running(&fleet, 4).await?;
+    ensure!(
+        world.text(&fleet, "weight-server").await? == "adopted manifest=manifest",
+        "what systemd kept goes to the weight-server"
+    );
+    fleet.stop().await;
+    fleet.stopped().await;
+
+    let world = World::new()?;
+    let parent = Notify::to(path.to_str().context("path")?)?;
+    let mut fleet = world.start_under(parent, Vec::new()).await?;
+    let heard = tokio::time::timeout(Duration::from_secs(10), heard).await??;
+    let store = |name| format!("FDSTORE=1 FDNAME={name} FDPOLL=0");
+    let expected = [
+        store("weights"),
+        store("weights"),
+        store("gone"),
+        store("manifest"),
+        "FDSTOREREMOVE=1 FDNAME=gone".into(),
+    ];
+    ensure!(heard[..5] == expected && heard[5] == "BARRIER=1", "{heard:?}");
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! The part of a weight-server that a supervisor talks to: tokens and loads, answered without any weights.
+
+use std::pin::Pin;
+use std::sync::Mutex;
+
+use anyhow::Result;
+use proto::weights::v1::weight_server_server::{WeightServer, WeightServerServer};
+use proto::weights::v1::*;
+use service::RuntimeDir;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status as Refusal};
+
+struct Fake {
+    refuses: bool,
+    resident: Mutex<Vec<String>>,
+}
+
+pub(crate) fn serve(
+    directory: &RuntimeDir,
+    behaviour: &str,
+) -> Result<impl Future<Output = ()> + Send + use<>> {
+    let listener = service::grpc::bind(&directory.weights_admin_socket())?;
+    let fake = Fake { refuses: behaviour == "refuses-to-load", resident: Mutex::default() };
+    let router = service::grpc::server().add_service(WeightServerServer::new(fake));
+    Ok(async move {
+        service::grpc::serve(router, listener, std::future::pending()).await.expect("admin service");
+    })
+}
+
+type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Refusal>> + Send>>;
+
+#[tonic::async_trait]
+impl WeightServer for Fake {
+    type LoadStream = Events<LoadEvent>;
+
+    async fn load(&self, request: Request<LoadRequest>) -> Result<Response<Self::LoadStream>, Refusal> {
+        if self.refuses {
+            return Err(Refusal::failed_precondition("tensor 3 lies outside the file"));
+        }
+        self.resident.lock().expect("lock").push(request.into_inner().model);
+        let waiting = load_event::Kind::Waiting(Waiting { done_bytes: 1, total_bytes: 2, jobs_ahead: 0 });
+        let events = [waiting, load_event::Kind::Loaded(Loaded::default())];
+        let events = events.map(|kind| Ok(LoadEvent { kind: Some(kind) }));
+        Ok(Response::new(Box::pin(tokio_stream::iter(events))))
+    }
+
+    async fn unload(&self, request: Request<UnloadRequest>) -> Result<Response<UnloadResponse>, Refusal> {
+        let name = request.into_inner().model;
+        self.resident.lock().expect("lock").retain(|model| *model != name);
+        Ok(Response::new(UnloadResponse::default()))
+    }
+
+    async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<Status>, Refusal> {
+        let generation = |model: &String| Generation {
+            model: model.clone(),
+            state: GenerationState::Ready.into(),
+            ..Generation::default()
+        };
+        let generations = self.resident.lock().expect("lock").iter().map(generation).collect();
+        Ok(Response::new(Status { generations, ..Status::default() }))
+    }
+
+    async fn allow_token(
+        &self,
+        request: Request<AllowTokenRequest>,
+    ) -> Result<Response<AllowTokenResponse>, Refusal> {
+        match request.into_inner().token.len() {
+            32 => Ok(Response::new(AllowTokenResponse {})),
+            bytes => Err(Refusal::invalid_argument(format!("a token of {bytes} bytes"))),
+        }
+    }
+
+    type WatchEventsStream = Events<Event>;
+
+    async fn watch_events(
+        &self,
+        _: Request<WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Refusal> {
+        Ok(Response::new(Box::pin(tokio_stream::pending())))
+    }
+}

@@ -1,0 +1,245 @@
+//! A fleet in a temporary directory, and what tests ask about it.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use proto::fleet::v1 as wire;
+use proto::fleet::v1::fleet_client::FleetClient;
+use serde::{Deserialize, Serialize};
+use service::listen::InheritedFd;
+use service::runtime_dir::ClaimedRuntimeDir;
+use service::{Notify, Shutdown};
+use supervisor::{Fleet, ModelPlan, Plan, State, WorkerSlot};
+use tonic::transport::Channel;
+
+use super::child;
+
+/// Ten times what anything here takes on an idle machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pid(pub(crate) u32);
+
+impl Pid {
+    pub(crate) fn kill(self) -> Result<()> {
+        Ok(kill(nix::unistd::Pid::from_raw(self.0.cast_signed()), Signal::SIGKILL)?)
+    }
+
+    pub(crate) fn stop(self) -> Result<()> {
+        Ok(kill(nix::unistd::Pid::from_raw(self.0.cast_signed()), Signal::SIGSTOP)?)
+    }
+}
+
+/// Alive and not a zombie.
+pub(crate) fn alive(pid: Pid) -> bool {
+    let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", pid.0)) else { return false };
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with(['Z', 'X']))
+}
+
+pub(crate) async fn eventually<F: Future<Output = Result<bool>>>(
+    what: &str,
+    condition: impl Fn() -> F,
+) -> Result<()> {
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while tokio::time::Instant::now() < deadline {
+        if condition().await? {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    bail!("not within {PATIENCE:?}: {what}")
+}
+
+pub(crate) async fn fleet_client(runtime_dir: &Path) -> Result<FleetClient<Channel>> {
+    Ok(FleetClient::new(service::grpc::connect(&runtime_dir.join("supervisor.sock")).await?))
+}
+
+#[derive(Clone, Serialize, Deserialize)]
+struct Behaviours {
+    runtime_dir: PathBuf,
+    weight_server: String,
+    worker: String,
+    router: String,
+}
+
+pub(crate) struct World {
+    directory: tempfile::TempDir,
+    behaviours: Behaviours,
+}
+
+impl World {
+    pub(crate) fn new() -> Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let normal = || "normal".to_owned();
+        let behaviours = Behaviours {
+            runtime_dir: directory.path().join("fleet"),
+            weight_server: normal(),
+            worker: normal(),
+            router: normal(),
+        };
+        Ok(Self { directory, behaviours })
+    }
+
+    pub(crate) fn weight_server(mut self, behaviour: &str) -> Self {
+        self.behaviours.weight_server = behaviour.to_owned();
+        self
+    }
+
+    pub(crate) fn worker(mut self, behaviour: &str) -> Self {
+        self.behaviours.worker = behaviour.to_owned();
+        self
+    }
+
+    pub(crate) fn router(mut self, behaviour: &str) -> Self {
+        self.behaviours.router = behaviour.to_owned();
+        self
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub(crate) fn runtime_dir(&self) -> PathBuf {
+        self.behaviours.runtime_dir.clone()
+    }
+
+    pub(crate) fn file_with(&self, text: &str) -> Result<std::fs::File> {
+        let mut file = tempfile::tempfile_in(self.path())?;
+        file.write_all(text.as_bytes())?;
+        Ok(file)
+    }
+
+    pub(crate) async fn start(&self) -> Result<Fleet> {
+        self.start_under(Notify::nobody(), Vec::new()).await
+    }
+
+    pub(crate) async fn start_under(&self, parent: Notify, kept: Vec<InheritedFd>) -> Result<Fleet> {
+        let claimed = ClaimedRuntimeDir::claim(Some(&self.runtime_dir()))?;
+        Ok(Fleet::start(plan(&self.behaviours), claimed, parent, kept).await?)
+    }
+
+    /// A supervisor in a process of its own, to be killed.
+    pub(crate) fn start_supervisor(&self) -> Result<Child> {
+        let path = self.path().join("supervisor.toml");
+        service::config::store(&path, &self.behaviours)?;
+        Ok(Command::new(std::env::current_exe()?).arg("supervisor").arg(path).spawn()?)
+    }
+
+    pub(crate) async fn connected(&self) -> Result<FleetClient<Channel>> {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            match fleet_client(&self.runtime_dir()).await {
+                Ok(client) => return Ok(client),
+                Err(error) if tokio::time::Instant::now() > deadline => return Err(error),
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+        }
+    }
+
+    /// Waits until this many children run, and tells their processes.
+    pub(crate) async fn running_over_the_wire(
+        &self,
+        client: &mut FleetClient<Channel>,
+        children: usize,
+    ) -> Result<BTreeMap<String, Pid>> {
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            let status = client.get_status(wire::GetStatusRequest::default()).await?.into_inner();
+            let running: BTreeMap<String, Pid> = status
+                .children
+                .iter()
+                .filter(|c| c.state() == wire::ChildState::Running)
+                .map(|c| (c.name.clone(), Pid(c.pid)))
+                .collect();
+            if running.len() == children && status.children.len() == children {
+                return Ok(running);
+            }
+            if tokio::time::Instant::now() > deadline {
+                bail!("not {children} running children: {status:?}");
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub(crate) async fn all_running(&self, fleet: &Fleet, children: usize) -> Result<()> {
+        eventually("all children run", || async {
+            let status = fleet.status().await?;
+            let running = |c: &supervisor::ChildStatus| matches!(c.state, State::Running { .. });
+            Ok(status.children.len() == children && status.children.iter().all(running))
+        })
+        .await
+    }
+
+    pub(crate) async fn pids(&self, fleet: &Fleet) -> Result<BTreeMap<String, Pid>> {
+        let children = fleet.status().await?.children;
+        Ok(children.into_iter().filter(|c| c.pid != 0).map(|c| (c.name, Pid(c.pid))).collect())
+    }
+
+    pub(crate) async fn state(&self, fleet: &Fleet, child: &str) -> Result<&'static str> {
+        let status = fleet.status().await?;
+        let child = status.children.into_iter().find(|c| c.name == child).context("no such child")?;
+        Ok(match child.state {
+            State::Starting { .. } => "starting",
+            State::Running { .. } => "running",
+            State::Failed(_) => "failed",
+            _ => "other",
+        })
+    }
+
+    pub(crate) async fn text(&self, fleet: &Fleet, child: &str) -> Result<String> {
+        let status = fleet.status().await?;
+        Ok(status.children.into_iter().find(|c| c.name == child).context("no such child")?.status_text)
+    }
+}
+
+fn plan(behaviours: &Behaviours) -> Plan {
+    let runtime_dir = behaviours.runtime_dir.clone();
+    let config = move |name: &str, role: &str, behaviour: &str, model: &str| {
+        let config = child::Config {
+            name: name.to_owned(),
+            role: role.to_owned(),
+            runtime_dir: runtime_dir.clone(),
+            behaviour: behaviour.to_owned(),
+            model: model.to_owned(),
+        };
+        toml::Table::try_from(config).expect("a configuration is a table")
+    };
+    let worker = behaviours.worker.clone();
+    Plan {
+        weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
+        router: config("router", "router", &behaviours.router, ""),
+        http_address: "127.0.0.1:0".to_owned(),
+        models: vec![ModelPlan {
+            name: "m".to_owned(),
+            path: "/m.gguf".into(),
+            workers: 2,
+            device: "host".to_owned(),
+            pack: true,
+        }],
+        worker: Arc::new(move |slot: &WorkerSlot| config(&slot.name(), "worker", &worker, &slot.model)),
+    }
+}
+
+pub(crate) fn supervisor_main(mut arguments: impl Iterator<Item = OsString>) {
+    let path = arguments.next().expect("supervisor FILE");
+    let behaviours: Behaviours = service::config::load(path.as_ref()).expect("configuration");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+    runtime.block_on(async {
+        let shutdown = Shutdown::install().expect("signals");
+        let claimed = ClaimedRuntimeDir::claim(Some(&behaviours.runtime_dir)).expect("runtime directory");
+        let fleet = Fleet::start(plan(&behaviours), claimed, Notify::nobody(), Vec::new()).await;
+        let mut fleet = fleet.expect("fleet");
+        tokio::select! {
+            () = shutdown.requested() => fleet.stop().await,
+            () = fleet.stopped() => return,
+        }
+        fleet.stopped().await;
+    });
+}
