@@ -77,14 +77,15 @@ impl EngineConfig {
         if block_bytes == 0 {
             return Err(ConfigError::NoLayers);
         }
+        let needed_bytes = 2 * block_bytes;
         let blocks = match self.kv {
-            KvBudget::Tokens(tokens) => tokens.div_ceil(self.block_tokens) as u64 + 1,
-            KvBudget::Bytes(bytes) => bytes / block_bytes,
+            KvBudget::Tokens(0) => return Err(ConfigError::Zero { field: "kv_tokens" }),
+            KvBudget::Tokens(tokens) => (tokens.div_ceil(self.block_tokens) as u64).saturating_add(1),
+            KvBudget::Bytes(budget_bytes) if budget_bytes < needed_bytes => {
+                return Err(ConfigError::BudgetTooSmall { budget_bytes, needed_bytes });
+            }
+            KvBudget::Bytes(budget_bytes) => budget_bytes / block_bytes,
         };
-        if blocks < 2 {
-            let budget_bytes = blocks * block_bytes;
-            return Err(ConfigError::BudgetTooSmall { budget_bytes, needed_bytes: 2 * block_bytes });
-        }
         // A KV slot, the index of a token in the cache, is a u32.
         let tokens = blocks.saturating_mul(self.block_tokens as u64);
         if tokens > u64::from(u32::MAX) {

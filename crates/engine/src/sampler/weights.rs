@@ -115,12 +115,13 @@ mod tests {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
     }
 
+    /// The digest was computed with numpy's float32, operation by operation.
     #[test]
     fn exp_gives_the_same_bits_everywhere() {
         let digest = (0..=8_700).fold(0_u32, |hash, i| {
             hash.rotate_left(5).wrapping_mul(0x9E37_79B9) ^ exp(-(i as f32) * 0.01).to_bits()
         });
-        assert_eq!(digest, 0);
+        assert_eq!(digest, 0xe00f_a7be);
     }
 
     #[test]
@@ -147,6 +148,6 @@ mod tests {
             }
         }
         assert_eq!(weights.pick(0.0), 1);
-        assert_eq!(weights.pick(1.0 - f64::EPSILON), 2999 - 1);
+        assert_eq!(weights.pick(1.0 - f64::EPSILON), 2999);
     }
 }

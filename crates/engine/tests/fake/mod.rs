@@ -1,0 +1,222 @@
+//! A model that costs nothing and notices every mistake in a step, and an oracle that knows its output without an engine.
+//!
+//! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token
+//! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
+
+use engine::sampler::{Draw, LogProbs, Sampler, TokenCounts};
+use engine::{
+    Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplingParams, StopConditions,
+};
+use models::Model;
+use ops::{Backend, HostTensor, KvLayer, KvType, OpError, Reference, Step};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+pub(crate) const VOCAB: usize = 50;
+
+pub(crate) struct FakeModel {
+    block_tokens: usize,
+    context: usize,
+    /// Per KV slot: position and hash of the tokens up to it.
+    cache: HashMap<u32, (u32, u64)>,
+    logits: Option<HostTensor>,
+    /// Steps to go until one fails.
+    fail_after: Arc<AtomicUsize>,
+}
+
+impl FakeModel {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
+        Self {
+            block_tokens: config.block_tokens,
+            context: 200,
+            cache: HashMap::new(),
+            logits: None,
+            fail_after: Arc::new(AtomicUsize::new(usize::MAX)),
+        }
+    }
+
+    pub(crate) fn fail_after(&self) -> Arc<AtomicUsize> {
+        self.fail_after.clone()
+    }
+}
+
+fn chain(parent: u64, token: u32) -> u64 {
+    let mixed = (parent ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) ^ mixed >> 32
+}
+
+/// Logits between -3 and 3.
+fn logits(state: u64) -> Vec<f32> {
+    (0..VOCAB as u32).map(|token| (chain(state, token + 7777) % 6001) as f32 / 1000.0 - 3.0).collect()
+}
+
+impl Model<Reference> for FakeModel {
+    fn vocab_size(&self) -> usize {
+        VOCAB
+    }
+
+    fn context_length(&self) -> usize {
+        self.context
+    }
+
+    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
+        vec![KvLayer { kv_heads: 1, head_dim: 4, kind }]
+    }
+
+    fn forward(
+        &mut self,
+        backend: &mut Reference,
+        _kv: &mut <Reference as Backend>::Kv,
+        step: &Step<'_>,
+    ) -> Result<&HostTensor, OpError> {
+        if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0 {
+            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1 });
+        }
+        let mut states = Vec::new();
+        for row in 0..step.rows() {
+            let position = step.positions[row];
+            let table = step.tables[step.sequences[row] as usize];
+            let slot = |position: u32| {
+                table[position as usize / self.block_tokens] * self.block_tokens as u32
+                    + position % self.block_tokens as u32
+            };
+            assert_eq!(step.kv_slots[row], slot(position));
+            assert_ne!(
+                table[position as usize / self.block_tokens],
+                0,
+                "a row is written to the trash block"
+            );
+            let parent = match position {
+                0 => 0,
+                _ => {
+                    for earlier in 0..position {
+                        let found = self.cache.get(&slot(earlier)).map(|cell| cell.0);
+                        assert_eq!(found, Some(earlier), "a key that is not there is read");
+                    }
+                    self.cache[&slot(position - 1)].1
+                }
+            };
+            let state = chain(parent, step.tokens[row]);
+            self.cache.insert(slot(position), (position, state));
+            states.push(state);
+        }
+        let host: Vec<f32> = step.outputs.iter().flat_map(|&row| logits(states[row as usize])).collect();
+        let mut tensor = backend.tensor(step.outputs.len().max(1), VOCAB)?;
+        backend.write(&mut tensor, step.outputs.len(), &host)?;
+        Ok(self.logits.insert(tensor))
+    }
+}
+
+/// What a request puts out: its tokens, the bits of their log-probabilities, and why it ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logprobs: Vec<(u32, Vec<(u32, u32)>)>,
+    pub(crate) reason: Option<FinishReason>,
+}
+
+impl Answer {
+    pub(crate) fn new() -> Self {
+        Self { tokens: Vec::new(), logprobs: Vec::new(), reason: None }
+    }
+
+    /// Adds an output of this request.
+    pub(crate) fn take(&mut self, output: Output) {
+        assert_eq!(self.reason, None, "an output after the last: {output:?}");
+        match output {
+            Output::Token(token) => {
+                self.tokens.push(token.token);
+                self.logprobs.extend(token.logprob.map(|logprob| bits(logprob, &token.top)));
+            }
+            Output::Finished { reason, .. } => self.reason = Some(reason),
+            _ => {}
+        }
+    }
+}
+
+fn bits(logprob: f32, top: &[(u32, f32)]) -> (u32, Vec<(u32, u32)>) {
+    (logprob.to_bits(), top.iter().map(|&(token, logprob)| (token, logprob.to_bits())).collect())
+}
+
+pub(crate) fn id_of(output: &Output) -> RequestId {
+    match *output {
+        Output::Admitted { id, .. }
+        | Output::Logits { id, .. }
+        | Output::Scored { id, .. }
+        | Output::Finished { id, .. } => id,
+        Output::Token(ref token) => token.id,
+    }
+}
+
+/// The fake model's answer, token by token from the whole sequence.
+pub(crate) fn oracle(request: &Request) -> Answer {
+    let mut answer = Answer::new();
+    let mut tokens = request.prompt.clone();
+    let own = tokens.len() - request.prior_output;
+    while answer.reason.is_none() {
+        let row = logits(tokens.iter().fold(0, |state, &token| chain(state, token)));
+        let counts = TokenCounts::new(&tokens[..own], &tokens[own..]);
+        let early = tokens.len() - own < request.stop.min_tokens as usize;
+        let draw = Draw {
+            params: &request.sampling,
+            choice: request.choice,
+            position: tokens.len(),
+            counts: Some(&counts),
+            ruled_out: if early { &request.stop.stop_tokens } else { &[] },
+        };
+        let token = Sampler::default().sample(&row, &draw).unwrap();
+        if request.stop.stop_tokens.contains(&token) {
+            answer.reason = Some(FinishReason::Stop(token));
+            break;
+        }
+        tokens.push(token);
+        answer.tokens.push(token);
+        if let Some(count) = request.logprobs {
+            let row = LogProbs::new(&row).unwrap();
+            answer.logprobs.push(bits(row.of(token), &row.top(count.into())));
+        }
+        if request.stop.max_tokens == Some((tokens.len() - own) as u32) {
+            answer.reason = Some(FinishReason::Length);
+        }
+    }
+    answer
+}
+
+pub(crate) fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
+    Request {
+        id: RequestId(id),
+        prompt,
+        prior_output: 0,
+        sampling: SamplingParams { seed: id, ..SamplingParams::default() },
+        stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
+        logprobs: None,
+        choice: 0,
+        sampler_state: Default::default(),
+        deadline: None,
+        priority: 0,
+        scope: Default::default(),
+    }
+}
+
+/// Steps until nothing is left; all outputs in order.
+pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<Output> {
+    let mut out = Vec::new();
+    while engine.has_work() {
+        let report = engine.step(Duration::ZERO, &mut out).unwrap();
+        assert!(report.rows > 0, "a step with work did nothing");
+    }
+    engine.check_integrity().unwrap();
+    assert_eq!(engine.stats().kv_blocks_used, 0);
+    out
+}
+
+/// Outputs of each request, put together.
+pub(crate) fn answers(outputs: Vec<Output>) -> HashMap<RequestId, Answer> {
+    let mut answers: HashMap<RequestId, Answer> = HashMap::new();
+    for output in outputs {
+        answers.entry(id_of(&output)).or_insert_with(Answer::new).take(output);
+    }
+    answers
+}

@@ -1,0 +1,174 @@
+//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival
+//! and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
+
+#[expect(dead_code, reason = "other tests use the rest")]
+mod fake;
+
+use engine::{Engine, EngineConfig, KvBudget, Output, Request, SamplingParams, StopConditions};
+use fake::{Answer, FakeModel, VOCAB, answers, id_of, oracle, request, run_out};
+use ops::{KvType, Reference};
+use proptest::prelude::*;
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+fn config() -> impl Strategy<Value = EngineConfig> {
+    (1..9_usize, 12..40_usize, 1..7_usize, 0..20_usize, 1..20_usize, any::<bool>()).prop_map(
+        |(block_tokens, kv_blocks, running_max, more_rows, prefill_chunk_max, prefix_cache)| EngineConfig {
+            block_tokens,
+            kv_type: KvType::F32,
+            step_tokens: running_max + more_rows,
+            prefill_chunk_max,
+            running_max,
+            prefix_cache,
+            // The longest request takes 60 tokens; most of the time several want that much.
+            ..EngineConfig::new(KvBudget::Tokens((kv_blocks * block_tokens).max(62)))
+        },
+    )
+}
+
+fn params() -> impl Strategy<Value = SamplingParams> {
+    let maybe = |off: f32, range: std::ops::Range<f32>| prop_oneof![Just(off), range];
+    (
+        (
+            prop_oneof![Just(0.0_f32), Just(1.0), 0.1..2.0_f32],
+            0..10_u32,
+            maybe(1.0, 0.1..1.0),
+            maybe(0.0, 0.0..0.5),
+        ),
+        (maybe(1.0, 0.5..2.0), maybe(0.0, -2.0..2.0), maybe(0.0, -2.0..2.0)),
+        prop::collection::btree_map(0..VOCAB as u32, -5.0..5.0_f32, 0..3),
+        any::<u64>(),
+    )
+        .prop_map(|((temperature, top_k, top_p, min_p), penalties, bias, seed)| SamplingParams {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty: penalties.0,
+            presence_penalty: penalties.1,
+            frequency_penalty: penalties.2,
+            logit_bias: bias.into_iter().collect(),
+            seed,
+        })
+}
+
+/// Prompts are heads of two common texts with a tail of their own, so that prefixes are shared.
+fn one_request() -> impl Strategy<Value = Request> {
+    let prompt = (0..2_u32, 0..30_usize, prop::collection::vec(0..VOCAB as u32, 1..8));
+    let stop = (1..20_u32, 0..8_u32, prop::collection::vec(0..VOCAB as u32, 0..3));
+    (prompt, stop, params(), prop::option::of(0..4_u8), 0..3_u32, -1..2_i32).prop_map(
+        |(
+            (text, common, tail),
+            (max_tokens, min_tokens, stop_tokens),
+            sampling,
+            logprobs,
+            choice,
+            priority,
+        )| {
+            let mut prompt: Vec<u32> = (0..common as u32).map(|i| (i * 7 + text) % VOCAB as u32).collect();
+            prompt.extend(tail);
+            Request {
+                sampling,
+                stop: StopConditions { max_tokens: Some(max_tokens), min_tokens, stop_tokens },
+                logprobs,
+                choice,
+                priority,
+                ..request(0, prompt, max_tokens)
+            }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn tokens_do_not_depend_on_company(
+        config in config(),
+        requests in prop::collection::vec(one_request(), 1..16),
+        // Steps between one arrival and the next; requests whose stream is cut after so many tokens and resumed.
+        gaps in prop::collection::vec(0..4_usize, 16),
+        cuts in prop::collection::vec(prop::option::of(0..12_usize), 16),
+        held in prop::collection::vec(any::<bool>(), 64),
+    ) {
+        let mut engine = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config).unwrap();
+        let requests: Vec<Request> = requests
+            .into_iter()
+            .enumerate()
+            .map(|(index, request)| Request { id: engine::RequestId(index as u64), ..request })
+            .collect();
+        let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
+        let mut cuts: HashMap<_, _> =
+            requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
+        let mut got: HashMap<_, Answer> =
+            requests.iter().map(|request| (request.id, Answer::new())).collect();
+        let mut out = Vec::new();
+        let mut held = held.into_iter();
+        while engine.has_work() || !arrivals.is_empty() {
+            while let Some((gap, _)) = arrivals.front_mut() {
+                if *gap > 0 && engine.has_work() {
+                    *gap -= 1;
+                    break;
+                }
+                let (_, request) = arrivals.pop_front().unwrap();
+                engine.submit(request).unwrap();
+            }
+            if let Some(held) = held.next() {
+                engine.hold(engine::RequestId(0), held);
+            } else {
+                engine.hold(engine::RequestId(0), false);
+            }
+            let report = engine.step(Duration::ZERO, &mut out).unwrap();
+            prop_assert!(report.rows <= config.step_tokens);
+            engine.check_integrity().unwrap();
+            for output in out.drain(..) {
+                got.get_mut(&id_of(&output)).unwrap().take(output);
+            }
+            // A resume: cancelled here, sent again with what came so far.
+            for (index, request) in requests.iter().enumerate() {
+                let answer = got.get_mut(&request.id).unwrap();
+                if cuts.get(&request.id).is_some_and(|&cut| cut <= answer.tokens.len())
+                    && answer.reason.is_none()
+                    && engine.cancel(request.id, &mut out)
+                {
+                    cuts.remove(&request.id);
+                    out.clear();
+                    let mut resumed = request.clone();
+                    resumed.prompt.extend(&answer.tokens);
+                    resumed.prior_output = answer.tokens.len();
+                    arrivals.push_back((index % 3, resumed));
+                }
+            }
+        }
+        for request in &requests {
+            prop_assert_eq!(&got[&request.id], &oracle(request));
+        }
+        prop_assert_eq!(engine.stats().kv_blocks_used, 0);
+    }
+}
+
+/// The pressure above is real: this case preempts, shares and cuts prompts.
+#[test]
+fn pressure_preempts_and_answers_stay_the_same() {
+    let config = EngineConfig {
+        block_tokens: 4,
+        kv_type: KvType::F32,
+        step_tokens: 20,
+        prefill_chunk_max: 7,
+        running_max: 8,
+        ..EngineConfig::new(KvBudget::Tokens(120))
+    };
+    let requests: Vec<Request> =
+        (0..40_u64).map(|id| request(id, (0..10 + id as u32 % 7).map(|i| i % 5).collect(), 40)).collect();
+    let mut engine = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config).unwrap();
+    for request in &requests {
+        engine.submit(request.clone()).unwrap();
+    }
+    let outputs: Vec<Output> = run_out(&mut engine);
+    let stats = engine.stats();
+    assert!(stats.preemptions > 10 && stats.prompt_tokens_cached > 100 && stats.evictions > 10, "{stats:?}");
+    let got = answers(outputs);
+    for request in &requests {
+        assert_eq!(got[&request.id], oracle(request), "{}", request.id);
+    }
+}
