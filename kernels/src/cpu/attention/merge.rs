@@ -1,0 +1,50 @@
+//! Results of splits: `[largest score, sum of shares, values times shares ..]` per query; no keys: sum 0.
+
+use crate::cpu::math;
+use crate::cpu::simd::{Kernel, Simd};
+
+/// Adds the split `partial` to the splits before it, for each query.
+pub(super) struct Merge<'a> {
+    pub(super) total: &'a mut [f32],
+    pub(super) partial: &'a [f32],
+    pub(super) width: usize,
+}
+
+impl Kernel for Merge<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let queries = self.total.chunks_exact_mut(self.width).zip(self.partial.chunks_exact(self.width));
+        for (total, partial) in queries {
+            // The query does not see this split.
+            if partial[1] == 0.0 {
+                continue;
+            }
+            let largest = total[0].max(partial[0]);
+            let (old, new) = (math::exp_one(s, total[0] - largest), math::exp_one(s, partial[0] - largest));
+            total[0] = largest;
+            for (total, partial) in total[1..].iter_mut().zip(&partial[1..]) {
+                *total = *total * old + partial * new;
+            }
+        }
+    }
+}
+
+/// `out = values / sum of shares`.
+pub(super) struct Finish<'a> {
+    pub(super) total: &'a [f32],
+    pub(super) out: &'a mut [f32],
+}
+
+impl Kernel for Finish<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let sum = self.total[1];
+        for (out, value) in self.out.iter_mut().zip(&self.total[2..]) {
+            *out = value / sum;
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! Causal attention over paged keys and values.
+//!
+//! # The order of operations
+//! Keys are cut into splits at absolute multiples of [`SPLIT`] positions. In a split, for each query: a score is the sum
+//! over dimensions, ascending, by fused multiply-adds, then times the scale; shares are `exp(score - largest)`; their sum
+//! is formed in 16 lanes by position; values times shares are added by fused multiply-adds, positions ascending.
+//! Splits are merged in ascending order. So a query's result depends on its keys and values only, not on the tile, the
+//! block size, the chunk or the thread it was computed in.
+//!
+//! # How it is computed
+//! Queries of neighbouring rows of a sequence and of the heads that share a kv head form a tile, so that keys and values
+//! are converted once for up to eight queries. Tiles and kv heads are the pieces for the threads; where these are too few
+//! (one long sequence, many threads), the splits are too.
+
+mod merge;
+mod split;
+
+use super::kv::{Kv, LayerView};
+use super::pool::Pool;
+use super::step::Rows;
+use super::tensor::SharedRows;
+use super::{Isa, element};
+use merge::{Finish, Merge};
+use ops::{AttentionSpec, KvType, OpError};
+use split::{Query, Split, SplitScratch};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Positions per split. Scores of a tile's split (8 KiB) and a split's keys and values fit in L2 together.
+pub(super) const SPLIT: usize = 256;
+/// Queries of a tile: eight accumulators hide the latency of a fused multiply-add on two pipes.
+const TILE: usize = 8;
+/// With fewer pieces per thread than this, splits become pieces too.
+const PIECES_PER_THREAD: usize = 2;
+
+/// Room that is kept from call to call.
+#[derive(Default)]
+pub(super) struct Buffers {
+    threads: Vec<Mutex<Scratch>>,
+    /// Results of splits that are pieces of their own.
+    partials: Vec<f32>,
+}
+
+#[derive(Default)]
+struct Scratch {
+    split: SplitScratch,
+    partial: Vec<f32>,
+    total: Vec<f32>,
+}
+
+/// What an op call is about.
+pub(super) struct Call<'a> {
+    pub(super) isa: Isa,
+    pub(super) step: &'a Rows,
+    pub(super) view: LayerView<'a>,
+    pub(super) spec: &'a AttentionSpec,
+    /// Rows of all heads.
+    pub(super) queries: &'a [f32],
+    pub(super) out: SharedRows<f32>,
+}
+
+/// Rows whose sequences and cache blocks are fit to be read.
+pub(super) fn check(
+    op: &'static str,
+    step: &Rows,
+    kv: &Kv,
+    layer: usize,
+    tokens: usize,
+) -> Result<(), OpError> {
+    for rows in tiles(step, usize::MAX) {
+        let last = rows.clone().map(|r| step.positions[r]).max().unwrap_or(0) as usize;
+        let (table, index) = (step.table(rows.start), last / tokens);
+        let Some(read) = table.get(..=index) else {
+            let len = table.len();
+            return Err(OpError::Index { op, what: "entry of the block table", index, len });
+        };
+        kv.check_written(op, layer, read)?;
+    }
+    Ok(())
+}
+
+pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
+    let spec = call.spec;
+    let group = spec.heads / spec.kv_heads;
+    let tiles = tiles(call.step, (TILE / group).max(1));
+    let pieces: Vec<(Range<usize>, usize)> =
+        (0..spec.kv_heads).flat_map(|head| tiles.iter().map(move |tile| (tile.clone(), head))).collect();
+    buffers.threads.resize_with(pool.threads(), Mutex::default);
+    let Buffers { threads, partials } = buffers;
+    let threads = &threads[..];
+
+    let splits_of = |rows: &Range<usize>| {
+        let last = rows.clone().map(|r| call.step.positions[r]).max().unwrap_or(0);
+        last as usize / SPLIT + 1
+    };
+    let most_splits = tiles.iter().map(splits_of).max().unwrap_or(0);
+    let is_short_of_pieces = pieces.len() < PIECES_PER_THREAD * pool.threads() && pool.threads() > 1;
+    if most_splits <= 1 || !is_short_of_pieces {
+        pool.run(pieces.len(), &|piece, thread| {
+            let (rows, kv_head) = &pieces[piece];
+            let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
+            let Scratch { split: split_scratch, partial, total } = &mut *scratch;
+            let queries = call.queries_of(rows, *kv_head);
+            let width = call.partial_width();
+            partial.resize(queries.len() * width, 0.0);
+            total.resize(queries.len() * width, 0.0);
+            for split in 0..splits_of(rows) {
+                let into = if split == 0 { &mut *total } else { &mut *partial };
+                call.split(&queries, rows.start, *kv_head, split, into, split_scratch);
+                if split > 0 {
+                    call.isa.run(Merge { total, partial, width });
+                }
+            }
+            call.finish(rows, *kv_head, total);
+        });
+        return;
+    }
+
+    // Each split of each piece has a place of its own; merging follows when all are there.
+    let width = call.partial_width();
+    let mut places = Vec::new();
+    let mut len = 0;
+    for (index, (rows, _)) in pieces.iter().enumerate() {
+        let size = rows.len() * group * width;
+        for split in 0..splits_of(rows) {
+            places.push((index, split, len, size));
+            len += size;
+        }
+    }
+    partials.resize(len.max(partials.len()), 0.0);
+    let cols = partials.len();
+    let shared = SharedRows::new(partials, cols);
+    pool.run(places.len(), &|place, thread| {
+        let (index, split, at, size) = places[place];
+        let (rows, kv_head) = &pieces[index];
+        let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: `partials` is borrowed until this function ends, and places do not overlap.
+        let partial = unsafe { shared.part(0, at, size) };
+        let queries = call.queries_of(rows, *kv_head);
+        call.split(&queries, rows.start, *kv_head, split, partial, &mut scratch.split);
+    });
+    for same_piece in places.chunk_by(|a, b| a.0 == b.0) {
+        let (rows, kv_head) = &pieces[same_piece[0].0];
+        let (_, _, at, size) = same_piece[0];
+        let (total, rest) = partials[at..].split_at_mut(size);
+        for partial in rest.chunks_exact(size).take(same_piece.len() - 1) {
+            call.isa.run(Merge { total, partial, width });
+        }
+        call.finish(rows, *kv_head, total);
+    }
+}
+
+/// Runs of at most `rows_max` neighbouring rows of one sequence.
+fn tiles(step: &Rows, rows_max: usize) -> Vec<Range<usize>> {
+    let mut tiles: Vec<Range<usize>> = Vec::new();
+    for r in 0..step.len() {
+        match tiles.last_mut() {
+            Some(tile) if tile.len() < rows_max && step.sequences[tile.start] == step.sequences[r] => {
+                tile.end = r + 1;
+            }
+            _ => tiles.push(r..r + 1),
+        }
+    }
+    tiles
+}
+
+impl Call<'_> {
+    /// Largest score, sum of shares, and a head of values.
+    fn partial_width(&self) -> usize {
+        2 + self.spec.head_dim
+    }
+
+    /// Query heads of `kv_head` in each row.
+    fn queries_of(&self, rows: &Range<usize>, kv_head: usize) -> Vec<Query<'_>> {
+        let (dim, group) = (self.spec.head_dim, self.spec.heads / self.spec.kv_heads);
+        let heads = kv_head * group..(kv_head + 1) * group;
+        rows.clone()
+            .flat_map(|r| heads.clone().map(move |head| (r, head)))
+            .map(|(r, head)| Query {
+                values: &self.queries[(r * self.spec.heads + head) * dim..][..dim],
+                keys: self.step.positions[r] as usize + 1,
+            })
+            .collect()
+    }
+
+    fn split(
+        &self,
+        queries: &[Query<'_>],
+        row: usize,
+        kv_head: usize,
+        split: usize,
+        partials: &mut [f32],
+        scratch: &mut SplitScratch,
+    ) {
+        let table = self.step.table(row);
+        let (view, scale) = (self.view, self.spec.scale);
+        let args =
+            split::Args { view, table, kv_head, queries, from: split * SPLIT, scale, partials, scratch };
+        match self.view.shape.kind {
+            KvType::F32 => self.isa.run(Split::<element::F32>::new(args)),
+            KvType::F16 => self.isa.run(Split::<element::F16>::new(args)),
+        }
+    }
+
+    fn finish(&self, rows: &Range<usize>, kv_head: usize, totals: &[f32]) {
+        let (dim, group) = (self.spec.head_dim, self.spec.heads / self.spec.kv_heads);
+        let totals = totals.chunks_exact(self.partial_width());
+        let heads = rows.clone().flat_map(|r| (0..group).map(move |i| (r, kv_head * group + i)));
+        for ((r, head), total) in heads.zip(totals) {
+            // SAFETY: the tensor is borrowed while `attend` runs, and a head of a row belongs to one piece.
+            let out = unsafe { self.out.part(r, head * dim, dim) };
+            self.isa.run(Finish { total, out });
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! [`Cpu`]: `ops::Backend` on the host. Checks shapes, then hands rows and pieces to the kernels.
+
+use super::kv::Kv;
+use super::pool::Pool;
+use super::product::{Input, Layer, multiply};
+use super::rope::Rope;
+use super::rows::{Add, AddNorm, Norm, NormHeads, NormInto, Rotate, Silu};
+use super::step::Rows;
+use super::tensor::{SharedRows, Tensor};
+use super::{Isa, attention, weight};
+use bytes::Bytes;
+use ops::{Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight};
+
+/// Values of a row op that make it worth waking the threads: some 10 us of work.
+const PARALLEL_VALUES: usize = 32 << 10;
+
+/// The fast host backend. Its threads end when it is dropped.
+pub struct Cpu {
+    isa: Isa,
+    pool: Pool,
+    step: Rows,
+    /// Steps begun so far; tells a `Rope` whether its angles are of this step.
+    steps: u64,
+    input: Input,
+    attention: attention::Buffers,
+}
+
+impl Cpu {
+    /// `threads` in all, counting the one that calls the ops, on the best instructions there are.
+    pub fn new(threads: usize) -> Result<Self, OpError> {
+        Self::with_isa(threads, Isa::best())
+    }
+
+    pub fn with_isa(threads: usize, isa: Isa) -> Result<Self, OpError> {
+        let pool =
+            Pool::new(threads).map_err(|source| OpError::Device { op: "threads", source: source.into() })?;
+        Ok(Self {
+            isa,
+            pool,
+            step: Rows::default(),
+            steps: 0,
+            input: Input::default(),
+            attention: attention::Buffers::default(),
+        })
+    }
+
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Calls `f` for every row, on all threads if the work is worth it.
+    fn each_row(&mut self, rows: usize, cols: usize, f: impl Fn(usize) + Sync) {
+        if rows * cols < PARALLEL_VALUES {
+            (0..rows).for_each(f);
+        } else {
+            self.pool.run(rows, &|r, _| f(r));
+        }
+    }
+}
+
+impl Backend for Cpu {
+    type Data = Bytes;
+    type Tensor = Tensor;
+    type Kv = Kv;
+    type Rope = Rope;
+
+    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
+        Tensor::new(rows_max, cols)
+    }
+
+    fn kv(&mut self, layout: &KvLayout) -> Result<Kv, OpError> {
+        Kv::new(layout)
+    }
+
+    fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
+        Ok(Rope::new(spec))
+    }
+
+    fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
+        self.steps += 1;
+        self.step.set(step)
+    }
+
+    fn embed(&mut self, table: &Weight<Self>, out: &mut Tensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "embed";
+        self.step.check(OP, rows)?;
+        out.check(OP, "columns of out", rows, table.cols())?;
+        for (r, &token) in self.step.tokens.iter().enumerate() {
+            weight::decode_row(OP, "token", table, token as usize, out.row_mut(r))?;
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm";
+        let weight = weight::vector(OP, "columns of x against the weight", weight, x.cols())?;
+        x.check(OP, "columns of x", rows, weight.len())?;
+        out.check(OP, "columns of out", rows, weight.len())?;
+        let (isa, cols) = (self.isa, x.cols());
+        let norm = Norm { weight: &weight, eps };
+        let shared = SharedRows::new(out.rows_mut(rows), cols);
+        self.each_row(rows, cols, |r| {
+            // SAFETY: `out` is borrowed by this function, and each call has another row.
+            let out = unsafe { shared.part(r, 0, cols) };
+            isa.run(NormInto { x: x.row(r), norm, out });
+        });
+        Ok(())
+    }
+
+    fn rms_norm_heads(
+        &mut self,
+        x: &mut Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm_heads";
+        let weight = weight::vector(OP, "values of a head", weight, weight.cols())?;
+        x.check_heads(OP, "columns of x", rows, weight.len())?;
+        let (isa, cols) = (self.isa, x.cols());
+        let norm = Norm { weight: &weight, eps };
+        let shared = SharedRows::new(x.rows_mut(rows), cols);
+        self.each_row(rows, cols, |r| {
+            // SAFETY: `x` is borrowed by this function, and each call has another row.
+            let x = unsafe { shared.part(r, 0, cols) };
+            isa.run(NormHeads { x, norm });
+        });
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "add";
+        x.check(OP, "columns of x", rows, y.cols())?;
+        y.check(OP, "columns of y", rows, x.cols())?;
+        self.isa.run(Add { x: x.rows_mut(rows), y: y.rows(rows) });
+        Ok(())
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        x: &mut Tensor,
+        y: &Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "add_rms_norm";
+        let weight = weight::vector(OP, "columns of x against the weight", weight, x.cols())?;
+        x.check(OP, "columns of x", rows, weight.len())?;
+        y.check(OP, "columns of y", rows, weight.len())?;
+        out.check(OP, "columns of out", rows, weight.len())?;
+        let (isa, cols) = (self.isa, y.cols());
+        let norm = Norm { weight: &weight, eps };
+        let (x, out) = (SharedRows::new(x.rows_mut(rows), cols), SharedRows::new(out.rows_mut(rows), cols));
+        self.each_row(rows, cols, |r| {
+            // SAFETY: both tensors are borrowed by this function, and each call has another row.
+            let (x, out) = unsafe { (x.part(r, 0, cols), out.part(r, 0, cols)) };
+            isa.run(AddNorm { x, y: y.row(r), norm, out });
+        });
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        layer: &Linear<Self>,
+        x: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        self.linears(x, &mut [(layer, out)], rows)
+    }
+
+    fn linears(
+        &mut self,
+        x: &Tensor,
+        layers: &mut [(&Linear<Self>, &mut Tensor)],
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "linear";
+        let mut biases = Vec::with_capacity(layers.len());
+        for (layer, out) in layers.iter() {
+            x.check(OP, "columns of x", rows, layer.n_in())?;
+            out.check(OP, "columns of out", rows, layer.n_out())?;
+            weight::row_bytes(OP, &layer.weight)?;
+            let dtype = layer.weight.dtype;
+            if dtype.activation().is_none() {
+                return Err(OpError::Type { op: OP, dtype });
+            }
+            let bias = layer.bias.as_ref();
+            biases.push(bias.map(|bias| weight::vector(OP, "bias length", bias, layer.n_out())).transpose()?);
+        }
+        let layers: Vec<Layer<'_>> = layers
+            .iter_mut()
+            .zip(&biases)
+            .map(|((layer, out), bias)| {
+                let (n_out, weight) = (layer.n_out(), &layer.weight);
+                let out = SharedRows::new(out.rows_mut(rows), n_out);
+                Layer { dtype: weight.dtype, bytes: &weight.data, n_out, bias: bias.as_deref(), out }
+            })
+            .collect();
+        multiply(self.isa, &mut self.pool, &mut self.input, x.rows(rows), x.cols(), &layers);
+        Ok(())
+    }
+
+    fn rope(&mut self, x: &mut Tensor, rope: &Rope, head_dim: usize, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "rope";
+        self.step.check(OP, rows)?;
+        x.check_heads(OP, "columns of x", rows, head_dim)?;
+        let pairs = rope.pairs();
+        if 2 * pairs > head_dim {
+            let (found, expected) = (2 * pairs, head_dim);
+            return Err(OpError::Shape { op: OP, what: "number of turning values", found, expected });
+        }
+        if pairs == 0 {
+            return Ok(());
+        }
+        let angles = rope.angles(self.steps, &self.step.positions);
+        let (cos, sin) = (&angles.cos[..], &angles.sin[..]);
+        let (isa, cols, adjacent) = (self.isa, x.cols(), rope.is_adjacent());
+        let shared = SharedRows::new(x.rows_mut(rows), cols);
+        self.each_row(rows, cols, |r| {
+            // SAFETY: `x` is borrowed by this function, and each call has another row.
+            let x = unsafe { shared.part(r, 0, cols) };
+            let (cos, sin) = (&cos[r * pairs..][..pairs], &sin[r * pairs..][..pairs]);
+            isa.run(Rotate { x, head_dim, adjacent, cos, sin });
+        });
+        Ok(())
+    }
+
+    fn kv_write(
+        &mut self,
+        kv: &mut Kv,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "kv_write";
+        self.step.check(OP, rows)?;
+        let shape = kv.view(OP, layer)?.shape;
+        let cols = shape.kv_heads * shape.head_dim;
+        keys.check(OP, "columns of keys", rows, cols)?;
+        values.check(OP, "columns of values", rows, cols)?;
+        let (isa, slots) = (self.isa, &self.step.kv_slots[..]);
+        let writer = kv.writer(OP, layer, slots)?;
+        let (keys, values) = (keys.rows(rows), values.rows(rows));
+        let write = |head| {
+            // SAFETY: `kv` is borrowed mutably by this function, and each call has another head.
+            unsafe { writer.write(isa, head, slots, keys, values) }
+        };
+        if rows * cols < PARALLEL_VALUES {
+            (0..shape.kv_heads).for_each(write);
+        } else {
+            self.pool.run(shape.kv_heads, &|head, _| write(head));
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        kv: &Kv,
+        layer: usize,
+        queries: &Tensor,
+        spec: &AttentionSpec,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "attention";
+        self.step.check(OP, rows)?;
+        let view = kv.view(OP, layer)?;
+        for (what, found, expected) in [
+            ("kv_heads", spec.kv_heads, view.shape.kv_heads),
+            ("head_dim", spec.head_dim, view.shape.head_dim),
+            ("remainder of heads / kv_heads", spec.heads % spec.kv_heads.max(1), 0),
+        ] {
+            if found != expected {
+                return Err(OpError::Shape { op: OP, what, found, expected });
+            }
+        }
+        let cols = spec.heads * spec.head_dim;
+        queries.check(OP, "columns of queries", rows, cols)?;
+        out.check(OP, "columns of out", rows, cols)?;
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        attention::check(OP, &self.step, kv, layer, view.block_tokens)?;
+        let (queries, out) = (queries.rows(rows), SharedRows::new(out.rows_mut(rows), cols));
+        let call = attention::Call { isa: self.isa, step: &self.step, view, spec, queries, out };
+        attention::attend(&mut self.pool, &mut self.attention, &call);
+        Ok(())
+    }
+
+    fn gated(
+        &mut self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "gated";
+        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
+            tensor.check(OP, what, rows, out.cols())?;
+        }
+        out.check(OP, "columns of out", rows, gate.cols())?;
+        let (isa, cols) = (self.isa, gate.cols());
+        let shared = SharedRows::new(out.rows_mut(rows), cols);
+        self.each_row(rows, cols, |r| {
+            // SAFETY: `out` is borrowed by this function, and each call has another row.
+            let out = unsafe { shared.part(r, 0, cols) };
+            match activation {
+                Activation::Silu => isa.run(Silu { gate: gate.row(r), up: up.row(r), out }),
+            }
+        });
+        Ok(())
+    }
+
+    fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
+        weight::expert("expert", stack, index)
+    }
+
+    fn gather_outputs(&mut self, x: &Tensor, out: &mut Tensor) -> Result<(), OpError> {
+        const OP: &str = "gather_outputs";
+        x.check(OP, "columns of x", self.step.len(), out.cols())?;
+        out.check(OP, "columns of out", self.step.outputs.len(), x.cols())?;
+        for (i, &r) in self.step.outputs.iter().enumerate() {
+            out.row_mut(i).copy_from_slice(x.row(r as usize));
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, x: &mut Tensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
+        x.check_host("write", rows, host.len())?;
+        x.rows_mut(rows).copy_from_slice(host);
+        Ok(())
+    }
+
+    fn read(&mut self, x: &Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
+        x.check_host("read", rows, host.len())?;
+        host.copy_from_slice(x.rows(rows));
+        Ok(())
+    }
+}

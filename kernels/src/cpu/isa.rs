@@ -1,0 +1,66 @@
+//! Which instruction set the kernels run on. All give the same bits; see the head of `simd.rs`.
+
+use super::portable::Portable;
+use super::simd::{Kernel, Simd};
+#[cfg(target_arch = "x86_64")]
+use super::x86::{Avx2, Avx512};
+use std::fmt;
+
+/// An instruction set that this processor was found to have.
+#[derive(Clone, Copy, Debug)]
+pub struct Isa(Kind);
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+}
+
+impl Isa {
+    /// All that this processor has, the slowest first.
+    pub fn available() -> Vec<Self> {
+        let mut kinds = vec![Kind::Portable(Portable)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            kinds.extend(Avx2::detect().map(Kind::Avx2));
+            kinds.extend(Avx512::detect().map(Kind::Avx512));
+        }
+        kinds.into_iter().map(Self).collect()
+    }
+
+    /// The fastest that this processor has.
+    pub fn best() -> Self {
+        Self::available().pop().unwrap_or(Self(Kind::Portable(Portable)))
+    }
+
+    /// For logs, and for the fingerprint of a worker.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+        }
+    }
+
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Kind::Portable(s) => s.vectorize(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(s) => s.vectorize(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(s) => s.vectorize(kernel),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

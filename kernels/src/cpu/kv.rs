@@ -1,0 +1,221 @@
+//! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never written cost nothing.
+//!
+//! A block holds all layers one after the other, each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`:
+//! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load.
+
+use super::element::{F16, F32, Stored};
+use super::simd::{Kernel, Simd};
+use memmap2::{MmapMut, MmapOptions};
+use ops::{KvLayer, KvLayout, KvType, OpError};
+use std::marker::PhantomData;
+
+/// Layers start at multiples of this, a cache line.
+const ALIGN: usize = 64;
+
+pub struct Kv {
+    layout: KvLayout,
+    memory: MmapMut,
+    block_bytes: usize,
+    /// Where each layer starts in a block.
+    layer_offsets: Vec<usize>,
+    /// By layer, then by block.
+    written: Vec<Vec<bool>>,
+    used_bytes: u64,
+}
+
+/// One layer of a cache.
+#[derive(Clone, Copy)]
+pub(super) struct LayerView<'a> {
+    pub(super) memory: &'a [u8],
+    pub(super) block_bytes: usize,
+    /// Where the layer starts in a block.
+    pub(super) offset: usize,
+    pub(super) block_tokens: usize,
+    pub(super) shape: KvLayer,
+}
+
+impl LayerView<'_> {
+    /// Byte of the keys of dimension 0 of `head` at the first token of `block`.
+    #[inline(always)]
+    pub(super) fn keys_at(&self, block: usize, head: usize) -> usize {
+        let head_values = self.shape.head_dim * self.block_tokens;
+        block * self.block_bytes + self.offset + head * head_values * self.shape.kind.bytes()
+    }
+
+    /// Byte of the value of `head` at the first token of `block`.
+    #[inline(always)]
+    pub(super) fn values_at(&self, block: usize, head: usize) -> usize {
+        self.keys_at(block, self.shape.kv_heads + head)
+    }
+}
+
+impl Kv {
+    pub(super) fn new(layout: &KvLayout) -> Result<Self, OpError> {
+        const OP: &str = "kv";
+        if layout.block_tokens == 0 {
+            return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
+        }
+        let memory = |bytes: usize| OpError::Memory { op: OP, what: "keys and values", bytes: bytes as u64 };
+        let mut layer_offsets = Vec::with_capacity(layout.layers.len());
+        let mut block_bytes = 0_usize;
+        for layer in &layout.layers {
+            layer_offsets.push(block_bytes);
+            let bytes = layer.token_bytes().checked_mul(layout.block_tokens);
+            let end = bytes.and_then(|bytes| block_bytes.checked_add(bytes));
+            block_bytes =
+                end.and_then(|end| end.checked_next_multiple_of(ALIGN)).ok_or(memory(usize::MAX))?;
+        }
+        let len = block_bytes.checked_mul(layout.blocks).ok_or(memory(usize::MAX))?;
+        let memory =
+            MmapOptions::new().len(len.max(1)).no_reserve_swap().map_anon().map_err(|_| memory(len))?;
+        let written = layout.layers.iter().map(|_| vec![false; layout.blocks]).collect();
+        Ok(Self { layout: layout.clone(), memory, block_bytes, layer_offsets, written, used_bytes: 0 })
+    }
+
+    /// Bytes of the blocks that have been written, without the rest of their pages.
+    pub fn used_bytes(&self) -> u64 {
+        self.used_bytes
+    }
+
+    pub(super) fn view(&self, op: &'static str, layer: usize) -> Result<LayerView<'_>, OpError> {
+        let len = self.layout.layers.len();
+        let shape =
+            *self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
+        Ok(LayerView {
+            memory: &self.memory,
+            block_bytes: self.block_bytes,
+            offset: self.layer_offsets[layer],
+            block_tokens: self.layout.block_tokens,
+            shape,
+        })
+    }
+
+    /// That blocks `table` exist and have been written.
+    pub(super) fn check_written(&self, op: &'static str, layer: usize, table: &[u32]) -> Result<(), OpError> {
+        let written = &self.written[layer];
+        for &block in table {
+            match written.get(block as usize) {
+                Some(true) => {}
+                Some(false) => return Err(OpError::Unwritten { op, block: block as usize }),
+                None => {
+                    let (index, len) = (block as usize, written.len());
+                    return Err(OpError::Index { op, what: "block", index, len });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Marks the blocks of `slots` as written and gives a writer for them.
+    pub(super) fn writer(
+        &mut self,
+        op: &'static str,
+        layer: usize,
+        slots: &[u32],
+    ) -> Result<LayerWriter, OpError> {
+        let (tokens, len) = (self.layout.block_tokens, self.layout.blocks);
+        let blocks = || slots.iter().map(|&slot| slot as usize / tokens);
+        if let Some(index) = blocks().find(|&block| block >= len) {
+            return Err(OpError::Index { op, what: "block", index, len });
+        }
+        let view = self.view(op, layer)?;
+        let layer_bytes = (view.shape.token_bytes() * tokens) as u64;
+        let (block_bytes, offset, shape) = (view.block_bytes, view.offset, view.shape);
+        for block in blocks() {
+            if !std::mem::replace(&mut self.written[layer][block], true) {
+                self.used_bytes += layer_bytes;
+            }
+        }
+        let memory = self.memory.as_mut_ptr();
+        Ok(LayerWriter { memory, len: self.memory.len(), block_bytes, offset, block_tokens: tokens, shape })
+    }
+}
+
+/// Where to write keys and values of one layer.
+#[derive(Clone, Copy)]
+pub(super) struct LayerWriter {
+    memory: *mut u8,
+    len: usize,
+    block_bytes: usize,
+    offset: usize,
+    block_tokens: usize,
+    shape: KvLayer,
+}
+
+// SAFETY: a pointer to bytes; that threads write different heads is the contract of `Write`.
+unsafe impl Sync for LayerWriter {}
+
+/// Writes one head of several rows. Threads that write at the same time write different heads.
+pub(super) struct Write<'a, E> {
+    writer: LayerWriter,
+    head: usize,
+    slots: &'a [u32],
+    /// Rows of all heads.
+    keys: &'a [f32],
+    values: &'a [f32],
+    element: PhantomData<E>,
+}
+
+impl LayerWriter {
+    /// Writes `head` of each row into its slot.
+    ///
+    /// # Safety
+    /// The cache is still borrowed mutably for this use, and no other thread writes the same head meanwhile.
+    pub(super) unsafe fn write(
+        self,
+        isa: super::Isa,
+        head: usize,
+        slots: &[u32],
+        keys: &[f32],
+        values: &[f32],
+    ) {
+        match self.shape.kind {
+            KvType::F32 => {
+                isa.run(Write::<F32> { writer: self, head, slots, keys, values, element: PhantomData });
+            }
+            KvType::F16 => {
+                isa.run(Write::<F16> { writer: self, head, slots, keys, values, element: PhantomData });
+            }
+        }
+    }
+
+    /// `len` bytes at `at`, which lie in the head that the caller writes.
+    #[inline(always)]
+    fn bytes<'a>(self, at: usize, len: usize) -> &'a mut [u8] {
+        assert!(at + len <= self.len);
+        // SAFETY: inside the mapping by the assertion; exclusive by the contract of `write`, since all that `Write`
+        // asks for lies in its own head, and one slice is dropped before the next is made.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.add(at), len) }
+    }
+}
+
+impl<E: Stored> Kernel for Write<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let w = self.writer;
+        let (dim, tokens) = (w.shape.head_dim, w.block_tokens);
+        let row_values = w.shape.kv_heads * dim;
+        let head_bytes = dim * tokens * E::BYTES;
+        let rows = self.keys.chunks_exact(row_values).zip(self.values.chunks_exact(row_values));
+        for (&slot, (key, value)) in self.slots.iter().zip(rows) {
+            let (block, token) = (slot as usize / tokens, slot as usize % tokens);
+            let layer = block * w.block_bytes + w.offset;
+            let keys_at = layer + self.head * head_bytes + token * E::BYTES;
+            let values_at = layer + (w.shape.kv_heads + self.head) * head_bytes + token * dim * E::BYTES;
+            for d in (0..dim).step_by(16) {
+                let from = self.head * dim + d;
+                let count = 16.min(dim - d);
+                let mut bytes = [0; 64];
+                E::store(s, s.load_partial(&key[from..from + count]), &mut bytes);
+                for (i, key) in bytes.chunks_exact(E::BYTES).take(count).enumerate() {
+                    w.bytes(keys_at + (d + i) * tokens * E::BYTES, E::BYTES).copy_from_slice(key);
+                }
+                E::store(s, s.load_partial(&value[from..from + count]), &mut bytes);
+                let len = count * E::BYTES;
+                w.bytes(values_at + d * E::BYTES, len).copy_from_slice(&bytes[..len]);
+            }
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! [`Simd`] in plain Rust: for processors without AVX2, and for every other architecture (aarch64 compiles it to NEON).
+//!
+//! Limiting resource: on x86-64 without FMA each fused multiply is a library call; on aarch64 it is one instruction.
+
+use super::simd::{Kernel, Rows, Simd};
+use half::{bf16, f16};
+
+/// Needs no instructions beyond the target's baseline.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Portable;
+
+/// `[f(a[0], b[0]), ..]`.
+macro_rules! lanes {
+    (|$($x:ident),+| $value:expr) => {{
+        let mut out = [Default::default(); 16];
+        for i in 0..16 {
+            $(let $x = $x[i];)+
+            out[i] = $value;
+        }
+        out
+    }};
+}
+
+impl Simd for Portable {
+    type F = [f32; 16];
+    type I = [i32; 16];
+
+    #[inline(always)]
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+        kernel.run(self)
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [f32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; 16]) -> [f32; 16] {
+        *x
+    }
+    #[inline(always)]
+    fn store(self, x: [f32; 16], out: &mut [f32; 16]) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn add(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| a / b)
+    }
+    #[inline(always)]
+    fn max(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
+        lanes!(|a, b, c| a.mul_add(b, c))
+    }
+    #[inline(always)]
+    fn sum(self, mut x: [f32; 16]) -> f32 {
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                x[i] += x[i + half];
+            }
+        }
+        x[0]
+    }
+    #[inline(always)]
+    fn largest(self, x: [f32; 16]) -> f32 {
+        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u8; 32]) -> [f32; 16] {
+        let x = x.as_chunks().0;
+        lanes!(|x| f16::from_le_bytes(x).to_f32())
+    }
+    #[inline(always)]
+    fn store_f16(self, x: [f32; 16], out: &mut [u8; 32]) {
+        for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
+            *out = f16::from_f32(x).to_le_bytes();
+        }
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[u8; 32]) -> [f32; 16] {
+        let x = x.as_chunks().0;
+        lanes!(|x| bf16::from_le_bytes(x).to_f32())
+    }
+
+    #[inline(always)]
+    fn int(self, x: i32) -> [i32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn load_int(self, x: &[i32; 16]) -> [i32; 16] {
+        *x
+    }
+    #[inline(always)]
+    fn store_int(self, x: [i32; 16], out: &mut [i32; 16]) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 64]) -> [i32; 16] {
+        let x = x.as_chunks().0;
+        lanes!(|x| i32::from_le_bytes(x))
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: [i32; 16], out: &mut [u8; 64]) {
+        for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
+            *out = x.to_le_bytes();
+        }
+    }
+    #[inline(always)]
+    fn add_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a.wrapping_add(b))
+    }
+    #[inline(always)]
+    fn sub_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a.wrapping_sub(b))
+    }
+    #[inline(always)]
+    fn mul_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a.wrapping_mul(b))
+    }
+    #[inline(always)]
+    fn and(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a & b)
+    }
+    #[inline(always)]
+    fn or(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a | b)
+    }
+    #[inline(always)]
+    fn xor(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        lanes!(|a, b| a ^ b)
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
+        lanes!(|x| x << N)
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
+        lanes!(|x| (x as u32 >> N) as i32)
+    }
+    #[inline(always)]
+    fn sar<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
+        lanes!(|x| x >> N)
+    }
+
+    #[inline(always)]
+    fn to_float(self, x: [i32; 16]) -> [f32; 16] {
+        lanes!(|x| x as f32)
+    }
+    #[inline(always)]
+    fn round(self, x: [f32; 16]) -> [i32; 16] {
+        lanes!(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    fn as_float(self, x: [i32; 16]) -> [f32; 16] {
+        lanes!(|x| f32::from_bits(x as u32))
+    }
+    #[inline(always)]
+    fn as_int(self, x: [f32; 16]) -> [i32; 16] {
+        lanes!(|x| x.to_bits() as i32)
+    }
+    #[inline(always)]
+    fn low_f16(self, x: [i32; 16]) -> [f32; 16] {
+        lanes!(|x| f16::from_bits(x as u16).to_f32())
+    }
+
+    #[inline(always)]
+    fn dot_u8(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
+        lanes!(|acc, w, a| {
+            let (w, a) = (w.to_le_bytes(), a.to_le_bytes());
+            let mut sum: i32 = acc;
+            for i in 0..4 {
+                sum = sum.wrapping_add(i32::from(w[i]) * i32::from(a[i] as i8));
+            }
+            sum
+        })
+    }
+    #[inline(always)]
+    fn dot_u7(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
+        self.dot_u8(acc, w, a)
+    }
+    #[inline(always)]
+    fn dot_i16(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
+        lanes!(|acc, w, a| {
+            let low = i32::from(w as i16) * i32::from(a as i16);
+            let high = (w >> 16) * (a >> 16);
+            acc.wrapping_add(low).wrapping_add(high)
+        })
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: Rows<'_>, at: usize) -> [[i32; 16]; 4] {
+        let mut out = [[0; 16]; 4];
+        for r in 0..16 {
+            let bytes: &[u8; 16] = rows.row(r, at);
+            for (out, word) in out.iter_mut().zip(bytes.as_chunks().0) {
+                out[r] = i32::from_le_bytes(*word);
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn prefetch(self, _bytes: &[u8]) {}
+}

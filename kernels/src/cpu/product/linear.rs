@@ -1,0 +1,245 @@
+//! Cuts a group of linear layers of one input into pieces for the threads, and walks the windows of a piece.
+
+use super::activation::{Round, Rounded32, Rounded256};
+use super::block32::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use super::block256::{Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
+use super::float;
+use super::format::{Accumulate, Format, GROUP, Unpack};
+use crate::cpu::Isa;
+use crate::cpu::element::{Bf16, F16, F32};
+use crate::cpu::pool::Pool;
+use crate::cpu::simd::Rows;
+use crate::cpu::tensor::SharedRows;
+use bytemuck::{Pod, Zeroable};
+use quant::DType;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Up to this many activation rows, windows stay in L1 and the weights are the traffic that counts.
+const FEW_ROWS: usize = 8;
+/// Window of few rows: with the activations well inside 32 KiB of L1.
+const FEW_WINDOW_BYTES: usize = 8 << 10;
+/// Window of many rows: leaves half of 1 MiB of L2 to activations and results.
+const MANY_WINDOW_BYTES: usize = 256 << 10;
+/// Weight bytes that make a piece worth its counter: some 4 us at memory speed.
+const PIECE_BYTES: usize = 128 << 10;
+/// Pieces per thread, so that a thread that loses the processor delays the rest little.
+const PIECES_PER_THREAD: usize = 4;
+
+/// One linear layer. Its bytes are whole rows, checked.
+pub(in crate::cpu) struct Layer<'a> {
+    pub(in crate::cpu) dtype: DType,
+    pub(in crate::cpu) bytes: &'a [u8],
+    pub(in crate::cpu) n_out: usize,
+    pub(in crate::cpu) bias: Option<&'a [f32]>,
+    pub(in crate::cpu) out: SharedRows<f32>,
+}
+
+/// Activation rows, and room for what they are rounded to.
+#[derive(Default)]
+pub(in crate::cpu) struct Input {
+    rounded32: Vec<Rounded32>,
+    rounded256: Vec<Rounded256>,
+    scratch: Vec<Mutex<Scratch>>,
+}
+
+/// What a thread needs for itself.
+#[derive(Default)]
+struct Scratch {
+    windows: Vec<Line>,
+    /// Rows of a last group that has fewer than 16, padded.
+    padded: Vec<u8>,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// `out[r] = weight x[r] (+ bias)` for each layer; `x` is rows of `n_in` values. None of a type without a kernel.
+pub(in crate::cpu) fn multiply(
+    isa: Isa,
+    pool: &mut Pool,
+    input: &mut Input,
+    x: &[f32],
+    n_in: usize,
+    layers: &[Layer<'_>],
+) {
+    if x.is_empty() || n_in == 0 {
+        return;
+    }
+    let rows = x.len() / n_in;
+    let needs = |format| layers.iter().any(|layer| layer.dtype.activation() == Some(format));
+    if needs(DType::Q8_0) || needs(DType::Q8_1) {
+        round(pool, x, n_in, &mut input.rounded32, 32, |x, out| isa.run(Round { x, out }));
+    }
+    if needs(DType::Q8_K) {
+        round(pool, x, n_in, &mut input.rounded256, 256, |x, out| isa.run(Round { x, out }));
+    }
+    input.scratch.resize_with(pool.threads(), Mutex::default);
+
+    let mut pieces: Vec<(usize, Range<usize>)> = Vec::new();
+    for (index, layer) in layers.iter().enumerate() {
+        let groups = layer.n_out.div_ceil(GROUP);
+        let worthwhile = PIECE_BYTES * groups / layer.bytes.len().max(1);
+        let balanced = groups.div_ceil(PIECES_PER_THREAD * pool.threads());
+        let step = worthwhile.min(balanced).max(1);
+        pieces.extend((0..groups).step_by(step).map(|from| (index, from..(from + step).min(groups))));
+    }
+    let input = &*input;
+    pool.run(pieces.len(), &|piece, thread| {
+        let (index, groups) = &pieces[piece];
+        let layer = &layers[*index];
+        let mut scratch = input.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        let (r32, r256) = (&input.rounded32[..], &input.rounded256[..]);
+        let job = Job { isa, layer, groups: groups.clone(), rows, n_in };
+        match layer.dtype {
+            DType::F32 => float::product::<F32>(isa, layer, groups.clone(), x, n_in),
+            DType::F16 => float::product::<F16>(isa, layer, groups.clone(), x, n_in),
+            DType::BF16 => float::product::<Bf16>(isa, layer, groups.clone(), x, n_in),
+            DType::Q8_0 => job.product::<Q8_0>(r32, &mut scratch),
+            DType::Q4_0 => job.product::<Q4_0>(r32, &mut scratch),
+            DType::Q4_1 => job.product::<Q4_1>(r32, &mut scratch),
+            DType::Q5_0 => job.product::<Q5_0>(r32, &mut scratch),
+            DType::Q5_1 => job.product::<Q5_1>(r32, &mut scratch),
+            DType::Q2_K => job.product::<Q2_K>(r256, &mut scratch),
+            DType::Q3_K => job.product::<Q3_K>(r256, &mut scratch),
+            DType::Q4_K => job.product::<Q4_K>(r256, &mut scratch),
+            DType::Q5_K => job.product::<Q5_K>(r256, &mut scratch),
+            DType::Q6_K => job.product::<Q6_K>(r256, &mut scratch),
+            // The caller has checked that the type has an activation format, and these are all that do.
+            _ => {}
+        }
+    });
+}
+
+/// Rounds every row into `out`, several rows at once.
+fn round<B: Copy + Default + Send>(
+    pool: &mut Pool,
+    x: &[f32],
+    n_in: usize,
+    out: &mut Vec<B>,
+    block: usize,
+    round: impl Fn(&[f32], &mut [B]) + Sync,
+) {
+    let rows = x.len() / n_in;
+    out.resize(x.len() / block, B::default());
+    let blocks = n_in / block;
+    let shared = SharedRows::new(out, blocks);
+    pool.run(rows, &|r, _| {
+        // SAFETY: `out` is borrowed until the end of this function, and each piece takes another row.
+        let out = unsafe { shared.part(r, 0, blocks) };
+        round(&x[r * n_in..][..n_in], out);
+    });
+}
+
+/// A run of groups of one layer.
+struct Job<'a> {
+    isa: Isa,
+    layer: &'a Layer<'a>,
+    groups: Range<usize>,
+    rows: usize,
+    n_in: usize,
+}
+
+impl Job<'_> {
+    fn product<Q: Format>(&self, rounded: &[Q::Rounded], scratch: &mut Scratch) {
+        let blocks = self.n_in / Q::LEN;
+        let window_bytes = size_of::<Q::Window>();
+        let few = self.rows <= FEW_ROWS;
+        let budget = if few { FEW_WINDOW_BYTES } else { MANY_WINDOW_BYTES };
+        // Blocks of K in a window, and groups that stand in the windows together.
+        let depth = (budget / window_bytes).clamp(1, blocks);
+        let width = if few { 1 } else { (budget / window_bytes / depth).max(1) };
+
+        let lines = width * depth * window_bytes / size_of::<Line>();
+        if scratch.windows.len() < lines {
+            scratch.windows.resize(lines, Line::zeroed());
+        }
+        let windows: &mut [Q::Window] = bytemuck::cast_slice_mut(&mut scratch.windows[..lines]);
+
+        for first in self.groups.clone().step_by(width) {
+            let groups = first..(first + width).min(self.groups.end);
+            for from in (0..blocks).step_by(depth) {
+                let span = from..(from + depth).min(blocks);
+                for (group, windows) in groups.clone().zip(windows.chunks_mut(depth)) {
+                    self.unpack::<Q>(group, &span, &mut windows[..span.len()], &mut scratch.padded, few);
+                }
+                let mut row = 0;
+                while row < self.rows {
+                    let left = self.rows - row;
+                    for (group, windows) in groups.clone().zip(windows.chunks(depth)) {
+                        let windows = &windows[..span.len()];
+                        match left {
+                            8.. => self.accumulate::<Q, 8>(group, &span, windows, rounded, row),
+                            4.. => self.accumulate::<Q, 4>(group, &span, windows, rounded, row),
+                            2.. => self.accumulate::<Q, 2>(group, &span, windows, rounded, row),
+                            _ => self.accumulate::<Q, 1>(group, &span, windows, rounded, row),
+                        }
+                    }
+                    row += match left {
+                        8.. => 8,
+                        4.. => 4,
+                        2.. => 2,
+                        _ => 1,
+                    };
+                }
+            }
+        }
+    }
+
+    fn unpack<Q: Format>(
+        &self,
+        group: usize,
+        span: &Range<usize>,
+        windows: &mut [Q::Window],
+        padded: &mut Vec<u8>,
+        look_ahead: bool,
+    ) {
+        let row_bytes = self.n_in / Q::LEN * Q::BYTES;
+        let group_bytes = GROUP * row_bytes;
+        let bytes = &self.layer.bytes[group * group_bytes..];
+        let at = span.start * Q::BYTES;
+        if bytes.len() >= group_bytes {
+            // The next group's bytes in the order of memory, as many as are worked on here.
+            let next = group_bytes + GROUP * at;
+            let is_ours = look_ahead && group + 1 < self.groups.end;
+            let ahead = if is_ours { bytes.get(next..).unwrap_or_default() } else { &[] };
+            let rows = Rows { bytes: &bytes[..group_bytes], stride: row_bytes };
+            self.isa.run(Unpack::<Q> { rows, at, windows, ahead });
+        } else {
+            let span_bytes = span.len() * Q::BYTES;
+            padded.clear();
+            padded.resize(GROUP * span_bytes, 0);
+            for (row, padded) in bytes.chunks_exact(row_bytes).zip(padded.chunks_exact_mut(span_bytes)) {
+                padded.copy_from_slice(&row[at..][..span_bytes]);
+            }
+            let rows = Rows { bytes: padded, stride: span_bytes };
+            self.isa.run(Unpack::<Q> { rows, at: 0, windows, ahead: &[] });
+        }
+    }
+
+    fn accumulate<Q: Format, const C: usize>(
+        &self,
+        group: usize,
+        span: &Range<usize>,
+        windows: &[Q::Window],
+        rounded: &[Q::Rounded],
+        row: usize,
+    ) {
+        let blocks = self.n_in / Q::LEN;
+        let from = group * GROUP;
+        let len = GROUP.min(self.layer.n_out - from);
+        let bias = self.layer.bias.filter(|_| span.end == blocks).map(|bias| &bias[from..][..len]);
+        self.isa.run(Accumulate::<Q, C> {
+            windows,
+            rounded: std::array::from_fn(|c| &rounded[(row + c) * blocks..][..blocks][span.clone()]),
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one piece each, and the
+            // rows are different ones.
+            sums: std::array::from_fn(|c| unsafe { self.layer.out.part(row + c, from, len) }),
+            first: span.start == 0,
+            bias,
+            format: PhantomData,
+        });
+    }
+}

@@ -1,0 +1,27 @@
+//! Products of weight rows and activation rows.
+//!
+//! # The order of additions
+//! Quantised weights: int32 inside a block is exact; `y = ((0 + t_0) + t_1) + ..` over the blocks of a row, where `t_b`
+//! is the block's f32 term exactly as `quant::dot` forms it. So results are the same bits as those of `quant::dot`,
+//! whatever the number of rows, threads or instruction set.
+//! Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k` ascending, and lanes 8,
+//! 4, 2 and 1 apart are added at the end.
+//!
+//! # How it is computed
+//! Sixteen weight rows make a group, one lane each. A block of all 16 rows is transposed to "four bytes of row 0, four
+//! of row 1, ..." (`window`), so that one multiply-add of bytes serves 16 rows and needs no sums across lanes.
+//! With few activation rows a window is a few blocks in L1; with many it is some groups in L2, unpacked once and
+//! multiplied with every activation row. Windows hold the exact quants, never requantised ones.
+//!
+//! Cost on Zen 4, predicted: unpacking a block of 16 Q8_0 rows (544 bytes) takes about 40 cycles, memory delivers it in
+//! 63 (31.6 GB/s per core at 3.7 GHz), so one row runs at memory speed; with many rows 8 `vpdpbusd` of every 8 + 2
+//! slots of their ports are useful: 80% of 469 GOPS per core.
+
+mod activation;
+mod block256;
+mod block32;
+mod float;
+mod format;
+mod linear;
+
+pub(super) use linear::{Input, Layer, multiply};

@@ -1,0 +1,54 @@
+//! Cosines and sines of a step's positions, computed once per step and table, used by every layer.
+
+use super::math::sin_cos;
+use ops::{RopePairing, RopeSpec};
+use std::sync::Mutex;
+
+pub struct Rope {
+    spec: RopeSpec,
+    angles: Mutex<Angles>,
+}
+
+/// Of the rows of one step.
+#[derive(Default)]
+pub(super) struct Angles {
+    /// The step they were computed for; steps count from 1.
+    step: u64,
+    /// `pairs` values per row.
+    pub(super) cos: Vec<f32>,
+    pub(super) sin: Vec<f32>,
+}
+
+impl Rope {
+    pub(super) fn new(spec: &RopeSpec) -> Self {
+        Self { spec: spec.clone(), angles: Mutex::default() }
+    }
+
+    pub(super) fn pairs(&self) -> usize {
+        self.spec.inverse_frequencies.len()
+    }
+
+    pub(super) fn is_adjacent(&self) -> bool {
+        self.spec.pairing == RopePairing::Adjacent
+    }
+
+    /// The angles of `positions`, which are those of step number `step`.
+    pub(super) fn angles(&self, step: u64, positions: &[u32]) -> std::sync::MutexGuard<'_, Angles> {
+        let mut angles = self.angles.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if angles.step != step {
+            let Angles { cos, sin, .. } = &mut *angles;
+            cos.clear();
+            sin.clear();
+            let magnitude = f64::from(self.spec.magnitude);
+            for &position in positions {
+                for &frequency in &self.spec.inverse_frequencies {
+                    let (s, c) = sin_cos(f64::from(position) * f64::from(frequency));
+                    cos.push((c * magnitude) as f32);
+                    sin.push((s * magnitude) as f32);
+                }
+            }
+            angles.step = step;
+        }
+        angles
+    }
+}

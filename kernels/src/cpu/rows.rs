@@ -1,0 +1,152 @@
+//! Ops on single rows: norms, sums, gates, rotations. They are small beside the products.
+
+use super::math;
+use super::simd::{Kernel, Simd};
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`, squares summed in 16 lanes.
+#[derive(Clone, Copy)]
+pub(super) struct Norm<'a> {
+    pub(super) weight: &'a [f32],
+    pub(super) eps: f32,
+}
+
+impl Norm<'_> {
+    #[inline(always)]
+    fn factor<S: Simd>(self, s: S, x: &[f32]) -> f32 {
+        let mut squares = s.splat(0.0);
+        for x in x.chunks(16) {
+            let x = s.load_partial(x);
+            squares = s.fma(x, x, squares);
+        }
+        1.0 / (s.sum(squares) / x.len() as f32 + self.eps).sqrt()
+    }
+}
+
+pub(super) struct NormInto<'a> {
+    pub(super) x: &'a [f32],
+    pub(super) norm: Norm<'a>,
+    pub(super) out: &'a mut [f32],
+}
+
+impl Kernel for NormInto<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let factor = s.splat(self.norm.factor(s, self.x));
+        let chunks = self.x.chunks(16).zip(self.norm.weight.chunks(16)).zip(self.out.chunks_mut(16));
+        for ((x, weight), out) in chunks {
+            s.store_partial(s.mul(s.mul(s.load_partial(x), factor), s.load_partial(weight)), out);
+        }
+    }
+}
+
+/// `x += y`, then the norm of `x`.
+pub(super) struct AddNorm<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) y: &'a [f32],
+    pub(super) norm: Norm<'a>,
+    pub(super) out: &'a mut [f32],
+}
+
+impl Kernel for AddNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        Add { x: self.x, y: self.y }.run(s);
+        NormInto { x: self.x, norm: self.norm, out: self.out }.run(s);
+    }
+}
+
+/// Every head of `weight.len()` values, in place.
+pub(super) struct NormHeads<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) norm: Norm<'a>,
+}
+
+impl Kernel for NormHeads<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for head in self.x.chunks_exact_mut(self.norm.weight.len()) {
+            let factor = s.splat(self.norm.factor(s, head));
+            for (x, weight) in head.chunks_mut(16).zip(self.norm.weight.chunks(16)) {
+                s.store_partial(s.mul(s.mul(s.load_partial(x), factor), s.load_partial(weight)), x);
+            }
+        }
+    }
+}
+
+/// `x += y`.
+pub(super) struct Add<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) y: &'a [f32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        for (x, y) in self.x.iter_mut().zip(self.y) {
+            *x += y;
+        }
+    }
+}
+
+/// `out = gate / (1 + exp(-gate)) * up`.
+pub(super) struct Silu<'a> {
+    pub(super) gate: &'a [f32],
+    pub(super) up: &'a [f32],
+    pub(super) out: &'a mut [f32],
+}
+
+impl Kernel for Silu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for ((gate, up), out) in self.gate.chunks(16).zip(self.up.chunks(16)).zip(self.out.chunks_mut(16)) {
+            let gate = s.load_partial(gate);
+            let exp = math::exp(s, s.sub(s.splat(0.0), gate));
+            let silu = s.div(gate, s.add(s.splat(1.0), exp));
+            s.store_partial(s.mul(silu, s.load_partial(up)), out);
+        }
+    }
+}
+
+/// Turns the pairs of every head of `head_dim` values, in place.
+pub(super) struct Rotate<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) head_dim: usize,
+    pub(super) adjacent: bool,
+    /// One value per pair.
+    pub(super) cos: &'a [f32],
+    pub(super) sin: &'a [f32],
+}
+
+impl Kernel for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let pairs = self.cos.len();
+        for head in self.x.chunks_exact_mut(self.head_dim) {
+            let head = &mut head[..2 * pairs];
+            let angles = self.cos.iter().zip(self.sin);
+            if self.adjacent {
+                for (pair, (cos, sin)) in head.as_chunks_mut::<2>().0.iter_mut().zip(angles) {
+                    let [a, b] = *pair;
+                    *pair = [a * cos - b * sin, a * sin + b * cos];
+                }
+            } else {
+                let (low, high) = head.split_at_mut(pairs);
+                for ((a, b), (cos, sin)) in low.iter_mut().zip(high).zip(angles) {
+                    (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Linear layers against `ops::Reference`: quantised types bit for bit, float types within rounding, and the same bits
+//! for any number of rows and threads and on every instruction set.
+
+mod random;
+
+use bytes::Bytes;
+use kernels::{Cpu, Isa};
+use ops::{Backend, Linear, Reference, Weight};
+use quant::DType;
+use random::{DTYPES, Random};
+
+fn weight<B: Backend<Data = Bytes>>(dtype: DType, dims: &[usize], data: &Bytes) -> Weight<B> {
+    Weight { dtype, dims: dims.to_vec(), layout: 0, data: data.clone() }
+}
+
+struct Case {
+    dtype: DType,
+    n_in: usize,
+    n_out: usize,
+    data: Bytes,
+    bias: Option<Bytes>,
+    x: Vec<f32>,
+}
+
+impl Case {
+    fn new(random: &mut Random, dtype: DType, rows: usize, n_in: usize, n_out: usize) -> Self {
+        let is_plain = dtype.block_len() == 1;
+        let make = if is_plain || random.next() % 2 == 0 { random::encoded } else { random::arbitrary };
+        let data = make(random, dtype, n_in, n_out);
+        let bias = (random.next() % 2 == 0).then(|| random::encoded(random, DType::F32, n_out, 1));
+        let mut x = random.values(rows * n_in);
+        for row in x.chunks_mut(n_in) {
+            match random.next() % 6 {
+                0 => row.fill(0.0),
+                1 => row.iter_mut().for_each(|x| *x *= 1e-38),
+                2 => row.iter_mut().for_each(|x| *x *= 1e4),
+                3 => row[..n_in / 2].fill(0.0),
+                _ => {}
+            }
+        }
+        Self { dtype, n_in, n_out, data, bias, x }
+    }
+
+    fn run<B: Backend<Data = Bytes>>(&self, backend: &mut B, rows: std::ops::Range<usize>) -> Vec<f32> {
+        let dims = [self.n_in, self.n_out];
+        let layer = Linear {
+            weight: weight(self.dtype, &dims, &self.data),
+            bias: self.bias.as_ref().map(|bias| weight(DType::F32, &dims[1..], bias)),
+        };
+        let count = rows.len();
+        let mut x = backend.tensor(count, self.n_in).unwrap();
+        let mut out = backend.tensor(count, self.n_out).unwrap();
+        backend.write(&mut x, count, &self.x[rows.start * self.n_in..rows.end * self.n_in]).unwrap();
+        backend.linear(&layer, &x, &mut out, count).unwrap();
+        let mut host = vec![0.0; count * self.n_out];
+        backend.read(&out, count, &mut host).unwrap();
+        host
+    }
+
+    #[track_caller]
+    fn check(&self) {
+        let rows = self.x.len() / self.n_in;
+        let expected = self.run(&mut Reference::new(), 0..rows);
+        let exact = self.dtype.block_len() > 1;
+        let mut first: Option<Vec<f32>> = None;
+        for isa in Isa::available() {
+            for threads in 1..=3 {
+                let what = format!("{} {rows}x{}x{} {isa} {threads}", self.dtype, self.n_in, self.n_out);
+                let mut cpu = Cpu::with_isa(threads, isa).unwrap();
+                let found = self.run(&mut cpu, 0..rows);
+                if exact {
+                    assert_same(&found, &expected, &what);
+                } else {
+                    assert_close(&found, &expected, &what);
+                    assert_same(&found, first.get_or_insert(found.clone()), &what);
+                }
+                let row = rows / 2;
+                let alone = self.run(&mut cpu, row..row + 1);
+                assert_same(&alone, &found[row * self.n_out..(row + 1) * self.n_out], &what);
+            }
+        }
+    }
+}
+
+#[track_caller]
+fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len());
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+        assert!(same, "{what}: value {i} is {found:e}, expected {expected:e}");
+    }
+}
+
+#[track_caller]
+fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    let largest = expected.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let difference = (found - expected).abs();
+        assert!(difference <= 2e-6 * largest, "{what}: value {i} is {found:e}, expected {expected:e}");
+    }
+}
+
+#[test]
+fn products_are_those_of_the_reference() {
+    let mut random = Random(1);
+    for dtype in DTYPES {
+        let block = dtype.block_len();
+        for (rows, n_in, n_out) in
+            [(1, 256, 1), (1, 512, 17), (2, 1024, 33), (3, 256, 16), (7, 768, 40), (20, 512, 31)]
+        {
+            Case::new(&mut random, dtype, rows, n_in.max(block), n_out).check();
+        }
+    }
+}
+
+#[test]
+fn short_and_odd_rows_are_multiplied() {
+    let mut random = Random(2);
+    for dtype in DTYPES {
+        let block = dtype.block_len();
+        for n_in in [block, 3 * block, 5 * block] {
+            Case::new(&mut random, dtype, 5, n_in, 19).check();
+        }
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for n_in in [1, 15, 17, 24, 100] {
+            Case::new(&mut random, dtype, 6, n_in, 21).check();
+        }
+    }
+}
+
+#[test]
+fn long_rows_and_many_rows_are_multiplied() {
+    let mut random = Random(3);
+    for dtype in DTYPES {
+        Case::new(&mut random, dtype, 70, 512, 50).check();
+        Case::new(&mut random, dtype, 9, 4352, 18).check();
+    }
+    // More than one window of K at many rows.
+    for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
+        Case::new(&mut random, dtype, 10, 21_504, 16).check();
+    }
+}
+
+#[test]
+fn every_number_of_rows_gives_the_same_bits() {
+    let mut random = Random(4);
+    for dtype in [DType::Q8_0, DType::Q4_K, DType::F16] {
+        let case = Case::new(&mut random, dtype, 40, 512, 35);
+        let mut cpu = Cpu::new(2).unwrap();
+        let all = case.run(&mut cpu, 0..40);
+        for count in 1..40 {
+            let some = case.run(&mut cpu, 0..count);
+            assert_same(&some, &all[..count * 35], &format!("{dtype} {count}"));
+        }
+    }
+}
+
+#[test]
+fn a_group_of_layers_is_its_layers() {
+    let mut random = Random(5);
+    let cases: Vec<Case> = [DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16]
+        .into_iter()
+        .map(|dtype| Case::new(&mut random, dtype, 6, 512, 37))
+        .collect();
+    let mut cpu = Cpu::new(2).unwrap();
+    let mut x = cpu.tensor(6, 512).unwrap();
+    cpu.write(&mut x, 6, &cases[0].x).unwrap();
+    let layers: Vec<Linear<Cpu>> = cases
+        .iter()
+        .map(|case| Linear { weight: weight(case.dtype, &[512, 37], &case.data), bias: None })
+        .collect();
+    let mut outs: Vec<_> = layers.iter().map(|_| cpu.tensor(6, 37).unwrap()).collect();
+    let mut group: Vec<_> = layers.iter().zip(outs.iter_mut()).collect();
+    cpu.linears(&x, &mut group, 6).unwrap();
+    for (case, out) in cases.iter().zip(&outs) {
+        let single = Case { bias: None, x: cases[0].x.clone(), data: case.data.clone(), ..*case };
+        let mut found = vec![0.0; 6 * 37];
+        cpu.read(out, 6, &mut found).unwrap();
+        assert_same(&found, &single.run(&mut cpu, 0..6), &case.dtype.to_string());
+    }
+}
