@@ -1,0 +1,213 @@
+//! Shapes of real models, and small ones for tests.
+
+/// One model's numbers.
+#[derive(Debug)]
+pub(super) struct Shape {
+    pub(super) name: &'static str,
+    pub(super) family: Family,
+    pub(super) layers: u64,
+    pub(super) embedding: u64,
+    pub(super) feed_forward: u64,
+    pub(super) heads: u64,
+    pub(super) kv_heads: u64,
+    pub(super) head_size: u64,
+    /// Experts of a layer, how many of them a token uses, and their feed-forward size.
+    pub(super) experts: Option<(u64, u64, u64)>,
+    pub(super) vocabulary: u64,
+    /// The first of the special tokens.
+    pub(super) first_special: u64,
+    /// The output layer is the embedding.
+    pub(super) tied: bool,
+    pub(super) context: u64,
+    pub(super) rope_base: f32,
+    pub(super) epsilon: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Family {
+    Llama3,
+    Qwen3,
+}
+
+/// What a weight is for: types are chosen by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Embedding,
+    Output,
+    AttentionV { layer: u64 },
+    AttentionOutput,
+    FeedForwardDown { layer: u64 },
+    Other,
+}
+
+/// A tensor of a shape; without a role it stays in f32.
+pub(super) struct ShapeTensor {
+    pub(super) name: String,
+    pub(super) dims: Vec<u64>,
+    pub(super) role: Option<Role>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("no shape is called {name}; there are {}", SHAPES.iter().map(|shape| shape.name).collect::<Vec<_>>().join(", "))]
+pub(super) struct UnknownShape {
+    name: String,
+}
+
+const QWEN3: Shape = Shape {
+    name: "qwen3",
+    family: Family::Qwen3,
+    layers: 28,
+    embedding: 1024,
+    feed_forward: 3072,
+    heads: 16,
+    kv_heads: 8,
+    head_size: 128,
+    experts: None,
+    vocabulary: 151_936,
+    first_special: 151_643,
+    tied: false,
+    context: 40_960,
+    rope_base: 1e6,
+    epsilon: 1e-6,
+};
+
+const LLAMA3: Shape = Shape {
+    name: "llama3",
+    family: Family::Llama3,
+    layers: 32,
+    embedding: 4096,
+    feed_forward: 14_336,
+    heads: 32,
+    vocabulary: 128_256,
+    first_special: 128_000,
+    context: 8192,
+    rope_base: 500_000.0,
+    epsilon: 1e-5,
+    ..QWEN3
+};
+
+/// Two layers of rows of 256, so that every type fits.
+const TINY: Shape = Shape {
+    layers: 2,
+    embedding: 256,
+    feed_forward: 512,
+    heads: 4,
+    kv_heads: 2,
+    head_size: 64,
+    vocabulary: 1024,
+    first_special: 1016,
+    context: 4096,
+    ..QWEN3
+};
+
+static SHAPES: [Shape; 11] = [
+    Shape { name: "qwen3-0.6b", tied: true, ..QWEN3 },
+    Shape { name: "qwen3-1.7b", tied: true, embedding: 2048, feed_forward: 6144, ..QWEN3 },
+    Shape { name: "qwen3-8b", layers: 36, embedding: 4096, feed_forward: 12_288, heads: 32, ..QWEN3 },
+    Shape { name: "qwen3-32b", layers: 64, embedding: 5120, feed_forward: 25_600, heads: 64, ..QWEN3 },
+    Shape {
+        name: "qwen3-30b-a3b",
+        layers: 48,
+        embedding: 2048,
+        feed_forward: 6144,
+        heads: 32,
+        kv_heads: 4,
+        experts: Some((128, 8, 768)),
+        ..QWEN3
+    },
+    Shape { name: "llama3-8b", ..LLAMA3 },
+    Shape { name: "llama3-70b", layers: 80, embedding: 8192, feed_forward: 28_672, heads: 64, ..LLAMA3 },
+    Shape { name: "qwen3-tiny", tied: true, ..TINY },
+    Shape { name: "llama3-tiny", family: Family::Llama3, rope_base: 500_000.0, epsilon: 1e-5, ..TINY },
+    Shape { name: "qwen3-moe-tiny", experts: Some((8, 2, 256)), ..TINY },
+    // 37 layers of 11 tensors: hand-off in several batches, in a few megabytes. K types do not fit its rows of 128.
+    Shape {
+        name: "qwen3-many",
+        layers: 37,
+        embedding: 128,
+        feed_forward: 128,
+        heads: 2,
+        kv_heads: 1,
+        tied: true,
+        ..TINY
+    },
+];
+
+impl Shape {
+    pub(super) fn find(name: &str) -> Result<&'static Self, UnknownShape> {
+        SHAPES.iter().find(|shape| shape.name == name).ok_or_else(|| UnknownShape { name: name.into() })
+    }
+
+    pub(super) fn architecture(&self) -> &'static str {
+        match (self.family, self.experts) {
+            (Family::Llama3, _) => "llama",
+            (Family::Qwen3, None) => "qwen3",
+            (Family::Qwen3, Some(_)) => "qwen3moe",
+        }
+    }
+
+    /// Keys below the architecture's name, all of them u32.
+    pub(super) fn counts(&self) -> Vec<(&'static str, u32)> {
+        let mut counts = vec![
+            ("context_length", self.context),
+            ("embedding_length", self.embedding),
+            ("block_count", self.layers),
+            ("feed_forward_length", self.feed_forward),
+            ("attention.head_count", self.heads),
+            ("attention.head_count_kv", self.kv_heads),
+            ("attention.key_length", self.head_size),
+            ("attention.value_length", self.head_size),
+        ];
+        if self.family == Family::Llama3 {
+            counts.push(("rope.dimension_count", self.head_size));
+            counts.push(("vocab_size", self.vocabulary));
+        }
+        if let Some((experts, used, feed_forward)) = self.experts {
+            counts.push(("expert_count", experts));
+            counts.push(("expert_used_count", used));
+            counts.push(("expert_feed_forward_length", feed_forward));
+        }
+        counts.into_iter().map(|(key, count)| (key, count as u32)).collect()
+    }
+
+    pub(super) fn tensors(&self) -> Vec<ShapeTensor> {
+        let mut tensors = Vec::new();
+        let mut add = |name: String, dims: &[u64], role| {
+            tensors.push(ShapeTensor { name: format!("{name}.weight"), dims: dims.to_vec(), role });
+        };
+        let (embedding, head) = (self.embedding, self.head_size);
+        if !self.tied {
+            add("output".into(), &[embedding, self.vocabulary], Some(Role::Output));
+        }
+        add("output_norm".into(), &[embedding], None);
+        add("token_embd".into(), &[embedding, self.vocabulary], Some(Role::Embedding));
+        for layer in 0..self.layers {
+            let mut add = |name: &str, dims: &[u64], role| add(format!("blk.{layer}.{name}"), dims, role);
+            add("attn_k", &[embedding, self.kv_heads * head], Some(Role::Other));
+            if self.family == Family::Qwen3 {
+                add("attn_k_norm", &[head], None);
+            }
+            add("attn_norm", &[embedding], None);
+            add("attn_output", &[self.heads * head, embedding], Some(Role::AttentionOutput));
+            add("attn_q", &[embedding, self.heads * head], Some(Role::Other));
+            if self.family == Family::Qwen3 {
+                add("attn_q_norm", &[head], None);
+            }
+            add("attn_v", &[embedding, self.kv_heads * head], Some(Role::AttentionV { layer }));
+            let down = Some(Role::FeedForwardDown { layer });
+            if let Some((experts, _, feed_forward)) = self.experts {
+                add("ffn_down_exps", &[feed_forward, embedding, experts], down);
+                add("ffn_gate_exps", &[embedding, feed_forward, experts], Some(Role::Other));
+                add("ffn_gate_inp", &[embedding, experts], None);
+                add("ffn_norm", &[embedding], None);
+                add("ffn_up_exps", &[embedding, feed_forward, experts], Some(Role::Other));
+            } else {
+                add("ffn_down", &[self.feed_forward, embedding], down);
+                add("ffn_gate", &[embedding, self.feed_forward], Some(Role::Other));
+                add("ffn_norm", &[embedding], None);
+                add("ffn_up", &[embedding, self.feed_forward], Some(Role::Other));
+            }
+        }
+        tensors
+    }
+}
