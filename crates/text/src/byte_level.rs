@@ -19,22 +19,32 @@ pub(crate) struct Merges {
 }
 
 impl Merges {
-    /// `id_of` finds the token that a part of a merge is written as.
+    /// `spell` appends the bytes that a part of a merge is written as in `strings`, or says that it cannot.
     pub(crate) fn new(
         vocabulary: &Vocabulary<'_>,
-        mut id_of: impl FnMut(&[&str]) -> Option<u32>,
+        strings: &Strings,
+        index: &Index,
+        spell: impl Fn(&str, &mut Vec<u8>) -> bool,
     ) -> Result<Self, LoadTokenizerError> {
         let mut pairs = HashMap::with_capacity(vocabulary.merges.len());
+        let mut bytes = Vec::new();
         for (rank, merge) in vocabulary.merges.iter().enumerate() {
-            let refused = || LoadTokenizerError::BadMerge { rank, merge: merge.chars().take(80).collect() };
-            // The left part may itself begin with a space.
-            let first = merge.chars().next().map_or(0, char::len_utf8);
-            let (left, right) = merge[first..].split_once(' ').ok_or_else(refused)?;
-            let left = &merge[..first + left.len()];
-            let joined = Joined { priority: rank as u32, id: id_of(&[left, right]).ok_or_else(refused)? };
-            let key = key(id_of(&[left]).ok_or_else(refused)?, id_of(&[right]).ok_or_else(refused)?);
+            let mut pair = || {
+                // The left part may itself begin with a space.
+                let first = merge.chars().next()?.len_utf8();
+                let (left, right) = merge.split_at(first + merge[first..].find(' ')?);
+                bytes.clear();
+                let cut = spell(left, &mut bytes).then_some(bytes.len())?;
+                spell(&right[1..], &mut bytes).then_some(())?;
+                let id = |bytes: &[u8]| index.find(strings, bytes);
+                Some((key(id(&bytes[..cut])?, id(&bytes[cut..])?), id(&bytes)?))
+            };
+            let (key, id) = pair().ok_or_else(|| LoadTokenizerError::BadMerge {
+                rank,
+                merge: merge.chars().take(80).collect(),
+            })?;
             // A pair that comes twice keeps its first rank, as a scan of the list would.
-            pairs.entry(key).or_insert(joined);
+            pairs.entry(key).or_insert(Joined { priority: rank as u32, id });
         }
         Ok(Self { pairs })
     }
@@ -73,12 +83,7 @@ impl ByteLevel {
         for (byte, id) in (0..=255u8).zip(&mut bytes) {
             *id = index.find(strings, &[byte]);
         }
-        let mut spelled = Vec::new();
-        let merges = Merges::new(vocabulary, |parts| {
-            spelled.clear();
-            parts.iter().all(|part| crate::byte_alphabet::decode_into(part, &mut spelled)).then_some(())?;
-            index.find(strings, &spelled)
-        })?;
+        let merges = Merges::new(vocabulary, strings, &index, crate::byte_alphabet::decode_into)?;
         Ok(Self { splitter, nfc: pre.nfc, ignore_merges: pre.ignore_merges, index, bytes, merges })
     }
 

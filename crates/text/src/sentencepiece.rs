@@ -1,8 +1,9 @@
 //! BPE over characters with U+2581 for the space: SentencePiece models ("llama", pairs ranked by the score of what
 //! they give) and raw-text models ("gemma4", pairs ranked by the list of merges).
 //!
-//! There is no cutting into words (gemma4 cuts at newlines only), so a whole prompt may be one piece. Characters
-//! without a token are spelled in byte tokens `<0xXX>`.
+//! By definition a whole prompt is one piece (gemma4 cuts at newlines). Where no token has a space after something
+//! else, no merge can cross the beginning of a word, and cutting there gives the same ids several times as fast.
+//! Characters without a token are spelled in byte tokens `<0xXX>`.
 
 use crate::byte_level::Merges;
 use crate::merge::{Joined, Merger, NO_TOKEN, Symbol};
@@ -30,6 +31,8 @@ pub(crate) struct Sentencepiece {
     unknown: Option<u32>,
     add_space_prefix: bool,
     split_newlines: bool,
+    /// No token has a space after something else.
+    split_words: bool,
 }
 
 /// The byte of a `<0xXX>` token.
@@ -38,6 +41,11 @@ pub(crate) fn byte_of(text: &str) -> Option<u8> {
     // from_str_radix alone would take a sign for a digit.
     let two_digits = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     two_digits.then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+}
+
+/// Where a run of U+2581 begins after something else.
+fn word_starts(text: &str) -> impl Iterator<Item = usize> {
+    text.match_indices(SPACE_MARK).map(|(at, _)| at).filter(|&at| at > 0 && !text[..at].ends_with(SPACE_MARK))
 }
 
 /// Higher scores first, as an unsigned number that sorts the other way round.
@@ -74,11 +82,9 @@ impl Sentencepiece {
     ) -> Result<Self, LoadTokenizerError> {
         let no_pairs = Ranking::Scores(Vec::new());
         let mut model = Self::new(vocabulary, kinds, no_pairs, false, true)?;
-        let mut spelled = Vec::new();
-        let merges = Merges::new(vocabulary, |parts| {
-            spelled.clear();
-            parts.iter().for_each(|part| spelled.extend_from_slice(part.as_bytes()));
-            model.index.find(&model.texts, &spelled)
+        let merges = Merges::new(vocabulary, &model.texts, &model.index, |part, out| {
+            out.extend_from_slice(part.as_bytes());
+            true
         })?;
         model.ranking = Ranking::Pairs(merges);
         Ok(model)
@@ -95,6 +101,7 @@ impl Sentencepiece {
         let mut texts = Strings::with_capacity(vocabulary.tokens.len(), total);
         let mut index = Index::with_capacity(vocabulary.tokens.len());
         let mut bytes = [None; 256];
+        let mut split_words = true;
         for ((id, text), kind) in (0..).zip(&vocabulary.tokens).zip(kinds) {
             texts.push_with(|out| out.extend_from_slice(text.as_bytes()));
             match kind {
@@ -105,13 +112,16 @@ impl Sentencepiece {
                 // Ordinary text must never become a control token by merging its way there.
                 TokenKind::Control | TokenKind::Unknown => {}
                 TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused if text.is_empty() => {}
-                TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused => index
-                    .insert(&texts, id)
-                    .map_err(|first| LoadTokenizerError::DuplicateToken { first, second: id })?,
+                TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused => {
+                    split_words &= word_starts(text).next().is_none();
+                    index
+                        .insert_last(&texts)
+                        .map_err(|first| LoadTokenizerError::DuplicateToken { first, second: id })?;
+                }
             }
         }
         let unknown = vocabulary.unknown;
-        Ok(Self { texts, index, ranking, bytes, unknown, add_space_prefix, split_newlines })
+        Ok(Self { texts, index, ranking, bytes, unknown, add_space_prefix, split_newlines, split_words })
     }
 
     pub(crate) fn adds_space_prefix(&self) -> bool {
@@ -128,7 +138,7 @@ impl Sentencepiece {
         let prefix = if self.add_space_prefix { SPACE_MARK } else { "" };
         let text = format!("{prefix}{}", text.replace(' ', SPACE_MARK));
         if !self.split_newlines {
-            return self.encode_piece(&text, merger, out);
+            return self.encode_words(&text, merger, out);
         }
         let mut rest = text.as_str();
         while let Some(first) = rest.chars().next() {
@@ -136,11 +146,20 @@ impl Sentencepiece {
             let (piece, after) = rest.split_at(end);
             match self.index.find(&self.texts, piece.as_bytes()).filter(|_| first == '\n') {
                 Some(id) => out.push(id),
-                None => self.encode_piece(piece, merger, out)?,
+                None => self.encode_words(piece, merger, out)?,
             }
             rest = after;
         }
         Ok(())
+    }
+
+    fn encode_words(&self, text: &str, merger: &mut Merger, out: &mut Vec<u32>) -> Result<(), EncodeError> {
+        let mut at = 0;
+        for start in word_starts(text).filter(|_| self.split_words) {
+            self.encode_piece(&text[at..start], merger, out)?;
+            at = start;
+        }
+        self.encode_piece(&text[at..], merger, out)
     }
 
     fn encode_piece(&self, text: &str, merger: &mut Merger, out: &mut Vec<u32>) -> Result<(), EncodeError> {
@@ -196,6 +215,27 @@ mod tests {
         let priorities: Vec<u32> = scores.iter().map(|&s| priority_of(s)).collect();
         assert!(priorities.windows(2).all(|pair| pair[0] < pair[1]), "{priorities:?}");
         assert_eq!(priority_of(0.0), priority_of(-0.0));
+    }
+
+    #[test]
+    fn words_start_with_their_blanks() {
+        assert_eq!(word_starts("▁▁a▁b▁▁").collect::<Vec<_>>(), [7, 11]);
+        assert_eq!(word_starts("▁▁a").count(), 0);
+    }
+
+    /// Cutting at words must not be done where it could change ids: here "a b" is one token.
+    #[test]
+    fn token_across_words_is_found() {
+        let tokens = vec!["a", "▁", "b", "▁b", "a▁b"];
+        let kinds = vec![TokenKind::Normal; 5];
+        let scores = vec![0.0, 0.0, 0.0, -1.0, -2.0];
+        let add_space_prefix = Some(false);
+        let vocabulary =
+            Vocabulary { model: "llama", tokens, scores, add_space_prefix, ..Vocabulary::default() };
+        let mut ids = vec![];
+        let model = Sentencepiece::by_score(&vocabulary, &kinds).unwrap();
+        model.encode("a b b", &mut Merger::default(), &mut ids).unwrap();
+        assert_eq!(ids, [4, 3]);
     }
 
     #[test]

@@ -30,12 +30,25 @@ impl Strings {
         let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
         Some(&self.bytes[start..end])
     }
+
+    fn at(&self, slot: &Slot) -> &[u8] {
+        &self.bytes[slot.start as usize..][..slot.bytes as usize]
+    }
+}
+
+/// Where a string stands, beside its number: a look-up then touches no table of offsets, and loading a vocabulary is
+/// a million look-ups that miss the caches.
+#[derive(Debug)]
+struct Slot {
+    id: u32,
+    start: u32,
+    bytes: u32,
 }
 
 /// String to number over some of the strings of one [`Strings`].
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    table: HashTable<u32>,
+    table: HashTable<Slot>,
     hasher: DefaultHashBuilder,
     longest: usize,
 }
@@ -45,15 +58,16 @@ impl Index {
         Self { table: HashTable::with_capacity(strings), ..Self::default() }
     }
 
-    /// Adds string `id`, or says which earlier number has the same text.
-    pub(crate) fn insert(&mut self, strings: &Strings, id: u32) -> Result<(), u32> {
+    /// Adds the last string of `strings`, or says which earlier number has the same text.
+    pub(crate) fn insert_last(&mut self, strings: &Strings) -> Result<(), u32> {
+        let Some(id) = strings.ends.len().checked_sub(1).map(|last| last as u32) else { return Ok(()) };
         let text = strings.get(id).unwrap_or_default();
-        let hash = self.hasher.hash_one(text);
-        if let Some(&earlier) = self.table.find(hash, |&other| strings.get(other) == Some(text)) {
+        if let Some(earlier) = self.find(strings, text) {
             return Err(earlier);
         }
-        let rehash = |&other: &u32| self.hasher.hash_one(strings.get(other).unwrap_or_default());
-        self.table.insert_unique(hash, id, rehash);
+        let hash = self.hasher.hash_one(text);
+        let slot = Slot { id, start: (strings.bytes.len() - text.len()) as u32, bytes: text.len() as u32 };
+        self.table.insert_unique(hash, slot, |other| self.hasher.hash_one(strings.at(other)));
         self.longest = self.longest.max(text.len());
         Ok(())
     }
@@ -63,6 +77,6 @@ impl Index {
         if text.len() > self.longest {
             return None;
         }
-        self.table.find(self.hasher.hash_one(text), |&id| strings.get(id) == Some(text)).copied()
+        self.table.find(self.hasher.hash_one(text), |slot| strings.at(slot) == text).map(|slot| slot.id)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::byte_alphabet::decode_into;
 use crate::byte_level::ByteLevel;
 use crate::end_of_generation;
 use crate::merge::Merger;
@@ -284,18 +285,22 @@ fn byte_level_strings(
     let mut strings = Strings::with_capacity(kinds.len(), text_bytes);
     let mut index = Index::with_capacity(kinds.len());
     for ((id, text), kind) in (0..).zip(&vocabulary.tokens).zip(kinds) {
-        let mergeable =
-            matches!(kind, TokenKind::Normal | TokenKind::Unused | TokenKind::Byte) && !text.is_empty();
         let mut in_alphabet = false;
-        strings.push_with(|out| {
-            in_alphabet = mergeable && crate::byte_alphabet::decode_into(text, out);
-            if !in_alphabet {
+        strings.push_with(|out| match kind {
+            TokenKind::Normal | TokenKind::Unused | TokenKind::Byte => {
+                in_alphabet = !text.is_empty() && decode_into(text, out);
+                if !in_alphabet {
+                    out.extend_from_slice(text.as_bytes());
+                }
+            }
+            // These are written as they are.
+            TokenKind::Unknown | TokenKind::Control | TokenKind::UserDefined => {
                 out.extend_from_slice(text.as_bytes());
             }
         });
         if in_alphabet {
             index
-                .insert(&strings, id)
+                .insert_last(&strings)
                 .map_err(|first| LoadTokenizerError::DuplicateToken { first, second: id })?;
         }
     }
@@ -316,3 +321,8 @@ fn marked_strings(vocabulary: &Vocabulary<'_>, kinds: &[TokenKind], text_bytes: 
     }
     strings
 }
+
+const _: fn() = || {
+    fn shared_between_threads<T: Send + Sync>() {}
+    shared_between_threads::<Tokenizer>();
+};

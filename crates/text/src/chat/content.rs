@@ -1,63 +1,72 @@
 //! Brings a client's messages into the shape that a template was written for.
 //!
-//! Clients send content as a string or as a list of typed parts; about a third of the templates take strings only, a
-//! few take lists only. Which, is found by rendering a probe once, when the template is loaded. Arguments of earlier
-//! tool calls arrive as JSON in a string and are given to templates as objects, which is what most expect.
+//! Clients send content as a string, as a list of typed parts, or (beside tool calls) not at all; about a third of the
+//! templates take strings only, a few take lists only, many fail without content. Which, is found by rendering probes
+//! once, when the template is loaded. Arguments of earlier tool calls arrive as JSON in a string and are given to
+//! templates as objects, which is what most expect.
 
 use serde_json::{Map, Value, json};
 
 use super::template::RenderError;
 
-/// Which shapes of content a template renders faithfully.
+/// What a template renders faithfully.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ContentShape {
-    /// Lists of text parts are joined to one string.
-    Strings,
-    /// Strings become a list of one text part.
-    Parts,
-    /// As the client sent it.
-    Both,
+pub(crate) struct Accepts {
+    strings: bool,
+    parts: bool,
+    /// An assistant message that only calls tools may have no content. If not, it gets an empty one.
+    null: bool,
 }
 
 const PROBE: &str = "ballast-content-probe";
 
-impl ContentShape {
-    /// `render` renders a conversation of one user message with the given content.
-    pub(crate) fn probe(render: impl Fn(Value) -> Option<String>) -> Self {
-        // A template that prints the list itself shows the key of the part.
+impl Accepts {
+    pub(crate) const EVERYTHING: Self = Self { strings: true, parts: true, null: true };
+
+    /// `render` renders a conversation of the given messages, unchanged.
+    pub(crate) fn probe(render: impl Fn(&[Value]) -> Option<String>) -> Self {
+        let user = |content: Value| json!({"role": "user", "content": content});
+        // A template that prints a list itself shows the keys of the part.
         let faithful =
             |text: Option<String>| text.is_some_and(|t| t.contains(PROBE) && !t.contains("ballast-part-key"));
-        let string = faithful(render(json!(PROBE)));
-        let parts = faithful(render(json!([{"type": "text", "text": PROBE, "ballast-part-key": true}])));
-        match (string, parts) {
-            (true, true) => Self::Both,
-            (false, true) => Self::Parts,
-            _ => Self::Strings,
-        }
+        let parts = json!([{"type": "text", "text": PROBE, "ballast-part-key": true}]);
+        let call = |content: Value| {
+            let function = json!({"name": PROBE, "arguments": {}});
+            let calls = json!([{"type": "function", "id": "callprobe", "function": function}]);
+            render(&[user(json!("a")), json!({"role": "assistant", "content": content, "tool_calls": calls})])
+        };
+        // A template that prints null shows it as Python does.
+        let null = match (call(Value::Null), call(json!(""))) {
+            (Some(null), _) => !null.contains("None"),
+            (None, empty) => empty.is_none(),
+        };
+        let strings = faithful(render(&[user(json!(PROBE))]));
+        let parts = faithful(render(&[user(parts)]));
+        Self { strings, parts, null }
     }
 }
 
 /// The message as the template shall see it.
-pub(crate) fn adapt(index: usize, message: &Value, shape: ContentShape) -> Result<Value, RenderError> {
+pub(crate) fn adapt(index: usize, message: &Value, accepts: Accepts) -> Result<Value, RenderError> {
     let invalid = |problem| RenderError::InvalidMessage { index, problem };
     let message = message.as_object().ok_or(invalid("it is not an object"))?;
     if !message.get("role").is_some_and(Value::is_string) {
         return Err(invalid("it has no role"));
     }
     let mut adapted = message.clone();
-    if let Some(content) = message.get("content") {
-        let content = match content {
-            Value::String(text) if shape == ContentShape::Parts => json!([{"type": "text", "text": text}]),
-            Value::String(_) | Value::Null => content.clone(),
-            Value::Array(parts) => {
-                let texts = parts.iter().map(|part| text_of(index, part)).collect::<Result<Vec<_>, _>>()?;
-                match shape {
-                    ContentShape::Strings => Value::String(texts.concat()),
-                    ContentShape::Parts | ContentShape::Both => content.clone(),
-                }
-            }
-            _ => return Err(invalid("its content is neither a string nor a list of parts")),
-        };
+    let content = match message.get("content") {
+        Some(Value::String(text)) if accepts.parts && !accepts.strings => {
+            Some(json!([{"type": "text", "text": text}]))
+        }
+        Some(Value::Array(parts)) => {
+            let texts = parts.iter().map(|part| text_of(index, part)).collect::<Result<Vec<_>, _>>()?;
+            (!accepts.parts).then(|| Value::String(texts.concat()))
+        }
+        None | Some(Value::Null) => (!accepts.null).then(|| json!("")),
+        Some(Value::String(_)) => None,
+        Some(_) => return Err(invalid("its content is neither a string nor a list of parts")),
+    };
+    if let Some(content) = content {
         adapted.insert("content".to_owned(), content);
     }
     if let Some(calls) = adapted.get_mut("tool_calls").and_then(Value::as_array_mut) {
@@ -90,40 +99,45 @@ fn parse_arguments(call: &mut Value) {
 mod tests {
     use super::*;
 
+    const STRINGS: Accepts = Accepts { strings: true, parts: false, null: false };
+    const PARTS: Accepts = Accepts { strings: false, parts: true, null: true };
+
     #[test]
-    fn parts_are_joined_for_templates_that_take_strings() {
-        let message = json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]});
-        assert_eq!(adapt(0, &message, ContentShape::Strings).unwrap()["content"], json!("ab"));
-        assert_eq!(adapt(0, &message, ContentShape::Both).unwrap(), message);
-        let string = json!({"role": "user", "content": "a"});
-        assert_eq!(
-            adapt(0, &string, ContentShape::Parts).unwrap()["content"],
-            json!([{"type": "text", "text": "a"}])
-        );
+    fn content_takes_the_shape_that_the_template_accepts() {
+        let adapted = |content: &Value, accepts| {
+            let message = json!({"role": "user", "content": content});
+            adapt(0, &message, accepts).unwrap()["content"].clone()
+        };
+        let (text, parts) =
+            (json!("ab"), json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]));
+        assert_eq!(adapted(&parts, STRINGS), text);
+        assert_eq!(adapted(&text, PARTS), json!([{"type": "text", "text": "ab"}]));
+        assert_eq!(adapted(&Value::Null, STRINGS), json!(""));
+        for content in [text, parts, Value::Null] {
+            assert_eq!(adapted(&content, Accepts::EVERYTHING), content);
+        }
     }
 
     #[test]
     fn images_and_shapeless_messages_are_refused_by_position() {
         let image = json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]});
-        let error = adapt(3, &image, ContentShape::Both).unwrap_err();
+        let error = adapt(3, &image, Accepts::EVERYTHING).unwrap_err();
         assert!(
             matches!(error, RenderError::UnsupportedPart { index: 3, ref kind } if kind == "image_url"),
             "{error}"
         );
         for message in [json!("hi"), json!({"content": "x"}), json!({"role": "user", "content": 5})] {
-            assert!(matches!(
-                adapt(1, &message, ContentShape::Both),
-                Err(RenderError::InvalidMessage { index: 1, .. })
-            ));
+            let error = adapt(1, &message, Accepts::EVERYTHING).unwrap_err();
+            assert!(matches!(error, RenderError::InvalidMessage { index: 1, .. }), "{error}");
         }
     }
 
     #[test]
     fn arguments_of_tool_calls_become_objects() {
         let call = |arguments: Value| json!({"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]});
-        let adapted = adapt(0, &call(json!("{\"b\": 1, \"a\": 2}")), ContentShape::Both).unwrap();
+        let adapted = adapt(0, &call(json!("{\"b\": 1, \"a\": 2}")), Accepts::EVERYTHING).unwrap();
         assert_eq!(adapted, call(json!({"b": 1, "a": 2})));
         let broken = call(json!("{"));
-        assert_eq!(adapt(0, &broken, ContentShape::Both).unwrap(), broken);
+        assert_eq!(adapt(0, &broken, Accepts::EVERYTHING).unwrap(), broken);
     }
 }

@@ -6,7 +6,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
-use super::content::{ContentShape, adapt};
+use super::content::{Accepts, adapt};
 use super::{functions, json};
 
 /// Longest template source; the longest known are near 30 KiB.
@@ -84,7 +84,7 @@ pub struct ChatInput<'a> {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_use: bool,
-    shape: ContentShape,
+    accepts: Accepts,
     bos: String,
     eos: String,
 }
@@ -119,14 +119,14 @@ impl ChatTemplate {
         }
         let has_tool_use = tool_use.is_some();
         let (bos, eos) = (bos.to_owned(), eos.to_owned());
-        let mut template = Self { environment, has_tool_use, shape: ContentShape::Both, bos, eos };
-        template.shape = ContentShape::probe(|content| template.probe(content));
+        let mut template = Self { environment, has_tool_use, accepts: Accepts::EVERYTHING, bos, eos };
+        template.accepts = Accepts::probe(|messages| template.probe(messages));
         Ok(template)
     }
 
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, RenderError> {
         let messages =
-            input.messages.iter().enumerate().map(|(index, message)| adapt(index, message, self.shape));
+            input.messages.iter().enumerate().map(|(index, message)| adapt(index, message, self.accepts));
         let tools = match input.tools {
             [] => Value::Null,
             tools => Value::Array(tools.to_vec()),
@@ -173,10 +173,9 @@ impl ChatTemplate {
         }
     }
 
-    fn probe(&self, content: Value) -> Option<String> {
-        let message = json!({"role": "user", "content": content});
+    fn probe(&self, messages: &[Value]) -> Option<String> {
         self.render(&ChatInput {
-            messages: &[message],
+            messages,
             tools: &[],
             add_generation_prompt: false,
             variables: &Map::new(),
@@ -229,3 +228,8 @@ fn without_generation_marks(source: &str) -> String {
     out.push_str(rest);
     out
 }
+
+const _: fn() = || {
+    fn shared_between_threads<T: Send + Sync>() {}
+    shared_between_threads::<ChatTemplate>();
+};

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use proptest::prelude::*;
+
 use crate::files::{file_metadata, tree_data};
 use text::{
     EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, TokenKind, Tokenizer, Vocabulary,
@@ -120,4 +122,40 @@ fn text_without_a_token_is_an_error_not_a_gap() {
     assert_eq!(tokenizer.encode("abba", EncodeOptions::default()).unwrap(), [2, 1, 0]);
     let error = tokenizer.encode("abc", EncodeOptions::default()).unwrap_err();
     assert!(matches!(error, EncodeError::NoTokenForByte { byte: b'c' }));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    /// Whatever a file says, the answer is an error or a tokenizer that works.
+    #[test]
+    fn any_vocabulary_loads_or_is_refused(
+        model in prop::sample::select(vec!["gpt2", "llama", "gemma4"]),
+        pre in prop::option::weighted(0.9, prop::sample::select(vec!["qwen2", "smollm", "llama-bpe"])),
+        tokens in prop::collection::btree_set("[abĠ▁ <>é]{0,3}|[abĠ▁]", 4..12),
+        kinds in prop::collection::vec(prop_oneof![4 => Just(1), 1 => 2i32..=5], 12..14),
+        scores in prop::collection::vec(-9f32..9.0, 12),
+        merges in prop::collection::vec("[abĠ▁] [abĠ▁]", 0..2),
+        ids in prop::collection::vec(prop::option::weighted(0.4, 0u32..5), 8),
+        flags in prop::collection::vec(prop::option::of(prop::bool::weighted(0.2)), 3),
+        text in "[abĠ▁ <>é\n0x4]{0,20}",
+    ) {
+        let vocabulary = Vocabulary {
+            model,
+            pre,
+            tokens: tokens.iter().map(String::as_str).collect(),
+            kinds: kinds.into_iter().map(|kind| TokenKind::from_number(kind).unwrap()).collect(),
+            scores: scores[..tokens.len()].to_vec(),
+            merges: merges.iter().map(String::as_str).collect(),
+            bos: ids[0], eos: ids[1], eot: ids[2], eom: ids[3], unknown: ids[4],
+            fim_pad: ids[5], fim_rep: ids[6], fim_sep: ids[7],
+            add_bos: flags[0], add_eos: flags[1], add_space_prefix: flags[2],
+        };
+        if let Ok(tokenizer) = Tokenizer::new(&vocabulary) {
+            let options = EncodeOptions { add_special: true, parse_special: true };
+            if let Ok(ids) = tokenizer.encode(&text, options) {
+                prop_assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()));
+                tokenizer.decode_bytes(&ids);
+            }
+        }
+    }
 }

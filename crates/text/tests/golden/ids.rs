@@ -1,7 +1,7 @@
 //! Expected ids of real and cut-down vocabularies, made by HF `tokenizers` (tests/data/README.md).
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use crate::files::{file_metadata, full_data, tree_data};
 use proptest::prelude::*;
@@ -103,14 +103,17 @@ fn chat_prompts_get_one_bos() {
     assert_eq!(tokenizer.encode_chat("<|endoftext|><|im_start|>user").unwrap(), without);
 }
 
+static SMALL: LazyLock<[(&str, Arc<Tokenizer>); 2]> = LazyLock::new(|| {
+    ["byte-level", "sentencepiece"].map(|name| (name, Arc::new(tokenizer(&tree_data(), name))))
+});
+
 proptest! {
     #[test]
     fn any_text_survives_both_ways(text in "(\\PC|[ \n\t<|>a-f]|[\u{0}-\u{1f}]){0,40}") {
-        for name in ["byte-level", "sentencepiece"] {
-            let tokenizer = Arc::new(tokenizer(&tree_data(), name));
+        for (name, tokenizer) in SMALL.iter() {
             let ids = tokenizer.encode(&text, EncodeOptions::default()).unwrap();
-            let back = stream(&tokenizer, &ids);
-            if name == "byte-level" {
+            let back = stream(tokenizer, &ids);
+            if *name == "byte-level" {
                 prop_assert_eq!(back, unicode_normalization::UnicodeNormalization::nfc(text.as_str()).collect::<String>());
             } else if !text.contains('\u{2581}') && !text.contains("<extra>") {
                 prop_assert_eq!(&back, &text);

@@ -110,6 +110,29 @@ fn lists_of_parts_reach_templates_in_the_shape_they_take() {
 }
 
 #[test]
+fn message_that_only_calls_tools_needs_no_content() {
+    let qwen3 = template(&std::fs::read_to_string(tree_data().join("qwen3.jinja")).unwrap());
+    let call = json!({"function": {"name": "f", "arguments": "{\"a\": 1}"}});
+    let conversation = |assistant: Value| {
+        let messages = json!([{"role": "user", "content": "a"}, assistant]);
+        json!({"messages": messages, "add_generation_prompt": false}).as_object().unwrap().clone()
+    };
+    let expected = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>\n\
+                    {\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call><|im_end|>\n";
+    for assistant in [
+        json!({"role": "assistant", "tool_calls": [call]}),
+        json!({"role": "assistant", "content": null, "tool_calls": [call]}),
+        json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+    ] {
+        assert_eq!(render(&qwen3, &conversation(assistant)).unwrap(), expected);
+    }
+    // Some templates ask for null to tell a call from a reply.
+    let asks = template("{{ messages[-1].content is none }}");
+    let assistant = json!({"role": "assistant", "content": null, "tool_calls": [call]});
+    assert_eq!(render(&asks, &conversation(assistant)).unwrap(), "True");
+}
+
+#[test]
 fn template_for_tools_is_taken_when_there_are_tools() {
     let template = ChatTemplate::new("plain", Some("with {{ tools | length }}"), "", "").unwrap();
     let mut input = user(json!("a"));
