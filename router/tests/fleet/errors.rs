@@ -1,0 +1,202 @@
+//! What clients get for bad requests and full queues: a status, OpenAI's envelope, the field's name.
+
+use std::io::{Read, Write};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tonic::Code;
+
+use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, says};
+use crate::harness::Harness;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_bad_field_is_refused_by_its_name() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let completions = "/v1/completions";
+    let chat = "/v1/chat/completions";
+    let messages = json!([{"role": "user", "content": "x"}]);
+    let long: Vec<u32> = vec![1; CONTEXT_TOKENS as usize];
+    let table: Vec<(&str, &str, Value)> = vec![
+        (completions, "prompt", json!({"prompt": 3})),
+        (completions, "prompt", json!({"prompt": []})),
+        (completions, "prompt", json!({"prompt": [[]]})),
+        (completions, "prompt", json!({"prompt": [1, 99999999]})),
+        (completions, "prompt", json!({"prompt": [-1]})),
+        (completions, "prompt", json!({"prompt": long})),
+        (completions, "max_tokens", json!({"prompt": "x", "max_tokens": CONTEXT_TOKENS})),
+        (completions, "max_tokens", json!({"prompt": "x", "max_tokens": 0})),
+        (completions, "max_tokens", json!({"prompt": "x", "max_tokens": -5})),
+        (completions, "max_tokens", json!({"prompt": "x", "max_tokens": "many"})),
+        (completions, "max_tokens", json!({"prompt": "x", "max_tokens": 1.5})),
+        (completions, "temperature", json!({"prompt": "x", "temperature": 3})),
+        (completions, "top_p", json!({"prompt": "x", "top_p": 0})),
+        (completions, "logprobs", json!({"prompt": "x", "logprobs": 21})),
+        (completions, "n", json!({"prompt": "x", "n": 0})),
+        (completions, "n", json!({"prompt": vec!["x"; 100], "n": 2})),
+        (completions, "stop", json!({"prompt": "x", "stop": 3})),
+        (completions, "stop", json!({"prompt": "x", "stop": [""]})),
+        (completions, "logit_bias", json!({"prompt": "x", "logit_bias": {"a": 1}})),
+        (completions, "logit_bias.5", json!({"prompt": "x", "logit_bias": {"5": "much"}})),
+        (completions, "best_of", json!({"prompt": "x", "best_of": 3})),
+        (completions, "suffix", json!({"prompt": "x", "suffix": "y"})),
+        (completions, "echo", json!({"prompt": "x", "echo": true, "logprobs": 1})),
+        (completions, "stream_options", json!({"prompt": "x", "stream_options": {}})),
+        (
+            completions,
+            "stream_options.usage",
+            json!({"prompt": "x", "stream": true, "stream_options": {"usage": 1}}),
+        ),
+        (completions, "temprature", json!({"prompt": "x", "temprature": 1})),
+        (completions, "messages", json!({"prompt": "x", "messages": messages})),
+        (chat, "messages", json!({"messages": []})),
+        (chat, "messages", json!({"messages": "hi"})),
+        (chat, "messages[0]", json!({"messages": ["hi"]})),
+        (
+            chat,
+            "messages[1].role",
+            json!({"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]}),
+        ),
+        (chat, "messages", json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+        (chat, "top_logprobs", json!({"messages": messages, "top_logprobs": 2})),
+        (chat, "tools", json!({"messages": messages, "tools": [{"type": "function"}]})),
+        (chat, "response_format", json!({"messages": messages, "response_format": {"type": "json_object"}})),
+        (chat, "logprobs", json!({"messages": messages, "logprobs": 5})),
+    ];
+    for (path, param, body) in table {
+        let (status, error) = fleet.post_json(path, body.clone()).await;
+        assert_eq!(status, 400, "{body}: {error}");
+        let error = &error["error"];
+        assert_eq!(error["type"], "invalid_request_error", "{body}: {error}");
+        assert_eq!(error["param"], param, "{body}: {error}");
+        let message = error["message"].as_str().unwrap();
+        let name = param.split(['.', '[']).next().unwrap();
+        assert!(message.contains(name) || message.contains("context"), "{body}: {message}");
+    }
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_that_are_no_json_objects_are_refused() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let deep = format!("{{\"prompt\":{}", "[".repeat(100_000));
+    for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", deep.as_str()] {
+        let url = format!("{}/v1/completions", fleet.url);
+        let response = fleet.client.post(url).body(body.to_owned()).send().await.unwrap();
+        assert_eq!(response.status(), 400, "{body:.20}");
+        let error: Value = response.json().await.unwrap();
+        assert_eq!(error["error"]["type"], "invalid_request_error");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_models_routes_and_methods_have_their_own_errors() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let (status, error) = fleet.post_json("/v1/completions", json!({"model": "gpt-4", "prompt": "x"})).await;
+    assert_eq!((status, &error["error"]["code"]), (404, &json!("model_not_found")));
+    assert!(error["error"]["message"].as_str().unwrap().contains("demo"), "names what is served: {error}");
+    let (status, error) = fleet.get("/v1/models/gpt-4").await;
+    assert_eq!((status, &error["error"]["param"]), (404, &json!("model")));
+    let (status, error) = fleet.get("/v1/embeddings").await;
+    assert_eq!((status, &error["error"]["code"]), (404, &json!("unknown_url")));
+    let (status, error) = fleet.get("/v1/completions").await;
+    assert_eq!((status, &error["error"]["code"]), (405, &json!("method_not_supported")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_over_the_limit_is_413() {
+    let fleet = Harness::with_config(&says("x"), &[Behaviour::default()], |config| {
+        config.body_max = service::Bytes::kib(4);
+    })
+    .await;
+    let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x".repeat(5000)})).await;
+    assert_eq!((status, &error["error"]["code"]), (413, &json!("request_too_large")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn full_queues_are_429_with_retry_after_before_the_stream_starts() {
+    let full = Behaviour {
+        refuse: Some((Code::ResourceExhausted, "8 requests wait already")),
+        ..Behaviour::default()
+    };
+    let fleet = Harness::start(&says("x"), &[full.clone(), full]).await;
+    let response = fleet.post("/v1/completions", json!({"prompt": "x", "stream": true})).await;
+    assert_eq!(response.status(), 429);
+    assert_eq!(response.headers()["retry-after"], "1");
+    let error: Value = response.json().await.unwrap();
+    assert_eq!(error["error"]["code"], "overloaded");
+    assert!(error["error"]["message"].as_str().unwrap().contains("8 requests wait"), "{error}");
+    assert!(fleet.workers.iter().all(|worker| worker.calls().len() == 1), "every worker was asked once");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_refuses_is_passed_over() {
+    let full = Behaviour { refuse: Some((Code::ResourceExhausted, "full")), ..Behaviour::default() };
+    let fleet = Harness::start(&says("fine"), &[full, Behaviour::default()]).await;
+    for _ in 0..4 {
+        let (status, body) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
+        assert_eq!((status, &body["choices"][0]["text"]), (200, &json!("fine")));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_workers_own_verdict_on_the_request_is_400() {
+    let never =
+        Behaviour { refuse: Some((Code::InvalidArgument, "needs 99 KV blocks")), ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[never]).await;
+    let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
+    assert_eq!((status, &error["error"]["message"]), (400, &json!("needs 99 KV blocks")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_streams_than_allowed_are_429() {
+    let slow = Behaviour { pause: Duration::from_millis(50), ..Behaviour::default() };
+    let fleet =
+        Harness::with_config(&says(&"a ".repeat(100)), &[slow], |config| config.streams_max = 2).await;
+    let running =
+        fleet.post("/v1/completions", json!({"prompt": "x", "n": 2, "max_tokens": 99, "stream": true})).await;
+    assert_eq!(running.status(), 200);
+    let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
+    assert_eq!((status, &error["error"]["code"]), (429, &json!("overloaded")));
+    drop(running);
+    crate::completions::until_streams_end(&fleet).await;
+    let start = std::time::Instant::now();
+    while fleet.post("/v1/completions", json!({"prompt": "x", "max_tokens": 1})).await.status() != 200 {
+        assert!(start.elapsed() < crate::harness::PATIENCE, "the places were not given back");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_worker_the_answer_is_503_with_retry_after() {
+    let fleet = Harness::start(&[], &[]).await;
+    let response = fleet.post("/v1/completions", json!({"prompt": "x"})).await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.headers()["retry-after"], "1");
+    assert_eq!(fleet.get("/ready").await.0, 503);
+    assert_eq!(fleet.get("/health").await.0, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bytes_that_are_no_http_end_their_connection_only() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let address = fleet.url.strip_prefix("http://").unwrap().to_owned();
+    for bytes in [
+        &b"\x16\x03\x01\x02\x00"[..],
+        b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\r\n\0\0",
+    ] {
+        let (address, bytes) = (address.clone(), bytes.to_vec());
+        tokio::task::spawn_blocking(move || {
+            let mut stream = std::net::TcpStream::connect(address).unwrap();
+            stream.write_all(&bytes).unwrap();
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            let mut answer = Vec::new();
+            // A reset is as good an end as a 400.
+            let _: std::io::Result<usize> = stream.read_to_end(&mut answer);
+        })
+        .await
+        .unwrap();
+    }
+    assert_eq!(fleet.get("/health").await.0, 200);
+}

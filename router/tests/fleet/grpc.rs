@@ -1,0 +1,131 @@
+//! `ballast.v1.Inference`, over TCP beside HTTP and over `router.sock`.
+
+use proto::v1::{self as wire, generate_frame, generate_request};
+use tonic::Code;
+
+use crate::fake_worker::{Behaviour, says};
+use crate::harness::Harness;
+
+const TEXT: &str = "return 🙂 a + b\n";
+
+fn request(prompt: generate_request::Prompt) -> wire::GenerateRequest {
+    wire::GenerateRequest { prompt: Some(prompt), max_tokens: 99, ..Default::default() }
+}
+
+async fn frames(
+    client: &mut proto::v1::inference_client::InferenceClient<tonic::transport::Channel>,
+    request: wire::GenerateRequest,
+) -> Vec<generate_frame::Frame> {
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let mut frames = Vec::new();
+    while let Some(frame) = stream.message().await.unwrap() {
+        frames.push(frame.frame.unwrap());
+    }
+    frames
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_generation_carries_ids_text_and_usage() {
+    let script = says(TEXT);
+    let fleet = Harness::start(&script, &[Behaviour { frame_tokens: 2, ..Behaviour::default() }]).await;
+    for mut client in [fleet.grpc().await, fleet.grpc_on_socket().await] {
+        let mut request = request(generate_request::Prompt::Text("def f(a, b):\n".into()));
+        request.n = 2;
+        request.sampling = Some(wire::Sampling { seed: Some(11), ..Default::default() });
+        let frames = frames(&mut client, request).await;
+        let generate_frame::Frame::Started(started) = &frames[0] else { panic!("{frames:?}") };
+        assert_eq!((started.seed, started.model.as_str()), (11, "demo"));
+        let call = fleet.workers[0].calls().pop().unwrap();
+        assert_eq!(started.prompt_tokens, call.tokens);
+        for choice in 0..2 {
+            let mut tokens = Vec::new();
+            let mut text = String::new();
+            let mut finished = None;
+            for frame in &frames {
+                match frame {
+                    generate_frame::Frame::Piece(piece) if piece.choice == choice => {
+                        assert!(finished.is_none());
+                        tokens.extend_from_slice(&piece.tokens);
+                        text.push_str(&piece.text);
+                    }
+                    generate_frame::Frame::Finished(end) if end.choice == choice => {
+                        finished = Some(end.clone())
+                    }
+                    _ => {}
+                }
+            }
+            assert_eq!((tokens, text.as_str()), (script.clone(), TEXT));
+            let finished = finished.unwrap();
+            assert_eq!(finished.reason(), wire::FinishReason::Stop);
+            let usage = finished.usage.unwrap();
+            assert_eq!(usage.prompt_tokens as usize, call.tokens.len());
+            assert_eq!((usage.completion_tokens as usize, usage.cached_tokens), (script.len(), 3));
+            assert!(usage.total_ms >= usage.first_token_ms && usage.first_token_ms > 0.0);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn text_goes_to_ids_and_back() {
+    let fleet = Harness::start(&[], &[Behaviour::default()]).await;
+    let mut client = fleet.grpc().await;
+    let text = "x = \"日本\"".to_owned();
+    let request = wire::TokenizeRequest { model: "demo".into(), text: text.clone(), no_special: true };
+    let tokens = client.tokenize(request).await.unwrap().into_inner().tokens;
+    assert_eq!(tokens, says(&text));
+    let request = wire::DetokenizeRequest { model: String::new(), tokens };
+    assert_eq!(client.detokenize(request).await.unwrap().into_inner().text, text);
+    let models = client.list_models(wire::ListModelsRequest {}).await.unwrap().into_inner().models;
+    assert_eq!((models[0].name.as_str(), models[0].workers), ("demo", 1));
+    assert_eq!(models[0].digest, "07".repeat(32));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusals_are_statuses_before_the_first_frame() {
+    let full = Behaviour { refuse: Some((Code::ResourceExhausted, "full")), ..Behaviour::default() };
+    let fleet = Harness::start(&[], &[full]).await;
+    let mut client = fleet.grpc().await;
+    let prompt = || generate_request::Prompt::Text("x".into());
+    let status = client.generate(request(prompt())).await.unwrap_err();
+    assert_eq!(
+        (status.code(), status.metadata().get("retry-after").unwrap().to_str().unwrap()),
+        (Code::ResourceExhausted, "1")
+    );
+    let unknown = wire::GenerateRequest { model: "no".into(), ..request(prompt()) };
+    assert_eq!(client.generate(unknown).await.unwrap_err().code(), Code::NotFound);
+    let status = client.generate(wire::GenerateRequest::default()).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    let hot = wire::GenerateRequest {
+        sampling: Some(wire::Sampling { temperature: Some(9.0), ..Default::default() }),
+        ..request(prompt())
+    };
+    let status = client.generate(hot).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().contains("temperature"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_and_reflection_are_served() {
+    use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+    let fleet = Harness::start(&[], &[Behaviour::default()]).await;
+    let channel =
+        tonic::transport::Endpoint::from_shared(fleet.url.clone()).unwrap().connect().await.unwrap();
+    let mut health = HealthClient::new(channel.clone());
+    let request = || HealthCheckRequest { service: "ballast.v1.Inference".into() };
+    assert_eq!(health.check(request()).await.unwrap().into_inner().status, 1);
+    fleet.workers[0].kill();
+    fleet.until_workers(0).await;
+    assert_eq!(health.check(request()).await.unwrap().into_inner().status, 2);
+
+    use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+    use tonic_reflection::pb::v1::{ServerReflectionRequest, server_reflection_request::MessageRequest};
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::FileContainingSymbol("ballast.v1.Inference".into())),
+    };
+    let mut reflection = ServerReflectionClient::new(channel);
+    let mut answer =
+        reflection.server_reflection_info(tokio_stream::iter([request])).await.unwrap().into_inner();
+    let answer = answer.message().await.unwrap().unwrap().message_response.unwrap();
+    assert!(format!("{answer:?}").contains("FileDescriptorResponse"), "{answer:?}");
+}
