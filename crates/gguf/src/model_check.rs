@@ -10,7 +10,7 @@ const MAX_LAYERS: u32 = 512;
 /// Experts of a layer; the largest known have 512.
 const MAX_EXPERTS: u32 = 1024;
 /// Tokens of a vocabulary; the largest known have 262,144.
-const MAX_TOKENS: usize = 1 << 20;
+const MAX_TOKENS: u32 = 1 << 20;
 /// Bytes of one token's text; whitespace tokens come to some hundred.
 const MAX_TOKEN_BYTES: usize = 1 << 16;
 
@@ -49,6 +49,8 @@ pub fn check_model(metadata: &Metadata) -> Result<(), ModelCheckError> {
 
     let Some(layers) = positive(metadata, &key("block_count"), MAX_LAYERS)? else { return Ok(()) };
     let embedding = positive(metadata, &key("embedding_length"), u32::MAX)?;
+    positive(metadata, &key("context_length"), u32::MAX)?;
+    positive(metadata, &key("vocab_size"), MAX_TOKENS)?;
     check_experts(metadata, &key)?;
     check_heads(metadata, &key, layers as usize, embedding)
 }
@@ -119,8 +121,8 @@ fn check_heads(
 fn check_vocabulary(metadata: &Metadata) -> Result<(), ModelCheckError> {
     let Some(tokens) = metadata.get::<Strings<'_>>("tokenizer.ggml.tokens")? else { return Ok(()) };
     let count = tokens.len();
-    if count > MAX_TOKENS {
-        let (found, most) = (count as u64, MAX_TOKENS as u64);
+    if count > MAX_TOKENS as usize {
+        let (found, most) = (count as u64, MAX_TOKENS.into());
         return Err(ModelCheckError::TooLarge { key: "tokenizer.ggml.tokens".into(), found, most });
     }
     for (token, text) in tokens.iter().enumerate() {

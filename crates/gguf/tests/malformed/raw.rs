@@ -1,5 +1,18 @@
 //! GGUF files put together by hand, so that any field can be wrong.
 
+/// Value types.
+pub(crate) const U8: u32 = 0;
+pub(crate) const U32: u32 = 4;
+pub(crate) const STRING: u32 = 8;
+pub(crate) const ARRAY: u32 = 9;
+
+/// Tensor types.
+pub(crate) const F32: u32 = 0;
+pub(crate) const Q4_0: u32 = 2;
+pub(crate) const Q8_0: u32 = 8;
+pub(crate) const I8: u32 = 24;
+pub(crate) const F64: u32 = 28;
+
 #[derive(Clone, Debug)]
 pub(crate) struct File {
     pub(crate) version: u32,

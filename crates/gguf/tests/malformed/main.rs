@@ -1,0 +1,100 @@
+//! Every kind of malformed file is refused with an error of its own that says what and where.
+//!
+//! Cases come from the limits of the format as llama.cpp enforces them, its hand-crafted tests, and the published
+//! vulnerabilities of GGUF readers; the CVE numbers name those.
+
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod metadata;
+mod model_keys;
+mod raw;
+mod tensors;
+
+use gguf::Header;
+use raw::File;
+use std::error::Error;
+
+#[test]
+fn malformed_fixed_parts_are_refused() {
+    check(
+        "empty file",
+        vec![],
+        "the fixed part at the file's start: 4 bytes are needed at byte 0, but only 0 are left: the file is cut off or damaged",
+    );
+    check(
+        "wrong magic",
+        b"GGML\x03\0\0\0".to_vec(),
+        "the file begins with [47, 47, 4d, 4c], not with \"GGUF\": it is no GGUF file",
+    );
+    check(
+        "version 0",
+        File { version: 0, ..File::default() }.bytes(),
+        "GGUF version 0 is not supported, only 2 and 3 are: convert the model again",
+    );
+    check(
+        "CVE-2025-66960: version 1 with its shorter counts",
+        File { version: 1, ..File::default() }.bytes(),
+        "GGUF version 1 is not supported, only 2 and 3 are: convert the model again",
+    );
+    check(
+        "version of the future",
+        File { version: 4, ..File::default() }.bytes(),
+        "GGUF version 4 is not supported, only 2 and 3 are: convert the model again",
+    );
+    check(
+        "big-endian",
+        File { version: 3_u32.swap_bytes(), ..File::default() }.bytes(),
+        "the file is big-endian (version field 0x03000000): convert it to little-endian first",
+    );
+    check(
+        "no counts",
+        b"GGUF\x03\0\0\0\0\0".to_vec(),
+        "the fixed part at the file's start: 8 bytes are needed at byte 8, but only 2 are left: the file is cut off or damaged",
+    );
+    check(
+        "CVE-2024-23605: number of keys whose product wraps",
+        File { keys: Some(u64::MAX / 64 + 2), ..File::default() }.bytes(),
+        "the file claims 288230376151711745 keys, and can have at most 0 (0 bytes are left)",
+    );
+    check(
+        "CVE-2024-25664: number of keys -1",
+        File { keys: Some(u64::MAX), ..File::default() }.bytes(),
+        "the file claims 18446744073709551615 keys, and can have at most 0 (0 bytes are left)",
+    );
+    check(
+        "CVE-2024-21836: number of tensors whose product wraps",
+        File { tensors: Some(u64::MAX / 80 + 2), ..File::default() }.bytes(),
+        "the file claims 230584300921369397 tensors, and can have at most 0 (0 bytes are left)",
+    );
+    check(
+        "CVE-2024-25666: number of tensors -1",
+        File { tensors: Some(u64::MAX), ..File::default() }.bytes(),
+        "the file claims 18446744073709551615 tensors, and can have at most 0 (0 bytes are left)",
+    );
+    check(
+        "CVE-2025-0315: more keys than any model has, with room for them",
+        File { keys: Some(100_000), data: vec![0; 4 << 20], ..File::default() }.bytes(),
+        "the file claims 100000 keys, and can have at most 16384 (4194304 bytes are left)",
+    );
+    check(
+        "more tensors than any model has, with room for them",
+        File { tensors: Some(150_000), data: vec![0; 8 << 20], ..File::default() }.bytes(),
+        "the file claims 150000 tensors, and can have at most 131072 (8388608 bytes are left)",
+    );
+}
+
+pub(crate) fn check(case: &str, file: Vec<u8>, expected: &str) {
+    let error = Header::read(&file[..], file.len() as u64).expect_err(case);
+    assert_eq!(chain(&error), expected, "{case}");
+}
+
+/// An error's message with those of its sources.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}

@@ -1,0 +1,149 @@
+//! Sound files whose keys describe a model that no engine should run.
+
+use crate::chain;
+use crate::raw::{File, STRING, U8, U32, array, pair};
+use gguf::{Header, check_model};
+
+#[test]
+fn implausible_models_are_refused() {
+    let llama = |name: &str, value: u32| pair(&format!("llama.{name}"), U32, &value.to_le_bytes());
+    let architecture = || pair("general.architecture", STRING, &text("llama"));
+    let layers = || llama("block_count", 2);
+    let model = |case, pairs: Vec<Vec<u8>>, expected| {
+        check_file_model(
+            case,
+            File { pairs: [vec![architecture(), layers()], pairs].concat(), ..File::default() },
+            expected,
+        );
+    };
+    let vocabulary = |case, pairs: Vec<Vec<u8>>, expected| {
+        let tokens = array("tokenizer.ggml.tokens", STRING, 2, &[text("a"), text("b")].concat());
+        check_file_model(case, File { pairs: [vec![tokens], pairs].concat(), ..File::default() }, expected);
+    };
+    check_file_model(
+        "llama.cpp#25821: 513 layers",
+        File { pairs: vec![architecture(), llama("block_count", 513)], ..File::default() },
+        "key llama.block_count is 513, and at most 512 is taken",
+    );
+    check_file_model(
+        "no layers",
+        File { pairs: vec![architecture(), llama("block_count", 0)], ..File::default() },
+        "key llama.block_count is 0",
+    );
+    check_file_model(
+        "architecture that is no text",
+        File { pairs: vec![pair("general.architecture", U32, &[0; 4])], ..File::default() },
+        "key general.architecture is of type u32, and its value cannot be taken as UTF-8 string",
+    );
+    check_file_model(
+        "layers as text",
+        File {
+            pairs: vec![architecture(), pair("llama.block_count", STRING, &text("2"))],
+            ..File::default()
+        },
+        "key llama.block_count is of type string, and its value cannot be taken as u32",
+    );
+    model(
+        "vocabulary of four billion",
+        vec![llama("vocab_size", u32::MAX)],
+        "key llama.vocab_size is 4294967295, and at most 1048576 is taken",
+    );
+    model("no context", vec![llama("context_length", 0)], "key llama.context_length is 0");
+    model(
+        "1025 experts",
+        vec![llama("expert_count", 1025)],
+        "key llama.expert_count is 1025, and at most 1024 is taken",
+    );
+    model(
+        "more experts used than there are",
+        vec![llama("expert_count", 8), llama("expert_used_count", 9)],
+        "llama.expert_used_count is 9, and the model has 8 experts",
+    );
+    model(
+        "no experts used",
+        vec![llama("expert_count", 8), llama("expert_used_count", 0)],
+        "key llama.expert_used_count is 0",
+    );
+    model("no heads", vec![llama("attention.head_count", 0)], "key llama.attention.head_count is 0");
+    model(
+        "heads of another number of layers",
+        vec![array("llama.attention.head_count", U32, 3, &[1; 12])],
+        "key llama.attention.head_count has 3 values, and 2 are needed",
+    );
+    model(
+        "heads that do not divide the embedding",
+        vec![llama("embedding_length", 64), llama("attention.head_count", 3)],
+        "the embedding of 64 values does not divide into 3 heads, and no attention.key_length is given",
+    );
+    model(
+        "heads that cannot share",
+        vec![llama("attention.head_count", 8), llama("attention.head_count_kv", 3)],
+        "8 attention heads cannot share 3 key-value heads (layer 0)",
+    );
+    model(
+        "key length 0",
+        vec![llama("attention.head_count", 8), llama("attention.key_length", 0)],
+        "key llama.attention.key_length is 0",
+    );
+    model(
+        "rope of no dimensions",
+        vec![llama("attention.head_count", 8), llama("rope.dimension_count", 0)],
+        "key llama.rope.dimension_count is 0",
+    );
+    model(
+        "rope beyond the head",
+        vec![
+            llama("embedding_length", 64),
+            llama("attention.head_count", 8),
+            llama("rope.dimension_count", 10),
+        ],
+        "rope.dimension_count is 10, and must be even and at most the head size",
+    );
+    vocabulary(
+        "llama.cpp#26690: scores of the wrong type",
+        vec![array("tokenizer.ggml.scores", U8, 2, &[0; 2])],
+        "key tokenizer.ggml.scores is of type array of 2 u8, and its value cannot be taken as array of f32",
+    );
+    vocabulary(
+        "llama.cpp#20735: fewer scores than tokens",
+        vec![array("tokenizer.ggml.scores", 6, 1, &[0; 4])],
+        "key tokenizer.ggml.scores has 1 values, and the vocabulary has 2 tokens",
+    );
+    vocabulary(
+        "more types than tokens",
+        vec![array("tokenizer.ggml.token_type", 5, 3, &[0; 12])],
+        "key tokenizer.ggml.token_type has 3 values, and the vocabulary has 2 tokens",
+    );
+    vocabulary(
+        "merges that are no texts",
+        vec![array("tokenizer.ggml.merges", U32, 1, &[0; 4])],
+        "key tokenizer.ggml.merges is of type array of 1 u32, and its value cannot be taken as array of strings",
+    );
+    vocabulary(
+        "special token outside the vocabulary",
+        vec![pair("tokenizer.ggml.eos_token_id", U32, &2_u32.to_le_bytes())],
+        "key tokenizer.ggml.eos_token_id names token 2, and the vocabulary has 2 tokens",
+    );
+    let long = [70_000_u64.to_le_bytes().to_vec(), vec![b'x'; 70_000]].concat();
+    check_file_model(
+        "token of 70,000 bytes",
+        File { pairs: vec![array("tokenizer.ggml.tokens", STRING, 1, &long)], ..File::default() },
+        "token 0 has a text of 70000 bytes, and at most 65536 are taken",
+    );
+    let many = array("tokenizer.ggml.tokens", STRING, 1 << 21, &vec![0; 8 << 21]);
+    check_file_model(
+        "two million tokens",
+        File { pairs: vec![many], ..File::default() },
+        "key tokenizer.ggml.tokens is 2097152, and at most 1048576 is taken",
+    );
+}
+
+fn text(value: &str) -> Vec<u8> {
+    [&(value.len() as u64).to_le_bytes(), value.as_bytes()].concat()
+}
+
+fn check_file_model(case: &str, file: File, expected: &str) {
+    let bytes = file.bytes();
+    let header = Header::read(&bytes[..], bytes.len() as u64).unwrap();
+    assert_eq!(chain(&check_model(header.metadata()).expect_err(case)), expected, "{case}");
+}
