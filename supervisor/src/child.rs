@@ -30,6 +30,7 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) notify_socket: &'a Path,
     pub(crate) inherited: Vec<(&'a str, BorrowedFd<'a>)>,
     pub(crate) token: Option<Token>,
+    pub(crate) log: tracing::Level,
 }
 
 #[derive(Debug)]
@@ -59,6 +60,9 @@ impl Process {
             .stdout(io::stderr().as_fd().try_clone_to_owned()?);
         for private in env::PRIVATE {
             command.env_remove(private);
+        }
+        if std::env::var_os(env::LOG).is_none() {
+            command.env(env::LOG, surroundings.log.as_str());
         }
         command.env(env::NOTIFY_SOCKET, surroundings.notify_socket);
         let watchdog = Policy::DEFAULT.watchdog.as_micros();

@@ -23,7 +23,8 @@ use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::child::Process;
 use crate::fleet::{
-    ChildStatus, Command, EVENTS_KEPT, Fleet, FleetEvent, ModelState, ModelStatus, OrderError, Orders, Reply,
+    ChildStatus, Command, EVENTS_KEPT, Fleet, FleetEvent, LastEnd, ModelState, ModelStatus, OrderError,
+    Orders, Reply,
 };
 use crate::grpc;
 use crate::models::WeightsAdmin;
@@ -52,6 +53,12 @@ pub enum StartError {
     NotifySocket { child: String, source: io::Error },
     #[error("cannot read the runtime directory")]
     RuntimeDir(#[source] io::Error),
+    #[error(
+        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {DESCRIPTORS_MIN}; raise it with `ulimit -n`"
+    )]
+    FewDescriptors { limit: u64 },
+    #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
+    DescriptorLimit(#[source] io::Error),
     #[error("cannot offer gRPC reflection")]
     Reflection(#[source] tonic::Status),
 }
@@ -64,7 +71,10 @@ impl HasExit for StartError {
             StartError::Connect(error) => error.exit(),
             StartError::Inherit(error) => error.exit(),
             StartError::Notify(error) => error.exit(),
-            StartError::NotifySocket { source, .. } | StartError::RuntimeDir(source) => of_io(source),
+            StartError::FewDescriptors { .. } => Exit::OutOfResources,
+            StartError::DescriptorLimit(source)
+            | StartError::NotifySocket { source, .. }
+            | StartError::RuntimeDir(source) => of_io(source),
             StartError::Reflection(_) => Exit::Internal,
         }
     }
@@ -111,7 +121,7 @@ struct Child {
     preparing: Option<AbortHandle>,
     forwarder: JoinHandle<()>,
     status_text: String,
-    last_end: String,
+    last_end: Option<LastEnd>,
     /// To be forgotten when it has stopped, and who wants to know.
     removed: Option<Option<Reply<()>>>,
 }
@@ -145,7 +155,6 @@ impl Fleet {
         parent: Notify,
         kept: Vec<InheritedFd>,
     ) -> Result<Fleet, StartError> {
-        raise_descriptor_limit();
         let names = directory.directory().clone();
         let (sender, receiver) = mpsc::channel(EVENTS_QUEUED);
         let orders = Orders { driver: sender, events: broadcast::channel(EVENTS_KEPT).0 };
@@ -281,14 +290,19 @@ impl Model {
     }
 }
 
-/// The vault may hold thousands of descriptors; the usual soft limit of 1024 is for programs that use select(2).
-fn raise_descriptor_limit() {
+/// Sockets and pipes of a fleet of some dozen workers, and of whatever uses it in the same process. The vault takes more.
+const DESCRIPTORS_MIN: u64 = 256;
+
+/// Raises the limit of open descriptors as far as it goes: the vault may hold thousands, and the usual soft limit of 1024 is
+/// for programs that use select(2). To be called before anything else is opened.
+pub fn raise_descriptor_limit() -> Result<(), StartError> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(error) = raised {
-        tracing::warn!(%error, "cannot raise the limit of open descriptors");
+    let limit = |source: nix::Error| StartError::DescriptorLimit(source.into());
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(limit)?;
+    if hard < DESCRIPTORS_MIN {
+        return Err(StartError::FewDescriptors { limit: hard });
     }
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).map_err(limit)
 }
 
 /// Whoever gave the order may have gone away.

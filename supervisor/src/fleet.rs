@@ -10,7 +10,7 @@ use tonic::{Code, Status};
 
 use crate::driver::Event;
 use crate::plan::{ModelPlan, Role};
-use crate::state::State;
+use crate::state::{End, State};
 
 /// A subscriber that is this many events behind is told that it missed some.
 pub(crate) const EVENTS_KEPT: usize = 256;
@@ -26,10 +26,37 @@ pub struct ChildStatus {
     pub uptime: Duration,
     /// The child's own words.
     pub status_text: String,
-    /// How the last process ended; empty if none has.
-    pub last_end: String,
+    /// How the last process that ended by itself did so.
+    pub last_end: Option<LastEnd>,
     /// Of workers.
     pub model: Option<String>,
+}
+
+/// An end that nobody had asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastEnd {
+    pub end: End,
+    /// The last status of that process: one that fails says why before it exits.
+    pub words: String,
+}
+
+impl LastEnd {
+    /// What the process meant with its exit code.
+    pub fn exit(&self) -> Option<Exit> {
+        match self.end {
+            End::Code(code) => Exit::from_code(code),
+            End::Signal(_) | End::Unknown | End::NotStarted(_) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for LastEnd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.words.as_str() {
+            "" => write!(f, "{}", self.end),
+            words => write!(f, "{}: {words}", self.end),
+        }
+    }
 }
 
 /// Why a model could not be loaded.

@@ -232,7 +232,7 @@ impl From<ChildStatus> for wire::Child {
             crashes: child.crashes,
             uptime_ms: u64::try_from(child.uptime.as_millis()).unwrap_or(u64::MAX),
             status_text: child.status_text,
-            last_end: child.last_end,
+            last_end: child.last_end.map(|end| end.to_string()).unwrap_or_default(),
             model: child.model.unwrap_or_default(),
             memory: None,
         }

@@ -29,7 +29,7 @@ mod state;
 mod token;
 mod vault;
 
-pub use driver::StartError;
+pub use driver::{StartError, raise_descriptor_limit};
 pub use fleet::{
     ChildStatus, Fleet, FleetEvent, FleetStatus, ModelFailure, ModelState, ModelStatus, OrderError,
 };

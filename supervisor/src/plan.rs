@@ -88,6 +88,8 @@ pub struct Plan {
     pub router: toml::Table,
     /// For information: where the router listens.
     pub http_address: String,
+    /// Log level of the children, unless BALLAST_LOG says otherwise.
+    pub log: tracing::Level,
     pub models: Vec<ModelPlan>,
     /// Makes the configuration of a worker; workers are also added while the fleet runs.
     pub worker: Arc<dyn Fn(&WorkerSlot) -> toml::Table + Send + Sync>,

@@ -177,6 +177,14 @@ impl Machine {
         self.crashes
     }
 
+    /// Whether an end of the process is what has been asked for.
+    pub(crate) fn is_stopping(&self) -> bool {
+        matches!(
+            self.state,
+            State::Stopping { .. } | State::Killing { next: Next::Stay | Next::Start } | State::Stopped
+        )
+    }
+
     pub(crate) fn has_process(&self) -> bool {
         !matches!(self.state, State::Stopped | State::BackingOff { .. } | State::Failed(_))
     }

@@ -21,10 +21,12 @@ pub enum Exit {
     PeerLost = 5,
     /// A port or path is in use, or a socket path is too long.
     AddressInUse = 6,
+    /// Ctrl-C ended a command before its result was complete (128 + SIGINT, as shells count).
+    Interrupted = 130,
 }
 
 impl Exit {
-    pub const ALL: [Exit; 7] = [
+    pub const ALL: [Exit; 8] = [
         Exit::Ok,
         Exit::Internal,
         Exit::Usage,
@@ -32,6 +34,7 @@ impl Exit {
         Exit::OutOfResources,
         Exit::PeerLost,
         Exit::AddressInUse,
+        Exit::Interrupted,
     ];
 
     pub const fn code(self) -> u8 {
@@ -101,7 +104,7 @@ mod tests {
     #[test]
     fn codes_are_the_documented_ones() {
         let codes: Vec<u8> = Exit::ALL.iter().map(|e| e.code()).collect();
-        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 130]);
         assert_eq!(Exit::from_code(3), Some(Exit::ModelRefused));
         assert_eq!(Exit::from_code(101), None);
     }

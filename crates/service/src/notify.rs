@@ -6,7 +6,7 @@
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
@@ -63,6 +63,8 @@ struct Parent {
     socket: UnixDatagram,
     address: UnixAddr,
     path: String,
+    /// The last status text, for a successor that has not heard it.
+    status: Mutex<Option<String>>,
 }
 
 impl Notify {
@@ -89,7 +91,8 @@ impl Notify {
         let address = address.map_err(|_| NotifyError::Address { path: path.to_owned() })?;
         let socket = UnixDatagram::unbound().map_err(NotifyError::Socket)?;
         socket.set_write_timeout(Some(SEND_TIMEOUT)).map_err(NotifyError::Socket)?;
-        Ok(Self { parent: Some(Arc::new(Parent { socket, address, path: path.to_owned() })) })
+        let path = path.to_owned();
+        Ok(Self { parent: Some(Arc::new(Parent { socket, address, path, status: Mutex::default() })) })
     }
 
     /// Whether anybody listens: without a parent there is no vault either.
@@ -104,7 +107,18 @@ impl Notify {
 
     /// One line for `ballast ps` and `systemctl status`.
     pub fn status(&self, text: &str) -> Result<(), NotifyError> {
-        self.send(&format!("STATUS={}", text.replace('\n', " ")), &[])
+        let message = format!("STATUS={}", text.replace('\n', " "));
+        if let Some(parent) = &self.parent {
+            *parent.status.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
+        }
+        self.send(&message, &[])
+    }
+
+    /// Says the last status once more, to a parent that is new.
+    pub(crate) fn repeat_status(&self) -> Result<(), NotifyError> {
+        let Some(parent) = &self.parent else { return Ok(()) };
+        let message = parent.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        message.map_or(Ok(()), |message| self.send(&message, &[]))
     }
 
     /// The drain has begun.

@@ -12,11 +12,11 @@
 //! <child>.pid            process id and start time of a running child
 //! ```
 //!
-//! Only these names are ever removed, and the directory only if it is empty then: a `--runtime-dir` that holds something
-//! else loses nothing.
+//! Only these names are ever removed, and the directory itself only if a supervisor has made it and nothing else is in it: a
+//! `--runtime-dir` that existed before, or holds something else, loses nothing.
 
 use std::fs::{self, DirBuilder, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -31,6 +31,8 @@ const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
 /// Owner only: the directory is the first access check of every socket in it.
 const MODE: u32 = 0o700;
 const LOCK: &str = "supervisor.lock";
+/// Content of the lock file in a directory that a supervisor has made.
+const MADE: &str = "made by ballast\n";
 const EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
 
 #[derive(Debug, thiserror::Error)]
@@ -169,16 +171,21 @@ impl RuntimeDir {
 
     /// Removes what a fleet puts here, then the directory if nothing else is in it.
     fn clear(&self) {
+        let lock = self.path.join(LOCK);
+        let made = fs::read_to_string(&lock).is_ok_and(|content| content == MADE);
         let Ok(entries) = fs::read_dir(&self.path) else { return };
-        for path in entries.filter_map(Result::ok).map(|entry| entry.path()) {
-            let ours = path.file_name().is_some_and(|n| n == LOCK)
-                || path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e));
-            if ours && let Err(error) = fs::remove_file(&path) {
+        let ours = entries.filter_map(Result::ok).map(|entry| entry.path()).filter(|path| {
+            path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e))
+        });
+        for path in ours.chain([lock]) {
+            if let Err(error) = fs::remove_file(&path) {
                 tracing::debug!(path = %path.display(), %error, "cannot remove");
             }
         }
-        // Not empty means that somebody else put something here: then it stays.
-        let _: io::Result<()> = fs::remove_dir(&self.path);
+        if made {
+            // Not empty means that somebody else put something here: then it stays.
+            let _: io::Result<()> = fs::remove_dir(&self.path);
+        }
     }
 }
 
@@ -202,8 +209,8 @@ impl ClaimedRuntimeDir {
             return Err(RuntimeDirError::TooLong { path, bytes });
         }
         let create = |source| RuntimeDirError::Create { path: path.clone(), source };
-        match DirBuilder::new().mode(MODE).create(&path) {
-            Ok(()) => {}
+        let made = match DirBuilder::new().mode(MODE).create(&path) {
+            Ok(()) => true,
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 let metadata = fs::metadata(&path).map_err(create)?;
                 let owner = metadata.uid();
@@ -213,17 +220,22 @@ impl ClaimedRuntimeDir {
                 if metadata.permissions().mode() & 0o077 != 0 {
                     fs::set_permissions(&path, fs::Permissions::from_mode(MODE)).map_err(create)?;
                 }
+                false
             }
             Err(error) => return Err(create(error)),
-        }
+        };
         let lock_path = path.join(LOCK);
         let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
-        let lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
+        let mut lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Self { directory: RuntimeDir { path }, _lock: lock }),
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(RuntimeDirError::InUse { path }),
-            Err(errno) => Err(failed(errno.into())),
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path }),
+            Err(errno) => return Err(failed(errno.into())),
         }
+        if made {
+            lock.write_all(MADE.as_bytes()).map_err(failed)?;
+        }
+        Ok(Self { directory: RuntimeDir { path }, _lock: lock })
     }
 
     pub fn directory(&self) -> &RuntimeDir {
@@ -258,22 +270,32 @@ pub fn leave_if_last() {
     }
 }
 
+/// Directories with a default name, and the process id in it.
+fn default_directories() -> Vec<(RuntimeDir, u32)> {
+    let own = default_path();
+    let (Some(parent), Some(prefix)) = (own.parent(), own.file_name().and_then(|n| n.to_str())) else {
+        return Vec::new();
+    };
+    let prefix = prefix.trim_end_matches(|c: char| c.is_ascii_digit());
+    let Ok(entries) = fs::read_dir(parent) else { return Vec::new() };
+    let pid = |name: &std::ffi::OsStr| name.to_str()?.strip_prefix(prefix)?.parse::<u32>().ok();
+    let found = |entry: fs::DirEntry| Some((RuntimeDir::at(entry.path()), pid(&entry.file_name())?));
+    entries.filter_map(Result::ok).filter_map(found).collect()
+}
+
+/// The fleets of this user in default directories, as far as their supervisors answer.
+pub fn running() -> Vec<RuntimeDir> {
+    let directories = default_directories().into_iter().map(|(directory, _)| directory);
+    directories.filter(|d| std::os::unix::net::UnixStream::connect(d.supervisor_socket()).is_ok()).collect()
+}
+
 /// Removes default directories that dead fleets left behind. A directory counts as dead when nobody holds its lock and no
 /// recorded child lives.
 pub fn sweep_dead() {
-    let own = default_path();
-    let (Some(parent), Some(prefix)) = (own.parent(), own.file_name().and_then(|n| n.to_str())) else {
-        return;
-    };
-    let prefix = prefix.trim_end_matches(|c: char| c.is_ascii_digit());
-    let Ok(entries) = fs::read_dir(parent) else { return };
-    for entry in entries.filter_map(Result::ok) {
-        let name = entry.file_name();
-        let pid = name.to_str().and_then(|n| n.strip_prefix(prefix)?.parse::<u32>().ok());
+    for (directory, pid) in default_directories() {
         // A live process of that number may be about to take the lock.
-        let dead_owner = pid.is_some_and(|pid| start_time(pid).is_none());
-        if dead_owner {
-            RuntimeDir::at(entry.path()).leave("");
+        if start_time(pid).is_none() {
+            directory.leave("");
         }
     }
 }
@@ -321,6 +343,15 @@ mod tests {
         claimed.remove();
         let left: Vec<_> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left, ["notes.txt"]);
+    }
+
+    #[test]
+    fn a_directory_that_was_there_before_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let claimed = claim(directory.path()).unwrap();
+        fs::write(directory.path().join("worker-0.sock"), "").unwrap();
+        claimed.remove();
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -116,6 +116,9 @@ async fn follow(
             }
         }
         tracing::info!("adopted by a successor");
+        if let Err(error) = orphan.notify.repeat_status() {
+            tracing::debug!(%error, "the successor did not hear the status");
+        }
         state.send_replace(Supervisor::Present { epoch });
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 
 use super::{Child, Driver, Event, StartError, answer};
 use crate::child::{Process, Surroundings};
-use crate::fleet::FleetEvent;
+use crate::fleet::{FleetEvent, LastEnd};
 use crate::notify_server;
 use crate::plan::{ChildPlan, Role, WorkerSlot};
 use crate::state::{self, Action, End, Machine};
@@ -40,7 +40,7 @@ impl Driver {
             preparing: None,
             forwarder,
             status_text: String::new(),
-            last_end: String::new(),
+            last_end: None,
             removed: None,
         };
         self.children.insert(name.clone(), child);
@@ -55,7 +55,7 @@ impl Driver {
         let after = child.machine.state();
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
             if let state::State::Failed(cause) = after {
-                tracing::error!(child = %name, ?cause, last_end = child.last_end, "given up");
+                tracing::error!(child = %name, ?cause, "given up");
             }
             self.publish_child(name);
         }
@@ -119,6 +119,7 @@ impl Driver {
             notify_socket: &names.notify_socket(name),
             inherited,
             token,
+            log: self.plan.log,
         };
         let started = Process::spawn(&child.plan, surroundings);
         let watched = started.and_then(|process| {
@@ -158,20 +159,18 @@ impl Driver {
         let pid = process.pid;
         let end = process.reap();
         self.directory.directory().forget_child(name);
-        let expected = matches!(
-            child.machine.state(),
-            state::State::Stopping { .. } | state::State::Killing { next: state::Next::Stay }
-        );
-        match expected {
+        match child.machine.is_stopping() {
             true => tracing::debug!(child = %name, pid, %end, "ended"),
-            false => tracing::warn!(child = %name, pid, %end, "ended by itself"),
+            false => tracing::warn!(child = %name, pid, %end, words = child.status_text, "ended by itself"),
         }
         self.end(name, end);
     }
 
     fn end(&mut self, name: &Arc<str>, end: End) {
-        if let Some(child) = self.children.get_mut(name) {
-            child.last_end = end.to_string();
+        if let Some(child) = self.children.get_mut(name).filter(|c| !c.machine.is_stopping()) {
+            child.last_end = Some(LastEnd { end: end.clone(), words: child.status_text.clone() });
+            // An immediate restart would hide it from whoever watches states.
+            self.publish_child(name);
         }
         self.feed(name, state::Event::Ended(end));
     }

@@ -29,7 +29,12 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {
     let config: Config = service::config::load(path.as_ref()).expect("configuration");
     match config.behaviour.as_str() {
         "exits-1" => std::process::exit(1),
-        "exits-2" => std::process::exit(2),
+        "exits-2" => {
+            let notify = Notify::from_env().expect("notify");
+            notify.status("port 70000 does not exist").expect("status");
+            notify.barrier(Duration::from_secs(5)).expect("barrier");
+            std::process::exit(2)
+        }
         _ => {}
     }
     service::logging::init(&config.name, tracing::Level::ERROR);

@@ -216,6 +216,7 @@ fn plan(behaviours: &Behaviours) -> Plan {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
         http_address: "127.0.0.1:0".to_owned(),
+        log: tracing::Level::ERROR,
         models: vec![ModelPlan {
             name: "m".to_owned(),
             path: "/m.gguf".into(),
