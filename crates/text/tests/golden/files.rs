@@ -1,5 +1,6 @@
 //! Where test data stands and how it is opened.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 pub(crate) fn tree_data() -> PathBuf {
@@ -11,7 +12,9 @@ pub(crate) fn full_data(folder: &str) -> Option<PathBuf> {
     match std::env::var_os("BALLAST_TEST_DATA") {
         Some(root) => Some(Path::new(&root).join(folder)),
         None => {
-            println!("SKIPPED: BALLAST_TEST_DATA is not set, {folder} is not tested");
+            // Past the test runner, which shows the output of failed tests only.
+            let mut stderr = std::io::stderr();
+            writeln!(stderr, "SKIPPED: BALLAST_TEST_DATA is not set, {folder} is not tested").unwrap();
             None
         }
     }
