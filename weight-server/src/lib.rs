@@ -1,1 +1,285 @@
+//! The weight-server: owns the one copy of each model, hands it to workers, and outlives nobody's need of it.
+//!
+//! ```text
+//!   worker --- weights.sock ------- share.rs ----.
+//!   admin ---- weights-admin.sock - grpc.rs -----+--> driver.rs: one task owns everything
+//!   loader --- socket pair -------- loader_child.rs       |            |            |
+//!                                             state.rs (pure)   holdings.rs    vault.rs --> parent
+//!                                       catalog, lease_table,     (descriptors)
+//!                                       ledger, tokens
+//! ```
+//! It holds descriptors and decides; it never maps a tensor, reads a model file or loads a GPU driver: loaders do, and
+//! they are children that end. After its death the vault returns its descriptors to a successor (`adoption`), while
+//! workers go on with what they have mapped.
+
 #![forbid(unsafe_code)]
+
+mod adoption;
+mod catalog;
+mod config;
+mod driver;
+mod grpc;
+mod holdings;
+mod lease_table;
+mod ledger;
+pub mod loader;
+mod loader_child;
+mod measure;
+mod refusal;
+mod share;
+mod snapshot;
+mod state;
+mod tokens;
+mod vault;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memory::manifest::HOST_DEVICE;
+use memory::seqpacket::{Listener, SocketError};
+use nix::fcntl::{Flock, FlockArg};
+use proto::weights::v1::weight_server_server::WeightServerServer;
+use service::listen::{InheritedFd, ListenError, inherited_fds};
+use service::notify::NotifyError;
+use service::supervision::{self, Supervisor};
+use service::{Exit, HasExit, Notify, RuntimeDir, Shutdown};
+
+use adoption::Adopted;
+use driver::{Driver, Input, Inputs, Parts, ask_load};
+use refusal::LoadFailure;
+use share::Violations;
+use state::{Event, Limits, State};
+use vault::{Vault, VaultJob};
+
+pub use config::{Config, ModelConfig};
+pub use loader_child::LoaderProgram;
+
+/// Admin calls and answers under way when a stop is asked for.
+const DRAIN_GRACE: Duration = Duration::from_secs(2);
+
+/// Between attempts to load a configured model while workers of an earlier incarnation come back.
+const SETTLING_RETRY: Duration = Duration::from_secs(1);
+
+#[derive(Debug, thiserror::Error)]
+pub enum WeightServerError {
+    #[error(transparent)]
+    FdLimit(#[from] measure::FdLimitError),
+    #[error(transparent)]
+    Inherited(#[from] ListenError),
+    #[error(transparent)]
+    Notify(#[from] NotifyError),
+    #[error("runtime directory {} cannot be used", path.display())]
+    RuntimeDir { path: PathBuf, source: io::Error },
+    #[error("another weight-server runs in {}", path.display())]
+    InUse { path: PathBuf },
+    #[error(transparent)]
+    HandoffSocket(#[from] SocketError),
+    #[error(transparent)]
+    AdminSocket(#[from] service::grpc::BindError),
+    #[error("cannot offer reflection")]
+    Reflection(#[source] tonic_reflection::server::Error),
+    #[error("the admin service failed")]
+    Admin(#[source] tonic::transport::Error),
+    #[error("the hand-off socket failed")]
+    Accept(#[source] io::Error),
+    #[error("cannot start the runtime")]
+    Runtime(#[source] io::Error),
+    #[error("a task of the weight-server ended")]
+    Task(#[source] tokio::task::JoinError),
+}
+
+impl HasExit for WeightServerError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::FdLimit(_) => Exit::OutOfResources,
+            Self::Inherited(error) => error.exit(),
+            Self::Notify(error) => error.exit(),
+            Self::AdminSocket(error) => error.exit(),
+            Self::RuntimeDir { source, .. } | Self::Accept(source) | Self::Runtime(source) => {
+                service::exit::of_io(source)
+            }
+            Self::HandoffSocket(SocketError::Io { source, .. }) => service::exit::of_io(source),
+            Self::InUse { .. } | Self::HandoffSocket(_) => Exit::AddressInUse,
+            Self::Reflection(_) | Self::Admin(_) | Self::Task(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Body of the process: returns when it was asked to stop.
+pub fn run(config: Config) -> Result<(), WeightServerError> {
+    run_with_loader(config, LoaderProgram::own())
+}
+
+/// As `run`, with another program for loaders: tests have no `ballast` executable.
+pub fn run_with_loader(config: Config, loader: LoaderProgram) -> Result<(), WeightServerError> {
+    // Before any thread exists: numbers of inherited descriptors are claimed here.
+    let inherited = inherited_fds()?;
+    let fds = measure::fd_capacity()?;
+    let notify = Notify::from_env()?;
+    let _lock = lock(&config.runtime_dir)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        // One works, one is free to answer.
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(WeightServerError::Runtime)?;
+    runtime.block_on(serve(config, loader, inherited, fds, notify))
+}
+
+/// Only one weight-server per runtime directory; the kernel gives the lock back when it dies.
+fn lock(path: &Path) -> Result<Flock<File>, WeightServerError> {
+    let unusable = |source| WeightServerError::RuntimeDir { path: path.to_owned(), source };
+    let directory = File::open(path).map_err(unusable)?;
+    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(lock),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(WeightServerError::InUse { path: path.to_owned() }),
+        Err((_, errno)) => Err(unusable(errno.into())),
+    }
+}
+
+async fn serve(
+    config: Config,
+    loader: LoaderProgram,
+    inherited: Vec<InheritedFd>,
+    fds: u64,
+    notify: Notify,
+) -> Result<(), WeightServerError> {
+    let started = Instant::now();
+    let shutdown = Shutdown::install().map_err(WeightServerError::Runtime)?;
+    let supervisor = supervision::watch("weight-server", "weight-server", &notify, &shutdown)?;
+    let (inputs, queue) = Inputs::channel();
+    let vault = Vault::start(notify.clone(), inputs.clone()).map_err(WeightServerError::Runtime)?;
+    let violations = Arc::new(Violations::default());
+
+    let adopted = adoption::adopt(inherited);
+    report(&adopted, &vault);
+    let driver = driver(&config, loader, adopted, fds, &inputs, vault, &violations, started);
+    let changes = driver.changes();
+    let driver = tokio::spawn(driver.run(queue));
+
+    // After adoption: whoever connects from now on finds every lease known.
+    let directory = RuntimeDir::at(&config.runtime_dir);
+    let listener = Listener::bind(&directory.weights_socket())?;
+    let admin_listener = service::grpc::bind(&directory.weights_admin_socket())?;
+    let accept = tokio::spawn(share::accept_loop(listener, inputs.clone(), violations));
+    let (health_reporter, health) = service::grpc::health();
+    let admin = WeightServerServer::new(grpc::Admin { inputs: inputs.clone(), changes });
+    health_reporter.set_serving::<WeightServerServer<grpc::Admin>>().await;
+    let reflection =
+        service::grpc::reflection(proto::FILE_DESCRIPTOR_SET).map_err(WeightServerError::Reflection)?;
+    let router = service::grpc::server().add_service(health).add_service(reflection).add_service(admin);
+    let admin = tokio::spawn(service::grpc::serve(router, admin_listener, shutdown.requested()));
+    notify.ready()?;
+    tokio::spawn(follow_vault(supervisor, inputs.clone()));
+    tokio::spawn(load_configured(config.models, inputs.clone()));
+
+    tokio::select! {
+        () = shutdown.requested() => {}
+        ended = accept => return ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::Accept),
+        ended = driver => return ended.map_err(WeightServerError::Task),
+    }
+    notify.stopping()?;
+    inputs.send(Input::Event(Event::ShutdownAsked)).await;
+    match shutdown.within(DRAIN_GRACE, admin).await {
+        Ok(ended) => ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::Admin),
+        // Watchers of events stay as long as they are let.
+        Err(cut) => {
+            tracing::debug!(%cut, "admin calls were cut off");
+            Ok(())
+        }
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "the one place where the parts of the process meet")]
+fn driver(
+    config: &Config,
+    loader: LoaderProgram,
+    adopted: Adopted,
+    fds: u64,
+    inputs: &Inputs,
+    vault: Vault,
+    violations: &Arc<Violations>,
+    started: Instant,
+) -> Driver {
+    let held: u64 = adopted.generations.iter().map(|(generation, _)| generation.contents.holds().0).sum();
+    // What is adopted is in use already, so it comes on top of what is available.
+    let budget =
+        config.host_budget.map_or_else(|| measure::available_bytes().saturating_add(held), |bytes| bytes.0);
+    let own_uid = nix::unistd::geteuid().as_raw();
+    let limits = Limits {
+        device_bytes: BTreeMap::from([(HOST_DEVICE.to_owned(), budget)]),
+        fds,
+        uids: config.allow_uids.clone().unwrap_or_else(|| BTreeSet::from([own_uid])),
+    };
+    let Adopted { generations, leases, forget: _, notes } = adopted;
+    let holdings = generations.iter().map(|(generation, fds)| (generation.id, Arc::clone(fds))).collect();
+    let lease_fds = leases.iter().map(|(record, fds)| (record.lease, fds.clone())).collect();
+    let generations = generations.into_iter().map(|(generation, _)| generation).collect();
+    let leases = leases.into_iter().map(|(record, _)| record).collect();
+    let parts = Parts {
+        state: State::new(limits, generations, leases, started.elapsed()),
+        inputs: inputs.clone(),
+        loader,
+        loader_threads: config.loader_threads(),
+        vault,
+        violations: Arc::clone(violations),
+        adoption_notes: notes.iter().map(|note| service::exit::one_line(note)).collect(),
+        generations: holdings,
+        leases: lease_fds,
+    };
+    Driver::new(parts, started)
+}
+
+/// Says what was adopted, and has the vault forget what was not.
+fn report(adopted: &Adopted, vault: &Vault) {
+    for (generation, _) in &adopted.generations {
+        tracing::info!(
+            generation = generation.id,
+            model = generation.model,
+            "adopted without reading its file"
+        );
+    }
+    for (record, _) in &adopted.leases {
+        tracing::info!(
+            lease = record.lease,
+            pid = record.pid,
+            "adopted a lease; its worker is expected back"
+        );
+    }
+    for note in &adopted.notes {
+        tracing::warn!(note = service::exit::one_line(note), "adoption");
+    }
+    for name in &adopted.forget {
+        vault.send(VaultJob::Forget { name: name.clone() });
+    }
+}
+
+/// A new supervisor starts with an empty vault.
+async fn follow_vault(mut supervisor: tokio::sync::watch::Receiver<Supervisor>, inputs: Inputs) {
+    while supervisor.changed().await.is_ok() {
+        let now = *supervisor.borrow_and_update();
+        if matches!(now, Supervisor::Present { .. }) {
+            inputs.send(Input::NewVault).await;
+        }
+    }
+}
+
+/// Loads what the configuration names, one after the other.
+async fn load_configured(models: Vec<ModelConfig>, inputs: Inputs) {
+    for model in models {
+        loop {
+            let (name, path) = (model.name.clone(), model.path.clone());
+            let asked = ask_load(&inputs, name, path, HOST_DEVICE.to_owned(), !model.pack).await;
+            let (_progress, answer) = asked;
+            match answer.await {
+                Ok(Err(LoadFailure::Settling { .. })) => tokio::time::sleep(SETTLING_RETRY).await,
+                // A failure has been logged where every load's is.
+                _ => break,
+            }
+        }
+    }
+}

@@ -43,8 +43,8 @@ pub struct Manifest {
     pub layout: u32,
     pub allocations: Vec<Allocation>,
     pub tensors: Vec<TensorEntry>,
-    /// The GGUF header from its first byte to the end of the tensor table, of the first file.
-    pub gguf_header: Bytes,
+    /// The key-value section of the (first) GGUF file, as it stands there.
+    pub gguf_metadata: Bytes,
     pub created_unix_seconds: u64,
 }
 
@@ -212,7 +212,7 @@ impl From<Manifest> for wire::Manifest {
                 .map(|a| wire::Allocation { device: a.device as u32, bytes: a.bytes, inode: a.inode })
                 .collect(),
             tensors: manifest.tensors.into_iter().map(Into::into).collect(),
-            gguf_header: manifest.gguf_header,
+            gguf_metadata: manifest.gguf_metadata,
             checksum_kind: wire::ChecksumKind::Xxh3128OfMib.into(),
             created_unix_seconds: manifest.created_unix_seconds,
         }
@@ -258,7 +258,7 @@ impl TryFrom<wire::Manifest> for Manifest {
             layout: wire.layout,
             allocations,
             tensors,
-            gguf_header: wire.gguf_header,
+            gguf_metadata: wire.gguf_metadata,
             created_unix_seconds: wire.created_unix_seconds,
         })
     }
@@ -403,7 +403,7 @@ mod tests {
                 tensor("token_embd.weight", 1, 0, 4 << 20),
                 tensor("output_norm.weight", 0, 256, 512),
             ],
-            gguf_header: Bytes::from_static(b"GGUF..."),
+            gguf_metadata: Bytes::from_static(b"GGUF..."),
             created_unix_seconds: 1_700_000_000,
         }
     }
@@ -447,7 +447,8 @@ mod tests {
 
     #[test]
     fn invalid_fields_are_refused_by_name() {
-        let cases: [(fn(&mut wire::Manifest), &str); 7] = [
+        type Change = fn(&mut wire::Manifest);
+        let cases: [(Change, &str); 7] = [
             (|wire| wire.model.clear(), "model"),
             (|wire| wire.digest = Bytes::from_static(b"short"), "digest"),
             (|wire| wire.checksum_kind = 0, "checksum_kind"),

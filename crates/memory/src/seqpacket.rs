@@ -7,6 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -176,11 +177,12 @@ impl AsRawFd for Connection {
     }
 }
 
-/// A bound socket, non-blocking; its path is removed with it.
+/// A bound socket, non-blocking; its path is removed with it, unless a successor has bound it meanwhile.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
     path: PathBuf,
+    inode: u64,
 }
 
 impl Listener {
@@ -204,7 +206,8 @@ impl Listener {
         bind(fd.as_raw_fd(), &address).map_err(|errno| failed("bind")(io_error(errno)))?;
         let backlog = Backlog::new(LISTEN_BACKLOG).unwrap_or(Backlog::MAXALLOWABLE);
         listen(&fd, backlog).map_err(|errno| failed("listen on")(io_error(errno)))?;
-        Ok(Self { fd, path: path.to_owned() })
+        let inode = inode(path).map_err(failed("inspect"))?;
+        Ok(Self { fd, path: path.to_owned(), inode })
     }
 
     /// The next connection, blocking; the listener itself never blocks.
@@ -223,9 +226,15 @@ impl AsRawFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // A path that is gone already is as good.
-        let _ = std::fs::remove_file(&self.path);
+        if inode(&self.path).is_ok_and(|inode| inode == self.inode) {
+            // A path that stays is taken over by the next to bind it.
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
+}
+
+fn inode(path: &Path) -> io::Result<u64> {
+    std::fs::symlink_metadata(path).map(|metadata| metadata.ino())
 }
 
 fn address(path: &Path) -> Result<UnixAddr, SocketError> {

@@ -1,0 +1,364 @@
+//! What an earlier incarnation left in the vault, sorted into generations and leases.
+//!
+//! A manifest's descriptor is the commit record of its generation, a lease record's that of its lease: without them the
+//! rest is dropped. So is whatever does not fit them. Nothing here reads a model file.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use memory::import::ImportError;
+use memory::lease_record::{LeaseRecord, LeaseRecordError};
+use memory::memfd::SealedMemfd;
+use memory::pidfd;
+use service::listen::InheritedFd;
+
+use crate::catalog::{Contents, LoadKey};
+use crate::holdings::{GenerationFds, LeaseFds};
+use crate::state::AdoptedGeneration;
+
+#[derive(Debug, Default)]
+pub(crate) struct Adopted {
+    pub(crate) generations: Vec<(AdoptedGeneration, Arc<GenerationFds>)>,
+    pub(crate) leases: Vec<(LeaseRecord, LeaseFds)>,
+    /// Names of what was dropped: the vault must forget them.
+    pub(crate) forget: Vec<String>,
+    /// Why, for the log and for `ballast ps`.
+    pub(crate) notes: Vec<AdoptionNote>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdoptionNote {
+    #[error("generation {generation} was dropped: allocation {index} is missing")]
+    MissingAllocation { generation: u64, index: usize },
+    #[error("generation {generation} was dropped")]
+    Generation { generation: u64, source: ImportError },
+    #[error("generation {generation} was dropped: its manifest says it is {found}")]
+    WrongGeneration { generation: u64, found: u64 },
+    #[error("lease {lease} was dropped")]
+    LeaseRecord { lease: u64, source: LeaseRecordError },
+    #[error("lease {lease} was dropped: its record says it is {found}")]
+    WrongLease { lease: u64, found: u64 },
+    #[error("lease {lease} was dropped: generation {generation} is gone")]
+    LeaseWithoutGeneration { lease: u64, generation: u64 },
+    #[error("lease {lease} has ended: its worker is gone")]
+    WorkerGone { lease: u64 },
+    #[error("descriptor {name} belongs to nothing and was closed")]
+    Stray { name: String },
+}
+
+/// What a descriptor's name says it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Name {
+    Allocation { generation: u64, index: usize },
+    Manifest { generation: u64 },
+    Pidfd { lease: u64 },
+    Record { lease: u64 },
+}
+
+impl Name {
+    fn parse(name: &str) -> Option<Self> {
+        let (owner, part) = name.split_once('.')?;
+        let number = |text: &str| text.parse::<u64>().ok().filter(|number| number.to_string() == text);
+        if let Some(generation) = owner.strip_prefix('g').and_then(number) {
+            return match part.strip_prefix('a').and_then(number) {
+                Some(index) => Some(Self::Allocation { generation, index: usize::try_from(index).ok()? }),
+                None => (part == "manifest").then_some(Self::Manifest { generation }),
+            };
+        }
+        let lease = owner.strip_prefix('l').and_then(number)?;
+        match part {
+            "pidfd" => Some(Self::Pidfd { lease }),
+            "record" => Some(Self::Record { lease }),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Default)]
+struct GenerationParts {
+    manifest: Option<OwnedFd>,
+    allocations: BTreeMap<usize, OwnedFd>,
+}
+
+#[derive(Default)]
+struct LeaseParts {
+    record: Option<OwnedFd>,
+    pidfd: Option<OwnedFd>,
+}
+
+/// Sorts and checks everything; what it does not return is closed.
+pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> Adopted {
+    let mut generations: BTreeMap<u64, GenerationParts> = BTreeMap::new();
+    let mut leases: BTreeMap<u64, LeaseParts> = BTreeMap::new();
+    let mut adopted = Adopted::default();
+    for InheritedFd { name, fd } in inherited {
+        match Name::parse(&name) {
+            Some(Name::Allocation { generation, index }) => {
+                generations.entry(generation).or_default().allocations.insert(index, fd);
+            }
+            Some(Name::Manifest { generation }) => {
+                generations.entry(generation).or_default().manifest = Some(fd)
+            }
+            Some(Name::Pidfd { lease }) => leases.entry(lease).or_default().pidfd = Some(fd),
+            Some(Name::Record { lease }) => leases.entry(lease).or_default().record = Some(fd),
+            None => adopted.stray(name),
+        }
+    }
+    for (generation, parts) in generations {
+        adopted.generation(generation, parts);
+    }
+    for (lease, parts) in leases {
+        adopted.lease(lease, parts);
+    }
+    adopted
+}
+
+impl Adopted {
+    fn stray(&mut self, name: String) {
+        self.forget.push(name.clone());
+        self.notes.push(AdoptionNote::Stray { name });
+    }
+
+    fn generation(&mut self, id: u64, parts: GenerationParts) {
+        let names: Vec<usize> = parts.allocations.keys().copied().collect();
+        let Some(manifest) = parts.manifest else {
+            // Interrupted while it was being stored or removed.
+            return names.into_iter().for_each(|index| self.stray(format!("g{id}.a{index}")));
+        };
+        match read_generation(id, manifest, parts.allocations) {
+            Ok(generation) => self.generations.push(generation),
+            Err(note) => {
+                self.notes.push(note);
+                self.forget.push(format!("g{id}.manifest"));
+                self.forget.extend(names.into_iter().map(|index| format!("g{id}.a{index}")));
+            }
+        }
+    }
+
+    fn lease(&mut self, id: u64, parts: LeaseParts) {
+        let had_pidfd = parts.pidfd.is_some();
+        let Some(record) = parts.record else { return self.stray(format!("l{id}.pidfd")) };
+        match self.read_lease(id, record, parts.pidfd) {
+            Ok(lease) => self.leases.push(lease),
+            Err(note) => {
+                self.notes.push(note);
+                self.forget.push(format!("l{id}.record"));
+                self.forget.extend(had_pidfd.then(|| format!("l{id}.pidfd")));
+            }
+        }
+    }
+
+    fn read_lease(
+        &self,
+        id: u64,
+        record: OwnedFd,
+        pidfd: Option<OwnedFd>,
+    ) -> Result<(LeaseRecord, LeaseFds), AdoptionNote> {
+        let failed = |source| AdoptionNote::LeaseRecord { lease: id, source };
+        let memfd = SealedMemfd::verify(record).map_err(|error| failed(error.into()))?;
+        let record = LeaseRecord::from_memfd(&memfd).map_err(failed)?;
+        if record.lease != id {
+            return Err(AdoptionNote::WrongLease { lease: id, found: record.lease });
+        }
+        if !self.generations.iter().any(|(generation, _)| generation.id == record.generation) {
+            return Err(AdoptionNote::LeaseWithoutGeneration { lease: id, generation: record.generation });
+        }
+        let pidfd = living(&record, pidfd).ok_or(AdoptionNote::WorkerGone { lease: id })?;
+        Ok((record, LeaseFds { record: Arc::new(memfd), pidfd: Arc::new(pidfd) }))
+    }
+}
+
+fn read_generation(
+    id: u64,
+    manifest: OwnedFd,
+    allocations: BTreeMap<usize, OwnedFd>,
+) -> Result<(AdoptedGeneration, Arc<GenerationFds>), AdoptionNote> {
+    let mut fds = vec![manifest];
+    for (expected, (index, fd)) in allocations.into_iter().enumerate() {
+        if index != expected {
+            return Err(AdoptionNote::MissingAllocation { generation: id, index: expected });
+        }
+        fds.push(fd);
+    }
+    let (manifest, fds) =
+        GenerationFds::verify(fds).map_err(|source| AdoptionNote::Generation { generation: id, source })?;
+    if manifest.generation != id {
+        return Err(AdoptionNote::WrongGeneration { generation: id, found: manifest.generation });
+    }
+    let contents = Contents::of(&manifest, fds.manifest().bytes());
+    let device = manifest.devices.first().map(|device| device.id.clone()).unwrap_or_default();
+    let key = LoadKey { files: manifest.files, device, layout: manifest.layout };
+    Ok((AdoptedGeneration { id, model: manifest.model, key, contents }, Arc::new(fds)))
+}
+
+/// A pidfd of the lease's worker, if that still lives.
+fn living(record: &LeaseRecord, stored: Option<OwnedFd>) -> Option<OwnedFd> {
+    let pidfd = match stored {
+        Some(pidfd) => pidfd,
+        // systemd keeps one copy of equal descriptors: of two leases of one process only one has it.
+        None => {
+            let same = pidfd::start_ticks(record.pid) == Some(record.pid_start_ticks);
+            same.then(|| pidfd::open(record.pid).ok()).flatten()?
+        }
+    };
+    // Read after opening: the number cannot change hands while the process is known to live.
+    let alive = !pidfd::has_ended(&pidfd.as_fd()).unwrap_or(true);
+    let same = pidfd::start_ticks(record.pid) == Some(record.pid_start_ticks) || record.pid_start_ticks == 0;
+    (alive && same).then_some(pidfd)
+}
+
+#[cfg(test)]
+mod tests {
+    use memory::manifest::{Allocation, Device, Manifest};
+
+    use super::*;
+
+    fn inherited(name: &str, fd: impl Into<OwnedFd>) -> InheritedFd {
+        InheritedFd { name: name.to_owned(), fd: fd.into() }
+    }
+
+    fn owned(memfd: &SealedMemfd) -> OwnedFd {
+        memfd.as_fd().try_clone_to_owned().unwrap()
+    }
+
+    /// A generation with two allocations, as its descriptors come from the vault.
+    fn generation(id: u64) -> Vec<InheritedFd> {
+        let allocations = [vec![1u8; 4096], vec![2u8; 8192]]
+            .map(|contents| SealedMemfd::from_bytes("test", &contents).unwrap());
+        let manifest = Manifest {
+            model: format!("model-{id}"),
+            digest: [id as u8; 32],
+            generation: id,
+            files: Vec::new(),
+            devices: vec![Device::host()],
+            layout: 0,
+            allocations: allocations
+                .iter()
+                .map(|memfd| Allocation { device: 0, bytes: memfd.bytes(), inode: memfd.inode() })
+                .collect(),
+            tensors: Vec::new(),
+            gguf_metadata: bytes::Bytes::new(),
+            created_unix_seconds: 0,
+        };
+        vec![
+            inherited(&format!("g{id}.a1"), owned(&allocations[1])),
+            inherited(&format!("g{id}.manifest"), owned(&manifest.to_memfd().unwrap())),
+            inherited(&format!("g{id}.a0"), owned(&allocations[0])),
+        ]
+    }
+
+    fn lease(id: u64, generation: u64, pid: i32) -> Vec<InheritedFd> {
+        let record = LeaseRecord {
+            lease: id,
+            generation,
+            device: "host".to_owned(),
+            kv_bytes: 10,
+            workspace_bytes: 20,
+            uid: 0,
+            pid,
+            pid_start_ticks: pidfd::start_ticks(pid).unwrap_or(1),
+            token_name: String::new(),
+            token_digest: None,
+        };
+        let mut fds = vec![inherited(&format!("l{id}.record"), owned(&record.to_memfd().unwrap()))];
+        fds.extend(pidfd::open(pid).ok().map(|fd| inherited(&format!("l{id}.pidfd"), fd)));
+        fds
+    }
+
+    fn own_pid() -> i32 {
+        std::process::id() as i32
+    }
+
+    fn names(adopted: &Adopted) -> (Vec<u64>, Vec<u64>, Vec<&str>) {
+        (
+            adopted.generations.iter().map(|(generation, _)| generation.id).collect(),
+            adopted.leases.iter().map(|(record, _)| record.lease).collect(),
+            adopted.forget.iter().map(String::as_str).collect(),
+        )
+    }
+
+    #[test]
+    fn complete_generations_and_leases_of_living_workers_are_adopted() {
+        let mut fds = generation(3);
+        fds.extend(generation(7));
+        fds.extend(lease(5, 7, own_pid()));
+        let adopted = adopt(fds);
+        assert_eq!(names(&adopted), (vec![3, 7], vec![5], vec![]));
+        assert!(adopted.notes.is_empty());
+        assert_eq!(adopted.generations[1].0.model, "model-7");
+        assert_eq!(adopted.generations[1].0.contents.allocation_bytes, 4096 + 8192);
+    }
+
+    #[test]
+    fn generation_without_its_commit_record_is_dropped() {
+        let mut fds = generation(3);
+        fds.remove(1);
+        assert_eq!(names(&adopt(fds)), (vec![], vec![], vec!["g3.a0", "g3.a1"]));
+    }
+
+    #[test]
+    fn missing_exchanged_and_foreign_allocations_drop_the_generation_and_its_leases() {
+        let missing: fn(&mut Vec<InheritedFd>) = |fds| drop(fds.remove(2));
+        let last_missing: fn(&mut Vec<InheritedFd>) = |fds| drop(fds.remove(0));
+        let exchanged: fn(&mut Vec<InheritedFd>) = |fds| {
+            fds[0].name = "g3.a0".to_owned();
+            fds[2].name = "g3.a1".to_owned();
+        };
+        let foreign: fn(&mut Vec<InheritedFd>) =
+            |fds| fds[0].fd = owned(&SealedMemfd::from_bytes("x", &[2; 8192]).unwrap());
+        let unsealed: fn(&mut Vec<InheritedFd>) =
+            |fds| fds[0].fd = std::fs::File::open("/dev/null").unwrap().into();
+        for damage in [missing, last_missing, exchanged, foreign, unsealed] {
+            let mut fds = generation(3);
+            damage(&mut fds);
+            fds.extend(lease(5, 3, own_pid()));
+            let expected = fds.len();
+            let adopted = adopt(fds);
+            assert!(adopted.generations.is_empty() && adopted.leases.is_empty());
+            assert_eq!(adopted.forget.len(), expected, "{:?}", adopted.forget);
+            assert_eq!(adopted.notes.len(), 2);
+        }
+    }
+
+    #[test]
+    fn renamed_generation_is_dropped() {
+        let mut fds = generation(3);
+        for fd in &mut fds {
+            fd.name = fd.name.replace("g3", "g4");
+        }
+        let adopted = adopt(fds);
+        assert!(matches!(adopted.notes[..], [AdoptionNote::WrongGeneration { generation: 4, found: 3 }]));
+    }
+
+    #[test]
+    fn lease_of_a_dead_worker_has_ended() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut fds = generation(3);
+        fds.extend(lease(5, 3, child.id() as i32));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let adopted = adopt(fds);
+        assert_eq!(names(&adopted), (vec![3], vec![], vec!["l5.record", "l5.pidfd"]));
+    }
+
+    #[test]
+    fn lease_whose_pidfd_was_merged_with_another_is_kept_while_the_process_lives() {
+        let mut fds = generation(3);
+        fds.push(lease(5, 3, own_pid()).swap_remove(0));
+        assert_eq!(names(&adopt(fds)), (vec![3], vec![5], vec![]));
+    }
+
+    #[test]
+    fn strays_are_closed_and_forgotten() {
+        let null = || std::fs::File::open("/dev/null").unwrap();
+        let names_in = ["listener", "g1.a01", "g1.x", "gx.manifest", "l1.pidfd", "l01.record", "a.b.c"];
+        let fds = names_in.map(|name| inherited(name, null())).into();
+        let adopted = adopt(fds);
+        let mut forgotten: Vec<&str> = adopted.forget.iter().map(String::as_str).collect();
+        let mut expected = names_in.to_vec();
+        forgotten.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(forgotten, expected);
+    }
+}

@@ -1,0 +1,153 @@
+//! Leases: which process holds which generation, and what it reserved beside it.
+//!
+//! ```text
+//!            in the vault        all descriptors taken
+//!   Storing ------------> Granting ------------> Held
+//!                             |   connection gone  |
+//!                             v                    v
+//!                          Disconnected <----------+     re-claimed: Held again
+//!                             | waited RECLAIM_PATIENCE
+//!                             v
+//!                          Orphaned                      re-claimed: Held again
+//! ```
+//! From every state the lease ends when its process has ended, from Held also by Detach: memory counts as gone only when
+//! the unmap is acknowledged or the process is dead. Plain values; `state` moves them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use memory::lease_record::LeaseRecord;
+
+use crate::state::ConnectionId;
+use crate::tokens::TokenDigest;
+
+/// The process at the other end of a connection, as the kernel names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Peer {
+    pub(crate) pid: i32,
+    pub(crate) uid: u32,
+    /// Tells the process from a later one with its number; 0 if unknown.
+    pub(crate) start_ticks: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeasePhase {
+    Storing { connection: ConnectionId },
+    Granting { connection: ConnectionId },
+    Held { connection: ConnectionId },
+    Disconnected { since: Duration },
+    Orphaned,
+}
+
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(crate) id: u64,
+    pub(crate) generation: u64,
+    pub(crate) worker: Peer,
+    pub(crate) device: String,
+    pub(crate) kv_bytes: u64,
+    pub(crate) workspace_bytes: u64,
+    pub(crate) token: Option<(String, TokenDigest)>,
+    pub(crate) phase: LeasePhase,
+    /// Taken over from an earlier incarnation and not re-claimed yet.
+    pub(crate) unsettled: bool,
+}
+
+impl Lease {
+    pub(crate) fn connection(&self) -> Option<ConnectionId> {
+        match self.phase {
+            LeasePhase::Storing { connection }
+            | LeasePhase::Granting { connection }
+            | LeasePhase::Held { connection } => Some(connection),
+            LeasePhase::Disconnected { .. } | LeasePhase::Orphaned => None,
+        }
+    }
+
+    pub(crate) fn record(&self) -> LeaseRecord {
+        LeaseRecord {
+            lease: self.id,
+            generation: self.generation,
+            device: self.device.clone(),
+            kv_bytes: self.kv_bytes,
+            workspace_bytes: self.workspace_bytes,
+            uid: self.worker.uid,
+            pid: self.worker.pid,
+            pid_start_ticks: self.worker.start_ticks,
+            token_name: self.token.as_ref().map(|(name, _)| name.clone()).unwrap_or_default(),
+            token_digest: self.token.as_ref().map(|(_, digest)| *digest),
+        }
+    }
+
+    pub(crate) fn adopted(record: LeaseRecord, now: Duration) -> Self {
+        Self {
+            id: record.lease,
+            generation: record.generation,
+            worker: Peer { pid: record.pid, uid: record.uid, start_ticks: record.pid_start_ticks },
+            device: record.device,
+            kv_bytes: record.kv_bytes,
+            workspace_bytes: record.workspace_bytes,
+            token: record.token_digest.map(|digest| (record.token_name, digest)),
+            phase: LeasePhase::Disconnected { since: now },
+            unsettled: true,
+        }
+    }
+
+    /// Whether a re-claim comes from the process that this lease was granted to.
+    pub(crate) fn belongs_to(&self, peer: &Peer, token: &TokenDigest) -> bool {
+        let same_process = self.worker.pid == peer.pid
+            && self.worker.uid == peer.uid
+            && (self.worker.start_ticks == peer.start_ticks || self.worker.start_ticks == 0);
+        same_process && self.token.as_ref().is_none_or(|(_, digest)| digest == token)
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct LeaseTable {
+    leases: BTreeMap<u64, Lease>,
+}
+
+impl LeaseTable {
+    pub(crate) fn insert(&mut self, lease: Lease) {
+        self.leases.insert(lease.id, lease);
+    }
+
+    pub(crate) fn get(&self, id: u64) -> Option<&Lease> {
+        self.leases.get(&id)
+    }
+
+    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut Lease> {
+        self.leases.get_mut(&id)
+    }
+
+    pub(crate) fn remove(&mut self, id: u64) -> Option<Lease> {
+        self.leases.remove(&id)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Lease> {
+        self.leases.values()
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Lease> {
+        self.leases.values_mut()
+    }
+
+    pub(crate) fn by_connection(&self, connection: ConnectionId) -> Option<&Lease> {
+        self.iter().find(|lease| lease.connection() == Some(connection))
+    }
+
+    pub(crate) fn of_generation(&self, generation: u64) -> usize {
+        self.iter().filter(|lease| lease.generation == generation).count()
+    }
+
+    pub(crate) fn of_process(&self, worker: &Peer) -> usize {
+        self.iter().filter(|lease| lease.worker == *worker).count()
+    }
+
+    pub(crate) fn unsettled(&self) -> usize {
+        self.iter().filter(|lease| lease.unsettled).count()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.leases.len()
+    }
+}

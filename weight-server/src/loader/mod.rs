@@ -1,0 +1,229 @@
+//! `ballast loader`: the child that reads one model into sealed memory, hands it over, and exits.
+//!
+//! It gets a connected hand-off socket as its standard input and the open model files through it, so it needs no path,
+//! no network and no privilege, and drops what it can of each before it looks at the first byte of a file. Everything it
+//! has is descriptors: if it dies, or the weight-server does, nothing is left.
+//!
+//! ```text
+//! weight-server                          loader
+//!   LoadJob + open files        ->       checks the headers, plans
+//!                               <-       LoadPlan
+//!   Proceed (reserved)          ->       allocates, reads, checksums, seals
+//!                               <-       LoadedBytes, ten a second
+//!                               <-       FdBatch + descriptors (manifest first)
+//!   BatchReceived               ->
+//!                               <-       LoadDone
+//! ```
+//! Any failure is one LoadFailed frame instead, and a clean exit: the weight-server answers for it.
+
+mod checksum;
+mod job;
+mod read;
+mod sandbox;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use memory::handoff::batches;
+use memory::manifest::FileIdentity;
+use memory::memfd::{MemfdError, SealedMemfd};
+use memory::pack::Packing;
+use memory::seqpacket::{Connection, FrameError};
+use proto::weights::v1::{
+    self as wire, LoadFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
+};
+use service::exit::one_line;
+use service::{Exit, HasExit};
+
+use job::{Job, LoadError, Loaded, Prepared};
+use read::{Progress, ReadError};
+
+/// The weight-server has the job ready before it starts a loader, and answers a plan from its tables.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
+
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often progress is reported; also how soon a loader notices that nobody wants its work any more.
+const REPORT_EVERY: Duration = Duration::from_millis(100);
+
+#[derive(Debug, thiserror::Error)]
+pub enum LoaderError {
+    #[error("a loader is started by the weight-server: its standard input is no hand-off socket")]
+    NotStartedByWeightServer(#[source] std::io::Error),
+    #[error("cannot give up privileges")]
+    Sandbox(#[source] sandbox::SandboxError),
+    #[error("the connection to the weight-server broke")]
+    Connection(#[from] FrameError),
+    #[error("the weight-server sent {found} where {expected} was due")]
+    Unexpected { expected: &'static str, found: &'static str },
+    #[error("cannot start the thread that reads")]
+    Thread(#[source] std::io::Error),
+}
+
+impl HasExit for LoaderError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::NotStartedByWeightServer(_) => Exit::Usage,
+            Self::Connection(_) => Exit::PeerLost,
+            Self::Sandbox(_) | Self::Unexpected { .. } => Exit::Internal,
+            Self::Thread(_) => Exit::OutOfResources,
+        }
+    }
+}
+
+/// Body of the process. A load that fails is reported to the weight-server and is no failure of this function.
+pub fn run() -> Result<(), LoaderError> {
+    let not_started = LoaderError::NotStartedByWeightServer;
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(not_started)?;
+    let connection = Connection::from(socket);
+    connection.peer().map_err(not_started)?;
+    connection.set_timeouts(Some(COMMAND_TIMEOUT), Some(SEND_TIMEOUT)).map_err(not_started)?;
+    sandbox::enter().map_err(LoaderError::Sandbox)?;
+
+    let (job, files) = match command(&connection)? {
+        (loader_command::Kind::Job(job), files) => (job, files),
+        (other, _) => return Err(unexpected("a job", &other)),
+    };
+    let Some(job) = job_of(job, files) else {
+        return Err(LoaderError::Unexpected { expected: "one open file per path", found: "another number" });
+    };
+    let prepared = match job.prepare() {
+        Ok(prepared) => prepared,
+        Err(error) => return fail(&connection, &error),
+    };
+    send(&connection, loader_frame::Kind::Plan(plan_frame(&prepared)), &[])?;
+    match command(&connection)? {
+        (loader_command::Kind::Proceed(_), _) => {}
+        (other, _) => return Err(unexpected("leave to proceed", &other)),
+    }
+    match load(&connection, prepared)? {
+        Ok(loaded) => hand_over(&connection, &loaded),
+        Err(error) => fail(&connection, &error),
+    }
+}
+
+/// Loads on a thread beside this one, which reports progress until it ends.
+fn load(connection: &Connection, prepared: Prepared) -> Result<Result<Loaded, LoadError>, LoaderError> {
+    let progress = &Progress::default();
+    std::thread::scope(|scope| {
+        let (done, wait) = std::sync::mpsc::channel();
+        let worker = std::thread::Builder::new()
+            .name("load".to_owned())
+            .spawn_scoped(scope, move || {
+                let result = prepared.load(progress);
+                // The other end waits until this is here.
+                let _ = done.send(result);
+            })
+            .map_err(LoaderError::Thread)?;
+        loop {
+            match wait.recv_timeout(REPORT_EVERY) {
+                Ok(result) => return Ok(result),
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
+                // Its sender is gone without a result: it panicked, and joining passes that on.
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => match worker.join() {
+                    Err(panic) => std::panic::resume_unwind(panic),
+                    Ok(()) => return Ok(Err(LoadError::Read(ReadError::Cancelled))),
+                },
+            }
+            let done_bytes = progress.done_bytes.load(Ordering::Relaxed);
+            let report = loader_frame::Kind::Progress(wire::LoadedBytes { done_bytes });
+            if let Err(error) = send(connection, report, &[]) {
+                progress.cancelled.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+    })
+}
+
+fn hand_over(connection: &Connection, loaded: &Loaded) -> Result<(), LoaderError> {
+    let all: Vec<BorrowedFd<'_>> =
+        std::iter::once(&loaded.manifest).chain(&loaded.allocations).map(SealedMemfd::as_fd).collect();
+    for batch in batches(all.len() as u32) {
+        let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
+        send(connection, loader_frame::Kind::Fds(batch), part)?;
+        match command(connection)? {
+            (loader_command::Kind::BatchReceived(receipt), _) if receipt.batch == batch.batch => {}
+            (other, _) => return Err(unexpected("the receipt of a batch", &other)),
+        }
+    }
+    send(connection, loader_frame::Kind::Done(wire::LoadDone {}), &[])
+}
+
+fn fail(connection: &Connection, error: &LoadError) -> Result<(), LoaderError> {
+    let failed = wire::LoadFailed { failure: failure_of(error).into(), text: one_line(error) };
+    send(connection, loader_frame::Kind::Failed(failed), &[])
+}
+
+fn send(
+    connection: &Connection,
+    kind: loader_frame::Kind,
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), LoaderError> {
+    Ok(connection.send(&LoaderFrame { kind: Some(kind) }, fds)?)
+}
+
+fn command(connection: &Connection) -> Result<(loader_command::Kind, Vec<OwnedFd>), LoaderError> {
+    let (frame, fds) = connection.receive::<LoaderCommand>()?;
+    match frame.kind {
+        Some(kind) => Ok((kind, fds)),
+        None => Err(LoaderError::Unexpected { expected: "a command", found: "an unknown kind" }),
+    }
+}
+
+fn unexpected(expected: &'static str, found: &loader_command::Kind) -> LoaderError {
+    let found = match found {
+        loader_command::Kind::Job(_) => "a job",
+        loader_command::Kind::Proceed(_) => "leave to proceed",
+        loader_command::Kind::BatchReceived(_) => "a receipt",
+    };
+    LoaderError::Unexpected { expected, found }
+}
+
+fn job_of(job: wire::LoadJob, files: Vec<OwnedFd>) -> Option<Job> {
+    if files.len() != job.files.len() {
+        return None;
+    }
+    let identities = job.files.into_iter().map(FileIdentity::from);
+    Some(Job {
+        generation: job.generation,
+        model: job.model,
+        files: identities.zip(files.into_iter().map(Into::into)).collect(),
+        packing: if job.pack { Packing::Slabs } else { Packing::OnePerTensor },
+        layout: job.layout,
+        device: job.device,
+        threads: job.threads as usize,
+    })
+}
+
+fn plan_frame(prepared: &Prepared) -> wire::LoadPlan {
+    wire::LoadPlan {
+        tensor_bytes: prepared.plan.tensor_bytes,
+        allocation_bytes: prepared.plan.allocation_bytes(),
+        manifest_bytes: prepared.manifest_bytes(),
+        allocations: prepared.plan.allocations.len() as u32,
+        tensors: prepared.tensors() as u32,
+    }
+}
+
+fn failure_of(error: &LoadError) -> LoadFailure {
+    match error {
+        LoadError::Device { .. } | LoadError::Layout { .. } => LoadFailure::Unsupported,
+        LoadError::Open(gguf::OpenError::Io { .. }) | LoadError::Inspect { .. } => LoadFailure::File,
+        LoadError::Open(_) | LoadError::Model { .. } | LoadError::Pack { .. } => LoadFailure::ModelRefused,
+        LoadError::Changed { .. } => LoadFailure::FileChanged,
+        LoadError::Allocate { source, .. } | LoadError::Read(ReadError::Memory { source, .. }) => {
+            memory_failure(source)
+        }
+        LoadError::Read(ReadError::Io { .. } | ReadError::Cancelled) => LoadFailure::File,
+        LoadError::Read(ReadError::Truncated { .. }) => LoadFailure::Truncated,
+        LoadError::Seal(source) => memory_failure(source),
+    }
+}
+
+fn memory_failure(error: &MemfdError) -> LoadFailure {
+    match error {
+        MemfdError::OutOfFds { .. } => LoadFailure::OutOfFds,
+        _ => LoadFailure::OutOfMemory,
+    }
+}

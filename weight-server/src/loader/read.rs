@@ -1,0 +1,294 @@
+//! Tensor data from files into memfds: several readers, each byte read once and checksummed while it is in the cache.
+//!
+//! The work is cut beforehand into runs, disjoint slices of the destination, in file order. Readers take the next run
+//! until none is left or one of them failed.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use memory::host::{Backing, HostAllocation, WINDOW_BYTES};
+use memory::memfd::MemfdError;
+use memory::pack::PackPlan;
+
+use super::checksum::{PIECE_BYTES, piece};
+
+/// A run never crosses a window of memory when its tensor starts on a granule, so readers rarely wait for each other.
+const RUN_BYTES: usize = WINDOW_BYTES as usize;
+
+const _: () = assert!(RUN_BYTES.is_multiple_of(PIECE_BYTES));
+
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error("tensor {tensor} cannot be read from {}", path.display())]
+    Io { tensor: String, path: PathBuf, source: io::Error },
+    #[error("tensor {tensor} is cut off: {} ends at byte {end}, {needed} are needed", path.display())]
+    Truncated { tensor: String, path: PathBuf, end: u64, needed: u64 },
+    #[error(
+        "no memory for tensor {tensor}: {needed} bytes are needed for the model, {done} of them were there"
+    )]
+    Memory { tensor: String, needed: u64, done: u64, source: MemfdError },
+    #[error("the load was called off")]
+    Cancelled,
+}
+
+/// A tensor and where its bytes stand.
+#[derive(Debug)]
+pub(crate) struct Source {
+    pub(crate) name: String,
+    /// Index into the open files.
+    pub(crate) file: usize,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+pub(crate) struct OpenFile {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+}
+
+/// What readers and the reporting thread share.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    pub(crate) done_bytes: AtomicU64,
+    pub(crate) cancelled: AtomicBool,
+}
+
+/// Part of one tensor: where it goes, and where its pieces' checksums go.
+struct Run<'a> {
+    source: &'a Source,
+    /// Of the tensor's first byte in this run, from the tensor's start.
+    start: u64,
+    memory: &'a mut [u8],
+    pieces: &'a mut [u128],
+    backing: &'a Backing<'a>,
+    /// Of `memory` in its allocation.
+    at: u64,
+}
+
+/// Fills the allocations of `plan`; returns the pieces' checksums of each tensor.
+pub(crate) fn read_all(
+    sources: &[Source],
+    files: &[OpenFile],
+    plan: &PackPlan,
+    allocations: &mut [HostAllocation],
+    threads: usize,
+    progress: &Progress,
+) -> Result<Vec<Vec<u128>>, ReadError> {
+    let mut pieces: Vec<Vec<u128>> =
+        sources.iter().map(|source| vec![0; (source.bytes as usize).div_ceil(PIECE_BYTES)]).collect();
+    let (memories, backings): (Vec<&mut [u8]>, Vec<Backing<'_>>) =
+        allocations.iter_mut().map(HostAllocation::parts).unzip();
+    let runs = Mutex::new(cut(sources, plan, memories, &backings, &mut pieces).into_iter());
+    let failure = Mutex::new(None);
+
+    std::thread::scope(|scope| {
+        for _ in 0..threads.max(1) {
+            scope.spawn(|| {
+                loop {
+                    if progress.cancelled.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    // A poisoned lock means that another reader panicked: the scope passes that on.
+                    let Some(run) = runs.lock().unwrap_or_else(PoisonError::into_inner).next() else {
+                        return;
+                    };
+                    if let Err(error) = read_run(run, files, plan, progress) {
+                        // The first failure is the cause; later ones follow from it.
+                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                        progress.cancelled.store(true, Ordering::Relaxed);
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    drop(runs);
+    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None if progress.cancelled.load(Ordering::Relaxed) => Err(ReadError::Cancelled),
+        None => Ok(pieces),
+    }
+}
+
+/// Cuts all tensors into runs. Every run has its slice of memory for itself.
+fn cut<'a>(
+    sources: &'a [Source],
+    plan: &PackPlan,
+    memories: Vec<&'a mut [u8]>,
+    backings: &'a [Backing<'a>],
+    pieces: &'a mut [Vec<u128>],
+) -> Vec<Run<'a>> {
+    // In the order of the memory, so that slices can be split off one after the other.
+    let mut order: Vec<_> = sources.iter().zip(&plan.placements).zip(pieces).collect();
+    order.sort_by_key(|((_, placement), _)| (placement.allocation, placement.offset));
+    let mut rest: Vec<(u64, &mut [u8])> = memories.into_iter().map(|memory| (0, memory)).collect();
+    let mut runs = Vec::new();
+    for ((source, placement), pieces) in order {
+        let (position, memory) = &mut rest[placement.allocation];
+        let gap = (placement.offset - *position) as usize;
+        let (_, after_gap) = std::mem::take(memory).split_at_mut(gap);
+        let (tensor, after) = after_gap.split_at_mut(source.bytes as usize);
+        *memory = after;
+        *position = placement.offset + source.bytes;
+        let chunks = tensor.chunks_mut(RUN_BYTES).zip(pieces.chunks_mut(RUN_BYTES / PIECE_BYTES));
+        for (index, (memory, pieces)) in chunks.enumerate() {
+            let start = (index * RUN_BYTES) as u64;
+            let at = placement.offset + start;
+            runs.push(Run { source, start, memory, pieces, backing: &backings[placement.allocation], at });
+        }
+    }
+    runs.sort_by_key(|run| (run.source.file, run.source.offset + run.start));
+    runs
+}
+
+fn read_run(run: Run<'_>, files: &[OpenFile], plan: &PackPlan, progress: &Progress) -> Result<(), ReadError> {
+    let Run { source, start, memory, pieces, backing, at } = run;
+    backing.ensure(at, memory.len() as u64).map_err(|cause| ReadError::Memory {
+        tensor: source.name.clone(),
+        needed: plan.allocation_bytes(),
+        done: progress.done_bytes.load(Ordering::Relaxed),
+        source: cause,
+    })?;
+    let open = &files[source.file];
+    let mut offset = source.offset + start;
+    for (memory, slot) in memory.chunks_mut(PIECE_BYTES).zip(pieces) {
+        read_exact(open, source, memory, offset)?;
+        *slot = piece(memory);
+        offset += memory.len() as u64;
+        progress.done_bytes.fetch_add(memory.len() as u64, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+fn read_exact(
+    open: &OpenFile,
+    source: &Source,
+    mut memory: &mut [u8],
+    mut offset: u64,
+) -> Result<(), ReadError> {
+    while !memory.is_empty() {
+        match open.file.read_at(memory, offset) {
+            Ok(0) => {
+                return Err(ReadError::Truncated {
+                    tensor: source.name.clone(),
+                    path: open.path.clone(),
+                    end: offset,
+                    needed: source.offset + source.bytes,
+                });
+            }
+            Ok(bytes) => {
+                memory = &mut memory[bytes..];
+                offset += bytes as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(cause) => {
+                return Err(ReadError::Io {
+                    tensor: source.name.clone(),
+                    path: open.path.clone(),
+                    source: cause,
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use memory::pack::Packing;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::loader::checksum;
+
+    fn model(sizes: &[u64]) -> (Vec<u8>, Vec<Source>) {
+        let mut file = vec![0xEE; 100];
+        let mut sources = Vec::new();
+        for (index, &bytes) in sizes.iter().enumerate() {
+            sources.push(Source { name: format!("t{index}"), file: 0, offset: file.len() as u64, bytes });
+            file.extend((0..bytes).map(|i| (i.wrapping_mul(31) >> 3) as u8 ^ index as u8));
+            file.extend([0xEE; 7]);
+        }
+        (file, sources)
+    }
+
+    fn open(contents: &[u8]) -> [OpenFile; 1] {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(contents).unwrap();
+        [OpenFile { path: "model.gguf".into(), file }]
+    }
+
+    fn allocate(plan: &PackPlan) -> Vec<HostAllocation> {
+        plan.allocations.iter().map(|&bytes| HostAllocation::create("test", bytes).unwrap()).collect()
+    }
+
+    fn sizes(sources: &[Source]) -> Vec<u64> {
+        sources.iter().map(|source| source.bytes).collect()
+    }
+
+    fn check(tensors: &[u64], packing: Packing, threads: usize) {
+        let (contents, sources) = model(tensors);
+        let files = open(&contents);
+        let plan = PackPlan::new(&sizes(&sources), packing).unwrap();
+        let mut allocations = allocate(&plan);
+        let progress = Progress::default();
+        let pieces = read_all(&sources, &files, &plan, &mut allocations, threads, &progress).unwrap();
+        assert_eq!(progress.done_bytes.into_inner(), plan.tensor_bytes);
+        let sealed: Vec<_> = allocations.into_iter().map(|allocation| allocation.seal().unwrap()).collect();
+        let mapped: Vec<_> = sealed.iter().map(|memfd| memfd.map("test", u64::MAX).unwrap()).collect();
+        for ((source, placement), pieces) in sources.iter().zip(&plan.placements).zip(&pieces) {
+            let expected = &contents[source.offset as usize..][..source.bytes as usize];
+            let found = &mapped[placement.allocation][placement.offset as usize..][..source.bytes as usize];
+            assert!(found == expected, "{}", source.name);
+            let one_by_one: Vec<u128> = expected.chunks(PIECE_BYTES).map(checksum::piece).collect();
+            assert_eq!(pieces, &one_by_one);
+        }
+    }
+
+    #[test]
+    fn long_tensor_is_cut_into_runs_and_arrives_whole() {
+        check(&[3 * RUN_BYTES as u64 + 12_345, 5, 2 << 20], Packing::Slabs, 3);
+        check(&[(1 << 20) + 1, 0, 77], Packing::OnePerTensor, 2);
+    }
+
+    #[test]
+    fn cut_off_file_names_the_tensor() {
+        let (contents, sources) = model(&[1000, 2000, 3000]);
+        let files = open(&contents[..3500]);
+        let plan = PackPlan::new(&sizes(&sources), Packing::Slabs).unwrap();
+        let error =
+            read_all(&sources, &files, &plan, &mut allocate(&plan), 2, &Progress::default()).unwrap_err();
+        assert!(
+            matches!(&error, ReadError::Truncated { tensor, end: 3500, .. } if tensor == "t2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn cancelled_load_stops() {
+        let (contents, sources) = model(&[1000]);
+        let files = open(&contents);
+        let plan = PackPlan::new(&[1000], Packing::Slabs).unwrap();
+        let progress = Progress { cancelled: true.into(), ..Progress::default() };
+        let result = read_all(&sources, &files, &plan, &mut allocate(&plan), 2, &progress);
+        assert!(matches!(result, Err(ReadError::Cancelled)));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn any_mix_of_tensors_arrives_whole(
+            tensors in prop::collection::vec(prop_oneof![0..3000u64, 0..5_000_000u64], 1..20),
+            one_each in any::<bool>(),
+            threads in 1usize..4,
+        ) {
+            check(&tensors, if one_each { Packing::OnePerTensor } else { Packing::Slabs }, threads);
+        }
+    }
+}

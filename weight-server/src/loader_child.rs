@@ -1,0 +1,340 @@
+//! The weight-server's side of one load: start the child, hand it the open files, follow it, take what it made.
+//!
+//! One task per load. Whatever goes wrong ends in one `LoadFailed`; a child that dies takes everything it had with it,
+//! since only its descriptors held the memory.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use gguf::SplitName;
+use memory::event_loop::AsyncConnection;
+use memory::handoff::{Collector, HandoffError};
+use memory::import::ImportError;
+use memory::manifest::FileIdentity;
+use memory::seqpacket::{Connection, FrameError};
+use proto::weights::v1::{
+    self as wire, LoadFailure as WireFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
+};
+use tokio::process::{Child, Command};
+use tokio::sync::oneshot;
+
+use crate::catalog::{Contents, LoadKey};
+use crate::driver::{Input, Inputs};
+use crate::holdings::GenerationFds;
+use crate::refusal::{LoadFailure, LoaderComplaint};
+use crate::state::Event;
+
+/// Their descriptors go to the loader on one packet.
+const MAX_MODEL_FILES: u32 = 128;
+
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How a loader is started: as this executable's `loader` role, or as a test wants it.
+#[derive(Debug, Clone)]
+pub struct LoaderProgram {
+    pub program: PathBuf,
+    pub arguments: Vec<String>,
+    pub environment: Vec<(String, String)>,
+}
+
+impl LoaderProgram {
+    /// The file that this process runs, even if its path has been replaced meanwhile.
+    pub(crate) fn own() -> Self {
+        let arguments = vec!["loader".to_owned()];
+        Self { program: "/proc/self/exe".into(), arguments, environment: Vec::new() }
+    }
+
+    fn spawn(&self, socket: Connection) -> io::Result<Child> {
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
+        for variable in service::env::PRIVATE {
+            command.env_remove(variable);
+        }
+        // The hand-off socket is the child's standard input: the one descriptor that needs no number to be agreed.
+        command.stdin(Stdio::from(OwnedFd::from(socket))).stdout(Stdio::null()).kill_on_drop(true);
+        command.spawn()
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct LoadJob {
+    pub(crate) generation: u64,
+    pub(crate) model: String,
+    pub(crate) key: LoadKey,
+    pub(crate) one_per_tensor: bool,
+    pub(crate) threads: usize,
+}
+
+/// Held by the driver. Dropping it kills the child.
+#[derive(Debug)]
+pub(crate) struct LoaderHandle {
+    proceed: Option<oneshot::Sender<()>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl LoaderHandle {
+    /// What the loader planned is reserved.
+    pub(crate) fn proceed(&mut self) {
+        if let Some(proceed) = self.proceed.take() {
+            // A loader that has failed meanwhile says so itself.
+            let _ = proceed.send(());
+        }
+    }
+}
+
+impl Drop for LoaderHandle {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Why a followed loader failed, before it is said in terms of the state machine.
+#[derive(Debug, thiserror::Error)]
+enum FollowError {
+    #[error("{}", .0)]
+    Failed(LoadFailure),
+    #[error("cannot start a loader")]
+    Spawn(#[source] io::Error),
+    #[error("its connection broke")]
+    Connection(#[from] FrameError),
+    #[error("it broke the protocol: {what}")]
+    Protocol { what: &'static str },
+    #[error("its hand-off is inconsistent")]
+    Handoff(#[from] HandoffError),
+    #[error("what it handed over is not usable")]
+    Import(#[from] ImportError),
+}
+
+pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: Inputs) -> LoaderHandle {
+    let (proceed, reserved) = oneshot::channel();
+    let task = tokio::spawn(async move {
+        let generation = job.generation;
+        let input = match load(job, &program, &inputs, reserved).await {
+            Ok((contents, fds)) => Input::HandedOver { generation, contents, fds },
+            Err(failure) => Input::Event(Event::LoadFailed { generation, failure }),
+        };
+        inputs.send(input).await;
+    });
+    LoaderHandle { proceed: Some(proceed), task }
+}
+
+async fn load(
+    job: LoadJob,
+    program: &LoaderProgram,
+    inputs: &Inputs,
+    reserved: oneshot::Receiver<()>,
+) -> Result<(Contents, GenerationFds), LoadFailure> {
+    let paths: Vec<PathBuf> = job.key.files.iter().map(|file| file.path.clone()).collect();
+    let files = blocking(move || open_files(paths)).await?;
+    for ((found, _), asked) in files.iter().zip(&job.key.files) {
+        if !found.is_same_file(asked) {
+            let text = format!("{} changed while its load was waiting: load it again", asked.path.display());
+            return Err(LoadFailure::Loader { complaint: LoaderComplaint::FileChanged, text });
+        }
+    }
+    let (ours, theirs) = Connection::pair().map_err(|error| lost(&FollowError::Spawn(error)))?;
+    let mut child = program.spawn(theirs).map_err(|error| lost(&FollowError::Spawn(error)))?;
+    let followed = follow(&job, files, ours, inputs, reserved).await;
+    match followed {
+        Ok((contents, fds)) => {
+            // It has nothing left to do; reaped, so that no zombie stays.
+            if let Err(error) = child.wait().await {
+                tracing::warn!(%error, "cannot wait for a loader");
+            }
+            Ok((contents, fds))
+        }
+        Err(FollowError::Failed(failure)) => Err(failure),
+        Err(FollowError::Connection(FrameError::Closed)) => Err(how_it_ended(&mut child).await),
+        Err(error) => Err(lost(&error)),
+    }
+}
+
+fn lost(error: &FollowError) -> LoadFailure {
+    LoadFailure::LoaderLost { how: service::exit::one_line(error) }
+}
+
+/// The loader's socket is closed: its exit status says more than that.
+async fn how_it_ended(child: &mut Child) -> LoadFailure {
+    use std::os::unix::process::ExitStatusExt;
+    /// From the end of the connection to the end of the process.
+    const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+    let how = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
+        Ok(Ok(status)) => match status.signal() {
+            Some(signal @ nix::libc::SIGKILL) => {
+                format!("killed by signal {signal} (by hand, or by the kernel for lack of memory)")
+            }
+            Some(signal) => format!("killed by signal {signal}"),
+            None => format!("it ended with {status} before it was done"),
+        },
+        Ok(Err(error)) => format!("it ended, and its status cannot be had: {error}"),
+        Err(_) => "it closed its connection".to_owned(),
+    };
+    LoadFailure::LoaderLost { how }
+}
+
+async fn follow(
+    job: &LoadJob,
+    files: Vec<(FileIdentity, File)>,
+    socket: Connection,
+    inputs: &Inputs,
+    mut reserved: oneshot::Receiver<()>,
+) -> Result<(Contents, GenerationFds), FollowError> {
+    let connection = AsyncConnection::new(socket).map_err(FollowError::Spawn)?;
+    let generation = job.generation;
+    send_job(&connection, job, &files).await?;
+    drop(files);
+    let mut collector = None;
+    let mut told_to_proceed = false;
+    loop {
+        let (frame, fds) = tokio::select! {
+            frame = connection.receive::<LoaderFrame>() => frame?,
+            Ok(()) = &mut reserved, if !told_to_proceed => {
+                told_to_proceed = true;
+                command(&connection, loader_command::Kind::Proceed(wire::Proceed {}), &[]).await?;
+                continue;
+            }
+        };
+        if !fds.is_empty() && !matches!(frame.kind, Some(loader_frame::Kind::Fds(_))) {
+            return Err(FollowError::Protocol { what: "descriptors came with another frame than theirs" });
+        }
+        match frame.kind {
+            Some(loader_frame::Kind::Plan(plan)) if collector.is_none() => {
+                collector = Some(Collector::new(plan.allocations.saturating_add(1))?);
+                let contents = planned(&plan);
+                let available_bytes = crate::measure::available_bytes();
+                inputs.send(Input::Event(Event::LoadPlanned { generation, contents, available_bytes })).await;
+            }
+            Some(loader_frame::Kind::Progress(progress)) => {
+                let done_bytes = progress.done_bytes;
+                inputs.send(Input::Event(Event::LoadProgressed { generation, done_bytes })).await;
+            }
+            Some(loader_frame::Kind::Fds(batch)) => {
+                let collector = collector
+                    .as_mut()
+                    .filter(|_| told_to_proceed)
+                    .ok_or(FollowError::Protocol { what: "descriptors came before a reservation" })?;
+                let receipt = collector.accept(&batch, fds)?;
+                command(&connection, loader_command::Kind::BatchReceived(receipt), &[]).await?;
+            }
+            Some(loader_frame::Kind::Failed(failed)) => return Err(FollowError::Failed(reported(failed))),
+            Some(loader_frame::Kind::Done(_)) => {
+                let collector = collector.filter(Collector::is_complete);
+                let collector = collector.ok_or(FollowError::Protocol { what: "it was done too early" })?;
+                let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
+                if manifest.generation != generation || manifest.model != job.model {
+                    return Err(FollowError::Protocol { what: "the manifest is of another job" });
+                }
+                return Ok((Contents::of(&manifest, fds.manifest().bytes()), fds));
+            }
+            Some(loader_frame::Kind::Plan(_)) | None => {
+                return Err(FollowError::Protocol { what: "a frame came out of turn" });
+            }
+        }
+    }
+}
+
+async fn send_job(
+    connection: &AsyncConnection,
+    job: &LoadJob,
+    files: &[(FileIdentity, File)],
+) -> Result<(), FollowError> {
+    let frame = wire::LoadJob {
+        generation: job.generation,
+        model: job.model.clone(),
+        files: files.iter().map(|(identity, _)| identity.clone().into()).collect(),
+        pack: !job.one_per_tensor,
+        layout: job.key.layout,
+        device: job.key.device.clone(),
+        threads: job.threads as u32,
+    };
+    let fds: Vec<_> = files.iter().map(|(_, file)| file.as_fd()).collect();
+    command(connection, loader_command::Kind::Job(frame), &fds).await
+}
+
+async fn command(
+    connection: &AsyncConnection,
+    kind: loader_command::Kind,
+    fds: &[std::os::fd::BorrowedFd<'_>],
+) -> Result<(), FollowError> {
+    Ok(connection.send_within(SEND_TIMEOUT, &LoaderCommand { kind: Some(kind) }, fds).await?)
+}
+
+fn planned(plan: &wire::LoadPlan) -> Contents {
+    Contents {
+        digest: None,
+        tensor_bytes: plan.tensor_bytes,
+        allocation_bytes: plan.allocation_bytes,
+        manifest_bytes: plan.manifest_bytes,
+        allocations: plan.allocations,
+        tensors: plan.tensors,
+    }
+}
+
+fn reported(failed: wire::LoadFailed) -> LoadFailure {
+    let complaint = match failed.failure() {
+        WireFailure::File => LoaderComplaint::File,
+        WireFailure::FileChanged => LoaderComplaint::FileChanged,
+        WireFailure::Truncated => LoaderComplaint::Truncated,
+        WireFailure::OutOfMemory => LoaderComplaint::OutOfMemory,
+        WireFailure::OutOfFds => LoaderComplaint::OutOfFds,
+        WireFailure::Unsupported => LoaderComplaint::Unsupported,
+        _ => LoaderComplaint::ModelRefused,
+    };
+    LoadFailure::Loader { complaint, text: failed.text }
+}
+
+/// What stands at a path now: the file, or all files of a split model, opened.
+pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
+    let split = path.file_name().and_then(|name| name.to_str()).and_then(SplitName::parse);
+    let paths = match split {
+        Some(name) if name.count > MAX_MODEL_FILES => {
+            let text = format!(
+                "model {} has {} files, at most {MAX_MODEL_FILES} are taken",
+                path.display(),
+                name.count
+            );
+            return Err(LoadFailure::Loader { complaint: LoaderComplaint::Unsupported, text });
+        }
+        Some(name) if name.number == 1 => {
+            (1..=name.count).map(|number| path.with_file_name(name.sibling(number))).collect()
+        }
+        // One file; if it is a later part of a split model its header says so.
+        _ => vec![path.to_owned()],
+    };
+    open_files(paths)
+}
+
+fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
+    paths
+        .into_iter()
+        .map(|path| {
+            let complain = |what: &str| {
+                let text = format!("model file {} {what}", path.display());
+                LoadFailure::Loader { complaint: LoaderComplaint::File, text }
+            };
+            // A FIFO would make the open wait for a writer.
+            let opened = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&path);
+            let file = opened.map_err(|error| complain(&format!("cannot be opened: {error}")))?;
+            let metadata =
+                file.metadata().map_err(|error| complain(&format!("cannot be inspected: {error}")))?;
+            if !metadata.is_file() {
+                return Err(complain("is not a regular file"));
+            }
+            Ok((FileIdentity::of(path.clone(), &metadata), file))
+        })
+        .collect()
+}
+
+/// File systems may take their time.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        // Cancelled only with the runtime itself, and then nobody is left to see this.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}

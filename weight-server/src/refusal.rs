@@ -1,0 +1,92 @@
+//! Why a load failed, an attach was refused, or an unload was not done: one closed enum each, with the numbers in it.
+
+use memory::handoff::PROTOCOL;
+use memory::manifest::FORMAT;
+use service::Bytes;
+
+use crate::ledger::Shortage;
+
+/// What a loader can report; each has a text of the loader's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoaderComplaint {
+    File,
+    ModelRefused,
+    FileChanged,
+    Truncated,
+    OutOfMemory,
+    OutOfFds,
+    Unsupported,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LoadFailure {
+    #[error("{text}")]
+    Loader { complaint: LoaderComplaint, text: String },
+    #[error("the loader was lost: {how}; nothing of the model is left in memory")]
+    LoaderLost { how: String },
+    #[error("the loader got no further for {seconds} s: see to the disk that holds the model")]
+    NoProgress { seconds: u64 },
+    #[error(transparent)]
+    Ledger(#[from] Shortage),
+    #[error(
+        "{} are needed, the machine has {} available: free memory, or raise the cgroup's limit",
+        Bytes(*.needed).rounded(), Bytes(*.available).rounded()
+    )]
+    Machine { needed: u64, available: u64 },
+    #[error("the load was called off: the model was unloaded meanwhile")]
+    Unloaded,
+    #[error("the same file is loaded as {model:?}: ask for that, or unload it first")]
+    LoadedAs { model: String },
+    #[error("{jobs} loads are under way, which is the limit: try again when one is done")]
+    TooManyJobs { jobs: usize },
+    #[error(
+        "{workers} workers of the previous weight-server have not come back yet: try again in a few seconds"
+    )]
+    Settling { workers: usize },
+    #[error("the weight-server is shutting down")]
+    ShuttingDown,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error(
+        "hand-off protocol {found} is not spoken here, {PROTOCOL} is: use the weight-server's own executable"
+    )]
+    Protocol { found: u32 },
+    #[error("layout {wanted} was asked for, model {model:?} has layout {held}")]
+    Layout { model: String, wanted: u32, held: u32 },
+    #[error("manifests of format {FORMAT} cannot be read by a worker that knows {found}")]
+    ManifestFormat { found: u32 },
+    #[error("model {model:?} is not on device {wanted:?}, it is on {held:?}")]
+    Device { model: String, wanted: String, held: String },
+    #[error("model {model:?} is not loaded; loaded are: {known}")]
+    UnknownModel { model: String, known: String },
+    #[error("model {model:?} could not be loaded: {failure}")]
+    LoadFailed { model: String, failure: LoadFailure },
+    #[error("the attach token is missing or not valid any more")]
+    Token,
+    #[error("user id {uid} may not attach here")]
+    PeerUid { uid: u32 },
+    #[error(transparent)]
+    Ledger(#[from] Shortage),
+    #[error("lease {lease} of generation {generation} is not known here: attach anew")]
+    UnknownLease { lease: u64, generation: u64 },
+    #[error("process {pid} has {leases} leases, which is the limit")]
+    LeasesOfProcess { pid: i32, leases: usize },
+    #[error("{clients} clients wait or hold leases, which is the limit: try again later")]
+    Busy { clients: usize },
+    #[error("the weight-server is shutting down")]
+    ShuttingDown,
+    #[error("the connection broke the protocol: {what}")]
+    Violation { what: &'static str },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UnloadRefusal {
+    #[error("model {model:?} is not loaded; loaded are: {known}")]
+    UnknownModel { model: String, known: String },
+    #[error(
+        "{workers} workers of the previous weight-server have not come back yet: try again in a few seconds"
+    )]
+    Settling { workers: usize },
+}

@@ -1,0 +1,296 @@
+//! The hand-off socket: accepts workers, speaks the protocol with each, reports to the driver.
+//!
+//! One task per connection. It decides nothing: first frames become inputs, orders of the driver become frames. A client
+//! that sends descriptors, garbage, or frames out of turn is told so, counted, and cut off; none can hold up another.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use memory::event_loop::{AsyncConnection, AsyncListener};
+use memory::handoff::batches;
+use memory::pidfd;
+use memory::seqpacket::{Connection, FrameError, Listener};
+use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
+use tokio::sync::{Semaphore, mpsc};
+
+use crate::driver::{Input, Inputs};
+use crate::holdings::GenerationFds;
+use crate::lease_table::Peer;
+use crate::refusal::Refusal;
+use crate::state::{Ask, ConnectionId, Event, LoadProgress, MAX_CLIENTS};
+
+/// A worker sends its first frame right after it has connected.
+const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A worker takes a batch of descriptors in microseconds; one that doesn't is stopped or hostile.
+const BATCH_TIMEOUT: Duration = Duration::from_secs(10);
+
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Orders that wait for one connection: progress reports and one grant.
+const ORDERS: usize = 16;
+
+/// Between two attempts when accepting failed for lack of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// What the driver wants one connection to do.
+#[derive(Debug)]
+pub(crate) enum Order {
+    Waiting(LoadProgress),
+    Refuse(Refusal),
+    Deliver { lease: u64, generation: u64, fds: Arc<GenerationFds> },
+    Reclaimed { lease: u64, generation: u64 },
+    Close,
+}
+
+/// What clients did to the protocol, for `ballast ps` and tests.
+#[derive(Debug, Default)]
+pub(crate) struct Violations(AtomicU64);
+
+impl Violations {
+    pub(crate) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Accepts until the listener is dropped with this task.
+pub(crate) async fn accept_loop(
+    listener: Listener,
+    inputs: Inputs,
+    violations: Arc<Violations>,
+) -> std::io::Result<()> {
+    let listener = AsyncListener::new(listener)?;
+    let slots = Arc::new(Semaphore::new(MAX_CLIENTS));
+    // Given up for a moment when the table is full, so that the queue can be emptied and clients see an answer.
+    let mut spare = Some(spare_fd()?);
+    let mut next = 0u64;
+    loop {
+        // Never closed.
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return Ok(()) };
+        let connection = loop {
+            match listener.accept().await {
+                Ok(connection) => break connection,
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a worker");
+                    drop(spare.take());
+                    listener.turn_away();
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    spare = spare_fd().ok();
+                }
+            }
+        };
+        next += 1;
+        let client =
+            Client { id: ConnectionId(next), inputs: inputs.clone(), violations: Arc::clone(&violations) };
+        tokio::spawn(async move {
+            client.serve(connection).await;
+            drop(slot);
+        });
+    }
+}
+
+fn spare_fd() -> std::io::Result<OwnedFd> {
+    Ok(std::fs::File::open("/dev/null")?.into())
+}
+
+struct Client {
+    id: ConnectionId,
+    inputs: Inputs,
+    violations: Arc<Violations>,
+}
+
+/// Why a conversation ended; none of it is the weight-server's trouble.
+#[derive(Debug)]
+enum End {
+    /// The peer or the driver is done.
+    Over,
+    Broken(FrameError),
+    Violation(&'static str),
+}
+
+impl From<FrameError> for End {
+    fn from(error: FrameError) -> Self {
+        match error {
+            FrameError::Closed => Self::Over,
+            FrameError::Malformed(_) => Self::Violation("a frame is no message of it"),
+            FrameError::Receive(memory::fd_passing::ReceiveError::TooLong { .. }) => {
+                Self::Violation("a frame is too long")
+            }
+            error => Self::Broken(error),
+        }
+    }
+}
+
+impl Client {
+    async fn serve(self, connection: Connection) {
+        let peer = identify(&connection);
+        let connection = match AsyncConnection::new(connection) {
+            Ok(connection) => connection,
+            Err(error) => return tracing::warn!(%error, "cannot serve a worker"),
+        };
+        let end = match peer {
+            Ok((peer, pidfd)) => self.converse(&connection, peer, pidfd).await.err(),
+            // It has ended already.
+            Err(_) => None,
+        };
+        match end {
+            Some(End::Violation(what)) => {
+                self.violations.0.fetch_add(1, Ordering::Relaxed);
+                tracing::warn!(connection = self.id.0, what, "a client broke the hand-off protocol");
+                // It may not listen any more.
+                let _ = refuse(&connection, &Refusal::Violation { what }).await;
+            }
+            Some(End::Broken(error)) => {
+                let cause = service::exit::one_line(&error);
+                tracing::info!(connection = self.id.0, cause, "a worker's connection broke");
+            }
+            Some(End::Over) | None => {}
+        }
+        self.inputs.send(Input::Event(Event::ConnectionEnded { connection: self.id })).await;
+    }
+
+    async fn converse(&self, connection: &AsyncConnection, peer: Peer, pidfd: OwnedFd) -> Result<(), End> {
+        let (orders, mut ordered) = mpsc::channel(ORDERS);
+        let (frame, fds) = connection.receive_within::<WorkerFrame>(FIRST_FRAME_TIMEOUT).await?;
+        let input = match without_fds(frame, fds)? {
+            worker_frame::Kind::Attach(attach) => {
+                Input::Attach { connection: self.id, peer, pidfd, ask: attach.into(), orders }
+            }
+            worker_frame::Kind::Reclaim(claim) => Input::Reclaim { connection: self.id, peer, claim, orders },
+            _ => return Err(End::Violation("it began with neither an attach nor a re-claim")),
+        };
+        self.inputs.send(input).await;
+        loop {
+            tokio::select! {
+                order = ordered.recv() => match order {
+                    Some(order) => self.obey(connection, order).await?,
+                    None => return Ok(()),
+                },
+                frame = connection.receive::<WorkerFrame>() => {
+                    let (frame, fds) = frame?;
+                    match without_fds(frame, fds)? {
+                        worker_frame::Kind::Detach(_) => {
+                            self.inputs.send(Input::Event(Event::Detached { connection: self.id })).await;
+                        }
+                        _ => return Err(End::Violation("a frame came out of turn")),
+                    }
+                }
+            }
+        }
+    }
+
+    async fn obey(&self, connection: &AsyncConnection, order: Order) -> Result<(), End> {
+        match order {
+            Order::Waiting(progress) => {
+                let waiting = wire::Waiting {
+                    done_bytes: progress.done_bytes,
+                    total_bytes: progress.total_bytes,
+                    jobs_ahead: progress.jobs_ahead,
+                };
+                Ok(send(connection, server_frame::Kind::Waiting(waiting)).await?)
+            }
+            Order::Refuse(refusal) => {
+                tracing::info!(connection = self.id.0, %refusal, "refused a worker");
+                refuse(connection, &refusal).await?;
+                Err(End::Over)
+            }
+            Order::Deliver { lease, generation, fds } => {
+                deliver(connection, lease, generation, &fds).await?;
+                self.inputs.send(Input::Event(Event::Delivered { connection: self.id })).await;
+                Ok(())
+            }
+            Order::Reclaimed { lease, generation } => {
+                let reclaimed = wire::Reclaimed { lease, generation };
+                Ok(send(connection, server_frame::Kind::Reclaimed(reclaimed)).await?)
+            }
+            Order::Close => Err(End::Over),
+        }
+    }
+}
+
+/// The process at the other end, and a hold on it.
+fn identify(connection: &Connection) -> std::io::Result<(Peer, OwnedFd)> {
+    let peer = connection.peer()?;
+    let pidfd = pidfd::of_peer(connection)?;
+    let start_ticks = pidfd::start_ticks(peer.pid).unwrap_or(0);
+    Ok((Peer { pid: peer.pid, uid: peer.uid, start_ticks }, pidfd))
+}
+
+/// Descriptors of clients are closed right here.
+fn without_fds(frame: WorkerFrame, fds: Vec<OwnedFd>) -> Result<worker_frame::Kind, End> {
+    if !fds.is_empty() {
+        return Err(End::Violation("it sent file descriptors"));
+    }
+    frame.kind.ok_or(End::Violation("a frame is of no known kind"))
+}
+
+async fn send(connection: &AsyncConnection, kind: server_frame::Kind) -> Result<(), FrameError> {
+    connection.send_within(SEND_TIMEOUT, &ServerFrame { kind: Some(kind) }, &[]).await
+}
+
+async fn refuse(connection: &AsyncConnection, refusal: &Refusal) -> Result<(), FrameError> {
+    let refused = wire::AttachRefused { reason: refusal.reason().into(), text: refusal.to_string() };
+    send(connection, server_frame::Kind::Refused(refused)).await
+}
+
+/// Grant, then all descriptors, one batch outstanding.
+async fn deliver(
+    connection: &AsyncConnection,
+    lease: u64,
+    generation: u64,
+    fds: &GenerationFds,
+) -> Result<(), End> {
+    let all: Vec<BorrowedFd<'_>> = fds.all().map(AsFd::as_fd).collect();
+    let grant = wire::Grant { lease, generation, fds: all.len() as u32 };
+    send(connection, server_frame::Kind::Grant(grant)).await?;
+    for batch in batches(all.len() as u32) {
+        let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
+        let frame = ServerFrame { kind: Some(server_frame::Kind::Fds(batch)) };
+        connection.send_within(BATCH_TIMEOUT, &frame, part).await?;
+        let (receipt, carried) = connection.receive_within::<WorkerFrame>(BATCH_TIMEOUT).await?;
+        match without_fds(receipt, carried)? {
+            worker_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
+            _ => return Err(End::Violation("a batch was not acknowledged in turn")),
+        }
+    }
+    Ok(())
+}
+
+impl From<wire::Attach> for Ask {
+    fn from(attach: wire::Attach) -> Self {
+        Self {
+            protocol: attach.protocol,
+            layout: attach.layout,
+            manifest_format: attach.manifest_format,
+            device: attach.device,
+            model: attach.model,
+            token: attach.token,
+            kv_bytes: attach.kv_bytes,
+            workspace_bytes: attach.workspace_bytes,
+        }
+    }
+}
+
+impl Refusal {
+    fn reason(&self) -> wire::RefusalReason {
+        use wire::RefusalReason as Reason;
+        match self {
+            Self::Protocol { .. } => Reason::Protocol,
+            Self::Layout { .. } => Reason::Layout,
+            Self::ManifestFormat { .. } => Reason::ManifestFormat,
+            Self::Device { .. } => Reason::Device,
+            Self::UnknownModel { .. } => Reason::UnknownModel,
+            Self::LoadFailed { .. } => Reason::LoadFailed,
+            Self::Token => Reason::Token,
+            Self::PeerUid { .. } => Reason::PeerUid,
+            Self::Ledger(_) => Reason::Ledger,
+            Self::UnknownLease { .. } => Reason::UnknownLease,
+            Self::LeasesOfProcess { .. } => Reason::Ledger,
+            Self::Busy { .. } => Reason::Busy,
+            Self::ShuttingDown => Reason::ShuttingDown,
+            Self::Violation { .. } => Reason::Violation,
+        }
+    }
+}
