@@ -226,6 +226,24 @@ fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
 }
 
 #[test]
+fn rows_of_a_preempted_sequence_go_to_others_of_the_same_step() {
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 9, prefill_chunk_max: 8, ..limits() }, 8);
+    let older = add(&mut scheduler, prompt(1, 16), 17);
+    let middle = add(&mut scheduler, prompt(2, 12), 13);
+    assert_eq!(step(&mut scheduler), [(older, 0, 8), (middle, 0, 1)]);
+    scheduler.hold(older, true);
+    scheduler.hold(middle, true);
+    let younger = add(&mut scheduler, prompt(3, 3), 17);
+    (0..11).for_each(|_| assert_eq!(step(&mut scheduler)[0].0, younger));
+    assert_eq!(scheduler.pool().free(), 1);
+    scheduler.hold(older, false);
+    scheduler.hold(middle, false);
+    // The younger had one of the 9 rows until the older took its blocks.
+    assert_eq!(step(&mut scheduler), [(older, 8, 8), (middle, 1, 1)]);
+    assert_eq!(scheduler.plan().preempted, 1);
+}
+
+#[test]
 fn lower_priority_values_run_first() {
     let mut scheduler = Scheduler::new(Limits { step_tokens: 8, ..limits() }, 100);
     let late = scheduler.add(Kind::Generate, 1, prompt(1, 8), 20, &Scope::default());
