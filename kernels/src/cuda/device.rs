@@ -1,0 +1,187 @@
+//! [`Device`]: a GPU and this process's context on it.
+
+use std::ffi::c_int;
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+
+use super::CudaError;
+use super::error::Named;
+
+/// Names a GPU in every process and container alike; ordinals do not.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceUuid(pub [u8; 16]);
+
+/// Cheap to clone; the context goes with the last clone and the last thing made from it.
+#[derive(Clone)]
+pub struct Device(Arc<Context>);
+
+struct Context {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    name: String,
+    uuid: DeviceUuid,
+    capability: (u32, u32),
+    multiprocessors: u32,
+    shared_bytes_max: u32,
+    memory_bytes: usize,
+}
+
+// SAFETY: a context may be current on any number of threads; the driver's calls on it are thread-safe.
+unsafe impl Send for Context {}
+// SAFETY: as above; the fields never change.
+unsafe impl Sync for Context {}
+
+/// How many GPUs this process sees. The first call loads and starts the driver (0.2 s).
+pub fn device_count() -> Result<usize, CudaError> {
+    // SAFETY: looks for a library file, whose load has no side effects on us.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    result::init().named("cuInit")?;
+    Ok(result::device::get_count().named("cuDeviceGetCount")?.max(0) as usize)
+}
+
+impl Device {
+    /// Opens device `index` and makes its context current on this thread.
+    pub fn open(index: usize) -> Result<Self, CudaError> {
+        let count = device_count()?;
+        if index >= count {
+            return Err(CudaError::NoDevice { index, count });
+        }
+        let device = result::device::get(index as c_int).named("cuDeviceGet")?;
+        let uuid = device_uuid(device)?;
+        let name = result::device::get_name(device).named("cuDeviceGetName")?;
+        let attribute = |attribute| -> Result<u32, CudaError> {
+            // SAFETY: `device` came from cuDeviceGet.
+            let value = unsafe { result::device::get_attribute(device, attribute) };
+            Ok(value.named("cuDeviceGetAttribute")?.max(0) as u32)
+        };
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_bytes_max = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        // SAFETY: as above.
+        let memory_bytes = unsafe { result::device::total_mem(device) }.named("cuDeviceTotalMem")?;
+        // SAFETY: as above; released when the last clone goes.
+        let context = unsafe { result::primary_ctx::retain(device) }.named("cuDevicePrimaryCtxRetain")?;
+        let device = Self(Arc::new(Context {
+            device,
+            context,
+            name,
+            uuid,
+            capability,
+            multiprocessors,
+            shared_bytes_max,
+            memory_bytes,
+        }));
+        device.bind()?;
+        Ok(device)
+    }
+
+    pub fn open_uuid(uuid: DeviceUuid) -> Result<Self, CudaError> {
+        for index in 0..device_count()? {
+            if device_uuid(result::device::get(index as c_int).named("cuDeviceGet")?)? == uuid {
+                return Self::open(index);
+            }
+        }
+        Err(CudaError::NoSuchUuid { uuid: uuid.to_string() })
+    }
+
+    /// Makes the context current on the calling thread. Every thread that uses the device calls it once; all else
+    /// here assumes it.
+    pub fn bind(&self) -> Result<(), CudaError> {
+        // SAFETY: the context is retained as long as self.
+        unsafe { result::ctx::set_current(self.0.context) }.named("cuCtxSetCurrent")
+    }
+
+    /// Waits for everything this process has started on the device.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.bind()?;
+        result::ctx::synchronize().named("cuCtxSynchronize")
+    }
+
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    pub fn uuid(&self) -> DeviceUuid {
+        self.0.uuid
+    }
+
+    /// Major and minor: (9, 0) on Hopper.
+    pub fn capability(&self) -> (u32, u32) {
+        self.0.capability
+    }
+
+    pub fn multiprocessors(&self) -> u32 {
+        self.0.multiprocessors
+    }
+
+    /// What one block may have at most, after opting in.
+    pub fn shared_bytes_max(&self) -> u32 {
+        self.0.shared_bytes_max
+    }
+
+    pub fn memory_bytes(&self) -> usize {
+        self.0.memory_bytes
+    }
+
+    pub fn memory_free_bytes(&self) -> Result<usize, CudaError> {
+        self.bind()?;
+        Ok(result::mem_get_info().named("cuMemGetInfo")?.0)
+    }
+
+    /// For the layer that maps imported memory.
+    pub fn raw(&self) -> sys::CUdevice {
+        self.0.device
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained in `open`, and everything made from it holds a clone of the Arc.
+        // An error here has nobody to go to: the process is ending or the driver already gone.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+fn device_uuid(device: sys::CUdevice) -> Result<DeviceUuid, CudaError> {
+    let uuid = result::device::get_uuid(device).named("cuDeviceGetUuid")?;
+    Ok(DeviceUuid(uuid.bytes.map(|byte| byte as u8)))
+}
+
+/// As nvidia-smi and NVML write it.
+impl fmt::Display for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GPU-")?;
+        for (at, byte) in self.0.iter().enumerate() {
+            if matches!(at, 4 | 6 | 8 | 10) {
+                f.write_str("-")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuid_is_written_as_nvml_writes_it() {
+        let uuid = DeviceUuid(std::array::from_fn(|at| at as u8 * 17));
+        assert_eq!(uuid.to_string(), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+    }
+}

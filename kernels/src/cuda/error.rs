@@ -1,0 +1,67 @@
+//! What can go wrong between this process and a GPU.
+
+use cudarc::driver::DriverError;
+
+/// A failed call of the driver, or a request that no driver can fulfil.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaError {
+    #[error(
+        "no CUDA driver: libcuda.so.1 cannot be loaded; install NVIDIA's driver, or run with --device cpu"
+    )]
+    NoDriver,
+    #[error("there is no CUDA device {index}: {count} found")]
+    NoDevice { index: usize, count: usize },
+    #[error("no CUDA device has UUID {uuid}")]
+    NoSuchUuid { uuid: String },
+    #[error("{call} failed: {}", describe(.source))]
+    Call { call: &'static str, source: DriverError },
+    #[error("out of device memory: {bytes} bytes wanted, {free} free")]
+    OutOfMemory { bytes: usize, free: usize },
+    #[error("kernels of {family} hold no code for compute capability {major}.{minor}")]
+    NoCode { family: &'static str, major: u32, minor: u32 },
+    #[error("{what}: {found} bytes, expected {expected}")]
+    Length { what: &'static str, found: usize, expected: usize },
+}
+
+impl CudaError {
+    /// A context is unusable after an illegal access and its like: the process must end.
+    pub fn is_fatal(&self) -> bool {
+        use cudarc::driver::sys::CUresult as R;
+        matches!(
+            self,
+            Self::Call {
+                source: DriverError(
+                    R::CUDA_ERROR_ILLEGAL_ADDRESS
+                        | R::CUDA_ERROR_LAUNCH_FAILED
+                        | R::CUDA_ERROR_MISALIGNED_ADDRESS
+                        | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
+                        | R::CUDA_ERROR_HARDWARE_STACK_ERROR
+                        | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
+                        | R::CUDA_ERROR_INVALID_PC
+                        | R::CUDA_ERROR_LAUNCH_TIMEOUT
+                        | R::CUDA_ERROR_ECC_UNCORRECTABLE
+                        | R::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+                ),
+                ..
+            }
+        )
+    }
+}
+
+/// Names a call in its error.
+pub(super) trait Named<T> {
+    fn named(self, call: &'static str) -> Result<T, CudaError>;
+}
+
+impl<T> Named<T> for Result<T, DriverError> {
+    fn named(self, call: &'static str) -> Result<T, CudaError> {
+        self.map_err(|source| CudaError::Call { call, source })
+    }
+}
+
+fn describe(error: &DriverError) -> String {
+    let text = |text: Result<&std::ffi::CStr, DriverError>| {
+        text.map_or_else(|_| "unknown".to_owned(), |text| text.to_string_lossy().into_owned())
+    };
+    format!("{} ({})", text(error.error_string()), text(error.error_name()))
+}

@@ -1,0 +1,21 @@
+//! The CUDA backend: kernels embedded as machine code, started through the driver API, which is loaded at run time.
+//!
+//! Layers: cudarc's `sys` and `result` are the raw one; [`Device`], [`Stream`], [`Event`], [`Buffer`] and [`Family`]
+//! own what they name and check what the driver says; launchers, one per .cu file, check shapes and are safe to call.
+//!
+//! Invariant of the safe layer: memory that a launched kernel uses stays allocated until the kernel has ended.
+//! [`Buffer`] keeps it by waiting for the device before it frees; a [`View`] made by hand puts it on its maker.
+//! Order between streams is the caller's business: two streams that touch one buffer need an [`Event`] between them.
+
+mod buffer;
+pub mod checksum;
+mod device;
+mod error;
+mod module;
+mod stream;
+
+pub use buffer::{Buffer, View, ViewMut};
+pub use device::{Device, DeviceUuid, device_count};
+pub use error::CudaError;
+pub use module::{Family, Kernel, Launch};
+pub use stream::{Event, Graph, Stream};
