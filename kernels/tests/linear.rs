@@ -9,6 +9,38 @@ use ops::{Backend, Linear, Reference, Weight};
 use quant::DType;
 use random::{DTYPES, Random};
 
+/// Where the f16 scales of a block are.
+fn scale_offsets(dtype: DType) -> &'static [usize] {
+    match dtype {
+        DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
+        DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
+        DType::Q2_K => &[80, 82],
+        DType::Q3_K => &[108],
+        DType::Q6_K => &[208],
+        _ => &[],
+    }
+}
+
+/// Rows of any bits a quantised block may have, with scales among zero, subnormal, ordinary, negative and the largest.
+fn arbitrary(random: &mut Random, dtype: DType, cols: usize, rows: usize) -> Bytes {
+    let len = dtype.row_bytes((cols * rows) as u64).unwrap() as usize;
+    let mut bytes: Vec<u8> = (0..len + 8).map(|_| random.next() as u8).collect();
+    for block in bytes[3..3 + len].chunks_exact_mut(dtype.block_bytes()) {
+        for &offset in scale_offsets(dtype) {
+            let scale = match random.next() % 8 {
+                0 => 0x0000_u16,
+                1 => 0x0001,
+                2 => 0x83ff,
+                3 => 0x7bff,
+                4 => 0xfbff,
+                _ => 0x2000 | (random.next() as u16 & 0x9fff),
+            };
+            block[offset..offset + 2].copy_from_slice(&scale.to_le_bytes());
+        }
+    }
+    Bytes::from(bytes).slice(3..3 + len)
+}
+
 fn weight<B: Backend<Data = Bytes>>(dtype: DType, dims: &[usize], data: &Bytes) -> Weight<B> {
     Weight { dtype, dims: dims.to_vec(), layout: 0, data: data.clone() }
 }
@@ -25,7 +57,7 @@ struct Case {
 impl Case {
     fn new(random: &mut Random, dtype: DType, rows: usize, n_in: usize, n_out: usize) -> Self {
         let is_plain = dtype.block_len() == 1;
-        let make = if is_plain || random.next() % 2 == 0 { random::encoded } else { random::arbitrary };
+        let make = if is_plain || random.next() % 2 == 0 { random::encoded } else { arbitrary };
         let data = make(random, dtype, n_in, n_out);
         let bias = (random.next() % 2 == 0).then(|| random::encoded(random, DType::F32, n_out, 1));
         let mut x = random.values(rows * n_in);

@@ -209,10 +209,9 @@ impl Simd for Portable {
     #[inline(always)]
     fn transpose(self, rows: Rows<'_>, at: usize) -> [[i32; 16]; 4] {
         let mut out = [[0; 16]; 4];
-        for r in 0..16 {
-            let bytes: &[u8; 16] = rows.row(r, at);
-            for (out, word) in out.iter_mut().zip(bytes.as_chunks().0) {
-                out[r] = i32::from_le_bytes(*word);
+        for (r, words) in rows.column::<[[u8; 4]; 4]>(at).into_iter().enumerate() {
+            for (out, word) in out.iter_mut().zip(words) {
+                out[r] = i32::from_le_bytes(word);
             }
         }
         out

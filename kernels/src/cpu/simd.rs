@@ -7,6 +7,8 @@
 //! A value of an implementing type is proof that the processor has the instructions: it is only made by
 //! [`super::Isa`] after detection, which is what makes the methods safe to call.
 
+use bytemuck::AnyBitPattern;
+
 /// A function that runs inside one instruction set. `run` and all it calls must be `#[inline(always)]`: code that is
 /// not inlined into [`Simd::vectorize`] is compiled without the instructions.
 pub(super) trait Kernel {
@@ -31,12 +33,17 @@ impl<'a> Rows<'a> {
         self.bytes[at..].as_ptr()
     }
 
-    /// `N` bytes of row `r`.
+    /// The value at `at` in each row, as it stands.
     #[inline(always)]
-    pub(super) fn row<const N: usize>(self, r: usize, at: usize) -> &'a [u8; N] {
-        let from = at + r * self.stride;
-        // The slice has length N.
-        self.bytes[from..from + N].as_array::<N>().expect("a slice of length N")
+    pub(super) fn column<T: AnyBitPattern + Default>(self, at: usize) -> [T; 16] {
+        let base = self.at(at, size_of::<T>());
+        let mut out = [T::default(); 16];
+        for (r, out) in out.iter_mut().enumerate() {
+            // SAFETY: `Rows::at` has checked that the bytes of a `T` are inside the slice for each row, and any bits are
+            // a `T`.
+            *out = unsafe { base.add(r * self.stride).cast::<T>().read_unaligned() };
+        }
+        out
     }
 }
 
@@ -119,23 +126,13 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// Lane `r` is the f16 at `at` in row `r`.
     #[inline(always)]
     fn gather_f16(self, rows: Rows<'_>, at: usize) -> Self::F {
-        let mut halves = [0; 32];
-        for r in 0..16 {
-            let [low, high] = *rows.row::<2>(r, at);
-            halves[2 * r] = low;
-            halves[2 * r + 1] = high;
-        }
-        self.load_f16(&halves)
+        self.load_f16(&bytemuck::cast(rows.column::<u16>(at)))
     }
 
     /// Lane `r` is the little-endian u32 at `at` in row `r`.
     #[inline(always)]
     fn gather_u32(self, rows: Rows<'_>, at: usize) -> Self::I {
-        let mut words = [0; 16];
-        for (r, word) in words.iter_mut().enumerate() {
-            *word = i32::from_le_bytes(*rows.row::<4>(r, at));
-        }
-        self.load_int(&words)
+        self.load_bytes(&bytemuck::cast(rows.column::<u32>(at)))
     }
 
     /// Up to 16 values, zeros after them.

@@ -1,0 +1,90 @@
+//! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture, its transcripts of
+//! the trained demo models, and the same logits whatever the instruction set and the number of threads.
+
+use anyhow::Result;
+use kernels::{Cpu, Isa};
+use models::testing::{
+    Arithmetic, Golden, Runner, Transcript, check_transcripts, demo_models, shared_data, tree_data,
+};
+use ops::KvType;
+use std::path::Path;
+
+const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
+/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the other in f16 ones.
+const QUANTISED_GAP_MIN: f32 = 0.3;
+const F16_GAP_MIN: f32 = 0.01;
+
+fn cpu(threads: usize, isa: Isa) -> Cpu {
+    Cpu::with_isa(threads, isa).unwrap()
+}
+
+fn check_goldens(folder: &Path, isas: &[Isa]) -> Result<()> {
+    let mut checked = 0;
+    for golden in Golden::all(folder, ARCHITECTURES)? {
+        match golden.file()?.description() {
+            Err(error) if format!("{error:#}").contains("cannot be computed with") => {
+                eprintln!("SKIPPED: {}: {error:#}", golden.name);
+                continue;
+            }
+            description => description?,
+        };
+        for &isa in isas {
+            golden.check(|| cpu(2, isa), Arithmetic::Rounded)?;
+        }
+        checked += 1;
+    }
+    assert!(checked > 0, "no golden models in {}", folder.display());
+    eprintln!("{checked} golden models");
+    Ok(())
+}
+
+#[test]
+fn golden_models_of_the_tree() -> Result<()> {
+    check_goldens(&tree_data(), &Isa::available())
+}
+
+#[test]
+fn golden_models_of_the_full_set() -> Result<()> {
+    match shared_data("golden_models_of_the_full_set") {
+        Some(folder) => check_goldens(&folder.join("data/golden"), &[Isa::best()]),
+        None => Ok(()),
+    }
+}
+
+fn transcripts(folder: &Path, name: &str, gap_min: f32) -> Result<()> {
+    let model = folder.join(name).with_extension("gguf");
+    let transcripts = folder.join(name).with_extension("greedy.jsonl");
+    let lines = Transcript::all(&transcripts)?.len();
+    let decided = check_transcripts(&model, &transcripts, || cpu(2, Isa::best()), gap_min, lines)?;
+    assert!(decided > 50 * lines, "{name}: only {decided} steps were decided");
+    Ok(())
+}
+
+#[test]
+fn trained_models_say_what_llama_cpp_says() -> Result<()> {
+    transcripts(&demo_models(), "pycoder-7m-q8_0", QUANTISED_GAP_MIN)?;
+    transcripts(&demo_models(), "pycoder-22m-q4_k_m", QUANTISED_GAP_MIN)?;
+    match shared_data("trained_models_say_what_llama_cpp_says") {
+        Some(folder) => transcripts(&folder.join("models"), "pycoder-7m-f16", F16_GAP_MIN),
+        None => Ok(()),
+    }
+}
+
+#[test]
+fn every_instruction_set_and_number_of_threads_gives_the_same_logits() -> Result<()> {
+    for golden in Golden::all(&tree_data(), ARCHITECTURES)? {
+        let file = golden.file()?;
+        let ids: Vec<u32> = (0..40).map(|i| i * 7 % 200).collect();
+        let mut first: Option<Vec<u32>> = None;
+        for isa in Isa::available() {
+            for threads in 1..=3 {
+                let mut runner = Runner::new(&file, cpu(threads, isa), KvType::F16, 1, ids.len())?;
+                let logits = runner.extend(&ids)?.concat();
+                let bits: Vec<u32> = logits.into_iter().map(f32::to_bits).collect();
+                let same = *first.get_or_insert_with(|| bits.clone()) == bits;
+                assert!(same, "{}: {isa}, {threads} threads", golden.name);
+            }
+        }
+    }
+    Ok(())
+}
