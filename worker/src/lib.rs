@@ -1,1 +1,30 @@
+//! The worker: attaches a model's weights read-only, computes, and serves token ids to the router (`ballast.worker.v1`).
+//!
+//! ```text
+//! run       process: socket first, then weights; drain on a stop
+//! attach    asks the weight-server, waits for a load, builds the engine      \
+//! backend   the one file that knows which backend computes                    > a thread of their own
+//! stepper   the engine's loop: commands in, frames out, one step at a time   /
+//! outlet    bounded queue of frames from the stepper to one call
+//! grpc      ballast.worker.v1 on the worker's socket
+//! wire      messages <-> the engine's own types
+//! ```
+//!
+//! The weights are somebody else's: this process may die at any time and costs its KV cache and a socket. A worker whose
+//! weight-server dies serves on and claims its lease from the successor.
+
 #![forbid(unsafe_code)]
+
+mod attach;
+mod backend;
+mod config;
+mod grpc;
+mod outlet;
+mod run;
+mod stats;
+mod stepper;
+mod wire;
+
+pub use attach::AttachError;
+pub use config::Config;
+pub use run::{RunError, run};

@@ -1,0 +1,210 @@
+//! `ballast.worker.v1.Worker` on the worker's socket. Up from the start; refuses until the weights are attached.
+
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use engine::Output;
+use futures::{Stream, StreamExt, stream};
+use proto::worker::v1::worker_server::{Worker, WorkerServer};
+use proto::worker::v1::{self as wire, metadata_frame};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tonic_health::server::HealthReporter;
+
+use crate::attach::Facts;
+use crate::config::Config;
+use crate::outlet::Item;
+use crate::stats::own_bytes;
+use crate::stepper::Handle;
+use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request};
+
+/// A piece of the GGUF metadata section.
+const PIECE_BYTES_MAX: usize = 1 << 20;
+
+/// What a worker has once its weights are attached.
+pub(crate) struct Serving {
+    pub(crate) handle: Handle,
+    pub(crate) facts: Facts,
+}
+
+/// Set once, when the weights are attached.
+pub(crate) type WhenServing = Arc<OnceLock<Serving>>;
+
+#[derive(Clone)]
+pub(crate) struct Service {
+    pub(crate) config: Arc<Config>,
+    pub(crate) serving: WhenServing,
+    pub(crate) health: HealthReporter,
+}
+
+type Frames<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Worker for Service {
+    type GenerateStream = Frames<wire::GenerateFrame>;
+    type ScoreStream = Frames<wire::ScoreFrame>;
+    type GetMetadataStream = Frames<wire::MetadataFrame>;
+
+    async fn generate(
+        &self,
+        wire: Request<wire::GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let Serving { handle, facts } = self.serving()?;
+        let wire = wire.into_inner();
+        check_fingerprint(&wire.fingerprint, facts)?;
+        let id = handle.next_id();
+        tracing::debug!(%id, request = %wire.request_id, tokens = wire.tokens.len(), "generate");
+        let (queued, outputs) = handle.generate(request(wire, id, handle.now())?).await?;
+        let frames = ReceiverStream::new(outputs).filter_map(async |item| match item {
+            Ok(output) => generate_frame(output).map(Ok),
+            Err(cut) => Some(Err(cut.into())),
+        });
+        let first = stream::iter([Ok(admitted(queued.ahead))]);
+        Ok(Response::new(Box::pin(first.chain(frames))))
+    }
+
+    async fn score(&self, wire: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
+        let Serving { handle, facts } = self.serving()?;
+        let wire = wire.into_inner();
+        check_fingerprint(&wire.fingerprint, facts)?;
+        let outputs = handle.score(score_request(wire, handle.next_id(), handle.now())?).await?;
+        let scoring = Scoring { outputs, frames: ScoreFrames::default(), end: None };
+        let frames = stream::unfold(scoring, async |mut scoring| Some((scoring.next().await?, scoring)));
+        Ok(Response::new(Box::pin(frames)))
+    }
+
+    async fn get_metadata(
+        &self,
+        _: Request<wire::GetMetadataRequest>,
+    ) -> Result<Response<Self::GetMetadataStream>, Status> {
+        let facts = &self.serving()?.facts;
+        let gguf = facts.gguf.clone();
+        let first = metadata_frame::Frame::Description(self.description(facts));
+        // Slices of the mapping, not copies.
+        let pieces = (0..gguf.len())
+            .step_by(PIECE_BYTES_MAX)
+            .map(move |at| metadata_frame::Frame::Gguf(gguf.slice(at..gguf.len().min(at + PIECE_BYTES_MAX))));
+        let frames = std::iter::once(first).chain(pieces);
+        let frames = frames.map(|frame| Ok(wire::MetadataFrame { frame: Some(frame) }));
+        Ok(Response::new(Box::pin(stream::iter(frames))))
+    }
+
+    async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
+        let own_bytes = own_bytes().map_err(|error| Status::internal(error.to_string()))?;
+        let Some(Serving { handle, facts }) = self.serving.get() else {
+            return Ok(Response::new(wire::StatsReply { own_bytes, ..Default::default() }));
+        };
+        let now = handle.snapshot();
+        let stats = now.stats;
+        let tokens = |blocks: usize| (blocks * stats.kv_block_tokens) as u64;
+        Ok(Response::new(wire::StatsReply {
+            draining: now.draining,
+            attach_ms: facts.attach.as_secs_f64() * 1e3,
+            weight_bytes: facts.weight_bytes,
+            own_bytes,
+            running: stats.running as u32,
+            waiting: stats.waiting as u32,
+            kv_total_tokens: tokens(stats.kv_blocks),
+            kv_used_tokens: tokens(stats.kv_blocks_used),
+            kv_cached_tokens: tokens(stats.kv_blocks_cached),
+            kv_used_bytes: (stats.kv_blocks_used * stats.kv_block_bytes) as u64,
+            steps: stats.steps,
+            prompt_tokens_computed: stats.prompt_tokens_computed,
+            prompt_tokens_cached: stats.prompt_tokens_cached,
+            output_tokens: stats.output_tokens,
+            preemptions: stats.preemptions,
+            evictions: stats.evictions,
+            finished: stats.finished,
+            refused: stats.refused,
+        }))
+    }
+
+    async fn drain(&self, wire: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
+        let grace = Duration::from_millis(wire.into_inner().grace_ms);
+        Ok(Response::new(wire::DrainReply { cut: self.drain_within(grace).await as u32 }))
+    }
+}
+
+impl Service {
+    /// Weights are attached: requests are taken from now on.
+    pub(crate) async fn begin(&self, serving: Serving) {
+        if self.serving.set(serving).is_ok() {
+            self.health.set_serving::<WorkerServer<Self>>().await;
+        }
+    }
+
+    /// Sends the router elsewhere, lets streams end, cuts the rest; returns how many were cut.
+    pub(crate) async fn drain_within(&self, grace: Duration) -> usize {
+        self.health.set_not_serving::<WorkerServer<Self>>().await;
+        match self.serving.get() {
+            Some(serving) => serving.handle.drain(grace).await,
+            None => 0,
+        }
+    }
+
+    fn serving(&self) -> Result<&Serving, Status> {
+        self.serving.get().ok_or_else(|| Status::unavailable("the weights are not attached yet"))
+    }
+
+    fn description(&self, facts: &Facts) -> wire::Description {
+        wire::Description {
+            worker: self.config.name.clone(),
+            pid: std::process::id(),
+            model: facts.model.clone(),
+            digest: facts.digest.to_vec().into(),
+            generation: facts.generation,
+            fingerprint: facts.fingerprint.clone(),
+            backend: facts.backend.clone(),
+            context_tokens: u32::try_from(facts.context_tokens).unwrap_or(u32::MAX),
+            vocabulary: facts.vocabulary as u32,
+            running_max: self.config.running_max as u32,
+            queue_max: self.config.queue_max as u32,
+            weight_bytes: facts.weight_bytes,
+            gguf_bytes: facts.gguf.len() as u64,
+            attach_ms: facts.attach.as_secs_f64() * 1e3,
+        }
+    }
+}
+
+/// A socket's name says little after a restart: the caller says whom it means.
+fn check_fingerprint(meant: &[u8], facts: &Facts) -> Result<(), Status> {
+    if meant == facts.fingerprint {
+        return Ok(());
+    }
+    let own = String::from_utf8_lossy(&facts.fingerprint);
+    Err(Status::failed_precondition(format!("this worker is another one: {own}")))
+}
+
+/// A score's outputs on their way to frames.
+struct Scoring {
+    outputs: mpsc::Receiver<Item>,
+    frames: ScoreFrames,
+    end: Option<Result<(), Status>>,
+}
+
+impl Scoring {
+    async fn next(&mut self) -> Option<Result<wire::ScoreFrame, Status>> {
+        // Fills a frame with what there is; what comes later goes into the next.
+        while self.end.is_none() && !self.frames.is_full() {
+            match self.outputs.recv().await {
+                Some(Ok(Output::Finished { .. })) => self.end = Some(Ok(())),
+                Some(Ok(output)) => self.frames.push(output),
+                Some(Err(cut)) => self.end = Some(Err(cut.into())),
+                None => self.end = Some(Err(Status::unavailable("the engine has stopped"))),
+            }
+        }
+        match (self.frames.take(), self.end.take()) {
+            (Some(frame), end) => {
+                self.end = end;
+                Some(Ok(frame))
+            }
+            (None, Some(Err(status))) => {
+                self.end = Some(Ok(()));
+                Some(Err(status))
+            }
+            (None, _) => None,
+        }
+    }
+}

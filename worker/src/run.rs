@@ -1,0 +1,220 @@
+//! The process around the engine: socket first, weights after, drain on a stop.
+//!
+//! Two threads matter: this one runs all of gRPC (frames are small, and the other threads are for computing), the
+//! engine's thread attaches and then steps. Whichever ends first ends the process.
+
+use std::io::{self, Read};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use memory::lease::{Lease, LeaseStatus};
+use proto::worker::v1::worker_server::WorkerServer;
+use service::exit::{HasExit, of_io};
+use service::{Exit, Notify, Shutdown};
+use tokio::sync::oneshot;
+
+use crate::attach::{AttachError, Resident, bring_up};
+use crate::config::Config;
+use crate::grpc::{Service, Serving};
+use crate::stepper::stepper;
+
+/// Longest attach token.
+const TOKEN_BYTES_MAX: u64 = 256;
+/// Between the last frame of a drained worker and the end of its connections.
+const FLUSH_WAIT: Duration = Duration::from_secs(1);
+/// How often the lease is looked at for the log; the worker serves whatever it says.
+const LEASE_EVERY: Duration = Duration::from_secs(1);
+
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error("cannot start the runtime of the worker")]
+    Runtime(#[source] io::Error),
+    #[error("cannot start the engine's thread")]
+    Thread(#[source] io::Error),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error(transparent)]
+    Notify(#[from] service::notify::NotifyError),
+    #[error(transparent)]
+    Inherit(#[from] service::listen::ListenError),
+    #[error("cannot read the attach token")]
+    Token(#[source] io::Error),
+    #[error(transparent)]
+    Socket(#[from] service::grpc::BindError),
+    #[error("cannot describe the gRPC services")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    #[error("the gRPC server failed")]
+    Serve(#[source] tonic::transport::Error),
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error("the engine cannot go on")]
+    Engine(#[from] engine::StepError),
+    #[error("the engine's thread ended without a reason")]
+    EngineLost,
+}
+
+impl HasExit for RunError {
+    fn exit(&self) -> Exit {
+        match self {
+            RunError::Runtime(source) | RunError::Thread(source) | RunError::Signals(source) => of_io(source),
+            RunError::Token(_) => Exit::Usage,
+            RunError::Notify(error) => error.exit(),
+            RunError::Inherit(error) => error.exit(),
+            RunError::Socket(error) => error.exit(),
+            RunError::Attach(error) => error.exit(),
+            RunError::Reflection(_) | RunError::Serve(_) | RunError::Engine(_) | RunError::EngineLost => {
+                Exit::Internal
+            }
+        }
+    }
+}
+
+/// Runs the worker until it has drained.
+pub fn run(config: Config) -> Result<(), RunError> {
+    service::logging::init(&config.name, tracing::Level::INFO);
+    let token = read_token()?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Runtime)?;
+    runtime.block_on(async {
+        let shutdown = Shutdown::install().map_err(RunError::Signals)?;
+        let notify = Notify::from_env()?;
+        let _supervisor = service::supervision::watch("worker", &config.name, &notify, &shutdown)?;
+        serve(config, token, &notify, &shutdown).await
+    })
+}
+
+/// One per worker start, from a pipe that the supervisor filled; none without a supervisor.
+fn read_token() -> Result<Option<Bytes>, RunError> {
+    let Some(fd) = service::listen::fd_from_env(service::env::ATTACH_TOKEN_FD)? else { return Ok(None) };
+    let mut token = Vec::new();
+    std::fs::File::from(fd).take(TOKEN_BYTES_MAX).read_to_end(&mut token).map_err(RunError::Token)?;
+    Ok(Some(token.into()))
+}
+
+async fn serve(
+    config: Config,
+    token: Option<Bytes>,
+    notify: &Notify,
+    shutdown: &Shutdown,
+) -> Result<(), RunError> {
+    let listener = service::grpc::bind(&config.listen)?;
+    let (mut health, health_service) = service::grpc::health();
+    health.set_not_serving::<WorkerServer<Service>>().await;
+    let config = Arc::new(config);
+    let service =
+        Service { config: config.clone(), serving: Arc::new(OnceLock::new()), health: health.clone() };
+    let server = service::grpc::server()
+        .add_service(
+            WorkerServer::new(service.clone())
+                .max_decoding_message_size(service::grpc::MESSAGE_BYTES_MAX)
+                .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX),
+        )
+        .add_service(health_service)
+        .add_service(service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)?);
+    notify.ready()?;
+
+    let (attached, when_attached) = oneshot::channel();
+    let (ended, when_ended) = oneshot::channel();
+    {
+        let (config, notify) = (config.clone(), notify.clone());
+        let body = move || {
+            // Nobody waits for it any more once the process is stopping.
+            drop(ended.send(engine_thread(&config, token, &notify, attached)));
+        };
+        std::thread::Builder::new().name("engine".to_owned()).spawn(body).map_err(RunError::Thread)?;
+    }
+
+    let beginning = async {
+        // Without a sender the attach failed, and `when_ended` says why.
+        if let Ok(Ready { serving, lease }) = when_attached.await {
+            let text = format!(
+                "serving {}, attached in {:.1} ms",
+                serving.facts.model,
+                serving.facts.attach.as_secs_f64() * 1e3
+            );
+            service.begin(serving).await;
+            notify.status(&text)?;
+            watch_lease(lease).await;
+        }
+        std::future::pending::<Result<std::convert::Infallible, RunError>>().await
+    };
+    let drained = {
+        let (service, notify, requested) = (service.clone(), notify.clone(), shutdown.requested());
+        let grace = config.drain;
+        async move {
+            requested.await;
+            if let Err(error) = notify.stopping() {
+                tracing::debug!(%error, "nobody hears that this worker stops");
+            }
+            let cut = service.drain_within(grace).await;
+            tracing::info!(cut, "drained");
+            // Ends the watches: the server waits for open streams.
+            health.clear_service_status(<WorkerServer<Service> as tonic::server::NamedService>::NAME).await;
+        }
+    };
+    let (flushed, when_flushed) = oneshot::channel::<()>();
+    let stop = async {
+        drained.await;
+        drop(flushed);
+    };
+    // The engine's thread is not joined: the end of the process ends it, in the middle of a step too, and tells the
+    // weight-server that nothing is mapped here any more.
+    tokio::select! {
+        served = service::grpc::serve(server, listener, stop) => served.map_err(RunError::Serve),
+        _ = async { drop(when_flushed.await); tokio::time::sleep(FLUSH_WAIT).await } => Ok(()),
+        () = shutdown.forced() => Ok(()),
+        ended = when_ended => Err(match ended {
+            Ok(Err(error)) => error,
+            Ok(Ok(())) | Err(_) => RunError::EngineLost,
+        }),
+        never = beginning => never.map(|never| match never {}),
+    }
+}
+
+/// What the engine's thread announces once it can step.
+struct Ready {
+    serving: Serving,
+    lease: Weak<Lease>,
+}
+
+fn engine_thread(
+    config: &Config,
+    token: Option<Bytes>,
+    notify: &Notify,
+    attached: oneshot::Sender<Ready>,
+) -> Result<(), RunError> {
+    let Resident { engine, lease, facts } = bring_up(config, token, notify)?;
+    let score_rows_max = crate::attach::score_rows_max(config, &facts);
+    let (handle, stepper) = stepper(engine, score_rows_max);
+    let ready = Ready { serving: Serving { handle, facts }, lease: Arc::downgrade(&lease) };
+    if attached.send(ready).is_err() {
+        // Stopped meanwhile: the weights go before the lease.
+        drop(stepper);
+        return Ok(());
+    }
+    // Consumes the engine; the lease ends after it.
+    let stepped = stepper.run();
+    drop(lease);
+    Ok(stepped?)
+}
+
+/// Says in the log what becomes of the lease. The worker serves in every state.
+async fn watch_lease(lease: Weak<Lease>) {
+    let mut last = LeaseStatus::Held;
+    while let Some(lease) = lease.upgrade() {
+        let status = lease.status();
+        drop(lease);
+        let same_state = std::mem::discriminant(&status) == std::mem::discriminant(&last);
+        match &status {
+            _ if same_state => {}
+            LeaseStatus::Held => tracing::info!("the lease is held by the new weight-server"),
+            LeaseStatus::Broken { .. } => tracing::warn!("the weight-server is gone, serving on"),
+            LeaseStatus::Lost { text, .. } => {
+                tracing::error!(reason = %text, "the weight-server does not know the lease, serving on unaccounted");
+            }
+        }
+        last = status;
+        tokio::time::sleep(LEASE_EVERY).await;
+    }
+}

@@ -1,0 +1,29 @@
+//! What this process has for itself: anonymous memory in RAM, from a counter that the kernel keeps (proc_pid_status(5)).
+//! Weights are mapped from memfds and count as RssShmem, not here.
+
+use std::io;
+
+/// Anonymous resident memory of this process in bytes.
+pub(crate) fn own_bytes() -> io::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    rss_anon(&status).ok_or_else(|| io::Error::other("/proc/self/status has no RssAnon"))
+}
+
+fn rss_anon(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_counter_is_read() {
+        assert_eq!(rss_anon("VmRSS:\t 9 kB\nRssAnon:\t    1234 kB\nRssFile:\t 1 kB\n"), Some(1234 * 1024));
+        assert_eq!(rss_anon("VmRSS:\t 9 kB\n"), None);
+        let before = own_bytes().unwrap();
+        let block = vec![1u8; 8 << 20];
+        assert!(own_bytes().unwrap() >= before + (7 << 20), "{} bytes more", block.len());
+    }
+}

@@ -1,0 +1,347 @@
+//! The engine's thread: takes commands between steps, steps while there is work, sleeps while there is none.
+//!
+//! It alone owns the engine. Calls talk to it through [`Handle`]: a bounded queue of commands in, an [`Outlet`] per call
+//! out, and a snapshot of figures for whoever asks. A call that goes away closes its outlet, which is looked at before
+//! every step: its KV blocks are free within one step.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use engine::{
+    Engine, EngineStats, FinishReason, Output, Queued, RefuseReason, Request, RequestId, ScoreRequest,
+    StepError,
+};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::backend::Compute;
+use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
+
+/// Commands that wait for the end of a step; more are refused.
+const COMMANDS_MAX: usize = 256;
+/// While every request is held, readers are looked after this often.
+const HELD_POLL: Duration = Duration::from_millis(2);
+
+enum Command {
+    Generate { request: Box<Request>, outlet: Outlet, answer: Answer },
+    Score { request: ScoreRequest, outlet: Outlet, answer: Answer },
+    Drain,
+    CutAll,
+}
+
+type Answer = oneshot::Sender<Result<Queued, RefuseReason>>;
+
+/// Figures of now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Snapshot {
+    pub(crate) stats: EngineStats,
+    /// Streams that have not ended.
+    pub(crate) streams: usize,
+    pub(crate) draining: bool,
+}
+
+/// Why a call got no stream.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SubmitError {
+    #[error(transparent)]
+    Refused(#[from] RefuseReason),
+    #[error("{COMMANDS_MAX} requests wait for the end of a step, no more may")]
+    Crowded,
+    #[error("the engine has stopped")]
+    Stopped,
+}
+
+/// The async side.
+pub(crate) struct Handle {
+    commands: SyncSender<Command>,
+    snapshot: watch::Receiver<Snapshot>,
+    epoch: Instant,
+    score_rows_max: usize,
+    requests: AtomicU64,
+}
+
+impl Handle {
+    /// The engine's clock.
+    pub(crate) fn now(&self) -> Duration {
+        self.epoch.elapsed()
+    }
+
+    pub(crate) fn next_id(&self) -> RequestId {
+        RequestId(self.requests.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) async fn generate(
+        &self,
+        request: Request,
+    ) -> Result<(Queued, mpsc::Receiver<Item>), SubmitError> {
+        let (outlet, receiver) = outlet(TOKENS);
+        let request = Box::new(request);
+        let queued = self.submit(|answer| Command::Generate { request, outlet, answer }).await?;
+        Ok((queued, receiver))
+    }
+
+    pub(crate) async fn score(&self, request: ScoreRequest) -> Result<mpsc::Receiver<Item>, SubmitError> {
+        let (outlet, receiver) = outlet(scores(self.score_rows_max));
+        self.submit(|answer| Command::Score { request, outlet, answer }).await?;
+        Ok(receiver)
+    }
+
+    async fn submit(&self, command: impl FnOnce(Answer) -> Command) -> Result<Queued, SubmitError> {
+        let (answer, answered) = oneshot::channel();
+        self.commands.try_send(command(answer)).map_err(|error| match error {
+            TrySendError::Full(_) => SubmitError::Crowded,
+            TrySendError::Disconnected(_) => SubmitError::Stopped,
+        })?;
+        Ok(answered.await.map_err(|_| SubmitError::Stopped)??)
+    }
+
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        *self.snapshot.borrow()
+    }
+
+    /// Refuses new requests, waits for the others to end, cuts them after `grace`; returns how many were cut.
+    pub(crate) async fn drain(&self, grace: Duration) -> usize {
+        self.tell(Command::Drain).await;
+        let mut snapshot = self.snapshot.clone();
+        // Draining is set by the command itself: a request that came before it is counted. An engine that has stopped
+        // has no streams.
+        let all_ended = snapshot.wait_for(|now| now.draining && now.streams == 0);
+        let in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
+        if in_time {
+            return 0;
+        }
+        let left = self.snapshot().streams;
+        self.tell(Command::CutAll).await;
+        drop(snapshot.wait_for(|now| now.streams == 0).await);
+        left
+    }
+
+    async fn tell(&self, mut command: Command) {
+        loop {
+            match self.commands.try_send(command) {
+                Ok(()) | Err(TrySendError::Disconnected(_)) => return,
+                Err(TrySendError::Full(back)) => command = back,
+            }
+            tokio::time::sleep(HELD_POLL).await;
+        }
+    }
+}
+
+/// The thread's side.
+pub(crate) struct Stepper {
+    engine: Engine<Compute>,
+    epoch: Instant,
+    commands: Receiver<Command>,
+    snapshot: watch::Sender<Snapshot>,
+    streams: HashMap<RequestId, Outlet>,
+    outputs: Vec<Output>,
+    draining: bool,
+}
+
+/// `score_rows_max`: rows that one step scores at most.
+pub(crate) fn stepper(engine: Engine<Compute>, score_rows_max: usize) -> (Handle, Stepper) {
+    let (command_sender, commands) = sync_channel(COMMANDS_MAX);
+    let first = Snapshot { stats: engine.stats(), ..Snapshot::default() };
+    let (snapshot, snapshot_receiver) = watch::channel(first);
+    let epoch = Instant::now();
+    let handle = Handle {
+        commands: command_sender,
+        snapshot: snapshot_receiver,
+        epoch,
+        score_rows_max,
+        requests: AtomicU64::new(0),
+    };
+    let stepper = Stepper {
+        engine,
+        epoch,
+        commands,
+        snapshot,
+        streams: HashMap::new(),
+        outputs: Vec::new(),
+        draining: false,
+    };
+    (handle, stepper)
+}
+
+impl Stepper {
+    /// Until every handle is gone, or the device is.
+    pub(crate) fn run(mut self) -> Result<(), StepError> {
+        loop {
+            if !self.engine.has_work() {
+                debug_assert!(self.engine.check_integrity().is_ok(), "blocks of an idle engine");
+                match self.commands.recv() {
+                    Ok(command) => self.handle(command),
+                    Err(_) => return Ok(()),
+                }
+            }
+            while let Ok(command) = self.commands.try_recv() {
+                self.handle(command);
+            }
+            self.look_after_readers();
+            let idle = self.step()?;
+            self.publish();
+            if idle && self.engine.has_work() && !self.wait_for_command() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether there was nothing to compute.
+    fn step(&mut self) -> Result<bool, StepError> {
+        let stepped = self.engine.step(self.epoch.elapsed(), &mut self.outputs);
+        match stepped {
+            Ok(report) => {
+                self.deliver("");
+                Ok(report.rows == 0)
+            }
+            Err(error) => {
+                let detail = service::exit::one_line(&error);
+                tracing::error!(%detail, "a step failed");
+                self.deliver(&detail);
+                if error.is_fatal() {
+                    self.cut_all(&Cut::StepFailed { detail });
+                    self.publish();
+                    return Err(error);
+                }
+                Ok(false)
+            }
+        }
+    }
+
+    /// Every request is held, or waits for blocks of held ones. False: nobody can send commands any more.
+    fn wait_for_command(&mut self) -> bool {
+        let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
+        match self.commands.recv_timeout(due.map_or(HELD_POLL, |due| due.min(HELD_POLL))) {
+            Ok(command) => self.handle(command),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return false,
+        }
+        true
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Generate { request, outlet, answer } => {
+                let id = request.id;
+                let queued = self.engine.submit(*request);
+                self.queued(id, queued, outlet, answer);
+            }
+            Command::Score { request, outlet, answer } => {
+                let id = request.id;
+                let queued = self.engine.submit_score(request);
+                self.queued(id, queued, outlet, answer);
+            }
+            Command::Drain => {
+                self.engine.drain();
+                self.draining = true;
+            }
+            Command::CutAll => self.cut_all(&Cut::Drained),
+        }
+        self.publish();
+    }
+
+    fn queued(
+        &mut self,
+        id: RequestId,
+        queued: Result<Queued, RefuseReason>,
+        outlet: Outlet,
+        answer: Answer,
+    ) {
+        if queued.is_ok() {
+            self.streams.insert(id, outlet);
+        }
+        // A caller that is gone by now has dropped its receiver too, and the outlet shows it.
+        drop(answer.send(queued));
+    }
+
+    /// Cancels what nobody reads any more, holds what is read too slowly.
+    fn look_after_readers(&mut self) {
+        let now = self.epoch.elapsed();
+        let mut gone = Vec::new();
+        for (&id, outlet) in &mut self.streams {
+            if outlet.is_closed() {
+                gone.push((id, None));
+                continue;
+            }
+            match outlet.pace(now) {
+                Pace::Keep => {}
+                Pace::Hold => {
+                    self.engine.hold(id, true);
+                }
+                Pace::Resume => {
+                    self.engine.hold(id, false);
+                }
+                Pace::Cut => gone.push((id, Some(Cut::TooSlow))),
+            }
+        }
+        for (id, cut) in gone {
+            self.cancel(id, cut);
+        }
+    }
+
+    fn cancel(&mut self, id: RequestId, cut: Option<Cut>) {
+        let outlet = self.streams.remove(&id);
+        let mut unread = Vec::new();
+        self.engine.cancel(id, &mut unread);
+        if let (Some(outlet), Some(cut)) = (outlet, cut) {
+            outlet.end(Err(cut));
+        }
+    }
+
+    fn cut_all(&mut self, cut: &Cut) {
+        let ids: Vec<RequestId> = self.streams.keys().copied().collect();
+        for id in ids {
+            self.cancel(id, Some(cut.clone()));
+        }
+    }
+
+    /// `failure` says why requests of the last step were lost, if they were.
+    fn deliver(&mut self, failure: &str) {
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for output in outputs.drain(..) {
+            let id = output_id(&output);
+            if let Output::Finished { reason, .. } = output {
+                if let Some(outlet) = self.streams.remove(&id) {
+                    outlet.end(last_word(output, reason, failure));
+                }
+                continue;
+            }
+            let sent = self.streams.get_mut(&id).map_or(Ok(()), |outlet| outlet.send(output));
+            if sent == Err(Overflow) {
+                self.cancel(id, Some(Cut::Overflow));
+            }
+        }
+        self.outputs = outputs;
+    }
+
+    fn publish(&mut self) {
+        let now =
+            Snapshot { stats: self.engine.stats(), streams: self.streams.len(), draining: self.draining };
+        self.snapshot.send_if_modified(|snapshot| {
+            let changed = *snapshot != now;
+            *snapshot = now;
+            changed
+        });
+    }
+}
+
+fn output_id(output: &Output) -> RequestId {
+    match output {
+        Output::Token(token) => token.id,
+        Output::Admitted { id, .. }
+        | Output::Logits { id, .. }
+        | Output::Scored { id, .. }
+        | Output::Finished { id, .. } => *id,
+    }
+}
+
+fn last_word(output: Output, reason: FinishReason, failure: &str) -> Item {
+    match reason {
+        FinishReason::Stop(_) | FinishReason::Length | FinishReason::Scored => Ok(output),
+        FinishReason::Deadline => Err(Cut::Deadline),
+        FinishReason::Cancelled => Err(Cut::Drained),
+        FinishReason::StepFailed => Err(Cut::StepFailed { detail: failure.to_owned() }),
+        FinishReason::BadLogits(error) => Err(Cut::BadLogits(error)),
+    }
+}

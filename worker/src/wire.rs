@@ -1,0 +1,270 @@
+//! Between messages of `ballast.worker.v1` and the engine's types. Ranges are the engine's to check.
+
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use engine::{
+    FinishReason, Output, RefuseReason, Request, RequestId, SamplerState, SamplingParams, ScoreKind,
+    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
+};
+use proto::v1 as public;
+use proto::worker::v1::{self as wire, generate_frame, score_frame};
+use tonic::Status;
+
+use crate::outlet::Cut;
+use crate::stepper::SubmitError;
+
+/// A frame of logits.
+const FRAME_BYTES_MAX: usize = 1 << 20;
+
+/// A field that no request of the engine can be made of.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum FieldError {
+    #[error("prompt_tokens is {prompt_tokens}, but there are {tokens} tokens")]
+    PromptTokens { prompt_tokens: u32, tokens: usize },
+    #[error("top_logprobs is {asked}, allowed are 0 to {TOP_LOGPROBS_MAX}")]
+    TopLogprobs { asked: u32 },
+    #[error("sampler_state has {bytes} bytes, at most {} are allowed", SamplerState::BYTES_MAX)]
+    SamplerState { bytes: usize },
+}
+
+/// `now` is the engine's clock.
+pub(crate) fn request(
+    wire: wire::GenerateRequest,
+    id: RequestId,
+    now: Duration,
+) -> Result<Request, FieldError> {
+    let tokens = wire.tokens.len();
+    let prior_output = tokens
+        .checked_sub(wire.prompt_tokens as usize)
+        .ok_or(FieldError::PromptTokens { prompt_tokens: wire.prompt_tokens, tokens })?;
+    let sampler_state = SamplerState::from_bytes(&wire.sampler_state)
+        .ok_or(FieldError::SamplerState { bytes: wire.sampler_state.len() })?;
+    Ok(Request {
+        id,
+        prompt: wire.tokens,
+        prior_output,
+        sampling: sampling(wire.sampling.unwrap_or_default()),
+        stop: StopConditions {
+            max_tokens: Some(wire.max_tokens).filter(|&max| max > 0),
+            min_tokens: wire.min_tokens,
+            stop_tokens: wire.stop_tokens,
+        },
+        logprobs: wire.top_logprobs.map(top_logprobs).transpose()?,
+        choice: wire.choice,
+        sampler_state,
+        deadline: deadline(wire.deadline_ms, now),
+        priority: 0,
+        scope: prefix::Scope::default(),
+    })
+}
+
+pub(crate) fn score_request(
+    wire: wire::ScoreRequest,
+    id: RequestId,
+    now: Duration,
+) -> Result<ScoreRequest, FieldError> {
+    let kind = match wire.top_logprobs {
+        None => ScoreKind::Logits,
+        Some(top) => ScoreKind::Logprobs { top: top_logprobs(top)? },
+    };
+    Ok(ScoreRequest { id, tokens: wire.tokens, kind, deadline: deadline(wire.deadline_ms, now), priority: 0 })
+}
+
+fn top_logprobs(asked: u32) -> Result<u8, FieldError> {
+    u8::try_from(asked).map_err(|_| FieldError::TopLogprobs { asked })
+}
+
+fn deadline(deadline_ms: u64, now: Duration) -> Option<Duration> {
+    (deadline_ms > 0).then(|| now.saturating_add(Duration::from_millis(deadline_ms)))
+}
+
+fn sampling(wire: public::Sampling) -> SamplingParams {
+    let neutral = SamplingParams::default();
+    let mut logit_bias: Vec<(u32, f32)> = wire.logit_bias.into_iter().collect();
+    // A map has no order of its own.
+    logit_bias.sort_by_key(|&(token, _)| token);
+    SamplingParams {
+        temperature: wire.temperature.unwrap_or(neutral.temperature),
+        top_k: wire.top_k.unwrap_or(neutral.top_k),
+        top_p: wire.top_p.unwrap_or(neutral.top_p),
+        min_p: wire.min_p.unwrap_or(neutral.min_p),
+        repetition_penalty: wire.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+        presence_penalty: wire.presence_penalty.unwrap_or(neutral.presence_penalty),
+        frequency_penalty: wire.frequency_penalty.unwrap_or(neutral.frequency_penalty),
+        logit_bias,
+        seed: wire.seed.unwrap_or(neutral.seed),
+    }
+}
+
+pub(crate) fn admitted(ahead: usize) -> wire::GenerateFrame {
+    let admitted = wire::Admitted { ahead: u32::try_from(ahead).unwrap_or(u32::MAX) };
+    wire::GenerateFrame { frame: Some(generate_frame::Frame::Admitted(admitted)) }
+}
+
+/// `None` for outputs that the router has no use for.
+pub(crate) fn generate_frame(output: Output) -> Option<wire::GenerateFrame> {
+    let frame = match output {
+        Output::Token(token) => generate_frame::Frame::Tokens(tokens(token)),
+        Output::Finished { reason, usage, .. } => generate_frame::Frame::Finished(finished(reason, usage)),
+        Output::Admitted { .. } | Output::Logits { .. } | Output::Scored { .. } => return None,
+    };
+    Some(wire::GenerateFrame { frame: Some(frame) })
+}
+
+fn tokens(token: TokenOutput) -> wire::Tokens {
+    let logprob = token.logprob.map(|logprob| token_logprob(logprob, token.top));
+    wire::Tokens {
+        ids: vec![token.token],
+        logprobs: logprob.into_iter().collect(),
+        sampler_state: Bytes::copy_from_slice(token.sampler_state.as_bytes()),
+    }
+}
+
+fn token_logprob(logprob: f32, top: Vec<(u32, f32)>) -> public::TokenLogprob {
+    let (top_tokens, top_logprobs) = top.into_iter().unzip();
+    public::TokenLogprob { logprob, top_tokens, top_logprobs }
+}
+
+fn finished(reason: FinishReason, usage: Usage) -> wire::Finished {
+    let mut finished = wire::Finished { cached_tokens: usage.cached_tokens as u32, ..Default::default() };
+    match reason {
+        FinishReason::Stop(token) => {
+            finished.set_reason(public::FinishReason::Stop);
+            finished.stop_token = Some(token);
+        }
+        _ => finished.set_reason(public::FinishReason::Length),
+    }
+    finished
+}
+
+/// Gathers the outputs of a score into frames of at most 1 MiB.
+#[derive(Default)]
+pub(crate) struct ScoreFrames {
+    logits: BytesMut,
+    scored: Vec<public::TokenLogprob>,
+}
+
+impl ScoreFrames {
+    pub(crate) fn push(&mut self, output: Output) {
+        match output {
+            Output::Logits { logits, .. } => {
+                self.logits.reserve(logits.len() * size_of::<f32>());
+                for value in logits {
+                    self.logits.extend_from_slice(&value.to_le_bytes());
+                }
+            }
+            Output::Scored { logprob, top, .. } => self.scored.push(token_logprob(logprob, top)),
+            Output::Admitted { .. } | Output::Token(_) | Output::Finished { .. } => {}
+        }
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        // Up to 20 alternatives take some 200 bytes.
+        self.logits.len() >= FRAME_BYTES_MAX || self.scored.len() >= FRAME_BYTES_MAX / 256
+    }
+
+    /// The next frame of what is there, if anything is.
+    pub(crate) fn take(&mut self) -> Option<wire::ScoreFrame> {
+        let frame = if !self.logits.is_empty() {
+            let bytes = self.logits.len().min(FRAME_BYTES_MAX);
+            score_frame::Frame::Logits(self.logits.split_to(bytes).freeze())
+        } else if !self.scored.is_empty() {
+            let logprobs = std::mem::take(&mut self.scored);
+            score_frame::Frame::Scored(wire::ScoredTokens { logprobs })
+        } else {
+            return None;
+        };
+        Some(wire::ScoreFrame { frame: Some(frame) })
+    }
+}
+
+impl From<FieldError> for Status {
+    fn from(error: FieldError) -> Self {
+        Status::invalid_argument(error.to_string())
+    }
+}
+
+impl From<SubmitError> for Status {
+    fn from(error: SubmitError) -> Self {
+        let message = error.to_string();
+        match error {
+            SubmitError::Refused(RefuseReason::QueueFull { .. }) | SubmitError::Crowded => {
+                Status::resource_exhausted(message)
+            }
+            SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => {
+                Status::unavailable(message)
+            }
+            SubmitError::Refused(RefuseReason::DuplicateId(_)) => Status::internal(message),
+            SubmitError::Refused(_) => Status::invalid_argument(message),
+        }
+    }
+}
+
+impl From<Cut> for Status {
+    fn from(cut: Cut) -> Self {
+        let message = cut.to_string();
+        match cut {
+            Cut::Deadline => Status::deadline_exceeded(message),
+            Cut::Drained => Status::unavailable(message),
+            Cut::TooSlow | Cut::Overflow => Status::aborted(message),
+            Cut::StepFailed { .. } | Cut::BadLogits(_) => Status::internal(message),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id() -> RequestId {
+        RequestId(1)
+    }
+
+    #[test]
+    fn prior_output_is_what_follows_the_prompt() {
+        let wire = wire::GenerateRequest { tokens: vec![1, 2, 3, 4], prompt_tokens: 3, ..Default::default() };
+        assert_eq!(request(wire.clone(), id(), Duration::ZERO).unwrap().prior_output, 1);
+        let wrong = wire::GenerateRequest { prompt_tokens: 5, ..wire };
+        assert_eq!(
+            request(wrong, id(), Duration::ZERO),
+            Err(FieldError::PromptTokens { prompt_tokens: 5, tokens: 4 })
+        );
+    }
+
+    #[test]
+    fn what_the_engine_cannot_hold_is_refused() {
+        let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
+        let top = wire::GenerateRequest { top_logprobs: Some(256), ..wire.clone() };
+        assert_eq!(request(top, id(), Duration::ZERO), Err(FieldError::TopLogprobs { asked: 256 }));
+        let state = wire::GenerateRequest { sampler_state: vec![0; 33].into(), ..wire };
+        assert_eq!(request(state, id(), Duration::ZERO), Err(FieldError::SamplerState { bytes: 33 }));
+    }
+
+    #[test]
+    fn a_deadline_counts_from_now_and_zero_is_none() {
+        let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
+        let now = Duration::from_secs(5);
+        assert_eq!(request(wire.clone(), id(), now).unwrap().deadline, None);
+        let wire = wire::GenerateRequest { deadline_ms: 20, ..wire };
+        assert_eq!(request(wire, id(), now).unwrap().deadline, Some(Duration::from_millis(5020)));
+    }
+
+    #[test]
+    fn logits_come_in_order_in_frames_of_a_mebibyte() {
+        let mut frames = ScoreFrames::default();
+        let rows = [vec![1.5f32; 200_000], vec![-2.0; 200_000], vec![3.0; 5]];
+        let mut bytes = Vec::new();
+        for (position, row) in rows.iter().enumerate() {
+            frames.push(Output::Logits { id: id(), position, logits: row.clone() });
+        }
+        while let Some(frame) = frames.take() {
+            let Some(score_frame::Frame::Logits(piece)) = frame.frame else { panic!("logits") };
+            assert!(piece.len() <= FRAME_BYTES_MAX);
+            bytes.extend_from_slice(&piece);
+        }
+        let values: Vec<f32> =
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(values, rows.concat());
+    }
+}
