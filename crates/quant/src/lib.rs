@@ -15,6 +15,7 @@ mod dot;
 mod dtype;
 mod half_bytes;
 mod kquants;
+pub mod layout;
 mod legacy;
 mod plain;
 mod row;
