@@ -36,7 +36,7 @@ pub struct Request {
     pub sampler_state: SamplerState,
     /// On the clock of `now`: when it passes, the request ends with `Deadline`.
     pub deadline: Option<Duration>,
-    /// Lower runs first; equal ones in order of arrival.
+    /// Lower runs first, and strictly so; equal ones in order of arrival.
     pub priority: i32,
     /// Who may share cached prompt blocks with this request.
     pub scope: prefix::Scope,
@@ -199,8 +199,10 @@ pub struct EngineStats {
     /// Free blocks that still hold a findable prefix.
     pub kv_blocks_cached: usize,
     pub steps: u64,
+    /// Rows that were not decodes: prompts, and what a preemption made necessary again.
     pub prompt_tokens_computed: u64,
     pub prompt_tokens_cached: u64,
+    /// Reported ones: without stop tokens.
     pub output_tokens: u64,
     pub preemptions: u64,
     /// Cached blocks that were taken for something else.

@@ -92,7 +92,8 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence of at most `tokens_max` tokens, which must fit in the pool when it is alone there.
+    /// Queues a sequence of at most `tokens_max` tokens, which must fit in the pool when it is alone there. What is scored
+    /// is not shared: it could not use what it finds.
     pub fn add(
         &mut self,
         kind: Kind,
@@ -103,7 +104,8 @@ impl Scheduler {
     ) -> Slot {
         let rank = Rank { priority, arrival: self.arrivals };
         self.arrivals += 1;
-        let scope = self.limits.prefix_cache.then_some(scope);
+        let shared = self.limits.prefix_cache && kind == Kind::Generate;
+        let scope = shared.then_some(scope);
         let sequence = Sequence::new(kind, rank, tokens, tokens_max, self.limits.block_tokens, scope);
         let slot = match self.vacant.pop() {
             Some(slot) => {

@@ -14,7 +14,7 @@ pub struct Rank {
 pub enum Kind {
     /// Logits of the last token are wanted, then it grows.
     Generate,
-    /// Logits of every token are wanted: no prefix hit can save a row.
+    /// Logits of every token are wanted: no row can be saved.
     Score,
 }
 
@@ -120,12 +120,10 @@ impl Sequence {
     /// The longest cached prefix: blocks, and how many of them nobody holds. At least one token stays to be computed.
     pub fn hits(&self, pool: &BlockPool) -> Hits {
         let mut hits = Hits::default();
-        if self.kind == Kind::Generate {
-            let most = (self.tokens.len() - 1) / self.block_tokens;
-            for block in self.hashes.iter().take(most).map_while(|hash| pool.find(hash)) {
-                hits.blocks += 1;
-                hits.free += usize::from(pool.is_free(block));
-            }
+        let most = (self.tokens.len() - 1) / self.block_tokens;
+        for block in self.hashes.iter().take(most).map_while(|hash| pool.find(hash)) {
+            hits.blocks += 1;
+            hits.free += usize::from(pool.is_free(block));
         }
         hits
     }

@@ -12,6 +12,9 @@ const ROOT_CONTEXT: &str = "ballast 2026-11 prefix block hash root";
 
 static ROOT: LazyLock<[u8; 32]> = LazyLock::new(|| blake3::derive_key(ROOT_CONTEXT, b""));
 
+// Tokens are hashed as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"));
+
 /// 256 bits: equal hashes are taken as equal content, also between tenants that try to collide.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash([u8; 32]);
@@ -19,11 +22,7 @@ pub struct BlockHash([u8; 32]);
 impl BlockHash {
     /// The hash of the block of `tokens` that follows this one.
     pub fn next(&self, tokens: &[u32]) -> Self {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        for &token in tokens {
-            hasher.update(&token.to_le_bytes());
-        }
-        Self(hasher.finalize().into())
+        Self(blake3::keyed_hash(&self.0, bytemuck::cast_slice(tokens)).into())
     }
 
     pub fn as_bytes(&self) -> &[u8; 32] {

@@ -87,11 +87,13 @@ impl Weights {
 /// `term(values[i])` goes to lane `i % LANES`; lanes are added in order.
 fn sum(values: &[f32], term: impl Fn(f32) -> f32) -> f64 {
     let mut lanes = [0.0_f64; LANES];
-    for group in values.chunks(LANES) {
-        for (lane, &value) in lanes.iter_mut().zip(group) {
-            *lane += f64::from(term(value));
-        }
+    let (groups, rest) = values.as_chunks::<LANES>();
+    for group in groups {
+        // First all terms, then all sums: both loops are vectorised.
+        let terms = group.map(&term);
+        lanes.iter_mut().zip(terms).for_each(|(lane, term)| *lane += f64::from(term));
     }
+    lanes.iter_mut().zip(rest).for_each(|(lane, &value)| *lane += f64::from(term(value)));
     lanes.iter().sum()
 }
 
