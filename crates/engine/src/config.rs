@@ -103,7 +103,8 @@ impl EngineConfig {
         }
     }
 
-    pub(crate) fn score_rows_max(&self, vocab_size: usize) -> usize {
+    /// Most rows of a step that scoring gets: the longest run of `Output::Logits` or `Scored` from one step.
+    pub fn score_rows_max(&self, vocab_size: usize) -> usize {
         (SCORE_LOGITS_BYTES / (size_of::<f32>() * vocab_size.max(1))).clamp(1, self.step_tokens.max(1))
     }
 
