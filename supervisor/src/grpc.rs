@@ -127,13 +127,17 @@ impl FleetService for Service {
         &self,
         request: Request<wire::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let wire::LoadModelRequest { name, path, workers } = request.into_inner();
+        let wire::LoadModelRequest { name, path, workers, worker_config } = request.into_inner();
+        let worker_config = worker_config
+            .parse::<toml::Table>()
+            .map_err(|error| Status::invalid_argument(format!("worker_config: {}", error.message())))?;
         let plan = ModelPlan {
             name: name.clone(),
             path: path.into(),
             workers,
             device: HOST_DEVICE.to_owned(),
             pack: true,
+            worker_config,
         };
         let mut events = self.orders.events.subscribe();
         self.orders.ask(|reply| Command::LoadModel { model: plan, reply }).await?;
@@ -201,7 +205,7 @@ impl FleetService for Service {
 const HOST_DEVICE: &str = "host";
 
 /// Weights are mapped from memfds of this name.
-const WEIGHT_MAPPINGS: &str = "/memfd:ballast";
+const WEIGHT_MAPPINGS: &str = "/memfd:ballast-weights";
 
 fn with_memory(mut children: Vec<wire::Child>) -> Vec<wire::Child> {
     for child in children.iter_mut().filter(|c| c.pid != 0) {

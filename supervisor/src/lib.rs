@@ -31,7 +31,7 @@ mod vault;
 
 pub use driver::{StartError, raise_descriptor_limit};
 pub use fleet::{
-    ChildStatus, Fleet, FleetEvent, FleetStatus, ModelFailure, ModelState, ModelStatus, OrderError,
+    ChildStatus, Fleet, FleetEvent, FleetStatus, LastEnd, ModelFailure, ModelState, ModelStatus, OrderError,
 };
 pub use plan::{ChildPlan, ModelPlan, Plan, Role, WorkerSlot};
 pub use state::{End, FailCause, State};

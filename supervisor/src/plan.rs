@@ -55,7 +55,7 @@ pub struct ChildPlan {
     pub config: toml::Table,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ModelPlan {
     pub name: String,
     pub path: PathBuf,
@@ -65,6 +65,8 @@ pub struct ModelPlan {
     pub device: String,
     /// Pack small tensors into shared allocations.
     pub pack: bool,
+    /// What all its workers are configured with; completed by [`Plan::worker`].
+    pub worker_config: toml::Table,
 }
 
 /// The place of a worker in the fleet.
@@ -91,8 +93,8 @@ pub struct Plan {
     /// Log level of the children, unless BALLAST_LOG says otherwise.
     pub log: tracing::Level,
     pub models: Vec<ModelPlan>,
-    /// Makes the configuration of a worker; workers are also added while the fleet runs.
-    pub worker: Arc<dyn Fn(&WorkerSlot) -> toml::Table + Send + Sync>,
+    /// Completes the configuration of a worker with what is its own; workers are also added while the fleet runs.
+    pub worker: Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send + Sync>,
 }
 
 impl Plan {
@@ -103,15 +105,15 @@ impl Plan {
         };
         let mut children =
             vec![fixed(Role::WeightServer, &self.weight_server), fixed(Role::Router, &self.router)];
-        let slots = self.models.iter().flat_map(|m| (0..m.workers).map(|_| m.name.clone()));
-        for (index, model) in (0..).zip(slots) {
-            children.push(self.worker(WorkerSlot { index, model }));
-        }
+        let models = self.models.iter().flat_map(|model| (0..model.workers).map(move |_| model));
+        children.extend((0..).zip(models).map(|(index, model)| self.worker(index, model)));
         children
     }
 
-    pub(crate) fn worker(&self, slot: WorkerSlot) -> (ChildPlan, Option<WorkerSlot>) {
-        let config = (self.worker)(&slot);
+    pub(crate) fn worker(&self, index: u32, model: &ModelPlan) -> (ChildPlan, Option<WorkerSlot>) {
+        let slot = WorkerSlot { index, model: model.name.clone() };
+        let mut config = model.worker_config.clone();
+        (self.worker)(&slot, &mut config);
         (ChildPlan { name: slot.name(), role: Role::Worker, config }, Some(slot))
     }
 }

@@ -289,8 +289,12 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
         ensure!(memory.resident >= memory.anonymous && memory.anonymous > 0, "{memory:?}");
     }
 
-    let load =
-        wire::LoadModelRequest { name: "second".to_owned(), path: "/second.gguf".to_owned(), workers: 1 };
+    let load = wire::LoadModelRequest {
+        name: "second".to_owned(),
+        path: "/second.gguf".to_owned(),
+        workers: 1,
+        worker_config: String::new(),
+    };
     let mut events = client.load_model(load.clone()).await?.into_inner();
     let mut last = None;
     while let Some(event) = events.message().await? {

@@ -55,7 +55,7 @@ impl Driver {
         let after = child.machine.state();
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
             if let state::State::Failed(cause) = after {
-                tracing::error!(child = %name, ?cause, "given up");
+                tracing::warn!(child = %name, ?cause, "given up");
             }
             self.publish_child(name);
         }
@@ -138,7 +138,7 @@ impl Driver {
     }
 
     fn not_started(&mut self, name: &Arc<str>, why: &str) {
-        tracing::error!(child = %name, why, "cannot start");
+        tracing::warn!(child = %name, why, "cannot start");
         self.end(name, End::NotStarted(why.to_owned()));
     }
 

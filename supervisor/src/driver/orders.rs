@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{Child, Driver, Event, Model, answer};
 use crate::child::Process;
 use crate::fleet::{Command, FleetEvent, FleetStatus, ModelState, OrderError, Reply};
-use crate::plan::{ModelPlan, Role, WorkerSlot};
+use crate::plan::{ModelPlan, Role};
 use crate::state;
 
 /// A worker's index is part of its socket's name.
@@ -53,18 +53,20 @@ impl Driver {
 
     fn add_worker(&mut self, model: String) -> Result<String, OrderError> {
         self.refuse_when_stopping()?;
-        let model = match (model.is_empty(), self.models.len()) {
-            (true, 1) => self.models.keys().next().cloned().unwrap_or_default(),
+        let found = match (model.is_empty(), self.models.len()) {
+            (true, 1) => self.models.values().next(),
             (true, models) => return Err(OrderError::AmbiguousModel { models }),
-            (false, _) if self.models.contains_key(&model) => model,
-            (false, _) => return Err(OrderError::UnknownModel { name: model }),
+            (false, _) => self.models.get(&model),
+        };
+        let Some(Model { plan: model, .. }) = found else {
+            return Err(OrderError::UnknownModel { name: model });
         };
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
         let Some(index) = (0..WORKERS_MAX).find(|&index| !used(index)) else {
             let why = format!("{WORKERS_MAX} workers are there already");
             return Err(OrderError::NotStarted { name: "worker".to_owned(), why });
         };
-        let (plan, slot) = self.plan.worker(WorkerSlot { index, model });
+        let (plan, slot) = self.plan.worker(index, model);
         let name = plan.name.clone();
         let added = self.add_child(plan, slot);
         let child = added.map_err(|error| OrderError::NotStarted {
@@ -122,7 +124,7 @@ impl Driver {
     pub(super) fn model_changed(&mut self, name: &str, state: ModelState) {
         let Some(model) = self.models.get_mut(name) else { return };
         if let ModelState::Failed(failure) = &state {
-            tracing::error!(model = name, why = failure.text, "cannot be loaded");
+            tracing::warn!(model = name, why = failure.text, "cannot be loaded");
         }
         let failed = matches!(state, ModelState::Failed(_));
         model.state = state;

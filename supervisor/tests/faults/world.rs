@@ -223,8 +223,11 @@ fn plan(behaviours: &Behaviours) -> Plan {
             workers: 2,
             device: "host".to_owned(),
             pack: true,
+            worker_config: toml::Table::new(),
         }],
-        worker: Arc::new(move |slot: &WorkerSlot| config(&slot.name(), "worker", &worker, &slot.model)),
+        worker: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
+            table.extend(config(&slot.name(), "worker", &worker, &slot.model));
+        }),
     }
 }
 
