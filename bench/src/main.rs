@@ -3,6 +3,8 @@
 //!
 //!     cargo run --release -- --ballast ../target/release/ballast --model MODEL.gguf
 
+#![forbid(unsafe_code)]
+
 use anyhow::{Context, Result};
 use clap::Parser;
 use std::path::{Path, PathBuf};
