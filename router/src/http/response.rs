@@ -192,9 +192,8 @@ impl<S: Surface> Streaming<S> {
     fn take(&mut self, out: &mut Vec<u8>, event: Option<Event>) {
         match event {
             Some(Event::Piece(piece)) => {
-                let silent = piece.text.is_empty()
-                    && piece.logprobs.is_empty()
-                    && !(self.answer.shape.return_token_ids && !piece.tokens.is_empty());
+                let ids_count = self.answer.shape.return_token_ids && !piece.tokens.is_empty();
+                let silent = piece.text.is_empty() && piece.logprobs.is_empty() && !ids_count;
                 if !silent {
                     let entry = self.answer.surface.piece(piece);
                     self.chunk(out, entry);
