@@ -1,0 +1,50 @@
+//! What can be typed. Each subcommand's own arguments stand beside its code.
+
+use clap::{Parser, Subcommand};
+
+use crate::{chat, eval, fleet_orders, generate, process, ps, serve, tokenize};
+
+/// One copy of a model's weights, many processes that work with it.
+#[derive(Parser)]
+#[command(name = "ballast", version, propagate_version = true)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Run a fleet in the foreground: OpenAI-compatible HTTP and gRPC
+    Serve(serve::Arguments),
+    /// Start a fleet, continue prompts, stop it
+    Generate(generate::Arguments),
+    /// Start a fleet and talk to a model that has a chat template
+    Chat(chat::Arguments),
+    /// Show the token ids of texts
+    Tokenize(tokenize::Arguments),
+    /// Teacher-forced logits, or the perplexity of a text
+    Eval(eval::Arguments),
+    /// List the processes of a running fleet
+    Ps(ps::Arguments),
+    /// Load one more model into a running fleet
+    Load(fleet_orders::LoadArguments),
+    /// Unload a model from a running fleet
+    Unload(fleet_orders::UnloadArguments),
+    /// Start one more worker in a running fleet
+    AddWorker(fleet_orders::AddWorkerArguments),
+    /// Drain a worker of a running fleet and forget it
+    RemoveWorker(fleet_orders::ChildArguments),
+    /// Stop a process of a running fleet and start it again
+    Restart(fleet_orders::ChildArguments),
+    /// One process of a fleet: holds the weights
+    WeightServer(process::Arguments),
+    /// One process of a fleet: reads a model file; started by the weight-server only
+    #[command(hide = true)]
+    Loader,
+    /// One process of a fleet: runs the model
+    Worker(process::Arguments),
+    /// One process of a fleet: the public API
+    Router(process::Arguments),
+    /// A fleet from its configuration file, for a service manager
+    Supervisor(serve::SupervisorArguments),
+}

@@ -1,0 +1,100 @@
+//! `ballast chat`: a conversation on the terminal, with a fleet behind it.
+
+use std::io::{BufRead, IsTerminal};
+use std::path::PathBuf;
+
+use proto::v1::generate_frame::Frame;
+use proto::v1::generate_request::Prompt;
+use proto::v1::{Chat, ChatMessage};
+use service::{Exit, Notify};
+use tokio::sync::mpsc;
+use tracing::Level;
+
+use crate::failure::{Failure, Outcome};
+use crate::fleet_arguments::FleetArguments;
+use crate::generate::{SamplingArguments, say};
+use crate::running_fleet::{RunningFleet, block_on};
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file; it must have a chat template
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    /// What the model is told before the conversation
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingArguments,
+    #[command(flatten)]
+    fleet: FleetArguments,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    service::logging::init("supervisor", Level::ERROR);
+    let config = arguments.fleet.clone().config(&arguments.model, None);
+    block_on(async {
+        let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
+        fleet
+            .finish(async |fleet| {
+                fleet.ready().await?;
+                converse(fleet, &arguments).await
+            })
+            .await
+    })
+}
+
+/// Turns until the end of standard input.
+async fn converse(fleet: &RunningFleet, arguments: &Arguments) -> Outcome {
+    let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
+    let mut messages: Vec<ChatMessage> =
+        arguments.system.iter().map(|text| message("system", text.clone())).collect();
+    let mut lines = lines_of_stdin();
+    loop {
+        if std::io::stdin().is_terminal() {
+            say("> ")?;
+        }
+        let Some(line) = lines.recv().await else { return say("\n") };
+        if line.trim().is_empty() {
+            continue;
+        }
+        messages.push(message("user", line));
+        let answer = answer(fleet, arguments, messages.clone()).await?;
+        messages.push(message("assistant", answer));
+    }
+}
+
+/// Streams one answer to standard output.
+async fn answer(fleet: &RunningFleet, arguments: &Arguments, messages: Vec<ChatMessage>) -> Outcome<String> {
+    let refused = |status: tonic::Status| Failure::answer("the fleet", &status);
+    let request = arguments.sampling.request(Prompt::Chat(Chat { messages }));
+    let mut frames = fleet.client()?.generate(request).await.map_err(refused)?.into_inner();
+    let mut text = String::new();
+    while let Some(frame) = frames.message().await.map_err(refused)? {
+        match frame.frame {
+            Some(Frame::Piece(piece)) => {
+                say(&piece.text)?;
+                text.push_str(&piece.text);
+            }
+            Some(Frame::Finished(_)) => {
+                say("\n")?;
+                return Ok(text);
+            }
+            Some(Frame::Started(_)) | None => {}
+        }
+    }
+    Err(Failure::new(Exit::PeerLost, "the stream ended without its end"))
+}
+
+/// Standard input blocks: it is read on a thread of its own, one line ahead.
+fn lines_of_stdin() -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel(1);
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            let Ok(line) = line else { return };
+            if sender.blocking_send(line).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}

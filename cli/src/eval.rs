@@ -1,0 +1,218 @@
+//! `ballast eval`: teacher-forced logits of given tokens, or the perplexity of a text, computed by a worker.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use proto::worker::v1::metadata_frame::Frame as MetadataFrame;
+use proto::worker::v1::score_frame::Frame as ScoreFrame;
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{Description, GetMetadataRequest, ScoreRequest};
+use service::exit::one_line;
+use service::{Exit, Notify};
+use text::EncodeOptions;
+use tonic::transport::Channel;
+use tracing::Level;
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::fleet_arguments::FleetArguments;
+use crate::gguf_file;
+use crate::running_fleet::{RunningFleet, block_on};
+
+/// Files of tokens and texts are read whole.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    /// A JSON array of token ids
+    #[arg(
+        long,
+        value_name = "FILE.json",
+        requires = "logits_out",
+        conflicts_with = "text",
+        required_unless_present = "text"
+    )]
+    tokens: Option<PathBuf>,
+    /// Where to write the logits of every position: little-endian f32, one row of the vocabulary's size a token
+    #[arg(long, value_name = "FILE.f32", requires = "tokens")]
+    logits_out: Option<PathBuf>,
+    /// A text, whose perplexity is printed
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// Print the perplexity as JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    fleet: FleetArguments,
+}
+
+enum Task {
+    Logits { tokens: Vec<u32>, out: PathBuf },
+    Perplexity { tokens: Vec<u32>, begin: Option<u32> },
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let task = task(&arguments)?;
+    service::logging::init("supervisor", Level::ERROR);
+    let config = arguments.fleet.clone().with_one_worker().config(&arguments.model, None);
+    block_on(async {
+        let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
+        let result = fleet.finish(async |fleet| {
+            fleet.ready().await?;
+            let worker = Worker::connect(fleet).await?;
+            match &task {
+                Task::Logits { tokens, out } => worker.write_logits(tokens, out).await.map(|()| None),
+                Task::Perplexity { tokens, begin } => worker.perplexity(tokens, *begin).await.map(Some),
+            }
+        });
+        match result.await? {
+            Some(result) => result.print(arguments.json),
+            None => Ok(()),
+        }
+    })
+}
+
+fn task(arguments: &Arguments) -> Outcome<Task> {
+    let usage = |path: &Path, text: String| Failure::new(Exit::Usage, format!("{}: {text}", path.display()));
+    let read = |path: &Path| -> Outcome<String> {
+        let bytes = std::fs::metadata(path).map_err(|error| usage(path, error.to_string()))?.len();
+        if bytes > FILE_BYTES_MAX {
+            return Err(usage(path, format!("{bytes} bytes are more than {FILE_BYTES_MAX}; split it")));
+        }
+        std::fs::read_to_string(path).map_err(|error| usage(path, error.to_string()))
+    };
+    match (&arguments.tokens, &arguments.logits_out, &arguments.text) {
+        (Some(path), Some(out), _) => {
+            let tokens: Vec<u32> = serde_json::from_str(&read(path)?)
+                .map_err(|error| usage(path, format!("not a JSON array of token ids ({error})")))?;
+            if tokens.is_empty() {
+                return Err(usage(path, "no tokens: nothing to compute".to_owned()));
+            }
+            Ok(Task::Logits { tokens, out: out.clone() })
+        }
+        (_, _, Some(path)) => {
+            let text = read(path)?;
+            let model = gguf_file::open(&arguments.model)?;
+            let tokenizer = gguf_file::tokenizer(&arguments.model, &model)?;
+            let options = EncodeOptions { add_special: true, parse_special: false };
+            let tokens = tokenizer.encode(&text, options).map_err(|error| usage(path, one_line(&error)))?;
+            if tokens.len() < 2 {
+                return Err(usage(path, "fewer than two tokens: nothing to predict".to_owned()));
+            }
+            let begin = tokenizer.bos().filter(|bos| tokens.first() == Some(bos));
+            Ok(Task::Perplexity { tokens, begin })
+        }
+        _ => Err(Failure::new(Exit::Usage, "give --tokens FILE --logits-out FILE, or --text FILE")),
+    }
+}
+
+/// The only worker of the fleet.
+struct Worker {
+    client: WorkerClient<Channel>,
+    description: Description,
+}
+
+/// exp(mean of -log p) over all predicted tokens.
+struct Perplexity {
+    value: f64,
+    predicted: usize,
+    windows: usize,
+    window_tokens: usize,
+}
+
+impl Worker {
+    async fn connect(fleet: &RunningFleet) -> Outcome<Self> {
+        let refused = |status: tonic::Status| Failure::answer("the worker", &status);
+        let channel = service::grpc::connect(&fleet.directory().worker_socket(0)).await?;
+        let mut client = WorkerClient::new(channel);
+        let mut frames = client.get_metadata(GetMetadataRequest {}).await.map_err(refused)?.into_inner();
+        match frames.message().await.map_err(refused)?.and_then(|f| f.frame) {
+            Some(MetadataFrame::Description(description)) => Ok(Self { client, description }),
+            _ => Err(Failure::new(Exit::PeerLost, "the worker does not describe its model")),
+        }
+    }
+
+    /// Runs one Score call; `take` sees its frames in order.
+    async fn score(
+        &self,
+        tokens: &[u32],
+        top_logprobs: Option<u32>,
+        mut take: impl FnMut(ScoreFrame) -> Outcome,
+    ) -> Outcome {
+        let refused = |status: tonic::Status| Failure::answer("the worker", &status);
+        let request = ScoreRequest {
+            fingerprint: self.description.fingerprint.clone(),
+            tokens: tokens.to_vec(),
+            top_logprobs,
+            deadline_ms: 0,
+        };
+        let mut frames = self.client.clone().score(request).await.map_err(refused)?.into_inner();
+        while let Some(frame) = frames.message().await.map_err(refused)? {
+            frame.frame.map_or(Ok(()), &mut take)?;
+        }
+        Ok(())
+    }
+
+    async fn write_logits(&self, tokens: &[u32], path: &Path) -> Outcome {
+        let failed = || format!("cannot write {}", path.display());
+        let mut file = BufWriter::new(File::create(path).trying(failed)?);
+        let mut bytes = 0u64;
+        self.score(tokens, None, |frame| {
+            let ScoreFrame::Logits(part) = frame else { return Ok(()) };
+            bytes += part.len() as u64;
+            file.write_all(&part).trying(failed)
+        })
+        .await?;
+        file.flush().trying(failed)?;
+        let expected = tokens.len() as u64 * u64::from(self.description.vocabulary) * size_of::<f32>() as u64;
+        match bytes == expected {
+            true => Ok(()),
+            false => Err(Failure::new(
+                Exit::PeerLost,
+                format!("the worker sent {bytes} bytes of logits instead of {expected}"),
+            )),
+        }
+    }
+
+    /// Windows of the model's context length, each beginning anew (with BOS where the model wants one).
+    async fn perplexity(&self, tokens: &[u32], begin: Option<u32>) -> Outcome<Perplexity> {
+        let window_tokens = self.description.context_tokens as usize;
+        let text = &tokens[usize::from(begin.is_some())..];
+        let per_window = window_tokens.saturating_sub(usize::from(begin.is_some())).max(2);
+        let (mut loss, mut predicted, mut windows) = (0.0f64, 0usize, 0usize);
+        for part in text.chunks(per_window) {
+            let window: Vec<u32> = begin.into_iter().chain(part.iter().copied()).collect();
+            if window.len() < 2 {
+                continue;
+            }
+            self.score(&window, Some(0), |frame| {
+                let ScoreFrame::Scored(scored) = frame else { return Ok(()) };
+                predicted += scored.logprobs.len();
+                loss -= scored.logprobs.iter().map(|l| f64::from(l.logprob)).sum::<f64>();
+                Ok(())
+            })
+            .await?;
+            windows += 1;
+        }
+        Ok(Perplexity { value: (loss / predicted as f64).exp(), predicted, windows, window_tokens })
+    }
+}
+
+impl Perplexity {
+    fn print(&self, json: bool) -> Outcome {
+        let Self { value, predicted, windows, window_tokens } = self;
+        let line = match json {
+            true => serde_json::json!({
+                "perplexity": value, "tokens": predicted, "windows": windows, "window_tokens": window_tokens,
+            })
+            .to_string(),
+            false => format!(
+                "perplexity {value:.4} over {predicted} tokens in {windows} windows of {window_tokens}"
+            ),
+        };
+        writeln!(std::io::stdout(), "{line}").trying(|| "cannot write".to_owned())
+    }
+}

@@ -1,0 +1,100 @@
+//! Arguments of every command that starts a fleet for one model.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use service::Bytes;
+
+use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, HOST, ModelConfig};
+
+/// Where the weights live and the model runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Device {
+    /// The first GPU if this build and this machine have one, else the host.
+    Auto,
+    /// Sealed memory and SIMD kernels.
+    Host,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct FleetArguments {
+    /// Processes that run the model; they share one copy of the weights
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_WORKERS, value_parser = clap::value_parser!(u32).range(1..=256))]
+    workers: u32,
+    /// Directory of the fleet's sockets [default: a new one]
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+    #[command(flatten)]
+    worker: WorkerArguments,
+}
+
+/// What each worker of a model is given.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct WorkerArguments {
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    device: Device,
+    /// Threads of each worker [default: cores / workers]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
+    /// Longest sequence in tokens [default: the model's own]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    ctx_size: Option<u32>,
+    /// Memory for keys and values of each worker, such as 512MiB
+    #[arg(long, value_name = "SIZE", conflicts_with = "kv_tokens")]
+    kv_bytes: Option<Bytes>,
+    /// The same as a number of tokens
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    kv_tokens: Option<u32>,
+    /// Most tokens that a worker computes in one step
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    step_tokens: Option<u32>,
+    /// Give every tensor memory of its own instead of packing small ones together
+    #[arg(long)]
+    no_pack: bool,
+}
+
+impl WorkerArguments {
+    pub(crate) fn model(&self, path: &Path, workers: u32) -> ModelConfig {
+        ModelConfig {
+            name: model_name(path),
+            path: path.to_owned(),
+            device: match self.device {
+                // Without a backend for GPUs, automatic can only mean the host.
+                Device::Auto | Device::Host => HOST.to_owned(),
+            },
+            workers,
+            threads: self.threads,
+            ctx_size: self.ctx_size,
+            kv_bytes: self.kv_bytes,
+            kv_tokens: self.kv_tokens,
+            step_tokens: self.step_tokens,
+            pack: !self.no_pack,
+        }
+    }
+}
+
+impl FleetArguments {
+    /// A fleet for this model and nothing else.
+    pub(crate) fn config(self, model: &Path, listen: Option<SocketAddr>) -> FleetConfig {
+        FleetConfig {
+            listen,
+            host_budget: None,
+            models: vec![self.worker.model(model, self.workers)],
+            runtime_dir: self.runtime_dir,
+        }
+    }
+
+    pub(crate) fn runtime_dir(&self) -> Option<&Path> {
+        self.runtime_dir.as_deref()
+    }
+
+    pub(crate) fn with_one_worker(self) -> Self {
+        Self { workers: 1, ..self }
+    }
+}
+
+/// A model is called as its file, without directory and extension.
+pub(crate) fn model_name(path: &Path) -> String {
+    path.file_stem().map_or_else(|| "model".to_owned(), |stem| stem.to_string_lossy().into_owned())
+}

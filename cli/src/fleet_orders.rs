@@ -1,0 +1,121 @@
+//! Orders to a running fleet: load and unload models, add and remove workers, restart a child.
+
+use std::path::PathBuf;
+
+use proto::fleet::v1 as wire;
+
+use crate::failure::{Failure, Outcome};
+use crate::fleet_arguments::WorkerArguments;
+use crate::ps;
+use crate::running_fleet::{block_on, find};
+
+#[derive(clap::Args)]
+pub(crate) struct LoadArguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    /// What requests call it [default: the file's name]
+    #[arg(long)]
+    name: Option<String>,
+    /// Processes that run it
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=256))]
+    workers: u32,
+    #[command(flatten)]
+    worker: WorkerArguments,
+    #[command(flatten)]
+    fleet: FleetPlace,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct UnloadArguments {
+    /// The model's name, as `ballast ps` shows it
+    name: String,
+    #[command(flatten)]
+    fleet: FleetPlace,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct AddWorkerArguments {
+    /// The model's name; may be left out where the fleet has one model
+    #[arg(default_value = "")]
+    model: String,
+    #[command(flatten)]
+    fleet: FleetPlace,
+}
+
+/// One child, by the name that `ballast ps` shows.
+#[derive(clap::Args)]
+pub(crate) struct ChildArguments {
+    name: String,
+    #[command(flatten)]
+    fleet: FleetPlace,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct FleetPlace {
+    /// Directory of the fleet [default: the only one that runs]
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+}
+
+type Client = proto::fleet::v1::fleet_client::FleetClient<tonic::transport::Channel>;
+
+/// Gives one order to the supervisor; `what` names it in an error.
+fn order(
+    place: &FleetPlace,
+    what: &str,
+    give: impl AsyncFnOnce(&mut Client) -> Result<(), tonic::Status>,
+) -> Outcome {
+    block_on(async {
+        let mut client = ps::connect(&find(place.runtime_dir.as_deref())?).await?;
+        give(&mut client).await.map_err(|status| Failure::answer(what, &status))
+    })
+}
+
+pub(crate) fn load(arguments: LoadArguments) -> Outcome {
+    let config = arguments.worker.model(&arguments.model, arguments.workers);
+    let plan = config.plan(arguments.workers)?;
+    let request = wire::LoadModelRequest {
+        name: arguments.name.unwrap_or(plan.name),
+        path: plan.path.to_string_lossy().into_owned(),
+        workers: plan.workers,
+        worker_config: plan.worker_config.to_string(),
+    };
+    let what = format!("cannot load {}", plan.path.display());
+    order(&arguments.fleet, &what, async |client| {
+        let mut events = client.load_model(request).await?.into_inner();
+        while let Some(event) = events.message().await? {
+            if let Some(wire::load_model_event::Kind::Loaded(_)) = event.kind {
+                return Ok(());
+            }
+        }
+        Err(tonic::Status::unavailable("the fleet has ended"))
+    })
+}
+
+pub(crate) fn unload(arguments: UnloadArguments) -> Outcome {
+    let name = arguments.name;
+    order(&arguments.fleet, &format!("cannot unload {name}"), async |client| {
+        client.unload_model(wire::UnloadModelRequest { name: name.clone() }).await.map(drop)
+    })
+}
+
+pub(crate) fn add_worker(arguments: AddWorkerArguments) -> Outcome {
+    order(&arguments.fleet, "cannot add a worker", async |client| {
+        client.add_worker(wire::AddWorkerRequest { model: arguments.model.clone() }).await.map(drop)
+    })
+}
+
+pub(crate) fn remove_worker(arguments: ChildArguments) -> Outcome {
+    let name = arguments.name;
+    order(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
+        client.remove_worker(wire::RemoveWorkerRequest { name: name.clone() }).await.map(drop)
+    })
+}
+
+pub(crate) fn restart(arguments: ChildArguments) -> Outcome {
+    let name = arguments.name;
+    order(&arguments.fleet, &format!("cannot restart {name}"), async |client| {
+        client.restart_child(wire::RestartChildRequest { name: name.clone() }).await.map(drop)
+    })
+}

@@ -1,0 +1,265 @@
+//! `ballast generate`: start a fleet, continue prompts, say what it took, stop it.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use proto::v1::generate_frame::Frame;
+use proto::v1::inference_client::InferenceClient;
+use proto::v1::{FinishReason, GenerateRequest, Sampling, generate_request::Prompt};
+use serde_json::json;
+use service::{Exit, Notify};
+use tokio::sync::{Semaphore, mpsc};
+use tonic::transport::Channel;
+use tracing::Level;
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::fleet_arguments::FleetArguments;
+use crate::prompts;
+use crate::running_fleet::{RunningFleet, block_on};
+use crate::summary::{Measured, Summary};
+
+/// Prompts in flight at once. One worker takes 64 and lets 256 wait.
+const IN_FLIGHT_MAX: usize = 256;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    /// The text to continue
+    #[arg(long, value_name = "TEXT", conflicts_with = "prompts", required_unless_present = "prompts")]
+    prompt: Option<String>,
+    /// Texts to continue, one JSON string a line: all at once, printed in order
+    #[arg(long, value_name = "FILE.jsonl")]
+    prompts: Option<PathBuf>,
+    /// One JSON object a line and prompt
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    sampling: SamplingArguments,
+    #[command(flatten)]
+    fleet: FleetArguments,
+}
+
+#[derive(clap::Args, Clone)]
+pub(crate) struct SamplingArguments {
+    /// Most tokens to generate for a prompt
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// 0 takes the most likely token; 1 draws as the model says
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Draw from the K most likely tokens only
+    #[arg(long, value_name = "K")]
+    top_k: Option<u32>,
+    /// Draw from the most likely tokens that have this probability together
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Draw from tokens at least this fraction as likely as the most likely one
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// Makes tokens that have occurred less likely
+    #[arg(long, value_name = "R")]
+    repetition_penalty: Option<f32>,
+    /// The same seed gives the same text; a random one is drawn where none is given
+    #[arg(long, value_name = "S")]
+    seed: Option<u64>,
+    /// Text at which to end; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Do not end at the model's own end of text
+    #[arg(long)]
+    ignore_eos: bool,
+}
+
+impl SamplingArguments {
+    pub(crate) fn request(&self, prompt: Prompt) -> GenerateRequest {
+        GenerateRequest {
+            prompt: Some(prompt),
+            max_tokens: self.max_tokens,
+            sampling: Some(Sampling {
+                temperature: Some(self.temperature),
+                top_k: self.top_k,
+                top_p: self.top_p,
+                min_p: self.min_p,
+                repetition_penalty: self.repetition_penalty,
+                seed: self.seed,
+                ..Sampling::default()
+            }),
+            stop: self.stop.clone(),
+            ignore_eos: self.ignore_eos,
+            ..GenerateRequest::default()
+        }
+    }
+}
+
+/// What has become of one prompt so far.
+enum Progress {
+    Text(String),
+    Done(Box<Finished>),
+}
+
+#[derive(Default)]
+pub(crate) struct Finished {
+    pub(crate) prompt_tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) text: String,
+    seed: u64,
+    reason: &'static str,
+    pub(crate) first_token_ms: f64,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let texts = match (&arguments.prompts, &arguments.prompt) {
+        (Some(file), _) => prompts::read(file)?,
+        (None, prompt) => prompt.iter().cloned().collect(),
+    };
+    service::logging::init("supervisor", Level::ERROR);
+    let config = arguments.fleet.clone().config(&arguments.model, None);
+    block_on(async {
+        let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
+        let summary = fleet
+            .finish(async |fleet| {
+                fleet.ready().await?;
+                let ready = Instant::now();
+                let finished = generate_all(fleet, &texts, &arguments).await?;
+                let measured = Measured { elapsed: ready.elapsed(), finished };
+                Summary::collect(fleet, measured).await
+            })
+            .await?;
+        eprint!("{summary}");
+        Ok(())
+    })
+}
+
+/// All prompts at once; output in their order, the text of the first unfinished one as it comes.
+async fn generate_all(
+    fleet: &RunningFleet,
+    texts: &[String],
+    arguments: &Arguments,
+) -> Outcome<Vec<Finished>> {
+    let client = fleet.client()?;
+    let places = Arc::new(Semaphore::new(IN_FLIGHT_MAX));
+    let mut streams = Vec::with_capacity(texts.len());
+    for text in texts {
+        // Bounded by max_tokens: a channel that made the stream wait would make the router cut it.
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let request = arguments.sampling.request(Prompt::Text(text.clone()));
+        let (client, places) = (client.clone(), places.clone());
+        let task = tokio::spawn(async move {
+            let _place = places.acquire_owned().await;
+            continue_one(client, request, &sender).await
+        });
+        streams.push((receiver, task));
+    }
+    let mut finished = Vec::with_capacity(texts.len());
+    for (index, (receiver, task)) in streams.into_iter().enumerate() {
+        finished.push(match print(index, &texts[index], receiver, arguments).await? {
+            Some(done) => done,
+            None => return Err(why_it_ended(index, task.await)),
+        });
+    }
+    Ok(finished)
+}
+
+/// Prints what comes of one prompt. `None`: it has ended before its end.
+async fn print(
+    index: usize,
+    prompt: &str,
+    mut progress: mpsc::UnboundedReceiver<Progress>,
+    arguments: &Arguments,
+) -> Outcome<Option<Finished>> {
+    let several = arguments.prompts.is_some();
+    // People see what is continued; programs get the continuation alone.
+    if !arguments.json && (several || std::io::stdout().is_terminal()) {
+        say(prompt)?;
+    }
+    while let Some(progress) = progress.recv().await {
+        match progress {
+            Progress::Text(text) if !arguments.json => say(&text)?,
+            Progress::Text(_) => {}
+            Progress::Done(done) => {
+                match arguments.json {
+                    true => say(&format!("{}\n", done.json(index)))?,
+                    false => say(if several { "\n\n" } else { "\n" })?,
+                }
+                return Ok(Some(*done));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Writes to standard output at once: text is to be seen as it comes.
+pub(crate) fn say(text: &str) -> Outcome {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // Whoever was reading has seen enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(Failure::new(Exit::Ok, "")),
+        written => written.trying(|| "cannot write".to_owned()),
+    }
+}
+
+fn why_it_ended(index: usize, task: Result<Outcome, tokio::task::JoinError>) -> Failure {
+    match task {
+        Ok(Err(failure)) => {
+            Failure::new(failure.exit, format!("prompt {}: {}", index + 1, failure.message()))
+        }
+        Ok(Ok(())) => {
+            Failure::new(Exit::PeerLost, format!("prompt {}: the stream ended without its end", index + 1))
+        }
+        Err(error) => Failure::new(Exit::Internal, format!("prompt {}: {error}", index + 1)),
+    }
+}
+
+/// Runs one prompt to its end and reports on the way.
+async fn continue_one(
+    mut client: InferenceClient<Channel>,
+    request: GenerateRequest,
+    progress: &mpsc::UnboundedSender<Progress>,
+) -> Outcome {
+    let refused = |status: tonic::Status| Failure::answer("the fleet", &status);
+    let mut frames = client.generate(request).await.map_err(refused)?.into_inner();
+    let mut done = Finished::default();
+    while let Some(frame) = frames.message().await.map_err(refused)? {
+        match frame.frame {
+            Some(Frame::Started(started)) => {
+                done.prompt_tokens = started.prompt_tokens;
+                done.seed = started.seed;
+            }
+            Some(Frame::Piece(piece)) => {
+                done.tokens.extend(piece.tokens);
+                done.text.push_str(&piece.text);
+                // Nobody listens any more when the command is being interrupted.
+                let _: Result<(), _> = progress.send(Progress::Text(piece.text));
+            }
+            Some(Frame::Finished(finished)) => {
+                done.reason = match finished.reason() {
+                    FinishReason::Stop => "stop",
+                    FinishReason::Length => "length",
+                    FinishReason::Unspecified => "unknown",
+                };
+                done.first_token_ms = finished.usage.map_or(0.0, |usage| usage.first_token_ms);
+                let _: Result<(), _> = progress.send(Progress::Done(Box::new(done)));
+                return Ok(());
+            }
+            None => {}
+        }
+    }
+    Err(Failure::new(Exit::PeerLost, "the stream ended without its end"))
+}
+
+impl Finished {
+    fn json(&self, index: usize) -> serde_json::Value {
+        json!({
+            "index": index,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "text": self.text,
+            "finish_reason": self.reason,
+            "seed": self.seed,
+        })
+    }
+}

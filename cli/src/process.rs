@@ -1,0 +1,61 @@
+//! One process of a fleet, as the supervisor or a systemd unit starts it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use serde::de::DeserializeOwned;
+use service::Notify;
+use service::exit::HasExit;
+use tracing::Level;
+
+use crate::failure::{Failure, Outcome};
+
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Configuration of this process
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+}
+
+pub(crate) fn weight_server(arguments: Arguments) -> Outcome {
+    service::logging::init("weight-server", Level::INFO);
+    run(arguments, weight_server::run)
+}
+
+pub(crate) fn worker(arguments: Arguments) -> Outcome {
+    run(arguments, worker::run)
+}
+
+pub(crate) fn router(arguments: Arguments) -> Outcome {
+    run(arguments, router::run)
+}
+
+/// The loader takes its orders from standard input, a socket to the weight-server; what goes wrong is told there.
+pub(crate) fn loader() -> Outcome {
+    service::logging::init("loader", Level::INFO);
+    Ok(weight_server::loader::run()?)
+}
+
+/// How long a failing process waits for its parent to hear why it fails.
+const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
+
+/// Runs the process to its end. Whoever supervises it hears why it failed, and so says it to whoever wants to know;
+/// without a supervisor the process says it itself.
+fn run<C: DeserializeOwned, E: HasExit>(arguments: Arguments, process: fn(C) -> Result<(), E>) -> Outcome {
+    let outcome = service::config::load(&arguments.config)
+        .map_err(Failure::from)
+        .and_then(|config| process(config).map_err(Failure::from));
+    service::runtime_dir::leave_if_last();
+    match outcome {
+        Err(failure) if was_heard(&failure) => Err(failure.already_said()),
+        outcome => outcome,
+    }
+}
+
+/// Tells the failure to the supervisor, as the last status.
+fn was_heard(failure: &Failure) -> bool {
+    let Ok(notify) = Notify::from_env() else { return false };
+    notify.has_parent()
+        && notify.status(failure.message()).and_then(|()| notify.barrier(LAST_WORDS_WAIT)).is_ok()
+}

@@ -1,0 +1,47 @@
+//! Prompts from a file: one JSON string a line.
+
+use std::path::Path;
+
+use service::Exit;
+
+use crate::failure::{Failure, Outcome, Trying};
+
+/// A file of prompts is read whole.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+
+pub(crate) fn read(path: &Path) -> Outcome<Vec<String>> {
+    let usage = |text: String| Failure::new(Exit::Usage, format!("prompts file {}: {text}", path.display()));
+    let bytes = std::fs::metadata(path).map_err(|error| usage(error.to_string()))?.len();
+    if bytes > FILE_BYTES_MAX {
+        return Err(usage(format!("{bytes} bytes are more than {FILE_BYTES_MAX}; split it")));
+    }
+    let text =
+        std::fs::read_to_string(path).trying(|| format!("cannot read prompts file {}", path.display()))?;
+    parse(&text).map_err(usage)
+}
+
+fn parse(text: &str) -> Result<Vec<String>, String> {
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    lines
+        .map(|(index, line)| {
+            serde_json::from_str(line).map_err(|error| {
+                format!(
+                    "line {} is not a JSON string ({error}); write each prompt as \"...\" on its own line",
+                    index + 1
+                )
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_line_is_a_json_string() {
+        assert_eq!(parse("\"a\\nb\"\n\n\"\"\n").unwrap(), ["a\nb", ""]);
+        let error = parse("\"a\"\nplain\n").unwrap_err();
+        assert!(error.starts_with("line 2 is not a JSON string"), "{error}");
+    }
+}

@@ -1,0 +1,227 @@
+//! A fleet that a command has started: wait until it serves, use it, stop it without a trace.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use proto::v1::inference_client::InferenceClient;
+use service::runtime_dir::{ClaimedRuntimeDir, sweep_dead};
+use service::{Exit, Notify, RuntimeDir, Shutdown};
+use supervisor::{ChildStatus, Fleet, FleetEvent, FleetStatus, ModelState, ModelStatus, Role, State};
+use tokio::sync::broadcast::error::RecvError;
+use tonic::transport::Channel;
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::fleet_config::FleetConfig;
+
+/// A fleet that is starting may be slow, but not silent: this long without a byte loaded or a child changing is the end.
+const PROGRESS_WAIT: Duration = Duration::from_secs(60);
+/// How often the router is asked whether it has found the workers. It looks for them every 100 ms itself.
+const ASK_ROUTER: Duration = Duration::from_millis(10);
+
+/// Runs a command that works with a fleet, on a runtime of its own.
+pub(crate) fn block_on<T>(work: impl Future<Output = Outcome<T>>) -> Outcome<T> {
+    supervisor::raise_descriptor_limit()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .trying(|| "cannot start a runtime".to_owned())?;
+    let outcome = runtime.block_on(work);
+    // A thread that waits for standard input must not hold up the end.
+    runtime.shutdown_background();
+    outcome
+}
+
+pub(crate) struct RunningFleet {
+    pub(crate) fleet: Fleet,
+    pub(crate) shutdown: Shutdown,
+    models: HashMap<String, u32>,
+    progress: ProgressBar,
+}
+
+impl RunningFleet {
+    /// Starts the processes. `notify` is who started us, `log` how much the children say.
+    pub(crate) async fn start(config: &FleetConfig, notify: Notify, log: tracing::Level) -> Outcome<Self> {
+        let shutdown = Shutdown::install().trying(|| "cannot listen to signals".to_owned())?;
+        let kept = service::listen::inherited_fds()?;
+        service::supervision::watch("supervisor", "supervisor", &notify, &shutdown)?;
+        sweep_dead();
+        let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
+        let plan = config.plan(claimed.directory(), log)?;
+        let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
+        let fleet = Fleet::start(plan, claimed, notify, kept).await?;
+        let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes} of {total_bytes}");
+        let progress = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Ok(Self { fleet, shutdown, models, progress })
+    }
+
+    pub(crate) fn directory(&self) -> &RuntimeDir {
+        self.fleet.directory()
+    }
+
+    /// A client of the router's public API.
+    pub(crate) fn client(&self) -> Outcome<InferenceClient<Channel>> {
+        let channel = service::grpc::connect_lazy(&self.directory().router_socket())?;
+        Ok(InferenceClient::new(channel)
+            .max_decoding_message_size(service::grpc::MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX))
+    }
+
+    /// Does the work and stops the fleet, whatever came of it. Ctrl-C ends the work.
+    pub(crate) async fn finish<T>(mut self, work: impl AsyncFnOnce(&mut Self) -> Outcome<T>) -> Outcome<T> {
+        let requested = self.shutdown.requested();
+        let outcome = tokio::select! {
+            outcome = work(&mut self) => outcome,
+            () = requested => Err(Failure::interrupted()),
+        };
+        self.progress.finish_and_clear();
+        self.stop().await;
+        outcome
+    }
+
+    pub(crate) async fn status(&self) -> Outcome<FleetStatus> {
+        self.fleet.status().await.map_err(|error| Failure::new(Exit::Internal, error.to_string()))
+    }
+
+    /// Returns when the fleet has been stopped by an order.
+    pub(crate) async fn ended(&mut self) {
+        self.fleet.stopped().await;
+    }
+
+    async fn stop(mut self) {
+        self.fleet.stop().await;
+        let forced = self.shutdown.forced();
+        let in_time = tokio::select! {
+            () = self.fleet.stopped() => true,
+            () = forced => false,
+        };
+        if !in_time {
+            self.fleet.kill().await;
+            self.fleet.stopped().await;
+        }
+    }
+
+    /// Waits until the router serves every model with all its workers.
+    pub(crate) async fn ready(&mut self) -> Outcome {
+        let mut events = self.fleet.events();
+        let mut client = self.client()?;
+        self.check_all().await?;
+        let mut last_change = Instant::now();
+        let mut ask = tokio::time::interval(ASK_ROUTER);
+        ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                event = events.recv() => match event {
+                    Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Loading { done_bytes, total_bytes }, .. })) => {
+                        last_change = Instant::now();
+                        self.progress.set_length(total_bytes);
+                        self.progress.set_position(done_bytes);
+                        self.progress.set_message(name);
+                    }
+                    Ok(_) | Err(RecvError::Lagged(_)) => {
+                        last_change = Instant::now();
+                        self.check_all().await?;
+                    }
+                    Err(RecvError::Closed) => return Err(Failure::new(Exit::Internal, "the fleet has ended")),
+                },
+                _ = ask.tick() => {
+                    if self.is_served(&mut client).await {
+                        self.progress.finish_and_clear();
+                        return Ok(());
+                    }
+                    if last_change.elapsed() > PROGRESS_WAIT {
+                        return Err(self.stalled().await);
+                    }
+                }
+            }
+        }
+    }
+
+    async fn is_served(&self, client: &mut InferenceClient<Channel>) -> bool {
+        // The router is not there yet, or restarting: not served.
+        let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
+        let served: HashMap<String, u32> =
+            reply.into_inner().models.into_iter().map(|m| (m.name, m.workers)).collect();
+        self.models.iter().all(|(name, workers)| served.get(name).is_some_and(|found| found >= workers))
+    }
+
+    /// Whether anything has gone wrong that waiting does not cure. A model that cannot be loaded is told first: its workers
+    /// fail because of it.
+    async fn check_all(&self) -> Outcome {
+        let status = self.status().await?;
+        for model in &status.models {
+            if let ModelState::Failed(failure) = &model.state {
+                let text = format!("cannot load {}: {}", model.path.display(), failure.text);
+                return Err(Failure::new(failure.exit, text));
+            }
+        }
+        let is_ready =
+            |name: &String| status.models.iter().any(|m| m.name == *name && m.state == ModelState::Ready);
+        let may_fail = |child: &&ChildStatus| child.model.as_ref().is_none_or(is_ready);
+        status.children.iter().filter(may_fail).try_for_each(check_child)
+    }
+
+    async fn stalled(&self) -> Failure {
+        let mut waiting = Vec::new();
+        if let Ok(status) = self.fleet.status().await {
+            let not_running = |c: &&ChildStatus| !matches!(c.state, State::Running { .. });
+            waiting.extend(status.children.iter().filter(not_running).map(|c| c.name.clone()));
+        }
+        let on_whom = match waiting.is_empty() {
+            true => "the router does not find the workers".to_owned(),
+            false => format!("still waiting for {}", waiting.join(", ")),
+        };
+        Failure::new(
+            Exit::PeerLost,
+            format!(
+                "the fleet does not start: no progress for {PROGRESS_WAIT:?}, {on_whom}; BALLAST_LOG=debug says more"
+            ),
+        )
+    }
+}
+
+/// A child that cannot start ends the command, except for what a restart may cure.
+fn check_child(child: &ChildStatus) -> Outcome {
+    let Some(last_end) = &child.last_end else { return Ok(()) };
+    let exit = last_end.exit().unwrap_or(Exit::Internal);
+    let hopeless = matches!(child.state, State::Failed(_))
+        || matches!(exit, Exit::Usage | Exit::ModelRefused | Exit::AddressInUse | Exit::OutOfResources);
+    if !hopeless {
+        return Ok(());
+    }
+    let who = match (child.role, &child.model) {
+        (Role::Worker, Some(model)) => format!("{} cannot serve {model}", child.name),
+        _ => format!("the {} cannot start", child.name),
+    };
+    Err(Failure::new(exit, format!("{who}: {}", last_end_words(last_end))))
+}
+
+fn last_end_words(last_end: &supervisor::LastEnd) -> String {
+    match last_end.words.as_str() {
+        "" => last_end.end.to_string(),
+        words => words.to_owned(),
+    }
+}
+
+/// The directory of the fleet that a command talks to: the named one, or the only one that runs.
+pub(crate) fn find(runtime_dir: Option<&Path>) -> Outcome<RuntimeDir> {
+    if let Some(path) = runtime_dir {
+        return Ok(RuntimeDir::at(path));
+    }
+    let mut running = service::runtime_dir::running();
+    match running.len() {
+        1 => Ok(running.remove(0)),
+        0 => Err(Failure::new(
+            Exit::PeerLost,
+            "no fleet of this user is running; start one with `ballast serve MODEL`",
+        )),
+        _ => {
+            let paths: Vec<String> = running.iter().map(|d| d.path().display().to_string()).collect();
+            let text =
+                format!("several fleets are running: choose one with --runtime-dir: {}", paths.join(" "));
+            Err(Failure::new(Exit::Usage, text))
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! `ballast serve`: a fleet in the foreground; `ballast supervisor`: the same for a service manager.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use service::{Exit, Notify};
+use supervisor::{FleetEvent, ModelState, ModelStatus, Role, State};
+use tokio::sync::broadcast::{self, error::RecvError};
+use tracing::Level;
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::fleet_arguments::FleetArguments;
+use crate::fleet_config::FleetConfig;
+use crate::running_fleet::{RunningFleet, block_on};
+
+/// Reachable from this machine only, until somebody says otherwise.
+const DEFAULT_LISTEN: &str = "127.0.0.1:8080";
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
+    model: Option<PathBuf>,
+    /// A fleet of several models, described in TOML
+    #[arg(long, value_name = "FILE.toml")]
+    config: Option<PathBuf>,
+    /// Address and port of HTTP and gRPC; port 0 takes any free one [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<SocketAddr>,
+    /// Print one line of JSON when requests are served
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    fleet: FleetArguments,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct SupervisorArguments {
+    /// The fleet, described in TOML
+    #[arg(long, value_name = "FILE.toml")]
+    config: PathBuf,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let mut config = match (&arguments.config, &arguments.model) {
+        (Some(path), _) => FleetConfig::load(path, arguments.fleet.runtime_dir())?,
+        (None, Some(model)) => arguments.fleet.config(model, None),
+        (None, None) => return Err(Failure::new(Exit::Usage, "name a model file or --config FILE.toml")),
+    };
+    let default = || DEFAULT_LISTEN.parse().ok();
+    config.listen = arguments.listen.or(config.listen).or_else(default);
+    // What goes wrong with a child is reported below, in words.
+    service::logging::init("supervisor", Level::ERROR);
+    let json = arguments.json;
+    foreground(&config, Level::ERROR, async |fleet| {
+        fleet.ready().await?;
+        announce(fleet, json).await?;
+        tokio::spawn(report(fleet.fleet.events()));
+        Ok(())
+    })
+}
+
+/// One line for every child that ends by itself, every model that fails.
+async fn report(mut events: broadcast::Receiver<FleetEvent>) {
+    let mut told: HashMap<String, u32> = HashMap::new();
+    loop {
+        match events.recv().await {
+            Ok(FleetEvent::Child(child)) => {
+                let before = told.insert(child.name.clone(), child.crashes).unwrap_or(0);
+                let given_up = matches!(child.state, State::Failed(_));
+                if let (true, Some(end)) = (child.crashes > before, &child.last_end) {
+                    let then = if given_up { "given up; `ballast restart` tries again" } else { "restarted" };
+                    eprintln!("{}: {end}; {then}", child.name);
+                }
+            }
+            Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Failed(failure), .. })) => {
+                eprintln!("model {name}: {}", failure.text);
+            }
+            Ok(_) | Err(RecvError::Lagged(_)) => {}
+            Err(RecvError::Closed) => return,
+        }
+    }
+}
+
+pub(crate) fn run_supervisor(arguments: SupervisorArguments) -> Outcome {
+    let config = FleetConfig::load(&arguments.config, None)?;
+    service::logging::init("supervisor", Level::INFO);
+    foreground(&config, Level::INFO, RunningFleet::ready)
+}
+
+/// Runs the fleet until it is told to stop. What goes wrong before it serves ends it; later, children are restarted.
+fn foreground(
+    config: &FleetConfig,
+    log: Level,
+    started: impl AsyncFnOnce(&mut RunningFleet) -> Outcome,
+) -> Outcome {
+    block_on(async {
+        let notify = Notify::from_env()?;
+        let fleet = RunningFleet::start(config, notify.clone(), log).await?;
+        // Sockets are bound, children are starting: READY does not wait for models.
+        notify.ready()?;
+        let shutdown = fleet.shutdown.clone();
+        let outcome = fleet.finish(async |fleet| {
+            started(fleet).await?;
+            fleet.ended().await;
+            Ok(())
+        });
+        match outcome.await {
+            // To be told to stop is how it ends.
+            Err(failure) if shutdown.is_requested() && failure.exit == Exit::Interrupted => Ok(()),
+            outcome => outcome,
+        }
+    })
+}
+
+/// Says where requests go. Standard output is for whoever started us, so it is flushed at once.
+async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
+    let url = http_url(fleet).await?;
+    let status = fleet.status().await?;
+    let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
+    let workers = status.children.iter().filter(|c| c.role == Role::Worker).count();
+    let runtime_dir = fleet.directory().path().display().to_string();
+    let text = match json {
+        true => serde_json::json!({
+            "http": url, "grpc": url, "runtime_dir": runtime_dir, "models": models, "workers": workers,
+        })
+        .to_string(),
+        false => {
+            let first = models.first().map_or("", String::as_str);
+            let body = serde_json::json!({
+                "model": first, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0,
+            });
+            format!(
+                "serving  {} with {workers} workers\nHTTP     {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC     {url} (ballast.v1, with reflection)\nprocesses: ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops everything.",
+                models.join(", "),
+            )
+        }
+    };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{text}").and_then(|()| out.flush()).trying(|| "cannot write".to_owned())
+}
+
+/// The router says in its status where it listens: port 0 was turned into a real one there.
+async fn http_url(fleet: &RunningFleet) -> Outcome<String> {
+    let status = fleet.status().await?;
+    let router = status.children.iter().find(|c| c.role == Role::Router);
+    let url = router.and_then(|r| r.status_text.split_whitespace().find(|word| word.starts_with("http://")));
+    url.map(str::to_owned)
+        .ok_or_else(|| Failure::new(Exit::Internal, "the router does not say where it listens"))
+}

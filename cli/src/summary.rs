@@ -1,0 +1,83 @@
+//! What a run has shown: weights held once, what each worker costs beside them, how fast it was.
+
+use std::fmt;
+use std::time::Duration;
+
+use proto::weights::v1::GetStatusRequest;
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{StatsReply, StatsRequest};
+use service::Bytes;
+
+use crate::failure::{Failure, Outcome};
+use crate::generate::Finished;
+use crate::running_fleet::RunningFleet;
+
+pub(crate) struct Measured {
+    /// From the fleet's being ready to the last token.
+    pub(crate) elapsed: Duration,
+    pub(crate) finished: Vec<Finished>,
+}
+
+pub(crate) struct Summary {
+    /// Bytes of tensors, and of the memory that holds them.
+    tensor_bytes: u64,
+    weight_bytes: u64,
+    workers: Vec<(u32, StatsReply)>,
+    measured: Measured,
+}
+
+impl Summary {
+    /// Asks weight-server and workers, while they run.
+    pub(crate) async fn collect(fleet: &RunningFleet, measured: Measured) -> Outcome<Self> {
+        let directory = fleet.directory();
+        let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
+        let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
+        let status = status.map_err(|status| Failure::answer("the weight-server", &status))?.into_inner();
+        let mut workers = Vec::new();
+        // A worker that has just died has nothing to tell.
+        for (index, socket) in directory.worker_sockets().unwrap_or_default() {
+            let Ok(channel) = service::grpc::connect(&socket).await else { continue };
+            if let Ok(stats) = WorkerClient::new(channel).stats(StatsRequest {}).await {
+                workers.push((index, stats.into_inner()));
+            }
+        }
+        Ok(Self {
+            tensor_bytes: status.generations.iter().map(|g| g.tensor_bytes).sum(),
+            weight_bytes: status.generations.iter().map(|g| g.allocation_bytes).sum(),
+            workers,
+            measured,
+        })
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Measured { elapsed, finished } = &self.measured;
+        writeln!(
+            f,
+            "\nweights     {} bytes held once for {} workers ({} with padding)",
+            self.tensor_bytes,
+            self.workers.len(),
+            Bytes(self.weight_bytes).rounded(),
+        )?;
+        for (index, stats) in &self.workers {
+            writeln!(
+                f,
+                "worker-{index}    {} of its own ({} of it keys and values), attached in {:.1} ms",
+                Bytes(stats.own_bytes).rounded(),
+                Bytes(stats.kv_used_bytes).rounded(),
+                stats.attach_ms,
+            )?;
+        }
+        let tokens: usize = finished.iter().map(|done| done.tokens.len()).sum();
+        let seconds = elapsed.as_secs_f64();
+        let first = finished.iter().map(|done| done.first_token_ms).fold(f64::INFINITY, f64::min);
+        write!(f, "speed       {tokens} tokens in {seconds:.2} s: {:.1} tokens/s", tokens as f64 / seconds)?;
+        match finished.len() {
+            0 => writeln!(f),
+            1 => writeln!(f, ", the first after {first:.0} ms"),
+            prompts => writeln!(f, ", {prompts} prompts, the first token after {first:.0} ms"),
+        }
+    }
+}

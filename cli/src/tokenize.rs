@@ -1,0 +1,53 @@
+//! `ballast tokenize`: the token ids of texts, from the head of a model file alone.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use service::Exit;
+use service::exit::one_line;
+use text::EncodeOptions;
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::{gguf_file, prompts};
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    /// One text
+    #[arg(long, value_name = "TEXT", conflicts_with = "prompts", required_unless_present = "prompts")]
+    prompt: Option<String>,
+    /// Texts, one JSON string a line
+    #[arg(long, value_name = "FILE.jsonl")]
+    prompts: Option<PathBuf>,
+    /// Plain text only: no BOS or EOS, and texts of control tokens stay text
+    #[arg(long)]
+    no_special: bool,
+    /// One JSON object a line: {"tokens":[...]}
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let texts = match (&arguments.prompts, arguments.prompt) {
+        (Some(file), _) => prompts::read(file)?,
+        (None, prompt) => prompt.into_iter().collect(),
+    };
+    let model = gguf_file::open(&arguments.model)?;
+    let tokenizer = gguf_file::tokenizer(&arguments.model, &model)?;
+    let special = !arguments.no_special;
+    let options = EncodeOptions { add_special: special, parse_special: special };
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    for (index, text) in texts.iter().enumerate() {
+        let tokens = tokenizer.encode(text, options).map_err(|error| {
+            Failure::new(Exit::Usage, format!("text {}: {}", index + 1, one_line(&error)))
+        })?;
+        let line = match arguments.json {
+            true => serde_json::json!({ "tokens": tokens }).to_string(),
+            false => tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
+        };
+        writeln!(out, "{line}").trying(|| "cannot write".to_owned())?;
+    }
+    out.flush().trying(|| "cannot write".to_owned())
+}
