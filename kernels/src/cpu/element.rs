@@ -76,5 +76,5 @@ impl Element for Bf16 {
 
 #[inline(always)]
 fn array<const N: usize>(bytes: &[u8]) -> &[u8; N] {
-    bytes.as_array().expect("callers cut slices of this length")
+    bytes.first_chunk().expect("callers cut slices of this length")
 }

@@ -4,6 +4,8 @@
 //! instruction set. `product` and `attention` define their orders of additions; everything else works lane by lane, or
 //! sums in the lanes of `simd`. Weights are read where they are and never copied, except into windows of a step.
 
+#![expect(clippy::needless_range_loop, reason = "one index counts the lanes or rows of several arrays")]
+
 mod attention;
 mod backend;
 mod element;

@@ -138,7 +138,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// Up to 16 values, zeros after them.
     #[inline(always)]
     fn load_partial(self, x: &[f32]) -> Self::F {
-        match x.as_array() {
+        match x.first_chunk() {
             Some(x) => self.load(x),
             None => {
                 let mut padded = [0.0; 16];
@@ -152,7 +152,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn store_partial(self, x: Self::F, out: &mut [f32]) {
         let len = out.len();
-        match out.as_mut_array() {
+        match out.first_chunk_mut() {
             Some(out) => self.store(x, out),
             None => {
                 let mut lanes = [0.0; 16];

@@ -65,3 +65,13 @@ fn describe(error: &DriverError) -> String {
     };
     format!("{} ({})", text(error.error_string()), text(error.error_name()))
 }
+
+/// Turns a failure of the device into that of an op.
+pub(super) fn device_error(op: &'static str) -> impl Fn(CudaError) -> ops::OpError {
+    move |error| match error {
+        CudaError::OutOfMemory { bytes, .. } => {
+            ops::OpError::Memory { op, what: "device memory", bytes: bytes as u64 }
+        }
+        error => ops::OpError::Device { op, source: Box::new(error) },
+    }
+}

@@ -11,7 +11,10 @@ mod buffer;
 pub mod checksum;
 mod device;
 mod error;
+pub mod linear;
 mod module;
+pub mod quantize;
+pub mod repack;
 mod stream;
 
 pub use buffer::{Buffer, View, ViewMut};

@@ -5,7 +5,7 @@
 #![expect(non_camel_case_types, reason = "names as ggml writes them")]
 
 use super::activation::Rounded256;
-use super::format::Format;
+use super::format::{Format, GROUP, Sink};
 use crate::cpu::simd::{Rows, Simd};
 use bytemuck::{Pod, Zeroable};
 
@@ -28,9 +28,6 @@ unsafe impl<const SUBS: usize, const PAIRS: usize> Zeroable for Window256<SUBS, 
 // SAFETY: as above.
 unsafe impl<const SUBS: usize, const PAIRS: usize> Pod for Window256<SUBS, PAIRS> where Self: 'static {}
 
-type Window16 = Window256<16, 8>;
-type Window8 = Window256<8, 4>;
-
 pub(super) enum Q2_K {}
 pub(super) enum Q3_K {}
 pub(super) enum Q4_K {}
@@ -38,22 +35,28 @@ pub(super) enum Q5_K {}
 pub(super) enum Q6_K {}
 
 macro_rules! format {
-    ($format:ident, $bytes:expr, $window:ident, $term:ident, $unpack:ident) => {
+    ($format:ident, $bytes:expr, $subs:expr, $pairs:expr, $term:ident, $unpack:ident) => {
         impl Format for $format {
-            type Window = $window;
+            type Window = Window256<$subs, $pairs>;
             type Rounded = Rounded256;
+            type Lanes = Lanes256;
             const LEN: usize = 256;
             const BYTES: usize = $bytes;
 
             #[inline(always)]
-            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut $window) {
-                $unpack(s, rows, at, window);
+            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+                $unpack(s, rows, at, sink);
+            }
+
+            #[inline(always)]
+            fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Self::Window) {
+                Self::unpack(s, rows, at, window);
             }
 
             #[inline(always)]
             fn accumulate<S: Simd, const C: usize>(
                 s: S,
-                windows: &[$window],
+                windows: &[Self::Window],
                 rounded: [&[Rounded256]; C],
                 sums: &mut [S::F; C],
             ) {
@@ -62,20 +65,37 @@ macro_rules! format {
                     for c in 1..C {
                         x[c] = &rounded[c][b];
                     }
-                    accumulate(s, window, x, &$term, sums);
+                    window.accumulate(s, x, &$term, sums);
                 }
+            }
+
+            #[inline(always)]
+            fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes256) -> S::F {
+                let (zero, none) = (s.splat(0.0), s.int(0));
+                let sub_scales = [none; $subs];
+                let mut sink = Dots::<'_, S, $subs> {
+                    lanes,
+                    sub_scales,
+                    products: none,
+                    corrections: none,
+                    d: zero,
+                    dmin: zero,
+                };
+                Self::unpack(s, blocks, at, &mut sink);
+                let (d, dmin, da) = (sink.d, sink.dmin, s.load(&lanes.d));
+                $term.value(s, sink.products, sink.corrections, d, dmin, da)
             }
         }
     };
 }
 
-format!(Q2_K, 84, Window16, WITH_MINIMA, unpack_q2_k);
-format!(Q3_K, 110, Window16, CENTRED_4, unpack_q3_k);
-format!(Q4_K, 144, Window8, WITH_MINIMA, unpack_q4_k);
-format!(Q5_K, 176, Window8, WITH_MINIMA, unpack_q5_k);
-format!(Q6_K, 210, Window16, CENTRED_32, unpack_q6_k);
+format!(Q2_K, 84, 16, 8, WITH_MINIMA, unpack_q2_k);
+format!(Q3_K, 110, 16, 8, CENTRED_4, unpack_q3_k);
+format!(Q4_K, 144, 8, 4, WITH_MINIMA, unpack_q4_k);
+format!(Q5_K, 176, 8, 4, WITH_MINIMA, unpack_q5_k);
+format!(Q6_K, 210, 16, 8, CENTRED_32, unpack_q6_k);
 
-/// What `weights` of a window are for.
+/// What the weights of activation sums are for.
 enum Term {
     Minima,
     Centre(i32),
@@ -85,55 +105,175 @@ const WITH_MINIMA: Term = Term::Minima;
 const CENTRED_4: Term = Term::Centre(4);
 const CENTRED_32: Term = Term::Centre(32);
 
-#[inline(always)]
-fn accumulate<S: Simd, const C: usize, const SUBS: usize, const PAIRS: usize>(
-    s: S,
-    window: &Window256<SUBS, PAIRS>,
-    x: [&Rounded256; C],
-    term: &Term,
-    sums: &mut [S::F; C],
-) {
-    let words = 64 / SUBS;
-    let mut products = [s.int(0); C];
-    for sub in 0..SUBS {
-        let mut dots = [s.int(0); C];
-        for k in 0..words {
-            let word = sub * words + k;
-            let w = s.load_bytes(&window.q[word]);
-            for c in 0..C {
-                let a = s.int(i32::from_ne_bytes(x[c].q[word].map(|q| q as u8)));
-                dots[c] = s.dot_u7(dots[c], w, a);
-            }
-        }
-        let scale = s.load_int(&window.scales[sub]);
-        for c in 0..C {
-            products[c] = s.add_int(products[c], s.mul_int(dots[c], scale));
-        }
-    }
-    let mut corrections = [s.int(0); C];
-    for pair in 0..PAIRS {
-        let w = s.load_int(&window.weights[pair]);
-        for c in 0..C {
-            let [low, high] = if SUBS == 16 { x[c].sums16[pair] } else { x[c].sums32[pair] };
-            let a = s.int(i32::from(low) & 0xffff | i32::from(high) << 16);
-            corrections[c] = s.dot_i16(corrections[c], w, a);
-        }
-    }
-    let d = s.load(&window.d);
-    for c in 0..C {
-        let da = s.splat(x[c].d);
-        let value = match term {
+impl Term {
+    #[inline(always)]
+    fn value<S: Simd>(&self, s: S, products: S::I, corrections: S::I, d: S::F, dmin: S::F, da: S::F) -> S::F {
+        match self {
             Term::Minima => {
-                let product = s.mul(s.mul(da, d), s.to_float(products[c]));
-                let minimum = s.mul(s.mul(da, s.load(&window.dmin)), s.to_float(corrections[c]));
-                s.sub(product, minimum)
+                let product = s.mul(s.mul(da, d), s.to_float(products));
+                s.sub(product, s.mul(s.mul(da, dmin), s.to_float(corrections)))
             }
             Term::Centre(centre) => {
-                let products = s.sub_int(products[c], s.mul_int(corrections[c], s.int(*centre)));
+                let products = s.sub_int(products, s.mul_int(corrections, s.int(*centre)));
                 s.mul(s.mul(da, d), s.to_float(products))
             }
-        };
-        sums[c] = s.add(sums[c], value);
+        }
+    }
+}
+
+/// 16 blocks of an activation row, words as in [`Window256`].
+#[repr(align(64))]
+pub(super) struct Lanes256 {
+    q: [[u8; 64]; 64],
+    d: [f32; 16],
+    /// Two sums of 16 quants in each lane.
+    sums16: [[i32; 16]; 8],
+    /// Two sums of 32 quants in each lane.
+    sums32: [[i32; 16]; 4],
+}
+
+impl From<[Rounded256; GROUP]> for Lanes256 {
+    fn from(blocks: [Rounded256; GROUP]) -> Self {
+        let mut lanes = Self { q: [[0; 64]; 64], d: [0.0; 16], sums16: [[0; 16]; 8], sums32: [[0; 16]; 4] };
+        for (r, block) in blocks.iter().enumerate() {
+            for (words, word) in lanes.q.iter_mut().zip(block.q) {
+                words[4 * r..4 * r + 4].copy_from_slice(&word.map(|q| q as u8));
+            }
+            lanes.d[r] = block.d;
+            for (sums, &sum) in lanes.sums16.iter_mut().zip(&block.sums16) {
+                sums[r] = two_sums(sum);
+            }
+            for (sums, &sum) in lanes.sums32.iter_mut().zip(&block.sums32) {
+                sums[r] = two_sums(sum);
+            }
+        }
+        lanes
+    }
+}
+
+#[inline(always)]
+fn two_sums([low, high]: [i16; 2]) -> i32 {
+    i32::from(low) & 0xffff | i32::from(high) << 16
+}
+
+impl<S: Simd, const SUBS: usize, const PAIRS: usize> Sink<S> for Window256<SUBS, PAIRS> {
+    #[inline(always)]
+    fn scale(&mut self, s: S, d: S::F) {
+        s.store(d, &mut self.d);
+    }
+
+    #[inline(always)]
+    fn second_scale(&mut self, s: S, d: S::F) {
+        s.store(d, &mut self.dmin);
+    }
+
+    #[inline(always)]
+    fn sub_scale(&mut self, s: S, sub: usize, scale: S::I) {
+        s.store_int(scale, &mut self.scales[sub]);
+    }
+
+    #[inline(always)]
+    fn sum_weights(&mut self, s: S, pair: usize, weights: S::I) {
+        s.store_int(weights, &mut self.weights[pair]);
+    }
+
+    #[inline(always)]
+    fn values(&mut self, s: S, run: usize, words: [S::I; 8]) {
+        for k in 0..8 {
+            s.store_bytes(words[k], &mut self.q[8 * run + k]);
+        }
+    }
+}
+
+/// Multiplies values as they come.
+struct Dots<'a, S: Simd, const SUBS: usize> {
+    lanes: &'a Lanes256,
+    sub_scales: [S::I; SUBS],
+    products: S::I,
+    corrections: S::I,
+    d: S::F,
+    dmin: S::F,
+}
+
+impl<S: Simd, const SUBS: usize> Sink<S> for Dots<'_, S, SUBS> {
+    #[inline(always)]
+    fn scale(&mut self, _: S, d: S::F) {
+        self.d = d;
+    }
+
+    #[inline(always)]
+    fn second_scale(&mut self, _: S, d: S::F) {
+        self.dmin = d;
+    }
+
+    #[inline(always)]
+    fn sub_scale(&mut self, _: S, sub: usize, scale: S::I) {
+        self.sub_scales[sub] = scale;
+    }
+
+    #[inline(always)]
+    fn sum_weights(&mut self, s: S, pair: usize, weights: S::I) {
+        let sums = if SUBS == 16 { &self.lanes.sums16[pair] } else { &self.lanes.sums32[pair] };
+        self.corrections = s.dot_i16(self.corrections, weights, s.load_int(sums));
+    }
+
+    #[inline(always)]
+    fn values(&mut self, s: S, run: usize, words: [S::I; 8]) {
+        let mut dots = [s.int(0); 2];
+        for k in 0..8 {
+            dots[k / 4] = s.dot_u7(dots[k / 4], words[k], s.load_bytes(&self.lanes.q[8 * run + k]));
+        }
+        if SUBS == 16 {
+            for half in 0..2 {
+                let product = s.mul_int(dots[half], self.sub_scales[2 * run + half]);
+                self.products = s.add_int(self.products, product);
+            }
+        } else {
+            let product = s.mul_int(s.add_int(dots[0], dots[1]), self.sub_scales[run]);
+            self.products = s.add_int(self.products, product);
+        }
+    }
+}
+
+impl<const SUBS: usize, const PAIRS: usize> Window256<SUBS, PAIRS> {
+    #[inline(always)]
+    fn accumulate<S: Simd, const C: usize>(
+        &self,
+        s: S,
+        x: [&Rounded256; C],
+        term: &Term,
+        sums: &mut [S::F; C],
+    ) {
+        let words = 64 / SUBS;
+        let mut products = [s.int(0); C];
+        for sub in 0..SUBS {
+            let mut dots = [s.int(0); C];
+            for k in 0..words {
+                let word = sub * words + k;
+                let w = s.load_bytes(&self.q[word]);
+                for c in 0..C {
+                    let a = s.int(i32::from_ne_bytes(x[c].q[word].map(|q| q as u8)));
+                    dots[c] = s.dot_u7(dots[c], w, a);
+                }
+            }
+            let scale = s.load_int(&self.scales[sub]);
+            for c in 0..C {
+                products[c] = s.add_int(products[c], s.mul_int(dots[c], scale));
+            }
+        }
+        let mut corrections = [s.int(0); C];
+        for pair in 0..PAIRS {
+            let w = s.load_int(&self.weights[pair]);
+            for c in 0..C {
+                let sums = if SUBS == 16 { x[c].sums16[pair] } else { x[c].sums32[pair] };
+                corrections[c] = s.dot_i16(corrections[c], w, s.int(two_sums(sums)));
+            }
+        }
+        let (d, dmin) = (s.load(&self.d), s.load(&self.dmin));
+        for c in 0..C {
+            let value = term.value(s, products[c], corrections[c], d, dmin, s.splat(x[c].d));
+            sums[c] = s.add(sums[c], value);
+        }
     }
 }
 
@@ -190,158 +330,157 @@ fn words<S: Simd>(s: S, rows: Rows<'_>, at: usize) -> [S::I; 8] {
     [a, b, c, d, e, f, g, h]
 }
 
-/// Scales of 16 sub-blocks, four to a word, whose `weights` centre the quants. `bias` is what was added to them.
+/// Scales of 16 sub-blocks, four to a word, which also centre the quants. `bias` is what was added to them.
 #[inline(always)]
-fn centring_scales<S: Simd>(s: S, window: &mut Window16, packed: [S::I; 4], signed: bool, bias: i32) {
+fn centring_scales<S: Simd>(s: S, packed: [S::I; 4], signed: bool, bias: i32, sink: &mut impl Sink<S>) {
     for (quad, packed) in packed.into_iter().enumerate() {
         let mut scales = [packed; 4];
         for i in 0..4 {
             let scale = byte(s, packed, i);
             let scale = if signed { s.sar::<24>(s.shl::<24>(scale)) } else { scale };
             scales[i] = s.sub_int(scale, s.int(bias));
-            s.store_int(scales[i], &mut window.scales[4 * quad + i]);
+            sink.sub_scale(s, 4 * quad + i, scales[i]);
         }
-        s.store_int(pair(s, scales[0], scales[1]), &mut window.weights[2 * quad]);
-        s.store_int(pair(s, scales[2], scales[3]), &mut window.weights[2 * quad + 1]);
+        sink.sum_weights(s, 2 * quad, pair(s, scales[0], scales[1]));
+        sink.sum_weights(s, 2 * quad + 1, pair(s, scales[2], scales[3]));
     }
 }
 
 /// Two f16 in a word.
 #[inline(always)]
-fn two_scales<S: Simd, const SUBS: usize, const PAIRS: usize>(
-    s: S,
-    window: &mut Window256<SUBS, PAIRS>,
-    both: S::I,
-) {
-    s.store(s.low_f16(both), &mut window.d);
-    s.store(s.low_f16(s.shr::<16>(both)), &mut window.dmin);
+fn two_scales<S: Simd>(s: S, both: S::I, sink: &mut impl Sink<S>) {
+    sink.scale(s, s.low_f16(both));
+    sink.second_scale(s, s.low_f16(s.shr::<16>(both)));
 }
 
 /// Scales and minima of four sub-blocks, four to a word.
 #[inline(always)]
-fn scales_and_minima<S: Simd, const SUBS: usize, const PAIRS: usize>(
-    s: S,
-    window: &mut Window256<SUBS, PAIRS>,
-    quad: usize,
-    scales: S::I,
-    minima: S::I,
-) {
+fn scales_and_minima<S: Simd>(s: S, quad: usize, scales: S::I, minima: S::I, sink: &mut impl Sink<S>) {
     for i in 0..4 {
-        s.store_int(byte(s, scales, i), &mut window.scales[4 * quad + i]);
+        sink.sub_scale(s, 4 * quad + i, byte(s, scales, i));
     }
     for half in 0..2 {
         let (low, high) = (byte(s, minima, 2 * half), byte(s, minima, 2 * half + 1));
-        s.store_int(pair(s, low, high), &mut window.weights[2 * quad + half]);
+        sink.sum_weights(s, 2 * quad + half, pair(s, low, high));
     }
 }
 
 /// scales[16], qs[64], d, dmin.
 #[inline(always)]
-fn unpack_q2_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window16) {
-    two_scales(s, window, s.gather_u32(rows, at + 80));
+fn unpack_q2_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+    two_scales(s, s.gather_u32(rows, at + 80), sink);
     let nibble = s.int(0x0f0f_0f0f);
     let packed = s.transpose(rows, at);
     for quad in 0..4 {
         let minima = s.and(s.shr::<4>(packed[quad]), nibble);
-        scales_and_minima(s, window, quad, s.and(packed[quad], nibble), minima);
+        scales_and_minima(s, quad, s.and(packed[quad], nibble), minima, sink);
     }
     for h in 0..2 {
         let qs = words(s, rows, at + 16 + 32 * h);
-        for k in 0..8 {
-            for j in 0..4 {
-                s.store_bytes(two_bits(s, qs[k], j), &mut window.q[32 * h + 8 * j + k]);
+        for j in 0..4 {
+            let mut values = qs;
+            for k in 0..8 {
+                values[k] = two_bits(s, qs[k], j);
             }
+            sink.values(s, 4 * h + j, values);
         }
     }
 }
 
 /// hmask[32], qs[64], scales[12], d.
 #[inline(always)]
-fn unpack_q3_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window16) {
+fn unpack_q3_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
     // Read from two bytes before the scales, so that nothing beyond the block is touched.
-    let tail = s.transpose(rows, at + 94);
-    let word = |low: S::I, high: S::I| s.or(s.shr::<16>(low), s.shl::<16>(high));
-    let (a, b, c) = (word(tail[0], tail[1]), word(tail[1], tail[2]), word(tail[2], tail[3]));
-    s.store(s.low_f16(s.shr::<16>(tail[3])), &mut window.d);
+    let [t0, t1, t2, t3] = s.transpose(rows, at + 94);
+    let a = s.or(s.shr::<16>(t0), s.shl::<16>(t1));
+    let b = s.or(s.shr::<16>(t1), s.shl::<16>(t2));
+    let c = s.or(s.shr::<16>(t2), s.shl::<16>(t3));
+    sink.scale(s, s.low_f16(s.shr::<16>(t3)));
     let nibble = s.int(0x0f0f_0f0f);
-    let low =
+    let mut packed =
         [s.and(a, nibble), s.and(b, nibble), s.and(s.shr::<4>(a), nibble), s.and(s.shr::<4>(b), nibble)];
-    let mut packed = low;
     for quad in 0..4 {
-        packed[quad] = s.or(low[quad], s.shl::<4>(two_bits(s, c, quad)));
+        packed[quad] = s.or(packed[quad], s.shl::<4>(two_bits(s, c, quad)));
     }
-    centring_scales(s, window, packed, false, 32);
+    centring_scales(s, packed, false, 32, sink);
     let hmask = words(s, rows, at);
     for h in 0..2 {
         let qs = words(s, rows, at + 32 + 32 * h);
-        for k in 0..8 {
-            for j in 0..4 {
+        for j in 0..4 {
+            let mut values = qs;
+            for k in 0..8 {
                 let high = s.shl::<2>(one_bit(s, hmask[k], 4 * h + j));
-                s.store_bytes(s.or(two_bits(s, qs[k], j), high), &mut window.q[32 * h + 8 * j + k]);
+                values[k] = s.or(two_bits(s, qs[k], j), high);
             }
+            sink.values(s, 4 * h + j, values);
         }
     }
 }
 
 /// d, dmin, scales[12] of Q4_K and Q5_K.
 #[inline(always)]
-fn unpack_affine_header<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window8) {
+fn unpack_affine_header<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
     let [d, a, b, c] = s.transpose(rows, at);
-    two_scales(s, window, d);
+    two_scales(s, d, sink);
     let (six, nibble) = (s.int(0x3f3f_3f3f), s.int(0x0f0f_0f0f));
-    scales_and_minima(s, window, 0, s.and(a, six), s.and(b, six));
+    scales_and_minima(s, 0, s.and(a, six), s.and(b, six), sink);
     let scales = s.or(s.and(c, nibble), s.shl::<4>(two_bits(s, a, 3)));
     let minima = s.or(s.and(s.shr::<4>(c), nibble), s.shl::<4>(two_bits(s, b, 3)));
-    scales_and_minima(s, window, 1, scales, minima);
+    scales_and_minima(s, 1, scales, minima, sink);
 }
 
 /// d, dmin, scales[12], qs[128].
 #[inline(always)]
-fn unpack_q4_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window8) {
-    unpack_affine_header(s, rows, at, window);
+fn unpack_q4_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+    unpack_affine_header(s, rows, at, sink);
     let nibble = s.int(0x0f0f_0f0f);
     for g in 0..4 {
         let qs = words(s, rows, at + 16 + 32 * g);
+        let (mut low, mut high) = (qs, qs);
         for k in 0..8 {
-            s.store_bytes(s.and(qs[k], nibble), &mut window.q[16 * g + k]);
-            s.store_bytes(s.and(s.shr::<4>(qs[k]), nibble), &mut window.q[16 * g + 8 + k]);
+            low[k] = s.and(qs[k], nibble);
+            high[k] = s.and(s.shr::<4>(qs[k]), nibble);
         }
+        sink.values(s, 2 * g, low);
+        sink.values(s, 2 * g + 1, high);
     }
 }
 
 /// d, dmin, scales[12], qh[32], qs[128].
 #[inline(always)]
-fn unpack_q5_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window8) {
-    unpack_affine_header(s, rows, at, window);
+fn unpack_q5_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+    unpack_affine_header(s, rows, at, sink);
     let nibble = s.int(0x0f0f_0f0f);
     let qh = words(s, rows, at + 16);
     for g in 0..4 {
         let qs = words(s, rows, at + 48 + 32 * g);
+        let (mut low, mut high) = (qs, qs);
         for k in 0..8 {
-            let low = s.or(s.and(qs[k], nibble), s.shl::<4>(one_bit(s, qh[k], 2 * g)));
-            let high = s.or(s.and(s.shr::<4>(qs[k]), nibble), s.shl::<4>(one_bit(s, qh[k], 2 * g + 1)));
-            s.store_bytes(low, &mut window.q[16 * g + k]);
-            s.store_bytes(high, &mut window.q[16 * g + 8 + k]);
+            low[k] = s.or(s.and(qs[k], nibble), s.shl::<4>(one_bit(s, qh[k], 2 * g)));
+            high[k] = s.or(s.and(s.shr::<4>(qs[k]), nibble), s.shl::<4>(one_bit(s, qh[k], 2 * g + 1)));
         }
+        sink.values(s, 2 * g, low);
+        sink.values(s, 2 * g + 1, high);
     }
 }
 
 /// ql[128], qh[64], scales[16], d.
 #[inline(always)]
-fn unpack_q6_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window16) {
-    s.store(s.gather_f16(rows, at + 208), &mut window.d);
-    centring_scales(s, window, s.transpose(rows, at + 192), true, 0);
+fn unpack_q6_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+    sink.scale(s, s.gather_f16(rows, at + 208));
+    centring_scales(s, s.transpose(rows, at + 192), true, 0, sink);
     let nibble = s.int(0x0f0f_0f0f);
     for h in 0..2 {
         let qh = words(s, rows, at + 128 + 32 * h);
         for p in 0..2 {
             let ql = words(s, rows, at + 64 * h + 32 * p);
+            let (mut low, mut high) = (ql, ql);
             for k in 0..8 {
-                let low = s.or(s.and(ql[k], nibble), s.shl::<4>(two_bits(s, qh[k], p)));
-                let high = s.or(s.and(s.shr::<4>(ql[k]), nibble), s.shl::<4>(two_bits(s, qh[k], p + 2)));
-                s.store_bytes(low, &mut window.q[32 * h + 8 * p + k]);
-                s.store_bytes(high, &mut window.q[32 * h + 8 * (p + 2) + k]);
+                low[k] = s.or(s.and(ql[k], nibble), s.shl::<4>(two_bits(s, qh[k], p)));
+                high[k] = s.or(s.and(s.shr::<4>(ql[k]), nibble), s.shl::<4>(two_bits(s, qh[k], p + 2)));
             }
+            sink.values(s, 4 * h + p, low);
+            sink.values(s, 4 * h + p + 2, high);
         }
     }
 }

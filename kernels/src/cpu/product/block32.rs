@@ -1,23 +1,27 @@
 //! Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: 32 values with one scale, and for the `_1` types one minimum.
 
 use super::activation::Rounded32;
-use super::format::Format;
+use super::format::{Format, GROUP, Sink};
 use crate::cpu::simd::{Rows, Simd};
 use bytemuck::{Pod, Zeroable};
 
-/// Word `k` of the 16 rows holds values `4k` to `4k + 3`, as unsigned bytes.
+/// One block of 16 rows. Word `k` of them holds values `4k` to `4k + 3`, as unsigned bytes.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub(super) struct Window32 {
     q: [[u8; 64]; 8],
     d: [f32; 16],
+    /// Minima; unused by types without.
+    m: [f32; 16],
 }
 
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(64))]
-pub(super) struct Window32Min {
-    base: Window32,
-    m: [f32; 16],
+/// 16 blocks of an activation row, words as in [`Window32`].
+#[repr(align(64))]
+pub(super) struct Lanes32 {
+    q: [[u8; 64]; 8],
+    d: [f32; 16],
+    s: [f32; 16],
+    sums: [i32; 16],
 }
 
 /// Quants are stored with 128 added, so that they are unsigned.
@@ -27,178 +31,219 @@ pub(super) enum Q4_1 {}
 pub(super) enum Q5_0 {}
 pub(super) enum Q5_1 {}
 
-impl Format for Q8_0 {
-    type Window = Window32;
-    type Rounded = Rounded32;
-    const LEN: usize = 32;
-    const BYTES: usize = 34;
-
-    #[inline(always)]
-    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window32) {
-        s.store(s.gather_f16(rows, at), &mut window.d);
-        let sign = s.int(0x8080_8080_u32 as i32);
-        for half in 0..2 {
-            let words = s.transpose(rows, at + 2 + 16 * half);
-            for k in 0..4 {
-                s.store_bytes(s.xor(words[k], sign), &mut window.q[4 * half + k]);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn accumulate<S: Simd, const C: usize>(
-        s: S,
-        windows: &[Window32],
-        rounded: [&[Rounded32]; C],
-        sums: &mut [S::F; C],
-    ) {
-        for (b, window) in windows.iter().enumerate() {
-            let x = blocks(rounded, b);
-            let terms = scaled_dots::<S, C, 128>(s, window, x);
-            for c in 0..C {
-                sums[c] = s.add(sums[c], terms[c]);
-            }
-        }
-    }
-}
-
-/// What Q4_0 and Q5_0 share, and Q4_1 and Q5_1: `$fifth` is where the fifth bits stand, if there are any.
-macro_rules! nibbles {
-    ($format:ident, $bytes:expr, $window:ident, $offset:expr, $fifth:expr, $quants:expr) => {
+/// `$offset` is what stored quants have more than their value; `$min` whether there is a minimum.
+macro_rules! format {
+    ($format:ident, $bytes:expr, $offset:expr, $min:expr, $unpack:ident($($argument:expr),*)) => {
         impl Format for $format {
-            type Window = $window;
+            type Window = Window32;
             type Rounded = Rounded32;
+            type Lanes = Lanes32;
             const LEN: usize = 32;
             const BYTES: usize = $bytes;
 
             #[inline(always)]
-            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut $window) {
-                window.unpack_scales(s, rows, at);
-                let fifth: Option<usize> = $fifth;
-                unpack_nibbles(s, rows, at + $quants, fifth.map(|offset| at + offset), window.quants());
+            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+                $unpack(s, rows, at, $($argument,)* sink);
+            }
+
+            #[inline(always)]
+            fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window32) {
+                Self::unpack(s, rows, at, window);
             }
 
             #[inline(always)]
             fn accumulate<S: Simd, const C: usize>(
                 s: S,
-                windows: &[$window],
+                windows: &[Window32],
                 rounded: [&[Rounded32]; C],
                 sums: &mut [S::F; C],
             ) {
                 for (b, window) in windows.iter().enumerate() {
-                    let x = blocks(rounded, b);
-                    let terms = window.terms::<S, C, $offset>(s, x);
-                    for c in 0..C {
-                        sums[c] = s.add(sums[c], terms[c]);
+                    let mut x = [&rounded[0][b]; C];
+                    for c in 1..C {
+                        x[c] = &rounded[c][b];
                     }
+                    window.accumulate::<S, C, $offset, $min>(s, x, sums);
                 }
+            }
+
+            #[inline(always)]
+            fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes32) -> S::F {
+                let zero = s.splat(0.0);
+                let dots = s.mul_int(s.load_int(&lanes.sums), s.int(-$offset));
+                let mut sink = Dots::<'_, S, $offset> { lanes, dots, d: zero, m: zero };
+                Self::unpack(s, blocks, at, &mut sink);
+                let term = s.mul(s.mul(sink.d, s.load(&lanes.d)), s.to_float(sink.dots));
+                if $min { s.add(term, s.mul(sink.m, s.load(&lanes.s))) } else { term }
             }
         }
     };
 }
 
-nibbles!(Q4_0, 18, Window32, 8, None, 2);
-nibbles!(Q4_1, 20, Window32Min, 0, None, 4);
-nibbles!(Q5_0, 22, Window32, 16, Some(2), 6);
-nibbles!(Q5_1, 24, Window32Min, 0, Some(4), 8);
+format!(Q8_0, 34, 128, false, unpack_q8_0());
+format!(Q4_0, 18, 8, false, unpack_nibbles(2, None));
+format!(Q4_1, 20, 0, true, unpack_nibbles(4, None));
+format!(Q5_0, 22, 16, false, unpack_nibbles(6, Some(2)));
+format!(Q5_1, 24, 0, true, unpack_nibbles(8, Some(4)));
+
+impl From<[Rounded32; GROUP]> for Lanes32 {
+    fn from(blocks: [Rounded32; GROUP]) -> Self {
+        let mut lanes = Self { q: [[0; 64]; 8], d: [0.0; 16], s: [0.0; 16], sums: [0; 16] };
+        for (r, block) in blocks.iter().enumerate() {
+            for (words, word) in lanes.q.iter_mut().zip(block.q) {
+                words[4 * r..4 * r + 4].copy_from_slice(&word.map(|q| q as u8));
+            }
+            (lanes.d[r], lanes.s[r], lanes.sums[r]) = (block.d, block.s, block.sum);
+        }
+        lanes
+    }
+}
+
+impl<S: Simd> Sink<S> for Window32 {
+    #[inline(always)]
+    fn scale(&mut self, s: S, d: S::F) {
+        s.store(d, &mut self.d);
+    }
+
+    #[inline(always)]
+    fn second_scale(&mut self, s: S, d: S::F) {
+        s.store(d, &mut self.m);
+    }
+
+    #[inline(always)]
+    fn sub_scale(&mut self, _: S, _: usize, _: S::I) {}
+
+    #[inline(always)]
+    fn sum_weights(&mut self, _: S, _: usize, _: S::I) {}
+
+    #[inline(always)]
+    fn values(&mut self, s: S, _: usize, words: [S::I; 8]) {
+        for k in 0..8 {
+            s.store_bytes(words[k], &mut self.q[k]);
+        }
+    }
+}
+
+/// Multiplies values as they come.
+struct Dots<'a, S: Simd, const OFFSET: i32> {
+    lanes: &'a Lanes32,
+    dots: S::I,
+    d: S::F,
+    m: S::F,
+}
+
+impl<S: Simd, const OFFSET: i32> Sink<S> for Dots<'_, S, OFFSET> {
+    #[inline(always)]
+    fn scale(&mut self, _: S, d: S::F) {
+        self.d = d;
+    }
+
+    #[inline(always)]
+    fn second_scale(&mut self, _: S, d: S::F) {
+        self.m = d;
+    }
+
+    #[inline(always)]
+    fn sub_scale(&mut self, _: S, _: usize, _: S::I) {}
+
+    #[inline(always)]
+    fn sum_weights(&mut self, _: S, _: usize, _: S::I) {}
+
+    #[inline(always)]
+    fn values(&mut self, s: S, _: usize, words: [S::I; 8]) {
+        for k in 0..8 {
+            self.dots = dot::<S, OFFSET>(s, self.dots, words[k], s.load_bytes(&self.lanes.q[k]));
+        }
+    }
+}
 
 impl Window32 {
     #[inline(always)]
-    fn unpack_scales<S: Simd>(&mut self, s: S, rows: Rows<'_>, at: usize) {
-        s.store(s.gather_f16(rows, at), &mut self.d);
-    }
-
-    #[inline(always)]
-    fn quants(&mut self) -> &mut [[u8; 64]; 8] {
-        &mut self.q
-    }
-
-    #[inline(always)]
-    fn terms<S: Simd, const C: usize, const OFFSET: i32>(&self, s: S, x: [&Rounded32; C]) -> [S::F; C] {
-        scaled_dots::<S, C, OFFSET>(s, self, x)
-    }
-}
-
-impl Window32Min {
-    #[inline(always)]
-    fn unpack_scales<S: Simd>(&mut self, s: S, rows: Rows<'_>, at: usize) {
-        let both = s.gather_u32(rows, at);
-        s.store(s.low_f16(both), &mut self.base.d);
-        s.store(s.low_f16(s.shr::<16>(both)), &mut self.m);
-    }
-
-    #[inline(always)]
-    fn quants(&mut self) -> &mut [[u8; 64]; 8] {
-        &mut self.base.q
-    }
-
-    #[inline(always)]
-    fn terms<S: Simd, const C: usize, const OFFSET: i32>(&self, s: S, x: [&Rounded32; C]) -> [S::F; C] {
-        let mut terms = scaled_dots::<S, C, OFFSET>(s, &self.base, x);
-        let m = s.load(&self.m);
+    fn accumulate<S: Simd, const C: usize, const OFFSET: i32, const MIN: bool>(
+        &self,
+        s: S,
+        x: [&Rounded32; C],
+        sums: &mut [S::F; C],
+    ) {
+        let mut dots = [s.int(0); C];
         for c in 0..C {
-            terms[c] = s.add(terms[c], s.mul(m, s.splat(x[c].s)));
+            dots[c] = s.int(-OFFSET * x[c].sum);
         }
-        terms
+        for k in 0..8 {
+            let w = s.load_bytes(&self.q[k]);
+            for c in 0..C {
+                let a = s.int(i32::from_ne_bytes(x[c].q[k].map(|q| q as u8)));
+                dots[c] = dot::<S, OFFSET>(s, dots[c], w, a);
+            }
+        }
+        let d = s.load(&self.d);
+        for c in 0..C {
+            let mut term = s.mul(s.mul(d, s.splat(x[c].d)), s.to_float(dots[c]));
+            if MIN {
+                term = s.add(term, s.mul(s.load(&self.m), s.splat(x[c].s)));
+            }
+            sums[c] = s.add(sums[c], term);
+        }
     }
 }
 
-/// Block `b` of each activation row.
 #[inline(always)]
-fn blocks<'a, const C: usize>(rounded: [&'a [Rounded32]; C], b: usize) -> [&'a Rounded32; C] {
-    let mut out = [&rounded[0][b]; C];
-    for c in 1..C {
-        out[c] = &rounded[c][b];
-    }
-    out
+fn dot<S: Simd, const OFFSET: i32>(s: S, acc: S::I, w: S::I, a: S::I) -> S::I {
+    // Only with an offset of 128 do quants use their highest bit.
+    if OFFSET == 128 { s.dot_u8(acc, w, a) } else { s.dot_u7(acc, w, a) }
 }
 
-/// `(d_w d_a) sum of (q - OFFSET) a`, per lane and activation row.
+/// d, qs[32].
 #[inline(always)]
-fn scaled_dots<S: Simd, const C: usize, const OFFSET: i32>(
+fn unpack_q8_0<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+    sink.scale(s, s.gather_f16(rows, at));
+    let sign = s.int(0x8080_8080_u32 as i32);
+    let mut words = eight(s.transpose(rows, at + 2), s.transpose(rows, at + 18));
+    for word in &mut words {
+        *word = s.xor(*word, sign);
+    }
+    sink.values(s, 0, words);
+}
+
+/// d, for types with a minimum m, fifth bits at `fifth` in types that have them, and 16 bytes of nibbles at `nibbles`:
+/// low ones are values 0 to 15, high ones 16 to 31. Bit e of the fifth bits belongs to value e.
+#[inline(always)]
+fn unpack_nibbles<S: Simd>(
     s: S,
-    window: &Window32,
-    x: [&Rounded32; C],
-) -> [S::F; C] {
-    let mut dots = [s.int(0); C];
-    for c in 0..C {
-        dots[c] = s.int(-OFFSET * x[c].sum);
+    rows: Rows<'_>,
+    at: usize,
+    nibbles: usize,
+    fifth: Option<usize>,
+    sink: &mut impl Sink<S>,
+) {
+    // What stands before the fifth bits or the nibbles is one scale or two.
+    if fifth.unwrap_or(nibbles) == 2 {
+        sink.scale(s, s.gather_f16(rows, at));
+    } else {
+        let both = s.gather_u32(rows, at);
+        sink.scale(s, s.low_f16(both));
+        sink.second_scale(s, s.low_f16(s.shr::<16>(both)));
     }
-    for k in 0..8 {
-        let w = s.load_bytes(&window.q[k]);
-        for c in 0..C {
-            let a = s.int(i32::from_ne_bytes(x[c].q[k].map(|q| q as u8)));
-            dots[c] = if OFFSET == 128 { s.dot_u8(dots[c], w, a) } else { s.dot_u7(dots[c], w, a) };
-        }
-    }
-    let d = s.load(&window.d);
-    let mut terms = [d; C];
-    for c in 0..C {
-        terms[c] = s.mul(s.mul(d, s.splat(x[c].d)), s.to_float(dots[c]));
-    }
-    terms
-}
-
-/// 16 bytes of nibbles: low ones are values 0 to 15, high ones 16 to 31. Bit e of the word at `fifth` is the fifth bit
-/// of value e.
-#[inline(always)]
-fn unpack_nibbles<S: Simd>(s: S, rows: Rows<'_>, at: usize, fifth: Option<usize>, q: &mut [[u8; 64]; 8]) {
-    let nibble = s.int(0x0f0f_0f0f);
-    let words = s.transpose(rows, at);
-    let mut fifth = fifth.map(|at| s.gather_u32(rows, at));
-    let mut values = [nibble; 8];
+    let low = s.int(0x0f0f_0f0f);
+    let packed = s.transpose(rows, at + nibbles);
+    let mut words = eight(packed, packed);
     for k in 0..4 {
-        values[k] = s.and(words[k], nibble);
-        values[k + 4] = s.and(s.shr::<4>(words[k]), nibble);
+        words[k] = s.and(words[k], low);
+        words[k + 4] = s.and(s.shr::<4>(words[k + 4]), low);
     }
-    for k in 0..8 {
-        let mut value = values[k];
-        if let Some(bits) = fifth {
+    if let Some(fifth) = fifth {
+        let mut bits = s.gather_u32(rows, at + fifth);
+        for word in &mut words {
             // The product puts bit i at 8i.
             let spread = s.mul_int(s.and(bits, s.int(0xf)), s.int(0x0020_4081));
-            value = s.or(value, s.shl::<4>(s.and(spread, s.int(0x0101_0101))));
-            fifth = Some(s.shr::<4>(bits));
+            *word = s.or(*word, s.shl::<4>(s.and(spread, s.int(0x0101_0101))));
+            bits = s.shr::<4>(bits);
         }
-        s.store_bytes(value, &mut q[k]);
     }
+    sink.values(s, 0, words);
+}
+
+#[inline(always)]
+fn eight<T>([a, b, c, d]: [T; 4], [e, f, g, h]: [T; 4]) -> [T; 8] {
+    [a, b, c, d, e, f, g, h]
 }

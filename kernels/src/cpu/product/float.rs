@@ -5,6 +5,7 @@
 
 use super::format::GROUP;
 use super::linear::Layer;
+use super::prefetch;
 use crate::cpu::Isa;
 use crate::cpu::element::Element;
 use crate::cpu::simd::{Kernel, Simd};
@@ -70,6 +71,10 @@ impl<E: Element> Product<'_, E> {
             let mut a = [s.splat(0.0); C];
             for c in 0..C {
                 a[c] = s.load_partial(&x[c][16 * k..16 * k + 16]);
+            }
+            if C == 1 {
+                // In the order of memory, although `R` rows are read at once.
+                prefetch(s, self.layer.bytes, output * row_bytes + R * step * k, R * step);
             }
             for r in 0..R {
                 let w = E::load(s, &weights[r][step * k..step * k + step]);

@@ -7,7 +7,19 @@ use std::marker::PhantomData;
 /// Rows of a group: one per lane.
 pub(super) const GROUP: usize = 16;
 
-const CACHE_LINE: usize = 64;
+/// Takes one block of 16 rows (or 16 blocks of one row) as it is unpacked: one lane each. Scales come before values.
+pub(super) trait Sink<S: Simd> {
+    /// The f16 scale of the block.
+    fn scale(&mut self, s: S, d: S::F);
+    /// The second one: of the minima, or the minimum itself.
+    fn second_scale(&mut self, s: S, d: S::F);
+    /// Integer scale of a sub-block.
+    fn sub_scale(&mut self, s: S, sub: usize, scale: S::I);
+    /// What the activation sums of two sub-blocks are multiplied with, as two 16-bit numbers.
+    fn sum_weights(&mut self, s: S, pair: usize, weights: S::I);
+    /// 32 values as unsigned bytes; word `k` holds values `32 run + 4k` to `32 run + 4k + 3`.
+    fn values(&mut self, s: S, run: usize, words: [S::I; 8]);
+}
 
 /// A block format, as a type without values.
 pub(super) trait Format: 'static {
@@ -15,6 +27,8 @@ pub(super) trait Format: 'static {
     type Window: Pod;
     /// One block of an activation row.
     type Rounded: Copy + Default + Send + Sync;
+    /// 16 blocks of an activation row, one per lane.
+    type Lanes: From<[Self::Rounded; GROUP]> + Send + Sync;
 
     /// Values per block.
     const LEN: usize;
@@ -22,15 +36,21 @@ pub(super) trait Format: 'static {
     const BYTES: usize;
 
     /// Unpacks the block that starts `at` bytes into each row.
-    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Self::Window);
+    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>);
 
-    /// Adds the terms of consecutive blocks to the sums of `C` activation rows.
+    /// As `unpack`, into a window.
+    fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Self::Window);
+
+    /// Adds the terms of consecutive blocks to the sums of `C` activation rows; lanes are weight rows.
     fn accumulate<S: Simd, const C: usize>(
         s: S,
         windows: &[Self::Window],
         rounded: [&[Self::Rounded]; C],
         sums: &mut [S::F; C],
     );
+
+    /// The terms of 16 blocks and as many activation blocks; lanes are blocks.
+    fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Self::Lanes) -> S::F;
 }
 
 /// Unpacks consecutive blocks, the first `at` bytes into each row.
@@ -38,8 +58,6 @@ pub(super) struct Unpack<'a, Q: Format> {
     pub(super) rows: Rows<'a>,
     pub(super) at: usize,
     pub(super) windows: &'a mut [Q::Window],
-    /// Bytes that will be needed soon.
-    pub(super) ahead: &'a [u8],
 }
 
 impl<Q: Format> Kernel for Unpack<'_, Q> {
@@ -47,12 +65,8 @@ impl<Q: Format> Kernel for Unpack<'_, Q> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut ahead = self.ahead.chunks(GROUP * Q::BYTES);
         for (b, window) in self.windows.iter_mut().enumerate() {
-            for line in ahead.next().unwrap_or_default().chunks(CACHE_LINE) {
-                s.prefetch(line);
-            }
-            Q::unpack(s, self.rows, self.at + b * Q::BYTES, window);
+            Q::unpack_window(s, self.rows, self.at + b * Q::BYTES, window);
         }
     }
 }

@@ -1,10 +1,11 @@
 //! Cuts a group of linear layers of one input into pieces for the threads, and walks the windows of a piece.
 
 use super::activation::{Round, Rounded32, Rounded256};
-use super::block32::{Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
-use super::block256::{Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
+use super::block32::{Lanes32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+use super::block256::{Lanes256, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
 use super::float;
 use super::format::{Accumulate, Format, GROUP, Unpack};
+use super::one_row::{OneRow, lanes_of};
 use crate::cpu::Isa;
 use crate::cpu::element::{Bf16, F16, F32};
 use crate::cpu::pool::Pool;
@@ -41,6 +42,9 @@ pub(in crate::cpu) struct Layer<'a> {
 pub(in crate::cpu) struct Input {
     rounded32: Vec<Rounded32>,
     rounded256: Vec<Rounded256>,
+    /// The same of a single row, 16 blocks side by side.
+    lanes32: Vec<Lanes32>,
+    lanes256: Vec<Lanes256>,
     scratch: Vec<Mutex<Scratch>>,
 }
 
@@ -48,8 +52,10 @@ pub(in crate::cpu) struct Input {
 #[derive(Default)]
 struct Scratch {
     windows: Vec<Line>,
-    /// Rows of a last group that has fewer than 16, padded.
+    /// Rows of a last group that has fewer than 16, or the last blocks of one, padded.
     padded: Vec<u8>,
+    /// Terms of a group and a single activation row.
+    terms: Vec<f32>,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -69,12 +75,18 @@ pub(in crate::cpu) fn multiply(
         return;
     }
     let rows = x.len() / n_in;
+    input.rounded32.clear();
+    input.rounded256.clear();
     let needs = |format| layers.iter().any(|layer| layer.dtype.activation() == Some(format));
     if needs(DType::Q8_0) || needs(DType::Q8_1) {
         round(pool, x, n_in, &mut input.rounded32, 32, |x, out| isa.run(Round { x, out }));
     }
     if needs(DType::Q8_K) {
         round(pool, x, n_in, &mut input.rounded256, 256, |x, out| isa.run(Round { x, out }));
+    }
+    if rows == 1 {
+        lanes_of(&input.rounded32, &mut input.lanes32);
+        lanes_of(&input.rounded256, &mut input.lanes256);
     }
     input.scratch.resize_with(pool.threads(), Mutex::default);
 
@@ -91,7 +103,8 @@ pub(in crate::cpu) fn multiply(
         let (index, groups) = &pieces[piece];
         let layer = &layers[*index];
         let mut scratch = input.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-        let (r32, r256) = (&input.rounded32[..], &input.rounded256[..]);
+        let r32 = (&input.rounded32[..], &input.lanes32[..]);
+        let r256 = (&input.rounded256[..], &input.lanes256[..]);
         let job = Job { isa, layer, groups: groups.clone(), rows, n_in };
         match layer.dtype {
             DType::F32 => float::product::<F32>(isa, layer, groups.clone(), x, n_in),
@@ -143,7 +156,10 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn product<Q: Format>(&self, rounded: &[Q::Rounded], scratch: &mut Scratch) {
+    fn product<Q: Format>(&self, (rounded, lanes): (&[Q::Rounded], &[Q::Lanes]), scratch: &mut Scratch) {
+        if self.rows == 1 {
+            return self.product_of_one::<Q>(lanes, scratch);
+        }
         let blocks = self.n_in / Q::LEN;
         let window_bytes = size_of::<Q::Window>();
         let few = self.rows <= FEW_ROWS;
@@ -163,7 +179,7 @@ impl Job<'_> {
             for from in (0..blocks).step_by(depth) {
                 let span = from..(from + depth).min(blocks);
                 for (group, windows) in groups.clone().zip(windows.chunks_mut(depth)) {
-                    self.unpack::<Q>(group, &span, &mut windows[..span.len()], &mut scratch.padded, few);
+                    self.unpack::<Q>(group, &span, &mut windows[..span.len()], &mut scratch.padded);
                 }
                 let mut row = 0;
                 while row < self.rows {
@@ -188,25 +204,36 @@ impl Job<'_> {
         }
     }
 
+    fn product_of_one<Q: Format>(&self, lanes: &[Q::Lanes], scratch: &mut Scratch) {
+        let row_bytes = self.n_in / Q::LEN * Q::BYTES;
+        let outputs = self.groups.start * GROUP..(self.groups.end * GROUP).min(self.layer.n_out);
+        self.isa.run(OneRow::<Q> {
+            layer: &self.layer.bytes[outputs.start * row_bytes..],
+            bytes: &self.layer.bytes[outputs.start * row_bytes..outputs.end * row_bytes],
+            blocks: self.n_in / Q::LEN,
+            lanes,
+            bias: self.layer.bias.map(|bias| &bias[outputs.clone()]),
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and groups belong to one piece each.
+            out: unsafe { self.layer.out.part(0, outputs.start, outputs.len()) },
+            terms: &mut scratch.terms,
+            padded: &mut scratch.padded,
+        });
+    }
+
     fn unpack<Q: Format>(
         &self,
         group: usize,
         span: &Range<usize>,
         windows: &mut [Q::Window],
         padded: &mut Vec<u8>,
-        look_ahead: bool,
     ) {
         let row_bytes = self.n_in / Q::LEN * Q::BYTES;
         let group_bytes = GROUP * row_bytes;
         let bytes = &self.layer.bytes[group * group_bytes..];
         let at = span.start * Q::BYTES;
         if bytes.len() >= group_bytes {
-            // The next group's bytes in the order of memory, as many as are worked on here.
-            let next = group_bytes + GROUP * at;
-            let is_ours = look_ahead && group + 1 < self.groups.end;
-            let ahead = if is_ours { bytes.get(next..).unwrap_or_default() } else { &[] };
             let rows = Rows { bytes: &bytes[..group_bytes], stride: row_bytes };
-            self.isa.run(Unpack::<Q> { rows, at, windows, ahead });
+            self.isa.run(Unpack::<Q> { rows, at, windows });
         } else {
             let span_bytes = span.len() * Q::BYTES;
             padded.clear();
@@ -215,7 +242,7 @@ impl Job<'_> {
                 padded.copy_from_slice(&row[at..][..span_bytes]);
             }
             let rows = Rows { bytes: padded, stride: span_bytes };
-            self.isa.run(Unpack::<Q> { rows, at: 0, windows, ahead: &[] });
+            self.isa.run(Unpack::<Q> { rows, at: 0, windows });
         }
     }
 

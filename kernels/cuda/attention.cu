@@ -1,0 +1,599 @@
+// Causal attention over a paged cache of keys and values: out = sum_p softmax_p(scale * query . key_p) * value_p.
+//
+// Order of a row's sums, whatever kernel computes it and whatever shares the step (invariant I5). Keys are visited in
+// position order in tiles of 64. Tiles are grouped into splits of S keys at absolute multiples of S, where S depends on
+// the row's own position alone: 64 below 2,048, twice that for every doubling, so that a row has at most 32 splits. Inside
+// a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights rounded to f16, sums in f32; the
+// sum of weights is one more column of the product. Splits are merged in ascending order by `Total::take`.
+//
+//   attention_split_*  decode rows and short chunks: a block is (rows of one sequence, kv head, split). Its four warps share
+//                      the 16 x 64 scores by keys and the output by dimensions, so no sum is cut. Writes partials.
+//   attention_merge    merges the partials of a row and head.
+//   attention_chunk_*  long chunks: a block is 64 (row, head) pairs of one kv head and visits all their keys; a warp has 16
+//                      pairs. Merges in registers.
+//   attention_plain_*  f32 caches and shapes without a tile kernel: a block is (row, head), no tensor cores.
+//
+// Query heads of a kv head stand in one tile: pair i is token i / group, head i % group. Keys beyond a tile's last token
+// are not loaded (zeros instead): what stands there may be unmapped or not finite.
+// Limit: decode, bytes of the cache; chunks, tensor cores and the f32 work between two products.
+
+#include <cuda_fp16.h>
+
+#include "kv_layer.cuh"
+#include "numeric.cuh"
+
+namespace {
+
+constexpr int TILE = 64;
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+// Halves between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
+constexpr int PAD = 8;
+constexpr float NONE = -INFINITY;
+
+// Consecutive tokens of one sequence.
+struct Item {
+    uint32_t row;
+    uint32_t tokens;
+    // Of the first token.
+    uint32_t position;
+    // Where the sequence's block ids start in `tables`.
+    uint32_t table;
+    // A split has 64 << split_shift keys.
+    uint32_t split_shift;
+    // Number of the first partial: that of split s and token t is partial + s * tokens + t.
+    uint32_t partial;
+};
+
+struct Work {
+    uint32_t item, split;
+};
+
+// One row whose partials are to be merged.
+struct Merge {
+    uint32_t row, partial, stride, splits;
+};
+
+struct Queries {
+    const float *values;
+    int heads;
+    // Query heads per kv head.
+    int group;
+    // The score's scale, times log2(e).
+    float scale;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void copy_piece(void *to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
+}
+
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const __half *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const __half *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// c += a b, 16 x 16 by 16 x 8.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&both);
+}
+
+constexpr uint32_t ONES = 0x3C003C00;
+
+// A running softmax over the tiles of one split, of one row.
+struct Softmax {
+    float largest = NONE;
+    // What the largest score so far counts from: 0 while there is none.
+    float from = 0.0f;
+
+    // Takes the largest score of a tile; returns the factor on what was summed before.
+    __device__ __forceinline__ float raise(float tile_largest) {
+        float before = largest;
+        largest = fmaxf(before, tile_largest);
+        from = largest == NONE ? 0.0f : largest;
+        return exp2_fast(before - from);
+    }
+
+    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - from); }
+};
+
+// Merged splits of one row. The first split always has keys of the row, later ones may have none.
+struct Total {
+    float largest = NONE;
+    float old_factor, new_factor;
+
+    __device__ __forceinline__ void take(float split_largest) {
+        float before = largest;
+        largest = fmaxf(before, split_largest);
+        old_factor = exp2_fast(before - largest);
+        new_factor = exp2_fast(split_largest - largest);
+    }
+
+    __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
+};
+
+template <int DIM>
+struct Tiles {
+    static constexpr int PITCH = DIM + PAD;
+    static constexpr int PIECES = DIM / 8;
+
+    // Copies keys and values first .. first + 63 of a sequence, up to `last`.
+    static __device__ __forceinline__ void
+    load(__half *keys, __half *values, const KvLayer &kv, uint32_t head, const uint32_t *table, uint32_t first, uint32_t last) {
+        constexpr int ROUNDS = TILE * PIECES / THREADS;
+        static_assert(TILE * PIECES % THREADS == 0);
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            int index = round * THREADS + threadIdx.x;
+            int token = index / PIECES, piece = index % PIECES;
+            uint32_t position = first + token;
+            bool valid = position <= last;
+            if (!valid) position = last;
+            uint32_t block = table[position / kv.block_tokens];
+            const uint8_t *from = kv.keys(block, head) + (size_t(position % kv.block_tokens) * DIM + piece * 8) * sizeof(__half);
+            copy_piece(keys + token * PITCH + piece * 8, from, valid);
+            copy_piece(values + token * PITCH + piece * 8, from + kv.head_bytes, valid);
+        }
+        end_copy_group();
+    }
+
+    // Rounds `pairs` pairs of an item to f16, scaled; the rest of `rows` rows become zero.
+    static __device__ __forceinline__ void
+    load_queries(__half *to, const Queries &queries, const Item &item, uint32_t kv_head, int pairs, int rows) {
+        for (int index = threadIdx.x; index < rows * (DIM / 4); index += THREADS) {
+            int pair = index / (DIM / 4), dim = index % (DIM / 4) * 4;
+            float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (pair < pairs) {
+                size_t row = item.row + pair / queries.group;
+                size_t head = kv_head * queries.group + pair % queries.group;
+                q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * DIM + dim);
+            }
+            float s = queries.scale;
+            *reinterpret_cast<uint2 *>(to + pair * PITCH + dim) = make_uint2(pack(q.x * s, q.y * s), pack(q.z * s, q.w * s));
+        }
+    }
+};
+
+// Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half, 2 and 3 of the right one.
+__device__ __forceinline__ const __half *down_then_right(const __half *corner, int pitch) {
+    int lane = threadIdx.x % 32;
+    return corner + (lane % 16) * pitch + lane / 16 * 8;
+}
+
+// Matrices 0 and 1 are the left and right half of rows 0-7, 2 and 3 of rows 8-15.
+__device__ __forceinline__ const __half *right_then_down(const __half *corner, int pitch) {
+    int lane = threadIdx.x % 32;
+    return corner + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+}
+
+template <int DIM>
+__device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const Work *work,
+                           const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+    using T = Tiles<DIM>;
+    constexpr int PITCH = T::PITCH;
+    constexpr int P_PITCH = TILE + PAD;
+    // Column tiles of the output that a warp has.
+    constexpr int COLS = DIM / 8 / WARPS;
+    extern __shared__ __align__(16) __half shared[];
+    // Stages of keys and values: one where no split has more than a tile, else two.
+    __half *const stages = shared;
+    __half *const query_tile = shared + stage_count * 2 * TILE * PITCH;
+    __half *const weight_tile = query_tile + 16 * PITCH;
+    __shared__ float largest_by_warp[WARPS][16];
+
+    wait_for_predecessor();
+    let_successor_start();
+    if (blockIdx.x >= *work_count) return;
+    const Work job = work[blockIdx.x];
+    const Item item = items[job.item];
+    const uint32_t kv_head = blockIdx.y;
+    const uint32_t *table = tables + item.table;
+    const int pairs = item.tokens * queries.group;
+    const uint32_t last = item.position + item.tokens - 1;
+    const uint32_t first = job.split * (TILE << item.split_shift);
+    // The last split ends at the last token.
+    const int tiles = min(1u << item.split_shift, (last - first) / TILE + 1);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    T::load(stages, stages + TILE * PITCH, kv, kv_head, table, first, last);
+    T::load_queries(query_tile, queries, item, kv_head, pairs, 16);
+    __syncthreads();
+    uint32_t query[DIM / 16][4];
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) load_matrices(query[k], down_then_right(query_tile + 16 * k, PITCH));
+
+    // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
+    uint32_t position[2];
+    Softmax softmax[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) position[half] = item.position + min((lane / 4 + 8 * half) / queries.group, int(item.tokens) - 1);
+    float sums[COLS][4] = {};
+    float weight_sum[4] = {};
+
+    for (int tile = 0; tile < tiles; tile++) {
+        __half *keys = stages + tile % 2 * 2 * TILE * PITCH, *values = keys + TILE * PITCH;
+        if (tile + 1 < tiles) {
+            __half *next = stages + (tile + 1) % 2 * 2 * TILE * PITCH;
+            T::load(next, next + TILE * PITCH, kv, kv_head, table, first + (tile + 1) * TILE, last);
+            wait_copies<1>();
+        } else {
+            wait_copies<0>();
+        }
+        __syncthreads();
+
+        // Scores of this warp's 16 keys.
+        float scores[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            uint32_t key[4];
+            load_matrices(key, right_then_down(keys + warp * 16 * PITCH + 16 * k, PITCH));
+            multiply(scores[0], query[k], key[0], key[1]);
+            multiply(scores[1], query[k], key[2], key[3]);
+        }
+        float largest[2] = {NONE, NONE};
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint32_t key = first + tile * TILE + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
+                if (key > position[i / 2]) scores[n][i] = NONE;
+                largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+            if (lane % 4 == 0) largest_by_warp[warp][lane / 4 + 8 * half] = largest[half];
+        }
+        __syncthreads();
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = lane / 4 + 8 * half;
+            float of_tile = largest_by_warp[0][row];
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) of_tile = fmaxf(of_tile, largest_by_warp[w][row]);
+            factor[half] = softmax[half].raise(of_tile);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t both = pack(softmax[half].weight(scores[n][2 * half]), softmax[half].weight(scores[n][2 * half + 1]));
+                __half *to = weight_tile + (lane / 4 + 8 * half) * P_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<uint32_t *>(to) = both;
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            weight_sum[i] *= factor[i / 2];
+#pragma unroll
+            for (int n = 0; n < COLS; n++) sums[n][i] *= factor[i / 2];
+        }
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            uint32_t weights[4];
+            load_matrices(weights, down_then_right(weight_tile + 16 * k, P_PITCH));
+            multiply(weight_sum, weights, ONES, ONES);
+            const __half *corner = values + 16 * k * PITCH + warp * COLS * 8;
+#pragma unroll
+            for (int n = 0; n < COLS; n += 2) {
+                // An odd last column tile is loaded with its left neighbour.
+                constexpr int BACK = COLS % 2;
+                const int at = n + 1 < COLS ? n : n - BACK;
+                uint32_t value[4];
+                load_matrices_transposed(value, down_then_right(corner + at * 8, PITCH));
+                if (n + 1 < COLS) {
+                    multiply(sums[n], weights, value[0], value[1]);
+                    multiply(sums[n + 1], weights, value[2], value[3]);
+                } else {
+                    multiply(sums[n], weights, value[2 * BACK], value[2 * BACK + 1]);
+                }
+            }
+        }
+        // The next round overwrites the other stage, the weights and the warps' maxima.
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int pair = lane / 4 + 8 * half;
+        if (pair >= pairs) continue;
+        size_t number = item.partial + job.split * item.tokens + pair / queries.group;
+        size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
+        if (warp == 0 && lane % 4 == 0) partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
+        float *to = partial_sums + index * DIM + warp * COLS * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < COLS; n++) *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+    }
+}
+
+// One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most of what it has.
+template <int DIM>
+__device__ void chunk_rows(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const uint32_t *item_count, float *out) {
+    using T = Tiles<DIM>;
+    constexpr int PITCH = T::PITCH;
+    constexpr int COLS = DIM / 8;
+    extern __shared__ __align__(16) __half shared[];
+    __half *const stages = shared;
+    __half *const query_tile = shared + 4 * TILE * PITCH;
+
+    wait_for_predecessor();
+    let_successor_start();
+    const uint32_t count = *item_count;
+    if (blockIdx.x >= count) return;
+    // Late chunks have the most keys: they go first.
+    const Item item = items[count - 1 - blockIdx.x];
+    const uint32_t kv_head = blockIdx.y;
+    const uint32_t *table = tables + item.table;
+    const int pairs = item.tokens * queries.group;
+    const uint32_t last = item.position + item.tokens - 1;
+    const int tiles = last / TILE + 1;
+    const int split_tiles = 1 << item.split_shift;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    T::load(stages, stages + TILE * PITCH, kv, kv_head, table, 0, last);
+    T::load_queries(query_tile, queries, item, kv_head, pairs, 16 * WARPS);
+
+    uint32_t position[2];
+    Softmax softmax[2];
+    Total total[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int pair = warp * 16 + lane / 4 + 8 * half;
+        position[half] = item.position + min(pair / queries.group, int(item.tokens) - 1);
+    }
+    float sums[COLS][4] = {}, total_sums[COLS][4] = {};
+    float weight_sum[4] = {}, total_weights[2] = {};
+
+    for (int tile = 0; tile < tiles; tile++) {
+        __half *keys = stages + tile % 2 * 2 * TILE * PITCH, *values = keys + TILE * PITCH;
+        if (tile + 1 < tiles) {
+            __half *next = stages + (tile + 1) % 2 * 2 * TILE * PITCH;
+            T::load(next, next + TILE * PITCH, kv, kv_head, table, (tile + 1) * TILE, last);
+            wait_copies<1>();
+        } else {
+            wait_copies<0>();
+        }
+        __syncthreads();
+
+        float scores[TILE / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            uint32_t query[4];
+            load_matrices(query, down_then_right(query_tile + warp * 16 * PITCH + 16 * k, PITCH));
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n += 2) {
+                uint32_t key[4];
+                load_matrices(key, right_then_down(keys + n * 8 * PITCH + 16 * k, PITCH));
+                multiply(scores[n], query, key[0], key[1]);
+                multiply(scores[n + 1], query, key[2], key[3]);
+            }
+        }
+        float largest[2] = {NONE, NONE};
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint32_t key = tile * TILE + n * 8 + lane % 4 * 2 + i % 2;
+                if (key > position[i / 2]) scores[n][i] = NONE;
+                largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
+            }
+        }
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+            factor[half] = softmax[half].raise(largest[half]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            weight_sum[i] *= factor[i / 2];
+#pragma unroll
+            for (int n = 0; n < COLS; n++) sums[n][i] *= factor[i / 2];
+        }
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            // What a product leaves in a thread is what the next one takes from it.
+            uint32_t weights[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float(&s)[4] = scores[2 * k + i / 2];
+                weights[i] = pack(softmax[i % 2].weight(s[i % 2 * 2]), softmax[i % 2].weight(s[i % 2 * 2 + 1]));
+            }
+            multiply(weight_sum, weights, ONES, ONES);
+#pragma unroll
+            for (int n = 0; n < COLS; n += 2) {
+                uint32_t value[4];
+                load_matrices_transposed(value, down_then_right(values + 16 * k * PITCH + n * 8, PITCH));
+                multiply(sums[n], weights, value[0], value[1]);
+                multiply(sums[n + 1], weights, value[2], value[3]);
+            }
+        }
+        if ((tile + 1) % split_tiles == 0 || tile + 1 == tiles) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                total[half].take(softmax[half].largest);
+                total_weights[half] = total[half].merge(total_weights[half], weight_sum[2 * half]);
+                softmax[half] = Softmax();
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                weight_sum[i] = 0.0f;
+#pragma unroll
+                for (int n = 0; n < COLS; n++) {
+                    total_sums[n][i] = total[i / 2].merge(total_sums[n][i], sums[n][i]);
+                    sums[n][i] = 0.0f;
+                }
+            }
+        }
+        // The next round overwrites the other stage.
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int pair = warp * 16 + lane / 4 + 8 * half;
+        if (pair >= pairs) continue;
+        size_t row = item.row + pair / queries.group, head = kv_head * queries.group + pair % queries.group;
+        float *to = out + (row * queries.heads + head) * DIM + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < COLS; n++) {
+            float a = __fdiv_rn(total_sums[n][2 * half], total_weights[half]);
+            float b = __fdiv_rn(total_sums[n][2 * half + 1], total_weights[half]);
+            *reinterpret_cast<float2 *>(to + n * 8) = make_float2(a, b);
+        }
+    }
+}
+
+__device__ float stored(float value) { return value; }
+__device__ float stored(__half value) { return __half2float(value); }
+
+template <typename T>
+__device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+    // The query, then the sums.
+    extern __shared__ __align__(16) float values[];
+    __shared__ float weights[TILE];
+    wait_for_predecessor();
+    let_successor_start();
+    const uint32_t row = blockIdx.x, head = blockIdx.y, kv_head = head / queries.group;
+    const uint32_t position = positions[row];
+    const uint32_t *table = tables + table_starts[row];
+    const float *query = queries.values + (size_t(row) * queries.heads + head) * dim;
+    float *sums = values + dim;
+    for (int i = threadIdx.x; i < dim; i += THREADS) {
+        values[i] = query[i] * queries.scale;
+        sums[i] = 0.0f;
+    }
+    __syncthreads();
+    Total total;
+    float total_weight = 0.0f;
+    for (uint32_t first = 0; first <= position; first += TILE) {
+        int keys = min(position - first + 1, uint32_t(TILE));
+        // Two threads share a key.
+        uint32_t key = threadIdx.x / 2;
+        float score = 0.0f;
+        if (int(key) < keys) {
+            uint32_t at = first + key, block = table[at / kv.block_tokens];
+            const T *from = reinterpret_cast<const T *>(kv.keys(block, kv_head)) + size_t(at % kv.block_tokens) * dim;
+            for (int i = threadIdx.x % 2; i < dim; i += 2) score = fmaf(values[i], stored(from[i]), score);
+        }
+        score += __shfl_xor_sync(~0u, score, 1);
+        if (threadIdx.x % 2 == 0) weights[key] = int(key) < keys ? score : NONE;
+        __syncthreads();
+        float largest = weights[0];
+        for (int i = 1; i < TILE; i++) largest = fmaxf(largest, weights[i]);
+        __syncthreads();
+        if (threadIdx.x < TILE) weights[threadIdx.x] = int(threadIdx.x) < keys ? exp2_fast(weights[threadIdx.x] - largest) : 0.0f;
+        __syncthreads();
+        float tile_weight = 0.0f;
+        for (int i = 0; i < TILE; i++) tile_weight += weights[i];
+        total.take(largest);
+        total_weight = total.merge(total_weight, tile_weight);
+        for (int i = threadIdx.x; i < dim; i += THREADS) {
+            float sum = 0.0f;
+            for (int k = 0; k < keys; k++) {
+                uint32_t at = first + k, block = table[at / kv.block_tokens];
+                const uint8_t *values_at = kv.keys(block, kv_head) + kv.head_bytes;
+                sum = fmaf(weights[k], stored(reinterpret_cast<const T *>(values_at)[size_t(at % kv.block_tokens) * dim + i]), sum);
+            }
+            sums[i] = total.merge(sums[i], sum);
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < dim; i += THREADS) out[(size_t(row) * queries.heads + head) * dim + i] = __fdiv_rn(sums[i], total_weight);
+}
+
+}  // namespace
+
+#define SPLIT(DIM)                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                       \
+        attention_split_##DIM(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const Work *work,         \
+                              const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {      \
+        split_rows<DIM>(kv, queries, tables, items, work, work_count, stage_count, partial_sums, partial_weights);              \
+    }
+#define CHUNK(DIM)                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                    \
+        attention_chunk_##DIM(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items,                           \
+                              const uint32_t *item_count, float *out) {                                                         \
+        chunk_rows<DIM>(kv, queries, tables, items, item_count, out);                                                           \
+    }
+SPLIT(64)
+SPLIT(96)
+SPLIT(128)
+CHUNK(64)
+CHUNK(96)
+CHUNK(128)
+
+// One block per row and head, a thread per dimension. At most 32 splits: a lane has one.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_merge(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim, float *out) {
+    wait_for_predecessor();
+    let_successor_start();
+    if (blockIdx.x >= *count) return;
+    const Merge merge = merges[blockIdx.x];
+    const size_t head = blockIdx.y, lane = threadIdx.x % 32;
+    float2 own = make_float2(NONE, 0.0f);
+    if (lane < merge.splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
+    // The largest score up to and including this lane's split, then the factors of `Total::take`.
+    float largest = own.x;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        float below = __shfl_up_sync(~0u, largest, distance);
+        if (int(lane) >= distance) largest = fmaxf(largest, below);
+    }
+    float before = __shfl_up_sync(~0u, largest, 1);
+    if (lane == 0) before = NONE;
+    float old_factor = exp2_fast(before - largest), new_factor = exp2_fast(own.x - largest);
+
+    const int i = threadIdx.x;
+    const size_t step = size_t(merge.stride) * heads * dim;
+    const float *sums = partial_sums + (size_t(merge.partial) * heads + head) * dim + i;
+    float sum = 0.0f, weight = 0.0f;
+#pragma unroll 8
+    for (int split = 0; split < int(merge.splits); split++) {
+        Total total;
+        total.old_factor = __shfl_sync(~0u, old_factor, split);
+        total.new_factor = __shfl_sync(~0u, new_factor, split);
+        weight = total.merge(weight, __shfl_sync(~0u, own.y, split));
+        if (i < dim) sum = total.merge(sum, sums[split * step]);
+    }
+    if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = __fdiv_rn(sum, weight);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_plain_f16(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+    plain_row<__half>(kv, queries, dim, tables, table_starts, positions, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_plain_f32(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+    plain_row<float>(kv, queries, dim, tables, table_starts, positions, out);
+}

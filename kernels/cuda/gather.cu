@@ -1,0 +1,11 @@
+// out[i] = x[rows[i]]: the rows whose logits are wanted. Limit: bytes, 8 per value.
+
+#include "numeric.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {
+    wait_for_predecessor();
+    let_successor_start();
+    const float *from = x + size_t(rows[blockIdx.x]) * cols;
+    float *to = out + size_t(blockIdx.x) * cols;
+    for (int i = threadIdx.x; i < cols; i += 256) to[i] = from[i];
+}

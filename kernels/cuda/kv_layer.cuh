@@ -1,0 +1,24 @@
+// Where keys and values of one layer stand. The cache is one address range that grows in units; a unit holds 2^unit_shift
+// blocks of all layers, each layer's part contiguous; a block's part of a layer is [kv head][keys, values][token][dim].
+#pragma once
+
+#include <cstdint>
+
+struct KvLayer {
+    uint8_t *base;
+    uint64_t unit_bytes;
+    // Where the layer starts in a unit.
+    uint64_t layer_offset;
+    // One block's part of the layer.
+    uint32_t block_bytes;
+    // Keys, or values, of one head in a block.
+    uint32_t head_bytes;
+    uint32_t unit_shift;
+    uint32_t block_tokens;
+
+    // The keys of `head` in `block`; the values follow after head_bytes.
+    __device__ __forceinline__ uint8_t *keys(uint32_t block, uint32_t head) const {
+        uint64_t unit = block >> unit_shift, inside = block & ((1u << unit_shift) - 1);
+        return base + unit * unit_bytes + layer_offset + inside * block_bytes + uint64_t(head) * 2 * head_bytes;
+    }
+};

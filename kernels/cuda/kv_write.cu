@@ -1,0 +1,46 @@
+// Rounds a step's keys and values to the cache's type and stores them in the rows' slots: one thread block per row.
+// Limit: bytes, 8 read and 4 written per value pair; at few rows the launch.
+
+#include <cuda_fp16.h>
+
+#include "kv_layer.cuh"
+#include "numeric.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+__device__ void store(float value, float *to) { *to = value; }
+
+// Saturates: an infinite value would spoil, as 0 * infinity, rows before it that share a tile of attention.
+__device__ void store(float value, __half *to) {
+    *to = __float2half_rn(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
+}
+
+template <typename T>
+__device__ void write_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    wait_for_predecessor();
+    let_successor_start();
+    uint32_t slot = slots[blockIdx.x];
+    uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
+    int cols = kv_heads * head_dim;
+    size_t row = size_t(blockIdx.x) * cols;
+    for (int i = threadIdx.x; i < cols; i += THREADS) {
+        int head = i / head_dim, dim = i % head_dim;
+        uint8_t *to = kv.keys(block, head) + (size_t(token) * head_dim + dim) * sizeof(T);
+        store(keys[row + i], reinterpret_cast<T *>(to));
+        store(values[row + i], reinterpret_cast<T *>(to + kv.head_bytes));
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kv_write_f16(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    write_row<__half>(kv, keys, values, slots, kv_heads, head_dim);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kv_write_f32(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    write_row<float>(kv, keys, values, slots, kv_heads, head_dim);
+}

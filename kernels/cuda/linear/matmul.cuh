@@ -1,0 +1,151 @@
+// Five tokens and more: tensor cores, WM x WN x WK warps of MT row tiles by NT panels each.
+//
+// A stage brings WK tiles of MT * WM row tiles and WK panels of NT * WN token groups; blocks walk the stages of all their
+// items without a gap. The WK warps of one place compute the values of WK successive runs of 256 columns, which are then
+// added in ascending order: the order of matvec.cuh, whatever the numbers are.
+//
+// Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the tensor cores: per 16 x 8
+// x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants, half rate) or twelve f32 operations (legacy).
+
+#pragma once
+
+#include "async_copy.cuh"
+#include "work.cuh"
+
+namespace matmul {
+
+template <class Format, int MT, int NT, int WM, int WN, int WK>
+struct Shape {
+    static constexpr int THREADS = 32 * WM * WN * WK;
+    static constexpr int ROW_TILES = MT * WM;
+    static constexpr int PANELS = NT * WN;
+    static constexpr int PANEL = panel_bytes(Format::SCALING);
+    static constexpr int TILE_STRIDE = WK * Format::TILE_BYTES;
+    static constexpr int PANEL_STRIDE = WK * PANEL;
+    static constexpr int STAGE = ROW_TILES * TILE_STRIDE + PANELS * PANEL_STRIDE;
+    // Values that wait for their sum, where more than one warp adds to an element.
+    static constexpr int VALUES = ROW_TILES * PANELS * 128;
+    static constexpr int EXCHANGE = WK > 1 ? 2 * WK * VALUES * 4 : 0;
+};
+
+template <class Format, int MT, int NT, int WM, int WN, int WK>
+__device__ void run(const Work &work, int stages) {
+    using S = Shape<Format, MT, NT, WM, WN, WK>;
+    extern __shared__ __align__(128) uint8_t shared[];
+    float *exchange = reinterpret_cast<float *>(shared + stages * S::STAGE);
+    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + stages * S::STAGE + S::EXCHANGE);
+
+    int col_tiles = work.col_tiles;
+    int panels = (work.tokens + PANEL_TOKENS - 1) / PANEL_TOKENS;
+    int token_groups = (panels + S::PANELS - 1) / S::PANELS;
+    int items = groups_of_all<S::ROW_TILES>(work) * token_groups;
+    int steps = (col_tiles + WK - 1) / WK;
+    int first_item = static_cast<int64_t>(blockIdx.x) * items / gridDim.x;
+    int last_item = static_cast<int64_t>(blockIdx.x + 1) * items / gridDim.x;
+
+    // One thread brings a stage; tiles and panels beyond the matrix or the tokens are left as they are, and what is
+    // computed of them is not stored.
+    auto issue_tiles = [&](int item, int step, int slot) {
+        Place place = place_of_group<S::ROW_TILES>(work, item / token_groups);
+        int col = step * WK, cols = min(WK, col_tiles - col);
+        int tiles = min(S::ROW_TILES, row_tiles(work, place.matrix) - place.first);
+        int panel = item % token_groups * S::PANELS;
+        int panel_count = min(S::PANELS, panels - panel);
+        uint8_t *stage = shared + slot * S::STAGE;
+        barrier_expect(barriers + slot, tiles * cols * Format::TILE_BYTES + panel_count * cols * S::PANEL);
+        const uint8_t *from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * col_tiles + col) * Format::TILE_BYTES;
+        for (int i = 0; i < tiles; i++)
+            bulk_copy(stage + i * S::TILE_STRIDE, from + static_cast<size_t>(i) * col_tiles * Format::TILE_BYTES, cols * Format::TILE_BYTES, barriers + slot);
+    };
+    auto issue_panels = [&](int item, int step, int slot) {
+        int col = step * WK, cols = min(WK, col_tiles - col);
+        int panel = item % token_groups * S::PANELS;
+        int panel_count = min(S::PANELS, panels - panel);
+        uint8_t *stage = shared + slot * S::STAGE + S::ROW_TILES * S::TILE_STRIDE;
+        const uint8_t *from = work.panels + (static_cast<size_t>(panel) * col_tiles + col) * S::PANEL;
+        for (int i = 0; i < panel_count; i++)
+            bulk_copy(stage + i * S::PANEL_STRIDE, from + static_cast<size_t>(i) * col_tiles * S::PANEL, cols * S::PANEL, barriers + slot);
+    };
+    // The weights of the first stages need not wait for the predecessor, the activations do.
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < stages; slot++) barrier_init(barriers + slot);
+        barrier_init_done();
+    }
+    int next_item = first_item, next_step = 0;
+    auto advance = [&] {
+        if (++next_step == steps) next_step = 0, next_item++;
+    };
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < stages && next_item < last_item; slot++, advance()) issue_tiles(next_item, next_step, slot);
+    }
+    let_successor_start();
+    wait_for_predecessor();
+    if (threadIdx.x == 0) {
+        next_item = first_item, next_step = 0;
+        for (int slot = 0; slot < stages && next_item < last_item; slot++, advance()) issue_panels(next_item, next_step, slot);
+    }
+    __syncthreads();
+
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int wk = warp % WK, wn = warp / WK % WN, wm = warp / WK / WN;
+    int slot = 0, phase = 0, parity = 0;
+    for (int item = first_item; item < last_item; item++) {
+        constexpr int SUMS = WK > 1 ? S::VALUES / S::THREADS : 1;
+        float sums[SUMS] = {};
+        float own[WK == 1 ? MT : 1][NT][4] = {};
+        for (int step = 0; step < steps; step++) {
+            int cols = min(WK, col_tiles - step * WK);
+            float *values = exchange + parity * WK * S::VALUES;
+            barrier_wait(barriers + slot, phase);
+            if (wk < cols) {
+                const uint8_t *stage = shared + slot * S::STAGE;
+                Format::template products<MT, NT>(
+                    stage + wm * MT * S::TILE_STRIDE + wk * Format::TILE_BYTES, S::TILE_STRIDE,
+                    stage + S::ROW_TILES * S::TILE_STRIDE + wn * NT * S::PANEL_STRIDE + wk * S::PANEL, S::PANEL_STRIDE,
+                    [&](int mt, int nt, int i, float value) {
+                        if constexpr (WK == 1) {
+                            own[mt][nt][i] += value;
+                        } else {
+                            values[wk * S::VALUES + (((wm * MT + mt) * S::PANELS + wn * NT + nt) * 4 + i) * 32 + lane] = value;
+                        }
+                    });
+            }
+            __syncthreads();
+            if (threadIdx.x == 0 && next_item < last_item) {
+                issue_tiles(next_item, next_step, slot);
+                issue_panels(next_item, next_step, slot);
+                advance();
+            }
+            if constexpr (WK > 1) {
+                for (int k = 0; k < cols; k++)
+#pragma unroll
+                    for (int j = 0; j < SUMS; j++) sums[j] += values[k * S::VALUES + j * S::THREADS + threadIdx.x];
+                parity ^= 1;
+            }
+            if (++slot == stages) slot = 0, phase ^= 1;
+        }
+        Place place = place_of_group<S::ROW_TILES>(work, item / token_groups);
+        int first_row = place.first * TILE_ROWS, first_token = item % token_groups * S::PANELS * PANEL_TOKENS;
+        auto put = [&](int tile, int panel, int i, int l, float value) {
+            int row = tile * TILE_ROWS + l / 4 + i / 2 * 8, token = panel * PANEL_TOKENS + l % 4 * 2 + i % 2;
+            // Row tiles of a group never reach into the next matrix: its rows are checked, not the group's.
+            store(work, place.matrix, first_row + row, first_token + token, value);
+        };
+        if constexpr (WK > 1) {
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) {
+                int at = j * S::THREADS + threadIdx.x, element = at / 32;
+                put(element / 4 / S::PANELS, element / 4 % S::PANELS, element % 4, at % 32, sums[j]);
+            }
+        } else {
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) put(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
+        }
+    }
+}
+
+}  // namespace matmul

@@ -1,0 +1,46 @@
+// Places in a weight tile (quant::layout: 16 rows by 256 values, planes of 16-byte pieces) and in a panel of quantised
+// activations (8 tokens by 256 values, quantize.cu).
+
+#pragma once
+
+#include <cstdint>
+#include <cuda_fp16.h>
+
+constexpr int TILE_ROWS = 16;
+constexpr int TILE_COLS = 256;
+constexpr int PANEL_TOKENS = 8;
+
+// Offset of a piece of 16 bytes of `row` in a plane that has BYTES per row.
+template <int BYTES>
+__device__ inline int piece(int row, int p) {
+    constexpr int pieces = BYTES / 16;
+    constexpr int group = pieces >= 8 ? 1 : 8 / pieces;
+    constexpr int turns = pieces < 8 ? pieces : 8;
+    return row * BYTES + ((p ^ (row / group % turns)) * 16);
+}
+
+__device__ inline uint4 load16(const uint8_t *p) { return *reinterpret_cast<const uint4 *>(p); }
+
+__device__ inline float half_to_float(uint32_t bits) { return __half2float(__ushort_as_half(static_cast<unsigned short>(bits))); }
+
+// What weights of a type are multiplied with: quants of 8 bits with a scale per 32 values, the same with a scaled sum
+// beside it, or a scale per 256 values with sums per 16.
+enum class Scaling { PER_32, PER_32_SUMS, PER_256 };
+
+// A panel: quants of 8 tokens (256 bytes each, piece p of token n at place p ^ n), then
+//   PER_32:      scale f32[8 blocks][8 tokens]
+//   PER_32_SUMS: the same, and the scaled sums f32[8 blocks][8 tokens]
+//   PER_256:     scale f32[8 tokens], sums i16[8 tokens][16]
+constexpr int PANEL_QUANTS = PANEL_TOKENS * TILE_COLS;
+__host__ __device__ constexpr int panel_bytes(Scaling scaling) {
+    return PANEL_QUANTS + (scaling == Scaling::PER_32 ? 256 : scaling == Scaling::PER_32_SUMS ? 512 : 32 + 256);
+}
+
+// A piece of a panel's quants.
+__device__ inline int panel_piece(int token, int p) { return token * TILE_COLS + ((p ^ token) * 16); }
+
+// One token's part of a panel, as matvec.cuh keeps it in shared memory: quants, then scales (f32[8], or one), then sums
+// (f32[8], or i16[16]).
+constexpr int RECORD_SCALES = TILE_COLS;
+__host__ __device__ constexpr int record_sums(Scaling scaling) { return RECORD_SCALES + (scaling == Scaling::PER_256 ? 16 : 32); }
+__host__ __device__ constexpr int record_bytes(Scaling scaling) { return record_sums(scaling) + (scaling == Scaling::PER_32 ? 0 : 32); }

@@ -1,0 +1,226 @@
+//! Launcher of attention.cu: causal attention over the paged cache. What each row needs is planned by [`super::plan`].
+
+use ops::{AttentionSpec, KvType};
+
+use super::kv_write::KvLayerAddress;
+use super::module::{arguments, image};
+use super::norm::same;
+use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+
+/// As attention.cu.
+const TILE: usize = 64;
+const CHUNK_PAIRS: usize = 64;
+const SPLIT_PAIRS: usize = 16;
+const THREADS: u32 = 128;
+/// Halves between rows in shared memory.
+const PAD: usize = 8;
+const HALF_BYTES: usize = 2;
+
+pub struct Attentions(Family);
+
+/// `Queries` of attention.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Queries {
+    values: u64,
+    heads: i32,
+    group: i32,
+    scale: f32,
+}
+
+/// Device addresses of a plan, and how much of it there is at most: grids are made for these bounds, so that a captured
+/// launch serves every plan within them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PlanAddress {
+    /// Three counts: works, merges, chunks.
+    pub counts: u64,
+    pub items: u64,
+    pub works: u64,
+    pub merges: u64,
+    pub chunks: u64,
+    pub works_max: u32,
+    pub merges_max: u32,
+    pub chunks_max: u32,
+    /// Whether a split has more than one tile.
+    pub long_splits: bool,
+    pub partial_sums: u64,
+    pub partial_weights: u64,
+}
+
+/// Which kernels a shape gets: a matter of the model alone, never of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// Tensor cores: tokens of an item of the split kernel, and of the chunk kernel.
+    Tiles {
+        split_tokens: usize,
+        chunk_tokens: usize,
+    },
+    Plain,
+}
+
+impl Method {
+    pub fn of(spec: &AttentionSpec, kind: KvType) -> Self {
+        let group = spec.heads / spec.kv_heads.max(1);
+        let tiles = kind == KvType::F16 && matches!(spec.head_dim, 64 | 96 | 128);
+        if !tiles || group == 0 || group > SPLIT_PAIRS {
+            return Self::Plain;
+        }
+        Self::Tiles { split_tokens: SPLIT_PAIRS / group, chunk_tokens: CHUNK_PAIRS / group }
+    }
+}
+
+/// The operands of one call.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    pub layer: KvLayerAddress,
+    pub kind: KvType,
+    pub spec: AttentionSpec,
+    pub queries: View<'a, f32>,
+    /// Block ids of all sequences.
+    pub tables: View<'a, u32>,
+}
+
+impl Attentions {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "attention", image!("attention")))
+    }
+
+    /// All rows of a plan.
+    ///
+    /// # Safety
+    /// The plan stands at its addresses, its items name rows of `queries` and `out` and entries of `tables`, every block
+    /// that they lead to up to the items' last positions is mapped memory of the shape that `layer` describes, and the
+    /// partials have room for all of the plan.
+    pub unsafe fn tiles(
+        &self,
+        stream: &Stream,
+        call: &Call<'_>,
+        plan: &PlanAddress,
+        out: &mut ViewMut<'_, f32>,
+    ) -> Result<(), CudaError> {
+        let Call { layer, spec, .. } = *call;
+        check(call, out)?;
+        let pitch = spec.head_dim + PAD;
+        let queries = queries(call);
+        let tables = call.tables.address();
+        let kv_heads = spec.kv_heads as u32;
+        let PlanAddress { counts, items, works, merges, chunks, partial_sums, partial_weights, .. } = *plan;
+        let (merge_count, chunk_count) = (counts + 4, counts + 8);
+        if plan.works_max > 0 {
+            let stages = if plan.long_splits { 2 } else { 1 };
+            let halves = (2 * stages * TILE + SPLIT_PAIRS) * pitch + SPLIT_PAIRS * (TILE + PAD);
+            let launch = launch((plan.works_max, kv_heads, 1), halves * HALF_BYTES);
+            let stages = stages as i32;
+            let kernel = self.0.kernel(match spec.head_dim {
+                64 => c"attention_split_64",
+                96 => c"attention_split_96",
+                _ => c"attention_split_128",
+            })?;
+            // SAFETY: (KvLayer, Queries, const uint32_t *, const Item *, const Work *, const uint32_t *, int, float *,
+            // float2 *), valid by this function's contract; shared memory as the kernel divides it.
+            unsafe {
+                kernel.launch(
+                    stream,
+                    launch,
+                    arguments![
+                        layer,
+                        queries,
+                        tables,
+                        items,
+                        works,
+                        counts,
+                        stages,
+                        partial_sums,
+                        partial_weights
+                    ],
+                )?;
+            }
+            let (heads, dim, out) = (spec.heads as i32, spec.head_dim as i32, out.address());
+            let launch = self::launch((plan.merges_max, spec.heads as u32, 1), 0);
+            let kernel = self.0.kernel(c"attention_merge")?;
+            // SAFETY: (const float *, const float2 *, const Merge *, const uint32_t *, int, int, float *); heads have at
+            // most 128 dimensions, one for a thread; the rest by this function's contract.
+            unsafe {
+                kernel.launch(
+                    stream,
+                    launch,
+                    arguments![partial_sums, partial_weights, merges, merge_count, heads, dim, out],
+                )?;
+            }
+        }
+        if plan.chunks_max > 0 {
+            let halves = (4 * TILE + CHUNK_PAIRS) * pitch;
+            let launch = launch((plan.chunks_max, kv_heads, 1), halves * HALF_BYTES);
+            let out = out.address();
+            let kernel = self.0.kernel(match spec.head_dim {
+                64 => c"attention_chunk_64",
+                96 => c"attention_chunk_96",
+                _ => c"attention_chunk_128",
+            })?;
+            // SAFETY: (KvLayer, Queries, const uint32_t *, const Item *, const uint32_t *, float *), as above.
+            unsafe {
+                kernel.launch(
+                    stream,
+                    launch,
+                    arguments![layer, queries, tables, chunks, chunk_count, out],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first `positions.len()` rows, each with keys up to its position; its block ids start at `table_starts[r]`.
+    ///
+    /// # Safety
+    /// As for [`Self::tiles`]: every block up to each row's position is mapped memory of the layer's shape.
+    pub unsafe fn plain(
+        &self,
+        stream: &Stream,
+        call: &Call<'_>,
+        table_starts: View<'_, u32>,
+        positions: View<'_, u32>,
+        out: &mut ViewMut<'_, f32>,
+    ) -> Result<(), CudaError> {
+        let Call { layer, spec, .. } = *call;
+        check(call, out)?;
+        let rows = positions.len();
+        same("rows of attention", call.queries.len(), rows * spec.heads * spec.head_dim)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        let name = match call.kind {
+            KvType::F16 => c"attention_plain_f16",
+            KvType::F32 => c"attention_plain_f32",
+        };
+        let launch = launch((rows as u32, spec.heads as u32, 1), 2 * spec.head_dim * size_of::<f32>());
+        let queries = queries(call);
+        let (tables, starts, positions) =
+            (call.tables.address(), table_starts.address(), positions.address());
+        let (dim, out) = (spec.head_dim as i32, out.address());
+        let kernel = self.0.kernel(name)?;
+        // SAFETY: (KvLayer, Queries, int, const uint32_t *, const uint32_t *, const uint32_t *, float *); shared memory for
+        // two heads; the rest by this function's contract.
+        unsafe {
+            kernel.launch(stream, launch, arguments![layer, queries, dim, tables, starts, positions, out])
+        }
+    }
+}
+
+fn check(call: &Call<'_>, out: &ViewMut<'_, f32>) -> Result<(), CudaError> {
+    same("output of attention", out.len(), call.queries.len())
+}
+
+fn queries(call: &Call<'_>) -> Queries {
+    let spec = call.spec;
+    Queries {
+        values: call.queries.address(),
+        heads: spec.heads as i32,
+        group: (spec.heads / spec.kv_heads.max(1)) as i32,
+        // Scores count in powers of two.
+        scale: spec.scale * std::f32::consts::LOG2_E,
+    }
+}
+
+fn launch(grid: (u32, u32, u32), shared_bytes: usize) -> Launch {
+    Launch { grid, block: THREADS, shared_bytes: shared_bytes as u32, overlaps_predecessor: true }
+}

@@ -1,0 +1,68 @@
+//! Launcher of kv_write.cu: a step's keys and values into the cache; and [`KvLayerAddress`], how kernels find them.
+
+use ops::KvType;
+
+use super::module::{arguments, image};
+use super::norm::same;
+use super::{CudaError, Device, Family, Launch, Stream, View};
+
+/// As kv_write.cu.
+const THREADS: u32 = 256;
+
+/// `KvLayer` of kv_layer.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KvLayerAddress {
+    pub base: u64,
+    pub unit_bytes: u64,
+    pub layer_offset: u64,
+    pub block_bytes: u32,
+    pub head_bytes: u32,
+    pub unit_shift: u32,
+    pub block_tokens: u32,
+}
+
+pub struct KvWrites(Family);
+
+impl KvWrites {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "kv_write", image!("kv_write")))
+    }
+
+    /// Keys and values of `slots.len()` rows of `kv_heads` heads of `head_dim` values.
+    ///
+    /// # Safety
+    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which are on the device, lie
+    /// in it. Nothing else uses these slots until the kernel has ended.
+    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        layer: KvLayerAddress,
+        kind: KvType,
+        keys: View<'_, f32>,
+        values: View<'_, f32>,
+        slots: View<'_, u32>,
+        kv_heads: usize,
+        head_dim: usize,
+    ) -> Result<(), CudaError> {
+        let rows = slots.len();
+        same("keys", keys.len(), rows * kv_heads * head_dim)?;
+        same("values", values.len(), keys.len())?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let name = match kind {
+            KvType::F16 => c"kv_write_f16",
+            KvType::F32 => c"kv_write_f32",
+        };
+        let launch =
+            Launch { grid: (rows as u32, 1, 1), block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
+        let (keys, values, slots) = (keys.address(), values.address(), slots.address());
+        let (kv_heads, head_dim) = (kv_heads as i32, head_dim as i32);
+        let kernel = self.0.kernel(name)?;
+        // SAFETY: (KvLayer, const float *, const float *, const uint32_t *, int, int); block r reads row r of keys and
+        // values and writes slot `slots[r]`, valid by this function's contract.
+        unsafe { kernel.launch(stream, launch, arguments![layer, keys, values, slots, kv_heads, head_dim]) }
+    }
+}

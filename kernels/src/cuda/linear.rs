@@ -1,0 +1,294 @@
+//! Launcher of linear_*.cu: products of weight matrices in tiles with quantised activations, for any number of tokens.
+//!
+//! The result of a row does not depend on which kernel computes it, nor on the other tokens (I5): every kernel forms the
+//! value of 256 columns alike and adds them in ascending order. So the choice below is about speed only.
+
+use std::ffi::CStr;
+
+use ops::OpError;
+use quant::DType;
+use quant::layout::{TILE_ROWS, Tiles};
+
+use super::error::device_error;
+use super::module::{arguments, image};
+use super::quantize::{Activations, PANEL_TOKENS, activation_bytes};
+use super::{Device, Family, Launch, Stream, View, ViewMut};
+
+const OP: &str = "linear";
+
+/// As MATRICES_MAX in linear/work.cuh.
+pub const MATRICES_MAX: usize = 4;
+
+/// One matrix and where its product goes.
+pub struct Product<'a> {
+    pub shape: Tiles,
+    /// In layout 1, written before the stream's last synchronisation: kernels read weights before their predecessor in the
+    /// stream has ended.
+    pub tiles: View<'a, u8>,
+    /// `[rows]`.
+    pub bias: Option<View<'a, f32>>,
+    /// `[tokens, rows]`.
+    pub out: ViewMut<'a, f32>,
+}
+
+/// As `Work` in linear/work.cuh.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Work {
+    weights: [u64; MATRICES_MAX],
+    out: [u64; MATRICES_MAX],
+    bias: [u64; MATRICES_MAX],
+    rows: [i32; MATRICES_MAX],
+    matrices: i32,
+    col_tiles: i32,
+    tokens: i32,
+    panels: u64,
+}
+
+/// Which kernel computes a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// One to four tokens: a lane per row and 256 columns.
+    Vector(usize),
+    /// Tensor cores.
+    Tiles(TileShape),
+}
+
+/// Warps of a tensor-core block, and what each computes at a time: as LINEAR_KERNELS in linear/kernels.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileShape {
+    /// Tokens of a block: the kernel's name.
+    pub tokens: usize,
+    row_tiles: usize,
+    warps: u32,
+    /// Runs of 256 columns that a block computes at once.
+    depth: usize,
+}
+
+impl TileShape {
+    pub const ALL: [Self; 5] = [
+        Self { tokens: 8, row_tiles: 2, warps: 8, depth: 4 },
+        Self { tokens: 16, row_tiles: 2, warps: 8, depth: 4 },
+        Self { tokens: 32, row_tiles: 2, warps: 8, depth: 4 },
+        Self { tokens: 64, row_tiles: 2, warps: 8, depth: 2 },
+        Self { tokens: 128, row_tiles: 8, warps: 8, depth: 1 },
+    ];
+
+    fn stage_bytes(&self, tile_bytes: usize, panel_bytes: usize) -> usize {
+        self.depth * (self.row_tiles * tile_bytes + self.panels() * panel_bytes)
+    }
+
+    fn panels(&self) -> usize {
+        self.tokens / PANEL_TOKENS
+    }
+
+    /// Values that wait for their sum: two buffers of f32.
+    fn exchange_bytes(&self) -> usize {
+        if self.depth == 1 { 0 } else { 2 * self.depth * self.row_tiles * self.panels() * 128 * 4 }
+    }
+}
+
+/// As in linear/matvec.cuh.
+const VECTOR_WARPS: usize = 8;
+const VECTOR_TILES_PER_UNIT: usize = 2;
+/// More tokens than this go to the tensor cores. Measured: PERFORMANCE.
+const VECTOR_TOKENS_MAX: usize = 4;
+/// Copies in flight: 40 KiB per multiprocessor hide the latency of an H200's memory; twice that, and some for the tail.
+const RING_BYTES: usize = 128 << 10;
+const RING_SLOTS: (usize, usize) = (2, 6);
+
+/// The kernels of all weight types on one device.
+pub struct Linear {
+    device: Device,
+    families: Vec<(DType, &'static str, Family)>,
+}
+
+impl Linear {
+    pub fn new(device: &Device) -> Self {
+        let family = |dtype, name, image| (dtype, name, Family::new(device, name, image));
+        let families = vec![
+            family(DType::Q8_0, "q8_0", image!("linear_q8_0")),
+            family(DType::Q4_K, "q4_k", image!("linear_q4_k")),
+            family(DType::Q6_K, "q6_k", image!("linear_q6_k")),
+        ];
+        Self { device: device.clone(), families }
+    }
+
+    /// The method that [`Self::launch`] would take.
+    pub fn method(tokens: usize) -> Method {
+        if tokens <= VECTOR_TOKENS_MAX {
+            return Method::Vector(tokens);
+        }
+        let fitting = TileShape::ALL.into_iter().find(|shape| tokens <= shape.tokens);
+        Method::Tiles(fitting.unwrap_or(TileShape::ALL[TileShape::ALL.len() - 1]))
+    }
+
+    /// `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share their input.
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        x: Activations<'_>,
+        products: &mut [Product<'_>],
+    ) -> Result<(), OpError> {
+        self.launch_by(stream, Self::method(x.tokens), x, products)
+    }
+
+    /// For tests and measurements: with a given method. A vector method must have the tokens of `x`.
+    pub fn launch_by(
+        &self,
+        stream: &Stream,
+        method: Method,
+        x: Activations<'_>,
+        products: &mut [Product<'_>],
+    ) -> Result<(), OpError> {
+        let Some(first) = products.first() else { return Ok(()) };
+        let shape = first.shape;
+        let dtype = shape.dtype();
+        let Some((_, name, family)) = self.families.iter().find(|family| family.0 == dtype) else {
+            return Err(OpError::Type { op: OP, dtype });
+        };
+        check(x, products)?;
+        if x.tokens == 0 || shape.col_tiles() == 0 {
+            return Ok(());
+        }
+        let mut work = Work {
+            weights: [0; MATRICES_MAX],
+            out: [0; MATRICES_MAX],
+            bias: [0; MATRICES_MAX],
+            rows: [0; MATRICES_MAX],
+            matrices: products.len() as i32,
+            col_tiles: shape.col_tiles() as i32,
+            tokens: x.tokens as i32,
+            panels: x.data.address(),
+        };
+        for (at, product) in products.iter().enumerate() {
+            work.weights[at] = product.tiles.address();
+            work.out[at] = product.out.address();
+            work.bias[at] = product.bias.map_or(0, |bias| bias.address());
+            work.rows[at] = product.shape.rows() as i32;
+        }
+        let row_tiles = products.iter().map(|product| product.shape.row_tiles());
+        let panel = activation_bytes(x.format, 1, 1).unwrap_or(0);
+        let (blocks, warps, slots, shared) = match method {
+            Method::Vector(tokens) => {
+                let slot = VECTOR_WARPS * VECTOR_TILES_PER_UNIT * shape.tile_bytes();
+                let units = shape.col_tiles().div_ceil(VECTOR_TILES_PER_UNIT);
+                let batch = VECTOR_WARPS.div_ceil(units);
+                let records = tokens * shape.col_tiles() * record_bytes(x.format);
+                let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
+                let rest = records + values + VECTOR_WARPS * RING_SLOTS.1 * 8;
+                let (slots, shared) = self.ring(slot, rest)?;
+                (row_tiles.sum(), VECTOR_WARPS as u32, slots, shared)
+            }
+            Method::Tiles(tiles) => {
+                let stage = tiles.stage_bytes(shape.tile_bytes(), panel);
+                let (slots, shared) = self.ring(stage, tiles.exchange_bytes() + RING_SLOTS.1 * 8)?;
+                let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(tiles.row_tiles)).sum();
+                (groups * x.tokens.div_ceil(tiles.tokens), tiles.warps, slots, shared)
+            }
+        };
+        let kernel = family.kernel(kernel_name(name, method)?).map_err(device_error(OP))?;
+        let at_once = kernel.blocks_per_multiprocessor(32 * warps, shared).map_err(device_error(OP))?;
+        let grid = (blocks as u32).min(at_once.max(1) * self.device.multiprocessors());
+        let launch = Launch {
+            grid: (grid, 1, 1),
+            block: 32 * warps,
+            shared_bytes: shared,
+            overlaps_predecessor: true,
+        };
+        let slots = slots as i32;
+        // SAFETY: (Work, int). Tiles, panels and outputs have the lengths that the kernel derives from rows, col_tiles and
+        // tokens: `check` compared them. Shared memory is laid out as in the .cuh files from the same numbers.
+        unsafe { kernel.launch(stream, launch, arguments![work, slots]) }.map_err(device_error(OP))
+    }
+
+    /// Slots of a ring of copies and the shared memory with `rest` beside it.
+    fn ring(&self, slot: usize, rest: usize) -> Result<(usize, u32), OpError> {
+        let room = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
+        let slots = (RING_BYTES / slot).clamp(RING_SLOTS.0, RING_SLOTS.1).min(room / slot);
+        if slots == 0 {
+            let (found, expected) = (slot + rest, self.device.shared_bytes_max() as usize);
+            return Err(OpError::Shape {
+                op: OP,
+                what: "bytes of shared memory for a row this long",
+                found,
+                expected,
+            });
+        }
+        Ok((slots, (slots * slot + rest) as u32))
+    }
+}
+
+/// As record_bytes in linear/tile.cuh.
+fn record_bytes(format: DType) -> usize {
+    match format {
+        DType::Q8_K => 256 + 16 + 32,
+        DType::Q8_1 => 256 + 32 + 32,
+        _ => 256 + 32,
+    }
+}
+
+fn check(x: Activations<'_>, products: &[Product<'_>]) -> Result<(), OpError> {
+    let fail = |what, found, expected| Err(OpError::Shape { op: OP, what, found, expected });
+    if products.len() > MATRICES_MAX {
+        return fail("matrices of one launch", products.len(), MATRICES_MAX);
+    }
+    for product in products {
+        let dtype = product.shape.dtype();
+        if dtype != products[0].shape.dtype() || dtype.activation() != Some(x.format) {
+            return Err(OpError::Type { op: OP, dtype });
+        }
+        let (rows, cols) = (product.shape.rows(), product.shape.cols());
+        let pairs = [
+            ("row length", cols, x.cols),
+            ("bytes of the weight", product.tiles.len(), product.shape.bytes()),
+            ("misalignment of the weight", (product.tiles.address() % 16) as usize, 0),
+            ("values of the bias", product.bias.map_or(rows, |bias| bias.len()), rows),
+        ];
+        if let Some((what, found, expected)) =
+            pairs.into_iter().find(|(_, found, expected)| found != expected)
+        {
+            return fail(what, found, expected);
+        }
+        if product.out.len() < x.tokens * rows {
+            return fail("values of the output", product.out.len(), x.tokens * rows);
+        }
+        // Rows and tokens are counted in 32 bits on the device.
+        if rows > i32::MAX as usize / 2 || x.tokens > i32::MAX as usize / 2 {
+            return fail("rows or tokens", rows.max(x.tokens), i32::MAX as usize / 2);
+        }
+    }
+    Ok(())
+}
+
+/// The names that LINEAR_KERNELS makes.
+fn kernel_name(name: &str, method: Method) -> Result<&'static CStr, OpError> {
+    macro_rules! names {
+        ($($name:literal),*) => {
+            match (name, method) {
+                $(
+                    ($name, Method::Vector(1)) => Some(concat!("matvec_", $name, "_1\0")),
+                    ($name, Method::Vector(2)) => Some(concat!("matvec_", $name, "_2\0")),
+                    ($name, Method::Vector(3)) => Some(concat!("matvec_", $name, "_3\0")),
+                    ($name, Method::Vector(4)) => Some(concat!("matvec_", $name, "_4\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 8, .. })) => Some(concat!("matmul_", $name, "_8\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 16, .. })) => Some(concat!("matmul_", $name, "_16\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 32, .. })) => Some(concat!("matmul_", $name, "_32\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 64, .. })) => Some(concat!("matmul_", $name, "_64\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 128, .. })) => Some(concat!("matmul_", $name, "_128\0")),
+                )*
+                _ => None,
+            }
+        };
+    }
+    let found = names!("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k");
+    found.and_then(|name| CStr::from_bytes_with_nul(name.as_bytes()).ok()).ok_or(OpError::Shape {
+        op: OP,
+        what: "tokens of a matrix-vector kernel",
+        found: match method {
+            Method::Vector(tokens) => tokens,
+            Method::Tiles(shape) => shape.tokens,
+        },
+        expected: VECTOR_TOKENS_MAX,
+    })
+}

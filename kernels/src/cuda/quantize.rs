@@ -1,0 +1,96 @@
+//! Launcher of quantize.cu: activation rows to the form that a weight type is multiplied with.
+
+use ops::OpError;
+use quant::DType;
+use quant::layout::TILE_COLS;
+
+use super::error::device_error;
+use super::module::arguments;
+use super::module::image;
+use super::{Device, Family, Launch, Stream, View, ViewMut};
+
+const OP: &str = "quantize";
+
+/// Tokens that share a panel, as in linear/tile.cuh.
+pub const PANEL_TOKENS: usize = 8;
+const WARPS: u32 = 8;
+
+/// Rows of activations ready for [`super::linear::Linear`]: a view with what it holds.
+#[derive(Clone, Copy)]
+pub struct Activations<'a> {
+    pub(super) format: DType,
+    pub(super) tokens: usize,
+    pub(super) cols: usize,
+    pub(super) data: View<'a, u8>,
+}
+
+/// Bytes that `tokens` rows need; none if `format` is not what some weight type names as its activation.
+pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
+    let panel = match format {
+        DType::Q8_0 => PANEL_TOKENS * (TILE_COLS + 8 * 4),
+        DType::Q8_1 => PANEL_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
+        DType::Q8_K => PANEL_TOKENS * (TILE_COLS + 4 + 16 * 2),
+        _ => return None,
+    };
+    tokens.div_ceil(PANEL_TOKENS).checked_mul(cols.div_ceil(TILE_COLS))?.checked_mul(panel)
+}
+
+pub struct Quantize(Family);
+
+impl Quantize {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "quantize", image!("quantize")))
+    }
+
+    /// `x` is `[tokens, cols]`. `out` is the start of scratch memory, at a multiple of 128 bytes, and may be longer than
+    /// needed.
+    pub fn launch<'a>(
+        &self,
+        stream: &Stream,
+        format: DType,
+        x: View<'_, f32>,
+        tokens: usize,
+        cols: usize,
+        out: &'a mut ViewMut<'_, u8>,
+    ) -> Result<Activations<'a>, OpError> {
+        let kernel = match format {
+            DType::Q8_0 => c"quantize_q8_0",
+            DType::Q8_1 => c"quantize_q8_1",
+            DType::Q8_K => c"quantize_q8_k",
+            dtype => return Err(OpError::Type { op: OP, dtype }),
+        };
+        let shape = |what, found, expected| Err(OpError::Shape { op: OP, what, found, expected });
+        if !cols.is_multiple_of(format.block_len()) {
+            return shape("values beyond whole blocks in a row", cols % format.block_len(), 0);
+        }
+        if x.len() < tokens * cols {
+            return shape("values of the input", x.len(), tokens * cols);
+        }
+        let bytes = activation_bytes(format, tokens, cols).unwrap_or(usize::MAX);
+        if out.len() < bytes {
+            return shape("bytes of scratch memory", out.len(), bytes);
+        }
+        for (what, address, align) in [
+            ("misalignment of the input", x.address(), 16),
+            ("misalignment of scratch memory", out.address(), 128),
+        ] {
+            if !address.is_multiple_of(align) {
+                return shape(what, (address % align) as usize, 0);
+            }
+        }
+        let warps = tokens * cols.div_ceil(TILE_COLS);
+        if warps > 0 {
+            let grid = ((warps as u32).div_ceil(WARPS), 1, 1);
+            let launch = Launch { grid, block: 32 * WARPS, shared_bytes: 0, overlaps_predecessor: true };
+            let kernel = self.0.kernel(kernel).map_err(device_error(OP))?;
+            let (x, tokens, cols, out) = (x.address(), tokens as i32, cols as i32, out.address());
+            // SAFETY: (const float *, int, int, uint8_t *); a warp reads 256 values of one row inside `x` and writes its
+            // token's part of one panel inside `out`: lengths and alignment were checked.
+            unsafe { kernel.launch(stream, launch, arguments![x, tokens, cols, out]) }
+                .map_err(device_error(OP))?;
+        }
+        // SAFETY: the range is inside `out`, which stays borrowed for 'a.
+        let data = unsafe { View::from_raw(out.address(), bytes) };
+        Ok(Activations { format, tokens, cols, data })
+    }
+}

@@ -1,0 +1,123 @@
+//! Launcher of repack.cu: block bytes to tiles and back, as `quant::layout` does it on the host.
+
+use std::ffi::CStr;
+
+use quant::layout::{TILE_ROWS, Tiles, planes};
+
+use super::module::{arguments, image};
+use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+
+const PLANES_MAX: usize = 4;
+const THREADS: u32 = 256;
+
+/// As in repack.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TilePlanes {
+    offset: [i32; PLANES_MAX],
+    len: [i32; PLANES_MAX],
+    blocks: [i32; PLANES_MAX],
+    base: [i32; PLANES_MAX],
+    planes: i32,
+    block_bytes: i32,
+    tile_bytes: i32,
+}
+
+pub struct Repack(Family);
+
+impl Repack {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "repack", image!("repack")))
+    }
+
+    /// `raw` holds the rows of `tiles` as the file has them, at an even address; a loader calls this for runs of rows that
+    /// begin at multiples of 16.
+    pub fn repack(
+        &self,
+        stream: &Stream,
+        shape: &Tiles,
+        raw: View<'_, u8>,
+        tiles: &mut ViewMut<'_, u8>,
+    ) -> Result<(), CudaError> {
+        check(shape, raw.len(), tiles.len())?;
+        if planes(shape.dtype()).is_none_or(<[_]>::is_empty) {
+            return tiles.copy_from(stream, raw);
+        }
+        self.launch(stream, c"repack_tiles", shape, raw.address(), tiles.address())
+    }
+
+    /// The inverse of [`Self::repack`].
+    pub fn restore(
+        &self,
+        stream: &Stream,
+        shape: &Tiles,
+        tiles: View<'_, u8>,
+        raw: &mut ViewMut<'_, u8>,
+    ) -> Result<(), CudaError> {
+        check(shape, raw.len(), tiles.len())?;
+        if planes(shape.dtype()).is_none_or(<[_]>::is_empty) {
+            return raw.copy_from(stream, tiles);
+        }
+        self.launch(stream, c"restore_rows", shape, raw.address(), tiles.address())
+    }
+
+    fn launch(
+        &self,
+        stream: &Stream,
+        name: &'static CStr,
+        shape: &Tiles,
+        raw: u64,
+        tiles: u64,
+    ) -> Result<(), CudaError> {
+        let planes = tile_planes(shape);
+        let row_bytes = (shape.raw_bytes() / shape.rows().max(1)) as i64;
+        let rows = shape.rows() as i32;
+        let grid = (shape.col_tiles() as u32, shape.row_tiles() as u32, 1);
+        if grid.0 == 0 || grid.1 == 0 {
+            return Ok(());
+        }
+        let launch = Launch { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false };
+        let kernel = self.0.kernel(name)?;
+        // SAFETY: both kernels take (TilePlanes, uint8_t *raw, int64_t, int, uint8_t *tiles). Block (c, r) touches tile
+        // r * col_tiles + c, inside `tiles`, and bytes of `raw` below rows * row_bytes: lengths were checked.
+        unsafe { kernel.launch(stream, launch, arguments![planes, raw, row_bytes, rows, tiles]) }
+    }
+}
+
+fn check(shape: &Tiles, raw: usize, tiles: usize) -> Result<(), CudaError> {
+    for (what, found, expected) in
+        [("rows to repack", raw, shape.raw_bytes()), ("tiles", tiles, shape.bytes())]
+    {
+        if found != expected {
+            return Err(CudaError::Length { what, found, expected });
+        }
+    }
+    // A grid's second dimension.
+    if shape.row_tiles() > 65_535 {
+        let (found, expected) = (shape.row_tiles() * TILE_ROWS, 65_535 * TILE_ROWS);
+        return Err(CudaError::Length { what: "rows of one repack", found, expected });
+    }
+    Ok(())
+}
+
+fn tile_planes(shape: &Tiles) -> TilePlanes {
+    let mut out = TilePlanes {
+        offset: [0; PLANES_MAX],
+        len: [1; PLANES_MAX],
+        blocks: [1; PLANES_MAX],
+        base: [0; PLANES_MAX],
+        planes: 0,
+        block_bytes: shape.dtype().block_bytes() as i32,
+        tile_bytes: shape.tile_bytes() as i32,
+    };
+    let mut base = 0;
+    for (at, plane) in planes(shape.dtype()).unwrap_or_default().iter().enumerate().take(PLANES_MAX) {
+        out.offset[at] = plane.offset as i32;
+        out.len[at] = plane.len as i32;
+        out.blocks[at] = plane.blocks as i32;
+        out.base[at] = base as i32;
+        out.planes += 1;
+        base += TILE_ROWS * plane.row_bytes();
+    }
+    out
+}
