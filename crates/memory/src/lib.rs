@@ -6,6 +6,7 @@
 //! descriptor is, only `host` and `import` know; everything between carries it unseen.
 
 pub mod attach;
+pub mod cuda;
 pub mod event_loop;
 pub mod fd_passing;
 pub mod handoff;

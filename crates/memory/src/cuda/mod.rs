@@ -1,0 +1,68 @@
+//! Device memory that crosses processes: CUDA VMM allocations, exported as file descriptors.
+//!
+//! ```text
+//! loader                                     worker
+//! WritableModel::allocate                    ImportedModel::import  (read-only)
+//!   fill it through its addresses              addresses of tensors, for kernels
+//! WritableModel::finish -> descriptors ----> descriptors from the weight-server
+//! ```
+//! The weight-server between them holds descriptors and never loads the driver. `GrowingRange` is for memory that one
+//! process adds to and takes away from (KV pools).
+//!
+//! Layers: `driver` is the raw seam (`libcuda`; in tests `fake`), `Physical` and `AddressRange` own handles, addresses
+//! and mappings, the models on top of them know manifests. All but `libcuda` is compiled without the feature `cuda` too.
+
+mod device;
+pub mod driver;
+#[cfg(test)]
+mod fake;
+mod growing;
+mod imported;
+#[cfg(feature = "cuda")]
+mod libcuda;
+mod physical;
+mod range;
+pub mod retry;
+mod writable;
+
+use std::sync::Arc;
+
+pub use device::{Context, Device, DeviceError, DeviceSelector, DeviceUuid, SelectorError, devices};
+pub use growing::{GrowError, GrowingRange};
+pub use imported::{DeviceTensor, ImportModelError, ImportedModel};
+pub use physical::Physical;
+pub use range::AddressRange;
+pub use writable::{AllocateError, FinishError, WritableModel};
+
+use driver::{Driver, Refusal};
+
+/// Why there is no driver to talk to.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenDriverError {
+    #[error(
+        "this executable was built without CUDA: build it with --features cuda, or use the host's memory"
+    )]
+    NotBuilt,
+    #[error("no NVIDIA driver here: libcuda.so.1 cannot be loaded")]
+    NoDriver,
+    #[error("the NVIDIA driver is too old: it has no {symbol}")]
+    TooOld { symbol: &'static str },
+    #[error("the NVIDIA driver does not start")]
+    Init(#[source] Refusal),
+}
+
+/// Loads and starts the driver (0.2 s); to be called once, and never in the weight-server.
+pub fn open_driver() -> Result<Arc<dyn Driver>, OpenDriverError> {
+    #[cfg(feature = "cuda")]
+    return Ok(Arc::new(libcuda::LibCuda::open()?));
+    #[cfg(not(feature = "cuda"))]
+    return Err(OpenDriverError::NotBuilt);
+}
+
+/// Bytes for people, in errors.
+pub(crate) fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+#[cfg(test)]
+mod tests;
