@@ -33,7 +33,7 @@ pub(crate) struct Ledger {
 
 /// Why a reservation is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Shortage {
+pub(crate) enum Shortage {
     #[error("there is no device {device}")]
     Device { device: String },
     #[error(

@@ -34,6 +34,9 @@ const MAX_MODEL_FILES: u32 = 128;
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// From the last frame of a loader to its end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How a loader is started: as this executable's `loader` role, or as a test wants it.
 #[derive(Debug, Clone)]
 pub struct LoaderProgram {
@@ -140,41 +143,34 @@ async fn load(
     let (ours, theirs) = Connection::pair().map_err(|error| lost(&FollowError::Spawn(error)))?;
     let mut child = program.spawn(theirs).map_err(|error| lost(&FollowError::Spawn(error)))?;
     let followed = follow(&job, files, ours, inputs, reserved).await;
-    match followed {
-        Ok((contents, fds)) => {
-            // It has nothing left to do; reaped, so that no zombie stays.
-            if let Err(error) = child.wait().await {
-                tracing::warn!(%error, "cannot wait for a loader");
-            }
-            Ok((contents, fds))
-        }
-        Err(FollowError::Failed(failure)) => Err(failure),
-        Err(FollowError::Connection(FrameError::Closed)) => Err(how_it_ended(&mut child).await),
-        Err(error) => Err(lost(&error)),
-    }
+    // Its memory is gone, or ours alone, only when it is: nothing is answered before.
+    let ended = end(&mut child).await;
+    followed.map_err(|error| match error {
+        FollowError::Failed(failure) => failure,
+        FollowError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended },
+        error => lost(&error),
+    })
 }
 
 fn lost(error: &FollowError) -> LoadFailure {
     LoadFailure::LoaderLost { how: service::exit::one_line(error) }
 }
 
-/// The loader's socket is closed: its exit status says more than that.
-async fn how_it_ended(child: &mut Child) -> LoadFailure {
+/// Waits for a loader that has nothing left to do, or ends it; says how it went.
+async fn end(child: &mut Child) -> String {
     use std::os::unix::process::ExitStatusExt;
-    /// From the end of the connection to the end of the process.
-    const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-    let how = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
-        Ok(Ok(status)) => match status.signal() {
-            Some(signal @ nix::libc::SIGKILL) => {
-                format!("killed by signal {signal} (by hand, or by the kernel for lack of memory)")
-            }
-            Some(signal) => format!("killed by signal {signal}"),
-            None => format!("it ended with {status} before it was done"),
-        },
-        Ok(Err(error)) => format!("it ended, and its status cannot be had: {error}"),
-        Err(_) => "it closed its connection".to_owned(),
+    let status = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
+        Ok(status) => status,
+        Err(_) => child.kill().await.and(child.wait().await),
     };
-    LoadFailure::LoaderLost { how }
+    match status.map(|status| (status, status.signal())) {
+        Ok((_, Some(signal @ nix::libc::SIGKILL))) => {
+            format!("killed by signal {signal} (by hand, or by the kernel for lack of memory)")
+        }
+        Ok((_, Some(signal))) => format!("killed by signal {signal}"),
+        Ok((status, None)) => format!("it ended with {status} before it was done"),
+        Err(error) => format!("it ended, and its status cannot be had: {error}"),
+    }
 }
 
 async fn follow(

@@ -8,7 +8,7 @@ use crate::ledger::Shortage;
 
 /// What a loader can report; each has a text of the loader's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LoaderComplaint {
+pub(crate) enum LoaderComplaint {
     File,
     ModelRefused,
     FileChanged,
@@ -19,7 +19,7 @@ pub enum LoaderComplaint {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum LoadFailure {
+pub(crate) enum LoadFailure {
     #[error("{text}")]
     Loader { complaint: LoaderComplaint, text: String },
     #[error("the loader was lost: {how}; nothing of the model is left in memory")]
@@ -48,7 +48,7 @@ pub enum LoadFailure {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     #[error(
         "hand-off protocol {found} is not spoken here, {PROTOCOL} is: use the weight-server's own executable"
     )]
@@ -82,7 +82,7 @@ pub enum Refusal {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum UnloadRefusal {
+pub(crate) enum UnloadRefusal {
     #[error("model {model:?} is not loaded; loaded are: {known}")]
     UnknownModel { model: String, known: String },
     #[error(

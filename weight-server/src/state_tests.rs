@@ -1,1 +1,528 @@
+//! Facts about the state machine, and its invariants under random events.
 
+use memory::manifest::FileIdentity;
+use proptest::prelude::*;
+
+use super::*;
+use crate::ledger::Shortage;
+
+const HOST: &str = "host";
+const MIB: u64 = 1 << 20;
+const NEVER_SHORT: u64 = u64::MAX;
+
+fn state_with(capacity: u64, fds: u64) -> State {
+    let limits = Limits {
+        device_bytes: BTreeMap::from([(HOST.to_owned(), capacity)]),
+        fds,
+        uids: BTreeSet::from([1000]),
+    };
+    State::new(limits, Vec::new(), Vec::new(), Duration::ZERO)
+}
+
+fn state() -> State {
+    state_with(1000 * MIB, 1000)
+}
+
+fn at(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn key(file: u64, bytes: u64) -> LoadKey {
+    let file = FileIdentity {
+        path: format!("/models/{file}.gguf").into(),
+        device: 1,
+        inode: file,
+        bytes,
+        modified_seconds: 0,
+        modified_nanoseconds: 0,
+    };
+    LoadKey { files: vec![file], device: HOST.to_owned(), layout: 0 }
+}
+
+fn load(call: u64, model: &str, file: u64, bytes: u64) -> Event {
+    let key = key(file, bytes);
+    let path = key.files[0].path.clone();
+    let ask = LoadAsk { model: model.to_owned(), path, key: Ok(key), one_per_tensor: false };
+    Event::LoadAsked { call: CallId(call), ask, available_bytes: NEVER_SHORT }
+}
+
+fn contents(bytes: u64) -> Contents {
+    Contents {
+        allocation_bytes: bytes,
+        tensor_bytes: bytes,
+        allocations: 1,
+        tensors: 1,
+        ..Contents::default()
+    }
+}
+
+fn peer(pid: i32) -> Peer {
+    Peer { pid, uid: 1000, start_ticks: 7 }
+}
+
+fn ask(model: &str) -> Ask {
+    Ask {
+        protocol: PROTOCOL,
+        layout: 0,
+        manifest_format: FORMAT,
+        device: HOST.to_owned(),
+        model: model.to_owned(),
+        token: Bytes::new(),
+        kv_bytes: 10 * MIB,
+        workspace_bytes: MIB,
+    }
+}
+
+fn attach(connection: u64, model: &str) -> Event {
+    Event::AttachAsked {
+        connection: ConnectionId(connection),
+        peer: peer(connection as i32),
+        ask: ask(model),
+    }
+}
+
+fn planned(generation: u64, bytes: u64) -> Event {
+    Event::LoadPlanned { generation, contents: contents(bytes), available_bytes: NEVER_SHORT }
+}
+
+fn answers(actions: &[Action]) -> Vec<(u64, &Result<LoadAnswer, LoadFailure>)> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::AnswerLoad { call, result } => Some((call.0, result)),
+            _ => None,
+        })
+        .collect()
+}
+
+fn refusals(actions: &[Action]) -> Vec<&Refusal> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Refuse { refusal, .. } => Some(refusal),
+            _ => None,
+        })
+        .collect()
+}
+
+/// Everything from the request to ready; returns the actions of the last step.
+fn load_fully(state: &mut State, call: u64, model: &str, file: u64, bytes: u64) -> (u64, Vec<Action>) {
+    state.handle(load(call, model, file, bytes), at(1));
+    let id = state.generations().last().unwrap().id;
+    state.handle(planned(id, bytes), at(1));
+    state.handle(Event::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
+    (id, state.handle(Event::GenerationStored { generation: id }, at(3)))
+}
+
+/// Attaches and takes all descriptors; returns the lease.
+fn attach_fully(state: &mut State, connection: u64, model: &str) -> u64 {
+    state.handle(attach(connection, model), at(4));
+    let lease = state.leases().last().unwrap().id;
+    state.handle(Event::LeaseStored { lease }, at(4));
+    state.handle(Event::Delivered { connection: ConnectionId(connection) }, at(4));
+    assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Held { connection: ConnectionId(connection) });
+    lease
+}
+
+fn check_integrity(state: &State) {
+    let mut expected: BTreeSet<RowKey> = state.leases().map(|lease| RowKey::Lease(lease.id)).collect();
+    for generation in state.generations() {
+        expected.insert(match generation.phase {
+            Phase::Ready | Phase::Retiring => RowKey::Weights(generation.id),
+            _ => RowKey::Loading(generation.id),
+        });
+        assert!(generation.waiters.is_empty() || generation.is_pending(), "somebody waits for nothing");
+        let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
+        assert!(generation.phase != Phase::Retiring || leases > 0, "a retired generation that nobody holds");
+    }
+    assert_eq!(state.ledger().rows().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
+    let running = state.generations().filter(|generation| generation.occupies_loader()).count();
+    assert!(running <= 1, "{running} loaders on one device");
+    for lease in state.leases() {
+        assert!(state.generation(lease.generation).is_some(), "a lease of nothing");
+    }
+    let mut ready = BTreeSet::new();
+    for generation in state.generations().filter(|generation| generation.phase == Phase::Ready) {
+        assert!(ready.insert(&generation.model), "two ready generations of one model");
+    }
+    let reserved: u64 = state.ledger().rows().map(|(_, row)| row.bytes).sum();
+    assert!(reserved <= state.ledger().capacity_bytes(), "{reserved} bytes reserved");
+}
+
+#[test]
+fn reservation_comes_before_the_loader_and_refusal_starts_nothing() {
+    let mut state = state();
+    assert!(state.handle(load(1, "a", 1, 600 * MIB), at(0)).contains(&Action::StartLoader { generation: 1 }));
+    let actions = state.handle(load(2, "b", 2, 600 * MIB), at(0));
+    assert!(matches!(answers(&actions)[..], [(2, Err(LoadFailure::Ledger(Shortage::Bytes { .. })))]));
+    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+    check_integrity(&state);
+}
+
+#[test]
+fn plan_that_does_not_fit_stops_the_loader_before_it_allocates() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, 600 * MIB), at(0));
+    let actions = state.handle(planned(1, 1001 * MIB), at(0));
+    assert_eq!(actions[0], Action::StopLoader { generation: 1 });
+    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::Ledger(_)))]));
+    assert!(!actions.contains(&Action::Proceed { generation: 1 }));
+    assert_eq!(state.ledger().rows().count(), 0);
+}
+
+#[test]
+fn machine_without_memory_refuses_what_the_ledger_would_allow() {
+    let mut state = state();
+    let mut event = load(1, "a", 1, 600 * MIB);
+    if let Event::LoadAsked { available_bytes, .. } = &mut event {
+        *available_bytes = 500 * MIB;
+    }
+    let actions = state.handle(event, at(0));
+    let expected = LoadFailure::Machine { needed: 600 * MIB, available: 500 * MIB };
+    assert_eq!(answers(&actions), [(1, &Err(expected))]);
+}
+
+#[test]
+fn memory_promised_to_one_load_is_not_available_to_the_next() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, 300 * MIB), at(0));
+    state.handle(planned(1, 300 * MIB), at(0));
+    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 100 * MIB }, at(1));
+    let mut event = load(2, "b", 2, 300 * MIB);
+    if let Event::LoadAsked { available_bytes, .. } = &mut event {
+        // 200 MiB of it are still to be taken by the first.
+        *available_bytes = 450 * MIB;
+    }
+    let actions = state.handle(event, at(1));
+    let expected = LoadFailure::Machine { needed: 300 * MIB, available: 250 * MIB };
+    assert_eq!(answers(&actions), [(2, &Err(expected))]);
+}
+
+#[test]
+fn one_loader_per_device_and_the_others_know_their_place() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, MIB), at(0));
+    state.handle(load(2, "b", 2, MIB), at(0));
+    state.handle(load(3, "c", 3, MIB), at(0));
+    let places: Vec<u32> = state
+        .handle(Event::Tick, at(1))
+        .into_iter()
+        .filter_map(|action| match action {
+            Action::TellWaiting { progress, .. } => Some(progress.jobs_ahead),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(places, [0, 1, 2]);
+    let lost = LoadFailure::LoaderLost { how: "killed".to_owned() };
+    let actions = state.handle(Event::LoadFailed { generation: 1, failure: lost }, at(1));
+    assert!(actions.contains(&Action::StartLoader { generation: 2 }));
+    check_integrity(&state);
+}
+
+#[test]
+fn second_request_for_a_file_joins_and_another_name_for_it_is_refused() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, MIB), at(0));
+    assert!(state.handle(load(2, "a", 1, MIB), at(0)).is_empty());
+    let actions = state.handle(load(3, "b", 1, MIB), at(0));
+    assert_eq!(answers(&actions), [(3, &Err(LoadFailure::LoadedAs { model: "a".to_owned() }))]);
+    state.handle(planned(1, MIB), at(0));
+    state.handle(Event::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
+    let actions = state.handle(Event::GenerationStored { generation: 1 }, at(2));
+    assert_eq!(answers(&actions).iter().map(|(call, _)| *call).collect::<Vec<_>>(), [1, 2]);
+}
+
+#[test]
+fn loader_without_progress_is_stopped_after_the_patience_and_not_before() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, MIB), at(0));
+    state.handle(planned(1, MIB), at(20));
+    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 1 }, at(40));
+    // The same number again is no progress.
+    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 1 }, at(60));
+    let stopped = |actions: &[Action]| actions.contains(&Action::StopLoader { generation: 1 });
+    assert!(!stopped(&state.handle(Event::Tick, at(40) + PROGRESS_PATIENCE)));
+    let actions = state.handle(Event::Tick, at(41) + PROGRESS_PATIENCE);
+    assert!(stopped(&actions));
+    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::NoProgress { seconds: 30 }))]));
+    check_integrity(&state);
+}
+
+#[test]
+fn lease_is_in_the_vault_before_it_is_granted() {
+    let mut state = state();
+    load_fully(&mut state, 1, "a", 1, MIB);
+    let actions = state.handle(attach(5, "a"), at(4));
+    assert!(matches!(actions[0], Action::StoreLease { lease: 1, .. }));
+    assert!(!actions.iter().any(|action| matches!(action, Action::Deliver { .. })));
+    let actions = state.handle(Event::LeaseStored { lease: 1 }, at(4));
+    assert_eq!(actions, [Action::Deliver { connection: ConnectionId(5), lease: 1, generation: 1 }]);
+}
+
+#[test]
+fn attach_during_the_load_is_granted_when_it_is_ready() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, MIB), at(0));
+    let actions = state.handle(attach(5, "a"), at(1));
+    assert!(matches!(actions[..], [Action::TellWaiting { waiter: WaiterId::Worker(ConnectionId(5)), .. }]));
+    // One that hangs up is not granted anything.
+    state.handle(attach(6, "a"), at(1));
+    state.handle(Event::ConnectionEnded { connection: ConnectionId(6) }, at(1));
+    state.handle(planned(1, MIB), at(1));
+    state.handle(Event::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
+    state.handle(Event::GenerationStored { generation: 1 }, at(2));
+    assert_eq!(state.leases().map(|lease| lease.worker.pid).collect::<Vec<_>>(), [5]);
+}
+
+#[test]
+fn broken_connection_keeps_the_row_until_the_process_ends() {
+    let mut state = state();
+    load_fully(&mut state, 1, "a", 1, MIB);
+    let lease = attach_fully(&mut state, 5, "a");
+    state.handle(Event::ConnectionEnded { connection: ConnectionId(5) }, at(10));
+    state.handle(Event::Tick, at(10) + RECLAIM_PATIENCE);
+    assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Disconnected { since: at(10) });
+    state.handle(Event::Tick, at(11) + RECLAIM_PATIENCE);
+    assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Orphaned);
+    check_integrity(&state);
+    // Late, but it is still the same process.
+    let reclaim = Event::ReclaimAsked {
+        connection: ConnectionId(9),
+        peer: peer(5),
+        protocol: PROTOCOL,
+        generation: 1,
+        lease,
+        token: Bytes::new(),
+    };
+    let actions = state.handle(reclaim, at(100));
+    assert_eq!(actions[0], Action::Reclaimed { connection: ConnectionId(9), lease, generation: 1 });
+    let actions = state.handle(Event::ProcessEnded { lease }, at(101));
+    assert!(actions.contains(&Action::ForgetLease { lease }));
+    check_integrity(&state);
+}
+
+#[test]
+fn reclaim_needs_the_same_process_user_token_and_generation() {
+    let mut state = state();
+    load_fully(&mut state, 1, "a", 1, MIB);
+    state.allow_token("w".to_owned(), &[9; 32]).unwrap();
+    let mut with_token = ask("a");
+    with_token.token = Bytes::from_static(&[9; 32]);
+    let event = Event::AttachAsked { connection: ConnectionId(5), peer: peer(5), ask: with_token };
+    state.handle(event, at(4));
+    let right = (peer(5), 1, Bytes::from_static(&[9; 32]));
+    let wrong = [
+        (peer(6), 1, right.2.clone()),
+        (Peer { uid: 0, ..peer(5) }, 1, right.2.clone()),
+        (Peer { start_ticks: 8, ..peer(5) }, 1, right.2.clone()),
+        (peer(5), 2, right.2.clone()),
+        (peer(5), 1, Bytes::from_static(&[8; 32])),
+        (peer(5), 1, Bytes::new()),
+    ];
+    let claim = |state: &mut State, (peer, generation, token): (Peer, u64, Bytes)| {
+        let connection = ConnectionId(9);
+        state.handle(
+            Event::ReclaimAsked { connection, peer, protocol: PROTOCOL, generation, lease: 1, token },
+            at(5),
+        )
+    };
+    for wrong in wrong {
+        let actions = claim(&mut state, wrong);
+        assert!(matches!(refusals(&actions)[..], [Refusal::UnknownLease { lease: 1, .. }]));
+    }
+    assert!(claim(&mut state, right).contains(&Action::Close { connection: ConnectionId(5) }));
+}
+
+#[test]
+fn replaced_generation_goes_with_its_last_lease() {
+    let mut state = state();
+    load_fully(&mut state, 1, "a", 1, MIB);
+    let old = attach_fully(&mut state, 5, "a");
+    load_fully(&mut state, 2, "a", 2, MIB);
+    let new = attach_fully(&mut state, 6, "a");
+    assert_eq!(state.generation(1).unwrap().phase, Phase::Retiring);
+    assert_eq!(state.lease(new).unwrap().generation, 2);
+    check_integrity(&state);
+    let actions = state.handle(Event::ProcessEnded { lease: old }, at(9));
+    let order: Vec<_> = actions.iter().filter(|action| !matches!(action, Action::Publish(_))).collect();
+    assert_eq!(
+        order,
+        [
+            &Action::Close { connection: ConnectionId(5) },
+            &Action::ForgetLease { lease: old },
+            &Action::ForgetGeneration { generation: 1 },
+        ]
+    );
+}
+
+#[test]
+fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
+    let limits = Limits {
+        device_bytes: BTreeMap::from([(HOST.to_owned(), 100 * MIB)]),
+        fds: 100,
+        uids: BTreeSet::from([1000]),
+    };
+    let record = |lease| LeaseRecord {
+        lease,
+        generation: 4,
+        device: HOST.to_owned(),
+        kv_bytes: MIB,
+        workspace_bytes: 0,
+        uid: 1000,
+        pid: lease as i32,
+        pid_start_ticks: 7,
+        token_name: String::new(),
+        token_digest: None,
+    };
+    let generation =
+        AdoptedGeneration { id: 4, model: "a".to_owned(), key: key(1, MIB), contents: contents(MIB) };
+    let mut state = State::new(limits, vec![generation], vec![record(7), record(8)], at(0));
+    check_integrity(&state);
+
+    // What is resident needs no permission, even if its file is gone.
+    assert!(answers(&state.handle(load(1, "a", 1, MIB), at(1)))[0].1.is_ok());
+    let failure =
+        LoadFailure::Loader { complaint: crate::refusal::LoaderComplaint::File, text: "gone".to_owned() };
+    let path: PathBuf = "/models/1.gguf".into();
+    let gone = LoadAsk { model: "a".to_owned(), path, key: Err(failure.clone()), one_per_tensor: false };
+    let gone = Event::LoadAsked { call: CallId(2), ask: gone, available_bytes: NEVER_SHORT };
+    assert!(answers(&state.handle(gone, at(1)))[0].1.is_ok());
+    let elsewhere =
+        LoadAsk { model: "a".to_owned(), path: "/b".into(), key: Err(failure), one_per_tensor: false };
+    let elsewhere = Event::LoadAsked { call: CallId(3), ask: elsewhere, available_bytes: NEVER_SHORT };
+    assert!(answers(&state.handle(elsewhere, at(1)))[0].1.is_err());
+
+    let refused = |state: &mut State, now| {
+        let actions = state.handle(load(9, "b", 2, MIB), now);
+        let settling = matches!(answers(&actions)[..], [(9, Err(LoadFailure::Settling { .. }))]);
+        let actions = state.handle(Event::UnloadAsked { call: CallId(9), model: "a".to_owned() }, now);
+        let unload =
+            matches!(actions[..], [Action::AnswerUnload { result: Err(UnloadRefusal::Settling { .. }), .. }]);
+        assert_eq!(settling, unload);
+        settling
+    };
+    assert!(refused(&mut state, at(2)));
+    state.handle(Event::ProcessEnded { lease: 7 }, at(3));
+    assert!(refused(&mut state, at(3)));
+    // New workers hold nothing up, and numbers go on where the earlier incarnation stopped.
+    assert_eq!(attach_fully(&mut state, 20, "a"), 9);
+    state.handle(Event::Tick, at(1) + RECLAIM_PATIENCE);
+    assert!(!refused(&mut state, at(2) + RECLAIM_PATIENCE));
+    assert_eq!(state.generations().last().unwrap().id, 5);
+}
+
+#[test]
+fn shutdown_stops_loads_and_refuses_what_comes_after() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, MIB), at(0));
+    state.handle(load(2, "b", 2, MIB), at(0));
+    let actions = state.handle(Event::ShutdownAsked, at(1));
+    assert!(actions.contains(&Action::StopLoader { generation: 1 }));
+    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+    assert_eq!(answers(&actions).len(), 2);
+    assert_eq!(refusals(&state.handle(attach(5, "a"), at(1))), [&Refusal::ShuttingDown]);
+    assert!(answers(&state.handle(load(3, "c", 3, MIB), at(1)))[0].1.is_err());
+}
+
+#[test]
+fn one_process_cannot_take_all_leases() {
+    let mut state = state();
+    load_fully(&mut state, 1, "a", 1, MIB);
+    let mut small = ask("a");
+    small.kv_bytes = 0;
+    for connection in 0.. {
+        let event =
+            Event::AttachAsked { connection: ConnectionId(connection), peer: peer(5), ask: small.clone() };
+        let actions = state.handle(event, at(1));
+        if let [refusal] = refusals(&actions)[..] {
+            assert!(matches!(refusal, Refusal::LeasesOfProcess { pid: 5, leases: MAX_LEASES_PER_PROCESS }));
+            assert_eq!(connection as usize, MAX_LEASES_PER_PROCESS);
+            return;
+        }
+    }
+}
+
+/// One random thing that can happen, on a tiny domain so that events hit what exists.
+fn any_event() -> impl Strategy<Value = Event> {
+    let id = 1u64..6;
+    let connection = (1u64..8).prop_map(ConnectionId);
+    let model = prop::sample::select(vec!["a", "b", "c"]);
+    let size = prop::sample::select(vec![MIB, 100 * MIB, 400 * MIB]);
+    let lost = || LoadFailure::LoaderLost { how: "killed".to_owned() };
+    prop_oneof![
+        (1u64..9, model.clone(), 1u64..4, size.clone()).prop_map(|(c, m, f, b)| load(c, m, f, b)),
+        (id.clone(), size.clone()).prop_map(|(g, b)| planned(g, b)),
+        (id.clone(), 0..300 * MIB).prop_map(|(g, b)| Event::LoadProgressed { generation: g, done_bytes: b }),
+        id.clone().prop_map(|g| Event::LoadHandedOver { generation: g, contents: contents(MIB) }),
+        id.clone().prop_map(move |g| Event::LoadFailed { generation: g, failure: lost() }),
+        id.clone().prop_map(|g| Event::GenerationStored { generation: g }),
+        model.clone().prop_map(|m| Event::UnloadAsked { call: CallId(1), model: m.to_owned() }),
+        (1u64..8, model).prop_map(|(c, m)| attach(c, m)),
+        id.clone().prop_map(|lease| Event::LeaseStored { lease }),
+        connection.clone().prop_map(|connection| Event::Delivered { connection }),
+        connection.clone().prop_map(|connection| Event::Detached { connection }),
+        connection.clone().prop_map(|connection| Event::ConnectionEnded { connection }),
+        id.clone().prop_map(|lease| Event::ProcessEnded { lease }),
+        (connection, 1i32..8, id.clone(), id).prop_map(|(connection, pid, generation, lease)| {
+            let peer = peer(pid);
+            Event::ReclaimAsked {
+                connection,
+                peer,
+                protocol: PROTOCOL,
+                generation,
+                lease,
+                token: Bytes::new(),
+            }
+        }),
+        Just(()).prop_map(|()| Event::Tick),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn invariants_hold_after_every_random_event(
+        steps in prop::collection::vec((any_event(), 0u64..20), 0..120)
+    ) {
+        let mut state = state();
+        let mut now = Duration::ZERO;
+        let mut loaders = BTreeSet::new();
+        for (event, seconds) in steps {
+            now += at(seconds);
+            // A connection's first frame comes once.
+            if let Event::AttachAsked { connection, .. } | Event::ReclaimAsked { connection, .. } = &event
+                && state.leases.by_connection(*connection).is_some()
+            {
+                continue;
+            }
+            if let Event::LoadFailed { generation, .. } = &event {
+                // Only a loader fails.
+                if !state.generation(*generation).is_some_and(Generation::occupies_loader) {
+                    continue;
+                }
+                loaders.remove(generation);
+            }
+            for action in state.handle(event, now) {
+                match action {
+                    Action::StartLoader { generation } => prop_assert!(loaders.insert(generation)),
+                    Action::StopLoader { generation } => { loaders.remove(&generation); }
+                    _ => {}
+                }
+            }
+            loaders.retain(|id| state.generation(*id).is_some_and(Generation::occupies_loader));
+            let running: BTreeSet<u64> =
+                state.generations().filter(|g| g.occupies_loader()).map(|g| g.id).collect();
+            prop_assert_eq!(&loaders, &running);
+            check_integrity(&state);
+        }
+        // Everybody leaves: nothing stays reserved.
+        let leases: Vec<u64> = state.leases().map(|lease| lease.id).collect();
+        for lease in leases {
+            state.handle(Event::ProcessEnded { lease }, now);
+        }
+        for model in ["a", "b", "c"] {
+            state.handle(Event::UnloadAsked { call: CallId(99), model: model.to_owned() }, now);
+        }
+        check_integrity(&state);
+        prop_assert_eq!(state.ledger().rows().count(), 0);
+    }
+}

@@ -21,7 +21,7 @@ pub(crate) struct Tokens {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum TokenError {
+pub(crate) enum TokenError {
     #[error("a token has {} to {} bytes", TOKEN_BYTES.start(), TOKEN_BYTES.end())]
     Length,
     #[error("more than {MAX_TOKENS} names of tokens")]

@@ -28,7 +28,7 @@ pub(crate) struct Job {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum LoadError {
+pub(super) enum LoadError {
     #[error("{device} is no device of this build: only \"{HOST_DEVICE}\" is")]
     Device { device: String },
     #[error("layout {layout} is not known: the host has only layout {LAYOUT_GGML}")]

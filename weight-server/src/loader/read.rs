@@ -22,7 +22,7 @@ const RUN_BYTES: usize = WINDOW_BYTES as usize;
 const _: () = assert!(RUN_BYTES.is_multiple_of(PIECE_BYTES));
 
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub(super) enum ReadError {
     #[error("tensor {tensor} cannot be read from {}", path.display())]
     Io { tensor: String, path: PathBuf, source: io::Error },
     #[error("tensor {tensor} is cut off: {} ends at byte {end}, {needed} are needed", path.display())]

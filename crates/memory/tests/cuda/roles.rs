@@ -1,0 +1,331 @@
+//! What the children do; each talks to its parent through the socket that is its standard input.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use memory::cuda::driver::Access;
+use memory::cuda::{
+    AddressRange, AllocateError, Context, Device, DeviceSelector, GrowError, GrowingRange, ImportedModel,
+    OpenDriverError, Physical, WritableModel, open_driver,
+};
+use memory::handoff::{Collector, batches};
+use memory::import::take_manifest;
+use memory::manifest::{self, Allocation, LAYOUT_GGML, Manifest, TensorEntry};
+use memory::seqpacket::Connection;
+use proto::weights::v1::{BatchReceived, FdBatch};
+
+pub(crate) const ROLE: &str = "BALLAST_TEST_CUDA_ROLE";
+pub(crate) const NO_DRIVER: u8 = 77;
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// No wait of parent or child is longer.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Imports of one child, the first of which is cold.
+const REPETITIONS: usize = 7;
+
+const CYCLES: usize = 100;
+
+/// Bytes at the start and at the end of each allocation that are written and compared.
+const SAMPLE_BYTES: usize = 4096;
+
+pub(crate) fn run(role: &str) -> ExitCode {
+    let started = Instant::now();
+    let driver = match open_driver() {
+        Err(OpenDriverError::NoDriver) => return ExitCode::from(NO_DRIVER),
+        driver => driver.unwrap(),
+    };
+    let driver_ms = started.elapsed().as_secs_f64() * 1e3;
+    let device = Device::open(driver.clone(), DeviceSelector::Ordinal(0)).unwrap();
+    let socket = Connection::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    socket.set_timeouts(Some(PATIENCE), Some(PATIENCE)).unwrap();
+    let words: Vec<&str> = role.split(' ').collect();
+    match words[..] {
+        ["facts"] => facts(&device, driver.version().unwrap(), driver_ms),
+        ["load", count, mib] => {
+            load(&device, &socket, count.parse().unwrap(), mib.parse::<u64>().unwrap() * MIB)
+        }
+        ["import"] => import(&device, &socket),
+        ["stray-write"] => stray_write(&device, &socket),
+        ["grow"] => grow(&device),
+        ["too-little"] => too_little(&device),
+        ["cycles"] => cycles(&device),
+        _ => panic!("{role}"),
+    }
+    ExitCode::SUCCESS
+}
+
+fn facts(device: &Device, version: u32, driver_ms: f64) {
+    let facts = device.facts();
+    let started = Instant::now();
+    let _context = device.context().unwrap();
+    let context_ms = started.elapsed().as_secs_f64() * 1e3;
+    println!("uuid {}", facts.uuid);
+    println!(
+        "{}, compute capability {}, {} MiB, CUDA {}.{}, granularity {} bytes; driver {driver_ms:.0} ms, context {context_ms:.0} ms",
+        facts.name,
+        facts.compute_capability,
+        facts.total_bytes / MIB,
+        version / 1000,
+        version % 1000 / 10,
+        device.granularity(),
+    );
+}
+
+fn pattern(allocation: usize, end: bool) -> Vec<u8> {
+    let salt = allocation as u32 * 31 + u32::from(end) * 17 + 1;
+    (0..SAMPLE_BYTES as u32).map(|at| (at.wrapping_mul(salt) >> 3) as u8).collect()
+}
+
+/// Both samples of each allocation, as tensors of it.
+fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
+    let tensor = |allocation: usize, offset: u64| TensorEntry {
+        name: format!("{allocation}.{offset}"),
+        dtype: 24,
+        layout: LAYOUT_GGML,
+        shape: vec![SAMPLE_BYTES as u64],
+        shard: None,
+        allocation,
+        offset,
+        bytes: SAMPLE_BYTES as u64,
+        raw_checksum: [0; 16],
+        checksum: [0; 16],
+    };
+    let tensors = sizes
+        .iter()
+        .enumerate()
+        .flat_map(|(index, bytes)| [tensor(index, 0), tensor(index, bytes - SAMPLE_BYTES as u64)]);
+    Manifest {
+        model: "m".to_owned(),
+        digest: [1; 32],
+        generation: 1,
+        files: Vec::new(),
+        devices: vec![manifest::Device {
+            kind: manifest::DeviceKind::Cuda,
+            id: device.uuid().to_string(),
+            compute_capability: device.facts().compute_capability,
+        }],
+        layout: LAYOUT_GGML,
+        allocations: sizes.iter().map(|&bytes| Allocation { device: 0, bytes, inode: 0 }).collect(),
+        tensors: tensors.collect(),
+        gguf_metadata: Bytes::new(),
+        created_unix_seconds: 0,
+    }
+}
+
+fn write_samples(model: &mut WritableModel, context: &Context, sizes: &[u64]) {
+    for (allocation, bytes) in sizes.iter().enumerate() {
+        model.write(context, allocation, 0, &pattern(allocation, false)).unwrap();
+        let end = bytes - SAMPLE_BYTES as u64;
+        model.write(context, allocation, end, &pattern(allocation, true)).unwrap();
+    }
+}
+
+fn assert_samples(model: &ImportedModel, context: &Context) {
+    for (index, tensor) in model.tensors.iter().enumerate() {
+        let mut read = vec![0; SAMPLE_BYTES];
+        tensor.read(context, 0, &mut read).unwrap();
+        assert_eq!(read, pattern(index / 2, index % 2 == 1), "{}", tensor.name);
+    }
+}
+
+/// The manifest and one descriptor for each allocation.
+fn export(model: WritableModel, manifest: &Manifest) -> Vec<OwnedFd> {
+    let memfd = manifest.to_memfd().unwrap();
+    let first = memfd.as_fd().try_clone_to_owned().unwrap();
+    std::iter::once(first).chain(model.finish().unwrap()).collect()
+}
+
+pub(crate) fn send_fds(socket: &Connection, fds: &[OwnedFd]) {
+    let count = fds.len() as u32;
+    socket.send(&FdBatch { batch: 0, first: 0, count }, &[]).unwrap();
+    for batch in batches(count) {
+        let part = &fds[batch.first as usize..][..batch.count as usize];
+        socket.send(&batch, &super::borrowed(part)).unwrap();
+        socket.receive::<BatchReceived>().unwrap();
+    }
+}
+
+fn receive_fds(socket: &Connection) -> Vec<OwnedFd> {
+    let (announced, _) = socket.receive::<FdBatch>().unwrap();
+    let mut collector = Collector::new(announced.count).unwrap();
+    while !collector.is_complete() {
+        let (batch, fds) = socket.receive::<FdBatch>().unwrap();
+        let receipt = collector.accept(&batch, fds).unwrap();
+        socket.send(&BatchReceived { batch: receipt.batch + 1 }, &[]).unwrap();
+    }
+    collector.into_fds()
+}
+
+fn tell_ready(socket: &Connection) {
+    socket.send(&BatchReceived { batch: 1 }, &[]).unwrap();
+}
+
+fn load(device: &Device, socket: &Connection, count: usize, bytes: u64) {
+    let sizes = vec![bytes; count];
+    let context = device.context().unwrap();
+    let started = Instant::now();
+    let mut model = WritableModel::allocate(&context, &sizes, Duration::ZERO).unwrap();
+    let allocated = started.elapsed();
+    write_samples(&mut model, &context, &sizes);
+    let started = Instant::now();
+    let fds = export(model, &manifest(device, &sizes));
+    let exported = started.elapsed();
+    send_fds(socket, &fds);
+    println!(
+        "{count} allocations of {} MiB: allocated in {:.1} ms, exported in {:.1} ms",
+        bytes / MIB,
+        allocated.as_secs_f64() * 1e3,
+        exported.as_secs_f64() * 1e3
+    );
+    // Until the parent is done with us, or kills us.
+    let _ = socket.receive::<BatchReceived>();
+}
+
+fn import(device: &Device, socket: &Connection) {
+    let fds = receive_fds(socket);
+    // Once without a context, as a fact to know.
+    let copies = || fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+    let (manifest, allocations) = take_manifest(copies()).unwrap();
+    let early = ImportedModel::import(device, &manifest, allocations).map(|_| "works".to_owned());
+    let early = early.unwrap_or_else(|error| format!("fails: {error:?}"));
+    let context = device.context().unwrap();
+    let mut times = Vec::new();
+    let mut unmap_times = Vec::new();
+    for _ in 0..REPETITIONS {
+        let (manifest, allocations) = take_manifest(copies()).unwrap();
+        let started = Instant::now();
+        let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+        times.push(started.elapsed().as_micros());
+        assert_samples(&model, &context);
+        let started = Instant::now();
+        drop(model);
+        unmap_times.push(started.elapsed().as_micros());
+    }
+    let (manifest, allocations) = take_manifest(fds).unwrap();
+    let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+    assert_samples(&model, &context);
+    let summary = |mut times: Vec<u128>| {
+        let first = times[0];
+        times.sort_unstable();
+        format!("{first} {} {}", times[times.len() / 2], times[times.len() - 1])
+    };
+    println!("import without a context {early}");
+    println!("import us {} (first, median, worst of {REPETITIONS})", summary(times));
+    println!("unmap us {}", summary(unmap_times));
+    tell_ready(socket);
+    while socket.receive::<BatchReceived>().is_ok() {
+        assert_samples(&model, &context);
+        tell_ready(socket);
+    }
+}
+
+/// Breaks its own context, and expects that to be all.
+fn stray_write(device: &Device, socket: &Connection) {
+    let (manifest, allocations) = take_manifest(receive_fds(socket)).unwrap();
+    let context = device.context().unwrap();
+    let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+    assert_samples(&model, &context);
+    let driver = open_driver().unwrap();
+    // SAFETY: a mapping of this process, which is there to be refused; nothing else here depends on the context.
+    let written = unsafe { driver.copy_to_device(model.tensors[0].address(), &[0xff; SAMPLE_BYTES]) };
+    let mut read = vec![0; SAMPLE_BYTES];
+    let after = model.tensors[0].read(&context, 0, &mut read);
+    println!("write through PROT_READ: {written:?}; a read after it: {after:?}");
+    assert!(written.is_err() || after.is_err());
+    tell_ready(socket);
+}
+
+fn grow(device: &Device) {
+    const UNIT_BYTES: u64 = 32 * MIB;
+    const UNITS: u64 = 256;
+    let context = device.context().unwrap();
+    let driver = open_driver().unwrap();
+    let free = || device.memory_info().unwrap().free_bytes;
+    let before = free();
+    let mut range = GrowingRange::reserve(device, UNIT_BYTES, UNITS).unwrap();
+    let mut slowest = Duration::ZERO;
+    let started = Instant::now();
+    for unit in 0..UNITS {
+        let step = Instant::now();
+        range.grow_to(&context, unit + 1).unwrap();
+        slowest = slowest.max(step.elapsed());
+        let address = range.address() + unit * UNIT_BYTES;
+        // SAFETY: the unit that was just mapped.
+        unsafe { driver.copy_to_device(address, &unit.to_le_bytes()) }.unwrap();
+    }
+    let grown = started.elapsed();
+    assert!(before - free() >= UNITS * UNIT_BYTES);
+    let started = Instant::now();
+    range.shrink_to(UNITS / 2, || Ok::<(), GrowError>(())).unwrap();
+    let shrunk = started.elapsed();
+    range.grow_to(&context, UNITS).unwrap();
+    for unit in 0..UNITS / 2 {
+        let mut read = [0; 8];
+        // SAFETY: a unit that has stayed mapped.
+        unsafe { driver.copy_from_device(&mut read, range.address() + unit * UNIT_BYTES) }.unwrap();
+        assert_eq!(u64::from_le_bytes(read), unit);
+    }
+    drop(range);
+    assert!(free() + 8 * MIB >= before);
+    println!(
+        "a unit of {} MiB: grown in {:.0} us (slowest {:.0}), taken away in {:.0} us",
+        UNIT_BYTES / MIB,
+        grown.as_secs_f64() * 1e6 / UNITS as f64,
+        slowest.as_secs_f64() * 1e6,
+        shrunk.as_secs_f64() * 1e6 / (UNITS / 2) as f64
+    );
+}
+
+fn too_little(device: &Device) {
+    let context = device.context().unwrap();
+    let before = device.memory_info().unwrap();
+    let sizes = vec![1 << 30; (before.total_bytes >> 30) as usize + 8];
+    let error = WritableModel::allocate(&context, &sizes, Duration::ZERO).unwrap_err();
+    assert!(matches!(error, AllocateError::OutOfMemory { .. }), "{error:?}");
+    println!("{error}");
+    // The driver's own refusal, past the look at the free memory: with all of it but 3 GiB taken.
+    let take = (before.free_bytes >> 30) - 3;
+    let taken: Vec<Physical> = (0..take).map(|_| Physical::create(device, 1 << 30).unwrap()).collect();
+    let mut range = GrowingRange::reserve(device, 1 << 30, 8).unwrap();
+    let error = range.grow_to(&context, 8).unwrap_err();
+    assert!(matches!(error, GrowError::OutOfMemory { .. }), "{error:?}");
+    assert_eq!(range.mapped_bytes(), 0);
+    println!("{error}");
+    drop((taken, range));
+    let after = device.memory_info().unwrap();
+    assert!(after.free_bytes + 8 * MIB >= before.free_bytes, "{before:?} {after:?}");
+}
+
+/// Everything but the processes, a hundred times; the parent looks at the device afterwards.
+fn cycles(device: &Device) {
+    let context = device.context().unwrap();
+    let free = || device.memory_info().unwrap().free_bytes;
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let sizes = [2 * MIB, 64 * MIB, 30 * MIB, 512 * MIB];
+    let mut baseline = None;
+    let started = Instant::now();
+    for cycle in 0..CYCLES {
+        let mut model = WritableModel::allocate(&context, &sizes, Duration::ZERO).unwrap();
+        write_samples(&mut model, &context, &sizes);
+        let (manifest, allocations) = take_manifest(export(model, &manifest(device, &sizes))).unwrap();
+        let imported = ImportedModel::import(device, &manifest, allocations).unwrap();
+        assert_samples(&imported, &context);
+        drop(imported);
+        // The first cycle makes the driver load what it needs.
+        let (free_before, fds_before) = *baseline.get_or_insert_with(|| (free(), descriptors()));
+        assert_eq!(descriptors(), fds_before, "cycle {cycle}");
+        assert!(free() + MIB >= free_before, "cycle {cycle}: {} free, {free_before} before", free());
+    }
+    let each = started.elapsed().as_secs_f64() * 1e3 / CYCLES as f64;
+    // One access call over several mappings, and a mapping that is only part of a range, work as the layer assumes.
+    let physical = Physical::create(device, 2 * MIB).unwrap();
+    let mut range = AddressRange::reserve(device, 8 * MIB).unwrap();
+    range.map(4 * MIB, &physical).unwrap();
+    range.map(2 * MIB, &physical).unwrap();
+    range.allow(2 * MIB, 4 * MIB, Access::ReadWrite).unwrap();
+    range.unmap(2 * MIB).unwrap();
+    println!("{CYCLES} cycles of load, hand-over, import and unmap of 608 MiB: {each:.2} ms each");
+}

@@ -1,0 +1,215 @@
+//! The death of the weight-server, and what its successor makes of what it left.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use memory::memfd::SealedMemfd;
+use nix::sys::signal::Signal;
+use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
+
+use crate::support::{Fleet, LIMIT, Options, Worker, raw_connection, signal};
+
+fn generation(status: &wire::Status) -> &wire::Generation {
+    let [generation] = &status.generations[..] else { panic!("{status:?}") };
+    generation
+}
+
+/// Waits until the worker's own view of its lease is this.
+fn wait_lease(worker: &mut Worker, state: &str) -> String {
+    let deadline = std::time::Instant::now() + LIMIT;
+    loop {
+        let answer = worker.order("check");
+        if answer.starts_with(state) {
+            return answer;
+        }
+        assert!(std::time::Instant::now() < deadline, "{answer} never became {state}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn workers_serve_through_the_death_of_the_owner_and_its_successor_needs_no_file() {
+    let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    let (lease, checksum) = worker.attached();
+    let checksum = checksum.to_owned();
+    let before = fleet.status();
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"]);
+
+    fleet.kill_server();
+    std::fs::remove_file(&path).unwrap();
+    assert!(wait_lease(&mut worker, "Broken").ends_with(&checksum), "the worker reads its weights as before");
+
+    fleet.restart_server();
+    assert!(wait_lease(&mut worker, "Held").ends_with(&checksum));
+    let after =
+        fleet.wait_status("the re-claim", |status| status.leases[0].state() == wire::LeaseState::Held);
+    assert!(generation(&after).adopted);
+    assert_eq!(generation(&after).digest, generation(&before).digest);
+    assert_eq!((after.leases[0].lease, after.leases[0].pid), (lease, worker.pid()));
+    let rows = |status: &wire::Status| status.ledger.as_ref().unwrap().rows.clone();
+    assert_eq!(rows(&after), rows(&before));
+    assert!(after.adoption_notes.is_empty() && after.vault);
+
+    // Without the file: a load finds what is resident, and a new worker attaches.
+    assert!(!fleet.load("m", &path).unwrap().read_from_file);
+    let second = fleet.worker("m", "");
+    assert_eq!(second.attached(), (lease + 1, checksum.as_str()));
+
+    // The re-claimed lease is a full one: it ends with a detach.
+    assert_eq!(worker.order("detach"), "detached");
+    fleet.wait_status("the end of the first lease", |status| status.leases.len() == 1);
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "l2.pidfd", "l2.record"]);
+}
+
+#[test]
+fn second_death_is_survived_like_the_first() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    for _ in 0..2 {
+        fleet.kill_server();
+        fleet.restart_server();
+        wait_lease(&mut worker, "Held");
+    }
+    assert_eq!(fleet.status().leases.len(), 1);
+}
+
+#[test]
+fn worker_that_died_meanwhile_leaves_nothing() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    fleet.kill_server();
+    worker.kill();
+    fleet.restart_server();
+    let status = fleet.status();
+    assert!(status.leases.is_empty());
+    assert_eq!(status.ledger.unwrap().rows.len(), 1, "only the weights");
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+}
+
+#[test]
+fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    let other = fleet.make_model("other", &[10]);
+    signal(worker.pid(), Signal::SIGSTOP);
+    fleet.kill_server();
+    fleet.restart_server();
+    for refused in [fleet.load("other", &other).map(drop), fleet.unload("m").map(drop)] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::Unavailable);
+        assert!(refused.message().contains("1 workers"), "{}", refused.message());
+    }
+    // A new worker costs nobody anything.
+    fleet.worker("m", "").attached();
+    signal(worker.pid(), Signal::SIGCONT);
+    wait_lease(&mut worker, "Held");
+    fleet.load("other", &other).unwrap();
+    fleet.unload("m").unwrap();
+}
+
+#[test]
+fn commit_records_are_stored_last_and_removed_first() {
+    let fleet = Fleet::plain();
+    let path = fleet.make_model("m", &[600_000, 600_000, 600_000]);
+    fleet.load_with("m", &path, true).unwrap();
+    drop(fleet.attach("m").unwrap());
+    fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
+    fleet.unload("m").unwrap();
+    fleet.vault.wait_names(&[]);
+    let expected = [
+        "+g1.a0",
+        "+g1.a1",
+        "+g1.a2",
+        "+g1.manifest",
+        "+l1.pidfd",
+        "+l1.record",
+        "-l1.record",
+        "-l1.pidfd",
+        "-g1.manifest",
+        "-g1.a0",
+        "-g1.a1",
+        "-g1.a2",
+    ];
+    assert_eq!(fleet.vault.log(), expected);
+}
+
+#[test]
+fn incomplete_and_exchanged_generations_are_dropped_and_reported() {
+    for damage in ["missing", "exchanged", "unsealed"] {
+        let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
+        fleet.kill_server();
+        match damage {
+            "missing" => fleet.vault.remove("g1.a0"),
+            "exchanged" => {
+                let other = SealedMemfd::from_bytes("other", &[0; 4096]).unwrap();
+                fleet.vault.replace("g1.a0", other.as_fd().try_clone_to_owned().unwrap());
+            }
+            _ => fleet.vault.replace("g1.a0", File::open(&path).unwrap().into()),
+        }
+        fleet.restart_server();
+        let status = fleet.status();
+        assert!(status.generations.is_empty());
+        let [note] = &status.adoption_notes[..] else { panic!("{:?}", status.adoption_notes) };
+        assert!(note.starts_with("generation 1 was dropped"), "{note}");
+        fleet.vault.wait_names(&[]);
+        // Numbers are not used again while a worker may still have the old one; the model itself can come back.
+        assert!(fleet.load("m", &path).unwrap().read_from_file);
+    }
+}
+
+#[test]
+fn lost_vault_is_a_reload_and_the_worker_is_told() {
+    let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    fleet.kill_server();
+    for name in ["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"] {
+        fleet.vault.remove(name);
+    }
+    fleet.restart_server();
+    let checksum = worker.attached().1.to_owned();
+    let answer = wait_lease(&mut worker, "Lost");
+    assert!(answer.contains("UnknownLease") && answer.ends_with(&checksum), "{answer}");
+    assert!(fleet.load("m", &path).unwrap().read_from_file);
+}
+
+#[test]
+fn lease_of_another_process_cannot_be_claimed() {
+    let (fleet, _) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    let (lease, _) = worker.attached();
+    let thief = raw_connection(&fleet);
+    let claim = wire::Reclaim { protocol: 1, generation: 1, lease, token: Default::default() };
+    thief.send(&wire::WorkerFrame { kind: Some(worker_frame::Kind::Reclaim(claim)) }, &[]).unwrap();
+    let (answer, _) = thief.receive::<wire::ServerFrame>().unwrap();
+    let Some(server_frame::Kind::Refused(refused)) = answer.kind else { panic!("{answer:?}") };
+    assert_eq!(refused.reason(), RefusalReason::UnknownLease);
+    assert!(worker.order("check").starts_with("Held"));
+}
+
+#[test]
+fn tokens_stay_required_and_valid_over_a_restart() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let token = "0123456789abcdef0123456789abcdef";
+    fleet.allow_token("worker-0", token);
+    let mut worker = fleet.worker("m", token);
+    fleet.kill_server();
+    fleet.restart_server();
+    // The successor has not been told any token, but it knows its leases' digests.
+    wait_lease(&mut worker, "Held");
+    assert!(fleet.status().tokens_required);
+    assert!(fleet.worker("m", "").greeting.starts_with("refused"));
+    assert_eq!(fleet.status().leases[0].token_name, "worker-0");
+}
+
+#[test]
+fn orderly_stop_leaves_the_vault_and_no_sockets() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    assert_eq!(fleet.stop_server().code(), Some(0));
+    assert!(!fleet.socket().exists() && !fleet.path("weights-admin.sock").exists());
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+    fleet.restart_server();
+    assert!(generation(&fleet.status()).adopted);
+    fleet.worker("m", "").attached();
+}

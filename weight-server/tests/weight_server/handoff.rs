@@ -1,0 +1,314 @@
+//! Loading and attaching when nothing goes wrong, and refusals of what does not fit.
+
+use std::time::Duration;
+
+use memory::attach::AttachError;
+use memory::lease::LeaseStatus;
+use memory::pack::GRANULE_BYTES;
+use proto::weights::v1::{self as wire, RefusalReason};
+
+use crate::support::{Fleet, LIMIT, Options, load, load_request, pattern, request};
+
+fn refusal(error: AttachError) -> (RefusalReason, String) {
+    match error {
+        AttachError::Refused { reason, text } => (reason, text),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn tensors_arrive_as_they_stand_in_the_file() {
+    let fleet = Fleet::plain();
+    let tensors = [300_000, 1, 0, 1_500_000, 64, 524_288];
+    let path = fleet.make_model("m", &tensors);
+    let loaded = fleet.load("m", &path).unwrap();
+    assert!(loaded.read_from_file);
+    let generation = loaded.generation.unwrap();
+    assert_eq!(generation.tensor_bytes, tensors.iter().sum::<u64>() * 4);
+
+    let attached = fleet.attach("m").unwrap();
+    assert_eq!(attached.manifest.model, "m");
+    assert_eq!(attached.manifest.digest[..], generation.digest[..]);
+    assert_eq!(attached.tensors.len(), tensors.len());
+    for (index, (tensor, values)) in attached.tensors.iter().zip(tensors).enumerate() {
+        assert_eq!(tensor.name, format!("tensor.{index}"));
+        assert_eq!((tensor.dtype, &tensor.shape[..]), (0, &[values][..]));
+        assert!(tensor.bytes.iter().copied().eq(pattern(index, values * 4)), "{}", tensor.name);
+    }
+    let metadata = gguf::Metadata::parse(attached.manifest.gguf_metadata.clone()).unwrap();
+    assert_eq!(metadata.require::<&str>("general.name").unwrap(), "test");
+}
+
+#[test]
+fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
+    let fleet = Fleet::plain();
+    let tensors: Vec<u64> = (0..400).map(|i| 10 + i).collect();
+    let path = fleet.make_model("m", &tensors);
+    let generation = fleet.load_with("m", &path, true).unwrap().generation.unwrap();
+    assert_eq!(generation.allocations, 400);
+    assert_eq!(generation.allocation_bytes, 400 * GRANULE_BYTES);
+
+    let attached = fleet.attach("m").unwrap();
+    for (index, tensor) in attached.tensors.iter().enumerate() {
+        assert!(tensor.bytes.iter().copied().eq(pattern(index, tensors[index] * 4)));
+    }
+    // The goal is 50 ms on a quiet machine; tests get ten times that.
+    assert!(attached.handoff < Duration::from_millis(500), "{:?}", attached.handoff);
+    println!("401 descriptors in {:?}", attached.handoff);
+}
+
+#[test]
+fn weights_are_mapped_and_not_copied() {
+    let (fleet, _) = Fleet::with_model(Options::default(), "m");
+    let attached = fleet.attach("m").unwrap();
+    // Touch everything.
+    let sum: u64 = attached.tensors.iter().flat_map(|t| t.bytes.iter()).map(|&b| u64::from(b)).sum();
+    assert!(sum > 0);
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let address = format!("{:x}-", attached.tensors[0].bytes.as_ptr() as usize);
+    let mapping: Vec<&str> = smaps.lines().skip_while(|line| !line.starts_with(&address)).take(25).collect();
+    assert!(mapping[0].contains("memfd:ballast-weights"), "{}", mapping[0]);
+    for field in ["Anonymous:", "Swap:"] {
+        let line = mapping.iter().find(|line| line.starts_with(field)).unwrap();
+        assert!(line.ends_with(" 0 kB"), "{line}");
+    }
+}
+
+#[test]
+fn second_load_of_a_file_joins_the_first() {
+    let fleet = Fleet::plain();
+    let path = fleet.make_model("m", &[2_000_000]);
+    let admin = fleet.admin();
+    let loaded = fleet.runtime.block_on(async {
+        let loads = (0..4).map(|_| load(admin.clone(), load_request("m", &path, false)));
+        futures::future::join_all(loads).await
+    });
+    let generations: Vec<u64> =
+        loaded.into_iter().map(|loaded| loaded.unwrap().generation.unwrap().generation).collect();
+    assert_eq!(generations, [1; 4]);
+    let again = fleet.load("m", &path).unwrap();
+    assert!(!again.read_from_file);
+    assert_eq!(fleet.status().generations.len(), 1);
+}
+
+#[test]
+fn several_models_live_side_by_side_and_go_one_by_one() {
+    let fleet = Fleet::plain();
+    let baseline_fds = fleet.server_fds();
+    let (a, b) = (fleet.make_model("a", &[1000]), fleet.make_model("b", &[2000, 3000]));
+    fleet.load("a", &a).unwrap();
+    fleet.load("b", &b).unwrap();
+    let worker = fleet.attach("b").unwrap();
+    assert_eq!(fleet.unload("a").unwrap(), 0);
+    assert_eq!(fleet.unload("b").unwrap(), 1);
+    let status = fleet.status();
+    assert_eq!(status.generations.len(), 1, "b waits for its worker");
+    assert_eq!(status.generations[0].state(), wire::GenerationState::Retiring);
+    assert_eq!(refusal(fleet.attach("b").unwrap_err()).0, RefusalReason::UnknownModel);
+
+    let memory::attach::Attached { tensors, lease, .. } = worker;
+    assert!(tensors[1].bytes.iter().copied().eq(pattern(1, 12_000)));
+    drop(tensors);
+    drop(lease);
+    let status = fleet.wait_status("the end of b", |status| status.generations.is_empty());
+    let ledger = status.ledger.unwrap();
+    assert_eq!((ledger.reserved_bytes, ledger.reserved_fds, ledger.rows.len()), (0, 0, 0));
+    fleet.vault.wait_names(&[]);
+    // One is the admin connection of the last status.
+    fleet.wait_status("its descriptors", |_| fleet.server_fds() <= baseline_fds + 2);
+}
+
+#[test]
+fn changed_file_replaces_the_model_for_new_workers() {
+    let (fleet, path) = Fleet::with_model(Options::default(), "m");
+    let old = fleet.attach("m").unwrap();
+    std::fs::remove_file(&path).unwrap();
+    fleet.make_model("m", &[77]);
+    let generation = fleet.load("m", &path).unwrap().generation.unwrap();
+    assert_eq!(generation.generation, 2);
+    let new = fleet.attach("m").unwrap();
+    assert_eq!((old.lease.generation(), new.lease.generation()), (1, 2));
+    assert_eq!((old.tensors.len(), new.tensors.len()), (3, 1));
+    drop(old);
+    // Dropped in field order: the tensors go before the lease.
+    fleet.wait_status("the end of generation 1", |status| status.generations.len() == 1);
+}
+
+#[test]
+fn worker_that_comes_early_waits_for_the_load() {
+    let fleet = Fleet::start(Options { loader_stop_at: Some(32 << 20), ..Options::default() });
+    let path = fleet.path("m.gguf");
+    crate::support::make_sparse_model(&path, 128 << 20);
+    let admin = fleet.admin();
+    let loading = fleet.runtime.spawn(load(admin, load_request("m", &path, false)));
+    let loader = fleet.wait_stopped_loader();
+    let socket = fleet.socket();
+    let early = std::thread::spawn(move || {
+        let mut reports = Vec::new();
+        let attached = memory::attach::attach(&socket, &request("m"), |progress| reports.push(progress));
+        (attached, reports)
+    });
+    // The loader has stopped itself half way; it goes on once the worker waits.
+    std::thread::sleep(Duration::from_millis(100));
+    crate::support::signal(loader, nix::sys::signal::Signal::SIGCONT);
+    let (attached, reports) = early.join().unwrap();
+    assert_eq!(attached.unwrap().tensors[0].bytes.len(), 128 << 20);
+    assert_eq!(reports[0].total_bytes, 128 << 20);
+    assert_eq!(reports[0].jobs_ahead, 0);
+    fleet.runtime.block_on(loading).unwrap().unwrap();
+}
+
+#[test]
+fn refusals_name_what_does_not_fit() {
+    let (fleet, _) = Fleet::with_model(
+        Options { config: "host-budget = \"64MiB\"".to_owned(), ..Options::default() },
+        "m",
+    );
+    let ask = |change: fn(&mut memory::attach::AttachRequest)| {
+        let mut ask = request("m");
+        change(&mut ask);
+        refusal(memory::attach::attach(&fleet.socket(), &ask, |_| {}).unwrap_err())
+    };
+    let (reason, text) = ask(|ask| ask.model = "other".to_owned());
+    assert_eq!(reason, RefusalReason::UnknownModel);
+    assert!(text.contains("\"other\"") && text.contains("loaded are: m"), "{text}");
+    assert_eq!(ask(|ask| ask.layout = 7).0, RefusalReason::Layout);
+    assert_eq!(ask(|ask| ask.device = "GPU-0".to_owned()).0, RefusalReason::Device);
+    let (reason, text) = ask(|ask| ask.kv_bytes = 1 << 30);
+    assert_eq!(reason, RefusalReason::Ledger);
+    assert!(text.contains("1.00 GiB are needed") && text.contains("of 64.0 MiB are free"), "{text}");
+    assert_eq!(fleet.status().leases.len(), 0);
+}
+
+#[test]
+fn tokens_are_needed_from_the_first_one_on() {
+    let (fleet, _) = Fleet::with_model(Options::default(), "m");
+    drop(fleet.attach("m").unwrap());
+    fleet.allow_token("worker-0", "0123456789abcdef0");
+    assert_eq!(refusal(fleet.attach("m").unwrap_err()).0, RefusalReason::Token);
+    assert!(fleet.worker("m", "wrong token, long enough").greeting.starts_with("refused"));
+    let worker = fleet.worker("m", "0123456789abcdef0");
+    let (lease, _) = worker.attached();
+    let status = fleet.status();
+    let held = status.leases.iter().find(|held| held.lease == lease).unwrap();
+    assert_eq!((held.token_name.as_str(), held.pid), ("worker-0", worker.pid()));
+    // The worker is started anew, with a new token.
+    fleet.allow_token("worker-0", "fedcba98765432100");
+    assert!(fleet.worker("m", "0123456789abcdef0").greeting.starts_with("refused"));
+    fleet.worker("m", "fedcba98765432100").attached();
+}
+
+#[test]
+fn other_users_are_refused() {
+    let options = Options { config: "allow-uids = [4242]".to_owned(), ..Options::default() };
+    let (fleet, _) = Fleet::with_model(options, "m");
+    assert_eq!(refusal(fleet.attach("m").unwrap_err()).0, RefusalReason::PeerUid);
+}
+
+#[test]
+fn configured_models_are_loaded_at_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("m.gguf");
+    crate::support::make_model(&path, &[1000]);
+    let config = format!("[[models]]\nname = \"m\"\npath = {path:?}\npack = false");
+    let fleet = Fleet::start(Options { config, ..Options::default() });
+    // The load may not have begun yet.
+    let attached = loop {
+        match fleet.attach("m") {
+            Err(AttachError::Refused { reason: RefusalReason::UnknownModel, .. }) => {}
+            result => break result.unwrap(),
+        }
+    };
+    assert_eq!(attached.lease.status(), LeaseStatus::Held);
+}
+
+#[test]
+fn real_models_arrive_as_they_stand_in_their_files() {
+    let Some(data) = std::env::var_os("BALLAST_TEST_DATA") else {
+        println!("SKIPPED: BALLAST_TEST_DATA is not set, no real model to load");
+        return;
+    };
+    let fleet = Fleet::plain();
+    let models = std::path::Path::new(&data).join("models");
+    for name in ["pycoder-7m-q8_0", "pycoder-22m-q4_k_m"] {
+        let path = models.join(format!("{name}.gguf"));
+        fleet.load(name, &path).unwrap();
+        let attached = fleet.attach(name).unwrap();
+        let file = std::fs::read(&path).unwrap();
+        let header = gguf::Header::read(&file[..], file.len() as u64).unwrap();
+        assert_eq!(attached.tensors.len(), header.tensors().len());
+        for (tensor, info) in attached.tensors.iter().zip(header.tensors()) {
+            assert_eq!((&tensor.name, tensor.dtype), (&info.name, info.dtype.id()));
+            let from = header.file_offset(info) as usize;
+            assert!(tensor.bytes == file[from..from + info.bytes as usize], "{name}: {}", info.name);
+        }
+        println!("{name}: handed over in {:?}", attached.handoff);
+    }
+}
+
+#[test]
+fn split_model_is_loaded_from_all_its_files() {
+    let fleet = Fleet::plain();
+    let part = |number: u16, tensors: &[(&str, u64)]| {
+        let mut metadata = gguf::MetadataBuilder::default();
+        metadata.put("split.no", number - 1).unwrap();
+        metadata.put("split.count", 2u16).unwrap();
+        metadata.put("split.tensors.count", 3i32).unwrap();
+        let mut layout = gguf::Layout::default();
+        for (name, values) in tensors {
+            layout.add(name, quant::DType::F32, &[*values]).unwrap();
+        }
+        let path = fleet.path(&format!("m-{number:05}-of-00002.gguf"));
+        let mut writer =
+            gguf::Writer::start(std::fs::File::create(&path).unwrap(), &metadata, layout).unwrap();
+        for (_, values) in tensors {
+            writer.write(&pattern(number.into(), values * 4).collect::<Vec<u8>>()).unwrap();
+        }
+        writer.finish().unwrap();
+        path
+    };
+    let first = part(1, &[("a", 1000)]);
+    let second = part(2, &[("b", 5000), ("c", 70)]);
+    fleet.load("m", &first).unwrap();
+    let attached = fleet.attach("m").unwrap();
+    assert_eq!(attached.manifest.files.len(), 2);
+    for (tensor, (name, number, values)) in
+        attached.tensors.iter().zip([("a", 1, 1000), ("b", 2, 5000), ("c", 2, 70)])
+    {
+        assert_eq!(tensor.name, name);
+        assert!(tensor.bytes.iter().copied().eq(pattern(number, values * 4)));
+    }
+    let text = fleet.load("second", &second).unwrap_err().message().to_owned();
+    assert!(text.contains("open the first"), "{text}");
+    std::fs::remove_file(&second).unwrap();
+    assert!(!fleet.load("m", &first).unwrap().read_from_file, "what is resident needs no file");
+    let text = fleet.load("other", &first).unwrap_err().message().to_owned();
+    assert!(text.contains("m-00002-of-00002.gguf"), "{text}");
+}
+
+#[test]
+fn events_tell_what_changes() {
+    let fleet = Fleet::plain();
+    let mut admin = fleet.admin();
+    let mut events =
+        fleet.runtime.block_on(admin.watch_events(wire::WatchEventsRequest {})).unwrap().into_inner();
+    let path = fleet.make_model("m", &[10]);
+    fleet.load("m", &path).unwrap();
+    drop(fleet.attach("m").unwrap());
+    fleet.unload("m").unwrap();
+    let seen = fleet.runtime.block_on(async {
+        let mut seen = Vec::new();
+        loop {
+            let event = tokio::time::timeout(LIMIT, events.message()).await.unwrap().unwrap().unwrap();
+            match event.kind.unwrap() {
+                wire::event::Kind::Generation(g) => seen.push(format!("{:?}", g.state())),
+                wire::event::Kind::Lease(lease) => seen.push(format!("{:?}", lease.state())),
+                wire::event::Kind::LeaseEnded(_) => seen.push("LeaseEnded".to_owned()),
+                wire::event::Kind::GenerationGone(_) => return seen,
+                wire::event::Kind::Missed(_) => panic!("nothing was missed"),
+            }
+        }
+    });
+    let expected = ["Loading", "Ready", "Granting", "Held", "LeaseEnded"];
+    assert!(expected.iter().all(|state| seen.iter().any(|found| found == state)), "{seen:?}");
+}
