@@ -10,7 +10,8 @@
 //! process adds to and takes away from (KV pools).
 //!
 //! Layers: `driver` is the raw seam (`libcuda`; in tests `fake`), `Physical` and `AddressRange` own handles, addresses
-//! and mappings, the models on top of them know manifests. All but `libcuda` is compiled without the feature `cuda` too.
+//! and mappings, the models on top of them know manifests. All but `libcuda`
+//! and `nvml` is compiled without the feature `cuda` too.
 
 mod device;
 pub mod driver;
@@ -20,6 +21,8 @@ mod growing;
 mod imported;
 #[cfg(feature = "cuda")]
 mod libcuda;
+#[cfg(feature = "cuda")]
+pub mod nvml;
 mod physical;
 mod range;
 pub mod retry;

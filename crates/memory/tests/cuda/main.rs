@@ -4,19 +4,24 @@
 //! through NVML alone. Children of the same executable load, import and misbehave (`roles`). Without a driver it says so and
 //! passes. One argument picks a check by name.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test without the harness: unwrap is how it fails, its report is its output"
+)]
+
 mod roles;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use memory::cuda::DeviceUuid;
 use memory::cuda::nvml::Nvml;
-use memory::handoff::Collector;
 use memory::seqpacket::{Connection, FrameError};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use proto::weights::v1::{BatchReceived, FdBatch};
+use proto::weights::v1::BatchReceived;
 
 use roles::{MIB, NO_DRIVER, PATIENCE, ROLE};
 
@@ -103,14 +108,7 @@ impl Role {
     }
 
     fn receive_fds(&self) -> Vec<OwnedFd> {
-        let (announced, _) = self.socket.receive::<FdBatch>().unwrap();
-        let mut collector = Collector::new(announced.count).unwrap();
-        while !collector.is_complete() {
-            let (batch, fds) = self.socket.receive::<FdBatch>().unwrap();
-            let receipt = collector.accept(&batch, fds).unwrap();
-            self.socket.send(&BatchReceived { batch: receipt.batch + 1 }, &[]).unwrap();
-        }
-        collector.into_fds()
+        roles::receive_fds(&self.socket)
     }
 
     fn send_fds(&self, fds: &[OwnedFd]) {
@@ -299,8 +297,4 @@ fn stray_write(machine: &Machine) -> String {
     later.end_well();
     drop(fds);
     notes + &machine.assert_back_at(baseline)
-}
-
-fn borrowed(fds: &[OwnedFd]) -> Vec<std::os::fd::BorrowedFd<'_>> {
-    fds.iter().map(AsFd::as_fd).collect()
 }

@@ -143,12 +143,13 @@ pub(crate) fn send_fds(socket: &Connection, fds: &[OwnedFd]) {
     socket.send(&FdBatch { batch: 0, first: 0, count }, &[]).unwrap();
     for batch in batches(count) {
         let part = &fds[batch.first as usize..][..batch.count as usize];
-        socket.send(&batch, &super::borrowed(part)).unwrap();
+        let borrowed: Vec<_> = part.iter().map(AsFd::as_fd).collect();
+        socket.send(&batch, &borrowed).unwrap();
         socket.receive::<BatchReceived>().unwrap();
     }
 }
 
-fn receive_fds(socket: &Connection) -> Vec<OwnedFd> {
+pub(crate) fn receive_fds(socket: &Connection) -> Vec<OwnedFd> {
     let (announced, _) = socket.receive::<FdBatch>().unwrap();
     let mut collector = Collector::new(announced.count).unwrap();
     while !collector.is_complete() {
