@@ -1,5 +1,7 @@
 //! The worker's side against weight-servers that break off, mix things up, or lie.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;

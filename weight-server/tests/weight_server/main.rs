@@ -1,5 +1,8 @@
 //! The weight-server as a real process: real sockets, real loader children, real deaths.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+#![expect(clippy::print_stdout, reason = "the worker role answers on standard output")]
+
 mod adoption;
 mod faults;
 mod handoff;

@@ -1,0 +1,107 @@
+//! How fast a model becomes resident from the page cache, and how fast a worker attaches to it. `cargo bench -p weight-server`.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a measurement prints, and ends where it cannot go on"
+)]
+
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use memory::attach::{AttachRequest, attach};
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::weights::v1::{LoadRequest, UnloadRequest, load_event};
+use weight_server::{Config, LoaderProgram};
+
+const ROLE: &str = "BALLAST_BENCH_LOADER";
+
+/// Of the shape of a 0.6B model in 8 bits: layers of a few megabytes each.
+const TENSORS: u64 = 200;
+const TENSOR_VALUES: u64 = 3 * 1024 * 1024 / 4 + 1000;
+const ROUNDS: u32 = 5;
+
+fn main() {
+    if std::env::var_os(ROLE).is_some() {
+        return weight_server::loader::run().unwrap();
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let model = directory.path().join("m.gguf");
+    write_model(&model);
+    let config: Config = toml::from_str(&format!("runtime-dir = {:?}", directory.path())).unwrap();
+    let loader = LoaderProgram {
+        program: std::env::current_exe().unwrap(),
+        arguments: Vec::new(),
+        environment: vec![(ROLE.to_owned(), String::new())],
+    };
+    std::thread::spawn(move || weight_server::run_with_loader(config, loader).unwrap());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(measure(directory.path(), &model));
+}
+
+fn write_model(path: &Path) {
+    let metadata = gguf::MetadataBuilder::default();
+    let mut layout = gguf::Layout::default();
+    for index in 0..TENSORS {
+        layout.add(&format!("blk.{index}.weight"), quant::DType::F32, &[TENSOR_VALUES]).unwrap();
+    }
+    let mut writer =
+        gguf::Writer::start(BufWriter::new(std::fs::File::create(path).unwrap()), &metadata, layout).unwrap();
+    let tensor: Vec<u8> = (0..TENSOR_VALUES * 4).map(|at| (at * 31 >> 3) as u8).collect();
+    for _ in 0..TENSORS {
+        writer.write(&tensor).unwrap();
+    }
+    writer.finish().unwrap().flush().unwrap();
+}
+
+async fn measure(directory: &Path, model: &Path) {
+    let channel = loop {
+        match service::grpc::connect(&directory.join("weights-admin.sock")).await {
+            Ok(channel) => break channel,
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    };
+    let mut admin = WeightServerClient::new(channel);
+    for no_packing in [false, true] {
+        for _ in 0..ROUNDS {
+            let path = model.to_str().unwrap().to_owned();
+            let request = LoadRequest { model: "m".to_owned(), path, device: String::new(), no_packing };
+            let started = Instant::now();
+            let mut events = admin.load(request).await.unwrap().into_inner();
+            let loaded = loop {
+                if let Some(load_event::Kind::Loaded(loaded)) = events.message().await.unwrap().unwrap().kind
+                {
+                    break loaded.generation.unwrap();
+                }
+            };
+            let took = started.elapsed();
+            let socket = directory.join("weights.sock");
+            let attached =
+                tokio::task::spawn_blocking(move || attach(&socket, &request_m(), |_| {}).unwrap());
+            let attached = attached.await.unwrap();
+            println!(
+                "{:4} allocations: {:.2} GB in {took:.0?} = {:.2} GB/s; waste {:.2}%; attached in {:.2?} + {:.2?}",
+                loaded.allocations,
+                loaded.tensor_bytes as f64 / 1e9,
+                loaded.tensor_bytes as f64 / 1e9 / took.as_secs_f64(),
+                100.0 * (loaded.allocation_bytes as f64 / loaded.tensor_bytes as f64 - 1.0),
+                attached.waited,
+                attached.handoff,
+            );
+            drop(attached);
+            admin.unload(UnloadRequest { model: "m".to_owned() }).await.unwrap();
+        }
+    }
+}
+
+fn request_m() -> AttachRequest {
+    AttachRequest {
+        model: "m".to_owned(),
+        device: "host".to_owned(),
+        layout: 0,
+        token: None,
+        kv_bytes: 0,
+        workspace_bytes: 0,
+    }
+}
