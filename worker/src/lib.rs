@@ -27,4 +27,4 @@ mod wire;
 
 pub use attach::AttachError;
 pub use config::Config;
-pub use run::{RunError, run};
+pub use run::{RunError, run, serve};

@@ -92,7 +92,8 @@ fn read_token() -> Result<Option<Bytes>, RunError> {
     Ok(Some(token.into()))
 }
 
-async fn serve(
+/// The worker without its process: serves until `shutdown` is requested and the streams have ended or are cut.
+pub async fn serve(
     config: Config,
     token: Option<Bytes>,
     notify: &Notify,

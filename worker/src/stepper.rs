@@ -180,7 +180,6 @@ impl Stepper {
             }
             self.look_after_readers();
             let idle = self.step()?;
-            self.publish();
             if idle && self.engine.has_work() && !self.wait_for_command() {
                 return Ok(());
             }
@@ -190,9 +189,12 @@ impl Stepper {
     /// Whether there was nothing to compute.
     fn step(&mut self) -> Result<bool, StepError> {
         let stepped = self.engine.step(self.epoch.elapsed(), &mut self.outputs);
+        // Before the outputs: whoever has read a stream's end finds its blocks free.
+        self.publish();
         match stepped {
             Ok(report) => {
                 self.deliver("");
+                self.publish();
                 Ok(report.rows == 0)
             }
             Err(error) => {
@@ -201,10 +203,9 @@ impl Stepper {
                 self.deliver(&detail);
                 if error.is_fatal() {
                     self.cut_all(&Cut::StepFailed { detail });
-                    self.publish();
-                    return Err(error);
                 }
-                Ok(false)
+                self.publish();
+                if error.is_fatal() { Err(error) } else { Ok(false) }
             }
         }
     }

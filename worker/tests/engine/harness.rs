@@ -1,0 +1,179 @@
+//! A worker on a thread of its own, as its process would be, and a client on its socket.
+
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use proto::v1::Sampling;
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{self as wire, generate_frame, metadata_frame};
+use service::{Bytes, Notify, Shutdown};
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+use worker::{Config, RunError};
+
+use crate::giver::{Giver, MODEL, ModelFile};
+
+/// For a machine under load; what is waited for takes milliseconds.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) struct Worker {
+    pub(crate) client: WorkerClient<Channel>,
+    pub(crate) channel: Channel,
+    pub(crate) fingerprint: bytes::Bytes,
+    pub(crate) shutdown: Shutdown,
+    pub(crate) thread: Option<JoinHandle<Result<(), RunError>>>,
+}
+
+pub(crate) fn config(directory: &Path, index: u32) -> Config {
+    let directory = service::RuntimeDir::at(directory);
+    let (name, model) = (format!("worker-{index}"), MODEL.to_owned());
+    Config::new(name, model, directory.weights_socket(), directory.worker_socket(index), Bytes::mib(16), 2)
+}
+
+pub(crate) fn spawn(config: Config) -> (Shutdown, JoinHandle<Result<(), RunError>>) {
+    let shutdown = Shutdown::default();
+    let stop = shutdown.clone();
+    let thread = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let notify = Notify::from_env().unwrap();
+        runtime.block_on(worker::serve(config, None, &notify, &stop))
+    });
+    (shutdown, thread)
+}
+
+impl Worker {
+    pub(crate) async fn start(config: Config) -> Self {
+        let socket = config.listen.clone();
+        let (shutdown, thread) = spawn(config);
+        let start = Instant::now();
+        let channel = loop {
+            match service::grpc::connect(&socket).await {
+                Ok(channel) => break channel,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        };
+        let client = WorkerClient::new(channel.clone());
+        let fingerprint = bytes::Bytes::new();
+        let mut worker = Self { client, channel, fingerprint, shutdown, thread: Some(thread) };
+        while worker.fingerprint.is_empty() {
+            match worker.metadata().await {
+                Ok((description, _)) => worker.fingerprint = description.fingerprint,
+                Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status}"),
+            }
+            if worker.has_ended() {
+                panic!("the worker ended: {:?}", worker.thread.take().map(|thread| thread.join()));
+            }
+            assert!(start.elapsed() < PATIENCE, "the worker did not attach");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        worker
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(|thread| thread.is_finished())
+    }
+
+    pub(crate) async fn metadata(&mut self) -> Result<(wire::Description, Vec<u8>), Status> {
+        let mut frames = self.client.get_metadata(wire::GetMetadataRequest {}).await?.into_inner();
+        let Some(metadata_frame::Frame::Description(description)) = frames.message().await?.unwrap().frame
+        else {
+            panic!("the description comes first");
+        };
+        let mut gguf = Vec::new();
+        while let Some(frame) = frames.message().await? {
+            let Some(metadata_frame::Frame::Gguf(piece)) = frame.frame else { panic!("{frame:?}") };
+            assert!(piece.len() <= 1 << 20);
+            gguf.extend_from_slice(&piece);
+        }
+        Ok((description, gguf))
+    }
+
+    /// Greedy, without stop tokens.
+    pub(crate) fn greedy(&self, prompt: &[u32], max_tokens: u32) -> wire::GenerateRequest {
+        wire::GenerateRequest {
+            fingerprint: self.fingerprint.clone(),
+            tokens: prompt.to_vec(),
+            prompt_tokens: prompt.len() as u32,
+            max_tokens,
+            sampling: Some(Sampling { temperature: Some(0.0), seed: Some(1), ..Default::default() }),
+            ..Default::default()
+        }
+    }
+
+    pub(crate) async fn generate(&mut self, request: wire::GenerateRequest) -> Result<Generated, Status> {
+        let mut frames = self.client.generate(request).await?.into_inner();
+        let mut generated = Generated::default();
+        let first = frames.message().await?.and_then(|frame| frame.frame);
+        assert!(matches!(first, Some(generate_frame::Frame::Admitted(_))), "{first:?}");
+        loop {
+            match frames.message().await {
+                Ok(Some(frame)) => match frame.frame.unwrap() {
+                    generate_frame::Frame::Tokens(tokens) => {
+                        generated.tokens.extend(tokens.ids);
+                        generated.logprobs.extend(tokens.logprobs);
+                    }
+                    generate_frame::Frame::Finished(finished) => generated.finished = Some(finished),
+                    generate_frame::Frame::Admitted(_) => panic!("admitted twice"),
+                },
+                Ok(None) => return Ok(generated),
+                Err(status) => {
+                    generated.cut = Some(status);
+                    return Ok(generated);
+                }
+            }
+        }
+    }
+
+    pub(crate) async fn stats(&mut self) -> wire::StatsReply {
+        self.client.stats(wire::StatsRequest {}).await.unwrap().into_inner()
+    }
+
+    pub(crate) async fn until(&mut self, what: &str, holds: impl Fn(&wire::StatsReply) -> bool) {
+        let start = Instant::now();
+        loop {
+            let stats = self.stats().await;
+            if holds(&stats) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{what} did not come: {stats:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    pub(crate) async fn stop(mut self) -> Result<(), RunError> {
+        self.shutdown.request();
+        let thread = self.thread.take().unwrap();
+        tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shutdown.request();
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Generated {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logprobs: Vec<proto::v1::TokenLogprob>,
+    pub(crate) finished: Option<wire::Finished>,
+    pub(crate) cut: Option<Status>,
+}
+
+/// A giver that serves the demo model and a worker that has attached it.
+pub(crate) async fn fleet() -> (tempfile::TempDir, Giver, Worker) {
+    fleet_with(|_| ()).await
+}
+
+pub(crate) async fn fleet_with(change: impl FnOnce(&mut Config)) -> (tempfile::TempDir, Giver, Worker) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
+    giver.start();
+    let mut config = config(directory.path(), 0);
+    change(&mut config);
+    let worker = Worker::start(config).await;
+    (directory, giver, worker)
+}

@@ -1,0 +1,173 @@
+//! Coming up, serving through the weight-server's death, draining, going down.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use proto::worker::v1 as wire;
+use service::{Exit, HasExit};
+use tonic::Code;
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+
+use crate::giver::{Giver, MODEL, ModelFile};
+use crate::harness::{PATIENCE, Worker, config, fleet, spawn};
+
+const SERVING: i32 = 1;
+const NOT_SERVING: i32 = 2;
+
+async fn health(worker: &Worker) -> i32 {
+    let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
+    HealthClient::new(worker.channel.clone()).check(request).await.unwrap().into_inner().status
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_says_what_it_serves() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let (description, gguf) = worker.metadata().await.unwrap();
+    let file = ModelFile::demo();
+    assert_eq!((description.worker.as_str(), description.model.as_str()), ("worker-0", MODEL));
+    assert_eq!(gguf, file.header.metadata().bytes()[..]);
+    assert_eq!(description.digest, vec![9; 32]);
+    assert_eq!(u64::from(description.vocabulary), file.header.tensor("token_embd.weight").unwrap().dims[1]);
+    let weights: u64 = file.header.tensors().iter().map(|tensor| tensor.bytes).sum();
+    assert_eq!(description.weight_bytes, weights);
+    assert!(String::from_utf8(description.fingerprint.to_vec()).unwrap().starts_with("ballast-1 model=0909"));
+    let stats = worker.stats().await;
+    assert!(stats.attach_ms > 0.0 && stats.attach_ms < 500.0, "ten times the goal: {stats:?}");
+    assert!(stats.own_bytes > 0 && stats.kv_total_tokens > 512, "{stats:?}");
+    assert_eq!(health(&worker).await, SERVING);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = config(directory.path(), 0);
+    let socket = config.listen.clone();
+    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
+    let late = async {
+        let start = Instant::now();
+        let channel = loop {
+            match service::grpc::connect(&socket).await {
+                Ok(channel) => break channel,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+        };
+        let mut client = wire::worker_client::WorkerClient::new(channel.clone());
+        let status = client.get_metadata(wire::GetMetadataRequest {}).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+        let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
+        let health = HealthClient::new(channel).check(request).await.unwrap().into_inner().status;
+        assert_eq!(health, NOT_SERVING);
+        giver.start();
+    };
+    let (mut worker, ()) = tokio::join!(Worker::start(config), late);
+    assert_eq!(worker.generate(worker.greedy(&[1], 2)).await.unwrap().tokens.len(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_serves_on_without_its_weight_server_and_claims_its_lease_from_the_next() {
+    let (_directory, mut giver, mut worker) = fleet().await;
+    let before = worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens;
+    giver.kill();
+    let orphaned = worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens;
+    assert_eq!(orphaned, before);
+    giver.start();
+    let start = Instant::now();
+    while giver.reclaimed.load(Ordering::SeqCst) == 0 {
+        assert!(start.elapsed() < PATIENCE, "the lease was not claimed again");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(giver.attached.load(Ordering::SeqCst), 1, "nothing was attached twice");
+    assert_eq!(worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens, before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drain_lets_streams_end_and_takes_no_more() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let request = worker.greedy(&[1, 2], 200);
+    let mut frames = worker.client.generate(request.clone()).await.unwrap().into_inner();
+    frames.message().await.unwrap();
+    let mut drainer = worker.client.clone();
+    let drain = tokio::spawn(async move { drainer.drain(wire::DrainRequest { grace_ms: 60_000 }).await });
+    worker.until("draining", |stats| stats.draining).await;
+    assert_eq!(health(&worker).await, NOT_SERVING);
+    assert_eq!(worker.client.generate(request).await.unwrap_err().code(), Code::Unavailable);
+    let mut count = 0;
+    while frames.message().await.unwrap().is_some() {
+        count += 1;
+    }
+    assert_eq!(count, 201, "all tokens and the last word");
+    assert_eq!(drain.await.unwrap().unwrap().into_inner().cut, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
+    let (directory, _giver, mut first) = fleet().await;
+    let mut second = Worker::start(config(directory.path(), 1)).await;
+    assert_eq!(first.fingerprint, second.fingerprint);
+    let mut request = first.greedy(&[7, 8, 9], 400);
+    request.sampling.as_mut().unwrap().temperature = Some(0.7);
+    let whole = second.generate(request.clone()).await.unwrap().tokens;
+    let mut drainer = first.client.clone();
+    let cut_request = request.clone();
+    let (cut, drained) = tokio::join!(first.generate(cut_request), async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        drainer.drain(wire::DrainRequest { grace_ms: 0 }).await.unwrap().into_inner().cut
+    });
+    let cut = cut.unwrap();
+    assert_eq!(drained, 1);
+    assert_eq!(cut.cut.unwrap().code(), Code::Unavailable);
+    assert!(cut.tokens.len() < whole.len());
+    request.tokens.extend_from_slice(&cut.tokens);
+    let rest = second.generate(request).await.unwrap().tokens;
+    assert_eq!([cut.tokens, rest].concat(), whole);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopping_worker_finishes_its_streams_and_leaves_nothing() {
+    let (directory, _giver, mut worker) = fleet().await;
+    let mut frames = worker.client.generate(worker.greedy(&[1, 2], 100)).await.unwrap().into_inner();
+    frames.message().await.unwrap();
+    // A watching router must not keep the worker alive.
+    let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
+    let mut watch = HealthClient::new(worker.channel.clone()).watch(request).await.unwrap().into_inner();
+    let start = Instant::now();
+    let stop = tokio::spawn(worker.stop());
+    let mut count = 0;
+    while frames.message().await.unwrap().is_some() {
+        count += 1;
+    }
+    assert_eq!(count, 101);
+    let mut states = Vec::new();
+    while let Ok(Some(state)) = watch.message().await {
+        states.push(state.status);
+    }
+    assert_eq!(states, [SERVING, NOT_SERVING], "and then the end of the watch");
+    stop.await.unwrap().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(8), "it did not wait for the drain's deadline");
+    assert!(!directory.path().join("worker-0.sock").exists());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_cannot_have_its_budget_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
+    giver.start();
+    let mut small = config(directory.path(), 0);
+    small.kv_bytes = service::Bytes(100);
+    let (_shutdown, thread) = spawn(small);
+    let error = tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap_err();
+    assert_eq!(error.exit(), Exit::Usage);
+    let line = service::exit::one_line(&error);
+    assert!(line.contains("KV budget of 100 bytes"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_while_waiting_for_weights_is_prompt() {
+    let directory = tempfile::tempdir().unwrap();
+    let (shutdown, thread) = spawn(config(directory.path(), 0));
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let start = Instant::now();
+    shutdown.request();
+    tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(5));
+}

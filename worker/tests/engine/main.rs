@@ -1,0 +1,9 @@
+//! The worker on the real engine and a small real model, fed by a minimal weight-server.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod generate;
+mod giver;
+mod harness;
+mod lifecycle;
+mod score;
