@@ -1,0 +1,345 @@
+//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut into steps, whatever
+//! shares a step, and however the cache is cut into blocks (I5).
+
+use std::ops::Range;
+
+use anyhow::{Result, ensure};
+use kernels::cuda::Cuda;
+use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
+
+use crate::Gpu;
+use crate::ops::{close, filled, values};
+use crate::random::Random;
+
+/// Queries and weights are rounded to f16 on the tensor cores.
+const TILE_TOLERANCE: f32 = 2e-3;
+const PLAIN_TOLERANCE: f32 = 3e-6;
+
+struct Paged {
+    spec: AttentionSpec,
+    kind: KvType,
+    lengths: Vec<usize>,
+    keys: Vec<Vec<f32>>,
+    values: Vec<Vec<f32>>,
+    queries: Vec<Vec<f32>>,
+}
+
+fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
+    AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() }
+}
+
+impl Paged {
+    fn new(random: &mut Random, spec: AttentionSpec, kind: KvType, lengths: &[usize]) -> Self {
+        let (width, kv_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let mut rows = |width: usize| -> Vec<Vec<f32>> {
+            lengths.iter().map(|len| random.values(len * width)).collect()
+        };
+        let (keys, values, queries) = (rows(kv_width), rows(kv_width), rows(width));
+        Self { spec, kind, lengths: lengths.to_vec(), keys, values, queries }
+    }
+
+    /// Writes all tokens in a first step; then, step by step, asks for ranges of sequences.
+    fn run<B: Backend>(
+        &self,
+        b: &mut B,
+        block_tokens: usize,
+        steps: &[Vec<(usize, Range<usize>)>],
+    ) -> Result<Vec<Vec<f32>>> {
+        let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
+        let layer = KvLayer { kv_heads, head_dim, kind: self.kind };
+        let tables = self.tables(block_tokens);
+        let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+        let blocks = tables.iter().map(|table| table.len()).sum::<usize>() + 2;
+        let mut kv = b.kv(&KvLayout { block_tokens, blocks, layers: vec![layer; 2] })?;
+
+        let all: Vec<_> = self.lengths.iter().map(|&len| 0..len).enumerate().collect();
+        let rows = begin(b, block_tokens, &tables, &all)?;
+        let keys = filled(b, rows, kv_heads * head_dim, &self.keys.concat())?;
+        let written = filled(b, rows, kv_heads * head_dim, &self.values.concat())?;
+        b.kv_write(&mut kv, 1, &keys, &written, rows)?;
+
+        let width = heads * head_dim;
+        let mut results = Vec::new();
+        for parts in steps {
+            let rows = begin(b, block_tokens, &tables, parts)?;
+            let queries: Vec<f32> = (parts.iter())
+                .flat_map(|(sequence, range)| &self.queries[*sequence][range.start * width..range.end * width])
+                .copied()
+                .collect();
+            let queries = filled(b, rows, width, &queries)?;
+            let mut out = b.tensor(rows, width)?;
+            b.attention(&kv, 1, &queries, &self.spec, &mut out, rows)?;
+            results.push(values(b, &out, rows, width)?);
+        }
+        Ok(results)
+    }
+
+    /// Blocks of the sequences interleaved, from the last one down.
+    fn tables(&self, block_tokens: usize) -> Vec<Vec<u32>> {
+        let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(block_tokens)).collect();
+        let mut next = needed.iter().sum::<usize>() as u32 + 1;
+        let mut tables = vec![Vec::new(); needed.len()];
+        while tables.iter().zip(&needed).any(|(table, &needed)| table.len() < needed) {
+            for (table, &needed) in tables.iter_mut().zip(&needed) {
+                if table.len() < needed {
+                    table.push(next);
+                    next -= 1;
+                }
+            }
+        }
+        tables
+    }
+}
+
+fn begin<B: Backend>(
+    b: &mut B,
+    block_tokens: usize,
+    tables: &[&[u32]],
+    parts: &[(usize, Range<usize>)],
+) -> Result<usize> {
+    let (mut positions, mut sequences, mut slots) = (Vec::new(), Vec::new(), Vec::new());
+    for (sequence, range) in parts {
+        for position in range.clone() {
+            positions.push(position as u32);
+            sequences.push(*sequence as u32);
+            let block = tables[*sequence][position / block_tokens];
+            slots.push(block * block_tokens as u32 + (position % block_tokens) as u32);
+        }
+    }
+    let tokens = vec![0; positions.len()];
+    b.begin(&Step {
+        tokens: &tokens,
+        positions: &positions,
+        sequences: &sequences,
+        kv_slots: &slots,
+        tables,
+        outputs: &[],
+    })?;
+    Ok(positions.len())
+}
+
+pub(crate) fn it_is_that_of_the_reference(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(11);
+    let shapes = [
+        (4, 2, 64, true),
+        (8, 2, 128, true),
+        (14, 2, 64, true),
+        (6, 2, 96, true),
+        (5, 1, 128, true),
+        (16, 1, 64, true),
+        (3, 1, 16, false),
+        (9, 1, 24, false),
+        (40, 2, 64, false),
+        (1, 1, 5, false),
+    ];
+    for (kind, rounded) in [(KvType::F16, true), (KvType::F32, false)] {
+        for (heads, kv_heads, head_dim, tiles) in shapes {
+            let lengths = [1, 40, 16, 300, 257, 65, 64];
+            let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+            let step: Vec<_> = [1, 40, 3, 80, 1, 1, 2].iter().zip(lengths).map(|(last, len)| len - last..len).enumerate().collect();
+            let steps = [step];
+            let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &steps)?;
+            let expected = paged.run(&mut Reference::new(), 16, &steps)?;
+            let tolerance = if tiles && rounded { TILE_TOLERANCE } else { PLAIN_TOLERANCE };
+            let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}");
+            close(&what, &found.concat(), &expected.concat(), tolerance)?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(12);
+    for (kind, len, scale, tolerance) in [
+        (KvType::F16, 9_000, 1.0, TILE_TOLERANCE),
+        (KvType::F16, 700, 30.0, 0.1),
+        (KvType::F32, 5_000, 1.0, PLAIN_TOLERANCE),
+        (KvType::F32, 700, 200.0, 1e-3),
+    ] {
+        let mut paged = Paged::new(&mut random, spec(4, 1, 64), kind, &[len]);
+        paged.queries[0].iter_mut().for_each(|x| *x *= scale);
+        // Both the split kernel and the chunk kernel.
+        let steps = [vec![(0, len - 1..len)], vec![(0, len - 2..len)], vec![(0, len - 66..len)]];
+        let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &steps)?;
+        let expected = paged.run(&mut Reference::new(), 16, &steps)?;
+        close(&format!("{kind:?}, {len} keys, queries times {scale}"), &found.concat(), &expected.concat(), tolerance)?;
+    }
+    Ok(())
+}
+
+/// Positions at which the length of splits changes are among those cut at and run over.
+pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(13);
+    for (heads, kv_heads, head_dim, kind) in [
+        (4, 1, 64, KvType::F16),
+        (8, 2, 128, KvType::F16),
+        (6, 2, 96, KvType::F16),
+        (3, 1, 48, KvType::F16),
+        (2, 1, 64, KvType::F32),
+    ] {
+        let tiles = kind == KvType::F16 && head_dim != 48;
+        let lengths = if tiles { [4_300, 130, 2_100] } else { [330, 130, 70] };
+        let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+        let width = heads * head_dim;
+        let mut cuda = Cuda::new(&gpu.device)?;
+        // Each sequence as one chunk, alone.
+        let alone: Vec<_> = lengths.iter().map(|&len| 0..len).enumerate().map(|part| vec![part]).collect();
+        let whole = paged.run(&mut cuda, 16, &alone)?;
+        ensure!(whole.concat().iter().all(|x| x.is_finite()), "a value is not finite");
+
+        let len = lengths[0];
+        let mut steps: Vec<Vec<(usize, Range<usize>)>> = Vec::new();
+        // Decode rows of all sequences together.
+        for back in [1, 2, 63, 64, 65, 129] {
+            steps.push(lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect());
+        }
+        for at in [0, 1, 63, 64, 255, 2047, 2048, 2049, 4095, 4096] {
+            if at < len {
+                steps.push(vec![(0, at..at + 1)]);
+            }
+        }
+        // Chunks of all sizes, at odd places, beside decode rows.
+        let mut at = 7;
+        for size in [1, 2, 3, 5, 17, 40, 63, 64, 65, 100, 500, 3000] {
+            let end = (at + size).min(len);
+            steps.push(vec![(1, 99..100), (0, at..end), (2, 3..68)]);
+            at = end % (len - 1);
+        }
+        steps.push(vec![(0, len.saturating_sub(2300)..len), (1, 0..130)]);
+        for block_tokens in [16, 1, 24, 64] {
+            let found = paged.run(&mut cuda, block_tokens, &steps)?;
+            for (step, found) in steps.iter().zip(found) {
+                let expected = step.iter().flat_map(|(sequence, range)| {
+                    &whole[*sequence][range.start * width..range.end * width]
+                });
+                let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+                ensure!(
+                    differs.is_none(),
+                    "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, blocks of {block_tokens}, step {step:?}: value {differs:?}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Blocks far apart: units of the cache are mapped as they are written.
+pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16 };
+    // 1 TiB: only a reservation can be that large.
+    let layout = KvLayout { block_tokens: 16, blocks: 1 << 26, layers: vec![layer; 2] };
+    let mut kv = cuda.kv(&layout)?;
+    ensure!(kv.mapped_bytes() == 0, "{} bytes at the start", kv.mapped_bytes());
+    let mut random = Random::new(14);
+    let (mut largest, shape) = (0, spec(4, 2, 64));
+    let mut first: Option<Vec<f32>> = None;
+    let (keys, queries) = (random.values(2 * 128), random.values(2 * 256));
+    for block in [1_u32, 5_000, 20_000, 3, 50_000] {
+        let step = Step {
+            tokens: &[0, 0],
+            positions: &[0, 1],
+            sequences: &[0, 0],
+            kv_slots: &[16 * block, 16 * block + 1],
+            tables: &[&[block]],
+            outputs: &[],
+        };
+        cuda.begin(&step)?;
+        let (x, queries) = (filled(&mut cuda, 2, 128, &keys)?, filled(&mut cuda, 2, 256, &queries)?);
+        let mut out = cuda.tensor(2, 256)?;
+        cuda.kv_write(&mut kv, 1, &x, &x, 2)?;
+        cuda.attention(&kv, 1, &queries, &shape, &mut out, 2)?;
+        let found = values(&mut cuda, &out, 2, 256)?;
+        ensure!(*first.get_or_insert_with(|| found.clone()) == found, "block {block} gives other bits");
+        ensure!(kv.mapped_bytes() >= largest, "memory was taken away");
+        largest = kv.mapped_bytes();
+    }
+    ensure!(largest < 2 << 30, "{largest} bytes behind 50,000 blocks of 16 KiB");
+    let unwritten = Step {
+        tokens: &[0],
+        positions: &[0],
+        sequences: &[0],
+        kv_slots: &[16 * 7],
+        tables: &[&[7]],
+        outputs: &[],
+    };
+    cuda.begin(&unwritten)?;
+    let queries = cuda.tensor(1, 256)?;
+    let mut out = cuda.tensor(1, 256)?;
+    let refused = cuda.attention(&kv, 1, &queries, &shape, &mut out, 1);
+    ensure!(matches!(refused, Err(ops::OpError::Unwritten { block: 7, .. })), "{refused:?}");
+    Ok(())
+}
+
+pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+    for (name, heads, kv_heads, head_dim) in [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128)] {
+        for (rows, context) in [(1, 512), (1, 2_000), (1, 16_000), (8, 512), (8, 2_000), (64, 1_000), (64, 16_000)] {
+            let seconds = measure(gpu, heads, kv_heads, head_dim, rows, context, 1)?;
+            let bytes = rows * context * kv_heads * head_dim * 4;
+            println!(
+                "attention {name:8} {rows:3} rows at {context:6} {:8.1} us {:6.0} GB/s",
+                seconds * 1e6,
+                bytes as f64 / seconds / 1e9
+            );
+        }
+        for (context, chunk) in [(512, 512), (2_048, 2_048), (16_384, 2_048), (16_384, 512)] {
+            let seconds = measure(gpu, heads, kv_heads, head_dim, 1, context, chunk)?;
+            let keys = context as f64 - chunk as f64 / 2.0;
+            let operations = 4.0 * chunk as f64 * keys * (heads * head_dim) as f64;
+            println!(
+                "attention {name:8} chunk {chunk:5} at {context:6} {:8.1} us {:6.1} TFLOP/s",
+                seconds * 1e6,
+                operations / seconds / 1e12
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Seconds of one layer's attention of `rows` sequences with the last `chunk` tokens of `context` each.
+fn measure(
+    gpu: &Gpu,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    rows: usize,
+    context: usize,
+    chunk: usize,
+) -> Result<f64> {
+    /// More than one, so that the cache of the device does not hold them all.
+    const LAYERS: usize = 16;
+    const BLOCK_TOKENS: usize = 16;
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let layer = KvLayer { kv_heads, head_dim, kind: KvType::F16 };
+    let table_len = context.div_ceil(BLOCK_TOKENS);
+    let layers = if rows * context > 300_000 { 4 } else { LAYERS };
+    let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: rows * table_len + 1, layers: vec![layer; layers] })?;
+    let tables: Vec<Vec<u32>> =
+        (0..rows).map(|row| (0..table_len).map(|i| (1 + i * rows + row) as u32).collect()).collect();
+    let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let mut random = Random::new(16);
+    let written = filled(&mut cuda, context, kv_heads * head_dim, &random.values(context * kv_heads * head_dim))?;
+    for row in 0..rows {
+        begin(&mut cuda, BLOCK_TOKENS, &tables, &[(row, 0..context)])?;
+        for layer in 0..layers {
+            cuda.kv_write(&mut kv, layer, &written, &written, context)?;
+        }
+    }
+    let width = heads * head_dim;
+    let queries = filled(&mut cuda, rows * chunk, width, &random.values(rows * chunk * width))?;
+    let mut out = cuda.tensor(rows * chunk, width)?;
+    let parts: Vec<_> = (0..rows).map(|row| (row, context - chunk..context)).collect();
+    let spec = spec(heads, kv_heads, head_dim);
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        begin(&mut cuda, BLOCK_TOKENS, &tables, &parts)?;
+        cuda.wait()?;
+        for layer in 0..layers {
+            cuda.attention(&kv, layer, &queries, &spec, &mut out, rows * chunk)?;
+        }
+        let start = std::time::Instant::now();
+        cuda.wait()?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(best / layers as f64)
+}

@@ -1,0 +1,343 @@
+//! linear_*.cu against the canonical order on the host, bit by bit.
+
+use anyhow::{Context, ensure};
+use kernels::cuda::linear::{Linear, Method, Product, TileShape};
+use kernels::cuda::quantize::{Quantize, activation_bytes};
+use kernels::cuda::repack::Repack;
+use kernels::cuda::{Buffer, View};
+use quant::layout::{TILE_COLS, Tiles};
+use quant::{Activations, DType};
+
+use crate::Gpu;
+use crate::bench::time;
+use crate::random::Random;
+
+const TYPES: [DType; 3] = [DType::Q8_0, DType::Q4_K, DType::Q6_K];
+
+fn methods(tokens: usize) -> impl Iterator<Item = Method> {
+    let vector = (tokens <= 4).then_some(Method::Vector(tokens));
+    vector.into_iter().chain(TileShape::ALL.into_iter().map(Method::Tiles))
+}
+
+struct Case {
+    shape: Tiles,
+    raw: Vec<u8>,
+    tiles: Buffer<u8>,
+    bias: Vec<f32>,
+    device_bias: Buffer<f32>,
+}
+
+impl Case {
+    fn new(gpu: &Gpu, random: &mut Random, dtype: DType, cols: usize, rows: usize) -> anyhow::Result<Self> {
+        let shape = Tiles::new(dtype, cols, rows)?;
+        let mut raw = vec![0; shape.raw_bytes()];
+        quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
+        let bias = random.values(rows);
+        Self::from_raw(gpu, shape, raw, bias)
+    }
+
+    fn from_raw(gpu: &Gpu, shape: Tiles, raw: Vec<u8>, bias: Vec<f32>) -> anyhow::Result<Self> {
+        let mut tiles = Buffer::new(&gpu.device, shape.bytes())?;
+        let device_raw = Buffer::from_host(&gpu.stream, &raw)?;
+        Repack::new(&gpu.device).repack(&gpu.stream, &shape, device_raw.view(), &mut tiles.view_mut())?;
+        gpu.stream.synchronize()?;
+        let device_bias = Buffer::from_host(&gpu.stream, &bias)?;
+        Ok(Self { shape, raw, tiles, bias, device_bias })
+    }
+
+    /// The canonical result: values of 256 columns, added in ascending order, then the bias.
+    fn expected(&self, x: &[f32]) -> anyhow::Result<Vec<f32>> {
+        let (cols, rows) = (self.shape.cols(), self.shape.rows());
+        let mut out = Vec::new();
+        for x in x.chunks_exact(cols) {
+            let a = Activations::for_weight(self.shape.dtype(), x)?.context("no activation")?;
+            for (raw, bias) in self.raw.chunks_exact(self.raw.len() / rows).zip(&self.bias) {
+                out.push(canonical(self.shape.dtype(), raw, &a)? + bias);
+            }
+        }
+        Ok(out)
+    }
+
+    fn product<'a>(&'a self, out: &'a mut Buffer<f32>) -> Product<'a> {
+        let bias = Some(self.device_bias.view());
+        Product { shape: self.shape, tiles: self.tiles.view(), bias, out: out.view_mut() }
+    }
+}
+
+fn canonical(dtype: DType, raw: &[u8], a: &Activations) -> anyhow::Result<f32> {
+    let blocks_per_tile = TILE_COLS / dtype.block_len();
+    if blocks_per_tile == 1 {
+        // Blocks are added in order from zero there too.
+        return Ok(quant::dot(dtype, raw, a)?);
+    }
+    let bytes = dtype.block_bytes();
+    let mut total = 0.0;
+    for (tile, raw) in raw.chunks(blocks_per_tile * bytes).enumerate() {
+        let mut value = 0.0_f32;
+        for (block, raw) in raw.chunks_exact(bytes).enumerate() {
+            value = legacy_block(dtype, raw, a, tile * blocks_per_tile + block, value)?;
+        }
+        total += value;
+    }
+    Ok(total)
+}
+
+/// `value` with one block of 32 values added to it.
+fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32) -> anyhow::Result<f32> {
+    let half = |at: usize| half::f16::from_le_bytes([raw[at], raw[at + 1]]).to_f32();
+    let quants: [i8; 32] = match dtype {
+        DType::Q8_0 => std::array::from_fn(|e| raw[2 + e] as i8),
+        DType::Q4_0 => bytemuck::pod_read_unaligned::<quant::BlockQ4_0>(raw).quants(),
+        DType::Q4_1 => bytemuck::pod_read_unaligned::<quant::BlockQ4_1>(raw).quants(),
+        DType::Q5_0 => bytemuck::pod_read_unaligned::<quant::BlockQ5_0>(raw).quants(),
+        DType::Q5_1 => bytemuck::pod_read_unaligned::<quant::BlockQ5_1>(raw).quants(),
+        _ => anyhow::bail!("{dtype} has no blocks of 32"),
+    };
+    let dot =
+        |qs: &[i8; 32]| -> i32 { quants.iter().zip(qs).map(|(&q, &a)| i32::from(q) * i32::from(a)).sum() };
+    Ok(match a {
+        Activations::Q8_0(a) => (dot(&a[at].qs) as f32).mul_add(half(0) * a[at].d.to_f32(), value),
+        Activations::Q8_1(a) => {
+            let value = (dot(&a[at].qs) as f32).mul_add(half(0) * a[at].d.to_f32(), value);
+            half(2).mul_add(a[at].s.to_f32(), value)
+        }
+        _ => anyhow::bail!("activations of {}", a.dtype()),
+    })
+}
+
+/// Quantised activations on the device.
+struct Input {
+    data: Buffer<u8>,
+    x: Vec<f32>,
+    device_x: Buffer<f32>,
+}
+
+impl Input {
+    fn new(gpu: &Gpu, random: &mut Random, dtype: DType, tokens: usize, cols: usize) -> anyhow::Result<Self> {
+        let x = random.values(tokens * cols);
+        let format = dtype.activation().context("no activation")?;
+        let bytes = activation_bytes(format, tokens, cols).context("no activation bytes")?;
+        Ok(Self { data: Buffer::new(&gpu.device, bytes)?, device_x: Buffer::from_host(&gpu.stream, &x)?, x })
+    }
+
+    fn run(
+        &mut self,
+        gpu: &Gpu,
+        linear: &Linear,
+        tokens: usize,
+        method: Method,
+        products: &mut [Product<'_>],
+    ) -> anyhow::Result<()> {
+        let (dtype, cols) = (products[0].shape.dtype(), products[0].shape.cols());
+        let format = dtype.activation().context("no activation")?;
+        let quantize = Quantize::new(&gpu.device);
+        let mut scratch = self.data.view_mut();
+        let x = quantize.launch(&gpu.stream, format, self.device_x.view(), tokens, cols, &mut scratch)?;
+        linear.launch_by(&gpu.stream, method, x, products)?;
+        gpu.stream.synchronize()?;
+        Ok(())
+    }
+}
+
+fn ensure_bits(what: &str, found: &[f32], expected: &[f32]) -> anyhow::Result<()> {
+    let differs =
+        found.iter().zip(expected).position(|(found, expected)| found.to_bits() != expected.to_bits());
+    if let Some(at) = differs {
+        let count = found.iter().zip(expected).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        anyhow::bail!(
+            "{what}: {count} of {} differ, value {at} is {}, expected {}",
+            found.len(),
+            found[at],
+            expected[at]
+        );
+    }
+    ensure!(found.len() == expected.len(), "{what}: {} values, expected {}", found.len(), expected.len());
+    Ok(())
+}
+
+pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result<()> {
+    let linear = Linear::new(&gpu.device);
+    let mut random = Random::new(5);
+    let mut failures = Vec::new();
+    for dtype in TYPES {
+        for (blocks, rows, tokens) in [
+            (1, 1, 1),
+            (2, 17, 2),
+            (3, 40, 3),
+            (16, 100, 4),
+            (5, 33, 7),
+            (17, 65, 9),
+            (9, 130, 33),
+            (4, 160, 70),
+            (7, 257, 139),
+        ] {
+            let cols = blocks * dtype.block_len().max(96);
+            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
+            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            let expected = case.expected(&input.x)?;
+            for method in methods(tokens) {
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
+                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
+                let what = format!("{dtype} {cols} x {rows}, {tokens} tokens, {method:?}");
+                if let Err(error) = ensure_bits(&what, &out.to_host(&gpu.stream)?, &expected) {
+                    failures.push(error.to_string());
+                }
+            }
+        }
+    }
+    ensure!(failures.is_empty(), "{} failures:\n  {}", failures.len(), failures.join("\n  "));
+    Ok(())
+}
+
+/// Random block bytes (scales made finite) at a real size: row r of a batch is what row r alone gives.
+pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
+    let linear = Linear::new(&gpu.device);
+    let mut random = Random::new(6);
+    let (cols, rows, tokens_max) = (2816, 1040, 150);
+    for dtype in TYPES {
+        let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
+        quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
+        let case = Case::from_raw(gpu, Tiles::new(dtype, cols, rows)?, raw, random.values(rows))?;
+        let mut input = Input::new(gpu, &mut random, dtype, tokens_max, cols)?;
+        let x = input.device_x.to_host(&gpu.stream)?;
+        let mut alone = Vec::new();
+        for token in 0..tokens_max {
+            let mut one = Input::new(gpu, &mut random, dtype, 1, cols)?;
+            one.device_x = Buffer::from_host(&gpu.stream, &x[token * cols..][..cols])?;
+            let mut out = Buffer::<f32>::new(&gpu.device, rows)?;
+            one.run(gpu, &linear, 1, Linear::method(1), &mut [case.product(&mut out)])?;
+            alone.extend(out.to_host(&gpu.stream)?);
+        }
+        for tokens in [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 150] {
+            for method in methods(tokens).chain([Linear::method(tokens)]) {
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
+                let what = format!("{dtype}, {tokens} tokens, {method:?}");
+                ensure_bits(&what, &out.to_host(&gpu.stream)?, &alone[..tokens * rows])?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn matrices_of_one_launch(gpu: &Gpu) -> anyhow::Result<()> {
+    let linear = Linear::new(&gpu.device);
+    let mut random = Random::new(7);
+    let cols = 1024;
+    for dtype in TYPES {
+        let cases: Vec<Case> = [100, 16, 33, 250]
+            .into_iter()
+            .map(|rows| Case::new(gpu, &mut random, dtype, cols, rows))
+            .collect::<Result<_, _>>()?;
+        for tokens in [1, 4, 6, 20, 40, 130] {
+            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            for method in methods(tokens) {
+                let mut outs: Vec<Buffer<f32>> = cases
+                    .iter()
+                    .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
+                    .collect::<Result<_, _>>()?;
+                let mut products: Vec<Product<'_>> =
+                    cases.iter().zip(&mut outs).map(|(case, out)| case.product(out)).collect();
+                input.run(gpu, &linear, tokens, method, &mut products)?;
+                drop(products);
+                for (at, (case, out)) in cases.iter().zip(&outs).enumerate() {
+                    let what = format!("{dtype}, matrix {at}, {tokens} tokens, {method:?}");
+                    ensure_bits(&what, &out.to_host(&gpu.stream)?, &case.expected(&input.x)?)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rounds of weights, so that none is still in the 60 MB of L2 when its turn comes again.
+const COLD_BYTES: usize = 300 << 20;
+
+pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
+    let linear = Linear::new(&gpu.device);
+    let mut random = Random::new(8);
+    let noise = Buffer::from_host(&gpu.stream, &random.bytes(16 << 20))?;
+    let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
+    println!("type   cols   rows tokens method          us    GB/s   TOPS");
+    for dtype in TYPES {
+        for (cols, rows) in [(4096, 4096), (4096, 12_288), (12_288, 4096), (4096, 151_936)] {
+            let shape = Tiles::new(dtype, cols, rows)?;
+            let copies = (COLD_BYTES / shape.bytes()).clamp(1, 24);
+            let mut weights = Buffer::<u8>::new(&gpu.device, copies * shape.bytes())?;
+            let mut at = 0;
+            while at < weights.len() {
+                let len = noise.len().min(weights.len() - at);
+                let source = noise.view().slice(0, len).context("noise")?;
+                weights.view_mut().slice_mut(at, len).context("weights")?.copy_from(&gpu.stream, source)?;
+                at += len;
+            }
+            gpu.stream.synchronize()?;
+            for tokens in [1, 2, 4, 8, 16, 32, 64, 512, 2048] {
+                if rows > 100_000 && tokens > 64 {
+                    continue;
+                }
+                let input = Input::new(gpu, &mut random, dtype, tokens.min(64), cols)?;
+                let mut input = Input {
+                    data: Buffer::new(
+                        &gpu.device,
+                        activation_bytes(dtype.activation().context("activation")?, tokens, cols)
+                            .context("bytes")?,
+                    )?,
+                    device_x: {
+                        let mut x = Buffer::<f32>::new(&gpu.device, tokens * cols)?;
+                        let part = input.device_x.len();
+                        for start in (0..x.len()).step_by(part) {
+                            let mut to = x.view_mut();
+                            let mut to = to.slice_mut(start, part).context("x")?;
+                            to.copy_from(&gpu.stream, input.device_x.view())?;
+                        }
+                        x
+                    },
+                    x: Vec::new(),
+                };
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                let quantize = Quantize::new(&gpu.device);
+                let mut scratch = input.data.view_mut();
+                let format = dtype.activation().context("activation")?;
+                let x = quantize.launch(
+                    &gpu.stream,
+                    format,
+                    input.device_x.view(),
+                    tokens,
+                    cols,
+                    &mut scratch,
+                )?;
+                let chosen = [Linear::method(tokens)];
+                let all: Vec<Method> = methods(tokens).collect();
+                for &method in if full { all.as_slice() } else { chosen.as_slice() } {
+                    if let Method::Tiles(shape) = method
+                        && (shape.tokens * 8 < tokens || (tokens * 16 < shape.tokens))
+                    {
+                        continue;
+                    }
+                    let calls = if tokens > 64 { copies.min(4) } else { copies };
+                    let seconds = time(gpu, calls, |call| {
+                        let tiles: View<'_, u8> = weights
+                            .view()
+                            .slice(call % copies * shape.bytes(), shape.bytes())
+                            .context("copy")?;
+                        let mut products = [Product { shape, tiles, bias: None, out: out.view_mut() }];
+                        Ok(linear.launch_by(&gpu.stream, method, x, &mut products)?)
+                    })?;
+                    let name = match method {
+                        Method::Vector(_) => "vector".to_owned(),
+                        Method::Tiles(shape) => format!("tiles {}", shape.tokens),
+                    };
+                    println!(
+                        "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",
+                        seconds * 1e6,
+                        shape.bytes() as f64 / seconds / 1e9,
+                        2.0 * (cols * rows * tokens) as f64 / seconds / 1e12
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}

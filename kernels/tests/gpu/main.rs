@@ -1,0 +1,95 @@
+//! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
+//!
+//!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
+//!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
+
+#![expect(clippy::print_stdout, reason = "an executable of its own: what it prints is its result")]
+
+#[cfg(feature = "cuda")]
+mod attention;
+#[cfg(feature = "cuda")]
+mod bench;
+#[cfg(feature = "cuda")]
+mod checksum;
+#[cfg(feature = "cuda")]
+mod linear;
+#[cfg(feature = "cuda")]
+mod models;
+#[cfg(feature = "cuda")]
+mod ops;
+#[cfg(feature = "cuda")]
+mod quantize;
+#[cfg(feature = "cuda")]
+mod random;
+#[cfg(feature = "cuda")]
+mod repack;
+
+#[cfg(feature = "cuda")]
+fn main() -> anyhow::Result<()> {
+    use kernels::cuda::{CudaError, Device, Stream};
+    let mut arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
+    let mode = arguments.next().unwrap_or_else(|| "tests".to_owned());
+    let filter = arguments.next().unwrap_or_default();
+    let device = match Device::open(0) {
+        Err(error @ (CudaError::NoDriver | CudaError::NoDevice { .. })) => {
+            println!("SKIPPED: every test of the CUDA kernels: {error}");
+            return Ok(());
+        }
+        device => device?,
+    };
+    println!("{} ({})", device.name(), device.uuid());
+    let stream = Stream::new(&device)?;
+    let gpu = Gpu { device, stream };
+    let cases: &[(&str, Case)] = match mode.as_str() {
+        "bench" => &[("attention", attention::bench), ("linear", linear::bench), ("checksum", checksum::bench), ("repack", repack::bench)],
+        _ => &[
+            ("checksum: pieces hash as on the host", checksum::pieces_hash_as_on_the_host),
+            ("repack: tiles are those of the host, and back", repack::tiles_are_those_of_the_host),
+            ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
+            ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
+            ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
+            ("linear: matrices of one launch", linear::matrices_of_one_launch),
+            ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
+            ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
+            ("ops: rotations are those of the reference", ops::rotations_are_those_of_the_reference),
+            ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
+            ("ops: what is written is read", ops::what_is_written_is_read),
+            ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
+            ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
+            ("attention: long contexts, extreme scores", attention::it_survives_long_contexts_and_extreme_scores),
+            ("attention: neither cut nor company nor blocks", attention::it_depends_on_neither_cut_nor_company_nor_blocks),
+            ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
+            ("models: goldens", models::goldens),
+            ("models: transcripts", models::transcripts),
+        ],
+    };
+    let mut failed = 0;
+    for (name, case) in cases.iter().filter(|(name, _)| name.contains(&filter)) {
+        let start = std::time::Instant::now();
+        let result = case(&gpu);
+        let seconds = start.elapsed().as_secs_f32();
+        match result {
+            Ok(()) => println!("ok      {name} ({seconds:.2} s)"),
+            Err(error) => {
+                failed += 1;
+                println!("FAILED  {name} ({seconds:.2} s): {error:#}");
+            }
+        }
+    }
+    anyhow::ensure!(failed == 0, "{failed} failed");
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+type Case = fn(&Gpu) -> anyhow::Result<()>;
+
+#[cfg(feature = "cuda")]
+struct Gpu {
+    device: kernels::cuda::Device,
+    stream: kernels::cuda::Stream,
+}
+
+#[cfg(not(feature = "cuda"))]
+fn main() {
+    println!("SKIPPED: every test of the CUDA kernels: built without the feature cuda");
+}

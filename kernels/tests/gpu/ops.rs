@@ -1,0 +1,212 @@
+//! The ops of `Cuda` that are not linear layers, against `ops::Reference` and against themselves.
+
+use anyhow::{Result, ensure};
+use bytes::Bytes;
+use kernels::cuda::Cuda;
+use ops::{Activation, Backend, Reference, RopePairing, RopeSpec, Step, Weight};
+use quant::DType;
+
+use crate::Gpu;
+use crate::random::Random;
+
+pub(crate) fn filled<B: Backend>(b: &mut B, rows: usize, cols: usize, host: &[f32]) -> Result<B::Tensor> {
+    let mut tensor = b.tensor(rows, cols)?;
+    b.write(&mut tensor, rows, host)?;
+    Ok(tensor)
+}
+
+pub(crate) fn values<B: Backend>(b: &mut B, x: &B::Tensor, rows: usize, cols: usize) -> Result<Vec<f32>> {
+    let mut host = vec![f32::NAN; rows * cols];
+    b.read(x, rows, &mut host)?;
+    Ok(host)
+}
+
+/// Every value within `tolerance` of the largest expected one.
+pub(crate) fn close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) -> Result<()> {
+    ensure!(found.len() == expected.len(), "{what}: {} values, expected {}", found.len(), expected.len());
+    let largest = expected.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let difference = (found - expected).abs();
+        ensure!(
+            difference <= tolerance * largest,
+            "{what}: value {i} is {found:e}, expected {expected:e}; the largest is {largest:e}"
+        );
+    }
+    Ok(())
+}
+
+pub(crate) fn weight<B: Backend<Data: From<Bytes>>>(dtype: DType, dims: &[usize], data: &[u8]) -> Weight<B> {
+    Weight { dtype, dims: dims.to_vec(), layout: 0, data: Bytes::copy_from_slice(data).into() }
+}
+
+fn floats<B: Backend<Data: From<Bytes>>>(values: &[f32]) -> Weight<B> {
+    weight(DType::F32, &[values.len()], bytemuck::cast_slice(values))
+}
+
+/// A step of rows that have positions and nothing else.
+pub(crate) fn rows_at<B: Backend>(b: &mut B, positions: &[u32], outputs: &[u32]) -> Result<()> {
+    let zeros = vec![0; positions.len()];
+    Ok(b.begin(&Step {
+        tokens: &zeros,
+        positions,
+        sequences: &zeros,
+        kv_slots: &zeros,
+        tables: &[&[]],
+        outputs,
+    })?)
+}
+
+fn norms<B: Backend<Data: From<Bytes>>>(
+    b: &mut B,
+    rows: usize,
+    head: usize,
+    heads: usize,
+    x: &[f32],
+    w: &[f32],
+) -> Result<Vec<f32>> {
+    let cols = head * heads;
+    let (full, per_head) = (floats(w), floats(&w[..head]));
+    let (mut sum, y) = (filled(b, rows, cols, x)?, filled(b, rows, cols, x)?);
+    let (mut first, mut second) = (b.tensor(rows, cols)?, b.tensor(rows, cols)?);
+    b.rms_norm(&sum, &full, 1e-6, &mut first, rows)?;
+    b.add_rms_norm(&mut sum, &y, &full, 1e-5, &mut second, rows)?;
+    b.add(&mut first, &y, rows)?;
+    b.rms_norm_heads(&mut first, &per_head, 1e-6, rows)?;
+    let mut all = values(b, &first, rows, cols)?;
+    all.extend(values(b, &second, rows, cols)?);
+    all.extend(values(b, &sum, rows, cols)?);
+    Ok(all)
+}
+
+pub(crate) fn norms_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(1);
+    for (rows, head, heads) in [(1, 64, 4), (3, 20, 3), (70, 128, 8), (2, 7, 1), (5, 128, 32), (2, 96, 100), (3, 1, 1)] {
+        let x = random.values(rows * head * heads);
+        let w = random.values(head * heads);
+        let found = norms(&mut Cuda::new(&gpu.device)?, rows, head, heads, &x, &w)?;
+        let expected = norms(&mut Reference::new(), rows, head, heads, &x, &w)?;
+        close(&format!("{rows} x {heads} x {head}"), &found, &expected, 1e-6)?;
+        // A row alone.
+        let last = (rows - 1) * head * heads;
+        let alone = norms(&mut Cuda::new(&gpu.device)?, 1, head, heads, &x[last..], &w)?;
+        let all = found.chunks_exact(rows * head * heads).flat_map(|part| &part[last..]);
+        ensure!(alone.iter().map(|x| x.to_bits()).eq(all.map(|x| x.to_bits())), "a row alone has other bits");
+    }
+    Ok(())
+}
+
+fn gate<B: Backend>(b: &mut B, rows: usize, cols: usize, x: &[f32], y: &[f32]) -> Result<Vec<f32>> {
+    let (x, y) = (filled(b, rows, cols, x)?, filled(b, rows, cols, y)?);
+    let mut out = b.tensor(rows, cols)?;
+    b.gated(Activation::Silu, &x, &y, &mut out, rows)?;
+    values(b, &out, rows, cols)
+}
+
+pub(crate) fn gates_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(2);
+    for (rows, cols, scale) in [(1, 33, 1.0), (5, 256, 20.0), (40, 1000, 200.0), (1, 1, 1.0)] {
+        let x: Vec<f32> = random.values(rows * cols).into_iter().map(|x| x * scale).collect();
+        let y = random.values(rows * cols);
+        let found = gate(&mut Cuda::new(&gpu.device)?, rows, cols, &x, &y)?;
+        close(&format!("{rows} x {cols}"), &found, &gate(&mut Reference::new(), rows, cols, &x, &y)?, 1e-6)?;
+    }
+    Ok(())
+}
+
+fn rotated<B: Backend>(b: &mut B, spec: &RopeSpec, head_dim: usize, positions: &[u32], x: &[f32]) -> Result<Vec<f32>> {
+    const HEADS: usize = 5;
+    let rope = b.rope_table(spec)?;
+    let mut out = Vec::new();
+    // A second step at other positions: angles must not be those of the first.
+    for shift in [0, 5] {
+        let positions: Vec<u32> = positions.iter().map(|position| position + shift).collect();
+        rows_at(b, &positions, &[])?;
+        let mut tensor = filled(b, positions.len(), head_dim * HEADS, &x[..positions.len() * head_dim * HEADS])?;
+        b.rope(&mut tensor, &rope, head_dim, positions.len())?;
+        out.extend(values(b, &tensor, positions.len(), head_dim * HEADS)?);
+    }
+    Ok(out)
+}
+
+pub(crate) fn rotations_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(3);
+    for pairing in [RopePairing::Adjacent, RopePairing::Halves] {
+        for (head_dim, pairs, rows, last) in
+            [(64, 32, 3, 100), (80, 20, 40, 100_000), (128, 64, 33, 1_000_000), (600, 300, 2, 10), (5, 1, 2, 7)]
+        {
+            let inverse_frequencies =
+                (0..pairs).map(|i| 10_000_f32.powf(-(i as f32) / pairs as f32)).collect();
+            let spec = RopeSpec { pairing, inverse_frequencies, magnitude: 1.25 };
+            let positions: Vec<u32> = (0..rows).map(|_| random.bits() as u32 % last).collect();
+            let x = random.values(rows * 5 * head_dim);
+            let found = rotated(&mut Cuda::new(&gpu.device)?, &spec, head_dim, &positions, &x)?;
+            let expected = rotated(&mut Reference::new(), &spec, head_dim, &positions, &x)?;
+            close(&format!("{pairing:?}, {pairs} pairs of {head_dim}"), &found, &expected, 1e-6)?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(4);
+    let mut cuda = Cuda::new(&gpu.device)?;
+    for (rows, cols, outputs) in [(5, 37, vec![0, 1, 4]), (64, 1000, vec![63]), (3, 8, vec![])] {
+        rows_at(&mut cuda, &vec![0; rows], &outputs)?;
+        let host = random.values(rows * cols);
+        let x = filled(&mut cuda, rows, cols, &host)?;
+        let mut out = cuda.tensor(outputs.len(), cols)?;
+        cuda.gather_outputs(&x, &mut out)?;
+        let found = values(&mut cuda, &out, outputs.len(), cols)?;
+        let expected: Vec<f32> =
+            outputs.iter().flat_map(|&row| host[row as usize * cols..][..cols].to_vec()).collect();
+        ensure!(found == expected, "{outputs:?} of {rows} rows");
+    }
+    Ok(())
+}
+
+/// Tensors larger than what is read in one piece, and rows that are not asked for.
+pub(crate) fn what_is_written_is_read(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(5);
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let (rows, cols) = (3, 700_001);
+    let host = random.values(rows * cols);
+    let x = filled(&mut cuda, rows, cols, &host)?;
+    ensure!(values(&mut cuda, &x, rows, cols)? == host, "all rows");
+    ensure!(values(&mut cuda, &x, 2, cols)? == host[..2 * cols], "two rows");
+    ensure!(cuda.read(&x, 4, &mut vec![0.0; 4 * cols]).is_err(), "a row too many");
+    Ok(())
+}
+
+/// A list of ops that comes again is replayed as a graph, on the data of the step at hand.
+pub(crate) fn replayed_steps_are_those_run_one_by_one(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(6);
+    let (rows, cols) = (7, 256);
+    let w = floats(&random.values(cols));
+    let frequencies = (0..32).map(|i| 0.9_f32.powi(i)).collect();
+    let spec = RopeSpec { pairing: RopePairing::Halves, inverse_frequencies: frequencies, magnitude: 1.0 };
+    let mut runs: Vec<(Cuda, _)> = Vec::new();
+    for graphs in [true, false] {
+        let mut cuda = Cuda::new(&gpu.device)?;
+        cuda.set_graphs(graphs);
+        let tensors = [cuda.tensor(rows, cols)?, cuda.tensor(rows, cols)?, cuda.tensor(rows, cols)?];
+        let rope = cuda.rope_table(&spec)?;
+        runs.push((cuda, (tensors, rope)));
+    }
+    for step in 0..6 {
+        let positions: Vec<u32> = (0..rows as u32).map(|row| step * 100 + row * row).collect();
+        let x = random.values(rows * cols);
+        let mut results = Vec::new();
+        for (cuda, ([a, b, c], rope)) in &mut runs {
+            rows_at(cuda, &positions, &[])?;
+            cuda.write(a, rows, &x)?;
+            cuda.rms_norm(a, &w, 1e-6, b, rows)?;
+            cuda.rope(b, rope, 64, rows)?;
+            cuda.gated(Activation::Silu, a, b, c, rows)?;
+            cuda.add_rms_norm(a, c, &w, 1e-6, b, rows)?;
+            results.push(values(cuda, b, rows, cols)?);
+        }
+        ensure!(results[0].iter().all(|x| x.is_finite()) && results[0] == results[1], "step {step}");
+    }
+    ensure!(runs[0].0.graphs() == 1 && runs[1].0.graphs() == 0, "{} graphs", runs[0].0.graphs());
+    Ok(())
+}

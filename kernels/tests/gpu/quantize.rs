@@ -1,0 +1,88 @@
+//! quantize.cu against quant's activation functions: the same bits.
+
+use anyhow::ensure;
+use kernels::cuda::Buffer;
+use kernels::cuda::quantize::{PANEL_TOKENS, Quantize, activation_bytes};
+use quant::DType;
+
+use crate::Gpu;
+use crate::random::Random;
+
+pub(crate) fn activations_are_those_of_the_host(gpu: &Gpu) -> anyhow::Result<()> {
+    let quantize = Quantize::new(&gpu.device);
+    let mut random = Random::new(4);
+    for (format, cols, tokens) in [
+        (DType::Q8_0, 32, 1),
+        (DType::Q8_0, 4096, 9),
+        (DType::Q8_0, 896, 23),
+        (DType::Q8_1, 32, 3),
+        (DType::Q8_1, 1024 + 96, 17),
+        (DType::Q8_K, 256, 1),
+        (DType::Q8_K, 4096, 19),
+    ] {
+        let mut x = random.values(cols * tokens);
+        // All zero, and two values of largest magnitude with both signs.
+        x[..32].fill(0.0);
+        let last = x.len();
+        x[last - 3] = 99.0;
+        x[last - 7] = -99.0;
+        let expected = panels(format, &x, tokens, cols)?;
+        let device_x = Buffer::from_host(&gpu.stream, &x)?;
+        let mut out = Buffer::<u8>::new(&gpu.device, activation_bytes(format, tokens, cols).unwrap_or(0))?;
+        out.view_mut().fill_bytes(&gpu.stream, 0)?;
+        quantize.launch(&gpu.stream, format, device_x.view(), tokens, cols, &mut out.view_mut())?;
+        let found = out.to_host(&gpu.stream)?;
+        let differs = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+        ensure!(
+            found.len() == expected.len() && differs.is_none(),
+            "{format} {tokens} x {cols}: byte {differs:?}"
+        );
+    }
+    Ok(())
+}
+
+/// The panels of linear/tile.cuh, from quant's rows; bytes of absent tokens and columns are zero.
+fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Result<Vec<u8>> {
+    let col_tiles = cols.div_ceil(256);
+    let panel_bytes = activation_bytes(format, 1, 1).unwrap_or(0);
+    let mut out = vec![0; tokens.div_ceil(PANEL_TOKENS) * col_tiles * panel_bytes];
+    for (token, x) in x.chunks_exact(cols).enumerate() {
+        let slot = token % PANEL_TOKENS;
+        let mut put = |value: usize, at: usize, bytes: &[u8]| {
+            let panel = (token / PANEL_TOKENS * col_tiles + value / 256) * panel_bytes;
+            out[panel + at..panel + at + bytes.len()].copy_from_slice(bytes);
+        };
+        let quant_at = |value: usize| slot * 256 + ((value % 256 / 16) ^ slot) * 16 + value % 16;
+        let scale_at = |block: usize| 2048 + (block % 8 * 8 + slot) * 4;
+        match format {
+            DType::Q8_0 => {
+                for (b, block) in quant::quantize_row_q8_0(x)?.iter().enumerate() {
+                    for (e, &q) in block.qs.iter().enumerate() {
+                        put(32 * b + e, quant_at(32 * b + e), &[q as u8]);
+                    }
+                    put(32 * b, scale_at(b), &block.d.to_f32().to_le_bytes());
+                }
+            }
+            DType::Q8_1 => {
+                for (b, block) in quant::quantize_row_q8_1(x)?.iter().enumerate() {
+                    for (e, &q) in block.qs.iter().enumerate() {
+                        put(32 * b + e, quant_at(32 * b + e), &[q as u8]);
+                    }
+                    put(32 * b, scale_at(b), &block.d.to_f32().to_le_bytes());
+                    put(32 * b, scale_at(b) + 256, &block.s.to_f32().to_le_bytes());
+                }
+            }
+            _ => {
+                for (b, block) in quant::quantize_row_q8_k(x)?.iter().enumerate() {
+                    for (e, &q) in block.qs.iter().enumerate() {
+                        put(256 * b + e, quant_at(e), &[q as u8]);
+                    }
+                    put(256 * b, 2048 + slot * 4, &block.d.to_le_bytes());
+                    let sums: Vec<u8> = block.bsums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+                    put(256 * b, 2048 + 32 + slot * 32, &sums);
+                }
+            }
+        }
+    }
+    Ok(out)
+}
