@@ -1,6 +1,8 @@
 //! Linear layers against `ops::Reference`: quantised types bit for bit, float types within rounding, and the same bits
 //! for any number of rows and threads and on every instruction set.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod random;
 
 use bytes::Bytes;
@@ -57,9 +59,9 @@ struct Case {
 impl Case {
     fn new(random: &mut Random, dtype: DType, rows: usize, n_in: usize, n_out: usize) -> Self {
         let is_plain = dtype.block_len() == 1;
-        let make = if is_plain || random.next() % 2 == 0 { random::encoded } else { arbitrary };
+        let make = if is_plain || random.next().is_multiple_of(2) { random::encoded } else { arbitrary };
         let data = make(random, dtype, n_in, n_out);
-        let bias = (random.next() % 2 == 0).then(|| random::encoded(random, DType::F32, n_out, 1));
+        let bias = (random.next().is_multiple_of(2)).then(|| random::encoded(random, DType::F32, n_out, 1));
         let mut x = random.values(rows * n_in);
         for row in x.chunks_mut(n_in) {
             match random.next() % 6 {

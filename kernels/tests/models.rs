@@ -1,6 +1,8 @@
 //! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture, its transcripts of
 //! the trained demo models, and the same logits whatever the instruction set and the number of threads.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use anyhow::Result;
 use kernels::{Cpu, Isa};
 use models::testing::{

@@ -187,85 +187,101 @@ using Q4_K = AffineK<4>;
 using Q5_K = AffineK<5>;
 static_assert(Q4_K::TILE_BYTES == 16 * 144 && Q5_K::TILE_BYTES == 16 * 176);
 
-// Sixteen sub-blocks of 16 in two halves of 128: run j (0 to 3) of 32 values of half h is two bits (or a nibble and two
-// bits) of the same bytes. `FORMAT` gives four quants of run j from the words that hold them.
-//
-// Q6_K: 8-bit signed scales; quants are 4 (q - 32): the top bit's xor centres them.
-struct Q6_K {
+// Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. Run j (0 to 3) of 32 values of half h (0 or 1) shares its bytes with the
+// other runs of its half; half e of a run is sub-block 8h + 2j + e. `Type` says where the bytes are:
+//   WORDS                    pieces that runs of half e are made of
+//   word_place(row, h, e, i) where piece i is in the tile
+//   expand(words, h, j)      four quants of run j, times 2^SHIFT
+//   head(tile, row)          scale, sub-scales (and minimums), a byte per sub-block
+template <class Type>
+struct Runs {
     static constexpr Scaling SCALING = Scaling::PER_256;
-    static constexpr int HIGHS = TILE_ROWS * 128;
-    static constexpr int SUBS = HIGHS + TILE_ROWS * 64;
-    static constexpr int SCALES = SUBS + TILE_ROWS * 16;
-    static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 2;
-    static constexpr int SHIFT = 2;
 
-    // Four quants of run j from the word of low bits that has it and the word of high bits.
-    static __device__ uint32_t expand(uint32_t low, uint32_t high, int j) {
-        uint32_t nibbles = (j < 2 ? low << 2 : low >> 2) & 0x3C3C3C3C;
-        return (nibbles | (high << (6 - 2 * j) & 0xC0C0C0C0)) ^ 0x80808080;
+    static __device__ uint4 expand16(const uint4 (&words)[Type::WORDS], int h, int j) {
+        uint32_t out[4];
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            uint32_t four[Type::WORDS];
+#pragma unroll
+            for (int i = 0; i < Type::WORDS; i++) four[i] = word_of(words[i], w);
+            out[w] = Type::expand(four, h, j);
+        }
+        return {out[0], out[1], out[2], out[3]};
     }
 
-    static __device__ uint4 expand16(uint4 low, uint4 high, int j) {
-        return {expand(low.x, high.x, j), expand(low.y, high.y, j), expand(low.z, high.z, j), expand(low.w, high.w, j)};
-    }
-
-    static __device__ float scale(const uint8_t *tile, int row) {
-        return half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]);
-    }
+    // Sub-scales below 128 are the same signed and unsigned.
+    static __device__ int sub_scale(const uint32_t (&scales)[4], int s) { return signed_byte_of(scales[s / 4], s % 4); }
 
     template <int M>
     static __device__ void dot(const uint8_t *tile, int row, const uint8_t *record, int stride, float (&value)[M]) {
-        uint4 subs = load16(tile + SUBS + row * 16);
+        auto head = Type::head(tile, row);
         int products[M] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                uint4 high = load16(tile + HIGHS + piece<64>(row, 2 * h + e));
-                uint4 low[2] = {load16(tile + piece<128>(row, 4 * h + e)), load16(tile + piece<128>(row, 4 * h + 2 + e))};
+                uint4 words[Type::WORDS];
+#pragma unroll
+                for (int i = 0; i < Type::WORDS; i++) words[i] = load16(tile + Type::word_place(row, h, e, i));
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     int s = 8 * h + 2 * j + e;
-                    uint4 w = expand16(low[j % 2], high, j);
-                    int sub = signed_byte_of(word_of(subs, s / 4), s % 4);
+                    uint4 w = expand16(words, h, j);
 #pragma unroll
-                    for (int m = 0; m < M; m++) products[m] += sub * dot16(w, load16(record + m * stride + 16 * s), 0);
+                    for (int m = 0; m < M; m++) products[m] += sub_scale(head.scales, s) * dot16(w, load16(record + m * stride + 16 * s), 0);
                 }
             }
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            float da = *reinterpret_cast<const float *>(record + m * stride + RECORD_SCALES);
-            value[m] = scaled(da, scale(tile, row), products[m] >> SHIFT);
+            const uint8_t *token = record + m * stride;
+            float da = *reinterpret_cast<const float *>(token + RECORD_SCALES);
+            if constexpr (Type::MINIMUMS) {
+                int minimums = 0;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    uint4 sums = load16(token + record_sums(SCALING) + 16 * half);
+#pragma unroll
+                    for (int k = 0; k < 2; k++) {
+                        int four = int(head.minimums[2 * half + k]);
+                        minimums = __dp2a_lo(int(word_of(sums, 2 * k)), four, minimums);
+                        minimums = __dp2a_hi(int(word_of(sums, 2 * k + 1)), four, minimums);
+                    }
+                }
+                value[m] = affine(da, head.d, head.dmin, products[m] >> Type::SHIFT, minimums);
+            } else {
+                value[m] = scaled(da, head.d, products[m] >> Type::SHIFT);
+            }
         }
     }
 
     template <int MT, int NT, class Take>
     static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, Take take) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        uint4 subs[MT][2];
+        decltype(Type::head(tile, 0)) heads[MT][2];
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
-            subs[mt][0] = load16(tile + mt * tile_stride + SUBS + g * 16);
-            subs[mt][1] = load16(tile + mt * tile_stride + SUBS + (g + 8) * 16);
-        }
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) heads[mt][r] = Type::head(tile + mt * tile_stride, g + 8 * r);
         int products[MT][NT][4] = {};
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            // Rows 0 to 7 and 8 to 15 of both pieces.
-            uint32_t high[MT][4];
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++) load_matrices(high[mt], tile + mt * tile_stride + HIGHS + piece<64>(lane % 16, 2 * h + lane / 16));
+        for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
+                // Rows 0 to 7 and 8 to 15.
                 uint32_t a[MT][4][2];
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
-                    uint32_t low[4];
-                    load_matrices(low, tile + mt * tile_stride + piece<128>(lane % 16, 4 * h + e + 2 * (lane / 16)));
+                    uint32_t words[2][Type::WORDS];
+#pragma unroll
+                    for (int i = 0; i < Type::WORDS; i++) {
+                        uint32_t rows[2];
+                        load_matrices(rows, tile + mt * tile_stride + Type::word_place(lane % 16, h, e, i));
+                        words[0][i] = rows[0], words[1][i] = rows[1];
+                    }
 #pragma unroll
                     for (int j = 0; j < 4; j++)
 #pragma unroll
-                        for (int r = 0; r < 2; r++) a[mt][j][r] = expand(low[2 * (j % 2) + r], high[mt][2 * e + r], j);
+                        for (int r = 0; r < 2; r++) a[mt][j][r] = Type::expand(words[r], h, j);
                 }
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) {
@@ -279,22 +295,143 @@ struct Q6_K {
                             int sum[4];
                             mma16_s8(sum, a[mt][j][0], a[mt][j][1], b[j]);
 #pragma unroll
-                            for (int i = 0; i < 4; i++) products[mt][nt][i] += signed_byte_of(word_of(subs[mt][i / 2], s / 4), s % 4) * sum[i];
+                            for (int i = 0; i < 4; i++) products[mt][nt][i] += sub_scale(heads[mt][i / 2].scales, s) * sum[i];
                         }
                     }
                 }
             }
-        }
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            float d[2] = {scale(tile + mt * tile_stride, g), scale(tile + mt * tile_stride, g + 8)};
+            uint32_t minimums[2] = {};
+            if constexpr (Type::MINIMUMS) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint32_t *all = heads[mt][r].minimums;
+                    minimums[r] = t == 0 ? all[0] : t == 1 ? all[1] : t == 2 ? all[2] : all[3];
+                }
+            }
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 float2 da = reinterpret_cast<const float2 *>(panel + nt * panel_stride + PANEL_QUANTS)[t];
+                int mins[4] = {};
+                if constexpr (Type::MINIMUMS) minimum_products(mins, minimums[0], minimums[1], panel + nt * panel_stride);
 #pragma unroll
-                for (int i = 0; i < 4; i++) take(mt, nt, i, scaled(i % 2 ? da.y : da.x, d[i / 2], products[mt][nt][i] >> SHIFT));
+                for (int i = 0; i < 4; i++) {
+                    const auto &head = heads[mt][i / 2];
+                    float d = i % 2 ? da.y : da.x;
+                    int sum = products[mt][nt][i] >> Type::SHIFT;
+                    if constexpr (Type::MINIMUMS) {
+                        take(mt, nt, i, affine(d, head.d, head.dmin, sum, mins[i]));
+                    } else {
+                        take(mt, nt, i, scaled(d, head.d, sum));
+                    }
+                }
             }
         }
     }
 };
-static_assert(Q6_K::TILE_BYTES == 16 * 210);
+
+// A row's four bytes of sub-scales per word, and what they stand under.
+struct ScaleHead {
+    float d;
+    uint32_t scales[4];
+};
+
+struct ScaleMinimumHead {
+    float d, dmin;
+    uint32_t scales[4], minimums[4];
+};
+
+// 8-bit signed sub-scales; quants are 4 (q - 32): flipping the top bit centres them.
+struct Q6_K_Type {
+    static constexpr int HIGHS = TILE_ROWS * 128;
+    static constexpr int SUBS = HIGHS + TILE_ROWS * 64;
+    static constexpr int SCALES = SUBS + TILE_ROWS * 16;
+    static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 2;
+    static constexpr int WORDS = 3, SHIFT = 2;
+    static constexpr bool MINIMUMS = false;
+
+    // Low nibbles of runs 0 and 2, of runs 1 and 3, and the high bits of all.
+    static __device__ int word_place(int row, int h, int e, int i) {
+        return i < 2 ? piece<128>(row, 4 * h + 2 * i + e) : HIGHS + piece<64>(row, 2 * h + e);
+    }
+
+    static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) {
+        uint32_t low = words[j % 2], high = words[2];
+        uint32_t nibbles = (j < 2 ? low << 2 : low >> 2) & 0x3C3C3C3C;
+        return (nibbles | (high << (6 - 2 * j) & 0xC0C0C0C0)) ^ 0x80808080;
+    }
+
+    static __device__ ScaleHead head(const uint8_t *tile, int row) {
+        uint4 subs = load16(tile + SUBS + row * 16);
+        return {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {subs.x, subs.y, subs.z, subs.w}};
+    }
+};
+
+// 4-bit sub-scales and minimums; quants 0 to 3.
+struct Q2_K_Type {
+    static constexpr int SUBS = TILE_ROWS * 64;
+    static constexpr int SCALES = SUBS + TILE_ROWS * 16;
+    static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 4;
+    static constexpr int WORDS = 1, SHIFT = 0;
+    static constexpr bool MINIMUMS = true;
+
+    static __device__ int word_place(int row, int h, int e, int) { return piece<64>(row, 2 * h + e); }
+
+    static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) { return words[0] >> 2 * j & 0x03030303; }
+
+    static __device__ ScaleMinimumHead head(const uint8_t *tile, int row) {
+        uint4 subs = load16(tile + SUBS + row * 16);
+        uint32_t scales = reinterpret_cast<const uint32_t *>(tile + SCALES)[row];
+        ScaleMinimumHead head = {half_to_float(scales & 0xFFFF), half_to_float(scales >> 16), {}, {}};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            head.scales[i] = word_of(subs, i) & 0x0F0F0F0F;
+            head.minimums[i] = word_of(subs, i) >> 4 & 0x0F0F0F0F;
+        }
+        return head;
+    }
+};
+
+// 6-bit signed sub-scales, here 4 (s - 32); quants are 32 (q - 4).
+struct Q3_K_Type {
+    static constexpr int MASKS = TILE_ROWS * 64;
+    static constexpr int SUBS = MASKS + TILE_ROWS * 32;
+    static constexpr int SCALES = SUBS + TILE_ROWS * 12;
+    static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 2;
+    static constexpr int WORDS = 2, SHIFT = 7;
+    static constexpr bool MINIMUMS = false;
+
+    // Two bits of all runs of the half, and the third bits of all runs of both.
+    static __device__ int word_place(int row, int h, int e, int i) {
+        return i == 0 ? piece<64>(row, 2 * h + e) : MASKS + piece<32>(row, e);
+    }
+
+    static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int h, int j) {
+        uint32_t low = (j < 3 ? words[0] << (5 - 2 * j) : words[0] >> 1) & 0x60606060;
+        return (low | (words[1] << (7 - 4 * h - j) & 0x80808080)) ^ 0x80808080;
+    }
+
+    static __device__ ScaleHead head(const uint8_t *tile, int row) {
+        const uint32_t *packed = reinterpret_cast<const uint32_t *>(tile + SUBS + row * 12);
+        ScaleHead head = {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {}};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t low = (i < 2 ? packed[i] : packed[i - 2] >> 4) & 0x0F0F0F0F;
+            uint32_t high = packed[2] >> 2 * i & 0x03030303;
+            head.scales[i] = (low << 2 | high << 6) ^ 0x80808080;
+        }
+        return head;
+    }
+};
+
+struct Q6_K : Runs<Q6_K_Type> {
+    static constexpr int TILE_BYTES = Q6_K_Type::TILE_BYTES;
+};
+struct Q2_K : Runs<Q2_K_Type> {
+    static constexpr int TILE_BYTES = Q2_K_Type::TILE_BYTES;
+};
+struct Q3_K : Runs<Q3_K_Type> {
+    static constexpr int TILE_BYTES = Q3_K_Type::TILE_BYTES;
+};
+static_assert(Q6_K::TILE_BYTES == 16 * 210 && Q2_K::TILE_BYTES == 16 * 84 && Q3_K::TILE_BYTES == 16 * 110);

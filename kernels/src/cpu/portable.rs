@@ -25,52 +25,52 @@ impl Simd for Portable {
     type F = [f32; 16];
     type I = [i32; 16];
 
-    #[inline(always)]
+    #[inline]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
         kernel.run(self)
     }
 
-    #[inline(always)]
+    #[inline]
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]
     }
-    #[inline(always)]
+    #[inline]
     fn load(self, x: &[f32; 16]) -> [f32; 16] {
         *x
     }
-    #[inline(always)]
+    #[inline]
     fn store(self, x: [f32; 16], out: &mut [f32; 16]) {
         *out = x;
     }
-    #[inline(always)]
+    #[inline]
     fn add(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a + b)
     }
-    #[inline(always)]
+    #[inline]
     fn sub(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a - b)
     }
-    #[inline(always)]
+    #[inline]
     fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a * b)
     }
-    #[inline(always)]
+    #[inline]
     fn div(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a / b)
     }
-    #[inline(always)]
+    #[inline]
     fn max(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| if a > b { a } else { b })
     }
-    #[inline(always)]
+    #[inline]
     fn min(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| if a < b { a } else { b })
     }
-    #[inline(always)]
+    #[inline]
     fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b, c| a.mul_add(b, c))
     }
-    #[inline(always)]
+    #[inline]
     fn sum(self, mut x: [f32; 16]) -> f32 {
         for half in [8, 4, 2, 1] {
             for i in 0..half {
@@ -79,110 +79,110 @@ impl Simd for Portable {
         }
         x[0]
     }
-    #[inline(always)]
+    #[inline]
     fn largest(self, x: [f32; 16]) -> f32 {
         x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    #[inline(always)]
+    #[inline]
     fn load_f16(self, x: &[u8; 32]) -> [f32; 16] {
         let x = x.as_chunks().0;
         lanes!(|x| f16::from_le_bytes(x).to_f32())
     }
-    #[inline(always)]
+    #[inline]
     fn store_f16(self, x: [f32; 16], out: &mut [u8; 32]) {
         for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
             *out = f16::from_f32(x).to_le_bytes();
         }
     }
-    #[inline(always)]
+    #[inline]
     fn load_bf16(self, x: &[u8; 32]) -> [f32; 16] {
         let x = x.as_chunks().0;
         lanes!(|x| bf16::from_le_bytes(x).to_f32())
     }
 
-    #[inline(always)]
+    #[inline]
     fn int(self, x: i32) -> [i32; 16] {
         [x; 16]
     }
-    #[inline(always)]
+    #[inline]
     fn load_int(self, x: &[i32; 16]) -> [i32; 16] {
         *x
     }
-    #[inline(always)]
+    #[inline]
     fn store_int(self, x: [i32; 16], out: &mut [i32; 16]) {
         *out = x;
     }
-    #[inline(always)]
+    #[inline]
     fn load_bytes(self, x: &[u8; 64]) -> [i32; 16] {
         let x = x.as_chunks().0;
         lanes!(|x| i32::from_le_bytes(x))
     }
-    #[inline(always)]
+    #[inline]
     fn store_bytes(self, x: [i32; 16], out: &mut [u8; 64]) {
         for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
             *out = x.to_le_bytes();
         }
     }
-    #[inline(always)]
+    #[inline]
     fn add_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a.wrapping_add(b))
     }
-    #[inline(always)]
+    #[inline]
     fn sub_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a.wrapping_sub(b))
     }
-    #[inline(always)]
+    #[inline]
     fn mul_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a.wrapping_mul(b))
     }
-    #[inline(always)]
+    #[inline]
     fn and(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a & b)
     }
-    #[inline(always)]
+    #[inline]
     fn or(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a | b)
     }
-    #[inline(always)]
+    #[inline]
     fn xor(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a ^ b)
     }
-    #[inline(always)]
+    #[inline]
     fn shl<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
         lanes!(|x| x << N)
     }
-    #[inline(always)]
+    #[inline]
     fn shr<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
         lanes!(|x| (x as u32 >> N) as i32)
     }
-    #[inline(always)]
+    #[inline]
     fn sar<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
         lanes!(|x| x >> N)
     }
 
-    #[inline(always)]
+    #[inline]
     fn to_float(self, x: [i32; 16]) -> [f32; 16] {
         lanes!(|x| x as f32)
     }
-    #[inline(always)]
+    #[inline]
     fn round(self, x: [f32; 16]) -> [i32; 16] {
         lanes!(|x| x.round_ties_even() as i32)
     }
-    #[inline(always)]
+    #[inline]
     fn as_float(self, x: [i32; 16]) -> [f32; 16] {
         lanes!(|x| f32::from_bits(x as u32))
     }
-    #[inline(always)]
+    #[inline]
     fn as_int(self, x: [f32; 16]) -> [i32; 16] {
         lanes!(|x| x.to_bits() as i32)
     }
-    #[inline(always)]
+    #[inline]
     fn low_f16(self, x: [i32; 16]) -> [f32; 16] {
         lanes!(|x| f16::from_bits(x as u16).to_f32())
     }
 
-    #[inline(always)]
+    #[inline]
     fn dot_u8(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         lanes!(|acc, w, a| {
             let (w, a) = (w.to_le_bytes(), a.to_le_bytes());
@@ -193,11 +193,11 @@ impl Simd for Portable {
             sum
         })
     }
-    #[inline(always)]
+    #[inline]
     fn dot_u7(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         self.dot_u8(acc, w, a)
     }
-    #[inline(always)]
+    #[inline]
     fn dot_i16(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         lanes!(|acc, w, a| {
             let low = i32::from(w as i16) * i32::from(a as i16);
@@ -206,7 +206,7 @@ impl Simd for Portable {
         })
     }
 
-    #[inline(always)]
+    #[inline]
     fn transpose(self, rows: Rows<'_>, at: usize) -> [[i32; 16]; 4] {
         let mut out = [[0; 16]; 4];
         for (r, words) in rows.column::<[[u8; 4]; 4]>(at).into_iter().enumerate() {
@@ -217,6 +217,6 @@ impl Simd for Portable {
         out
     }
 
-    #[inline(always)]
+    #[inline]
     fn prefetch(self, _bytes: &[u8]) {}
 }

@@ -7,16 +7,25 @@
 //! [`Buffer`] keeps it by waiting for the device before it frees; a [`View`] made by hand puts it on its maker.
 //! Order between streams is the caller's business: two streams that touch one buffer need an [`Event`] between them.
 
+pub mod attention;
+mod backend;
 mod buffer;
 pub mod checksum;
 mod device;
 mod error;
+pub mod gated;
+pub mod gather;
+pub mod kv_write;
 pub mod linear;
 mod module;
+pub mod norm;
+mod pinned;
 pub mod quantize;
 pub mod repack;
+pub mod rope;
 mod stream;
 
+pub use backend::{Cuda, Data, Kv, Rope, Tensor};
 pub use buffer::{Buffer, View, ViewMut};
 pub use device::{Device, DeviceUuid, device_count};
 pub use error::CudaError;

@@ -7,7 +7,7 @@ use super::error::Named;
 use super::{CudaError, Device};
 
 /// `len` values, zero until written.
-pub struct Pinned<T> {
+pub(super) struct Pinned<T> {
     /// Keeps the context.
     _device: Device,
     values: *mut T,
@@ -18,7 +18,7 @@ pub struct Pinned<T> {
 unsafe impl<T: Send> Send for Pinned<T> {}
 
 impl<T: Pod> Pinned<T> {
-    pub fn new(device: &Device, len: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, len: usize) -> Result<Self, CudaError> {
         device.bind()?;
         let bytes = (len * size_of::<T>()).max(1);
         // SAFETY: the context is current; freed when self goes.
@@ -28,13 +28,13 @@ impl<T: Pod> Pinned<T> {
         Ok(Self { _device: device.clone(), values, len })
     }
 
-    pub fn as_slice(&self) -> &[T] {
+    pub(super) fn as_slice(&self) -> &[T] {
         // SAFETY: `len` initialised values that live as long as self.
         unsafe { std::slice::from_raw_parts(self.values, self.len) }
     }
 
     /// The caller sees to it that no copy of the device uses the memory meanwhile.
-    pub fn as_mut_slice(&mut self) -> &mut [T] {
+    pub(super) fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as above, borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.values, self.len) }
     }

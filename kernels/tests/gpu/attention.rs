@@ -63,7 +63,9 @@ impl Paged {
         for parts in steps {
             let rows = begin(b, block_tokens, &tables, parts)?;
             let queries: Vec<f32> = (parts.iter())
-                .flat_map(|(sequence, range)| &self.queries[*sequence][range.start * width..range.end * width])
+                .flat_map(|(sequence, range)| {
+                    &self.queries[*sequence][range.start * width..range.end * width]
+                })
                 .copied()
                 .collect();
             let queries = filled(b, rows, width, &queries)?;
@@ -136,7 +138,12 @@ pub(crate) fn it_is_that_of_the_reference(gpu: &Gpu) -> Result<()> {
         for (heads, kv_heads, head_dim, tiles) in shapes {
             let lengths = [1, 40, 16, 300, 257, 65, 64];
             let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
-            let step: Vec<_> = [1, 40, 3, 80, 1, 1, 2].iter().zip(lengths).map(|(last, len)| len - last..len).enumerate().collect();
+            let step: Vec<_> = [1, 40, 3, 80, 1, 1, 2]
+                .iter()
+                .zip(lengths)
+                .map(|(last, len)| len - last..len)
+                .enumerate()
+                .collect();
             let steps = [step];
             let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &steps)?;
             let expected = paged.run(&mut Reference::new(), 16, &steps)?;
@@ -162,7 +169,12 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &Gpu) -> Result<
         let steps = [vec![(0, len - 1..len)], vec![(0, len - 2..len)], vec![(0, len - 66..len)]];
         let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &steps)?;
         let expected = paged.run(&mut Reference::new(), 16, &steps)?;
-        close(&format!("{kind:?}, {len} keys, queries times {scale}"), &found.concat(), &expected.concat(), tolerance)?;
+        close(
+            &format!("{kind:?}, {len} keys, queries times {scale}"),
+            &found.concat(),
+            &expected.concat(),
+            tolerance,
+        )?;
     }
     Ok(())
 }
@@ -191,7 +203,9 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Res
         let mut steps: Vec<Vec<(usize, Range<usize>)>> = Vec::new();
         // Decode rows of all sequences together.
         for back in [1, 2, 63, 64, 65, 129] {
-            steps.push(lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect());
+            steps.push(
+                lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect(),
+            );
         }
         for at in [0, 1, 63, 64, 255, 2047, 2048, 2049, 4095, 4096] {
             if at < len {
@@ -209,9 +223,9 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Res
         for block_tokens in [16, 1, 24, 64] {
             let found = paged.run(&mut cuda, block_tokens, &steps)?;
             for (step, found) in steps.iter().zip(found) {
-                let expected = step.iter().flat_map(|(sequence, range)| {
-                    &whole[*sequence][range.start * width..range.end * width]
-                });
+                let expected = step
+                    .iter()
+                    .flat_map(|(sequence, range)| &whole[*sequence][range.start * width..range.end * width]);
                 let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
                 ensure!(
                     differs.is_none(),
@@ -272,8 +286,12 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
 }
 
 pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
-    for (name, heads, kv_heads, head_dim) in [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128)] {
-        for (rows, context) in [(1, 512), (1, 2_000), (1, 16_000), (8, 512), (8, 2_000), (64, 1_000), (64, 16_000)] {
+    for (name, heads, kv_heads, head_dim) in
+        [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128)]
+    {
+        for (rows, context) in
+            [(1, 512), (1, 2_000), (1, 16_000), (8, 512), (8, 2_000), (64, 1_000), (64, 16_000)]
+        {
             let seconds = measure(gpu, heads, kv_heads, head_dim, rows, context, 1)?;
             let bytes = rows * context * kv_heads * head_dim * 4;
             println!(
@@ -313,12 +331,17 @@ fn measure(
     let layer = KvLayer { kv_heads, head_dim, kind: KvType::F16 };
     let table_len = context.div_ceil(BLOCK_TOKENS);
     let layers = if rows * context > 300_000 { 4 } else { LAYERS };
-    let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: rows * table_len + 1, layers: vec![layer; layers] })?;
+    let mut kv = cuda.kv(&KvLayout {
+        block_tokens: BLOCK_TOKENS,
+        blocks: rows * table_len + 1,
+        layers: vec![layer; layers],
+    })?;
     let tables: Vec<Vec<u32>> =
         (0..rows).map(|row| (0..table_len).map(|i| (1 + i * rows + row) as u32).collect()).collect();
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
     let mut random = Random::new(16);
-    let written = filled(&mut cuda, context, kv_heads * head_dim, &random.values(context * kv_heads * head_dim))?;
+    let written =
+        filled(&mut cuda, context, kv_heads * head_dim, &random.values(context * kv_heads * head_dim))?;
     for row in 0..rows {
         begin(&mut cuda, BLOCK_TOKENS, &tables, &[(row, 0..context)])?;
         for layer in 0..layers {

@@ -41,7 +41,12 @@ fn main() -> anyhow::Result<()> {
     let stream = Stream::new(&device)?;
     let gpu = Gpu { device, stream };
     let cases: &[(&str, Case)] = match mode.as_str() {
-        "bench" => &[("attention", attention::bench), ("linear", linear::bench), ("checksum", checksum::bench), ("repack", repack::bench)],
+        "bench" => &[
+            ("attention", attention::bench),
+            ("linear", linear::bench),
+            ("checksum", checksum::bench),
+            ("repack", repack::bench),
+        ],
         _ => &[
             ("checksum: pieces hash as on the host", checksum::pieces_hash_as_on_the_host),
             ("repack: tiles are those of the host, and back", repack::tiles_are_those_of_the_host),
@@ -56,8 +61,14 @@ fn main() -> anyhow::Result<()> {
             ("ops: what is written is read", ops::what_is_written_is_read),
             ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
             ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
-            ("attention: long contexts, extreme scores", attention::it_survives_long_contexts_and_extreme_scores),
-            ("attention: neither cut nor company nor blocks", attention::it_depends_on_neither_cut_nor_company_nor_blocks),
+            (
+                "attention: long contexts, extreme scores",
+                attention::it_survives_long_contexts_and_extreme_scores,
+            ),
+            (
+                "attention: neither cut nor company nor blocks",
+                attention::it_depends_on_neither_cut_nor_company_nor_blocks,
+            ),
             ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
             ("models: goldens", models::goldens),
             ("models: transcripts", models::transcripts),

@@ -80,7 +80,9 @@ fn norms<B: Backend<Data: From<Bytes>>>(
 
 pub(crate) fn norms_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
     let mut random = Random::new(1);
-    for (rows, head, heads) in [(1, 64, 4), (3, 20, 3), (70, 128, 8), (2, 7, 1), (5, 128, 32), (2, 96, 100), (3, 1, 1)] {
+    for (rows, head, heads) in
+        [(1, 64, 4), (3, 20, 3), (70, 128, 8), (2, 7, 1), (5, 128, 32), (2, 96, 100), (3, 1, 1)]
+    {
         let x = random.values(rows * head * heads);
         let w = random.values(head * heads);
         let found = norms(&mut Cuda::new(&gpu.device)?, rows, head, heads, &x, &w)?;
@@ -113,7 +115,13 @@ pub(crate) fn gates_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-fn rotated<B: Backend>(b: &mut B, spec: &RopeSpec, head_dim: usize, positions: &[u32], x: &[f32]) -> Result<Vec<f32>> {
+fn rotated<B: Backend>(
+    b: &mut B,
+    spec: &RopeSpec,
+    head_dim: usize,
+    positions: &[u32],
+    x: &[f32],
+) -> Result<Vec<f32>> {
     const HEADS: usize = 5;
     let rope = b.rope_table(spec)?;
     let mut out = Vec::new();
@@ -121,7 +129,8 @@ fn rotated<B: Backend>(b: &mut B, spec: &RopeSpec, head_dim: usize, positions: &
     for shift in [0, 5] {
         let positions: Vec<u32> = positions.iter().map(|position| position + shift).collect();
         rows_at(b, &positions, &[])?;
-        let mut tensor = filled(b, positions.len(), head_dim * HEADS, &x[..positions.len() * head_dim * HEADS])?;
+        let mut tensor =
+            filled(b, positions.len(), head_dim * HEADS, &x[..positions.len() * head_dim * HEADS])?;
         b.rope(&mut tensor, &rope, head_dim, positions.len())?;
         out.extend(values(b, &tensor, positions.len(), head_dim * HEADS)?);
     }
@@ -131,9 +140,13 @@ fn rotated<B: Backend>(b: &mut B, spec: &RopeSpec, head_dim: usize, positions: &
 pub(crate) fn rotations_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
     let mut random = Random::new(3);
     for pairing in [RopePairing::Adjacent, RopePairing::Halves] {
-        for (head_dim, pairs, rows, last) in
-            [(64, 32, 3, 100), (80, 20, 40, 100_000), (128, 64, 33, 1_000_000), (600, 300, 2, 10), (5, 1, 2, 7)]
-        {
+        for (head_dim, pairs, rows, last) in [
+            (64, 32, 3, 100),
+            (80, 20, 40, 100_000),
+            (128, 64, 33, 1_000_000),
+            (600, 300, 2, 10),
+            (5, 1, 2, 7),
+        ] {
             let inverse_frequencies =
                 (0..pairs).map(|i| 10_000_f32.powf(-(i as f32) / pairs as f32)).collect();
             let spec = RopeSpec { pairing, inverse_frequencies, magnitude: 1.25 };

@@ -5,7 +5,7 @@
 #![expect(non_camel_case_types, reason = "names as ggml writes them")]
 
 use super::activation::Rounded256;
-use super::format::{Format, GROUP, Sink};
+use super::format::{Family, Format, GROUP, Quants, Sink};
 use crate::cpu::simd::{Rows, Simd};
 use bytemuck::{Pod, Zeroable};
 
@@ -34,14 +34,82 @@ pub(super) enum Q4_K {}
 pub(super) enum Q5_K {}
 pub(super) enum Q6_K {}
 
+pub(super) enum Family256<const SUBS: usize, const PAIRS: usize> {}
+
+impl<const SUBS: usize, const PAIRS: usize> Family for Family256<SUBS, PAIRS> {
+    type Window = Window256<SUBS, PAIRS>;
+    type Rounded = Rounded256;
+    type Lanes = Lanes256;
+
+    #[inline(always)]
+    fn accumulate<S: Simd, const C: usize>(
+        s: S,
+        windows: &[Self::Window],
+        rounded: [&[Rounded256]; C],
+        quants: Quants,
+        sums: &mut [S::F; C],
+    ) {
+        for (b, window) in windows.iter().enumerate() {
+            let mut x = [&rounded[0][b]; C];
+            for c in 1..C {
+                x[c] = &rounded[c][b];
+            }
+            let words = 64 / SUBS;
+            let mut products = [s.int(0); C];
+            for sub in 0..SUBS {
+                let mut dots = [s.int(0); C];
+                for k in 0..words {
+                    let word = sub * words + k;
+                    let w = s.load_bytes(&window.q[word]);
+                    for c in 0..C {
+                        let a = s.int(i32::from_ne_bytes(x[c].q[word].map(|q| q as u8)));
+                        dots[c] = s.dot_u7(dots[c], w, a);
+                    }
+                }
+                let scale = s.load_int(&window.scales[sub]);
+                for c in 0..C {
+                    products[c] = s.add_int(products[c], s.mul_int(dots[c], scale));
+                }
+            }
+            let mut corrections = [s.int(0); C];
+            for pair in 0..PAIRS {
+                let w = s.load_int(&window.weights[pair]);
+                for c in 0..C {
+                    let sums = if SUBS == 16 { x[c].sums16[pair] } else { x[c].sums32[pair] };
+                    corrections[c] = s.dot_i16(corrections[c], w, s.int(two_sums(sums)));
+                }
+            }
+            let (d, dmin) = (s.load(&window.d), s.load(&window.dmin));
+            for c in 0..C {
+                let value = term(s, quants, products[c], corrections[c], [d, dmin, s.splat(x[c].d)]);
+                sums[c] = s.add(sums[c], value);
+            }
+        }
+    }
+}
+
+/// A block's term from its integer sums; `da` is the scale of the activations.
+#[inline(always)]
+fn term<S: Simd>(s: S, quants: Quants, products: S::I, corrections: S::I, [d, dmin, da]: [S::F; 3]) -> S::F {
+    match quants {
+        Quants::Minima => {
+            let product = s.mul(s.mul(da, d), s.to_float(products));
+            s.sub(product, s.mul(s.mul(da, dmin), s.to_float(corrections)))
+        }
+        Quants::Offset(offset) => {
+            let products = s.sub_int(products, s.mul_int(corrections, s.int(offset)));
+            s.mul(s.mul(da, d), s.to_float(products))
+        }
+    }
+}
+
 macro_rules! format {
-    ($format:ident, $bytes:expr, $subs:expr, $pairs:expr, $term:ident, $unpack:ident) => {
+    ($format:ident, $bytes:expr, $subs:expr, $quants:expr, $unpack:ident) => {
         impl Format for $format {
-            type Window = Window256<$subs, $pairs>;
-            type Rounded = Rounded256;
-            type Lanes = Lanes256;
+            type Family = Family256<$subs, { $subs / 2 }>;
             const LEN: usize = 256;
             const BYTES: usize = $bytes;
+            const QUANTS: Quants = $quants;
 
             #[inline(always)]
             fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
@@ -49,77 +117,34 @@ macro_rules! format {
             }
 
             #[inline(always)]
-            fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Self::Window) {
-                Self::unpack(s, rows, at, window);
-            }
-
-            #[inline(always)]
-            fn accumulate<S: Simd, const C: usize>(
+            fn unpack_window<S: Simd>(
                 s: S,
-                windows: &[Self::Window],
-                rounded: [&[Rounded256]; C],
-                sums: &mut [S::F; C],
+                rows: Rows<'_>,
+                at: usize,
+                window: &mut Window256<$subs, { $subs / 2 }>,
             ) {
-                for (b, window) in windows.iter().enumerate() {
-                    let mut x = [&rounded[0][b]; C];
-                    for c in 1..C {
-                        x[c] = &rounded[c][b];
-                    }
-                    window.accumulate(s, x, &$term, sums);
-                }
+                Self::unpack(s, rows, at, window);
             }
 
             #[inline(always)]
             fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes256) -> S::F {
                 let (zero, none) = (s.splat(0.0), s.int(0));
-                let sub_scales = [none; $subs];
-                let mut sink = Dots::<'_, S, $subs> {
-                    lanes,
-                    sub_scales,
-                    products: none,
-                    corrections: none,
-                    d: zero,
-                    dmin: zero,
-                };
+                let (sub_scales, products, corrections) = ([none; $subs], none, none);
+                let mut sink =
+                    Dots::<'_, S, $subs> { lanes, sub_scales, products, corrections, d: zero, dmin: zero };
                 Self::unpack(s, blocks, at, &mut sink);
-                let (d, dmin, da) = (sink.d, sink.dmin, s.load(&lanes.d));
-                $term.value(s, sink.products, sink.corrections, d, dmin, da)
+                let scales = [sink.d, sink.dmin, s.load(&lanes.d)];
+                term(s, Self::QUANTS, sink.products, sink.corrections, scales)
             }
         }
     };
 }
 
-format!(Q2_K, 84, 16, 8, WITH_MINIMA, unpack_q2_k);
-format!(Q3_K, 110, 16, 8, CENTRED_4, unpack_q3_k);
-format!(Q4_K, 144, 8, 4, WITH_MINIMA, unpack_q4_k);
-format!(Q5_K, 176, 8, 4, WITH_MINIMA, unpack_q5_k);
-format!(Q6_K, 210, 16, 8, CENTRED_32, unpack_q6_k);
-
-/// What the weights of activation sums are for.
-enum Term {
-    Minima,
-    Centre(i32),
-}
-
-const WITH_MINIMA: Term = Term::Minima;
-const CENTRED_4: Term = Term::Centre(4);
-const CENTRED_32: Term = Term::Centre(32);
-
-impl Term {
-    #[inline(always)]
-    fn value<S: Simd>(&self, s: S, products: S::I, corrections: S::I, d: S::F, dmin: S::F, da: S::F) -> S::F {
-        match self {
-            Term::Minima => {
-                let product = s.mul(s.mul(da, d), s.to_float(products));
-                s.sub(product, s.mul(s.mul(da, dmin), s.to_float(corrections)))
-            }
-            Term::Centre(centre) => {
-                let products = s.sub_int(products, s.mul_int(corrections, s.int(*centre)));
-                s.mul(s.mul(da, d), s.to_float(products))
-            }
-        }
-    }
-}
+format!(Q2_K, 84, 16, Quants::Minima, unpack_q2_k);
+format!(Q3_K, 110, 16, Quants::Offset(4), unpack_q3_k);
+format!(Q4_K, 144, 8, Quants::Minima, unpack_q4_k);
+format!(Q5_K, 176, 8, Quants::Minima, unpack_q5_k);
+format!(Q6_K, 210, 16, Quants::Offset(32), unpack_q6_k);
 
 /// 16 blocks of an activation row, words as in [`Window256`].
 #[repr(align(64))]
@@ -231,48 +256,6 @@ impl<S: Simd, const SUBS: usize> Sink<S> for Dots<'_, S, SUBS> {
         } else {
             let product = s.mul_int(s.add_int(dots[0], dots[1]), self.sub_scales[run]);
             self.products = s.add_int(self.products, product);
-        }
-    }
-}
-
-impl<const SUBS: usize, const PAIRS: usize> Window256<SUBS, PAIRS> {
-    #[inline(always)]
-    fn accumulate<S: Simd, const C: usize>(
-        &self,
-        s: S,
-        x: [&Rounded256; C],
-        term: &Term,
-        sums: &mut [S::F; C],
-    ) {
-        let words = 64 / SUBS;
-        let mut products = [s.int(0); C];
-        for sub in 0..SUBS {
-            let mut dots = [s.int(0); C];
-            for k in 0..words {
-                let word = sub * words + k;
-                let w = s.load_bytes(&self.q[word]);
-                for c in 0..C {
-                    let a = s.int(i32::from_ne_bytes(x[c].q[word].map(|q| q as u8)));
-                    dots[c] = s.dot_u7(dots[c], w, a);
-                }
-            }
-            let scale = s.load_int(&self.scales[sub]);
-            for c in 0..C {
-                products[c] = s.add_int(products[c], s.mul_int(dots[c], scale));
-            }
-        }
-        let mut corrections = [s.int(0); C];
-        for pair in 0..PAIRS {
-            let w = s.load_int(&self.weights[pair]);
-            for c in 0..C {
-                let sums = if SUBS == 16 { x[c].sums16[pair] } else { x[c].sums32[pair] };
-                corrections[c] = s.dot_i16(corrections[c], w, s.int(two_sums(sums)));
-            }
-        }
-        let (d, dmin) = (s.load(&self.d), s.load(&self.dmin));
-        for c in 0..C {
-            let value = term.value(s, products[c], corrections[c], d, dmin, s.splat(x[c].d));
-            sums[c] = s.add(sums[c], value);
         }
     }
 }

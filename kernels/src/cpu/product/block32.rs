@@ -1,7 +1,7 @@
 //! Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: 32 values with one scale, and for the `_1` types one minimum.
 
 use super::activation::Rounded32;
-use super::format::{Format, GROUP, Sink};
+use super::format::{Family, Format, GROUP, Quants, Sink};
 use crate::cpu::simd::{Rows, Simd};
 use bytemuck::{Pod, Zeroable};
 
@@ -31,15 +31,59 @@ pub(super) enum Q4_1 {}
 pub(super) enum Q5_0 {}
 pub(super) enum Q5_1 {}
 
-/// `$offset` is what stored quants have more than their value; `$min` whether there is a minimum.
+/// `FULL`: stored quants use all eight bits.
+pub(super) enum Family32<const FULL: bool> {}
+
+impl<const FULL: bool> Family for Family32<FULL> {
+    type Window = Window32;
+    type Rounded = Rounded32;
+    type Lanes = Lanes32;
+
+    #[inline(always)]
+    fn accumulate<S: Simd, const C: usize>(
+        s: S,
+        windows: &[Window32],
+        rounded: [&[Rounded32]; C],
+        quants: Quants,
+        sums: &mut [S::F; C],
+    ) {
+        for (b, window) in windows.iter().enumerate() {
+            let mut x = [&rounded[0][b]; C];
+            for c in 1..C {
+                x[c] = &rounded[c][b];
+            }
+            let mut dots = [s.int(0); C];
+            if let Quants::Offset(offset) = quants {
+                for c in 0..C {
+                    dots[c] = s.int(-offset * x[c].sum);
+                }
+            }
+            for k in 0..8 {
+                let w = s.load_bytes(&window.q[k]);
+                for c in 0..C {
+                    let a = s.int(i32::from_ne_bytes(x[c].q[k].map(|q| q as u8)));
+                    dots[c] = dot::<S, FULL>(s, dots[c], w, a);
+                }
+            }
+            let d = s.load(&window.d);
+            for c in 0..C {
+                let mut term = s.mul(s.mul(d, s.splat(x[c].d)), s.to_float(dots[c]));
+                if let Quants::Minima = quants {
+                    term = s.add(term, s.mul(s.load(&window.m), s.splat(x[c].s)));
+                }
+                sums[c] = s.add(sums[c], term);
+            }
+        }
+    }
+}
+
 macro_rules! format {
-    ($format:ident, $bytes:expr, $offset:expr, $min:expr, $unpack:ident($($argument:expr),*)) => {
+    ($format:ident, $bytes:expr, $full:expr, $quants:expr, $unpack:ident($($argument:expr),*)) => {
         impl Format for $format {
-            type Window = Window32;
-            type Rounded = Rounded32;
-            type Lanes = Lanes32;
+            type Family = Family32<$full>;
             const LEN: usize = 32;
             const BYTES: usize = $bytes;
+            const QUANTS: Quants = $quants;
 
             #[inline(always)]
             fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
@@ -52,39 +96,28 @@ macro_rules! format {
             }
 
             #[inline(always)]
-            fn accumulate<S: Simd, const C: usize>(
-                s: S,
-                windows: &[Window32],
-                rounded: [&[Rounded32]; C],
-                sums: &mut [S::F; C],
-            ) {
-                for (b, window) in windows.iter().enumerate() {
-                    let mut x = [&rounded[0][b]; C];
-                    for c in 1..C {
-                        x[c] = &rounded[c][b];
-                    }
-                    window.accumulate::<S, C, $offset, $min>(s, x, sums);
-                }
-            }
-
-            #[inline(always)]
             fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes32) -> S::F {
-                let zero = s.splat(0.0);
-                let dots = s.mul_int(s.load_int(&lanes.sums), s.int(-$offset));
-                let mut sink = Dots::<'_, S, $offset> { lanes, dots, d: zero, m: zero };
+                let (zero, none) = (s.splat(0.0), s.int(0));
+                let mut sink = Dots::<'_, S, $full> { lanes, dots: none, d: zero, m: zero };
+                if let Quants::Offset(offset) = Self::QUANTS {
+                    sink.dots = s.mul_int(s.load_int(&lanes.sums), s.int(-offset));
+                }
                 Self::unpack(s, blocks, at, &mut sink);
                 let term = s.mul(s.mul(sink.d, s.load(&lanes.d)), s.to_float(sink.dots));
-                if $min { s.add(term, s.mul(sink.m, s.load(&lanes.s))) } else { term }
+                match Self::QUANTS {
+                    Quants::Offset(_) => term,
+                    Quants::Minima => s.add(term, s.mul(sink.m, s.load(&lanes.s))),
+                }
             }
         }
     };
 }
 
-format!(Q8_0, 34, 128, false, unpack_q8_0());
-format!(Q4_0, 18, 8, false, unpack_nibbles(2, None));
-format!(Q4_1, 20, 0, true, unpack_nibbles(4, None));
-format!(Q5_0, 22, 16, false, unpack_nibbles(6, Some(2)));
-format!(Q5_1, 24, 0, true, unpack_nibbles(8, Some(4)));
+format!(Q8_0, 34, true, Quants::Offset(128), unpack_q8_0());
+format!(Q4_0, 18, false, Quants::Offset(8), unpack_nibbles(2, None));
+format!(Q4_1, 20, false, Quants::Minima, unpack_nibbles(4, None));
+format!(Q5_0, 22, false, Quants::Offset(16), unpack_nibbles(6, Some(2)));
+format!(Q5_1, 24, false, Quants::Minima, unpack_nibbles(8, Some(4)));
 
 impl From<[Rounded32; GROUP]> for Lanes32 {
     fn from(blocks: [Rounded32; GROUP]) -> Self {
@@ -125,14 +158,14 @@ impl<S: Simd> Sink<S> for Window32 {
 }
 
 /// Multiplies values as they come.
-struct Dots<'a, S: Simd, const OFFSET: i32> {
+struct Dots<'a, S: Simd, const FULL: bool> {
     lanes: &'a Lanes32,
     dots: S::I,
     d: S::F,
     m: S::F,
 }
 
-impl<S: Simd, const OFFSET: i32> Sink<S> for Dots<'_, S, OFFSET> {
+impl<S: Simd, const FULL: bool> Sink<S> for Dots<'_, S, FULL> {
     #[inline(always)]
     fn scale(&mut self, _: S, d: S::F) {
         self.d = d;
@@ -152,45 +185,14 @@ impl<S: Simd, const OFFSET: i32> Sink<S> for Dots<'_, S, OFFSET> {
     #[inline(always)]
     fn values(&mut self, s: S, _: usize, words: [S::I; 8]) {
         for k in 0..8 {
-            self.dots = dot::<S, OFFSET>(s, self.dots, words[k], s.load_bytes(&self.lanes.q[k]));
-        }
-    }
-}
-
-impl Window32 {
-    #[inline(always)]
-    fn accumulate<S: Simd, const C: usize, const OFFSET: i32, const MIN: bool>(
-        &self,
-        s: S,
-        x: [&Rounded32; C],
-        sums: &mut [S::F; C],
-    ) {
-        let mut dots = [s.int(0); C];
-        for c in 0..C {
-            dots[c] = s.int(-OFFSET * x[c].sum);
-        }
-        for k in 0..8 {
-            let w = s.load_bytes(&self.q[k]);
-            for c in 0..C {
-                let a = s.int(i32::from_ne_bytes(x[c].q[k].map(|q| q as u8)));
-                dots[c] = dot::<S, OFFSET>(s, dots[c], w, a);
-            }
-        }
-        let d = s.load(&self.d);
-        for c in 0..C {
-            let mut term = s.mul(s.mul(d, s.splat(x[c].d)), s.to_float(dots[c]));
-            if MIN {
-                term = s.add(term, s.mul(s.load(&self.m), s.splat(x[c].s)));
-            }
-            sums[c] = s.add(sums[c], term);
+            self.dots = dot::<S, FULL>(s, self.dots, words[k], s.load_bytes(&self.lanes.q[k]));
         }
     }
 }
 
 #[inline(always)]
-fn dot<S: Simd, const OFFSET: i32>(s: S, acc: S::I, w: S::I, a: S::I) -> S::I {
-    // Only with an offset of 128 do quants use their highest bit.
-    if OFFSET == 128 { s.dot_u8(acc, w, a) } else { s.dot_u7(acc, w, a) }
+fn dot<S: Simd, const FULL: bool>(s: S, acc: S::I, w: S::I, a: S::I) -> S::I {
+    if FULL { s.dot_u8(acc, w, a) } else { s.dot_u7(acc, w, a) }
 }
 
 /// d, qs[32].

@@ -5,7 +5,7 @@
 
 use super::format::GROUP;
 use super::linear::Layer;
-use super::prefetch;
+use super::{AHEAD_BYTES, prefetch};
 use crate::cpu::Isa;
 use crate::cpu::element::Element;
 use crate::cpu::simd::{Kernel, Simd};
@@ -74,7 +74,7 @@ impl<E: Element> Product<'_, E> {
             }
             if C == 1 {
                 // In the order of memory, although `R` rows are read at once.
-                prefetch(s, self.layer.bytes, output * row_bytes + R * step * k, R * step);
+                prefetch(s, self.layer.bytes, output * row_bytes + R * step * k + AHEAD_BYTES, R * step);
             }
             for r in 0..R {
                 let w = E::load(s, &weights[r][step * k..step * k + step]);

@@ -1,8 +1,8 @@
 //! What a quantised weight format must offer to be multiplied.
 
+use super::prefetch;
 use crate::cpu::simd::{Kernel, Rows, Simd};
 use bytemuck::Pod;
-use std::marker::PhantomData;
 
 /// Rows of a group: one per lane.
 pub(super) const GROUP: usize = 16;
@@ -21,8 +21,17 @@ pub(super) trait Sink<S: Simd> {
     fn values(&mut self, s: S, run: usize, words: [S::I; 8]);
 }
 
-/// A block format, as a type without values.
-pub(super) trait Format: 'static {
+/// What a format's stored quants have to do with their values.
+#[derive(Clone, Copy)]
+pub(super) enum Quants {
+    /// So much is subtracted from each.
+    Offset(i32),
+    /// The block, or each sub-block, has a minimum with a scale of its own.
+    Minima,
+}
+
+/// Formats whose windows look alike and are multiplied by the same code.
+pub(super) trait Family: 'static {
     /// One block of each of the 16 rows of a group, unpacked.
     type Window: Pod;
     /// One block of an activation row.
@@ -30,34 +39,47 @@ pub(super) trait Format: 'static {
     /// 16 blocks of an activation row, one per lane.
     type Lanes: From<[Self::Rounded; GROUP]> + Send + Sync;
 
-    /// Values per block.
-    const LEN: usize;
-    /// Bytes of a block in the file.
-    const BYTES: usize;
-
-    /// Unpacks the block that starts `at` bytes into each row.
-    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>);
-
-    /// As `unpack`, into a window.
-    fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Self::Window);
-
     /// Adds the terms of consecutive blocks to the sums of `C` activation rows; lanes are weight rows.
     fn accumulate<S: Simd, const C: usize>(
         s: S,
         windows: &[Self::Window],
         rounded: [&[Self::Rounded]; C],
+        quants: Quants,
         sums: &mut [S::F; C],
     );
+}
+
+/// A block format, as a type without values.
+pub(super) trait Format: 'static {
+    type Family: Family;
+
+    /// Values per block.
+    const LEN: usize;
+    /// Bytes of a block in the file.
+    const BYTES: usize;
+    const QUANTS: Quants;
+
+    /// Unpacks the block that starts `at` bytes into each row.
+    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>);
+
+    /// As `unpack`, into a window.
+    fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window<Self>);
 
     /// The terms of 16 blocks and as many activation blocks; lanes are blocks.
-    fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Self::Lanes) -> S::F;
+    fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes<Self>) -> S::F;
 }
+
+pub(super) type Window<Q> = <<Q as Format>::Family as Family>::Window;
+pub(super) type Rounded<Q> = <<Q as Format>::Family as Family>::Rounded;
+pub(super) type Lanes<Q> = <<Q as Format>::Family as Family>::Lanes;
 
 /// Unpacks consecutive blocks, the first `at` bytes into each row.
 pub(super) struct Unpack<'a, Q: Format> {
     pub(super) rows: Rows<'a>,
     pub(super) at: usize,
-    pub(super) windows: &'a mut [Q::Window],
+    pub(super) windows: &'a mut [Window<Q>],
+    /// Bytes that will be needed next.
+    pub(super) ahead: &'a [u8],
 }
 
 impl<Q: Format> Kernel for Unpack<'_, Q> {
@@ -66,24 +88,26 @@ impl<Q: Format> Kernel for Unpack<'_, Q> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         for (b, window) in self.windows.iter_mut().enumerate() {
+            let bytes = GROUP * Q::BYTES;
+            prefetch(s, self.ahead, b * bytes, bytes);
             Q::unpack_window(s, self.rows, self.at + b * Q::BYTES, window);
         }
     }
 }
 
 /// Adds the terms of a window to the results of `C` activation rows and up to 16 weight rows.
-pub(super) struct Accumulate<'a, Q: Format, const C: usize> {
-    pub(super) windows: &'a [Q::Window],
-    pub(super) rounded: [&'a [Q::Rounded]; C],
+pub(super) struct Accumulate<'a, M: Family, const C: usize> {
+    pub(super) windows: &'a [M::Window],
+    pub(super) rounded: [&'a [M::Rounded]; C],
+    pub(super) quants: Quants,
     /// The sums of the blocks before this window; where it is the first, they are overwritten.
     pub(super) sums: [&'a mut [f32]; C],
     pub(super) first: bool,
     /// Added after the last block.
     pub(super) bias: Option<&'a [f32]>,
-    pub(super) format: PhantomData<Q>,
 }
 
-impl<Q: Format, const C: usize> Kernel for Accumulate<'_, Q, C> {
+impl<M: Family, const C: usize> Kernel for Accumulate<'_, M, C> {
     type Output = ();
 
     #[inline(always)]
@@ -94,7 +118,7 @@ impl<Q: Format, const C: usize> Kernel for Accumulate<'_, Q, C> {
                 sums[c] = s.load_partial(self.sums[c]);
             }
         }
-        Q::accumulate(s, self.windows, self.rounded, &mut sums);
+        M::accumulate(s, self.windows, self.rounded, self.quants, &mut sums);
         if let Some(bias) = self.bias {
             let bias = s.load_partial(bias);
             for sum in &mut sums {

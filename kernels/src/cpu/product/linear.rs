@@ -4,7 +4,7 @@ use super::activation::{Round, Rounded32, Rounded256};
 use super::block32::{Lanes32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
 use super::block256::{Lanes256, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
 use super::float;
-use super::format::{Accumulate, Format, GROUP, Unpack};
+use super::format::{Accumulate, Format, GROUP, Lanes, Rounded, Unpack, Window};
 use super::one_row::{OneRow, lanes_of};
 use crate::cpu::Isa;
 use crate::cpu::element::{Bf16, F16, F32};
@@ -13,7 +13,6 @@ use crate::cpu::simd::Rows;
 use crate::cpu::tensor::SharedRows;
 use bytemuck::{Pod, Zeroable};
 use quant::DType;
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -156,12 +155,12 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn product<Q: Format>(&self, (rounded, lanes): (&[Q::Rounded], &[Q::Lanes]), scratch: &mut Scratch) {
+    fn product<Q: Format>(&self, (rounded, lanes): (&[Rounded<Q>], &[Lanes<Q>]), scratch: &mut Scratch) {
         if self.rows == 1 {
             return self.product_of_one::<Q>(lanes, scratch);
         }
         let blocks = self.n_in / Q::LEN;
-        let window_bytes = size_of::<Q::Window>();
+        let window_bytes = size_of::<Window<Q>>();
         let few = self.rows <= FEW_ROWS;
         let budget = if few { FEW_WINDOW_BYTES } else { MANY_WINDOW_BYTES };
         // Blocks of K in a window, and groups that stand in the windows together.
@@ -172,7 +171,7 @@ impl Job<'_> {
         if scratch.windows.len() < lines {
             scratch.windows.resize(lines, Line::zeroed());
         }
-        let windows: &mut [Q::Window] = bytemuck::cast_slice_mut(&mut scratch.windows[..lines]);
+        let windows: &mut [Window<Q>] = bytemuck::cast_slice_mut(&mut scratch.windows[..lines]);
 
         for first in self.groups.clone().step_by(width) {
             let groups = first..(first + width).min(self.groups.end);
@@ -204,7 +203,7 @@ impl Job<'_> {
         }
     }
 
-    fn product_of_one<Q: Format>(&self, lanes: &[Q::Lanes], scratch: &mut Scratch) {
+    fn product_of_one<Q: Format>(&self, lanes: &[Lanes<Q>], scratch: &mut Scratch) {
         let row_bytes = self.n_in / Q::LEN * Q::BYTES;
         let outputs = self.groups.start * GROUP..(self.groups.end * GROUP).min(self.layer.n_out);
         self.isa.run(OneRow::<Q> {
@@ -224,7 +223,7 @@ impl Job<'_> {
         &self,
         group: usize,
         span: &Range<usize>,
-        windows: &mut [Q::Window],
+        windows: &mut [Window<Q>],
         padded: &mut Vec<u8>,
     ) {
         let row_bytes = self.n_in / Q::LEN * Q::BYTES;
@@ -233,7 +232,9 @@ impl Job<'_> {
         let at = span.start * Q::BYTES;
         if bytes.len() >= group_bytes {
             let rows = Rows { bytes: &bytes[..group_bytes], stride: row_bytes };
-            self.isa.run(Unpack::<Q> { rows, at, windows });
+            // The next group's bytes are asked for in the order of memory.
+            let ahead = bytes.get(group_bytes + GROUP * at..).unwrap_or_default();
+            self.isa.run(Unpack::<Q> { rows, at, windows, ahead });
         } else {
             let span_bytes = span.len() * Q::BYTES;
             padded.clear();
@@ -242,7 +243,7 @@ impl Job<'_> {
                 padded.copy_from_slice(&row[at..][..span_bytes]);
             }
             let rows = Rows { bytes: padded, stride: span_bytes };
-            self.isa.run(Unpack::<Q> { rows, at: 0, windows });
+            self.isa.run(Unpack::<Q> { rows, at: 0, windows, ahead: &[] });
         }
     }
 
@@ -250,15 +251,15 @@ impl Job<'_> {
         &self,
         group: usize,
         span: &Range<usize>,
-        windows: &[Q::Window],
-        rounded: &[Q::Rounded],
+        windows: &[Window<Q>],
+        rounded: &[Rounded<Q>],
         row: usize,
     ) {
         let blocks = self.n_in / Q::LEN;
         let from = group * GROUP;
         let len = GROUP.min(self.layer.n_out - from);
         let bias = self.layer.bias.filter(|_| span.end == blocks).map(|bias| &bias[from..][..len]);
-        self.isa.run(Accumulate::<Q, C> {
+        self.isa.run(Accumulate::<Q::Family, C> {
             windows,
             rounded: std::array::from_fn(|c| &rounded[(row + c) * blocks..][..blocks][span.clone()]),
             // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one piece each, and the
@@ -266,7 +267,7 @@ impl Job<'_> {
             sums: std::array::from_fn(|c| unsafe { self.layer.out.part(row + c, from, len) }),
             first: span.start == 0,
             bias,
-            format: PhantomData,
+            quants: Q::QUANTS,
         });
     }
 }

@@ -29,15 +29,15 @@ pub(super) use linear::{Input, Layer, multiply};
 
 use super::simd::Simd;
 
-/// How far ahead lines of weights are asked for: what memory delivers in some 300 ns. The hardware's own prefetchers do
-/// not follow many strides at once (measured on Zen 4, one row of Q4_K: 8 GB/s without, 20 with).
-const PREFETCH_BYTES: usize = 8192;
+/// How far ahead a single row asks for lines of weights: what memory delivers in some 300 ns. The hardware's own
+/// prefetchers do not follow many strides at once (measured on Zen 4, Q4_K: 8 GB/s without, 20 with).
+const AHEAD_BYTES: usize = 8192;
 const CACHE_LINE: usize = 64;
 
-/// Asks for the lines that follow `bytes[at..at + len]` at that distance.
+/// Asks for the lines of `bytes[at..at + len]`, as far as there are such.
 #[inline(always)]
 fn prefetch<S: Simd>(s: S, bytes: &[u8], at: usize, len: usize) {
-    let ahead = bytes.get(at + PREFETCH_BYTES..).unwrap_or_default();
+    let ahead = bytes.get(at..).unwrap_or_default();
     for line in ahead[..len.min(ahead.len())].chunks(CACHE_LINE) {
         s.prefetch(line);
     }

@@ -6,8 +6,8 @@
 //!
 //! Limiting resource: memory, where an instruction set unpacks 16 blocks faster than they arrive.
 
-use super::format::{Format, GROUP};
-use super::prefetch;
+use super::format::{Format, GROUP, Lanes};
+use super::{AHEAD_BYTES, prefetch};
 use crate::cpu::simd::{Kernel, Rows, Simd};
 
 /// Activation blocks side by side as the weight's sixteens of blocks need them, until the pattern repeats.
@@ -33,7 +33,7 @@ pub(super) struct OneRow<'a, Q: Format> {
     pub(super) bytes: &'a [u8],
     /// Per row.
     pub(super) blocks: usize,
-    pub(super) lanes: &'a [Q::Lanes],
+    pub(super) lanes: &'a [Lanes<Q>],
     pub(super) bias: Option<&'a [f32]>,
     pub(super) out: &'a mut [f32],
     pub(super) terms: &'a mut Vec<f32>,
@@ -53,7 +53,7 @@ impl<Q: Format> Kernel for OneRow<'_, Q> {
             let mut phase = 0;
             let mut terms = self.terms.as_chunks_mut::<GROUP>().0.iter_mut();
             for (i, batch) in batches.chunks_exact(GROUP * Q::BYTES).enumerate() {
-                prefetch(s, self.layer, g * group_bytes + i * batch.len(), batch.len());
+                prefetch(s, self.layer, g * group_bytes + i * batch.len() + AHEAD_BYTES, batch.len());
                 let rows = Rows { bytes: batch, stride: Q::BYTES };
                 if let Some(terms) = terms.next() {
                     s.store(Q::terms(s, rows, 0, &self.lanes[phase]), terms);

@@ -1,0 +1,5 @@
+#include "linear/legacy.cuh"
+
+#include "linear/kernels.cuh"
+
+LINEAR_KERNELS(q5_0, Q5_0)

@@ -1,0 +1,5 @@
+#include "linear/legacy.cuh"
+
+#include "linear/kernels.cuh"
+
+LINEAR_KERNELS(q5_1, Q5_1)

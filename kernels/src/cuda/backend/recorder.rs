@@ -1,0 +1,213 @@
+//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the same list came
+//! before, one by one otherwise.
+//!
+//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the same
+//! whenever the number of rows and the bounds of the attention plan are. A graph is launched only for a list equal to the
+//! one it was captured from; addresses in it are thus those of memory that this step's own owners keep.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use ops::OpError;
+
+use super::command::{Command, Commands, Kernels};
+use crate::cuda::attention::PlanAddress;
+use crate::cuda::error::device_error;
+use crate::cuda::{Device, Graph, Stream};
+
+/// Graphs kept at once: decode batches of as many sizes. One of an 8B model takes about 1 MiB.
+const GRAPHS_MAX: usize = 24;
+/// Lists remembered to have been seen once.
+const SEEN_MAX: usize = 256;
+/// Owners of work in flight before the device is waited for.
+const IN_FLIGHT_MAX: usize = 1 << 15;
+
+pub(super) type Owner = Arc<dyn Any + Send + Sync>;
+
+pub(super) struct Recorder {
+    stream: Stream,
+    kernels: Kernels,
+    pending: Commands,
+    /// What keeps the memory of `pending`, and of work in flight.
+    owners: Vec<Owner>,
+    in_flight: Vec<Owner>,
+    /// The most recently used last.
+    graphs: Vec<Captured>,
+    seen: VecDeque<u64>,
+    use_graphs: bool,
+}
+
+struct Captured {
+    hash: u64,
+    commands: Commands,
+    graph: Graph,
+}
+
+impl Recorder {
+    pub(super) fn new(device: &Device, stream: Stream) -> Self {
+        Self {
+            stream,
+            kernels: Kernels::new(device),
+            pending: Commands::default(),
+            owners: Vec::new(),
+            in_flight: Vec::new(),
+            graphs: Vec::new(),
+            seen: VecDeque::new(),
+            use_graphs: true,
+        }
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    pub(super) fn set_graphs(&mut self, on: bool) {
+        self.use_graphs = on;
+    }
+
+    /// Graphs captured and still kept.
+    pub(super) fn graphs(&self) -> usize {
+        self.graphs.len()
+    }
+
+    /// # Safety
+    /// As [`Kernels::give`], where memory needs to live only as long as the owners given with [`Self::keep`].
+    pub(super) unsafe fn push(&mut self, command: Command) {
+        self.pending.list.push(command);
+    }
+
+    pub(super) fn keep(&mut self, owner: Owner) {
+        self.owners.push(owner);
+    }
+
+    /// The index of a plan for [`Command::AttentionTiles`].
+    pub(super) fn plan(&mut self, plan: PlanAddress) -> u32 {
+        let plans = &mut self.pending.plans;
+        let index = plans.iter().position(|known| *known == plan).unwrap_or_else(|| {
+            plans.push(plan);
+            plans.len() - 1
+        });
+        index as u32
+    }
+
+    /// Gives what was collected to the device.
+    pub(super) fn flush(&mut self) -> Result<(), OpError> {
+        if self.pending.list.is_empty() {
+            return Ok(());
+        }
+        if self.in_flight.len() > IN_FLIGHT_MAX {
+            self.wait()?;
+        }
+        let given = self.give();
+        self.in_flight.append(&mut self.owners);
+        self.pending.list.clear();
+        self.pending.plans.clear();
+        given
+    }
+
+    /// Waits for all that was flushed.
+    pub(super) fn wait(&mut self) -> Result<(), OpError> {
+        self.stream.synchronize().map_err(device_error("wait"))?;
+        self.in_flight.clear();
+        Ok(())
+    }
+
+    fn give(&mut self) -> Result<(), OpError> {
+        let hash = mixed(&self.pending);
+        if let Some(at) =
+            self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
+        {
+            let captured = self.graphs.remove(at);
+            let launched = captured.graph.launch().map_err(device_error("graph"));
+            self.graphs.push(captured);
+            return launched;
+        }
+        let again = self.seen.contains(&hash);
+        if !again || !self.use_graphs {
+            if self.seen.len() == SEEN_MAX {
+                self.seen.pop_front();
+            }
+            self.seen.push_back(hash);
+            // SAFETY: the contract of `push`; owners are kept until the work has been waited for.
+            return unsafe { self.kernels.give(&self.stream, &self.pending) };
+        }
+        // SAFETY: as above; and a graph is launched only while owners of the same addresses are kept.
+        let work = || unsafe { self.kernels.give(&self.stream, &self.pending) }.map_err(CaptureError::Op);
+        let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
+        if self.graphs.len() == GRAPHS_MAX {
+            self.graphs.remove(0);
+        }
+        let launched = graph.launch().map_err(device_error("graph"));
+        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph });
+        launched
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        // Owners may go only after the work; if that fails the context is gone, and the memory with it.
+        let _ = self.stream.synchronize();
+    }
+}
+
+enum CaptureError {
+    Op(OpError),
+    Cuda(crate::cuda::CudaError),
+}
+
+impl From<crate::cuda::CudaError> for CaptureError {
+    fn from(error: crate::cuda::CudaError) -> Self {
+        Self::Cuda(error)
+    }
+}
+
+impl CaptureError {
+    fn into_op(self) -> OpError {
+        match self {
+            Self::Op(error) => error,
+            Self::Cuda(error) => device_error("graph")(error),
+        }
+    }
+}
+
+/// A hash for 40 KB a step: one multiplication per word, no defence against crafted input, since equality decides.
+fn mixed(commands: &Commands) -> u64 {
+    #[derive(Default)]
+    struct Mix(u64);
+
+    impl Hasher for Mix {
+        fn write(&mut self, bytes: &[u8]) {
+            for chunk in bytes.chunks(8) {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                self.write_u64(u64::from_le_bytes(word));
+            }
+        }
+
+        fn write_u8(&mut self, value: u8) {
+            self.write_u64(u64::from(value));
+        }
+
+        fn write_u32(&mut self, value: u32) {
+            self.write_u64(u64::from(value));
+        }
+
+        fn write_usize(&mut self, value: usize) {
+            self.write_u64(value as u64);
+        }
+
+        fn write_u64(&mut self, value: u64) {
+            self.0 = (self.0.rotate_left(5) ^ value).wrapping_mul(0x517c_c1b7_2722_0a95);
+        }
+
+        fn finish(&self) -> u64 {
+            self.0
+        }
+    }
+
+    let mut mix = Mix::default();
+    commands.hash(&mut mix);
+    mix.finish()
+}

@@ -1,0 +1,179 @@
+//! The row data of the current step: checked once, kept for the checks of the ops, and sent to the device.
+
+use ops::{OpError, Step};
+
+use super::upload::Upload;
+use crate::cuda::error::device_error;
+use crate::cuda::{CudaError, Stream};
+
+/// Where a step's words stand on the device, all of them u32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Words {
+    pub(super) address: u64,
+    pub(super) len: usize,
+}
+
+pub(super) struct Rows {
+    pub(super) positions: Vec<u32>,
+    /// Where each row's block ids start in `blocks`.
+    pub(super) table_starts: Vec<u32>,
+    kv_slots: Vec<u32>,
+    /// Block ids of all sequences, one after the other.
+    pub(super) blocks: Vec<u32>,
+    /// Block ids of each sequence in `blocks`.
+    tables: Vec<std::ops::Range<usize>>,
+    /// Of each sequence, how many positions its rows look back on.
+    keys: Vec<usize>,
+    token_max: u32,
+    slot_max: u32,
+    outputs: usize,
+    upload: Upload,
+}
+
+impl Rows {
+    pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
+        Ok(Self {
+            positions: Vec::new(),
+            table_starts: Vec::new(),
+            kv_slots: Vec::new(),
+            blocks: Vec::new(),
+            tables: Vec::new(),
+            keys: Vec::new(),
+            token_max: 0,
+            slot_max: 0,
+            outputs: 0,
+            upload: Upload::new(stream)?,
+        })
+    }
+
+    pub(super) fn set(&mut self, stream: &Stream, step: &Step<'_>) -> Result<(), OpError> {
+        const OP: &str = "begin";
+        let rows = step.rows();
+        for (what, found) in [
+            ("number of positions", step.positions.len()),
+            ("number of sequences", step.sequences.len()),
+            ("number of kv slots", step.kv_slots.len()),
+        ] {
+            if found != rows {
+                return Err(OpError::Shape { op: OP, what, found, expected: rows });
+            }
+        }
+        for (what, indices, len) in
+            [("sequence", step.sequences, step.tables.len()), ("output row", step.outputs, rows)]
+        {
+            if let Some(&index) = indices.iter().find(|&&index| index as usize >= len) {
+                return Err(OpError::Index { op: OP, what, index: index as usize, len });
+            }
+        }
+        self.blocks.clear();
+        self.tables.clear();
+        for table in step.tables {
+            let start = self.blocks.len();
+            self.blocks.extend_from_slice(table);
+            self.tables.push(start..self.blocks.len());
+        }
+        self.keys.clear();
+        self.keys.resize(step.tables.len(), 0);
+        self.table_starts.clear();
+        for (&sequence, &position) in step.sequences.iter().zip(step.positions) {
+            let sequence = sequence as usize;
+            self.table_starts.push(self.tables[sequence].start as u32);
+            self.keys[sequence] = self.keys[sequence].max(position as usize + 1);
+        }
+        self.positions.clear();
+        self.positions.extend_from_slice(step.positions);
+        self.kv_slots.clear();
+        self.kv_slots.extend_from_slice(step.kv_slots);
+        self.token_max = step.tokens.iter().copied().max().unwrap_or(0);
+        self.slot_max = step.kv_slots.iter().copied().max().unwrap_or(0);
+        self.outputs = step.outputs.len();
+
+        // Sections in this order; the tables last, since their length changes most.
+        let words = 4 * rows + step.outputs.len() + self.blocks.len();
+        let sections: [&[u32]; 6] =
+            [step.tokens, step.positions, step.kv_slots, &self.table_starts, step.outputs, &self.blocks];
+        let fill = |mut to: &mut [u32]| {
+            for section in sections {
+                let (here, rest) = to.split_at_mut(section.len());
+                here.copy_from_slice(section);
+                to = rest;
+            }
+        };
+        self.upload.send(stream, words, fill).map_err(|error| device_error(OP)(error))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.positions.len()
+    }
+
+    pub(super) fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    pub(super) fn kv_slots(&self) -> &[u32] {
+        &self.kv_slots
+    }
+
+    pub(super) fn slot_max(&self) -> u32 {
+        self.slot_max
+    }
+
+    pub(super) fn token_max(&self) -> u32 {
+        self.token_max
+    }
+
+    pub(super) fn check(&self, op: &'static str, rows: usize) -> Result<(), OpError> {
+        if rows == self.len() {
+            return Ok(());
+        }
+        let expected = self.len();
+        Err(OpError::Shape { op, what: "number of rows against the step's", found: rows, expected })
+    }
+
+    /// The blocks of all sequences that rows of this step read, if blocks hold `block_tokens` tokens.
+    pub(super) fn blocks_read(
+        &self,
+        op: &'static str,
+        block_tokens: usize,
+    ) -> Result<impl Iterator<Item = u32>, OpError> {
+        for (table, &keys) in self.tables.iter().zip(&self.keys) {
+            let (index, len) = (keys.div_ceil(block_tokens), table.len());
+            if index > len {
+                return Err(OpError::Index { op, what: "entry of the block table", index: index - 1, len });
+            }
+        }
+        let tables = self.tables.iter().zip(&self.keys);
+        Ok(tables.flat_map(move |(table, &keys)| {
+            self.blocks[table.start..][..keys.div_ceil(block_tokens)].iter().copied()
+        }))
+    }
+
+    pub(super) fn tokens_on_device(&self) -> Words {
+        self.section(0, self.len())
+    }
+
+    pub(super) fn positions_on_device(&self) -> Words {
+        self.section(self.len(), self.len())
+    }
+
+    pub(super) fn slots_on_device(&self) -> Words {
+        self.section(2 * self.len(), self.len())
+    }
+
+    pub(super) fn table_starts_on_device(&self) -> Words {
+        self.section(3 * self.len(), self.len())
+    }
+
+    pub(super) fn outputs_on_device(&self) -> Words {
+        self.section(4 * self.len(), self.outputs)
+    }
+
+    /// Of this step's address only: how long the tables are is no part of a launch.
+    pub(super) fn tables_on_device(&self) -> u64 {
+        self.section(4 * self.len() + self.outputs, 0).address
+    }
+
+    fn section(&self, start: usize, len: usize) -> Words {
+        Words { address: self.upload.address() + (start * size_of::<u32>()) as u64, len }
+    }
+}

@@ -1,0 +1,50 @@
+//! [`Upload`]: words that go to the device once a step, to an address that changes only when they outgrow it.
+
+use crate::cuda::error::Named;
+use crate::cuda::{Buffer, CudaError, Event, Stream, pinned::Pinned};
+
+/// Words of the smallest buffer.
+const WORDS_MIN: usize = 1 << 12;
+
+pub(super) struct Upload {
+    staging: Pinned<u32>,
+    device: Buffer<u32>,
+    /// The last copy out of `staging`.
+    copied: Event,
+}
+
+impl Upload {
+    pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
+        Self::with_words(stream, WORDS_MIN)
+    }
+
+    fn with_words(stream: &Stream, words: usize) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let staging = Pinned::new(device, words)?;
+        Ok(Self { staging, device: Buffer::new(device, words)?, copied: Event::new(device)? })
+    }
+
+    /// Where the words are, or will be.
+    pub(super) fn address(&self) -> u64 {
+        self.device.view().address()
+    }
+
+    /// Lets `fill` write `words` words and starts their copy, in stream order.
+    pub(super) fn send(
+        &mut self,
+        stream: &Stream,
+        words: usize,
+        fill: impl FnOnce(&mut [u32]),
+    ) -> Result<(), CudaError> {
+        self.copied.synchronize()?;
+        if words > self.device.len() {
+            *self = Self::with_words(stream, words.next_power_of_two())?;
+        }
+        fill(&mut self.staging.as_mut_slice()[..words]);
+        let (address, staging) = (self.address(), &self.staging.as_slice()[..words]);
+        // SAFETY: the device buffer has room; the staging buffer is not touched before `copied`, and freed after it.
+        unsafe { cudarc::driver::result::memcpy_htod_async(address, staging, stream.raw()) }
+            .named("cuMemcpyHtoD")?;
+        self.copied.record(stream)
+    }
+}
