@@ -1,7 +1,7 @@
-//! The management library: what a device holds in all, without a context and without libcuda.
+//! The management library: what a device holds in all, without a context.
 //!
-//! So the weight-server may use it. It is loaded at run time and may be missing; on boards that share memory with the
-//! host it has no memory numbers.
+//! Loaded at run time; it may be missing, and on boards that share memory with the host it has no memory numbers. It loads
+//! libcuda into its process (seen with driver 580), without starting it: the weight-server asks a child.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 

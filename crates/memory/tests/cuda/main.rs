@@ -1,8 +1,8 @@
 //! Device memory between real processes on a real GPU: `cargo test -p memory --features cuda --test cuda`.
 //!
-//! The parent does what the weight-server does: it holds descriptors, never loads the driver, and looks at the device
-//! through NVML alone. Children of the same executable load, import and misbehave (`roles`). Without a driver it says so and
-//! passes. One argument picks a check by name.
+//! The parent does what the weight-server does: it holds descriptors and never loads the driver. Children of the same
+//! executable load, import, misbehave, and look at the device (`roles`). Without a driver it says so and passes. One argument
+//! picks a check by name.
 
 #![expect(
     clippy::unwrap_used,
@@ -17,8 +17,6 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use memory::cuda::DeviceUuid;
-use memory::cuda::nvml::Nvml;
 use memory::seqpacket::{Connection, FrameError};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use proto::weights::v1::BatchReceived;
@@ -35,8 +33,7 @@ const BASELINE_TOLERANCE_BYTES: u64 = 8 * MIB;
 const RECLAIM: Duration = Duration::from_secs(10);
 
 struct Machine {
-    nvml: Nvml,
-    uuid: DeviceUuid,
+    uuid: String,
 }
 
 type Check = fn(&Machine) -> String;
@@ -67,9 +64,8 @@ fn main() -> ExitCode {
     }
     assert!(status.success(), "{output}");
     print!("{output}");
-    let uuid =
-        output.lines().find_map(|line| line.strip_prefix("uuid ")).and_then(DeviceUuid::parse).unwrap();
-    let machine = Machine { nvml: Nvml::open().unwrap(), uuid };
+    let uuid = output.lines().find_map(|line| line.strip_prefix("uuid ")).unwrap().to_owned();
+    let machine = Machine { uuid };
     let wanted = std::env::args().nth(1).unwrap_or_default();
     for (name, check) in CHECKS.iter().filter(|(name, _)| name.contains(&wanted)) {
         let started = Instant::now();
@@ -146,9 +142,9 @@ impl Role {
 }
 
 impl Machine {
+    /// What everybody together holds, from a child: NVML loads libcuda into its process.
     fn used(&self) -> u64 {
-        let memory = self.nvml.memory(self.uuid).unwrap().unwrap();
-        memory.total_bytes - memory.free_bytes
+        one_child(&format!("used {}", self.uuid)).trim().parse().unwrap()
     }
 
     /// Waits until the device holds about as much as before.
@@ -164,7 +160,6 @@ impl Machine {
                 );
             }
             assert!(started.elapsed() < RECLAIM, "{used} bytes are used, {baseline} were before");
-            std::thread::sleep(Duration::from_millis(5));
         }
     }
 }

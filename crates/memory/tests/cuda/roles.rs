@@ -1,14 +1,17 @@
 //! What the children do; each talks to its parent through the socket that is its standard input.
 
+use std::ffi::{CStr, c_void};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use memory::cuda::driver::Access;
+use cudarc::driver::{DriverError, sys};
+use memory::cuda::driver::{Access, Driver};
+use memory::cuda::nvml::Nvml;
 use memory::cuda::{
-    AddressRange, AllocateError, Context, Device, DeviceSelector, GrowError, GrowingRange, ImportedModel,
-    OpenDriverError, Physical, WritableModel, open_driver,
+    AddressRange, AllocateError, Context, Device, DeviceSelector, DeviceUuid, GrowError, GrowingRange,
+    ImportedModel, OpenDriverError, Physical, WritableModel, open_driver,
 };
 use memory::handoff::{Collector, batches};
 use memory::import::take_manifest;
@@ -32,6 +35,11 @@ const CYCLES: usize = 100;
 const SAMPLE_BYTES: usize = 4096;
 
 pub(crate) fn run(role: &str) -> ExitCode {
+    if let Some(uuid) = role.strip_prefix("used ") {
+        let memory = Nvml::open().unwrap().memory(DeviceUuid::parse(uuid).unwrap()).unwrap().unwrap();
+        println!("{}", memory.total_bytes - memory.free_bytes);
+        return ExitCode::SUCCESS;
+    }
     let started = Instant::now();
     let driver = match open_driver() {
         Err(OpenDriverError::NoDriver) => return ExitCode::from(NO_DRIVER),
@@ -205,6 +213,7 @@ fn import(device: &Device, socket: &Connection) {
         drop(model);
         unmap_times.push(started.elapsed().as_micros());
     }
+    parts_of_import(&*open_driver().unwrap(), &manifest, &fds[1..]);
     let (manifest, allocations) = take_manifest(fds).unwrap();
     let model = ImportedModel::import(device, &manifest, allocations).unwrap();
     assert_samples(&model, &context);
@@ -223,6 +232,85 @@ fn import(device: &Device, socket: &Connection) {
     }
 }
 
+/// Where the time of an import goes, each call for all allocations before the next.
+fn parts_of_import(driver: &dyn Driver, manifest: &Manifest, fds: &[OwnedFd]) {
+    let total: u64 = manifest.allocation_bytes();
+    let copies: Vec<OwnedFd> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+    let mut times = Vec::new();
+    let mut started = Instant::now();
+    let mut lap = |name: &'static str| {
+        times.push((name, started.elapsed()));
+        started = Instant::now();
+    };
+    let handles: Vec<_> = copies.iter().map(|fd| driver.import(fd.as_fd()).unwrap()).collect();
+    lap("import");
+    drop(copies);
+    lap("close");
+    let address = driver.reserve(total).unwrap();
+    lap("reserve");
+    let places = || {
+        manifest.allocations.iter().scan(address, |next, allocation| {
+            let at = *next;
+            *next += allocation.bytes;
+            Some((at, allocation.bytes))
+        })
+    };
+    for ((at, bytes), handle) in places().zip(&handles) {
+        // SAFETY: back to back inside of the range just reserved, which is torn down below in order.
+        unsafe { driver.map(at, bytes, *handle) }.unwrap();
+    }
+    lap("map");
+    for handle in handles {
+        // SAFETY: imported above and not used again.
+        unsafe { driver.release(handle) }.unwrap();
+    }
+    lap("release");
+    // SAFETY: the whole range is mapped.
+    unsafe { driver.set_access(0, address, total, Access::Read) }.unwrap();
+    lap("access");
+    for (at, bytes) in places() {
+        // SAFETY: as mapped above, and nothing has used it.
+        unsafe { driver.unmap(at, bytes) }.unwrap();
+    }
+    lap("unmap");
+    // SAFETY: as reserved, and empty.
+    unsafe { driver.free(address, total) }.unwrap();
+    lap("free");
+    let text: Vec<String> = times.iter().map(|(name, time)| format!("{name} {}", time.as_micros())).collect();
+    println!("of which us: {}", text.join(", "));
+}
+
+/// A kernel that writes where it is told.
+const STRAY_PTX: &CStr = c".version 7.0
+.target sm_70
+.address_size 64
+.visible .entry stray(.param .u64 where) {
+    .reg .b64 %rd<2>;
+    .reg .b32 %r<2>;
+    ld.param.u64 %rd1, [where];
+    mov.u32 %r1, 255;
+    st.global.u32 [%rd1], %r1;
+    ret;
+}";
+
+/// Runs the kernel on one address and waits for it.
+fn write_by_kernel(address: u64) -> Result<(), DriverError> {
+    let mut module = std::ptr::null_mut();
+    let mut function = std::ptr::null_mut();
+    let mut argument = address;
+    let mut arguments = [(&raw mut argument).cast::<c_void>()];
+    // SAFETY: a context is current; the text is a module with this function, which takes one address.
+    unsafe {
+        sys::cuModuleLoadData(&mut module, STRAY_PTX.as_ptr().cast()).result()?;
+        sys::cuModuleGetFunction(&mut function, module, c"stray".as_ptr()).result()?;
+        let stream = std::ptr::null_mut();
+        let arguments = arguments.as_mut_ptr();
+        sys::cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments, std::ptr::null_mut())
+            .result()?;
+        sys::cuCtxSynchronize().result()
+    }
+}
+
 /// Breaks its own context, and expects that to be all.
 fn stray_write(device: &Device, socket: &Connection) {
     let (manifest, allocations) = take_manifest(receive_fds(socket)).unwrap();
@@ -230,12 +318,19 @@ fn stray_write(device: &Device, socket: &Connection) {
     let model = ImportedModel::import(device, &manifest, allocations).unwrap();
     assert_samples(&model, &context);
     let driver = open_driver().unwrap();
-    // SAFETY: a mapping of this process, which is there to be refused; nothing else here depends on the context.
-    let written = unsafe { driver.copy_to_device(model.tensors[0].address(), &[0xff; SAMPLE_BYTES]) };
+    let own = GrowingRange::reserve(device, MIB, 1).map(|mut range| {
+        range.grow_to(&context, 1).unwrap();
+        range
+    });
+    write_by_kernel(own.unwrap().address()).unwrap();
+    // SAFETY: a mapping of this process, which is there to be refused.
+    let copied =
+        unsafe { driver.copy_to_device(model.tensors[0].address(), &[0xff; SAMPLE_BYTES]) }.unwrap_err();
+    assert_samples(&model, &context);
+    let written = write_by_kernel(model.tensors[0].address()).unwrap_err();
     let mut read = vec![0; SAMPLE_BYTES];
-    let after = model.tensors[0].read(&context, 0, &mut read);
-    println!("write through PROT_READ: {written:?}; a read after it: {after:?}");
-    assert!(written.is_err() || after.is_err());
+    let after = model.tensors[0].read(&context, 0, &mut read).unwrap_err();
+    println!("copy through PROT_READ: {copied}; a kernel's write: {written:?}; a read after it: {after}");
     tell_ready(socket);
 }
 
