@@ -32,7 +32,11 @@ fn generate(model: &Path) -> Command {
 
 #[test]
 fn a_missing_file_is_named() {
-    check(&generate(Path::new("no-such-model.gguf")).output().unwrap(), MODEL_REFUSED, &["no-such-model.gguf"]);
+    check(
+        &generate(Path::new("no-such-model.gguf")).output().unwrap(),
+        MODEL_REFUSED,
+        &["no-such-model.gguf"],
+    );
 }
 
 #[test]
@@ -144,7 +148,9 @@ fn a_file_changed_while_it_is_loaded_is_refused() {
         .unwrap();
     let root = child.id();
     crate::harness::eventually("a loader runs", || {
-        proc::children_of_tree(root).into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
+        proc::children_of_tree(root)
+            .into_iter()
+            .find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
     });
     // Appending changes size and mtime; the inode stays.
     let mut file = std::fs::OpenOptions::new().append(true).open(&copy).unwrap();

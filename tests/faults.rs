@@ -8,7 +8,12 @@ use std::time::{Duration, Instant};
 const LONG: u32 = 400;
 
 fn ask(seed: u64) -> Ask {
-    Ask { prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(), max_tokens: LONG, temperature: 0.7, seed }
+    Ask {
+        prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
+        max_tokens: LONG,
+        temperature: 0.7,
+        seed,
+    }
 }
 
 fn asks(count: u64) -> Vec<Ask> {
@@ -66,7 +71,10 @@ fn i6_streams_of_a_killed_worker_are_completed_by_another() {
     }
     assert!(resumed > 0, "no stream was on the killed worker");
     let back = eventually("the worker is back", || {
-        fleet.by_role("worker").into_iter().find(|w| w.name == victim.name && w.pid != victim.pid && w.state == "ready")
+        fleet
+            .by_role("worker")
+            .into_iter()
+            .find(|w| w.name == victim.name && w.pid != victim.pid && w.state == "ready")
     });
     assert_eq!(back.restarts, victim.restarts + 1);
     fleet.stop();
@@ -106,7 +114,11 @@ fn i3_a_killed_weight_server_disturbs_no_stream_and_its_successor_needs_no_file(
     eventually("the weight-server is back", || {
         fleet.by_role("weight-server").into_iter().find(|p| p.pid != before.pid && p.state == "ready")
     });
-    assert_eq!(workers, fleet.by_role("worker").iter().map(|w| w.pid).collect::<Vec<_>>(), "workers were restarted");
+    assert_eq!(
+        workers,
+        fleet.by_role("worker").iter().map(|w| w.pid).collect::<Vec<_>>(),
+        "workers were restarted"
+    );
 
     // A new worker attaches to the adopted weights; the file is gone.
     proc::signal(workers[0], "KILL");
@@ -129,8 +141,12 @@ fn i3_weights_survive_the_death_of_weight_server_and_all_workers_together() {
     let fleet = Fleet::start(&model, &["--workers", "2", "--threads", "1"]);
     std::fs::remove_file(&model).unwrap();
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(2)));
-    let killed: Vec<u32> =
-        fleet.processes().iter().filter(|p| p.role == "worker" || p.role == "weight-server").map(|p| p.pid).collect();
+    let killed: Vec<u32> = fleet
+        .processes()
+        .iter()
+        .filter(|p| p.role == "worker" || p.role == "weight-server")
+        .map(|p| p.pid)
+        .collect();
     for pid in &killed {
         proc::signal(*pid, "KILL");
     }
@@ -177,7 +193,10 @@ fn a_killed_loader_is_an_error_to_whoever_asked_and_leaves_no_memory() {
 fn streams_of_other_workers_do_not_notice_a_killed_worker() {
     let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let found = harmed(&fleet, &asks(4), || proc::signal(fleet.by_role("worker")[1].pid, "KILL"));
-    assert!(found.iter().all(|r| r.as_ref().is_ok_and(|done| done.tokens.len() == LONG as usize)), "{found:?}");
+    assert!(
+        found.iter().all(|r| r.as_ref().is_ok_and(|done| done.tokens.len() == LONG as usize)),
+        "{found:?}"
+    );
     assert!(found.iter().any(|r| r.as_ref().is_ok_and(|done| done.resumes == 0)));
     fleet.stop();
 }
@@ -190,7 +209,8 @@ fn a_killed_router_is_back_and_its_connections_are_reset() {
     assert!(found[0].is_err(), "the stream of a dead router cannot end well");
     let done = eventually("the router serves again on its old address", || {
         runtime().block_on(async {
-            let mut client = proto::v1::inference_client::InferenceClient::connect(fleet.grpc.clone()).await.ok()?;
+            let mut client =
+                proto::v1::inference_client::InferenceClient::connect(fleet.grpc.clone()).await.ok()?;
             generate(&mut client, &Ask { max_tokens: 4, ..ask(2) }, |_| {}).await.ok()
         })
     });
@@ -211,7 +231,8 @@ fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights()
     let before = pids(&first);
     proc::signal(first.supervisor.id(), "KILL");
     let _ = first.supervisor.wait();
-    let mut successor = serve(first.runtime_dir(), &demo_7m(), &["--workers", "2", "--threads", "1"]).spawn().unwrap();
+    let mut successor =
+        serve(first.runtime_dir(), &demo_7m(), &["--workers", "2", "--threads", "1"]).spawn().unwrap();
     crate::harness::first_json_line(&mut successor);
     std::mem::swap(&mut first.supervisor, &mut successor);
     assert_eq!(before, pids(&first), "children were restarted");
@@ -246,11 +267,15 @@ fn i4_load_and_unload_return_to_the_baseline() {
     for round in 0..20 {
         let model = folder.path().join(format!("copy-{round}.gguf"));
         std::fs::copy(demo_7m(), &model).unwrap();
-        for arguments in [vec!["load", model.to_str().unwrap(), "--name", "second"], vec!["unload", "second"]] {
-            let output = ballast().args(&arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
+        for arguments in [vec!["load", model.to_str().unwrap(), "--name", "second"], vec!["unload", "second"]]
+        {
+            let output =
+                ballast().args(&arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
             assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
         }
     }
-    eventually("descriptors are back at the baseline", || (proc::open_files(server).len() <= baseline).then_some(()));
+    eventually("descriptors are back at the baseline", || {
+        (proc::open_files(server).len() <= baseline).then_some(())
+    });
     fleet.stop();
 }

@@ -38,11 +38,19 @@ fn recorded(file: &Path) -> Vec<Recorded> {
 fn argmax_after_each(model: &Path, tokens: &[u32], folder: &Path) -> Vec<u32> {
     let (ids, logits) = (folder.join("ids.json"), folder.join("logits.f32"));
     std::fs::write(&ids, serde_json::to_string(tokens).unwrap()).unwrap();
-    let output =
-        ballast().arg("eval").arg(model).arg("--tokens").arg(&ids).arg("--logits-out").arg(&logits).output().unwrap();
+    let output = ballast()
+        .arg("eval")
+        .arg(model)
+        .arg("--tokens")
+        .arg(&ids)
+        .arg("--logits-out")
+        .arg(&logits)
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", text(&output).1);
     let bytes = std::fs::read(&logits).unwrap();
-    let values: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let values: Vec<f32> =
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     assert_eq!(values.len() % tokens.len(), 0, "{} values for {} positions", values.len(), tokens.len());
     let vocabulary = values.len() / tokens.len();
     values.chunks_exact(vocabulary).map(argmax).collect()

@@ -40,7 +40,8 @@ impl Http {
     fn post_stream(&self, path: &str, body: &Value) -> Vec<Value> {
         let (status, text) = self.post(path, body);
         assert_eq!(status, 200, "{text}");
-        let mut events: Vec<&str> = text.split("\n\n").filter_map(|event| event.trim().strip_prefix("data: ")).collect();
+        let mut events: Vec<&str> =
+            text.split("\n\n").filter_map(|event| event.trim().strip_prefix("data: ")).collect();
         assert_eq!(events.pop(), Some("[DONE]"), "{text}");
         events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
     }
@@ -84,7 +85,10 @@ fn the_openai_surface_serves_completions() {
     let second = http.post_json("/v1/completions", &sampled);
     assert_eq!(first["choices"], second["choices"], "the same seed gives the same choices");
     let texts: Vec<_> = (0..3).map(|i| first["choices"][i]["text"].as_str().unwrap()).collect();
-    assert!(texts[0] != texts[1] || texts[1] != texts[2], "choices draw random numbers of their own: {texts:?}");
+    assert!(
+        texts[0] != texts[1] || texts[1] != texts[2],
+        "choices draw random numbers of their own: {texts:?}"
+    );
     assert_eq!(first["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap().len(), 8);
 
     let metrics = http.get("/metrics").1;
@@ -113,7 +117,8 @@ fn bad_requests_name_the_field() {
         assert!(error["error"]["message"].as_str().unwrap().contains(word), "{body}: {text}");
     }
     // The demo models have no chat template: a named error, not a guess.
-    let (status, text) = http.post("/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "hi"}]}));
+    let (status, text) =
+        http.post("/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "hi"}]}));
     assert_eq!(status, 400, "{text}");
     assert!(text.contains("chat template"), "{text}");
     assert_eq!(http.get("/no-such-route").0, 404);
@@ -126,7 +131,8 @@ fn a_client_that_goes_away_frees_its_blocks() {
     let http = Http::of(&fleet);
     http.runtime.block_on(async {
         let body = json!({"prompt": "x", "max_tokens": 3000, "stream": true, "temperature": 1, "seed": 1});
-        let mut reply = http.client.post(format!("{}/v1/completions", http.url)).json(&body).send().await.unwrap();
+        let mut reply =
+            http.client.post(format!("{}/v1/completions", http.url)).json(&body).send().await.unwrap();
         reply.chunk().await.unwrap();
         // Dropping the reply closes the connection.
     });
@@ -135,7 +141,7 @@ fn a_client_that_goes_away_frees_its_blocks() {
         let line = metrics.lines().find(|line| line.starts_with(name))?;
         line.rsplit(' ').next()?.parse().ok()
     };
-    eventually("no request is running", || (gauge("ballast_requests_running")? == 0.0).then_some(()));
-    eventually("no KV is in use", || (gauge("ballast_kv_used_tokens")? == 0.0).then_some(()));
+    eventually("no request is running", || (gauge("ballast:num_requests_running")? == 0.0).then_some(()));
+    eventually("no KV is in use", || (gauge("ballast:kv_cache_usage_perc")? == 0.0).then_some(()));
     fleet.stop();
 }

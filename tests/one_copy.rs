@@ -12,7 +12,12 @@ const OTHER_MEMORY_MAX: u64 = 40 << 20;
 const WEIGHT_MAPPING: &str = "/memfd:ballast-weights";
 
 fn ask(seed: u64) -> Ask {
-    Ask { prompt: (0..40).map(|i| (i * 31 + seed as u32 * 7) % 1000).collect(), max_tokens: 4, temperature: 0.0, seed }
+    Ask {
+        prompt: (0..40).map(|i| (i * 31 + seed as u32 * 7) % 1000).collect(),
+        max_tokens: 4,
+        temperature: 0.0,
+        seed,
+    }
 }
 
 #[test]
@@ -33,7 +38,8 @@ fn i1_weights_exist_once_for_four_workers() {
     let mut pss_sum = 0;
     for process in fleet.processes() {
         let mappings = proc::mappings(process.pid);
-        let (weights, other): (Vec<_>, Vec<_>) = mappings.iter().partition(|m| m.name.starts_with(WEIGHT_MAPPING));
+        let (weights, other): (Vec<_>, Vec<_>) =
+            mappings.iter().partition(|m| m.name.starts_with(WEIGHT_MAPPING));
         pss_sum += weights.iter().map(|m| m.pss).sum::<u64>();
         if process.role != "worker" {
             assert!(weights.is_empty(), "{} maps weights", process.name);
@@ -64,9 +70,11 @@ fn four_hundred_allocations_are_handed_over_in_several_batches() {
     let model = synth("qwen3-many", "q8_0");
     let fleet = Fleet::start(&model, &["--workers", "2", "--no-pack"]);
     for worker in fleet.by_role("worker") {
-        let weights = proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();
+        let weights =
+            proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();
         assert!(weights >= 400, "{}: {weights} mappings", worker.name);
-        let descriptors = proc::open_files(worker.pid).iter().filter(|f| f.starts_with(WEIGHT_MAPPING)).count();
+        let descriptors =
+            proc::open_files(worker.pid).iter().filter(|f| f.starts_with(WEIGHT_MAPPING)).count();
         assert_eq!(descriptors, 0, "{} keeps weight descriptors open", worker.name);
     }
     let found = runtime().block_on(generate_all(&fleet.grpc, &[ask(1), ask(1)]));

@@ -1,6 +1,7 @@
 //! `ballast.toml`: what a fleet consists of, and how that becomes the configuration of each process.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use engine::{EngineConfig, KvBudget};
 use models::ModelDescription;
 use serde::{Deserialize, Serialize};
 use service::{Bytes, Exit, RuntimeDir};
-use supervisor::{ModelPlan, Plan, WorkerSlot};
+use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
 use toml::{Table, Value};
 
 use crate::failure::{Failure, Outcome, Trying};
@@ -87,8 +88,13 @@ impl FleetConfig {
         Ok(config)
     }
 
-    /// The plan for a supervisor that works in this directory.
-    pub(crate) fn plan(&self, directory: &RuntimeDir, log: tracing::Level) -> Outcome<Plan> {
+    /// The plan for a supervisor that works in this directory. `socket` is a listening one from socket activation.
+    pub(crate) fn plan(
+        &self,
+        directory: &RuntimeDir,
+        socket: Option<OwnedFd>,
+        log: tracing::Level,
+    ) -> Outcome<Plan> {
         let workers = self.models.iter().map(|m| m.workers).sum();
         let models = self.models.iter().map(|m| m.plan(workers)).collect::<Outcome<Vec<ModelPlan>>>()?;
         let of_workers = directory.clone();
@@ -100,14 +106,40 @@ impl FleetConfig {
             set("listen", of_workers.worker_socket(slot.index).to_string_lossy().into_owned());
         };
         let runtime_dir = directory.path().to_owned();
+        let (listen, router_socket) = self.listen(directory, socket)?;
         Ok(Plan {
             weight_server: self.weight_server(directory),
-            router: table(&router::Config::new(self.listen, runtime_dir))?,
-            http_address: self.listen.map(|address| address.to_string()).unwrap_or_default(),
+            router: table(&router::Config::new(listen, runtime_dir))?,
+            router_socket,
+            http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
             models,
             worker: Arc::new(worker),
         })
+    }
+
+    /// Binds the public socket. A router that is taken over has it already, and keeps its address.
+    fn listen(
+        &self,
+        directory: &RuntimeDir,
+        socket: Option<OwnedFd>,
+    ) -> Outcome<(Option<SocketAddr>, Option<OwnedFd>)> {
+        if let Some(socket) = socket {
+            let listener = TcpListener::from(socket);
+            let address = listener.local_addr().trying(|| "the socket of socket activation".to_owned())?;
+            return Ok((Some(address), Some(listener.into())));
+        }
+        let Some(wanted) = self.listen else { return Ok((None, None)) };
+        let living = directory.living_children().trying(|| "cannot read the runtime directory".to_owned())?;
+        let router = Role::Router.subcommand();
+        if living.iter().any(|(name, _)| name == router) {
+            let present: router::Config = service::config::load(&directory.config(router))?;
+            return Ok((present.listen, None));
+        }
+        let what = || format!("cannot listen on {wanted}; choose another address with --listen");
+        let listener = TcpListener::bind(wanted).trying(what)?;
+        let address = listener.local_addr().trying(what)?;
+        Ok((Some(address), Some(listener.into())))
     }
 
     fn weight_server(&self, directory: &RuntimeDir) -> Table {
@@ -142,6 +174,8 @@ impl ModelConfig {
         worker.context_tokens = self.ctx_size.map(|tokens| tokens as usize);
         if let Some(tokens) = self.step_tokens {
             worker.step_tokens = tokens as usize;
+            // Every running sequence moves in every step.
+            worker.running_max = worker.running_max.min(worker.step_tokens);
         }
         Ok(ModelPlan {
             name: self.name.clone(),

@@ -17,6 +17,8 @@ use crate::fleet_config::FleetConfig;
 
 /// A fleet that is starting may be slow, but not silent: this long without a byte loaded or a child changing is the end.
 const PROGRESS_WAIT: Duration = Duration::from_secs(60);
+/// What a .socket unit calls the public socket (FileDescriptorName=); everything else that systemd hands over is the vault's.
+const HTTP_SOCKET: &str = "http";
 /// How often the router is asked whether it has found the workers. It looks for them every 100 ms itself.
 const ASK_ROUTER: Duration = Duration::from_millis(10);
 
@@ -45,11 +47,14 @@ impl RunningFleet {
     /// Starts the processes. `notify` is who started us, `log` how much the children say.
     pub(crate) async fn start(config: &FleetConfig, notify: Notify, log: tracing::Level) -> Outcome<Self> {
         let shutdown = Shutdown::install().trying(|| "cannot listen to signals".to_owned())?;
-        let kept = service::listen::inherited_fds()?;
+        let inherited = service::listen::inherited_fds()?;
+        let (mut activated, kept): (Vec<_>, Vec<_>) =
+            inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET);
         service::supervision::watch("supervisor", "supervisor", &notify, &shutdown)?;
         sweep_dead();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
-        let plan = config.plan(claimed.directory(), log)?;
+        let socket = activated.pop().map(|activated| activated.fd);
+        let plan = config.plan(claimed.directory(), socket, log)?;
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = Fleet::start(plan, claimed, notify, kept).await?;
         let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes} of {total_bytes}");

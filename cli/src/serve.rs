@@ -117,8 +117,8 @@ fn foreground(
 
 /// Says where requests go. Standard output is for whoever started us, so it is flushed at once.
 async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
-    let url = http_url(fleet).await?;
     let status = fleet.status().await?;
+    let url = format!("http://{}", status.http_address);
     let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
     let workers = status.children.iter().filter(|c| c.role == Role::Worker).count();
     let runtime_dir = fleet.directory().path().display().to_string();
@@ -140,13 +140,4 @@ async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
     };
     let mut out = std::io::stdout().lock();
     writeln!(out, "{text}").and_then(|()| out.flush()).trying(|| "cannot write".to_owned())
-}
-
-/// The router says in its status where it listens: port 0 was turned into a real one there.
-async fn http_url(fleet: &RunningFleet) -> Outcome<String> {
-    let status = fleet.status().await?;
-    let router = status.children.iter().find(|c| c.role == Role::Router);
-    let url = router.and_then(|r| r.status_text.split_whitespace().find(|word| word.starts_with("http://")));
-    url.map(str::to_owned)
-        .ok_or_else(|| Failure::new(Exit::Internal, "the router does not say where it listens"))
 }

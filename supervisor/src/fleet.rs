@@ -52,9 +52,10 @@ impl LastEnd {
 
 impl std::fmt::Display for LastEnd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.words.as_str() {
-            "" => write!(f, "{}", self.end),
-            words => write!(f, "{}: {words}", self.end),
+        match &self.end {
+            // A process that was killed in the middle of something has not said why.
+            End::Code(_) if !self.words.is_empty() => write!(f, "{}: {}", self.end, self.words),
+            end => write!(f, "{end}"),
         }
     }
 }

@@ -33,5 +33,5 @@ pub use driver::{StartError, raise_descriptor_limit};
 pub use fleet::{
     ChildStatus, Fleet, FleetEvent, FleetStatus, LastEnd, ModelFailure, ModelState, ModelStatus, OrderError,
 };
-pub use plan::{ChildPlan, ModelPlan, Plan, Role, WorkerSlot};
+pub use plan::{ChildPlan, CompleteWorker, ModelPlan, Plan, Role, WorkerSlot};
 pub use state::{End, FailCause, State};

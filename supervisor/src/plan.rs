@@ -1,5 +1,6 @@
 //! What a fleet consists of: decided by whoever starts it, before anything runs.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -83,18 +84,22 @@ impl WorkerSlot {
     }
 }
 
+/// Adds to a model's worker configuration what belongs to one place.
+pub type CompleteWorker = Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send + Sync>;
+
 /// The whole fleet.
-#[derive(Clone)]
 pub struct Plan {
     pub weight_server: toml::Table,
     pub router: toml::Table,
+    /// Handed to every incarnation of the router: connections that come while it is restarted wait in the socket's queue.
+    pub router_socket: Option<OwnedFd>,
     /// For information: where the router listens.
     pub http_address: String,
     /// Log level of the children, unless BALLAST_LOG says otherwise.
     pub log: tracing::Level,
     pub models: Vec<ModelPlan>,
     /// Completes the configuration of a worker with what is its own; workers are also added while the fleet runs.
-    pub worker: Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send + Sync>,
+    pub worker: CompleteWorker,
 }
 
 impl Plan {

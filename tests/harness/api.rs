@@ -70,7 +70,11 @@ pub(crate) async fn generate(
         }
     }
     // Invariant I6: no stream ends without saying so.
-    if finished { Ok(done) } else { Err(tonic::Status::data_loss("the stream ended without a finished frame")) }
+    if finished {
+        Ok(done)
+    } else {
+        Err(tonic::Status::data_loss("the stream ended without a finished frame"))
+    }
 }
 
 /// All requests at once, results in the order of the requests.

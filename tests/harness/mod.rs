@@ -58,7 +58,10 @@ pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
 }
 
 pub(crate) fn text(output: &Output) -> (String, String) {
-    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+    (
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    )
 }
 
 /// Polls until `condition` holds; fails the test with `what` when patience ends.
@@ -102,7 +105,8 @@ impl Fleet {
     pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> Fleet {
         let mut supervisor = serve(directory.path(), model, arguments).spawn().unwrap();
         let ready = first_json_line(&mut supervisor);
-        let url = |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
+        let url =
+            |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
         Fleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
     }
 
@@ -145,7 +149,10 @@ impl Fleet {
         let left: Vec<_> = std::fs::read_dir(self.runtime_dir())
             .map(|entries| entries.flatten().map(|entry| entry.file_name()).collect())
             .unwrap_or_default();
-        assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")), "sockets left behind: {left:?}");
+        assert!(
+            left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")),
+            "sockets left behind: {left:?}"
+        );
     }
 }
 

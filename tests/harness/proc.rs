@@ -3,7 +3,10 @@
 use std::process::Command;
 
 pub(crate) fn signal(pid: u32, name: &str) {
-    let _ = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).stderr(std::process::Stdio::null()).status();
+    let _ = Command::new("kill")
+        .args([&format!("-{name}"), &pid.to_string()])
+        .stderr(std::process::Stdio::null())
+        .status();
 }
 
 /// Whether the process exists and is not a zombie.

@@ -121,9 +121,16 @@ impl Notify {
         message.map_or(Ok(()), |message| self.send(&message, &[]))
     }
 
-    /// The drain has begun.
+    /// The drain has begun. A parent that is gone need not be told: its death may be the reason.
     pub fn stopping(&self) -> Result<(), NotifyError> {
-        self.send("STOPPING=1", &[])
+        match self.send("STOPPING=1", &[]) {
+            Err(NotifyError::Send { source, .. })
+                if matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) =>
+            {
+                Ok(())
+            }
+            sent => sent,
+        }
     }
 
     /// A reload has begun; [`Notify::ready`] ends it. systemd wants the time with it since v253.
@@ -286,7 +293,10 @@ mod tests {
     #[test]
     fn a_dead_parent_is_an_error_and_not_a_signal() {
         let (directory, socket, notify) = parent();
-        drop((socket, directory));
+        drop(socket);
         assert!(matches!(notify.ready(), Err(NotifyError::Send { .. })));
+        notify.stopping().unwrap();
+        drop(directory);
+        notify.stopping().unwrap();
     }
 }

@@ -1,6 +1,7 @@
 //! Starting, signalling, reaping and forgetting children.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -112,7 +113,8 @@ impl Driver {
         let names = self.directory.directory();
         let inherited = match child.plan.role {
             Role::WeightServer => self.vault.entries().collect(),
-            Role::Worker | Role::Router => Vec::new(),
+            Role::Router => self.plan.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
+            Role::Worker => Vec::new(),
         };
         let surroundings = Surroundings {
             config: &names.config(name),

@@ -215,6 +215,7 @@ fn plan(behaviours: &Behaviours) -> Plan {
     Plan {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
+        router_socket: None,
         http_address: "127.0.0.1:0".to_owned(),
         log: tracing::Level::ERROR,
         models: vec![ModelPlan {
