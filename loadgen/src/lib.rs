@@ -1,1 +1,16 @@
+//! Measures a fleet from outside, as its clients and operators see it: the code behind `ballast bench`.
+//!
+//! It starts the real executable and talks to its sockets; no process of the fleet is linked in. Figures are wall-clock
+//! times on this side of the sockets. Streams do not stop early and share no prefix, so that every run does the same work.
+
 #![forbid(unsafe_code)]
+
+mod fleet;
+mod lives;
+mod report;
+mod streams;
+
+pub use fleet::{FleetError, MeasuredFleet, StartOptions};
+pub use lives::{LifeError, NewWorker, attach_times, dead_worker_back, one_more_worker, vocabulary};
+pub use report::{Summary, summary};
+pub use streams::{Load, LoadError, LoadReport, run_load};

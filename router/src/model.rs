@@ -105,7 +105,7 @@ impl Model {
 
     /// Says which weights and kernels made a response, as OpenAI's `system_fingerprint` is meant to.
     pub(crate) fn system_fingerprint(&self) -> String {
-        format!("ballast-{}", hex(self.fingerprint.0.get(..6).unwrap_or(&self.fingerprint.0)))
+        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.fingerprint.0))
     }
 }
 

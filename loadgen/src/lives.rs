@@ -1,0 +1,197 @@
+//! What it costs that processes come and go: attach, one worker more, a dead worker back.
+
+use std::error::Error as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use proto::fleet::v1::{AddWorkerRequest, Role};
+use proto::v1::{ListModelsRequest, Sampling};
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{self as wire, generate_frame, metadata_frame};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use crate::fleet::{FleetError, MeasuredFleet, call};
+
+/// How closely a new process is watched; its own figures are some tens of milliseconds.
+const POLL: Duration = Duration::from_millis(1);
+/// A worker that is not there by then is not coming.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[derive(Debug, thiserror::Error)]
+pub enum LifeError {
+    #[error(transparent)]
+    Fleet(#[from] FleetError),
+    #[error("the fleet has no running worker")]
+    NoWorker,
+    #[error("{name} is no worker's name")]
+    Name { name: String },
+    #[error("cannot kill {name}, process {pid}")]
+    Kill { name: String, pid: u32, source: rustix::io::Errno },
+    #[error("{name} did not serve within {} s", PATIENCE.as_secs())]
+    Late { name: String },
+    #[error("the new worker's stream failed")]
+    Stream(#[source] Box<Status>),
+}
+
+/// From the order, or the death, to a worker that serves.
+#[derive(Clone, Debug, Serialize)]
+pub struct NewWorker {
+    pub name: String,
+    /// Until its socket takes connections.
+    pub socket_ms: f64,
+    /// Until its weights are attached and its metadata can be read.
+    pub serving_ms: f64,
+    /// Until the first token of a stream that was sent to it at once.
+    pub first_token_ms: f64,
+    /// Until the router counts it.
+    pub router_ms: f64,
+    /// Of `serving_ms`, the hand-off of the weights itself, by the worker's own clock.
+    pub attach_ms: f64,
+}
+
+/// The hand-off times of all workers, by their own clocks, in milliseconds.
+pub async fn attach_times(fleet: &MeasuredFleet) -> Result<Vec<f64>, LifeError> {
+    let mut times = Vec::new();
+    for (_, socket) in workers(fleet).await? {
+        let mut client = WorkerClient::new(service::grpc::connect(&socket).await.map_err(FleetError::from)?);
+        let stats = client.stats(wire::StatsRequest {}).await.map_err(call("Stats"))?.into_inner();
+        times.push(stats.attach_ms);
+    }
+    Ok(times)
+}
+
+/// Tokens of the served model's vocabulary.
+pub async fn vocabulary(fleet: &MeasuredFleet) -> Result<u32, LifeError> {
+    let (_, socket) = workers(fleet).await?.into_iter().next().ok_or(LifeError::NoWorker)?;
+    let description = describe(&mut connect(&socket).await).await.map_err(call("GetMetadata"))?;
+    Ok(description.vocabulary)
+}
+
+/// Adds a worker to the running fleet.
+pub async fn one_more_worker(fleet: &MeasuredFleet) -> Result<NewWorker, LifeError> {
+    let serving = serving_workers(fleet).await?;
+    let mut supervisor = fleet.supervisor().await?;
+    let start = Instant::now();
+    let added = supervisor.add_worker(AddWorkerRequest::default()).await.map_err(call("AddWorker"))?;
+    follow(fleet, added.into_inner().name, 0, start, serving + 1).await
+}
+
+/// Kills one worker with SIGKILL and waits for its successor.
+pub async fn dead_worker_back(fleet: &MeasuredFleet) -> Result<NewWorker, LifeError> {
+    let status = fleet.status().await?;
+    let victim = status.children.into_iter().find(|child| child.role() == Role::Worker && child.pid != 0);
+    let victim = victim.ok_or(LifeError::NoWorker)?;
+    let serving = serving_workers(fleet).await?;
+    let pid = i32::try_from(victim.pid).ok().and_then(Pid::from_raw).ok_or(LifeError::NoWorker)?;
+    let start = Instant::now();
+    kill_process(pid, Signal::KILL).map_err(|source| LifeError::Kill {
+        name: victim.name.clone(),
+        pid: victim.pid,
+        source,
+    })?;
+    follow(fleet, victim.name, victim.pid, start, serving).await
+}
+
+/// Watches worker `name` from `start` until it serves; `old_pid` is whom it succeeds.
+async fn follow(
+    fleet: &MeasuredFleet,
+    name: String,
+    old_pid: u32,
+    start: Instant,
+    serving_then: u32,
+) -> Result<NewWorker, LifeError> {
+    let socket = socket_of(fleet, &name)?;
+    let elapsed_ms = || start.elapsed().as_secs_f64() * 1e3;
+    let life = async {
+        let (mut client, description, socket_ms) = loop {
+            let mut client = connect(&socket).await;
+            let socket_ms = elapsed_ms();
+            match attached(&mut client, old_pid).await {
+                Some(description) => break (client, description, socket_ms),
+                None => tokio::time::sleep(POLL).await,
+            }
+        };
+        let serving_ms = elapsed_ms();
+        first_token(&mut client, &description).await?;
+        let first_token_ms = elapsed_ms();
+        while serving_workers(fleet).await? < serving_then {
+            tokio::time::sleep(POLL).await;
+        }
+        let (router_ms, attach_ms) = (elapsed_ms(), description.attach_ms);
+        Ok(NewWorker { name: name.clone(), socket_ms, serving_ms, first_token_ms, router_ms, attach_ms })
+    };
+    let late = |_| LifeError::Late { name: name.clone() };
+    tokio::time::timeout(PATIENCE, life).await.map_err(late)?
+}
+
+/// Waits until the process behind `client` has its weights. `None` if it is the old one, or gone.
+async fn attached(client: &mut WorkerClient<Channel>, old_pid: u32) -> Option<wire::Description> {
+    loop {
+        match describe(client).await {
+            Ok(description) => return Some(description).filter(|description| description.pid != old_pid),
+            // Its own word: not attached yet. What the transport makes up has the broken connection as its source.
+            Err(status) if status.code() == Code::Unavailable && status.source().is_none() => {
+                tokio::time::sleep(POLL).await;
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+fn socket_of(fleet: &MeasuredFleet, name: &str) -> Result<PathBuf, LifeError> {
+    let index = name.strip_prefix("worker-").and_then(|index| index.parse().ok());
+    Ok(fleet.directory().worker_socket(index.ok_or_else(|| LifeError::Name { name: name.to_owned() })?))
+}
+
+async fn workers(fleet: &MeasuredFleet) -> Result<Vec<(u32, PathBuf)>, LifeError> {
+    let sockets = fleet.directory().worker_sockets().map_err(FleetError::Read)?;
+    if sockets.is_empty() { Err(LifeError::NoWorker) } else { Ok(sockets) }
+}
+
+/// Workers that the router would send streams to.
+async fn serving_workers(fleet: &MeasuredFleet) -> Result<u32, LifeError> {
+    let models = fleet.client().await?.list_models(ListModelsRequest {}).await.map_err(call("ListModels"))?;
+    Ok(models.into_inner().models.iter().map(|model| model.workers).sum())
+}
+
+async fn connect(socket: &Path) -> WorkerClient<Channel> {
+    loop {
+        match service::grpc::connect(socket).await {
+            Ok(channel) => return WorkerClient::new(channel),
+            Err(_) => tokio::time::sleep(POLL).await,
+        }
+    }
+}
+
+async fn describe(client: &mut WorkerClient<Channel>) -> Result<wire::Description, Status> {
+    let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await?.into_inner();
+    match frames.message().await?.and_then(|frame| frame.frame) {
+        Some(metadata_frame::Frame::Description(description)) => Ok(description),
+        _ => Err(Status::internal("no description")),
+    }
+}
+
+async fn first_token(
+    client: &mut WorkerClient<Channel>,
+    worker: &wire::Description,
+) -> Result<(), LifeError> {
+    let request = wire::GenerateRequest {
+        fingerprint: worker.fingerprint.clone(),
+        tokens: vec![1, 2, 3, 4],
+        prompt_tokens: 4,
+        max_tokens: 1,
+        sampling: Some(Sampling { temperature: Some(0.0), seed: Some(0), ..Default::default() }),
+        ..Default::default()
+    };
+    let failed = |status| LifeError::Stream(Box::new(status));
+    let mut frames = client.generate(request).await.map_err(failed)?.into_inner();
+    while let Some(frame) = frames.message().await.map_err(failed)? {
+        if matches!(frame.frame, Some(generate_frame::Frame::Tokens(_))) {
+            return Ok(());
+        }
+    }
+    Err(failed(Status::internal("the stream ended before its first token")))
+}

@@ -1,0 +1,53 @@
+//! A sample in a few figures.
+
+use serde::Serialize;
+
+/// Milliseconds. Percentiles are values of the sample, by nearest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Summary {
+    pub count: usize,
+    pub mean_ms: f64,
+    pub p50_ms: f64,
+    pub p90_ms: f64,
+    pub p99_ms: f64,
+    pub max_ms: f64,
+}
+
+/// All zero for an empty sample.
+pub fn summary(mut sample_ms: Vec<f64>) -> Summary {
+    sample_ms.sort_by(f64::total_cmp);
+    let Some(&max_ms) = sample_ms.last() else { return Summary::default() };
+    let count = sample_ms.len();
+    let rank = |share: f64| sample_ms[((count as f64 * share).ceil() as usize).clamp(1, count) - 1];
+    Summary {
+        count,
+        mean_ms: sample_ms.iter().sum::<f64>() / count as f64,
+        p50_ms: rank(0.50),
+        p90_ms: rank(0.90),
+        p99_ms: rank(0.99),
+        max_ms,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_of_the_sample() {
+        let sample = (1..=200).rev().map(f64::from).collect();
+        let summary = summary(sample);
+        assert_eq!(
+            (summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms),
+            (100.0, 180.0, 198.0, 200.0)
+        );
+        assert_eq!((summary.count, summary.mean_ms), (200, 100.5));
+    }
+
+    #[test]
+    fn a_sample_of_one_is_all_its_percentiles() {
+        let summary = summary(vec![3.0]);
+        assert_eq!((summary.p50_ms, summary.p99_ms, summary.max_ms), (3.0, 3.0, 3.0));
+        assert_eq!(super::summary(vec![]), Summary::default());
+    }
+}

@@ -1,0 +1,168 @@
+//! Many streams at once, each timed token by token.
+
+use std::time::{Duration, Instant};
+
+use futures::future::try_join_all;
+use proto::v1::inference_client::InferenceClient;
+use proto::v1::{self as wire, generate_frame, generate_request};
+use serde::Serialize;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use crate::report::{Summary, summary};
+
+/// `streams` prompts of `prompt_tokens`, each continued by `tokens`, all begun at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Load {
+    pub streams: u32,
+    pub prompt_tokens: u32,
+    pub tokens: u32,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct LoadReport {
+    #[serde(flatten)]
+    pub load: Load,
+    /// From the first request to the last token.
+    pub total_s: f64,
+    /// Tokens of output in that time.
+    pub tokens_per_s: f64,
+    /// Tokens of one stream after its first, in the time since its first: the mean over the streams.
+    pub decode_tokens_per_s_of_a_stream: f64,
+    pub first_token: Summary,
+    pub inter_token: Summary,
+    /// Streams that the router moved to another worker.
+    pub resumes: u32,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error("stream {stream} failed")]
+    Stream { stream: u32, source: Box<Status> },
+    #[error("stream {stream} gave {found} tokens instead of {expected}")]
+    Count { stream: u32, found: usize, expected: u32 },
+    #[error("stream {stream} ended without its last frame")]
+    Unfinished { stream: u32 },
+}
+
+/// Runs the load once. `vocabulary` bounds the token ids, `round` makes the prompts of a repetition new ones.
+pub async fn run_load(
+    client: &InferenceClient<Channel>,
+    load: Load,
+    vocabulary: u32,
+    round: u32,
+) -> Result<LoadReport, LoadError> {
+    let start = Instant::now();
+    let streams = (0..load.streams).map(|stream| {
+        let prompt =
+            prompt(load.prompt_tokens, vocabulary, round.wrapping_mul(load.streams).wrapping_add(stream));
+        run_stream(client.clone(), stream, prompt, load.tokens)
+    });
+    let streams = try_join_all(streams).await?;
+    let total_s = start.elapsed().as_secs_f64();
+
+    let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+    let first_tokens = streams.iter().filter_map(|s| Some(milliseconds(*s.tokens_at.first()?))).collect();
+    let gaps = streams
+        .iter()
+        .flat_map(|stream| stream.tokens_at.windows(2).map(|pair| milliseconds(pair[1] - pair[0])))
+        .collect();
+    let rates: Vec<f64> = streams.iter().filter_map(Timed::decode_rate).collect();
+    let count: usize = streams.iter().map(|stream| stream.tokens_at.len()).sum();
+    Ok(LoadReport {
+        load,
+        total_s,
+        tokens_per_s: count as f64 / total_s,
+        decode_tokens_per_s_of_a_stream: rates.iter().sum::<f64>() / rates.len().max(1) as f64,
+        first_token: summary(first_tokens),
+        inter_token: summary(gaps),
+        resumes: streams.iter().map(|stream| stream.resumes).sum(),
+    })
+}
+
+/// Different in its first tokens already, so that no prefix cache helps.
+fn prompt(tokens: u32, vocabulary: u32, number: u32) -> Vec<u32> {
+    let mut state = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d;
+    (0..tokens)
+        .map(|_| {
+            // Knuth's linear congruential generator; its high bits are good enough for token ids.
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 33) % u64::from(vocabulary.max(1))) as u32
+        })
+        .collect()
+}
+
+struct Timed {
+    /// Since the stream's request, for each token.
+    tokens_at: Vec<Duration>,
+    resumes: u32,
+}
+
+impl Timed {
+    fn decode_rate(&self) -> Option<f64> {
+        let (first, last) = (self.tokens_at.first()?, self.tokens_at.last()?);
+        let seconds = (*last - *first).as_secs_f64();
+        (seconds > 0.0).then(|| (self.tokens_at.len() - 1) as f64 / seconds)
+    }
+}
+
+async fn run_stream(
+    mut client: InferenceClient<Channel>,
+    stream: u32,
+    prompt: Vec<u32>,
+    tokens: u32,
+) -> Result<Timed, LoadError> {
+    let failed = |source| LoadError::Stream { stream, source: Box::new(source) };
+    let request = wire::GenerateRequest {
+        prompt: Some(generate_request::Prompt::Tokens(wire::TokenIds { ids: prompt })),
+        max_tokens: tokens,
+        ignore_eos: true,
+        sampling: Some(wire::Sampling { temperature: Some(0.0), seed: Some(0), ..Default::default() }),
+        ..Default::default()
+    };
+    let start = Instant::now();
+    let mut frames = client.generate(request).await.map_err(failed)?.into_inner();
+    let mut timed = Timed { tokens_at: Vec::with_capacity(tokens as usize), resumes: 0 };
+    let mut finished = false;
+    while let Some(frame) = frames.message().await.map_err(failed)? {
+        match frame.frame {
+            Some(generate_frame::Frame::Piece(piece)) => {
+                let at = start.elapsed();
+                timed.tokens_at.extend(piece.tokens.iter().map(|_| at));
+            }
+            Some(generate_frame::Frame::Finished(end)) => {
+                timed.resumes = end.usage.map_or(0, |usage| usage.resumes);
+                finished = true;
+            }
+            Some(generate_frame::Frame::Started(_)) | None => {}
+        }
+    }
+    match timed.tokens_at.len() {
+        _ if !finished => Err(LoadError::Unfinished { stream }),
+        found if found != tokens as usize => Err(LoadError::Count { stream, found, expected: tokens }),
+        _ => Ok(timed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_stay_in_the_vocabulary_and_differ_at_once() {
+        let prompts: Vec<Vec<u32>> = (0..64).map(|number| prompt(8, 1000, number)).collect();
+        assert!(prompts.iter().flatten().all(|&token| token < 1000));
+        let beginnings: std::collections::HashSet<&[u32]> =
+            prompts.iter().map(|prompt| &prompt[..2]).collect();
+        assert_eq!(beginnings.len(), prompts.len());
+        assert_eq!(prompt(8, 1000, 5), prompt(8, 1000, 5));
+    }
+
+    #[test]
+    fn the_first_token_is_not_part_of_the_decode_rate() {
+        let at = |ms: u64| Duration::from_millis(ms);
+        let timed = Timed { tokens_at: vec![at(900), at(1000), at(1100)], resumes: 0 };
+        assert_eq!(timed.decode_rate(), Some(10.0));
+        assert_eq!(Timed { tokens_at: vec![at(5)], resumes: 0 }.decode_rate(), None);
+    }
+}
