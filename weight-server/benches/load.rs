@@ -48,7 +48,7 @@ fn write_model(path: &Path) {
     }
     let mut writer =
         gguf::Writer::start(BufWriter::new(std::fs::File::create(path).unwrap()), &metadata, layout).unwrap();
-    let tensor: Vec<u8> = (0..TENSOR_VALUES * 4).map(|at| (at * 31 >> 3) as u8).collect();
+    let tensor: Vec<u8> = (0..TENSOR_VALUES * 4).map(|at| ((at * 31) >> 3) as u8).collect();
     for _ in 0..TENSORS {
         writer.write(&tensor).unwrap();
     }

@@ -40,7 +40,7 @@ pub(crate) enum LoadFailure {
     #[error("{jobs} loads are under way, which is the limit: try again when one is done")]
     TooManyJobs { jobs: usize },
     #[error(
-        "{workers} workers of the previous weight-server have not come back yet: try again in a few seconds"
+        "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
     )]
     Settling { workers: usize },
     #[error("the weight-server is shutting down")]
@@ -86,7 +86,7 @@ pub(crate) enum UnloadRefusal {
     #[error("model {model:?} is not loaded; loaded are: {known}")]
     UnknownModel { model: String, known: String },
     #[error(
-        "{workers} workers of the previous weight-server have not come back yet: try again in a few seconds"
+        "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
     )]
     Settling { workers: usize },
 }

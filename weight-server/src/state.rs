@@ -36,11 +36,6 @@ pub(crate) const MAX_CLIENTS: usize = 4096;
 /// A worker holds one lease per model it uses (target, draft, adapters).
 pub(crate) const MAX_LEASES_PER_PROCESS: usize = 64;
 
-/// What packing may add to a file's bytes at most, before the plan says it exactly: its waste budget is 1/512, and slab
-/// ends and alignment come to less than this.
-const ESTIMATE_MARGIN_DIVISOR: u64 = 256;
-const ESTIMATE_MARGIN_BYTES: u64 = 4 << 20;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ConnectionId(pub(crate) u64);
 
@@ -473,12 +468,10 @@ impl State {
         }
         let id = self.next_generation;
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
-        let estimate = (file_bytes.saturating_add(file_bytes / ESTIMATE_MARGIN_DIVISOR))
-            .saturating_add(ESTIMATE_MARGIN_BYTES);
-        // The tensors themselves must fit; the margin may prove unneeded.
         self.check_machine(id, file_bytes, available_bytes)?;
-        self.ledger
-            .reserve(RowKey::Loading(id), Row { device: key.device.clone(), bytes: estimate, fds: 1 })?;
+        // A first bound; the loader's plan says it exactly, before anything is allocated.
+        let row = Row { device: key.device.clone(), bytes: file_bytes, fds: 1 };
+        self.ledger.reserve(RowKey::Loading(id), row)?;
         self.next_generation += 1;
         let generation = Generation {
             id,

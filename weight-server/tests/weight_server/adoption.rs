@@ -91,7 +91,7 @@ fn worker_that_died_meanwhile_leaves_nothing() {
 #[test]
 fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
     let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
+    let worker = fleet.worker("m", "");
     let other = fleet.make_model("other", &[10]);
     signal(worker.pid(), Signal::SIGSTOP);
     fleet.kill_server();
@@ -99,12 +99,15 @@ fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
     for refused in [fleet.load("other", &other).map(drop), fleet.unload("m").map(drop)] {
         let refused = refused.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::Unavailable);
-        assert!(refused.message().contains("1 workers"), "{}", refused.message());
+        assert!(refused.message().contains("1 are missing"), "{}", refused.message());
     }
     // A new worker costs nobody anything.
     fleet.worker("m", "").attached();
+    let stopped = worker.attached().0;
     signal(worker.pid(), Signal::SIGCONT);
-    wait_lease(&mut worker, "Held");
+    fleet.wait_status("the re-claim", |status| {
+        status.leases.iter().any(|lease| lease.lease == stopped && lease.state() == wire::LeaseState::Held)
+    });
     fleet.load("other", &other).unwrap();
     fleet.unload("m").unwrap();
 }
