@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::{chat, eval, fleet_orders, generate, process, ps, serve, tokenize};
+use crate::{chat, eval, file_tools, fleet_orders, generate, inspect, process, ps, serve, tokenize};
 
 /// One copy of a model's weights, many processes that work with it.
 #[derive(Parser)]
@@ -24,6 +24,10 @@ pub(crate) enum Command {
     Tokenize(tokenize::Arguments),
     /// Teacher-forced logits, or the perplexity of a text
     Eval(eval::Arguments),
+    /// Show header, metadata, tensors and sizes of a model file
+    Inspect(inspect::InspectArgs),
+    /// Write a file of random weights with the shape of a real model
+    Synth(file_tools::SynthArguments),
     /// List the processes of a running fleet
     Ps(ps::Arguments),
     /// Load one more model into a running fleet

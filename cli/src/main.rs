@@ -8,17 +8,20 @@ mod arguments;
 mod chat;
 mod eval;
 mod failure;
+mod file_tools;
 mod fleet_arguments;
 mod fleet_config;
 mod fleet_orders;
 mod generate;
 mod gguf_file;
+mod inspect;
 mod process;
 mod prompts;
 mod ps;
 mod running_fleet;
 mod serve;
 mod summary;
+mod synth;
 mod tokenize;
 
 use std::process::ExitCode;
@@ -40,6 +43,8 @@ fn main() -> ExitCode {
         Command::Chat(arguments) => chat::run(arguments),
         Command::Tokenize(arguments) => tokenize::run(arguments),
         Command::Eval(arguments) => eval::run(arguments),
+        Command::Inspect(arguments) => file_tools::run_inspect(arguments),
+        Command::Synth(arguments) => file_tools::run_synth(arguments),
         Command::Ps(arguments) => ps::run(arguments),
         Command::Load(arguments) => fleet_orders::load(arguments),
         Command::Unload(arguments) => fleet_orders::unload(arguments),
