@@ -11,8 +11,9 @@ use crate::fleet::{Fleet, Place};
 use crate::resume::{Failure, Progress, WAIT_FOR_WORKER};
 use crate::wire::{Call, Frame, is_the_workers_word};
 
-/// A worker answers a request with `admitted` or a refusal from memory, between two steps.
-const ADMISSION_WAIT: Duration = Duration::from_secs(10);
+/// A worker answers between two steps, and a step of a large model on few cores takes seconds. (A process that hangs
+/// altogether answers no ping, and its connection breaks earlier.)
+const ADMISSION_WAIT: Duration = Duration::from_secs(60);
 /// While every worker is busy, a resumed choice asks again this often.
 const BUSY_RETRY: Duration = Duration::from_millis(100);
 

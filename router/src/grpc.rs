@@ -8,7 +8,7 @@ use futures::{Stream, stream};
 use proto::v1::{self as wire, generate_frame, generate_request, inference_server};
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
-use tonic::metadata::MetadataValue;
+use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
 use crate::choice::{Event, Finish, Outcome};
@@ -32,6 +32,7 @@ impl inference_server::Inference for Inference {
 
     async fn generate(&self, request: Request<wire::GenerateRequest>) -> Result<Response<Frames>, Status> {
         let arrived = Instant::now();
+        let timeout = grpc_timeout(request.metadata());
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
         let (param, tokens, at_text_start) = prompt(&model, request.prompt)?;
@@ -43,7 +44,10 @@ impl inference_server::Inference for Inference {
             ignore_eos: request.ignore_eos,
             n: Some(i64::from(request.n)).filter(|&n| n > 0),
             top_logprobs: request.top_logprobs.map(i64::from),
-            deadline: Some(Duration::from_millis(request.deadline_ms)).filter(|d| !d.is_zero()),
+            deadline: match request.deadline_ms {
+                0 => timeout,
+                asked => Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_millis(asked))),
+            },
             ..sampling(request.sampling.unwrap_or_default())
         };
         let prompts = Prompts { param, tokens: vec![tokens], at_text_start };
@@ -144,6 +148,23 @@ fn prompt(
             Ok(("chat", model.text.encode_chat(&messages, true, &Map::new())?, true))
         }
         None => Err(Status::invalid_argument("`prompt` is missing: give text, tokens or chat")),
+    }
+}
+
+/// The call's own deadline (gRPC over HTTP/2, "Timeout"); tonic looks at it for the beginning of the answer only. A
+/// malformed one is none.
+fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let count: u64 = digits.parse().ok().filter(|_| (1..=8).contains(&digits.len()))?;
+    match unit {
+        "H" => Some(Duration::from_secs(count * 3600)),
+        "M" => Some(Duration::from_secs(count * 60)),
+        "S" => Some(Duration::from_secs(count)),
+        "m" => Some(Duration::from_millis(count)),
+        "u" => Some(Duration::from_micros(count)),
+        "n" => Some(Duration::from_nanos(count)),
+        _ => None,
     }
 }
 
@@ -248,4 +269,26 @@ impl From<Failure> for Status {
 fn retry_later(mut status: Status) -> Status {
     status.metadata_mut().insert("retry-after", MetadataValue::from(RETRY_AFTER_SECONDS));
     status
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_calls_timeout_is_read_in_all_its_units() {
+        let timeout = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            grpc_timeout(&metadata)
+        };
+        assert_eq!(timeout("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(timeout("90S"), Some(Duration::from_secs(90)));
+        assert_eq!(timeout("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(timeout("99999999n"), Some(Duration::from_nanos(99_999_999)));
+        for malformed in ["", "5", "S", "123456789S", "-1S", "1.5S", "5x"] {
+            assert_eq!(timeout(malformed), None, "{malformed}");
+        }
+        assert_eq!(grpc_timeout(&MetadataMap::new()), None);
+    }
 }

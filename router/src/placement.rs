@@ -1,8 +1,8 @@
 //! Which worker gets the next stream: the least loaded one. A plain value; [`crate::fleet`] owns it and feeds it.
 //!
-//! Load is what this router itself has running there, or what the worker last reported if that is more (another
-//! router, or a stream whose end we have not seen yet). Ties go to the emptier KV cache, then to the worker that was
-//! picked longest ago, so that equal workers take turns.
+//! Load is what this router itself has in flight there, which it knows exactly, plus what others had there by the worker's
+//! last report. Ties go to the emptier KV cache, then to the worker that was picked longest ago, so that equal workers
+//! take turns.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,9 @@ pub(crate) struct Report {
 struct Load {
     fingerprint: Fingerprint,
     in_flight: u32,
-    report: Report,
+    /// Streams of others at the time of the last report.
+    foreign: u32,
+    kv_permille: u64,
     picked_at: u64,
 }
 
@@ -44,7 +46,7 @@ pub(crate) struct Placement {
 impl Placement {
     pub(crate) fn join(&mut self, worker: WorkerId, fingerprint: Fingerprint) {
         self.workers
-            .insert(worker, Load { fingerprint, in_flight: 0, report: Report::default(), picked_at: 0 });
+            .insert(worker, Load { fingerprint, in_flight: 0, foreign: 0, kv_permille: 0, picked_at: 0 });
     }
 
     /// The worker died or drains: it is picked no more. Streams that still end there are forgotten.
@@ -54,7 +56,11 @@ impl Placement {
 
     pub(crate) fn report(&mut self, worker: WorkerId, report: Report) {
         if let Some(load) = self.workers.get_mut(&worker) {
-            load.report = report;
+            load.foreign = report.running.saturating_add(report.waiting).saturating_sub(load.in_flight);
+            load.kv_permille = match report.kv_total_tokens {
+                0 => 0,
+                total => report.kv_used_tokens.saturating_mul(1000) / total,
+            };
         }
     }
 
@@ -90,12 +96,7 @@ impl Placement {
 impl Load {
     /// Less is better.
     fn rank(&self) -> (u32, u64, u64) {
-        let streams = self.in_flight.max(self.report.running.saturating_add(self.report.waiting));
-        let kv_permille = match self.report.kv_total_tokens {
-            0 => 0,
-            total => self.report.kv_used_tokens.saturating_mul(1000) / total,
-        };
-        (streams, kv_permille, self.picked_at)
+        (self.in_flight.saturating_add(self.foreign), self.kv_permille, self.picked_at)
     }
 }
 
@@ -130,6 +131,16 @@ mod tests {
         placement.report(WorkerId(0), Report { running: 1, waiting: 2, ..Report::default() });
         let picks: Vec<_> = (0..4).map(|_| placement.begin(&print(0), &[]).unwrap().0).collect();
         assert_eq!(picks, [1, 1, 1, 0]);
+    }
+
+    #[test]
+    fn own_streams_in_a_report_count_once() {
+        let mut placement = fleet(2);
+        let busy = placement.begin(&print(0), &[]).unwrap();
+        placement.report(busy, Report { running: 1, ..Report::default() });
+        placement.end(busy);
+        let picks: Vec<_> = (0..2).map(|_| placement.begin(&print(0), &[]).unwrap()).collect();
+        assert!(picks.contains(&busy), "its only stream has ended");
     }
 
     #[test]

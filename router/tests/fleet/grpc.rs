@@ -105,6 +105,25 @@ async fn refusals_are_statuses_before_the_first_frame() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_deadline_reaches_the_worker_whichever_way_it_was_given() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let mut client = fleet.grpc().await;
+    let ask = |deadline_ms| wire::GenerateRequest {
+        deadline_ms,
+        ..request(generate_request::Prompt::Tokens(wire::TokenIds { ids: vec![1] }))
+    };
+    for (deadline_ms, timeout_s) in [(9_000, None), (0, Some(9)), (90_000, Some(9)), (9_000, Some(90))] {
+        let mut call = tonic::Request::new(ask(deadline_ms));
+        if let Some(seconds) = timeout_s {
+            call.set_timeout(std::time::Duration::from_secs(seconds));
+        }
+        client.generate(call).await.unwrap();
+        let left = fleet.workers[0].calls().pop().unwrap().deadline_ms;
+        assert!((1..=9_000).contains(&left), "{left} ms left of {deadline_ms} ms and {timeout_s:?} s");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn health_and_reflection_are_served() {
     use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
     let fleet = Harness::start(&[], &[Behaviour::default()]).await;
