@@ -52,6 +52,7 @@ pub(crate) enum AdoptionNote {
 enum Name {
     Allocation { generation: u64, index: usize },
     Manifest { generation: u64 },
+    Retired { generation: u64 },
     Pidfd { lease: u64 },
     Record { lease: u64 },
 }
@@ -63,7 +64,8 @@ impl Name {
         if let Some(generation) = owner.strip_prefix('g').and_then(number) {
             return match part.strip_prefix('a').and_then(number) {
                 Some(index) => Some(Self::Allocation { generation, index: usize::try_from(index).ok()? }),
-                None => (part == "manifest").then_some(Self::Manifest { generation }),
+                None if part == "manifest" => Some(Self::Manifest { generation }),
+                None => (part == "retired").then_some(Self::Retired { generation }),
             };
         }
         let lease = owner.strip_prefix('l').and_then(number)?;
@@ -78,6 +80,7 @@ impl Name {
 #[derive(Default)]
 struct GenerationParts {
     manifest: Option<OwnedFd>,
+    retired: bool,
     allocations: BTreeMap<usize, OwnedFd>,
 }
 
@@ -100,6 +103,7 @@ pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> Adopted {
             Some(Name::Manifest { generation }) => {
                 generations.entry(generation).or_default().manifest = Some(fd)
             }
+            Some(Name::Retired { generation }) => generations.entry(generation).or_default().retired = true,
             Some(Name::Pidfd { lease }) => leases.entry(lease).or_default().pidfd = Some(fd),
             Some(Name::Record { lease }) => leases.entry(lease).or_default().record = Some(fd),
             None => adopted.stray(name),
@@ -121,17 +125,19 @@ impl Adopted {
     }
 
     fn generation(&mut self, id: u64, parts: GenerationParts) {
-        let names: Vec<usize> = parts.allocations.keys().copied().collect();
+        let mut names: Vec<String> =
+            parts.allocations.keys().map(|index| format!("g{id}.a{index}")).collect();
+        names.extend(parts.retired.then(|| format!("g{id}.retired")));
         let Some(manifest) = parts.manifest else {
             // Interrupted while it was being stored or removed.
-            return names.into_iter().for_each(|index| self.stray(format!("g{id}.a{index}")));
+            return names.into_iter().for_each(|name| self.stray(name));
         };
-        match read_generation(id, manifest, parts.allocations) {
+        match read_generation(id, manifest, parts.retired, parts.allocations) {
             Ok(generation) => self.generations.push(generation),
             Err(note) => {
                 self.notes.push(note);
                 self.forget.push(format!("g{id}.manifest"));
-                self.forget.extend(names.into_iter().map(|index| format!("g{id}.a{index}")));
+                self.forget.extend(names);
             }
         }
     }
@@ -172,6 +178,7 @@ impl Adopted {
 fn read_generation(
     id: u64,
     manifest: OwnedFd,
+    retired: bool,
     allocations: BTreeMap<usize, OwnedFd>,
 ) -> Result<(AdoptedGeneration, Arc<GenerationFds>), AdoptionNote> {
     let mut fds = vec![manifest];
@@ -189,7 +196,7 @@ fn read_generation(
     let contents = Contents::of(&manifest, fds.manifest().bytes());
     let device = manifest.devices.first().map(|device| device.id.clone()).unwrap_or_default();
     let key = LoadKey { files: manifest.files, device, layout: manifest.layout };
-    Ok((AdoptedGeneration { id, model: manifest.model, key, contents }, Arc::new(fds)))
+    Ok((AdoptedGeneration { id, model: manifest.model, key, contents, retired }, Arc::new(fds)))
 }
 
 /// A pidfd of the lease's worker, if that still lives.

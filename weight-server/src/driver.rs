@@ -15,7 +15,7 @@ use service::Bytes;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::catalog::{Contents, LoadKey};
+use crate::catalog::{Contents, LoadKey, Phase};
 use crate::holdings::{GenerationFds, LeaseFds};
 use crate::lease_table::Peer;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
@@ -248,8 +248,10 @@ impl Driver {
             Input::NewVault => {
                 tracing::info!("a new supervisor: storing everything in its vault");
                 let generations = self.generations.iter().map(|(id, fds)| (*id, Arc::clone(fds))).collect();
+                let retired = self.state.generations().filter(|g| g.phase == Phase::Retiring);
+                let retired = retired.map(|generation| generation.id).collect();
                 let leases = self.leases.iter().map(|(id, held)| (*id, held.fds.clone())).collect();
-                self.vault.send(VaultJob::Restore { generations, leases });
+                self.vault.send(VaultJob::Restore { generations, retired, leases });
             }
         }
     }
@@ -294,6 +296,7 @@ impl Driver {
                     self.vault.send(VaultJob::StoreGeneration { generation, fds: Arc::clone(fds) });
                 }
             }
+            Action::MarkRetired { generation } => self.vault.send(VaultJob::MarkRetired { generation }),
             Action::ForgetGeneration { generation } => {
                 if let Some(fds) = self.generations.remove(&generation) {
                     let allocations = fds.allocations().len();

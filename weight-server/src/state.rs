@@ -152,6 +152,10 @@ pub(crate) enum Action {
     StoreGeneration {
         generation: u64,
     },
+    /// A successor must not give it its name back.
+    MarkRetired {
+        generation: u64,
+    },
     /// Out of the vault, and its descriptors closed.
     ForgetGeneration {
         generation: u64,
@@ -233,6 +237,8 @@ pub(crate) struct AdoptedGeneration {
     pub(crate) model: String,
     pub(crate) key: LoadKey,
     pub(crate) contents: Contents,
+    /// It had lost its name already.
+    pub(crate) retired: bool,
 }
 
 /// What never changes while the process lives.
@@ -259,7 +265,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Starts with what an earlier incarnation left in the vault.
+    /// Starts with what an earlier incarnation left in the vault. What follows from that comes with the first event.
     pub(crate) fn new(
         limits: Limits,
         generations: Vec<AdoptedGeneration>,
@@ -285,12 +291,15 @@ impl State {
             state.adopt_lease(record);
         }
         state.retire_replaced();
-        state.actions.clear();
+        let ids: Vec<u64> = state.generations.keys().copied().collect();
+        for id in ids {
+            state.drop_if_unused(id);
+        }
         state
     }
 
     fn adopt_generation(&mut self, adopted: AdoptedGeneration) {
-        let AdoptedGeneration { id, model, key, contents } = adopted;
+        let AdoptedGeneration { id, model, key, contents, retired } = adopted;
         self.next_generation = self.next_generation.max(id + 1);
         let (bytes, fds) = contents.holds();
         self.ledger.adopt(RowKey::Weights(id), Row { device: key.device.clone(), bytes, fds });
@@ -300,7 +309,7 @@ impl State {
             model,
             key,
             one_per_tensor: false,
-            phase: Phase::Ready,
+            phase: if retired { Phase::Retiring } else { Phase::Ready },
             contents,
             done_bytes,
             requested_at: self.now,
@@ -675,6 +684,9 @@ impl State {
         if let Some(generation) = self.generations.get_mut(&id) {
             generation.phase = Phase::Retiring;
             self.actions.push(Action::Publish(Notice::Generation(id)));
+            if self.leases.of_generation(id) > 0 {
+                self.actions.push(Action::MarkRetired { generation: id });
+            }
             self.drop_if_unused(id);
         }
     }

@@ -374,8 +374,13 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
         token_name: String::new(),
         token_digest: None,
     };
-    let generation =
-        AdoptedGeneration { id: 4, model: "a".to_owned(), key: key(1, MIB), contents: contents(MIB) };
+    let generation = AdoptedGeneration {
+        id: 4,
+        model: "a".to_owned(),
+        key: key(1, MIB),
+        contents: contents(MIB),
+        retired: false,
+    };
     let mut state = State::new(limits, vec![generation], vec![record(7), record(8)], at(0));
     check_integrity(&state);
 
@@ -409,6 +414,33 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
     state.handle(Event::Tick, at(1) + RECLAIM_PATIENCE);
     assert!(!refused(&mut state, at(2) + RECLAIM_PATIENCE));
     assert_eq!(state.generations().last().unwrap().id, 5);
+}
+
+#[test]
+fn adopted_generations_keep_only_what_somebody_has_or_may_ask_for() {
+    let limits = Limits {
+        device_bytes: BTreeMap::from([(HOST.to_owned(), 100 * MIB)]),
+        fds: 100,
+        uids: BTreeSet::from([1000]),
+    };
+    let generation = |id, model: &str, retired| {
+        let model = model.to_owned();
+        AdoptedGeneration { id, model, key: key(id, MIB), contents: contents(MIB), retired }
+    };
+    // Replaced by the next, unloaded, and the one that has the name.
+    let adopted = vec![generation(1, "a", false), generation(2, "b", true), generation(3, "a", false)];
+    let mut state = State::new(limits, adopted, Vec::new(), at(0));
+    let forgotten: Vec<_> = state
+        .handle(Event::Tick, at(0))
+        .into_iter()
+        .filter(|action| matches!(action, Action::ForgetGeneration { .. }))
+        .collect();
+    assert_eq!(
+        forgotten,
+        [Action::ForgetGeneration { generation: 1 }, Action::ForgetGeneration { generation: 2 }]
+    );
+    check_integrity(&state);
+    assert_eq!(state.generations().map(|generation| generation.id).collect::<Vec<_>>(), [3]);
 }
 
 #[test]

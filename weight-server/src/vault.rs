@@ -5,6 +5,7 @@
 //! ```text
 //! g<generation>.a<index>    an allocation
 //! g<generation>.manifest    the commit record of a generation: stored last, removed first
+//! g<generation>.retired     an empty memfd: the model was unloaded or replaced while workers still held it
 //! l<lease>.pidfd            the worker's process
 //! l<lease>.record           the commit record of a lease: stored last, removed first
 //! ```
@@ -16,6 +17,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use memory::memfd::{MemfdError, SealedMemfd};
 use service::Notify;
 use service::notify::NotifyError;
 
@@ -32,6 +34,9 @@ pub(crate) enum VaultJob {
     StoreGeneration {
         generation: u64,
         fds: Arc<GenerationFds>,
+    },
+    MarkRetired {
+        generation: u64,
     },
     ForgetGeneration {
         generation: u64,
@@ -52,6 +57,7 @@ pub(crate) enum VaultJob {
     /// Stores anew what a new supervisor does not have.
     Restore {
         generations: Vec<(u64, Arc<GenerationFds>)>,
+        retired: Vec<u64>,
         leases: Vec<(u64, LeaseFds)>,
     },
     /// Reports the latest status text.
@@ -99,6 +105,14 @@ impl Vault {
     }
 }
 
+#[derive(Debug, thiserror::Error)]
+enum VaultError {
+    #[error(transparent)]
+    Notify(#[from] NotifyError),
+    #[error("cannot make a mark")]
+    Mark(#[from] MemfdError),
+}
+
 struct Writer {
     notify: Notify,
     inputs: Inputs,
@@ -112,6 +126,9 @@ impl Writer {
             VaultJob::StoreGeneration { generation, fds } => {
                 self.note("store a model", self.store_generation(generation, &fds));
                 self.inputs.send_blocking(Input::Event(Event::GenerationStored { generation }));
+            }
+            VaultJob::MarkRetired { generation } => {
+                self.note("mark a model as unloaded", self.mark_retired(generation));
             }
             VaultJob::ForgetGeneration { generation, allocations } => {
                 self.note("forget a model", self.forget_generation(generation, allocations));
@@ -129,9 +146,12 @@ impl Writer {
                 self.note("forget a lease", forgotten);
             }
             VaultJob::Forget { name } => self.note("forget a descriptor", self.notify.fdstore_remove(&name)),
-            VaultJob::Restore { generations, leases } => {
+            VaultJob::Restore { generations, retired, leases } => {
                 for (generation, fds) in generations {
                     self.note("store a model", self.store_generation(generation, &fds));
+                }
+                for generation in retired {
+                    self.note("mark a model as unloaded", self.mark_retired(generation));
                 }
                 for (lease, fds) in leases {
                     self.note("store a lease", self.store_lease(lease, &fds));
@@ -155,8 +175,14 @@ impl Writer {
         self.notify.barrier(BARRIER_TIMEOUT)
     }
 
+    fn mark_retired(&self, generation: u64) -> Result<(), VaultError> {
+        let mark = SealedMemfd::from_bytes("ballast-retired", &[])?;
+        Ok(self.notify.fdstore(&format!("g{generation}.retired"), &[mark.as_fd()])?)
+    }
+
     fn forget_generation(&self, generation: u64, allocations: usize) -> Result<(), NotifyError> {
         self.notify.fdstore_remove(&format!("g{generation}.manifest"))?;
+        self.notify.fdstore_remove(&format!("g{generation}.retired"))?;
         for index in 0..allocations {
             self.notify.fdstore_remove(&format!("g{generation}.a{index}"))?;
         }
@@ -168,13 +194,13 @@ impl Writer {
         self.notify.fdstore(&format!("l{lease}.record"), &[fds.record()])
     }
 
-    fn note(&self, what: &'static str, result: Result<(), NotifyError>) {
+    fn note(&self, what: &'static str, result: Result<(), impl Into<VaultError>>) {
         if !self.notify.has_parent() {
             return;
         }
         self.sound.store(result.is_ok(), Ordering::Relaxed);
         if let Err(error) = result {
-            let cause = service::exit::one_line(&error);
+            let cause = service::exit::one_line(&error.into());
             tracing::error!(cause, "cannot {what} in the vault: the weights would not survive this process");
         }
     }

@@ -113,6 +113,22 @@ fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
 }
 
 #[test]
+fn unloaded_model_does_not_come_back_with_the_successor() {
+    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let mut worker = fleet.worker("m", "");
+    fleet.unload("m").unwrap();
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "g1.retired", "l1.pidfd", "l1.record"]);
+    fleet.kill_server();
+    fleet.restart_server();
+    wait_lease(&mut worker, "Held");
+    assert_eq!(generation(&fleet.status()).state(), wire::GenerationState::Retiring);
+    assert!(fleet.worker("m", "").greeting.starts_with("refused"));
+    worker.order("detach");
+    fleet.wait_status("its end", |status| status.generations.is_empty());
+    fleet.vault.wait_names(&[]);
+}
+
+#[test]
 fn commit_records_are_stored_last_and_removed_first() {
     let fleet = Fleet::plain();
     let path = fleet.make_model("m", &[600_000, 600_000, 600_000]);
@@ -131,6 +147,7 @@ fn commit_records_are_stored_last_and_removed_first() {
         "-l1.record",
         "-l1.pidfd",
         "-g1.manifest",
+        "-g1.retired",
         "-g1.a0",
         "-g1.a1",
         "-g1.a2",
