@@ -43,6 +43,12 @@ __device__ uint64_t bytes8(const uint8_t *p) {
     return value;
 }
 
+// 8 bytes of the secret at 8 i: lanes need different ones, which constant memory would serve one by one.
+__device__ void load_keys(uint64_t *keys) {
+    if (threadIdx.x < 24) keys[threadIdx.x] = bytes8(SECRET + 8 * threadIdx.x);
+    __syncthreads();
+}
+
 // What a stripe adds to this lane's accumulator; `value` is the lane's 8 bytes, `key` the secret's. The lanes of a pair
 // take each other's value.
 __device__ uint64_t stripe_term(uint64_t value, uint64_t key) {
@@ -68,6 +74,8 @@ __device__ uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t s
 extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint8_t *__restrict__ bytes, uint64_t total, uint64_t *__restrict__ out) {
     __shared__ uint64_t sums[2][BLOCKS_AT_ONCE][8];
     __shared__ uint64_t final_acc[8];
+    __shared__ uint64_t keys[24];
+    load_keys(keys);
     const uint8_t *piece = bytes + blockIdx.x * PIECE_BYTES;
     uint64_t len = min(total - blockIdx.x * PIECE_BYTES, PIECE_BYTES);
     int lane = threadIdx.x % 8, group = threadIdx.x / 8;
@@ -86,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
             for (int s = 0; s < STRIPES; s++) values[s] = block < whole_blocks ? data[8 * s + lane] : 0;
             uint64_t sum = 0;
 #pragma unroll
-            for (int s = 0; s < STRIPES; s++) sum += stripe_term(values[s], bytes8(SECRET + 8 * (s + lane)));
+            for (int s = 0; s < STRIPES; s++) sum += stripe_term(values[s], keys[s + lane]);
             sums[batch % 2][group][lane] = sum;
         }
         // The walk over the batch before this one; the barrier below keeps it from being overwritten before it ends.

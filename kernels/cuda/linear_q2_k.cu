@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q2_k, Q2_K)
+QUANT_KERNELS(q2_k, Q2_K)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q3_k, Q3_K)
+QUANT_KERNELS(q3_k, Q3_K)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q4_0, Q4_0)
+QUANT_KERNELS(q4_0, Q4_0)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q4_1, Q4_1)
+QUANT_KERNELS(q4_1, Q4_1)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q4_k, Q4_K)
+QUANT_KERNELS(q4_k, Q4_K)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q5_0, Q5_0)
+QUANT_KERNELS(q5_0, Q5_0)

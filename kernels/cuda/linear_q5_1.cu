@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q5_1, Q5_1)
+QUANT_KERNELS(q5_1, Q5_1)

@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q5_k, Q5_K)
+QUANT_KERNELS(q5_k, Q5_K)

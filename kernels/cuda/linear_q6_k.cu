@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q6_k, Q6_K)
+QUANT_KERNELS(q6_k, Q6_K)

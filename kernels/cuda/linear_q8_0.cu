@@ -2,4 +2,4 @@
 
 #include "linear/kernels.cuh"
 
-LINEAR_KERNELS(q8_0, Q8_0)
+QUANT_KERNELS(q8_0, Q8_0)

@@ -2,8 +2,10 @@
 // Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
 // 256 (the value of largest magnitude becomes -127, halves to even).
 //
-// A warp quantises 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
+// F16 and BF16 are rounded to nearest even. A warp converts 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
 // left as they are. Limit: 4 bytes read and about 1.1 written per value; a step's activations are in L2.
+
+#include <cuda_bf16.h>
 
 #include "linear/async_copy.cuh"
 #include "linear/tile.cuh"
@@ -30,7 +32,7 @@ __device__ bool find(Place &place, const float *x, int tokens, int cols, uint8_t
     return true;
 }
 
-// Values 8 lane to 8 lane + 7; rows are multiples of 32 long, so eight values are inside or outside together.
+// Values 8 lane to 8 lane + 7; rows are multiples of 16 long, so eight values are inside or outside together.
 __device__ void load(float (&v)[8], const Place &place) {
     int first = threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
@@ -108,6 +110,22 @@ __device__ void quantize_per_256(const Place &place) {
     if (lane == 0) reinterpret_cast<float *>(place.panel + PANEL_QUANTS)[place.token] = max == 0 ? 0.0f : 1.0f / inverse;
 }
 
+template <bool BRAIN>
+__device__ void round_to_halves(const Place &place) {
+    float v[8];
+    load(v, place);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (BRAIN) {
+            words[i] = __bfloat16_as_ushort(__float2bfloat16_rn(v[2 * i])) | __bfloat16_as_ushort(__float2bfloat16_rn(v[2 * i + 1])) << 16;
+        } else {
+            words[i] = __half_as_ushort(__float2half_rn(v[2 * i])) | __half_as_ushort(__float2half_rn(v[2 * i + 1])) << 16;
+        }
+    }
+    *reinterpret_cast<uint4 *>(place.panel + half_panel_piece(place.token, threadIdx.x % 32)) = {words[0], words[1], words[2], words[3]};
+}
+
 }  // namespace
 
 #define QUANTIZE(NAME, SCALING, BODY)                                                                                          \
@@ -121,3 +139,5 @@ __device__ void quantize_per_256(const Place &place) {
 QUANTIZE(quantize_q8_0, Scaling::PER_32, quantize_per_32<Scaling::PER_32>)
 QUANTIZE(quantize_q8_1, Scaling::PER_32_SUMS, quantize_per_32<Scaling::PER_32_SUMS>)
 QUANTIZE(quantize_q8_k, Scaling::PER_256, quantize_per_256)
+QUANTIZE(quantize_f16, Scaling::HALVES, round_to_halves<false>)
+QUANTIZE(quantize_bf16, Scaling::HALVES, round_to_halves<true>)

@@ -20,7 +20,10 @@ struct Shape {
     static constexpr int ROW_TILES = MT * WM;
     static constexpr int PANELS = NT * WN;
     static constexpr int PANEL = panel_bytes(Format::SCALING);
-    static constexpr int TILE_STRIDE = WK * Format::TILE_BYTES;
+    // Rows as in the file are brought one by one; 16 bytes more between them spread them over the banks.
+    static constexpr bool ROWS = Format::SCALING == Scaling::HALVES;
+    static constexpr int ROW_STRIDE = WK * Format::TILE_BYTES + 16;
+    static constexpr int TILE_STRIDE = ROWS ? TILE_ROWS * ROW_STRIDE : WK * Format::TILE_BYTES;
     static constexpr int PANEL_STRIDE = WK * PANEL;
     static constexpr int STAGE = ROW_TILES * TILE_STRIDE + PANELS * PANEL_STRIDE;
     // Values that wait for their sum, where more than one warp adds to an element.
@@ -48,11 +51,20 @@ __device__ void run(const Work &work, int stages) {
     auto issue_tiles = [&](int item, int step, int slot) {
         Place place = place_of_group<S::ROW_TILES>(work, item / token_groups);
         int col = step * WK, cols = min(WK, col_tiles - col);
-        int tiles = min(S::ROW_TILES, row_tiles(work, place.matrix) - place.first);
         int panel = item % token_groups * S::PANELS;
-        int panel_count = min(S::PANELS, panels - panel);
+        int panel_bytes = min(S::PANELS, panels - panel) * cols * S::PANEL;
         uint8_t *stage = shared + slot * S::STAGE;
-        barrier_expect(barriers + slot, tiles * cols * Format::TILE_BYTES + panel_count * cols * S::PANEL);
+        if constexpr (S::ROWS) {
+            int rows = min(S::ROW_TILES * TILE_ROWS, work.rows[place.matrix] - place.first * TILE_ROWS);
+            int row_bytes = min(WK * TILE_COLS, work.cols - col * TILE_COLS) * 2;
+            barrier_expect(barriers + slot, rows * row_bytes + panel_bytes);
+            const uint8_t *from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * TILE_ROWS * work.cols + col * TILE_COLS) * 2;
+            for (int i = 0; i < rows; i++)
+                bulk_copy(stage + i * S::ROW_STRIDE, from + static_cast<size_t>(i) * work.cols * 2, row_bytes, barriers + slot);
+            return;
+        }
+        int tiles = min(S::ROW_TILES, row_tiles(work, place.matrix) - place.first);
+        barrier_expect(barriers + slot, tiles * cols * Format::TILE_BYTES + panel_bytes);
         const uint8_t *from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * col_tiles + col) * Format::TILE_BYTES;
         for (int i = 0; i < tiles; i++)
             bulk_copy(stage + i * S::TILE_STRIDE, from + static_cast<size_t>(i) * col_tiles * Format::TILE_BYTES, cols * Format::TILE_BYTES, barriers + slot);
@@ -60,10 +72,10 @@ __device__ void run(const Work &work, int stages) {
     auto issue_panels = [&](int item, int step, int slot) {
         int col = step * WK, cols = min(WK, col_tiles - col);
         int panel = item % token_groups * S::PANELS;
-        int panel_count = min(S::PANELS, panels - panel);
+        int count = min(S::PANELS, panels - panel);
         uint8_t *stage = shared + slot * S::STAGE + S::ROW_TILES * S::TILE_STRIDE;
         const uint8_t *from = work.panels + (static_cast<size_t>(panel) * col_tiles + col) * S::PANEL;
-        for (int i = 0; i < panel_count; i++)
+        for (int i = 0; i < count; i++)
             bulk_copy(stage + i * S::PANEL_STRIDE, from + static_cast<size_t>(i) * col_tiles * S::PANEL, cols * S::PANEL, barriers + slot);
     };
     // The weights of the first stages need not wait for the predecessor, the activations do.
@@ -90,7 +102,7 @@ __device__ void run(const Work &work, int stages) {
     int wk = warp % WK, wn = warp / WK % WN, wm = warp / WK / WN;
     int slot = 0, phase = 0, parity = 0;
     for (int item = first_item; item < last_item; item++) {
-        constexpr int SUMS = WK > 1 ? S::VALUES / S::THREADS : 1;
+        constexpr int SUMS = WK > 1 ? (S::VALUES + S::THREADS - 1) / S::THREADS : 1;
         float sums[SUMS] = {};
         float own[WK == 1 ? MT : 1][NT][4] = {};
         for (int step = 0; step < steps; step++) {
@@ -99,16 +111,21 @@ __device__ void run(const Work &work, int stages) {
             barrier_wait(barriers + slot, phase);
             if (wk < cols) {
                 const uint8_t *stage = shared + slot * S::STAGE;
-                Format::template products<MT, NT>(
-                    stage + wm * MT * S::TILE_STRIDE + wk * Format::TILE_BYTES, S::TILE_STRIDE,
-                    stage + S::ROW_TILES * S::TILE_STRIDE + wn * NT * S::PANEL_STRIDE + wk * S::PANEL, S::PANEL_STRIDE,
-                    [&](int mt, int nt, int i, float value) {
-                        if constexpr (WK == 1) {
-                            own[mt][nt][i] += value;
-                        } else {
-                            values[wk * S::VALUES + (((wm * MT + mt) * S::PANELS + wn * NT + nt) * 4 + i) * 32 + lane] = value;
-                        }
-                    });
+                const uint8_t *tile = stage + wm * MT * S::TILE_STRIDE + wk * Format::TILE_BYTES;
+                const uint8_t *panel = stage + S::ROW_TILES * S::TILE_STRIDE + wn * NT * S::PANEL_STRIDE + wk * S::PANEL;
+                auto take = [&](int mt, int nt, int i, float value) {
+                    if constexpr (WK == 1) {
+                        own[mt][nt][i] += value;
+                    } else {
+                        values[wk * S::VALUES + (((wm * MT + mt) * S::PANELS + wn * NT + nt) * 4 + i) * 32 + lane] = value;
+                    }
+                };
+                if constexpr (S::ROWS) {
+                    int valid = work.cols - (step * WK + wk) * TILE_COLS;
+                    Format::template products<MT, NT>(tile, S::TILE_STRIDE, panel, S::PANEL_STRIDE, valid, take);
+                } else {
+                    Format::template products<MT, NT>(tile, S::TILE_STRIDE, panel, S::PANEL_STRIDE, take);
+                }
             }
             __syncthreads();
             if (threadIdx.x == 0 && next_item < last_item) {
@@ -119,7 +136,10 @@ __device__ void run(const Work &work, int stages) {
             if constexpr (WK > 1) {
                 for (int k = 0; k < cols; k++)
 #pragma unroll
-                    for (int j = 0; j < SUMS; j++) sums[j] += values[k * S::VALUES + j * S::THREADS + threadIdx.x];
+                    for (int j = 0; j < SUMS; j++) {
+                        int at = j * S::THREADS + threadIdx.x;
+                        if (at < S::VALUES) sums[j] += values[k * S::VALUES + at];
+                    }
                 parity ^= 1;
             }
             if (++slot == stages) slot = 0, phase ^= 1;
@@ -135,7 +155,7 @@ __device__ void run(const Work &work, int stages) {
 #pragma unroll
             for (int j = 0; j < SUMS; j++) {
                 int at = j * S::THREADS + threadIdx.x, element = at / 32;
-                put(element / 4 / S::PANELS, element / 4 % S::PANELS, element % 4, at % 32, sums[j]);
+                if (at < S::VALUES) put(element / 4 / S::PANELS, element / 4 % S::PANELS, element % 4, at % 32, sums[j]);
             }
         } else {
 #pragma unroll

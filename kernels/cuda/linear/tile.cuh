@@ -24,20 +24,24 @@ __device__ inline uint4 load16(const uint8_t *p) { return *reinterpret_cast<cons
 __device__ inline float half_to_float(uint32_t bits) { return __half2float(__ushort_as_half(static_cast<unsigned short>(bits))); }
 
 // What weights of a type are multiplied with: quants of 8 bits with a scale per 32 values, the same with a scaled sum
-// beside it, or a scale per 256 values with sums per 16.
-enum class Scaling { PER_32, PER_32_SUMS, PER_256 };
+// beside it, a scale per 256 values with sums per 16; or 16-bit floats.
+enum class Scaling { PER_32, PER_32_SUMS, PER_256, HALVES };
 
 // A panel: quants of 8 tokens (256 bytes each, piece p of token n at place p ^ n), then
 //   PER_32:      scale f32[8 blocks][8 tokens]
 //   PER_32_SUMS: the same, and the scaled sums f32[8 blocks][8 tokens]
 //   PER_256:     scale f32[8 tokens], sums i16[8 tokens][16]
+// HALVES: the values alone, 512 bytes a token, pieces in the same places.
 constexpr int PANEL_QUANTS = PANEL_TOKENS * TILE_COLS;
 __host__ __device__ constexpr int panel_bytes(Scaling scaling) {
+    if (scaling == Scaling::HALVES) return 2 * PANEL_QUANTS;
     return PANEL_QUANTS + (scaling == Scaling::PER_32 ? 256 : scaling == Scaling::PER_32_SUMS ? 512 : 32 + 256);
 }
 
 // A piece of a panel's quants.
 __device__ inline int panel_piece(int token, int p) { return token * TILE_COLS + ((p ^ token) * 16); }
+
+__device__ inline int half_panel_piece(int token, int p) { return token * TILE_COLS * 2 + ((p ^ token) * 16); }
 
 // One token's part of a panel, as matvec.cuh keeps it in shared memory: quants, then scales (f32[8], or one), then sums
 // (f32[8], or i16[16]).

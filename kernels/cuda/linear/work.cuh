@@ -10,7 +10,7 @@ constexpr int MATRICES_MAX = 4;
 
 // As `Work` in linear.rs.
 struct Work {
-    // Tiles (quant's layout 1), 16-byte aligned.
+    // Tiles (quant's layout 1) or, of floats, rows; 16-byte aligned.
     const uint8_t *weights[MATRICES_MAX];
     // f32 [tokens][rows].
     float *out[MATRICES_MAX];
@@ -18,6 +18,8 @@ struct Work {
     const float *bias[MATRICES_MAX];
     int rows[MATRICES_MAX];
     int matrices;
+    int cols;
+    // Runs of 256 columns.
     int col_tiles;
     int tokens;
     // Panel of tokens 8 p to 8 p + 7 and columns 256 c to 256 c + 255 is number p * col_tiles + c.

@@ -1,13 +1,14 @@
-//! Launcher of linear_*.cu: products of weight matrices in tiles with quantised activations, for any number of tokens.
+//! Launcher of linear_*.cu: products of weight matrices with activations in the weights' form, for any number of tokens.
 //!
-//! The result of a row does not depend on which kernel computes it, nor on the other tokens (I5): every kernel forms the
-//! value of 256 columns alike and adds them in ascending order. So the choice below is about speed only.
+//! The result of a row does not depend on which kernel computes it, nor on the other tokens (I5): every kernel of a type
+//! forms the value of 256 columns alike and adds them in ascending order (F32: linear_f32.cu). So the choice of a
+//! [`Method`] is about speed only.
 
 use std::ffi::CStr;
 
 use ops::OpError;
 use quant::DType;
-use quant::layout::{TILE_ROWS, Tiles};
+use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::error::device_error;
 use super::module::{arguments, image};
@@ -40,6 +41,7 @@ struct Work {
     bias: [u64; MATRICES_MAX],
     rows: [i32; MATRICES_MAX],
     matrices: i32,
+    cols: i32,
     col_tiles: i32,
     tokens: i32,
     panels: u64,
@@ -52,12 +54,16 @@ pub enum Method {
     Vector(usize),
     /// Tensor cores.
     Tiles(TileShape),
+    /// F32 weights: one warp per row.
+    Plain,
 }
 
-/// Warps of a tensor-core block, and what each computes at a time: as LINEAR_KERNELS in linear/kernels.cuh.
+/// Warps of a tensor-core block, and what each computes at a time: as in linear/kernels.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileShape {
-    /// Tokens of a block: the kernel's name.
+    /// As in the kernel's name.
+    pub name: u32,
+    /// Tokens of a block.
     pub tokens: usize,
     row_tiles: usize,
     warps: u32,
@@ -66,16 +72,34 @@ pub struct TileShape {
 }
 
 impl TileShape {
-    pub const ALL: [Self; 5] = [
-        Self { tokens: 8, row_tiles: 2, warps: 8, depth: 4 },
-        Self { tokens: 16, row_tiles: 2, warps: 8, depth: 4 },
-        Self { tokens: 32, row_tiles: 2, warps: 8, depth: 4 },
-        Self { tokens: 64, row_tiles: 2, warps: 8, depth: 2 },
-        Self { tokens: 128, row_tiles: 8, warps: 8, depth: 1 },
+    const QUANTS: [Self; 6] = [
+        Self { name: 8, tokens: 8, row_tiles: 2, warps: 16, depth: 8 },
+        Self { name: 16, tokens: 16, row_tiles: 2, warps: 16, depth: 4 },
+        Self { name: 32, tokens: 32, row_tiles: 2, warps: 16, depth: 4 },
+        Self { name: 64, tokens: 64, row_tiles: 2, warps: 16, depth: 2 },
+        Self { name: 65, tokens: 64, row_tiles: 8, warps: 8, depth: 1 },
+        Self { name: 128, tokens: 128, row_tiles: 8, warps: 16, depth: 1 },
+    ];
+    const FLOATS: [Self; 5] = [
+        Self { name: 8, tokens: 8, row_tiles: 2, warps: 8, depth: 4 },
+        Self { name: 16, tokens: 16, row_tiles: 2, warps: 8, depth: 4 },
+        Self { name: 32, tokens: 32, row_tiles: 2, warps: 8, depth: 4 },
+        Self { name: 64, tokens: 64, row_tiles: 2, warps: 8, depth: 2 },
+        Self { name: 128, tokens: 128, row_tiles: 4, warps: 8, depth: 1 },
     ];
 
+    /// By ascending number of tokens.
+    pub fn all(dtype: DType) -> &'static [Self] {
+        if is_halves(dtype) { &Self::FLOATS } else { &Self::QUANTS }
+    }
+
+    /// Bytes of a stage of the ring; `tile_bytes` is 0 for rows of halves, which stand 16 bytes apart.
     fn stage_bytes(&self, tile_bytes: usize, panel_bytes: usize) -> usize {
-        self.depth * (self.row_tiles * tile_bytes + self.panels() * panel_bytes)
+        let tiles = match tile_bytes {
+            0 => TILE_ROWS * (self.depth * TILE_COLS * 2 + 16),
+            tile_bytes => self.depth * tile_bytes,
+        };
+        self.row_tiles * tiles + self.panels() * self.depth * panel_bytes
     }
 
     fn panels(&self) -> usize {
@@ -107,20 +131,34 @@ impl Linear {
     pub fn new(device: &Device) -> Self {
         let family = |dtype, name, image| (dtype, name, Family::new(device, name, image));
         let families = vec![
+            family(DType::F32, "f32", image!("linear_f32")),
+            family(DType::F16, "f16", image!("linear_f16")),
+            family(DType::BF16, "bf16", image!("linear_bf16")),
             family(DType::Q8_0, "q8_0", image!("linear_q8_0")),
+            family(DType::Q4_0, "q4_0", image!("linear_q4_0")),
+            family(DType::Q4_1, "q4_1", image!("linear_q4_1")),
+            family(DType::Q5_0, "q5_0", image!("linear_q5_0")),
+            family(DType::Q5_1, "q5_1", image!("linear_q5_1")),
+            family(DType::Q2_K, "q2_k", image!("linear_q2_k")),
+            family(DType::Q3_K, "q3_k", image!("linear_q3_k")),
             family(DType::Q4_K, "q4_k", image!("linear_q4_k")),
+            family(DType::Q5_K, "q5_k", image!("linear_q5_k")),
             family(DType::Q6_K, "q6_k", image!("linear_q6_k")),
         ];
         Self { device: device.clone(), families }
     }
 
     /// The method that [`Self::launch`] would take.
-    pub fn method(tokens: usize) -> Method {
-        if tokens <= VECTOR_TOKENS_MAX {
+    pub fn method(dtype: DType, tokens: usize) -> Method {
+        if dtype == DType::F32 {
+            return Method::Plain;
+        }
+        if tokens <= VECTOR_TOKENS_MAX && !is_halves(dtype) {
             return Method::Vector(tokens);
         }
-        let fitting = TileShape::ALL.into_iter().find(|shape| tokens <= shape.tokens);
-        Method::Tiles(fitting.unwrap_or(TileShape::ALL[TileShape::ALL.len() - 1]))
+        let shapes = TileShape::all(dtype);
+        let fitting = shapes.iter().find(|shape| tokens <= shape.tokens);
+        Method::Tiles(*fitting.unwrap_or(&shapes[shapes.len() - 1]))
     }
 
     /// `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share their input.
@@ -130,7 +168,8 @@ impl Linear {
         x: Activations<'_>,
         products: &mut [Product<'_>],
     ) -> Result<(), OpError> {
-        self.launch_by(stream, Self::method(x.tokens), x, products)
+        let Some(first) = products.first() else { return Ok(()) };
+        self.launch_by(stream, Self::method(first.shape.dtype(), x.tokens), x, products)
     }
 
     /// For tests and measurements: with a given method. A vector method must have the tokens of `x`.
@@ -151,12 +190,16 @@ impl Linear {
         if x.tokens == 0 || shape.col_tiles() == 0 {
             return Ok(());
         }
+        if method == Method::Plain {
+            return products.iter_mut().try_for_each(|product| launch_plain(family, stream, x, product));
+        }
         let mut work = Work {
             weights: [0; MATRICES_MAX],
             out: [0; MATRICES_MAX],
             bias: [0; MATRICES_MAX],
             rows: [0; MATRICES_MAX],
             matrices: products.len() as i32,
+            cols: shape.cols() as i32,
             col_tiles: shape.col_tiles() as i32,
             tokens: x.tokens as i32,
             panels: x.data.address(),
@@ -186,6 +229,7 @@ impl Linear {
                 let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(tiles.row_tiles)).sum();
                 (groups * x.tokens.div_ceil(tiles.tokens), tiles.warps, slots, shared)
             }
+            Method::Plain => return Ok(()),
         };
         let kernel = family.kernel(kernel_name(name, method)?).map_err(device_error(OP))?;
         let at_once = kernel.blocks_per_multiprocessor(32 * warps, shared).map_err(device_error(OP))?;
@@ -217,6 +261,40 @@ impl Linear {
         }
         Ok((slots, (slots * slot + rest) as u32))
     }
+}
+
+fn is_halves(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// As linear_f32.cu.
+const PLAIN_WARPS: usize = 8;
+const PLAIN_TOKENS: usize = 4;
+
+fn launch_plain(
+    family: &Family,
+    stream: &Stream,
+    x: Activations<'_>,
+    product: &mut Product<'_>,
+) -> Result<(), OpError> {
+    let rows = product.shape.rows();
+    let kernel = family.kernel(c"linear_f32").map_err(device_error(OP))?;
+    let launch = Launch {
+        grid: (rows.div_ceil(PLAIN_WARPS) as u32, x.tokens.div_ceil(PLAIN_TOKENS) as u32, 1),
+        block: 32 * PLAIN_WARPS as u32,
+        shared_bytes: 0,
+        overlaps_predecessor: true,
+    };
+    if launch.grid.0 == 0 {
+        return Ok(());
+    }
+    let (weights, panels, out) = (product.tiles.address(), x.data.address(), product.out.address());
+    let bias = product.bias.map_or(0, |bias| bias.address());
+    let (cols, rows, tokens) = (x.cols as i32, rows as i32, x.tokens as i32);
+    // SAFETY: (const float *, const float *, const float *, float *, int, int, int); a warp reads one row and four tokens
+    // and writes four values, all inside lengths that `check` compared.
+    unsafe { kernel.launch(stream, launch, arguments![weights, panels, bias, out, cols, rows, tokens]) }
+        .map_err(device_error(OP))
 }
 
 /// As record_bytes in linear/tile.cuh.
@@ -261,7 +339,7 @@ fn check(x: Activations<'_>, products: &[Product<'_>]) -> Result<(), OpError> {
     Ok(())
 }
 
-/// The names that LINEAR_KERNELS makes.
+/// The names that linear/kernels.cuh makes.
 fn kernel_name(name: &str, method: Method) -> Result<&'static CStr, OpError> {
     macro_rules! names {
         ($($name:literal),*) => {
@@ -271,23 +349,26 @@ fn kernel_name(name: &str, method: Method) -> Result<&'static CStr, OpError> {
                     ($name, Method::Vector(2)) => Some(concat!("matvec_", $name, "_2\0")),
                     ($name, Method::Vector(3)) => Some(concat!("matvec_", $name, "_3\0")),
                     ($name, Method::Vector(4)) => Some(concat!("matvec_", $name, "_4\0")),
-                    ($name, Method::Tiles(TileShape { tokens: 8, .. })) => Some(concat!("matmul_", $name, "_8\0")),
-                    ($name, Method::Tiles(TileShape { tokens: 16, .. })) => Some(concat!("matmul_", $name, "_16\0")),
-                    ($name, Method::Tiles(TileShape { tokens: 32, .. })) => Some(concat!("matmul_", $name, "_32\0")),
-                    ($name, Method::Tiles(TileShape { tokens: 64, .. })) => Some(concat!("matmul_", $name, "_64\0")),
-                    ($name, Method::Tiles(TileShape { tokens: 128, .. })) => Some(concat!("matmul_", $name, "_128\0")),
+                    ($name, Method::Tiles(TileShape { name: 8, .. })) => Some(concat!("matmul_", $name, "_8\0")),
+                    ($name, Method::Tiles(TileShape { name: 16, .. })) => Some(concat!("matmul_", $name, "_16\0")),
+                    ($name, Method::Tiles(TileShape { name: 32, .. })) => Some(concat!("matmul_", $name, "_32\0")),
+                    ($name, Method::Tiles(TileShape { name: 64, .. })) => Some(concat!("matmul_", $name, "_64\0")),
+                    ($name, Method::Tiles(TileShape { name: 65, .. })) => Some(concat!("matmul_", $name, "_65\0")),
+                    ($name, Method::Tiles(TileShape { name: 128, .. })) => Some(concat!("matmul_", $name, "_128\0")),
                 )*
                 _ => None,
             }
         };
     }
-    let found = names!("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k");
+    let found =
+        names!("f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k");
     found.and_then(|name| CStr::from_bytes_with_nul(name.as_bytes()).ok()).ok_or(OpError::Shape {
         op: OP,
         what: "tokens of a matrix-vector kernel",
         found: match method {
             Method::Vector(tokens) => tokens,
             Method::Tiles(shape) => shape.tokens,
+            Method::Plain => 0,
         },
         expected: VECTOR_TOKENS_MAX,
     })

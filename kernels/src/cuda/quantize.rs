@@ -1,4 +1,5 @@
-//! Launcher of quantize.cu: activation rows to the form that a weight type is multiplied with.
+//! Launcher of quantize.cu: activation rows to the form that a weight type is multiplied with
+//! (`DType::activation`): quants, halves, or for F32 the rows as they are.
 
 use ops::OpError;
 use quant::DType;
@@ -14,6 +15,8 @@ const OP: &str = "quantize";
 /// Tokens that share a panel, as in linear/tile.cuh.
 pub const PANEL_TOKENS: usize = 8;
 const WARPS: u32 = 8;
+/// Rows of F16 and BF16 weights are multiples of this long.
+pub const HALVES: usize = 16;
 
 /// Rows of activations ready for [`super::linear::Linear`]: a view with what it holds.
 #[derive(Clone, Copy)]
@@ -27,6 +30,8 @@ pub struct Activations<'a> {
 /// Bytes that `tokens` rows need; none if `format` is not what some weight type names as its activation.
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
     let panel = match format {
+        DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
+        DType::F16 | DType::BF16 => PANEL_TOKENS * TILE_COLS * 2,
         DType::Q8_0 => PANEL_TOKENS * (TILE_COLS + 8 * 4),
         DType::Q8_1 => PANEL_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
         DType::Q8_K => PANEL_TOKENS * (TILE_COLS + 4 + 16 * 2),
@@ -54,14 +59,19 @@ impl Quantize {
         out: &'a mut ViewMut<'_, u8>,
     ) -> Result<Activations<'a>, OpError> {
         let kernel = match format {
+            DType::F32 => c"",
+            DType::F16 => c"quantize_f16",
+            DType::BF16 => c"quantize_bf16",
             DType::Q8_0 => c"quantize_q8_0",
             DType::Q8_1 => c"quantize_q8_1",
             DType::Q8_K => c"quantize_q8_k",
             dtype => return Err(OpError::Type { op: OP, dtype }),
         };
         let shape = |what, found, expected| Err(OpError::Shape { op: OP, what, found, expected });
-        if !cols.is_multiple_of(format.block_len()) {
-            return shape("values beyond whole blocks in a row", cols % format.block_len(), 0);
+        // Bulk copies of halves need rows of 16 values.
+        let whole = if matches!(format, DType::F16 | DType::BF16) { HALVES } else { format.block_len() };
+        if !cols.is_multiple_of(whole) {
+            return shape("values beyond whole blocks in a row", cols % whole, 0);
         }
         if x.len() < tokens * cols {
             return shape("values of the input", x.len(), tokens * cols);
@@ -79,7 +89,11 @@ impl Quantize {
             }
         }
         let warps = tokens * cols.div_ceil(TILE_COLS);
-        if warps > 0 {
+        if format == DType::F32 {
+            if let (Some(x), Some(mut out)) = (x.slice(0, tokens * cols), out.slice_mut(0, bytes)) {
+                out.copy_from(stream, x.bytes()).map_err(device_error(OP))?;
+            }
+        } else if warps > 0 {
             let grid = ((warps as u32).div_ceil(WARPS), 1, 1);
             let launch = Launch { grid, block: 32 * WARPS, shared_bytes: 0, overlaps_predecessor: true };
             let kernel = self.0.kernel(kernel).map_err(device_error(OP))?;

@@ -5,23 +5,10 @@ use std::ffi::CStr;
 use quant::layout::{TILE_ROWS, Tiles, planes};
 
 use super::module::{arguments, image};
+use super::planes::tile_planes;
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
-const PLANES_MAX: usize = 4;
 const THREADS: u32 = 256;
-
-/// As in repack.cu.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct TilePlanes {
-    offset: [i32; PLANES_MAX],
-    len: [i32; PLANES_MAX],
-    blocks: [i32; PLANES_MAX],
-    base: [i32; PLANES_MAX],
-    planes: i32,
-    block_bytes: i32,
-    tile_bytes: i32,
-}
 
 pub struct Repack(Family);
 
@@ -98,26 +85,4 @@ fn check(shape: &Tiles, raw: usize, tiles: usize) -> Result<(), CudaError> {
         return Err(CudaError::Length { what: "rows of one repack", found, expected });
     }
     Ok(())
-}
-
-fn tile_planes(shape: &Tiles) -> TilePlanes {
-    let mut out = TilePlanes {
-        offset: [0; PLANES_MAX],
-        len: [1; PLANES_MAX],
-        blocks: [1; PLANES_MAX],
-        base: [0; PLANES_MAX],
-        planes: 0,
-        block_bytes: shape.dtype().block_bytes() as i32,
-        tile_bytes: shape.tile_bytes() as i32,
-    };
-    let mut base = 0;
-    for (at, plane) in planes(shape.dtype()).unwrap_or_default().iter().enumerate().take(PLANES_MAX) {
-        out.offset[at] = plane.offset as i32;
-        out.len[at] = plane.len as i32;
-        out.blocks[at] = plane.blocks as i32;
-        out.base[at] = base as i32;
-        out.planes += 1;
-        base += TILE_ROWS * plane.row_bytes();
-    }
-    out
 }

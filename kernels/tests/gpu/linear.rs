@@ -1,6 +1,7 @@
 //! linear_*.cu against the canonical order on the host, bit by bit.
 
 use anyhow::{Context, ensure};
+use kernels::cuda::embed::Embed;
 use kernels::cuda::linear::{Linear, Method, Product, TileShape};
 use kernels::cuda::quantize::{Quantize, activation_bytes};
 use kernels::cuda::repack::Repack;
@@ -12,11 +13,26 @@ use crate::Gpu;
 use crate::bench::time;
 use crate::random::Random;
 
-const TYPES: [DType; 3] = [DType::Q8_0, DType::Q4_K, DType::Q6_K];
+const TYPES: [DType; 10] = [
+    DType::Q8_0,
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q2_K,
+    DType::Q3_K,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+];
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn methods(tokens: usize) -> impl Iterator<Item = Method> {
-    let vector = (tokens <= 4).then_some(Method::Vector(tokens));
-    vector.into_iter().chain(TileShape::ALL.into_iter().map(Method::Tiles))
+fn methods(dtype: DType, tokens: usize) -> Vec<Method> {
+    if dtype == DType::F32 {
+        return vec![Method::Plain];
+    }
+    let vector = (tokens <= 4 && TYPES.contains(&dtype)).then_some(Method::Vector(tokens));
+    vector.into_iter().chain(TileShape::all(dtype).iter().copied().map(Method::Tiles)).collect()
 }
 
 struct Case {
@@ -175,7 +191,7 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
             let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
             let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
             let expected = case.expected(&input.x)?;
-            for method in methods(tokens) {
+            for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
@@ -190,12 +206,74 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
     Ok(())
 }
 
-/// Random block bytes (scales made finite) at a real size: row r of a batch is what row r alone gives.
+/// At a real size: row r of a batch is what row r alone gives.
+/// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So near, not equal.
+pub(crate) fn floats_are_near_the_reference(gpu: &Gpu) -> anyhow::Result<()> {
+    let linear = Linear::new(&gpu.device);
+    let mut random = Random::new(9);
+    for dtype in FLOATS {
+        for (cols, rows, tokens) in [(16, 1, 1), (48, 17, 2), (256, 40, 9), (912, 100, 33), (2048, 70, 139)] {
+            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
+            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            for method in methods(dtype, tokens) {
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
+                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
+                let found = out.to_host(&gpu.stream)?;
+                for (t, x) in input.x.chunks_exact(cols).enumerate() {
+                    let a = Activations::for_weight(dtype, x)?.context("no activation")?;
+                    let norm = x.iter().map(|x| x * x).sum::<f32>().sqrt();
+                    for (r, raw) in case.raw.chunks_exact(case.raw.len() / rows).enumerate() {
+                        let expected = quant::dot(dtype, raw, &a)? + case.bias[r];
+                        let found = found[t * rows + r];
+                        // 2^-20 of the largest that the product could be: rows of weights have norm sqrt(cols).
+                        let tolerance = 1e-6 * norm * (cols as f32).sqrt() + 1e-6;
+                        ensure!(
+                            (found - expected).abs() <= tolerance,
+                            "{dtype} {cols} x {rows}, {tokens} tokens, {method:?}: row {r} of token {t} is {found}, expected {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rows of the embedding table, out of tiles, as the host decodes them.
+pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
+    let embed = Embed::new(&gpu.device);
+    let mut random = Random::new(10);
+    for dtype in TYPES.into_iter().chain(FLOATS) {
+        for blocks in [1, 3, 11] {
+            let (cols, rows) = (blocks * dtype.block_len().max(32), 75);
+            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
+            let tokens: Vec<u32> = (0..40).map(|_| (random.bits() % rows as u64) as u32).collect();
+            let device_tokens = Buffer::from_host(&gpu.stream, &tokens)?;
+            let mut out = Buffer::<f32>::new(&gpu.device, tokens.len() * cols)?;
+            embed.launch(
+                &gpu.stream,
+                &case.shape,
+                case.tiles.view(),
+                device_tokens.view(),
+                &mut out.view_mut(),
+            )?;
+            let mut expected = vec![0.0; tokens.len() * cols];
+            for (&token, out) in tokens.iter().zip(expected.chunks_exact_mut(cols)) {
+                let row_bytes = case.raw.len() / rows;
+                quant::decode(dtype, &case.raw[token as usize * row_bytes..][..row_bytes], out)?;
+            }
+            ensure_bits(&format!("{dtype} {cols}"), &out.to_host(&gpu.stream)?, &expected)?;
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
     let linear = Linear::new(&gpu.device);
     let mut random = Random::new(6);
     let (cols, rows, tokens_max) = (2816, 1040, 150);
-    for dtype in TYPES {
+    for dtype in TYPES.into_iter().chain(FLOATS) {
         let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
         quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
         let case = Case::from_raw(gpu, Tiles::new(dtype, cols, rows)?, raw, random.values(rows))?;
@@ -206,11 +284,11 @@ pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<(
             let mut one = Input::new(gpu, &mut random, dtype, 1, cols)?;
             one.device_x = Buffer::from_host(&gpu.stream, &x[token * cols..][..cols])?;
             let mut out = Buffer::<f32>::new(&gpu.device, rows)?;
-            one.run(gpu, &linear, 1, Linear::method(1), &mut [case.product(&mut out)])?;
+            one.run(gpu, &linear, 1, Linear::method(dtype, 1), &mut [case.product(&mut out)])?;
             alone.extend(out.to_host(&gpu.stream)?);
         }
         for tokens in [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 150] {
-            for method in methods(tokens).chain([Linear::method(tokens)]) {
+            for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 let what = format!("{dtype}, {tokens} tokens, {method:?}");
@@ -232,7 +310,7 @@ pub(crate) fn matrices_of_one_launch(gpu: &Gpu) -> anyhow::Result<()> {
             .collect::<Result<_, _>>()?;
         for tokens in [1, 4, 6, 20, 40, 130] {
             let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
-            for method in methods(tokens) {
+            for method in methods(dtype, tokens) {
                 let mut outs: Vec<Buffer<f32>> = cases
                     .iter()
                     .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
@@ -260,7 +338,9 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
     let noise = Buffer::from_host(&gpu.stream, &random.bytes(16 << 20))?;
     let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
     println!("type   cols   rows tokens method          us    GB/s   TOPS");
-    for dtype in TYPES {
+    let types =
+        if full { vec![DType::Q8_0, DType::Q4_K, DType::Q6_K] } else { [&TYPES[..], &FLOATS[1..]].concat() };
+    for dtype in types {
         for (cols, rows) in [(4096, 4096), (4096, 12_288), (12_288, 4096), (4096, 151_936)] {
             let shape = Tiles::new(dtype, cols, rows)?;
             let copies = (COLD_BYTES / shape.bytes()).clamp(1, 24);
@@ -308,8 +388,8 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                     cols,
                     &mut scratch,
                 )?;
-                let chosen = [Linear::method(tokens)];
-                let all: Vec<Method> = methods(tokens).collect();
+                let chosen = [Linear::method(dtype, tokens)];
+                let all = methods(dtype, tokens);
                 for &method in if full { all.as_slice() } else { chosen.as_slice() } {
                     if let Method::Tiles(shape) = method
                         && (shape.tokens * 8 < tokens || (tokens * 16 < shape.tokens))
@@ -327,7 +407,8 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                     })?;
                     let name = match method {
                         Method::Vector(_) => "vector".to_owned(),
-                        Method::Tiles(shape) => format!("tiles {}", shape.tokens),
+                        Method::Plain => "plain".to_owned(),
+                        Method::Tiles(shape) => format!("tiles {}", shape.name),
                     };
                     println!(
                         "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",

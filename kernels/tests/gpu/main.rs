@@ -54,6 +54,8 @@ fn main() -> anyhow::Result<()> {
             ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
             ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
             ("linear: matrices of one launch", linear::matrices_of_one_launch),
+            ("linear: floats are near the reference", linear::floats_are_near_the_reference),
+            ("linear: embeddings are those of the host", linear::embeddings_are_decoded_as_on_the_host),
             ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
             ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
             ("ops: rotations are those of the reference", ops::rotations_are_those_of_the_reference),

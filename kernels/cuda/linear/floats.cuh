@@ -1,0 +1,66 @@
+// F16 and BF16 weights: rows as in the file, activations rounded to the same type, sums in f32 on the tensor cores.
+//
+// The value of 256 columns is one chain of 16 tensor-core steps of 16 columns from zero, at one token as at many. Rows are
+// multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which spreads them over banks.
+
+#pragma once
+
+#include "async_copy.cuh"
+#include "mma.cuh"
+#include "tile.cuh"
+
+template <bool BRAIN>
+struct Half {
+    static constexpr Scaling SCALING = Scaling::HALVES;
+    // Of one row and 256 columns.
+    static constexpr int TILE_BYTES = TILE_COLS * 2;
+
+    static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        if constexpr (BRAIN) {
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        } else {
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        }
+    }
+
+    // As the other formats' `products`; only the first `cols` columns are there.
+    template <int MT, int NT, class Take>
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, int cols, Take take) {
+        int lane = threadIdx.x % 32;
+        const uint8_t *row = tile + (lane % 16) * (tile_stride / TILE_ROWS) + lane / 16 * 16;
+        float value[MT][NT][4] = {};
+#pragma unroll
+        for (int pair = 0; pair < TILE_COLS / 32; pair++) {
+            if (32 * pair >= cols) break;
+            bool both = 32 * pair + 16 < cols;
+            uint32_t a[MT][2][4];
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+                for (int k = 0; k < 2; k++) load_matrices(a[mt][k], row + mt * tile_stride + (2 * pair + k) * 32);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) {
+                uint32_t b[4];
+                load_matrices(b, panel + nt * panel_stride + half_panel_piece(lane % 8, 4 * pair + lane / 8));
+#pragma unroll
+                for (int mt = 0; mt < MT; mt++) {
+                    mma(value[mt][nt], a[mt][0], b[0], b[1]);
+                    if (both) mma(value[mt][nt], a[mt][1], b[2], b[3]);
+                }
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) take(mt, nt, i, value[mt][nt][i]);
+    }
+};
+
+using F16 = Half<false>;
+using BF16 = Half<true>;

@@ -1,0 +1,36 @@
+// Where the bytes of a block stand in a tile: quant::layout's planes, as numbers.
+
+#pragma once
+
+#include "tile.cuh"
+
+constexpr int PLANES_MAX = 4;
+
+// As `TilePlanes` in planes.rs: quant::layout::Plane, and where the plane begins in the tile.
+struct TilePlanes {
+    int offset[PLANES_MAX];
+    int len[PLANES_MAX];
+    int blocks[PLANES_MAX];
+    int base[PLANES_MAX];
+    int planes;
+    int block_bytes;
+    int tile_bytes;
+};
+
+// Raw byte of the tile's byte `at`: block of the tile's columns, byte of the block; and the row.
+struct Source {
+    int row, block, byte;
+};
+
+__device__ inline Source source_of(const TilePlanes &p, int at) {
+    int plane = 0;
+    while (plane + 1 < p.planes && at >= p.base[plane + 1]) plane++;
+    int row_bytes = p.len[plane] * p.blocks[plane];
+    int in_plane = at - p.base[plane], row = in_plane / row_bytes, byte = in_plane % row_bytes;
+    int pieces = row_bytes / 16;
+    if (pieces >= 2) {
+        int group = pieces >= 8 ? 1 : 8 / pieces, turns = min(pieces, 8);
+        byte = ((byte / 16) ^ (row / group % turns)) * 16 + byte % 16;
+    }
+    return {row, byte / p.len[plane], p.offset[plane] + byte % p.len[plane]};
+}
