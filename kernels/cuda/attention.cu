@@ -41,16 +41,19 @@ struct Item {
     uint32_t table;
     // A split has 64 << split_shift keys.
     uint32_t split_shift;
-    // Number of the first partial: that of split s and token t is partial + s * tokens + t.
-    uint32_t partial;
 };
 
-struct Work {
-    uint32_t item, split;
+// One split of an item.
+struct alignas(16) Work {
+    Item item;
+    uint32_t split;
+    // Number of the partial of the item's first token; those of the others follow.
+    uint32_t partial;
+    uint32_t unused;
 };
 
 // One row whose partials are to be merged.
-struct Merge {
+struct alignas(16) Merge {
     uint32_t row, partial, stride, splits;
 };
 
@@ -136,27 +139,41 @@ struct Total {
     __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
 };
 
+// Where the keys of tiles stand: a thread for each of 64 keys looks it up, two tiles before it is needed.
+struct Places {
+    const KvLayer &kv;
+    const uint32_t *table;
+    uint32_t head, first, last, row_bytes;
+
+    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's place.
+    __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
+
+    __device__ __forceinline__ void put(const uint8_t **places, int tile, uint32_t block) const {
+        if (threadIdx.x < TILE) places[threadIdx.x] = kv.keys(block, head) + size_t(position(tile) % kv.block_tokens) * row_bytes;
+    }
+
+    // Keys of a tile that there are.
+    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
+
+    __device__ __forceinline__ uint32_t position(int tile) const { return min(first + tile * TILE + threadIdx.x, last); }
+};
+
 template <int DIM>
 struct Tiles {
     static constexpr int PITCH = DIM + PAD;
     static constexpr int PIECES = DIM / 8;
 
-    // Copies keys and values first .. first + 63 of a sequence, up to `last`.
-    static __device__ __forceinline__ void
-    load(__half *keys, __half *values, const KvLayer &kv, uint32_t head, const uint32_t *table, uint32_t first, uint32_t last) {
+    // Starts the copies of the 64 keys that `places` has, and of their values; those beyond `valid` become zero.
+    static __device__ __forceinline__ void load(__half *keys, __half *values, const uint8_t *const *places, uint32_t head_bytes, int valid) {
         constexpr int ROUNDS = TILE * PIECES / THREADS;
         static_assert(TILE * PIECES % THREADS == 0);
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
             int index = round * THREADS + threadIdx.x;
             int token = index / PIECES, piece = index % PIECES;
-            uint32_t position = first + token;
-            bool valid = position <= last;
-            if (!valid) position = last;
-            uint32_t block = table[position / kv.block_tokens];
-            const uint8_t *from = kv.keys(block, head) + (size_t(position % kv.block_tokens) * DIM + piece * 8) * sizeof(__half);
-            copy_piece(keys + token * PITCH + piece * 8, from, valid);
-            copy_piece(values + token * PITCH + piece * 8, from + kv.head_bytes, valid);
+            const uint8_t *from = places[token] + piece * 16;
+            copy_piece(keys + token * PITCH + piece * 8, from, token < valid);
+            copy_piece(values + token * PITCH + piece * 8, from + head_bytes, token < valid);
         }
         end_copy_group();
     }
@@ -191,8 +208,7 @@ __device__ __forceinline__ const __half *right_then_down(const __half *corner, i
 }
 
 template <int DIM>
-__device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const Work *work,
-                           const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+__device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {
     using T = Tiles<DIM>;
     constexpr int PITCH = T::PITCH;
     constexpr int P_PITCH = TILE + PAD;
@@ -204,22 +220,28 @@ __device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, 
     __half *const query_tile = shared + stage_count * 2 * TILE * PITCH;
     __half *const weight_tile = query_tile + 16 * PITCH;
     __shared__ float largest_by_warp[WARPS][16];
+    __shared__ const uint8_t *places[2][TILE];
 
-    wait_for_predecessor();
-    let_successor_start();
-    if (blockIdx.x >= *work_count) return;
+    // Plans and tables were sent before the step's first kernel: they may be read before the predecessor has ended.
+    const uint32_t count = *work_count;
     const Work job = work[blockIdx.x];
-    const Item item = items[job.item];
+    if (blockIdx.x >= count) return;
+    const Item &item = job.item;
     const uint32_t kv_head = blockIdx.y;
-    const uint32_t *table = tables + item.table;
     const int pairs = item.tokens * queries.group;
-    const uint32_t last = item.position + item.tokens - 1;
-    const uint32_t first = job.split * (TILE << item.split_shift);
+    const uint32_t first = job.split * (TILE << item.split_shift), last = item.position + item.tokens - 1;
     // The last split ends at the last token.
     const int tiles = min(1u << item.split_shift, (last - first) / TILE + 1);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Places place{kv, tables + item.table, kv_head, first, last, DIM * sizeof(__half)};
+    uint32_t block = place.block(0), next_block = place.block(1);
+    place.put(places[0], 0, block);
+    place.put(places[1], 1, next_block);
+    __syncthreads();
 
-    T::load(stages, stages + TILE * PITCH, kv, kv_head, table, first, last);
+    wait_for_predecessor();
+    let_successor_start();
+    T::load(stages, stages + TILE * PITCH, places[0], kv.head_bytes, place.valid(0));
     T::load_queries(query_tile, queries, item, kv_head, pairs, 16);
     __syncthreads();
     uint32_t query[DIM / 16][4];
@@ -238,12 +260,14 @@ __device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, 
         __half *keys = stages + tile % 2 * 2 * TILE * PITCH, *values = keys + TILE * PITCH;
         if (tile + 1 < tiles) {
             __half *next = stages + (tile + 1) % 2 * 2 * TILE * PITCH;
-            T::load(next, next + TILE * PITCH, kv, kv_head, table, first + (tile + 1) * TILE, last);
+            T::load(next, next + TILE * PITCH, places[(tile + 1) % 2], kv.head_bytes, place.valid(tile + 1));
+            block = place.block(tile + 2);
             wait_copies<1>();
         } else {
             wait_copies<0>();
         }
         __syncthreads();
+        if (tile + 1 < tiles) place.put(places[tile % 2], tile + 2, block);
 
         // Scores of this warp's 16 keys.
         float scores[2][4] = {};
@@ -325,7 +349,7 @@ __device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, 
     for (int half = 0; half < 2; half++) {
         int pair = lane / 4 + 8 * half;
         if (pair >= pairs) continue;
-        size_t number = item.partial + job.split * item.tokens + pair / queries.group;
+        size_t number = job.partial + pair / queries.group;
         size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
         if (warp == 0 && lane % 4 == 0) partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
         float *to = partial_sums + index * DIM + warp * COLS * 8 + lane % 4 * 2;
@@ -336,29 +360,34 @@ __device__ void split_rows(KvLayer kv, Queries queries, const uint32_t *tables, 
 
 // One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most of what it has.
 template <int DIM>
-__device__ void chunk_rows(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const uint32_t *item_count, float *out) {
+__device__ void chunk_rows(const KvLayer &kv, const Queries &queries, const uint32_t *tables, const Item *items, const uint32_t *item_count, float *out) {
     using T = Tiles<DIM>;
     constexpr int PITCH = T::PITCH;
     constexpr int COLS = DIM / 8;
     extern __shared__ __align__(16) __half shared[];
     __half *const stages = shared;
     __half *const query_tile = shared + 4 * TILE * PITCH;
+    __shared__ const uint8_t *places[2][TILE];
 
-    wait_for_predecessor();
-    let_successor_start();
     const uint32_t count = *item_count;
     if (blockIdx.x >= count) return;
     // Late chunks have the most keys: they go first.
     const Item item = items[count - 1 - blockIdx.x];
     const uint32_t kv_head = blockIdx.y;
-    const uint32_t *table = tables + item.table;
     const int pairs = item.tokens * queries.group;
     const uint32_t last = item.position + item.tokens - 1;
     const int tiles = last / TILE + 1;
     const int split_tiles = 1 << item.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Places place{kv, tables + item.table, kv_head, 0, last, DIM * sizeof(__half)};
+    uint32_t block = place.block(0), next_block = place.block(1);
+    place.put(places[0], 0, block);
+    place.put(places[1], 1, next_block);
+    __syncthreads();
 
-    T::load(stages, stages + TILE * PITCH, kv, kv_head, table, 0, last);
+    wait_for_predecessor();
+    let_successor_start();
+    T::load(stages, stages + TILE * PITCH, places[0], kv.head_bytes, place.valid(0));
     T::load_queries(query_tile, queries, item, kv_head, pairs, 16 * WARPS);
 
     uint32_t position[2];
@@ -376,12 +405,14 @@ __device__ void chunk_rows(KvLayer kv, Queries queries, const uint32_t *tables, 
         __half *keys = stages + tile % 2 * 2 * TILE * PITCH, *values = keys + TILE * PITCH;
         if (tile + 1 < tiles) {
             __half *next = stages + (tile + 1) % 2 * 2 * TILE * PITCH;
-            T::load(next, next + TILE * PITCH, kv, kv_head, table, (tile + 1) * TILE, last);
+            T::load(next, next + TILE * PITCH, places[(tile + 1) % 2], kv.head_bytes, place.valid(tile + 1));
+            block = place.block(tile + 2);
             wait_copies<1>();
         } else {
             wait_copies<0>();
         }
         __syncthreads();
+        if (tile + 1 < tiles) place.put(places[tile % 2], tile + 2, block);
 
         float scores[TILE / 8][4] = {};
 #pragma unroll
@@ -533,17 +564,18 @@ __device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *
 
 }  // namespace
 
-#define SPLIT(DIM)                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                       \
-        attention_split_##DIM(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items, const Work *work,         \
-                              const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {      \
-        split_rows<DIM>(kv, queries, tables, items, work, work_count, stage_count, partial_sums, partial_weights);              \
+#define SPLIT(DIM)                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
+        attention_split_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ Queries queries,                   \
+                              const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count,         \
+                              float *partial_sums, float2 *partial_weights) {                                                \
+        split_rows<DIM>(kv, queries, tables, work, work_count, stage_count, partial_sums, partial_weights);                  \
     }
-#define CHUNK(DIM)                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                    \
-        attention_chunk_##DIM(KvLayer kv, Queries queries, const uint32_t *tables, const Item *items,                           \
-                              const uint32_t *item_count, float *out) {                                                         \
-        chunk_rows<DIM>(kv, queries, tables, items, item_count, out);                                                           \
+#define CHUNK(DIM)                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                 \
+        attention_chunk_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ Queries queries,                   \
+                              const uint32_t *tables, const Item *items, const uint32_t *item_count, float *out) {           \
+        chunk_rows<DIM>(kv, queries, tables, items, item_count, out);                                                        \
     }
 SPLIT(64)
 SPLIT(96)
@@ -555,35 +587,50 @@ CHUNK(128)
 // One block per row and head, a thread per dimension. At most 32 splits: a lane has one.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_merge(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim, float *out) {
+    // Partials of a round, all asked for before the first is used.
+    constexpr int ROUND = 16;
+    const uint32_t rows = *count;
+    const Merge merge = merges[blockIdx.x];
+    if (blockIdx.x >= rows) return;
+    const size_t head = blockIdx.y;
+    const int lane = threadIdx.x % 32, i = threadIdx.x, splits = merge.splits;
+    const size_t step = size_t(merge.stride) * heads * dim;
+    const float *sums = partial_sums + (size_t(merge.partial) * heads + head) * dim + i;
+
     wait_for_predecessor();
     let_successor_start();
-    if (blockIdx.x >= *count) return;
-    const Merge merge = merges[blockIdx.x];
-    const size_t head = blockIdx.y, lane = threadIdx.x % 32;
+    float part[ROUND];
+    auto ask = [&](int round) {
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) part[k] = round + k < splits && i < dim ? sums[(round + k) * step] : 0.0f;
+    };
+    ask(0);
     float2 own = make_float2(NONE, 0.0f);
-    if (lane < merge.splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
+    if (lane < splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
     // The largest score up to and including this lane's split, then the factors of `Total::take`.
     float largest = own.x;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         float below = __shfl_up_sync(~0u, largest, distance);
-        if (int(lane) >= distance) largest = fmaxf(largest, below);
+        if (lane >= distance) largest = fmaxf(largest, below);
     }
     float before = __shfl_up_sync(~0u, largest, 1);
     if (lane == 0) before = NONE;
     float old_factor = exp2_fast(before - largest), new_factor = exp2_fast(own.x - largest);
 
-    const int i = threadIdx.x;
-    const size_t step = size_t(merge.stride) * heads * dim;
-    const float *sums = partial_sums + (size_t(merge.partial) * heads + head) * dim + i;
     float sum = 0.0f, weight = 0.0f;
-#pragma unroll 8
-    for (int split = 0; split < int(merge.splits); split++) {
-        Total total;
-        total.old_factor = __shfl_sync(~0u, old_factor, split);
-        total.new_factor = __shfl_sync(~0u, new_factor, split);
-        weight = total.merge(weight, __shfl_sync(~0u, own.y, split));
-        if (i < dim) sum = total.merge(sum, sums[split * step]);
+    for (int round = 0; round < splits; round += ROUND) {
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            if (round + k < splits) {
+                Total total;
+                total.old_factor = __shfl_sync(~0u, old_factor, round + k);
+                total.new_factor = __shfl_sync(~0u, new_factor, round + k);
+                weight = total.merge(weight, __shfl_sync(~0u, own.y, round + k));
+                sum = total.merge(sum, part[k]);
+            }
+        }
+        if (round + ROUND < splits) ask(round + ROUND);
     }
     if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = __fdiv_rn(sum, weight);
 }

@@ -4,13 +4,10 @@
 //! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load.
 
 use super::element::{F16, F32, Stored};
-use super::simd::{Kernel, Simd};
+use super::simd::{CACHE_LINE, Kernel, Simd};
 use memmap2::{MmapMut, MmapOptions};
 use ops::{KvLayer, KvLayout, KvType, OpError};
 use std::marker::PhantomData;
-
-/// Layers start at multiples of this, a cache line.
-const ALIGN: usize = 64;
 
 pub struct Kv {
     layout: KvLayout,
@@ -63,7 +60,7 @@ impl Kv {
             let bytes = layer.token_bytes().checked_mul(layout.block_tokens);
             let end = bytes.and_then(|bytes| block_bytes.checked_add(bytes));
             block_bytes =
-                end.and_then(|end| end.checked_next_multiple_of(ALIGN)).ok_or(memory(usize::MAX))?;
+                end.and_then(|end| end.checked_next_multiple_of(CACHE_LINE)).ok_or(memory(usize::MAX))?;
         }
         let len = block_bytes.checked_mul(layout.blocks).ok_or(memory(usize::MAX))?;
         let memory =

@@ -9,6 +9,9 @@
 
 use bytemuck::AnyBitPattern;
 
+/// Bytes that memory delivers together.
+pub(super) const CACHE_LINE: usize = 64;
+
 /// A function that runs inside one instruction set. `run` and all it calls must be `#[inline(always)]`: code that is
 /// not inlined into [`Simd::vectorize`] is compiled without the instructions.
 pub(super) trait Kernel {

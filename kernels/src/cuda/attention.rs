@@ -34,7 +34,6 @@ struct Queries {
 pub struct PlanAddress {
     /// Three counts: works, merges, chunks.
     pub counts: u64,
-    pub items: u64,
     pub works: u64,
     pub merges: u64,
     pub chunks: u64,
@@ -104,7 +103,7 @@ impl Attentions {
         let queries = queries(call);
         let tables = call.tables.address();
         let kv_heads = spec.kv_heads as u32;
-        let PlanAddress { counts, items, works, merges, chunks, partial_sums, partial_weights, .. } = *plan;
+        let PlanAddress { counts, works, merges, chunks, partial_sums, partial_weights, .. } = *plan;
         let (merge_count, chunk_count) = (counts + 4, counts + 8);
         if plan.works_max > 0 {
             let stages = if plan.long_splits { 2 } else { 1 };
@@ -116,23 +115,12 @@ impl Attentions {
                 96 => c"attention_split_96",
                 _ => c"attention_split_128",
             })?;
-            // SAFETY: (KvLayer, Queries, const uint32_t *, const Item *, const Work *, const uint32_t *, int, float *,
-            // float2 *), valid by this function's contract; shared memory as the kernel divides it.
+            // SAFETY: (KvLayer, Queries, const uint32_t *, const Work *, const uint32_t *, int, float *, float2 *), valid by this function's contract; shared memory as the kernel divides it.
             unsafe {
                 kernel.launch(
                     stream,
                     launch,
-                    arguments![
-                        layer,
-                        queries,
-                        tables,
-                        items,
-                        works,
-                        counts,
-                        stages,
-                        partial_sums,
-                        partial_weights
-                    ],
+                    arguments![layer, queries, tables, works, counts, stages, partial_sums, partial_weights],
                 )?;
             }
             let (heads, dim, out) = (spec.heads as i32, spec.head_dim as i32, out.address());

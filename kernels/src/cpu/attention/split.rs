@@ -4,7 +4,7 @@ use super::SPLIT;
 use crate::cpu::element::Stored;
 use crate::cpu::kv::LayerView;
 use crate::cpu::math;
-use crate::cpu::simd::{Kernel, Simd};
+use crate::cpu::simd::{CACHE_LINE, Kernel, Simd};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -150,17 +150,18 @@ impl<E: Stored> Positions<'_, E> {
         let stride = if is_direct { self.view.block_tokens * E::BYTES } else { 16 * E::BYTES };
         // The last dimension needs 16 keys only, not a whole stride.
         let len = (dim - 1) * stride + 16 * E::BYTES;
-        let mut keys = [&self.view.memory[..0]; U];
+        let (mut keys, mut ahead) = ([&self.view.memory[..0]; U], [&self.view.memory[..0]; U]);
         for (u, gathered) in gathered.iter_mut().take(U).enumerate() {
             let position = self.from + key + 16 * u;
-            keys[u] = if is_direct {
-                let block = self.table[position / self.view.block_tokens] as usize;
-                let at = self.view.keys_at(block, self.kv_head);
-                &self.view.memory[at + position % self.view.block_tokens * E::BYTES..][..len]
+            if is_direct {
+                keys[u] = &self.view.memory[self.key_byte(position)..][..len];
+                if position + 16 * U < until {
+                    ahead[u] = &self.view.memory[self.key_byte(position + 16 * U)..][..len];
+                }
             } else {
                 self.gather(position, until, gathered);
-                &gathered[..len]
-            };
+                keys[u] = &gathered[..len];
+            }
         }
         let mut q = [&queries[0].values[..dim]; T];
         for t in 1..T {
@@ -170,7 +171,9 @@ impl<E: Stored> Positions<'_, E> {
         for d in 0..dim {
             let mut k = [s.splat(0.0); U];
             for u in 0..U {
-                k[u] = E::load(s, &keys[u][d * stride..d * stride + 16 * E::BYTES]);
+                s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
+                // SAFETY: `keys[u]` has `len` bytes, the end of this slice for the last `d`.
+                k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
             }
             for t in 0..T {
                 let q = s.splat(q[t][d]);
@@ -187,6 +190,14 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
+    /// Where dimension 0 of the key at `position` stands.
+    #[inline(always)]
+    fn key_byte(&self, position: usize) -> usize {
+        let tokens = self.view.block_tokens;
+        let block = self.table[position / tokens] as usize;
+        self.view.keys_at(block, self.kv_head) + position % tokens * E::BYTES
+    }
+
     /// 16 keys from `position` on, one dimension after the other; zeros from position `until` on.
     #[inline(always)]
     fn gather(&self, position: usize, until: usize, out: &mut Vec<u8>) {
@@ -194,9 +205,7 @@ impl<E: Stored> Positions<'_, E> {
         out.clear();
         out.resize(dim * 16 * E::BYTES, 0);
         for lane in 0..16.min(until - position) {
-            let position = position + lane;
-            let block = self.table[position / tokens] as usize;
-            let at = self.view.keys_at(block, self.kv_head) + position % tokens * E::BYTES;
+            let at = self.key_byte(position + lane);
             for d in 0..dim {
                 let key = &self.view.memory[at + d * tokens * E::BYTES..][..E::BYTES];
                 out[(d * 16 + lane) * E::BYTES..][..E::BYTES].copy_from_slice(key);
@@ -215,36 +224,41 @@ impl<E: Stored> Positions<'_, E> {
     ) {
         let dim = self.view.shape.head_dim;
         let mut d = 0;
-        while d < dim {
+        while dim - d >= 16 {
             // T times vectors is at most eight accumulators.
-            match (dim - d) / 16 {
-                8.. if T == 1 => d += self.columns::<S, T, 8>(s, &range, d, shares, partials),
-                4.. if T <= 2 => d += self.columns::<S, T, 4>(s, &range, d, shares, partials),
-                2.. if T <= 4 => d += self.columns::<S, T, 2>(s, &range, d, shares, partials),
-                _ => d += self.columns::<S, T, 1>(s, &range, d, shares, partials),
-            }
+            d += match (dim - d) / 16 {
+                8.. if T == 1 => self.columns::<S, T, 8>(s, &range, d..d + 128, shares, partials),
+                4.. if T <= 2 => self.columns::<S, T, 4>(s, &range, d..d + 64, shares, partials),
+                2.. if T <= 4 => self.columns::<S, T, 2>(s, &range, d..d + 32, shares, partials),
+                _ => self.columns::<S, T, 1>(s, &range, d..d + 16, shares, partials),
+            };
+        }
+        if d < dim {
+            self.columns::<S, T, 0>(s, &range, d..dim, shares, partials);
         }
     }
 
-    /// As `values` for `V` vectors of dimensions from `d` on, the last of which may be partial; gives their number.
+    /// As `values` for some dimensions, whose number it gives: `V` vectors, or with `V` 0 a part of one.
     #[inline(always)]
     fn columns<S: Simd, const T: usize, const V: usize>(
         &self,
         s: S,
         range: &Range<usize>,
-        d: usize,
+        dims: Range<usize>,
         shares: &[f32],
         partials: &mut [f32],
     ) -> usize {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
         let width = 2 + dim;
-        let len = (16 * V).min(dim - d);
-        let mut sums = [[s.splat(0.0); V]; T];
+        // One more than V vectors are accounted for, so that a part of one has a place.
+        let vectors = V.max(1);
+        let values_of =
+            |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
+        let mut sums = [[s.splat(0.0); 8]; T];
         if range.start > 0 {
             for t in 0..T {
-                for v in 0..V {
-                    let from = t * width + 2 + d + 16 * v;
-                    sums[t][v] = s.load_partial(&partials[from..from + 16.min(dim - d - 16 * v)]);
+                for v in 0..vectors {
+                    sums[t][v] = s.load_partial(&partials[t * width + 2..][values_of(v)]);
                 }
             }
         }
@@ -253,14 +267,25 @@ impl<E: Stored> Positions<'_, E> {
             let position = self.from + key;
             let (block, token) = (self.table[position / tokens] as usize, position % tokens);
             let count = (tokens - token).min(range.end - key);
-            let at = self.view.values_at(block, self.kv_head) + (token * dim + d) * E::BYTES;
-            let values = &self.view.memory[at..at + ((count - 1) * dim + len) * E::BYTES];
+            let at = self.view.values_at(block, self.kv_head) + (token * dim + dims.start) * E::BYTES;
+            let len = ((count - 1) * dim + dims.len()) * E::BYTES;
+            let values = &self.view.memory[at..at + len];
+            let next_block = self.table.get(position / tokens + 1).filter(|_| key + count < range.end);
+            let ahead = next_block.map(|&block| {
+                &self.view.memory[self.view.values_at(block as usize, self.kv_head) + dims.start * E::BYTES..]
+            });
+            let ahead = ahead.unwrap_or_default();
             for i in 0..count {
-                let row = &values[i * dim * E::BYTES..][..len * E::BYTES];
-                for v in 0..V {
-                    let from = 16 * v * E::BYTES;
-                    let to = (from + 16 * E::BYTES).min(row.len());
-                    let value = E::load_partial(s, &row[from..to]);
+                for line in (0..dims.len() * E::BYTES).step_by(CACHE_LINE) {
+                    s.prefetch(ahead.get(i * dim * E::BYTES + line..).unwrap_or_default());
+                }
+                let row = &values[i * dim * E::BYTES..][..dims.len() * E::BYTES];
+                for v in 0..vectors {
+                    let value = if V == 0 {
+                        E::load_partial(s, row)
+                    } else {
+                        E::load(s, &row[16 * v * E::BYTES..16 * (v + 1) * E::BYTES])
+                    };
                     for t in 0..T {
                         let share = s.splat(shares[t * SPLIT + key + i]);
                         sums[t][v] = s.fma(share, value, sums[t][v]);
@@ -270,12 +295,11 @@ impl<E: Stored> Positions<'_, E> {
             key += count;
         }
         for t in 0..T {
-            for v in 0..V {
-                let from = t * width + 2 + d + 16 * v;
-                s.store_partial(sums[t][v], &mut partials[from..from + 16.min(dim - d - 16 * v)]);
+            for v in 0..vectors {
+                s.store_partial(sums[t][v], &mut partials[t * width + 2..][values_of(v)]);
             }
         }
-        len
+        dims.len()
     }
 }
 

@@ -27,12 +27,11 @@ mod one_row;
 
 pub(super) use linear::{Input, Layer, multiply};
 
-use super::simd::Simd;
+use super::simd::{CACHE_LINE, Simd};
 
 /// How far ahead a single row asks for lines of weights: what memory delivers in some 300 ns. The hardware's own
 /// prefetchers do not follow many strides at once (measured on Zen 4, Q4_K: 8 GB/s without, 20 with).
 const AHEAD_BYTES: usize = 8192;
-const CACHE_LINE: usize = 64;
 
 /// Asks for the lines of `bytes[at..at + len]`, as far as there are such.
 #[inline(always)]

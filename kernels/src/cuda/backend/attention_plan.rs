@@ -40,7 +40,6 @@ impl DevicePlan {
         let empty = || Buffer::new(stream.device(), 0).map_err(device_error(OP));
         let address = PlanAddress {
             counts: 0,
-            items: 0,
             works: 0,
             merges: 0,
             chunks: 0,
@@ -92,14 +91,12 @@ impl DevicePlan {
                 *buffer = Buffer::new(stream.device(), values).map_err(device_error(OP))?;
             }
         }
-        let Plan { items, works, merges, chunks, long_splits, .. } = &self.plan;
+        let Plan { works, merges, chunks, long_splits, .. } = &self.plan;
         // Sections have room for a power of two, so that they stay where they are from step to step.
-        let items_max = bound(items.len());
         let (works_max, merges_max, chunks_max) =
             (bound(works.len()), bound(merges.len()), bound(chunks.len()));
         let words = |count: usize, size: usize| count * size / size_of::<u32>();
-        let items_at = HEADER_WORDS;
-        let works_at = items_at + words(items_max, size_of::<Item>());
+        let works_at = HEADER_WORDS;
         let merges_at = works_at + words(works_max, size_of::<Work>());
         let chunks_at = merges_at + words(merges_max, size_of::<Merge>());
         let end = chunks_at + words(chunks_max, size_of::<Item>());
@@ -107,7 +104,6 @@ impl DevicePlan {
             let counts = [works.len() as u32, merges.len() as u32, chunks.len() as u32, 0];
             to[..HEADER_WORDS].copy_from_slice(&counts);
             let mut put = |at: usize, section: &[u32]| to[at..at + section.len()].copy_from_slice(section);
-            put(items_at, bytemuck::cast_slice(items));
             put(works_at, bytemuck::cast_slice(works));
             put(merges_at, bytemuck::cast_slice(merges));
             put(chunks_at, bytemuck::cast_slice(chunks));
@@ -116,7 +112,6 @@ impl DevicePlan {
         let at = |word: usize| self.upload.address() + (word * size_of::<u32>()) as u64;
         self.address = PlanAddress {
             counts: at(0),
-            items: at(items_at),
             works: at(works_at),
             merges: at(merges_at),
             chunks: at(chunks_at),

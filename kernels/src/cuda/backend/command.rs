@@ -7,6 +7,7 @@ use quant::layout::Tiles;
 
 use super::step::Words;
 use crate::cuda::attention::{self, Attentions, PlanAddress};
+use crate::cuda::embed::Embed;
 use crate::cuda::error::device_error;
 use crate::cuda::gated::Gates;
 use crate::cuda::gather::Gathers;
@@ -124,13 +125,6 @@ pub(super) enum Command {
         bias: Option<Floats>,
         out: Floats,
     },
-    FloatProduct {
-        x: Floats,
-        matrix: Matrix,
-        tokens: u32,
-        bias: Option<Floats>,
-        out: Floats,
-    },
     Rope {
         x: Floats,
         positions: Words,
@@ -186,6 +180,7 @@ pub(super) struct Kernels {
     attentions: Attentions,
     gates: Gates,
     gathers: Gathers,
+    embed: Embed,
     quantize: Quantize,
     linear: Linear,
 }
@@ -199,6 +194,7 @@ impl Kernels {
             attentions: Attentions::new(device),
             gates: Gates::new(device),
             gathers: Gathers::new(device),
+            embed: Embed::new(device),
             quantize: Quantize::new(device),
             linear: Linear::new(device),
         }
@@ -292,10 +288,13 @@ impl Kernels {
                 Command::Add { x, y } => {
                     self.norms.add(stream, &mut x.view_mut(), y.view()).map_err(device_error("add"))
                 }
-                Command::Embed { table, .. } => Err(OpError::Type { op: "embed", dtype: table.dtype }),
-                Command::FloatProduct { matrix, .. } => {
-                    Err(OpError::Type { op: "linear", dtype: matrix.dtype })
-                }
+                Command::Embed { table, tokens, out } => self.embed.launch(
+                    stream,
+                    &table.tiles()?,
+                    table.range.view(),
+                    tokens.view(),
+                    &mut out.view_mut(),
+                ),
                 Command::Quantize { x, panels } => {
                     let (tokens, cols) = (panels.tokens as usize, panels.cols as usize);
                     let mut out = panels.range.view_mut();

@@ -310,12 +310,13 @@ impl Backend for Cuda {
             };
             let matrix = self.matrix(OP, &layer.weight)?;
             let (input, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
-            if matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-                self.push(Command::FloatProduct { x: input, matrix, tokens: rows as u32, bias, out });
-                continue;
-            }
             let panels = match quantized {
                 Some(panels) if panels.format == format => panels,
+                // F32 weights take rows as they are.
+                _ if format == DType::F32 => {
+                    let range = Range { address: input.address, len: input.len * size_of::<f32>() };
+                    Panels { format, range, tokens: rows as u32, cols: x.cols() as u32 }
+                }
                 _ => {
                     let panels = self.panels(OP, format, rows, x.cols())?;
                     self.push(Command::Quantize { x: input, panels });

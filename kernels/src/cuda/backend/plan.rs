@@ -20,15 +20,16 @@ pub(super) struct Item {
     pub(super) position: u32,
     pub(super) table: u32,
     pub(super) split_shift: u32,
-    pub(super) partial: u32,
 }
 
 /// `Work` of attention.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub(super) struct Work {
-    pub(super) item: u32,
+    pub(super) item: Item,
     pub(super) split: u32,
+    pub(super) partial: u32,
+    pub(super) unused: u32,
 }
 
 /// `Merge` of attention.cu.
@@ -43,13 +44,12 @@ pub(super) struct Merge {
 
 #[derive(Debug, Default)]
 pub(super) struct Plan {
-    pub(super) items: Vec<Item>,
     pub(super) works: Vec<Work>,
     pub(super) merges: Vec<Merge>,
     pub(super) chunks: Vec<Item>,
     /// Partial results of one row and split.
     pub(super) partials: u32,
-    /// Whether a split of `items` has more than one tile.
+    /// Whether a split of `works` has more than one tile.
     pub(super) long_splits: bool,
 }
 
@@ -70,7 +70,6 @@ pub(super) fn split_shift(position: u32) -> u32 {
 impl Plan {
     /// Rows as in [`ops::Step`]; `table_starts[r]` is where row r's block ids start.
     pub(super) fn make(&mut self, positions: &[u32], table_starts: &[u32], bounds: Bounds) {
-        self.items.clear();
         self.works.clear();
         self.merges.clear();
         self.chunks.clear();
@@ -91,7 +90,6 @@ impl Plan {
                 position: positions[start],
                 table: table_starts[start],
                 split_shift: shift,
-                partial: 0,
             };
             // No row of the run has more splits than its last one.
             let partials = run.tokens * splits(positions[end - 1], shift);
@@ -106,20 +104,18 @@ impl Plan {
 
     fn split(&mut self, run: Item, tokens: usize) {
         self.long_splits |= run.split_shift > 0;
-        for piece in pieces(run, tokens) {
-            let last = piece.position + piece.tokens - 1;
-            let splits = splits(last, piece.split_shift);
-            let item = self.items.len() as u32;
-            self.works.extend((0..splits).map(|split| Work { item, split }));
-            let partial = self.partials;
-            self.merges.extend((0..piece.tokens).map(|token| Merge {
-                row: piece.row + token,
-                partial: partial + token,
-                stride: piece.tokens,
-                splits: self::splits(piece.position + token, piece.split_shift),
+        for item in pieces(run, tokens) {
+            let splits = splits(item.position + item.tokens - 1, item.split_shift);
+            let first = self.partials;
+            let work = |split| Work { item, split, partial: first + split * item.tokens, unused: 0 };
+            self.works.extend((0..splits).map(work));
+            self.merges.extend((0..item.tokens).map(|token| Merge {
+                row: item.row + token,
+                partial: first + token,
+                stride: item.tokens,
+                splits: self::splits(item.position + token, item.split_shift),
             }));
-            self.items.push(Item { partial, ..piece });
-            self.partials += splits * piece.tokens;
+            self.partials += splits * item.tokens;
         }
     }
 }
@@ -159,16 +155,14 @@ mod tests {
         let starts: Vec<u32> = std::iter::once(5).chain((0..100).map(|_| 60)).collect();
         let mut plan = Plan::default();
         plan.make(&positions, &starts, BOUNDS);
-        assert_eq!(
-            plan.items,
-            [Item { row: 0, tokens: 1, position: 700, table: 5, split_shift: 0, partial: 0 }]
-        );
+        let item = Item { row: 0, tokens: 1, position: 700, table: 5, split_shift: 0 };
+        assert!(plan.works.iter().all(|work| work.item == item));
         assert_eq!((plan.works.len(), plan.partials), (11, 11));
         assert_eq!(plan.merges, [Merge { row: 0, partial: 0, stride: 1, splits: 11 }]);
         assert_eq!(plan.chunks.len(), 7);
         assert_eq!(
             plan.chunks[6],
-            Item { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0, partial: 0 }
+            Item { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0 }
         );
     }
 
@@ -186,7 +180,8 @@ mod tests {
             plan.make(&positions, &starts, BOUNDS);
             prop_assert!(plan.partials <= BOUNDS.partials_max);
             let mut seen = vec![0; positions.len()];
-            for (items, tokens) in [(&plan.items, 4), (&plan.chunks, 16)] {
+            let split: Vec<Item> = plan.works.iter().filter(|work| work.split == 0).map(|work| work.item).collect();
+            for (items, tokens) in [(&split, 4), (&plan.chunks, 16)] {
                 for item in items {
                     prop_assert!(item.tokens as usize <= tokens);
                     for token in 0..item.tokens {
@@ -209,8 +204,13 @@ mod tests {
                 }
             }
             prop_assert!(partials.iter().all(|&times| times <= 1));
-            let written: u32 = plan.works.iter().map(|work| plan.items[work.item as usize].tokens).sum();
-            prop_assert_eq!(written, plan.partials);
+            let mut written = vec![0; plan.partials as usize];
+            for work in &plan.works {
+                for token in 0..work.item.tokens {
+                    written[(work.partial + token) as usize] += 1;
+                }
+            }
+            prop_assert!(written.iter().all(|&times| times == 1));
         }
     }
 }

@@ -1,0 +1,69 @@
+//! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a long context, where
+//! the bytes of keys and values count, and a chunk of a prompt, where the operations do.
+
+use divan::Bencher;
+use divan::counter::{BytesCount, ItemsCount};
+use kernels::Cpu;
+use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};
+
+const BLOCK_TOKENS: usize = 16;
+const SPEC: AttentionSpec = AttentionSpec { heads: 16, kv_heads: 8, head_dim: 128, scale: 0.088 };
+
+fn main() {
+    divan::main();
+}
+
+/// The last `rows` of `context` tokens attend.
+fn attention(bencher: Bencher<'_, '_>, context: usize, rows: usize, threads: usize) {
+    let mut cpu = Cpu::new(threads).expect("threads");
+    let layer = KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind: KvType::F16 };
+    let blocks = context.div_ceil(BLOCK_TOKENS);
+    let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] };
+    let mut kv = cpu.kv(&layout).expect("memory");
+    let table: Vec<u32> = (0..blocks as u32).collect();
+    let step = |cpu: &mut Cpu, from: usize| {
+        let positions: Vec<u32> = (from as u32..context as u32).collect();
+        let zeros = vec![0; positions.len()];
+        let step = Step {
+            tokens: &zeros,
+            positions: &positions,
+            sequences: &zeros,
+            kv_slots: &positions,
+            tables: &[&table],
+            outputs: &[],
+        };
+        cpu.begin(&step).expect("a step");
+    };
+    let values = |len: usize| (0..len).map(|i| (i * 7919 % 997) as f32 / 500.0 - 1.0).collect::<Vec<_>>();
+
+    let (width, kv_width) = (SPEC.heads * SPEC.head_dim, SPEC.kv_heads * SPEC.head_dim);
+    let mut keys = cpu.tensor(context, kv_width).expect("memory");
+    cpu.write(&mut keys, context, &values(context * kv_width)).expect("shape");
+    step(&mut cpu, 0);
+    cpu.kv_write(&mut kv, 0, &keys, &keys, context).expect("shape");
+    step(&mut cpu, context - rows);
+    let mut queries = cpu.tensor(rows, width).expect("memory");
+    let mut out = cpu.tensor(rows, width).expect("memory");
+    cpu.write(&mut queries, rows, &values(rows * width)).expect("shape");
+    // Two operations per multiply-add, once for scores and once for values.
+    let operations = 4 * SPEC.heads * SPEC.head_dim * rows * (context - rows / 2);
+    bencher
+        .counter(BytesCount::new(context * layer.token_bytes()))
+        .counter(ItemsCount::new(operations))
+        .bench_local(|| cpu.attention(&kv, 0, &queries, &SPEC, &mut out, rows).expect("shape"));
+}
+
+#[divan::bench(args = [256, 4096, 16384], sample_count = 20)]
+fn one_row(bencher: Bencher<'_, '_>, context: usize) {
+    attention(bencher, context, 1, 2);
+}
+
+#[divan::bench(args = [256, 4096, 16384], sample_count = 20)]
+fn one_row_on_one_thread(bencher: Bencher<'_, '_>, context: usize) {
+    attention(bencher, context, 1, 1);
+}
+
+#[divan::bench(args = [256, 4096], sample_count = 5)]
+fn last_256_rows(bencher: Bencher<'_, '_>, context: usize) {
+    attention(bencher, context, 256, 1);
+}
