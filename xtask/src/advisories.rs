@@ -21,7 +21,10 @@ pub(crate) fn check() -> Result<Vec<String>> {
         .vulnerabilities(&lockfile)
         .into_iter()
         .map(|found| {
-            format!("{} {}: {} {}", found.package.name, found.package.version, found.advisory.id, found.advisory.title)
+            format!(
+                "{} {}: {} {}",
+                found.package.name, found.package.version, found.advisory.id, found.advisory.title
+            )
         })
         .collect())
 }

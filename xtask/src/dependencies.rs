@@ -25,7 +25,8 @@ const LICENCES: [&str; 13] = [
 const DUPLICATES: &str = include_str!("../duplicates.txt");
 
 pub(crate) fn check() -> Result<Vec<String>> {
-    let metadata = MetadataCommand::new().other_options(vec!["--locked".into()]).exec().context("cargo metadata")?;
+    let metadata =
+        MetadataCommand::new().other_options(vec!["--locked".into()]).exec().context("cargo metadata")?;
     let external: Vec<&Package> = metadata.packages.iter().filter(|p| p.source.is_some()).collect();
     let mut findings = Vec::new();
     for package in &external {

@@ -4,10 +4,8 @@ use anyhow::{Context, Result, ensure};
 use std::process::Command;
 
 /// Tests that are `#[ignore]`d with the reason "nightly", and the benchmarks.
-const STEPS: [&[&str]; 2] = [
-    &["test", "--workspace", "--release", "--", "--ignored", "nightly"],
-    &["bench", "--workspace"],
-];
+const STEPS: [&[&str]; 2] =
+    [&["test", "--workspace", "--release", "--", "--ignored", "nightly"], &["bench", "--workspace"]];
 
 pub(crate) fn run() -> Result<()> {
     for arguments in STEPS {

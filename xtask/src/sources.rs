@@ -9,7 +9,8 @@ const FILE_LINES_MAX: usize = 600;
 const LONG_FILE_MARK: &str = "//! Longer than 600 lines:";
 
 /// Words for unfinished work; spelt in two halves so that this file passes its own check.
-const LEFTOVERS: [&str; 4] = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("todo", "!("), concat!("unimplemented", "!(")];
+const LEFTOVERS: [&str; 4] =
+    [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("todo", "!("), concat!("unimplemented", "!(")];
 
 /// The only folders that may contain `unsafe`.
 const UNSAFE_ALLOWED: [&str; 2] = ["crates/memory/", "kernels/"];
@@ -66,7 +67,9 @@ fn missing_portable_sibling(file: &Path) -> Option<String> {
     let outermost = file
         .ancestors()
         .filter(|part| {
-            part.file_stem().and_then(|stem| stem.to_str()).is_some_and(|stem| ARCHITECTURE_NAMES.contains(&stem))
+            part.file_stem()
+                .and_then(|stem| stem.to_str())
+                .is_some_and(|stem| ARCHITECTURE_NAMES.contains(&stem))
         })
         .last()
         .unwrap_or(own);

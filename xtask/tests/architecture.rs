@@ -19,7 +19,10 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("weight-server", &["gguf", "quant", "memory", "proto", "service", "kernels"]),
     (
         "worker",
-        &["engine", "models", "ops", "kernels", "memory", "gguf", "quant", "text", "prefix", "proto", "service"],
+        &[
+            "engine", "models", "ops", "kernels", "memory", "gguf", "quant", "text", "prefix", "proto",
+            "service",
+        ],
     ),
     ("router", &["text", "gguf", "prefix", "proto", "service"]),
     ("supervisor", &["proto", "service", "memory"]),
