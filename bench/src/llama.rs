@@ -53,7 +53,12 @@ impl Peer {
                 for (offset, token) in chunk.iter().enumerate() {
                     let position = chunk_index * BATCH_ROWS + offset;
                     let wanted = position + 1 == prompt.len();
-                    batch.add(LlamaToken(i32::try_from(*token)?), i32::try_from(position)?, &[i32::try_from(stream)?], wanted)?;
+                    batch.add(
+                        LlamaToken(i32::try_from(*token)?),
+                        i32::try_from(position)?,
+                        &[i32::try_from(stream)?],
+                        wanted,
+                    )?;
                 }
                 context.decode(&mut batch).context("llama.cpp prompt")?;
                 last_row = i32::try_from(chunk.len() - 1)?;

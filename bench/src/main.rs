@@ -51,7 +51,9 @@ struct Speed {
 impl Shape {
     /// Token ids of one prompt; different in every stream, so that no prefix is shared.
     fn prompt(self, stream: usize, vocabulary: u32) -> Vec<u32> {
-        (0..self.prompt_tokens).map(|i| ((i * 7919 + stream * 104_729 + 17) % vocabulary as usize) as u32).collect()
+        (0..self.prompt_tokens)
+            .map(|i| ((i * 7919 + stream * 104_729 + 17) % vocabulary as usize) as u32)
+            .collect()
     }
 }
 
@@ -67,7 +69,9 @@ fn main() -> Result<()> {
             theirs.push(peer.measure(shape)?);
             ours.push(measure_ballast(&arguments.ballast, &arguments.model, arguments.threads, shape)?);
         }
-        for (name, part) in [("prompt tok/s", (|s| s.prompt) as fn(&Speed) -> f64), ("decode tok/s", |s| s.decode)] {
+        for (name, part) in
+            [("prompt tok/s", (|s| s.prompt) as fn(&Speed) -> f64), ("decode tok/s", |s| s.decode)]
+        {
             let ballast = median(ours.iter().map(part));
             let llama = median(theirs.iter().map(part));
             println!("| {streams} | {name} | {ballast:.1} | {llama:.1} | {:.2} |", ballast / llama);
@@ -89,7 +93,8 @@ fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Shape
         .output()
         .with_context(|| format!("running {}", executable.display()))?;
     anyhow::ensure!(output.status.success(), "ballast bench: {}", String::from_utf8_lossy(&output.stderr));
-    let line: serde_json::Value = serde_json::from_slice(&output.stdout).context("ballast bench printed no JSON")?;
+    let line: serde_json::Value =
+        serde_json::from_slice(&output.stdout).context("ballast bench printed no JSON")?;
     let field = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
     Ok(Speed { prompt: field("prompt_tokens_per_second")?, decode: field("decode_tokens_per_second")? })
 }
