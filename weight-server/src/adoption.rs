@@ -14,8 +14,8 @@ use memory::pidfd;
 use service::listen::InheritedFd;
 
 use crate::catalog::{Contents, LoadKey};
+use crate::events::AdoptedGeneration;
 use crate::holdings::{GenerationFds, LeaseFds};
-use crate::state::AdoptedGeneration;
 
 #[derive(Debug, Default)]
 pub(crate) struct Adopted {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use memory::manifest::{Digest, FileIdentity, Manifest};
 
-use crate::state::Waiter;
+use crate::events::Waiter;
 
 /// What makes two loads the same: one job serves both.
 #[derive(Debug, Clone)]

@@ -16,6 +16,9 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
 use crate::catalog::{Contents, LoadKey, Phase};
+use crate::events::{
+    Action, Ask, CallId, ConnectionId, Event, LoadAnswer, LoadAsk, LoadProgress, Notice, WaiterId,
+};
 use crate::holdings::{GenerationFds, LeaseFds};
 use crate::lease_table::Peer;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
@@ -23,9 +26,7 @@ use crate::measure::available_bytes;
 use crate::refusal::{LoadFailure, UnloadRefusal};
 use crate::share::{Order, Violations};
 use crate::snapshot::{Change, Snapshot};
-use crate::state::{
-    Action, Ask, CallId, ConnectionId, Event, LoadAnswer, LoadAsk, LoadProgress, Notice, State, WaiterId,
-};
+use crate::state::State;
 use crate::tokens::TokenError;
 use crate::vault::{Vault, VaultJob};
 

@@ -11,11 +11,11 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::catalog::Phase;
 use crate::driver::{Input, Inputs, ask_load};
+use crate::events::{LoadAnswer, LoadProgress};
 use crate::lease_table::LeasePhase;
 use crate::ledger::{Row, RowKey};
 use crate::refusal::{LoadFailure, LoaderComplaint, UnloadRefusal};
 use crate::snapshot::{Change, GenerationView, LeaseView, Snapshot};
-use crate::state::{LoadAnswer, LoadProgress};
 
 /// Names of models and tokens: shown in tables, kept in manifests.
 const MAX_NAME_BYTES: usize = 256;

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use memory::lease_record::LeaseRecord;
 
-use crate::state::ConnectionId;
+use crate::events::ConnectionId;
 use crate::tokens::TokenDigest;
 
 /// The process at the other end of a connection, as the kernel names it.

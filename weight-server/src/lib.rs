@@ -18,6 +18,7 @@ mod adoption;
 mod catalog;
 mod config;
 mod driver;
+mod events;
 mod grpc;
 mod holdings;
 mod lease_table;
@@ -50,9 +51,10 @@ use service::{Exit, HasExit, Notify, RuntimeDir, Shutdown};
 
 use adoption::Adopted;
 use driver::{Driver, Input, Inputs, Parts, ask_load};
+use events::Event;
 use refusal::LoadFailure;
 use share::Violations;
-use state::{Event, Limits, State};
+use state::{Limits, State};
 use vault::{Vault, VaultJob};
 
 pub use config::{Config, ModelConfig};

@@ -25,9 +25,9 @@ use tokio::sync::oneshot;
 
 use crate::catalog::{Contents, LoadKey};
 use crate::driver::{Input, Inputs};
+use crate::events::Event;
 use crate::holdings::GenerationFds;
 use crate::refusal::{LoadFailure, LoaderComplaint};
-use crate::state::Event;
 
 /// Their descriptors go to the loader on one packet.
 const MAX_MODEL_FILES: u32 = 128;

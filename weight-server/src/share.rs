@@ -16,10 +16,11 @@ use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, w
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::driver::{Input, Inputs};
+use crate::events::{Ask, ConnectionId, Event, LoadProgress};
 use crate::holdings::GenerationFds;
 use crate::lease_table::Peer;
 use crate::refusal::Refusal;
-use crate::state::{Ask, ConnectionId, Event, LoadProgress, MAX_CLIENTS};
+use crate::state::MAX_CLIENTS;
 
 /// A worker sends its first frame right after it has connected.
 const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(5);

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use crate::catalog::{Contents, Generation, Phase};
+use crate::events::Notice;
 use crate::lease_table::{Lease, LeasePhase};
 use crate::ledger::{Row, RowKey};
-use crate::state::{Notice, State};
+use crate::state::State;
 
 #[derive(Debug, Clone)]
 pub(crate) struct GenerationView {

@@ -22,8 +22,8 @@ use service::Notify;
 use service::notify::NotifyError;
 
 use crate::driver::{Input, Inputs};
+use crate::events::Event;
 use crate::holdings::{GenerationFds, LeaseFds};
-use crate::state::Event;
 
 /// The parent works off a thousand descriptors in about a second.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,10 +1,18 @@
 //! Facts about the state machine, and its invariants under random events.
 
-use memory::manifest::FileIdentity;
+use std::path::PathBuf;
+
+use bytes::Bytes;
+use memory::handoff::PROTOCOL;
+use memory::manifest::{FORMAT, FileIdentity};
 use proptest::prelude::*;
 
 use super::*;
+use crate::catalog::{Contents, LoadKey};
+use crate::events::{Ask, CallId, ConnectionId, LoadAnswer, LoadAsk, WaiterId};
+use crate::lease_table::Peer;
 use crate::ledger::Shortage;
+use crate::refusal::{Refusal, UnloadRefusal};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;

@@ -1,0 +1,306 @@
+//! Generations: how they are asked for, loaded, replaced and unloaded. `catalog` has the picture.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use super::{MAX_PENDING_LOADS, State};
+use crate::catalog::{Contents, Generation, LoadKey, Phase};
+use crate::events::{Action, CallId, LoadAnswer, LoadAsk, LoadProgress, Notice, Waiter, WaiterId};
+use crate::ledger::{Row, RowKey};
+use crate::refusal::{LoadFailure, Refusal, UnloadRefusal};
+
+impl State {
+    pub(super) fn load_asked(&mut self, call: CallId, ask: LoadAsk, available_bytes: u64) {
+        match self.join_or_create(call, ask, available_bytes) {
+            Ok(()) => {}
+            Err(failure) => self.actions.push(Action::AnswerLoad { call, result: Err(failure) }),
+        }
+    }
+
+    pub(super) fn join_or_create(
+        &mut self,
+        call: CallId,
+        ask: LoadAsk,
+        available_bytes: u64,
+    ) -> Result<(), LoadFailure> {
+        if self.shutting_down {
+            return Err(LoadFailure::ShuttingDown);
+        }
+        let key = match ask.key {
+            Ok(key) => key,
+            // The file may be gone: what is resident under this name and path does not need it.
+            Err(failure) => {
+                let resident = self.ready(&ask.model).filter(|generation| generation.path() == ask.path);
+                let id = resident.ok_or(failure)?.id;
+                self.answer_resident(call, id);
+                return Ok(());
+            }
+        };
+        let same = self.generations.values_mut().find(|g| g.phase != Phase::Retiring && g.key.is_same(&key));
+        match same {
+            Some(generation) if generation.model != ask.model => {
+                return Err(LoadFailure::LoadedAs { model: generation.model.clone() });
+            }
+            Some(generation) if generation.is_pending() => {
+                generation.waiters.push(Waiter::Call(call));
+                return Ok(());
+            }
+            Some(generation) => {
+                let id = generation.id;
+                self.answer_resident(call, id);
+                return Ok(());
+            }
+            None => {}
+        }
+        match self.leases.unsettled() {
+            0 => self.create(call, ask.model, key, ask.one_per_tensor, available_bytes),
+            workers => Err(LoadFailure::Settling { workers }),
+        }
+    }
+
+    pub(super) fn answer_resident(&mut self, call: CallId, generation: u64) {
+        let answer = LoadAnswer { generation, read_from_file: false, elapsed: Duration::ZERO };
+        self.actions.push(Action::AnswerLoad { call, result: Ok(answer) });
+    }
+
+    pub(super) fn create(
+        &mut self,
+        call: CallId,
+        model: String,
+        key: LoadKey,
+        one_per_tensor: bool,
+        available_bytes: u64,
+    ) -> Result<(), LoadFailure> {
+        let pending = self.generations.values().filter(|g| g.is_pending()).count();
+        if pending >= MAX_PENDING_LOADS {
+            return Err(LoadFailure::TooManyJobs { jobs: pending });
+        }
+        let id = self.next_generation;
+        let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
+        self.check_machine(id, file_bytes, available_bytes)?;
+        // A first bound; the loader's plan says it exactly, before anything is allocated.
+        let row = Row { device: key.device.clone(), bytes: file_bytes, fds: 1 };
+        self.ledger.reserve(RowKey::Loading(id), row)?;
+        self.next_generation += 1;
+        let generation = Generation {
+            id,
+            model,
+            key,
+            one_per_tensor,
+            phase: Phase::Queued,
+            contents: Contents { tensor_bytes: file_bytes, ..Contents::default() },
+            done_bytes: 0,
+            requested_at: self.now,
+            progressed_at: self.now,
+            waiters: vec![Waiter::Call(call)],
+            adopted: false,
+        };
+        self.generations.insert(id, generation);
+        self.start_loaders();
+        Ok(())
+    }
+
+    /// Holds what a load needs against what the machine has, less what other loads are about to take.
+    pub(super) fn check_machine(
+        &self,
+        id: u64,
+        needed: u64,
+        available_bytes: u64,
+    ) -> Result<(), LoadFailure> {
+        let promised: u64 = self
+            .ledger
+            .rows()
+            .filter_map(|(key, row)| match key {
+                RowKey::Loading(other) if other != id => Some((self.generations.get(&other)?, row.bytes)),
+                _ => None,
+            })
+            .map(|(generation, reserved)| generation.outstanding_bytes(reserved))
+            .sum();
+        let available = available_bytes.saturating_sub(promised);
+        if needed > available { Err(LoadFailure::Machine { needed, available }) } else { Ok(()) }
+    }
+
+    /// Starts the next load of every device that has none running.
+    pub(super) fn start_loaders(&mut self) {
+        if self.shutting_down {
+            return;
+        }
+        let mut busy: BTreeSet<String> =
+            self.generations.values().filter(|g| g.occupies_loader()).map(|g| g.key.device.clone()).collect();
+        for generation in self.generations.values_mut().filter(|g| g.phase == Phase::Queued) {
+            if busy.insert(generation.key.device.clone()) {
+                generation.phase = Phase::Starting;
+                generation.progressed_at = self.now;
+                self.actions.push(Action::StartLoader { generation: generation.id });
+            }
+        }
+    }
+
+    pub(super) fn load_planned(&mut self, id: u64, contents: Contents, available_bytes: u64) {
+        let Some(generation) = self.generations.get_mut(&id).filter(|g| g.phase == Phase::Starting) else {
+            return;
+        };
+        let (bytes, fds) = contents.holds();
+        let device = generation.key.device.clone();
+        generation.contents = contents;
+        generation.phase = Phase::Loading;
+        generation.progressed_at = self.now;
+        let reserved = self
+            .ledger
+            .reserve(RowKey::Loading(id), Row { device, bytes, fds })
+            .map_err(LoadFailure::from)
+            .and_then(|()| self.check_machine(id, bytes, available_bytes));
+        match reserved {
+            Ok(()) => {
+                self.actions.push(Action::Proceed { generation: id });
+                self.actions.push(Action::Publish(Notice::Generation(id)));
+            }
+            Err(failure) => {
+                self.actions.push(Action::StopLoader { generation: id });
+                self.load_failed(id, failure);
+            }
+        }
+    }
+
+    pub(super) fn load_progressed(&mut self, id: u64, done_bytes: u64) {
+        let Some(generation) = self.generations.get_mut(&id) else { return };
+        if done_bytes > generation.done_bytes {
+            generation.done_bytes = done_bytes;
+            generation.progressed_at = self.now;
+            self.tell_waiters(id, |waiter| matches!(waiter, Waiter::Call(_)));
+        }
+    }
+
+    pub(super) fn handed_over(&mut self, id: u64, contents: Contents) {
+        let Some(generation) = self.generations.get_mut(&id).filter(|g| g.phase == Phase::Loading) else {
+            // Unloaded meanwhile: what came is dropped with the loader.
+            return self.actions.push(Action::ForgetGeneration { generation: id });
+        };
+        generation.done_bytes = contents.tensor_bytes;
+        generation.phase = Phase::Storing;
+        let (bytes, fds) = contents.holds();
+        let row = Row { device: generation.key.device.clone(), bytes, fds };
+        generation.contents = contents;
+        // The plan was exact but for the manifest's size, and the memory is there: book it as it is.
+        self.ledger.adopt(RowKey::Loading(id), row);
+        self.actions.push(Action::StoreGeneration { generation: id });
+    }
+
+    pub(super) fn load_failed(&mut self, id: u64, failure: LoadFailure) {
+        let Some(generation) = self.generations.remove(&id) else { return };
+        self.ledger.release(RowKey::Loading(id));
+        for waiter in generation.waiters {
+            self.actions.push(match waiter {
+                Waiter::Call(call) => Action::AnswerLoad { call, result: Err(failure.clone()) },
+                Waiter::Worker { connection, .. } => {
+                    let (model, failure) = (generation.model.clone(), failure.clone());
+                    Action::Refuse { connection, refusal: Refusal::LoadFailed { model, failure } }
+                }
+            });
+        }
+        self.actions.push(Action::Publish(Notice::GenerationGone(id)));
+        self.start_loaders();
+    }
+
+    pub(super) fn generation_stored(&mut self, id: u64) {
+        let Some(generation) = self.generations.get_mut(&id).filter(|g| g.phase == Phase::Storing) else {
+            return;
+        };
+        generation.phase = Phase::Ready;
+        let waiters = std::mem::take(&mut generation.waiters);
+        let answer =
+            LoadAnswer { generation: id, read_from_file: true, elapsed: self.now - generation.requested_at };
+        self.ledger.settle(id);
+        self.actions.push(Action::Publish(Notice::Generation(id)));
+        self.retire_replaced();
+        for waiter in waiters {
+            match waiter {
+                Waiter::Call(call) => {
+                    self.actions.push(Action::AnswerLoad { call, result: Ok(answer.clone()) });
+                }
+                Waiter::Worker { connection, peer, ask } => self.attach_asked(connection, peer, ask),
+            }
+        }
+        self.start_loaders();
+    }
+
+    pub(super) fn tell_waiters(&mut self, id: u64, which: impl Fn(&Waiter) -> bool) {
+        let Some(generation) = self.generations.get(&id) else { return };
+        let ahead = self.generations.range(..id).filter(|(_, other)| {
+            other.key.device == generation.key.device
+                && (other.phase == Phase::Queued || other.occupies_loader())
+        });
+        let progress = LoadProgress {
+            done_bytes: generation.done_bytes,
+            total_bytes: generation.contents.tensor_bytes,
+            jobs_ahead: ahead.count() as u32,
+        };
+        for waiter in generation.waiters.iter().filter(|waiter| which(waiter)) {
+            let waiter = match waiter {
+                Waiter::Call(call) => WaiterId::Call(*call),
+                Waiter::Worker { connection, .. } => WaiterId::Worker(*connection),
+            };
+            self.actions.push(Action::TellWaiting { waiter, progress });
+        }
+    }
+
+    pub(super) fn unload_asked(&mut self, call: CallId, model: &str) {
+        let result = self.unload(model);
+        self.actions.push(Action::AnswerUnload { call, result });
+    }
+
+    pub(super) fn unload(&mut self, model: &str) -> Result<u32, UnloadRefusal> {
+        let ids: Vec<u64> = self
+            .generations
+            .values()
+            .filter(|g| g.model == model && g.phase != Phase::Retiring)
+            .map(|g| g.id)
+            .collect();
+        if ids.is_empty() {
+            return Err(UnloadRefusal::UnknownModel { model: model.to_owned(), known: self.known_models() });
+        }
+        match self.leases.unsettled() {
+            0 => {}
+            workers => return Err(UnloadRefusal::Settling { workers }),
+        }
+        let mut leases = 0;
+        for id in ids {
+            leases += self.leases.of_generation(id);
+            match self.generations.get(&id).map(|generation| generation.phase) {
+                Some(Phase::Ready) => self.retire(id),
+                Some(phase) => {
+                    self.actions.push(match phase {
+                        // Its descriptors are here already, and perhaps in the vault.
+                        Phase::Storing => Action::ForgetGeneration { generation: id },
+                        _ => Action::StopLoader { generation: id },
+                    });
+                    self.load_failed(id, LoadFailure::Unloaded);
+                }
+                None => {}
+            }
+        }
+        Ok(leases as u32)
+    }
+
+    /// Takes the name from a ready generation; the memory goes at once if nobody holds it.
+    pub(super) fn retire(&mut self, id: u64) {
+        if let Some(generation) = self.generations.get_mut(&id) {
+            generation.phase = Phase::Retiring;
+            self.actions.push(Action::Publish(Notice::Generation(id)));
+            if self.leases.of_generation(id) > 0 {
+                self.actions.push(Action::MarkRetired { generation: id });
+            }
+            self.drop_if_unused(id);
+        }
+    }
+
+    pub(super) fn drop_if_unused(&mut self, id: u64) {
+        let retiring = self.generations.get(&id).is_some_and(|g| g.phase == Phase::Retiring);
+        if retiring && self.leases.of_generation(id) == 0 {
+            self.generations.remove(&id);
+            self.ledger.release(RowKey::Weights(id));
+            self.actions.push(Action::ForgetGeneration { generation: id });
+            self.actions.push(Action::Publish(Notice::GenerationGone(id)));
+        }
+    }
+}
