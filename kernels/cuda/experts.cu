@@ -5,11 +5,14 @@
 //                   order (a tie goes to the lower index), their probabilities divided by their sum
 //   expert_group    one block: (row, rank) pairs in order of experts, cut into groups of at most GROUP pairs of one expert
 //   expert_combine  out[r] = sum of probability times contribution, in rank order
+//   expert_product_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
 //
 // Pair p is rank p % used of row p / used. Grouping decides who reads an expert's weights together, never a result.
 // Limit: latency; expert_combine: bytes, 4 (used + 1) per value.
 
 #include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "experts/group.cuh"
 #include "numeric.cuh"
@@ -22,6 +25,26 @@ constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 constexpr int PER_LANE = 16;
 constexpr int GROUP_THREADS = 1024;
 constexpr int EXPERTS_MAX = 32 * PER_LANE;
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(__half x) { return __half2float(x); }
+__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// A lane takes columns lane, lane + 32, ...; lanes are added by a butterfly.
+template <typename T>
+__device__ void float_product(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token, int rows, int cols, float *out) {
+    wait_for_predecessor();
+    let_successor_start();
+    int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    size_t pair = blockIdx.y;
+    weights += (size_t(experts[pair]) * rows + row) * cols;
+    x += pair / pairs_per_token * cols;
+    float sum = 0.0f;
+    for (int i = lane; i < cols; i += 32) sum = fmaf(to_float(weights[i]), x[i], sum);
+    sum = warp_sum(sum);
+    if (lane == 0) out[pair * rows + row] = sum;
+}
 
 }  // namespace
 
@@ -147,3 +170,12 @@ extern "C" __global__ void __launch_bounds__(256)
         out[row * cols + i] = sum;
     }
 }
+
+#define FLOAT_PRODUCT(NAME, TYPE)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) expert_product_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
+                                                                            int pairs_per_token, int rows, int cols, float *out) { \
+        float_product<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);                                             \
+    }
+FLOAT_PRODUCT(f32, float)
+FLOAT_PRODUCT(f16, __half)
+FLOAT_PRODUCT(bf16, __nv_bfloat16)

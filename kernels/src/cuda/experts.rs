@@ -99,12 +99,6 @@ impl ExpertKernels {
         Self { device: device.clone(), around, products }
     }
 
-    /// Whether there are kernels for experts of this type, shape and number.
-    pub fn has(dtype: DType, matrix_rows: usize, count: usize) -> bool {
-        let quantized = quant::layout::planes(dtype).is_some_and(|planes| !planes.is_empty());
-        quantized && matrix_rows.is_multiple_of(TILE_ROWS) && count <= EXPERTS_MAX
-    }
-
     /// Routes `rows` rows by `logits`, `[rows, count]`, through `used` experts each.
     pub fn route(
         &self,
@@ -131,7 +125,8 @@ impl ExpertKernels {
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let (logits, experts, shares) = (logits.address(), routing.experts.address(), routing.shares.address());
+        let (logits, experts, shares) =
+            (logits.address(), routing.experts.address(), routing.shares.address());
         let (rows32, count32, used32) = (rows as i32, count as i32, used as i32);
         let kernel = self.around.kernel(c"expert_choose").map_err(device_error(OP))?;
         // SAFETY: (const float *, int, int, int, uint32_t *, float *); a warp reads a row of `logits` and writes `used`
@@ -226,17 +221,59 @@ impl ExpertKernels {
             work.weights[at] = stack.tiles.address();
             work.out[at] = stack.out.address();
         }
-        let grid = (
-            row_tiles.div_ceil(tiles) as u32,
-            Routing::groups_max(pairs, count) as u32,
-            stacks.len() as u32,
-        );
-        let launch =
-            Launch { grid, block: 32 * PRODUCT_WARPS as u32, shared_bytes: shared as u32, overlaps_predecessor: true };
+        let grid =
+            (row_tiles.div_ceil(tiles) as u32, Routing::groups_max(pairs, count) as u32, stacks.len() as u32);
+        let launch = Launch {
+            grid,
+            block: 32 * PRODUCT_WARPS as u32,
+            shared_bytes: shared as u32,
+            overlaps_predecessor: true,
+        };
         let kernel = family.kernel(name).map_err(device_error(OP))?;
         // SAFETY: (ExpertWork). Experts of groups are below `count` and pairs below `pairs` by this function's contract, so
         // tiles, panels and outputs are read and written inside the lengths that were checked.
         unsafe { kernel.launch(stream, launch, arguments![work]) }.map_err(device_error(OP))
+    }
+
+    /// [`Self::product`] of one stack of floats with rows of `x` as they are.
+    ///
+    /// # Safety
+    /// Every one of `experts`, which are on the device, is below `count`.
+    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
+    pub unsafe fn float_product(
+        &self,
+        stream: &Stream,
+        x: View<'_, f32>,
+        experts: View<'_, u32>,
+        pairs_per_token: usize,
+        count: usize,
+        stack: &mut Stack<'_>,
+    ) -> Result<(), OpError> {
+        let (shape, pairs) = (stack.shape, experts.len());
+        let dtype = shape.dtype();
+        let name = match dtype {
+            DType::F32 => c"expert_product_f32",
+            DType::F16 => c"expert_product_f16",
+            DType::BF16 => c"expert_product_bf16",
+            _ => return Err(OpError::Type { op: OP, dtype }),
+        };
+        expect("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * shape.cols())?;
+        expect("bytes of the experts", stack.tiles.len(), count * shape.bytes())?;
+        expect("values of the output", stack.out.len(), pairs * shape.rows())?;
+        if stack.out.is_empty() {
+            return Ok(());
+        }
+        let grid = (shape.rows().div_ceil(PRODUCT_WARPS) as u32, pairs as u32, 1);
+        let block = 32 * PRODUCT_WARPS as u32;
+        let launch = Launch { grid, block, shared_bytes: 0, overlaps_predecessor: true };
+        let (weights, x, experts) = (stack.tiles.address(), x.address(), experts.address());
+        let (per_token, rows, cols) = (pairs_per_token as i32, shape.rows() as i32, shape.cols() as i32);
+        let out = stack.out.address();
+        let kernel = self.around.kernel(name).map_err(device_error(OP))?;
+        // SAFETY: (const T *, const float *, const uint32_t *, int, int, int, float *); a warp reads a row of an expert's
+        // matrix and a row of `x`, inside lengths that were checked.
+        unsafe { kernel.launch(stream, launch, arguments![weights, x, experts, per_token, rows, cols, out]) }
+            .map_err(device_error(OP))
     }
 
     /// `out[r] = sum over ranks of share times contribution`.
@@ -255,8 +292,12 @@ impl ExpertKernels {
         if out.is_empty() {
             return Ok(());
         }
-        let launch =
-            Launch { grid: (rows as u32, 1, 1), block: COMBINE_THREADS, shared_bytes: 0, overlaps_predecessor: true };
+        let launch = Launch {
+            grid: (rows as u32, 1, 1),
+            block: COMBINE_THREADS,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
         let (contributions, shares, out) = (contributions.address(), shares.address(), out.address());
         let (used, cols) = (used as i32, cols as i32);
         let kernel = self.around.kernel(c"expert_combine").map_err(device_error(OP))?;

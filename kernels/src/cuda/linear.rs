@@ -232,8 +232,9 @@ impl Linear {
             Method::Plain => return Ok(()),
         };
         let kernel = family.kernel(kernel_name(name, method)?).map_err(device_error(OP))?;
+        let env = |name: &str, or: usize| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(or);
         let at_once = kernel.blocks_per_multiprocessor(32 * warps, shared).map_err(device_error(OP))?;
-        let grid = (blocks as u32).min(at_once.max(1) * self.device.multiprocessors());
+        let grid = (blocks as u32).min(at_once.clamp(1, env("XB", 8) as u32) * self.device.multiprocessors());
         let launch = Launch {
             grid: (grid, 1, 1),
             block: 32 * warps,
@@ -249,7 +250,9 @@ impl Linear {
     /// Slots of a ring of copies and the shared memory with `rest` beside it.
     fn ring(&self, slot: usize, rest: usize) -> Result<(usize, u32), OpError> {
         let room = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
-        let slots = (RING_BYTES / slot).clamp(RING_SLOTS.0, RING_SLOTS.1).min(room / slot);
+        let ring =
+            std::env::var("XR").ok().and_then(|v| v.parse::<usize>().ok()).unwrap_or(RING_BYTES >> 10) << 10;
+        let slots = (ring / slot).clamp(RING_SLOTS.0, RING_SLOTS.1).min(room / slot);
         if slots == 0 {
             let (found, expected) = (slot + rest, self.device.shared_bytes_max() as usize);
             return Err(OpError::Shape {
@@ -298,7 +301,7 @@ fn launch_plain(
 }
 
 /// As record_bytes in linear/tile.cuh.
-fn record_bytes(format: DType) -> usize {
+pub(super) fn record_bytes(format: DType) -> usize {
     match format {
         DType::Q8_K => 256 + 16 + 32,
         DType::Q8_1 => 256 + 32 + 32,

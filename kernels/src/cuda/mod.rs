@@ -14,6 +14,7 @@ pub mod checksum;
 mod device;
 pub mod embed;
 mod error;
+pub mod experts;
 pub mod gated;
 pub mod gather;
 pub mod kv_write;

@@ -9,6 +9,7 @@ use super::step::Words;
 use crate::cuda::attention::{self, Attentions, PlanAddress};
 use crate::cuda::embed::Embed;
 use crate::cuda::error::device_error;
+use crate::cuda::experts::{ExpertKernels, Routing, Stack};
 use crate::cuda::gated::Gates;
 use crate::cuda::gather::Gathers;
 use crate::cuda::kv_write::{KvLayerAddress, KvWrites};
@@ -163,6 +164,37 @@ pub(super) enum Command {
         cols: u32,
         out: Floats,
     },
+    Route {
+        logits: Floats,
+        count: u32,
+        used: u32,
+        experts: Words,
+        shares: Floats,
+        groups: Words,
+    },
+    ExpertProduct {
+        panels: Panels,
+        pairs: u32,
+        pairs_per_token: u32,
+        count: u32,
+        groups: Words,
+        first: (Matrix, Floats),
+        second: Option<(Matrix, Floats)>,
+    },
+    ExpertFloats {
+        x: Floats,
+        experts: Words,
+        pairs_per_token: u32,
+        count: u32,
+        stack: Matrix,
+        out: Floats,
+    },
+    Combine {
+        contributions: Floats,
+        shares: Floats,
+        used: u32,
+        out: Floats,
+    },
 }
 
 /// Commands with what they refer to.
@@ -183,6 +215,7 @@ pub(super) struct Kernels {
     embed: Embed,
     quantize: Quantize,
     linear: Linear,
+    experts: ExpertKernels,
 }
 
 impl Kernels {
@@ -197,6 +230,7 @@ impl Kernels {
             embed: Embed::new(device),
             quantize: Quantize::new(device),
             linear: Linear::new(device),
+            experts: ExpertKernels::new(device),
         }
     }
 
@@ -245,13 +279,8 @@ impl Kernels {
                 });
             }
         }
-        let x = Activations {
-            format: panels.format,
-            tokens: panels.tokens as usize,
-            cols: panels.cols as usize,
-            // SAFETY: as above.
-            data: unsafe { panels.range.view() },
-        };
+        // SAFETY: as above.
+        let x = unsafe { panels.activations() };
         self.linear.launch(stream, x, &mut products)
     }
 
@@ -347,6 +376,46 @@ impl Kernels {
                     .gates
                     .silu(stream, gate.view(), up.view(), &mut out.view_mut())
                     .map_err(device_error("gated")),
+                Command::Route { logits, count, used, experts, shares, groups } => {
+                    let mut routing = Routing {
+                        experts: experts.view_mut(),
+                        shares: shares.view_mut(),
+                        groups: groups.view_mut(),
+                    };
+                    self.experts.route(stream, logits.view(), count as usize, used as usize, &mut routing)
+                }
+                Command::ExpertProduct { panels, pairs, pairs_per_token, count, groups, first, second } => {
+                    let mut stacks = Vec::with_capacity(2);
+                    for (matrix, out) in [Some(first), second].into_iter().flatten() {
+                        stacks.push(matrix.stack(count, out)?);
+                    }
+                    self.experts.product(
+                        stream,
+                        panels.activations(),
+                        pairs as usize,
+                        pairs_per_token as usize,
+                        count as usize,
+                        groups.view(),
+                        &mut stacks,
+                    )
+                }
+                Command::ExpertFloats { x, experts, pairs_per_token, count, stack, out } => {
+                    self.experts.float_product(
+                        stream,
+                        x.view(),
+                        experts.view(),
+                        pairs_per_token as usize,
+                        count as usize,
+                        &mut stack.stack(count, out)?,
+                    )
+                }
+                Command::Combine { contributions, shares, used, out } => self.experts.combine(
+                    stream,
+                    contributions.view(),
+                    shares.view(),
+                    used as usize,
+                    &mut out.view_mut(),
+                ),
                 Command::Gather { x, rows, cols, out } => self
                     .gathers
                     .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
@@ -361,6 +430,33 @@ impl Matrix {
         // The same numbers made a valid shape when the command was.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
+    }
+}
+
+impl Matrix {
+    /// One of `count` experts' matrices that this one is made of, and where its products go.
+    ///
+    /// # Safety
+    /// As [`Kernels::give`].
+    unsafe fn stack<'a>(&self, count: u32, out: Floats) -> Result<Stack<'a>, OpError> {
+        let rows = self.rows / count.max(1);
+        let shape = Matrix { rows, ..*self }.tiles()?;
+        // SAFETY: the caller's contract.
+        Ok(unsafe { Stack { shape, tiles: self.range.view(), out: out.view_mut() } })
+    }
+}
+
+impl Panels {
+    /// # Safety
+    /// As [`Kernels::give`].
+    unsafe fn activations<'a>(&self) -> Activations<'a> {
+        Activations {
+            format: self.format,
+            tokens: self.tokens as usize,
+            cols: self.cols as usize,
+            // SAFETY: the caller's contract.
+            data: unsafe { self.range.view() },
+        }
     }
 }
 
@@ -422,7 +518,22 @@ impl Floats {
     }
 }
 
+impl Floats {
+    /// `len` values from `start` on, which lie in the range.
+    pub(super) fn part(self, start: usize, len: usize) -> Self {
+        debug_assert!(start + len <= self.len);
+        Self { address: self.address + (start * size_of::<f32>()) as u64, len }
+    }
+}
+
 impl Words {
+    /// # Safety
+    /// As [`ViewMut::from_raw`].
+    unsafe fn view_mut<'a>(self) -> ViewMut<'a, u32> {
+        // SAFETY: the caller's contract.
+        unsafe { ViewMut::from_raw(self.address, self.len) }
+    }
+
     /// # Safety
     /// As [`View::from_raw`].
     unsafe fn view<'a>(self) -> View<'a, u32> {

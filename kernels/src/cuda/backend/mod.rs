@@ -11,6 +11,7 @@
 mod attention_plan;
 mod command;
 mod data;
+mod experts;
 mod kv;
 mod plan;
 mod recorder;
@@ -22,8 +23,8 @@ mod upload;
 use std::sync::Arc;
 
 use ops::{
-    Activation, AttentionSpec, Backend, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec, Step,
-    Weight,
+    Activation, AttentionSpec, Backend, Experts, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec,
+    Step, Weight,
 };
 use quant::DType;
 
@@ -58,6 +59,7 @@ pub struct Cuda {
     plans: Vec<DevicePlan>,
     /// Quantised activations of one op at a time.
     panels: Arc<Buffer<u8>>,
+    expert_scratch: Arc<Buffer<u8>>,
     read: Pinned<f32>,
 }
 
@@ -77,6 +79,7 @@ impl Cuda {
             steps: 0,
             plans: Vec::new(),
             panels: Arc::new(Buffer::new(device, 0)?),
+            expert_scratch: Arc::new(Buffer::new(device, 0)?),
             read: Pinned::new(device, READ_VALUES)?,
         })
     }
@@ -463,6 +466,18 @@ impl Backend for Cuda {
 
     fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
         data::expert("expert", stack, index)
+    }
+
+    fn experts(
+        &mut self,
+        layer: &Experts<Self>,
+        activation: Activation,
+        router: &Tensor,
+        x: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        self.experts_on_device(layer, activation, router, x, out, rows)
     }
 
     fn gather_outputs(&mut self, x: &Tensor, out: &mut Tensor) -> Result<(), OpError> {

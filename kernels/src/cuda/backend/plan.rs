@@ -160,10 +160,7 @@ mod tests {
         assert_eq!((plan.works.len(), plan.partials), (11, 11));
         assert_eq!(plan.merges, [Merge { row: 0, partial: 0, stride: 1, splits: 11 }]);
         assert_eq!(plan.chunks.len(), 7);
-        assert_eq!(
-            plan.chunks[6],
-            Item { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0 }
-        );
+        assert_eq!(plan.chunks[6], Item { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0 });
     }
 
     proptest! {
