@@ -2,7 +2,9 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::{chat, eval, file_tools, fleet_orders, generate, inspect, process, ps, serve, tokenize};
+use crate::{
+    bench, chat, doctor, eval, file_tools, fleet_orders, generate, inspect, process, ps, serve, tokenize,
+};
 
 /// One copy of a model's weights, many processes that work with it.
 #[derive(Parser)]
@@ -28,6 +30,13 @@ pub(crate) enum Command {
     Inspect(inspect::InspectArgs),
     /// Write a file of random weights with the shape of a real model
     Synth(file_tools::SynthArguments),
+    /// Find out what this machine can do
+    Doctor(doctor::Arguments),
+    /// The other process of the doctor's hand-off
+    #[command(hide = true)]
+    DoctorPeer(doctor::PeerArguments),
+    /// Measure a fleet
+    Bench(bench::Arguments),
     /// List the processes of a running fleet
     Ps(ps::Arguments),
     /// Load one more model into a running fleet

@@ -5,7 +5,9 @@
 #![forbid(unsafe_code)]
 
 mod arguments;
+mod bench;
 mod chat;
+mod doctor;
 mod eval;
 mod failure;
 mod file_tools;
@@ -45,6 +47,9 @@ fn main() -> ExitCode {
         Command::Eval(arguments) => eval::run(arguments),
         Command::Inspect(arguments) => file_tools::run_inspect(arguments),
         Command::Synth(arguments) => file_tools::run_synth(arguments),
+        Command::Doctor(arguments) => doctor::run(arguments),
+        Command::DoctorPeer(arguments) => doctor::run_peer(arguments),
+        Command::Bench(arguments) => bench::run(arguments),
         Command::Ps(arguments) => ps::run(arguments),
         Command::Load(arguments) => fleet_orders::load(arguments),
         Command::Unload(arguments) => fleet_orders::unload(arguments),

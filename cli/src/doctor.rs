@@ -1,0 +1,157 @@
+//! `ballast doctor`: what this machine can do, found out by doing it.
+//!
+//! Each finding is a fact with a verdict: "ok", "note" (works, but costs something or promises less) or "failed" (a fleet will
+//! not run like this). One failed finding makes the command fail; a machine without a GPU is no failure.
+
+mod hand_off;
+mod host;
+
+#[cfg(feature = "cuda")]
+mod gpu;
+
+use std::io::Write;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use service::Exit;
+
+use crate::failure::{Failure, Outcome, Trying};
+
+pub(crate) use hand_off::{PeerArguments, run_peer};
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// All findings as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Verdict {
+    Ok,
+    Note,
+    Failed,
+}
+
+/// One fact about one part of the machine.
+#[derive(Debug, Serialize)]
+struct Finding {
+    /// "host", "driver", or a GPU: "cuda:0".
+    part: String,
+    check: &'static str,
+    verdict: Verdict,
+    /// For people.
+    text: String,
+    /// For programs: bytes, seconds and bytes per second as plain numbers.
+    values: Map<String, Value>,
+}
+
+impl Finding {
+    fn new(part: &str, check: &'static str, verdict: Verdict, text: impl Into<String>) -> Self {
+        Self { part: part.to_owned(), check, verdict, text: text.into(), values: Map::new() }
+    }
+
+    /// The outcome of something that was tried.
+    fn tried(part: &str, check: &'static str, outcome: Tried<Self>) -> Self {
+        outcome
+            .unwrap_or_else(|error| Self::new(part, check, Verdict::Failed, service::exit::one_line(&*error)))
+    }
+
+    fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.values.insert(name.to_owned(), value.into());
+        self
+    }
+}
+
+/// Whatever went wrong becomes the text of a finding.
+type Tried<T> = Result<T, Box<dyn std::error::Error>>;
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let mut findings = host::examine();
+    findings.extend(gpus());
+    let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).count();
+    let text = if arguments.json { json_report(&findings) } else { text_report(&findings) };
+    std::io::stdout().write_all(text.as_bytes()).trying(|| "cannot write".to_owned())?;
+    match failed {
+        0 => Ok(()),
+        count => Err(Failure::new(
+            Exit::Internal,
+            format!("this machine fails {count} of {} checks", findings.len()),
+        )),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn gpus() -> Vec<Finding> {
+    gpu::examine()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpus() -> Vec<Finding> {
+    let text =
+        "this executable was built without CUDA (cargo build --features cuda): the host backend serves";
+    vec![Finding::new("driver", "cuda", Verdict::Note, text)]
+}
+
+fn json_report(findings: &[Finding]) -> String {
+    let ok = findings.iter().all(|finding| finding.verdict != Verdict::Failed);
+    format!("{:#}\n", json!({"version": env!("CARGO_PKG_VERSION"), "ok": ok, "findings": findings}))
+}
+
+/// One finding a line, under the part of the machine it is about.
+fn text_report(findings: &[Finding]) -> String {
+    let width = findings.iter().map(|finding| finding.check.len()).max().unwrap_or(0);
+    let mut report = String::new();
+    let mut part = "";
+    for finding in findings {
+        if finding.part != part {
+            part = &finding.part;
+            report += &format!("{part}\n");
+        }
+        let verdict = match finding.verdict {
+            Verdict::Ok => "ok",
+            Verdict::Note => "note",
+            Verdict::Failed => "FAILED",
+        };
+        report += &format!("  {verdict:<6}  {:<width$}  {}\n", finding.check, finding.text);
+    }
+    report
+}
+
+/// Bytes per second for people.
+fn rate(bytes_per_second: f64) -> String {
+    format!("{:.1} GB/s", bytes_per_second / 1e9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_passes_its_own_checks() {
+        let findings = host::examine();
+        let failed: Vec<_> = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).collect();
+        assert!(failed.is_empty(), "{failed:?}");
+        for check in ["memfd seals", "huge pages", "descriptors", "memory", "copy"] {
+            assert!(findings.iter().any(|finding| finding.check == check), "{check} is missing");
+        }
+    }
+
+    #[test]
+    fn reports_say_the_same_in_both_forms() {
+        let error: Box<dyn std::error::Error> = std::io::Error::other("no luck").into();
+        let findings = [
+            Finding::new("host", "copy", Verdict::Ok, "12.0 GB/s").with("bytes_per_second", 12e9),
+            Finding::tried("cuda:0", "hand-off", Err(error)),
+        ];
+        assert_eq!(
+            text_report(&findings),
+            "host\n  ok      copy      12.0 GB/s\ncuda:0\n  FAILED  hand-off  no luck\n"
+        );
+        let report: Value = serde_json::from_str(&json_report(&findings)).unwrap();
+        assert_eq!(report["ok"], false);
+        assert_eq!(report["findings"][0]["values"]["bytes_per_second"], 12e9);
+        assert_eq!(report["findings"][1]["verdict"], "failed");
+    }
+}

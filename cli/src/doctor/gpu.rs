@@ -1,0 +1,194 @@
+//! What the CUDA backend needs, for each GPU: shareable memory, persistence, and how fast bytes get there.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kernels::cuda::{Buffer, Device as KernelDevice, Pinned, Stream};
+use memory::cuda::driver::{DeviceFacts, Driver};
+use memory::cuda::nvml::Nvml;
+use memory::cuda::{
+    Device, DeviceSelector, ImportedModel, OpenDriverError, WritableModel, devices, open_driver,
+};
+use memory::import::take_manifest;
+use memory::manifest::{Device as ManifestDevice, DeviceKind, Manifest};
+
+use super::hand_off::{self, ALLOCATION_BYTES, HandOff};
+use super::{Finding, Tried, Verdict, rate};
+
+const DRIVER: &str = "driver";
+
+/// Far above the latency of a copy, small enough for any GPU.
+const COPY_BYTES: usize = 256 << 20;
+const COPY_ROUNDS: u32 = 8;
+
+pub(super) fn examine() -> Vec<Finding> {
+    let driver = match open_driver() {
+        Ok(driver) => driver,
+        Err(OpenDriverError::NoDriver) => {
+            let text = "no NVIDIA driver (libcuda.so.1): the host backend serves";
+            return vec![Finding::new(DRIVER, "cuda", Verdict::Note, text)];
+        }
+        Err(error) => return vec![Finding::tried(DRIVER, "cuda", Err(error.into()))],
+    };
+    let nvml = Nvml::open();
+    let mut findings = vec![Finding::tried(DRIVER, "cuda", version(&*driver, nvml.as_ref().ok()))];
+    if let Err(error) = &nvml {
+        let text = format!("{}: persistence mode is unknown", service::exit::one_line(error));
+        findings.push(Finding::new(DRIVER, "nvml", Verdict::Note, text));
+    }
+    match devices(&*driver) {
+        Ok(found) if found.is_empty() => {
+            findings.push(Finding::new(DRIVER, "devices", Verdict::Note, "this process sees no GPU"));
+        }
+        Ok(found) => {
+            for facts in &found {
+                findings.extend(examine_device(&driver, nvml.as_ref().ok(), facts));
+            }
+        }
+        Err(refusal) => findings.push(Finding::tried(DRIVER, "devices", Err(refusal.into()))),
+    }
+    findings
+}
+
+fn version(driver: &dyn Driver, nvml: Option<&Nvml>) -> Tried<Finding> {
+    let version = driver.version()?;
+    let cuda = format!("{}.{}", version / 1000, version % 1000 / 10);
+    let package = nvml.and_then(|nvml| nvml.driver_version().ok());
+    let text = match &package {
+        Some(package) => format!("CUDA {cuda}, driver {package}"),
+        None => format!("CUDA {cuda}"),
+    };
+    Ok(Finding::new(DRIVER, "cuda", Verdict::Ok, text).with("cuda", cuda).with("driver", package))
+}
+
+fn examine_device(driver: &Arc<dyn Driver>, nvml: Option<&Nvml>, facts: &DeviceFacts) -> Vec<Finding> {
+    let part = format!("cuda:{}", facts.ordinal);
+    let mut findings = vec![identity(&part, facts), sharing(&part, facts)];
+    if let Some(nvml) = nvml {
+        findings.push(Finding::tried(&part, "persistence", persistence(&part, nvml, facts)));
+    }
+    if facts.vmm && facts.posix_fd {
+        findings.push(Finding::tried(&part, "hand-off", hand_over(&part, driver, facts)));
+    }
+    findings.push(Finding::tried(&part, "copy", copy(&part, facts)));
+    findings
+}
+
+fn identity(part: &str, facts: &DeviceFacts) -> Finding {
+    let (major, minor) = (facts.compute_capability / 10, facts.compute_capability % 10);
+    let shared = if facts.integrated { ", shared with the host" } else { "" };
+    let text = format!(
+        "{} ({}), compute capability {major}.{minor}, {:.1} GiB{shared}",
+        facts.name,
+        facts.uuid,
+        facts.total_bytes as f64 / f64::from(1 << 30)
+    );
+    Finding::new(part, "device", Verdict::Ok, text)
+        .with("name", facts.name.clone())
+        .with("uuid", facts.uuid.to_string())
+        .with("compute_capability", facts.compute_capability)
+        .with("total_bytes", facts.total_bytes)
+        .with("integrated", facts.integrated)
+}
+
+fn sharing(part: &str, facts: &DeviceFacts) -> Finding {
+    let (verdict, text) = match (facts.vmm, facts.posix_fd) {
+        (true, true) => (Verdict::Ok, "memory can be exported as file descriptors"),
+        (false, _) => (Verdict::Failed, "no virtual memory management: weights cannot be shared on this GPU"),
+        (true, false) => {
+            (Verdict::Failed, "no POSIX descriptors for memory: weights cannot be shared on this GPU")
+        }
+    };
+    Finding::new(part, "sharing", verdict, text).with("vmm", facts.vmm).with("posix_fd", facts.posix_fd)
+}
+
+fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> Tried<Finding> {
+    let on = nvml.persistence_mode(facts.uuid)?;
+    Ok(if on {
+        Finding::new(part, "persistence", Verdict::Ok, "persistence mode is on")
+    } else {
+        let text =
+            "persistence mode is off: weights may not outlive the death of all processes; nvidia-smi -pm 1";
+        Finding::new(part, "persistence", Verdict::Note, text)
+    }
+    .with("on", on))
+}
+
+fn hand_over(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> Tried<Finding> {
+    let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
+    let hand_off = over_device(&device)?;
+    let text = format!(
+        "{} MiB of a killed process are readable here; mapped in {:.2} ms",
+        hand_off::bytes() >> 20,
+        hand_off.import.as_secs_f64() * 1e3
+    );
+    Ok(Finding::new(part, "hand-off", Verdict::Ok, text)
+        .with("bytes", hand_off::bytes())
+        .with("loading_seconds", hand_off.loading.as_secs_f64())
+        .with("import_seconds", hand_off.import.as_secs_f64())
+        .with("granularity_bytes", device.granularity()))
+}
+
+fn over_device(device: &Device) -> Tried<HandOff> {
+    let context = device.context()?;
+    let borrowed = hand_off::borrow(&device.uuid().to_string())?;
+    let started = Instant::now();
+    let (manifest, fds) = take_manifest(borrowed.fds)?;
+    let model = ImportedModel::import(device, &manifest, fds)?;
+    let import = started.elapsed();
+    for (index, tensor) in model.tensors.iter().enumerate() {
+        let mut found = vec![0; ALLOCATION_BYTES[index] as usize];
+        tensor.read(&context, 0, &mut found)?;
+        hand_off::compare(&tensor.name, &found, &hand_off::contents(borrowed.seed, index))?;
+    }
+    Ok(HandOff { loading: borrowed.loading, import })
+}
+
+/// The child's side.
+pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> Tried<(Manifest, Vec<OwnedFd>)> {
+    let device = Device::open(open_driver()?, *wanted)?;
+    let context = device.context()?;
+    let mut model = WritableModel::allocate(&context, &ALLOCATION_BYTES, Duration::ZERO)?;
+    for index in 0..ALLOCATION_BYTES.len() {
+        model.write(&context, index, 0, &hand_off::contents(seed, index))?;
+    }
+    let device = ManifestDevice {
+        kind: DeviceKind::Cuda,
+        id: device.uuid().to_string(),
+        compute_capability: device.facts().compute_capability,
+    };
+    Ok((hand_off::manifest(device, &[0; ALLOCATION_BYTES.len()]), model.finish()?))
+}
+
+fn copy(part: &str, facts: &DeviceFacts) -> Tried<Finding> {
+    let device = KernelDevice::open(facts.ordinal as usize)?;
+    let stream = Stream::new(&device)?;
+    let pinned = Pinned::<u8>::new(&device, COPY_BYTES)?;
+    let mut target = Buffer::<u8>::from_host(&stream, pinned.as_slice())?;
+    let started = Instant::now();
+    for _ in 0..COPY_ROUNDS {
+        target.view_mut().copy_from_host(&stream, pinned.as_slice())?;
+    }
+    let to_device = per_second(started);
+    let source = Buffer::<u8>::from_host(&stream, pinned.as_slice())?;
+    let started = Instant::now();
+    for _ in 0..COPY_ROUNDS {
+        target.view_mut().copy_from(&stream, source.view())?;
+    }
+    stream.synchronize()?;
+    // Each byte is read and written.
+    let on_device = 2.0 * per_second(started);
+    let text = format!(
+        "{} from pinned host memory, {} on the device (read + write)",
+        rate(to_device),
+        rate(on_device)
+    );
+    Ok(Finding::new(part, "copy", Verdict::Ok, text)
+        .with("host_to_device_bytes_per_second", to_device)
+        .with("on_device_bytes_per_second", on_device))
+}
+
+fn per_second(started: Instant) -> f64 {
+    COPY_BYTES as f64 * f64::from(COPY_ROUNDS) / started.elapsed().as_secs_f64()
+}
