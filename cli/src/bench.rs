@@ -1,0 +1,194 @@
+//! `ballast bench`: a fleet measured from outside, as its clients and operators see it.
+
+use std::path::{Path, PathBuf};
+
+use loadgen::{FleetError, LifeError, Load, LoadReport, MeasuredFleet, StartOptions, run_load};
+use serde_json::json;
+use service::Exit;
+use service::exit::{of_io, one_line};
+
+use crate::failure::{Failure, Outcome, Trying};
+use crate::generate::say;
+use crate::running_fleet::block_on;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Prompt and decode speed of some streams that begin at once
+    Throughput(ThroughputArguments),
+    /// What it costs that processes come and go: attach, one worker more, a dead worker back
+    Lives(LivesArguments),
+}
+
+#[derive(clap::Args)]
+struct ThroughputArguments {
+    #[command(flatten)]
+    fleet: BenchFleet,
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    streams: u32,
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    prompt_tokens: u32,
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    tokens: u32,
+}
+
+#[derive(clap::Args)]
+struct LivesArguments {
+    #[command(flatten)]
+    fleet: BenchFleet,
+    /// Workers added, and workers killed
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: u32,
+}
+
+#[derive(clap::Args)]
+struct BenchFleet {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf")]
+    model: PathBuf,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    workers: u32,
+    /// Threads of each worker [default: cores / workers]
+    #[arg(long, value_name = "N")]
+    threads: Option<u32>,
+    /// Keys and values of each worker, in tokens
+    #[arg(long, value_name = "TOKENS")]
+    kv_tokens: Option<u32>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    block_on(async {
+        match arguments.what {
+            What::Throughput(arguments) => throughput(arguments).await,
+            What::Lives(arguments) => lives(arguments).await,
+        }
+    })
+}
+
+async fn throughput(arguments: ThroughputArguments) -> Outcome {
+    let ThroughputArguments { fleet: options, streams, prompt_tokens, tokens } = arguments;
+    let load = Load { streams, prompt_tokens, tokens };
+    let fleet = options.start()?;
+    let measured = async {
+        let client = fleet.client().await.map_err(of_fleet)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
+        let failed = |error: loadgen::LoadError| Failure::new(Exit::PeerLost, one_line(&error));
+        // The first steps fault in pages of weights and KV cache; that is not what is measured.
+        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(failed)?;
+        run_load(&client, load, vocabulary, 1).await.map_err(failed)
+    };
+    let report = measured.await;
+    fleet.stop().await.map_err(of_fleet)?;
+    let report = report?;
+    let Speed { prompt, decode } = Speed::of(&report);
+    match options.json {
+        true => {
+            let mut line = serde_json::to_value(&report)
+                .map_err(|error| Failure::new(Exit::Internal, format!("cannot write as JSON: {error}")))?;
+            line["prompt_tokens_per_second"] = json!(prompt);
+            line["decode_tokens_per_second"] = json!(decode);
+            say(&format!("{line}\n"))
+        }
+        false => say(&format!(
+            "{streams} streams of {prompt_tokens} + {tokens} tokens: prompts {prompt:.1} tokens/s, decode {decode:.1} tokens/s\n\
+             first token {:.1} ms (p99 {:.1}), between tokens {:.2} ms (p99 {:.2})\n",
+            report.first_token.p50_ms,
+            report.first_token.p99_ms,
+            report.inter_token.p50_ms,
+            report.inter_token.p99_ms,
+        )),
+    }
+}
+
+/// Tokens per second of all streams together.
+struct Speed {
+    prompt: f64,
+    decode: f64,
+}
+
+impl Speed {
+    /// Prompts are computed until the last stream has its first token; what follows is decoding.
+    fn of(report: &LoadReport) -> Self {
+        let Load { streams, prompt_tokens, tokens } = report.load;
+        let prompts_s = report.first_token.max_ms / 1e3;
+        let decode_s = report.total_s - prompts_s;
+        Self {
+            prompt: f64::from(streams) * f64::from(prompt_tokens) / prompts_s,
+            decode: f64::from(streams) * f64::from(tokens.saturating_sub(1)) / decode_s,
+        }
+    }
+}
+
+async fn lives(arguments: LivesArguments) -> Outcome {
+    let LivesArguments { fleet: options, rounds } = arguments;
+    let fleet = options.start()?;
+    let measured = async {
+        let attach_ms = loadgen::attach_times(&fleet).await?;
+        let (mut added, mut back) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            added.push(loadgen::one_more_worker(&fleet).await?);
+        }
+        for _ in 0..rounds {
+            back.push(loadgen::dead_worker_back(&fleet).await?);
+        }
+        Ok((attach_ms, added, back))
+    };
+    let measured: Result<_, LifeError> = measured.await;
+    fleet.stop().await.map_err(of_fleet)?;
+    let (attach_ms, added, back) = measured.map_err(of_life)?;
+    if options.json {
+        let line = json!({"attach_ms": attach_ms, "one_more_worker": added, "dead_worker_back": back});
+        return say(&format!("{line}\n"));
+    }
+    let mut text = format!("attach: {attach_ms:.2?} ms\n");
+    for (what, lives) in [("one worker more", &added), ("a dead worker back", &back)] {
+        for life in lives {
+            text += &format!(
+                "{what}: socket after {:.0} ms, serving after {:.0}, first token after {:.0}, known to the router after {:.0}\n",
+                life.socket_ms, life.serving_ms, life.first_token_ms, life.router_ms
+            );
+        }
+    }
+    say(&text)
+}
+
+impl BenchFleet {
+    fn start(&self) -> Outcome<MeasuredFleet> {
+        let executable = std::env::current_exe().trying(|| "cannot find this executable".to_owned())?;
+        let mut arguments = Vec::new();
+        for (name, value) in [("--threads", self.threads), ("--kv-tokens", self.kv_tokens)] {
+            arguments.extend(value.map(|value| [name.to_owned(), value.to_string()]).into_iter().flatten());
+        }
+        let options = StartOptions {
+            executable,
+            model: self.model.clone(),
+            runtime_dir: Path::new("/tmp").join(format!("ballast-bench-{}", std::process::id())),
+            workers: self.workers,
+            arguments,
+        };
+        MeasuredFleet::start(&options).map_err(of_fleet)
+    }
+}
+
+fn of_fleet(error: FleetError) -> Failure {
+    let exit = match &error {
+        FleetError::Start { source, .. } | FleetError::Read(source) => of_io(source),
+        _ => Exit::PeerLost,
+    };
+    Failure::new(exit, one_line(&error))
+}
+
+fn of_life(error: LifeError) -> Failure {
+    match error {
+        LifeError::Fleet(error) => of_fleet(error),
+        error => Failure::new(Exit::PeerLost, one_line(&error)),
+    }
+}
