@@ -22,13 +22,7 @@ enum Kind {
 impl Isa {
     /// All that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        let mut kinds = vec![Kind::Portable(Portable)];
-        #[cfg(target_arch = "x86_64")]
-        {
-            kinds.extend(Avx2::detect().map(Kind::Avx2));
-            kinds.extend(Avx512::detect().map(Kind::Avx512));
-        }
-        kinds.into_iter().map(Self).collect()
+        [Kind::Portable(Portable)].into_iter().chain(detected()).map(Self).collect()
     }
 
     /// The fastest that this processor has.
@@ -57,6 +51,16 @@ impl Isa {
             Kind::Avx512(s) => s.vectorize(kernel),
         }
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detected() -> impl Iterator<Item = Kind> {
+    [Avx2::detect().map(Kind::Avx2), Avx512::detect().map(Kind::Avx512)].into_iter().flatten()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detected() -> impl Iterator<Item = Kind> {
+    std::iter::empty()
 }
 
 impl fmt::Display for Isa {

@@ -165,3 +165,126 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Isa;
+
+    /// Every method on the same operands; results as bits.
+    struct All<'a> {
+        floats: [&'a [f32; 16]; 3],
+        ints: [&'a [i32; 16]; 3],
+        bytes: &'a [u8],
+    }
+
+    impl Kernel for All<'_> {
+        type Output = Vec<Vec<u32>>;
+
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Self::Output {
+            let [a, b, c] = self.floats.map(|x| s.load(x));
+            let [i, j, k] = self.ints.map(|x| s.load_int(x));
+            let seven_bits = s.and(i, s.int(0x7f7f_7f7f));
+            let small = s.mul(s.to_float(s.sar::<8>(i)), s.splat(0.37));
+            let rows = Rows { bytes: self.bytes, stride: 19 };
+            let mut out = Vec::new();
+            let floats = [
+                s.splat(1.5),
+                s.add(a, b),
+                s.sub(a, b),
+                s.mul(a, b),
+                s.div(a, b),
+                s.max(a, b),
+                s.min(a, b),
+                s.fma(a, b, c),
+                s.to_float(i),
+                s.as_float(s.as_int(a)),
+                s.low_f16(s.and(i, s.int(0x7bff))),
+                s.load_partial(&self.floats[0][..5]),
+            ];
+            for x in floats {
+                let mut lanes = [0.0; 16];
+                s.store(x, &mut lanes);
+                out.push(lanes.map(f32::to_bits).to_vec());
+            }
+            let [t0, t1, t2, t3] = s.transpose(rows, 3);
+            let ints = [
+                s.add_int(i, j),
+                s.sub_int(i, j),
+                s.mul_int(i, j),
+                s.and(i, j),
+                s.or(i, j),
+                s.xor(i, j),
+                s.shl::<5>(i),
+                s.shr::<5>(i),
+                s.sar::<5>(i),
+                s.round(small),
+                s.dot_u8(i, j, k),
+                s.dot_u7(j, seven_bits, k),
+                s.dot_i16(i, j, k),
+                s.gather_u32(rows, 1),
+                s.as_int(s.gather_f16(rows, 2)),
+                t0,
+                t1,
+                t2,
+                t3,
+            ];
+            for x in ints {
+                let mut lanes = [0; 16];
+                s.store_int(x, &mut lanes);
+                out.push(lanes.map(|x| x as u32).to_vec());
+            }
+            let (mut halves, mut words) = ([0; 32], [0; 64]);
+            s.store_f16(a, &mut halves);
+            s.store_bytes(i, &mut words);
+            out.push(halves.iter().map(|&x| u32::from(x)).collect());
+            out.push(words.iter().map(|&x| u32::from(x)).collect());
+            for x in [s.load_f16(&halves), s.load_bf16(&halves), s.as_float(s.load_bytes(&words))] {
+                let mut lanes = [0.0; 16];
+                s.store(x, &mut lanes);
+                out.push(lanes.map(f32::to_bits).to_vec());
+            }
+            let mut part = [9.0; 7];
+            s.store_partial(b, &mut part);
+            out.push(part.map(f32::to_bits).to_vec());
+            out.push(vec![s.sum(a).to_bits(), s.largest(c).to_bits()]);
+            out
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_computes_the_same() {
+        let mut state = 7_u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 32) as u32
+        };
+        for round in 0..2_000 {
+            // Ordinary, huge, tiny and subnormal magnitudes; never NaN or infinite.
+            let mut float = || match next() % 8 {
+                0 => 0.0,
+                1 => f32::from_bits(next() & 0x807f_ffff),
+                2 => f32::from_bits(next() & 0x8fff_ffff),
+                3 => (next() as i32) as f32 * 1e9,
+                _ => (next() as i32) as f32 / 1e8,
+            };
+            let floats: [[f32; 16]; 3] = std::array::from_fn(|_| std::array::from_fn(|_| float()));
+            let ints: [[i32; 16]; 3] = std::array::from_fn(|_| std::array::from_fn(|_| next() as i32));
+            // f16 values in them are finite: NaN may be copied with other bits.
+            let bytes: Vec<u8> = (0..15 * 19 + 19).map(|_| next() as u8 & 0x7b).collect();
+            let results: Vec<_> = Isa::available()
+                .into_iter()
+                .map(|isa| {
+                    let (floats, ints) = (floats.each_ref(), ints.each_ref());
+                    (isa.name(), isa.run(All { floats, ints, bytes: &bytes }))
+                })
+                .collect();
+            for (name, result) in &results[1..] {
+                for (method, (found, expected)) in result.iter().zip(&results[0].1).enumerate() {
+                    assert_eq!(found, expected, "{name}, result {method}, round {round}");
+                }
+            }
+        }
+    }
+}

@@ -11,6 +11,9 @@
 //! Queries of neighbouring rows of a sequence and of the heads that share a kv head form a tile, so that keys and values
 //! are converted once for up to eight queries. Tiles and kv heads are the pieces for the threads; where these are too few
 //! (one long sequence, many threads), the splits are too.
+//!
+//! Limiting resource on Zen 4, one thread, heads of 128: one row, memory (16k positions: 15 GB/s, 27 GB/s in L3); many
+//! rows, fused multiply-adds (80 of 117 GFLOPS).
 
 mod merge;
 mod split;

@@ -22,8 +22,12 @@ const FEW_ROWS: usize = 8;
 const FEW_WINDOW_BYTES: usize = 8 << 10;
 /// Window of many rows: leaves half of 1 MiB of L2 to activations and results.
 const MANY_WINDOW_BYTES: usize = 256 << 10;
-/// Weight bytes that make a piece worth its counter: some 4 us at memory speed.
-const PIECE_BYTES: usize = 128 << 10;
+/// Largest piece, in the units of [`Layer::cost`]: some 6 us at memory speed.
+const PIECE_COST: usize = 128 << 10;
+/// Layers that cost less together stay with the caller: other threads take 1 to 2 us to notice a job.
+const PARALLEL_COST: usize = 96 << 10;
+/// Values whose rounding is worth a job: some 10 us.
+const PARALLEL_VALUES: usize = 32 << 10;
 /// Pieces per thread, so that a thread that loses the processor delays the rest little.
 const PIECES_PER_THREAD: usize = 4;
 
@@ -89,16 +93,18 @@ pub(in crate::cpu) fn multiply(
     }
     input.scratch.resize_with(pool.threads(), Mutex::default);
 
+    let cost: usize = layers.iter().map(|layer| layer.cost(rows)).sum();
+    let threads = if cost < PARALLEL_COST { 1 } else { pool.threads() };
     let mut pieces: Vec<(usize, Range<usize>)> = Vec::new();
     for (index, layer) in layers.iter().enumerate() {
         let groups = layer.n_out.div_ceil(GROUP);
-        let worthwhile = PIECE_BYTES * groups / layer.bytes.len().max(1);
-        let balanced = groups.div_ceil(PIECES_PER_THREAD * pool.threads());
-        let step = worthwhile.min(balanced).max(1);
+        let largest = PIECE_COST * groups / layer.cost(rows).max(1);
+        let balanced = groups.div_ceil(PIECES_PER_THREAD * threads);
+        let step = largest.min(balanced).max(1);
         pieces.extend((0..groups).step_by(step).map(|from| (index, from..(from + step).min(groups))));
     }
     let input = &*input;
-    pool.run(pieces.len(), &|piece, thread| {
+    let work = |piece: usize, thread: usize| {
         let (index, groups) = &pieces[piece];
         let layer = &layers[*index];
         let mut scratch = input.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
@@ -122,7 +128,19 @@ pub(in crate::cpu) fn multiply(
             // The caller has checked that the type has an activation format, and these are all that do.
             _ => {}
         }
-    });
+    };
+    if threads == 1 {
+        (0..pieces.len()).for_each(|piece| work(piece, 0));
+    } else {
+        pool.run(pieces.len(), &work);
+    }
+}
+
+impl Layer<'_> {
+    /// Weight bytes, and what multiplying them adds: eight rows take about twice the time of one.
+    fn cost(&self, rows: usize) -> usize {
+        self.bytes.len() * (7 + rows) / 8
+    }
 }
 
 /// Rounds every row into `out`, several rows at once.
@@ -138,11 +156,16 @@ fn round<B: Copy + Default + Send>(
     out.resize(x.len() / block, B::default());
     let blocks = n_in / block;
     let shared = SharedRows::new(out, blocks);
-    pool.run(rows, &|r, _| {
-        // SAFETY: `out` is borrowed until the end of this function, and each piece takes another row.
+    let round_row = |r: usize, _: usize| {
+        // SAFETY: `out` is borrowed until the end of this function, and each call takes another row.
         let out = unsafe { shared.part(r, 0, blocks) };
         round(&x[r * n_in..][..n_in], out);
-    });
+    };
+    if x.len() < PARALLEL_VALUES {
+        (0..rows).for_each(|r| round_row(r, 0));
+    } else {
+        pool.run(rows, &round_row);
+    }
 }
 
 /// A run of groups of one layer.
