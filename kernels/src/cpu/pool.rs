@@ -36,6 +36,8 @@ struct Shared {
     job: UnsafeCell<Option<(Job<'static>, usize)>>,
     next: AtomicUsize,
     stop: AtomicBool,
+    /// A piece has panicked on another thread than the caller's.
+    failed: AtomicBool,
     /// Threads asleep or about to be. The lock orders "about to sleep" against "wake them".
     sleepers: AtomicUsize,
     lock: Mutex<()>,
@@ -58,6 +60,7 @@ impl Pool {
             job: UnsafeCell::new(None),
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             opened: Condvar::new(),
@@ -102,6 +105,7 @@ impl Pool {
         }
         shared.work(job, pieces, 0);
         drop(closing);
+        assert!(!shared.failed.load(Relaxed), "a kernel panicked on another thread");
     }
 }
 
@@ -188,6 +192,9 @@ struct Leaving<'a>(&'a Shared);
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.failed.store(true, Relaxed);
+        }
         // Release: the caller sees what the pieces wrote.
         let before = self.0.gate.fetch_sub(1, SeqCst);
         if before & OPEN == 0 && before & INSIDE == 1 {
@@ -230,6 +237,19 @@ mod tests {
                 assert!(done.iter().all(|count| count.load(Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    fn a_panic_on_another_thread_reaches_the_caller() {
+        let mut pool = Pool::new(2).unwrap();
+        let barrier = std::sync::Barrier::new(2);
+        let run = std::panic::AssertUnwindSafe(|| {
+            pool.run(2, &|_, thread| {
+                barrier.wait();
+                assert!(thread == 0, "piece on thread {thread}");
+            });
+        });
+        assert!(std::panic::catch_unwind(run).is_err());
     }
 
     #[test]
