@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::{Buffer, Device as KernelDevice, Pinned, Stream};
+use kernels::cuda::{Buffer, Device as KernelDevice, Stream};
 use memory::cuda::driver::{DeviceFacts, Driver};
 use memory::cuda::nvml::Nvml;
 use memory::cuda::{
@@ -25,8 +25,8 @@ const COPY_ROUNDS: u32 = 8;
 pub(super) fn examine() -> Vec<Finding> {
     let driver = match open_driver() {
         Ok(driver) => driver,
-        Err(OpenDriverError::NoDriver) => {
-            let text = "no NVIDIA driver (libcuda.so.1): the host backend serves";
+        Err(error @ (OpenDriverError::NoDriver | OpenDriverError::NoDevice)) => {
+            let text = format!("{error}: the host backend serves");
             return vec![Finding::new(DRIVER, "cuda", Verdict::Note, text)];
         }
         Err(error) => return vec![Finding::tried(DRIVER, "cuda", Err(error.into()))],
@@ -164,14 +164,14 @@ pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> Tried<(Manifest, Vec<O
 fn copy(part: &str, facts: &DeviceFacts) -> Tried<Finding> {
     let device = KernelDevice::open(facts.ordinal as usize)?;
     let stream = Stream::new(&device)?;
-    let pinned = Pinned::<u8>::new(&device, COPY_BYTES)?;
-    let mut target = Buffer::<u8>::from_host(&stream, pinned.as_slice())?;
+    let host = vec![1u8; COPY_BYTES];
+    let mut target = Buffer::from_host(&stream, &host)?;
     let started = Instant::now();
     for _ in 0..COPY_ROUNDS {
-        target.view_mut().copy_from_host(&stream, pinned.as_slice())?;
+        target.view_mut().copy_from_host(&stream, &host)?;
     }
     let to_device = per_second(started);
-    let source = Buffer::<u8>::from_host(&stream, pinned.as_slice())?;
+    let source = Buffer::from_host(&stream, &host)?;
     let started = Instant::now();
     for _ in 0..COPY_ROUNDS {
         target.view_mut().copy_from(&stream, source.view())?;
@@ -180,12 +180,12 @@ fn copy(part: &str, facts: &DeviceFacts) -> Tried<Finding> {
     // Each byte is read and written.
     let on_device = 2.0 * per_second(started);
     let text = format!(
-        "{} from pinned host memory, {} on the device (read + write)",
+        "{} from pageable host memory, {} on the device (read + write)",
         rate(to_device),
         rate(on_device)
     );
     Ok(Finding::new(part, "copy", Verdict::Ok, text)
-        .with("host_to_device_bytes_per_second", to_device)
+        .with("pageable_to_device_bytes_per_second", to_device)
         .with("on_device_bytes_per_second", on_device))
 }
 

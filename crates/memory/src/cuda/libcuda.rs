@@ -113,7 +113,12 @@ impl LibCuda {
     pub(super) fn open() -> Result<Self, OpenDriverError> {
         let functions = Functions::load()?;
         // SAFETY: the first call of all; it may be repeated by others in this process.
-        retrying(|| check(Call::Init, unsafe { (functions.init)(0) })).map_err(OpenDriverError::Init)?;
+        retrying(|| check(Call::Init, unsafe { (functions.init)(0) })).map_err(|refusal| {
+            match refusal.code {
+                Code::NO_DEVICE => OpenDriverError::NoDevice,
+                _ => OpenDriverError::Init(refusal),
+            }
+        })?;
         Ok(Self { functions })
     }
 

@@ -48,6 +48,8 @@ pub enum OpenDriverError {
     NotBuilt,
     #[error("no NVIDIA driver here: libcuda.so.1 cannot be loaded")]
     NoDriver,
+    #[error("the NVIDIA driver sees no GPU here; CUDA_VISIBLE_DEVICES may hide them")]
+    NoDevice,
     #[error("the NVIDIA driver is too old: it has no {symbol}")]
     TooOld { symbol: &'static str },
     #[error("the NVIDIA driver does not start")]

@@ -42,7 +42,7 @@ pub(crate) fn run(role: &str) -> ExitCode {
     }
     let started = Instant::now();
     let driver = match open_driver() {
-        Err(OpenDriverError::NoDriver) => return ExitCode::from(NO_DRIVER),
+        Err(OpenDriverError::NoDriver | OpenDriverError::NoDevice) => return ExitCode::from(NO_DRIVER),
         driver => driver.unwrap(),
     };
     let driver_ms = started.elapsed().as_secs_f64() * 1e3;
