@@ -1,5 +1,7 @@
 //! What a caller of the engine can rely on beside equal tokens: refusals, ends, cancellation, scoring, failures.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 mod fake;
 
 use engine::{

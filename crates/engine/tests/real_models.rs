@@ -1,6 +1,8 @@
 //! Invariant I5 on real models and backends: requests alone, together, in other orders, chunk sizes, under KV pressure,
 //! with and without shared prefixes, on several thread counts and instruction sets of one kind give the same bits.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 #[expect(dead_code, reason = "other tests use the rest")]
 mod fake;
 

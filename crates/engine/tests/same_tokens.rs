@@ -1,6 +1,8 @@
 //! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival
 //! and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 #[expect(dead_code, reason = "other tests use the rest")]
 mod fake;
 

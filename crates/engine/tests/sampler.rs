@@ -1,5 +1,7 @@
 //! Distributions of drawn tokens against a chain written the long way: f64, one full sort, nothing clever.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use engine::SamplingParams;
 use engine::sampler::{Draw, LogProbs, SampleError, Sampler, TokenCounts};
 use proptest::prelude::*;

@@ -1,5 +1,7 @@
 //! Facts about single steps of the scheduler, most of them from vLLM's behaviour.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use engine::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
 use engine::sequence::Kind;
 use prefix::Scope;

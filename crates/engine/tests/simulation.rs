@@ -5,6 +5,8 @@
 //! for all of them, no block that is written while another sequence holds it, every decode that is not held moves in
 //! every step, all blocks free at the end, and nobody waits for ever.
 
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
 use engine::pool::BlockId;
 use engine::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
 use engine::sequence::{Kind, State};
