@@ -8,7 +8,8 @@
 //
 //   attention_split_*  decode rows and short chunks: a block is (rows of one sequence, kv head, split). Its four warps share
 //                      the 16 x 64 scores by keys and the output by dimensions, so no sum is cut. Writes partials.
-//   attention_merge    merges the partials of a row and head.
+//   attention_merge    merges the partials of a row and head; *_q8_0 and its like also round the row into panels, as
+//                      quantize.cu does.
 //   attention_chunk_*  long chunks: a block is 64 (row, head) pairs of one kv head and visits all their keys; a warp has 16
 //                      pairs. Merges in registers.
 //   attention_plain_*  f32 caches and shapes without a tile kernel: a block is (row, head), no tensor cores.
@@ -20,6 +21,7 @@
 #include <cuda_fp16.h>
 
 #include "kv_layer.cuh"
+#include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
@@ -584,21 +586,16 @@ CHUNK(64)
 CHUNK(96)
 CHUNK(128)
 
-// One block per row and head, a thread per dimension. At most 32 splits: a lane has one.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_merge(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim, float *out) {
+namespace {
+
+// The merged value of dimension `i` of a row and head, whose factors the lanes of a warp work out together: at most 32 splits,
+// one a lane.
+__device__ __forceinline__ float merged(const float *partial_sums, const float2 *partial_weights, const Merge &merge, size_t head, int heads, int dim, int i) {
     // Partials of a round, all asked for before the first is used.
     constexpr int ROUND = 16;
-    const uint32_t rows = *count;
-    const Merge merge = merges[blockIdx.x];
-    if (blockIdx.x >= rows) return;
-    const size_t head = blockIdx.y;
-    const int lane = threadIdx.x % 32, i = threadIdx.x, splits = merge.splits;
+    const int lane = threadIdx.x % 32, splits = merge.splits;
     const size_t step = size_t(merge.stride) * heads * dim;
     const float *sums = partial_sums + (size_t(merge.partial) * heads + head) * dim + i;
-
-    wait_for_predecessor();
-    let_successor_start();
     float part[ROUND];
     auto ask = [&](int round) {
 #pragma unroll
@@ -632,8 +629,56 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         if (round + ROUND < splits) ask(round + ROUND);
     }
-    if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = __fdiv_rn(sum, weight);
+    return __fdiv_rn(sum, weight);
 }
+
+// A block per row and 256 columns of the output, which are whole heads; all rows of the step are merged.
+template <class Rounding>
+__device__ void merge_and_round(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim,
+                                float *out, uint8_t *panels) {
+    __shared__ float made[TILE_COLS];
+    const uint32_t rows = *count;
+    const Merge merge = merges[blockIdx.x];
+    if (blockIdx.x >= rows) return;
+    wait_for_predecessor();
+    let_successor_start();
+    const int col = blockIdx.y * TILE_COLS + threadIdx.x;
+    float value = merged(partial_sums, partial_weights, merge, col / dim, heads, dim, col % dim);
+    out[size_t(merge.row) * heads * dim + col] = value;
+    made[threadIdx.x] = value;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = made[threadIdx.x * 8 + i];
+    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), heads * dim / TILE_COLS, merge.row, blockIdx.y));
+}
+
+}  // namespace
+
+// One block per row and head, a thread per dimension.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_merge(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim, float *out) {
+    const uint32_t rows = *count;
+    const Merge merge = merges[blockIdx.x];
+    if (blockIdx.x >= rows) return;
+    wait_for_predecessor();
+    let_successor_start();
+    const size_t head = blockIdx.y;
+    const int i = threadIdx.x;
+    float value = merged(partial_sums, partial_weights, merge, head, heads, dim, i);
+    if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = value;
+}
+
+#define MERGE(SUFFIX, ROUNDING)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(TILE_COLS)                                                                    \
+        attention_merge##SUFFIX(const float *partial_sums, const float2 *partial_weights, const Merge *merges,                 \
+                                const uint32_t *count, int heads, int dim, float *out, uint8_t *panels) {                      \
+        merge_and_round<ROUNDING>(partial_sums, partial_weights, merges, count, heads, dim, out, panels);                      \
+    }
+MERGE(_q8_0, RoundPer32<Scaling::PER_32>)
+MERGE(_q8_1, RoundPer32<Scaling::PER_32_SUMS>)
+MERGE(_q8_k, RoundPer256)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_plain_f16(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {

@@ -1,10 +1,37 @@
-// out = gate / (1 + exp(-gate)) * up, value by value. Limit: bytes, 12 per value.
+// out = gate / (1 + exp(-gate)) * up, value by value; *_q8_0 and its like also round the rows into panels: quantize.cu's work,
+// while the values are in registers. Limit: bytes, 12 per value.
 
+#include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
 
+constexpr int WARPS = 8;
+
 __device__ float silu(float gate, float up) { return __fdiv_rn(gate, 1.0f + exp_exact(-gate)) * up; }
+
+__device__ float4 silu(float4 g, float4 u) { return make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w)); }
+
+// A warp per token and tile of columns.
+template <class Rounding>
+__device__ void gate_rows(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *panels) {
+    wait_for_predecessor();
+    let_successor_start();
+    int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+    int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
+    if (token >= tokens) return;
+    int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
+    float v[8] = {};
+    if (col < cols) {
+        size_t first = (size_t(token) * cols + col) / 4;
+        const float4 *g = reinterpret_cast<const float4 *>(gate) + first, *u = reinterpret_cast<const float4 *>(up) + first;
+        float4 a = silu(g[0], u[0]), b = silu(g[1], u[1]);
+        reinterpret_cast<float4 *>(out)[first] = a;
+        reinterpret_cast<float4 *>(out)[first + 1] = b;
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    }
+    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, token, tile));
+}
 
 }  // namespace
 
@@ -13,9 +40,7 @@ extern "C" __global__ void __launch_bounds__(256) silu_gated(const float4 *gate,
     wait_for_predecessor();
     let_successor_start();
     uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
-    if (i >= vectors) return;
-    float4 g = gate[i], u = up[i];
-    out[i] = make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w));
+    if (i < vectors) out[i] = silu(gate[i], up[i]);
 }
 
 // For numbers of values that are no multiple of four.
@@ -25,3 +50,12 @@ extern "C" __global__ void __launch_bounds__(256) silu_gated_odd(const float *ga
     uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
     if (i < values) out[i] = silu(gate[i], up[i]);
 }
+
+#define GATED(SUFFIX, ROUNDING)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                          \
+        silu_gated##SUFFIX(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *panels) {   \
+        gate_rows<ROUNDING>(gate, up, out, tokens, cols, panels);                                                     \
+    }
+GATED(_q8_0, RoundPer32<Scaling::PER_32>)
+GATED(_q8_1, RoundPer32<Scaling::PER_32_SUMS>)
+GATED(_q8_k, RoundPer256)

@@ -4,18 +4,12 @@
 #include <cuda_fp16.h>
 
 #include "kv_layer.cuh"
+#include "kv_store.cuh"
 #include "numeric.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
-
-__device__ void store(float value, float *to) { *to = value; }
-
-// Saturates: an infinite value would spoil, as 0 * infinity, rows before it that share a tile of attention.
-__device__ void store(float value, __half *to) {
-    *to = __float2half_rn(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
-}
 
 template <typename T>
 __device__ void write_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {

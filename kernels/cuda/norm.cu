@@ -2,20 +2,23 @@
 //
 //   rms_norm        one thread block per row
 //   add_rms_norm    x += y first: the residual stream and the norm of the next block in one pass
+//   *_q8_0, ...     the same, and the row rounded into a panel: quantize.cu's work, while the values are in registers
 //   rms_norm_heads  one warp per head, in place
 //   add             x += y alone
 //
-// A row is summed by the same number of threads however many rows there are: thread t takes the vectors t, t + THREADS, ...,
-// warps add by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of two
-// passes through memory, some 2 us.
+// A row is summed by the same number of threads however many rows there are: thread t takes runs t, t + THREADS, ... of eight
+// values, warps add by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
+// a load, a reduction and a store, some 2 us.
 
+#include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-// float4 vectors that a thread keeps between its two passes: rows of up to 8,192 values.
+constexpr int RUN = 8;
+// Runs that a thread keeps between its two passes: rows of up to 16,384 values. As in norm.rs.
 constexpr int KEPT = 4;
 
 __device__ float block_sum(float x) {
@@ -33,67 +36,100 @@ __device__ float norm_factor(float squares, int cols, float eps) {
     return __frcp_rn(__fsqrt_rn(__fdiv_rn(squares, static_cast<float>(cols)) + eps));
 }
 
-__device__ float add_squares(float sum, float4 v) {
-    return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
+__device__ void load(float (&v)[RUN], const float *from) {
+    float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-__device__ float4 scaled(float4 v, float factor, float4 w) {
-    return make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w);
+__device__ void store(float *to, const float (&v)[RUN]) {
+    reinterpret_cast<float4 *>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4 *>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-template <bool ADD>
-__device__ void norm_row(float *x, const float *y, const float *weight, float eps, float *out, int cols) {
+// No rounding.
+struct Keep {
+    static constexpr bool ROUNDS = false;
+};
+
+template <class Rounding>
+struct Into : Rounding {
+    static constexpr bool ROUNDS = true;
+};
+
+// Rounding takes rows of whole runs that a thread can keep: norm.rs sees to that.
+template <bool ADD, class Rounding>
+__device__ void norm_row(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *panels) {
+    wait_for_predecessor();
+    let_successor_start();
+    size_t row = size_t(blockIdx.x) * cols;
+    x += row, out += row;
+    if (ADD) y += row;
     float squares = 0.0f;
-    if (cols % 4 == 0 && cols <= 4 * KEPT * THREADS) {
-        int vectors = cols / 4;
-        float4 kept[KEPT];
+    if (Rounding::ROUNDS || (cols % RUN == 0 && cols <= RUN * KEPT * THREADS)) {
+        int runs = cols / RUN;
+        float kept[KEPT][RUN];
 #pragma unroll
         for (int k = 0; k < KEPT; k++) {
-            int i = k * THREADS + threadIdx.x;
-            if (i >= vectors) break;
-            float4 v = reinterpret_cast<const float4 *>(x)[i];
+            int run = k * THREADS + threadIdx.x;
+            if (run >= runs) continue;
+            load(kept[k], x + run * RUN);
             if (ADD) {
-                float4 u = reinterpret_cast<const float4 *>(y)[i];
-                v = make_float4(v.x + u.x, v.y + u.y, v.z + u.z, v.w + u.w);
-                reinterpret_cast<float4 *>(x)[i] = v;
+                float added[RUN];
+                load(added, y + run * RUN);
+#pragma unroll
+                for (int i = 0; i < RUN; i++) kept[k][i] += added[i];
+                store(x + run * RUN, kept[k]);
             }
-            kept[k] = v;
-            squares = add_squares(squares, v);
+#pragma unroll
+            for (int i = 0; i < RUN; i++) squares = fmaf(kept[k][i], kept[k][i], squares);
         }
         float factor = norm_factor(block_sum(squares), cols, eps);
 #pragma unroll
         for (int k = 0; k < KEPT; k++) {
-            int i = k * THREADS + threadIdx.x;
-            if (i >= vectors) break;
-            reinterpret_cast<float4 *>(out)[i] = scaled(kept[k], factor, reinterpret_cast<const float4 *>(weight)[i]);
+            int run = k * THREADS + threadIdx.x;
+            // A warp's runs are one tile of columns: it goes on together, or not at all.
+            if (run / 32 * 32 >= runs) continue;
+            float made[RUN] = {};
+            if (run < runs) {
+                float w[RUN];
+                load(w, weight + run * RUN);
+#pragma unroll
+                for (int i = 0; i < RUN; i++) made[i] = kept[k][i] * factor * w[i];
+                store(out + run * RUN, made);
+            }
+            if constexpr (Rounding::ROUNDS) {
+                int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+                Rounding::put(made, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, blockIdx.x, run / 32));
+            }
         }
         return;
     }
-    for (int i = threadIdx.x; i < cols; i += THREADS) {
-        float v = x[i];
-        if (ADD) x[i] = v = v + y[i];
-        squares = fmaf(v, v, squares);
+    if constexpr (!Rounding::ROUNDS) {
+        for (int i = threadIdx.x; i < cols; i += THREADS) {
+            float v = x[i];
+            if (ADD) x[i] = v = v + y[i];
+            squares = fmaf(v, v, squares);
+        }
+        float factor = norm_factor(block_sum(squares), cols, eps);
+        for (int i = threadIdx.x; i < cols; i += THREADS) out[i] = x[i] * factor * weight[i];
     }
-    float factor = norm_factor(block_sum(squares), cols, eps);
-    for (int i = threadIdx.x; i < cols; i += THREADS) out[i] = x[i] * factor * weight[i];
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(float *x, const float *weight, float eps, float *out, int cols) {
-    wait_for_predecessor();
-    let_successor_start();
-    size_t row = size_t(blockIdx.x) * cols;
-    norm_row<false>(x + row, nullptr, weight, eps, out + row, cols);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_rms_norm(float *x, const float *y, const float *weight, float eps, float *out, int cols) {
-    wait_for_predecessor();
-    let_successor_start();
-    size_t row = size_t(blockIdx.x) * cols;
-    norm_row<true>(x + row, y + row, weight, eps, out + row, cols);
-}
+#define NORMS(SUFFIX, ROUNDING)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
+        rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols, uint8_t *panels) {                    \
+        norm_row<false, ROUNDING>(x, nullptr, weight, eps, out, cols, panels);                                                 \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
+        add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *panels) { \
+        norm_row<true, ROUNDING>(x, y, weight, eps, out, cols, panels);                                                        \
+    }
+NORMS(, Keep)
+NORMS(_q8_0, Into<RoundPer32<Scaling::PER_32>>)
+NORMS(_q8_1, Into<RoundPer32<Scaling::PER_32_SUMS>>)
+NORMS(_q8_k, Into<RoundPer256>)
 
 // `heads` over all rows; a head is `head_dim` values of x.
 extern "C" __global__ void __launch_bounds__(128) rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {

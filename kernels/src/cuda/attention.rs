@@ -1,10 +1,12 @@
 //! Launcher of attention.cu: causal attention over the paged cache. What each row needs is planned by [`super::plan`].
 
 use ops::{AttentionSpec, KvType};
+use quant::layout::TILE_COLS;
 
 use super::kv_write::KvLayerAddress;
 use super::module::{arguments, image};
 use super::norm::same;
+use super::rounded::{Rounded, kernel_name};
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 /// As attention.cu.
@@ -84,6 +86,14 @@ impl Attentions {
         Self(Family::new(device, "attention", image!("attention")))
     }
 
+    /// Whether all rows of a plan are merged, and so can be rounded as well.
+    pub(super) fn can_round(spec: &AttentionSpec, plan: &PlanAddress) -> bool {
+        let width = spec.heads * spec.head_dim;
+        plan.chunks_max == 0
+            && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
+            && width.is_multiple_of(TILE_COLS)
+    }
+
     /// All rows of a plan.
     ///
     /// # Safety
@@ -96,9 +106,19 @@ impl Attentions {
         call: &Call<'_>,
         plan: &PlanAddress,
         out: &mut ViewMut<'_, f32>,
+        rounded: Option<Rounded<'_>>,
     ) -> Result<(), CudaError> {
         let Call { layer, spec, .. } = *call;
         check(call, out)?;
+        let width = spec.heads * spec.head_dim;
+        let rows = out.len() / width.max(1);
+        let panels = match &rounded {
+            Some(rounded) => {
+                expect("rounded rows that are not merged", usize::from(!Self::can_round(&spec, plan)), 0)?;
+                rounded.address(rows, width)?
+            }
+            None => 0,
+        };
         let pitch = spec.head_dim + PAD;
         let queries = queries(call);
         let tables = call.tables.address();
@@ -124,16 +144,45 @@ impl Attentions {
                 )?;
             }
             let (heads, dim, out) = (spec.heads as i32, spec.head_dim as i32, out.address());
-            let launch = self::launch((plan.merges_max, spec.heads as u32, 1), 0);
-            let kernel = self.0.kernel(c"attention_merge")?;
-            // SAFETY: (const float *, const float2 *, const Merge *, const uint32_t *, int, int, float *); heads have at
-            // most 128 dimensions, one for a thread; the rest by this function's contract.
-            unsafe {
-                kernel.launch(
-                    stream,
-                    launch,
-                    arguments![partial_sums, partial_weights, merges, merge_count, heads, dim, out],
-                )?;
+            let names = [
+                c"attention_merge",
+                c"attention_merge_q8_0",
+                c"attention_merge_q8_1",
+                c"attention_merge_q8_k",
+            ];
+            let kernel = self.0.kernel(kernel_name(rounded.as_ref(), names))?;
+            if rounded.is_some() {
+                let grid = (plan.merges_max, (width / TILE_COLS) as u32, 1);
+                let launch =
+                    Launch { grid, block: TILE_COLS as u32, shared_bytes: 0, overlaps_predecessor: true };
+                // SAFETY: as below, and a uint8_t *; whole heads stand in 256 columns, and every row is merged.
+                unsafe {
+                    kernel.launch(
+                        stream,
+                        launch,
+                        arguments![
+                            partial_sums,
+                            partial_weights,
+                            merges,
+                            merge_count,
+                            heads,
+                            dim,
+                            out,
+                            panels
+                        ],
+                    )?;
+                }
+            } else {
+                let launch = self::launch((plan.merges_max, spec.heads as u32, 1), 0);
+                // SAFETY: (const float *, const float2 *, const Merge *, const uint32_t *, int, int, float *); heads have
+                // at most 128 dimensions, one for a thread; the rest by this function's contract.
+                unsafe {
+                    kernel.launch(
+                        stream,
+                        launch,
+                        arguments![partial_sums, partial_weights, merges, merge_count, heads, dim, out],
+                    )?;
+                }
             }
         }
         if plan.chunks_max > 0 {
@@ -192,6 +241,10 @@ impl Attentions {
             kernel.launch(stream, launch, arguments![layer, queries, dim, tables, starts, positions, out])
         }
     }
+}
+
+fn expect(what: &'static str, found: usize, expected: usize) -> Result<(), CudaError> {
+    if found == expected { Ok(()) } else { Err(CudaError::Length { what, found, expected }) }
 }
 
 fn check(call: &Call<'_>, out: &ViewMut<'_, f32>) -> Result<(), CudaError> {

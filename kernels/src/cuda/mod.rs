@@ -17,6 +17,7 @@ mod error;
 pub mod experts;
 pub mod gated;
 pub mod gather;
+pub mod heads;
 pub mod kv_write;
 pub mod linear;
 mod module;
@@ -26,6 +27,7 @@ mod planes;
 pub mod quantize;
 pub mod repack;
 pub mod rope;
+pub mod rounded;
 mod stream;
 
 pub use backend::{Cuda, Data, Kv, Rope, Tensor};

@@ -12,6 +12,8 @@ mod bench;
 #[cfg(feature = "cuda")]
 mod checksum;
 #[cfg(feature = "cuda")]
+mod experts;
+#[cfg(feature = "cuda")]
 mod linear;
 #[cfg(feature = "cuda")]
 mod models;
@@ -23,6 +25,9 @@ mod quantize;
 mod random;
 #[cfg(feature = "cuda")]
 mod repack;
+
+#[cfg(feature = "cuda")]
+mod throughput;
 
 #[cfg(feature = "cuda")]
 fn main() -> anyhow::Result<()> {
@@ -43,6 +48,7 @@ fn main() -> anyhow::Result<()> {
     let cases: &[(&str, Case)] = match mode.as_str() {
         "bench" => &[
             ("attention", attention::bench),
+            ("throughput", throughput::bench),
             ("linear", linear::bench),
             ("checksum", checksum::bench),
             ("repack", repack::bench),
@@ -72,6 +78,7 @@ fn main() -> anyhow::Result<()> {
                 attention::it_depends_on_neither_cut_nor_company_nor_blocks,
             ),
             ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
+            ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
             ("models: goldens", models::goldens),
             ("models: transcripts", models::transcripts),
         ],

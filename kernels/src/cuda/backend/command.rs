@@ -5,6 +5,7 @@ use ops::{AttentionSpec, KvType, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
+use super::fusion::fused;
 use super::step::Words;
 use crate::cuda::attention::{self, Attentions, PlanAddress};
 use crate::cuda::embed::Embed;
@@ -12,6 +13,7 @@ use crate::cuda::error::device_error;
 use crate::cuda::experts::{ExpertKernels, Routing, Stack};
 use crate::cuda::gated::Gates;
 use crate::cuda::gather::Gathers;
+use crate::cuda::heads::HeadsToCache;
 use crate::cuda::kv_write::{KvLayerAddress, KvWrites};
 use crate::cuda::linear::{Linear, MATRICES_MAX, Product};
 use crate::cuda::norm::Norms;
@@ -45,7 +47,7 @@ impl From<f32> for Bits {
 }
 
 impl Bits {
-    fn value(self) -> f32 {
+    pub(super) fn value(self) -> f32 {
         f32::from_bits(self.0)
     }
 }
@@ -74,6 +76,17 @@ pub(super) struct Shape {
     pub(super) kv_heads: u32,
     pub(super) head_dim: u32,
     pub(super) scale: Bits,
+}
+
+impl Shape {
+    pub(super) fn spec(self) -> AttentionSpec {
+        AttentionSpec {
+            heads: self.heads as usize,
+            kv_heads: self.kv_heads as usize,
+            head_dim: self.head_dim as usize,
+            scale: self.scale.value(),
+        }
+    }
 }
 
 /// The operands of attention that both of its methods have.
@@ -206,11 +219,12 @@ pub(super) struct Commands {
 
 /// The launchers.
 pub(super) struct Kernels {
-    norms: Norms,
+    pub(super) norms: Norms,
     ropes: Ropes,
     kv_writes: KvWrites,
-    attentions: Attentions,
-    gates: Gates,
+    pub(super) attentions: Attentions,
+    pub(super) gates: Gates,
+    pub(super) heads: HeadsToCache,
     gathers: Gathers,
     embed: Embed,
     quantize: Quantize,
@@ -226,6 +240,7 @@ impl Kernels {
             kv_writes: KvWrites::new(device),
             attentions: Attentions::new(device),
             gates: Gates::new(device),
+            heads: HeadsToCache::new(device),
             gathers: Gathers::new(device),
             embed: Embed::new(device),
             quantize: Quantize::new(device),
@@ -242,29 +257,24 @@ impl Kernels {
     /// lengths of what they index.
     pub(super) unsafe fn give(&self, stream: &Stream, commands: &Commands) -> Result<(), OpError> {
         let mut rest = commands.list.as_slice();
-        while let Some(command) = rest.first() {
-            let taken = match command {
-                Command::Product { panels, matrix, .. } => {
-                    let together = |other: &&Command| matches!(other, Command::Product { panels: p, matrix: m, .. } if p == panels && m.dtype == matrix.dtype);
-                    let count = rest.iter().take(MATRICES_MAX).take_while(together).count();
-                    // SAFETY: this function's contract.
-                    unsafe { self.products(stream, *panels, &rest[..count])? };
-                    count
-                }
-                command => {
-                    // SAFETY: this function's contract.
-                    unsafe { self.give_one(stream, command, &commands.plans)? };
-                    1
-                }
-            };
-            rest = &rest[taken..];
+        while !rest.is_empty() {
+            let taken = fused(rest, &commands.plans);
+            let (these, behind) = rest.split_at(taken);
+            // SAFETY: this function's contract.
+            unsafe { self.give_fused(stream, these, &commands.plans)? };
+            rest = behind;
         }
         Ok(())
     }
 
     /// # Safety
     /// As [`Self::give`].
-    unsafe fn products(&self, stream: &Stream, panels: Panels, commands: &[Command]) -> Result<(), OpError> {
+    pub(super) unsafe fn products(
+        &self,
+        stream: &Stream,
+        panels: Panels,
+        commands: &[Command],
+    ) -> Result<(), OpError> {
         let mut products = Vec::with_capacity(MATRICES_MAX);
         for command in commands {
             if let Command::Product { matrix, bias, out, .. } = *command {
@@ -286,7 +296,7 @@ impl Kernels {
 
     /// # Safety
     /// As [`Self::give`].
-    unsafe fn give_one(
+    pub(super) unsafe fn give_one(
         &self,
         stream: &Stream,
         command: &Command,
@@ -297,7 +307,7 @@ impl Kernels {
             match *command {
                 Command::Norm { x, weight, eps, out } => self
                     .norms
-                    .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut())
+                    .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut(), None)
                     .map_err(device_error("rms_norm")),
                 Command::AddNorm { x, y, weight, eps, out } => self
                     .norms
@@ -308,6 +318,7 @@ impl Kernels {
                         weight.view(),
                         eps.value(),
                         &mut out.view_mut(),
+                        None,
                     )
                     .map_err(device_error("add_rms_norm")),
                 Command::NormHeads { x, weight, eps } => self
@@ -360,7 +371,13 @@ impl Kernels {
                     .map_err(device_error("kv_write")),
                 Command::AttentionTiles { operands, plan } => self
                     .attentions
-                    .tiles(stream, &operands.call(), &plans[plan as usize], &mut operands.out.view_mut())
+                    .tiles(
+                        stream,
+                        &operands.call(),
+                        &plans[plan as usize],
+                        &mut operands.out.view_mut(),
+                        None,
+                    )
                     .map_err(device_error("attention")),
                 Command::AttentionPlain { operands, table_starts, positions } => self
                     .attentions
@@ -463,17 +480,11 @@ impl Panels {
 impl AttentionOperands {
     /// # Safety
     /// As [`Kernels::give`].
-    unsafe fn call<'a>(&self) -> attention::Call<'a> {
-        let Shape { heads, kv_heads, head_dim, scale } = self.shape;
+    pub(super) unsafe fn call<'a>(&self) -> attention::Call<'a> {
         attention::Call {
             layer: self.layer,
             kind: kind(self.is_f16),
-            spec: AttentionSpec {
-                heads: heads as usize,
-                kv_heads: kv_heads as usize,
-                head_dim: head_dim as usize,
-                scale: scale.value(),
-            },
+            spec: self.shape.spec(),
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },
             // SAFETY: as above; the launcher takes the address alone.
@@ -482,7 +493,7 @@ impl AttentionOperands {
     }
 }
 
-fn kind(is_f16: bool) -> KvType {
+pub(super) fn kind(is_f16: bool) -> KvType {
     if is_f16 { KvType::F16 } else { KvType::F32 }
 }
 
@@ -496,7 +507,7 @@ impl Range {
 
     /// # Safety
     /// As [`ViewMut::from_raw`].
-    unsafe fn view_mut<'a>(self) -> ViewMut<'a, u8> {
+    pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, u8> {
         // SAFETY: the caller's contract.
         unsafe { ViewMut::from_raw(self.address, self.len) }
     }
@@ -536,7 +547,7 @@ impl Words {
 
     /// # Safety
     /// As [`View::from_raw`].
-    unsafe fn view<'a>(self) -> View<'a, u32> {
+    pub(super) unsafe fn view<'a>(self) -> View<'a, u32> {
         // SAFETY: the caller's contract.
         unsafe { View::from_raw(self.address, self.len) }
     }

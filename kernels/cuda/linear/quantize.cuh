@@ -1,0 +1,94 @@
+// Rounding 256 values of one token, eight per lane of a warp, into a panel (tile.cuh), by quant's own rules:
+// Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
+// 256 (the value of largest magnitude becomes -127, halves to even). F16 and BF16 to nearest even.
+//
+// Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. Here, and not in quantize.cu, so that the kernels which
+// make activations can round them as well.
+
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "tile.cuh"
+
+struct PanelPlace {
+    uint8_t *panel;
+    // Of the panel.
+    int token;
+};
+
+// The panel of `token` and column tile `col`.
+__device__ inline PanelPlace panel_place(uint8_t *panels, int bytes, int col_tiles, int token, int col) {
+    return {panels + (static_cast<size_t>(token / PANEL_TOKENS) * col_tiles + col) * bytes, token % PANEL_TOKENS};
+}
+
+// Eight quants of a lane are half a piece.
+__device__ inline void put_quants(const PanelPlace &place, const int (&q)[8]) {
+    int lane = threadIdx.x % 32;
+    auto pack = [](int a, int b, int c, int d) { return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24; };
+    uint2 bytes = {uint32_t(pack(q[0], q[1], q[2], q[3])), uint32_t(pack(q[4], q[5], q[6], q[7]))};
+    *reinterpret_cast<uint2 *>(place.panel + panel_piece(place.token, lane / 2) + lane % 2 * 8) = bytes;
+}
+
+__device__ inline float rounded_to_half(float x) { return __half2float(__float2half_rn(x)); }
+
+template <Scaling KIND>
+struct RoundPer32 {
+    static constexpr Scaling SCALING = KIND;
+
+    static __device__ void put(const float (&v)[8], const PanelPlace &place) {
+        float largest = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        float d = largest / 127.0f, inverse = d == 0 ? 0.0f : 1.0f / d;
+        int q[8], sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            q[i] = int(roundf(v[i] * inverse));
+            sum += q[i];
+        }
+        put_quants(place, q);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        int lane = threadIdx.x % 32;
+        if (lane % 4 == 0) {
+            float *scales = reinterpret_cast<float *>(place.panel + PANEL_QUANTS);
+            int at = lane / 4 * PANEL_TOKENS + place.token;
+            scales[at] = rounded_to_half(d);
+            if constexpr (SCALING == Scaling::PER_32_SUMS) scales[64 + at] = rounded_to_half(float(sum) * d);
+        }
+    }
+};
+
+struct RoundPer256 {
+    static constexpr Scaling SCALING = Scaling::PER_256;
+
+    static __device__ void put(const float (&v)[8], const PanelPlace &place) {
+        int lane = threadIdx.x % 32;
+        // The first of the values of largest magnitude, with its sign.
+        float max = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (fabsf(v[i]) > fabsf(max)) max = v[i];
+        int from = lane;
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) {
+            float other = __shfl_xor_sync(~0u, max, mask);
+            int other_from = __shfl_xor_sync(~0u, from, mask);
+            if (fabsf(other) > fabsf(max) || (fabsf(other) == fabsf(max) && other_from < from)) max = other, from = other_from;
+        }
+        float inverse = max == 0 ? 0.0f : -127.0f / max;
+        int q[8], sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            q[i] = int(fminf(rintf(inverse * v[i]), 127.0f));
+            sum += q[i];
+        }
+        put_quants(place, q);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        if (lane % 2 == 0) reinterpret_cast<int16_t *>(place.panel + PANEL_QUANTS + 32)[place.token * 16 + lane / 2] = int16_t(sum);
+        if (lane == 0) reinterpret_cast<float *>(place.panel + PANEL_QUANTS)[place.token] = max == 0 ? 0.0f : 1.0f / inverse;
+    }
+};

@@ -1,0 +1,341 @@
+//! Tokens per second of whole models with random weights: the shapes that PERFORMANCE compares with other engines.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Result;
+use gguf::{Metadata, MetadataBuilder};
+use kernels::cuda::{Buffer, Cuda, Data};
+use models::{Limits, Model, WeightTable, build};
+use ops::{Backend, KvLayout, KvType, Step, Weight};
+use quant::DType;
+use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
+
+use crate::Gpu;
+use crate::random::Random;
+
+const BLOCK_TOKENS: usize = 16;
+/// Tokens of a prompt in one step.
+const STEP_TOKENS: usize = 2048;
+
+struct Preset {
+    name: &'static str,
+    layers: usize,
+    embedding: usize,
+    heads: usize,
+    kv_heads: usize,
+    hidden: usize,
+    vocabulary: usize,
+    experts: usize,
+    tied: bool,
+}
+
+const PRESETS: [Preset; 3] = [
+    Preset {
+        name: "qwen3-8b",
+        layers: 36,
+        embedding: 4096,
+        heads: 32,
+        kv_heads: 8,
+        hidden: 12_288,
+        vocabulary: 151_936,
+        experts: 0,
+        tied: false,
+    },
+    Preset {
+        name: "qwen3-0.6b",
+        layers: 28,
+        embedding: 1024,
+        heads: 16,
+        kv_heads: 8,
+        hidden: 3072,
+        vocabulary: 151_936,
+        experts: 0,
+        tied: true,
+    },
+    Preset {
+        name: "qwen3-30b-a3b",
+        layers: 48,
+        embedding: 2048,
+        heads: 32,
+        kv_heads: 4,
+        hidden: 768,
+        vocabulary: 151_936,
+        experts: 128,
+        tied: false,
+    },
+];
+const HEAD_DIM: usize = 128;
+
+/// Which type a tensor has.
+#[derive(Clone, Copy, PartialEq)]
+enum Mix {
+    Q80,
+    /// As llama.cpp chooses: half of the sensitive matrices in Q6_K.
+    Q4KM,
+}
+
+impl Mix {
+    fn of(self, tensor: &str, layer: usize, layers: usize) -> DType {
+        let more = layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2;
+        match self {
+            Self::Q80 => DType::Q8_0,
+            Self::Q4KM if tensor == "output" => DType::Q6_K,
+            Self::Q4KM if more && (tensor == "attn_v" || tensor.starts_with("ffn_down")) => DType::Q6_K,
+            Self::Q4KM => DType::Q4_K,
+        }
+    }
+}
+
+pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+    for preset in &PRESETS {
+        for (mix, name) in [(Mix::Q4KM, "Q4_K_M"), (Mix::Q80, "Q8_0")] {
+            run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
+        }
+    }
+    Ok(())
+}
+
+fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
+    let started = Instant::now();
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let limits = Limits { rows_max: STEP_TOKENS, outputs_max: 64 };
+    let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
+    // Written once: its pages are there, as in an engine.
+    let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];
+    let context = 1024;
+    let sequences = 64;
+    let table_len = 16_384 / BLOCK_TOKENS + 1;
+    let blocks = sequences * context / BLOCK_TOKENS + table_len + 1;
+    let mut kv =
+        cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: model.kv_layers(KvType::F16) })?;
+    println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
+
+    for (len, past) in [(512, 0), (2048, 0), (2048, 14_336)] {
+        // One sequence; what is before the chunk was never computed, only written once.
+        let table: Vec<u32> = (1..=table_len as u32).collect();
+        if past > 0 {
+            for start in (0..past).step_by(STEP_TOKENS) {
+                step(&mut cuda, &mut *model, &mut kv, &[(&table, start, STEP_TOKENS)], false, &mut logits)?;
+            }
+        }
+        let mut best = f64::INFINITY;
+        for _ in 0..4 {
+            best =
+                best.min(step(&mut cuda, &mut *model, &mut kv, &[(&table, past, len)], true, &mut logits)?);
+        }
+        println!(
+            "{name}: prompt {len:5} after {past:6} {:9.2} ms {:8.0} tok/s",
+            best * 1e3,
+            len as f64 / best
+        );
+    }
+    let tables: Vec<Vec<u32>> = (0..sequences)
+        .map(|sequence| (0..context / BLOCK_TOKENS).map(|i| (1 + i * sequences + sequence) as u32).collect())
+        .collect();
+    for start in (0..512).step_by(STEP_TOKENS / sequences) {
+        let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
+        step(&mut cuda, &mut *model, &mut kv, &parts, false, &mut logits)?;
+    }
+    for rows in [1, 2, 4, 8, 16, 32, 64] {
+        let mut times = Vec::new();
+        for at in 512..536 {
+            let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
+            times.push(step(&mut cuda, &mut *model, &mut kv, &parts, true, &mut logits)?);
+        }
+        times.sort_by(f64::total_cmp);
+        let median = times[times.len() / 2];
+        println!(
+            "{name}: {rows:2} rows at 512 {:8.3} ms a step {:8.0} tok/s, {} graphs",
+            median * 1e3,
+            rows as f64 / median,
+            cuda.graphs()
+        );
+    }
+    if preset.experts == 0 {
+        let table: Vec<u32> = (1..=table_len as u32).collect();
+        let mut times = Vec::new();
+        for at in 16_350..16_366 {
+            times.push(step(&mut cuda, &mut *model, &mut kv, &[(&table, at, 1)], true, &mut logits)?);
+        }
+        times.sort_by(f64::total_cmp);
+        println!("{name}:  1 row at 16k {:8.3} ms a step", times[times.len() / 2] * 1e3);
+    }
+    Ok(())
+}
+
+/// Seconds of one step of consecutive tokens of some sequences, logits of each one's last token read or not.
+fn step(
+    cuda: &mut Cuda,
+    model: &mut dyn Model<Cuda>,
+    kv: &mut <Cuda as Backend>::Kv,
+    parts: &[(&Vec<u32>, usize, usize)],
+    wanted: bool,
+    logits: &mut [f32],
+) -> Result<f64> {
+    let (mut tokens, mut positions, mut sequences, mut slots, mut outputs) =
+        (vec![], vec![], vec![], vec![], vec![]);
+    for (sequence, &(table, start, len)) in parts.iter().enumerate() {
+        for position in start..start + len {
+            tokens.push((position * 7919 % 100_000) as u32);
+            positions.push(position as u32);
+            sequences.push(sequence as u32);
+            slots.push(
+                table[position / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32,
+            );
+        }
+        if wanted {
+            outputs.push(tokens.len() as u32 - 1);
+        }
+    }
+    let tables: Vec<&[u32]> = parts.iter().map(|(table, _, _)| table.as_slice()).collect();
+    let logits = &mut logits[..outputs.len() * model.vocab_size()];
+    let step = Step {
+        tokens: &tokens,
+        positions: &positions,
+        sequences: &sequences,
+        kv_slots: &slots,
+        tables: &tables,
+        outputs: &outputs,
+    };
+    cuda.wait()?;
+    let start = Instant::now();
+    let out = model.forward(cuda, kv, &step)?;
+    cuda.read(out, outputs.len(), logits)?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn metadata(preset: &Preset) -> Result<Metadata> {
+    let arch = if preset.experts > 0 { "qwen3moe" } else { "qwen3" };
+    let mut builder = MetadataBuilder::default();
+    builder.put("general.architecture", arch)?;
+    for (key, value) in [
+        ("block_count", preset.layers),
+        ("embedding_length", preset.embedding),
+        ("context_length", 40_960),
+        ("feed_forward_length", preset.hidden),
+        ("attention.head_count", preset.heads),
+        ("attention.head_count_kv", preset.kv_heads),
+        ("attention.key_length", HEAD_DIM),
+        ("attention.value_length", HEAD_DIM),
+        ("vocab_size", preset.vocabulary),
+    ] {
+        builder.put(&format!("{arch}.{key}"), value as u32)?;
+    }
+    if preset.experts > 0 {
+        builder.put(&format!("{arch}.expert_count"), preset.experts as u32)?;
+        builder.put(&format!("{arch}.expert_used_count"), 8_u32)?;
+        builder.put(&format!("{arch}.expert_feed_forward_length"), preset.hidden as u32)?;
+    }
+    builder.put(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-6_f32)?;
+    builder.put(&format!("{arch}.rope.freq_base"), 1e6_f32)?;
+    Ok(Metadata::parse(builder.bytes().to_vec())?)
+}
+
+fn weights(gpu: &Gpu, preset: &Preset, mix: Mix) -> Result<WeightTable<Cuda>> {
+    let Preset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, tied, .. } = *preset;
+    let mut table = WeightTable::new();
+    let mut random = Random::new(21);
+    let mut matrix = |table: &mut WeightTable<Cuda>,
+                      name: String,
+                      dtype: DType,
+                      cols: usize,
+                      rows: usize,
+                      stack: usize| {
+        let weight = matrix(gpu, &mut random, dtype, cols, rows, stack)?;
+        Ok::<_, anyhow::Error>(table.insert(name, weight)?)
+    };
+    let vector = |table: &mut WeightTable<Cuda>, name: String, len: usize| {
+        let values = Arc::new(Buffer::from_host(&gpu.stream, &vec![1.0_f32; len])?);
+        let data = device_data(values.view().address(), 4 * len, values);
+        Ok::<_, anyhow::Error>(
+            table.insert(name, Weight { dtype: DType::F32, dims: vec![len], layout: LAYOUT_TILES, data })?,
+        )
+    };
+    matrix(
+        &mut table,
+        "token_embd.weight".into(),
+        mix.of("token_embd", 0, layers),
+        embedding,
+        vocabulary,
+        1,
+    )?;
+    if !tied {
+        matrix(&mut table, "output.weight".into(), mix.of("output", 0, layers), embedding, vocabulary, 1)?;
+    }
+    vector(&mut table, "output_norm.weight".into(), embedding)?;
+    let (width, kv_width) = (heads * HEAD_DIM, kv_heads * HEAD_DIM);
+    for layer in 0..layers {
+        let name = |tensor: &str| format!("blk.{layer}.{tensor}.weight");
+        let mut add = |table: &mut WeightTable<Cuda>, tensor: &str, cols, rows, stack| {
+            matrix(table, name(tensor), mix.of(tensor, layer, layers), cols, rows, stack)
+        };
+        add(&mut table, "attn_q", embedding, width, 1)?;
+        add(&mut table, "attn_k", embedding, kv_width, 1)?;
+        add(&mut table, "attn_v", embedding, kv_width, 1)?;
+        add(&mut table, "attn_output", width, embedding, 1)?;
+        if experts > 0 {
+            add(&mut table, "ffn_gate_exps", embedding, hidden, experts)?;
+            add(&mut table, "ffn_up_exps", embedding, hidden, experts)?;
+            add(&mut table, "ffn_down_exps", hidden, embedding, experts)?;
+            matrix(&mut table, name("ffn_gate_inp"), DType::F32, embedding, experts, 1)?;
+        } else {
+            add(&mut table, "ffn_gate", embedding, hidden, 1)?;
+            add(&mut table, "ffn_up", embedding, hidden, 1)?;
+            add(&mut table, "ffn_down", hidden, embedding, 1)?;
+        }
+        for (tensor, len) in [
+            ("attn_norm", embedding),
+            ("ffn_norm", embedding),
+            ("attn_q_norm", HEAD_DIM),
+            ("attn_k_norm", HEAD_DIM),
+        ] {
+            vector(&mut table, name(tensor), len)?;
+        }
+    }
+    gpu.stream.synchronize()?;
+    Ok(table)
+}
+
+/// Random values in one group of rows, copied to all others: speed does not depend on their being different.
+fn matrix(
+    gpu: &Gpu,
+    random: &mut Random,
+    dtype: DType,
+    cols: usize,
+    rows: usize,
+    stack: usize,
+) -> Result<Weight<Cuda>> {
+    let shape = Tiles::new(dtype, cols, rows * stack)?;
+    let group = Tiles::new(dtype, cols, TILE_ROWS)?;
+    let scale = 1.0 / (cols as f32).sqrt();
+    let values: Vec<f32> = random.values(cols * TILE_ROWS).into_iter().map(|x| x * scale).collect();
+    let mut raw = vec![0; group.raw_bytes()];
+    quant::encode(dtype, &values, &mut raw)?;
+    let mut tiles = vec![0; group.bytes()];
+    group.repack(&raw, &mut tiles)?;
+    let mut buffer = Buffer::<u8>::new(&gpu.device, shape.bytes())?;
+    let mut done = tiles.len();
+    if let Some(mut first) = buffer.view_mut().slice_mut(0, done) {
+        first.copy_from_host(&gpu.stream, &tiles)?;
+    }
+    while done < shape.bytes() {
+        let next = done.min(shape.bytes() - done);
+        let from = buffer.view().address();
+        // SAFETY: the first `next` bytes, which the copy does not write.
+        let from = unsafe { kernels::cuda::View::from_raw(from, next) };
+        if let Some(mut rest) = buffer.view_mut().slice_mut(done, next) {
+            rest.copy_from(&gpu.stream, from)?;
+        }
+        done += next;
+    }
+    let buffer = Arc::new(buffer);
+    let dims = if stack > 1 { vec![cols, rows, stack] } else { vec![cols, rows] };
+    let data = device_data(buffer.view().address(), shape.bytes(), buffer);
+    Ok(Weight { dtype, dims, layout: LAYOUT_TILES, data })
+}
+
+fn device_data<T: Send + Sync + 'static>(address: u64, len: usize, owner: Arc<T>) -> Data {
+    // SAFETY: the whole of a buffer that the owner keeps, which waits for the device when it goes.
+    unsafe { Data::on_device(address, len, owner) }
+}
