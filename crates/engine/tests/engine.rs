@@ -259,7 +259,7 @@ fn scoring_reports_every_position_once_despite_preemption() {
     engine.submit_score(score(3, ScoreKind::Logits)).unwrap();
     out.extend(run_out(&mut engine));
 
-    let scored: Vec<(usize, u32, f32, Vec<(u32, f32)>)> = out
+    let scored: Vec<_> = out
         .iter()
         .filter_map(|output| match output {
             Output::Scored { position, token, logprob, top, .. } => {
