@@ -7,3 +7,4 @@ mod adoption;
 mod faults;
 mod handoff;
 mod support;
+mod vault;

@@ -4,19 +4,16 @@
 //! There is no `ballast` executable here: this test binary starts itself again, and [`child_process`] becomes the role
 //! that the environment names.
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use memory::attach::{AttachError, AttachRequest, Attached, attach};
-use memory::fd_passing::recv_with_fds;
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use tempfile::TempDir;
@@ -24,6 +21,8 @@ use tokio::runtime::Runtime;
 use tonic::Status;
 use tonic::transport::Channel;
 use weight_server::{Config, LoaderProgram};
+
+use crate::vault::FakeVault;
 
 /// Ten times what anything here takes on a quiet machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
@@ -212,108 +211,6 @@ pub(crate) fn make_sparse_model(path: &Path, bytes: u64) {
     contents.truncate(data_start as usize);
     std::fs::write(path, contents).unwrap();
     File::options().write(true).open(path).unwrap().set_len(data_start + bytes).unwrap();
-}
-
-/// The parent's side of the notify protocol: keeps what is stored, as the supervisor or systemd would.
-#[derive(Clone)]
-pub(crate) struct FakeVault {
-    shared: Arc<(Mutex<VaultState>, Condvar)>,
-}
-
-#[derive(Default)]
-struct VaultState {
-    fds: Vec<(String, OwnedFd)>,
-    /// Stores and removals, in order.
-    log: Vec<String>,
-    ready: u32,
-    status: VecDeque<String>,
-}
-
-impl FakeVault {
-    pub(crate) fn bind(path: &Path) -> Self {
-        let socket = UnixDatagram::bind(path).unwrap();
-        let shared = Arc::new((Mutex::new(VaultState::default()), Condvar::new()));
-        let vault = Self { shared };
-        let listener = vault.clone();
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            while let Ok(received) = recv_with_fds(&socket, &mut buffer) {
-                let text = String::from_utf8(buffer[..received.bytes].to_vec()).unwrap();
-                listener.take(&text, received.fds);
-            }
-        });
-        vault
-    }
-
-    fn take(&self, text: &str, mut fds: Vec<OwnedFd>) {
-        let (state, changed) = &*self.shared;
-        let mut state = state.lock().unwrap();
-        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
-        let name = field("FDNAME").unwrap_or_default().to_owned();
-        if field("FDSTORE").is_some() {
-            assert_eq!(field("FDPOLL"), Some("0"));
-            state.log.push(format!("+{name}"));
-            state.fds.push((name, fds.remove(0)));
-        } else if field("FDSTOREREMOVE").is_some() {
-            state.log.push(format!("-{name}"));
-            state.fds.retain(|(stored, _)| *stored != name);
-        } else if let Some(status) = field("STATUS") {
-            state.status.push_back(status.to_owned());
-        } else if field("READY").is_some() {
-            state.ready += 1;
-        }
-        changed.notify_all();
-        // A barrier is over when its descriptor is dropped, here.
-    }
-
-    fn wait<T>(&self, what: &str, check: impl Fn(&VaultState) -> Option<T>) -> T {
-        let (state, changed) = &*self.shared;
-        let deadline = Instant::now() + LIMIT;
-        let mut state = state.lock().unwrap();
-        loop {
-            if let Some(found) = check(&state) {
-                return found;
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "{what} did not come; the log is {:?}", state.log);
-            state = changed.wait_timeout(state, left).unwrap().0;
-        }
-    }
-
-    pub(crate) fn wait_ready(&self, times: u32) {
-        self.wait("READY=1", |state| (state.ready >= times).then_some(()));
-    }
-
-    /// Waits until exactly these names are stored, in any order.
-    pub(crate) fn wait_names(&self, expected: &[&str]) {
-        let mut expected: Vec<&str> = expected.to_vec();
-        expected.sort_unstable();
-        self.wait(&format!("{expected:?}"), |state| {
-            let mut names: Vec<&str> = state.fds.iter().map(|(name, _)| name.as_str()).collect();
-            names.sort_unstable();
-            (names == expected).then_some(())
-        });
-    }
-
-    pub(crate) fn log(&self) -> Vec<String> {
-        self.shared.0.lock().unwrap().log.clone()
-    }
-
-    /// Copies of everything stored, as a restarted server gets them.
-    pub(crate) fn contents(&self) -> Vec<(String, OwnedFd)> {
-        let state = self.shared.0.lock().unwrap();
-        state.fds.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect()
-    }
-
-    pub(crate) fn remove(&self, name: &str) {
-        self.shared.0.lock().unwrap().fds.retain(|(stored, _)| stored != name);
-    }
-
-    pub(crate) fn replace(&self, name: &str, fd: OwnedFd) {
-        let mut state = self.shared.0.lock().unwrap();
-        let slot = state.fds.iter_mut().find(|(stored, _)| stored == name).unwrap();
-        slot.1 = fd;
-    }
 }
 
 #[derive(Default)]

@@ -1,0 +1,114 @@
+//! The vault that a weight-server's parent keeps, played by the test: stores descriptors, and says what is in it.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
+
+use memory::fd_passing::recv_with_fds;
+
+use crate::support::LIMIT;
+
+/// The parent's side of the notify protocol: keeps what is stored, as the supervisor or systemd would.
+#[derive(Clone)]
+pub(crate) struct FakeVault {
+    shared: Arc<(Mutex<VaultState>, Condvar)>,
+}
+
+#[derive(Default)]
+struct VaultState {
+    fds: Vec<(String, OwnedFd)>,
+    /// Stores and removals, in order.
+    log: Vec<String>,
+    ready: u32,
+    status: VecDeque<String>,
+}
+
+impl FakeVault {
+    pub(crate) fn bind(path: &Path) -> Self {
+        let socket = UnixDatagram::bind(path).unwrap();
+        let shared = Arc::new((Mutex::new(VaultState::default()), Condvar::new()));
+        let vault = Self { shared };
+        let listener = vault.clone();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(received) = recv_with_fds(&socket, &mut buffer) {
+                let text = String::from_utf8(buffer[..received.bytes].to_vec()).unwrap();
+                listener.take(&text, received.fds);
+            }
+        });
+        vault
+    }
+
+    fn take(&self, text: &str, mut fds: Vec<OwnedFd>) {
+        let (state, changed) = &*self.shared;
+        let mut state = state.lock().unwrap();
+        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        let name = field("FDNAME").unwrap_or_default().to_owned();
+        if field("FDSTORE").is_some() {
+            assert_eq!(field("FDPOLL"), Some("0"));
+            state.log.push(format!("+{name}"));
+            state.fds.push((name, fds.remove(0)));
+        } else if field("FDSTOREREMOVE").is_some() {
+            state.log.push(format!("-{name}"));
+            state.fds.retain(|(stored, _)| *stored != name);
+        } else if let Some(status) = field("STATUS") {
+            state.status.push_back(status.to_owned());
+        } else if field("READY").is_some() {
+            state.ready += 1;
+        }
+        changed.notify_all();
+        // A barrier is over when its descriptor is dropped, here.
+    }
+
+    fn wait<T>(&self, what: &str, check: impl Fn(&VaultState) -> Option<T>) -> T {
+        let (state, changed) = &*self.shared;
+        let deadline = Instant::now() + LIMIT;
+        let mut state = state.lock().unwrap();
+        loop {
+            if let Some(found) = check(&state) {
+                return found;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "{what} did not come; the log is {:?}", state.log);
+            state = changed.wait_timeout(state, left).unwrap().0;
+        }
+    }
+
+    pub(crate) fn wait_ready(&self, times: u32) {
+        self.wait("READY=1", |state| (state.ready >= times).then_some(()));
+    }
+
+    /// Waits until exactly these names are stored, in any order.
+    pub(crate) fn wait_names(&self, expected: &[&str]) {
+        let mut expected: Vec<&str> = expected.to_vec();
+        expected.sort_unstable();
+        self.wait(&format!("{expected:?}"), |state| {
+            let mut names: Vec<&str> = state.fds.iter().map(|(name, _)| name.as_str()).collect();
+            names.sort_unstable();
+            (names == expected).then_some(())
+        });
+    }
+
+    pub(crate) fn log(&self) -> Vec<String> {
+        self.shared.0.lock().unwrap().log.clone()
+    }
+
+    /// Copies of everything stored, as a restarted server gets them.
+    pub(crate) fn contents(&self) -> Vec<(String, OwnedFd)> {
+        let state = self.shared.0.lock().unwrap();
+        state.fds.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect()
+    }
+
+    pub(crate) fn remove(&self, name: &str) {
+        self.shared.0.lock().unwrap().fds.retain(|(stored, _)| stored != name);
+    }
+
+    pub(crate) fn replace(&self, name: &str, fd: OwnedFd) {
+        let mut state = self.shared.0.lock().unwrap();
+        let slot = state.fds.iter_mut().find(|(stored, _)| stored == name).unwrap();
+        slot.1 = fd;
+    }
+}
