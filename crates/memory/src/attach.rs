@@ -7,16 +7,19 @@
 //! Blocking: call it from a thread that may wait. No wait is longer than `SILENCE` without a sign of life; there is no
 //! bound on the total, since a large model takes as long as its disk does.
 
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use proto::weights::v1::{self as wire, server_frame, worker_frame};
 
+use crate::cuda::{self, DeviceTensor, ImportModelError, ImportedModel};
 use crate::handoff::{Collector, HandoffError, PROTOCOL};
 use crate::import::{ImportError, Tensor, import_host, take_manifest};
 use crate::lease::Lease;
 use crate::manifest::{FORMAT, Manifest};
+use crate::mapping::MappingWatch;
 use crate::seqpacket::{Connection, FrameError, SocketError};
 
 /// The weight-server reports at least every second while a model loads.
@@ -54,17 +57,39 @@ pub struct LoadingProgress {
     pub jobs_ahead: u32,
 }
 
-/// A model in this process.
+/// A granted lease and the descriptors of its model, not mapped yet. Dropping it gives the lease back.
 #[derive(Debug)]
-pub struct Attached {
+pub struct Granted {
+    manifest: Manifest,
+    fds: Vec<OwnedFd>,
+    connection: Connection,
+    socket: PathBuf,
+    token: Bytes,
+    lease: u64,
+    generation: u64,
+    granted: Instant,
+    waited: Duration,
+}
+
+/// A model in this process; on the host its tensors are [`Tensor`]s, in the manifest's order.
+#[derive(Debug)]
+pub struct Attached<T = Vec<Tensor>> {
     pub manifest: Manifest,
-    /// In the manifest's order. Drop every one, and every slice of one, before the lease.
-    pub tensors: Vec<Tensor>,
+    /// Drop every one, and every slice of one, before the lease.
+    pub tensors: T,
     pub lease: Lease,
     /// From the grant to the last mapping: what a worker costs that finds its model resident.
     pub handoff: Duration,
     /// From the request to the grant: connecting, and waiting for a load.
     pub waited: Duration,
+}
+
+impl<T> Attached<T> {
+    /// The same model with its tensors as somebody else sees them.
+    pub fn map<U>(self, see: impl FnOnce(T) -> U) -> Attached<U> {
+        let Self { manifest, tensors, lease, handoff, waited } = self;
+        Attached { manifest, tensors: see(tensors), lease, handoff, waited }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -83,6 +108,8 @@ pub enum AttachError {
     Handoff(#[from] HandoffError),
     #[error("the model that was handed over cannot be used")]
     Import(#[from] ImportError),
+    #[error("the model that was handed over cannot be used")]
+    ImportDevice(#[from] ImportModelError),
     #[error("cannot watch the lease")]
     Lease(#[source] std::io::Error),
 }
@@ -100,8 +127,17 @@ impl From<FrameError> for AttachError {
 pub fn attach(
     socket: &Path,
     request: &AttachRequest,
-    mut on_waiting: impl FnMut(LoadingProgress),
+    on_waiting: impl FnMut(LoadingProgress),
 ) -> Result<Attached, AttachError> {
+    take(socket, request, on_waiting)?.import_host()
+}
+
+/// Asks for a model, waits for a load of it, and takes its descriptors.
+pub fn take(
+    socket: &Path,
+    request: &AttachRequest,
+    mut on_waiting: impl FnMut(LoadingProgress),
+) -> Result<Granted, AttachError> {
     let started = Instant::now();
     let connection = connect(socket)?;
     connection.set_timeouts(Some(SILENCE), Some(SEND_TIMEOUT)).map_err(AttachError::Lease)?;
@@ -130,12 +166,45 @@ pub fn attach(
         }
     }
     let (manifest, fds) = take_manifest(collector.into_fds())?;
-    let (tensors, mappings) = import_host(&manifest, fds)?;
-    let handoff = granted.elapsed();
-    let token = request.token.clone().unwrap_or_default();
-    let lease = Lease::hold(connection, socket, grant.lease, grant.generation, token, mappings)
-        .map_err(AttachError::Lease)?;
-    Ok(Attached { manifest, tensors, lease, handoff, waited: granted - started })
+    Ok(Granted {
+        manifest,
+        fds,
+        connection,
+        socket: socket.to_owned(),
+        token: request.token.clone().unwrap_or_default(),
+        lease: grant.lease,
+        generation: grant.generation,
+        granted,
+        waited: granted - started,
+    })
+}
+
+impl Granted {
+    /// Maps a model that lies on the host.
+    pub fn import_host(self) -> Result<Attached, AttachError> {
+        self.import(|manifest, fds| Ok(import_host(manifest, fds)?))
+    }
+
+    /// Maps a model that lies on this GPU. It stays mapped while any of its tensors lives.
+    pub fn import_cuda(self, device: &cuda::Device) -> Result<Attached<Vec<DeviceTensor>>, AttachError> {
+        self.import(|manifest, fds| {
+            let model = ImportedModel::import(device, manifest, fds)?;
+            let watch = MappingWatch::device(model.watch());
+            Ok((model.tensors, watch))
+        })
+    }
+
+    fn import<T>(
+        self,
+        import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch), AttachError>,
+    ) -> Result<Attached<T>, AttachError> {
+        let Self { manifest, fds, connection, socket, token, lease, generation, granted, waited } = self;
+        let (tensors, mappings) = import(&manifest, fds)?;
+        let handoff = granted.elapsed();
+        let lease = Lease::hold(connection, &socket, lease, generation, token, mappings)
+            .map_err(AttachError::Lease)?;
+        Ok(Attached { manifest, tensors, lease, handoff, waited })
+    }
 }
 
 fn attach_frame(request: &AttachRequest) -> wire::Attach {

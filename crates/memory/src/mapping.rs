@@ -13,6 +13,7 @@ use bytes::Bytes;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
+use crate::cuda::AddressRange;
 use crate::memfd::{MemfdError, SealedMemfd};
 use crate::pack::GRANULE_BYTES;
 
@@ -128,13 +129,26 @@ impl AsRef<[u8]> for View {
     }
 }
 
-/// Tells whether mappings made by [`map_all`] still exist in this process.
+/// Tells whether a model is still mapped in this process.
 #[derive(Debug, Clone)]
-pub struct MappingWatch(Weak<Reservation>);
+pub struct MappingWatch(Range);
+
+#[derive(Debug, Clone)]
+enum Range {
+    Host(Weak<Reservation>),
+    Device(Weak<AddressRange>),
+}
 
 impl MappingWatch {
+    pub(crate) fn device(range: Weak<AddressRange>) -> Self {
+        Self(Range::Device(range))
+    }
+
     pub fn is_unmapped(&self) -> bool {
-        self.0.strong_count() == 0
+        match &self.0 {
+            Range::Host(range) => range.strong_count() == 0,
+            Range::Device(range) => range.strong_count() == 0,
+        }
     }
 }
 
@@ -148,7 +162,7 @@ pub fn map_all(memfds: &[SealedMemfd]) -> Result<(Vec<Bytes>, MappingWatch), Mem
     let views = (0..files.len())
         .map(|part| Bytes::from_owner(View { reservation: Arc::clone(&reservation), part }))
         .collect();
-    Ok((views, MappingWatch(Arc::downgrade(&reservation))))
+    Ok((views, MappingWatch(Range::Host(Arc::downgrade(&reservation)))))
 }
 
 #[cfg(test)]
