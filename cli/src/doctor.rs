@@ -129,16 +129,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn host_passes_its_own_checks() {
-        let findings = host::examine();
-        let failed: Vec<_> = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).collect();
-        assert!(failed.is_empty(), "{failed:?}");
-        for check in ["memfd seals", "huge pages", "descriptors", "memory", "copy"] {
-            assert!(findings.iter().any(|finding| finding.check == check), "{check} is missing");
-        }
-    }
-
-    #[test]
     fn reports_say_the_same_in_both_forms() {
         let error: Box<dyn std::error::Error> = std::io::Error::other("no luck").into();
         let findings = [
