@@ -11,16 +11,18 @@ pub struct HostMemory {
     pub available: u64,
 }
 
-/// A limit of the cgroup (v2) of this process, or of one above it.
+/// A limit of the cgroup of this process, or of one above it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CgroupMemory {
     pub max: u64,
     pub current: u64,
+    /// Of `current`: pages of files that nobody used lately, given back before anyone is refused.
+    pub inactive_file: u64,
 }
 
 impl CgroupMemory {
     pub fn available(self) -> u64 {
-        self.max.saturating_sub(self.current)
+        self.max.saturating_sub(self.current.saturating_sub(self.inactive_file))
     }
 }
 
@@ -37,23 +39,57 @@ fn parse_meminfo(text: &str) -> Option<HostMemory> {
     Some(HostMemory { total: field("MemTotal")?, available: field("MemAvailable")? })
 }
 
-/// The tightest memory limit on the way from this process' cgroup to the root; `None` where nothing is limited, or
-/// where there is no cgroup v2.
-pub fn cgroup() -> Option<CgroupMemory> {
-    let membership = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let own = membership.lines().find_map(|line| line.strip_prefix("0::"))?;
-    cgroup_at(Path::new("/sys/fs/cgroup"), Path::new(own.trim_start_matches('/')))
+/// Where a version of cgroups keeps the memory of a group.
+struct Files {
+    /// What the line of the group in /proc/self/cgroup begins with, behind the number of the hierarchy.
+    membership: &'static str,
+    mount: &'static str,
+    max: &'static str,
+    current: &'static str,
+    /// A line of memory.stat.
+    inactive_file: &'static str,
 }
 
-fn cgroup_at(root: &Path, own: &Path) -> Option<CgroupMemory> {
+const V2: Files = Files {
+    membership: ":",
+    mount: "/sys/fs/cgroup",
+    max: "memory.max",
+    current: "memory.current",
+    inactive_file: "inactive_file",
+};
+const V1: Files = Files {
+    membership: "memory:",
+    mount: "/sys/fs/cgroup/memory",
+    max: "memory.limit_in_bytes",
+    current: "memory.usage_in_bytes",
+    inactive_file: "total_inactive_file",
+};
+
+/// The tightest memory limit on the way from this process' cgroup to the root; `None` where nothing is limited.
+pub fn cgroup() -> Option<CgroupMemory> {
+    let memberships = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let of = |files: &Files| {
+        let own =
+            memberships.lines().find_map(|line| line.split_once(':')?.1.strip_prefix(files.membership))?;
+        cgroup_at(files, Path::new(files.mount), Path::new(own.trim_start_matches('/')))
+    };
+    of(&V2).or_else(|| of(&V1))
+}
+
+fn cgroup_at(files: &Files, root: &Path, own: &Path) -> Option<CgroupMemory> {
     let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let inactive_file = |directory: &Path| {
+        let stat = std::fs::read_to_string(directory.join("memory.stat")).ok()?;
+        stat.lines().find_map(|line| line.strip_prefix(files.inactive_file)?.trim().parse().ok())
+    };
     own.ancestors()
         .filter_map(|group| {
             let directory = root.join(group);
             // "max" is no number: not limited here.
             Some(CgroupMemory {
-                max: number(directory.join("memory.max"))?,
-                current: number(directory.join("memory.current"))?,
+                max: number(directory.join(files.max))?,
+                current: number(directory.join(files.current))?,
+                inactive_file: inactive_file(&directory).unwrap_or(0),
             })
         })
         .min_by_key(|memory| memory.available())
@@ -81,15 +117,20 @@ mod tests {
 
     #[test]
     fn the_tightest_cgroup_limit_counts() {
-        let root = tempfile::tempdir().unwrap();
-        let leaf = root.path().join("a/b");
-        std::fs::create_dir_all(&leaf).unwrap();
-        for (directory, max, current) in [(&leaf, "max", "10"), (&root.path().join("a"), "1000", "900")] {
-            std::fs::write(directory.join("memory.max"), max).unwrap();
-            std::fs::write(directory.join("memory.current"), current).unwrap();
+        for files in [V1, V2] {
+            let root = tempfile::tempdir().unwrap();
+            let leaf = root.path().join("a/b");
+            std::fs::create_dir_all(&leaf).unwrap();
+            let groups = [(&leaf, "max", "10", 0), (&root.path().join("a"), "1000", "900", 40)];
+            for (directory, max, current, inactive) in groups {
+                std::fs::write(directory.join(files.max), max).unwrap();
+                std::fs::write(directory.join(files.current), current).unwrap();
+                let stat = format!("file 77\n{} {inactive}\nunevictable 0\n", files.inactive_file);
+                std::fs::write(directory.join("memory.stat"), stat).unwrap();
+            }
+            let limit = cgroup_at(&files, root.path(), Path::new("a/b")).unwrap();
+            assert_eq!((limit.max, limit.available()), (1000, 140));
+            assert_eq!(cgroup_at(&files, root.path(), Path::new("c")), None);
         }
-        let limit = cgroup_at(root.path(), Path::new("a/b")).unwrap();
-        assert_eq!((limit.max, limit.available()), (1000, 100));
-        assert_eq!(cgroup_at(root.path(), Path::new("c")), None);
     }
 }
