@@ -5,31 +5,35 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use engine::{Engine, EngineConfig, KvBudget, StartError};
-use memory::attach::{AttachRequest, Attached, LoadingProgress, attach};
+use engine::{Engine, StartError};
+use memory::attach::{AttachRequest, Granted, LoadingProgress};
+use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
-use memory::manifest::HOST_DEVICE;
 use models::{BuildModelError, TensorHead, WeightError, WeightTable};
-use ops::OpError;
+use ops::{Backend, OpError};
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
 use service::exit::HasExit;
 use service::{Exit, Notify};
 
-use crate::backend::{self, Compute, TensorError};
-use crate::config::{Config, Device};
+use crate::backend::{self, Place, TensorError};
+use crate::config::Config;
+use crate::timeline::Timeline;
 
 /// How long to go on asking for a model that the weight-server does not know yet, or a weight-server that is restarted:
 /// in a fleet that comes up, workers may be first. A load in progress is waited for as long as it moves.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_millis(50);
 
-/// Activations, logits and the process itself beside the KV cache, as reserved in the ledger.
-const WORKSPACE_BYTES: u64 = 40 << 20;
-
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
+    #[error(transparent)]
+    Driver(#[from] OpenDriverError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("cannot use the GPU {device}")]
+    Context { device: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("cannot attach model {model:?} from {socket}")]
     Attach { model: String, socket: String, source: memory::attach::AttachError },
     #[error("the model's metadata")]
@@ -51,6 +55,11 @@ pub enum AttachError {
 impl HasExit for AttachError {
     fn exit(&self) -> Exit {
         match self {
+            AttachError::Driver(OpenDriverError::Init(_)) | AttachError::Device(DeviceError::Refused(_)) => {
+                Exit::Internal
+            }
+            AttachError::Driver(_) | AttachError::Device(_) => Exit::Usage,
+            AttachError::Context { .. } => Exit::OutOfResources,
             AttachError::Attach { source: memory::attach::AttachError::Refused { reason, .. }, .. } => {
                 match reason {
                     RefusalReason::UnknownModel => Exit::Usage,
@@ -86,116 +95,130 @@ pub(crate) struct Facts {
     /// Text form of the fingerprint.
     pub(crate) fingerprint: Bytes,
     pub(crate) backend: String,
+    /// "host", or a GPU's UUID.
+    pub(crate) device: String,
     pub(crate) context_tokens: usize,
     pub(crate) vocabulary: usize,
     pub(crate) weight_bytes: u64,
+    /// Device memory that the context takes, and what is reserved for activations and kernels.
+    pub(crate) context_bytes: u64,
+    pub(crate) workspace_bytes: u64,
     /// The GGUF metadata section, in the manifest's mapping.
     pub(crate) gguf: Bytes,
     /// From the weight-server's grant to the last mapping.
     pub(crate) attach: Duration,
+    /// From the process's start to the engine.
+    pub(crate) timeline: Timeline,
 }
 
 /// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the lease ends.
-pub(crate) struct Resident {
-    pub(crate) engine: Engine<Compute>,
+pub(crate) struct Resident<B: Backend> {
+    pub(crate) engine: Engine<B>,
     pub(crate) lease: Arc<Lease>,
     pub(crate) facts: Facts,
 }
 
 /// Attaches the configured model and builds its engine.
-pub(crate) fn bring_up(
+pub(crate) fn bring_up<P: Place>(
+    place: &P,
+    mut timeline: Timeline,
     config: &Config,
     token: Option<Bytes>,
     notify: &Notify,
-) -> Result<Resident, AttachError> {
-    let started = Instant::now();
-    let Attached { manifest, tensors, lease, handoff, waited } = wait_for_model(config, token, notify)?;
+) -> Result<Resident<P::Compute>, AttachError> {
+    let granted = wait_for_model(place, config, token, notify)?;
+    timeline.mark("wait");
+    let attached = place.import(granted).map_err(|source| failed(config, source))?;
+    timeline.mark("import");
+    let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
     let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
     let mut table = WeightTable::new();
     let mut heads = Vec::with_capacity(tensors.len());
-    for tensor in &tensors {
-        let weight = backend::weight(tensor)?;
+    for (tensor, data) in manifest.tensors.iter().zip(tensors) {
+        let weight = backend::weight::<P>(tensor, data)?;
         heads.push((weight.dtype, &tensor.name, &tensor.shape));
         table.insert(tensor.name.clone(), weight)?;
     }
     let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
     let described = models::validate(&metadata, heads)?;
 
-    let mut compute = backend::start(config.threads).map_err(AttachError::Backend)?;
-    let engine_config = engine_config(config);
+    let mut compute = place.compute().map_err(AttachError::Backend)?;
+    let engine_config = config.engine();
     let limits = engine_config.model_limits(described.vocab_size);
     let model = models::build(&metadata, table, &mut compute, limits)?;
+    timeline.mark("model");
+    let (context_tokens, vocabulary) = (model.context_length(), model.vocab_size());
+    let fingerprint = backend::fingerprint(manifest.digest, place, &compute)?;
+    let engine = Engine::new(model, compute, &engine_config)?;
+    timeline.mark("engine");
     let facts = Facts {
         model: manifest.model.clone(),
         digest: manifest.digest,
         generation: manifest.generation,
-        fingerprint: backend::fingerprint(manifest.digest, &compute)?.to_string().into(),
-        backend: backend::describe(&compute),
-        context_tokens: config
-            .context_tokens
-            .map_or(model.context_length(), |cut| cut.min(model.context_length())),
-        vocabulary: model.vocab_size(),
+        fingerprint: fingerprint.to_string().into(),
+        backend: place.describe(),
+        device: place.device(),
+        context_tokens: config.context_tokens.map_or(context_tokens, |cut| cut.min(context_tokens)),
+        vocabulary,
         weight_bytes: manifest.tensor_bytes(),
+        context_bytes: place.context_bytes(),
+        workspace_bytes: config.workspace(),
         gguf: manifest.gguf_metadata.clone(),
         attach: handoff,
+        timeline,
     };
-    let engine = Engine::new(model, compute, &engine_config)?;
     tracing::info!(
         model = %facts.model,
-        attach_ms = handoff.as_secs_f64() * 1e3,
-        waited_ms = waited.as_secs_f64() * 1e3,
-        total_ms = started.elapsed().as_secs_f64() * 1e3,
+        device = %facts.device,
         weight_bytes = facts.weight_bytes,
+        attach_ms = handoff.as_secs_f64() * 1e3,
+        total_ms = facts.timeline.total().as_secs_f64() * 1e3,
+        timeline = %facts.timeline,
         "attached"
     );
     Ok(Resident { engine, lease: Arc::new(lease), facts })
 }
 
-fn engine_config(config: &Config) -> EngineConfig {
-    EngineConfig {
-        kv_type: backend::KV_TYPE,
-        step_tokens: config.step_tokens,
-        prefill_chunk_max: config.step_tokens,
-        running_max: config.running_max,
-        queue_max: config.queue_max,
-        context_tokens: config.context_tokens,
-        ..EngineConfig::new(KvBudget::Bytes(config.kv_bytes.0))
-    }
-}
-
 /// Rows that one step of the engine scores at most.
 pub(crate) fn score_rows_max(config: &Config, facts: &Facts) -> usize {
-    engine_config(config).model_limits(facts.vocabulary).outputs_max - config.running_max
+    config.engine().model_limits(facts.vocabulary).outputs_max - config.running_max
 }
 
-fn wait_for_model(config: &Config, token: Option<Bytes>, notify: &Notify) -> Result<Attached, AttachError> {
-    let Device::Host = config.device;
+/// Asks until the model is there. What the worker will take of the device is reserved with the grant.
+fn wait_for_model<P: Place>(
+    place: &P,
+    config: &Config,
+    token: Option<Bytes>,
+    notify: &Notify,
+) -> Result<Granted, AttachError> {
     let request = AttachRequest {
         model: config.model.clone(),
-        device: HOST_DEVICE.to_owned(),
-        layout: backend::LAYOUT,
+        device: place.device(),
+        layout: P::LAYOUT,
         token,
         kv_bytes: config.kv_bytes.0,
-        workspace_bytes: WORKSPACE_BYTES,
+        workspace_bytes: place.context_bytes() + config.workspace(),
     };
     let mut moved = Instant::now();
     let mut last = None;
     loop {
-        let attached = attach(&config.weights_socket, &request, |progress| {
+        let granted = memory::attach::take(&config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
                 moved = Instant::now();
                 tell(notify, &config.model, progress);
             }
         });
-        match attached {
-            Ok(attached) => return Ok(attached),
+        match granted {
+            Ok(granted) => return Ok(granted),
             Err(error) if may_pass(&error) && moved.elapsed() < PATIENCE => std::thread::sleep(RETRY),
-            Err(source) => {
-                let socket = config.weights_socket.display().to_string();
-                return Err(AttachError::Attach { model: config.model.clone(), socket, source });
-            }
+            Err(source) => return Err(failed(config, source)),
         }
     }
+}
+
+fn failed(config: &Config, source: memory::attach::AttachError) -> AttachError {
+    let socket = config.weights_socket.display().to_string();
+    AttachError::Attach { model: config.model.clone(), socket, source }
 }
 
 /// Whether the same request may succeed a little later.

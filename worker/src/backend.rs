@@ -1,57 +1,99 @@
-//! Decides which backend computes, and how a handed-over tensor becomes one of its weights. No other file names one.
+//! What differs between devices: [`Place`] is where a worker computes, one implementation for each kind of device.
+//!
+//! Everything else in this crate is generic over the backend; which one it is, is decided where the configured device is
+//! looked at (`run::engine_thread`), and nowhere else.
 
-use memory::import::Tensor;
-use memory::manifest::LAYOUT_GGML;
-use ops::{KvType, OpError, Weight};
+#[cfg(feature = "cuda")]
+mod gpu;
+mod host;
+
+use memory::attach::{AttachError, Attached, Granted};
+use memory::manifest::TensorEntry;
+use ops::{Backend, KvType, OpError, Weight};
 use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
+use quant::layout::{LAYOUT_GGML, planes};
 
-/// The backend of this build.
-pub(crate) type Compute = kernels::Cpu;
-
-/// The layout of tensor bytes that it reads.
-pub(crate) const LAYOUT: u32 = LAYOUT_GGML;
+#[cfg(feature = "cuda")]
+pub(crate) use gpu::Gpu;
+pub(crate) use host::Host;
 
 /// What keys and values are stored as.
 pub(crate) const KV_TYPE: KvType = KvType::F16;
+
+/// A device that is ready to compute.
+pub(crate) trait Place: Sized {
+    type Compute: Backend;
+
+    /// The layout of tensor bytes that its kernels read.
+    const LAYOUT: u32;
+
+    /// As attach requests and manifests name it: "host", or a GPU's UUID.
+    fn device(&self) -> String;
+
+    /// Memory of the device that this process has taken by being there, beside whatever it computes.
+    fn context_bytes(&self) -> u64;
+
+    /// The kernels' instruction set: two places with equal ones give equal tokens.
+    fn isa(&self, compute: &Self::Compute) -> String;
+
+    /// Device and instruction set, for people.
+    fn describe(&self) -> String;
+
+    /// Maps what was granted, read-only: each tensor's data, in the manifest's order.
+    fn import(&self, granted: Granted) -> Result<Attached<Vec<Data<Self>>>, AttachError>;
+
+    fn compute(&self) -> Result<Self::Compute, OpError>;
+}
+
+/// A tensor's bytes as a place's backend addresses them.
+pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;
 
 #[derive(Debug, thiserror::Error)]
 pub enum TensorError {
     #[error("tensor {tensor} has the unknown type {dtype}")]
     Type { tensor: String, dtype: u32 },
-    #[error("tensor {tensor} has layout {layout}, this build reads layout {LAYOUT}")]
-    Layout { tensor: String, layout: u32 },
+    #[error(
+        "tensor {tensor} has type {dtype}, for which the GPU has no kernel: run the model with --device host"
+    )]
+    NoKernel { tensor: String, dtype: DType },
+    #[error("tensor {tensor} has layout {layout}, this worker reads layout {expected}")]
+    Layout { tensor: String, layout: u32, expected: u32 },
     #[error("tensor {tensor} has a dimension of {dim}, more than this machine can address")]
     Dimension { tensor: String, dim: u64 },
 }
 
-pub(crate) fn start(threads: usize) -> Result<Compute, OpError> {
-    kernels::Cpu::new(threads.max(1))
-}
-
-/// Its name and instruction set, for people.
-pub(crate) fn describe(backend: &Compute) -> String {
-    format!("host {}", backend.isa())
-}
-
-/// What decides this worker's tokens beside the request: its streams can go on at any worker with an equal value.
-pub(crate) fn fingerprint(digest: [u8; 32], backend: &Compute) -> Result<Fingerprint, FingerprintError> {
+/// What decides a worker's tokens beside the request: its streams can go on at any worker with an equal value.
+pub(crate) fn fingerprint<P: Place>(
+    digest: [u8; 32],
+    place: &P,
+    compute: &P::Compute,
+) -> Result<Fingerprint, FingerprintError> {
     let kv = match KV_TYPE {
         KvType::F16 => "f16",
         KvType::F32 => "f32",
     };
-    Fingerprint::new(digest, LAYOUT, backend.isa().name())?.with("kv", kv)
+    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", kv)
 }
 
-/// The weight shares the tensor's mapping.
-pub(crate) fn weight(tensor: &Tensor) -> Result<Weight<Compute>, TensorError> {
+/// A tensor of the manifest with its data.
+pub(crate) fn weight<P: Place>(
+    tensor: &TensorEntry,
+    data: Data<P>,
+) -> Result<Weight<P::Compute>, TensorError> {
     let name = || tensor.name.clone();
     let dtype = DType::from_id(tensor.dtype)
         .map_err(|_| TensorError::Type { tensor: name(), dtype: tensor.dtype })?;
-    if tensor.layout != LAYOUT {
-        return Err(TensorError::Layout { tensor: name(), layout: tensor.layout });
+    if P::LAYOUT != LAYOUT_GGML && planes(dtype).is_none() {
+        return Err(TensorError::NoKernel { tensor: name(), dtype });
+    }
+    // Types without blocks are the same in every layout.
+    let any = planes(dtype).is_some_and(<[_]>::is_empty) && tensor.layout == LAYOUT_GGML;
+    if tensor.layout != P::LAYOUT && !any {
+        let (layout, expected) = (tensor.layout, P::LAYOUT);
+        return Err(TensorError::Layout { tensor: name(), layout, expected });
     }
     let dim = |&dim: &u64| usize::try_from(dim).map_err(|_| TensorError::Dimension { tensor: name(), dim });
     let dims = tensor.shape.iter().map(dim).collect::<Result<_, _>>()?;
-    Ok(Weight { dtype, dims, layout: tensor.layout, data: tensor.bytes.clone() })
+    Ok(Weight { dtype, dims, layout: tensor.layout, data })
 }

@@ -1,8 +1,12 @@
 //! Configuration of one worker process.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
+use memory::cuda::{DeviceSelector, SelectorError};
+use memory::manifest::HOST_DEVICE;
 use serde::{Deserialize, Serialize};
 use service::Bytes;
 
@@ -21,6 +25,9 @@ pub struct Config {
     pub device: Device,
     /// What the KV cache may take. Reserved at the weight-server, used as sequences grow.
     pub kv_bytes: Bytes,
+    /// What activations, logits and the kernels' own memory may take, reserved with it. Absent: enough for small steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_bytes: Option<Bytes>,
     /// Threads that compute.
     pub threads: usize,
     /// Cuts the model's context length.
@@ -40,12 +47,44 @@ pub struct Config {
     pub drain: Duration,
 }
 
-/// Where the weights lie and the model computes.
+/// Where the weights lie and the model computes: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(try_from = "String", into = "String")]
 pub enum Device {
     #[default]
     Host,
+    Gpu(DeviceSelector),
+}
+
+impl FromStr for Device {
+    type Err = SelectorError;
+
+    fn from_str(text: &str) -> Result<Self, SelectorError> {
+        if text == HOST_DEVICE { Ok(Self::Host) } else { text.parse().map(Self::Gpu) }
+    }
+}
+
+impl TryFrom<String> for Device {
+    type Error = SelectorError;
+
+    fn try_from(text: String) -> Result<Self, SelectorError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str(HOST_DEVICE),
+            Self::Gpu(selector) => selector.fmt(f),
+        }
+    }
+}
+
+impl From<Device> for String {
+    fn from(device: Device) -> Self {
+        device.to_string()
+    }
 }
 
 impl Config {
@@ -65,6 +104,7 @@ impl Config {
             listen,
             device: Device::default(),
             kv_bytes,
+            workspace_bytes: None,
             threads,
             context_tokens: None,
             step_tokens: step_tokens(),
@@ -90,4 +130,18 @@ fn queue_max() -> usize {
 /// Less than a supervisor's patience with a stopping worker.
 fn drain() -> Duration {
     Duration::from_secs(8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_written_as_they_are_read() {
+        for text in ["host", "cuda:3", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
+            assert_eq!(text.parse::<Device>().map(|device| device.to_string()).as_deref(), Ok(text));
+        }
+        let error = "cpu".parse::<Device>().unwrap_err();
+        assert!(error.to_string().contains("\"cpu\" names no GPU"), "{error}");
+    }
 }

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::outlet::Item;
 use crate::stats::own_bytes;
 use crate::stepper::Handle;
+use crate::timeline::Stage;
 use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request};
 
 /// A piece of the GGUF metadata section.
@@ -118,6 +119,11 @@ impl Worker for Service {
             evictions: stats.evictions,
             finished: stats.finished,
             refused: stats.refused,
+            device: facts.device.clone(),
+            context_bytes: facts.context_bytes,
+            kv_reserved_bytes: self.config.kv_bytes.0,
+            workspace_bytes: facts.workspace_bytes,
+            timeline: timeline(facts, now.first_step),
         }))
     }
 
@@ -166,6 +172,16 @@ impl Service {
             attach_ms: facts.attach.as_secs_f64() * 1e3,
         }
     }
+}
+
+/// Stages until the engine was there, and the first step once it has been computed.
+fn timeline(facts: &Facts, first_step: Duration) -> Vec<wire::Stage> {
+    let first_step =
+        Some(Stage { name: "first_step", took: first_step }).filter(|stage| !stage.took.is_zero());
+    let stages = facts.timeline.stages().iter().copied().chain(first_step);
+    stages
+        .map(|Stage { name, took }| wire::Stage { name: name.to_owned(), ms: took.as_secs_f64() * 1e3 })
+        .collect()
 }
 
 /// A socket's name says little after a restart: the caller says whom it means.

@@ -3,11 +3,13 @@
 //! ```text
 //! run       process: socket first, then weights; drain on a stop
 //! attach    asks the weight-server, waits for a load, builds the engine      \
-//! backend   the one file that knows which backend computes                    > a thread of their own
+//! backend   devices: the host, a GPU; how each maps weights and computes      > a thread of their own
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
 //! wire      messages <-> the engine's own types
+//! demand    what a worker takes of its device, worked out beforehand
+//! timeline  what coming up has taken, part by part
 //! ```
 //!
 //! The weights are somebody else's: this process may die at any time and costs its KV cache and a socket. A worker whose
@@ -18,13 +20,16 @@
 mod attach;
 mod backend;
 mod config;
+mod demand;
 mod grpc;
 mod outlet;
 mod run;
 mod stats;
 mod stepper;
+mod timeline;
 mod wire;
 
 pub use attach::AttachError;
-pub use config::Config;
+pub use config::{Config, Device};
+pub use demand::Demand;
 pub use run::{RunError, run, serve};

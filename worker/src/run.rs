@@ -8,16 +8,22 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+#[cfg(not(feature = "cuda"))]
+use memory::cuda::OpenDriverError;
 use memory::lease::{Lease, LeaseStatus};
 use proto::worker::v1::worker_server::WorkerServer;
 use service::exit::{HasExit, of_io};
 use service::{Exit, Notify, Shutdown};
 use tokio::sync::oneshot;
 
-use crate::attach::{AttachError, Resident, bring_up};
-use crate::config::Config;
+use crate::attach::{AttachError, Facts, Resident, bring_up};
+#[cfg(feature = "cuda")]
+use crate::backend::Gpu;
+use crate::backend::{Host, Place};
+use crate::config::{Config, Device};
 use crate::grpc::{Service, Serving};
 use crate::stepper::stepper;
+use crate::timeline::Timeline;
 
 /// Longest attach token.
 const TOKEN_BYTES_MAX: u64 = 256;
@@ -48,8 +54,10 @@ pub enum RunError {
     Serve(#[source] tonic::transport::Error),
     #[error(transparent)]
     Attach(#[from] AttachError),
-    #[error("the engine cannot go on")]
-    Engine(#[from] engine::StepError),
+    #[error(
+        "{device} failed under this worker, which ends; the weights are mapped read-only, others that use them go on"
+    )]
+    Engine { device: String, source: engine::StepError },
     #[error("the engine's thread ended without a reason")]
     EngineLost,
 }
@@ -63,7 +71,7 @@ impl HasExit for RunError {
             RunError::Inherit(error) => error.exit(),
             RunError::Socket(error) => error.exit(),
             RunError::Attach(error) => error.exit(),
-            RunError::Reflection(_) | RunError::Serve(_) | RunError::Engine(_) | RunError::EngineLost => {
+            RunError::Reflection(_) | RunError::Serve(_) | RunError::Engine { .. } | RunError::EngineLost => {
                 Exit::Internal
             }
         }
@@ -99,6 +107,7 @@ pub async fn serve(
     notify: &Notify,
     shutdown: &Shutdown,
 ) -> Result<(), RunError> {
+    let timeline = Timeline::start();
     let listener = service::grpc::bind(&config.listen)?;
     let (mut health, health_service) = service::grpc::health();
     health.set_not_serving::<WorkerServer<Service>>().await;
@@ -121,7 +130,7 @@ pub async fn serve(
         let (config, notify) = (config.clone(), notify.clone());
         let body = move || {
             // Nobody waits for it any more once the process is stopping.
-            drop(ended.send(engine_thread(&config, token, &notify, attached)));
+            drop(ended.send(engine_thread(timeline, &config, token, &notify, attached)));
         };
         std::thread::Builder::new().name("engine".to_owned()).spawn(body).map_err(RunError::Thread)?;
     }
@@ -129,10 +138,11 @@ pub async fn serve(
     let beginning = async {
         // Without a sender the attach failed, and `when_ended` says why.
         if let Ok(Ready { serving, lease }) = when_attached.await {
+            let Facts { model, attach, timeline, .. } = &serving.facts;
             let text = format!(
-                "serving {}, attached in {:.1} ms",
-                serving.facts.model,
-                serving.facts.attach.as_secs_f64() * 1e3
+                "serving {model}, attached in {:.1} ms, {:.0} ms after its start",
+                attach.as_secs_f64() * 1e3,
+                timeline.since_start().as_secs_f64() * 1e3,
             );
             service.begin(serving).await;
             notify.status(&text)?;
@@ -179,13 +189,37 @@ struct Ready {
     lease: Weak<Lease>,
 }
 
+/// The one place that knows which devices there are; from here on everything is generic over the backend.
 fn engine_thread(
+    mut timeline: Timeline,
     config: &Config,
     token: Option<Bytes>,
     notify: &Notify,
     attached: oneshot::Sender<Ready>,
 ) -> Result<(), RunError> {
-    let Resident { engine, lease, facts } = bring_up(config, token, notify)?;
+    // Until the engine exists.
+    timeline.mark("sockets");
+    match config.device {
+        Device::Host => run_on(&Host::new(config.threads), timeline, config, token, notify, attached),
+        #[cfg(feature = "cuda")]
+        Device::Gpu(wanted) => {
+            let gpu = Gpu::open(wanted, &mut timeline)?;
+            run_on(&gpu, timeline, config, token, notify, attached)
+        }
+        #[cfg(not(feature = "cuda"))]
+        Device::Gpu(_) => Err(AttachError::from(OpenDriverError::NotBuilt).into()),
+    }
+}
+
+fn run_on<P: Place>(
+    place: &P,
+    timeline: Timeline,
+    config: &Config,
+    token: Option<Bytes>,
+    notify: &Notify,
+    attached: oneshot::Sender<Ready>,
+) -> Result<(), RunError> {
+    let Resident { engine, lease, facts } = bring_up(place, timeline, config, token, notify)?;
     let score_rows_max = crate::attach::score_rows_max(config, &facts);
     let (handle, stepper) = stepper(engine, score_rows_max);
     let ready = Ready { serving: Serving { handle, facts }, lease: Arc::downgrade(&lease) };
@@ -197,7 +231,7 @@ fn engine_thread(
     // Consumes the engine; the lease ends after it.
     let stepped = stepper.run();
     drop(lease);
-    Ok(stepped?)
+    stepped.map_err(|source| RunError::Engine { device: place.describe(), source })
 }
 
 /// Says in the log what becomes of the lease. The worker serves in every state.

@@ -13,9 +13,9 @@ use engine::{
     Engine, EngineStats, FinishReason, Output, Queued, RefuseReason, Request, RequestId, ScoreRequest,
     StepError,
 };
+use ops::Backend;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::backend::Compute;
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
 
 /// Commands that wait for the end of a step; more are refused.
@@ -39,6 +39,8 @@ pub(crate) struct Snapshot {
     /// Streams that have not ended.
     pub(crate) streams: usize,
     pub(crate) draining: bool,
+    /// What the first step took: kernels are loaded and memory is mapped in it. Zero before.
+    pub(crate) first_step: Duration,
 }
 
 /// Why a call got no stream.
@@ -129,18 +131,19 @@ impl Handle {
 }
 
 /// The thread's side.
-pub(crate) struct Stepper {
-    engine: Engine<Compute>,
+pub(crate) struct Stepper<B: Backend> {
+    engine: Engine<B>,
     epoch: Instant,
     commands: Receiver<Command>,
     snapshot: watch::Sender<Snapshot>,
     streams: HashMap<RequestId, Outlet>,
     outputs: Vec<Output>,
     draining: bool,
+    first_step: Duration,
 }
 
 /// `score_rows_max`: rows that one step scores at most.
-pub(crate) fn stepper(engine: Engine<Compute>, score_rows_max: usize) -> (Handle, Stepper) {
+pub(crate) fn stepper<B: Backend>(engine: Engine<B>, score_rows_max: usize) -> (Handle, Stepper<B>) {
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
     let first = Snapshot { stats: engine.stats(), ..Snapshot::default() };
     let (snapshot, snapshot_receiver) = watch::channel(first);
@@ -160,11 +163,12 @@ pub(crate) fn stepper(engine: Engine<Compute>, score_rows_max: usize) -> (Handle
         streams: HashMap::new(),
         outputs: Vec::new(),
         draining: false,
+        first_step: Duration::ZERO,
     };
     (handle, stepper)
 }
 
-impl Stepper {
+impl<B: Backend> Stepper<B> {
     /// Until every handle is gone, or the device is.
     pub(crate) fn run(mut self) -> Result<(), StepError> {
         loop {
@@ -188,7 +192,12 @@ impl Stepper {
 
     /// Whether there was nothing to compute.
     fn step(&mut self) -> Result<bool, StepError> {
-        let stepped = self.engine.step(self.epoch.elapsed(), &mut self.outputs);
+        let now = self.epoch.elapsed();
+        let stepped = self.engine.step(now, &mut self.outputs);
+        if self.first_step.is_zero() && stepped.as_ref().is_ok_and(|report| report.rows > 0) {
+            self.first_step = self.epoch.elapsed() - now;
+            tracing::info!(ms = self.first_step.as_secs_f64() * 1e3, "first step");
+        }
         // Before the outputs: whoever has read a stream's end finds its blocks free.
         self.publish();
         match stepped {
@@ -317,8 +326,12 @@ impl Stepper {
     }
 
     fn publish(&mut self) {
-        let now =
-            Snapshot { stats: self.engine.stats(), streams: self.streams.len(), draining: self.draining };
+        let now = Snapshot {
+            stats: self.engine.stats(),
+            streams: self.streams.len(),
+            draining: self.draining,
+            first_step: self.first_step,
+        };
         self.snapshot.send_if_modified(|snapshot| {
             let changed = *snapshot != now;
             *snapshot = now;

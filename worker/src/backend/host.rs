@@ -1,0 +1,51 @@
+//! The host: weights in sealed memory, SIMD kernels on threads.
+
+use bytes::Bytes;
+use kernels::{Cpu, Isa};
+use memory::attach::{AttachError, Attached, Granted};
+use memory::manifest::HOST_DEVICE;
+use ops::OpError;
+use quant::layout::LAYOUT_GGML;
+
+use super::Place;
+
+pub(crate) struct Host {
+    threads: usize,
+}
+
+impl Host {
+    pub(crate) fn new(threads: usize) -> Self {
+        Self { threads: threads.max(1) }
+    }
+}
+
+impl Place for Host {
+    type Compute = Cpu;
+
+    const LAYOUT: u32 = LAYOUT_GGML;
+
+    fn device(&self) -> String {
+        HOST_DEVICE.to_owned()
+    }
+
+    fn context_bytes(&self) -> u64 {
+        0
+    }
+
+    fn isa(&self, compute: &Cpu) -> String {
+        compute.isa().name().to_owned()
+    }
+
+    fn describe(&self) -> String {
+        format!("host {}", Isa::best())
+    }
+
+    /// Weights share the mapping.
+    fn import(&self, granted: Granted) -> Result<Attached<Vec<Bytes>>, AttachError> {
+        Ok(granted.import_host()?.map(|tensors| tensors.into_iter().map(|tensor| tensor.bytes).collect()))
+    }
+
+    fn compute(&self) -> Result<Cpu, OpError> {
+        Cpu::new(self.threads)
+    }
+}

@@ -1,0 +1,100 @@
+//! How long each part of coming up has taken, since the process was started: what a restart costs, part by part.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// Clock ticks of /proc a second, the same on every Linux (USER_HZ).
+const TICKS_PER_SECOND: f64 = 100.0;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stage {
+    pub(crate) name: &'static str,
+    pub(crate) took: Duration,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Timeline {
+    /// When the process was started.
+    origin: Instant,
+    /// When the last stage ended.
+    last: Instant,
+    stages: Vec<Stage>,
+}
+
+impl Timeline {
+    /// To be called early: what came before is the stage "exec", known to 10 ms.
+    pub(crate) fn start() -> Self {
+        let now = Instant::now();
+        let age = process_age().unwrap_or_default();
+        // A machine that has just booted may have no such instant.
+        let origin = now.checked_sub(age).unwrap_or(now);
+        Self { origin, last: now, stages: vec![Stage { name: "exec", took: now - origin }] }
+    }
+
+    /// What has happened since the last mark was this.
+    pub(crate) fn mark(&mut self, name: &'static str) {
+        let now = Instant::now();
+        self.stages.push(Stage { name, took: now - self.last });
+        self.last = now;
+    }
+
+    pub(crate) fn stages(&self) -> &[Stage] {
+        &self.stages
+    }
+
+    /// From the process's start to the last mark.
+    pub(crate) fn total(&self) -> Duration {
+        self.last - self.origin
+    }
+
+    pub(crate) fn since_start(&self) -> Duration {
+        self.origin.elapsed()
+    }
+}
+
+/// "exec 10 ms, driver 201 ms, ...".
+impl fmt::Display for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, Stage { name, took }) in self.stages.iter().enumerate() {
+            let comma = if at == 0 { "" } else { ", " };
+            write!(f, "{comma}{name} {:.1} ms", took.as_secs_f64() * 1e3)?;
+        }
+        Ok(())
+    }
+}
+
+/// How long this process has existed.
+fn process_age() -> Option<Duration> {
+    let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
+    let uptime: f64 = uptime.split_ascii_whitespace().next()?.parse().ok()?;
+    let started = memory::pidfd::start_ticks(i32::try_from(std::process::id()).ok()?)? as f64;
+    Duration::try_from_secs_f64(uptime - started / TICKS_PER_SECOND).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_add_up_to_the_total() {
+        let mut timeline = Timeline::start();
+        std::thread::sleep(Duration::from_millis(2));
+        timeline.mark("driver");
+        timeline.mark("context");
+        let names: Vec<&str> = timeline.stages().iter().map(|stage| stage.name).collect();
+        assert_eq!(names, ["exec", "driver", "context"]);
+        assert_eq!(timeline.stages().iter().map(|stage| stage.took).sum::<Duration>(), timeline.total());
+        assert!(timeline.stages()[1].took >= Duration::from_millis(2));
+        assert!(timeline.to_string().starts_with("exec "), "{timeline}");
+        assert!(timeline.since_start() >= timeline.total());
+    }
+
+    #[test]
+    fn a_process_is_as_old_as_the_kernel_says() {
+        let before = process_age().unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        let after = process_age().unwrap();
+        assert!(after >= before + Duration::from_millis(30), "{before:?} to {after:?}");
+        assert!(after < Duration::from_secs(3600), "{after:?}");
+    }
+}
