@@ -23,6 +23,7 @@ fn scheduler(running_max: usize, blocks: usize) -> Scheduler {
         prefill_chunk_max: 2 * running_max + 512,
         running_max,
         score_rows_max: 16,
+        draft_rows_max: 8,
         prefix_cache: true,
     };
     Scheduler::new(limits, blocks)

@@ -3,6 +3,7 @@
 //! The caller feeds [`Request`]s through `Engine::submit`, which queues or refuses at once, and gets [`Output`]s from
 //! `Engine::step`, each with the request's id. Every queued request ends with exactly one `Finished`, its last output.
 
+use crate::draft::DraftStats;
 use crate::{SampleError, SamplingParams};
 use std::fmt;
 use std::time::Duration;
@@ -175,6 +176,8 @@ pub struct StepReport {
     pub rows: usize,
     /// Rows that continued an output by one token.
     pub decode_rows: usize,
+    /// Rows of drafted tokens.
+    pub draft_rows: usize,
     /// Sequences in the batch.
     pub sequences: usize,
     pub admitted: usize,
@@ -207,6 +210,7 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Cached blocks that were taken for something else.
     pub evictions: u64,
+    pub drafts: DraftStats,
     pub finished: u64,
     pub refused: u64,
 }

@@ -12,13 +12,27 @@ pub(crate) struct Batch {
     sequences: Vec<u32>,
     kv_slots: Vec<u32>,
     outputs: Vec<u32>,
-    /// Whose rows the outputs are, in the same order: slot and position of the row.
-    wanted: Vec<(Slot, usize)>,
+    /// Whose rows the outputs are, in the same order.
+    wanted: Vec<OutputRow>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutputRow {
+    pub(crate) slot: Slot,
+    pub(crate) position: usize,
+    /// The row's token if it is a guess: the row counts only if its sequence turns out to have this token there.
+    pub(crate) drafted: Option<u32>,
 }
 
 impl Batch {
-    /// Fills the batch from the scheduler's plan.
-    pub(crate) fn fill(&mut self, scheduler: &Scheduler, block_tokens: usize) {
+    /// Fills the batch from the scheduler's plan; `drafts` are the tokens of its drafted rows, a slice for each chunk that
+    /// has some.
+    pub(crate) fn fill<'a>(
+        &mut self,
+        scheduler: &Scheduler,
+        block_tokens: usize,
+        mut drafts: impl Iterator<Item = &'a [u32]>,
+    ) {
         self.tokens.clear();
         self.positions.clear();
         self.sequences.clear();
@@ -27,21 +41,33 @@ impl Batch {
         self.wanted.clear();
         for (index, chunk) in scheduler.plan().chunks.iter().enumerate() {
             if let Some(sequence) = scheduler.sequence(chunk.slot) {
-                self.append(index, chunk, sequence, block_tokens);
+                let drafts = if chunk.drafts > 0 { drafts.next().unwrap_or_default() } else { &[] };
+                self.append(index, chunk, sequence, block_tokens, drafts);
             }
         }
     }
 
-    fn append(&mut self, index: usize, chunk: &Chunk, sequence: &Sequence, block_tokens: usize) {
+    fn append(
+        &mut self,
+        index: usize,
+        chunk: &Chunk,
+        sequence: &Sequence,
+        block_tokens: usize,
+        drafts: &[u32],
+    ) {
+        debug_assert_eq!(chunk.drafts, drafts.len());
         let end = chunk.start + chunk.rows;
         self.tokens.extend_from_slice(&sequence.tokens()[chunk.start..end]);
-        for position in chunk.start..end {
+        self.tokens.extend_from_slice(drafts);
+        for position in chunk.start..end + drafts.len() {
             let block = sequence.table()[position / block_tokens];
-            if chunk.outputs == ChunkOutputs::All
+            let drafted = position.checked_sub(end).map(|draft| drafts[draft]);
+            if drafted.is_some()
+                || chunk.outputs == ChunkOutputs::All
                 || (chunk.outputs == ChunkOutputs::Last && position + 1 == end)
             {
                 self.outputs.push(self.positions.len() as u32);
-                self.wanted.push((chunk.slot, position));
+                self.wanted.push(OutputRow { slot: chunk.slot, position, drafted });
             }
             self.positions.push(position as u32);
             self.sequences.push(index as u32);
@@ -61,8 +87,8 @@ impl Batch {
         }
     }
 
-    /// Slot and position of each output row.
-    pub(crate) fn wanted(&self) -> &[(Slot, usize)] {
+    /// Of each output, in order.
+    pub(crate) fn wanted(&self) -> &[OutputRow] {
         &self.wanted
     }
 }

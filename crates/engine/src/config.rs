@@ -1,5 +1,6 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
+use crate::draft::DRAFT_DEPTH_MAX;
 use ops::{KvLayer, KvLayout, KvType};
 
 /// How much the KV cache may hold.
@@ -27,16 +28,22 @@ pub struct EngineConfig {
     pub context_tokens: Option<usize>,
     /// Reuse the KV blocks of equal prefixes between requests.
     pub prefix_cache: bool,
+    /// Most tokens that are drafted for a sequence in a step, if the engine has a drafter; 0: none.
+    pub draft_depth_max: usize,
 }
 
 /// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
 const SCORE_LOGITS_BYTES: usize = 8 << 20;
+/// Bytes of the logits that drafts add to a step: 55 drafted tokens with a vocabulary of 150,000.
+const DRAFT_LOGITS_BYTES: usize = 32 << 20;
 
 /// A configuration that no engine can run with.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     #[error("{field} is 0, it must be at least 1")]
     Zero { field: &'static str },
+    #[error("a draft depth of {depth} is asked for, at most {DRAFT_DEPTH_MAX} is possible")]
+    DraftDepth { depth: usize },
     #[error(
         "step_tokens is {step_tokens}, below running_max of {running_max}: a step could not move every sequence"
     )]
@@ -64,6 +71,7 @@ impl EngineConfig {
             queue_max: 256,
             context_tokens: None,
             prefix_cache: true,
+            draft_depth_max: 0,
         }
     }
 
@@ -99,7 +107,17 @@ impl EngineConfig {
     pub fn model_limits(&self, vocab_size: usize) -> models::Limits {
         models::Limits {
             rows_max: self.step_tokens,
-            outputs_max: self.running_max + self.score_rows_max(vocab_size),
+            outputs_max: self.running_max + self.score_rows_max(vocab_size) + self.draft_rows_max(vocab_size),
+        }
+    }
+
+    /// Most rows of a step that drafts get.
+    pub fn draft_rows_max(&self, vocab_size: usize) -> usize {
+        match self.draft_depth_max {
+            0 => 0,
+            depth => {
+                (DRAFT_LOGITS_BYTES / (size_of::<f32>() * vocab_size.max(1))).max(depth).min(self.step_tokens)
+            }
         }
     }
 
@@ -118,6 +136,9 @@ impl EngineConfig {
             if value == 0 {
                 return Err(ConfigError::Zero { field });
             }
+        }
+        if self.draft_depth_max > DRAFT_DEPTH_MAX {
+            return Err(ConfigError::DraftDepth { depth: self.draft_depth_max });
         }
         let (step_tokens, running_max) = (self.step_tokens, self.running_max);
         if step_tokens < running_max {

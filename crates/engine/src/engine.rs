@@ -1,8 +1,9 @@
 //! [`Engine`]: requests in, steps of the model, outputs out.
 
 use crate::api::{EngineStats, FinishReason, Output, Request, RequestId, ScoreRequest, StepReport};
-use crate::batch::Batch;
+use crate::batch::{Batch, OutputRow};
 use crate::config::{ConfigError, EngineConfig};
+use crate::draft::{DraftStats, Drafter, Speculation};
 use crate::pool::{BlockId, IntegrityError};
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
@@ -51,6 +52,9 @@ pub struct Engine<B: Backend> {
     capacity: Capacity,
     scheduler: Scheduler,
     sampler: Sampler,
+    /// Set if tokens are drafted.
+    speculation: Option<Speculation<B>>,
+    draft_depth_max: usize,
     batch: Batch,
     /// Logits of the step on the host.
     logits: Vec<f32>,
@@ -79,6 +83,7 @@ impl<B: Backend> Engine<B> {
             prefill_chunk_max: config.prefill_chunk_max,
             running_max: config.running_max,
             score_rows_max: config.score_rows_max(vocab_size),
+            draft_rows_max: config.draft_rows_max(vocab_size),
             prefix_cache: config.prefix_cache,
         };
         Ok(Self {
@@ -101,6 +106,8 @@ impl<B: Backend> Engine<B> {
             layout,
             queue_max: config.queue_max,
             sampler: Sampler::default(),
+            speculation: None,
+            draft_depth_max: config.draft_depth_max,
             batch: Batch::default(),
             logits: Vec::new(),
             tasks: Vec::new(),
@@ -108,6 +115,15 @@ impl<B: Backend> Engine<B> {
             deadlines: BTreeSet::new(),
             draining: false,
         })
+    }
+
+    /// The same engine with tokens drafted by `drafter`, to the depth that the configuration allows. Before the first
+    /// request.
+    pub fn with_drafter(mut self, drafter: Box<dyn Drafter<B>>) -> Self {
+        debug_assert!(!self.has_work());
+        self.speculation =
+            (self.draft_depth_max > 0).then(|| Speculation::new(drafter, self.draft_depth_max));
+        self
     }
 
     /// Checks and queues a request. An error leaves no trace of it.
@@ -172,6 +188,7 @@ impl<B: Backend> Engine<B> {
         let mut report = StepReport {
             rows: plan.rows,
             decode_rows: plan.decode_rows,
+            draft_rows: 0,
             sequences: plan.chunks.len(),
             admitted: plan.admitted.len(),
             preempted: plan.preempted,
@@ -186,15 +203,28 @@ impl<B: Backend> Engine<B> {
             }
         }
         if report.rows > 0 {
-            self.compute().map_err(|source| self.lose_step(source, out))?;
+            self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
+            self.draft().and_then(|()| self.compute()).map_err(|source| self.lose_step(source, out))?;
+            let plan = self.scheduler.plan();
+            (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
             self.scheduler.commit();
             self.stats.steps += 1;
-            self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
             report.tokens_sampled = self.report_rows(out);
             self.stats.output_tokens += report.tokens_sampled as u64;
         }
         report.finished = (self.stats.finished - ended_before) as usize;
         Ok(report)
+    }
+
+    /// The last step took so long: what the depth of drafts follows. Never changes what is put out.
+    pub fn observe(&mut self, report: &StepReport, took: Duration) {
+        // Steps with prompts in them say little about small steps.
+        if let Some(speculation) = &mut self.speculation
+            && report.rows > 0
+            && report.rows == report.decode_rows + report.draft_rows
+        {
+            speculation.observe(report.rows, took);
+        }
     }
 
     pub fn stats(&self) -> EngineStats {
@@ -206,6 +236,7 @@ impl<B: Backend> Engine<B> {
             kv_blocks_free: pool.free(),
             kv_blocks_cached: pool.cached(),
             evictions: pool.evictions(),
+            drafts: self.speculation.as_ref().map_or(DraftStats::default(), Speculation::stats),
             ..self.stats
         }
     }
@@ -251,12 +282,24 @@ impl<B: Backend> Engine<B> {
             self.tasks.resize_with(slot.0 as usize + 1, || None);
         }
         self.tasks[slot.0 as usize] = Some(task);
+        if let Some(speculation) = &mut self.speculation {
+            speculation.begin(slot);
+        }
         Queued { ahead: self.scheduler.ahead(slot) }
+    }
+
+    /// Extends the plan by guesses at what its sequences go on with.
+    fn draft(&mut self) -> Result<(), OpError> {
+        let Some(speculation) = &mut self.speculation else { return Ok(()) };
+        let tasks = &self.tasks;
+        let may = |slot: Slot| tasks[slot.0 as usize].as_ref().is_some_and(Task::may_draft);
+        speculation.draft(&mut self.backend, &mut self.scheduler, may)
     }
 
     /// Runs the model over the plan and brings the logits to the host.
     fn compute(&mut self) -> Result<(), OpError> {
-        self.batch.fill(&self.scheduler, self.layout.block_tokens);
+        let drafts = self.speculation.iter().flat_map(Speculation::drafts);
+        self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
@@ -271,13 +314,33 @@ impl<B: Backend> Engine<B> {
         let before = out.len();
         let logits = std::mem::take(&mut self.logits);
         for (index, row) in logits.chunks_exact(self.capacity.vocab_size).enumerate() {
-            let (slot, position) = self.batch.wanted()[index];
-            if let Some(reason) = self.report_row(slot, position, row, out) {
-                self.finish(slot, reason, out);
+            let wanted = self.batch.wanted()[index];
+            if self.counts(&wanted)
+                && let Some(reason) = self.report_row(wanted.slot, wanted.position, row, out)
+            {
+                self.finish(wanted.slot, reason, out);
             }
         }
         self.logits = logits;
+        if let Some(speculation) = &mut self.speculation {
+            self.scheduler.settle();
+            speculation.settle();
+        }
         out[before..].iter().filter(|output| matches!(output, Output::Token(_))).count()
+    }
+
+    /// Whether a row was computed from its sequence's tokens: a drafted one is if the rows before it gave its token.
+    fn counts(&mut self, row: &OutputRow) -> bool {
+        let Some(drafted) = row.drafted else { return true };
+        let sequence = self.scheduler.sequence(row.slot);
+        let right = sequence.is_some_and(|sequence| sequence.tokens().get(row.position) == Some(&drafted));
+        if right {
+            self.scheduler.accept(row.slot);
+            if let Some(speculation) = &mut self.speculation {
+                speculation.accept(row.slot);
+            }
+        }
+        right
     }
 
     fn report_row(
@@ -323,6 +386,9 @@ impl<B: Backend> Engine<B> {
     fn finish(&mut self, slot: Slot, reason: FinishReason, out: &mut Vec<Output>) {
         let Some(task) = self.tasks[slot.0 as usize].take() else { return };
         self.scheduler.remove(slot);
+        if let Some(speculation) = &mut self.speculation {
+            speculation.end(slot);
+        }
         self.slots.remove(&task.id);
         if let Some(deadline) = task.deadline {
             self.deadlines.remove(&(deadline, slot));

@@ -4,16 +4,18 @@
 //! block pool and sampler are plain values that work without a model.
 //!
 //! Invariant I5: a request's tokens and log-probabilities depend on the model, its own prompt, parameters and seed
-//! only, never on batch, chunking, prefix hits, preemption or a resume.
+//! only, never on batch, chunking, prefix hits, preemption, drafts or a resume.
 //!
 //! Code map: `engine` owns the model and joins the parts; `validate` refuses; `scheduler` plans a step over `sequence`s
-//! and the `pool` of KV blocks; `batch` turns a plan into rows; `task` turns logits into outputs with `sampler`.
+//! and the `pool` of KV blocks; `draft` extends the plan by guesses; `batch` turns it into rows; `task` turns logits into
+//! outputs with `sampler`.
 
 #![forbid(unsafe_code)]
 
 mod api;
 mod batch;
 mod config;
+pub mod draft;
 mod engine;
 mod params;
 pub mod pool;
@@ -29,6 +31,7 @@ pub use api::{
     StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
 pub use config::{ConfigError, EngineConfig, KvBudget};
+pub use draft::{DRAFT_DEPTH_MAX, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};
 pub use params::{ParamError, SamplingParams};
 pub use refusal::{Queued, RefuseReason};

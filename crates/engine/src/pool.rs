@@ -137,6 +137,13 @@ impl BlockPool {
         }
     }
 
+    /// As if it had not been taken: a held block without a name and with one holder is the first in line to be taken.
+    pub fn untake(&mut self, block: BlockId) {
+        debug_assert!(self.block(block).holders == 1 && self.block(block).hash.is_none());
+        self.block_mut(block).holders = 0;
+        self.insert_free(TRASH, block);
+    }
+
     /// Makes a held block findable. Its content is complete once the step under way is.
     pub fn name(&mut self, block: BlockId, hash: BlockHash) {
         debug_assert!(self.block(block).holders > 0 && self.block(block).hash.is_none());
@@ -245,10 +252,15 @@ impl BlockPool {
     }
 
     fn append_free(&mut self, block: BlockId) {
-        let last = self.block(TRASH).free.previous;
-        self.block_mut(block).free = Links { previous: last, next: TRASH };
-        self.block_mut(last).free.next = block;
-        self.block_mut(TRASH).free.previous = block;
+        self.insert_free(self.block(TRASH).free.previous, block);
+    }
+
+    /// Into the free list behind `previous`.
+    fn insert_free(&mut self, previous: BlockId, block: BlockId) {
+        let next = self.block(previous).free.next;
+        self.block_mut(block).free = Links { previous, next };
+        self.block_mut(previous).free.next = block;
+        self.block_mut(next).free.previous = block;
         self.free += 1;
         self.cached += usize::from(self.block(block).hash.is_some());
     }

@@ -10,6 +10,10 @@
 //! 3. Waiting sequences in order of rank, unless something was preempted. One is admitted only if its whole sequence
 //!    fits beside what the running ones still need. If the first does not fit, none behind it is tried.
 //!
+//! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
+//! drafts never take a row from others, never preempt and are never found. Of the drafted rows those count that turn out
+//! to be the sequence's tokens (`accept`).
+//!
 //! A sequence keeps its rank through preemption and only lower ranks are preempted for it, so the first always moves;
 //! with `step_tokens >= running_max` every decode moves in every step.
 
@@ -27,6 +31,8 @@ pub struct Limits {
     pub running_max: usize,
     /// Rows of `Kind::Score` sequences in a step, each of which has an output.
     pub score_rows_max: usize,
+    /// Rows of drafted tokens in a step, each of which has an output.
+    pub draft_rows_max: usize,
     pub prefix_cache: bool,
 }
 
@@ -34,13 +40,15 @@ pub struct Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(pub u32);
 
-/// Rows `start..start + rows` of a sequence.
+/// Rows `start..start + rows` of a sequence, and drafted ones behind them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     pub slot: Slot,
     pub start: usize,
     pub rows: usize,
-    /// Which of the rows have an output: the last one, all, or none.
+    /// Rows of drafted tokens at `start + rows ..`, all of which have an output.
+    pub drafts: usize,
+    /// Which of the other rows have an output: the last one, all, or none.
     pub outputs: ChunkOutputs,
     /// Blocks that became findable with this chunk.
     named: usize,
@@ -57,8 +65,10 @@ pub enum ChunkOutputs {
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     pub chunks: Vec<Chunk>,
+    /// All of them, drafted ones too.
     pub rows: usize,
     pub decode_rows: usize,
+    pub draft_rows: usize,
     /// Sequences that left the queue for the first time, with their cached tokens.
     pub admitted: Vec<(Slot, usize)>,
     pub preempted: usize,
@@ -183,7 +193,61 @@ impl Scheduler {
         &self.plan
     }
 
-    /// The planned rows are computed.
+    /// Blocks that drafts may take: what is free beyond what running sequences will need next.
+    pub fn spare_blocks(&self) -> usize {
+        let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
+        self.pool.free().saturating_sub(running.map(Sequence::reserve).sum())
+    }
+
+    /// Room for drafted tokens behind the rows of a planned chunk whose last row has an output: at most `most`, as many as
+    /// rows, blocks (which `spare` counts) and the sequence's own end allow. Returns how many rows it got.
+    pub fn extend(&mut self, chunk: usize, most: usize, spare: &mut usize) -> usize {
+        let limits = self.limits;
+        let Some(chunk) = self.plan.chunks.get_mut(chunk) else { return 0 };
+        let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] else { return 0 };
+        debug_assert!(chunk.outputs == ChunkOutputs::Last && chunk.drafts == 0);
+        let rows = most
+            .min(limits.step_tokens - self.plan.rows)
+            .min(limits.draft_rows_max - self.plan.draft_rows)
+            .min(sequence.draft_tokens_max(*spare));
+        let held = sequence.table().len();
+        if rows == 0 || !sequence.grow(&mut self.pool, chunk.rows + rows) {
+            return 0;
+        }
+        *spare -= sequence.table().len() - held;
+        chunk.drafts = rows;
+        self.plan.rows += rows;
+        self.plan.draft_rows += rows;
+        rows
+    }
+
+    /// Takes the last `rows` drafted rows of a chunk out of the plan again.
+    pub fn shorten(&mut self, chunk: usize, rows: usize) {
+        if let Some(chunk) = self.plan.chunks.get_mut(chunk) {
+            chunk.drafts -= rows;
+            self.plan.rows -= rows;
+            self.plan.draft_rows -= rows;
+        }
+    }
+
+    /// The first drafted row that is not computed for its sequence yet turned out to be its next token.
+    pub fn accept(&mut self, slot: Slot) {
+        if let Some(sequence) = &mut self.sequences[slot.0 as usize] {
+            sequence.commit(1);
+            sequence.name_full_blocks(&mut self.pool, 0);
+        }
+    }
+
+    /// After the last `accept` of a step: sequences whose drafts were wrong give back the blocks that they do not need.
+    pub fn settle(&mut self) {
+        for chunk in self.plan.chunks.iter().filter(|chunk| chunk.outputs == ChunkOutputs::Last) {
+            if let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] {
+                sequence.trim(&mut self.pool);
+            }
+        }
+    }
+
+    /// The planned rows are computed; whether drafted ones count, `accept` says.
     pub fn commit(&mut self) {
         for chunk in &self.plan.chunks {
             if let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] {
@@ -254,7 +318,7 @@ impl Scheduler {
         budget.spend(sequence.kind, rows);
         self.plan.rows += rows;
         self.plan.decode_rows += usize::from(sequence.is_decode());
-        self.plan.chunks.push(Chunk { slot, start: sequence.computed(), rows, outputs, named });
+        self.plan.chunks.push(Chunk { slot, start: sequence.computed(), rows, drafts: 0, outputs, named });
     }
 
     /// The last of the running sequences goes back to its place in the queue.
@@ -327,6 +391,7 @@ impl Plan {
         self.admitted.clear();
         self.rows = 0;
         self.decode_rows = 0;
+        self.draft_rows = 0;
         self.preempted = 0;
     }
 }

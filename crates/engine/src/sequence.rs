@@ -117,6 +117,13 @@ impl Sequence {
         known.saturating_sub(self.table.len()) + usize::from(most > known)
     }
 
+    /// Drafted tokens that may be computed behind the last one with `spare` more blocks at most. The sequence's own last
+    /// token is drawn and never computed.
+    pub fn draft_tokens_max(&self, spare: usize) -> usize {
+        let room = (self.table.len() + spare) * self.block_tokens;
+        (self.tokens_max - 1).min(room).saturating_sub(self.tokens.len())
+    }
+
     /// The longest cached prefix: blocks, and how many of them nobody holds. At least one token stays to be computed.
     pub fn hits(&self, pool: &BlockPool) -> Hits {
         let mut hits = Hits::default();
@@ -176,6 +183,16 @@ impl Sequence {
 
     pub fn commit(&mut self, rows: usize) {
         self.computed += rows;
+    }
+
+    /// Gives back the blocks behind those of its tokens: only drafts were written there.
+    pub fn trim(&mut self, pool: &mut BlockPool) {
+        let needed = self.tokens.len().div_ceil(self.block_tokens);
+        while self.table.len() > needed
+            && let Some(block) = self.table.pop()
+        {
+            pool.untake(block);
+        }
     }
 
     /// Gives all blocks back, the last one first: what many share stays in the cache longest.

@@ -59,6 +59,11 @@ impl Task {
         Self { id: request.id, deadline: request.deadline, usage, work: Work::Generate(generation) }
     }
 
+    /// Whether rows of drafted tokens may stand behind its last one.
+    pub(crate) fn may_draft(&self) -> bool {
+        matches!(self.work, Work::Generate(_))
+    }
+
     pub(crate) fn score(request: &ScoreRequest) -> Self {
         let usage = Usage { prompt_tokens: request.tokens.len(), ..Usage::default() };
         let work = Work::Score(Scoring { kind: request.kind, next: 0 });

@@ -1,12 +1,16 @@
-//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival
-//! and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
+//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival,
+//! drafts and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+mod drafters;
 #[expect(dead_code, reason = "other tests use the rest")]
 mod fake;
 
-use engine::{Engine, EngineConfig, KvBudget, Output, Request, SamplingParams, StopConditions};
+use drafters::{KINDS, drafter};
+use engine::{
+    DRAFT_DEPTH_MAX, Engine, EngineConfig, KvBudget, Output, Request, SamplingParams, StopConditions,
+};
 use fake::{Answer, FakeModel, VOCAB, answers, id_of, oracle, request, run_out};
 use ops::{KvType, Reference};
 use proptest::prelude::*;
@@ -14,16 +18,20 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 fn config() -> impl Strategy<Value = EngineConfig> {
-    (1..9_usize, 12..40_usize, 1..7_usize, 0..20_usize, 1..20_usize, any::<bool>()).prop_map(
-        |(block_tokens, kv_blocks, running_max, more_rows, prefill_chunk_max, prefix_cache)| EngineConfig {
-            block_tokens,
-            kv_type: KvType::F32,
-            step_tokens: running_max + more_rows,
-            prefill_chunk_max,
-            running_max,
-            prefix_cache,
-            // The longest request takes 60 tokens; most of the time several want that much.
-            ..EngineConfig::new(KvBudget::Tokens((kv_blocks * block_tokens).max(62)))
+    let depth = prop_oneof![Just(0), 1..=DRAFT_DEPTH_MAX];
+    (1..9_usize, 12..40_usize, 1..7_usize, 0..20_usize, 1..20_usize, any::<bool>(), depth).prop_map(
+        |(block_tokens, kv_blocks, running_max, more_rows, prefill_chunk_max, prefix_cache, depth)| {
+            EngineConfig {
+                block_tokens,
+                kv_type: KvType::F32,
+                step_tokens: running_max + more_rows,
+                prefill_chunk_max,
+                running_max,
+                prefix_cache,
+                draft_depth_max: depth,
+                // The longest request takes 60 tokens; most of the time several want that much.
+                ..EngineConfig::new(KvBudget::Tokens((kv_blocks * block_tokens).max(62)))
+            }
         },
     )
 }
@@ -92,13 +100,16 @@ proptest! {
         gaps in prop::collection::vec(0..4_usize, 16),
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 16),
         held in prop::collection::vec(any::<bool>(), 64),
+        kind in 0..KINDS,
     ) {
-        let mut engine = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config).unwrap();
         let requests: Vec<Request> = requests
             .into_iter()
             .enumerate()
             .map(|(index, request)| Request { id: engine::RequestId(index as u64), ..request })
             .collect();
+        let mut engine = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config)
+            .unwrap()
+            .with_drafter(drafter(kind, &requests));
         let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
         let mut cuts: HashMap<_, _> =
             requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();

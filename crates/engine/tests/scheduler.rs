@@ -15,6 +15,7 @@ fn limits() -> Limits {
         prefill_chunk_max: 64,
         running_max: 8,
         score_rows_max: 4,
+        draft_rows_max: 8,
         prefix_cache: true,
     }
 }

@@ -2,7 +2,7 @@
 //! invariant is checked at every step; a failure prints its seed.
 //!
 //! Beside the pool's own integrity: rows within the budget, each chunk exactly the next rows of its sequence with blocks
-//! for all of them, no block that is written while another sequence holds it, every decode that is not held moves in
+//! and its drafts for all of them, no block that is written while another sequence holds it, every decode that is not held moves in
 //! every step, all blocks free at the end, and nobody waits for ever.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
@@ -56,6 +56,7 @@ struct Simulation {
     finished: usize,
     preempted: usize,
     shared: usize,
+    accepted: usize,
 }
 
 impl Simulation {
@@ -68,6 +69,7 @@ impl Simulation {
             prefill_chunk_max: 1 + random.below(24),
             running_max,
             score_rows_max: 1 + random.below(6),
+            draft_rows_max: random.below(12),
             prefix_cache: !random.one_in(4),
         };
         let blocks = 8 + random.below(24);
@@ -81,6 +83,7 @@ impl Simulation {
             finished: 0,
             preempted: 0,
             shared: 0,
+            accepted: 0,
         }
     }
 
@@ -148,6 +151,7 @@ impl Simulation {
             })
             .collect();
         self.scheduler.schedule();
+        self.draft();
         self.check_plan(&decodes);
         if self.random.one_in(200) {
             self.scheduler.abandon();
@@ -160,16 +164,35 @@ impl Simulation {
         self.scheduler.check_integrity().unwrap();
     }
 
+    /// Drafts behind some of the chunks that end with their sequence's last token.
+    fn draft(&mut self) {
+        let mut spare = self.scheduler.spare_blocks();
+        let preempted = self.scheduler.plan().preempted;
+        for index in 0..self.scheduler.plan().chunks.len() {
+            let chunk = self.scheduler.plan().chunks[index];
+            if chunk.outputs == ChunkOutputs::Last && !self.random.one_in(3) {
+                let most = 1 + self.random.below(6);
+                let rows = self.scheduler.extend(index, most, &mut spare);
+                assert!(rows <= most);
+                let fewer = self.random.below(rows + 1);
+                self.scheduler.shorten(index, if self.random.one_in(4) { fewer } else { 0 });
+            }
+        }
+        assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
+    }
+
     fn check_plan(&mut self, decodes: &[Slot]) {
         let plan = self.scheduler.plan().clone();
-        assert_eq!(plan.rows, plan.chunks.iter().map(|chunk| chunk.rows).sum::<usize>());
+        assert_eq!(plan.draft_rows, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<usize>());
+        assert_eq!(plan.rows, plan.chunks.iter().map(|chunk| chunk.rows).sum::<usize>() + plan.draft_rows);
+        assert!(plan.draft_rows <= self.limits.draft_rows_max);
         assert!(plan.rows <= self.limits.step_tokens, "{} rows", plan.rows);
         assert!(self.scheduler.running() <= self.limits.running_max);
         assert!(plan.preempted == 0 || plan.admitted.is_empty());
         self.preempted += plan.preempted;
         let mut writers: HashMap<BlockId, Slot> = HashMap::new();
         let mut score_rows = 0;
-        for &Chunk { slot, start, rows, outputs, .. } in &plan.chunks {
+        for &Chunk { slot, start, rows, drafts, outputs, .. } in &plan.chunks {
             let sequence = self.scheduler.sequence(slot).unwrap();
             assert!(rows > 0 && rows <= self.limits.prefill_chunk_max);
             assert!(sequence.state == State::Running);
@@ -187,6 +210,9 @@ impl Simulation {
                 (Kind::Generate, ChunkOutputs::Last) => assert_eq!(end, sequence.tokens().len()),
                 (Kind::Generate, _) => assert!(end < sequence.tokens().len()),
             }
+            let end = end + drafts;
+            // The last token is never computed.
+            assert!(drafts == 0 || (outputs == ChunkOutputs::Last && end < live.tokens_max));
             assert!(sequence.table().len() * self.limits.block_tokens >= end, "rows without a block");
             for position in start..end {
                 let block = sequence.table()[position / self.limits.block_tokens];
@@ -228,19 +254,37 @@ impl Simulation {
         for chunk in self.scheduler.plan().chunks.clone() {
             let sequence = self.scheduler.sequence(chunk.slot).unwrap();
             assert_eq!(sequence.computed(), chunk.start + chunk.rows);
-            let done = match sequence.kind {
-                Kind::Score => sequence.remaining() == 0,
-                Kind::Generate => {
-                    chunk.outputs == ChunkOutputs::Last
-                        && sequence.tokens().len() + 1 == self.live[&chunk.slot].tokens_max
-                }
-            };
-            if done {
+            if sequence.kind == Kind::Score && sequence.remaining() == 0 {
                 self.end(chunk.slot, step);
             } else if chunk.outputs == ChunkOutputs::Last {
-                let token = 2000 + self.random.below(3) as u32;
-                self.scheduler.push_token(chunk.slot, token);
+                self.draw(chunk, step);
             }
+        }
+        self.scheduler.settle();
+        for (&slot, live) in &self.live {
+            let sequence = self.scheduler.sequence(slot).unwrap();
+            let most = sequence.tokens().len().div_ceil(self.limits.block_tokens);
+            assert!(sequence.table().len() <= most, "blocks of wrong drafts are kept");
+            assert!(sequence.remaining() > 0 && sequence.tokens().len() < live.tokens_max + 1);
+        }
+    }
+
+    /// The token of the last row and those of drafted rows that were right.
+    fn draw(&mut self, chunk: Chunk, step: usize) {
+        let right = if self.random.one_in(2) { chunk.drafts } else { self.random.below(chunk.drafts + 1) };
+        for row in 0..=right {
+            if row > 0 {
+                self.scheduler.accept(chunk.slot);
+                self.live.get_mut(&chunk.slot).unwrap().computed += 1;
+                self.accepted += 1;
+            }
+            let tokens = self.scheduler.sequence(chunk.slot).unwrap().tokens().len();
+            if tokens + 1 == self.live[&chunk.slot].tokens_max || self.random.one_in(400) {
+                self.end(chunk.slot, step);
+                return;
+            }
+            let token = 2000 + self.random.below(3) as u32;
+            self.scheduler.push_token(chunk.slot, token);
         }
     }
 
@@ -264,26 +308,32 @@ impl Simulation {
 #[test]
 fn a_million_steps_break_no_invariant() {
     let steps = std::env::var("BALLAST_SIMULATION_STEPS").map_or(STEPS, |steps| steps.parse().unwrap());
-    let (mut finished, mut preempted, mut shared, mut evictions) = (0, 0, 0, 0);
+    let (mut finished, mut preempted, mut shared, mut evictions, mut accepted) = (0, 0, 0, 0, 0);
     for seed in 0..(steps / STEPS_PER_SEED) as u64 {
         let run = std::panic::catch_unwind(|| {
             let mut simulation = Simulation::new(seed);
             simulation.run();
             let evictions = simulation.scheduler.pool().evictions();
-            (simulation.finished, simulation.preempted, simulation.shared, evictions)
+            (simulation.finished, simulation.preempted, simulation.shared, evictions, simulation.accepted)
         });
         let Ok(run) = run else { panic!("seed {seed} broke an invariant") };
         finished += run.0;
         preempted += run.1;
         shared += run.2;
         evictions += run.3;
+        accepted += run.4;
     }
     println!(
-        "{finished} requests, {preempted} preemptions, {shared} blocks shared while written, {evictions} evictions"
+        "{finished} requests, {preempted} preemptions, {shared} blocks shared while written, {evictions} evictions, \
+         {accepted} drafted tokens accepted"
     );
     // Otherwise the storm tests nothing.
     let runs = steps / STEPS_PER_SEED;
     assert!(
-        finished > 50 * runs && preempted > 10 * runs && shared > runs && evictions as usize > 100 * runs
+        finished > 50 * runs
+            && preempted > 10 * runs
+            && shared > runs
+            && evictions as usize > 100 * runs
+            && accepted > 100 * runs
     );
 }

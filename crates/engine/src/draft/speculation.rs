@@ -1,0 +1,158 @@
+//! From a plan to a plan with drafts, and from what came of them to the next depths.
+
+use super::{Acceptance, DRAFT_DEPTH_MAX, Draft, Drafter, StepCost, Wanted, Work, depth};
+use crate::scheduler::{ChunkOutputs, Scheduler, Slot};
+use ops::{Backend, OpError};
+use std::time::Duration;
+
+/// What came of drafts since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftStats {
+    /// Tokens that were drafted and computed, by place in their draft.
+    pub drafted: [u64; DRAFT_DEPTH_MAX],
+    /// Those of them that were put out.
+    pub accepted: [u64; DRAFT_DEPTH_MAX],
+    /// Steps whose drafts were lost because the draft model failed.
+    pub failures: u64,
+}
+
+impl DraftStats {
+    pub fn drafted_tokens(&self) -> u64 {
+        self.drafted.iter().sum()
+    }
+
+    pub fn accepted_tokens(&self) -> u64 {
+        self.accepted.iter().sum()
+    }
+}
+
+pub(crate) struct Speculation<B: Backend> {
+    drafter: Box<dyn Drafter<B>>,
+    depth_max: usize,
+    cost: StepCost,
+    /// By slot.
+    acceptance: Vec<Acceptance>,
+    /// Of the step under way, in order of its chunks.
+    wanted: Vec<Wanted>,
+    drafts: Vec<Draft>,
+    accepted: Vec<usize>,
+    /// Place in `wanted`.
+    looked_at: usize,
+    work: Work,
+    stats: DraftStats,
+}
+
+impl<B: Backend> Speculation<B> {
+    pub(crate) fn new(drafter: Box<dyn Drafter<B>>, depth_max: usize) -> Self {
+        Self {
+            drafter,
+            depth_max,
+            cost: StepCost::default(),
+            acceptance: Vec::new(),
+            wanted: Vec::new(),
+            drafts: Vec::new(),
+            accepted: Vec::new(),
+            looked_at: 0,
+            work: Work::default(),
+            stats: DraftStats::default(),
+        }
+    }
+
+    /// A new sequence stands in this slot.
+    pub(crate) fn begin(&mut self, slot: Slot) {
+        let index = slot.0 as usize;
+        if self.acceptance.len() <= index {
+            self.acceptance.resize(index + 1, Acceptance::default());
+        }
+        self.acceptance[index] = Acceptance::default();
+    }
+
+    pub(crate) fn end(&mut self, slot: Slot) {
+        self.drafter.forget(slot);
+    }
+
+    /// Extends the plan by drafts for sequences that `may` have them. Only a device failure is an error.
+    pub(crate) fn draft(
+        &mut self,
+        backend: &mut B,
+        scheduler: &mut Scheduler,
+        may: impl Fn(Slot) -> bool,
+    ) -> Result<(), OpError> {
+        self.wanted.clear();
+        self.accepted.clear();
+        self.looked_at = 0;
+        self.work = Work::default();
+        self.want(scheduler, may);
+        self.drafts.clear();
+        self.drafts.resize(self.wanted.len(), Draft::default());
+        if self.wanted.is_empty() {
+            return Ok(());
+        }
+        match self.drafter.propose(backend, scheduler, &self.wanted, &mut self.drafts) {
+            Ok(work) => self.work = work,
+            Err(error @ OpError::Device { .. }) => return Err(error),
+            Err(_) => {
+                self.stats.failures += 1;
+                self.drafts.fill(Draft::default());
+            }
+        }
+        for (wanted, draft) in self.wanted.iter().zip(&mut self.drafts) {
+            draft.truncate(wanted.depth);
+            scheduler.shorten(wanted.chunk, wanted.depth - draft.tokens().len());
+        }
+        self.accepted.resize(self.wanted.len(), 0);
+        Ok(())
+    }
+
+    fn want(&mut self, scheduler: &mut Scheduler, may: impl Fn(Slot) -> bool) {
+        let mut spare = scheduler.spare_blocks();
+        let (cost, sequences) = (self.cost.fit(), scheduler.plan().chunks.len());
+        for index in 0..sequences {
+            let chunk = scheduler.plan().chunks[index];
+            if chunk.outputs != ChunkOutputs::Last || !may(chunk.slot) {
+                continue;
+            }
+            let acceptance = &mut self.acceptance[chunk.slot.0 as usize];
+            let best = depth(acceptance.rate(), cost, self.drafter.share(), sequences, self.depth_max);
+            let most = acceptance.next_depth(best, self.depth_max);
+            let depth = scheduler.extend(index, most, &mut spare);
+            if depth > 0 {
+                self.wanted.push(Wanted { slot: chunk.slot, depth, chunk: index });
+            }
+        }
+    }
+
+    /// Drafted tokens of the plan's chunks that have some, in order.
+    pub(crate) fn drafts(&self) -> impl Iterator<Item = &[u32]> {
+        self.drafts.iter().map(Draft::tokens).filter(|tokens| !tokens.is_empty())
+    }
+
+    /// The next drafted row of the sequence was right. Sequences come in the plan's order.
+    pub(crate) fn accept(&mut self, slot: Slot) {
+        while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.slot != slot) {
+            self.looked_at += 1;
+        }
+        if let Some(accepted) = self.accepted.get_mut(self.looked_at) {
+            *accepted += 1;
+        }
+    }
+
+    /// All rows of the step are looked at.
+    pub(crate) fn settle(&mut self) {
+        for ((wanted, draft), &right) in self.wanted.iter().zip(&self.drafts).zip(&self.accepted) {
+            let drafted = draft.tokens().len();
+            self.acceptance[wanted.slot.0 as usize].observe(drafted, right);
+            self.stats.drafted[..drafted].iter_mut().for_each(|count| *count += 1);
+            self.stats.accepted[..right].iter_mut().for_each(|count| *count += 1);
+        }
+    }
+
+    /// The step, with the drafting before it, took so long.
+    pub(crate) fn observe(&mut self, rows: usize, took: Duration) {
+        self.cost.observe(rows, self.work, took.as_secs_f64());
+    }
+
+    pub(crate) fn stats(&self) -> DraftStats {
+        self.stats
+    }
+}

@@ -1,0 +1,98 @@
+//! Drafters that know the answers, and say what a test wants of them.
+
+use crate::fake::{VOCAB, oracle};
+use engine::draft::{Draft, Wanted, Work};
+use engine::scheduler::{Scheduler, Slot};
+use engine::{Drafter, Lookup, Request};
+use ops::{Backend, OpError};
+
+/// What a drafter proposes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Guess {
+    /// What will be drawn.
+    Right,
+    /// Never that.
+    Wrong,
+    /// Right up to a place that changes from draft to draft.
+    RightUntil,
+    /// Right but for the last.
+    RightButLast,
+    /// Any token of the vocabulary.
+    Anything,
+    /// Fails.
+    Nothing,
+}
+
+/// Guesses with the answers at hand.
+pub(crate) struct Scripted {
+    guess: Guess,
+    /// Whole sequences of all requests.
+    answers: Vec<Vec<u32>>,
+    random: u64,
+}
+
+impl Scripted {
+    pub(crate) fn new(guess: Guess, requests: &[Request]) -> Self {
+        let whole = |request: &Request| [&request.prompt[..], &oracle(request).tokens].concat();
+        Self { guess, answers: requests.iter().map(whole).collect(), random: 1 }
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        self.random = self.random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        (self.random >> 33) as usize % end
+    }
+}
+
+impl<B: Backend> Drafter<B> for Scripted {
+    fn propose(
+        &mut self,
+        _: &mut B,
+        scheduler: &Scheduler,
+        wanted: &[Wanted],
+        drafts: &mut [Draft],
+    ) -> Result<Work, OpError> {
+        if self.guess == Guess::Nothing {
+            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1 });
+        }
+        for (wanted, draft) in wanted.iter().zip(drafts) {
+            let tokens = scheduler.sequence(wanted.slot).map_or(&[][..], |sequence| sequence.tokens());
+            let rest = self.answers.iter().find_map(|answer| answer.strip_prefix(tokens));
+            let rest = rest.unwrap_or(&[]).to_vec();
+            let until = self.below(wanted.depth + 1);
+            for place in 0..wanted.depth {
+                let right = match self.guess {
+                    Guess::Right => true,
+                    Guess::Wrong | Guess::Anything | Guess::Nothing => false,
+                    Guess::RightUntil => place < until,
+                    Guess::RightButLast => place + 1 < wanted.depth,
+                };
+                let Some(&token) = rest.get(place) else { break };
+                draft.push(match self.guess {
+                    Guess::Anything => self.below(VOCAB) as u32,
+                    _ if right => token,
+                    _ => (token + 1 + self.below(VOCAB - 1) as u32) % VOCAB as u32,
+                });
+            }
+        }
+        Ok(Work::default())
+    }
+
+    fn forget(&mut self, _: Slot) {}
+}
+
+/// All kinds of drafters by number.
+pub(crate) fn drafter<B: Backend>(kind: usize, requests: &[Request]) -> Box<dyn Drafter<B>> {
+    let guess = match kind {
+        0 => return Box::new(Lookup::default()),
+        1 => Guess::Right,
+        2 => Guess::Wrong,
+        3 => Guess::RightUntil,
+        4 => Guess::RightButLast,
+        5 => Guess::Anything,
+        _ => Guess::Nothing,
+    };
+    Box::new(Scripted::new(guess, requests))
+}
+
+/// Kinds that [`drafter`] tells apart.
+pub(crate) const KINDS: usize = 7;

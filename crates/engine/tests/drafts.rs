@@ -1,0 +1,200 @@
+//! What drafts do beside not changing a token: steps saved, blocks given back, prefixes found, failures survived.
+
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod drafters;
+#[expect(dead_code, reason = "other tests use the rest")]
+mod fake;
+
+use drafters::{Guess, KINDS, Scripted, drafter};
+use engine::draft::DRAFT_DEPTH_MAX;
+use engine::{
+    ConfigError, Drafter, Engine, EngineConfig, EngineStats, FinishReason, KvBudget, Output, Request,
+    RequestId, SamplingParams, StartError,
+};
+use fake::{FakeModel, answers, oracle, request, run_out};
+use ops::{KvType, Reference};
+use std::time::Duration;
+
+const NOW: Duration = Duration::ZERO;
+
+fn config() -> EngineConfig {
+    EngineConfig {
+        block_tokens: 4,
+        kv_type: KvType::F32,
+        draft_depth_max: 6,
+        ..EngineConfig::new(KvBudget::Tokens(600))
+    }
+}
+
+fn engine(config: &EngineConfig, drafter: Box<dyn Drafter<Reference>>) -> Engine<Reference> {
+    Engine::new(Box::new(FakeModel::new(config)), Reference::new(), config).unwrap().with_drafter(drafter)
+}
+
+/// Steps that the requests take, and what the engine counted.
+fn run(config: &EngineConfig, requests: &[Request], guess: Guess) -> (u64, EngineStats) {
+    let mut engine = engine(config, Box::new(Scripted::new(guess, requests)));
+    for request in requests {
+        engine.submit(request.clone()).unwrap();
+    }
+    let got = answers(run_out(&mut engine));
+    for request in requests {
+        assert_eq!(got[&request.id], oracle(request), "{}", request.id);
+    }
+    let stats = engine.stats();
+    (stats.steps, stats)
+}
+
+fn three(max_tokens: u32) -> Vec<Request> {
+    (0..3).map(|id| request(id, vec![id as u32, 7, 9], max_tokens)).collect()
+}
+
+#[test]
+fn right_drafts_save_steps_and_are_counted_by_place() {
+    let requests = three(60);
+    let (plain, _) = run(&EngineConfig { draft_depth_max: 0, ..config() }, &requests, Guess::Right);
+    let (drafted, stats) = run(&config(), &requests, Guess::Right);
+    assert_eq!(plain, 60);
+    assert!(drafted < 20, "{drafted} steps");
+    assert_eq!(stats.drafts.drafted, stats.drafts.accepted);
+    assert_eq!(stats.output_tokens, 180);
+    // Every token is the draw of a decode's row or of a drafted one.
+    assert!(stats.drafts.accepted_tokens() > 120 && stats.drafts.accepted[0] >= stats.drafts.accepted[5]);
+}
+
+#[test]
+fn wrong_drafts_are_given_up() {
+    let requests = three(150);
+    let (steps, stats) = run(&config(), &requests, Guess::Wrong);
+    assert_eq!((steps, stats.drafts.accepted_tokens()), (150, 0));
+    // At first some of the depth allowed, later a probe now and then.
+    assert!(stats.drafts.drafted_tokens() < 100, "{:?}", stats.drafts);
+}
+
+#[test]
+fn a_failing_drafter_loses_nothing_but_drafts() {
+    let requests = three(20);
+    let (steps, stats) = run(&config(), &requests, Guess::Nothing);
+    assert_eq!((steps, stats.drafts.drafted_tokens()), (20, 0));
+    assert!(stats.drafts.failures > 0);
+}
+
+#[test]
+fn blocks_hold_no_more_than_tokens_after_each_step() {
+    let requests = three(60);
+    for kind in 0..KINDS {
+        let mut engine = engine(&config(), drafter(kind, &requests));
+        for request in &requests {
+            engine.submit(request.clone()).unwrap();
+        }
+        let mut lengths = [3_usize; 3];
+        let mut out = Vec::new();
+        while engine.has_work() {
+            engine.step(NOW, &mut out).unwrap();
+            for output in out.drain(..) {
+                match output {
+                    Output::Token(token) => lengths[token.id.0 as usize] = token.position + 1,
+                    Output::Finished { id, .. } => lengths[id.0 as usize] = 0,
+                    _ => {}
+                }
+            }
+            let needed: usize = lengths.iter().map(|length| length.div_ceil(4)).sum();
+            assert!(engine.stats().kv_blocks_used <= needed, "kind {kind}: {lengths:?}");
+            engine.check_integrity().unwrap();
+        }
+    }
+}
+
+/// What wrong drafts left in a block is not found by their text, what right ones left is.
+#[test]
+fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
+    let first = request(0, vec![1, 2, 3], 60);
+    let whole = [&first.prompt[..], &oracle(&first).tokens].concat();
+    for kind in 0..KINDS {
+        let mut engine = engine(&config(), drafter(kind, std::slice::from_ref(&first)));
+        engine.submit(first.clone()).unwrap();
+        run_out(&mut engine);
+        // The same text again, as a prompt: all of its blocks but the one of its last token are there.
+        let again = request(1, whole.clone(), 3);
+        engine.submit(again.clone()).unwrap();
+        let out = run_out(&mut engine);
+        let cached = (whole.len() - 1) / 4 * 4;
+        assert!(
+            out.contains(&Output::Admitted { id: RequestId(1), cached_tokens: cached }),
+            "kind {kind}, {cached} expected: {:?}",
+            out[0]
+        );
+        assert_eq!(answers(out)[&RequestId(1)], oracle(&again), "kind {kind}");
+    }
+}
+
+#[test]
+fn drafts_never_preempt_and_take_no_row_of_others() {
+    // Eight decodes of a step of 9 rows: one row is left for drafts.
+    let config = EngineConfig { running_max: 8, step_tokens: 9, prefill_chunk_max: 9, ..config() };
+    let requests: Vec<Request> = (0..8).map(|id| request(id, vec![id as u32; 5], 30)).collect();
+    let mut engine = engine(&config, Box::new(Scripted::new(Guess::Right, &requests)));
+    for request in &requests {
+        engine.submit(request.clone()).unwrap();
+    }
+    let mut out = Vec::new();
+    let mut drafts = 0;
+    while engine.has_work() {
+        let report = engine.step(NOW, &mut out).unwrap();
+        assert!(report.rows <= 9);
+        if report.decode_rows == 8 {
+            assert!(report.draft_rows <= 1);
+        }
+        drafts += report.draft_rows;
+    }
+    assert!(drafts > 10);
+    assert_eq!(engine.stats().preemptions, 0);
+    let got = answers(out);
+    requests.iter().for_each(|request| assert_eq!(got[&request.id], oracle(request)));
+
+    // Two sequences of 30 computed tokens fill the cache's 16 blocks at their ends: drafts take no neighbour's.
+    let tight = EngineConfig { kv: KvBudget::Tokens(64), ..config };
+    let requests: Vec<Request> = (0..2).map(|id| request(id, vec![id as u32; 5], 26)).collect();
+    for guess in [Guess::Right, Guess::Wrong] {
+        let (_, stats) = run(&tight, &requests, guess);
+        assert_eq!(stats.preemptions, 0);
+    }
+}
+
+/// A stop token, `max_tokens` and a hold in the middle of right drafts end there.
+#[test]
+fn an_end_inside_a_draft_is_the_end() {
+    let free = oracle(&request(1, vec![1, 2, 3], 40));
+    let place = (4..30).find(|&place| !free.tokens[..place].contains(&free.tokens[place])).unwrap();
+    let mut stopped = request(1, vec![1, 2, 3], 40);
+    stopped.stop.stop_tokens = vec![free.tokens[place]];
+    for max_tokens in [1, 2, 5, 6, 7, 8, 13] {
+        run(&config(), &[request(1, vec![1, 2, 3], max_tokens)], Guess::Right);
+    }
+    let mut engine =
+        engine(&config(), Box::new(Scripted::new(Guess::Right, &[request(1, vec![1, 2, 3], 40)])));
+    engine.submit(stopped.clone()).unwrap();
+    let got = &answers(run_out(&mut engine))[&RequestId(1)];
+    assert_eq!(got.reason, Some(FinishReason::Stop(free.tokens[place])));
+    assert_eq!(got, &oracle(&stopped));
+}
+
+#[test]
+fn text_that_repeats_itself_is_drafted_from_itself() {
+    // Greedy, with the next token of the text favoured: the model repeats its prompt for a while.
+    let prompt: Vec<u32> = (0..24).map(|i| i % 6).collect();
+    let sampling = SamplingParams { logit_bias: vec![(3, 50.0)], ..SamplingParams::greedy() };
+    let request = Request { sampling, ..request(1, prompt, 50) };
+    let mut engine = engine(&config(), drafter(0, &[]));
+    engine.submit(request.clone()).unwrap();
+    let got = answers(run_out(&mut engine));
+    assert_eq!(got[&RequestId(1)], oracle(&request));
+    assert!(engine.stats().steps < 25, "{} steps", engine.stats().steps);
+}
+
+#[test]
+fn a_depth_beyond_what_streams_keep_room_for_is_refused() {
+    let config = EngineConfig { draft_depth_max: DRAFT_DEPTH_MAX + 1, ..config() };
+    let refused = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config);
+    assert!(matches!(refused, Err(StartError::Config(ConfigError::DraftDepth { depth: 17 }))));
+}
