@@ -1,8 +1,8 @@
 //! Everything a user can get wrong: one line that says what to do, and the documented exit code.
 
-use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, proc, text};
+use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device, executable, proc, text};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 // As documented in crates/service/src/exit.rs and docs/OPERATING.md.
@@ -26,7 +26,7 @@ fn check(output: &Output, code: i32, words: &[&str]) {
 
 fn generate(model: &Path) -> Command {
     let mut command = ballast();
-    command.arg("generate").arg(model).args(["--prompt", "x", "--max-tokens", "4"]);
+    command.arg("generate").arg(model).args(["--prompt", "x", "--max-tokens", "4", "--device", &device()]);
     command
 }
 
@@ -112,13 +112,13 @@ fn two_fleets_cannot_share_a_runtime_directory() {
     fleet.stop();
 }
 
-/// Sets a limit with `prlimit`-like means of the shell and execs ballast under it.
+/// Has the shell set a limit on itself and exec ballast under it.
 fn limited(limit: &str, model: &Path) -> Output {
     let mut command = Command::new("sh");
     command
         .arg("-c")
-        .arg(format!("{limit} && exec \"$0\" generate \"$1\" --prompt x --max-tokens 4"))
-        .arg(env!("CARGO_BIN_EXE_ballast"))
+        .arg(format!("{limit} && exec \"$0\" generate \"$1\" --prompt x --max-tokens 4 --device host"))
+        .arg(executable())
         .arg(model)
         .process_group(0);
     command.output().unwrap()
@@ -128,6 +128,50 @@ fn limited(limit: &str, model: &Path) -> Output {
 fn too_little_memory_for_the_weights_says_how_much() {
     // Blocks of 512 bytes: 2 MiB, less than the model. A memfd is a file, so the limit on file size bounds it.
     check(&limited("ulimit -f 4096", &demo_7m()), OUT_OF_RESOURCES, &["bytes", "RLIMIT_FSIZE"]);
+}
+
+/// A cgroup with a limit on memory, removed at the end.
+struct LimitedGroup(PathBuf);
+
+impl LimitedGroup {
+    /// `None` where this user may not make one, after saying so loudly.
+    fn new(bytes: u64) -> Option<Self> {
+        let memberships = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let of = |line: &str, prefix: &str| line.split_once(':')?.1.strip_prefix(prefix).map(str::to_owned);
+        let places = [
+            (":", "/sys/fs/cgroup", "memory.max"),
+            ("memory:", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ];
+        for (prefix, mount, limit) in places {
+            let Some(own) = memberships.lines().find_map(|line| of(line, prefix)) else { continue };
+            let name = format!("ballast-test-{}", std::process::id());
+            let directory = Path::new(mount).join(own.trim_start_matches('/')).join(name);
+            if std::fs::create_dir(&directory).is_err() {
+                continue;
+            }
+            let group = Self(directory);
+            if std::fs::write(group.0.join(limit), bytes.to_string()).is_ok() {
+                return Some(group);
+            }
+        }
+        eprintln!("SKIPPED: a cgroup with a memory limit cannot be made here");
+        None
+    }
+}
+
+impl Drop for LimitedGroup {
+    fn drop(&mut self) {
+        // Its processes have ended; the kernel takes a moment to see it.
+        crate::harness::eventually("the cgroup is empty", || std::fs::remove_dir(&self.0).ok());
+    }
+}
+
+#[test]
+fn a_cgroup_that_cannot_hold_the_weights_says_how_much() {
+    let model = crate::harness::synth("qwen3-0.6b", "q8_0");
+    let Some(group) = LimitedGroup::new(256 << 20) else { return };
+    let enter = format!("echo $$ > {}", group.0.join("cgroup.procs").display());
+    check(&limited(&enter, &model), OUT_OF_RESOURCES, &["needed", "MiB"]);
 }
 
 #[test]

@@ -1,10 +1,89 @@
 //! Invariant I5 on the whole fleet: tokens and log probabilities of a request are the same bits however it is served.
+//!
+//! [`CASES`] is the one list of ways to serve. A new way that must keep the promise becomes a line of it, and is then held to
+//! it on every device that these tests run on.
 
 use crate::harness::api::{Ask, Continuation, connect, generate, generate_all, runtime};
-use crate::harness::{Fleet, demo_7m};
+use crate::harness::http::Http;
+use crate::harness::{Fleet, demo_7m, eventually, proc};
 use std::time::Duration;
 
+/// How the requests come to a fleet.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// Each after the one before it has ended.
+    Alone,
+    Together,
+    /// Shuffled and with pauses, by this seed.
+    Arriving(u64),
+    /// All at once, and a worker dies when the first tokens have come: its streams go on at another.
+    Bereft,
+}
+
+use Way::{Alone, Arriving, Bereft, Together};
+
+/// A fleet, and what is done with it one after the other.
+struct Case {
+    name: &'static str,
+    arguments: &'static [&'static str],
+    ways: &'static [Way],
+    /// A counter that must have moved: else the case has shown nothing.
+    moved: Option<&'static str>,
+}
+
+/// The first way of the first case is what all others are compared with.
+const CASES: &[Case] = &[
+    Case {
+        // What has been asked before is found in the prefix cache.
+        name: "alone, in any order, with prefix hits",
+        arguments: &["--workers", "1", "--threads", "1"],
+        ways: &[Alone, Arriving(1), Arriving(2), Arriving(3)],
+        moved: Some("ballast:prefix_cache_hits_total"),
+    },
+    Case {
+        name: "together in large steps",
+        arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "512"],
+        ways: &[Together],
+        moved: None,
+    },
+    Case {
+        name: "prompts in chunks of an odd size",
+        arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "33"],
+        ways: &[Together],
+        moved: None,
+    },
+    Case {
+        name: "two workers",
+        arguments: &["--workers", "2", "--threads", "1", "--step-tokens", "64"],
+        ways: &[Together, Arriving(4)],
+        moved: None,
+    },
+    Case {
+        name: "three workers",
+        arguments: &["--workers", "3", "--threads", "2", "--step-tokens", "128"],
+        ways: &[Together],
+        moved: None,
+    },
+    Case {
+        // 768 tokens hold a few of these requests at a time, and the longest alone.
+        name: "preempted and computed again",
+        arguments: &["--workers", "1", "--kv-tokens", "768"],
+        ways: &[Together],
+        moved: Some("ballast:num_preemptions_total"),
+    },
+    Case {
+        name: "resumed in the middle",
+        arguments: &["--workers", "2", "--threads", "1"],
+        ways: &[Bereft],
+        moved: Some("ballast:stream_resumes_total"),
+    },
+];
+
 const REQUESTS: usize = 64;
+
+/// Every so many requests there is one that is long enough for something to happen in its middle.
+const LONG_EVERY: usize = 16;
+const LONG_TOKENS: u32 = 400;
 
 /// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
 fn requests() -> Vec<Ask> {
@@ -12,9 +91,10 @@ fn requests() -> Vec<Ask> {
     (0..REQUESTS)
         .map(|index| {
             let length = 1 + random.below(150);
+            let tokens = 8 + random.below(24) as u32;
             Ask {
                 prompt: (0..length).map(|_| 6 + random.below(8000) as u32).collect(),
-                max_tokens: 8 + random.below(24) as u32,
+                max_tokens: if index % LONG_EVERY == 0 { LONG_TOKENS } else { tokens },
                 temperature: if index % 3 == 0 { 0.0 } else { 0.9 },
                 seed: index as u64,
             }
@@ -34,75 +114,71 @@ impl Random {
     }
 }
 
-fn all_at_once(arguments: &[&str], asks: &[Ask]) -> Vec<Continuation> {
-    let fleet = Fleet::start(&demo_7m(), arguments);
-    let results = runtime().block_on(generate_all(&fleet.grpc, asks));
-    fleet.stop();
-    results.into_iter().map(|result| result.unwrap()).collect()
+impl Way {
+    async fn serve(self, fleet: &Fleet, asks: &[Ask]) -> Vec<Continuation> {
+        let found = match self {
+            Alone => {
+                let mut client = connect(&fleet.grpc).await;
+                let mut found = Vec::new();
+                for ask in asks {
+                    found.push(generate(&mut client, ask, |_| {}).await);
+                }
+                found
+            }
+            Together => generate_all(&fleet.grpc, asks).await,
+            Arriving(seed) => arriving(fleet, asks, seed).await,
+            Bereft => {
+                let victim = fleet.by_role("worker")[0].pid;
+                let kill = || proc::signal(victim, "KILL");
+                fleet.generate_and_harm(asks, kill).await
+            }
+        };
+        found.into_iter().map(|result| result.unwrap()).collect()
+    }
 }
 
-fn assert_same(expected: &[Continuation], found: &[Continuation], how: &str) {
-    for (index, (expected, found)) in expected.iter().zip(found).enumerate() {
-        assert_eq!(expected.tokens, found.tokens, "{how}: tokens of request {index}");
-        assert_eq!(expected.logprob_bits, found.logprob_bits, "{how}: log probabilities of request {index}");
+async fn arriving(fleet: &Fleet, asks: &[Ask], seed: u64) -> Vec<Result<Continuation, tonic::Status>> {
+    let mut order: Vec<usize> = (0..asks.len()).collect();
+    let mut random = Random(seed);
+    for last in (1..order.len()).rev() {
+        order.swap(last, random.below(last as u64 + 1) as usize);
     }
+    let client = connect(&fleet.grpc).await;
+    let mut tasks = Vec::new();
+    for index in order {
+        let (mut client, ask) = (client.clone(), asks[index].clone());
+        tasks.push((index, tokio::spawn(async move { generate(&mut client, &ask, |_| {}).await })));
+        tokio::time::sleep(Duration::from_millis(random.below(8))).await;
+    }
+    tasks.sort_by_key(|(index, _)| *index);
+    let mut found = Vec::new();
+    for (_, task) in tasks {
+        found.push(task.await.unwrap());
+    }
+    found
 }
 
 #[test]
 fn i5_same_tokens_however_a_request_is_served() {
     let asks = requests();
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let runtime = runtime();
-    let alone: Vec<Continuation> = runtime.block_on(async {
-        let mut client = connect(&fleet.grpc).await;
-        let mut results = Vec::new();
-        for ask in &asks {
-            results.push(generate(&mut client, ask, |_| {}).await.unwrap());
-        }
-        results
-    });
-    assert!(alone.iter().zip(&asks).all(|(done, ask)| done.tokens.len() == ask.max_tokens as usize));
-    assert!(alone.iter().all(|done| done.tokens.len() == done.logprob_bits.len()));
-
-    for seed in 1..=3u64 {
-        let mut order: Vec<usize> = (0..asks.len()).collect();
-        let mut random = Random(seed);
-        for last in (1..order.len()).rev() {
-            order.swap(last, random.below(last as u64 + 1) as usize);
-        }
-        let found = runtime.block_on(async {
-            let client = connect(&fleet.grpc).await;
-            let mut tasks = Vec::new();
-            for &index in &order {
-                let (mut client, ask) = (client.clone(), asks[index].clone());
-                tasks.push((index, tokio::spawn(async move { generate(&mut client, &ask, |_| {}).await })));
-                tokio::time::sleep(Duration::from_millis(random.below(8))).await;
+    let mut expected: Option<Vec<Continuation>> = None;
+    for case in CASES {
+        let fleet = Fleet::start(&demo_7m(), case.arguments);
+        let http = Http::of(&fleet);
+        for way in case.ways {
+            let found = runtime().block_on(way.serve(&fleet, &asks));
+            let expected = expected.get_or_insert_with(|| found.clone());
+            for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
+                let how = format!("{}, {way:?}, request {index}", case.name);
+                assert_eq!(found.tokens.len(), asks[index].max_tokens as usize, "{how}");
+                assert_eq!(expected.tokens, found.tokens, "{how}: tokens");
+                assert_eq!(expected.logprob_bits, found.logprob_bits, "{how}: log probabilities");
+                assert_eq!(found.tokens.len(), found.logprob_bits.len(), "{how}");
             }
-            let mut found = vec![None; asks.len()];
-            for (index, task) in tasks {
-                found[index] = Some(task.await.unwrap().unwrap());
-            }
-            found.into_iter().flatten().collect::<Vec<_>>()
-        });
-        assert_same(&alone, &found, &format!("arrival order of seed {seed}"));
+        }
+        if let Some(counter) = case.moved {
+            eventually(counter, || (http.metric(counter)? > 0.0).then_some(()));
+        }
+        fleet.stop();
     }
-    fleet.stop();
-
-    for arguments in [
-        ["--workers", "1", "--threads", "2", "--step-tokens", "512"],
-        ["--workers", "1", "--threads", "2", "--step-tokens", "33"],
-        ["--workers", "2", "--threads", "1", "--step-tokens", "64"],
-        ["--workers", "3", "--threads", "2", "--step-tokens", "128"],
-    ] {
-        assert_same(&alone, &all_at_once(&arguments, &asks), &arguments.join(" "));
-    }
-}
-
-#[test]
-fn i5_same_tokens_when_sequences_are_preempted() {
-    let asks = requests();
-    let roomy = all_at_once(&["--workers", "1"], &asks);
-    // 512 tokens hold about four of these requests at a time.
-    let tight = all_at_once(&["--workers", "1", "--kv-tokens", "512"], &asks);
-    assert_same(&roomy, &tight, "under KV pressure");
 }

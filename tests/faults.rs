@@ -1,7 +1,7 @@
 //! `kill -9` of every process at a bad moment. What each death may and may not do stands in docs/RELIABILITY.md.
 
-use crate::harness::api::{Ask, connect, generate, generate_all, runtime};
-use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, eventually, proc, serve, synth, text};
+use crate::harness::api::{Ask, Continuation, generate, generate_all, runtime};
+use crate::harness::{Fleet, ballast, demo_7m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
 /// Long enough to be killed in the middle.
@@ -20,38 +20,12 @@ fn asks(count: u64) -> Vec<Ask> {
     (0..count).map(ask).collect()
 }
 
-/// Runs the asks; when the first token of any has come, does `harm`. Results in order.
 fn harmed(
     fleet: &Fleet,
     asks: &[Ask],
     harm: impl FnOnce() + Send,
-) -> Vec<Result<crate::harness::api::Continuation, tonic::Status>> {
-    let runtime = runtime();
-    runtime.block_on(async {
-        let (started, mut any_started) = tokio::sync::mpsc::unbounded_channel();
-        let client = connect(&fleet.grpc).await;
-        let tasks: Vec<_> = asks
-            .iter()
-            .map(|ask| {
-                let (mut client, ask, started) = (client.clone(), ask.clone(), started.clone());
-                tokio::spawn(async move {
-                    generate(&mut client, &ask, |tokens| {
-                        if tokens >= 3 {
-                            let _ = started.send(());
-                        }
-                    })
-                    .await
-                })
-            })
-            .collect();
-        tokio::time::timeout(PATIENCE, any_started.recv()).await.expect("no stream started");
-        tokio::task::block_in_place(harm);
-        let mut results = Vec::new();
-        for task in tasks {
-            results.push(tokio::time::timeout(PATIENCE, task).await.expect("a stream hangs").unwrap());
-        }
-        results
-    })
+) -> Vec<Result<Continuation, tonic::Status>> {
+    runtime().block_on(fleet.generate_and_harm(asks, harm))
 }
 
 #[test]
@@ -267,10 +241,10 @@ fn i4_load_and_unload_return_to_the_baseline() {
     for round in 0..20 {
         let model = folder.path().join(format!("copy-{round}.gguf"));
         std::fs::copy(demo_7m(), &model).unwrap();
-        for arguments in [vec!["load", model.to_str().unwrap(), "--name", "second"], vec!["unload", "second"]]
-        {
+        let load = ["load", model.to_str().unwrap(), "--name", "second", "--device", &device()];
+        for arguments in [&load[..], &["unload", "second"]] {
             let output =
-                ballast().args(&arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
+                ballast().args(arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
             assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
         }
     }

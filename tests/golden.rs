@@ -3,7 +3,7 @@
 //! `gap` is llama.cpp's margin between its two best logits at a step. Below [`GAP_QUANTISED`] its own rounding of
 //! activations decides, so another correct implementation may choose the other token there.
 
-use crate::harness::{ballast, demo_7m, demo_22m, in_tree, test_data, text};
+use crate::harness::{ballast, demo_7m, demo_22m, device, in_tree, test_data, text};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -41,6 +41,7 @@ fn argmax_after_each(model: &Path, tokens: &[u32], folder: &Path) -> Vec<u32> {
     let output = ballast()
         .arg("eval")
         .arg(model)
+        .args(["--device", &device()])
         .arg("--tokens")
         .arg(&ids)
         .arg("--logits-out")
@@ -76,7 +77,7 @@ fn generate_all(model: &Path, prompts: &[Recorded], folder: &Path) -> Vec<Value>
         .arg(model)
         .arg("--prompts")
         .arg(&file)
-        .args(["--temperature", "0", "--max-tokens", "96", "--json"])
+        .args(["--temperature", "0", "--max-tokens", "96", "--json", "--device", &device()])
         .output()
         .unwrap();
     let (stdout, stderr) = text(&output);

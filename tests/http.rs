@@ -1,51 +1,8 @@
 //! The OpenAI-compatible surface of a real fleet, as clients use it.
 
-use crate::harness::api::runtime;
+use crate::harness::http::Http;
 use crate::harness::{Fleet, demo_7m, eventually};
 use serde_json::{Value, json};
-
-struct Http {
-    runtime: tokio::runtime::Runtime,
-    client: reqwest::Client,
-    url: String,
-}
-
-impl Http {
-    fn of(fleet: &Fleet) -> Http {
-        Http { runtime: runtime(), client: reqwest::Client::new(), url: fleet.http.clone() }
-    }
-
-    fn get(&self, path: &str) -> (u16, String) {
-        self.runtime.block_on(async {
-            let reply = self.client.get(format!("{}{path}", self.url)).send().await.unwrap();
-            (reply.status().as_u16(), reply.text().await.unwrap())
-        })
-    }
-
-    fn post(&self, path: &str, body: &Value) -> (u16, String) {
-        self.runtime.block_on(async {
-            let request = self.client.post(format!("{}{path}", self.url)).json(body);
-            let reply = request.send().await.unwrap();
-            (reply.status().as_u16(), reply.text().await.unwrap())
-        })
-    }
-
-    fn post_json(&self, path: &str, body: &Value) -> Value {
-        let (status, text) = self.post(path, body);
-        assert_eq!(status, 200, "{text}");
-        serde_json::from_str(&text).unwrap()
-    }
-
-    /// The data of every server-sent event; the last one has to be [DONE].
-    fn post_stream(&self, path: &str, body: &Value) -> Vec<Value> {
-        let (status, text) = self.post(path, body);
-        assert_eq!(status, 200, "{text}");
-        let mut events: Vec<&str> =
-            text.split("\n\n").filter_map(|event| event.trim().strip_prefix("data: ")).collect();
-        assert_eq!(events.pop(), Some("[DONE]"), "{text}");
-        events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
-    }
-}
 
 #[test]
 fn the_openai_surface_serves_completions() {
@@ -136,12 +93,9 @@ fn a_client_that_goes_away_frees_its_blocks() {
         reply.chunk().await.unwrap();
         // Dropping the reply closes the connection.
     });
-    let gauge = |name: &str| -> Option<f64> {
-        let metrics = http.get("/metrics").1;
-        let line = metrics.lines().find(|line| line.starts_with(name))?;
-        line.rsplit(' ').next()?.parse().ok()
-    };
-    eventually("no request is running", || (gauge("ballast:num_requests_running")? == 0.0).then_some(()));
-    eventually("no KV is in use", || (gauge("ballast:kv_cache_usage_perc")? == 0.0).then_some(()));
+    eventually("no request is running", || {
+        (http.metric("ballast:num_requests_running")? == 0.0).then_some(())
+    });
+    eventually("no KV is in use", || (http.metric("ballast:kv_cache_usage_perc")? == 0.0).then_some(()));
     fleet.stop();
 }

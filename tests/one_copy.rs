@@ -1,7 +1,7 @@
 //! Weights exist once: what /proc/PID/smaps of a fleet says about a model of more than 512 MiB.
 
 use crate::harness::api::{Ask, generate_all, runtime};
-use crate::harness::{Fleet, proc, synth};
+use crate::harness::{Fleet, on_the_host, proc, synth};
 
 const WORKERS: usize = 4;
 
@@ -22,6 +22,9 @@ fn ask(seed: u64) -> Ask {
 
 #[test]
 fn i1_weights_exist_once_for_four_workers() {
+    if !on_the_host("i1_weights_exist_once_for_four_workers") {
+        return;
+    }
     let model = synth("qwen3-0.6b", "q8_0");
     let file_bytes = std::fs::metadata(&model).unwrap().len();
     assert!(file_bytes >= 512 << 20, "{file_bytes} bytes");
@@ -67,6 +70,9 @@ fn i1_weights_exist_once_for_four_workers() {
 
 #[test]
 fn four_hundred_allocations_are_handed_over_in_several_batches() {
+    if !on_the_host("four_hundred_allocations_are_handed_over_in_several_batches") {
+        return;
+    }
     let model = synth("qwen3-many", "q8_0");
     let fleet = Fleet::start(&model, &["--workers", "2", "--no-pack"]);
     for worker in fleet.by_role("worker") {

@@ -6,6 +6,8 @@ use proto::v1::inference_client::InferenceClient;
 use proto::v1::{GenerateRequest, Sampling, TokenIds};
 use tonic::transport::Channel;
 
+use super::{Fleet, PATIENCE};
+
 /// What one request produced. Log probabilities as bits: equal means equal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Continuation {
@@ -92,6 +94,39 @@ pub(crate) async fn generate_all(url: &str, asks: &[Ask]) -> Vec<Result<Continua
         results.push(task.await.unwrap());
     }
     results
+}
+
+impl Fleet {
+    /// Runs the asks, and does `harm` when some stream has had its first tokens. Results in the order of the asks.
+    pub(crate) async fn generate_and_harm(
+        &self,
+        asks: &[Ask],
+        harm: impl FnOnce() + Send,
+    ) -> Vec<Result<Continuation, tonic::Status>> {
+        let (started, mut any_started) = tokio::sync::mpsc::unbounded_channel();
+        let client = connect(&self.grpc).await;
+        let tasks: Vec<_> = asks
+            .iter()
+            .map(|ask| {
+                let (mut client, ask, started) = (client.clone(), ask.clone(), started.clone());
+                tokio::spawn(async move {
+                    generate(&mut client, &ask, |tokens| {
+                        if tokens >= 3 {
+                            let _ = started.send(());
+                        }
+                    })
+                    .await
+                })
+            })
+            .collect();
+        tokio::time::timeout(PATIENCE, any_started.recv()).await.expect("no stream started");
+        tokio::task::block_in_place(harm);
+        let mut results = Vec::new();
+        for task in tasks {
+            results.push(tokio::time::timeout(PATIENCE, task).await.expect("a stream hangs").unwrap());
+        }
+        results
+    }
 }
 
 pub(crate) fn runtime() -> tokio::runtime::Runtime {

@@ -1,6 +1,7 @@
 //! A fleet under test: started from the real executable, spoken to over its public sockets, looked at through /proc.
 
 pub(crate) mod api;
+pub(crate) mod http;
 pub(crate) mod proc;
 
 use serde_json::Value;
@@ -12,16 +13,41 @@ use std::time::{Duration, Instant};
 /// How long anything that should take well under a second may take on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
+/// What cargo knew when it built this, unless a machine without the build says otherwise (`scripts/gpu-run`).
+fn place(variable: &str, built: &str) -> PathBuf {
+    std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
+}
+
 /// The executable under test.
+pub(crate) fn executable() -> PathBuf {
+    place("BALLAST_TEST_EXECUTABLE", env!("CARGO_BIN_EXE_ballast"))
+}
+
 pub(crate) fn ballast() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+    let mut command = Command::new(executable());
     command.stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
     command
 }
 
+/// Where the fleets under test run: "host" unless BALLAST_TEST_DEVICE names a GPU, such as "cuda:0".
+pub(crate) fn device() -> String {
+    std::env::var("BALLAST_TEST_DEVICE").unwrap_or_else(|_| HOST.to_owned())
+}
+
+/// False, after saying loudly what is skipped, where fleets run on a GPU.
+pub(crate) fn on_the_host(test: &str) -> bool {
+    let host = device() == HOST;
+    if !host {
+        eprintln!("SKIPPED: {test} looks at memory of the host");
+    }
+    host
+}
+
+const HOST: &str = "host";
+
 /// A file of the tree.
 pub(crate) fn in_tree(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+    place("BALLAST_TEST_TREE", concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join(path)
 }
 
 pub(crate) fn demo_7m() -> PathBuf {
@@ -42,11 +68,11 @@ pub(crate) fn test_data(path: &str) -> Option<PathBuf> {
     file
 }
 
-/// A model of random weights, made once and kept in target/.
+/// A model of random weights, made once and kept.
 pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned();
+    let folder = place("BALLAST_TEST_SCRATCH", env!("CARGO_TARGET_TMPDIR"));
     let file = folder.join(format!("{shape}-{quant}.gguf"));
     if !file.exists() {
         let partial = folder.join(format!("{shape}-{quant}.{}.partial", std::process::id()));
@@ -123,7 +149,7 @@ impl Fleet {
             ballast().args(["ps", "--json", "--runtime-dir"]).arg(self.runtime_dir()).output().unwrap();
         output.status.success().then(|| {
             let (lines, _) = text(&output);
-            lines.lines().map(|line| Process::parse(&serde_json::from_str(line).unwrap())).collect()
+            lines.lines().filter_map(|line| Process::parse(&serde_json::from_str(line).unwrap())).collect()
         })
     }
 
@@ -168,15 +194,17 @@ impl Drop for Fleet {
 }
 
 impl Process {
-    fn parse(line: &Value) -> Process {
+    /// None for a line of something that is no process.
+    fn parse(line: &Value) -> Option<Process> {
+        line.get("pid")?;
         let field = |name: &str| line.get(name).unwrap_or_else(|| panic!("no {name} in {line}"));
-        Process {
+        Some(Process {
             name: field("name").as_str().unwrap().to_owned(),
             role: field("role").as_str().unwrap().to_owned(),
             pid: u32::try_from(field("pid").as_u64().unwrap()).unwrap(),
             state: field("state").as_str().unwrap().to_owned(),
             restarts: field("restarts").as_u64().unwrap(),
-        }
+        })
     }
 }
 
@@ -186,7 +214,7 @@ pub(crate) fn serve(runtime_dir: &Path, model: &Path, arguments: &[&str]) -> Com
     command
         .arg("serve")
         .arg(model)
-        .args(["--json", "--listen", "127.0.0.1:0", "--runtime-dir"])
+        .args(["--device", &device(), "--json", "--listen", "127.0.0.1:0", "--runtime-dir"])
         .arg(runtime_dir)
         .args(arguments)
         .stdout(Stdio::piped());

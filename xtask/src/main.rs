@@ -1,4 +1,4 @@
-//! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask nightly`.
+//! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask gpu-bundle`, `cargo xtask nightly`.
 
 #![forbid(unsafe_code)]
 
@@ -6,12 +6,14 @@ use std::process::ExitCode;
 
 mod advisories;
 mod dependencies;
+mod gpu_bundle;
 mod nightly;
 mod sources;
 
-const USAGE: &str = "usage: cargo xtask <tidy|nightly>
-  tidy     source rules, dependency sources, licences, duplicate versions, known advisories
-  nightly  what is too long for every change: long simulations, big models, benchmarks";
+const USAGE: &str = "usage: cargo xtask <tidy|gpu-bundle|nightly>
+  tidy        source rules, dependency sources, licences, duplicate versions, known advisories
+  gpu-bundle  packs dist/gpu: executables and a script for a GPU machine without Rust
+  nightly     what is too long for every change: long simulations, big models, benchmarks";
 
 fn main() -> ExitCode {
     let task = std::env::args().nth(1);
@@ -21,6 +23,7 @@ fn main() -> ExitCode {
     }
     let result = match task.as_deref() {
         Some("tidy") => tidy(),
+        Some("gpu-bundle") => gpu_bundle::run(),
         Some("nightly") => nightly::run(),
         _ => {
             eprintln!("{USAGE}");
