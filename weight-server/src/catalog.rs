@@ -12,9 +12,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use memory::manifest::{Digest, FileIdentity, Manifest};
+use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
 
-use crate::events::Waiter;
+use crate::events::{CallId, Waiter};
+use crate::ledger::Row;
 
 /// What makes two loads the same: one job serves both.
 #[derive(Debug, Clone)]
@@ -56,6 +57,10 @@ pub(crate) struct Contents {
     pub(crate) manifest_bytes: u64,
     pub(crate) allocations: u32,
     pub(crate) tensors: u32,
+    /// Of the device beside the allocations, while it loads.
+    pub(crate) staging_bytes: u64,
+    /// Of the host, while it loads; on the host and on boards that share its memory, also of the allocations.
+    pub(crate) host_bytes: u64,
 }
 
 impl Contents {
@@ -67,13 +72,40 @@ impl Contents {
             manifest_bytes,
             allocations: manifest.allocations.len() as u32,
             tensors: manifest.tensors.len() as u32,
+            staging_bytes: 0,
+            host_bytes: 0,
         }
     }
 
-    /// Bytes and descriptors that the weight-server holds for it: every allocation, and the manifest.
-    pub(crate) fn holds(&self) -> (u64, u64) {
-        (self.allocation_bytes.saturating_add(self.manifest_bytes), u64::from(self.allocations) + 1)
+    /// What it takes of its device, and descriptors of the weight-server: every allocation, and the manifest, which lies on
+    /// the host wherever the model does.
+    pub(crate) fn holds(&self, device: &str) -> Row {
+        let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
+        let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
+        Row { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
     }
+}
+
+/// Whether the bytes are those that were loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Integrity {
+    /// Our loader took the checksums, or the kernel's seals keep every byte.
+    Loaded,
+    /// On a GPU, adopted: whoever held it meanwhile could have written to it.
+    Unverified,
+    Verified,
+    /// Its checksums are others than the manifest's.
+    Quarantined,
+}
+
+/// Checking the bytes of a generation on a GPU.
+#[derive(Debug, Default)]
+pub(crate) struct Verification {
+    pub(crate) running: bool,
+    /// Admin calls that wait for it.
+    pub(crate) calls: Vec<CallId>,
+    /// One that could not be done is tried again, later.
+    pub(crate) not_before: Duration,
 }
 
 #[derive(Debug)]
@@ -90,6 +122,10 @@ pub(crate) struct Generation {
     pub(crate) progressed_at: Duration,
     pub(crate) waiters: Vec<Waiter>,
     pub(crate) adopted: bool,
+    pub(crate) integrity: Integrity,
+    pub(crate) verification: Verification,
+    /// Quarantined, and not yet loaded anew.
+    pub(crate) reload: bool,
 }
 
 impl Generation {
@@ -107,12 +143,18 @@ impl Generation {
         matches!(self.phase, Phase::Queued | Phase::Starting | Phase::Loading | Phase::Storing)
     }
 
-    /// Reserved, but not yet taken from the machine's memory.
+    /// Reserved, but not yet taken from the host's memory.
     pub(crate) fn outstanding_bytes(&self, reserved: u64) -> u64 {
-        if self.is_pending() && self.phase != Phase::Storing {
-            reserved.saturating_sub(self.done_bytes)
-        } else {
-            0
+        match self.phase {
+            Phase::Storing | Phase::Ready | Phase::Retiring => 0,
+            Phase::Queued | Phase::Starting | Phase::Loading if self.key.device == HOST_DEVICE => {
+                reserved.saturating_sub(self.done_bytes)
+            }
+            // Of the host it takes little, and that at once.
+            Phase::Queued | Phase::Starting | Phase::Loading => match self.done_bytes {
+                0 => self.contents.host_bytes,
+                _ => 0,
+            },
         }
     }
 }

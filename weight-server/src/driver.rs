@@ -15,20 +15,23 @@ use service::Bytes;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::catalog::{Contents, LoadKey, Phase};
+use crate::catalog::{Contents, Integrity, LoadKey, Phase};
+use crate::config::LoaderThreads;
 use crate::events::{
-    Action, Ask, CallId, ConnectionId, Event, LoadAnswer, LoadAsk, LoadProgress, Notice, WaiterId,
+    Action, Ask, CallId, ConnectionId, Event, LoadAnswer, LoadAsk, LoadProgress, Notice, VerifyAnswer,
+    WaiterId,
 };
 use crate::holdings::{GenerationFds, LeaseFds};
 use crate::lease_table::Peer;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
 use crate::measure::available_bytes;
-use crate::refusal::{LoadFailure, UnloadRefusal};
+use crate::refusal::{LoadFailure, UnloadRefusal, VerifyFailure};
 use crate::share::{Order, Violations};
 use crate::snapshot::{Change, Snapshot};
 use crate::state::State;
 use crate::tokens::TokenError;
 use crate::vault::{Vault, VaultJob};
+use crate::verifier_child::{self, VerifierHandle};
 
 /// Inputs that wait for the driver. Its work per input is far below what any sender does for it; a full queue makes
 /// senders wait.
@@ -68,6 +71,11 @@ pub(crate) enum Input {
     Unload {
         model: String,
         answer: oneshot::Sender<Result<u32, UnloadRefusal>>,
+    },
+    Verify {
+        model: String,
+        device: String,
+        answer: oneshot::Sender<Result<VerifyAnswer, VerifyFailure>>,
     },
     AllowToken {
         name: String,
@@ -127,7 +135,7 @@ pub(crate) struct Driver {
     started: Instant,
     inputs: Inputs,
     loader: LoaderProgram,
-    loader_threads: usize,
+    loader_threads: LoaderThreads,
     vault: Vault,
     violations: Arc<Violations>,
     adoption_notes: Vec<String>,
@@ -136,8 +144,10 @@ pub(crate) struct Driver {
     leases: HashMap<u64, HeldLease>,
     clients: HashMap<ConnectionId, Client>,
     loaders: HashMap<u64, LoaderHandle>,
+    verifiers: HashMap<u64, VerifierHandle>,
     load_calls: HashMap<CallId, LoadCall>,
     unload_calls: HashMap<CallId, oneshot::Sender<Result<u32, UnloadRefusal>>>,
+    verify_calls: HashMap<CallId, oneshot::Sender<Result<VerifyAnswer, VerifyFailure>>>,
     next_call: u64,
 }
 
@@ -147,7 +157,7 @@ pub(crate) struct Parts {
     pub(crate) state: State,
     pub(crate) inputs: Inputs,
     pub(crate) loader: LoaderProgram,
-    pub(crate) loader_threads: usize,
+    pub(crate) loader_threads: LoaderThreads,
     pub(crate) vault: Vault,
     pub(crate) violations: Arc<Violations>,
     pub(crate) adoption_notes: Vec<String>,
@@ -171,8 +181,10 @@ impl Driver {
             leases: HashMap::new(),
             clients: HashMap::new(),
             loaders: HashMap::new(),
+            verifiers: HashMap::new(),
             load_calls: HashMap::new(),
             unload_calls: HashMap::new(),
+            verify_calls: HashMap::new(),
             next_call: 0,
         };
         for (lease, fds) in parts.leases {
@@ -209,6 +221,9 @@ impl Driver {
                 if let Event::LoadFailed { generation, .. } = event {
                     self.loaders.remove(&generation);
                 }
+                if let Event::Verified { generation, .. } | Event::VerifyFailed { generation, .. } = event {
+                    self.verifiers.remove(&generation);
+                }
                 self.handle(event);
             }
             Input::Attach { connection, peer, pidfd, ask, orders } => {
@@ -235,6 +250,11 @@ impl Driver {
                 let id = self.next_call();
                 self.unload_calls.insert(id, answer);
                 self.handle(Event::UnloadAsked { call: id, model });
+            }
+            Input::Verify { model, device, answer } => {
+                let id = self.next_call();
+                self.verify_calls.insert(id, answer);
+                self.handle(Event::VerifyAsked { call: id, model, device });
             }
             Input::AllowToken { name, token, answer } => {
                 // A caller that has gone away has its token set all the same.
@@ -296,6 +316,19 @@ impl Driver {
                 if let Some(fds) = self.generations.get(&generation) {
                     self.vault.send(VaultJob::StoreGeneration { generation, fds: Arc::clone(fds) });
                 }
+            }
+            Action::StartVerifier { generation } => self.start_verifier(generation),
+            Action::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
+            Action::AnswerVerify { call, result } => {
+                if let Err(failure) = &result {
+                    tracing::warn!(%failure, "a model was not verified");
+                }
+                if let Some(answer) = self.verify_calls.remove(&call) {
+                    let _ = answer.send(result);
+                }
+            }
+            Action::ReportReload { model, failure } => {
+                tracing::error!(model, %failure, "a damaged model could not be loaded anew");
             }
             Action::MarkRetired { generation } => self.vault.send(VaultJob::MarkRetired { generation }),
             Action::ForgetGeneration { generation } => {
@@ -369,9 +402,20 @@ impl Driver {
             model: found.model.clone(),
             key: LoadKey::clone(&found.key),
             one_per_tensor: found.one_per_tensor,
-            threads: self.loader_threads,
+            threads: self.loader_threads.onto(&found.key.device),
         };
         self.loaders.insert(generation, start(job, self.loader.clone(), self.inputs.clone()));
+    }
+
+    fn start_verifier(&mut self, generation: u64) {
+        let (Some(found), Some(fds)) = (self.state.generation(generation), self.generations.get(&generation))
+        else {
+            return;
+        };
+        tracing::info!(generation, model = found.model, "verifying");
+        let (device, fds) = (found.key.device.clone(), Arc::clone(fds));
+        let handle = verifier_child::start(generation, device, fds, self.loader.clone(), self.inputs.clone());
+        self.verifiers.insert(generation, handle);
     }
 
     /// Records a lease and starts to watch its process. If that fails the worker has got nothing and never will: the
@@ -417,7 +461,15 @@ impl Driver {
             Notice::LeaseEnded(lease) => tracing::info!(lease, "lease ended"),
             Notice::Generation(generation) => {
                 if let Some(found) = self.state.generation(generation) {
-                    tracing::info!(generation, model = found.model, phase = ?found.phase, "generation");
+                    let (phase, integrity) = (found.phase, found.integrity);
+                    if integrity == Integrity::Quarantined {
+                        tracing::error!(
+                            generation,
+                            model = found.model,
+                            "its weights are damaged: quarantined"
+                        );
+                    }
+                    tracing::info!(generation, model = found.model, ?phase, ?integrity, "generation");
                 }
             }
             Notice::Lease(lease) => {
@@ -462,12 +514,12 @@ pub(crate) async fn ask_load(
     let opened = crate::loader_child::blocking(move || crate::loader_child::open_model(&asked)).await;
     let key = opened.map(|files| LoadKey {
         files: files.into_iter().map(|(identity, _)| identity).collect(),
-        device,
-        layout: memory::manifest::LAYOUT_GGML,
+        layout: crate::loader::layout_of(&device),
+        device: device.clone(),
     });
     let (progress, watch) = watch::channel(None);
     let (answer, answered) = oneshot::channel();
-    let ask = LoadAsk { model, path, key, one_per_tensor };
+    let ask = LoadAsk { model, path, device, key, one_per_tensor };
     inputs.send(Input::Load { ask, call: LoadCall { progress, answer } }).await;
     (watch, answered)
 }

@@ -8,7 +8,7 @@ use memory::lease_record::LeaseRecord;
 
 use crate::catalog::{Contents, LoadKey};
 use crate::lease_table::Peer;
-use crate::refusal::{LoadFailure, Refusal, UnloadRefusal};
+use crate::refusal::{LoadFailure, Refusal, UnloadRefusal, VerifyFailure};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ConnectionId(pub(crate) u64);
@@ -42,6 +42,7 @@ pub(crate) struct Ask {
 pub(crate) struct LoadAsk {
     pub(crate) model: String,
     pub(crate) path: PathBuf,
+    pub(crate) device: String,
     /// What stands at the path now, or why that cannot be told.
     pub(crate) key: Result<LoadKey, LoadFailure>,
     pub(crate) one_per_tensor: bool,
@@ -73,6 +74,20 @@ pub(crate) enum Event {
     },
     GenerationStored {
         generation: u64,
+    },
+    /// An empty device is any GPU.
+    VerifyAsked {
+        call: CallId,
+        model: String,
+        device: String,
+    },
+    Verified {
+        generation: u64,
+        report: VerifyReport,
+    },
+    VerifyFailed {
+        generation: u64,
+        failure: VerifyFailure,
     },
     UnloadAsked {
         call: CallId,
@@ -125,6 +140,21 @@ pub(crate) enum Action {
     },
     StoreGeneration {
         generation: u64,
+    },
+    StartVerifier {
+        generation: u64,
+    },
+    StopVerifier {
+        generation: u64,
+    },
+    AnswerVerify {
+        call: CallId,
+        result: Result<VerifyAnswer, VerifyFailure>,
+    },
+    /// A quarantined model could not be loaded anew: nobody asked, so somebody has to be told.
+    ReportReload {
+        model: String,
+        failure: LoadFailure,
     },
     /// A successor must not give it its name back.
     MarkRetired {
@@ -193,6 +223,22 @@ pub(crate) struct LoadAnswer {
     pub(crate) generation: u64,
     pub(crate) read_from_file: bool,
     pub(crate) elapsed: Duration,
+}
+
+/// What a verifier found.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct VerifyReport {
+    /// Names of the first few damaged tensors.
+    pub(crate) damaged: Vec<String>,
+    pub(crate) damaged_count: u32,
+    pub(crate) checked_bytes: u64,
+    pub(crate) took: Duration,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct VerifyAnswer {
+    pub(crate) generation: u64,
+    pub(crate) report: VerifyReport,
 }
 
 /// Something changed that an operator may want to see.

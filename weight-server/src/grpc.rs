@@ -9,12 +9,13 @@ use proto::weights::v1::{self as wire, load_event, weight_server_server::WeightS
 use tokio::sync::{broadcast, oneshot};
 use tonic::{Code, Request, Response, Status};
 
-use crate::catalog::Phase;
+use crate::catalog::{Integrity, Phase};
 use crate::driver::{Input, Inputs, ask_load};
-use crate::events::{LoadAnswer, LoadProgress};
+use crate::events::{LoadAnswer, LoadProgress, VerifyAnswer};
 use crate::lease_table::LeasePhase;
+use crate::ledger::Shortage;
 use crate::ledger::{Row, RowKey};
-use crate::refusal::{LoadFailure, LoaderComplaint, UnloadRefusal};
+use crate::refusal::{LoadFailure, LoaderComplaint, UnloadRefusal, VerifyFailure};
 use crate::snapshot::{Change, GenerationView, LeaseView, Snapshot};
 
 /// Names of models and tokens: shown in tables, kept in manifests.
@@ -68,6 +69,22 @@ impl WeightServer for Admin {
         let model = request.into_inner().model;
         let leases = self.ask(|answer| Input::Unload { model, answer }).await??;
         Ok(Response::new(wire::UnloadResponse { leases }))
+    }
+
+    async fn verify(
+        &self,
+        request: Request<wire::VerifyRequest>,
+    ) -> Result<Response<wire::VerifyResponse>, Status> {
+        let wire::VerifyRequest { model, device } = request.into_inner();
+        let VerifyAnswer { generation, report } =
+            self.ask(|answer| Input::Verify { model, device, answer }).await??;
+        Ok(Response::new(wire::VerifyResponse {
+            generation,
+            damaged: report.damaged,
+            damaged_count: report.damaged_count,
+            checked_bytes: report.checked_bytes,
+            seconds: report.took.as_secs_f64(),
+        }))
     }
 
     async fn get_status(&self, _: Request<wire::GetStatusRequest>) -> Result<Response<wire::Status>, Status> {
@@ -156,6 +173,7 @@ impl From<LoadFailure> for Status {
                 LoaderComplaint::OutOfMemory => (Code::ResourceExhausted, Kind::OutOfMemory),
                 LoaderComplaint::OutOfFds => (Code::ResourceExhausted, Kind::OutOfFds),
                 LoaderComplaint::Unsupported => (Code::Unimplemented, Kind::Unsupported),
+                LoaderComplaint::Device => (Code::Internal, Kind::Device),
             },
             LoadFailure::LoaderLost { .. } => (Code::Aborted, Kind::LoaderLost),
             LoadFailure::NoProgress { .. } => (Code::DeadlineExceeded, Kind::NoProgress),
@@ -175,6 +193,21 @@ impl From<LoadFailure> for Status {
         };
         let details = wire::LoadFailed { failure: kind.into(), text: failure.to_string() }.encode_to_vec();
         Status::with_details(code, failure.to_string(), details.into())
+    }
+}
+
+impl From<VerifyFailure> for Status {
+    fn from(failure: VerifyFailure) -> Self {
+        let code = match &failure {
+            VerifyFailure::UnknownModel { .. } => Code::NotFound,
+            VerifyFailure::Verifier { complaint: LoaderComplaint::Unsupported, .. } => Code::Unimplemented,
+            VerifyFailure::Verifier { .. } => Code::Internal,
+            VerifyFailure::Ledger(Shortage::Device { .. }) => Code::Unimplemented,
+            VerifyFailure::Ledger(_) => Code::ResourceExhausted,
+            VerifyFailure::Lost { .. } | VerifyFailure::Unloaded => Code::Aborted,
+            VerifyFailure::ShuttingDown => Code::Unavailable,
+        };
+        Self::new(code, failure.to_string())
     }
 }
 
@@ -206,6 +239,12 @@ impl From<GenerationView> for wire::Generation {
             Phase::Ready => wire::GenerationState::Ready,
             Phase::Retiring => wire::GenerationState::Retiring,
         };
+        let integrity = match view.integrity {
+            Integrity::Loaded => wire::GenerationIntegrity::Loaded,
+            Integrity::Unverified => wire::GenerationIntegrity::Unverified,
+            Integrity::Verified => wire::GenerationIntegrity::Verified,
+            Integrity::Quarantined => wire::GenerationIntegrity::Quarantined,
+        };
         Self {
             generation: view.id,
             model: view.model,
@@ -223,6 +262,7 @@ impl From<GenerationView> for wire::Generation {
             tensors: view.contents.tensors,
             done_bytes: view.done_bytes,
             adopted: view.adopted,
+            integrity: integrity.into(),
         }
     }
 }
@@ -256,11 +296,20 @@ impl From<Snapshot> for wire::Status {
         let rows: Vec<wire::LedgerRow> =
             snapshot.rows.iter().map(|(key, row)| ledger_row(*key, row, &orphaned)).collect();
         let ledger = wire::Ledger {
-            capacity_bytes: snapshot.capacity_bytes,
+            capacity_bytes: snapshot.devices.iter().map(|(_, capacity, _)| capacity).sum(),
             reserved_bytes: rows.iter().map(|row| row.bytes).sum(),
             capacity_fds: snapshot.capacity_fds,
             reserved_fds: rows.iter().map(|row| row.fds).sum(),
             rows,
+            devices: snapshot
+                .devices
+                .into_iter()
+                .map(|(device, capacity_bytes, reserved_bytes)| wire::LedgerDevice {
+                    device,
+                    capacity_bytes,
+                    reserved_bytes,
+                })
+                .collect(),
         };
         Self {
             generations: snapshot.generations.into_iter().map(Into::into).collect(),
@@ -278,6 +327,7 @@ fn ledger_row(key: RowKey, row: &Row, orphaned: &dyn Fn(u64) -> bool) -> wire::L
     let (kind, id) = match key {
         RowKey::Loading(generation) => (wire::LedgerRowKind::Loading, generation),
         RowKey::Weights(generation) => (wire::LedgerRowKind::Weights, generation),
+        RowKey::Verifying(generation) => (wire::LedgerRowKind::Verifying, generation),
         RowKey::Lease(lease) if orphaned(lease) => (wire::LedgerRowKind::Orphaned, lease),
         RowKey::Lease(lease) => (wire::LedgerRowKind::Lease, lease),
     };

@@ -1,17 +1,20 @@
 //! What this process holds for others: the descriptors of each generation and of each lease.
+//!
+//! Those of host memory are checked here: sealed memfds of the size and inode that the manifest says. What a descriptor of
+//! device memory is only the driver can tell, which this process never loads: a verifier child asks it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use memory::import::{ImportError, take_manifest, verify_host};
-use memory::manifest::Manifest;
+use memory::manifest::{DeviceKind, Manifest};
 use memory::memfd::{MemfdError, SealedMemfd};
 
 /// All descriptors of one generation, verified against their manifest.
 #[derive(Debug)]
 pub(crate) struct GenerationFds {
     manifest: SealedMemfd,
-    allocations: Vec<SealedMemfd>,
+    allocations: Vec<OwnedFd>,
 }
 
 impl GenerationFds {
@@ -20,21 +23,26 @@ impl GenerationFds {
         let kept = fds.first().ok_or(ImportError::NoManifest)?.try_clone();
         let kept = kept.map_err(|source| ImportError::Map(MemfdError::OutOfFds { source }))?;
         let (manifest, allocations) = take_manifest(fds)?;
-        let allocations = verify_host(&manifest, allocations)?;
+        let on_host = manifest.devices.iter().all(|device| device.kind == DeviceKind::Host);
+        let allocations = if on_host {
+            verify_host(&manifest, allocations)?.into_iter().map(OwnedFd::from).collect()
+        } else {
+            allocations
+        };
         let kept = SealedMemfd::verify(kept).map_err(|error| ImportError::Manifest(error.into()))?;
         Ok((manifest, Self { manifest: kept, allocations }))
     }
 
     /// In the order of a hand-off.
-    pub(crate) fn all(&self) -> impl Iterator<Item = &SealedMemfd> {
-        std::iter::once(&self.manifest).chain(&self.allocations)
+    pub(crate) fn all(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        std::iter::once(self.manifest.as_fd()).chain(self.allocations.iter().map(AsFd::as_fd))
     }
 
     pub(crate) fn manifest(&self) -> &SealedMemfd {
         &self.manifest
     }
 
-    pub(crate) fn allocations(&self) -> &[SealedMemfd] {
+    pub(crate) fn allocations(&self) -> &[OwnedFd] {
         &self.allocations
     }
 }
@@ -47,7 +55,7 @@ pub(crate) struct LeaseFds {
 }
 
 impl LeaseFds {
-    pub(crate) fn record(&self) -> std::os::fd::BorrowedFd<'_> {
+    pub(crate) fn record(&self) -> BorrowedFd<'_> {
         self.record.as_fd()
     }
 }

@@ -15,6 +15,8 @@ pub(crate) enum RowKey {
     Weights(u64),
     /// KV cache and workspace of one lease.
     Lease(u64),
+    /// A verifier's context, by the generation that it checks.
+    Verifying(u64),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,11 +36,12 @@ pub(crate) struct Ledger {
 /// Why a reservation is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Shortage {
-    #[error("there is no device {device}")]
-    Device { device: String },
+    #[error("there is no device {device} here: {known}")]
+    Device { device: String, known: String },
     #[error(
-        "{} are needed on {device}, {} of {} are free: unload a model, give workers less, or raise the budget",
-        Bytes(*.needed).rounded(), Bytes(*.free).rounded(), Bytes(*.capacity).rounded()
+        "{} are needed on {device}, {} of {} are free, {} are missing: unload a model, give workers less, or raise the budget",
+        Bytes(*.needed).rounded(), Bytes(*.free).rounded(), Bytes(*.capacity).rounded(),
+        Bytes(needed.saturating_sub(*.free)).rounded()
     )]
     Bytes { device: String, needed: u64, free: u64, capacity: u64 },
     #[error(
@@ -55,7 +58,8 @@ impl Ledger {
     /// Books a row or changes an existing one; on refusal nothing has changed.
     pub(crate) fn reserve(&mut self, key: RowKey, row: Row) -> Result<(), Shortage> {
         let Some(&capacity) = self.devices.get(&row.device) else {
-            return Err(Shortage::Device { device: row.device });
+            let known = self.devices.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return Err(Shortage::Device { device: row.device, known: format!("known are {known}") });
         };
         let others = |of: fn(&Row) -> u64, same: &dyn Fn(&Row) -> bool| -> u64 {
             self.rows.iter().filter(|(k, r)| **k != key && same(r)).map(|(_, r)| of(r)).sum()
@@ -92,8 +96,12 @@ impl Ledger {
         self.rows.iter().map(|(key, row)| (*key, row))
     }
 
-    pub(crate) fn capacity_bytes(&self) -> u64 {
-        self.devices.values().sum()
+    /// Capacity and sum of the rows of each device.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+        self.devices.iter().map(|(device, capacity)| {
+            let rows = self.rows.values().filter(|row| row.device == *device);
+            (device.as_str(), *capacity, rows.map(|row| row.bytes).sum())
+        })
     }
 
     pub(crate) fn capacity_fds(&self) -> u64 {

@@ -3,7 +3,8 @@
 //! ```text
 //!   worker --- weights.sock ------- share.rs ----.
 //!   admin ---- weights-admin.sock - grpc.rs -----+--> driver.rs: one task owns everything
-//!   loader --- socket pair -------- loader_child.rs       |            |            |
+//!   loader --- socket pair -------- loader_child.rs,      |            |            |
+//!                                   verifier_child.rs     |            |            |
 //!                                             state.rs (pure)   holdings.rs    vault.rs --> parent
 //!                                       catalog, lease_table,     (descriptors)
 //!                                       ledger, tokens
@@ -32,8 +33,9 @@ mod snapshot;
 mod state;
 mod tokens;
 mod vault;
+mod verifier_child;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -57,7 +59,7 @@ use share::Violations;
 use state::{Limits, State};
 use vault::{Vault, VaultJob};
 
-pub use config::{Config, ModelConfig};
+pub use config::{Config, DeviceConfig, ModelConfig};
 pub use loader_child::LoaderProgram;
 
 /// Admin calls and answers under way when a stop is asked for.
@@ -207,13 +209,19 @@ fn driver(
     violations: &Arc<Violations>,
     started: Instant,
 ) -> Driver {
-    let held: u64 = adopted.generations.iter().map(|(generation, _)| generation.contents.holds().0).sum();
+    let on_host = adopted.generations.iter().filter(|(generation, _)| generation.key.device == HOST_DEVICE);
+    let held: u64 = on_host.map(|(generation, _)| generation.contents.holds(HOST_DEVICE).bytes).sum();
     // What is adopted is in use already, so it comes on top of what is available.
     let budget =
         config.host_budget.map_or_else(|| measure::available_bytes().saturating_add(held), |bytes| bytes.0);
     let own_uid = nix::unistd::geteuid().as_raw();
     let limits = Limits {
-        device_bytes: BTreeMap::from([(HOST_DEVICE.to_owned(), budget)]),
+        device_bytes: config
+            .devices
+            .iter()
+            .map(|device| (device.id.clone(), device.budget.0))
+            .chain([(HOST_DEVICE.to_owned(), budget)])
+            .collect(),
         fds,
         uids: config.allow_uids.clone().unwrap_or_else(|| BTreeSet::from([own_uid])),
     };
@@ -274,8 +282,8 @@ async fn follow_vault(mut supervisor: tokio::sync::watch::Receiver<Supervisor>, 
 async fn load_configured(models: Vec<ModelConfig>, inputs: Inputs) {
     for model in models {
         loop {
-            let (name, path) = (model.name.clone(), model.path.clone());
-            let asked = ask_load(&inputs, name, path, HOST_DEVICE.to_owned(), !model.pack).await;
+            let ModelConfig { name, path, device, pack } = model.clone();
+            let asked = ask_load(&inputs, name, path, device, !pack).await;
             let (_progress, answer) = asked;
             match answer.await {
                 Ok(Err(LoadFailure::Settling { .. })) => tokio::time::sleep(SETTLING_RETRY).await,

@@ -52,7 +52,7 @@ impl LoaderProgram {
         Self { program: "/proc/self/exe".into(), arguments, environment: Vec::new() }
     }
 
-    fn spawn(&self, socket: Connection) -> io::Result<Child> {
+    pub(crate) fn spawn(&self, socket: Connection) -> io::Result<Child> {
         let mut command = Command::new(&self.program);
         command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
         for variable in service::env::PRIVATE {
@@ -157,7 +157,7 @@ fn lost(error: &FollowError) -> LoadFailure {
 }
 
 /// Waits for a loader that has nothing left to do, or ends it; says how it went.
-async fn end(child: &mut Child) -> String {
+pub(crate) async fn end(child: &mut Child) -> String {
     use std::os::unix::process::ExitStatusExt;
     let status = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
         Ok(status) => status,
@@ -222,12 +222,18 @@ async fn follow(
                 let collector = collector.filter(Collector::is_complete);
                 let collector = collector.ok_or(FollowError::Protocol { what: "it was done too early" })?;
                 let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
-                if manifest.generation != generation || manifest.model != job.model {
+                let elsewhere = manifest.devices.iter().any(|device| device.id != job.key.device);
+                if manifest.generation != generation || manifest.model != job.model || elsewhere {
                     return Err(FollowError::Protocol { what: "the manifest is of another job" });
                 }
                 return Ok((Contents::of(&manifest, fds.manifest().bytes()), fds));
             }
-            Some(loader_frame::Kind::Plan(_)) | None => {
+            Some(
+                loader_frame::Kind::Plan(_)
+                | loader_frame::Kind::BatchReceived(_)
+                | loader_frame::Kind::Verified(_),
+            )
+            | None => {
                 return Err(FollowError::Protocol { what: "a frame came out of turn" });
             }
         }
@@ -249,15 +255,15 @@ async fn send_job(
         threads: job.threads as u32,
     };
     let fds: Vec<_> = files.iter().map(|(_, file)| file.as_fd()).collect();
-    command(connection, loader_command::Kind::Job(frame), &fds).await
+    Ok(command(connection, loader_command::Kind::Job(frame), &fds).await?)
 }
 
-async fn command(
+pub(crate) async fn command(
     connection: &AsyncConnection,
     kind: loader_command::Kind,
     fds: &[std::os::fd::BorrowedFd<'_>],
-) -> Result<(), FollowError> {
-    Ok(connection.send_within(SEND_TIMEOUT, &LoaderCommand { kind: Some(kind) }, fds).await?)
+) -> Result<(), FrameError> {
+    connection.send_within(SEND_TIMEOUT, &LoaderCommand { kind: Some(kind) }, fds).await
 }
 
 fn planned(plan: &wire::LoadPlan) -> Contents {
@@ -268,20 +274,26 @@ fn planned(plan: &wire::LoadPlan) -> Contents {
         manifest_bytes: plan.manifest_bytes,
         allocations: plan.allocations,
         tensors: plan.tensors,
+        staging_bytes: plan.staging_bytes,
+        host_bytes: plan.host_bytes,
     }
 }
 
 fn reported(failed: wire::LoadFailed) -> LoadFailure {
-    let complaint = match failed.failure() {
+    LoadFailure::Loader { complaint: complaint(failed.failure()), text: failed.text }
+}
+
+pub(crate) fn complaint(failure: WireFailure) -> LoaderComplaint {
+    match failure {
         WireFailure::File => LoaderComplaint::File,
         WireFailure::FileChanged => LoaderComplaint::FileChanged,
         WireFailure::Truncated => LoaderComplaint::Truncated,
         WireFailure::OutOfMemory => LoaderComplaint::OutOfMemory,
         WireFailure::OutOfFds => LoaderComplaint::OutOfFds,
         WireFailure::Unsupported => LoaderComplaint::Unsupported,
+        WireFailure::Device => LoaderComplaint::Device,
         _ => LoaderComplaint::ModelRefused,
-    };
-    LoadFailure::Loader { complaint, text: failed.text }
+    }
 }
 
 /// What stands at a path now: the file, or all files of a split model, opened.

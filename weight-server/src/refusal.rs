@@ -16,6 +16,7 @@ pub(crate) enum LoaderComplaint {
     OutOfMemory,
     OutOfFds,
     Unsupported,
+    Device,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -69,6 +70,15 @@ pub(crate) enum Refusal {
     PeerUid { uid: u32 },
     #[error(transparent)]
     Ledger(#[from] Shortage),
+    #[error(
+        "{shortage}; beside a workspace of {}, a KV cache of at most {} fits",
+        Bytes(*.workspace).rounded(), Bytes(*.kv_fits).rounded()
+    )]
+    LeaseTooLarge { shortage: Shortage, workspace: u64, kv_fits: u64 },
+    #[error(
+        "the weights of model {model:?}, generation {generation}, are damaged: attach anew, they are loaded again"
+    )]
+    Quarantined { model: String, generation: u64 },
     #[error("lease {lease} of generation {generation} is not known here: attach anew")]
     UnknownLease { lease: u64, generation: u64 },
     #[error("process {pid} has {leases} leases, which is the limit")]
@@ -79,6 +89,27 @@ pub(crate) enum Refusal {
     ShuttingDown,
     #[error("the connection broke the protocol: {what}")]
     Violation { what: &'static str },
+}
+
+/// Why a generation was not checked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum VerifyFailure {
+    #[error("model {model:?} is not loaded on a GPU{}; loaded are: {known}", of_device(.device))]
+    UnknownModel { model: String, device: String, known: String },
+    #[error("{text}")]
+    Verifier { complaint: LoaderComplaint, text: String },
+    #[error("the verifier was lost: {how}")]
+    Lost { how: String },
+    #[error(transparent)]
+    Ledger(#[from] Shortage),
+    #[error("the model was unloaded meanwhile")]
+    Unloaded,
+    #[error("the weight-server is shutting down")]
+    ShuttingDown,
+}
+
+fn of_device(device: &str) -> String {
+    if device.is_empty() { String::new() } else { format!(" as {device}") }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

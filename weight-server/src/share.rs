@@ -3,7 +3,7 @@
 //! One task per connection. It decides nothing: first frames become inputs, orders of the driver become frames. A client
 //! that sends descriptors, garbage, or frames out of turn is told so, counted, and cut off; none can hold up another.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -243,7 +243,7 @@ async fn deliver(
     generation: u64,
     fds: &GenerationFds,
 ) -> Result<(), End> {
-    let all: Vec<BorrowedFd<'_>> = fds.all().map(AsFd::as_fd).collect();
+    let all: Vec<BorrowedFd<'_>> = fds.all().collect();
     let grant = wire::Grant { lease, generation, fds: all.len() as u32 };
     send(connection, server_frame::Kind::Grant(grant)).await?;
     for batch in batches(all.len() as u32) {
@@ -288,6 +288,8 @@ impl Refusal {
             Self::PeerUid { .. } => Reason::PeerUid,
             Self::Ledger(_) => Reason::Ledger,
             Self::UnknownLease { .. } => Reason::UnknownLease,
+            Self::Quarantined { .. } => Reason::Quarantined,
+            Self::LeaseTooLarge { .. } => Reason::Ledger,
             Self::LeasesOfProcess { .. } => Reason::Ledger,
             Self::Busy { .. } => Reason::Busy,
             Self::ShuttingDown => Reason::ShuttingDown,

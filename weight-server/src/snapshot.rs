@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::catalog::{Contents, Generation, Phase};
+use crate::catalog::{Contents, Generation, Integrity, Phase};
 use crate::events::Notice;
 use crate::lease_table::{Lease, LeasePhase};
 use crate::ledger::{Row, RowKey};
@@ -19,6 +19,7 @@ pub(crate) struct GenerationView {
     pub(crate) contents: Contents,
     pub(crate) done_bytes: u64,
     pub(crate) adopted: bool,
+    pub(crate) integrity: Integrity,
 }
 
 #[derive(Debug, Clone)]
@@ -38,7 +39,8 @@ pub(crate) struct Snapshot {
     pub(crate) generations: Vec<GenerationView>,
     pub(crate) leases: Vec<LeaseView>,
     pub(crate) rows: Vec<(RowKey, Row)>,
-    pub(crate) capacity_bytes: u64,
+    /// Capacity and reserved bytes of each.
+    pub(crate) devices: Vec<(String, u64, u64)>,
     pub(crate) capacity_fds: u64,
     pub(crate) tokens_required: bool,
     pub(crate) vault: bool,
@@ -66,6 +68,7 @@ impl GenerationView {
             contents: generation.contents.clone(),
             done_bytes: generation.done_bytes,
             adopted: generation.adopted,
+            integrity: generation.integrity,
         }
     }
 }
@@ -91,7 +94,7 @@ impl Snapshot {
             generations: state.generations().map(GenerationView::of).collect(),
             leases: state.leases().map(LeaseView::of).collect(),
             rows: state.ledger().rows().map(|(key, row)| (key, row.clone())).collect(),
-            capacity_bytes: state.ledger().capacity_bytes(),
+            devices: state.ledger().devices().map(|(id, all, held)| (id.to_owned(), all, held)).collect(),
             capacity_fds: state.ledger().capacity_fds(),
             tokens_required: state.tokens_required(),
             vault,

@@ -2,22 +2,24 @@
 //!
 //! It decides what is loaded, who may attach, what is reserved and what ends; `driver` owns the one instance and carries
 //! the actions out. Generations move as `catalog` shows, leases as `lease_table` shows. Invariants, checked after every
-//! random step by the tests: every pending or resident generation and every lease has exactly one ledger row; a device
-//! has at most one loader; no lease points at a generation that is gone.
+//! random step by the tests: every pending or resident generation, every lease and every running verifier has exactly one
+//! ledger row; a device has at most one loader; no lease points at a generation that is gone; a quarantined one has no name.
 
 mod leasing;
 mod loading;
+mod verifying;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use memory::lease_record::LeaseRecord;
+use memory::manifest::HOST_DEVICE;
 
-use crate::catalog::{Generation, Phase};
+use crate::catalog::{Generation, Integrity, Phase, Verification};
 use crate::events::{Action, AdoptedGeneration, Event, Notice};
 use crate::lease_table::{Lease, LeasePhase, LeaseTable};
-use crate::ledger::{Ledger, Row, RowKey};
-use crate::refusal::LoadFailure;
+use crate::ledger::{Ledger, RowKey};
+use crate::refusal::{LoadFailure, VerifyFailure};
 use crate::tokens::{TokenError, Tokens};
 use leasing::lease_row;
 
@@ -97,8 +99,9 @@ impl State {
     fn adopt_generation(&mut self, adopted: AdoptedGeneration) {
         let AdoptedGeneration { id, model, key, contents, retired } = adopted;
         self.next_generation = self.next_generation.max(id + 1);
-        let (bytes, fds) = contents.holds();
-        self.ledger.adopt(RowKey::Weights(id), Row { device: key.device.clone(), bytes, fds });
+        self.ledger.adopt(RowKey::Weights(id), contents.holds(&key.device));
+        // The kernel's seals speak for host memory.
+        let integrity = if key.device == HOST_DEVICE { Integrity::Loaded } else { Integrity::Unverified };
         let done_bytes = contents.tensor_bytes;
         let generation = Generation {
             id,
@@ -112,6 +115,9 @@ impl State {
             progressed_at: self.now,
             waiters: Vec::new(),
             adopted: true,
+            integrity,
+            verification: Verification::default(),
+            reload: false,
         };
         self.generations.insert(id, generation);
     }
@@ -126,16 +132,17 @@ impl State {
         self.leases.insert(lease);
     }
 
-    /// Of several ready generations of one model only the newest keeps the name.
+    /// Of several ready generations of one model on one device only the newest keeps the name.
     fn retire_replaced(&mut self) {
-        let mut newest: BTreeMap<&str, u64> = BTreeMap::new();
+        let name = |g: &Generation| (g.model.clone(), g.key.device.clone());
+        let mut newest: BTreeMap<(String, String), u64> = BTreeMap::new();
         for generation in self.generations.values().filter(|g| g.phase == Phase::Ready) {
-            newest.insert(&generation.model, generation.id);
+            newest.insert(name(generation), generation.id);
         }
         let replaced: Vec<u64> = self
             .generations
             .values()
-            .filter(|g| g.phase == Phase::Ready && newest.get(g.model.as_str()) != Some(&g.id))
+            .filter(|g| g.phase == Phase::Ready && newest.get(&name(g)) != Some(&g.id))
             .map(|g| g.id)
             .collect();
         for id in replaced {
@@ -183,6 +190,9 @@ impl State {
             Event::LoadHandedOver { generation, contents } => self.handed_over(generation, contents),
             Event::LoadFailed { generation, failure } => self.load_failed(generation, failure),
             Event::GenerationStored { generation } => self.generation_stored(generation),
+            Event::VerifyAsked { call, model, device } => self.verify_asked(call, model, device),
+            Event::Verified { generation, report } => self.verified(generation, report),
+            Event::VerifyFailed { generation, failure } => self.verify_failed(generation, failure),
             Event::UnloadAsked { call, model } => self.unload_asked(call, &model),
             Event::AttachAsked { connection, peer, ask } => self.attach_asked(connection, peer, ask),
             Event::LeaseStored { lease } => self.lease_stored(lease),
@@ -218,6 +228,10 @@ impl State {
             }
             self.load_failed(id, LoadFailure::ShuttingDown);
         }
+        let checked: Vec<u64> = self.generations.keys().copied().collect();
+        for id in checked {
+            self.stop_verifying(id, &VerifyFailure::ShuttingDown);
+        }
     }
 
     fn tick(&mut self) {
@@ -236,6 +250,7 @@ impl State {
         for id in pending {
             self.tell_waiters(id, |_| true);
         }
+        self.start_verifiers();
         for lease in self.leases.iter_mut() {
             if let LeasePhase::Disconnected { since } = lease.phase
                 && now.saturating_sub(since) > RECLAIM_PATIENCE
@@ -247,9 +262,10 @@ impl State {
         }
     }
 
-    /// The newest generation of a model that can be attached.
-    fn ready(&self, model: &str) -> Option<&Generation> {
-        self.generations.values().rfind(|g| g.model == model && g.phase == Phase::Ready)
+    /// The newest generation of a model on a device that can be attached.
+    fn ready(&self, model: &str, device: &str) -> Option<&Generation> {
+        let ready = |g: &&Generation| g.model == model && g.key.device == device && g.phase == Phase::Ready;
+        self.generations.values().rfind(ready)
     }
 
     fn known_models(&self) -> String {

@@ -3,9 +3,9 @@
 //! ```text
 //!          connection breaks             successor answers
 //!   Held ---------------------> Broken ---------------------> Held
-//!                                 | successor does not know the lease
-//!                                 v
-//!                                Lost
+//!     |                           | successor does not know the lease
+//!     | taken back                v
+//!     +------------------------> Lost
 //! ```
 //! The mappings are untouched by all of this: the worker serves in every state. A thread of its own does the waiting.
 
@@ -37,7 +37,8 @@ pub enum LeaseStatus {
     Held,
     /// The weight-server is gone; claiming the lease from its successor, this many times so far.
     Broken { attempts: u32 },
-    /// The successor does not know the lease: the weights go with this worker, and the ledger does not have it.
+    /// The successor does not know the lease, so the weights go with this worker and the ledger does not have it; or
+    /// the weights were found damaged.
     Lost { reason: RefusalReason, text: String },
 }
 
@@ -140,8 +141,14 @@ impl Drop for Lease {
 /// Body of the thread: waits for the end of one connection after another.
 fn watch(shared: &Shared, mut connection: Arc<Connection>, claim: &Claim) {
     loop {
-        // Nothing is due on a held lease; frames of later servers are read and ignored.
-        while connection.receive::<wire::ServerFrame>().is_ok() {}
+        // Only one frame is due on a held lease: that it holds no more. Others of later servers are read and ignored.
+        while let Ok((frame, _)) = connection.receive::<wire::ServerFrame>() {
+            if let Some(server_frame::Kind::Refused(refused)) = frame.kind {
+                let (reason, text) = (refused.reason(), refused.text);
+                shared.lock().status = LeaseStatus::Lost { reason, text };
+                return;
+            }
+        }
         match reclaim(shared, claim) {
             Some(next) => connection = next,
             None => return,
@@ -216,6 +223,7 @@ fn is_final(reason: RefusalReason) -> bool {
         | RefusalReason::PeerUid
         | RefusalReason::Ledger
         | RefusalReason::UnknownLease
-        | RefusalReason::Violation => true,
+        | RefusalReason::Violation
+        | RefusalReason::Quarantined => true,
     }
 }

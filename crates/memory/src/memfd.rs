@@ -133,6 +133,12 @@ impl SealedMemfd {
     }
 }
 
+impl From<SealedMemfd> for OwnedFd {
+    fn from(memfd: SealedMemfd) -> Self {
+        memfd.fd
+    }
+}
+
 impl AsFd for SealedMemfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

@@ -1,38 +1,48 @@
-//! One load from open files to sealed memfds and their manifest. No sockets: those are in `mod.rs`.
+//! One load from open files to filled allocations and their manifest. No sockets: those are in `mod.rs`.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use gguf::Model;
 use memory::host::HostAllocation;
-use memory::manifest::{Allocation, Device, FileIdentity, HOST_DEVICE, LAYOUT_GGML, Manifest, TensorEntry};
+use memory::manifest::{Allocation, Device, FileIdentity, Manifest, TensorEntry};
 use memory::memfd::{MemfdError, SealedMemfd};
 use memory::pack::{PackError, PackPlan, Packing};
+use quant::layout::{LayoutError, Tiles};
 
 use super::checksum;
+use super::gpu::PART_BYTES;
+use super::gpu_error::GpuError;
+use super::parts::{FilePart, RowsTooLong, cut};
+use super::place::{Place, PlaceError};
 use super::read::{OpenFile, Progress, ReadError, Source, read_all};
 
 /// What the weight-server asks for.
-#[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) generation: u64,
     pub(crate) model: String,
     /// Opened by the weight-server; the loader opens nothing.
     pub(crate) files: Vec<(FileIdentity, File)>,
     pub(crate) packing: Packing,
-    pub(crate) layout: u32,
-    pub(crate) device: String,
+    pub(crate) place: Place,
     pub(crate) threads: usize,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
-    #[error("{device} is no device of this build: only \"{HOST_DEVICE}\" is")]
-    Device { device: String },
-    #[error("layout {layout} is not known: the host has only layout {LAYOUT_GGML}")]
-    Layout { layout: u32 },
+    #[error("tensor {tensor} cannot be laid out for a GPU: load the model on the host")]
+    Tiles { tensor: String, source: LayoutError },
+    #[error("the model cannot be brought to a GPU: load it on the host")]
+    Rows(#[from] RowsTooLong),
+    #[error("an allocation of {bytes} bytes is larger than any memory")]
+    TooLarge { bytes: u64 },
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     #[error(transparent)]
     Open(#[from] gguf::OpenError),
     #[error("{} is refused", path.display())]
@@ -52,30 +62,39 @@ pub(super) enum LoadError {
 }
 
 /// A job whose files have a valid header: what it takes is known, nothing is allocated yet.
-#[derive(Debug)]
 pub(crate) struct Prepared {
     job: Job,
     model: Model,
-    sources: Vec<Source>,
-    pub(crate) plan: PackPlan,
+    pub(crate) plan: Plan,
 }
 
-/// All of a generation, sealed.
+/// What stands where, in the files and in memory.
+pub(crate) struct Plan {
+    pub(crate) sources: Vec<Source>,
+    pub(crate) pack: PackPlan,
+    /// On a GPU: how each tensor is laid out, and the parts in which they travel.
+    pub(crate) tiles: Vec<Tiles>,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "without CUDA nothing travels"))]
+    pub(crate) parts: Vec<FilePart>,
+}
+
+/// Memory that holds the model, and what its bytes are: checksums of each tensor's pieces, in the file and in memory.
+pub(crate) struct Filled<A> {
+    pub(crate) allocations: Vec<A>,
+    pub(crate) raw: Vec<Vec<u128>>,
+    pub(crate) laid_out: Vec<Vec<u128>>,
+}
+
+/// All of a generation: nobody can change it any more.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     pub(crate) manifest: SealedMemfd,
-    pub(crate) allocations: Vec<SealedMemfd>,
+    pub(crate) allocations: Vec<OwnedFd>,
 }
 
 impl Job {
     /// Validates the headers of all files and plans the memory.
     pub(crate) fn prepare(self) -> Result<Prepared, LoadError> {
-        if self.device != HOST_DEVICE {
-            return Err(LoadError::Device { device: self.device });
-        }
-        if self.layout != LAYOUT_GGML {
-            return Err(LoadError::Layout { layout: self.layout });
-        }
         self.check_unchanged()?;
         let first = self.files.first().map(|(identity, _)| identity.path.clone()).unwrap_or_default();
         let model = Model::open_with(&first, |path| self.open(path))?;
@@ -90,10 +109,24 @@ impl Job {
                 bytes: tensor.bytes,
             })
             .collect();
-        let sizes: Vec<u64> = sources.iter().map(|source| source.bytes).collect();
-        let plan =
+        let tiles = match &self.place {
+            Place::Host => Vec::new(),
+            Place::Gpu(_) => model.tensors().map(|(_, tensor)| tiles(tensor)).collect::<Result<_, _>>()?,
+        };
+        let sizes: Vec<u64> = match &self.place {
+            Place::Host => sources.iter().map(|source| source.bytes).collect(),
+            Place::Gpu(_) => tiles.iter().map(|tiles| tiles.bytes() as u64).collect(),
+        };
+        let mut pack =
             PackPlan::new(&sizes, self.packing).map_err(|source| LoadError::Pack { path: first, source })?;
-        Ok(Prepared { job: self, model, sources, plan })
+        let mut parts = Vec::new();
+        if let Place::Gpu(gpu) = &self.place {
+            for bytes in &mut pack.allocations {
+                *bytes = gpu.allocated_bytes(*bytes).ok_or(LoadError::TooLarge { bytes: *bytes })?;
+            }
+            parts = cut(&sources, &tiles, PART_BYTES)?;
+        }
+        Ok(Prepared { job: self, model, plan: Plan { sources, pack, tiles, parts } })
     }
 
     /// The open file that has this path, from its start.
@@ -123,23 +156,20 @@ impl Prepared {
         /// Numbers, checksums and tags of one tensor.
         const TENSOR_ENTRY_BYTES: u64 = 128;
         let names: u64 =
-            self.sources.iter().map(|source| source.name.len() as u64 + TENSOR_ENTRY_BYTES).sum();
+            self.plan.sources.iter().map(|source| source.name.len() as u64 + TENSOR_ENTRY_BYTES).sum();
         self.model.metadata().bytes().len() as u64 + names
     }
 
-    pub(crate) fn tensors(&self) -> usize {
-        self.sources.len()
+    /// What the load takes until it is done: of the device beside the allocations, and of the host.
+    pub(crate) fn needs(&self) -> (u64, u64) {
+        match &self.job.place {
+            Place::Host => (0, self.plan.pack.allocation_bytes()),
+            Place::Gpu(gpu) => gpu.needs(&self.plan),
+        }
     }
 
-    /// Allocates, reads, checks that the files are still the same, seals.
+    /// Allocates, reads, checks that the files are still the same, ends writing.
     pub(crate) fn load(self, progress: &Progress) -> Result<Loaded, LoadError> {
-        let of = self.plan.allocations.len();
-        let mut allocations = Vec::with_capacity(of);
-        for (index, &bytes) in self.plan.allocations.iter().enumerate() {
-            let allocation = HostAllocation::create("ballast-weights", bytes)
-                .map_err(|source| LoadError::Allocate { bytes, number: index + 1, of, source })?;
-            allocations.push(allocation);
-        }
         let files: Vec<OpenFile> = self
             .job
             .files
@@ -152,38 +182,79 @@ impl Prepared {
                 }
             })
             .collect::<Result<_, _>>()?;
-        let pieces =
-            read_all(&self.sources, &files, &self.plan, &mut allocations, self.job.threads, progress);
-        // A file that shrank meanwhile reads as cut off; that it changed is the better answer.
-        self.job.check_unchanged()?;
-        let pieces = pieces?;
-        let sealed = allocations.into_iter().map(HostAllocation::seal).collect::<Result<Vec<_>, _>>();
-        let allocations = sealed.map_err(LoadError::Seal)?;
-        let manifest = self.manifest(&allocations, &pieces).to_memfd().map_err(LoadError::Seal)?;
-        Ok(Loaded { manifest, allocations })
+        match &self.job.place {
+            Place::Host => {
+                let filled = self.fill_host(&files, progress);
+                // A file that shrank meanwhile reads as cut off; that it changed is the better answer.
+                self.job.check_unchanged()?;
+                let Filled { allocations, raw, laid_out } = filled?;
+                let sealed = allocations.into_iter().map(HostAllocation::seal).collect::<Result<Vec<_>, _>>();
+                let sealed = sealed.map_err(LoadError::Seal)?;
+                let entry = |memfd: &SealedMemfd| Allocation {
+                    device: 0,
+                    bytes: memfd.bytes(),
+                    inode: memfd.inode(),
+                };
+                let entries = sealed.iter().map(entry).collect();
+                let manifest = self.manifest(Device::host(), entries, &raw, &laid_out);
+                let allocations = sealed.into_iter().map(OwnedFd::from).collect();
+                Ok(Loaded { manifest: manifest.to_memfd().map_err(LoadError::Seal)?, allocations })
+            }
+            Place::Gpu(gpu) => {
+                let filled = gpu.fill(&self.plan, files, self.job.threads, progress);
+                self.job.check_unchanged()?;
+                let Filled { allocations, raw, laid_out } = filled?;
+                let entry = |&bytes: &u64| Allocation { device: 0, bytes, inode: 0 };
+                let entries = self.plan.pack.allocations.iter().map(entry).collect();
+                let manifest = self.manifest(gpu.entry(), entries, &raw, &laid_out);
+                Ok(Loaded { manifest: manifest.to_memfd().map_err(LoadError::Seal)?, allocations })
+            }
+        }
     }
 
-    fn manifest(&self, allocations: &[SealedMemfd], pieces: &[Vec<u128>]) -> Manifest {
+    fn fill_host(
+        &self,
+        files: &[OpenFile],
+        progress: &Progress,
+    ) -> Result<Filled<HostAllocation>, LoadError> {
+        let Plan { sources, pack, .. } = &self.plan;
+        let of = pack.allocations.len();
+        let mut allocations = Vec::with_capacity(of);
+        for (index, &bytes) in pack.allocations.iter().enumerate() {
+            let allocation = HostAllocation::create("ballast-weights", bytes)
+                .map_err(|source| LoadError::Allocate { bytes, number: index + 1, of, source })?;
+            allocations.push(allocation);
+        }
+        let raw = read_all(sources, files, pack, &mut allocations, self.job.threads, progress)?;
+        // Layout 0 is the file's own.
+        Ok(Filled { allocations, laid_out: raw.clone(), raw })
+    }
+
+    fn manifest(
+        &self,
+        device: Device,
+        allocations: Vec<Allocation>,
+        raw: &[Vec<u128>],
+        laid_out: &[Vec<u128>],
+    ) -> Manifest {
+        let layout = self.job.place.layout();
         let tensors: Vec<TensorEntry> = self
             .model
             .tensors()
-            .zip(&self.plan.placements)
-            .zip(pieces)
-            .map(|(((_, tensor), placement), pieces)| {
-                let checksum = checksum::tensor(pieces);
-                TensorEntry {
-                    name: tensor.name.clone(),
-                    dtype: tensor.dtype.id(),
-                    layout: self.job.layout,
-                    shape: tensor.dims.clone(),
-                    shard: None,
-                    allocation: placement.allocation,
-                    offset: placement.offset,
-                    bytes: tensor.bytes,
-                    raw_checksum: checksum,
-                    // Layout 0 is the file's own.
-                    checksum,
-                }
+            .zip(&self.plan.pack.placements)
+            .zip(raw.iter().zip(laid_out))
+            .enumerate()
+            .map(|(index, (((_, tensor), placement), (raw, laid_out)))| TensorEntry {
+                name: tensor.name.clone(),
+                dtype: tensor.dtype.id(),
+                layout,
+                shape: tensor.dims.clone(),
+                shard: None,
+                allocation: placement.allocation,
+                offset: placement.offset,
+                bytes: self.plan.tiles.get(index).map_or(tensor.bytes, |tiles| tiles.bytes() as u64),
+                raw_checksum: checksum::tensor(raw),
+                checksum: checksum::tensor(laid_out),
             })
             .collect();
         let headers = self.model.files().iter().map(|file| &file.header.bytes()[..]);
@@ -193,12 +264,9 @@ impl Prepared {
             digest,
             generation: self.job.generation,
             files: self.job.files.iter().map(|(identity, _)| identity.clone()).collect(),
-            devices: vec![Device::host()],
-            layout: self.job.layout,
-            allocations: allocations
-                .iter()
-                .map(|memfd| Allocation { device: 0, bytes: memfd.bytes(), inode: memfd.inode() })
-                .collect(),
+            devices: vec![device],
+            layout,
+            allocations,
             tensors,
             gguf_metadata: self.model.metadata().bytes().clone(),
             created_unix_seconds: SystemTime::now()
@@ -206,4 +274,15 @@ impl Prepared {
                 .map_or(0, |since| since.as_secs()),
         }
     }
+}
+
+fn tiles(tensor: &gguf::TensorInfo) -> Result<Tiles, LoadError> {
+    let refused = |source| LoadError::Tiles { tensor: tensor.name.clone(), source };
+    let cols = tensor.dims.first().copied().unwrap_or(1);
+    let rows = tensor.dims.iter().skip(1).try_fold(1u64, |rows, dim| rows.checked_mul(*dim));
+    let fits = |number: u64| usize::try_from(number).ok();
+    let (Some(cols), Some(rows)) = (fits(cols), rows.and_then(fits)) else {
+        return Err(LoadError::TooLarge { bytes: tensor.bytes });
+    };
+    Tiles::new(tensor.dtype, cols, rows).map_err(refused)
 }

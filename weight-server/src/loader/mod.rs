@@ -1,8 +1,9 @@
-//! `ballast loader`: the child that reads one model into sealed memory, hands it over, and exits.
+//! `ballast loader`: the child that reads one model into memory that can be shared, hands it over, and exits.
 //!
 //! It gets a connected hand-off socket as its standard input and the open model files through it, so it needs no path,
-//! no network and no privilege, and drops what it can of each before it looks at the first byte of a file. Everything it
-//! has is descriptors: if it dies, or the weight-server does, nothing is left.
+//! no network and no privilege, and drops what it can of each before it looks at the first byte of a file; for a GPU it
+//! makes the driver's context before that (`sandbox` says what stays open to it then). Everything it has is
+//! descriptors: if it dies, or the weight-server does, nothing is left.
 //!
 //! ```text
 //! weight-server                          loader
@@ -14,20 +15,30 @@
 //!   BatchReceived               ->
 //!                               <-       LoadDone
 //! ```
-//! Any failure is one LoadFailed frame instead, and a clean exit: the weight-server answers for it.
+//! Any failure is one LoadFailed frame instead, and a clean exit: the weight-server answers for it. With a VerifyJob in
+//! place of the LoadJob it checks a resident model (`verify`).
 
 mod checksum;
+#[cfg(any(feature = "cuda", test))]
+mod file_reader;
+#[cfg_attr(not(feature = "cuda"), path = "no_gpu.rs")]
+mod gpu;
+mod gpu_error;
 mod job;
+mod parts;
+mod place;
 mod read;
 mod sandbox;
+mod verify;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use memory::cuda::AllocateError;
 use memory::handoff::batches;
 use memory::manifest::FileIdentity;
-use memory::memfd::{MemfdError, SealedMemfd};
+use memory::memfd::MemfdError;
 use memory::pack::Packing;
 use memory::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{
@@ -36,13 +47,22 @@ use proto::weights::v1::{
 use service::exit::one_line;
 use service::{Exit, HasExit};
 
+use gpu_error::GpuError;
 use job::{Job, LoadError, Loaded, Prepared};
+use place::{Place, PlaceError};
 use read::{Progress, ReadError};
+use sandbox::Profile;
+
+pub(crate) use place::layout_of;
 
 /// The weight-server has the job ready before it starts a loader, and answers a plan from its tables.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Device memory of a process with a context: 525 MiB seen on an H200 with driver 580, and the loader's two modules with
+/// their results. What others take is less.
+pub(crate) const CONTEXT_BYTES: u64 = 544 << 20;
 
 /// How often progress is reported; also how soon a loader notices that nobody wants its work any more.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
@@ -79,15 +99,26 @@ pub fn run() -> Result<(), LoaderError> {
     let connection = Connection::from(socket);
     connection.peer().map_err(not_started)?;
     connection.set_timeouts(Some(COMMAND_TIMEOUT), Some(SEND_TIMEOUT)).map_err(not_started)?;
-    sandbox::enter().map_err(LoaderError::Sandbox)?;
-
     let (job, files) = match command(&connection)? {
         (loader_command::Kind::Job(job), files) => (job, files),
+        (loader_command::Kind::Verify(job), _) => return verify::run(&connection, &job),
         (other, _) => return Err(unexpected("a job", &other)),
     };
-    let Some(job) = job_of(job, files) else {
+    let place = match Place::open(&job.device, job.layout) {
+        Ok(place) => place,
+        Err(error) => return fail(&connection, &LoadError::Place(error)),
+    };
+    let Some(mut job) = job_of(job, files, place) else {
         return Err(LoaderError::Unexpected { expected: "one open file per path", found: "another number" });
     };
+    let profile = match &mut job.place {
+        Place::Host => Profile::Host,
+        Place::Gpu(gpu) => {
+            gpu.reopen(&job.files);
+            Profile::Gpu
+        }
+    };
+    sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
     let prepared = match job.prepare() {
         Ok(prepared) => prepared,
         Err(error) => return fail(&connection, &error),
@@ -137,8 +168,8 @@ fn load(connection: &Connection, prepared: Prepared) -> Result<Result<Loaded, Lo
 }
 
 fn hand_over(connection: &Connection, loaded: &Loaded) -> Result<(), LoaderError> {
-    let all: Vec<BorrowedFd<'_>> =
-        std::iter::once(&loaded.manifest).chain(&loaded.allocations).map(SealedMemfd::as_fd).collect();
+    let allocations = loaded.allocations.iter().map(AsFd::as_fd);
+    let all: Vec<BorrowedFd<'_>> = std::iter::once(loaded.manifest.as_fd()).chain(allocations).collect();
     for batch in batches(all.len() as u32) {
         let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
         send(connection, loader_frame::Kind::Fds(batch), part)?;
@@ -176,11 +207,13 @@ fn unexpected(expected: &'static str, found: &loader_command::Kind) -> LoaderErr
         loader_command::Kind::Job(_) => "a job",
         loader_command::Kind::Proceed(_) => "leave to proceed",
         loader_command::Kind::BatchReceived(_) => "a receipt",
+        loader_command::Kind::Verify(_) => "a generation to verify",
+        loader_command::Kind::Fds(_) => "descriptors",
     };
     LoaderError::Unexpected { expected, found }
 }
 
-fn job_of(job: wire::LoadJob, files: Vec<OwnedFd>) -> Option<Job> {
+fn job_of(job: wire::LoadJob, files: Vec<OwnedFd>, place: Place) -> Option<Job> {
     if files.len() != job.files.len() {
         return None;
     }
@@ -190,34 +223,57 @@ fn job_of(job: wire::LoadJob, files: Vec<OwnedFd>) -> Option<Job> {
         model: job.model,
         files: identities.zip(files.into_iter().map(Into::into)).collect(),
         packing: if job.pack { Packing::Slabs } else { Packing::OnePerTensor },
-        layout: job.layout,
-        device: job.device,
+        place,
         threads: job.threads as usize,
     })
 }
 
 fn plan_frame(prepared: &Prepared) -> wire::LoadPlan {
+    let pack = &prepared.plan.pack;
+    let (staging_bytes, host_bytes) = prepared.needs();
     wire::LoadPlan {
-        tensor_bytes: prepared.plan.tensor_bytes,
-        allocation_bytes: prepared.plan.allocation_bytes(),
+        tensor_bytes: pack.tensor_bytes,
+        allocation_bytes: pack.allocation_bytes(),
         manifest_bytes: prepared.manifest_bytes(),
-        allocations: prepared.plan.allocations.len() as u32,
-        tensors: prepared.tensors() as u32,
+        allocations: pack.allocations.len() as u32,
+        tensors: pack.placements.len() as u32,
+        staging_bytes,
+        host_bytes,
     }
 }
 
 fn failure_of(error: &LoadError) -> LoadFailure {
     match error {
-        LoadError::Device { .. } | LoadError::Layout { .. } => LoadFailure::Unsupported,
+        LoadError::Place(PlaceError::Layout { .. } | PlaceError::Name { .. })
+        | LoadError::Tiles { .. }
+        | LoadError::Rows(_) => LoadFailure::Unsupported,
         LoadError::Open(gguf::OpenError::Io { .. }) | LoadError::Inspect { .. } => LoadFailure::File,
         LoadError::Open(_) | LoadError::Model { .. } | LoadError::Pack { .. } => LoadFailure::ModelRefused,
+        LoadError::TooLarge { .. } => LoadFailure::OutOfMemory,
         LoadError::Changed { .. } => LoadFailure::FileChanged,
-        LoadError::Allocate { source, .. } | LoadError::Read(ReadError::Memory { source, .. }) => {
-            memory_failure(source)
+        LoadError::Allocate { source, .. } | LoadError::Seal(source) => memory_failure(source),
+        LoadError::Read(error) => read_failure(error),
+        LoadError::Gpu(error) | LoadError::Place(PlaceError::Gpu(error)) => gpu_failure(error),
+    }
+}
+
+fn read_failure(error: &ReadError) -> LoadFailure {
+    match error {
+        ReadError::Memory { source, .. } => memory_failure(source),
+        ReadError::Io { .. } | ReadError::Cancelled => LoadFailure::File,
+        ReadError::Truncated { .. } => LoadFailure::Truncated,
+    }
+}
+
+fn gpu_failure(error: &GpuError) -> LoadFailure {
+    match error {
+        GpuError::Driver(_) | GpuError::Device(_) => LoadFailure::Unsupported,
+        GpuError::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
+        GpuError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. }) => {
+            LoadFailure::OutOfMemory
         }
-        LoadError::Read(ReadError::Io { .. } | ReadError::Cancelled) => LoadFailure::File,
-        LoadError::Read(ReadError::Truncated { .. }) => LoadFailure::Truncated,
-        LoadError::Seal(source) => memory_failure(source),
+        GpuError::Read(error) => read_failure(error),
+        _ => LoadFailure::Device,
     }
 }
 

@@ -164,7 +164,7 @@ fn read_run(run: Run<'_>, files: &[OpenFile], plan: &PackPlan, progress: &Progre
     Ok(())
 }
 
-fn read_exact(
+pub(super) fn read_exact(
     open: &OpenFile,
     source: &Source,
     mut memory: &mut [u8],

@@ -4,11 +4,20 @@
 //! file system and every network port (Landlock), every system call but those of a process that reads, computes and
 //! maps memory (seccomp). A fault in the parser then reaches this process's memory and its one socket. Landlock and
 //! seccomp are taken as far as the kernel has them; containers may have neither.
+//!
+//! A load onto a GPU needs more. The driver opens devices, starts threads and looks around the machine when it makes its
+//! context; that comes before, when nothing but the weight-server's own frame has been read. What it does afterwards is not
+//! written down anywhere: every allocation, mapping and export is ioctl, and exports open /dev/nvidiactl anew. So its
+//! files stay open to it (NVIDIA's devices to be used, /proc and /sys to be read), and of system calls it
+//! loses those that reach other processes and programs, or give privileges, instead of keeping a list. The driver's own
+//! threads, which were there before, get the filter with all others; they read nothing of the file.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetError, Scope,
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
 };
 use nix::libc::{self, c_long};
 use nix::sys::prctl::set_no_new_privs;
@@ -84,6 +93,73 @@ const SYSTEM_CALLS: [c_long; 61] = [
     libc::SYS_getrusage,
 ];
 
+/// What a loader with a GPU's driver in it does not call: programs, other processes, sockets, privileges, the machine's own
+/// settings. Reading and writing what is open, memory, threads and ioctl stay.
+const REFUSED_WITH_DRIVER: [c_long; 54] = [
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_kill,
+    libc::SYS_tkill,
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_connect,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+    libc::SYS_capset,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_sethostname,
+    libc::SYS_acct,
+];
+
+/// What the loader has in it beside itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Profile {
+    Host,
+    /// A GPU's driver, with a context.
+    Gpu,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     #[error("cannot set no_new_privs")]
@@ -96,32 +172,76 @@ pub enum SandboxError {
     Filter(#[from] seccompiler::BackendError),
 }
 
-/// Call before the first thread is started: threads inherit all of it.
-pub(super) fn enter() -> Result<(), SandboxError> {
+/// Call before the first thread of our own is started: threads inherit all of it.
+pub(super) fn enter(profile: Profile) -> Result<(), SandboxError> {
     set_no_new_privs().map_err(SandboxError::NoNewPrivs)?;
     // A memfd beyond RLIMIT_FSIZE then fails with an error that can be reported instead of killing the process.
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGXFSZ);
     signals.thread_block().map_err(SandboxError::Signal)?;
-    // No rule follows: nothing is allowed.
-    Ruleset::default()
+    // What no rule allows is refused.
+    let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(LANDLOCK))?
         .handle_access(AccessNet::from_all(LANDLOCK))?
         .scope(Scope::from_all(LANDLOCK))?
-        .create()?
-        .restrict_self()?;
-    if let Err(error) = seccompiler::apply_filter(&filter()?) {
+        .create()?;
+    let (rules, filter) = match profile {
+        Profile::Host => (rules, only(&SYSTEM_CALLS)?),
+        Profile::Gpu => (driver_files(rules)?, all_but(&REFUSED_WITH_DRIVER)?),
+    };
+    rules.restrict_self()?;
+    let applied = match profile {
+        Profile::Host => seccompiler::apply_filter(&filter),
+        Profile::Gpu => seccompiler::apply_filter_all_threads(&filter),
+    };
+    if let Err(error) = applied {
         tracing::warn!(%error, "this kernel takes no system call filter");
     }
     Ok(())
 }
 
-fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
-    // Not known rather than killed: the C library then takes an older way, and what has none reports an error.
-    let refused = SeccompAction::Errno(libc::ENOSYS as u32);
-    let rules: BTreeMap<c_long, Vec<_>> = SYSTEM_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
-    SeccompFilter::new(rules, refused, SeccompAction::Allow, std::env::consts::ARCH.try_into()?)?.try_into()
+/// Leaves the driver its devices, and what it reads about the machine.
+fn driver_files(rules: RulesetCreated) -> Result<RulesetCreated, RulesetError> {
+    let device = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
+    let read = AccessFs::ReadFile | AccessFs::ReadDir;
+    let devices = nvidia_devices(Path::new("/dev"));
+    let folders = ["/proc", "/sys"].map(PathBuf::from);
+    // What cannot be opened here is no use to the driver either.
+    let open = |path: PathBuf, access| Some(PathBeneath::new(PathFd::new(path).ok()?, access));
+    let devices = devices.into_iter().filter_map(|path| open(path, device));
+    let folders = folders.into_iter().filter_map(|path| open(path, read));
+    rules.add_rules(devices.chain(folders).map(Ok::<_, RulesetError>))
+}
+
+/// /dev/nvidia0, /dev/nvidiactl, /dev/nvidia-uvm and their like.
+fn nvidia_devices(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let ours = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with("nvidia")) && !path.is_dir()
+    };
+    entries.filter_map(|entry| Some(entry.ok()?.path())).filter(ours).collect()
+}
+
+/// Not known rather than killed: the C library then takes an older way, and what has none reports an error.
+const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
+
+fn only(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
+    filter(calls, REFUSED, SeccompAction::Allow)
+}
+
+fn all_but(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
+    filter(calls, SeccompAction::Allow, REFUSED)
+}
+
+fn filter(
+    calls: &[c_long],
+    others: SeccompAction,
+    these: SeccompAction,
+) -> Result<BpfProgram, seccompiler::BackendError> {
+    let rules: BTreeMap<c_long, Vec<_>> = calls.iter().map(|call| (*call, Vec::new())).collect();
+    SeccompFilter::new(rules, others, these, std::env::consts::ARCH.try_into()?)?.try_into()
 }
 
 #[cfg(test)]
@@ -138,7 +258,7 @@ mod tests {
     fn confined_thread_keeps_what_is_open_and_gets_nothing_else() {
         let mut open = tempfile::tempfile().unwrap();
         std::thread::spawn(move || {
-            enter().unwrap();
+            enter(Profile::Host).unwrap();
             open.write_all(b"still").unwrap();
             open.rewind().unwrap();
             let mut text = String::new();
@@ -158,5 +278,52 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    /// In a process of its own: the filter is put on all threads.
+    #[test]
+    fn loader_with_a_driver_starts_no_program_and_opens_no_socket() {
+        const CHILD: &str = "BALLAST_TEST_GPU_SANDBOX";
+        if std::env::var_os(CHILD).is_none() {
+            let name = "loader::sandbox::tests::loader_with_a_driver_starts_no_program_and_opens_no_socket";
+            let status = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name])
+                .env(CHILD, "1")
+                .status()
+                .unwrap();
+            assert!(status.success());
+            return;
+        }
+        let (asked, when_asked) = std::sync::mpsc::channel();
+        let earlier = std::thread::spawn(move || {
+            when_asked.recv().unwrap();
+            UdpSocket::bind("127.0.0.1:0").unwrap_err().raw_os_error()
+        });
+        enter(Profile::Gpu).unwrap();
+        asked.send(()).unwrap();
+        assert_eq!(earlier.join().unwrap(), Some(libc::ENOSYS));
+        assert!(Command::new("/bin/true").spawn().is_err());
+        let (left, mut right) = std::io::pipe().map(|(read, write)| (write, read)).unwrap();
+        (&left).write_all(b"open").unwrap();
+        let mut read = [0; 4];
+        right.read_exact(&mut read).unwrap();
+        File::open("/proc/self/maps").unwrap();
+        match File::open("/etc/passwd") {
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EACCES)),
+            Ok(_) => println!("SKIPPED: this kernel has no Landlock"),
+        }
+    }
+
+    #[test]
+    fn devices_of_nvidia_are_found_and_others_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["nvidia0", "nvidiactl", "nvidia-uvm", "null", "sda"] {
+            File::create(folder.path().join(name)).unwrap();
+        }
+        std::fs::create_dir(folder.path().join("nvidia-caps")).unwrap();
+        let mut found = nvidia_devices(folder.path());
+        found.sort();
+        let names: Vec<&str> = found.iter().filter_map(|path| path.file_name()?.to_str()).collect();
+        assert_eq!(names, ["nvidia-uvm", "nvidia0", "nvidiactl"]);
     }
 }

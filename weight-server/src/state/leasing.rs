@@ -4,9 +4,10 @@ use memory::handoff::PROTOCOL;
 use memory::manifest::FORMAT;
 
 use super::{MAX_CLIENTS, MAX_LEASES_PER_PROCESS, State};
+use crate::catalog::{Generation, Integrity, Phase};
 use crate::events::{Action, Ask, ConnectionId, Notice, Waiter};
 use crate::lease_table::{Lease, LeasePhase, Peer};
-use crate::ledger::{Row, RowKey};
+use crate::ledger::{Row, RowKey, Shortage};
 use crate::refusal::Refusal;
 use crate::tokens::digest;
 
@@ -19,13 +20,9 @@ impl State {
 
     pub(super) fn attach(&mut self, connection: ConnectionId, peer: Peer, ask: Ask) -> Result<(), Refusal> {
         let token = self.admit(&peer, &ask)?;
-        let Some(generation) = self.ready(&ask.model) else {
+        let Some(generation) = self.ready(&ask.model, &ask.device) else {
             return self.wait_for_load(connection, peer, ask);
         };
-        if ask.device != generation.key.device {
-            let held = generation.key.device.clone();
-            return Err(Refusal::Device { model: ask.model, wanted: ask.device, held });
-        }
         if ask.layout != generation.key.layout {
             return Err(Refusal::Layout {
                 model: ask.model,
@@ -44,7 +41,7 @@ impl State {
             phase: LeasePhase::Storing { connection },
             unsettled: false,
         };
-        self.ledger.reserve(RowKey::Lease(lease.id), lease_row(&lease))?;
+        self.ledger.reserve(RowKey::Lease(lease.id), lease_row(&lease)).map_err(|s| too_large(s, &lease))?;
         self.next_lease += 1;
         self.actions.push(Action::StoreLease { lease: lease.id, connection, record: lease.record() });
         self.actions.push(Action::Publish(Notice::Lease(lease.id)));
@@ -91,9 +88,14 @@ impl State {
         peer: Peer,
         ask: Ask,
     ) -> Result<(), Refusal> {
-        let pending = self.generations.values_mut().rfind(|g| g.model == ask.model && g.is_pending());
-        let Some(generation) = pending else {
-            return Err(Refusal::UnknownModel { model: ask.model, known: self.known_models() });
+        let here = |g: &&mut Generation| g.model == ask.model && g.key.device == ask.device && g.is_pending();
+        let Some(generation) = self.generations.values_mut().rfind(here) else {
+            let elsewhere = |g: &&Generation| g.model == ask.model && g.phase != Phase::Retiring;
+            let held = self.generations.values().find(elsewhere).map(|g| g.key.device.clone());
+            return Err(match held {
+                Some(held) => Refusal::Device { model: ask.model, wanted: ask.device, held },
+                None => Refusal::UnknownModel { model: ask.model, known: self.known_models() },
+            });
         };
         let id = generation.id;
         generation.waiters.push(Waiter::Worker { connection, peer, ask });
@@ -145,6 +147,11 @@ impl State {
         if !held.belongs_to(peer, &digest) {
             return Err(unknown);
         }
+        if let Some(found) = self.generations.get(&generation)
+            && found.integrity == Integrity::Quarantined
+        {
+            return Err(Refusal::Quarantined { model: found.model.clone(), generation });
+        }
         // The worker knows better than we do that the old connection is gone.
         if let Some(old) = held.connection() {
             self.actions.push(Action::Close { connection: old });
@@ -178,6 +185,17 @@ impl State {
         self.actions.push(Action::ForgetLease { lease: id });
         self.actions.push(Action::Publish(Notice::LeaseEnded(id)));
         self.drop_if_unused(lease.generation);
+    }
+}
+
+/// Says what would fit, where it is the KV cache that does not.
+fn too_large(shortage: Shortage, lease: &Lease) -> Refusal {
+    match shortage {
+        Shortage::Bytes { free, .. } if free > lease.workspace_bytes => {
+            let (workspace, kv_fits) = (lease.workspace_bytes, free - lease.workspace_bytes);
+            Refusal::LeaseTooLarge { shortage, workspace, kv_fits }
+        }
+        shortage => Refusal::Ledger(shortage),
     }
 }
 

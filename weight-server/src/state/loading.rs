@@ -3,11 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use memory::manifest::HOST_DEVICE;
+
 use super::{MAX_PENDING_LOADS, State};
-use crate::catalog::{Contents, Generation, LoadKey, Phase};
+use crate::catalog::{Contents, Generation, Integrity, LoadKey, Phase, Verification};
 use crate::events::{Action, CallId, LoadAnswer, LoadAsk, LoadProgress, Notice, Waiter, WaiterId};
 use crate::ledger::{Row, RowKey};
-use crate::refusal::{LoadFailure, Refusal, UnloadRefusal};
+use crate::refusal::{LoadFailure, Refusal, UnloadRefusal, VerifyFailure};
 
 impl State {
     pub(super) fn load_asked(&mut self, call: CallId, ask: LoadAsk, available_bytes: u64) {
@@ -30,7 +32,8 @@ impl State {
             Ok(key) => key,
             // The file may be gone: what is resident under this name and path does not need it.
             Err(failure) => {
-                let resident = self.ready(&ask.model).filter(|generation| generation.path() == ask.path);
+                let resident = self.ready(&ask.model, &ask.device);
+                let resident = resident.filter(|generation| generation.path() == ask.path);
                 let id = resident.ok_or(failure)?.id;
                 self.answer_resident(call, id);
                 return Ok(());
@@ -53,7 +56,10 @@ impl State {
             None => {}
         }
         match self.leases.unsettled() {
-            0 => self.create(call, ask.model, key, ask.one_per_tensor, available_bytes),
+            0 => {
+                let waiters = vec![Waiter::Call(call)];
+                self.create(waiters, ask.model, key, ask.one_per_tensor, available_bytes)
+            }
             workers => Err(LoadFailure::Settling { workers }),
         }
     }
@@ -65,7 +71,7 @@ impl State {
 
     pub(super) fn create(
         &mut self,
-        call: CallId,
+        waiters: Vec<Waiter>,
         model: String,
         key: LoadKey,
         one_per_tensor: bool,
@@ -77,8 +83,9 @@ impl State {
         }
         let id = self.next_generation;
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
-        self.check_machine(id, file_bytes, available_bytes)?;
-        // A first bound; the loader's plan says it exactly, before anything is allocated.
+        // First bounds; the loader's plan says it exactly, before anything is allocated.
+        let host_bytes = if key.device == HOST_DEVICE { file_bytes } else { 0 };
+        self.check_machine(id, host_bytes, available_bytes)?;
         let row = Row { device: key.device.clone(), bytes: file_bytes, fds: 1 };
         self.ledger.reserve(RowKey::Loading(id), row)?;
         self.next_generation += 1;
@@ -88,12 +95,15 @@ impl State {
             key,
             one_per_tensor,
             phase: Phase::Queued,
-            contents: Contents { tensor_bytes: file_bytes, ..Contents::default() },
+            contents: Contents { tensor_bytes: file_bytes, host_bytes, ..Contents::default() },
             done_bytes: 0,
             requested_at: self.now,
             progressed_at: self.now,
-            waiters: vec![Waiter::Call(call)],
+            waiters,
             adopted: false,
+            integrity: Integrity::Loaded,
+            verification: Verification::default(),
+            reload: false,
         };
         self.generations.insert(id, generation);
         self.start_loaders();
@@ -140,16 +150,15 @@ impl State {
         let Some(generation) = self.generations.get_mut(&id).filter(|g| g.phase == Phase::Starting) else {
             return;
         };
-        let (bytes, fds) = contents.holds();
-        let device = generation.key.device.clone();
+        let (row, host_bytes) = (contents.holds(&generation.key.device), contents.host_bytes);
         generation.contents = contents;
         generation.phase = Phase::Loading;
         generation.progressed_at = self.now;
         let reserved = self
             .ledger
-            .reserve(RowKey::Loading(id), Row { device, bytes, fds })
+            .reserve(RowKey::Loading(id), row)
             .map_err(LoadFailure::from)
-            .and_then(|()| self.check_machine(id, bytes, available_bytes));
+            .and_then(|()| self.check_machine(id, host_bytes, available_bytes));
         match reserved {
             Ok(()) => {
                 self.actions.push(Action::Proceed { generation: id });
@@ -178,10 +187,10 @@ impl State {
         };
         generation.done_bytes = contents.tensor_bytes;
         generation.phase = Phase::Storing;
-        let (bytes, fds) = contents.holds();
-        let row = Row { device: generation.key.device.clone(), bytes, fds };
+        let row = contents.holds(&generation.key.device);
         generation.contents = contents;
-        // The plan was exact but for the manifest's size, and the memory is there: book it as it is.
+        // The plan was exact but for the manifest's size, and the memory is there: book it as it is. What was taken for the
+        // time of the load is free again: the loader has ended.
         self.ledger.adopt(RowKey::Loading(id), row);
         self.actions.push(Action::StoreGeneration { generation: id });
     }
@@ -189,6 +198,10 @@ impl State {
     pub(super) fn load_failed(&mut self, id: u64, failure: LoadFailure) {
         let Some(generation) = self.generations.remove(&id) else { return };
         self.ledger.release(RowKey::Loading(id));
+        if generation.waiters.is_empty() {
+            let (model, failure) = (generation.model.clone(), failure.clone());
+            self.actions.push(Action::ReportReload { model, failure });
+        }
         for waiter in generation.waiters {
             self.actions.push(match waiter {
                 Waiter::Call(call) => Action::AnswerLoad { call, result: Err(failure.clone()) },
@@ -266,6 +279,7 @@ impl State {
         let mut leases = 0;
         for id in ids {
             leases += self.leases.of_generation(id);
+            self.stop_verifying(id, &VerifyFailure::Unloaded);
             match self.generations.get(&id).map(|generation| generation.phase) {
                 Some(Phase::Ready) => self.retire(id),
                 Some(phase) => {
@@ -297,10 +311,14 @@ impl State {
     pub(super) fn drop_if_unused(&mut self, id: u64) {
         let retiring = self.generations.get(&id).is_some_and(|g| g.phase == Phase::Retiring);
         if retiring && self.leases.of_generation(id) == 0 {
-            self.generations.remove(&id);
+            self.stop_verifying(id, &VerifyFailure::Unloaded);
+            let gone = self.generations.remove(&id);
             self.ledger.release(RowKey::Weights(id));
             self.actions.push(Action::ForgetGeneration { generation: id });
             self.actions.push(Action::Publish(Notice::GenerationGone(id)));
+            if let Some(Generation { reload: true, model, key, one_per_tensor, .. }) = gone {
+                self.reload(model, key, one_per_tensor);
+            }
         }
     }
 }

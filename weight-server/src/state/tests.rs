@@ -50,7 +50,8 @@ fn key(file: u64, bytes: u64) -> LoadKey {
 fn load(call: u64, model: &str, file: u64, bytes: u64) -> Event {
     let key = key(file, bytes);
     let path = key.files[0].path.clone();
-    let ask = LoadAsk { model: model.to_owned(), path, key: Ok(key), one_per_tensor: false };
+    let device = key.device.clone();
+    let ask = LoadAsk { model: model.to_owned(), path, device, key: Ok(key), one_per_tensor: false };
     Event::LoadAsked { call: CallId(call), ask, available_bytes: NEVER_SHORT }
 }
 
@@ -153,8 +154,9 @@ fn check_integrity(state: &State) {
     for generation in state.generations().filter(|generation| generation.phase == Phase::Ready) {
         assert!(ready.insert(&generation.model), "two ready generations of one model");
     }
-    let reserved: u64 = state.ledger().rows().map(|(_, row)| row.bytes).sum();
-    assert!(reserved <= state.ledger().capacity_bytes(), "{reserved} bytes reserved");
+    for (device, capacity, reserved) in state.ledger().devices() {
+        assert!(reserved <= capacity, "{reserved} bytes reserved on {device}");
+    }
 }
 
 #[test]
@@ -397,11 +399,17 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
     let failure =
         LoadFailure::Loader { complaint: crate::refusal::LoaderComplaint::File, text: "gone".to_owned() };
     let path: PathBuf = "/models/1.gguf".into();
-    let gone = LoadAsk { model: "a".to_owned(), path, key: Err(failure.clone()), one_per_tensor: false };
+    let asked = |path, key| LoadAsk {
+        model: "a".to_owned(),
+        path,
+        device: HOST.to_owned(),
+        key,
+        one_per_tensor: false,
+    };
+    let gone = asked(path, Err(failure.clone()));
     let gone = Event::LoadAsked { call: CallId(2), ask: gone, available_bytes: NEVER_SHORT };
     assert!(answers(&state.handle(gone, at(1)))[0].1.is_ok());
-    let elsewhere =
-        LoadAsk { model: "a".to_owned(), path: "/b".into(), key: Err(failure), one_per_tensor: false };
+    let elsewhere = asked("/b".into(), Err(failure));
     let elsewhere = Event::LoadAsked { call: CallId(3), ask: elsewhere, available_bytes: NEVER_SHORT };
     assert!(answers(&state.handle(elsewhere, at(1)))[0].1.is_err());
 

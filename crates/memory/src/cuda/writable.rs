@@ -113,6 +113,15 @@ impl WritableModel {
         &self.addresses
     }
 
+    /// What allocation `index` takes: what was asked for, in whole granules.
+    pub fn bytes(&self, index: usize) -> Option<u64> {
+        self.allocations.get(index).map(Physical::bytes)
+    }
+
+    pub fn device(&self) -> &Device {
+        self.range.device()
+    }
+
     /// Copies bytes into an allocation, complete on return. For little data: kernels and streams write to `addresses`.
     ///
     /// # Panics

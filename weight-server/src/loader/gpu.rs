@@ -1,0 +1,229 @@
+//! A load onto a GPU: several readers, one thread that gives their parts to the device in order.
+//!
+//! ```text
+//! readers --> Slot (pinned) --> reorder --> Upload --> sums
+//!   ^                                         |
+//!   +---------------- Ring <------------------+
+//! ```
+//! A reader takes a slot first and the next part second, so whoever has a part can bring it: the part that is due is never
+//! behind others in want of a slot.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use kernels::cuda::loading::{self, Destination, EDGE_BYTES, Part, Ring, STAGING_BYTES, Slot, Upload};
+use memory::cuda::{Context, Device, DeviceSelector, DeviceTensor, DeviceUuid, ImportedModel, WritableModel};
+use memory::manifest::{self, DeviceKind, FileIdentity, Manifest};
+
+use super::CONTEXT_BYTES;
+use super::file_reader::{self, FileReader, reopen_direct};
+use super::gpu_error::GpuError;
+use super::job::{Filled, Plan};
+use super::parts::FilePart;
+use super::read::{OpenFile, Progress, ReadError};
+
+pub(super) use kernels::cuda::loading::PART_BYTES;
+
+/// Pinned memory is PART_BYTES times this: enough for every reader to have one that is being filled and one that is being
+/// copied.
+const SLOTS: usize = 32;
+
+/// A process that was killed gives its memory back late; the driver takes up to seconds.
+const MEMORY_PATIENCE: Duration = Duration::from_secs(10);
+
+const _: () = assert!(file_reader::EDGE_BYTES == EDGE_BYTES);
+
+/// A GPU with a context of this process.
+pub(super) struct Gpu {
+    context: Context,
+    kernels: kernels::cuda::Device,
+    /// The model's files, to be read around the page cache; those that can.
+    direct: Vec<Option<File>>,
+}
+
+type Arrival = Result<(usize, Slot, Part), GpuError>;
+
+impl Gpu {
+    /// Loads the driver and makes the context: devices are opened, threads started, so this comes before the sandbox.
+    pub(super) fn open(uuid: DeviceUuid) -> Result<Self, GpuError> {
+        let driver = memory::cuda::open_driver()?;
+        let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
+        let context = device.context()?;
+        let kernels = kernels::cuda::Device::open_uuid(kernels::cuda::DeviceUuid(uuid.0))?;
+        Ok(Self { context, kernels, direct: Vec::new() })
+    }
+
+    /// Opens the model's files a second time, which the sandbox would not let it.
+    pub(super) fn reopen(&mut self, files: &[(FileIdentity, File)]) {
+        self.direct = files.iter().map(|(_, file)| reopen_direct(file)).collect();
+    }
+
+    pub(super) fn entry(&self) -> manifest::Device {
+        let facts = self.context.device().facts();
+        manifest::Device {
+            kind: DeviceKind::Cuda,
+            id: facts.uuid.to_string(),
+            compute_capability: facts.compute_capability,
+        }
+    }
+
+    pub(super) fn allocated_bytes(&self, bytes: u64) -> Option<u64> {
+        self.context.device().allocated_bytes(bytes)
+    }
+
+    /// What a load takes until it is done, of the device beside the model and of the host.
+    pub(super) fn needs(&self, plan: &Plan) -> (u64, u64) {
+        let staging = CONTEXT_BYTES + STAGING_BYTES;
+        let pinned = plan.parts.len().min(SLOTS) as u64 * (PART_BYTES + 2 * EDGE_BYTES) as u64;
+        let shared = if self.context.device().facts().integrated {
+            plan.pack.allocation_bytes().saturating_add(staging)
+        } else {
+            0
+        };
+        (staging, pinned.saturating_add(shared))
+    }
+
+    /// Allocates the model, fills it, exports it.
+    pub(super) fn fill(
+        &self,
+        plan: &Plan,
+        files: Vec<OpenFile>,
+        threads: usize,
+        progress: &Progress,
+    ) -> Result<Filled<OwnedFd>, GpuError> {
+        let started = Instant::now();
+        let mut model = WritableModel::allocate(&self.context, &plan.pack.allocations, MEMORY_PATIENCE)?;
+        let destinations: Vec<Destination> = plan
+            .pack
+            .placements
+            .iter()
+            .zip(&plan.tiles)
+            .map(|(place, tiles)| Destination {
+                allocation: place.allocation,
+                offset: place.offset,
+                tiles: *tiles,
+            })
+            .collect();
+        let mut upload = Upload::new(&self.kernels, &mut model, &destinations)?;
+        let allocated = started.elapsed();
+        let readers: Vec<FileReader> = files
+            .into_iter()
+            .enumerate()
+            .map(|(index, open)| FileReader { open, direct: self.direct_file(index) })
+            .collect();
+        let ring = Ring::new(&self.kernels, SLOTS);
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let (filled, arrivals) = mpsc::channel();
+            for _ in 0..threads.max(1) {
+                let (filled, readers, ring, next) = (filled.clone(), &readers, &ring, &next);
+                scope.spawn(move || self.read(plan, readers, ring, next, progress, &filled));
+            }
+            drop(filled);
+            let submitted = submit_all(&mut upload, &ring, plan, &arrivals, progress);
+            ring.close();
+            submitted
+        })?;
+        let read = started.elapsed();
+        let sums = upload.finish()?;
+        let fds = model.finish()?;
+        let bytes: u64 = plan.sources.iter().map(|source| source.bytes).sum();
+        tracing::info!(
+            bytes,
+            allocate_ms = allocated.as_millis() as u64,
+            read_ms = (read - allocated).as_millis() as u64,
+            finish_ms = (started.elapsed() - read).as_millis() as u64,
+            gigabytes_per_second = bytes as f64 / (read - allocated).as_secs_f64() / 1e9,
+            "filled the GPU's memory"
+        );
+        Ok(Filled { allocations: fds, raw: sums.raw, laid_out: sums.laid_out })
+    }
+
+    fn direct_file(&self, index: usize) -> Option<File> {
+        self.direct.get(index)?.as_ref()?.try_clone().ok()
+    }
+
+    /// Body of a reader.
+    fn read(
+        &self,
+        plan: &Plan,
+        readers: &[FileReader],
+        ring: &Ring,
+        next: &AtomicUsize,
+        progress: &Progress,
+        filled: &Sender<Arrival>,
+    ) {
+        // Whoever receives stops at the first failure: a second one has nobody to go to.
+        if let Err(error) = self.kernels.bind() {
+            let _ = filled.send(Err(error.into()));
+            return;
+        }
+        while !progress.cancelled.load(Ordering::Relaxed) {
+            let arrival = match ring.take() {
+                Ok(Some(slot)) => {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(part) = plan.parts.get(index) else { return };
+                    bring(plan, &readers[part.file], part, slot).map(|(slot, part)| (index, slot, part))
+                }
+                Ok(None) => return,
+                Err(error) => Err(error.into()),
+            };
+            let failed = arrival.is_err();
+            if filled.send(arrival).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn import(
+        &self,
+        manifest: &Manifest,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Vec<DeviceTensor>, GpuError> {
+        Ok(ImportedModel::import(self.context.device(), manifest, fds)?.tensors)
+    }
+
+    /// Checksums of the pieces of each tensor, as they are now.
+    pub(super) fn sums(&self, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
+        Ok(loading::verify(&self.kernels, tensors)?)
+    }
+}
+
+fn bring(
+    plan: &Plan,
+    reader: &FileReader,
+    part: &FilePart,
+    mut slot: Slot,
+) -> Result<(Slot, Part), GpuError> {
+    let at = reader.read(&plan.sources[part.tensor], part, slot.bytes_mut())?;
+    let FilePart { tensor, start, bytes, .. } = *part;
+    Ok((slot, Part { tensor, start, bytes, at }))
+}
+
+/// Gives all parts to the device in their order, whatever the order in which they arrive.
+fn submit_all(
+    upload: &mut Upload<'_>,
+    ring: &Ring,
+    plan: &Plan,
+    arrivals: &Receiver<Arrival>,
+    progress: &Progress,
+) -> Result<(), GpuError> {
+    let mut early = BTreeMap::new();
+    for due in 0..plan.parts.len() {
+        let (slot, part) = loop {
+            if let Some(found) = early.remove(&due) {
+                break found;
+            }
+            // Readers that are gone without a word were told to stop.
+            let (index, slot, part) = arrivals.recv().unwrap_or(Err(GpuError::Read(ReadError::Cancelled)))?;
+            early.insert(index, (slot, part));
+        };
+        upload.submit(ring, slot, part)?;
+        progress.done_bytes.fetch_add(part.bytes as u64, Ordering::Relaxed);
+    }
+    Ok(())
+}

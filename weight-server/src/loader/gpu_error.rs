@@ -1,0 +1,30 @@
+//! What can go wrong between a loader and a GPU, with and without CUDA in the build.
+
+use memory::cuda::driver::Refusal;
+use memory::cuda::{AllocateError, DeviceError, FinishError, ImportModelError, OpenDriverError};
+
+use super::read::ReadError;
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum GpuError {
+    #[error(transparent)]
+    Driver(#[from] OpenDriverError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("the GPU gives no context")]
+    Context(#[from] Refusal),
+    #[error("the model does not get onto the GPU")]
+    Allocate(#[from] AllocateError),
+    #[error("the loaded model cannot be handed over")]
+    Finish(#[from] FinishError),
+    #[error("the generation cannot be imported")]
+    Import(#[from] ImportModelError),
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    #[cfg(feature = "cuda")]
+    #[error("the GPU failed")]
+    Cuda(#[from] kernels::cuda::CudaError),
+    #[cfg(feature = "cuda")]
+    #[error("the model cannot be brought to the GPU")]
+    Upload(#[from] kernels::cuda::loading::UploadError),
+}

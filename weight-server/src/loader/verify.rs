@@ -1,0 +1,128 @@
+//! Checks a resident generation: imports it read-only and computes its checksums anew, on the device.
+//!
+//! ```text
+//! weight-server                          loader
+//!   VerifyJob                   ->       makes a context
+//!   FdBatch + descriptors       ->       (manifest first)
+//!                               <-       BatchReceived
+//!                               <-       Verified, or LoadFailed
+//! ```
+//! The driver checks what a descriptor is and whether its size is the manifest's; the checksums, whether the bytes are.
+
+use memory::handoff::{Collector, HandoffError};
+use memory::import::{ImportError, take_manifest};
+use memory::manifest::Manifest;
+use memory::seqpacket::Connection;
+use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
+use service::exit::one_line;
+
+use super::gpu_error::GpuError;
+use super::place::{PlaceError, open_gpu};
+use super::sandbox::{self, Profile};
+use super::{LoaderError, checksum, command, gpu_failure, send, unexpected};
+
+/// Names of damaged tensors that are told; the count says the rest.
+const NAMES: usize = 16;
+
+#[derive(Debug, thiserror::Error)]
+enum VerifyError {
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error("the hand-off is inconsistent")]
+    Handoff(#[from] HandoffError),
+    #[error("the generation cannot be read")]
+    Import(#[from] ImportError),
+    #[error(transparent)]
+    Loader(#[from] LoaderError),
+}
+
+pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), LoaderError> {
+    let failed = match check(connection, job) {
+        Ok(verified) => return send(connection, loader_frame::Kind::Verified(verified), &[]),
+        Err(VerifyError::Loader(error)) => return Err(error),
+        Err(VerifyError::Gpu(error) | VerifyError::Place(PlaceError::Gpu(error))) => {
+            wire::LoadFailed { failure: gpu_failure(&error).into(), text: one_line(&error) }
+        }
+        Err(error) => wire::LoadFailed { failure: LoadFailure::Device.into(), text: one_line(&error) },
+    };
+    send(connection, loader_frame::Kind::Failed(failed), &[])
+}
+
+fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
+    let gpu = open_gpu(&job.device)?;
+    sandbox::enter(Profile::Gpu).map_err(LoaderError::Sandbox)?;
+    let mut collector = Collector::new(job.fds)?;
+    while !collector.is_complete() {
+        match command(connection)? {
+            (loader_command::Kind::Fds(batch), fds) => {
+                let receipt = collector.accept(&batch, fds)?;
+                send(connection, loader_frame::Kind::BatchReceived(receipt), &[])?;
+            }
+            (other, _) => return Err(unexpected("descriptors", &other).into()),
+        }
+    }
+    let (manifest, fds) = take_manifest(collector.into_fds())?;
+    let tensors = gpu.import(&manifest, fds)?;
+    Ok(compare(&manifest, &gpu.sums(&tensors)?))
+}
+
+/// Holds the checksums of pieces against what the manifest says of their tensors.
+fn compare(manifest: &Manifest, pieces: &[Vec<u128>]) -> wire::Verified {
+    let mut verified = wire::Verified { checked_bytes: manifest.tensor_bytes(), ..Default::default() };
+    for (tensor, pieces) in manifest.tensors.iter().zip(pieces) {
+        if checksum::tensor(pieces) != tensor.checksum {
+            verified.damaged_count += 1;
+            if verified.damaged.len() < NAMES {
+                verified.damaged.push(tensor.name.clone());
+            }
+        }
+    }
+    verified
+}
+
+#[cfg(test)]
+mod tests {
+    use memory::manifest::{Allocation, Device, DeviceKind, TensorEntry};
+
+    use super::*;
+
+    #[test]
+    fn tensors_whose_bytes_have_changed_are_named_and_counted() {
+        let pieces: Vec<Vec<u128>> = (0..40u128).map(|tensor| vec![tensor, tensor + 1]).collect();
+        let tensor = |index: usize| TensorEntry {
+            name: format!("blk.{index}.weight"),
+            dtype: 0,
+            layout: 1,
+            shape: vec![8],
+            shard: None,
+            allocation: 0,
+            offset: 32 * index as u64,
+            bytes: 32,
+            raw_checksum: [0; 16],
+            checksum: checksum::tensor(&pieces[index]),
+        };
+        let manifest = Manifest {
+            model: "m".to_owned(),
+            digest: [0; 32],
+            generation: 1,
+            files: Vec::new(),
+            devices: vec![Device { kind: DeviceKind::Cuda, id: "GPU-1".to_owned(), compute_capability: 90 }],
+            layout: 1,
+            allocations: vec![Allocation { device: 0, bytes: 2 << 20, inode: 0 }],
+            tensors: (0..40).map(tensor).collect(),
+            gguf_metadata: bytes::Bytes::new(),
+            created_unix_seconds: 0,
+        };
+        let whole = compare(&manifest, &pieces);
+        assert_eq!((whole.damaged_count, whole.damaged.len(), whole.checked_bytes), (0, 0, 40 * 32));
+        let mut damaged = pieces;
+        for pieces in &mut damaged[3..30] {
+            pieces.swap(0, 1);
+        }
+        let found = compare(&manifest, &damaged);
+        assert_eq!((found.damaged_count, found.damaged.len()), (27, NAMES));
+        assert_eq!(found.damaged[0], "blk.3.weight");
+    }
+}

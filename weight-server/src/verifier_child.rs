@@ -1,0 +1,127 @@
+//! The weight-server's side of one check: start the child, give it the generation's descriptors, take its report.
+//!
+//! The child is the loader's role with another first frame. Whatever goes wrong ends in one `VerifyFailed`.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memory::event_loop::AsyncConnection;
+use memory::handoff::batches;
+use memory::seqpacket::{Connection, FrameError};
+use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
+
+use crate::driver::{Input, Inputs};
+use crate::events::{Event, VerifyReport};
+use crate::holdings::GenerationFds;
+use crate::loader_child::{LoaderProgram, command, complaint, end};
+use crate::refusal::VerifyFailure;
+
+/// A context takes half a second, a terabyte of checksums another; a driver that does not answer is not waited for.
+const FRAME_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Held by the driver. Dropping it kills the child.
+#[derive(Debug)]
+pub(crate) struct VerifierHandle(tokio::task::JoinHandle<()>);
+
+impl Drop for VerifierHandle {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+pub(crate) fn start(
+    generation: u64,
+    device: String,
+    fds: Arc<GenerationFds>,
+    program: LoaderProgram,
+    inputs: Inputs,
+) -> VerifierHandle {
+    VerifierHandle(tokio::spawn(async move {
+        let event = match verify(generation, device, &fds, &program).await {
+            Ok(report) => Event::Verified { generation, report },
+            Err(failure) => Event::VerifyFailed { generation, failure },
+        };
+        inputs.send(Input::Event(event)).await;
+    }))
+}
+
+/// Why a conversation with a verifier ended early.
+enum End {
+    Reported(wire::LoadFailed),
+    Broken(FrameError),
+    OutOfTurn,
+}
+
+impl From<FrameError> for End {
+    fn from(error: FrameError) -> Self {
+        Self::Broken(error)
+    }
+}
+
+async fn verify(
+    generation: u64,
+    device: String,
+    fds: &GenerationFds,
+    program: &LoaderProgram,
+) -> Result<VerifyReport, VerifyFailure> {
+    let started = Instant::now();
+    let cannot =
+        |error: std::io::Error| VerifyFailure::Lost { how: format!("it cannot be started: {error}") };
+    let (ours, theirs) = Connection::pair().map_err(cannot)?;
+    let mut child = program.spawn(theirs).map_err(cannot)?;
+    let connection = AsyncConnection::new(ours).map_err(cannot)?;
+    let conversation = converse(&connection, generation, device, fds).await;
+    drop(connection);
+    // Its context's memory is free only when it is gone.
+    let ended = end(&mut child).await;
+    match conversation {
+        Ok(found) => Ok(VerifyReport {
+            damaged: found.damaged,
+            damaged_count: found.damaged_count,
+            checked_bytes: found.checked_bytes,
+            took: started.elapsed(),
+        }),
+        Err(End::Reported(failed)) => {
+            Err(VerifyFailure::Verifier { complaint: complaint(failed.failure()), text: failed.text })
+        }
+        Err(End::Broken(FrameError::Closed)) => Err(VerifyFailure::Lost { how: ended }),
+        Err(End::Broken(error)) => Err(VerifyFailure::Lost { how: service::exit::one_line(&error) }),
+        Err(End::OutOfTurn) => {
+            Err(VerifyFailure::Lost { how: "it broke the protocol: a frame came out of turn".to_owned() })
+        }
+    }
+}
+
+async fn converse(
+    connection: &AsyncConnection,
+    generation: u64,
+    device: String,
+    fds: &GenerationFds,
+) -> Result<wire::Verified, End> {
+    let all: Vec<BorrowedFd<'_>> = fds.all().collect();
+    let job = wire::VerifyJob { generation, device, fds: all.len() as u32 };
+    command(connection, loader_command::Kind::Verify(job), &[]).await?;
+    for batch in batches(all.len() as u32) {
+        let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
+        command(connection, loader_command::Kind::Fds(batch), part).await?;
+        match answer(connection).await? {
+            loader_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
+            _ => return Err(End::OutOfTurn),
+        }
+    }
+    match answer(connection).await? {
+        loader_frame::Kind::Verified(found) => Ok(found),
+        _ => Err(End::OutOfTurn),
+    }
+}
+
+/// The next frame; a failure is an error wherever it comes. Descriptors have no business here and are closed.
+async fn answer(connection: &AsyncConnection) -> Result<loader_frame::Kind, End> {
+    let (frame, _) = connection.receive_within::<LoaderFrame>(FRAME_TIMEOUT).await?;
+    match frame.kind {
+        Some(loader_frame::Kind::Failed(failed)) => Err(End::Reported(failed)),
+        Some(kind) => Ok(kind),
+        None => Err(End::OutOfTurn),
+    }
+}
