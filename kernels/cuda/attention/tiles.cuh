@@ -1,0 +1,196 @@
+// What the kernels of attention.cu share: the shape of their work, tiles of keys and values in shared memory, the running
+// softmax of a split and the merge of splits. The order of sums stands in the head of attention.cu.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "../kv_layer.cuh"
+#include "../numeric.cuh"
+
+namespace {
+
+constexpr int TILE = 64;
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+// Halves between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
+constexpr int PAD = 8;
+constexpr float NONE = -INFINITY;
+
+// Consecutive tokens of one sequence.
+struct Item {
+    uint32_t row;
+    uint32_t tokens;
+    // Of the first token.
+    uint32_t position;
+    // Where the sequence's block ids start in `tables`.
+    uint32_t table;
+    // A split has 64 << split_shift keys.
+    uint32_t split_shift;
+};
+
+// One split of an item.
+struct alignas(16) Work {
+    Item item;
+    uint32_t split;
+    // Number of the partial of the item's first token; those of the others follow.
+    uint32_t partial;
+    uint32_t unused;
+};
+
+// One row whose partials are to be merged.
+struct alignas(16) Merge {
+    uint32_t row, partial, stride, splits;
+};
+
+struct Queries {
+    const float *values;
+    int heads;
+    // Query heads per kv head.
+    int group;
+    // The score's scale, times log2(e).
+    float scale;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void copy_piece(void *to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
+}
+
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const __half *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const __half *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// c += a b, 16 x 16 by 16 x 8.
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t *>(&both);
+}
+
+constexpr uint32_t ONES = 0x3C003C00;
+
+// A running softmax over the tiles of one split, of one row.
+struct Softmax {
+    float largest = NONE;
+    // What the largest score so far counts from: 0 while there is none.
+    float from = 0.0f;
+
+    // Takes the largest score of a tile; returns the factor on what was summed before.
+    __device__ __forceinline__ float raise(float tile_largest) {
+        float before = largest;
+        largest = fmaxf(before, tile_largest);
+        from = largest == NONE ? 0.0f : largest;
+        return exp2_fast(before - from);
+    }
+
+    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - from); }
+};
+
+// Merged splits of one row. The first split always has keys of the row, later ones may have none.
+struct Total {
+    float largest = NONE;
+    float old_factor, new_factor;
+
+    __device__ __forceinline__ void take(float split_largest) {
+        float before = largest;
+        largest = fmaxf(before, split_largest);
+        old_factor = exp2_fast(before - largest);
+        new_factor = exp2_fast(split_largest - largest);
+    }
+
+    __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
+};
+
+// Where the keys of tiles stand: a thread for each of 64 keys looks it up, two tiles before it is needed.
+struct Places {
+    const KvLayer &kv;
+    const uint32_t *table;
+    uint32_t head, first, last, row_bytes;
+
+    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's place.
+    __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
+
+    __device__ __forceinline__ void put(const uint8_t **places, int tile, uint32_t block) const {
+        if (threadIdx.x < TILE) places[threadIdx.x] = kv.keys(block, head) + size_t(position(tile) % kv.block_tokens) * row_bytes;
+    }
+
+    // Keys of a tile that there are.
+    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
+
+    __device__ __forceinline__ uint32_t position(int tile) const { return min(first + tile * TILE + threadIdx.x, last); }
+};
+
+template <int DIM>
+struct Tiles {
+    static constexpr int PITCH = DIM + PAD;
+    static constexpr int PIECES = DIM / 8;
+
+    // Starts the copies of the 64 keys that `places` has, and of their values; those beyond `valid` become zero.
+    static __device__ __forceinline__ void load(__half *keys, __half *values, const uint8_t *const *places, uint32_t head_bytes, int valid) {
+        constexpr int ROUNDS = TILE * PIECES / THREADS;
+        static_assert(TILE * PIECES % THREADS == 0);
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            int index = round * THREADS + threadIdx.x;
+            int token = index / PIECES, piece = index % PIECES;
+            const uint8_t *from = places[token] + piece * 16;
+            copy_piece(keys + token * PITCH + piece * 8, from, token < valid);
+            copy_piece(values + token * PITCH + piece * 8, from + head_bytes, token < valid);
+        }
+        end_copy_group();
+    }
+
+    // Rounds `pairs` pairs of an item to f16, scaled; the rest of `rows` rows become zero.
+    static __device__ __forceinline__ void
+    load_queries(__half *to, const Queries &queries, const Item &item, uint32_t kv_head, int pairs, int rows) {
+        for (int index = threadIdx.x; index < rows * (DIM / 4); index += THREADS) {
+            int pair = index / (DIM / 4), dim = index % (DIM / 4) * 4;
+            float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (pair < pairs) {
+                size_t row = item.row + pair / queries.group;
+                size_t head = kv_head * queries.group + pair % queries.group;
+                q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * DIM + dim);
+            }
+            float s = queries.scale;
+            *reinterpret_cast<uint2 *>(to + pair * PITCH + dim) = make_uint2(pack(q.x * s, q.y * s), pack(q.z * s, q.w * s));
+        }
+    }
+};
+
+// Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half, 2 and 3 of the right one.
+__device__ __forceinline__ const __half *down_then_right(const __half *corner, int pitch) {
+    int lane = threadIdx.x % 32;
+    return corner + (lane % 16) * pitch + lane / 16 * 8;
+}
+
+// Matrices 0 and 1 are the left and right half of rows 0-7, 2 and 3 of rows 8-15.
+__device__ __forceinline__ const __half *right_then_down(const __half *corner, int pitch) {
+    int lane = threadIdx.x % 32;
+    return corner + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
+}
+
+}  // namespace
