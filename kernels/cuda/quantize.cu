@@ -2,8 +2,11 @@
 // Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
 // 256 (the value of largest magnitude becomes -127, halves to even).
 //
-// F16 and BF16 are rounded to nearest even. A warp converts 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
-// left as they are. Limit: 4 bytes read and about 1.1 written per value; a step's activations are in L2.
+// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest to what is left (even at ties).
+// A warp converts 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
+// left as they are. Limit: 4 bytes read and about 1.1 written per value (4 and 6 for floats); a step's activations are in L2.
+
+#include <cuda_bf16.h>
 
 #include "linear/async_copy.cuh"
 #include "linear/quantize.cuh"
@@ -48,20 +51,56 @@ __device__ void round_values(const Place &place) {
     Rounding::put(v, place.to);
 }
 
-template <bool BRAIN>
-__device__ void round_to_halves(const Place &place) {
+// Writes part `part` of the lane's eight values.
+__device__ void put_part(const PanelPlace &to, int part, const uint16_t (&h)[8]) {
+    uint4 words = {h[0] | uint32_t(h[1]) << 16, h[2] | uint32_t(h[3]) << 16, h[4] | uint32_t(h[5]) << 16, h[6] | uint32_t(h[7]) << 16};
+    *reinterpret_cast<uint4 *>(to.panel + part * PANEL_PART + half_panel_piece(to.token, threadIdx.x % 32)) = words;
+}
+
+// What the rounding of a part leaves over is exact in f32, and is the next part's matter.
+__device__ void round_to_bf16_parts(const Place &place) {
     float v[8];
     load(v, place);
-    uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if constexpr (BRAIN) {
-            words[i] = __bfloat16_as_ushort(__float2bfloat16_rn(v[2 * i])) | __bfloat16_as_ushort(__float2bfloat16_rn(v[2 * i + 1])) << 16;
-        } else {
-            words[i] = __half_as_ushort(__float2half_rn(v[2 * i])) | __half_as_ushort(__float2half_rn(v[2 * i + 1])) << 16;
+    for (int part = 0; part < parts_of(Scaling::BF16_PARTS); part++) {
+        uint16_t h[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            __nv_bfloat16 rounded = __float2bfloat16_rn(v[i]);
+            h[i] = __bfloat16_as_ushort(rounded);
+            v[i] -= __bfloat162float(rounded);
         }
+        put_part(place.to, part, h);
     }
-    *reinterpret_cast<uint4 *>(place.to.panel + half_panel_piece(place.to.token, threadIdx.x % 32)) = {words[0], words[1], words[2], words[3]};
+}
+
+// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is small enough to lose bits
+// has none that count beside the largest.
+__device__ void round_to_f16_parts(const Place &place) {
+    float v[8];
+    load(v, place);
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+    int shift = min(13 + 127 - (__float_as_int(largest) >> 23), 126);
+    float factor = __int_as_float((127 + shift) << 23);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= factor;
+#pragma unroll
+    for (int part = 0; part < parts_of(Scaling::F16_PARTS); part++) {
+        uint16_t h[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            __half rounded = __float2half_rn(v[i]);
+            h[i] = __half_as_ushort(rounded);
+            v[i] -= __half2float(rounded);
+        }
+        put_part(place.to, part, h);
+    }
+    float *scales = reinterpret_cast<float *>(place.to.panel + parts_of(Scaling::F16_PARTS) * PANEL_PART);
+    if (threadIdx.x % 32 == 0) scales[place.to.token] = __int_as_float((127 - shift) << 23);
 }
 
 }  // namespace
@@ -77,5 +116,5 @@ __device__ void round_to_halves(const Place &place) {
 QUANTIZE(quantize_q8_0, Scaling::PER_32, round_values<RoundPer32<Scaling::PER_32>>)
 QUANTIZE(quantize_q8_1, Scaling::PER_32_SUMS, round_values<RoundPer32<Scaling::PER_32_SUMS>>)
 QUANTIZE(quantize_q8_k, Scaling::PER_256, round_values<RoundPer256>)
-QUANTIZE(quantize_f16, Scaling::HALVES, round_to_halves<false>)
-QUANTIZE(quantize_bf16, Scaling::HALVES, round_to_halves<true>)
+QUANTIZE(quantize_f16, Scaling::F16_PARTS, round_to_f16_parts)
+QUANTIZE(quantize_bf16, Scaling::BF16_PARTS, round_to_bf16_parts)

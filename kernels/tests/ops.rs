@@ -178,8 +178,12 @@ fn embedded<B: Backend<Data = Bytes>>(
     let table = weight(dtype, &[cols, rows], table);
     let (mut out, mut gathered) = (b.tensor(4, cols).unwrap(), b.tensor(2, cols).unwrap());
     b.embed(&table, &mut out, 4).unwrap();
-    b.gather_outputs(&out, &mut gathered).unwrap();
-    [values(b, &out, 4 * cols, 4), values(b, &gathered, 2 * cols, 2)].concat()
+    b.gather_outputs(&out, 0..2, &mut gathered).unwrap();
+    let mut all = [values(b, &out, 4 * cols, 4), values(b, &gathered, 2 * cols, 2)].concat();
+    b.gather_outputs(&out, 1..2, &mut gathered).unwrap();
+    all.extend(values(b, &gathered, cols, 1));
+    assert!(b.gather_outputs(&out, 1..3, &mut gathered).is_err(), "there are two outputs");
+    all
 }
 
 #[test]

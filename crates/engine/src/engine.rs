@@ -15,6 +15,7 @@ use models::Model;
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::time::Duration;
 
 /// Why an engine could not start.
@@ -303,10 +304,13 @@ impl<B: Backend> Engine<B> {
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
-        let logits = self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables))?;
-        let rows = self.batch.wanted().len();
-        self.logits.resize(rows * self.capacity.vocab_size, 0.0);
-        self.backend.read(logits, rows, &mut self.logits)
+        let (rows, vocab_size) = (self.batch.wanted().len(), self.capacity.vocab_size);
+        self.logits.resize(rows * vocab_size, 0.0);
+        let host = &mut self.logits;
+        let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
+            backend.read(logits, run.len(), &mut host[run.start * vocab_size..run.end * vocab_size])
+        };
+        self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
     }
 
     /// Hands every row of logits to its request; returns how many tokens were drawn and reported.

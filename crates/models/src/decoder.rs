@@ -2,7 +2,7 @@
 //! `y = h + feed_forward(norm(h))`; then the output norm and the head.
 
 use crate::{
-    Limits, Model, ModelDescription, WeightError, WeightTable,
+    Limits, Model, ModelDescription, TakeLogits, WeightError, WeightTable,
     attention::Attention,
     feed_forward::FeedForward,
     model::BuildModelError,
@@ -10,7 +10,7 @@ use crate::{
     scratch::Scratch,
 };
 use ops::{Backend, KvLayer, KvType, Linear, OpError, Step, Weight};
-use std::convert::Infallible;
+use std::{convert::Infallible, ops::Range};
 
 /// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
 #[derive(Clone, Debug, PartialEq)]
@@ -49,16 +49,18 @@ impl DecoderConfig {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
+            feed_forward: self.feed_forward,
             experts: self.experts.map_or(0, |experts| experts.count),
-            workspace_row_values: self.workspace_values(Limits { rows_max: 1, outputs_max: 0 }),
-            workspace_output_values: self.workspace_values(Limits { rows_max: 0, outputs_max: 1 }),
+            experts_used: self.experts.map_or(0, |experts| experts.used),
+            workspace_row_values: self.workspace_values(1, 0),
+            workspace_output_values: self.workspace_values(0, 1),
             unread_tensors,
         }
     }
 
-    fn workspace_values(&self, limits: Limits) -> usize {
+    fn workspace_values(&self, rows: usize, outputs: usize) -> usize {
         let mut values = 0;
-        let Ok(_) = Scratch::new(self, limits, |rows, cols| {
+        let Ok(_) = Scratch::new(self, rows, outputs, |rows, cols| {
             values += rows * cols;
             Ok::<_, Infallible>(())
         });
@@ -120,6 +122,8 @@ pub(crate) struct Decoder<B: Backend> {
     weights: DecoderWeights<B>,
     rope: B::Rope,
     scratch: Scratch<B::Tensor>,
+    rows_at_once: usize,
+    outputs_at_once: usize,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -134,8 +138,65 @@ impl<B: Backend> Decoder<B> {
             None => None,
         };
         let rope = backend.rope_table(&config.rope.spec(factors.as_deref()))?;
-        let scratch = Scratch::new(&config, limits, |rows, cols| backend.tensor(rows, cols))?;
-        Ok(Self { config, weights, rope, scratch })
+        let (rows_at_once, outputs_at_once) =
+            (limits.rows_at_once(), limits.outputs_at_once(config.vocab_size));
+        let scratch =
+            Scratch::new(&config, rows_at_once, outputs_at_once, |rows, cols| backend.tensor(rows, cols))?;
+        Ok(Self { config, weights, rope, scratch, rows_at_once, outputs_at_once })
+    }
+
+    /// At most `rows_at_once` rows. `before` is the number of outputs that stand before those of `step`.
+    fn run(
+        &mut self,
+        backend: &mut B,
+        kv: &mut B::Kv,
+        step: &Step<'_>,
+        before: usize,
+        take: &mut TakeLogits<'_, B>,
+    ) -> Result<(), OpError> {
+        let Self { config, weights, rope, scratch, .. } = self;
+        let Scratch { residual, normed, delta, attention, feed_forward, .. } = scratch;
+        let epsilon = config.norm_epsilon;
+        let rows = step.rows();
+
+        backend.begin(step)?;
+        backend.embed(&weights.embedding, residual, rows)?;
+        let mut layers = weights.layers.iter().enumerate().peekable();
+        if let Some((_, first)) = layers.peek() {
+            backend.rms_norm(residual, &first.attention_norm, epsilon, normed, rows)?;
+        }
+        while let Some((index, layer)) = layers.next() {
+            layer.attention.forward(backend, kv, index, rope, config, normed, attention, delta, rows)?;
+            let Some((_, next)) = layers.peek() else { break };
+            backend.add_rms_norm(residual, delta, &layer.feed_forward_norm, epsilon, normed, rows)?;
+            layer.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
+            backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
+        }
+        // Behind the last attention only the rows whose logits are wanted matter.
+        let outputs = step.outputs.len();
+        if outputs > 0 {
+            backend.add(residual, delta, rows)?;
+        }
+        for first in (0..outputs).step_by(self.outputs_at_once.max(1)) {
+            let run = first..outputs.min(first + self.outputs_at_once);
+            self.logits(backend, run.clone())?;
+            take(backend, before + run.start..before + run.end, &self.scratch.logits)?;
+        }
+        Ok(())
+    }
+
+    /// What is left of the last layer, and the head, for a run of the step's outputs.
+    fn logits(&mut self, backend: &mut B, run: Range<usize>) -> Result<(), OpError> {
+        let Self { config, weights, scratch, .. } = self;
+        let Scratch { residual, normed, delta, feed_forward, selected, logits, .. } = scratch;
+        let (epsilon, rows) = (config.norm_epsilon, run.len());
+        backend.gather_outputs(residual, run, selected)?;
+        if let Some(last) = weights.layers.last() {
+            backend.rms_norm(selected, &last.feed_forward_norm, epsilon, normed, rows)?;
+            last.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
+            backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, rows)?;
+        }
+        backend.linear(&weights.output, normed, logits, rows)
     }
 }
 
@@ -153,38 +214,32 @@ impl<B: Backend> Model<B> for Decoder<B> {
         vec![KvLayer { kv_heads: config.kv_heads, head_dim: config.head_dim, kind }; config.layers]
     }
 
-    fn forward(&mut self, backend: &mut B, kv: &mut B::Kv, step: &Step<'_>) -> Result<&B::Tensor, OpError> {
-        let Self { config, weights, rope, scratch } = self;
-        let Scratch { residual, normed, delta, attention, feed_forward, selected, logits } = scratch;
-        let epsilon = config.norm_epsilon;
-        let rows = step.rows();
-        let outputs = step.outputs.len();
-
-        backend.begin(step)?;
-        backend.embed(&weights.embedding, residual, rows)?;
-        let mut layers = weights.layers.iter().enumerate().peekable();
-        if let Some((_, first)) = layers.peek() {
-            backend.rms_norm(residual, &first.attention_norm, epsilon, normed, rows)?;
-        }
-        while let Some((index, layer)) = layers.next() {
-            layer.attention.forward(backend, kv, index, rope, config, normed, attention, delta, rows)?;
-            let Some((_, next)) = layers.peek() else {
-                // Behind the last attention only the rows whose logits are wanted matter.
-                if outputs == 0 {
-                    break;
-                }
-                backend.add(residual, delta, rows)?;
-                backend.gather_outputs(residual, selected)?;
-                backend.rms_norm(selected, &layer.feed_forward_norm, epsilon, normed, outputs)?;
-                layer.feed_forward.forward(backend, normed, feed_forward, delta, outputs)?;
-                backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, outputs)?;
-                backend.linear(&weights.output, normed, logits, outputs)?;
-                break;
+    fn forward(
+        &mut self,
+        backend: &mut B,
+        kv: &mut B::Kv,
+        step: &Step<'_>,
+        take: &mut TakeLogits<'_, B>,
+    ) -> Result<(), OpError> {
+        let mut outputs = step.outputs;
+        let mut own_outputs = Vec::new();
+        for first in (0..step.rows()).step_by(self.rows_at_once.max(1)) {
+            let rows = first..step.rows().min(first + self.rows_at_once);
+            let (own, later) =
+                outputs.split_at(outputs.partition_point(|&output| (output as usize) < rows.end));
+            own_outputs.clear();
+            own_outputs.extend(own.iter().map(|&output| output - first as u32));
+            let part = Step {
+                tokens: &step.tokens[rows.clone()],
+                positions: &step.positions[rows.clone()],
+                sequences: &step.sequences[rows.clone()],
+                kv_slots: &step.kv_slots[rows],
+                tables: step.tables,
+                outputs: &own_outputs,
             };
-            backend.add_rms_norm(residual, delta, &layer.feed_forward_norm, epsilon, normed, rows)?;
-            layer.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
-            backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
+            self.run(backend, kv, &part, step.outputs.len() - outputs.len(), take)?;
+            outputs = later;
         }
-        Ok(logits)
+        Ok(())
     }
 }

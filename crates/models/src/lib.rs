@@ -25,6 +25,6 @@ pub mod testing;
 mod weights;
 
 pub use config::ConfigError;
-pub use model::{BuildModelError, Limits, Model, ModelDescription};
+pub use model::{BuildModelError, Limits, Model, ModelDescription, TakeLogits};
 pub use registry::{TensorHead, build, validate};
 pub use weights::{WeightError, WeightTable};

@@ -2,8 +2,16 @@
 
 use crate::{ConfigError, WeightError};
 use ops::{Backend, KvLayer, KvType, OpError, Step};
+use std::ops::Range;
 
-/// How large a step may be. Memory for activations is taken once, at build.
+/// Rows computed at once: fewer do not fill a large GPU, more need memory and make nothing faster.
+const ROWS_AT_ONCE: (usize, usize) = (128, 512);
+/// Logits computed at once: with a vocabulary of 150,000, 16 rows.
+const LOGITS_BYTES_MAX: usize = 10 << 20;
+/// Kernels multiply so many rows together.
+const ROWS_TOGETHER: usize = 8;
+
+/// How large a step may be. Memory for activations is taken once, at build: for as many rows as are computed at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Rows (tokens) of one step.
@@ -11,6 +19,26 @@ pub struct Limits {
     /// Rows of one step whose logits are wanted.
     pub outputs_max: usize,
 }
+
+impl Limits {
+    /// Rows of a step that go through the model together; the next ones follow them. A quarter of the largest step, so
+    /// that activations stay a fraction of what a step of this size would need.
+    pub fn rows_at_once(self) -> usize {
+        let (least, most) = ROWS_AT_ONCE;
+        (self.rows_max / 4).clamp(least, most).min(self.rows_max)
+    }
+
+    /// Rows whose logits are computed together.
+    pub fn outputs_at_once(self, vocab_size: usize) -> usize {
+        let fit = LOGITS_BYTES_MAX / (size_of::<f32>() * vocab_size.max(1));
+        let whole = if fit > ROWS_TOGETHER { fit - fit % ROWS_TOGETHER } else { fit.max(1) };
+        whole.min(self.outputs_max).min(self.rows_at_once())
+    }
+}
+
+/// Called with the logits of a run of the wanted rows: row i of the tensor belongs to output `start + i` of the step.
+pub type TakeLogits<'a, B> =
+    dyn FnMut(&mut B, Range<usize>, &<B as Backend>::Tensor) -> Result<(), OpError> + 'a;
 
 /// A model ready to run.
 pub trait Model<B: Backend>: Send {
@@ -22,8 +50,15 @@ pub trait Model<B: Backend>: Send {
     /// The cache it needs, layer by layer, when keys and values are stored as `kind`.
     fn kv_layers(&self, kind: KvType) -> Vec<KvLayer>;
 
-    /// Runs one step and returns the logits: row `i` belongs to row `step.outputs[i]`.
-    fn forward(&mut self, backend: &mut B, kv: &mut B::Kv, step: &Step<'_>) -> Result<&B::Tensor, OpError>;
+    /// Runs one step, and hands out the logits of `step.outputs` in order, a run at a time. Rows go through the model in
+    /// runs too, so none may look at what a later row of the step writes: inside a sequence none does.
+    fn forward(
+        &mut self,
+        backend: &mut B,
+        kv: &mut B::Kv,
+        step: &Step<'_>,
+        take: &mut TakeLogits<'_, B>,
+    ) -> Result<(), OpError>;
 }
 
 /// What can be said of a model from the head of its file.
@@ -39,9 +74,12 @@ pub struct ModelDescription {
     pub kv_heads: usize,
     /// Values per head of queries, keys and values.
     pub head_dim: usize,
-    /// Experts per layer; 0 in dense models.
+    /// Width inside the feed-forward block, or inside one expert.
+    pub feed_forward: usize,
+    /// Experts per layer, and those that a row goes through; 0 in dense models.
     pub experts: usize,
-    /// f32 values that activations need: for each row of a step, and for each row whose logits are wanted.
+    pub experts_used: usize,
+    /// f32 values that activations need: for each row computed at once, and for each of these whose logits are wanted.
     pub workspace_row_values: usize,
     pub workspace_output_values: usize,
     /// Tensors of the file that this architecture does not read.
@@ -56,9 +94,15 @@ impl ModelDescription {
 
     /// Bytes of the activation memory that a model built with `limits` takes.
     pub fn workspace_bytes(&self, limits: Limits) -> u64 {
-        let values = self.workspace_row_values as u64 * limits.rows_max as u64
-            + self.workspace_output_values as u64 * limits.outputs_max as u64;
+        let (rows, outputs) = (limits.rows_at_once(), limits.outputs_at_once(self.vocab_size));
+        let values = self.workspace_row_values as u64 * rows as u64
+            + self.workspace_output_values as u64 * outputs as u64;
         values * size_of::<f32>() as u64
+    }
+
+    /// The part of it that holds logits.
+    pub fn logits_bytes(&self, limits: Limits) -> u64 {
+        (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
     }
 }
 

@@ -1,6 +1,6 @@
-//! The activations of a decoder: each tensor is allocated once, for the largest step.
+//! The activations of a decoder: each tensor is allocated once, for the rows computed at once.
 
-use crate::{Limits, decoder::DecoderConfig};
+use crate::decoder::DecoderConfig;
 
 /// One tensor per role. `T` is a backend's tensor, or a number when memory is planned.
 pub(crate) struct Scratch<T> {
@@ -38,13 +38,13 @@ pub(crate) enum FeedForwardScratch<T> {
 }
 
 impl<T> Scratch<T> {
-    /// Calls `tensor(rows_max, cols)` for each.
+    /// Calls `tensor(rows or outputs, cols)` for each.
     pub(crate) fn new<E>(
         config: &DecoderConfig,
-        limits: Limits,
+        rows: usize,
+        outputs: usize,
         mut tensor: impl FnMut(usize, usize) -> Result<T, E>,
     ) -> Result<Self, E> {
-        let Limits { rows_max: rows, outputs_max: outputs } = limits;
         let query_width = config.heads * config.head_dim;
         let key_width = config.kv_heads * config.head_dim;
         Ok(Self {

@@ -5,7 +5,12 @@
 //! Every output row depends only on its own input row (and, in [`Backend::attention`], on the keys before it), never
 //! on which other rows share the step: invariant I5. DESIGN of the order of additions: docs/ARCHITECTURE.md.
 
+use std::ops::Range;
+
 use crate::{Experts, KvLayout, Linear, RopeSpec, Step, Weight, experts};
+
+/// Stands for the best of a row that holds a NaN: [`Backend::argmax`].
+pub const NOT_A_NUMBER: u32 = u32::MAX;
 
 /// How attention scores are formed. Query head `h` reads kv head `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -186,12 +191,80 @@ pub trait Backend: Sized + Send + 'static {
         experts::by_expert(self, layer, activation, router, x, out, rows)
     }
 
-    /// `out[i] = x[step.outputs[i]]`: the rows whose logits are wanted.
-    fn gather_outputs(&mut self, x: &Self::Tensor, out: &mut Self::Tensor) -> Result<(), OpError>;
+    /// `out[i] = x[step.outputs[outputs.start + i]]`: a run of the rows whose logits are wanted.
+    fn gather_outputs(
+        &mut self,
+        x: &Self::Tensor,
+        outputs: Range<usize>,
+        out: &mut Self::Tensor,
+    ) -> Result<(), OpError>;
+
+    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NOT_A_NUMBER`] if
+    /// the row holds a NaN. One number a row comes to the host, instead of `cols` of them.
+    fn argmax(
+        &mut self,
+        x: &Self::Tensor,
+        rows: usize,
+        cols: usize,
+        best: &mut [u32],
+    ) -> Result<(), OpError> {
+        if best.len() != rows {
+            let (found, expected) = (best.len(), rows);
+            return Err(OpError::Shape { op: "argmax", what: "host slice", found, expected });
+        }
+        let mut values = vec![0.0; rows * cols];
+        self.read(x, rows, &mut values)?;
+        for (best, row) in best.iter_mut().zip(values.chunks_exact(cols.max(1))) {
+            *best = largest(row);
+        }
+        Ok(())
+    }
+
+    /// Gives back memory of the cache's blocks from number `blocks` on, as far as the backend can: nothing reads them
+    /// before it has written them again. Memory comes back as they are written.
+    fn trim(&mut self, _kv: &mut Self::Kv, _blocks: usize) -> Result<(), OpError> {
+        Ok(())
+    }
 
     /// Sets the first `rows` rows from `host` (`rows * cols` values).
     fn write(&mut self, x: &mut Self::Tensor, rows: usize, host: &[f32]) -> Result<(), OpError>;
 
     /// Waits for all ops and copies the first `rows` rows to `host` (`rows * cols` values).
     fn read(&mut self, x: &Self::Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError>;
+}
+
+fn largest(row: &[f32]) -> u32 {
+    let mut best = 0;
+    for (index, value) in row.iter().enumerate() {
+        if value.is_nan() {
+            return NOT_A_NUMBER;
+        }
+        if *value > row[best] {
+            best = index;
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Reference;
+
+    #[test]
+    fn the_first_of_the_largest_is_the_best_and_nan_shows() {
+        let mut backend = Reference::new();
+        let mut x = backend.tensor(3, 4).unwrap();
+        backend
+            .write(
+                &mut x,
+                3,
+                &[1.0, 5.0, 5.0, -1.0, -2.0, f32::NEG_INFINITY, -3.0, -2.0, 9.0, f32::NAN, 1.0, 2.0],
+            )
+            .unwrap();
+        let mut best = [7; 3];
+        backend.argmax(&x, 3, 4, &mut best).unwrap();
+        assert_eq!(best, [1, 0, NOT_A_NUMBER]);
+        assert!(backend.argmax(&x, 3, 4, &mut [0; 2]).is_err());
+    }
 }

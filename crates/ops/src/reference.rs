@@ -14,6 +14,7 @@ use crate::{
 };
 use bytes::Bytes;
 use rows::Rows;
+use std::ops::Range;
 
 pub use cache::HostKv;
 pub use host_tensor::HostTensor;
@@ -276,11 +277,19 @@ impl Backend for Reference {
         weights::expert("expert", stack, index)
     }
 
-    fn gather_outputs(&mut self, x: &HostTensor, out: &mut HostTensor) -> Result<(), OpError> {
+    fn gather_outputs(
+        &mut self,
+        x: &HostTensor,
+        outputs: Range<usize>,
+        out: &mut HostTensor,
+    ) -> Result<(), OpError> {
         const OP: &str = "gather_outputs";
         x.check(OP, "columns of x", self.step.len(), out.cols())?;
-        out.check(OP, "columns of out", self.step.outputs.len(), x.cols())?;
-        for (i, &r) in self.step.outputs.iter().enumerate() {
+        out.check(OP, "columns of out", outputs.len(), x.cols())?;
+        let (index, len) = (outputs.end, self.step.outputs.len());
+        let wanted = self.step.outputs.get(outputs);
+        let wanted = wanted.ok_or(OpError::Index { op: OP, what: "output", index, len })?;
+        for (i, &r) in wanted.iter().enumerate() {
             out.row_mut(i).copy_from_slice(x.row(r as usize));
         }
         Ok(())

@@ -1,7 +1,9 @@
-// F16 and BF16 weights: rows as in the file, activations rounded to the same type, sums in f32 on the tensor cores.
+// F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats (tile.cuh), sums in f32 on
+// the tensor cores. Rounded to one part, activations would cost more precision than the weights have.
 //
-// The value of 256 columns is one chain of 16 tensor-core steps of 16 columns from zero, at one token as at many. Rows are
-// multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which spreads them over banks.
+// The value of 256 columns is one chain of tensor-core steps of 16 columns from zero, one a part, at one token as at many.
+// Rows are multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which spreads them over
+// banks.
 
 #pragma once
 
@@ -11,7 +13,8 @@
 
 template <bool BRAIN>
 struct Half {
-    static constexpr Scaling SCALING = Scaling::HALVES;
+    static constexpr Scaling SCALING = BRAIN ? Scaling::BF16_PARTS : Scaling::F16_PARTS;
+    static constexpr int PARTS = parts_of(SCALING);
     // Of one row and 256 columns.
     static constexpr int TILE_BYTES = TILE_COLS * 2;
 
@@ -44,21 +47,30 @@ struct Half {
                 for (int k = 0; k < 2; k++) load_matrices(a[mt][k], row + mt * tile_stride + (2 * pair + k) * 32);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
-                uint32_t b[4];
-                load_matrices(b, panel + nt * panel_stride + half_panel_piece(lane % 8, 4 * pair + lane / 8));
+                uint32_t b[PARTS][4];
+#pragma unroll
+                for (int part = 0; part < PARTS; part++)
+                    load_matrices(b[part], panel + nt * panel_stride + part * PANEL_PART + half_panel_piece(lane % 8, 4 * pair + lane / 8));
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
-                    mma(value[mt][nt], a[mt][0], b[0], b[1]);
-                    if (both) mma(value[mt][nt], a[mt][1], b[2], b[3]);
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++) mma(value[mt][nt], a[mt][0], b[part][0], b[part][1]);
+                    if (!both) continue;
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++) mma(value[mt][nt], a[mt][1], b[part][2], b[part][3]);
                 }
             }
         }
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++)
+        for (int nt = 0; nt < NT; nt++) {
+            // Of this lane's two tokens; powers of two.
+            float2 scale = {1.0f, 1.0f};
+            if constexpr (!BRAIN) scale = reinterpret_cast<const float2 *>(panel + nt * panel_stride + PARTS * PANEL_PART)[lane % 4];
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++)
+            for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) take(mt, nt, i, value[mt][nt][i]);
+                for (int i = 0; i < 4; i++) take(mt, nt, i, value[mt][nt][i] * (i % 2 ? scale.y : scale.x));
+        }
     }
 };
 

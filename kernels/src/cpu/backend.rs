@@ -9,6 +9,8 @@ use super::step::Rows;
 use super::tensor::{SharedRows, Tensor};
 use super::{Isa, attention, weight};
 use bytes::Bytes;
+use std::ops::Range;
+
 use ops::{Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight};
 
 /// Values of a row op that make it worth waking the threads: some 10 us of work.
@@ -327,11 +329,14 @@ impl Backend for Cpu {
         weight::expert("expert", stack, index)
     }
 
-    fn gather_outputs(&mut self, x: &Tensor, out: &mut Tensor) -> Result<(), OpError> {
+    fn gather_outputs(&mut self, x: &Tensor, outputs: Range<usize>, out: &mut Tensor) -> Result<(), OpError> {
         const OP: &str = "gather_outputs";
         x.check(OP, "columns of x", self.step.len(), out.cols())?;
-        out.check(OP, "columns of out", self.step.outputs.len(), x.cols())?;
-        for (i, &r) in self.step.outputs.iter().enumerate() {
+        out.check(OP, "columns of out", outputs.len(), x.cols())?;
+        let (index, len) = (outputs.end, self.step.outputs.len());
+        let wanted = self.step.outputs.get(outputs);
+        let wanted = wanted.ok_or(OpError::Index { op: OP, what: "output", index, len })?;
+        for (i, &r) in wanted.iter().enumerate() {
             out.row_mut(i).copy_from_slice(x.row(r as usize));
         }
         Ok(())

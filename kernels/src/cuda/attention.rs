@@ -44,6 +44,8 @@ pub struct PlanAddress {
     pub chunks_max: u32,
     /// Whether a split has more than one tile.
     pub long_splits: bool,
+    /// Whether all rows of the step are merged.
+    pub merges_all: bool,
     pub partial_sums: u64,
     pub partial_weights: u64,
 }
@@ -89,9 +91,7 @@ impl Attentions {
     /// Whether all rows of a plan are merged, and so can be rounded as well.
     pub(super) fn can_round(spec: &AttentionSpec, plan: &PlanAddress) -> bool {
         let width = spec.heads * spec.head_dim;
-        plan.chunks_max == 0
-            && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
-            && width.is_multiple_of(TILE_COLS)
+        plan.merges_all && TILE_COLS.is_multiple_of(spec.head_dim.max(1)) && width.is_multiple_of(TILE_COLS)
     }
 
     /// All rows of a plan.

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -27,11 +28,13 @@ struct Context {
     multiprocessors: u32,
     shared_bytes_max: u32,
     memory_bytes: usize,
+    /// Device memory that modules took when they were loaded.
+    module_bytes: AtomicU64,
 }
 
 // SAFETY: a context may be current on any number of threads; the driver's calls on it are thread-safe.
 unsafe impl Send for Context {}
-// SAFETY: as above; the fields never change.
+// SAFETY: as above; the fields never change, but for an atomic.
 unsafe impl Sync for Context {}
 
 /// How many GPUs this process sees. The first call loads and starts the driver (0.2 s).
@@ -78,6 +81,7 @@ impl Device {
             multiprocessors,
             shared_bytes_max,
             memory_bytes,
+            module_bytes: AtomicU64::new(0),
         }));
         device.bind()?;
         Ok(device)
@@ -90,6 +94,12 @@ impl Device {
             }
         }
         Err(CudaError::NoSuchUuid { uuid: uuid.to_string() })
+    }
+
+    /// The same device by the layer that maps memory: both hold the device's one primary context, so what that one maps
+    /// is there for kernels.
+    pub fn open_memory(device: &memory::cuda::Device) -> Result<Self, CudaError> {
+        Self::open_uuid(DeviceUuid(device.uuid().0))
     }
 
     /// Makes the context current on the calling thread. Every thread that uses the device calls it once; all else
@@ -136,9 +146,17 @@ impl Device {
         Ok(result::mem_get_info().named("cuMemGetInfo")?.0)
     }
 
-    /// For the layer that maps imported memory.
-    pub fn raw(&self) -> sys::CUdevice {
-        self.0.device
+    /// Device memory that modules of this process take: as much less was free once each was loaded.
+    pub fn module_bytes(&self) -> u64 {
+        self.0.module_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn count_module(&self, bytes: u64) {
+        self.0.module_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn forget_module(&self, bytes: u64) {
+        self.0.module_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 

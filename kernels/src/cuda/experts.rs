@@ -158,6 +158,7 @@ impl ExpertKernels {
     ///
     /// # Safety
     /// `groups` is what [`Self::route`] made, with this `count`, for `pairs` pairs.
+    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub unsafe fn product(
         &self,
         stream: &Stream,
@@ -239,7 +240,6 @@ impl ExpertKernels {
     ///
     /// # Safety
     /// Every one of `experts`, which are on the device, is below `count`.
-    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub unsafe fn float_product(
         &self,
         stream: &Stream,

@@ -61,9 +61,7 @@ pub enum Method {
 /// Warps of a tensor-core block, and what each computes at a time: as in linear/kernels.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileShape {
-    /// As in the kernel's name.
-    pub name: u32,
-    /// Tokens of a block.
+    /// Tokens of a block, and the kernel's name.
     pub tokens: usize,
     row_tiles: usize,
     warps: u32,
@@ -72,24 +70,21 @@ pub struct TileShape {
 }
 
 impl TileShape {
-    const QUANTS: [Self; 6] = [
-        Self { name: 8, tokens: 8, row_tiles: 2, warps: 16, depth: 8 },
-        Self { name: 16, tokens: 16, row_tiles: 2, warps: 16, depth: 4 },
-        Self { name: 32, tokens: 32, row_tiles: 2, warps: 16, depth: 4 },
-        Self { name: 64, tokens: 64, row_tiles: 2, warps: 16, depth: 2 },
-        Self { name: 65, tokens: 64, row_tiles: 8, warps: 8, depth: 1 },
-        Self { name: 128, tokens: 128, row_tiles: 8, warps: 16, depth: 1 },
+    const QUANTS: [Self; 4] = [
+        Self { tokens: 8, row_tiles: 2, warps: 16, depth: 8 },
+        Self { tokens: 16, row_tiles: 2, warps: 16, depth: 4 },
+        Self { tokens: 32, row_tiles: 2, warps: 16, depth: 4 },
+        Self { tokens: 128, row_tiles: 8, warps: 16, depth: 1 },
     ];
-    const FLOATS: [Self; 5] = [
-        Self { name: 8, tokens: 8, row_tiles: 2, warps: 8, depth: 4 },
-        Self { name: 16, tokens: 16, row_tiles: 2, warps: 8, depth: 4 },
-        Self { name: 32, tokens: 32, row_tiles: 2, warps: 8, depth: 4 },
-        Self { name: 64, tokens: 64, row_tiles: 2, warps: 8, depth: 2 },
-        Self { name: 128, tokens: 128, row_tiles: 4, warps: 8, depth: 1 },
+    const FLOATS: [Self; 4] = [
+        Self { tokens: 8, row_tiles: 2, warps: 4, depth: 2 },
+        Self { tokens: 16, row_tiles: 2, warps: 4, depth: 2 },
+        Self { tokens: 32, row_tiles: 4, warps: 4, depth: 1 },
+        Self { tokens: 64, row_tiles: 4, warps: 8, depth: 1 },
     ];
 
     /// By ascending number of tokens.
-    pub fn all(dtype: DType) -> &'static [Self] {
+    pub fn all(dtype: DType) -> &'static [Self; 4] {
         if is_halves(dtype) { &Self::FLOATS } else { &Self::QUANTS }
     }
 
@@ -115,11 +110,14 @@ impl TileShape {
 /// As in linear/matvec.cuh.
 const VECTOR_WARPS: usize = 8;
 const VECTOR_TILES_PER_UNIT: usize = 2;
-/// More tokens than this go to the tensor cores. Measured: PERFORMANCE.
-const VECTOR_TOKENS_MAX: usize = 4;
-/// Copies in flight: 40 KiB per multiprocessor hide the latency of an H200's memory; twice that, and some for the tail.
-const RING_BYTES: usize = 128 << 10;
+/// More tokens than this go to the tensor cores. On an H200, Q4_K 4096 x 12288: two tokens take 10.3 us by vectors and
+/// 12.6 by tiles, four 12.6 and 12.6; 12288 x 4096: 12.0 and 12.1, 15.8 and 12.1.
+const VECTOR_TOKENS_MAX: usize = 3;
+/// Copies in flight: 40 KiB per multiprocessor hide the latency of an H200's memory; two blocks share one. Four times as
+/// much changed no time by more than 10%.
+const RING_BYTES: usize = 64 << 10;
 const RING_SLOTS: (usize, usize) = (2, 6);
+const NO_ROOM: &str = "bytes of shared memory for a row this long";
 
 /// The kernels of all weight types on one device.
 pub struct Linear {
@@ -148,17 +146,21 @@ impl Linear {
         Self { device: device.clone(), families }
     }
 
-    /// The method that [`Self::launch`] would take.
-    pub fn method(dtype: DType, tokens: usize) -> Method {
+    /// The fastest method for `row_tiles` groups of 16 rows and this many tokens.
+    pub fn method(&self, dtype: DType, row_tiles: usize, tokens: usize) -> Method {
         if dtype == DType::F32 {
             return Method::Plain;
         }
         if tokens <= VECTOR_TOKENS_MAX && !is_halves(dtype) {
             return Method::Vector(tokens);
         }
-        let shapes = TileShape::all(dtype);
-        let fitting = shapes.iter().find(|shape| tokens <= shape.tokens);
-        Method::Tiles(*fitting.unwrap_or(&shapes[shapes.len() - 1]))
+        let [small @ .., wide, large] = TileShape::all(dtype);
+        // Large blocks do the most with what they load, but half of the device must have one, and not half empty.
+        let blocks = row_tiles.div_ceil(large.row_tiles) * tokens.div_ceil(large.tokens);
+        if 2 * tokens > large.tokens && 2 * blocks >= self.device.multiprocessors() as usize {
+            return Method::Tiles(*large);
+        }
+        Method::Tiles(*small.iter().find(|shape| tokens <= shape.tokens).unwrap_or(wide))
     }
 
     /// `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share their input.
@@ -169,7 +171,17 @@ impl Linear {
         products: &mut [Product<'_>],
     ) -> Result<(), OpError> {
         let Some(first) = products.first() else { return Ok(()) };
-        self.launch_by(stream, Self::method(first.shape.dtype(), x.tokens), x, products)
+        let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
+        let first_dtype = first.shape.dtype();
+        let method = self.method(first_dtype, row_tiles, x.tokens);
+        match self.launch_by(stream, method, x, products) {
+            // Smaller blocks for longer rows, or a device with less shared memory.
+            Err(OpError::Shape { what: NO_ROOM, .. }) => {
+                let smaller = Method::Tiles(TileShape::all(first_dtype)[1]);
+                self.launch_by(stream, smaller, x, products)
+            }
+            result => result,
+        }
     }
 
     /// For tests and measurements: with a given method. A vector method must have the tokens of `x`.
@@ -193,26 +205,25 @@ impl Linear {
         if method == Method::Plain {
             return products.iter_mut().try_for_each(|product| launch_plain(family, stream, x, product));
         }
-        let mut work = Work {
-            weights: [0; MATRICES_MAX],
-            out: [0; MATRICES_MAX],
-            bias: [0; MATRICES_MAX],
-            rows: [0; MATRICES_MAX],
-            matrices: products.len() as i32,
-            cols: shape.cols() as i32,
-            col_tiles: shape.col_tiles() as i32,
-            tokens: x.tokens as i32,
-            panels: x.data.address(),
-        };
-        for (at, product) in products.iter().enumerate() {
-            work.weights[at] = product.tiles.address();
-            work.out[at] = product.out.address();
-            work.bias[at] = product.bias.map_or(0, |bias| bias.address());
-            work.rows[at] = product.shape.rows() as i32;
-        }
+        let work = work_of(x, products);
+        let grid = self.grid(method, x, products)?;
+        let kernel = family.kernel(kernel_name(name, method)?).map_err(device_error(OP))?;
+        let (block, shared_bytes) = (32 * grid.warps, grid.shared_bytes);
+        let at_once = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
+        let blocks = (grid.blocks as u32).min(at_once.max(1) * self.device.multiprocessors());
+        let launch = Launch { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
+        let slots = grid.slots as i32;
+        // SAFETY: (Work, int). Tiles, panels and outputs have the lengths that the kernel derives from rows, col_tiles and
+        // tokens: `check` compared them. Shared memory is laid out as in the .cuh files from the same numbers.
+        unsafe { kernel.launch(stream, launch, arguments![work, slots]) }.map_err(device_error(OP))
+    }
+
+    /// Work items, warps per block and shared memory, laid out as in the .cuh files.
+    fn grid(&self, method: Method, x: Activations<'_>, products: &[Product<'_>]) -> Result<Grid, OpError> {
+        let shape = products[0].shape;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let panel = activation_bytes(x.format, 1, 1).unwrap_or(0);
-        let (blocks, warps, slots, shared) = match method {
+        Ok(match method {
             Method::Vector(tokens) => {
                 let slot = VECTOR_WARPS * VECTOR_TILES_PER_UNIT * shape.tile_bytes();
                 let units = shape.col_tiles().div_ceil(VECTOR_TILES_PER_UNIT);
@@ -220,50 +231,59 @@ impl Linear {
                 let records = tokens * shape.col_tiles() * record_bytes(x.format);
                 let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
                 let rest = records + values + VECTOR_WARPS * RING_SLOTS.1 * 8;
-                let (slots, shared) = self.ring(slot, rest)?;
-                (row_tiles.sum(), VECTOR_WARPS as u32, slots, shared)
+                let (slots, shared_bytes) = self.ring(slot, rest)?;
+                Grid { blocks: row_tiles.sum(), warps: VECTOR_WARPS as u32, slots, shared_bytes }
             }
             Method::Tiles(tiles) => {
                 let stage = tiles.stage_bytes(shape.tile_bytes(), panel);
-                let (slots, shared) = self.ring(stage, tiles.exchange_bytes() + RING_SLOTS.1 * 8)?;
+                let (slots, shared_bytes) = self.ring(stage, tiles.exchange_bytes() + RING_SLOTS.1 * 8)?;
                 let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(tiles.row_tiles)).sum();
-                (groups * x.tokens.div_ceil(tiles.tokens), tiles.warps, slots, shared)
+                let blocks = groups * x.tokens.div_ceil(tiles.tokens);
+                Grid { blocks, warps: tiles.warps, slots, shared_bytes }
             }
-            Method::Plain => return Ok(()),
-        };
-        let kernel = family.kernel(kernel_name(name, method)?).map_err(device_error(OP))?;
-        let env = |name: &str, or: usize| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(or);
-        let at_once = kernel.blocks_per_multiprocessor(32 * warps, shared).map_err(device_error(OP))?;
-        let grid = (blocks as u32).min(at_once.clamp(1, env("XB", 8) as u32) * self.device.multiprocessors());
-        let launch = Launch {
-            grid: (grid, 1, 1),
-            block: 32 * warps,
-            shared_bytes: shared,
-            overlaps_predecessor: true,
-        };
-        let slots = slots as i32;
-        // SAFETY: (Work, int). Tiles, panels and outputs have the lengths that the kernel derives from rows, col_tiles and
-        // tokens: `check` compared them. Shared memory is laid out as in the .cuh files from the same numbers.
-        unsafe { kernel.launch(stream, launch, arguments![work, slots]) }.map_err(device_error(OP))
+            Method::Plain => Grid { blocks: 0, warps: 0, slots: 0, shared_bytes: 0 },
+        })
     }
 
     /// Slots of a ring of copies and the shared memory with `rest` beside it.
     fn ring(&self, slot: usize, rest: usize) -> Result<(usize, u32), OpError> {
         let room = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
-        let ring =
-            std::env::var("XR").ok().and_then(|v| v.parse::<usize>().ok()).unwrap_or(RING_BYTES >> 10) << 10;
-        let slots = (ring / slot).clamp(RING_SLOTS.0, RING_SLOTS.1).min(room / slot);
+        let slots = (RING_BYTES / slot).clamp(RING_SLOTS.0, RING_SLOTS.1).min(room / slot);
         if slots == 0 {
             let (found, expected) = (slot + rest, self.device.shared_bytes_max() as usize);
-            return Err(OpError::Shape {
-                op: OP,
-                what: "bytes of shared memory for a row this long",
-                found,
-                expected,
-            });
+            return Err(OpError::Shape { op: OP, what: NO_ROOM, found, expected });
         }
         Ok((slots, (slots * slot + rest) as u32))
     }
+}
+
+struct Grid {
+    blocks: usize,
+    warps: u32,
+    slots: usize,
+    shared_bytes: u32,
+}
+
+/// At most MATRICES_MAX products.
+fn work_of(x: Activations<'_>, products: &[Product<'_>]) -> Work {
+    let mut work = Work {
+        weights: [0; MATRICES_MAX],
+        out: [0; MATRICES_MAX],
+        bias: [0; MATRICES_MAX],
+        rows: [0; MATRICES_MAX],
+        matrices: products.len() as i32,
+        cols: x.cols as i32,
+        col_tiles: x.cols.div_ceil(TILE_COLS) as i32,
+        tokens: x.tokens as i32,
+        panels: x.data.address(),
+    };
+    for (at, product) in products.iter().enumerate() {
+        work.weights[at] = product.tiles.address();
+        work.out[at] = product.out.address();
+        work.bias[at] = product.bias.map_or(0, |bias| bias.address());
+        work.rows[at] = product.shape.rows() as i32;
+    }
+    work
 }
 
 fn is_halves(dtype: DType) -> bool {
@@ -352,12 +372,11 @@ fn kernel_name(name: &str, method: Method) -> Result<&'static CStr, OpError> {
                     ($name, Method::Vector(2)) => Some(concat!("matvec_", $name, "_2\0")),
                     ($name, Method::Vector(3)) => Some(concat!("matvec_", $name, "_3\0")),
                     ($name, Method::Vector(4)) => Some(concat!("matvec_", $name, "_4\0")),
-                    ($name, Method::Tiles(TileShape { name: 8, .. })) => Some(concat!("matmul_", $name, "_8\0")),
-                    ($name, Method::Tiles(TileShape { name: 16, .. })) => Some(concat!("matmul_", $name, "_16\0")),
-                    ($name, Method::Tiles(TileShape { name: 32, .. })) => Some(concat!("matmul_", $name, "_32\0")),
-                    ($name, Method::Tiles(TileShape { name: 64, .. })) => Some(concat!("matmul_", $name, "_64\0")),
-                    ($name, Method::Tiles(TileShape { name: 65, .. })) => Some(concat!("matmul_", $name, "_65\0")),
-                    ($name, Method::Tiles(TileShape { name: 128, .. })) => Some(concat!("matmul_", $name, "_128\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 8, .. })) => Some(concat!("matmul_", $name, "_8\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 16, .. })) => Some(concat!("matmul_", $name, "_16\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 32, .. })) => Some(concat!("matmul_", $name, "_32\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 64, .. })) => Some(concat!("matmul_", $name, "_64\0")),
+                    ($name, Method::Tiles(TileShape { tokens: 128, .. })) => Some(concat!("matmul_", $name, "_128\0")),
                 )*
                 _ => None,
             }
@@ -373,6 +392,6 @@ fn kernel_name(name: &str, method: Method) -> Result<&'static CStr, OpError> {
             Method::Tiles(shape) => shape.tokens,
             Method::Plain => 0,
         },
-        expected: VECTOR_TOKENS_MAX,
+        expected: 4,
     })
 }

@@ -7,6 +7,8 @@
 //! [`Buffer`] keeps it by waiting for the device before it frees; a [`View`] made by hand puts it on its maker.
 //! Order between streams is the caller's business: two streams that touch one buffer need an [`Event`] between them.
 
+mod archs;
+pub mod argmax;
 pub mod attention;
 mod backend;
 mod buffer;
@@ -20,7 +22,6 @@ pub mod gather;
 pub mod heads;
 pub mod kv_write;
 pub mod linear;
-pub mod loading;
 mod module;
 pub mod norm;
 mod pinned;
@@ -31,7 +32,8 @@ pub mod rope;
 pub mod rounded;
 mod stream;
 
-pub use backend::{Cuda, Data, Kv, Rope, Tensor};
+pub use archs::runs_on;
+pub use backend::{Cuda, Data, DeviceBytes, Kv, Rope, Tensor, WorkerShape, kv_bytes, predict};
 pub use buffer::{Buffer, View, ViewMut};
 pub use device::{Device, DeviceUuid, device_count};
 pub use error::CudaError;

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::result;
@@ -27,7 +28,9 @@ struct Loaded {
 struct Module {
     raw: sys::CUmodule,
     /// Keeps the context.
-    _device: Device,
+    device: Device,
+    /// Device memory that was taken for it, counted by the device too.
+    bytes: AtomicU64,
 }
 
 // SAFETY: a module handle may be used from any thread.
@@ -74,6 +77,8 @@ impl Family {
         if let Some(kernel) = loaded.kernels.get(name) {
             return Ok(kernel.clone());
         }
+        // The driver may bring code to the device with the module, or with each of its functions.
+        let before = self.device.memory_free_bytes()?;
         let module = match &loaded.module {
             Some(module) => module.clone(),
             None => loaded.module.insert(Arc::new(self.load()?)).clone(),
@@ -83,6 +88,9 @@ impl Family {
         unsafe { sys::cuModuleGetFunction(&mut raw, module.raw, name.as_ptr()) }
             .result()
             .named("cuModuleGetFunction")?;
+        let bytes = before.saturating_sub(self.device.memory_free_bytes()?) as u64;
+        module.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.device.count_module(bytes);
         let kernel =
             Kernel { raw, _module: module, shared_bytes: Arc::new(Mutex::new(DEFAULT_SHARED_BYTES)) };
         loaded.kernels.insert(name, kernel.clone());
@@ -93,7 +101,7 @@ impl Family {
         self.device.bind()?;
         // SAFETY: the image is a fatbin that nvcc made, whole and static.
         match unsafe { result::module::load_data(self.image.as_ptr().cast()) } {
-            Ok(raw) => Ok(Module { raw, _device: self.device.clone() }),
+            Ok(raw) => Ok(Module { raw, device: self.device.clone(), bytes: AtomicU64::new(0) }),
             Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => Err(self.no_code()),
             Err(source) => Err(CudaError::Call { call: "cuModuleLoadData", source }),
         }
@@ -109,6 +117,7 @@ impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: the owner; unloading waits for kernels in flight.
         let _ = unsafe { result::module::unload(self.raw) };
+        self.device.forget_module(self.bytes.load(Ordering::Relaxed));
     }
 }
 

@@ -31,7 +31,9 @@ pub struct Activations<'a> {
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
     let panel = match format {
         DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
-        DType::F16 | DType::BF16 => PANEL_TOKENS * TILE_COLS * 2,
+        // Two or three 16-bit parts of a value.
+        DType::F16 => PANEL_TOKENS * (TILE_COLS * 2 * 2 + 4),
+        DType::BF16 => PANEL_TOKENS * TILE_COLS * 3 * 2,
         DType::Q8_0 => PANEL_TOKENS * (TILE_COLS + 8 * 4),
         DType::Q8_1 => PANEL_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
         DType::Q8_K => PANEL_TOKENS * (TILE_COLS + 4 + 16 * 2),

@@ -102,6 +102,12 @@ impl Drop for StreamInner {
 }
 
 impl Graph {
+    /// Takes the device memory that the first launch would take.
+    pub fn upload(&self) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        unsafe { sys::cuGraphUpload(self.exec, self.stream.0.raw) }.result().named("cuGraphUpload")
+    }
+
     /// Gives the captured work to the stream it was captured from.
     pub fn launch(&self) -> Result<(), CudaError> {
         // SAFETY: both live; what the work uses is alive by the type's contract.

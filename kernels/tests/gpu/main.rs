@@ -12,6 +12,8 @@ mod bench;
 #[cfg(feature = "cuda")]
 mod checksum;
 #[cfg(feature = "cuda")]
+mod exact;
+#[cfg(feature = "cuda")]
 mod experts;
 #[cfg(feature = "cuda")]
 mod linear;
@@ -49,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         "bench" => &[
             ("attention", attention::bench),
             ("throughput", throughput::bench),
+            ("memory", throughput::memory),
             ("linear", linear::bench),
             ("checksum", checksum::bench),
             ("repack", repack::bench),
@@ -66,6 +69,7 @@ fn main() -> anyhow::Result<()> {
             ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
             ("ops: rotations are those of the reference", ops::rotations_are_those_of_the_reference),
             ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
+            ("ops: the best of a row is that of the host", ops::the_best_of_a_row_is_that_of_the_host),
             ("ops: what is written is read", ops::what_is_written_is_read),
             ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
             ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
@@ -79,6 +83,7 @@ fn main() -> anyhow::Result<()> {
             ),
             ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
             ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
+            ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
             ("models: goldens", models::goldens),
             ("models: transcripts", models::transcripts),
         ],

@@ -163,16 +163,51 @@ pub(crate) fn rotations_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
 pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &Gpu) -> Result<()> {
     let mut random = Random::new(4);
     let mut cuda = Cuda::new(&gpu.device)?;
-    for (rows, cols, outputs) in [(5, 37, vec![0, 1, 4]), (64, 1000, vec![63]), (3, 8, vec![])] {
+    for (rows, cols, outputs, run) in [
+        (5, 37, vec![0, 1, 4], 0..3),
+        (5, 37, vec![0, 1, 4], 1..3),
+        (64, 1000, vec![63], 0..1),
+        (3, 8, vec![], 0..0),
+    ] {
         rows_at(&mut cuda, &vec![0; rows], &outputs)?;
         let host = random.values(rows * cols);
         let x = filled(&mut cuda, rows, cols, &host)?;
         let mut out = cuda.tensor(outputs.len(), cols)?;
-        cuda.gather_outputs(&x, &mut out)?;
-        let found = values(&mut cuda, &out, outputs.len(), cols)?;
-        let expected: Vec<f32> =
-            outputs.iter().flat_map(|&row| host[row as usize * cols..][..cols].to_vec()).collect();
-        ensure!(found == expected, "{outputs:?} of {rows} rows");
+        cuda.gather_outputs(&x, run.clone(), &mut out)?;
+        let found = values(&mut cuda, &out, run.len(), cols)?;
+        let expected: Vec<f32> = outputs[run.clone()]
+            .iter()
+            .flat_map(|&row| host[row as usize * cols..][..cols].to_vec())
+            .collect();
+        ensure!(found == expected, "{run:?} of {outputs:?} of {rows} rows");
+        ensure!(cuda.gather_outputs(&x, 0..outputs.len() + 1, &mut out).is_err(), "an output too many");
+    }
+    Ok(())
+}
+
+/// As the body that `ops` gives it, also among equals and with values that are no numbers.
+pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(7);
+    let (mut cuda, mut reference) = (Cuda::new(&gpu.device)?, Reference::new());
+    for (rows, cols) in [(1, 1), (3, 31), (2, 1024), (70, 1025), (5, 4096), (4, 151_936)] {
+        let mut host = random.values(rows * cols);
+        // Equals, in other threads and rounds.
+        for row in host.chunks_exact_mut(cols) {
+            let best = 30.0;
+            row[(random.bits() % cols as u64) as usize] = best;
+            row[(random.bits() % cols as u64) as usize] = best;
+        }
+        if rows > 2 {
+            host[cols..2 * cols].fill(f32::NEG_INFINITY);
+            host[2 * cols + cols / 2] = f32::NAN;
+        }
+        let (mut found, mut expected) = (vec![7; rows], vec![8; rows]);
+        let x = filled(&mut cuda, rows, cols, &host)?;
+        cuda.argmax(&x, rows, cols, &mut found)?;
+        let x = filled(&mut reference, rows, cols, &host)?;
+        reference.argmax(&x, rows, cols, &mut expected)?;
+        ensure!(found == expected, "{rows} rows of {cols}: {found:?}, expected {expected:?}");
+        ensure!(rows < 3 || found[2] == ops::NOT_A_NUMBER, "{rows} rows of {cols}: {found:?}");
     }
     Ok(())
 }

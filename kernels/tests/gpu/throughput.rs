@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use gguf::{Metadata, MetadataBuilder};
-use kernels::cuda::{Buffer, Cuda, Data};
+use kernels::cuda::{Buffer, Cuda, Data, WorkerShape, predict};
 use models::{Limits, Model, WeightTable, build};
 use ops::{Backend, KvLayout, KvType, Step, Weight};
 use quant::DType;
@@ -116,13 +116,20 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
         let table: Vec<u32> = (1..=table_len as u32).collect();
         if past > 0 {
             for start in (0..past).step_by(STEP_TOKENS) {
-                step(&mut cuda, &mut *model, &mut kv, &[(&table, start, STEP_TOKENS)], false, &mut logits)?;
+                step(
+                    &mut cuda,
+                    &mut *model,
+                    &mut kv,
+                    &[(&table, start, STEP_TOKENS)],
+                    Wanted::Nothing,
+                    &mut logits,
+                )?;
             }
         }
         let mut best = f64::INFINITY;
         for _ in 0..4 {
-            best =
-                best.min(step(&mut cuda, &mut *model, &mut kv, &[(&table, past, len)], true, &mut logits)?);
+            let parts = [(&table, past, len)];
+            best = best.min(step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Logits, &mut logits)?);
         }
         println!(
             "{name}: prompt {len:5} after {past:6} {:9.2} ms {:8.0} tok/s",
@@ -135,20 +142,24 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
         .collect();
     for start in (0..512).step_by(STEP_TOKENS / sequences) {
         let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
-        step(&mut cuda, &mut *model, &mut kv, &parts, false, &mut logits)?;
+        step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Nothing, &mut logits)?;
     }
     for rows in [1, 2, 4, 8, 16, 32, 64] {
-        let mut times = Vec::new();
-        for at in 512..536 {
-            let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
-            times.push(step(&mut cuda, &mut *model, &mut kv, &parts, true, &mut logits)?);
+        let mut medians = Vec::new();
+        for wanted in [Wanted::Logits, Wanted::Best] {
+            let mut times = Vec::new();
+            for at in 512..536 {
+                let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
+                times.push(step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?);
+            }
+            medians.push(median(times));
         }
-        times.sort_by(f64::total_cmp);
-        let median = times[times.len() / 2];
         println!(
-            "{name}: {rows:2} rows at 512 {:8.3} ms a step {:8.0} tok/s, {} graphs",
-            median * 1e3,
-            rows as f64 / median,
+            "{name}: {rows:2} rows at 512 {:8.3} ms a step {:8.0} tok/s, greedy on the device {:8.3} ms {:8.0} tok/s, {} graphs",
+            medians[0] * 1e3,
+            rows as f64 / medians[0],
+            medians[1] * 1e3,
+            rows as f64 / medians[1],
             cuda.graphs()
         );
     }
@@ -156,21 +167,97 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
         let table: Vec<u32> = (1..=table_len as u32).collect();
         let mut times = Vec::new();
         for at in 16_350..16_366 {
-            times.push(step(&mut cuda, &mut *model, &mut kv, &[(&table, at, 1)], true, &mut logits)?);
+            times.push(step(&mut cuda, &mut *model, &mut kv, &[(&table, at, 1)], Wanted::Best, &mut logits)?);
         }
-        times.sort_by(f64::total_cmp);
-        println!("{name}:  1 row at 16k {:8.3} ms a step", times[times.len() / 2] * 1e3);
+        println!("{name}:  1 row at 16k {:8.3} ms a step", median(times) * 1e3);
     }
     Ok(())
 }
 
-/// Seconds of one step of consecutive tokens of some sequences, logits of each one's last token read or not.
+/// What a worker of the 8B models takes beside its context and cache, for two sizes of steps: as memory that is no longer
+/// free, as counted, and as predicted.
+pub(crate) fn memory(gpu: &Gpu) -> Result<()> {
+    const MIB: f64 = 1048576.0;
+    let preset = &PRESETS[0];
+    for (mix, name) in [(Mix::Q4KM, "Q4_K_M"), (Mix::Q80, "Q8_0")] {
+        for (step_tokens, allowed) in [(512, 64.0), (2048, 192.0)] {
+            let limits = Limits { rows_max: step_tokens, outputs_max: 77 };
+            let weights = weights(gpu, preset, mix)?;
+            let before = gpu.device.memory_free_bytes()?;
+            let mut cuda = Cuda::new(&gpu.device)?;
+            let mut model = build(&metadata(preset)?, weights, &mut cuda, limits)?;
+            let layers = model.kv_layers(KvType::F16);
+            let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 1024, layers })?;
+            let mut logits = vec![0.0; limits.outputs_max * model.vocab_size()];
+            let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
+            let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
+            for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
+                let mut parts = whole.clone();
+                for _ in 0..2 {
+                    step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Best, &mut logits)?;
+                    parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
+                }
+                step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Logits, &mut logits)?;
+            }
+            let taken = before.saturating_sub(gpu.device.memory_free_bytes()?) as u64 - kv.mapped_bytes();
+            let mib = |bytes: u64| bytes as f64 / MIB;
+            let (counted, predicted) = (cuda.device_bytes(), predict(&shape(preset, mix, limits)));
+            println!("{name} {step_tokens}: {:.1} MiB of {allowed}; counted, predicted:", mib(taken));
+            for (part, counted, predicted) in [
+                ("tensors", counted.tensors, predicted.tensors),
+                ("scratch", counted.scratch, predicted.scratch),
+                ("graphs", counted.graphs, predicted.graphs),
+                ("modules", counted.modules, predicted.modules),
+                ("total", counted.total(), predicted.total()),
+            ] {
+                println!("  {part:8} {:7.1} {:7.1}", mib(counted), mib(predicted));
+            }
+            ensure!(mib(taken) <= allowed, "a worker takes more than {allowed} MiB");
+        }
+    }
+    Ok(())
+}
+
+fn shape(preset: &Preset, mix: Mix, limits: Limits) -> WorkerShape {
+    let Preset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, .. } = *preset;
+    let (rows, outputs) = (limits.rows_at_once(), limits.outputs_at_once(vocabulary));
+    let row_values = 3 * embedding + 2 * HEAD_DIM * (heads + kv_heads) + 3 * hidden;
+    WorkerShape {
+        layers,
+        embedding,
+        heads,
+        head_dim: HEAD_DIM,
+        feed_forward: hidden,
+        experts,
+        experts_used: if experts > 0 { 8 } else { 0 },
+        rows_at_once: rows,
+        tensor_bytes: 4 * (rows * row_values + outputs * (embedding + vocabulary)) as u64,
+        dtypes: if mix == Mix::Q80 { vec![DType::Q8_0] } else { vec![DType::Q4_K, DType::Q6_K] },
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// What is read of a step.
+#[derive(Clone, Copy, PartialEq)]
+enum Wanted {
+    Nothing,
+    /// The logits of each sequence's last token.
+    Logits,
+    /// Its best token, found on the device.
+    Best,
+}
+
+/// Seconds of one step of consecutive tokens of some sequences.
 fn step(
     cuda: &mut Cuda,
     model: &mut dyn Model<Cuda>,
     kv: &mut <Cuda as Backend>::Kv,
     parts: &[(&Vec<u32>, usize, usize)],
-    wanted: bool,
+    wanted: Wanted,
     logits: &mut [f32],
 ) -> Result<f64> {
     let (mut tokens, mut positions, mut sequences, mut slots, mut outputs) =
@@ -184,12 +271,11 @@ fn step(
                 table[position / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32,
             );
         }
-        if wanted {
+        if wanted != Wanted::Nothing {
             outputs.push(tokens.len() as u32 - 1);
         }
     }
     let tables: Vec<&[u32]> = parts.iter().map(|(table, _, _)| table.as_slice()).collect();
-    let logits = &mut logits[..outputs.len() * model.vocab_size()];
     let step = Step {
         tokens: &tokens,
         positions: &positions,
@@ -198,10 +284,16 @@ fn step(
         tables: &tables,
         outputs: &outputs,
     };
+    let vocabulary = model.vocab_size();
+    let mut best = vec![0; outputs.len()];
+    let mut take = |cuda: &mut Cuda, run: std::ops::Range<usize>, of_run: &_| match wanted {
+        Wanted::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
+        _ => cuda.read(of_run, run.len(), &mut logits[run.start * vocabulary..run.end * vocabulary]),
+    };
     cuda.wait()?;
     let start = Instant::now();
-    let out = model.forward(cuda, kv, &step)?;
-    cuda.read(out, outputs.len(), logits)?;
+    model.forward(cuda, kv, &step, &mut take)?;
+    cuda.wait()?;
     Ok(start.elapsed().as_secs_f64())
 }
 

@@ -48,9 +48,12 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
         tables: &[&[0]],
         outputs: &positions,
     };
-    let output = model.forward(&mut backend, &mut kv, &step).unwrap();
-    let mut host = vec![0.0; rows * model_vocabulary(&file)];
-    backend.read(output, rows, &mut host).unwrap();
+    let vocabulary = model_vocabulary(&file);
+    let mut host = vec![0.0; rows * vocabulary];
+    let mut take = |backend: &mut Cpu, run: std::ops::Range<usize>, logits: &_| {
+        backend.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])
+    };
+    model.forward(&mut backend, &mut kv, &step, &mut take).unwrap();
     host
 }
 

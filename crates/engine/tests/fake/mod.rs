@@ -7,8 +7,8 @@ use engine::sampler::{Draw, LogProbs, Sampler, TokenCounts};
 use engine::{
     Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplingParams, StopConditions,
 };
-use models::Model;
-use ops::{Backend, HostTensor, KvLayer, KvType, OpError, Reference, Step};
+use models::{Model, TakeLogits};
+use ops::{Backend, KvLayer, KvType, OpError, Reference, Step};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,7 +21,6 @@ pub(crate) struct FakeModel {
     context: usize,
     /// Per KV slot: position and hash of the tokens up to it.
     cache: HashMap<u32, (u32, u64)>,
-    logits: Option<HostTensor>,
     /// Steps to go until one fails.
     fail_after: Arc<AtomicUsize>,
 }
@@ -32,7 +31,6 @@ impl FakeModel {
             block_tokens: config.block_tokens,
             context: 200,
             cache: HashMap::new(),
-            logits: None,
             fail_after: Arc::new(AtomicUsize::new(usize::MAX)),
         }
     }
@@ -70,7 +68,8 @@ impl Model<Reference> for FakeModel {
         backend: &mut Reference,
         _kv: &mut <Reference as Backend>::Kv,
         step: &Step<'_>,
-    ) -> Result<&HostTensor, OpError> {
+        take: &mut TakeLogits<'_, Reference>,
+    ) -> Result<(), OpError> {
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0 {
             return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1 });
         }
@@ -105,7 +104,7 @@ impl Model<Reference> for FakeModel {
         let host: Vec<f32> = step.outputs.iter().flat_map(|&row| logits(states[row as usize])).collect();
         let mut tensor = backend.tensor(step.outputs.len().max(1), VOCAB)?;
         backend.write(&mut tensor, step.outputs.len(), &host)?;
-        Ok(self.logits.insert(tensor))
+        take(backend, 0..step.outputs.len(), &tensor)
     }
 }
 

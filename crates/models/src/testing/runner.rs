@@ -74,9 +74,10 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
             outputs: &outputs,
         };
         let vocab_size = self.model.vocab_size();
-        let logits = self.model.forward(&mut self.backend, &mut self.kv, &step)?;
         let mut host = vec![0.0; outputs.len() * vocab_size];
-        self.backend.read(logits, outputs.len(), &mut host)?;
+        self.model.forward(&mut self.backend, &mut self.kv, &step, &mut |backend, run, logits| {
+            backend.read(logits, run.len(), &mut host[run.start * vocab_size..run.end * vocab_size])
+        })?;
         Ok(host.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
     }
 

@@ -7,6 +7,7 @@ use quant::layout::Tiles;
 
 use super::fusion::fused;
 use super::step::Words;
+use crate::cuda::argmax::Argmaxes;
 use crate::cuda::attention::{self, Attentions, PlanAddress};
 use crate::cuda::embed::Embed;
 use crate::cuda::error::device_error;
@@ -177,6 +178,11 @@ pub(super) enum Command {
         cols: u32,
         out: Floats,
     },
+    Argmax {
+        x: Floats,
+        cols: u32,
+        out: Words,
+    },
     Route {
         logits: Floats,
         count: u32,
@@ -226,6 +232,7 @@ pub(super) struct Kernels {
     pub(super) gates: Gates,
     pub(super) heads: HeadsToCache,
     gathers: Gathers,
+    argmaxes: Argmaxes,
     embed: Embed,
     quantize: Quantize,
     linear: Linear,
@@ -242,6 +249,7 @@ impl Kernels {
             gates: Gates::new(device),
             heads: HeadsToCache::new(device),
             gathers: Gathers::new(device),
+            argmaxes: Argmaxes::new(device),
             embed: Embed::new(device),
             quantize: Quantize::new(device),
             linear: Linear::new(device),
@@ -437,6 +445,10 @@ impl Kernels {
                     .gathers
                     .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("gather_outputs")),
+                Command::Argmax { x, cols, out } => self
+                    .argmaxes
+                    .rows(stream, x.view(), cols as usize, &mut out.view_mut())
+                    .map_err(device_error("argmax")),
             }
         }
     }

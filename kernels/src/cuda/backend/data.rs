@@ -37,6 +37,16 @@ impl Data {
     }
 }
 
+/// A tensor that another process loaded: the value keeps the model mapped.
+impl From<memory::cuda::DeviceTensor> for Data {
+    fn from(tensor: memory::cuda::DeviceTensor) -> Self {
+        let (address, len) = (tensor.address(), tensor.bytes as usize);
+        // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The backend keeps owners until
+        // it has waited for the work that was given their addresses.
+        unsafe { Self::on_device(address, len, Arc::new(tensor)) }
+    }
+}
+
 /// Bytes in the file's layout.
 impl From<Bytes> for Data {
     fn from(bytes: Bytes) -> Self {

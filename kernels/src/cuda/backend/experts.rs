@@ -16,7 +16,7 @@ use crate::cuda::experts::Routing;
 const OP: &str = "experts";
 
 /// Pairs of (row, rank) computed at once: bounds the scratch memory. Results do not depend on it.
-const PAIRS_MAX: usize = 2048;
+pub(super) const PAIRS_MAX: usize = 2048;
 /// Parts of the scratch memory start at multiples of this.
 const ALIGN: usize = 256;
 
@@ -178,19 +178,17 @@ impl Cuda {
         hidden: usize,
         n_in: usize,
     ) -> Result<Scratch, OpError> {
-        let group_words = Routing::group_words(pairs, count);
-        let values = [pairs, pairs, group_words, pairs * hidden, pairs * hidden, pairs * n_in];
-        let bytes = values.map(|values| (values * size_of::<f32>()).next_multiple_of(ALIGN));
-        let total: usize = bytes.iter().sum();
+        let values = scratch_values(pairs, count, hidden, n_in);
+        let total = scratch_bytes(pairs, count, hidden, n_in);
         if total > self.expert_scratch.len() {
-            let buffer = Buffer::new(self.device(), total.next_power_of_two()).map_err(device_error(OP))?;
+            let buffer = Buffer::new(self.device(), total).map_err(device_error(OP))?;
             self.expert_scratch = Arc::new(buffer);
         }
         self.recorder.keep(self.expert_scratch.clone());
         let mut address = self.expert_scratch.view().address();
-        let mut parts = values.iter().zip(bytes).map(|(&len, bytes)| {
+        let mut parts = values.iter().map(|&len| {
             let part = Range { address, len };
-            address += bytes as u64;
+            address += part_bytes(len) as u64;
             part
         });
         let mut next = || parts.next().unwrap_or(Range { address: 0, len: 0 });
@@ -205,4 +203,17 @@ impl Cuda {
             contributions: floats(next()),
         })
     }
+}
+
+/// Words or floats of experts, shares, groups, gate, up and contributions.
+fn scratch_values(pairs: usize, count: usize, hidden: usize, n_in: usize) -> [usize; 6] {
+    [pairs, pairs, Routing::group_words(pairs, count), pairs * hidden, pairs * hidden, pairs * n_in]
+}
+
+fn part_bytes(values: usize) -> usize {
+    (values * size_of::<f32>()).next_multiple_of(ALIGN)
+}
+
+pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
+    scratch_values(pairs, count, hidden, n_in).into_iter().map(part_bytes).sum()
 }

@@ -1,84 +1,161 @@
 //! Keys and values of all layers: one address range that grows as blocks are first written.
 //!
 //! It grows in units of 2^k blocks over all layers; inside a unit each layer's blocks stand together, so that attention reads
-//! long ranges. Units are mapped before the step that first writes into them, and never taken away while the cache lives.
+//! long ranges. The first unit is there from the start. A unit is mapped before the step that first writes into it, most
+//! often ahead, while the device is busy with the step before; units go when the engine says so, behind all work. Addresses
+//! never change, so graphs stay valid.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use memory::cuda::{Context, Device, GrowError, GrowingRange};
 use ops::{KvLayer, KvLayout, OpError};
 
 use crate::cuda::kv_write::KvLayerAddress;
 
+const OP: &str = "kv";
 /// The smallest unit: mapping one costs some 100 us whatever its size.
 const UNIT_BYTES_MIN: u64 = 32 << 20;
 /// Parts of layers start at multiples of this.
 const ALIGN: u64 = 256;
+/// Device memory comes in multiples of this on every GPU so far; the driver is asked before it is taken.
+const GRANULARITY: u64 = 2 << 20;
 
 pub struct Kv {
     layout: KvLayout,
+    shape: Units,
     memory: Arc<Mutex<Memory>>,
     address: u64,
-    unit_bytes: u64,
-    /// Units mapped so far.
-    units: u64,
-    unit_shift: u32,
-    /// Where each layer starts in a unit.
-    layer_offsets: Vec<u64>,
     /// By layer, then by block.
     written: Vec<Vec<bool>>,
     /// By layer, the step whose blocks were last found to be written.
     checked: Vec<AtomicU64>,
 }
 
+/// How a cache is cut into units.
+struct Units {
+    /// Of one; the driver's granularity may add to it.
+    bytes: u64,
+    /// A unit has two to the power of this many blocks.
+    shift: u32,
+    count: u64,
+    /// Where each layer starts in a unit.
+    layer_offsets: Vec<u64>,
+}
+
 /// Shared with the commands in flight, so that it is unmapped only after them.
 struct Memory {
     range: GrowingRange,
     context: Context,
+    /// Units that should be there soon.
+    ahead: u64,
+}
+
+/// For the backend: the units of a cache that will soon be needed.
+pub(super) struct Ahead(Weak<Mutex<Memory>>);
+
+/// Device memory of a cache of which every block has been written. None if it is beyond all memory.
+pub fn kv_bytes(layout: &KvLayout) -> Option<u64> {
+    let units = Units::new(layout)?;
+    units.bytes.checked_next_multiple_of(GRANULARITY)?.checked_mul(units.count)
+}
+
+impl Units {
+    fn new(layout: &KvLayout) -> Option<Self> {
+        let sum = |layers: Vec<u64>| layers.into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(bytes));
+        let block_bytes = sum(layer_bytes(layout, 1)?)?.max(1);
+        let blocks = UNIT_BYTES_MIN.div_ceil(block_bytes).next_power_of_two();
+        let blocks = blocks.min((layout.blocks as u64).next_power_of_two());
+        let mut bytes = 0_u64;
+        let mut layer_offsets = Vec::with_capacity(layout.layers.len());
+        for of_layer in layer_bytes(layout, blocks)? {
+            layer_offsets.push(bytes);
+            bytes = bytes.checked_add(of_layer)?.checked_next_multiple_of(ALIGN)?;
+        }
+        let count = (layout.blocks as u64).div_ceil(blocks).max(1);
+        Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, layer_offsets })
+    }
+
+    /// Units that hold the first `blocks` blocks.
+    fn of_blocks(&self, blocks: usize) -> u64 {
+        (blocks as u64).div_ceil(1 << self.shift)
+    }
+}
+
+impl Memory {
+    fn grow_to(&mut self, op: &'static str, units: u64) -> Result<(), OpError> {
+        let bytes = units.saturating_sub(self.range.units()).saturating_mul(self.range.unit_bytes());
+        self.range.grow_to(&self.context, units).map_err(|error| grow_error(op, bytes, error))
+    }
+}
+
+impl Ahead {
+    /// Maps what will soon be needed; that there is no memory for it is said when it is needed. None if the cache is gone.
+    pub(super) fn map(&self) -> Option<()> {
+        let memory = self.0.upgrade()?;
+        let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let ahead = memory.ahead;
+        if memory.range.units() < ahead && memory.grow_to(OP, ahead).is_err() {
+            memory.ahead = 0;
+        }
+        Some(())
+    }
 }
 
 impl Kv {
     pub(super) fn new(device: &Device, layout: &KvLayout) -> Result<Self, OpError> {
-        const OP: &str = "kv";
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let too_large = || OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
-        let block_bytes = layer_bytes(layout, 1)
-            .and_then(|layers| layers.into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(bytes)));
-        let block_bytes = block_bytes.ok_or_else(too_large)?.max(1);
-        let unit_blocks = UNIT_BYTES_MIN.div_ceil(block_bytes).next_power_of_two();
-        let unit_blocks = unit_blocks.min((layout.blocks as u64).next_power_of_two());
-        let mut unit_bytes = 0_u64;
-        let mut layer_offsets = Vec::with_capacity(layout.layers.len());
-        for bytes in layer_bytes(layout, unit_blocks).ok_or_else(too_large)? {
-            layer_offsets.push(unit_bytes);
-            let end = unit_bytes.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(ALIGN));
-            unit_bytes = end.ok_or_else(too_large)?;
-        }
-        let units = (layout.blocks as u64).div_ceil(unit_blocks);
-        let bytes = unit_bytes.saturating_mul(units);
-        let failed = |error| grow_error(OP, bytes, error);
-        let range = GrowingRange::reserve(device, unit_bytes.max(1), units.max(1)).map_err(failed)?;
+        let too_large = OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
+        let shape = Units::new(layout).ok_or(too_large)?;
+        let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
+        let range = GrowingRange::reserve(device, shape.bytes, shape.count).map_err(failed)?;
         let context = device.context().map_err(|refusal| failed(GrowError::Refused(refusal)))?;
+        let address = range.address();
+        let mut memory = Memory { range, context, ahead: 0 };
+        memory.grow_to(OP, 1)?;
         Ok(Self {
             layout: layout.clone(),
-            address: range.address(),
-            unit_bytes: range.unit_bytes(),
-            units: 0,
-            memory: Arc::new(Mutex::new(Memory { range, context })),
-            unit_shift: unit_blocks.trailing_zeros(),
-            layer_offsets,
+            shape,
+            memory: Arc::new(Mutex::new(memory)),
+            address,
             written: layout.layers.iter().map(|_| vec![false; layout.blocks]).collect(),
             checked: layout.layers.iter().map(|_| AtomicU64::new(0)).collect(),
         })
     }
 
+    pub(super) fn ahead(&self) -> Ahead {
+        Ahead(Arc::downgrade(&self.memory))
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Device memory behind the cache now.
     pub fn mapped_bytes(&self) -> u64 {
-        self.units * self.unit_bytes
+        self.memory().range.mapped_bytes()
+    }
+
+    /// Takes away the units that hold none of the first `blocks` blocks, once `fence` has waited for all work.
+    pub(super) fn trim(
+        &mut self,
+        blocks: usize,
+        fence: impl FnOnce() -> Result<(), OpError>,
+    ) -> Result<(), OpError> {
+        const OP: &str = "trim";
+        for written in &mut self.written {
+            written.iter_mut().skip(blocks).for_each(|written| *written = false);
+        }
+        let units = self.shape.of_blocks(blocks).max(1);
+        let mut memory = self.memory();
+        memory.ahead = 0;
+        memory.range.shrink_to(units, || fence().map_err(TrimError::Fence)).map_err(|error| match error {
+            TrimError::Fence(error) => error,
+            TrimError::Grow(error) => grow_error(OP, 0, error),
+        })
     }
 
     /// What keeps the memory mapped.
@@ -97,11 +174,11 @@ impl Kv {
         let block_bytes = (shape.token_bytes() * self.layout.block_tokens) as u32;
         let address = KvLayerAddress {
             base: self.address,
-            unit_bytes: self.unit_bytes,
-            layer_offset: self.layer_offsets[layer],
+            unit_bytes: self.memory().range.unit_bytes(),
+            layer_offset: self.shape.layer_offsets[layer],
             block_bytes,
             head_bytes: block_bytes / (2 * shape.kv_heads as u32).max(1),
-            unit_shift: self.unit_shift,
+            unit_shift: self.shape.shift,
             block_tokens: self.layout.block_tokens as u32,
         };
         Ok((shape, address))
@@ -120,14 +197,15 @@ impl Kv {
         if last >= len {
             return Err(OpError::Index { op, what: "block", index: last, len });
         }
-        let units = (last as u64 >> self.unit_shift) + 1;
-        if units > self.units {
-            let bytes = (units - self.units) * self.unit_bytes;
-            let Memory { range, context } =
-                &mut *self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            range.grow_to(context, units).map_err(|error| grow_error(op, bytes, error))?;
-            self.units = units;
+        let units = self.shape.of_blocks(last + 1);
+        let mut memory = self.memory();
+        if units > memory.range.units() {
+            memory.grow_to(op, units)?;
         }
+        if units == memory.range.units() {
+            memory.ahead = (units + 1).min(self.shape.count);
+        }
+        drop(memory);
         let written = &mut self.written[layer];
         for &slot in slots {
             written[slot as usize / tokens] = true;
@@ -160,6 +238,17 @@ impl Kv {
     }
 }
 
+enum TrimError {
+    Fence(OpError),
+    Grow(GrowError),
+}
+
+impl From<GrowError> for TrimError {
+    fn from(error: GrowError) -> Self {
+        Self::Grow(error)
+    }
+}
+
 /// Bytes of `blocks` blocks of each layer; none if they are beyond 64 bits, or a block beyond 32.
 fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     let bytes = |layer: &KvLayer| {
@@ -178,5 +267,23 @@ fn grow_error(op: &'static str, bytes: u64, error: GrowError) -> OpError {
         }
         GrowError::BeyondReservation { .. } => OpError::Memory { op, what: "keys and values", bytes },
         error @ GrowError::Refused(_) => OpError::Device { op, source: Box::new(error) },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ops::KvType;
+
+    #[test]
+    fn a_cache_takes_its_blocks_rounded_up_to_units() {
+        let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16 };
+        let layout = KvLayout { block_tokens: 16, blocks: 1000, layers: vec![layer; 36] };
+        // 2.25 MiB a block, so 16 of them in a unit of 36 MiB.
+        assert_eq!(kv_bytes(&layout), Some((63 * 36) << 20));
+        let few = KvLayout { blocks: 3, ..layout.clone() };
+        assert_eq!(kv_bytes(&few), Some(10 << 20), "four blocks are 9 MiB");
+        let beyond = KvLayer { kv_heads: usize::MAX, head_dim: 2, kind: KvType::F32 };
+        assert_eq!(kv_bytes(&KvLayout { layers: vec![beyond], ..layout }), None);
     }
 }

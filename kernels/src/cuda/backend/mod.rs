@@ -15,13 +15,16 @@ mod experts;
 mod fusion;
 mod kv;
 mod plan;
+mod readback;
 mod recorder;
 mod rope;
 mod step;
 mod tensor;
 mod upload;
+mod usage;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ops::{
     Activation, AttentionSpec, Backend, Experts, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec,
@@ -30,23 +33,26 @@ use ops::{
 use quant::DType;
 
 use super::attention::Method;
-use super::error::{Named, device_error};
-use super::pinned::Pinned;
+use super::error::device_error;
 use super::quantize::activation_bytes;
 use super::{Buffer, CudaError, Device, Stream};
 use attention_plan::{DevicePlan, PlanShape};
 use command::{AttentionOperands, Command, Floats, Matrix, Panels, Range, Shape};
 use data::{Resident, resident};
+use readback::Readback;
 use recorder::Recorder;
-use step::Rows;
+use step::{Rows, Words};
+use usage::allocated;
 
 pub use data::Data;
-pub use kv::Kv;
+use kv::Ahead;
+pub use kv::{Kv, kv_bytes};
 pub use rope::Rope;
 pub use tensor::Tensor;
+pub use usage::{DeviceBytes, WorkerShape, predict};
 
-/// Values that are read back in one piece: the logits of a row, or of a few.
-const READ_VALUES: usize = 1 << 20;
+/// Rows whose best value is looked for at once.
+const BEST_ROWS: usize = 64;
 
 /// The GPU backend. Ops are collected and run when something is read.
 pub struct Cuda {
@@ -58,10 +64,13 @@ pub struct Cuda {
     /// Steps begun so far.
     steps: u64,
     plans: Vec<DevicePlan>,
+    caches: Vec<Ahead>,
     /// Quantised activations of one op at a time.
     panels: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
-    read: Pinned<f32>,
+    best: Arc<Buffer<u32>>,
+    readback: Readback,
+    tensor_bytes: Arc<AtomicU64>,
 }
 
 impl Cuda {
@@ -79,9 +88,12 @@ impl Cuda {
             recorder: Recorder::new(device, stream),
             steps: 0,
             plans: Vec::new(),
+            caches: Vec::new(),
             panels: Arc::new(Buffer::new(device, 0)?),
             expert_scratch: Arc::new(Buffer::new(device, 0)?),
-            read: Pinned::new(device, READ_VALUES)?,
+            best: Arc::new(Buffer::new(device, BEST_ROWS)?),
+            readback: Readback::new(device)?,
+            tensor_bytes: Arc::default(),
         })
     }
 
@@ -97,6 +109,26 @@ impl Cuda {
     /// Graphs captured and still kept.
     pub fn graphs(&self) -> usize {
         self.recorder.graphs()
+    }
+
+    /// What decides the bits of results, beside the types of weights and cache: kernels for one architecture add in one
+    /// order, and tensor cores of another may round otherwise.
+    pub fn fingerprint(&self) -> String {
+        let (major, minor) = self.device.capability();
+        format!("cuda-sm{major}{minor}")
+    }
+
+    /// Device memory that is there now for this backend.
+    pub fn device_bytes(&self) -> DeviceBytes {
+        let scratch = [self.panels.len(), self.expert_scratch.len(), self.best.len() * size_of::<u32>()];
+        DeviceBytes {
+            tensors: self.tensor_bytes.load(Ordering::Relaxed),
+            scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()
+                + self.plans.iter().map(DevicePlan::bytes).sum::<u64>()
+                + self.step.bytes(),
+            graphs: self.recorder.graph_bytes(),
+            modules: self.device.module_bytes(),
+        }
     }
 
     /// Starts what was collected and waits for its end. `read` does so too.
@@ -154,7 +186,7 @@ impl Cuda {
     ) -> Result<Panels, OpError> {
         let len = activation_bytes(format, rows, cols).ok_or(OpError::Type { op, dtype: format })?;
         if len > self.panels.len() {
-            let buffer = Buffer::new(&self.device, len.next_power_of_two()).map_err(device_error(op))?;
+            let buffer = Buffer::new(&self.device, len).map_err(device_error(op))?;
             self.panels = Arc::new(buffer);
         }
         self.recorder.keep(self.panels.clone());
@@ -186,11 +218,14 @@ impl Backend for Cuda {
         let bytes = (rows_max as u64).saturating_mul(cols as u64).saturating_mul(size_of::<f32>() as u64);
         let values = rows_max.checked_mul(cols).filter(|_| bytes < u64::MAX);
         let values = values.ok_or(OpError::Memory { op: OP, what: "a tensor", bytes })?;
-        Ok(Tensor::new(Buffer::new(&self.device, values).map_err(device_error(OP))?, rows_max, cols))
+        let buffer = Buffer::new(&self.device, values).map_err(device_error(OP))?;
+        Ok(Tensor::new(buffer, rows_max, cols, &self.tensor_bytes))
     }
 
     fn kv(&mut self, layout: &KvLayout) -> Result<Kv, OpError> {
-        Kv::new(self.kv_device("kv")?, layout)
+        let kv = Kv::new(self.kv_device("kv")?, layout)?;
+        self.caches.push(kv.ahead());
+        Ok(kv)
     }
 
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
@@ -427,20 +462,20 @@ impl Backend for Cuda {
             tables: self.step.tables_on_device(),
             out: self.use_tensor(out, rows),
         };
-        let command = match Method::of(spec, shape.kind) {
+        match Method::of(spec, shape.kind) {
             Method::Tiles { split_tokens, chunk_tokens } => {
                 let (heads, head_dim) = (spec.heads, spec.head_dim);
                 let shape = PlanShape { split_tokens, chunk_tokens, heads, head_dim };
-                let plan = self.attention_plan(shape)?;
-                Command::AttentionTiles { operands, plan }
+                for plan in self.attention_plans(shape)? {
+                    self.push(Command::AttentionTiles { operands, plan });
+                }
             }
-            Method::Plain => Command::AttentionPlain {
+            Method::Plain => self.push(Command::AttentionPlain {
                 operands,
                 table_starts: self.step.table_starts_on_device(),
                 positions: self.step.positions_on_device(),
-            },
-        };
-        self.push(command);
+            }),
+        }
         Ok(())
     }
 
@@ -481,15 +516,47 @@ impl Backend for Cuda {
         self.experts_on_device(layer, activation, router, x, out, rows)
     }
 
-    fn gather_outputs(&mut self, x: &Tensor, out: &mut Tensor) -> Result<(), OpError> {
+    fn gather_outputs(
+        &mut self,
+        x: &Tensor,
+        outputs: std::ops::Range<usize>,
+        out: &mut Tensor,
+    ) -> Result<(), OpError> {
         const OP: &str = "gather_outputs";
-        let outputs = self.step.outputs();
         x.check(OP, "columns of x", self.step.len(), out.cols())?;
-        out.check(OP, "columns of out", outputs, x.cols())?;
+        out.check(OP, "columns of out", outputs.len(), x.cols())?;
+        let (index, len) = (outputs.end, self.step.outputs());
+        if outputs.start > outputs.end || index > len {
+            return Err(OpError::Index { op: OP, what: "output", index, len });
+        }
         let cols = x.cols() as u32;
-        let (x, out) = (self.use_tensor(x, self.step.len()), self.use_tensor(out, outputs));
-        self.push(Command::Gather { x, rows: self.step.outputs_on_device(), cols, out });
+        let (x, out) = (self.use_tensor(x, self.step.len()), self.use_tensor(out, outputs.len()));
+        self.push(Command::Gather { x, rows: self.step.outputs_on_device(outputs), cols, out });
         Ok(())
+    }
+
+    fn argmax(&mut self, x: &Tensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "argmax";
+        x.check(OP, "columns", rows, cols)?;
+        if best.len() != rows {
+            let (found, expected) = (best.len(), rows);
+            return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
+        }
+        if rows > self.best.len() {
+            self.best = Arc::new(Buffer::new(&self.device, rows).map_err(device_error(OP))?);
+        }
+        self.recorder.keep(self.best.clone());
+        let at = Words { address: self.best.view().address(), len: rows };
+        let x = self.use_tensor(x, rows);
+        self.push(Command::Argmax { x, cols: cols as u32, out: at });
+        self.recorder.flush()?;
+        self.bring(OP, at.address, best)
+    }
+
+    fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
+        self.recorder.flush()?;
+        let recorder = &mut self.recorder;
+        kv.trim(blocks, || recorder.wait())
     }
 
     fn write(&mut self, x: &mut Tensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
@@ -505,27 +572,13 @@ impl Backend for Cuda {
         const OP: &str = "read";
         x.check_host(OP, rows, host.len())?;
         self.recorder.flush()?;
-        let mut address = x.rows(rows).address;
-        for piece in host.chunks_mut(READ_VALUES) {
-            let staging = &mut self.read.as_mut_slice()[..piece.len()];
-            // SAFETY: the piece lies in the tensor's first rows, the staging buffer has its length, and the copy has ended
-            // before either is touched again.
-            unsafe {
-                cudarc::driver::result::memcpy_dtoh_async(staging, address, self.recorder.stream().raw())
-            }
-            .named("cuMemcpyDtoH")
-            .map_err(device_error(OP))?;
-            self.recorder.wait()?;
-            piece.copy_from_slice(staging);
-            address += size_of_val(piece) as u64;
-        }
-        Ok(())
+        self.bring(OP, x.rows(rows).address, host)
     }
 }
 
 impl Cuda {
-    /// The plan of this step for one shape of items, as an index for commands.
-    fn attention_plan(&mut self, shape: PlanShape) -> Result<u32, OpError> {
+    /// The plans of this step for one shape of items, as indices for commands.
+    fn attention_plans(&mut self, shape: PlanShape) -> Result<Vec<u32>, OpError> {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
             None => {
@@ -533,7 +586,23 @@ impl Cuda {
                 self.plans.len() - 1
             }
         };
-        let address = self.plans[at].address(self.recorder.stream(), self.steps, &self.step)?;
-        Ok(self.recorder.plan(address))
+        let stream = self.recorder.stream().clone();
+        let addresses = self.plans[at].addresses(&stream, self.steps, &self.step)?;
+        Ok(addresses.iter().map(|&address| self.recorder.plan(address)).collect())
+    }
+
+    /// Waits for all ops, and fills `host` from what they left at `address`: as many values of a tensor, or of scratch
+    /// memory.
+    fn bring<T: bytemuck::Pod>(
+        &mut self,
+        op: &'static str,
+        address: u64,
+        host: &mut [T],
+    ) -> Result<(), OpError> {
+        // The device is busy meanwhile.
+        self.caches.retain(|cache| cache.map().is_some());
+        // SAFETY: the callers checked lengths against what they own.
+        unsafe { self.readback.bring(self.recorder.stream(), address, host) }.map_err(device_error(op))?;
+        self.recorder.wait()
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Any plan gives the same bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
 //! go to the chunk kernel when they are long; decode rows and short runs are split along their keys, so that a few rows
-//! fill the device, as long as there is room for their partial results.
+//! fill the device. A plan ends where the room for partial results does: the rows behind it get plans of their own.
 
 /// Keys of the smallest split, and of a tile.
 const TILE: u32 = 64;
@@ -68,14 +68,20 @@ pub(super) fn split_shift(position: u32) -> u32 {
 }
 
 impl Plan {
-    /// Rows as in [`ops::Step`]; `table_starts[r]` is where row r's block ids start.
-    pub(super) fn make(&mut self, positions: &[u32], table_starts: &[u32], bounds: Bounds) {
+    /// Rows as in [`ops::Step`], from row `start` on; `table_starts[r]` is where row r's block ids start. Returns the first
+    /// row that has no place in this plan.
+    pub(super) fn make(
+        &mut self,
+        mut start: usize,
+        positions: &[u32],
+        table_starts: &[u32],
+        bounds: Bounds,
+    ) -> usize {
         self.works.clear();
         self.merges.clear();
         self.chunks.clear();
         self.partials = 0;
         self.long_splits = false;
-        let mut start = 0;
         while start < positions.len() {
             let shift = split_shift(positions[start]);
             let continues = |row: usize| {
@@ -93,13 +99,16 @@ impl Plan {
             };
             // No row of the run has more splits than its last one.
             let partials = run.tokens * splits(positions[end - 1], shift);
-            if end - start < CHUNK_TOKENS_MIN && self.partials + partials <= bounds.partials_max {
+            if end - start >= CHUNK_TOKENS_MIN || partials > bounds.partials_max {
+                self.chunks.extend(pieces(run, bounds.chunk_tokens));
+            } else if self.partials + partials <= bounds.partials_max {
                 self.split(run, bounds.split_tokens);
             } else {
-                self.chunks.extend(pieces(run, bounds.chunk_tokens));
+                break;
             }
             start = end;
         }
+        start
     }
 
     fn split(&mut self, run: Item, tokens: usize) {
@@ -154,7 +163,7 @@ mod tests {
         let positions: Vec<u32> = std::iter::once(700).chain(0..100).collect();
         let starts: Vec<u32> = std::iter::once(5).chain((0..100).map(|_| 60)).collect();
         let mut plan = Plan::default();
-        plan.make(&positions, &starts, BOUNDS);
+        assert_eq!(plan.make(0, &positions, &starts, BOUNDS), positions.len());
         let item = Item { row: 0, tokens: 1, position: 700, table: 5, split_shift: 0 };
         assert!(plan.works.iter().all(|work| work.item == item));
         assert_eq!((plan.works.len(), plan.partials), (11, 11));
@@ -173,41 +182,52 @@ mod tests {
                 positions.extend(first..first + len);
                 starts.extend((0..len).map(|_| sequence as u32 * 1000));
             }
-            let mut plan = Plan::default();
-            plan.make(&positions, &starts, BOUNDS);
-            prop_assert!(plan.partials <= BOUNDS.partials_max);
             let mut seen = vec![0; positions.len()];
-            let split: Vec<Item> = plan.works.iter().filter(|work| work.split == 0).map(|work| work.item).collect();
-            for (items, tokens) in [(&split, 4), (&plan.chunks, 16)] {
-                for item in items {
-                    prop_assert!(item.tokens as usize <= tokens);
-                    for token in 0..item.tokens {
-                        let row = (item.row + token) as usize;
-                        seen[row] += 1;
-                        prop_assert_eq!(positions[row], item.position + token);
-                        prop_assert_eq!(starts[row], item.table);
-                        prop_assert_eq!(split_shift(positions[row]), item.split_shift);
-                    }
-                }
+            let mut first = 0;
+            while first < positions.len() {
+                let mut plan = Plan::default();
+                let end = plan.make(first, &positions, &starts, BOUNDS);
+                prop_assert!(end > first);
+                first = end;
+                check(&plan, &positions, &starts, &mut seen)?;
             }
             prop_assert!(seen.iter().all(|&times| times == 1));
-
-            let mut partials = vec![0; plan.partials as usize];
-            for merge in &plan.merges {
-                let shift = split_shift(positions[merge.row as usize]);
-                prop_assert_eq!(merge.splits, splits(positions[merge.row as usize], shift));
-                for split in 0..merge.splits {
-                    partials[(merge.partial + split * merge.stride) as usize] += 1;
-                }
-            }
-            prop_assert!(partials.iter().all(|&times| times <= 1));
-            let mut written = vec![0; plan.partials as usize];
-            for work in &plan.works {
-                for token in 0..work.item.tokens {
-                    written[(work.partial + token) as usize] += 1;
-                }
-            }
-            prop_assert!(written.iter().all(|&times| times == 1));
         }
+    }
+
+    /// Counts the rows of a plan in `seen`.
+    fn check(plan: &Plan, positions: &[u32], starts: &[u32], seen: &mut [u32]) -> Result<(), TestCaseError> {
+        prop_assert!(plan.partials <= BOUNDS.partials_max);
+        let split: Vec<Item> =
+            plan.works.iter().filter(|work| work.split == 0).map(|work| work.item).collect();
+        for (items, tokens) in [(&split, 4), (&plan.chunks, 16)] {
+            for item in items {
+                prop_assert!(item.tokens as usize <= tokens);
+                for token in 0..item.tokens {
+                    let row = (item.row + token) as usize;
+                    seen[row] += 1;
+                    prop_assert_eq!(positions[row], item.position + token);
+                    prop_assert_eq!(starts[row], item.table);
+                    prop_assert_eq!(split_shift(positions[row]), item.split_shift);
+                }
+            }
+        }
+        let mut partials = vec![0; plan.partials as usize];
+        for merge in &plan.merges {
+            let shift = split_shift(positions[merge.row as usize]);
+            prop_assert_eq!(merge.splits, splits(positions[merge.row as usize], shift));
+            for split in 0..merge.splits {
+                partials[(merge.partial + split * merge.stride) as usize] += 1;
+            }
+        }
+        prop_assert!(partials.iter().all(|&times| times <= 1));
+        let mut written = vec![0; plan.partials as usize];
+        for work in &plan.works {
+            for token in 0..work.item.tokens {
+                written[(work.partial + token) as usize] += 1;
+            }
+        }
+        prop_assert!(written.iter().all(|&times| times == 1));
+        Ok(())
     }
 }

@@ -17,8 +17,10 @@ use crate::cuda::attention::PlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
-/// Graphs kept at once: decode batches of as many sizes. One of an 8B model takes about 1 MiB.
-const GRAPHS_MAX: usize = 24;
+/// Graphs kept at once: decode batches of as many sizes.
+pub(super) const GRAPHS_MAX: usize = 12;
+/// What a launch in a graph takes of the device (measured on an H200).
+pub(super) const GRAPH_NODE_BYTES: u64 = 512;
 /// Lists remembered to have been seen once.
 const SEEN_MAX: usize = 256;
 /// Owners of work in flight before the device is waited for.
@@ -43,6 +45,8 @@ struct Captured {
     hash: u64,
     commands: Commands,
     graph: Graph,
+    /// Of the device.
+    bytes: u64,
 }
 
 impl Recorder {
@@ -70,6 +74,11 @@ impl Recorder {
     /// Graphs captured and still kept.
     pub(super) fn graphs(&self) -> usize {
         self.graphs.len()
+    }
+
+    /// Device memory of the graphs that are kept.
+    pub(super) fn graph_bytes(&self) -> u64 {
+        self.graphs.iter().map(|captured| captured.bytes).sum()
     }
 
     /// # Safety
@@ -135,12 +144,16 @@ impl Recorder {
         }
         // SAFETY: as above; and a graph is launched only while owners of the same addresses are kept.
         let work = || unsafe { self.kernels.give(&self.stream, &self.pending) }.map_err(CaptureError::Op);
-        let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         if self.graphs.len() == GRAPHS_MAX {
             self.graphs.remove(0);
         }
+        let free = || self.stream.device().memory_free_bytes().map_err(device_error("graph"));
+        let before = free()?;
+        let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
+        graph.upload().map_err(device_error("graph"))?;
+        let bytes = before.saturating_sub(free()?) as u64;
         let launched = graph.launch().map_err(device_error("graph"));
-        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph });
+        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph, bytes });
         launched
     }
 }

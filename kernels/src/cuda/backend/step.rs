@@ -1,5 +1,7 @@
 //! The row data of the current step: checked once, kept for the checks of the ops, and sent to the device.
 
+use std::ops::Range;
+
 use ops::{OpError, Step};
 
 use super::upload::Upload;
@@ -21,7 +23,7 @@ pub(super) struct Rows {
     /// Block ids of all sequences, one after the other.
     pub(super) blocks: Vec<u32>,
     /// Block ids of each sequence in `blocks`.
-    tables: Vec<std::ops::Range<usize>>,
+    tables: Vec<Range<usize>>,
     /// Of each sequence, how many positions its rows look back on.
     keys: Vec<usize>,
     token_max: u32,
@@ -164,13 +166,19 @@ impl Rows {
         self.section(3 * self.len(), self.len())
     }
 
-    pub(super) fn outputs_on_device(&self) -> Words {
-        self.section(4 * self.len(), self.outputs)
+    /// A run of the outputs, which are [`Self::outputs`] in all.
+    pub(super) fn outputs_on_device(&self, run: Range<usize>) -> Words {
+        self.section(4 * self.len() + run.start, run.len())
     }
 
     /// Of this step's address only: how long the tables are is no part of a launch.
     pub(super) fn tables_on_device(&self) -> u64 {
         self.section(4 * self.len() + self.outputs, 0).address
+    }
+
+    /// Device memory for it.
+    pub(super) fn bytes(&self) -> u64 {
+        self.upload.bytes()
     }
 
     fn section(&self, start: usize, len: usize) -> Words {

@@ -1,10 +1,12 @@
 //! An activation matrix in device memory, with the shape checks that every op makes by name.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ops::OpError;
 
 use super::command::Floats;
+use super::usage::allocated;
 use crate::cuda::Buffer;
 
 /// `[rows_max, cols]` values, row-major.
@@ -12,11 +14,27 @@ pub struct Tensor {
     values: Arc<Buffer<f32>>,
     rows_max: usize,
     cols: usize,
+    _counted: Counted,
+}
+
+/// A part of a sum that is there as long as this value.
+struct Counted {
+    bytes: u64,
+    total: Arc<AtomicU64>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 impl Tensor {
-    pub(super) fn new(values: Buffer<f32>, rows_max: usize, cols: usize) -> Self {
-        Self { values: Arc::new(values), rows_max, cols }
+    /// Counted in `total`.
+    pub(super) fn new(values: Buffer<f32>, rows_max: usize, cols: usize, total: &Arc<AtomicU64>) -> Self {
+        let bytes = allocated((values.len() * size_of::<f32>()) as u64);
+        total.fetch_add(bytes, Ordering::Relaxed);
+        Self { values: Arc::new(values), rows_max, cols, _counted: Counted { bytes, total: total.clone() } }
     }
 
     pub(super) fn cols(&self) -> usize {

@@ -29,6 +29,10 @@ impl Upload {
         self.device.view().address()
     }
 
+    pub(super) fn bytes(&self) -> u64 {
+        (self.device.len() * size_of::<u32>()) as u64
+    }
+
     /// Lets `fill` write `words` words and starts their copy, in stream order.
     pub(super) fn send(
         &mut self,

@@ -1,0 +1,62 @@
+// The index of the largest value of each row, the lowest among equals; NOT_A_NUMBER for a row that holds a NaN.
+//
+// One thread block per row. Limit: bytes, 4 per value, at what one multiprocessor can read (some 100 GB/s): 6 us for the logits
+// of 152,000 tokens, for as many rows as there are multiprocessors.
+
+#include <cstdint>
+
+#include "numeric.cuh"
+
+namespace {
+
+constexpr int THREADS = 1024;
+constexpr uint32_t NOT_A_NUMBER = 0xFFFFFFFF;
+
+struct Best {
+    float value;
+    uint32_t index;
+};
+
+// Whether `b` comes before `a`. A NaN comes first.
+__device__ bool before(const Best &b, const Best &a) {
+    bool b_nan = b.value != b.value, a_nan = a.value != a.value;
+    if (a_nan || b_nan) return b_nan && !a_nan;
+    return b.value > a.value || (b.value == a.value && b.index < a.index);
+}
+
+__device__ Best best_of_warp(Best best) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        Best other = {__shfl_xor_sync(~0u, best.value, distance), __shfl_xor_sync(~0u, best.index, distance)};
+        if (before(other, best)) best = other;
+    }
+    return best;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x, uint32_t cols, uint32_t *out) {
+    __shared__ Best of_warps[THREADS / 32];
+    wait_for_predecessor();
+    let_successor_start();
+    x += size_t(blockIdx.x) * cols;
+    Best best = {-INFINITY, NOT_A_NUMBER - 1};
+    // Four independent loads at a time.
+    constexpr int ROUND = 4;
+    for (uint32_t first = threadIdx.x; first < cols; first += ROUND * THREADS) {
+        float v[ROUND];
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) v[k] = first + k * THREADS < cols ? x[first + k * THREADS] : -INFINITY;
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            Best other = {v[k], first + k * THREADS};
+            if (first + k * THREADS < cols && before(other, best)) best = other;
+        }
+    }
+    best = best_of_warp(best);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    best = best_of_warp(of_warps[threadIdx.x]);
+    if (threadIdx.x == 0) out[blockIdx.x] = best.value != best.value ? NOT_A_NUMBER : best.index;
+}

@@ -1,0 +1,43 @@
+//! Which GPUs the embedded images hold code for, known without a driver.
+
+/// What build.rs compiled for: `sm_90a,compute_120` and the like.
+const ARCHS: &str = env!("BALLAST_CUDA_ARCHS");
+
+/// Whether some image runs on a GPU of this compute capability (10 * major + minor).
+pub fn runs_on(compute_capability: u32) -> bool {
+    ARCHS.split(',').any(|arch| serves(arch.trim(), compute_capability))
+}
+
+/// `sm_90` is machine code for that major version from its minor version on, `sm_90a` for exactly that version, and
+/// `compute_90` is PTX for everything that is as new.
+fn serves(arch: &str, capability: u32) -> bool {
+    let Some((kind, version)) = arch.split_once('_') else { return false };
+    let number = version.trim_end_matches(|letter: char| letter.is_ascii_lowercase());
+    let Ok(compiled) = number.parse::<u32>() else { return false };
+    match (kind, version.len() > number.len()) {
+        (_, true) => capability == compiled,
+        ("sm", false) => capability / 10 == compiled / 10 && capability >= compiled,
+        ("compute", false) => capability >= compiled,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_runs_where_its_architecture_says() {
+        for (arch, runs, does_not) in [
+            ("sm_90a", &[90][..], &[89, 91, 100][..]),
+            ("sm_80", &[80, 86, 89], &[75, 90]),
+            ("sm_120", &[120, 121], &[100, 90]),
+            ("compute_90", &[90, 100, 121], &[89]),
+            ("compute_90a", &[90], &[100]),
+            ("nonsense", &[], &[90]),
+        ] {
+            assert!(runs.iter().all(|&capability| serves(arch, capability)), "{arch}");
+            assert!(!does_not.iter().any(|&capability| serves(arch, capability)), "{arch}");
+        }
+    }
+}

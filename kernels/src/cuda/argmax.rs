@@ -1,0 +1,41 @@
+//! Launcher of argmax.cu: the best token of each row of logits.
+
+use ops::NOT_A_NUMBER;
+
+use super::module::{arguments, image};
+use super::norm::same;
+use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+
+/// As argmax.cu.
+const THREADS: u32 = 1024;
+
+pub struct Argmaxes(Family);
+
+impl Argmaxes {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "argmax", image!("argmax")))
+    }
+
+    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals; [`NOT_A_NUMBER`]
+    /// if one of them is no number.
+    pub fn rows(
+        &self,
+        stream: &Stream,
+        x: View<'_, f32>,
+        cols: usize,
+        out: &mut ViewMut<'_, u32>,
+    ) -> Result<(), CudaError> {
+        let rows = out.len();
+        same("rows to choose from", x.len(), rows * cols)?;
+        same("columns to choose from", cols.clamp(1, NOT_A_NUMBER as usize - 1), cols)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let launch =
+            Launch { grid: (rows as u32, 1, 1), block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
+        let (x, cols, out) = (x.address(), cols as u32, out.address());
+        let kernel = self.0.kernel(c"argmax_rows")?;
+        // SAFETY: (const float *, uint32_t, uint32_t *); block r reads `cols` values at r * cols and writes value r.
+        unsafe { kernel.launch(stream, launch, arguments![x, cols, out]) }
+    }
+}

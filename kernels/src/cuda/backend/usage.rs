@@ -1,0 +1,130 @@
+//! What a worker takes of its device beside context, weights and cache: counted as it is, and worked out beforehand.
+
+use quant::DType;
+
+use super::attention_plan::PARTIALS_MAX;
+use super::experts::{PAIRS_MAX, scratch_bytes};
+use super::recorder::{GRAPH_NODE_BYTES, GRAPHS_MAX};
+use crate::cuda::quantize::activation_bytes;
+
+/// Allocations from 1 MiB on take whole units of this; smaller ones share them.
+const UNIT_BYTES: u64 = 2 << 20;
+/// The code of all modules that a model loads, in the driver's unit (measured on an H200).
+const MODULES_BYTES: u64 = UNIT_BYTES;
+/// What the driver takes for streams, events and the first launches (as above).
+const DRIVER_BYTES: u64 = UNIT_BYTES;
+/// Rows of steps, block tables and attention plans, of the step at hand.
+const STEP_BYTES: u64 = 1 << 20;
+/// Launches of one layer, when norms, gates and merges round what they make; and before and behind the layers.
+const LAUNCHES_OF_LAYER: u64 = 9;
+const LAUNCHES_AROUND: u64 = 8;
+
+/// In bytes of the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceBytes {
+    /// Activations and logits.
+    pub tensors: u64,
+    /// Rounded activations, partial results of attention, what experts need between their products, row data of steps.
+    pub scratch: u64,
+    pub graphs: u64,
+    /// Modules, and what else the driver keeps for this process beside its context.
+    pub modules: u64,
+}
+
+impl DeviceBytes {
+    pub fn total(&self) -> u64 {
+        self.tensors + self.scratch + self.graphs + self.modules
+    }
+}
+
+/// What decides how much a worker takes. `models::ModelDescription` and `models::Limits` have all of it.
+#[derive(Clone, Debug)]
+pub struct WorkerShape {
+    pub layers: usize,
+    pub embedding: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub feed_forward: usize,
+    /// 0 in dense models.
+    pub experts: usize,
+    pub experts_used: usize,
+    pub rows_at_once: usize,
+    /// Activations and logits.
+    pub tensor_bytes: u64,
+    /// Of the model's matrices, each once.
+    pub dtypes: Vec<DType>,
+}
+
+/// What [`super::Cuda::device_bytes`] will say once all sizes of steps have been there.
+pub fn predict(shape: &WorkerShape) -> DeviceBytes {
+    let rows = shape.rows_at_once;
+    let width = shape.heads * shape.head_dim;
+    let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
+    let panels = |format: DType| match format {
+        // Rows as they are.
+        DType::F32 => 0,
+        _ if shape.experts > 0 => {
+            let pairs = expert_pairs(shape);
+            [(rows, shape.embedding.max(width)), (pairs, shape.feed_forward)]
+                .map(|(rows, cols)| activation_bytes(format, rows, cols).unwrap_or(0))
+                .into_iter()
+                .max()
+                .unwrap_or(0)
+        }
+        _ => activation_bytes(format, rows, shape.embedding.max(width).max(shape.feed_forward)).unwrap_or(0),
+    };
+    let panels = formats.map(panels).max().unwrap_or(0) as u64;
+    let experts = match shape.experts {
+        0 => 0,
+        count => scratch_bytes(expert_pairs(shape), count, shape.feed_forward, shape.embedding) as u64,
+    };
+    let partials = PARTIALS_MAX as u64 * shape.heads as u64 * size_of::<f32>() as u64;
+    let attention = allocated(partials * shape.head_dim as u64) + allocated(2 * partials);
+    let launches = LAUNCHES_OF_LAYER * shape.layers as u64 + LAUNCHES_AROUND;
+    DeviceBytes {
+        tensors: shape.tensor_bytes,
+        scratch: allocated(panels) + allocated(experts) + attention + STEP_BYTES,
+        graphs: (GRAPHS_MAX as u64 * launches * GRAPH_NODE_BYTES).next_multiple_of(UNIT_BYTES),
+        modules: MODULES_BYTES + DRIVER_BYTES,
+    }
+}
+
+fn expert_pairs(shape: &WorkerShape) -> usize {
+    let used = shape.experts_used.max(1);
+    (PAIRS_MAX / used).clamp(1, shape.rows_at_once.max(1)) * used
+}
+
+/// What an allocation of so many bytes takes.
+pub(super) fn allocated(bytes: u64) -> u64 {
+    if bytes < UNIT_BYTES / 2 { bytes } else { bytes.next_multiple_of(UNIT_BYTES) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// qwen3-8b as Q4_K_M: (rows computed at once, bytes of activations and logits).
+    fn shape(rows_at_once: usize, tensor_bytes: u64) -> WorkerShape {
+        WorkerShape {
+            layers: 36,
+            embedding: 4096,
+            heads: 32,
+            head_dim: 128,
+            feed_forward: 12_288,
+            experts: 0,
+            experts_used: 0,
+            rows_at_once,
+            tensor_bytes,
+            dtypes: vec![DType::Q4_K, DType::Q6_K],
+        }
+    }
+
+    #[test]
+    fn a_second_worker_costs_little() {
+        let values = |rows: u64, outputs: u64| 4 * (rows * 59_392 + outputs * (4096 + 151_936));
+        let small = predict(&shape(128, values(128, 16)));
+        assert!(small.total() <= 64 << 20, "{small:?} is {}", small.total());
+        let large = predict(&shape(512, values(512, 16)));
+        assert!(large.total() <= 192 << 20, "{large:?} is {}", large.total());
+    }
+}

@@ -1,0 +1,188 @@
+//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be computed. One list of cases; each is
+//! another way to bring the same tokens through the model.
+
+use std::ops::Range;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use kernels::cuda::{Cuda, Kv};
+use models::testing::ModelFile;
+use models::{Limits, Model, build};
+use ops::{Backend, KvLayout, KvType, Step};
+
+use crate::Gpu;
+use crate::random::Random;
+
+const BLOCK_TOKENS: usize = 16;
+const TOKENS: usize = 150;
+const BLOCKS: usize = 64;
+/// Small models of every architecture, in quantised types and floats.
+const MODELS: [&str; 6] =
+    ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
+
+/// Some tokens of one sequence in a step.
+struct Part<'a> {
+    table: &'a [u32],
+    first: usize,
+    tokens: &'a [u32],
+}
+
+struct Run {
+    cuda: Cuda,
+    model: Box<dyn Model<Cuda>>,
+    kv: Kv,
+}
+
+impl Run {
+    fn new(gpu: &Gpu, file: &ModelFile, kind: KvType) -> Result<Self> {
+        let mut cuda = Cuda::new(&gpu.device)?;
+        // Small enough that steps are computed in several runs of rows, and logits too.
+        let limits = Limits { rows_max: 300, outputs_max: 300 };
+        let model = build(file.header().metadata(), file.weights()?, &mut cuda, limits)?;
+        let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(kind) };
+        let kv = cuda.kv(&layout)?;
+        Ok(Self { cuda, model, kv })
+    }
+
+    /// The logits of all rows.
+    fn step(&mut self, parts: &[Part<'_>]) -> Result<Vec<Vec<f32>>> {
+        let (mut tokens, mut positions, mut sequences, mut slots) = (vec![], vec![], vec![], vec![]);
+        for (sequence, part) in parts.iter().enumerate() {
+            for (position, &token) in (part.first..).zip(part.tokens) {
+                tokens.push(token);
+                positions.push(position as u32);
+                sequences.push(sequence as u32);
+                let (block, offset) = (part.table[position / BLOCK_TOKENS], position % BLOCK_TOKENS);
+                slots.push(block * BLOCK_TOKENS as u32 + offset as u32);
+            }
+        }
+        let tables: Vec<&[u32]> = parts.iter().map(|part| part.table).collect();
+        let outputs: Vec<u32> = (0..tokens.len() as u32).collect();
+        let vocabulary = self.model.vocab_size();
+        let mut host = vec![f32::NAN; tokens.len() * vocabulary];
+        let step = Step {
+            tokens: &tokens,
+            positions: &positions,
+            sequences: &sequences,
+            kv_slots: &slots,
+            tables: &tables,
+            outputs: &outputs,
+        };
+        self.model.forward(&mut self.cuda, &mut self.kv, &step, &mut |cuda, run, logits| {
+            cuda.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])
+        })?;
+        Ok(host.chunks_exact(vocabulary).map(<[f32]>::to_vec).collect())
+    }
+
+    fn one(&mut self, table: &[u32], tokens: &[u32], range: Range<usize>) -> Result<Vec<Vec<f32>>> {
+        self.step(&[Part { table, first: range.start, tokens: &tokens[range] }])
+    }
+}
+
+fn blocks(first: usize) -> Vec<u32> {
+    // Falling, so that a kernel that ignores the table fails.
+    (0..TOKENS.div_ceil(BLOCK_TOKENS)).map(|i| (BLOCKS - 1 - first - i) as u32).collect()
+}
+
+/// A way to compute the logits of `tokens`.
+type Way = fn(&mut Run, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
+
+const WAYS: [(&str, Way); 7] = [
+    ("token by token", |run, tokens, _| {
+        let table = blocks(0);
+        (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
+    }),
+    ("in chunks", |run, tokens, _| {
+        let (table, mut rows, mut at) = (blocks(0), Vec::new(), 0);
+        for size in [3, 64, 1, 7, 65, TOKENS] {
+            let end = (at + size).min(TOKENS);
+            rows.extend(run.one(&table, tokens, at..end)?);
+            at = end;
+        }
+        Ok(rows)
+    }),
+    ("in company", |run, tokens, other| {
+        // Others' prompts, then others' decode rows, before and behind.
+        let (own, first, second) = (blocks(0), blocks(10), blocks(20));
+        let mut rows = Vec::new();
+        let mut at = 0;
+        for (size, others) in [(40, 90), (1, 1), (1, 30), (60, 1), (TOKENS - 102, 1)] {
+            let made = run.step(&[
+                Part { table: &first, first: at.min(20), tokens: &other[..others] },
+                Part { table: &own, first: at, tokens: &tokens[at..at + size] },
+                Part { table: &second, first: 0, tokens: &other[..17] },
+            ])?;
+            rows.extend(made[others..others + size].iter().cloned());
+            at += size;
+        }
+        Ok(rows)
+    }),
+    ("behind a prefix that another sequence computed", |run, tokens, other| {
+        let cached = 6 * BLOCK_TOKENS;
+        let first = blocks(0);
+        let mut rows = run.one(&first, tokens, 0..cached)?;
+        // The sharer's own blocks begin behind the shared ones.
+        let table: Vec<u32> = first[..6].iter().copied().chain(blocks(20)[6..].iter().copied()).collect();
+        run.one(&first, &[&tokens[..cached], &other[..20]].concat(), cached..cached + 20)?;
+        rows.extend(run.one(&table, tokens, cached..TOKENS)?);
+        Ok(rows)
+    }),
+    ("with drafts in the batch", |run, tokens, other| {
+        // Rows behind the first of a step look at it and at each other; what was drafted wrongly is written over.
+        let table = blocks(0);
+        let mut rows = run.one(&table, tokens, 0..30)?;
+        let mut at = 30;
+        while at < TOKENS {
+            let right = (at % 4).min(TOKENS - at - 1);
+            let drafts: Vec<u32> =
+                tokens[at..at + right + 1].iter().chain(&other[..3]).copied().take(TOKENS - at).collect();
+            let made = run.step(&[Part { table: &table, first: at, tokens: &drafts }])?;
+            rows.extend(made[..right + 1].iter().cloned());
+            at += right + 1;
+        }
+        Ok(rows)
+    }),
+    ("computed again in other blocks", |run, tokens, other| {
+        let first = blocks(0);
+        run.one(&first, tokens, 0..100)?;
+        run.step(&[Part { table: &first, first: 0, tokens: &other[..100] }])?;
+        let table = blocks(30);
+        let mut rows = run.one(&table, tokens, 0..77)?;
+        run.cuda.trim(&mut run.kv, BLOCKS)?;
+        rows.extend(run.one(&table, tokens, 77..TOKENS)?);
+        Ok(rows)
+    }),
+    ("without graphs", |run, tokens, _| {
+        let table = blocks(0);
+        run.cuda.set_graphs(false);
+        (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
+    }),
+];
+
+pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
+    let mut random = Random::new(41);
+    for name in MODELS {
+        let file = ModelFile::open(&Path::new("crates/models/tests/data").join(format!("{name}.gguf")))
+            .with_context(|| name.to_owned())?;
+        for kind in [KvType::F16, KvType::F32] {
+            let mut whole = Run::new(gpu, &file, kind)?;
+            let vocabulary = whole.model.vocab_size() as u64;
+            let mut draw =
+                || -> Vec<u32> { (0..TOKENS).map(|_| (random.bits() % vocabulary) as u32).collect() };
+            let (tokens, other) = (draw(), draw());
+            let expected = whole.one(&blocks(0), &tokens, 0..TOKENS)?;
+            ensure!(expected.concat().iter().all(|logit| logit.is_finite()), "{name}: a logit is not finite");
+            for (way, compute) in WAYS {
+                let found = compute(&mut Run::new(gpu, &file, kind)?, &tokens, &other)?;
+                ensure!(found.len() == expected.len(), "{name}, {kind:?}, {way}: {} rows", found.len());
+                let bits = |row: &Vec<f32>| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let differs = found.iter().zip(&expected).position(|(a, b)| bits(a) != bits(b));
+                ensure!(
+                    differs.is_none(),
+                    "{name}, {kind:?}, {way}: logits at position {differs:?} have other bits"
+                );
+            }
+        }
+    }
+    Ok(())
+}
