@@ -22,6 +22,7 @@ pub mod gather;
 pub mod heads;
 pub mod kv_write;
 pub mod linear;
+pub mod loading;
 mod module;
 pub mod norm;
 mod pinned;

@@ -1,0 +1,21 @@
+//! Bringing a model to the device: what the loader does with bytes once it has read them.
+//!
+//! ```text
+//! readers            Upload, one thread
+//! Ring::take         staging 0:  [carry][part] --checksum--> sums of the file's bytes
+//!   file -> Slot --> staging 1:  [carry][part] --repack----> WritableModel
+//!   Ring::take ...   staging 2:  ...                           --checksum--> sums of what kernels will read
+//! ```
+//! A part is what one slot brings: whole row tiles of one tensor, so that it can be repacked by itself. Checksums are of
+//! pieces of 1 MiB, which parts cut anywhere: what is left of a piece is carried over in front of the next part. Every
+//! staging buffer has a stream of its own, so copies and kernels of several parts overlap.
+//!
+//! [`verify`] computes the same checksums over a model that another process loaded.
+
+mod ring;
+mod sums;
+mod upload;
+
+pub use ring::{EDGE_BYTES, PART_BYTES, Ring, Slot};
+pub use sums::verify;
+pub use upload::{Destination, Part, STAGING_BYTES, Sums, Upload, UploadError};

@@ -1,0 +1,129 @@
+//! Checksums of many ranges of device memory: all launched first, then read back together.
+
+use memory::cuda::DeviceTensor;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::cuda::checksum::{Checksums, PIECE_BYTES};
+use crate::cuda::{Buffer, CudaError, Device, Stream, View};
+
+/// Kernels over small tensors do not fill the device: several run at once.
+const STREAMS: usize = 4;
+
+/// As checksum.rs: a last piece up to this length is hashed on the host.
+const SHORT_BYTES: usize = 240;
+
+/// Place of each range's short last piece in `tails`.
+const TAIL_STRIDE: usize = 256;
+
+/// Results of pieces, on the device.
+pub(super) struct PieceSums {
+    halves: Buffer<[u64; 2]>,
+    tails: Buffer<u8>,
+    ranges: Vec<Range>,
+}
+
+#[derive(Clone, Copy)]
+struct Range {
+    bytes: u64,
+    /// Of its first piece in `halves`.
+    first: usize,
+}
+
+impl Range {
+    fn pieces(self) -> usize {
+        (self.bytes as usize).div_ceil(PIECE_BYTES)
+    }
+
+    fn tail(self) -> usize {
+        match self.bytes as usize % PIECE_BYTES {
+            tail @ 1..=SHORT_BYTES => tail,
+            _ => 0,
+        }
+    }
+}
+
+impl PieceSums {
+    pub(super) fn new(device: &Device, sizes: impl Iterator<Item = u64>) -> Result<Self, CudaError> {
+        let mut first = 0;
+        let ranges: Vec<Range> = sizes
+            .map(|bytes| {
+                let range = Range { bytes, first };
+                first += range.pieces();
+                range
+            })
+            .collect();
+        let tails = Buffer::new(device, ranges.len() * TAIL_STRIDE)?;
+        Ok(Self { halves: Buffer::new(device, first)?, tails, ranges })
+    }
+
+    /// Hashes `bytes`, which start with piece `piece` of range `index` and hold whole pieces or the range's end.
+    pub(super) fn launch(
+        &mut self,
+        checksums: &Checksums,
+        stream: &Stream,
+        index: usize,
+        piece: usize,
+        bytes: View<'_, u8>,
+    ) -> Result<(), CudaError> {
+        let range = self.ranges[index];
+        let pieces = bytes.len().div_ceil(PIECE_BYTES);
+        let mut halves = self.halves.view_mut();
+        let out = (piece + pieces <= range.pieces()).then(|| halves.slice_mut(range.first + piece, pieces));
+        let Some(mut out) = out.flatten() else {
+            let (found, expected) = (piece + pieces, range.pieces());
+            return Err(CudaError::Length { what: "pieces of a tensor", found, expected });
+        };
+        checksums.launch(stream, bytes, &mut out)?;
+        let tail = if piece + pieces == range.pieces() { range.tail() } else { 0 };
+        if tail > 0
+            && let (Some(source), Some(mut kept)) = (
+                bytes.slice(bytes.len() - tail, tail),
+                self.tails.view_mut().slice_mut(index * TAIL_STRIDE, tail),
+            )
+        {
+            kept.copy_from(stream, source)?;
+        }
+        Ok(())
+    }
+
+    /// The checksums of every range's pieces. All work that was launched has ended.
+    pub(super) fn read(&self, stream: &Stream) -> Result<Vec<Vec<u128>>, CudaError> {
+        let halves = self.halves.to_host(stream)?;
+        let tails = self.tails.to_host(stream)?;
+        let sums = |(index, range): (usize, &Range)| {
+            let halves = &halves[range.first..range.first + range.pieces()];
+            let mut pieces: Vec<u128> =
+                halves.iter().map(|[low, high]| u128::from(*high) << 64 | u128::from(*low)).collect();
+            if range.tail() > 0
+                && let Some(last) = pieces.last_mut()
+            {
+                *last = xxh3_128(&tails[index * TAIL_STRIDE..][..range.tail()]);
+            }
+            pieces
+        };
+        Ok(self.ranges.iter().enumerate().map(sums).collect())
+    }
+}
+
+/// Checksums of the pieces of each range.
+pub(super) fn sum_all(device: &Device, ranges: &[View<'_, u8>]) -> Result<Vec<Vec<u128>>, CudaError> {
+    let checksums = Checksums::new(device);
+    let streams: Vec<Stream> = (0..STREAMS).map(|_| Stream::new(device)).collect::<Result<_, _>>()?;
+    let mut sums = PieceSums::new(device, ranges.iter().map(|range| range.len() as u64))?;
+    for (index, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
+        sums.launch(&checksums, &streams[index % STREAMS], index, 0, *range)?;
+    }
+    streams.iter().try_for_each(Stream::synchronize)?;
+    sums.read(&streams[0])
+}
+
+/// Checksums of the pieces of each tensor, as they are on the device now.
+pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, CudaError> {
+    device.bind()?;
+    let view = |tensor: &DeviceTensor| {
+        // SAFETY: the tensor's bytes are mapped for reading as long as it lives, which is beyond `sum_all`; that waits for
+        // all work it gives, here and, where it fails, by dropping its buffers.
+        unsafe { View::from_raw(tensor.address(), tensor.bytes as usize) }
+    };
+    sum_all(device, &tensors.iter().map(view).collect::<Vec<_>>())
+}

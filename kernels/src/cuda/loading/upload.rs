@@ -1,0 +1,288 @@
+//! [`Upload`]: takes filled slots in order and turns them into a model on the device.
+
+use std::marker::PhantomData;
+
+use cudarc::driver::result;
+use memory::cuda::WritableModel;
+use quant::layout::{LayoutError, TILE_ROWS, Tiles};
+
+use super::ring::{PART_BYTES, Ring, Slot};
+use super::sums::{PieceSums, sum_all};
+use crate::cuda::checksum::{Checksums, PIECE_BYTES};
+use crate::cuda::error::Named;
+use crate::cuda::repack::Repack;
+use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
+
+/// Parts that are on the device at once: being copied, hashed and repacked.
+const STAGING_SLOTS: usize = 8;
+
+/// Device memory that an upload takes beside the model.
+pub const STAGING_BYTES: u64 = (STAGING_SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
+
+/// Where a tensor goes, and how it is laid out.
+#[derive(Debug, Clone, Copy)]
+pub struct Destination {
+    pub allocation: usize,
+    pub offset: u64,
+    pub tiles: Tiles,
+}
+
+/// What a slot holds: `bytes` of a tensor from byte `start` of its file form on, at `at` in the slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    pub tensor: usize,
+    pub start: u64,
+    pub bytes: usize,
+    pub at: usize,
+}
+
+/// Checksums of the pieces of each tensor.
+#[derive(Debug)]
+pub struct Sums {
+    /// Of the bytes that came.
+    pub raw: Vec<Vec<u128>>,
+    /// Of the bytes that kernels read.
+    pub laid_out: Vec<Vec<u128>>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum UploadError {
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error(
+        "tensor {tensor}: destination of {bytes} bytes at {offset} lies outside of allocation {allocation}"
+    )]
+    Destination { tensor: usize, allocation: usize, offset: u64, bytes: usize },
+    #[error("the model's memory is on another device than its upload")]
+    Device,
+    #[error("tensor {tensor}: {bytes} bytes came at {start}, byte {due} was due")]
+    OutOfOrder { tensor: usize, start: u64, bytes: usize, due: u64 },
+    #[error("tensor {tensor}: {bytes} bytes at {start} are not whole tiles")]
+    NotWholeTiles { tensor: usize, start: u64, bytes: usize },
+    #[error("tensor {tensor} did not come whole: {came} of {bytes} bytes")]
+    Incomplete { tensor: usize, came: u64, bytes: u64 },
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+}
+
+/// Fills a model. The model can be neither dropped nor finished before this is, and this waits for the device.
+pub struct Upload<'m> {
+    device: Device,
+    targets: Vec<Target>,
+    staging: Vec<Staging>,
+    /// The staging buffer that comes next.
+    turn: usize,
+    checksums: Checksums,
+    repack: Repack,
+    raw: PieceSums,
+    model: PhantomData<&'m mut WritableModel>,
+}
+
+struct Target {
+    address: u64,
+    tiles: Tiles,
+    /// Bytes of the file form that have come.
+    came: u64,
+}
+
+/// A part on the device: carried bytes end, and the part begins, at `PIECE_BYTES`.
+struct Staging {
+    stream: Stream,
+    memory: Buffer<u8>,
+    /// Where the last part ended.
+    end: usize,
+    /// Carry and part are in `memory`.
+    filled: Event,
+    /// The carry was taken from the buffer before.
+    carried: Event,
+}
+
+impl Target {
+    fn row_bytes(&self) -> usize {
+        self.tiles.raw_bytes() / self.tiles.rows().max(1)
+    }
+
+    /// Parts begin and end at multiples of this, except at the tensor's end.
+    fn step(&self) -> usize {
+        if self.tiles.tile_bytes() == 0 { PIECE_BYTES } else { TILE_ROWS * self.row_bytes() }
+    }
+}
+
+impl<'m> Upload<'m> {
+    pub fn new(
+        device: &Device,
+        model: &'m mut WritableModel,
+        destinations: &[Destination],
+    ) -> Result<Self, UploadError> {
+        if model.device().uuid().0 != device.uuid().0 {
+            return Err(UploadError::Device);
+        }
+        device.bind()?;
+        let target = |(tensor, to): (usize, &Destination)| {
+            let bytes = to.tiles.bytes();
+            let end = to.offset.checked_add(bytes as u64);
+            let start = model.addresses().get(to.allocation);
+            match (start, end, model.bytes(to.allocation)) {
+                (Some(start), Some(end), Some(size)) if end <= size => {
+                    Ok(Target { address: start + to.offset, tiles: to.tiles, came: 0 })
+                }
+                _ => {
+                    let Destination { allocation, offset, .. } = *to;
+                    Err(UploadError::Destination { tensor, allocation, offset, bytes })
+                }
+            }
+        };
+        let targets: Vec<Target> = destinations.iter().enumerate().map(target).collect::<Result<_, _>>()?;
+        let staging =
+            (0..STAGING_SLOTS).map(|_| Staging::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
+        let raw = PieceSums::new(device, targets.iter().map(|target| target.tiles.raw_bytes() as u64))?;
+        Ok(Self {
+            device: device.clone(),
+            targets,
+            staging,
+            turn: 0,
+            checksums: Checksums::new(device),
+            repack: Repack::new(device),
+            raw,
+            model: PhantomData,
+        })
+    }
+
+    /// Starts everything that is to be done with a part; the slot goes back to its ring. Parts of a tensor come in order, one
+    /// tensor after the other.
+    pub fn submit(&mut self, ring: &Ring, slot: Slot, part: Part) -> Result<(), UploadError> {
+        self.start(&slot, part)?;
+        ring.put_back(slot);
+        Ok(())
+    }
+
+    fn start(&mut self, slot: &Slot, part: Part) -> Result<(), UploadError> {
+        let Part { tensor, start, bytes, at } = part;
+        let source = at.checked_add(bytes).and_then(|end| slot.bytes().get(at..end));
+        let target = self.targets.get_mut(tensor).filter(|target| target.came == start);
+        let (Some(source), Some(target)) = (source.filter(|_| bytes <= PART_BYTES), target) else {
+            let due = self.targets.get(tensor).map_or(0, |target| target.came);
+            return Err(UploadError::OutOfOrder { tensor, start, bytes, due });
+        };
+        let raw_bytes = target.tiles.raw_bytes() as u64;
+        let is_last = start + bytes as u64 == raw_bytes;
+        if !(start as usize).is_multiple_of(target.step())
+            || !(is_last || bytes.is_multiple_of(target.step()))
+            || bytes == 0
+            || start + bytes as u64 > raw_bytes
+        {
+            return Err(UploadError::NotWholeTiles { tensor, start, bytes });
+        }
+
+        let carry = (start % PIECE_BYTES as u64) as usize;
+        let (now, before) = (self.turn, (self.turn + STAGING_SLOTS - 1) % STAGING_SLOTS);
+        self.turn = (self.turn + 1) % STAGING_SLOTS;
+        if carry > 0 {
+            carry_over(&mut self.staging, before, now, carry)?;
+        }
+        let staging = &mut self.staging[now];
+        let stream = &staging.stream;
+        let address = staging.memory.view().address() + PIECE_BYTES as u64;
+        // SAFETY: the staging buffer has room for a part behind the carry, and its earlier users are earlier in this stream or
+        // waited for by it. The slot's memory is pinned and not touched before `copied`, which its ring waits for; if it is
+        // dropped instead, freeing pinned memory waits for copies.
+        unsafe { result::memcpy_htod_async(address, source, stream.raw()) }.named("cuMemcpyHtoD")?;
+        slot.copied.record(stream)?;
+        staging.filled.record(stream)?;
+        staging.end = PIECE_BYTES + bytes;
+        target.came += bytes as u64;
+
+        let held = carry + bytes;
+        let hashed = if is_last { held } else { held - held % PIECE_BYTES };
+        if let Some(view) = staging.memory.view().slice(PIECE_BYTES - carry, hashed).filter(|v| !v.is_empty())
+        {
+            let piece = (start / PIECE_BYTES as u64) as usize;
+            self.raw.launch(&self.checksums, stream, tensor, piece, view)?;
+        }
+        if let Some(view) = staging.memory.view().slice(PIECE_BYTES, bytes) {
+            lay_out(&self.repack, stream, target, start as usize, view)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for everything, and hashes what kernels will read.
+    pub fn finish(self) -> Result<Sums, UploadError> {
+        for (tensor, target) in self.targets.iter().enumerate() {
+            let bytes = target.tiles.raw_bytes() as u64;
+            if target.came != bytes {
+                return Err(UploadError::Incomplete { tensor, came: target.came, bytes });
+            }
+        }
+        self.staging.iter().try_for_each(|staging| staging.stream.synchronize())?;
+        let raw = self.raw.read(&self.staging[0].stream)?;
+        let view = |target: &Target| {
+            // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work that it gives.
+            unsafe { View::from_raw(target.address, target.tiles.bytes()) }
+        };
+        let views: Vec<View<'_, u8>> = self.targets.iter().map(view).collect();
+        let laid_out = sum_all(&self.device, &views)?;
+        Ok(Sums { raw, laid_out })
+    }
+}
+
+impl Drop for Upload<'_> {
+    fn drop(&mut self) {
+        // Nothing may be written to the model's addresses once it is free to go. Where this fails the context is gone.
+        let _ = self.device.synchronize();
+    }
+}
+
+impl Staging {
+    fn new(device: &Device) -> Result<Self, CudaError> {
+        Ok(Self {
+            stream: Stream::new(device)?,
+            memory: Buffer::new(device, PIECE_BYTES + PART_BYTES)?,
+            end: PIECE_BYTES,
+            filled: Event::new(device)?,
+            carried: Event::new(device)?,
+        })
+    }
+}
+
+/// Copies the last `carry` bytes of buffer `before` to where the part of buffer `now` will begin.
+fn carry_over(staging: &mut [Staging], before: usize, now: usize, carry: usize) -> Result<(), CudaError> {
+    let Ok([before, now]) = staging.get_disjoint_mut([before, now]) else {
+        // There are several, and these are neighbours.
+        return Ok(());
+    };
+    now.stream.wait(&before.filled)?;
+    let source = before.memory.view().slice(before.end - carry, carry);
+    let mut memory = now.memory.view_mut();
+    if let (Some(source), Some(mut to)) = (source, memory.slice_mut(PIECE_BYTES - carry, carry)) {
+        to.copy_from(&now.stream, source)?;
+    }
+    now.carried.record(&now.stream)?;
+    before.stream.wait(&now.carried)
+}
+
+/// Writes a part to its place in the model.
+fn lay_out(
+    repack: &Repack,
+    stream: &Stream,
+    target: &Target,
+    start: usize,
+    raw: View<'_, u8>,
+) -> Result<(), UploadError> {
+    let tiles = &target.tiles;
+    let (offset, bytes, part) = if tiles.tile_bytes() == 0 {
+        (start, raw.len(), None)
+    } else {
+        let (first, rows) = (start / target.row_bytes(), raw.len() / target.row_bytes());
+        let part = Tiles::new(tiles.dtype(), tiles.cols(), rows)?;
+        (first / TILE_ROWS * tiles.row_tile_bytes(), part.bytes(), Some(part))
+    };
+    debug_assert!(offset + bytes <= tiles.bytes(), "a part is inside of its tensor");
+    // SAFETY: inside of the tensor's place, which lies in an allocation of the model that the upload borrows; parts of a
+    // tensor do not overlap.
+    let mut to = unsafe { ViewMut::from_raw(target.address + offset as u64, bytes) };
+    match part {
+        Some(part) => repack.repack(stream, &part, raw, &mut to)?,
+        None => to.copy_from(stream, raw)?,
+    }
+    Ok(())
+}
