@@ -269,6 +269,15 @@ impl State {
             .filter(|g| g.model == model && g.phase != Phase::Retiring)
             .map(|g| g.id)
             .collect();
+        // What was quarantined is not wanted back either.
+        let mut given_up = 0;
+        for generation in self.generations.values_mut().filter(|g| g.model == model && g.reload) {
+            generation.reload = false;
+            given_up += self.leases.of_generation(generation.id);
+        }
+        if ids.is_empty() && given_up > 0 {
+            return Ok(given_up as u32);
+        }
         if ids.is_empty() {
             return Err(UnloadRefusal::UnknownModel { model: model.to_owned(), known: self.known_models() });
         }
@@ -276,7 +285,7 @@ impl State {
             0 => {}
             workers => return Err(UnloadRefusal::Settling { workers }),
         }
-        let mut leases = 0;
+        let mut leases = given_up;
         for id in ids {
             leases += self.leases.of_generation(id);
             self.stop_verifying(id, &VerifyFailure::Unloaded);

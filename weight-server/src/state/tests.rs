@@ -7,24 +7,29 @@ use memory::handoff::PROTOCOL;
 use memory::manifest::{FORMAT, FileIdentity};
 use proptest::prelude::*;
 
+mod devices;
+
 use super::*;
 use crate::catalog::{Contents, LoadKey};
-use crate::events::{Ask, CallId, ConnectionId, LoadAnswer, LoadAsk, WaiterId};
+use crate::events::{Ask, CallId, ConnectionId, LoadAnswer, LoadAsk, VerifyReport, WaiterId};
 use crate::lease_table::Peer;
 use crate::ledger::Shortage;
-use crate::refusal::{Refusal, UnloadRefusal};
+use crate::refusal::{Refusal, UnloadRefusal, VerifyFailure};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;
 const NEVER_SHORT: u64 = u64::MAX;
+const GPU: &str = "GPU-01010101-0101-0101-0101-010101010101";
+/// Room for a model of 400 MiB, two contexts, and not for two such models more.
+const GPU_BYTES: u64 = 1800 * MIB;
+
+fn limits(capacity: u64, fds: u64) -> Limits {
+    let device_bytes = BTreeMap::from([(HOST.to_owned(), capacity), (GPU.to_owned(), GPU_BYTES)]);
+    Limits { device_bytes, fds, uids: BTreeSet::from([1000]) }
+}
 
 fn state_with(capacity: u64, fds: u64) -> State {
-    let limits = Limits {
-        device_bytes: BTreeMap::from([(HOST.to_owned(), capacity)]),
-        fds,
-        uids: BTreeSet::from([1000]),
-    };
-    State::new(limits, Vec::new(), Vec::new(), Duration::ZERO)
+    State::new(limits(capacity, fds), Vec::new(), Vec::new(), Duration::ZERO)
 }
 
 fn state() -> State {
@@ -140,19 +145,27 @@ fn check_integrity(state: &State) {
             Phase::Ready | Phase::Retiring => RowKey::Weights(generation.id),
             _ => RowKey::Loading(generation.id),
         });
+        expected.extend(generation.verification.running.then_some(RowKey::Verifying(generation.id)));
+        assert!(
+            generation.integrity != Integrity::Quarantined || generation.phase == Phase::Retiring,
+            "damaged weights have a name"
+        );
         assert!(generation.waiters.is_empty() || generation.is_pending(), "somebody waits for nothing");
         let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
         assert!(generation.phase != Phase::Retiring || leases > 0, "a retired generation that nobody holds");
     }
     assert_eq!(state.ledger().rows().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
-    let running = state.generations().filter(|generation| generation.occupies_loader()).count();
-    assert!(running <= 1, "{running} loaders on one device");
+    for device in [HOST, GPU] {
+        let here = state.generations().filter(|g| g.key.device == device && g.occupies_loader()).count();
+        assert!(here <= 1, "{here} loaders on {device}");
+    }
     for lease in state.leases() {
         assert!(state.generation(lease.generation).is_some(), "a lease of nothing");
     }
     let mut ready = BTreeSet::new();
     for generation in state.generations().filter(|generation| generation.phase == Phase::Ready) {
-        assert!(ready.insert(&generation.model), "two ready generations of one model");
+        let name = (&generation.model, &generation.key.device);
+        assert!(ready.insert(name), "two ready generations of one model on one device");
     }
     for (device, capacity, reserved) in state.ledger().devices() {
         assert!(reserved <= capacity, "{reserved} bytes reserved on {device}");
@@ -367,11 +380,7 @@ fn replaced_generation_goes_with_its_last_lease() {
 
 #[test]
 fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
-    let limits = Limits {
-        device_bytes: BTreeMap::from([(HOST.to_owned(), 100 * MIB)]),
-        fds: 100,
-        uids: BTreeSet::from([1000]),
-    };
+    let limits = limits(100 * MIB, 100);
     let record = |lease| LeaseRecord {
         lease,
         generation: 4,
@@ -434,11 +443,7 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
 
 #[test]
 fn adopted_generations_keep_only_what_somebody_has_or_may_ask_for() {
-    let limits = Limits {
-        device_bytes: BTreeMap::from([(HOST.to_owned(), 100 * MIB)]),
-        fds: 100,
-        uids: BTreeSet::from([1000]),
-    };
+    let limits = limits(100 * MIB, 100);
     let generation = |id, model: &str, retired| {
         let model = model.to_owned();
         AdoptedGeneration { id, model, key: key(id, MIB), contents: contents(MIB), retired }
@@ -490,6 +495,28 @@ fn one_process_cannot_take_all_leases() {
     }
 }
 
+/// The same, onto a GPU.
+fn on_gpu(event: Event) -> Event {
+    match event {
+        Event::LoadAsked { call, mut ask, available_bytes } => {
+            ask.device = GPU.to_owned();
+            ask.key = ask.key.map(|key| LoadKey { device: GPU.to_owned(), layout: 1, ..key });
+            Event::LoadAsked { call, ask, available_bytes }
+        }
+        Event::AttachAsked { connection, peer, ask } => {
+            let ask = Ask { device: GPU.to_owned(), layout: 1, ..ask };
+            Event::AttachAsked { connection, peer, ask }
+        }
+        other => other,
+    }
+}
+
+fn verified(generation: u64, damaged_count: u32) -> Event {
+    let damaged = (0..damaged_count).map(|index| format!("t{index}")).collect();
+    let report = VerifyReport { damaged, damaged_count, checked_bytes: MIB, took: at(1) };
+    Event::Verified { generation, report }
+}
+
 /// One random thing that can happen, on a tiny domain so that events hit what exists.
 fn any_event() -> impl Strategy<Value = Event> {
     let id = 1u64..6;
@@ -498,14 +525,30 @@ fn any_event() -> impl Strategy<Value = Event> {
     let size = prop::sample::select(vec![MIB, 100 * MIB, 400 * MIB]);
     let lost = || LoadFailure::LoaderLost { how: "killed".to_owned() };
     prop_oneof![
-        (1u64..9, model.clone(), 1u64..4, size.clone()).prop_map(|(c, m, f, b)| load(c, m, f, b)),
+        (1u64..9, model.clone(), 1u64..4, size.clone(), any::<bool>()).prop_map(|(c, m, f, b, gpu)| if gpu {
+            on_gpu(load(c, m, f, b))
+        } else {
+            load(c, m, f, b)
+        }),
         (id.clone(), size.clone()).prop_map(|(g, b)| planned(g, b)),
         (id.clone(), 0..300 * MIB).prop_map(|(g, b)| Event::LoadProgressed { generation: g, done_bytes: b }),
         id.clone().prop_map(|g| Event::LoadHandedOver { generation: g, contents: contents(MIB) }),
         id.clone().prop_map(move |g| Event::LoadFailed { generation: g, failure: lost() }),
         id.clone().prop_map(|g| Event::GenerationStored { generation: g }),
         model.clone().prop_map(|m| Event::UnloadAsked { call: CallId(1), model: m.to_owned() }),
-        (1u64..8, model).prop_map(|(c, m)| attach(c, m)),
+        (1u64..8, model.clone(), any::<bool>()).prop_map(|(c, m, gpu)| if gpu {
+            on_gpu(attach(c, m))
+        } else {
+            attach(c, m)
+        }),
+        model.prop_map(|m| Event::VerifyAsked {
+            call: CallId(1),
+            model: m.to_owned(),
+            device: String::new()
+        }),
+        (id.clone(), 0u32..2).prop_map(|(generation, damage)| verified(generation, damage)),
+        id.clone()
+            .prop_map(|generation| Event::VerifyFailed { generation, failure: VerifyFailure::Unloaded }),
         id.clone().prop_map(|lease| Event::LeaseStored { lease }),
         connection.clone().prop_map(|connection| Event::Delivered { connection }),
         connection.clone().prop_map(|connection| Event::Detached { connection }),
@@ -539,6 +582,11 @@ proptest! {
             // A connection's first frame comes once.
             if let Event::AttachAsked { connection, .. } | Event::ReclaimAsked { connection, .. } = &event
                 && state.leases.by_connection(*connection).is_some()
+            {
+                continue;
+            }
+            if let Event::Verified { generation, .. } | Event::VerifyFailed { generation, .. } = &event
+                && !state.generation(*generation).is_some_and(|found| found.verification.running)
             {
                 continue;
             }
