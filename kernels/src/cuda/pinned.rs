@@ -16,6 +16,8 @@ pub(super) struct Pinned<T> {
 
 // SAFETY: plain memory with one owner.
 unsafe impl<T: Send> Send for Pinned<T> {}
+// SAFETY: through a shared reference it is only read.
+unsafe impl<T: Sync> Sync for Pinned<T> {}
 
 impl<T: Pod> Pinned<T> {
     pub(super) fn new(device: &Device, len: usize) -> Result<Self, CudaError> {

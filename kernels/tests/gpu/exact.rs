@@ -161,7 +161,7 @@ const WAYS: [(&str, Way); 7] = [
 
 pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
     let mut random = Random::new(41);
-    for name in MODELS {
+    for name in MODELS.into_iter().take(if gpu.small { 1 } else { MODELS.len() }) {
         let file = ModelFile::open(&Path::new("crates/models/tests/data").join(format!("{name}.gguf")))
             .with_context(|| name.to_owned())?;
         for kind in [KvType::F16, KvType::F32] {

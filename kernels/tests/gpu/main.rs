@@ -1,6 +1,7 @@
 //! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
+//!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow
 //!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
 
 #![expect(clippy::print_stdout, reason = "an executable of its own: what it prints is its result")]
@@ -46,7 +47,7 @@ fn main() -> anyhow::Result<()> {
     };
     println!("{} ({})", device.name(), device.uuid());
     let stream = Stream::new(&device)?;
-    let gpu = Gpu { device, stream };
+    let gpu = Gpu { device, stream, small: mode == "small" };
     let cases: &[(&str, Case)] = match mode.as_str() {
         "bench" => &[
             ("attention", attention::bench),
@@ -112,6 +113,8 @@ type Case = fn(&Gpu) -> anyhow::Result<()>;
 struct Gpu {
     device: kernels::cuda::Device,
     stream: kernels::cuda::Stream,
+    /// Shapes are to be small ones.
+    small: bool,
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -191,6 +191,16 @@ pub(crate) fn memory(gpu: &Gpu) -> Result<()> {
             let mut logits = vec![0.0; limits.outputs_max * model.vocab_size()];
             let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
             let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
+            let prompt: Vec<u32> = (0..1024).collect();
+            let mut best = f64::INFINITY;
+            for _ in 0..3 {
+                let part = [(&prompt, 0, step_tokens)];
+                best = best.min(step(&mut cuda, &mut *model, &mut kv, &part, Wanted::Best, &mut logits)?);
+            }
+            println!(
+                "{name}: prompt {step_tokens} in steps of {step_tokens}: {:.0} tok/s",
+                step_tokens as f64 / best
+            );
             for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
                 let mut parts = whole.clone();
                 for _ in 0..2 {

@@ -92,7 +92,7 @@ impl Cuda {
             panels: Arc::new(Buffer::new(device, 0)?),
             expert_scratch: Arc::new(Buffer::new(device, 0)?),
             best: Arc::new(Buffer::new(device, BEST_ROWS)?),
-            readback: Readback::new(device)?,
+            readback: Readback::new(device),
             tensor_bytes: Arc::default(),
         })
     }

@@ -1,0 +1,169 @@
+//! loading/ against quant::layout and xxhash on the host; and how fast the device takes what is brought to it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use kernels::cuda::checksum::PIECE_BYTES;
+use kernels::cuda::loading::{Destination, PART_BYTES, Part, Ring, Upload};
+use memory::cuda::{Device, DeviceSelector, DeviceUuid, WritableModel};
+use memory::pack::{PackPlan, Packing};
+use quant::DType;
+use quant::layout::{TILE_ROWS, Tiles};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::Gpu;
+use crate::random::Random;
+
+const NO_PATIENCE: Duration = Duration::ZERO;
+
+const SLOTS: usize = 16;
+
+fn device(gpu: &Gpu) -> anyhow::Result<Device> {
+    let uuid = DeviceUuid(gpu.device.uuid().0);
+    Ok(Device::open(memory::cuda::open_driver()?, DeviceSelector::Uuid(uuid))?)
+}
+
+fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Destination>)> {
+    let sizes: Vec<u64> = tensors.iter().map(|tiles| tiles.bytes() as u64).collect();
+    let mut plan = PackPlan::new(&sizes, Packing::Slabs)?;
+    for bytes in &mut plan.allocations {
+        *bytes = device.allocated_bytes(*bytes).context("too large")?;
+    }
+    let destination = |(place, tiles): (&memory::pack::Placement, &Tiles)| Destination {
+        allocation: place.allocation,
+        offset: place.offset,
+        tiles: *tiles,
+    };
+    let destinations = plan.placements.iter().zip(tensors).map(destination).collect();
+    Ok((plan, destinations))
+}
+
+/// Parts of at most `limit` bytes.
+fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<Part> {
+    let step = match tiles.tile_bytes() {
+        0 => PIECE_BYTES,
+        _ => TILE_ROWS * tiles.raw_bytes() / tiles.rows(),
+    };
+    let length = (limit / step).max(1) * step;
+    let part = |start: usize| Part {
+        tensor,
+        start: start as u64,
+        bytes: length.min(tiles.raw_bytes() - start),
+        // Anywhere in the slot, as after a read of whole blocks.
+        at: start % 4096 & !31,
+    };
+    (0..tiles.raw_bytes()).step_by(length).map(part).collect()
+}
+
+pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &Gpu) -> anyhow::Result<()> {
+    let device = device(gpu)?;
+    let context = device.context()?;
+    let shapes = [
+        (DType::Q4_K, 4096, 3001),
+        (DType::F32, 777, 1),
+        (DType::Q6_K, 2560, 1025),
+        (DType::Q8_0, 32, 30841),
+        (DType::BF16, 1024, 1500),
+        (DType::Q5_1, 96, 17),
+        (DType::Q2_K, 768, 0),
+        (DType::Q3_K, 512, 4000),
+    ];
+    let tensors: Vec<Tiles> = shapes
+        .into_iter()
+        .map(|(dtype, cols, rows)| Tiles::new(dtype, cols, rows))
+        .collect::<Result<_, _>>()?;
+    // Parts of less than a piece too: a piece is then carried over several times.
+    for limit in [PART_BYTES, 3 << 20, 200_000] {
+        let (plan, destinations) = plan(&device, &tensors)?;
+        let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
+        let mut upload = Upload::new(&gpu.device, &mut model, &destinations)?;
+        let ring = Ring::new(&gpu.device, SLOTS);
+        let mut raws = Vec::new();
+        for (index, tiles) in tensors.iter().enumerate() {
+            let raw = Random::new(index as u64 + 7).bytes(tiles.raw_bytes());
+            for part in parts(index, tiles, limit) {
+                let mut slot = ring.take()?.context("a closed ring")?;
+                let source = &raw[part.start as usize..][..part.bytes];
+                slot.bytes_mut()[part.at..part.at + part.bytes].copy_from_slice(source);
+                upload.submit(&ring, slot, part)?;
+            }
+            raws.push(raw);
+        }
+        let sums = upload.finish()?;
+        let pieces = |bytes: &[u8]| bytes.chunks(PIECE_BYTES).map(xxh3_128).collect::<Vec<u128>>();
+        for (index, (tiles, raw)) in tensors.iter().zip(&raws).enumerate() {
+            let mut laid_out = vec![0; tiles.bytes()];
+            tiles.repack(raw, &mut laid_out)?;
+            ensure!(sums.raw[index] == pieces(raw), "{limit}: file bytes of tensor {index}");
+            ensure!(sums.laid_out[index] == pieces(&laid_out), "{limit}: tiles of tensor {index}");
+        }
+        model.finish()?;
+    }
+    Ok(())
+}
+
+pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &Gpu) -> anyhow::Result<()> {
+    let device = device(gpu)?;
+    let context = device.context()?;
+    let tensors = [Tiles::new(DType::Q8_0, 1024, 64)?];
+    let (plan, destinations) = plan(&device, &tensors)?;
+    let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
+    let outside = Destination { offset: plan.allocations[0], ..destinations[0] };
+    ensure!(Upload::new(&gpu.device, &mut model, &[outside]).is_err(), "outside of the allocation");
+    let mut upload = Upload::new(&gpu.device, &mut model, &destinations)?;
+    let ring = Ring::new(&gpu.device, SLOTS);
+    let rows = |rows: usize| rows * tensors[0].raw_bytes() / 64;
+    let wrong = [
+        Part { tensor: 0, start: rows(16) as u64, bytes: rows(16), at: 0 },
+        Part { tensor: 0, start: 0, bytes: rows(15), at: 0 },
+        Part { tensor: 0, start: 0, bytes: rows(80), at: 0 },
+        Part { tensor: 0, start: 0, bytes: 0, at: 0 },
+        Part { tensor: 0, start: 0, bytes: rows(16), at: PART_BYTES + 8192 },
+        Part { tensor: 1, start: 0, bytes: rows(16), at: 0 },
+    ];
+    for part in wrong {
+        let slot = ring.take()?.context("a closed ring")?;
+        ensure!(upload.submit(&ring, slot, part).is_err(), "{part:?}");
+    }
+    ensure!(upload.finish().is_err(), "a tensor that never came");
+    Ok(())
+}
+
+/// Slots that are full already: what the device does without anybody reading. Against a plain copy from pinned memory.
+pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
+    let device = device(gpu)?;
+    let context = device.context()?;
+    for dtype in [DType::Q4_K, DType::Q8_0, DType::F16] {
+        // Of the size of an 8B model's matrices.
+        let tensors = vec![Tiles::new(dtype, 4096, 12_288)?; 96];
+        let bytes: usize = tensors.iter().map(Tiles::raw_bytes).sum();
+        let (plan, destinations) = plan(&device, &tensors)?;
+        let started = Instant::now();
+        let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
+        let mut upload = Upload::new(&gpu.device, &mut model, &destinations)?;
+        let allocated = started.elapsed();
+        let ring = Ring::new(&gpu.device, SLOTS);
+        let slots: Vec<_> = (0..SLOTS).map(|_| ring.take()).collect::<Result<_, _>>()?;
+        slots.into_iter().flatten().for_each(|slot| ring.put_back(slot));
+        let pinned = started.elapsed();
+        for (index, tiles) in tensors.iter().enumerate() {
+            for part in parts(index, tiles, PART_BYTES) {
+                let slot = ring.take()?.context("a closed ring")?;
+                upload.submit(&ring, slot, part)?;
+            }
+        }
+        gpu.device.synchronize()?;
+        let submitted = started.elapsed();
+        upload.finish()?;
+        let seconds = (submitted - pinned).as_secs_f64();
+        println!(
+            "loading {dtype} {:5.2} GB: {:6.1} GB/s; allocate {:.1?}, pin {:.1?}, checksums {:.1?}",
+            bytes as f64 / 1e9,
+            bytes as f64 / seconds / 1e9,
+            allocated,
+            pinned - allocated,
+            started.elapsed() - submitted
+        );
+    }
+    Ok(())
+}
