@@ -55,7 +55,6 @@ pub struct Engine<B: Backend> {
     sampler: Sampler,
     /// Set if tokens are drafted.
     speculation: Option<Speculation<B>>,
-    draft_depth_max: usize,
     batch: Batch,
     /// Logits of the step on the host.
     logits: Vec<f32>,
@@ -69,12 +68,38 @@ pub struct Engine<B: Backend> {
 
 impl<B: Backend> Engine<B> {
     /// `model` was built with at least [`EngineConfig::model_limits`].
-    pub fn new(model: Box<dyn Model<B>>, mut backend: B, config: &EngineConfig) -> Result<Self, StartError> {
+    pub fn new(model: Box<dyn Model<B>>, backend: B, config: &EngineConfig) -> Result<Self, StartError> {
+        Self::start(model, None, backend, config)
+    }
+
+    /// The same engine with tokens drafted by `drafter`, to the depth that the configuration allows.
+    pub fn drafting(
+        model: Box<dyn Model<B>>,
+        drafter: Box<dyn Drafter<B>>,
+        backend: B,
+        config: &EngineConfig,
+    ) -> Result<Self, StartError> {
+        let drafter = (config.draft_depth_max > 0).then_some(drafter);
+        Self::start(model, drafter, backend, config)
+    }
+
+    fn start(
+        model: Box<dyn Model<B>>,
+        mut drafter: Option<Box<dyn Drafter<B>>>,
+        mut backend: B,
+        config: &EngineConfig,
+    ) -> Result<Self, StartError> {
         config.check()?;
-        let layout = config.kv_layout(model.kv_layers(config.kv_type))?;
+        // One budget and one table of blocks for both.
+        let own_layers = model.kv_layers(config.kv_type);
+        let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(config.kv_type));
+        let layout = config.kv_layout([&own_layers[..], &draft_layers[..]].concat())?;
         let bytes = (layout.blocks * layout.block_bytes()) as u64;
-        let kv =
-            backend.kv(&layout).map_err(|source| StartError::Kv { blocks: layout.blocks, bytes, source })?;
+        let no_room = |source| StartError::Kv { blocks: layout.blocks, bytes, source };
+        let kv = backend.kv(&KvLayout { layers: own_layers, ..layout }).map_err(no_room)?;
+        if let Some(drafter) = &mut drafter {
+            drafter.start(&mut backend, &KvLayout { layers: draft_layers, ..layout }).map_err(no_room)?;
+        }
         let usable = layout.blocks - 1;
         let vocab_size = model.vocab_size();
         let context = model.context_length();
@@ -107,8 +132,7 @@ impl<B: Backend> Engine<B> {
             layout,
             queue_max: config.queue_max,
             sampler: Sampler::default(),
-            speculation: None,
-            draft_depth_max: config.draft_depth_max,
+            speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
             logits: Vec::new(),
             tasks: Vec::new(),
@@ -116,15 +140,6 @@ impl<B: Backend> Engine<B> {
             deadlines: BTreeSet::new(),
             draining: false,
         })
-    }
-
-    /// The same engine with tokens drafted by `drafter`, to the depth that the configuration allows. Before the first
-    /// request.
-    pub fn with_drafter(mut self, drafter: Box<dyn Drafter<B>>) -> Self {
-        debug_assert!(!self.has_work());
-        self.speculation =
-            (self.draft_depth_max > 0).then(|| Speculation::new(drafter, self.draft_depth_max));
-        self
     }
 
     /// Checks and queues a request. An error leaves no trace of it.

@@ -31,7 +31,7 @@ pub use api::{
     StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
 pub use config::{ConfigError, EngineConfig, KvBudget};
-pub use draft::{DRAFT_DEPTH_MAX, DraftStats, Drafter, Lookup};
+pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};
 pub use params::{ParamError, SamplingParams};
 pub use refusal::{Queued, RefuseReason};

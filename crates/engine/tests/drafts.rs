@@ -9,11 +9,14 @@ mod fake;
 use drafters::{Guess, KINDS, Scripted, drafter};
 use engine::draft::DRAFT_DEPTH_MAX;
 use engine::{
-    ConfigError, Drafter, Engine, EngineConfig, EngineStats, FinishReason, KvBudget, Output, Request,
-    RequestId, SamplingParams, StartError,
+    ConfigError, DraftModel, Drafter, Engine, EngineConfig, EngineStats, FinishReason, KvBudget, Output,
+    Request, RequestId, SamplingParams, StartError,
 };
 use fake::{FakeModel, answers, oracle, request, run_out};
-use ops::{KvType, Reference};
+use models::{Model, TakeLogits};
+use ops::{Backend, KvLayer, KvType, OpError, Reference, Step};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 const NOW: Duration = Duration::ZERO;
@@ -28,7 +31,7 @@ fn config() -> EngineConfig {
 }
 
 fn engine(config: &EngineConfig, drafter: Box<dyn Drafter<Reference>>) -> Engine<Reference> {
-    Engine::new(Box::new(FakeModel::new(config)), Reference::new(), config).unwrap().with_drafter(drafter)
+    Engine::drafting(Box::new(FakeModel::new(config)), drafter, Reference::new(), config).unwrap()
 }
 
 /// Steps that the requests take, and what the engine counted.
@@ -83,7 +86,7 @@ fn a_failing_drafter_loses_nothing_but_drafts() {
 fn blocks_hold_no_more_than_tokens_after_each_step() {
     let requests = three(60);
     for kind in 0..KINDS {
-        let mut engine = engine(&config(), drafter(kind, &requests));
+        let mut engine = engine(&config(), drafter(kind, &config(), &requests));
         for request in &requests {
             engine.submit(request.clone()).unwrap();
         }
@@ -111,7 +114,7 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
     let first = request(0, vec![1, 2, 3], 60);
     let whole = [&first.prompt[..], &oracle(&first).tokens].concat();
     for kind in 0..KINDS {
-        let mut engine = engine(&config(), drafter(kind, std::slice::from_ref(&first)));
+        let mut engine = engine(&config(), drafter(kind, &config(), std::slice::from_ref(&first)));
         engine.submit(first.clone()).unwrap();
         run_out(&mut engine);
         // The same text again, as a prompt: all of its blocks but the one of its last token are there.
@@ -185,11 +188,98 @@ fn text_that_repeats_itself_is_drafted_from_itself() {
     let prompt: Vec<u32> = (0..24).map(|i| i % 6).collect();
     let sampling = SamplingParams { logit_bias: vec![(3, 50.0)], ..SamplingParams::greedy() };
     let request = Request { sampling, ..request(1, prompt, 50) };
-    let mut engine = engine(&config(), drafter(0, &[]));
+    let mut engine = engine(&config(), drafter(0, &config(), &[]));
     engine.submit(request.clone()).unwrap();
     let got = answers(run_out(&mut engine));
     assert_eq!(got[&RequestId(1)], oracle(&request));
     assert!(engine.stats().steps < 25, "{} steps", engine.stats().steps);
+}
+
+/// A fake model whose rows are counted.
+struct Counted {
+    model: FakeModel,
+    rows: Arc<AtomicUsize>,
+}
+
+impl Model<Reference> for Counted {
+    fn vocab_size(&self) -> usize {
+        Model::<Reference>::vocab_size(&self.model)
+    }
+
+    fn context_length(&self) -> usize {
+        Model::<Reference>::context_length(&self.model)
+    }
+
+    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
+        Model::<Reference>::kv_layers(&self.model, kind)
+    }
+
+    fn forward(
+        &mut self,
+        backend: &mut Reference,
+        kv: &mut <Reference as Backend>::Kv,
+        step: &Step<'_>,
+        take: &mut TakeLogits<'_, Reference>,
+    ) -> Result<(), OpError> {
+        self.rows.fetch_add(step.rows(), Ordering::Relaxed);
+        self.model.forward(backend, kv, step, take)
+    }
+}
+
+/// The draft model is the model: greedy drafts are right from the first on.
+#[test]
+fn a_draft_model_is_fed_each_token_once_and_finds_what_others_left() {
+    let config = EngineConfig { prefill_chunk_max: 16, ..config() };
+    let rows = Arc::new(AtomicUsize::new(0));
+    let model = Counted { model: FakeModel::new(&config), rows: rows.clone() };
+    let mut engine = engine(&config, Box::new(DraftModel::new(Box::new(model), config.step_tokens, 0.0)));
+    let greedy = |id, prompt: Vec<u32>, max_tokens| Request {
+        sampling: SamplingParams::greedy(),
+        ..request(id, prompt, max_tokens)
+    };
+    let first = greedy(1, (0..60).map(|i| i % 7).collect(), 40);
+    engine.submit(first.clone()).unwrap();
+    let answer = &answers(run_out(&mut engine))[&RequestId(1)];
+    assert_eq!(answer, &oracle(&first));
+    let stats = engine.stats();
+    assert_eq!(stats.drafts.drafted, stats.drafts.accepted, "its own drafts are wrong");
+    // Four steps of the prompt, then some five tokens each.
+    assert!(stats.steps <= 4 + 10, "{} steps", stats.steps);
+    // Every token but those of the last step: once.
+    let fed = rows.swap(0, Ordering::Relaxed);
+    assert!((90..100).contains(&fed), "{fed} rows");
+
+    // Its text as a prompt: the draft model has it in the blocks that are found.
+    let second = greedy(2, [&first.prompt[..], &answer.tokens[..30]].concat(), 7);
+    engine.submit(second.clone()).unwrap();
+    assert_eq!(answers(run_out(&mut engine))[&RequestId(2)], oracle(&second));
+    assert!(rows.load(Ordering::Relaxed) <= 4 + 7, "{rows:?} rows");
+    assert_eq!(engine.stats().drafts.failures, 0);
+}
+
+#[test]
+fn preempted_sequences_are_drafted_on() {
+    let config = EngineConfig { kv: KvBudget::Tokens(120), prefix_cache: false, ..config() };
+    for kind in 0..KINDS {
+        let requests: Vec<Request> = (0..12)
+            .map(|id| Request {
+                sampling: SamplingParams::greedy(),
+                ..request(id, (0..10 + id as u32).collect(), 40)
+            })
+            .collect();
+        let mut engine = engine(&config, drafter(kind, &config, &requests));
+        for request in &requests {
+            engine.submit(request.clone()).unwrap();
+        }
+        let got = answers(run_out(&mut engine));
+        requests.iter().for_each(|request| assert_eq!(got[&request.id], oracle(request), "kind {kind}"));
+        let stats = engine.stats();
+        assert!(stats.preemptions > 0, "kind {kind}: {stats:?}");
+        if kind == 1 {
+            assert_eq!(stats.drafts.failures, 0);
+            assert!(stats.drafts.accepted_tokens() * 10 > stats.drafts.drafted_tokens() * 9);
+        }
+    }
 }
 
 #[test]

@@ -7,7 +7,10 @@
 mod fake;
 
 use bytes::Bytes;
-use engine::{Engine, EngineConfig, KvBudget, Request, RequestId, SamplingParams};
+use engine::{
+    DRAFT_DEPTH_MAX, DraftModel, Drafter, Engine, EngineConfig, EngineStats, KvBudget, Lookup, Request,
+    RequestId, SamplingParams,
+};
 use fake::{Answer, answers, request, run_out};
 use kernels::{Cpu, Isa};
 use models::testing::{ModelFile, Transcript, demo_models, tree_data};
@@ -24,6 +27,28 @@ where
     let weights = file.weights().unwrap();
     let model = models::build(file.header().metadata(), weights, &mut backend, limits).unwrap();
     Engine::new(model, backend, config).unwrap()
+}
+
+/// `file` with drafts of `draft`, or of the text itself.
+fn drafting<B>(
+    file: &ModelFile,
+    draft: Option<&ModelFile>,
+    mut backend: B,
+    config: &EngineConfig,
+) -> Engine<B>
+where
+    B: Backend<Data: From<Bytes>>,
+{
+    let build = |file: &ModelFile, backend: &mut B| {
+        let limits = config.model_limits(file.description().unwrap().vocab_size);
+        models::build(file.header().metadata(), file.weights().unwrap(), backend, limits).unwrap()
+    };
+    let model = build(file, &mut backend);
+    let drafter: Box<dyn Drafter<B>> = match draft {
+        Some(draft) => Box::new(DraftModel::new(build(draft, &mut backend), config.step_tokens, 0.1)),
+        None => Box::new(Lookup::default()),
+    };
+    Engine::drafting(model, drafter, backend, config).unwrap()
 }
 
 /// One request at a time, nothing shared, each prompt in one step.
@@ -203,4 +228,51 @@ fn greedy_output_is_the_recorded_one_up_to_the_first_close_call() {
     }
     println!("{compared} tokens compared over {} prompts", transcripts.len());
     assert!(compared > 10 * transcripts.len());
+}
+
+/// Output with drafts is that without, alone and in company; returns the figures of the run alone.
+fn check_drafts(
+    (file, draft): (&ModelFile, Option<&ModelFile>),
+    requests: &[Request],
+    pressure_tokens: usize,
+) -> EngineStats {
+    let make = || Cpu::new(2).unwrap();
+    let expected = alone(&mut engine(file, make(), &one_by_one()), requests);
+    let drafted = |config| EngineConfig { draft_depth_max: 4, ..config };
+    for (index, config) in variants(pressure_tokens).into_iter().enumerate() {
+        let mut engine = drafting(file, draft, make(), &drafted(config.clone()));
+        let got = together(&mut engine, requests, index as u64 * 77, 1 + index * 5);
+        for request in requests {
+            assert_eq!(got[&request.id], expected[&request.id], "{} with {config:?}", request.id);
+        }
+        assert_eq!(engine.stats().drafts.failures, 0);
+    }
+    let deep = EngineConfig { draft_depth_max: DRAFT_DEPTH_MAX, ..one_by_one() };
+    let mut engine = drafting(file, draft, make(), &deep);
+    assert_eq!(alone(&mut engine, requests), expected, "alone");
+    engine.stats()
+}
+
+#[test]
+fn drafts_of_the_small_model_change_no_token_of_the_large_one() {
+    let (file, transcripts) = pycoder("pycoder-22m-q4_k_m");
+    let (draft, _) = pycoder("pycoder-7m-q8_0");
+    let prompts: Vec<Vec<u32>> =
+        transcripts[..6].iter().map(|transcript| transcript.tokens[..30].to_vec()).collect();
+    let stats = check_drafts((&file, Some(&draft)), &requests(&prompts, 12, 24), 200);
+    // Half of the requests draw at temperature 0.8, which the draft model cannot foresee.
+    assert!(stats.drafts.accepted_tokens() * 10 > stats.drafts.drafted_tokens() * 3, "{stats:?}");
+    assert!(stats.steps * 10 < stats.output_tokens * 7, "{stats:?}");
+}
+
+#[test]
+fn drafts_from_the_text_itself_change_no_token() {
+    let (file, transcripts) = pycoder("pycoder-7m-q8_0");
+    // A text that is there twice, the second time up to its middle: as in an edit.
+    let prompts: Vec<Vec<u32>> = transcripts[..6]
+        .iter()
+        .map(|transcript| [&transcript.tokens[..40], &transcript.tokens[..20]].concat())
+        .collect();
+    let stats = check_drafts((&file, None), &requests(&prompts, 12, 24), 300);
+    assert!(stats.drafts.accepted_tokens() > 40, "{stats:?}");
 }

@@ -107,9 +107,9 @@ proptest! {
             .enumerate()
             .map(|(index, request)| Request { id: engine::RequestId(index as u64), ..request })
             .collect();
-        let mut engine = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config)
-            .unwrap()
-            .with_drafter(drafter(kind, &requests));
+        let model = Box::new(FakeModel::new(&config));
+        let mut engine =
+            Engine::drafting(model, drafter(kind, &config, &requests), Reference::new(), &config).unwrap();
         let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
         let mut cuts: HashMap<_, _> =
             requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();

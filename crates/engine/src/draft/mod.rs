@@ -11,13 +11,15 @@
 
 mod depth;
 mod lookup;
+mod model;
 mod speculation;
 
 use crate::scheduler::{Scheduler, Slot};
-use ops::{Backend, OpError};
+use ops::{Backend, KvLayer, KvLayout, KvType, OpError};
 
 pub use depth::{Acceptance, StepCost, Work, depth};
 pub use lookup::Lookup;
+pub use model::DraftModel;
 pub use speculation::DraftStats;
 pub(crate) use speculation::Speculation;
 
@@ -61,6 +63,16 @@ impl Draft {
 
 /// Guesses tokens. What it guesses decides speed only, so it may be wrong in any way.
 pub trait Drafter<B: Backend>: Send {
+    /// What it keeps for each token beside the model's own keys and values, from the same budget.
+    fn kv_layers(&self, _: KvType) -> Vec<KvLayer> {
+        Vec::new()
+    }
+
+    /// Called once, with its share of the cache: the blocks are the model's.
+    fn start(&mut self, _: &mut B, _: &KvLayout) -> Result<(), OpError> {
+        Ok(())
+    }
+
     /// Fills `drafts[i]`, empty before, with up to `wanted[i].depth` tokens. An error loses this step's drafts only.
     fn propose(
         &mut self,

@@ -29,6 +29,7 @@ impl DraftStats {
 pub(crate) struct Speculation<B: Backend> {
     drafter: Box<dyn Drafter<B>>,
     depth_max: usize,
+    vocab_size: usize,
     cost: StepCost,
     /// By slot.
     acceptance: Vec<Acceptance>,
@@ -43,10 +44,11 @@ pub(crate) struct Speculation<B: Backend> {
 }
 
 impl<B: Backend> Speculation<B> {
-    pub(crate) fn new(drafter: Box<dyn Drafter<B>>, depth_max: usize) -> Self {
+    pub(crate) fn new(drafter: Box<dyn Drafter<B>>, depth_max: usize, vocab_size: usize) -> Self {
         Self {
             drafter,
             depth_max,
+            vocab_size,
             cost: StepCost::default(),
             acceptance: Vec::new(),
             wanted: Vec::new(),
@@ -97,7 +99,10 @@ impl<B: Backend> Speculation<B> {
             }
         }
         for (wanted, draft) in self.wanted.iter().zip(&mut self.drafts) {
-            draft.truncate(wanted.depth);
+            // A token that the model does not know cannot be what it draws.
+            let known =
+                draft.tokens().iter().take_while(|&&token| (token as usize) < self.vocab_size).count();
+            draft.truncate(known.min(wanted.depth));
             scheduler.shorten(wanted.chunk, wanted.depth - draft.tokens().len());
         }
         self.accepted.resize(self.wanted.len(), 0);

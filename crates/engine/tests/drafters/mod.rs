@@ -1,10 +1,10 @@
 //! Drafters that know the answers, and say what a test wants of them.
 
-use crate::fake::{VOCAB, oracle};
+use crate::fake::{FakeModel, VOCAB, oracle};
 use engine::draft::{Draft, Wanted, Work};
 use engine::scheduler::{Scheduler, Slot};
-use engine::{Drafter, Lookup, Request};
-use ops::{Backend, OpError};
+use engine::{DraftModel, Drafter, EngineConfig, Lookup, Request};
+use ops::{Backend, OpError, Reference};
 
 /// What a drafter proposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) enum Guess {
     RightUntil,
     /// Right but for the last.
     RightButLast,
-    /// Any token of the vocabulary.
+    /// Any token of the vocabulary, and some beyond it.
     Anything,
     /// Fails.
     Nothing,
@@ -68,7 +68,7 @@ impl<B: Backend> Drafter<B> for Scripted {
                 };
                 let Some(&token) = rest.get(place) else { break };
                 draft.push(match self.guess {
-                    Guess::Anything => self.below(VOCAB) as u32,
+                    Guess::Anything => self.below(VOCAB + 5) as u32,
                     _ if right => token,
                     _ => (token + 1 + self.below(VOCAB - 1) as u32) % VOCAB as u32,
                 });
@@ -81,18 +81,24 @@ impl<B: Backend> Drafter<B> for Scripted {
 }
 
 /// All kinds of drafters by number.
-pub(crate) fn drafter<B: Backend>(kind: usize, requests: &[Request]) -> Box<dyn Drafter<B>> {
+pub(crate) fn drafter(
+    kind: usize,
+    config: &EngineConfig,
+    requests: &[Request],
+) -> Box<dyn Drafter<Reference>> {
     let guess = match kind {
         0 => return Box::new(Lookup::default()),
-        1 => Guess::Right,
-        2 => Guess::Wrong,
-        3 => Guess::RightUntil,
-        4 => Guess::RightButLast,
-        5 => Guess::Anything,
+        // The model itself: it checks each step that it is given, and is right wherever a request is greedy.
+        1 => return Box::new(DraftModel::new(Box::new(FakeModel::new(config)), config.step_tokens, 0.2)),
+        2 => Guess::Right,
+        3 => Guess::Wrong,
+        4 => Guess::RightUntil,
+        5 => Guess::RightButLast,
+        6 => Guess::Anything,
         _ => Guess::Nothing,
     };
     Box::new(Scripted::new(guess, requests))
 }
 
 /// Kinds that [`drafter`] tells apart.
-pub(crate) const KINDS: usize = 7;
+pub(crate) const KINDS: usize = 8;
