@@ -1,7 +1,7 @@
 //! `kill -9` of every process at a bad moment. What each death may and may not do stands in docs/RELIABILITY.md.
 
 use crate::harness::api::{Ask, Continuation, generate, generate_all, runtime};
-use crate::harness::{Fleet, ballast, demo_7m, device, eventually, proc, serve, synth, text};
+use crate::harness::{Fleet, demo_7m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
 /// Long enough to be killed in the middle.
@@ -243,8 +243,7 @@ fn i4_load_and_unload_return_to_the_baseline() {
         std::fs::copy(demo_7m(), &model).unwrap();
         let load = ["load", model.to_str().unwrap(), "--name", "second", "--device", &device()];
         for arguments in [&load[..], &["unload", "second"]] {
-            let output =
-                ballast().args(arguments).arg("--runtime-dir").arg(fleet.runtime_dir()).output().unwrap();
+            let output = fleet.order(arguments);
             assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
         }
     }

@@ -8,6 +8,7 @@ mod bad_input;
 mod exact;
 mod faults;
 mod golden;
+mod gpu;
 mod harness;
 mod http;
 mod one_copy;

@@ -129,7 +129,13 @@ impl Fleet {
 
     /// Waits for the line that `serve --json` prints when requests are served.
     pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> Fleet {
-        let mut supervisor = serve(directory.path(), model, arguments).spawn().unwrap();
+        let command = serve(directory.path(), model, arguments);
+        Self::start_by(directory, command)
+    }
+
+    /// The same for a command of `serve` that the test has completed.
+    pub(crate) fn start_by(directory: tempfile::TempDir, mut command: Command) -> Fleet {
+        let mut supervisor = command.spawn().unwrap();
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
@@ -145,12 +151,20 @@ impl Fleet {
     }
 
     pub(crate) fn try_processes(&self) -> Option<Vec<Process>> {
-        let output =
-            ballast().args(["ps", "--json", "--runtime-dir"]).arg(self.runtime_dir()).output().unwrap();
-        output.status.success().then(|| {
-            let (lines, _) = text(&output);
-            lines.lines().filter_map(|line| Process::parse(&serde_json::from_str(line).unwrap())).collect()
-        })
+        let lines = self.try_status()?;
+        Some(lines.iter().filter_map(Process::parse).collect())
+    }
+
+    /// Every line of `ballast ps --json`.
+    pub(crate) fn try_status(&self) -> Option<Vec<Value>> {
+        let output = self.order(&["ps", "--json"]);
+        let lines = || text(&output).0.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        output.status.success().then(lines)
+    }
+
+    /// Runs a command that talks to this fleet.
+    pub(crate) fn order(&self, arguments: &[&str]) -> Output {
+        ballast().args(arguments).arg("--runtime-dir").arg(self.runtime_dir()).output().unwrap()
     }
 
     pub(crate) fn by_role(&self, role: &str) -> Vec<Process> {

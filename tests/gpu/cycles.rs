@@ -1,0 +1,51 @@
+//! Load, attach, kill, unload, a hundred times: device memory and descriptors are where they were.
+
+use super::Gpu;
+use crate::harness::{Fleet, demo_7m, device, eventually, proc, text};
+
+/// Side by side, each with a model of its own.
+const LANES: usize = 4;
+const CYCLES: usize = 100;
+
+#[test]
+fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
+    let Some(gpu) = Gpu::here("i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives") else {
+        return;
+    };
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1"]);
+    // Once before, so that what is made on first use is there.
+    live_and_die(&fleet, "first");
+    let descriptors = || {
+        let holders = ["weight-server", "supervisor"].map(|role| fleet.one(role).pid);
+        holders.map(|pid| proc::open_files(pid).len())
+    };
+    let (baseline, descriptors_before) = (gpu.used(), descriptors());
+    let started = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for lane in 0..LANES {
+            let fleet = &fleet;
+            scope.spawn(move || {
+                (0..CYCLES / LANES).for_each(|_| live_and_die(fleet, &format!("lane-{lane}")))
+            });
+        }
+    });
+    eprintln!("measured: {CYCLES} lives in {:.1} s", started.elapsed().as_secs_f64());
+    gpu.assert_back_at(baseline);
+    eventually("descriptors are back at their baseline", || {
+        let now = descriptors();
+        (now[0] <= descriptors_before[0] && now[1] <= descriptors_before[1]).then_some(())
+    });
+    fleet.stop();
+}
+
+fn live_and_die(fleet: &Fleet, name: &str) {
+    let model = demo_7m();
+    let order = |arguments: &[&str]| {
+        let output = fleet.order(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
+    };
+    order(&["load", model.to_str().unwrap(), "--name", name, "--workers", "1", "--device", &device()]);
+    let worker = eventually("the worker serves", || fleet.serving(name).first().copied());
+    proc::signal(worker, "KILL");
+    order(&["unload", name]);
+}

@@ -1,0 +1,56 @@
+//! Deaths of owners on a GPU: what `tests/faults.rs` shows on every device, and what only a GPU has beside it.
+
+use super::{Gpu, asks};
+use crate::harness::api::{generate_all, runtime};
+use crate::harness::{Fleet, demo_7m, eventually, proc};
+
+/// Libraries of the driver that are mapped into a process.
+fn driver_of(pid: u32) -> Option<String> {
+    let names = proc::mappings(pid).into_iter().map(|mapping| mapping.name);
+    names.into_iter().find(|name| name.contains("libcuda") || name.contains("libnvidia"))
+}
+
+fn assert_only_workers_have_the_driver(fleet: &Fleet) {
+    for process in fleet.processes() {
+        let found = driver_of(process.pid);
+        assert_eq!(found.is_some(), process.role == "worker", "{}: {found:?}", process.name);
+    }
+}
+
+#[test]
+fn i3_weights_outlive_every_process_but_the_vault() {
+    let Some(gpu) = Gpu::here("i3_weights_outlive_every_process_but_the_vault") else { return };
+    let baseline = gpu.used();
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model.gguf");
+    std::fs::copy(demo_7m(), &model).unwrap();
+    let fleet = Fleet::start(&model, &["--workers", "2"]);
+    std::fs::remove_file(&model).unwrap();
+    assert_only_workers_have_the_driver(&fleet);
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(4, 40, 100)));
+
+    let killed: Vec<u32> =
+        fleet.processes().iter().filter(|p| p.role != "supervisor").map(|p| p.pid).collect();
+    for pid in &killed {
+        proc::signal(*pid, "KILL");
+    }
+    eventually("the fleet is back", || {
+        let now = fleet.try_processes()?;
+        let back = now.iter().filter(|p| p.role != "supervisor" && !killed.contains(&p.pid));
+        (back.filter(|p| p.state == "ready").count() == killed.len()).then_some(())
+    });
+    // Nobody has opened the file: it is gone. What was adopted is checked against its checksums by a process of its own.
+    fleet.wait_until_verified();
+    assert_only_workers_have_the_driver(&fleet);
+    let again = eventually("requests are served", || {
+        let again = runtime().block_on(generate_all(&fleet.grpc, &asks(4, 40, 100)));
+        again.iter().all(Result::is_ok).then_some(again)
+    });
+    for (expected, again) in expected.iter().zip(&again) {
+        let (expected, again) = (expected.as_ref().unwrap(), again.as_ref().unwrap());
+        assert_eq!(expected.tokens, again.tokens);
+        assert_eq!(expected.logprob_bits, again.logprob_bits);
+    }
+    fleet.stop();
+    gpu.assert_back_at(baseline);
+}

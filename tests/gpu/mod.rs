@@ -1,0 +1,99 @@
+//! What only a GPU can show. Where fleets do not run on one (BALLAST_TEST_DEVICE), each test says SKIPPED and passes.
+//!
+//! They compare all memory of the device before and after, so they are run one at a time (`--test-threads=1`) on a device
+//! that nobody else uses: `scripts/gpu-run` does so. Lines that begin with "measured:" are for its summary.
+
+mod bad_input;
+mod cycles;
+mod faults;
+mod memory;
+mod start;
+mod stray_write;
+
+use crate::harness::api::Ask;
+use crate::harness::{Fleet, ballast, device, eventually, text};
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+
+/// What may be missing on the device when everything has gone.
+const BASELINE_TOLERANCE: u64 = 8 * MIB;
+
+/// The GPU that fleets under test run on.
+struct Gpu {
+    name: String,
+}
+
+impl Gpu {
+    fn here(test: &str) -> Option<Self> {
+        let name = device();
+        if name == "host" {
+            eprintln!("SKIPPED: {test} needs a GPU, named by BALLAST_TEST_DEVICE");
+            return None;
+        }
+        Some(Self { name })
+    }
+
+    /// What everybody together holds of the device.
+    fn used(&self) -> u64 {
+        let output = ballast().args(["devices", "--json"]).output().unwrap();
+        let (stdout, stderr) = text(&output);
+        let seen: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
+        let is_it = |gpu: &&Value| {
+            gpu["uuid"] == self.name.as_str() || format!("cuda:{}", gpu["ordinal"]) == self.name
+        };
+        let gpu = seen["gpus"].as_array().unwrap().iter().find(is_it);
+        let gpu = gpu.unwrap_or_else(|| panic!("no {} in {seen}", self.name));
+        gpu["total_bytes"].as_u64().unwrap() - gpu["free_bytes"].as_u64().unwrap()
+    }
+
+    /// A driver frees what a killed process held a little later.
+    fn assert_back_at(&self, baseline: u64) {
+        eventually("the device is back at its baseline", || {
+            (self.used() <= baseline + BASELINE_TOLERANCE).then_some(())
+        });
+        let off = self.used() as i64 - baseline as i64;
+        eprintln!("measured: the device is {} KiB off its baseline", off / 1024);
+    }
+}
+
+fn asks(count: u64, prompt_tokens: u32, max_tokens: u32) -> Vec<Ask> {
+    let ask = |seed: u64| Ask {
+        prompt: (0..prompt_tokens).map(|i| (10 + i * 13 + seed as u32 * 7) % 1000).collect(),
+        max_tokens,
+        temperature: 0.7,
+        seed,
+    };
+    (0..count).map(ask).collect()
+}
+
+impl Fleet {
+    /// The line of `ballast ps --json` with this name.
+    fn line(&self, name: &str) -> Option<Value> {
+        self.try_status()?.into_iter().find(|line| line["name"] == name)
+    }
+
+    /// Waits until the weights of the only model have been checked by a process that has read all of them.
+    fn wait_until_verified(&self) {
+        eventually("the adopted weights are verified", || {
+            let lines = self.try_status()?;
+            let generation = lines.iter().find(|line| line["role"] == "generation")?;
+            assert_ne!(generation["integrity"], "quarantined", "{generation}");
+            (generation["integrity"] == "verified").then_some(())
+        });
+    }
+
+    /// Workers that have attached their weights.
+    fn serving(&self, model: &str) -> Vec<u32> {
+        let lines = self.try_status().unwrap_or_default();
+        let serves = |line: &&Value| {
+            let words = line["status"].as_str().unwrap_or_default();
+            line["role"] == "worker" && line["model"] == model && words.starts_with("serving")
+        };
+        lines
+            .iter()
+            .filter(serves)
+            .map(|line| u32::try_from(line["pid"].as_u64().unwrap()).unwrap())
+            .collect()
+    }
+}

@@ -1,0 +1,72 @@
+//! A kernel of one worker writes into the weights: that worker ends and is replaced, and nobody else notices.
+//!
+//! The worker is the real one; the kernel is launched by a library that is preloaded into it (stray_write.c).
+
+use super::{Gpu, asks};
+use crate::harness::api::{generate_all, runtime};
+use crate::harness::{Fleet, demo_7m, eventually, in_tree, proc, serve};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[test]
+fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
+    let Some(gpu) = Gpu::here("i2_a_stray_write_into_the_weights_ends_that_worker_alone") else { return };
+    let baseline = gpu.used();
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let order = tempfile::NamedTempFile::new().unwrap();
+    let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2"]);
+    command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
+    command.env("BALLAST_TEST_STRAY_WRITE", order.path());
+    let fleet = Fleet::start_by(directory, command);
+
+    // Long enough for the order to reach the worker in the middle.
+    let asks = asks(6, 40, 1800);
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &asks));
+    let workers = fleet.by_role("worker");
+    let (victim, sibling) = (workers[0].clone(), workers[1].clone());
+    let give_order = || std::fs::write(order.path(), victim.pid.to_string()).unwrap();
+    let found = runtime().block_on(fleet.generate_and_harm(&asks, give_order));
+    let mut resumed = 0;
+    for (expected, found) in expected.iter().zip(&found) {
+        let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
+        assert_eq!(expected.tokens, found.tokens);
+        assert_eq!(expected.logprob_bits, found.logprob_bits);
+        resumed += found.resumes;
+    }
+    assert!(resumed > 0, "no stream was on the worker that broke");
+
+    let back = eventually("the worker is back", || {
+        fleet.line(&victim.name).filter(|line| line["pid"] != victim.pid && line["state"] == "ready")
+    });
+    let report = back["last_end"].as_str().unwrap().to_owned();
+    eprintln!("measured: a stray write is reported as: {report}");
+    assert!(report.to_lowercase().contains("illegal"), "{report:?} does not say what happened");
+    assert_eq!(fleet.line(&sibling.name).unwrap()["pid"], sibling.pid, "the sibling was restarted");
+
+    // A new owner checks all bytes again.
+    proc::signal(fleet.one("weight-server").pid, "KILL");
+    fleet.wait_until_verified();
+    let again = runtime().block_on(generate_all(&fleet.grpc, &asks));
+    for (expected, again) in expected.iter().zip(&again) {
+        assert_eq!(expected.as_ref().unwrap().tokens, again.as_ref().unwrap().tokens);
+    }
+    fleet.stop();
+    gpu.assert_back_at(baseline);
+}
+
+/// The library from the bundle, or made here.
+fn library(folder: &Path) -> PathBuf {
+    if let Some(made) = std::env::var_os("BALLAST_TEST_STRAY_LIBRARY") {
+        return made.into();
+    }
+    let library = folder.join(format!("ballast-stray-write-{}.so", std::process::id()));
+    let status = Command::new("cc")
+        .args(["-O2", "-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(in_tree("tests/gpu/stray_write.c"))
+        .arg("-ldl")
+        .status()
+        .unwrap();
+    assert!(status.success(), "cc: {status}");
+    library
+}
