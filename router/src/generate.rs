@@ -168,6 +168,10 @@ impl Generator {
 impl Job {
     fn calls(&self) -> Vec<Call> {
         let mut calls = Vec::with_capacity(self.choices());
+        let dry_breakers: Arc<[Vec<u32>]> = match &self.plan().sampling.dry {
+            Some(dry) => self.model.text.dry_breakers(&dry.breakers),
+            None => Arc::new([]),
+        };
         for (prompt, plan) in &self.prompts {
             let own: &[u32] =
                 if plan.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
@@ -178,6 +182,7 @@ impl Job {
                 prompt: prompt.clone(),
                 plan: plan.clone(),
                 stop_tokens: stop_tokens.clone(),
+                dry_breakers: dry_breakers.clone(),
                 choice,
             }));
         }

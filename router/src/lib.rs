@@ -14,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+mod breakers;
 mod choice;
 mod config;
 mod discovery;

@@ -9,6 +9,7 @@ use text::{
     LoadTokenizerError, RenderError, Tokenizer,
 };
 
+use crate::breakers::Breakers;
 use crate::params::Limits;
 use crate::placement::Fingerprint;
 
@@ -42,6 +43,7 @@ pub(crate) struct ModelText {
     pub(crate) tokenizer: Arc<Tokenizer>,
     /// Without one, or with a broken one, the model still completes text.
     template: Result<ChatTemplate, LoadTemplateError>,
+    breakers: Breakers,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +73,7 @@ impl Model {
         if let Err(error) = &template {
             tracing::info!(model = %description.model, reason = service::exit::one_line(error), "no chat");
         }
-        Ok(Self::new(description, Arc::new(ModelText { tokenizer, template })))
+        Ok(Self::new(description, Arc::new(ModelText { tokenizer, template, breakers: Breakers::default() })))
     }
 
     /// The same content under another description: another generation, or another backend's fingerprint.
@@ -151,6 +153,11 @@ impl ModelText {
         let mut text: String = ids.iter().map(|&id| detokenizer.push(id)).collect();
         text.push_str(&detokenizer.finish());
         text
+    }
+
+    /// Token sequences that complete one of the words.
+    pub(crate) fn dry_breakers(&self, words: &[String]) -> Arc<[Vec<u32>]> {
+        self.breakers.of(words, &self.tokenizer)
     }
 
     pub(crate) fn token_bytes(&self, id: u32) -> &[u8] {

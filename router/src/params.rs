@@ -18,6 +18,12 @@ pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 /// OpenAI's bound is 300; the engine's is 1024.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
 
+/// llama.cpp's.
+const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
+/// Each is looked for in every token of the vocabulary.
+const DRY_BREAKERS_MAX: usize = 16;
+const DRY_BREAKER_BYTES_MAX: usize = 40;
+
 /// As they came: absent where the client said nothing.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Params {
@@ -27,9 +33,23 @@ pub(crate) struct Params {
     pub(crate) top_k: Option<i64>,
     pub(crate) top_p: Option<f64>,
     pub(crate) min_p: Option<f64>,
+    pub(crate) dynatemp_range: Option<f64>,
+    pub(crate) dynatemp_exponent: Option<f64>,
+    pub(crate) top_n_sigma: Option<f64>,
+    pub(crate) typical_p: Option<f64>,
+    pub(crate) xtc_probability: Option<f64>,
+    pub(crate) xtc_threshold: Option<f64>,
+    pub(crate) mirostat: Option<i64>,
+    pub(crate) mirostat_tau: Option<f64>,
+    pub(crate) mirostat_eta: Option<f64>,
     pub(crate) repetition_penalty: Option<f64>,
     pub(crate) presence_penalty: Option<f64>,
     pub(crate) frequency_penalty: Option<f64>,
+    pub(crate) dry_multiplier: Option<f64>,
+    pub(crate) dry_base: Option<f64>,
+    pub(crate) dry_allowed_length: Option<i64>,
+    pub(crate) dry_penalty_last_n: Option<i64>,
+    pub(crate) dry_sequence_breakers: Option<Vec<String>>,
     pub(crate) logit_bias: Vec<(i64, f64)>,
     pub(crate) seed: Option<u64>,
     pub(crate) stop: Vec<String>,
@@ -63,11 +83,37 @@ pub(crate) struct Sampling {
     pub(crate) top_k: u32,
     pub(crate) top_p: f32,
     pub(crate) min_p: f32,
+    pub(crate) dynatemp_range: f32,
+    pub(crate) dynatemp_exponent: f32,
+    pub(crate) top_n_sigma: f32,
+    pub(crate) typical_p: f32,
+    pub(crate) xtc_probability: f32,
+    pub(crate) xtc_threshold: f32,
+    pub(crate) mirostat: Option<Mirostat>,
     pub(crate) repetition_penalty: f32,
     pub(crate) presence_penalty: f32,
     pub(crate) frequency_penalty: f32,
+    pub(crate) dry: Option<Dry>,
     pub(crate) logit_bias: Vec<(u32, f32)>,
     pub(crate) seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Mirostat {
+    pub(crate) version: u32,
+    pub(crate) tau: f32,
+    pub(crate) eta: f32,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Dry {
+    pub(crate) multiplier: f32,
+    pub(crate) base: f32,
+    pub(crate) allowed_length: u32,
+    /// `None`: the whole context.
+    pub(crate) last_n: Option<u32>,
+    /// Words; the model's tokens for them are looked up when the worker is called.
+    pub(crate) breakers: Vec<String>,
 }
 
 /// What the model allows.
@@ -87,8 +133,8 @@ pub(crate) enum ParamError {
     Token { param: &'static str, index: usize, token: i64, vocabulary: u32 },
     #[error("`{param}` names token {token} twice")]
     TokenTwice { param: &'static str, token: u32 },
-    #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {STOP_STRING_BYTES_MAX}")]
-    StopString { param: &'static str, index: usize, bytes: usize },
+    #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {max}")]
+    Text { param: &'static str, index: usize, bytes: usize, max: usize },
     #[error("`{param}` is empty: the model needs at least one token to go on from")]
     EmptyPrompt { param: &'static str },
     #[error(
@@ -105,7 +151,7 @@ impl ParamError {
             | ParamError::TooMany { param, .. }
             | ParamError::Token { param, .. }
             | ParamError::TokenTwice { param, .. }
-            | ParamError::StopString { param, .. }
+            | ParamError::Text { param, .. }
             | ParamError::EmptyPrompt { param }
             | ParamError::Context { param, .. } => param,
         }
@@ -126,6 +172,15 @@ impl Params {
             top_k: whole("top_k", self.top_k, 0, -1, i64::from(u32::MAX))?.max(0) as u32,
             top_p: above_zero("top_p", self.top_p, 1.0)?,
             min_p: real("min_p", self.min_p, 0.0, 0.0..=1.0)?,
+            dynatemp_range: real("dynatemp_range", self.dynatemp_range, 0.0, 0.0..=2.0)?,
+            dynatemp_exponent: real("dynatemp_exponent", self.dynatemp_exponent, 1.0, 0.0..=100.0)?,
+            // llama.cpp's clients say "off" as -1.
+            top_n_sigma: real("top_n_sigma", self.top_n_sigma.filter(|&n| n != -1.0), 0.0, 0.0..=1000.0)?,
+            typical_p: above_zero("typical_p", self.typical_p, 1.0)?,
+            xtc_probability: real("xtc_probability", self.xtc_probability, 0.0, 0.0..=1.0)?,
+            xtc_threshold: real("xtc_threshold", self.xtc_threshold, 0.1, 0.0..=1.0)?,
+            mirostat: self.mirostat()?,
+            dry: self.dry()?,
             repetition_penalty: above_zero("repetition_penalty", self.repetition_penalty, 2.0)?,
             presence_penalty: real("presence_penalty", self.presence_penalty, 0.0, -2.0..=2.0)?,
             frequency_penalty: real("frequency_penalty", self.frequency_penalty, 0.0, -2.0..=2.0)?,
@@ -137,7 +192,8 @@ impl Params {
         }
         for (index, stop) in self.stop.iter().enumerate() {
             if stop.is_empty() || stop.len() > STOP_STRING_BYTES_MAX {
-                return Err(ParamError::StopString { param: "stop", index, bytes: stop.len() });
+                let (bytes, max) = (stop.len(), STOP_STRING_BYTES_MAX);
+                return Err(ParamError::Text { param: "stop", index, bytes, max });
             }
         }
         if self.stop_tokens.len() > STOP_TOKENS_MAX {
@@ -164,6 +220,44 @@ impl Params {
             top_logprobs,
             deadline: self.deadline,
         })
+    }
+}
+
+impl Params {
+    fn mirostat(&self) -> Result<Option<Mirostat>, ParamError> {
+        let version = whole("mirostat", self.mirostat, 0, 0, 2)? as u32;
+        let tau = real("mirostat_tau", self.mirostat_tau, 5.0, 0.0..=100.0)?;
+        let eta = real("mirostat_eta", self.mirostat_eta, 0.1, 0.0..=1.0)?;
+        Ok((version > 0).then_some(Mirostat { version, tau, eta }))
+    }
+
+    fn dry(&self) -> Result<Option<Dry>, ParamError> {
+        let param = "dry_sequence_breakers";
+        let most = i64::from(u32::MAX);
+        // llama.cpp's clients say "all" as -1.
+        let last_n = whole("dry_penalty_last_n", self.dry_penalty_last_n, -1, -1, most)?;
+        let breakers = match &self.dry_sequence_breakers {
+            None => DRY_BREAKERS.map(str::to_owned).to_vec(),
+            Some(words) => words.clone(),
+        };
+        if breakers.len() > DRY_BREAKERS_MAX {
+            return Err(ParamError::TooMany { param, count: breakers.len(), max: DRY_BREAKERS_MAX });
+        }
+        for (index, word) in breakers.iter().enumerate() {
+            if word.is_empty() || word.len() > DRY_BREAKER_BYTES_MAX {
+                let (bytes, max) = (word.len(), DRY_BREAKER_BYTES_MAX);
+                return Err(ParamError::Text { param, index, bytes, max });
+            }
+        }
+        let dry = Dry {
+            multiplier: real("dry_multiplier", self.dry_multiplier, 0.0, 0.0..=100.0)?,
+            base: real("dry_base", self.dry_base, 1.75, 1.0..=100.0)?,
+            // One repeated token is a repetition of length 1: at 0 every token would be one.
+            allowed_length: whole("dry_allowed_length", self.dry_allowed_length, 2, 1, most)? as u32,
+            last_n: u32::try_from(last_n).ok(),
+            breakers,
+        };
+        Ok((dry.multiplier > 0.0).then_some(dry))
     }
 }
 
@@ -305,9 +399,17 @@ mod tests {
             top_k: 0,
             top_p: 1.0,
             min_p: 0.0,
+            dynatemp_range: 0.0,
+            dynatemp_exponent: 1.0,
+            top_n_sigma: 0.0,
+            typical_p: 1.0,
+            xtc_probability: 0.0,
+            xtc_threshold: 0.1,
+            mirostat: None,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
+            dry: None,
             logit_bias: vec![],
             seed: 0,
         };
@@ -317,7 +419,7 @@ mod tests {
     #[test]
     fn every_figure_out_of_range_is_refused_by_its_name() {
         type Change = fn(&mut Params);
-        let table: [(&str, Change); 24] = [
+        let table: [(&str, Change); 38] = [
             ("max_tokens", |p| p.max_tokens = Some(0)),
             ("max_tokens", |p| p.max_tokens = Some(-1)),
             ("max_tokens", |p| p.max_tokens = Some(91)),
@@ -331,6 +433,20 @@ mod tests {
             ("top_p", |p| p.top_p = Some(1.01)),
             ("top_p", |p| p.top_p = Some(1e-300)),
             ("min_p", |p| p.min_p = Some(1.5)),
+            ("dynatemp_range", |p| p.dynatemp_range = Some(2.5)),
+            ("dynatemp_exponent", |p| p.dynatemp_exponent = Some(f64::INFINITY)),
+            ("top_n_sigma", |p| p.top_n_sigma = Some(-0.5)),
+            ("typical_p", |p| p.typical_p = Some(0.0)),
+            ("xtc_probability", |p| p.xtc_probability = Some(f64::NAN)),
+            ("xtc_threshold", |p| p.xtc_threshold = Some(1.5)),
+            ("mirostat", |p| p.mirostat = Some(3)),
+            ("mirostat_tau", |p| p.mirostat_tau = Some(-1.0)),
+            ("mirostat_eta", |p| p.mirostat_eta = Some(1.1)),
+            ("dry_multiplier", |p| p.dry_multiplier = Some(-1.0)),
+            ("dry_base", |p| p.dry_base = Some(0.5)),
+            ("dry_allowed_length", |p| p.dry_allowed_length = Some(0)),
+            ("dry_penalty_last_n", |p| p.dry_penalty_last_n = Some(-2)),
+            ("dry_sequence_breakers", |p| p.dry_sequence_breakers = Some(vec![String::new()])),
             ("repetition_penalty", |p| p.repetition_penalty = Some(0.0)),
             ("presence_penalty", |p| p.presence_penalty = Some(3.0)),
             ("frequency_penalty", |p| p.frequency_penalty = Some(-3.0)),

@@ -21,6 +21,8 @@ pub(crate) struct Call {
     pub(crate) plan: Arc<Plan>,
     /// The plan's stop tokens and, unless ignored, the model's own.
     pub(crate) stop_tokens: Arc<[u32]>,
+    /// The plan's DRY breakers as the model's tokens.
+    pub(crate) dry_breakers: Arc<[Vec<u32>]>,
     pub(crate) choice: u32,
 }
 
@@ -43,7 +45,16 @@ impl Call {
             // 0 means no limit: what is left of a limit is at least 1.
             deadline_ms: time_left.map_or(0, |left| (left.as_millis() as u64).max(1)),
             sampler_state: progress.sampler_state(),
+            dry_breakers: (!self.dry_breakers.is_empty()).then(|| dry_breakers(&self.dry_breakers)),
         }
+    }
+}
+
+fn dry_breakers(breakers: &[Vec<u32>]) -> wire::DryBreakers {
+    let (singles, longer): (Vec<_>, Vec<_>) = breakers.iter().partition(|sequence| sequence.len() == 1);
+    wire::DryBreakers {
+        tokens: singles.into_iter().flatten().copied().collect(),
+        sequences: longer.into_iter().map(|sequence| public::TokenIds { ids: sequence.clone() }).collect(),
     }
 }
 
@@ -53,6 +64,21 @@ fn sampling(sampling: &Sampling) -> public::Sampling {
         top_k: Some(sampling.top_k),
         top_p: Some(sampling.top_p),
         min_p: Some(sampling.min_p),
+        dynatemp_range: Some(sampling.dynatemp_range),
+        dynatemp_exponent: Some(sampling.dynatemp_exponent),
+        top_n_sigma: Some(sampling.top_n_sigma),
+        typical_p: Some(sampling.typical_p),
+        xtc_probability: Some(sampling.xtc_probability),
+        xtc_threshold: Some(sampling.xtc_threshold),
+        mirostat: sampling.mirostat.map(|mirostat| mirostat.version),
+        mirostat_tau: sampling.mirostat.map(|mirostat| mirostat.tau),
+        mirostat_eta: sampling.mirostat.map(|mirostat| mirostat.eta),
+        dry_multiplier: sampling.dry.as_ref().map(|dry| dry.multiplier),
+        dry_base: sampling.dry.as_ref().map(|dry| dry.base),
+        dry_allowed_length: sampling.dry.as_ref().map(|dry| dry.allowed_length),
+        dry_penalty_last_n: sampling.dry.as_ref().and_then(|dry| dry.last_n),
+        // Goes as tokens.
+        dry_sequence_breakers: None,
         repetition_penalty: Some(sampling.repetition_penalty),
         presence_penalty: Some(sampling.presence_penalty),
         frequency_penalty: Some(sampling.frequency_penalty),

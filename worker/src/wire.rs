@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use engine::{
-    FinishReason, Output, RefuseReason, Request, RequestId, SamplerState, SamplingParams, ScoreKind,
-    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
+    Dry, DryBreakers, FinishReason, Mirostat, MirostatVersion, Output, RefuseReason, Request, RequestId,
+    SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput,
+    Usage,
 };
 use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame, score_frame};
@@ -24,6 +25,8 @@ pub(crate) enum FieldError {
     PromptTokens { prompt_tokens: u32, tokens: usize },
     #[error("top_logprobs is {asked}, allowed are 0 to {TOP_LOGPROBS_MAX}")]
     TopLogprobs { asked: u32 },
+    #[error("mirostat is {asked}, allowed are 0 to 2")]
+    Mirostat { asked: u32 },
     #[error("sampler_state has {bytes} bytes, at most {} are allowed", SamplerState::BYTES_MAX)]
     SamplerState { bytes: usize },
 }
@@ -44,7 +47,7 @@ pub(crate) fn request(
         id,
         prompt: wire.tokens,
         prior_output,
-        sampling: sampling(wire.sampling.unwrap_or_default()),
+        sampling: sampling(wire.sampling.unwrap_or_default(), wire.dry_breakers.unwrap_or_default())?,
         stop: StopConditions {
             max_tokens: Some(wire.max_tokens).filter(|&max| max > 0),
             min_tokens: wire.min_tokens,
@@ -79,22 +82,57 @@ fn deadline(deadline_ms: u64, now: Duration) -> Option<Duration> {
     (deadline_ms > 0).then(|| now.saturating_add(Duration::from_millis(deadline_ms)))
 }
 
-fn sampling(wire: public::Sampling) -> SamplingParams {
+fn sampling(wire: public::Sampling, breakers: wire::DryBreakers) -> Result<SamplingParams, FieldError> {
     let neutral = SamplingParams::default();
+    let version = match wire.mirostat.unwrap_or(0) {
+        0 => None,
+        1 => Some(MirostatVersion::One),
+        2 => Some(MirostatVersion::Two),
+        asked => return Err(FieldError::Mirostat { asked }),
+    };
     let mut logit_bias: Vec<(u32, f32)> = wire.logit_bias.into_iter().collect();
     // A map has no order of its own.
     logit_bias.sort_by_key(|&(token, _)| token);
-    SamplingParams {
+    Ok(SamplingParams {
         temperature: wire.temperature.unwrap_or(neutral.temperature),
+        dynatemp_range: wire.dynatemp_range.unwrap_or(neutral.dynatemp_range),
+        dynatemp_exponent: wire.dynatemp_exponent.unwrap_or(neutral.dynatemp_exponent),
+        top_n_sigma: wire.top_n_sigma.unwrap_or(neutral.top_n_sigma),
         top_k: wire.top_k.unwrap_or(neutral.top_k),
+        typical_p: wire.typical_p.unwrap_or(neutral.typical_p),
         top_p: wire.top_p.unwrap_or(neutral.top_p),
         min_p: wire.min_p.unwrap_or(neutral.min_p),
+        xtc_probability: wire.xtc_probability.unwrap_or(neutral.xtc_probability),
+        xtc_threshold: wire.xtc_threshold.unwrap_or(neutral.xtc_threshold),
+        mirostat: version.map(|version| Mirostat {
+            version,
+            tau: wire.mirostat_tau.unwrap_or(MIROSTAT_TAU),
+            eta: wire.mirostat_eta.unwrap_or(MIROSTAT_ETA),
+        }),
         repetition_penalty: wire.repetition_penalty.unwrap_or(neutral.repetition_penalty),
         presence_penalty: wire.presence_penalty.unwrap_or(neutral.presence_penalty),
         frequency_penalty: wire.frequency_penalty.unwrap_or(neutral.frequency_penalty),
+        dry: wire.dry_multiplier.filter(|&multiplier| multiplier != 0.0).map(|multiplier| Dry {
+            multiplier,
+            base: wire.dry_base.unwrap_or(DRY_BASE),
+            allowed_length: wire.dry_allowed_length.unwrap_or(DRY_ALLOWED_LENGTH),
+            last_n: wire.dry_penalty_last_n,
+            breakers: dry_breakers(breakers),
+        }),
         logit_bias,
         seed: wire.seed.unwrap_or(neutral.seed),
-    }
+    })
+}
+
+/// As `ballast.proto` says; llama.cpp's.
+const MIROSTAT_TAU: f32 = 5.0;
+const MIROSTAT_ETA: f32 = 0.1;
+const DRY_BASE: f32 = 1.75;
+const DRY_ALLOWED_LENGTH: u32 = 2;
+
+fn dry_breakers(wire: wire::DryBreakers) -> DryBreakers {
+    let singles = wire.tokens.into_iter().map(|token| vec![token]);
+    DryBreakers::new(singles.chain(wire.sequences.into_iter().map(|sequence| sequence.ids)))
 }
 
 pub(crate) fn admitted(ahead: usize) -> wire::GenerateFrame {

@@ -2,10 +2,10 @@
 //! sequences under 200 us, a lookup over 32,768 tokens under 300 us.
 
 use divan::Bencher;
-use engine::SamplingParams;
-use engine::sampler::{Draw, LogProbs, Sampler};
+use engine::sampler::{Draw, History, LogProbs, Sampler};
 use engine::scheduler::{ChunkOutputs, Limits, Scheduler, Slot};
 use engine::sequence::Kind;
+use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use prefix::Scope;
 
 const BLOCK_TOKENS: usize = 16;
@@ -82,7 +82,17 @@ fn logits() -> Vec<f32> {
     (0..VOCAB as u32).map(|id| (id.wrapping_mul(2_654_435_761) >> 8) as f32 / 1e6 - 8.0).collect()
 }
 
-const CHAINS: [&str; 5] = ["greedy", "temperature", "top-k 40", "top-p 0.95", "penalties"];
+const CHAINS: [&str; 9] = [
+    "greedy",
+    "temperature",
+    "top-k 40",
+    "top-p 0.95",
+    "penalties",
+    "dry over 32k",
+    "typical 0.9",
+    "mirostat 1",
+    "mirostat 2",
+];
 
 #[divan::bench(args = CHAINS)]
 fn sample(bencher: Bencher<'_, '_>, chain: &str) {
@@ -92,18 +102,34 @@ fn sample(bencher: Bencher<'_, '_>, chain: &str) {
         "top-k 40" => SamplingParams { top_k: 40, top_p: 0.95, min_p: 0.05, ..base },
         "top-p 0.95" => SamplingParams { top_p: 0.95, ..base },
         "penalties" => SamplingParams { top_k: 40, frequency_penalty: 0.1, ..base },
+        "dry over 32k" => SamplingParams { top_k: 40, dry: Some(dry()), ..base },
+        "typical 0.9" => SamplingParams { typical_p: 0.9, ..base },
+        "mirostat 1" => SamplingParams { mirostat: mirostat(MirostatVersion::One), ..base },
+        "mirostat 2" => SamplingParams { mirostat: mirostat(MirostatVersion::Two), ..base },
         _ => base,
     };
-    let counts = (chain == "penalties")
-        .then(|| engine::sampler::TokenCounts::new(&[], &(0..1000).collect::<Vec<u32>>()));
+    let prompt: Vec<u32> = match chain {
+        "penalties" => (0..1000).collect(),
+        _ => (0..32_768).map(|position| position * position % 997).collect(),
+    };
+    let Ok(mut history) = History::new(&params, &prompt, &[], &SamplerState::default()) else { return };
     let logits = logits();
     let mut sampler = Sampler::default();
     let mut position = 0;
     bencher.bench_local(|| {
         position += 1;
-        let draw = Draw { params: &params, choice: 0, position, counts: counts.as_ref(), ruled_out: &[] };
-        sampler.sample(&logits, &draw)
+        let draw = Draw { params: &params, choice: 0, position, ruled_out: &[], allowed: None };
+        sampler.sample(&logits, &draw, &mut history)
     });
+}
+
+fn dry() -> Dry {
+    let breakers = DryBreakers::new((0..8).map(|token| vec![token]));
+    Dry { multiplier: 0.8, base: 1.75, allowed_length: 2, last_n: None, breakers }
+}
+
+fn mirostat(version: MirostatVersion) -> Option<Mirostat> {
+    Some(Mirostat { version, tau: 5.0, eta: 0.1 })
 }
 
 #[divan::bench]

@@ -145,9 +145,9 @@ impl<B: Backend> Engine<B> {
     /// Checks and queues a request. An error leaves no trace of it.
     pub fn submit(&mut self, request: Request) -> Result<Queued, RefuseReason> {
         let checked =
-            self.capacity.check(&request).and_then(|length| self.check_room(request.id).map(|()| length));
-        let tokens_max = self.count_refusal(checked)?;
-        let task = Task::generate(&request, tokens_max);
+            self.capacity.check(&request).and_then(|checked| self.check_room(request.id).map(|()| checked));
+        let (tokens_max, history) = self.count_refusal(checked)?;
+        let task = Task::generate(&request, history, tokens_max);
         Ok(self.queue(task, Kind::Generate, request.priority, request.prompt, tokens_max, &request.scope))
     }
 

@@ -33,6 +33,6 @@ pub use api::{
 pub use config::{ConfigError, EngineConfig, KvBudget};
 pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};
-pub use params::{ParamError, SamplingParams};
+pub use params::{Dry, DryBreakers, Mirostat, MirostatVersion, ParamError, SamplingParams};
 pub use refusal::{Queued, RefuseReason};
 pub use sampler::SampleError;

@@ -5,34 +5,130 @@
 pub struct SamplingParams {
     /// 0 takes the token of the highest logit after bias and penalties, the lowest id among equals.
     pub temperature: f32,
+    /// With it, the temperature moves between `temperature` minus and plus this, with the entropy of what is left.
+    pub dynatemp_range: f32,
+    /// Above 1 the temperature stays low longer as entropy rises.
+    pub dynatemp_exponent: f32,
+    /// Keep tokens whose logit is within this many standard deviations of the highest; 0 keeps all.
+    pub top_n_sigma: f32,
     /// Keep the k most probable tokens; 0 keeps all.
     pub top_k: u32,
+    /// Keep the tokens whose surprise is nearest to the expected one, until they reach this probability; 1 is off.
+    pub typical_p: f32,
     /// Keep the fewest most probable tokens that together reach this probability.
     pub top_p: f32,
     /// Keep tokens of at least this share of the highest probability.
     pub min_p: f32,
+    /// How often XTC acts: it drops all tokens of at least `xtc_threshold` but the least probable of them.
+    pub xtc_probability: f32,
+    /// Above 0.5 no two tokens can reach it: off.
+    pub xtc_threshold: f32,
+    /// Draws in place of everything from `top_n_sigma` to `xtc`, and of the dynamic temperature.
+    pub mirostat: Option<Mirostat>,
     /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
     pub repetition_penalty: f32,
     /// Subtracted from logits of tokens in the output.
     pub presence_penalty: f32,
     /// Subtracted from a token's logit for each time it is in the output.
     pub frequency_penalty: f32,
+    pub dry: Option<Dry>,
     /// Added to logits before everything else; each token at most once.
     pub logit_bias: Vec<(u32, f32)>,
     /// Equal seeds give equal output. Whoever takes the client's request draws one if it gave none.
     pub seed: u64,
 }
 
+/// Keeps the surprise of the drawn tokens near a target (Basu et al., "Mirostat", 2021).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mirostat {
+    pub version: MirostatVersion,
+    /// Target surprise in bits.
+    pub tau: f32,
+    /// Share of the last token's error by which the bound moves.
+    pub eta: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MirostatVersion {
+    /// Estimates the exponent of Zipf's law and keeps the k best.
+    One,
+    /// Keeps what is less surprising than the bound.
+    Two,
+}
+
+/// "Don't repeat yourself": lowers tokens that would prolong a repetition of what is there already.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dry {
+    pub multiplier: f32,
+    pub base: f32,
+    /// Repetitions shorter than this cost nothing; the penalty of longer ones is `multiplier * base^(length - allowed_length)`.
+    pub allowed_length: u32,
+    /// How many of the last tokens of prompt and output are looked at; `None`: all.
+    pub last_n: Option<u32>,
+    pub breakers: DryBreakers,
+}
+
+/// Token sequences that no repetition reaches across. Whoever has the vocabulary makes them of words.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DryBreakers {
+    /// Sorted. A breaker by itself, and never lowered.
+    singles: Vec<u32>,
+    /// Of two or more tokens, sorted.
+    sequences: Vec<Vec<u32>>,
+}
+
+impl DryBreakers {
+    /// Empty sequences break nothing and are left out.
+    pub fn new(sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
+        let (mut singles, mut longer) = (Vec::new(), Vec::new());
+        for sequence in sequences {
+            match sequence[..] {
+                [] => {}
+                [single] => singles.push(single),
+                _ => longer.push(sequence),
+            }
+        }
+        singles.sort_unstable();
+        singles.dedup();
+        longer.sort_unstable();
+        longer.dedup();
+        Self { singles, sequences: longer }
+    }
+
+    pub(crate) fn is_single(&self, token: u32) -> bool {
+        self.singles.binary_search(&token).is_ok()
+    }
+
+    /// Those that begin with `token`.
+    pub(crate) fn starting_with(&self, token: u32) -> &[Vec<u32>] {
+        let start = self.sequences.partition_point(|sequence| sequence[0] < token);
+        let rest = &self.sequences[start..];
+        &rest[..rest.partition_point(|sequence| sequence[0] == token)]
+    }
+
+    fn tokens(&self) -> impl Iterator<Item = u32> {
+        self.singles.iter().chain(self.sequences.iter().flatten()).copied()
+    }
+}
+
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {
             temperature: 1.0,
+            dynatemp_range: 0.0,
+            dynatemp_exponent: 1.0,
+            top_n_sigma: 0.0,
             top_k: 0,
+            typical_p: 1.0,
             top_p: 1.0,
             min_p: 0.0,
+            xtc_probability: 0.0,
+            xtc_threshold: 0.1,
+            mirostat: None,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
+            dry: None,
             logit_bias: Vec::new(),
             seed: 0,
         }
@@ -51,11 +147,24 @@ impl SamplingParams {
     /// Ranges are those of the OpenAI API where it has the parameter.
     pub fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
         range("temperature", self.temperature, 0.0, 2.0)?;
+        range("dynatemp_range", self.dynatemp_range, 0.0, 2.0)?;
+        range("dynatemp_exponent", self.dynatemp_exponent, 0.0, DYNATEMP_EXPONENT_MAX)?;
+        range("top_n_sigma", self.top_n_sigma, 0.0, TOP_N_SIGMA_MAX)?;
         range("min_p", self.min_p, 0.0, 1.0)?;
+        range("xtc_probability", self.xtc_probability, 0.0, 1.0)?;
+        range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)?;
         range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
         range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
+        above_zero("typical_p", self.typical_p, 1.0)?;
         above_zero("top_p", self.top_p, 1.0)?;
         above_zero("repetition_penalty", self.repetition_penalty, 2.0)?;
+        if let Some(Mirostat { tau, eta, .. }) = self.mirostat {
+            range("mirostat_tau", tau, 0.0, MIROSTAT_TAU_MAX)?;
+            range("mirostat_eta", eta, 0.0, 1.0)?;
+        }
+        if let Some(dry) = &self.dry {
+            dry.check(vocab_size)?;
+        }
         if self.logit_bias.len() > LOGIT_BIAS_MAX {
             return Err(ParamError::TooMany {
                 field: "logit_bias",
@@ -76,8 +185,45 @@ impl SamplingParams {
     }
 }
 
+impl Dry {
+    fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
+        range("dry_multiplier", self.multiplier, 0.0, DRY_MULTIPLIER_MAX)?;
+        range("dry_base", self.base, 1.0, DRY_BASE_MAX)?;
+        let field = "dry_sequence_breakers";
+        let Self { breakers, .. } = self;
+        if breakers.sequences.len() > DRY_SEQUENCES_MAX {
+            return Err(ParamError::TooMany {
+                field,
+                count: breakers.sequences.len(),
+                max: DRY_SEQUENCES_MAX,
+            });
+        }
+        if let Some(long) =
+            breakers.sequences.iter().find(|sequence| sequence.len() > DRY_SEQUENCE_TOKENS_MAX)
+        {
+            return Err(ParamError::TooMany { field, count: long.len(), max: DRY_SEQUENCE_TOKENS_MAX });
+        }
+        match breakers.tokens().find(|&token| token as usize >= vocab_size) {
+            Some(token) => Err(ParamError::TokenId { field, token, vocab_size }),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Entries; the OpenAI API takes 300. Bounds the work per token.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
+/// Far beyond any use: the normalised entropy to this power is 0 unless it is 1.
+const DYNATEMP_EXPONENT_MAX: f32 = 100.0;
+/// No vocabulary has a logit this far below the highest.
+const TOP_N_SIGMA_MAX: f32 = 1000.0;
+/// Bits; a uniform draw from a million tokens has 20.
+const MIROSTAT_TAU_MAX: f32 = 100.0;
+const DRY_MULTIPLIER_MAX: f32 = 100.0;
+const DRY_BASE_MAX: f32 = 100.0;
+/// Of more than one token; a word gives some for each token that its beginning may hide in.
+const DRY_SEQUENCES_MAX: usize = 65_536;
+/// As in llama.cpp.
+const DRY_SEQUENCE_TOKENS_MAX: usize = 20;
 
 /// A parameter that is not a number in its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -92,6 +238,8 @@ pub enum ParamError {
     TokenId { field: &'static str, token: u32, vocab_size: usize },
     #[error("{field} names token {token} twice")]
     TokenTwice { field: &'static str, token: u32 },
+    #[error("sampler_state of {bytes} bytes is not what the last token frame carried")]
+    SamplerState { bytes: usize },
 }
 
 /// NaN is in no range.
@@ -101,4 +249,74 @@ fn range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), Para
 
 fn above_zero(field: &'static str, value: f32, max: f32) -> Result<(), ParamError> {
     if value > 0.0 && value <= max { Ok(()) } else { Err(ParamError::AboveZero { field, value, max }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Change = fn(&mut SamplingParams, f32);
+
+    /// Every figure, with a value below and one above its range.
+    const FIGURES: [(&str, Change, f32, f32); 16] = [
+        ("temperature", |p, v| p.temperature = v, -0.1, 2.1),
+        ("dynatemp_range", |p, v| p.dynatemp_range = v, -0.1, 2.1),
+        ("dynatemp_exponent", |p, v| p.dynatemp_exponent = v, -0.1, 101.0),
+        ("top_n_sigma", |p, v| p.top_n_sigma = v, -1.0, 1001.0),
+        ("typical_p", |p, v| p.typical_p = v, 0.0, 1.1),
+        ("top_p", |p, v| p.top_p = v, 0.0, 1.1),
+        ("min_p", |p, v| p.min_p = v, -0.1, 1.1),
+        ("xtc_probability", |p, v| p.xtc_probability = v, -0.1, 1.1),
+        ("xtc_threshold", |p, v| p.xtc_threshold = v, -0.1, 1.1),
+        ("repetition_penalty", |p, v| p.repetition_penalty = v, 0.0, 2.1),
+        ("presence_penalty", |p, v| p.presence_penalty = v, -2.1, 2.1),
+        ("frequency_penalty", |p, v| p.frequency_penalty = v, -2.1, 2.1),
+        ("dry_multiplier", |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }), -0.1, 101.0),
+        ("dry_base", |p, v| p.dry = Some(Dry { base: v, ..dry() }), 0.9, 101.0),
+        ("mirostat_tau", |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }), -0.1, 101.0),
+        ("mirostat_eta", |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }), -0.1, 1.1),
+    ];
+
+    fn dry() -> Dry {
+        Dry { multiplier: 0.8, base: 1.75, allowed_length: 2, last_n: None, breakers: DryBreakers::default() }
+    }
+
+    fn mirostat() -> Mirostat {
+        Mirostat { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
+    }
+
+    #[test]
+    fn what_is_out_of_range_or_no_number_is_refused_by_name_and_range() {
+        for (field, change, below, above) in FIGURES {
+            for value in [below, above, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut params = SamplingParams::default();
+                change(&mut params, value);
+                let text = params.check(100).unwrap_err().to_string();
+                assert!(text.starts_with(field) && text.contains("allowed"), "{field} {value}: {text}");
+            }
+        }
+        assert_eq!(SamplingParams::default().check(0), Ok(()));
+    }
+
+    #[test]
+    fn breakers_must_be_tokens_of_the_vocabulary() {
+        let with = |sequences: Vec<Vec<u32>>| SamplingParams {
+            dry: Some(Dry { breakers: DryBreakers::new(sequences), ..dry() }),
+            ..SamplingParams::default()
+        };
+        assert_eq!(with(vec![vec![9], vec![1, 2], vec![]]).check(10), Ok(()));
+        let error = with(vec![vec![1, 10]]).check(10).unwrap_err();
+        assert!(matches!(error, ParamError::TokenId { field: "dry_sequence_breakers", token: 10, .. }));
+        assert!(with(vec![vec![1; 21]]).check(10).is_err());
+    }
+
+    #[test]
+    fn breakers_are_found_by_their_first_token() {
+        let breakers =
+            DryBreakers::new([vec![7], vec![3, 1], vec![3, 0], vec![5, 5, 5], vec![7], vec![3, 1]]);
+        assert!(breakers.is_single(7) && !breakers.is_single(3));
+        assert_eq!(breakers.starting_with(3), [vec![3, 0], vec![3, 1]]);
+        assert_eq!(breakers.starting_with(5), [vec![5, 5, 5]]);
+        assert!(breakers.starting_with(7).is_empty());
+    }
 }

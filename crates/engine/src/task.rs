@@ -1,9 +1,7 @@
 //! One live request as the engine sees it: what to do with a row of logits, and when it ends.
 
-use crate::api::{
-    FinishReason, Output, Request, RequestId, SamplerState, ScoreKind, StopConditions, TokenOutput, Usage,
-};
-use crate::sampler::{Draw, LogProbs, SampleError, Sampler, TokenCounts};
+use crate::api::{FinishReason, Output, Request, RequestId, ScoreKind, StopConditions, TokenOutput, Usage};
+use crate::sampler::{Draw, History, LogProbs, SampleError, Sampler};
 use crate::{SamplingParams, ScoreRequest};
 use std::time::Duration;
 
@@ -15,7 +13,7 @@ pub(crate) struct Task {
 }
 
 pub(crate) enum Work {
-    Generate(Generation),
+    Generate(Box<Generation>),
     Score(Scoring),
 }
 
@@ -24,8 +22,7 @@ pub(crate) struct Generation {
     stop: StopConditions,
     logprobs: Option<u8>,
     choice: u32,
-    /// `None` when no penalty needs them.
-    counts: Option<TokenCounts>,
+    history: History,
     /// Length of the whole sequence at which it ends.
     tokens_max: usize,
 }
@@ -44,19 +41,19 @@ pub(crate) enum Drawn {
 }
 
 impl Task {
-    pub(crate) fn generate(request: &Request, tokens_max: usize) -> Self {
+    /// `history` is that of the request's prompt and prior output.
+    pub(crate) fn generate(request: &Request, history: History, tokens_max: usize) -> Self {
         let prompt_tokens = request.prompt.len() - request.prior_output;
-        let (prompt, prior_output) = request.prompt.split_at(prompt_tokens);
         let generation = Generation {
             sampling: request.sampling.clone(),
             stop: request.stop.clone(),
             logprobs: request.logprobs,
             choice: request.choice,
-            counts: request.sampling.has_penalties().then(|| TokenCounts::new(prompt, prior_output)),
+            history,
             tokens_max,
         };
         let usage = Usage { prompt_tokens, output_tokens: request.prior_output, cached_tokens: 0 };
-        Self { id: request.id, deadline: request.deadline, usage, work: Work::Generate(generation) }
+        Self { id: request.id, deadline: request.deadline, usage, work: Work::Generate(Box::new(generation)) }
     }
 
     /// Whether rows of drafted tokens may stand behind its last one.
@@ -88,10 +85,10 @@ impl Generation {
             params: &self.sampling,
             choice: self.choice,
             position,
-            counts: self.counts.as_ref(),
             ruled_out: if early { &self.stop.stop_tokens } else { &[] },
+            allowed: None,
         };
-        let token = sampler.sample(logits, &draw)?;
+        let token = sampler.sample(logits, &draw, &mut self.history)?;
         if self.stop.stop_tokens.contains(&token) {
             return Ok(Drawn::Finished(FinishReason::Stop(token)));
         }
@@ -102,12 +99,9 @@ impl Generation {
             }
             None => (None, Vec::new()),
         };
-        let sampler_state = SamplerState::default();
+        let sampler_state = self.history.state();
         out.push(Output::Token(TokenOutput { id, token, position, logprob, top, sampler_state }));
         usage.output_tokens += 1;
-        if let Some(counts) = &mut self.counts {
-            counts.push(token);
-        }
         Ok(if position + 1 == self.tokens_max {
             Drawn::Finished(FinishReason::Length)
         } else {

@@ -1,6 +1,7 @@
 //! What is checked of a request before it is queued, and how long its sequence may get.
 
 use crate::api::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
+use crate::sampler::History;
 use crate::{ParamError, RefuseReason};
 
 /// What requests are measured against.
@@ -17,8 +18,8 @@ pub(crate) struct Capacity {
 const STOP_TOKENS_MAX: usize = 256;
 
 impl Capacity {
-    /// The length at which the request's sequence ends.
-    pub(crate) fn check(&self, request: &Request) -> Result<usize, RefuseReason> {
+    /// The length at which the request's sequence ends, and what its draws remember.
+    pub(crate) fn check(&self, request: &Request) -> Result<(usize, History), RefuseReason> {
         let Request { prompt, prior_output, stop, .. } = request;
         self.check_tokens("prompt", prompt)?;
         self.check_tokens("stop_tokens", &stop.stop_tokens)?;
@@ -48,7 +49,9 @@ impl Capacity {
         };
         let tokens_max = wanted.min(self.context_tokens).max(prompt_tokens + 1);
         self.check_fits(tokens_max - 1)?;
-        Ok(tokens_max)
+        let (prompt, output) = prompt.split_at(prompt_tokens - prior_output);
+        let history = History::new(&request.sampling, prompt, output, &request.sampler_state)?;
+        Ok((tokens_max, history))
     }
 
     pub(crate) fn check_score(&self, request: &ScoreRequest) -> Result<(), RefuseReason> {

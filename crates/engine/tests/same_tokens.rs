@@ -9,7 +9,8 @@ mod fake;
 
 use drafters::{KINDS, drafter};
 use engine::{
-    DRAFT_DEPTH_MAX, Engine, EngineConfig, KvBudget, Output, Request, SamplingParams, StopConditions,
+    DRAFT_DEPTH_MAX, Dry, DryBreakers, Engine, EngineConfig, KvBudget, Mirostat, MirostatVersion, Output,
+    Request, SamplingParams, StopConditions,
 };
 use fake::{Answer, FakeModel, VOCAB, answers, id_of, oracle, request, run_out};
 use ops::{KvType, Reference};
@@ -36,6 +37,41 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     )
 }
 
+/// What remembers earlier draws or needs more than one random number.
+fn more_params() -> impl Strategy<Value = SamplingParams> {
+    let dry = (0.1..2.0_f32, 1.0..2.0_f32, 0..3_u32, prop::option::of(0..40_u32), 0..VOCAB as u32).prop_map(
+        |(multiplier, base, allowed_length, last_n, breaker)| Dry {
+            multiplier,
+            base,
+            allowed_length,
+            last_n,
+            breakers: DryBreakers::new([vec![breaker], vec![breaker, 1]]),
+        },
+    );
+    let mirostat = (any::<bool>(), 0.5..5.0_f32, 0.05..0.9_f32).prop_map(|(one, tau, eta)| Mirostat {
+        version: if one { MirostatVersion::One } else { MirostatVersion::Two },
+        tau,
+        eta,
+    });
+    let maybe = |off: f32, range: std::ops::Range<f32>| prop_oneof![2 => Just(off), 1 => range];
+    (
+        prop::option::weighted(0.3, dry),
+        prop::option::weighted(0.3, mirostat),
+        (maybe(0.0, 0.5..3.0), maybe(1.0, 0.2..1.0), maybe(0.0, 0.2..1.0), maybe(0.0, 0.1..1.0)),
+    )
+        .prop_map(|(dry, mirostat, (top_n_sigma, typical_p, xtc_probability, dynatemp_range))| {
+            SamplingParams {
+                dry,
+                mirostat,
+                top_n_sigma,
+                typical_p,
+                xtc_probability,
+                dynatemp_range,
+                ..SamplingParams::default()
+            }
+        })
+}
+
 fn params() -> impl Strategy<Value = SamplingParams> {
     let maybe = |off: f32, range: std::ops::Range<f32>| prop_oneof![Just(off), range];
     (
@@ -48,8 +84,9 @@ fn params() -> impl Strategy<Value = SamplingParams> {
         (maybe(1.0, 0.5..2.0), maybe(0.0, -2.0..2.0), maybe(0.0, -2.0..2.0)),
         prop::collection::btree_map(0..VOCAB as u32, -5.0..5.0_f32, 0..3),
         any::<u64>(),
+        more_params(),
     )
-        .prop_map(|((temperature, top_k, top_p, min_p), penalties, bias, seed)| SamplingParams {
+        .prop_map(|((temperature, top_k, top_p, min_p), penalties, bias, seed, more)| SamplingParams {
             temperature,
             top_k,
             top_p,
@@ -59,6 +96,7 @@ fn params() -> impl Strategy<Value = SamplingParams> {
             frequency_penalty: penalties.2,
             logit_bias: bias.into_iter().collect(),
             seed,
+            ..more
         })
 }
 
@@ -149,6 +187,7 @@ proptest! {
                     let mut resumed = request.clone();
                     resumed.prompt.extend(&answer.tokens);
                     resumed.prior_output = answer.tokens.len();
+                    resumed.sampler_state = answer.state;
                     arrivals.push_back((index % 3, resumed));
                 }
             }

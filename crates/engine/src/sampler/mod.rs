@@ -2,45 +2,58 @@
 //!
 //! The chain, in llama.cpp's order where names coincide:
 //!
-//! 1. logit bias: added
-//! 2. stop tokens are ruled out while the output is shorter than `min_tokens`
+//! 1. what the request's grammar does not allow is ruled out, and stop tokens while the output is shorter than `min_tokens`
+//! 2. logit bias: added
 //! 3. penalties: repetition, then frequency and presence
-//! 4. temperature 0: the highest logit is taken, and nothing below applies
-//! 5. top-k: the k highest logits
-//! 6. top-p: of the rest, the fewest highest whose softmax adds up to p
-//! 7. min-p: of the rest, those of at least `min_p` times the highest probability
-//! 8. temperature: logits are divided by it
-//! 9. draw: one uniform number inverts the running sum of the weights in order of rising id
+//! 4. DRY: tokens that prolong a repetition are lowered
+//! 5. temperature 0: the highest logit is taken, and nothing below applies
+//! 6. top-n-sigma: logits of at least the highest minus n standard deviations
+//! 7. top-k: of the rest, the k highest
+//! 8. typical: of the rest, those of the most expected surprise whose softmax adds up to p
+//! 9. top-p: of the rest, the fewest highest whose softmax adds up to p
+//! 10. min-p: of the rest, those of at least `min_p` times the highest probability
+//! 11. XTC: by chance, all above a probability but the last of them are dropped
+//! 12. temperature: logits are divided by it; a dynamic one follows the entropy of what is left
+//! 13. draw: one uniform number inverts the running sum of the weights in order of rising id
+//!
+//! Mirostat takes the place of 6 to 11: it comes after a temperature that is not dynamic.
 //!
 //! Among equal logits the lower id ranks higher everywhere. Arithmetic is f32 and f64 in a fixed order without library
 //! functions that differ between machines; numbers are keyed by position ([`random`]): the same request draws the same
 //! token wherever and however often it runs.
 
+mod candidates;
+mod dry;
+mod history;
 mod logprobs;
+mod math;
+mod mirostat;
 mod penalties;
 mod random;
 mod rank;
 mod weights;
 
 use crate::SamplingParams;
+use candidates::Candidates;
+use dry::Repetitions;
 use rank::Ranked;
 use weights::Weights;
 
+pub use history::History;
 pub use logprobs::LogProbs;
-pub use penalties::TokenCounts;
 pub use random::{Purpose, Stream};
 
-/// What beside logits and parameters decides a draw.
+/// What beside logits, parameters and earlier draws decides a draw.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw<'a> {
     pub params: &'a SamplingParams,
     pub choice: u32,
     /// Absolute position of the token to draw.
     pub position: usize,
-    /// Needed when the parameters have penalties.
-    pub counts: Option<&'a TokenCounts>,
     /// Tokens that must not be drawn here.
     pub ruled_out: &'a [u32],
+    /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn. Tokens beyond the end may not.
+    pub allowed: Option<&'a [u32]>,
 }
 
 /// A row of logits that no token can be drawn from.
@@ -55,41 +68,65 @@ pub enum SampleError {
 /// Buffers for one draw after another; no state passes between draws.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    /// The row after bias and penalties, when there are any.
+    /// The row after masks, bias and penalties, when there are any.
     adjusted: Vec<f32>,
-    candidates: Vec<Ranked>,
+    /// The row after temperature, for mirostat.
+    tempered: Vec<f32>,
+    repetitions: Repetitions,
+    candidates: Candidates,
+    best: Vec<Ranked>,
     weights: Weights,
 }
 
-/// Candidates that top-p sorts first, and the factor by which it takes more until they suffice.
-const TOP_P_FIRST: usize = 64;
-const TOP_P_GROWTH: usize = 8;
-
 impl Sampler {
-    pub fn sample(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, SampleError> {
+    /// Draws a token and adds it to the request's `history`.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        draw: &Draw<'_>,
+        history: &mut History,
+    ) -> Result<u32, SampleError> {
         check(logits)?;
-        let params = draw.params;
-        if params.logit_bias.is_empty() && draw.ruled_out.is_empty() && draw.counts.is_none() {
-            return self.choose(logits, draw);
-        }
-        let mut adjusted = std::mem::take(&mut self.adjusted);
-        adjusted.clear();
-        adjusted.extend_from_slice(logits);
-        for &(token, bias) in &params.logit_bias {
-            adjusted[token as usize] += bias;
-        }
-        for &token in draw.ruled_out {
-            adjusted[token as usize] = f32::NEG_INFINITY;
-        }
-        if let Some(counts) = draw.counts {
-            counts.apply(params, &mut adjusted);
-        }
-        let chosen = self.choose(&adjusted, draw);
-        self.adjusted = adjusted;
-        chosen
+        let plain = draw.params.logit_bias.is_empty()
+            && draw.ruled_out.is_empty()
+            && draw.allowed.is_none()
+            && history.counts.is_none()
+            && history.tokens.is_none();
+        let token = if plain {
+            self.choose(logits, draw, history)?
+        } else {
+            let mut adjusted = std::mem::take(&mut self.adjusted);
+            adjusted.clear();
+            adjusted.extend_from_slice(logits);
+            self.adjust(&mut adjusted, draw, history);
+            let chosen = self.choose(&adjusted, draw, history);
+            self.adjusted = adjusted;
+            chosen?
+        };
+        history.push(token);
+        Ok(token)
     }
 
-    fn choose(&mut self, logits: &[f32], draw: &Draw<'_>) -> Result<u32, SampleError> {
+    fn adjust(&mut self, logits: &mut [f32], draw: &Draw<'_>, history: &History) {
+        let params = draw.params;
+        if let Some(allowed) = draw.allowed {
+            rule_out(logits, allowed);
+        }
+        for &token in draw.ruled_out {
+            logits[token as usize] = f32::NEG_INFINITY;
+        }
+        for &(token, bias) in &params.logit_bias {
+            logits[token as usize] += bias;
+        }
+        if let Some(counts) = &history.counts {
+            counts.apply(params, logits);
+        }
+        if let (Some(dry), Some(tokens)) = (&params.dry, &history.tokens) {
+            self.repetitions.apply(dry, tokens, logits);
+        }
+    }
+
+    fn choose(&mut self, logits: &[f32], draw: &Draw<'_>, history: &mut History) -> Result<u32, SampleError> {
         let params = draw.params;
         let max = rank::max(logits);
         if max == f32::NEG_INFINITY {
@@ -99,80 +136,67 @@ impl Sampler {
             return Ok(rank::argmax(logits) as u32);
         }
         let stream = Stream { seed: params.seed, choice: draw.choice };
-        let uniform = stream.uniform(draw.position as u64, Purpose::Token);
-        if !self.truncate(logits, max, params) {
+        let position = draw.position as u64;
+        let uniform = stream.uniform(position, Purpose::Token);
+        if let (Some(mirostat), Some(mu)) = (params.mirostat, history.mu) {
+            self.tempered.clear();
+            self.tempered.extend(logits.iter().map(|logit| (logit - max) / params.temperature));
+            mirostat::thin_out(&mut self.candidates, &mut self.best, &self.tempered, &mirostat, mu);
+            let (token, probability) = self.pick(0.0, 1.0, uniform);
+            history.mu = Some(mirostat::learn(&mirostat, mu, probability));
+            return Ok(token);
+        }
+        let dynamic = params.dynatemp_range > 0.0;
+        let thinned = self.candidates.thin_out(logits, params, stream, position);
+        if !thinned && !dynamic {
             self.weights.fill(logits.iter().copied(), max, params.temperature);
             return Ok(self.weights.pick(uniform) as u32);
         }
-        self.candidates.sort_unstable_by_key(|candidate| candidate.id());
-        let kept = self.candidates.iter().map(|candidate| candidate.logit());
-        self.weights.fill(kept, max, params.temperature);
-        Ok(self.candidates[self.weights.pick(uniform)].id())
+        self.candidates.fill(logits, thinned);
+        let temperature = if dynamic { self.dynamic_temperature(params) } else { params.temperature };
+        let max = self.candidates.kept().iter().map(|kept| kept.logit()).fold(f32::NEG_INFINITY, f32::max);
+        Ok(self.pick(max, temperature, uniform).0)
     }
 
-    /// Fills `candidates` with what top-k, top-p and min-p leave; `false`: none of them is on, all tokens are left.
-    fn truncate(&mut self, logits: &[f32], max: f32, params: &SamplingParams) -> bool {
-        let top_k = params.top_k as usize;
-        let mut truncated = top_k > 0 && top_k < logits.len();
-        if truncated {
-            rank::highest(logits, top_k, &mut self.candidates);
-        }
-        if params.top_p < 1.0 {
-            if truncated {
-                self.candidates.sort_unstable();
-                let total = self.candidates.iter().map(|kept| weight(kept.logit(), max)).sum();
-                let count = self.reaching(params.top_p, total, max).unwrap_or(self.candidates.len());
-                self.candidates.truncate(count);
-            } else {
-                self.top_p_of_all(logits, max, params.top_p);
-            }
-            truncated = true;
-        }
-        if params.min_p > 0.0 {
-            let floor = max + f64::from(params.min_p).ln() as f32;
-            if truncated {
-                self.candidates.retain(|kept| kept.logit() >= floor);
-            } else {
-                self.candidates.clear();
-                let kept = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
-                self.candidates.extend(kept.map(|(id, &logit)| Ranked::new(logit, id as u32)));
-            }
-            truncated = true;
-        }
-        truncated
+    /// A token among the candidates, and its probability there. `max` is the highest logit of theirs.
+    fn pick(&mut self, max: f32, temperature: f32, uniform: f64) -> (u32, f64) {
+        let kept = self.candidates.kept();
+        self.weights.fill(kept.iter().map(|kept| kept.logit()), max, temperature);
+        let index = self.weights.pick(uniform);
+        (kept[index].id(), self.weights.probability(index))
     }
 
-    fn top_p_of_all(&mut self, logits: &[f32], max: f32, top_p: f32) {
-        let total = weights::exp_sum(logits, max);
-        let mut taken = TOP_P_FIRST;
-        loop {
-            rank::highest(logits, taken, &mut self.candidates);
-            self.candidates.sort_unstable();
-            if let Some(count) = self.reaching(top_p, total, max) {
-                self.candidates.truncate(count);
-                return;
+    fn dynamic_temperature(&self, params: &SamplingParams) -> f32 {
+        let SamplingParams { temperature, dynatemp_range: range, dynatemp_exponent: exponent, .. } = *params;
+        let (low, high) = ((temperature - range).max(0.0), temperature + range);
+        let entropy = self.candidates.normalised_entropy();
+        let share = match entropy {
+            0.0 => {
+                if exponent == 0.0 {
+                    1.0
+                } else {
+                    0.0
+                }
             }
-            if taken >= logits.len() {
-                return;
-            }
-            taken *= TOP_P_GROWTH;
-        }
-    }
-
-    /// How many of the sorted candidates together reach `top_p` of `total`.
-    fn reaching(&self, top_p: f32, total: f64, max: f32) -> Option<usize> {
-        let wanted = f64::from(top_p) * total;
-        let mut sum = 0.0;
-        let reached = self.candidates.iter().position(|kept| {
-            sum += weight(kept.logit(), max);
-            sum >= wanted
-        });
-        reached.map(|last| last + 1)
+            _ => math::pow(entropy, f64::from(exponent)),
+        };
+        // At 0 the highest logit is as good as certain, and nothing is divided by 0.
+        (low + (high - low) * share as f32).max(f32::MIN_POSITIVE)
     }
 }
 
-fn weight(logit: f32, max: f32) -> f64 {
-    f64::from(weights::exp(logit - max))
+/// Tokens whose bit is not set become impossible.
+fn rule_out(logits: &mut [f32], allowed: &[u32]) {
+    for (word, logits) in logits.chunks_mut(32).enumerate() {
+        let bits = allowed.get(word).copied().unwrap_or(0);
+        if bits != u32::MAX {
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if bits >> bit & 1 == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
 }
 
 /// A model may rule a token out with -inf; NaN and +inf come from broken weights or kernels.

@@ -8,24 +8,24 @@ use std::collections::HashMap;
 
 /// Which tokens a sequence has, and how often its output has them. Kept only where a penalty asks for it.
 #[derive(Clone, Debug, Default)]
-pub struct TokenCounts {
+pub(super) struct TokenCounts {
     output: HashMap<u32, u32>,
 }
 
 impl TokenCounts {
-    pub fn new(prompt: &[u32], output: &[u32]) -> Self {
+    pub(super) fn new(prompt: &[u32], output: &[u32]) -> Self {
         let mut counts = Self { output: prompt.iter().map(|&token| (token, 0)).collect() };
         output.iter().for_each(|&token| counts.push(token));
         counts
     }
 
     /// One more output token.
-    pub fn push(&mut self, token: u32) {
+    pub(super) fn push(&mut self, token: u32) {
         *self.output.entry(token).or_insert(0) += 1;
     }
 
     /// Each entry changes its own logit only: the order of the map does not matter.
-    pub fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
+    pub(super) fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
         for (&token, &count) in &self.output {
             let logit = &mut logits[token as usize];
             *logit = match *logit {

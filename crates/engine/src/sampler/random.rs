@@ -7,6 +7,8 @@
 #[repr(u32)]
 pub enum Purpose {
     Token = 0,
+    /// Whether XTC acts.
+    Xtc = 1,
 }
 
 /// The request's part of the key.
@@ -69,6 +71,7 @@ mod tests {
             Stream { seed: 7 | 1 << 40, ..base }.uniform(3, Purpose::Token),
             Stream { choice: 1, ..base }.uniform(3, Purpose::Token),
             base.uniform(4, Purpose::Token),
+            base.uniform(3, Purpose::Xtc),
         ] {
             assert_ne!(number, other);
         }

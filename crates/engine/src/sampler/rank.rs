@@ -43,7 +43,8 @@ pub(super) fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
     keep(best, n);
 }
 
-fn keep(best: &mut Vec<Ranked>, n: usize) {
+/// Leaves the `n` best, in no order.
+pub(super) fn keep(best: &mut Vec<Ranked>, n: usize) {
     if n == 0 {
         best.clear();
     } else if n < best.len() {

@@ -53,6 +53,11 @@ impl Weights {
         self.blocks.extend(self.values.chunks(BLOCK).map(|block| sum(block, |weight| weight)));
     }
 
+    /// Of one among them.
+    pub(super) fn probability(&self, index: usize) -> f64 {
+        f64::from(self.values[index]) / self.blocks.iter().sum::<f64>()
+    }
+
     /// The first index at which the running sum exceeds `uniform` (in `[0, 1)`) of the total. Never one of weight 0,
     /// as long as there is another.
     pub(super) fn pick(&self, uniform: f64) -> usize {

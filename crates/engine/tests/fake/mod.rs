@@ -3,9 +3,10 @@
 //! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token
 //! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
 
-use engine::sampler::{Draw, LogProbs, Sampler, TokenCounts};
+use engine::sampler::{Draw, History, LogProbs, Sampler};
 use engine::{
-    Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplingParams, StopConditions,
+    Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplerState, SamplingParams,
+    StopConditions,
 };
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvType, OpError, Reference, Step};
@@ -114,11 +115,13 @@ pub(crate) struct Answer {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<(u32, Vec<(u32, u32)>)>,
     pub(crate) reason: Option<FinishReason>,
+    /// Of the last token.
+    pub(crate) state: SamplerState,
 }
 
 impl Answer {
     pub(crate) fn new() -> Self {
-        Self { tokens: Vec::new(), logprobs: Vec::new(), reason: None }
+        Self { tokens: Vec::new(), logprobs: Vec::new(), reason: None, state: SamplerState::default() }
     }
 
     /// Adds an output of this request.
@@ -127,6 +130,7 @@ impl Answer {
         match output {
             Output::Token(token) => {
                 self.tokens.push(token.token);
+                self.state = token.sampler_state;
                 self.logprobs.extend(token.logprob.map(|logprob| bits(logprob, &token.top)));
             }
             Output::Finished { reason, .. } => self.reason = Some(reason),
@@ -154,24 +158,28 @@ pub(crate) fn oracle(request: &Request) -> Answer {
     let mut answer = Answer::new();
     let mut tokens = request.prompt.clone();
     let own = tokens.len() - request.prior_output;
+    let mut state = request.sampler_state;
     while answer.reason.is_none() {
         let row = logits(tokens.iter().fold(0, |state, &token| chain(state, token)));
-        let counts = TokenCounts::new(&tokens[..own], &tokens[own..]);
+        let (prompt, output) = tokens.split_at(own);
+        let mut history = History::new(&request.sampling, prompt, output, &state).unwrap();
         let early = tokens.len() - own < request.stop.min_tokens as usize;
         let draw = Draw {
             params: &request.sampling,
             choice: request.choice,
             position: tokens.len(),
-            counts: Some(&counts),
             ruled_out: if early { &request.stop.stop_tokens } else { &[] },
+            allowed: None,
         };
-        let token = Sampler::default().sample(&row, &draw).unwrap();
+        let token = Sampler::default().sample(&row, &draw, &mut history).unwrap();
+        state = history.state();
         if request.stop.stop_tokens.contains(&token) {
             answer.reason = Some(FinishReason::Stop(token));
             break;
         }
         tokens.push(token);
         answer.tokens.push(token);
+        answer.state = state;
         if let Some(count) = request.logprobs {
             let row = LogProbs::new(&row).unwrap();
             answer.logprobs.push(bits(row.of(token), &row.top(count.into())));
