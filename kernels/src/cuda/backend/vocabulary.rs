@@ -1,0 +1,382 @@
+//! The ops: each checks its shapes by name, makes its weights resident, and becomes commands.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use ops::{
+    Activation, AttentionSpec, Backend, Experts, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec,
+    Step, Weight,
+};
+use quant::DType;
+
+use super::attention_plan::PlanShape;
+use super::command::{self, AttentionOperands, Command, Panels, Shape};
+use super::step::Words;
+use super::{Cuda, Data, Kv, Rope, Tensor, data};
+use crate::cuda::Buffer;
+use crate::cuda::attention::Method;
+use crate::cuda::error::device_error;
+
+impl Backend for Cuda {
+    type Data = Data;
+    type Tensor = Tensor;
+    type Kv = Kv;
+    type Rope = Rope;
+
+    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
+        const OP: &str = "tensor";
+        let bytes = (rows_max as u64).saturating_mul(cols as u64).saturating_mul(size_of::<f32>() as u64);
+        let values = rows_max.checked_mul(cols).filter(|_| bytes < u64::MAX);
+        let values = values.ok_or(OpError::Memory { op: OP, what: "a tensor", bytes })?;
+        let buffer = Buffer::new(&self.device, values).map_err(device_error(OP))?;
+        Ok(Tensor::new(buffer, rows_max, cols, &self.tensor_bytes))
+    }
+
+    fn kv(&mut self, layout: &KvLayout) -> Result<Kv, OpError> {
+        let kv = Kv::new(self.kv_device("kv")?, layout)?;
+        self.caches.push(kv.ahead());
+        Ok(kv)
+    }
+
+    fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
+        Rope::new(self.recorder.stream(), spec).map_err(device_error("rope_table"))
+    }
+
+    fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
+        // Commands of the step before refer to its rows.
+        self.recorder.flush()?;
+        self.steps += 1;
+        self.step.set(self.recorder.stream(), step)
+    }
+
+    fn embed(&mut self, table: &Weight<Self>, out: &mut Tensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "embed";
+        self.step.check(OP, rows)?;
+        out.check(OP, "columns of out", rows, table.cols())?;
+        let (index, len) = (self.step.token_max() as usize, table.rows());
+        if rows > 0 && index >= len {
+            return Err(OpError::Index { op: OP, what: "token", index, len });
+        }
+        let table = self.matrix(OP, table)?;
+        let out = self.use_tensor(out, rows);
+        self.push(Command::Embed { table, tokens: self.step.tokens_on_device(), out });
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm";
+        let weight = self.vector(OP, "columns of x against the weight", weight, x.cols())?;
+        x.check(OP, "columns of x", rows, weight.len)?;
+        out.check(OP, "columns of out", rows, weight.len)?;
+        let (x, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
+        self.push(Command::Norm { x, weight, eps: eps.into(), out });
+        Ok(())
+    }
+
+    fn rms_norm_heads(
+        &mut self,
+        x: &mut Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "rms_norm_heads";
+        let weight = self.vector(OP, "values of a head", weight, weight.cols())?;
+        x.check_heads(OP, "columns of x", rows, weight.len)?;
+        let x = self.use_tensor(x, rows);
+        self.push(Command::NormHeads { x, weight, eps: eps.into() });
+        Ok(())
+    }
+
+    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "add";
+        x.check(OP, "columns of x", rows, y.cols())?;
+        y.check(OP, "columns of y", rows, x.cols())?;
+        let (x, y) = (self.use_tensor(x, rows), self.use_tensor(y, rows));
+        self.push(Command::Add { x, y });
+        Ok(())
+    }
+
+    fn add_rms_norm(
+        &mut self,
+        x: &mut Tensor,
+        y: &Tensor,
+        weight: &Weight<Self>,
+        eps: f32,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "add_rms_norm";
+        let weight = self.vector(OP, "columns of x against the weight", weight, x.cols())?;
+        x.check(OP, "columns of x", rows, weight.len)?;
+        y.check(OP, "columns of y", rows, weight.len)?;
+        out.check(OP, "columns of out", rows, weight.len)?;
+        let (x, y, out) = (self.use_tensor(x, rows), self.use_tensor(y, rows), self.use_tensor(out, rows));
+        self.push(Command::AddNorm { x, y, weight, eps: eps.into(), out });
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        layer: &Linear<Self>,
+        x: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        self.linears(x, &mut [(layer, out)], rows)
+    }
+
+    fn linears(
+        &mut self,
+        x: &Tensor,
+        layers: &mut [(&Linear<Self>, &mut Tensor)],
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "linear";
+        let mut quantized: Option<Panels> = None;
+        // Layers of one type stand together: they share launches, and their rounded input.
+        let mut order: Vec<usize> = (0..layers.len()).collect();
+        order.sort_by_key(|&at| {
+            let dtype = layers[at].0.weight.dtype;
+            (dtype.activation().map(|format| format as u32), dtype as u32)
+        });
+        for at in order {
+            let (layer, out) = &layers[at];
+            x.check(OP, "columns of x", rows, layer.n_in())?;
+            out.check(OP, "columns of out", rows, layer.n_out())?;
+            let dtype = layer.weight.dtype;
+            let format = dtype.activation().ok_or(OpError::Type { op: OP, dtype })?;
+            let bias = match &layer.bias {
+                Some(bias) => Some(self.vector(OP, "bias length", bias, layer.n_out())?),
+                None => None,
+            };
+            let matrix = self.matrix(OP, &layer.weight)?;
+            let (input, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
+            let panels = match quantized {
+                Some(panels) if panels.format == format => panels,
+                // F32 weights take rows as they are.
+                _ if format == DType::F32 => {
+                    let range = command::Range { address: input.address, len: input.len * size_of::<f32>() };
+                    Panels { format, range, tokens: rows as u32, cols: x.cols() as u32 }
+                }
+                _ => {
+                    let panels = self.panels(OP, format, rows, x.cols())?;
+                    self.push(Command::Quantize { x: input, panels });
+                    *quantized.insert(panels)
+                }
+            };
+            self.push(Command::Product { panels, matrix, bias, out });
+        }
+        Ok(())
+    }
+
+    fn rope(&mut self, x: &mut Tensor, rope: &Rope, head_dim: usize, rows: usize) -> Result<(), OpError> {
+        const OP: &str = "rope";
+        self.step.check(OP, rows)?;
+        x.check_heads(OP, "columns of x", rows, head_dim)?;
+        if 2 * rope.pairs() > head_dim {
+            let (found, expected) = (2 * rope.pairs(), head_dim);
+            return Err(OpError::Shape { op: OP, what: "number of turning values", found, expected });
+        }
+        self.recorder.keep(rope.owner());
+        let x = self.use_tensor(x, rows);
+        self.push(Command::Rope {
+            x,
+            positions: self.step.positions_on_device(),
+            adjacent: rope.pairing == RopePairing::Adjacent,
+            frequencies: rope.frequencies(),
+            magnitude: rope.magnitude.into(),
+            head_dim: head_dim as u32,
+        });
+        Ok(())
+    }
+
+    fn kv_write(
+        &mut self,
+        kv: &mut Kv,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "kv_write";
+        self.step.check(OP, rows)?;
+        let (shape, address) = kv.layer(OP, layer)?;
+        let cols = shape.kv_heads * shape.head_dim;
+        keys.check(OP, "columns of keys", rows, cols)?;
+        values.check(OP, "columns of values", rows, cols)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        kv.prepare(OP, layer, self.step.kv_slots(), self.step.slot_max())?;
+        self.recorder.keep(kv.owner());
+        let (keys, values) = (self.use_tensor(keys, rows), self.use_tensor(values, rows));
+        self.push(Command::KvWrite {
+            layer: address,
+            is_f16: shape.kind == KvType::F16,
+            keys,
+            values,
+            slots: self.step.slots_on_device(),
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+        });
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        kv: &Kv,
+        layer: usize,
+        queries: &Tensor,
+        spec: &AttentionSpec,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "attention";
+        self.step.check(OP, rows)?;
+        let (shape, address) = kv.layer(OP, layer)?;
+        for (what, found, expected) in [
+            ("kv_heads", spec.kv_heads, shape.kv_heads),
+            ("head_dim", spec.head_dim, shape.head_dim),
+            ("remainder of heads / kv_heads", spec.heads % spec.kv_heads.max(1), 0),
+        ] {
+            if found != expected {
+                return Err(OpError::Shape { op: OP, what, found, expected });
+            }
+        }
+        let cols = spec.heads * spec.head_dim;
+        queries.check(OP, "columns of queries", rows, cols)?;
+        out.check(OP, "columns of out", rows, cols)?;
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        kv.check_written(OP, layer, self.steps, || self.step.blocks_read(OP, kv.block_tokens()))?;
+        self.recorder.keep(kv.owner());
+        let operands = AttentionOperands {
+            layer: address,
+            is_f16: shape.kind == KvType::F16,
+            shape: Shape {
+                heads: spec.heads as u32,
+                kv_heads: spec.kv_heads as u32,
+                head_dim: spec.head_dim as u32,
+                scale: spec.scale.into(),
+            },
+            queries: self.use_tensor(queries, rows),
+            tables: self.step.tables_on_device(),
+            out: self.use_tensor(out, rows),
+        };
+        match Method::of(spec, shape.kind) {
+            Method::Tiles { split_tokens, chunk_tokens } => {
+                let (heads, head_dim) = (spec.heads, spec.head_dim);
+                let shape = PlanShape { split_tokens, chunk_tokens, heads, head_dim };
+                for plan in self.attention_plans(shape)? {
+                    self.push(Command::AttentionTiles { operands, plan });
+                }
+            }
+            Method::Plain => self.push(Command::AttentionPlain {
+                operands,
+                table_starts: self.step.table_starts_on_device(),
+                positions: self.step.positions_on_device(),
+            }),
+        }
+        Ok(())
+    }
+
+    fn gated(
+        &mut self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        const OP: &str = "gated";
+        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
+            tensor.check(OP, what, rows, out.cols())?;
+        }
+        out.check(OP, "columns of out", rows, gate.cols())?;
+        let (gate, up, out) =
+            (self.use_tensor(gate, rows), self.use_tensor(up, rows), self.use_tensor(out, rows));
+        match activation {
+            Activation::Silu => self.push(Command::Gated { gate, up, out }),
+        }
+        Ok(())
+    }
+
+    fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
+        data::expert("expert", stack, index)
+    }
+
+    fn experts(
+        &mut self,
+        layer: &Experts<Self>,
+        activation: Activation,
+        router: &Tensor,
+        x: &Tensor,
+        out: &mut Tensor,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        self.experts_on_device(layer, activation, router, x, out, rows)
+    }
+
+    fn gather_outputs(&mut self, x: &Tensor, outputs: Range<usize>, out: &mut Tensor) -> Result<(), OpError> {
+        const OP: &str = "gather_outputs";
+        x.check(OP, "columns of x", self.step.len(), out.cols())?;
+        out.check(OP, "columns of out", outputs.len(), x.cols())?;
+        let (index, len) = (outputs.end, self.step.outputs());
+        if outputs.start > outputs.end || index > len {
+            return Err(OpError::Index { op: OP, what: "output", index, len });
+        }
+        let cols = x.cols() as u32;
+        let (x, out) = (self.use_tensor(x, self.step.len()), self.use_tensor(out, outputs.len()));
+        self.push(Command::Gather { x, rows: self.step.outputs_on_device(outputs), cols, out });
+        Ok(())
+    }
+
+    fn argmax(&mut self, x: &Tensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "argmax";
+        x.check(OP, "columns", rows, cols)?;
+        if best.len() != rows {
+            let (found, expected) = (best.len(), rows);
+            return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
+        }
+        if rows > self.best.len() {
+            self.best = Arc::new(Buffer::new(&self.device, rows).map_err(device_error(OP))?);
+        }
+        self.recorder.keep(self.best.clone());
+        let at = Words { address: self.best.view().address(), len: rows };
+        let x = self.use_tensor(x, rows);
+        self.push(Command::Argmax { x, cols: cols as u32, out: at });
+        self.recorder.flush()?;
+        self.bring(OP, at.address, best)
+    }
+
+    fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
+        self.recorder.flush()?;
+        let recorder = &mut self.recorder;
+        kv.trim(blocks, || recorder.wait())
+    }
+
+    fn write(&mut self, x: &mut Tensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
+        const OP: &str = "write";
+        x.check_host(OP, rows, host.len())?;
+        self.recorder.flush()?;
+        // SAFETY: the tensor is borrowed mutably until the copy has ended.
+        let mut values = unsafe { x.rows(rows).view_mut() };
+        values.copy_from_host(self.recorder.stream(), host).map_err(device_error(OP))
+    }
+
+    fn read(&mut self, x: &Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
+        const OP: &str = "read";
+        x.check_host(OP, rows, host.len())?;
+        self.recorder.flush()?;
+        self.bring(OP, x.rows(rows).address, host)
+    }
+}
