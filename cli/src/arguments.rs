@@ -3,7 +3,8 @@
 use clap::{Parser, Subcommand};
 
 use crate::{
-    bench, chat, doctor, eval, file_tools, fleet_orders, generate, inspect, process, ps, serve, tokenize,
+    bench, chat, devices, doctor, eval, file_tools, fleet_orders, generate, inspect, plan, process, ps,
+    serve, tokenize,
 };
 
 /// One copy of a model's weights, many processes that work with it.
@@ -30,11 +31,15 @@ pub(crate) enum Command {
     Inspect(inspect::InspectArgs),
     /// Write a file of random weights with the shape of a real model
     Synth(file_tools::SynthArguments),
+    /// List the GPUs that a fleet can use
+    Devices(devices::Arguments),
     /// Find out what this machine can do
     Doctor(doctor::Arguments),
     /// The other process of the doctor's hand-off
     #[command(hide = true)]
     DoctorPeer(doctor::PeerArguments),
+    /// Work out what a fleet will take of each device, without loading anything
+    Plan(plan::Arguments),
     /// Measure a fleet
     Bench(bench::Arguments),
     /// List the processes of a running fleet

@@ -7,6 +7,7 @@ use serde_json::json;
 use service::Exit;
 use service::exit::{of_io, one_line};
 
+use crate::device_choice::Wanted;
 use crate::failure::{Failure, Outcome, Trying};
 use crate::generate::say;
 use crate::running_fleet::block_on;
@@ -59,6 +60,12 @@ struct BenchFleet {
     /// Keys and values of each worker, in tokens
     #[arg(long, value_name = "TOKENS")]
     kv_tokens: Option<u32>,
+    /// Most tokens that a worker computes in one step
+    #[arg(long, value_name = "TOKENS")]
+    step_tokens: Option<u32>,
+    /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
+    #[arg(long, default_value_t = Wanted::Auto)]
+    device: Wanted,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -163,8 +170,12 @@ async fn lives(arguments: LivesArguments) -> Outcome {
 impl BenchFleet {
     fn start(&self) -> Outcome<MeasuredFleet> {
         let executable = std::env::current_exe().trying(|| "cannot find this executable".to_owned())?;
-        let mut arguments = Vec::new();
-        for (name, value) in [("--threads", self.threads), ("--kv-tokens", self.kv_tokens)] {
+        let mut arguments = vec!["--device".to_owned(), self.device.to_string()];
+        for (name, value) in [
+            ("--threads", self.threads),
+            ("--kv-tokens", self.kv_tokens),
+            ("--step-tokens", self.step_tokens),
+        ] {
             arguments.extend(value.map(|value| [name.to_owned(), value.to_string()]).into_iter().flatten());
         }
         let options = StartOptions {

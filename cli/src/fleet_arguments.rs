@@ -3,19 +3,11 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use service::Bytes;
 
-use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, HOST, ModelConfig};
-
-/// Where the weights live and the model runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Device {
-    /// The first GPU if this build and this machine have one, else the host.
-    Auto,
-    /// Sealed memory and SIMD kernels.
-    Host,
-}
+use crate::device_choice::Wanted;
+use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, ModelConfig};
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FleetArguments {
@@ -32,8 +24,9 @@ pub(crate) struct FleetArguments {
 /// What each worker of a model is given.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WorkerArguments {
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    device: Device,
+    /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
+    #[arg(long, default_value_t = Wanted::Auto)]
+    device: Wanted,
     /// Threads of each worker [default: cores / workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -59,10 +52,7 @@ impl WorkerArguments {
         ModelConfig {
             name: model_name(path),
             path: path.to_owned(),
-            device: match self.device {
-                // Without a backend for GPUs, automatic can only mean the host.
-                Device::Auto | Device::Host => HOST.to_owned(),
-            },
+            device: self.device,
             workers,
             threads: self.threads,
             ctx_size: self.ctx_size,
@@ -80,6 +70,7 @@ impl FleetArguments {
         FleetConfig {
             listen,
             host_budget: None,
+            gpu_budget: None,
             models: vec![self.worker.model(model, self.workers)],
             runtime_dir: self.runtime_dir,
         }

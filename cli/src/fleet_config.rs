@@ -5,24 +5,18 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use engine::{EngineConfig, KvBudget};
-use models::ModelDescription;
 use serde::{Deserialize, Serialize};
 use service::{Bytes, Exit, RuntimeDir};
 use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
 use toml::{Table, Value};
 
+use crate::device_choice::Wanted;
+use crate::devices::{self, Gpu, Seen};
 use crate::failure::{Failure, Outcome, Trying};
-use crate::gguf_file;
+use crate::sized_model::SizedModel;
 
 /// Two show what the fleet is for: one copy of the weights, and a stream that survives the death of a worker.
 pub(crate) const DEFAULT_WORKERS: u32 = 2;
-
-/// Without a budget: four sequences of full length, or this many tokens (2.3 GiB for an 8B model with 8 KV heads).
-const DEFAULT_KV_TOKENS_MAX: usize = 16 << 10;
-
-/// The device whose memory is the host's.
-pub(crate) const HOST: &str = "host";
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -33,6 +27,8 @@ pub(crate) struct FleetConfig {
     pub(crate) listen: Option<SocketAddr>,
     /// Host memory for weights, KV caches and workspaces together. Absent: what is available at the start.
     pub(crate) host_budget: Option<Bytes>,
+    /// The same for each GPU that the fleet uses. Absent: all its memory.
+    pub(crate) gpu_budget: Option<Bytes>,
     #[serde(default)]
     pub(crate) models: Vec<ModelConfig>,
 }
@@ -43,8 +39,9 @@ pub(crate) struct ModelConfig {
     /// What requests and workers call it.
     pub(crate) name: String,
     pub(crate) path: PathBuf,
-    #[serde(default = "host")]
-    pub(crate) device: String,
+    /// auto, host, cuda:N, or a GPU's UUID.
+    #[serde(default)]
+    pub(crate) device: Wanted,
     #[serde(default = "default_workers")]
     pub(crate) workers: u32,
     /// Of each worker. Absent: cores / workers of the fleet.
@@ -55,10 +52,6 @@ pub(crate) struct ModelConfig {
     pub(crate) step_tokens: Option<u32>,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
-}
-
-fn host() -> String {
-    HOST.to_owned()
 }
 
 fn default_workers() -> u32 {
@@ -88,15 +81,22 @@ impl FleetConfig {
         Ok(config)
     }
 
+    /// Looks at the machine's GPUs if any model may go there, and at the head of every model file.
+    pub(crate) fn sized(&self) -> Outcome<Vec<SizedModel>> {
+        let seen = devices_for(self.models.iter().map(|model| model.device))?;
+        let workers = self.models.iter().map(|m| m.workers).sum();
+        self.models.iter().map(|model| SizedModel::of(model, workers, &seen)).collect()
+    }
+
     /// The plan for a supervisor that works in this directory. `socket` is a listening one from socket activation.
     pub(crate) fn plan(
         &self,
         directory: &RuntimeDir,
         socket: Option<OwnedFd>,
         log: tracing::Level,
+        sized: &[SizedModel],
     ) -> Outcome<Plan> {
-        let workers = self.models.iter().map(|m| m.workers).sum();
-        let models = self.models.iter().map(|m| m.plan(workers)).collect::<Outcome<Vec<ModelPlan>>>()?;
+        let models = sized.iter().map(SizedModel::plan).collect::<Outcome<Vec<ModelPlan>>>()?;
         let of_workers = directory.clone();
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -108,7 +108,7 @@ impl FleetConfig {
         let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
         Ok(Plan {
-            weight_server: self.weight_server(directory),
+            weight_server: self.weight_server(directory, sized),
             router: table(&router::Config::new(listen, runtime_dir))?,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
@@ -142,65 +142,49 @@ impl FleetConfig {
         Ok((Some(address), Some(listener.into())))
     }
 
-    fn weight_server(&self, directory: &RuntimeDir) -> Table {
+    /// What the fleet may take of a GPU.
+    pub(crate) fn budget_of(&self, gpu: &Gpu) -> u64 {
+        self.gpu_budget.map_or(gpu.total_bytes, |budget| budget.0.min(gpu.total_bytes))
+    }
+
+    /// What it may take of the host's memory, if it started now.
+    pub(crate) fn host_bytes(&self) -> u64 {
+        let available = || service::meminfo::available().unwrap_or(u64::MAX);
+        self.host_budget.map_or_else(available, |budget| budget.0)
+    }
+
+    fn weight_server(&self, directory: &RuntimeDir, sized: &[SizedModel]) -> Table {
         let mut table = Table::new();
         let runtime_dir = directory.path().to_string_lossy().into_owned();
         table.insert("runtime-dir".to_owned(), Value::String(runtime_dir));
         if let Some(budget) = self.host_budget {
             table.insert("host-budget".to_owned(), Value::String(budget.to_string()));
         }
+        let mut gpus: Vec<&Gpu> = sized.iter().filter_map(|model| model.choice.gpu.as_ref()).collect();
+        gpus.sort_by_key(|gpu| gpu.ordinal);
+        gpus.dedup();
+        let device = |gpu: &Gpu| {
+            let mut device = Table::new();
+            device.insert("id".to_owned(), Value::String(gpu.uuid.clone()));
+            device.insert("budget".to_owned(), Value::String(Bytes(self.budget_of(gpu)).to_string()));
+            Value::Table(device)
+        };
+        if !gpus.is_empty() {
+            table.insert("devices".to_owned(), gpus.into_iter().map(device).collect::<Vec<_>>().into());
+        }
         table
     }
 }
 
-impl ModelConfig {
-    /// Checks the head of the model file and sizes what its workers need. `workers` is the number in the whole fleet.
-    pub(crate) fn plan(&self, workers: u32) -> Outcome<ModelPlan> {
-        // Processes of the fleet have working directories of their own.
-        let path =
-            std::path::absolute(&self.path).trying(|| format!("cannot find {}", self.path.display()))?;
-        let model = gguf_file::open(&path)?;
-        let description = gguf_file::describe(&path, &model)?;
-        let kv_bytes = match self.kv_bytes {
-            Some(bytes) => bytes,
-            None => self.kv_bytes_for_tokens(&description)?,
-        };
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads =
-            self.threads.map_or((cores / workers.max(1) as usize).max(1), |threads| threads as usize);
-        let places = || (String::new(), PathBuf::new());
-        let ((name, listen), (model_name, weights_socket)) = (places(), places());
-        let mut worker = worker::Config::new(name, model_name, weights_socket, listen, kv_bytes, threads);
-        worker.context_tokens = self.ctx_size.map(|tokens| tokens as usize);
-        if let Some(tokens) = self.step_tokens {
-            worker.step_tokens = tokens as usize;
-            // Every running sequence moves in every step.
-            worker.running_max = worker.running_max.min(worker.step_tokens);
-        }
-        Ok(ModelPlan {
-            name: self.name.clone(),
-            path,
-            workers: self.workers,
-            device: self.device.clone(),
-            pack: self.pack,
-            worker_config: table(&worker)?,
-        })
-    }
-
-    /// Room for some long sequences or many short ones: a budget is always a number, never "what is free".
-    fn kv_bytes_for_tokens(&self, description: &ModelDescription) -> Outcome<Bytes> {
-        let context = self.ctx_size.map_or(description.context_length, |tokens| tokens as usize);
-        let default = (4 * context).min(DEFAULT_KV_TOKENS_MAX).max(self.ctx_size.unwrap_or(0) as usize);
-        let tokens = self.kv_tokens.map_or(default, |tokens| tokens as usize);
-        let engine = EngineConfig::new(KvBudget::Tokens(tokens));
-        let layout = engine.kv_layout(description.kv_layers(engine.kv_type)).map_err(|error| {
-            Failure::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
-        })?;
-        Ok(Bytes(layout.blocks as u64 * layout.block_bytes() as u64))
+/// The GPUs of this machine, if anybody may want one.
+pub(crate) fn devices_for(wanted: impl IntoIterator<Item = Wanted>) -> Outcome<Seen> {
+    match wanted.into_iter().all(|wanted| wanted == Wanted::Host) {
+        true => Ok(Seen::default()),
+        false => devices::seen(),
     }
 }
 
-fn table(config: &impl Serialize) -> Outcome<Table> {
+pub(crate) fn table(config: &impl Serialize) -> Outcome<Table> {
     Table::try_from(config)
         .map_err(|error| Failure::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
 }

@@ -6,8 +6,10 @@ use proto::fleet::v1 as wire;
 
 use crate::failure::{Failure, Outcome};
 use crate::fleet_arguments::WorkerArguments;
+use crate::fleet_config::devices_for;
 use crate::ps;
 use crate::running_fleet::{block_on, find};
+use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
 pub(crate) struct LoadArguments {
@@ -74,12 +76,15 @@ fn order(
 
 pub(crate) fn load(arguments: LoadArguments) -> Outcome {
     let config = arguments.worker.model(&arguments.model, arguments.workers);
-    let plan = config.plan(arguments.workers)?;
+    let sized = SizedModel::of(&config, arguments.workers, &devices_for([config.device])?)?;
+    let plan = sized.plan()?;
     let request = wire::LoadModelRequest {
         name: arguments.name.unwrap_or(plan.name),
         path: plan.path.to_string_lossy().into_owned(),
         workers: plan.workers,
         worker_config: plan.worker_config.to_string(),
+        device: plan.device,
+        no_packing: !plan.pack,
     };
     let what = format!("cannot load {}", plan.path.display());
     order(&arguments.fleet, &what, async |client| {

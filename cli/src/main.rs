@@ -7,6 +7,8 @@
 mod arguments;
 mod bench;
 mod chat;
+mod device_choice;
+mod devices;
 mod doctor;
 mod eval;
 mod failure;
@@ -17,11 +19,13 @@ mod fleet_orders;
 mod generate;
 mod gguf_file;
 mod inspect;
+mod plan;
 mod process;
 mod prompts;
 mod ps;
 mod running_fleet;
 mod serve;
+mod sized_model;
 mod summary;
 mod synth;
 mod tokenize;
@@ -47,8 +51,10 @@ fn main() -> ExitCode {
         Command::Eval(arguments) => eval::run(arguments),
         Command::Inspect(arguments) => file_tools::run_inspect(arguments),
         Command::Synth(arguments) => file_tools::run_synth(arguments),
+        Command::Devices(arguments) => devices::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::DoctorPeer(arguments) => doctor::run_peer(arguments),
+        Command::Plan(arguments) => plan::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::Ps(arguments) => ps::run(arguments),
         Command::Load(arguments) => fleet_orders::load(arguments),

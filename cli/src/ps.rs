@@ -1,17 +1,28 @@
-//! `ballast ps`: the processes of a running fleet and their memory.
+//! `ballast ps`: the processes of a running fleet and their memory, on the host and on its devices.
+//!
+//! The supervisor knows the processes, each worker what it has of its device, the weight-server what weights there are. Of
+//! those that do not answer, the rest is shown all the same.
 
+use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
 use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Memory, ModelState, Role, Status};
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, GenerationState};
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{StatsReply, StatsRequest};
 use serde_json::json;
 use service::{Bytes, RuntimeDir};
 use tonic::transport::Channel;
 
 use crate::failure::{Failure, Outcome, Trying};
 use crate::running_fleet::{block_on, find};
+
+/// A process that is in trouble does not answer; it is shown without its own figures.
+const ANSWER_WAIT: Duration = Duration::from_secs(2);
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -32,7 +43,9 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
             .await
             .map_err(|status| Failure::answer("the supervisor", &status))?
             .into_inner();
-        let text = if arguments.json { json_lines(&status) } else { table(&status) };
+        let shown =
+            Shown { workers: workers(&directory).await, generations: generations(&directory).await, status };
+        let text = if arguments.json { shown.json_lines() } else { shown.table() };
         std::io::stdout().write_all(text.as_bytes()).trying(|| "cannot write".to_owned())
     })
 }
@@ -42,33 +55,130 @@ pub(crate) async fn connect(directory: &RuntimeDir) -> Outcome<FleetClient<Chann
     Ok(FleetClient::new(service::grpc::connect(&directory.supervisor_socket()).await?))
 }
 
-fn json_lines(status: &Status) -> String {
-    let memory = service::smaps::rollup_of_process(status.supervisor_pid).unwrap_or_default();
-    let supervisor = json!({
-        "name": "supervisor",
-        "role": "supervisor",
-        "pid": status.supervisor_pid,
-        "state": "ready",
-        "restarts": 0,
-        "memory": {"resident": memory.rss, "proportional": memory.pss, "anonymous": memory.anonymous, "swap": memory.swap},
-        "vault_fds": status.vault_fds,
-        "runtime_dir": status.runtime_dir,
-    });
-    let children = status.children.iter().map(|child| {
-        json!({
-            "name": child.name,
-            "role": role(child),
-            "pid": child.pid,
-            "state": state(child),
-            "restarts": child.crashes,
-            "uptime_ms": child.uptime_ms,
-            "status": child.status_text,
-            "last_end": child.last_end,
-            "model": child.model,
-            "memory": child.memory.map(memory_json),
-        })
-    });
-    std::iter::once(supervisor).chain(children).map(|line| format!("{line}\n")).collect()
+/// Everything that is known of a fleet.
+struct Shown {
+    status: Status,
+    /// By name.
+    workers: HashMap<String, StatsReply>,
+    generations: Vec<Generation>,
+}
+
+async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
+    let mut workers = HashMap::new();
+    for (index, socket) in directory.worker_sockets().unwrap_or_default() {
+        let ask = async {
+            let channel = service::grpc::connect(&socket).await.ok()?;
+            Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
+        };
+        if let Ok(Some(stats)) = tokio::time::timeout(ANSWER_WAIT, ask).await {
+            workers.insert(format!("worker-{index}"), stats);
+        }
+    }
+    workers
+}
+
+async fn generations(directory: &RuntimeDir) -> Vec<Generation> {
+    let ask = async {
+        let channel = service::grpc::connect(&directory.weights_admin_socket()).await.ok()?;
+        let status = WeightServerClient::new(channel).get_status(weights::GetStatusRequest {}).await;
+        Some(status.ok()?.into_inner().generations)
+    };
+    tokio::time::timeout(ANSWER_WAIT, ask).await.ok().flatten().unwrap_or_default()
+}
+
+impl Shown {
+    fn json_lines(&self) -> String {
+        let status = &self.status;
+        let memory = service::smaps::rollup_of_process(status.supervisor_pid).unwrap_or_default();
+        let supervisor = json!({
+            "name": "supervisor",
+            "role": "supervisor",
+            "pid": status.supervisor_pid,
+            "state": "ready",
+            "restarts": 0,
+            "memory": {"resident": memory.rss, "proportional": memory.pss, "anonymous": memory.anonymous, "swap": memory.swap},
+            "vault_fds": status.vault_fds,
+            "runtime_dir": status.runtime_dir,
+        });
+        let children = status.children.iter().map(|child| {
+            json!({
+                "name": child.name,
+                "role": role(child),
+                "pid": child.pid,
+                "state": state(child),
+                "restarts": child.crashes,
+                "uptime_ms": child.uptime_ms,
+                "status": child.status_text,
+                "last_end": child.last_end,
+                "model": child.model,
+                "memory": child.memory.map(memory_json),
+                "device": self.workers.get(&child.name).map(|stats| stats.device.clone()),
+                "device_memory": self.workers.get(&child.name).map(device_memory_json),
+                "timeline_ms": self.workers.get(&child.name).map(timeline_json),
+            })
+        });
+        let generations = self.generations.iter().map(generation_json);
+        std::iter::once(supervisor)
+            .chain(children)
+            .chain(generations)
+            .map(|line| format!("{line}\n"))
+            .collect()
+    }
+
+    fn table(&self) -> String {
+        let status = &self.status;
+        let mut text = format!(
+            "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  STATUS\n",
+            "NAME", "PID", "STATE", "RESTARTS", "UPTIME", "OWN", "WEIGHTS", "DEVICE", "RESERVED"
+        );
+        for child in &status.children {
+            let own = child.memory.map_or_else(String::new, |m| Bytes(m.anonymous).rounded());
+            let weights = child.memory.filter(|m| m.weights_resident > 0);
+            let weights = weights.map_or_else(String::new, |m| Bytes(m.weights_resident).rounded());
+            let stats = self.workers.get(&child.name).filter(|stats| !stats.device.is_empty());
+            let words = if child.pid == 0 { &child.last_end } else { &child.status_text };
+            text += &format!(
+                "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  {words}\n",
+                child.name,
+                child.pid,
+                state(child),
+                child.crashes,
+                uptime(child.uptime_ms),
+                own,
+                weights,
+                stats.map_or("", |stats| short(&stats.device)),
+                stats.map_or_else(String::new, |stats| Bytes(reserved(stats)).rounded()),
+            );
+        }
+        for model in &status.models {
+            let state = match model.state() {
+                ModelState::Loading => format!(
+                    "loading {} of {}",
+                    Bytes(model.done_bytes).rounded(),
+                    Bytes(model.total_bytes).rounded()
+                ),
+                ModelState::Ready => "ready".to_owned(),
+                ModelState::Failed => format!("failed: {}", model.failure),
+                ModelState::Unspecified => "unknown".to_owned(),
+            };
+            text += &format!("model {}: {state}, {}\n", model.name, model.path);
+        }
+        for generation in &self.generations {
+            text += &format!(
+                "weights {}: {} on {}, {}, {}\n",
+                generation.model,
+                Bytes(generation.allocation_bytes).rounded(),
+                generation.device,
+                generation_state(generation),
+                integrity(generation)
+            );
+        }
+        text += &format!(
+            "supervisor {} in {}, {} descriptors in the vault\n",
+            status.supervisor_pid, status.runtime_dir, status.vault_fds
+        );
+        text
+    }
 }
 
 fn memory_json(memory: Memory) -> serde_json::Value {
@@ -83,45 +193,70 @@ fn memory_json(memory: Memory) -> serde_json::Value {
     })
 }
 
-fn table(status: &Status) -> String {
-    let mut text = format!(
-        "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10}  STATUS\n",
-        "NAME", "PID", "STATE", "RESTARTS", "UPTIME", "OWN", "WEIGHTS"
-    );
-    for child in &status.children {
-        let own = child.memory.map_or_else(String::new, |m| Bytes(m.anonymous).rounded());
-        let weights = child.memory.filter(|m| m.weights_resident > 0);
-        let weights = weights.map_or_else(String::new, |m| Bytes(m.weights_resident).rounded());
-        let words = if child.pid == 0 { &child.last_end } else { &child.status_text };
-        text += &format!(
-            "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10}  {words}\n",
-            child.name,
-            child.pid,
-            state(child),
-            child.crashes,
-            uptime(child.uptime_ms),
-            own,
-            weights,
-        );
+/// What the ledger keeps for a worker on its device.
+fn reserved(stats: &StatsReply) -> u64 {
+    stats.context_bytes + stats.kv_reserved_bytes + stats.workspace_bytes
+}
+
+/// "host", or the start of a UUID.
+fn short(device: &str) -> &str {
+    const SHOWN: usize = "GPU-01234".len();
+    device.get(..SHOWN).unwrap_or(device)
+}
+
+fn device_memory_json(stats: &StatsReply) -> serde_json::Value {
+    json!({
+        "context": stats.context_bytes,
+        "kv_reserved": stats.kv_reserved_bytes,
+        "kv_used": stats.kv_used_bytes,
+        "workspace": stats.workspace_bytes,
+        "weights": stats.weight_bytes,
+    })
+}
+
+fn timeline_json(stats: &StatsReply) -> serde_json::Value {
+    stats
+        .timeline
+        .iter()
+        .map(|stage| (stage.name.clone(), json!(stage.ms)))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
+}
+
+fn generation_json(generation: &Generation) -> serde_json::Value {
+    json!({
+        "name": format!("model:{}", generation.model),
+        "role": "generation",
+        "generation": generation.generation,
+        "device": generation.device,
+        "state": generation_state(generation),
+        "integrity": integrity(generation),
+        "adopted": generation.adopted,
+        "tensor_bytes": generation.tensor_bytes,
+        "allocation_bytes": generation.allocation_bytes,
+        "allocations": generation.allocations,
+    })
+}
+
+fn generation_state(generation: &Generation) -> &'static str {
+    match generation.state() {
+        GenerationState::Queued => "queued",
+        GenerationState::Loading => "loading",
+        GenerationState::Storing => "storing",
+        GenerationState::Ready => "ready",
+        GenerationState::Retiring => "retiring",
+        GenerationState::Unspecified => "unknown",
     }
-    for model in &status.models {
-        let state = match model.state() {
-            ModelState::Loading => format!(
-                "loading {} of {}",
-                Bytes(model.done_bytes).rounded(),
-                Bytes(model.total_bytes).rounded()
-            ),
-            ModelState::Ready => "ready".to_owned(),
-            ModelState::Failed => format!("failed: {}", model.failure),
-            ModelState::Unspecified => "unknown".to_owned(),
-        };
-        text += &format!("model {}: {state}, {}\n", model.name, model.path);
+}
+
+fn integrity(generation: &Generation) -> &'static str {
+    match generation.integrity() {
+        GenerationIntegrity::Loaded => "loaded",
+        GenerationIntegrity::Unverified => "unverified",
+        GenerationIntegrity::Verified => "verified",
+        GenerationIntegrity::Quarantined => "quarantined",
+        GenerationIntegrity::Unspecified => "unknown",
     }
-    text += &format!(
-        "supervisor {} in {}, {} descriptors in the vault\n",
-        status.supervisor_pid, status.runtime_dir, status.vault_fds
-    );
-    text
 }
 
 fn uptime(milliseconds: u64) -> String {

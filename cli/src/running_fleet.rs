@@ -12,6 +12,7 @@ use supervisor::{ChildStatus, Fleet, FleetEvent, FleetStatus, ModelState, ModelS
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
 
+use crate::device_choice::Choice;
 use crate::failure::{Failure, Outcome, Trying};
 use crate::fleet_config::FleetConfig;
 
@@ -40,6 +41,8 @@ pub(crate) struct RunningFleet {
     pub(crate) fleet: Fleet,
     pub(crate) shutdown: Shutdown,
     models: HashMap<String, u32>,
+    /// Where each model went, in the configuration's order.
+    pub(crate) devices: Vec<(String, Choice)>,
     progress: ProgressBar,
 }
 
@@ -54,12 +57,14 @@ impl RunningFleet {
         sweep_dead();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
-        let plan = config.plan(claimed.directory(), socket, log)?;
+        let sized = config.sized()?;
+        let plan = config.plan(claimed.directory(), socket, log, &sized)?;
+        let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = Fleet::start(plan, claimed, notify, kept).await?;
         let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes} of {total_bytes}");
         let progress = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Ok(Self { fleet, shutdown, models, progress })
+        Ok(Self { fleet, shutdown, models, devices, progress })
     }
 
     pub(crate) fn directory(&self) -> &RuntimeDir {

@@ -125,6 +125,7 @@ async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
     let text = match json {
         true => serde_json::json!({
             "http": url, "grpc": url, "runtime_dir": runtime_dir, "models": models, "workers": workers,
+            "devices": fleet.devices.iter().map(|(_, choice)| choice.device().to_string()).collect::<Vec<_>>(),
         })
         .to_string(),
         false => {
@@ -132,9 +133,12 @@ async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
             let body = serde_json::json!({
                 "model": first, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0,
             });
+            let devices: Vec<String> =
+                fleet.devices.iter().map(|(model, choice)| format!("device   {model} on {choice}\n")).collect();
             format!(
-                "serving  {} with {workers} workers\nHTTP     {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC     {url} (ballast.v1, with reflection)\nprocesses: ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops everything.",
+                "serving  {} with {workers} workers\n{}HTTP     {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC     {url} (ballast.v1, with reflection)\nprocesses: ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops everything.",
                 models.join(", "),
+                devices.concat(),
             )
         }
     };

@@ -24,6 +24,8 @@ pub(crate) struct Summary {
     tensor_bytes: u64,
     weight_bytes: u64,
     workers: Vec<(u32, StatsReply)>,
+    /// Of the only model.
+    device: String,
     measured: Measured,
 }
 
@@ -46,6 +48,7 @@ impl Summary {
             tensor_bytes: status.generations.iter().map(|g| g.tensor_bytes).sum(),
             weight_bytes: status.generations.iter().map(|g| g.allocation_bytes).sum(),
             workers,
+            device: fleet.devices.iter().map(|(_, choice)| choice.to_string()).collect(),
             measured,
         })
     }
@@ -61,6 +64,7 @@ impl fmt::Display for Summary {
             self.workers.len(),
             Bytes(self.weight_bytes).rounded(),
         )?;
+        writeln!(f, "device      {}", self.device)?;
         for (index, stats) in &self.workers {
             writeln!(
                 f,

@@ -127,7 +127,8 @@ impl FleetService for Service {
         &self,
         request: Request<wire::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let wire::LoadModelRequest { name, path, workers, worker_config } = request.into_inner();
+        let wire::LoadModelRequest { name, path, workers, worker_config, device, no_packing } =
+            request.into_inner();
         let worker_config = worker_config
             .parse::<toml::Table>()
             .map_err(|error| Status::invalid_argument(format!("worker_config: {}", error.message())))?;
@@ -135,8 +136,8 @@ impl FleetService for Service {
             name: name.clone(),
             path: path.into(),
             workers,
-            device: HOST_DEVICE.to_owned(),
-            pack: true,
+            device: if device.is_empty() { HOST_DEVICE.to_owned() } else { device },
+            pack: !no_packing,
             worker_config,
         };
         let mut events = self.orders.events.subscribe();
@@ -201,7 +202,7 @@ impl FleetService for Service {
     }
 }
 
-/// Only host memory can be loaded by order so far; the planned models say their device themselves.
+/// The device of orders that name none.
 const HOST_DEVICE: &str = "host";
 
 /// Weights are mapped from memfds of this name.

@@ -297,6 +297,8 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
         path: "/second.gguf".to_owned(),
         workers: 1,
         worker_config: String::new(),
+        device: String::new(),
+        no_packing: false,
     };
     let mut events = client.load_model(load.clone()).await?.into_inner();
     let mut last = None;

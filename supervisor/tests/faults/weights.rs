@@ -70,6 +70,10 @@ impl WeightServer for Fake {
         }
     }
 
+    async fn verify(&self, request: Request<VerifyRequest>) -> Result<Response<VerifyResponse>, Refusal> {
+        Err(Refusal::not_found(format!("{} is on no GPU", request.into_inner().model)))
+    }
+
     type WatchEventsStream = Events<Event>;
 
     async fn watch_events(

@@ -72,7 +72,7 @@ impl Place for Gpu {
     }
 
     fn import(&self, granted: Granted) -> Result<Attached<Vec<Data>>, memory::attach::AttachError> {
-        Ok(granted.import_cuda(&self.memory)?.map(|tensors| tensors.iter().map(Data::from).collect()))
+        Ok(granted.import_cuda(&self.memory)?.map(|tensors| tensors.into_iter().map(Data::from).collect()))
     }
 
     fn compute(&self) -> Result<Cuda, OpError> {

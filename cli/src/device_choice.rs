@@ -1,0 +1,262 @@
+//! Which device a model runs on: what the user wants, against what the machine has and the kernels can do.
+//!
+//! A plain function of its inputs. Whatever is chosen travels as "host" or as a UUID: ordinals are a process's own.
+
+use std::fmt;
+use std::str::FromStr;
+
+use gguf::Model;
+use memory::cuda::DeviceSelector;
+use quant::layout::planes;
+use serde::{Deserialize, Serialize};
+use service::Exit;
+use worker::Device;
+
+use crate::devices::{Gpu, Seen};
+use crate::failure::{Failure, Outcome};
+
+/// What `--device` and the key `device` say: auto, host, cuda:N, or a GPU's UUID.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) enum Wanted {
+    /// The first GPU that can run the model, else the host.
+    #[default]
+    Auto,
+    Host,
+    Gpu(DeviceSelector),
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("{text:?} is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it")]
+pub(crate) struct WantedError {
+    text: String,
+}
+
+/// What became of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Choice {
+    /// The GPU; none is the host.
+    pub(crate) gpu: Option<Gpu>,
+    /// Why, where the user left it open.
+    pub(crate) why: Option<String>,
+}
+
+impl Choice {
+    pub(crate) fn host(why: Option<String>) -> Self {
+        Self { gpu: None, why }
+    }
+
+    /// As processes name it to each other.
+    pub(crate) fn device(&self) -> Device {
+        // A UUID comes from the driver, in the form in which it is read.
+        self.gpu.as_ref().and_then(|gpu| gpu.uuid.parse().ok()).unwrap_or_default()
+    }
+}
+
+/// "cuda:0 NVIDIA H200 (GPU-...)", or "host (why)".
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.gpu {
+            Some(Gpu { ordinal, name, uuid, .. }) => write!(f, "cuda:{ordinal} {name} ({uuid})")?,
+            None => f.write_str("host")?,
+        }
+        self.why.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
+    }
+}
+
+/// The first tensor that no kernel for GPUs reads.
+pub(crate) fn without_kernel(model: &Model) -> Option<String> {
+    let (_, tensor) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none())?;
+    Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype))
+}
+
+/// `without_kernel` says why the model cannot run on a GPU.
+pub(crate) fn choose(wanted: Wanted, seen: &Seen, without_kernel: Option<&str>) -> Outcome<Choice> {
+    match wanted {
+        Wanted::Host => Ok(Choice::host(None)),
+        Wanted::Auto => Ok(automatic(seen, without_kernel)),
+        Wanted::Gpu(selector) => {
+            let refused = |exit, why: &str| {
+                Failure::new(
+                    exit,
+                    format!("{selector} cannot be used: {why}; --device host runs without a GPU"),
+                )
+            };
+            if let Some(problem) = &seen.problem {
+                return Err(refused(Exit::Usage, problem));
+            }
+            let Some(gpu) = seen.gpus.iter().find(|gpu| means(selector, gpu)) else {
+                return Err(refused(Exit::Usage, &format!("there is no such GPU, {}", present(&seen.gpus))));
+            };
+            if let Some(why) = &gpu.unusable {
+                return Err(refused(Exit::Usage, &format!("{}: {why}", gpu.name)));
+            }
+            match without_kernel {
+                Some(why) => Err(refused(Exit::ModelRefused, why)),
+                None => Ok(Choice { gpu: Some(gpu.clone()), why: None }),
+            }
+        }
+    }
+}
+
+fn automatic(seen: &Seen, without_kernel: Option<&str>) -> Choice {
+    let reason = seen.problem.as_deref().or(without_kernel);
+    let first_lame = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
+    match (reason, seen.gpus.iter().find(|gpu| gpu.unusable.is_none())) {
+        (None, Some(gpu)) => Choice { gpu: Some(gpu.clone()), why: Some("the first usable GPU".to_owned()) },
+        (Some(reason), _) => Choice::host(Some(reason.to_owned())),
+        (None, None) => Choice::host(Some(first_lame().unwrap_or("this process sees no GPU").to_owned())),
+    }
+}
+
+fn means(selector: DeviceSelector, gpu: &Gpu) -> bool {
+    match selector {
+        DeviceSelector::Ordinal(ordinal) => gpu.ordinal == ordinal,
+        DeviceSelector::Uuid(uuid) => gpu.uuid == uuid.to_string(),
+    }
+}
+
+fn present(gpus: &[Gpu]) -> String {
+    let names: Vec<String> =
+        gpus.iter().map(|gpu| format!("cuda:{} {} ({})", gpu.ordinal, gpu.name, gpu.uuid)).collect();
+    match names.is_empty() {
+        true => "this process sees none".to_owned(),
+        false => format!("this process sees {}", names.join(", ")),
+    }
+}
+
+impl FromStr for Wanted {
+    type Err = WantedError;
+
+    fn from_str(text: &str) -> Result<Self, WantedError> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        match text.parse() {
+            Ok(Device::Host) => Ok(Self::Host),
+            Ok(Device::Gpu(selector)) => Ok(Self::Gpu(selector)),
+            Err(_) => Err(WantedError { text: text.to_owned() }),
+        }
+    }
+}
+
+impl TryFrom<String> for Wanted {
+    type Error = WantedError;
+
+    fn try_from(text: String) -> Result<Self, WantedError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Wanted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Host => Device::Host.fmt(f),
+            Self::Gpu(selector) => selector.fmt(f),
+        }
+    }
+}
+
+impl From<Wanted> for String {
+    fn from(wanted: Wanted) -> Self {
+        wanted.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(ordinal: u32) -> Gpu {
+        Gpu {
+            ordinal,
+            uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
+            name: "NVIDIA H200".to_owned(),
+            compute_capability: 90,
+            total_bytes: 140 << 30,
+            free_bytes: None,
+            integrated: false,
+            unusable: None,
+        }
+    }
+
+    fn lame(ordinal: u32) -> Gpu {
+        Gpu { unusable: Some("it is lame".to_owned()), ..gpu(ordinal) }
+    }
+
+    fn seen(gpus: Vec<Gpu>) -> Seen {
+        Seen { gpus, problem: None }
+    }
+
+    fn blind() -> Seen {
+        Seen { gpus: Vec::new(), problem: Some("no driver".to_owned()) }
+    }
+
+    fn wanted(text: &str) -> Wanted {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn auto_takes_the_first_gpu_that_works() {
+        let choice = choose(Wanted::Auto, &seen(vec![lame(0), gpu(1), gpu(2)]), None).unwrap();
+        assert_eq!(choice.device().to_string(), gpu(1).uuid);
+        assert!(choice.to_string().starts_with("cuda:1 NVIDIA H200 (GPU-"), "{choice}");
+    }
+
+    #[test]
+    fn auto_falls_back_to_the_host_and_says_why() {
+        for (seen, without_kernel, why) in [
+            (blind(), None, "host (no driver)"),
+            (seen(vec![]), None, "host (this process sees no GPU)"),
+            (seen(vec![lame(0)]), None, "host (it is lame)"),
+            (seen(vec![gpu(0)]), Some("no kernel"), "host (no kernel)"),
+        ] {
+            let choice = choose(Wanted::Auto, &seen, without_kernel).unwrap();
+            assert_eq!((choice.device(), choice.to_string().as_str()), (Device::Host, why));
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_was_named_is_taken_or_refused_never_replaced() {
+        let two = seen(vec![gpu(0), lame(1)]);
+        assert_eq!(choose(wanted("cuda:0"), &two, None).unwrap().gpu, Some(gpu(0)));
+        assert_eq!(choose(wanted(&gpu(0).uuid), &two, None).unwrap().gpu, Some(gpu(0)));
+        for (text, seen, without_kernel, exit, part) in [
+            (
+                "cuda:7",
+                &two,
+                None,
+                Exit::Usage,
+                "cuda:7 cannot be used: there is no such GPU, this process sees cuda:0",
+            ),
+            ("cuda:1", &two, None, Exit::Usage, "it is lame"),
+            ("cuda:0", &blind(), None, Exit::Usage, "no driver"),
+            ("cuda:0", &two, Some("no kernel"), Exit::ModelRefused, "no kernel"),
+        ] {
+            let failure = choose(wanted(text), seen, without_kernel).unwrap_err();
+            assert_eq!(failure.exit, exit);
+            assert!(failure.message().contains(part), "{}", failure.message());
+            assert!(failure.message().ends_with("--device host runs without a GPU"), "{}", failure.message());
+        }
+    }
+
+    #[test]
+    fn the_host_needs_no_look_at_gpus() {
+        assert_eq!(choose(Wanted::Host, &blind(), Some("no kernel")).unwrap(), Choice::host(None));
+    }
+
+    #[test]
+    fn devices_are_written_as_they_are_read() {
+        for text in ["auto", "host", "cuda:0", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
+            assert_eq!(wanted(text).to_string(), text);
+        }
+        for text in ["", "cpu", "cuda", "cuda:", "cuda:-1", "gpu0", "GPU-00"] {
+            let error = text.parse::<Wanted>().unwrap_err().to_string();
+            assert!(
+                error.ends_with("is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it"),
+                "{error}"
+            );
+        }
+    }
+}

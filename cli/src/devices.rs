@@ -1,0 +1,212 @@
+//! `ballast devices`: the GPUs of this machine, as a fleet would see them.
+//!
+//! Starting the driver costs a quarter of a second and some memory, and ties a process to the GPU. So it happens in a
+//! child that ends: neither the supervisor nor the weight-server ever loads it.
+
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use memory::cuda::driver::{DeviceFacts, Driver};
+use memory::cuda::open_driver;
+use serde::{Deserialize, Serialize};
+use service::exit::one_line;
+use service::{Bytes, Exit};
+
+use crate::failure::{Failure, Outcome, Trying};
+
+/// A driver without persistence mode may take seconds to start, and many GPUs many of them.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// All of it as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// A GPU, as far as choosing one and accounting for its memory need to know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Gpu {
+    /// N of "cuda:N"; CUDA_VISIBLE_DEVICES decides what is counted.
+    pub(crate) ordinal: u32,
+    pub(crate) uuid: String,
+    pub(crate) name: String,
+    /// Major * 10 + minor.
+    pub(crate) compute_capability: u32,
+    pub(crate) total_bytes: u64,
+    /// Where the management library tells.
+    pub(crate) free_bytes: Option<u64>,
+    /// Shares its memory with the host.
+    pub(crate) integrated: bool,
+    /// Why no fleet can run on it.
+    pub(crate) unusable: Option<String>,
+}
+
+/// What a process of this executable and environment finds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Seen {
+    pub(crate) gpus: Vec<Gpu>,
+    /// Why there are none to be seen.
+    pub(crate) problem: Option<String>,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let seen = look();
+    let text = match arguments.json {
+        true => serde_json::to_string(&seen)
+            .map_err(|error| Failure::new(Exit::Internal, format!("cannot write as JSON: {error}")))?,
+        false => text(&seen),
+    };
+    writeln!(std::io::stdout(), "{text}").trying(|| "cannot write".to_owned())
+}
+
+fn text(seen: &Seen) -> String {
+    if let Some(problem) = &seen.problem {
+        return format!("no GPU: {problem}");
+    }
+    let line = |gpu: &Gpu| {
+        let (major, minor) = (gpu.compute_capability / 10, gpu.compute_capability % 10);
+        let free = gpu.free_bytes.map(|free| format!(", {} free", Bytes(free).rounded())).unwrap_or_default();
+        let total = Bytes(gpu.total_bytes).rounded();
+        let verdict = gpu.unusable.as_ref().map(|why| format!("; unusable: {why}")).unwrap_or_default();
+        format!(
+            "cuda:{}  {}  {}, compute capability {major}.{minor}, {total}{free}{verdict}",
+            gpu.ordinal, gpu.uuid, gpu.name
+        )
+    };
+    seen.gpus.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// Asks a child, which is gone when this returns.
+pub(crate) fn seen() -> Outcome<Seen> {
+    if cfg!(not(feature = "cuda")) {
+        // There is nothing to load.
+        return Ok(look());
+    }
+    let failed = |text: String| Failure::new(Exit::Internal, format!("cannot look for GPUs: {text}"));
+    let mut child = Command::new("/proc/self/exe")
+        .args(["devices", "--json"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|error| failed(error.to_string()))?;
+    let (sender, answer) = mpsc::channel();
+    let stdout = child.stdout.take();
+    std::thread::spawn(move || {
+        let mut text = String::new();
+        let read = stdout.map(|mut stdout| stdout.read_to_string(&mut text));
+        // Nobody listens any more after the patience is over.
+        let _ = sender.send(read.unwrap_or(Ok(0)).map(|_| text));
+    });
+    let answer = answer.recv_timeout(PATIENCE);
+    // It has ended, or it never will.
+    let _ = child.kill();
+    let ended = child.wait().map_err(|error| failed(error.to_string()))?;
+    match answer {
+        Ok(Ok(text)) => {
+            serde_json::from_str(&text).map_err(|_| failed(format!("the driver ended it ({ended})")))
+        }
+        Ok(Err(error)) => Err(failed(error.to_string())),
+        Err(_) => Err(failed(format!("the driver does not answer within {} s", PATIENCE.as_secs()))),
+    }
+}
+
+/// What this process sees; loads the driver.
+fn look() -> Seen {
+    let blind = |error: &dyn std::error::Error| Seen { gpus: Vec::new(), problem: Some(one_line(error)) };
+    let driver = match open_driver() {
+        Ok(driver) => driver,
+        Err(error) => return blind(&error),
+    };
+    let free_bytes = free_bytes();
+    match memory::cuda::devices(&*driver) {
+        Ok(found) => {
+            let gpus = found.iter().map(|facts| gpu(&*driver, facts, free_bytes(facts))).collect();
+            Seen { gpus, problem: None }
+        }
+        Err(refusal) => blind(&refusal),
+    }
+}
+
+fn gpu(driver: &dyn Driver, facts: &DeviceFacts, free_bytes: Option<u64>) -> Gpu {
+    let unusable = match (facts.vmm, facts.posix_fd) {
+        (false, _) => Some("no virtual memory management, so weights cannot be shared".to_owned()),
+        (true, false) => Some("no file descriptors for its memory, so weights cannot be shared".to_owned()),
+        (true, true) => driver.granularity(facts.ordinal).err().map(|refusal| refusal.to_string()),
+    };
+    Gpu {
+        ordinal: facts.ordinal,
+        uuid: facts.uuid.to_string(),
+        name: facts.name.clone(),
+        compute_capability: facts.compute_capability,
+        total_bytes: facts.total_bytes,
+        free_bytes,
+        integrated: facts.integrated,
+        unusable: unusable.or_else(|| without_code(facts.compute_capability)),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn free_bytes() -> impl Fn(&DeviceFacts) -> Option<u64> {
+    let nvml = memory::cuda::nvml::Nvml::open().ok();
+    move |facts| Some(nvml.as_ref()?.memory(facts.uuid).ok()??.free_bytes)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_bytes() -> impl Fn(&DeviceFacts) -> Option<u64> {
+    |_| None
+}
+
+/// Why kernels cannot run: the build holds no code for this architecture.
+#[cfg(feature = "cuda")]
+fn without_code(compute_capability: u32) -> Option<String> {
+    let (major, minor) = (compute_capability / 10, compute_capability % 10);
+    (!kernels::cuda::runs_on(compute_capability)).then(|| {
+        format!(
+            "this executable holds no kernels for compute capability {major}.{minor}: build it with BALLAST_CUDA_ARCHS=sm_{compute_capability}"
+        )
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn without_code(_: u32) -> Option<String> {
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn h200(ordinal: u32) -> Gpu {
+        Gpu {
+            ordinal,
+            uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
+            name: "NVIDIA H200".to_owned(),
+            compute_capability: 90,
+            total_bytes: 140 << 30,
+            free_bytes: Some(139 << 30),
+            integrated: false,
+            unusable: None,
+        }
+    }
+
+    #[test]
+    fn what_is_seen_survives_its_line_of_json() {
+        let lame = Gpu { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
+        let seen = Seen { gpus: vec![h200(0), lame], problem: None };
+        let line = serde_json::to_string(&seen).unwrap();
+        assert!(!line.contains('\n'), "{line}");
+        assert_eq!(serde_json::from_str::<Seen>(&line).unwrap(), seen);
+        let text = text(&seen);
+        assert!(text.contains("cuda:0  GPU-00112233-4455-6677-8899-aabbccddee00  NVIDIA H200"), "{text}");
+        assert!(text.ends_with("unusable: no"), "{text}");
+    }
+
+    #[test]
+    fn a_process_without_a_gpu_says_why() {
+        let seen = look();
+        assert_eq!(seen.problem.is_some(), seen.gpus.is_empty());
+    }
+}

@@ -1,0 +1,253 @@
+//! `ballast plan`: what a fleet will hold of each device, from the heads of its model files, before anything is loaded.
+//!
+//! The figures are those that the weight-server's ledger will reserve, row by row.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use service::{Bytes, Exit};
+
+use crate::failure::{Failure, Outcome};
+use crate::fleet_arguments::FleetArguments;
+use crate::fleet_config::FleetConfig;
+use crate::generate::say;
+use crate::sized_model::SizedModel;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The model file
+    #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
+    model: Option<PathBuf>,
+    /// A fleet of several models, described in TOML
+    #[arg(long, value_name = "FILE.toml")]
+    config: Option<PathBuf>,
+    /// All of it as one JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    fleet: FleetArguments,
+}
+
+/// A device, and what the fleet takes of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct DevicePlan {
+    /// "host", or a UUID.
+    id: String,
+    /// For people.
+    name: String,
+    /// What the fleet may take.
+    budget: u64,
+    weights: u64,
+    /// Of each worker: the model, and what it takes.
+    workers: Vec<(String, u64)>,
+}
+
+impl DevicePlan {
+    fn needed(&self) -> u64 {
+        self.weights + self.workers.iter().map(|(_, bytes)| bytes).sum::<u64>()
+    }
+
+    fn missing(&self) -> u64 {
+        self.needed().saturating_sub(self.budget)
+    }
+
+    /// What would make it fit, where it does not.
+    fn advice(&self) -> Option<String> {
+        if self.missing() == 0 {
+            return None;
+        }
+        if self.weights > self.budget {
+            let over = Bytes(self.weights - self.budget).rounded();
+            return Some(format!("the weights alone are {over} too large: a smaller quantisation fits"));
+        }
+        let mut left = self.budget - self.weights;
+        let fitting = self.workers.iter().take_while(|(_, bytes)| {
+            let fits = *bytes <= left;
+            left -= if fits { *bytes } else { 0 };
+            fits
+        });
+        let fitting = fitting.count();
+        let each = self.missing().div_ceil(self.workers.len().max(1) as u64);
+        Some(format!(
+            "{fitting} of {} workers fit; all do with {} less for each (--kv-bytes, --ctx-size)",
+            self.workers.len(),
+            Bytes(each).rounded()
+        ))
+    }
+}
+
+pub(crate) fn run(arguments: Arguments) -> Outcome {
+    let config = match (&arguments.config, &arguments.model) {
+        (Some(path), _) => FleetConfig::load(path, None)?,
+        (None, Some(model)) => arguments.fleet.config(model, None),
+        (None, None) => return Err(Failure::new(Exit::Usage, "name a model file or --config FILE.toml")),
+    };
+    let models = config.sized()?;
+    let devices = devices(&config, &models);
+    say(&match arguments.json {
+        true => format!("{}\n", report(&models, &devices)),
+        false => text(&models, &devices),
+    })?;
+    let unfit = |device: &&DevicePlan| device.missing() > 0;
+    match devices.iter().find(unfit) {
+        None => Ok(()),
+        Some(device) => Err(Failure::new(
+            Exit::OutOfResources,
+            format!(
+                "{} lacks {}: {}",
+                device.name,
+                Bytes(device.missing()).rounded(),
+                device.advice().unwrap_or_default()
+            ),
+        )),
+    }
+}
+
+fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DevicePlan> {
+    let mut devices: Vec<DevicePlan> = Vec::new();
+    for model in models {
+        let id = model.choice.device().to_string();
+        let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
+            let (name, budget) = match &model.choice.gpu {
+                Some(gpu) => (format!("cuda:{} {}", gpu.ordinal, gpu.name), config.budget_of(gpu)),
+                None => ("host".to_owned(), config.host_bytes()),
+            };
+            devices.push(DevicePlan { id, name, budget, weights: 0, workers: Vec::new() });
+            devices.len() - 1
+        });
+        devices[at].weights += model.weights.total();
+        let worker = || (model.name.clone(), model.demand.total());
+        devices[at].workers.extend((0..model.workers).map(|_| worker()));
+    }
+    devices
+}
+
+fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
+    let model = |model: &SizedModel| {
+        let SizedModel { name, path, workers, choice, weights, demand, .. } = model;
+        json!({
+            "name": name,
+            "path": path,
+            "device": choice.device().to_string(),
+            "why": choice.why,
+            "weights": {
+                "tensors": weights.tensor_bytes,
+                "allocated": weights.allocation_bytes,
+                "manifest": weights.manifest_bytes,
+                "allocations": weights.allocations,
+                "total": weights.total(),
+            },
+            "workers": workers,
+            "worker": {
+                "context": demand.context,
+                "kv": demand.kv,
+                "activations": demand.activations,
+                "scratch": demand.scratch,
+                "graphs": demand.graphs,
+                "modules": demand.modules,
+                "total": demand.total(),
+            },
+        })
+    };
+    let device = |device: &DevicePlan| {
+        json!({
+            "device": device.id,
+            "name": device.name,
+            "budget": device.budget,
+            "needed": device.needed(),
+            "missing": device.missing(),
+            "advice": device.advice(),
+        })
+    };
+    json!({
+        "models": models.iter().map(model).collect::<Vec<_>>(),
+        "devices": devices.iter().map(device).collect::<Vec<_>>(),
+        "fits": devices.iter().all(|device| device.missing() == 0),
+    })
+}
+
+fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
+    let rounded = |bytes: u64| Bytes(bytes).rounded();
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    for SizedModel { name, workers, choice, weights, demand, .. } in models {
+        let _ = writeln!(text, "model {name} on {choice}");
+        let _ = writeln!(
+            text,
+            "  {:<12} {:>12}  {} of tensors in {} allocations",
+            "weights",
+            rounded(weights.total()),
+            rounded(weights.tensor_bytes),
+            weights.allocations
+        );
+        let parts = [
+            ("context", demand.context),
+            ("keys and values", demand.kv),
+            ("activations", demand.activations),
+            ("scratch", demand.scratch),
+            ("graphs", demand.graphs),
+            ("modules", demand.modules),
+        ];
+        let parts: Vec<String> = parts
+            .iter()
+            .filter(|(_, bytes)| *bytes > 0)
+            .map(|(part, bytes)| format!("{part} {}", rounded(*bytes)))
+            .collect();
+        let _ = writeln!(
+            text,
+            "  {:<12} {:>12}  {} of {}: {}",
+            "workers",
+            rounded(demand.total() * u64::from(*workers)),
+            workers,
+            rounded(demand.total()),
+            parts.join(", ")
+        );
+    }
+    for device in devices {
+        let verdict = match device.missing() {
+            0 => "fits".to_owned(),
+            missing => format!("{} too much", rounded(missing)),
+        };
+        let _ = writeln!(
+            text,
+            "device {}: {} of {}, {verdict}",
+            device.name,
+            rounded(device.needed()),
+            rounded(device.budget)
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn device(budget: u64, weights: u64, workers: &[u64]) -> DevicePlan {
+        let workers = workers.iter().map(|&bytes| ("m".to_owned(), bytes)).collect();
+        DevicePlan { id: "host".to_owned(), name: "host".to_owned(), budget, weights, workers }
+    }
+
+    #[test]
+    fn what_fits_needs_no_advice() {
+        let device = device(10 * GIB, 4 * GIB, &[3 * GIB, 3 * GIB]);
+        assert_eq!((device.needed(), device.missing(), device.advice()), (10 * GIB, 0, None));
+    }
+
+    #[test]
+    fn advice_says_how_many_workers_fit_and_what_all_would_have_to_save() {
+        let device = device(10 * GIB, 4 * GIB, &[4 * GIB, 4 * GIB]);
+        assert_eq!(device.missing(), 2 * GIB);
+        let advice = device.advice().unwrap();
+        assert!(advice.starts_with("1 of 2 workers fit; all do with 1.0 GiB less for each"), "{advice}");
+    }
+
+    #[test]
+    fn weights_that_are_too_large_are_said_to_be() {
+        let advice = device(10 * GIB, 11 * GIB, &[GIB]).advice().unwrap();
+        assert!(advice.starts_with("the weights alone are 1.0 GiB too large"), "{advice}");
+    }
+}

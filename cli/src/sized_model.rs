@@ -1,0 +1,184 @@
+//! One model of a fleet, sized from the head of its file: where it goes, what its weights and each worker take there.
+//!
+//! The same figures become the configuration of the processes and the rows of `ballast plan`.
+
+use std::path::{Path, PathBuf};
+
+use engine::{ConfigError, EngineConfig, KvBudget};
+use gguf::Model;
+use memory::pack::{PackPlan, Packing};
+use models::ModelDescription;
+use quant::DType;
+use quant::layout::Tiles;
+use service::exit::one_line;
+use service::{Bytes, Exit};
+use supervisor::ModelPlan;
+use worker::Demand;
+
+use crate::device_choice::{Choice, choose, without_kernel};
+use crate::devices::{Gpu, Seen};
+use crate::failure::{Failure, Outcome, Trying};
+use crate::fleet_config::{ModelConfig, table};
+use crate::gguf_file;
+
+/// Without a budget: four sequences of full length, or this many tokens (2.3 GiB for an 8B model with 8 KV heads).
+const DEFAULT_KV_TOKENS_MAX: usize = 16 << 10;
+
+/// The same on a GPU, where more sequences run at once (9.2 GiB for that model).
+const DEFAULT_GPU_KV_TOKENS_MAX: usize = 64 << 10;
+
+/// Numbers, checksums and tags of one tensor in a manifest.
+const MANIFEST_ENTRY_BYTES: u64 = 128;
+
+pub(crate) struct SizedModel {
+    pub(crate) name: String,
+    pub(crate) path: PathBuf,
+    pub(crate) workers: u32,
+    pub(crate) choice: Choice,
+    pub(crate) weights: Weights,
+    /// Of each worker.
+    pub(crate) demand: Demand,
+    worker: worker::Config,
+    pack: bool,
+}
+
+/// What the weight-server will hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Weights {
+    /// In the layout of the device.
+    pub(crate) tensor_bytes: u64,
+    /// With packing and padding.
+    pub(crate) allocation_bytes: u64,
+    pub(crate) manifest_bytes: u64,
+    pub(crate) allocations: usize,
+}
+
+impl Weights {
+    fn of(path: &Path, model: &Model, choice: &Choice, pack: bool) -> Outcome<Self> {
+        let refused = |error: &dyn std::error::Error| {
+            Failure::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
+        };
+        let mut sizes = Vec::new();
+        let mut manifest_bytes = model.metadata().bytes().len() as u64;
+        for (_, tensor) in model.tensors() {
+            manifest_bytes += tensor.name.len() as u64 + MANIFEST_ENTRY_BYTES;
+            sizes.push(match choice.gpu {
+                None => tensor.bytes,
+                Some(_) => Tiles::new(tensor.dtype, tensor.row_values() as usize, tensor.rows() as usize)
+                    .map_err(|error| refused(&error))?
+                    .bytes() as u64,
+            });
+        }
+        let packing = if pack { Packing::Slabs } else { Packing::OnePerTensor };
+        let plan = PackPlan::new(&sizes, packing).map_err(|error| refused(&error))?;
+        Ok(Self {
+            tensor_bytes: plan.tensor_bytes,
+            allocation_bytes: plan.allocation_bytes(),
+            manifest_bytes,
+            allocations: plan.allocations.len(),
+        })
+    }
+
+    /// As the ledger counts a generation.
+    pub(crate) fn total(&self) -> u64 {
+        self.allocation_bytes + self.manifest_bytes
+    }
+}
+
+impl SizedModel {
+    /// Checks the head of the model file and sizes what its workers need. `fleet_workers` is the number in the whole fleet.
+    pub(crate) fn of(config: &ModelConfig, fleet_workers: u32, seen: &Seen) -> Outcome<Self> {
+        // Processes of the fleet have working directories of their own.
+        let path =
+            std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
+        let model = gguf_file::open(&path)?;
+        let description = gguf_file::describe(&path, &model)?;
+        let choice = choose(config.device, seen, without_kernel(&model).as_deref())?;
+        let weights = Weights::of(&path, &model, &choice, config.pack)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // A worker on a GPU computes there; its threads serve.
+        let threads = match config.threads {
+            Some(threads) => threads as usize,
+            None => (cores / fleet_workers.max(1) as usize).max(1),
+        };
+        let places = || (String::new(), PathBuf::new());
+        let ((name, listen), (model_name, weights_socket)) = (places(), places());
+        let kv_bytes = match config.kv_bytes {
+            Some(bytes) => bytes,
+            None => kv_bytes(config, &description, choice.gpu.as_ref(), &weights)?,
+        };
+        let mut worker = worker::Config::new(name, model_name, weights_socket, listen, kv_bytes, threads);
+        worker.device = choice.device();
+        worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
+        if let Some(tokens) = config.step_tokens {
+            worker.step_tokens = tokens as usize;
+            // Every running sequence moves in every step.
+            worker.running_max = worker.running_max.min(worker.step_tokens);
+        }
+        let unfit = |error: ConfigError| {
+            Failure::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
+        };
+        let mut dtypes: Vec<DType> = model.tensors().map(|(_, tensor)| tensor.dtype).collect();
+        dtypes.sort_unstable();
+        dtypes.dedup();
+        let demand = Demand::of(&worker, &description, &dtypes).map_err(unfit)?;
+        // Whole units of the device, and the budget that buys as much.
+        worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
+        worker.workspace_bytes = Some(Bytes(demand.workspace()));
+        let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
+        Ok(Self { name, path, workers, choice, weights, demand, worker, pack })
+    }
+
+    pub(crate) fn plan(&self) -> Outcome<ModelPlan> {
+        Ok(ModelPlan {
+            name: self.name.clone(),
+            path: self.path.clone(),
+            workers: self.workers,
+            device: self.choice.device().to_string(),
+            pack: self.pack,
+            worker_config: table(&self.worker)?,
+        })
+    }
+}
+
+/// Room for some long sequences or many short ones: a budget is always a number, never "what is free".
+fn kv_bytes(
+    config: &ModelConfig,
+    description: &ModelDescription,
+    gpu: Option<&Gpu>,
+    weights: &Weights,
+) -> Outcome<Bytes> {
+    let context = config.ctx_size.map_or(description.context_length, |tokens| tokens as usize);
+    let tokens = match config.kv_tokens {
+        Some(tokens) => tokens as usize,
+        None => default_kv_tokens(config, description, context, gpu, weights),
+    };
+    let engine = EngineConfig::new(KvBudget::Tokens(tokens));
+    let layout = engine.kv_layout(description.kv_layers(engine.kv_type)).map_err(|error| {
+        Failure::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
+    })?;
+    Ok(Bytes(layout.blocks as u64 * layout.block_bytes() as u64))
+}
+
+fn default_kv_tokens(
+    config: &ModelConfig,
+    description: &ModelDescription,
+    context: usize,
+    gpu: Option<&Gpu>,
+    weights: &Weights,
+) -> usize {
+    let most = match gpu {
+        None => DEFAULT_KV_TOKENS_MAX,
+        Some(gpu) => {
+            // A GPU is small beside a host: all workers together leave half of what the weights leave.
+            let engine = EngineConfig::new(KvBudget::Tokens(1));
+            let layers = description.kv_layers(engine.kv_type);
+            let token_bytes: u64 = layers.iter().map(|layer| layer.token_bytes() as u64).sum();
+            let share =
+                gpu.total_bytes.saturating_sub(weights.total()) / 2 / u64::from(config.workers.max(1));
+            let fitting = usize::try_from(share / token_bytes.max(1)).unwrap_or(usize::MAX);
+            DEFAULT_GPU_KV_TOKENS_MAX.min(fitting.max(engine.block_tokens))
+        }
+    };
+    (4 * context).min(most).max(config.ctx_size.unwrap_or(0) as usize)
+}
