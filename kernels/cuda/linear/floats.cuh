@@ -1,9 +1,9 @@
 // F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats (tile.cuh), sums in f32 on
 // the tensor cores. Rounded to one part, activations would cost more precision than the weights have.
 //
-// The value of 256 columns is one chain of tensor-core steps of 16 columns from zero, one a part, at one token as at many.
-// Rows are multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which spreads them over
-// banks.
+// The value of 256 columns is the sum of the parts' own, the smallest two first; each of them is one chain of tensor-core
+// steps of 16 columns from zero, at one token as at many. Rows are multiples of 16 long and stand 16 bytes apart more than
+// they are long in shared memory, which spreads them over banks.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct Half {
     static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, int cols, Take take) {
         int lane = threadIdx.x % 32;
         const uint8_t *row = tile + (lane % 16) * (tile_stride / TILE_ROWS) + lane / 16 * 16;
-        float value[MT][NT][4] = {};
+        float value[PARTS][MT][NT][4] = {};
 #pragma unroll
         for (int pair = 0; pair < TILE_COLS / 32; pair++) {
             if (32 * pair >= cols) break;
@@ -54,10 +54,10 @@ struct Half {
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++) mma(value[mt][nt], a[mt][0], b[part][0], b[part][1]);
+                    for (int part = 0; part < PARTS; part++) mma(value[part][mt][nt], a[mt][0], b[part][0], b[part][1]);
                     if (!both) continue;
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++) mma(value[mt][nt], a[mt][1], b[part][2], b[part][3]);
+                    for (int part = 0; part < PARTS; part++) mma(value[part][mt][nt], a[mt][1], b[part][2], b[part][3]);
                 }
             }
         }
@@ -69,7 +69,12 @@ struct Half {
 #pragma unroll
             for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) take(mt, nt, i, value[mt][nt][i] * (i % 2 ? scale.y : scale.x));
+                for (int i = 0; i < 4; i++) {
+                    float sum = value[PARTS - 1][mt][nt][i];
+#pragma unroll
+                    for (int part = PARTS - 2; part >= 0; part--) sum += value[part][mt][nt][i];
+                    take(mt, nt, i, sum * (i % 2 ? scale.y : scale.x));
+                }
         }
     }
 };

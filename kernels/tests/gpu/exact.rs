@@ -172,7 +172,9 @@ pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
             let (tokens, other) = (draw(), draw());
             let expected = whole.one(&blocks(0), &tokens, 0..TOKENS)?;
             ensure!(expected.concat().iter().all(|logit| logit.is_finite()), "{name}: a logit is not finite");
-            for (way, compute) in WAYS {
+            // Hundreds of steps.
+            let long = |way: &str| matches!(way, "token by token" | "without graphs");
+            for (way, compute) in WAYS.into_iter().filter(|(way, _)| !gpu.small || !long(way)) {
                 let found = compute(&mut Run::new(gpu, &file, kind)?, &tokens, &other)?;
                 ensure!(found.len() == expected.len(), "{name}, {kind:?}, {way}: {} rows", found.len());
                 let bits = |row: &Vec<f32>| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();

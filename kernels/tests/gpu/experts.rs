@@ -83,7 +83,7 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
         ([F32; 3], 48, 40, 6, 2, 9),
         ([F16, F16, BF16], 64, 24, 6, 2, 9),
     ] {
-        let rows = if gpu.small { rows.min(20) } else { rows };
+        let rows = if gpu.small { rows.min(6) } else { rows };
         let case = Case::new(&mut random, types, n_in, hidden, count, used, rows)?;
         let what = format!("{types:?}, {count} of {n_in} x {hidden}, {used} used, {rows} rows");
         let mut cuda = Cuda::new(&gpu.device)?;
