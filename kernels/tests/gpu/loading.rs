@@ -50,7 +50,7 @@ fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<Part> {
         start: start as u64,
         bytes: length.min(tiles.raw_bytes() - start),
         // Anywhere in the slot, as after a read of whole blocks.
-        at: start % 4096 & !31,
+        at: (start % 4096) & !31,
     };
     (0..tiles.raw_bytes()).step_by(length).map(part).collect()
 }

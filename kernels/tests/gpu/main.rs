@@ -19,6 +19,8 @@ mod experts;
 #[cfg(feature = "cuda")]
 mod linear;
 #[cfg(feature = "cuda")]
+mod loading;
+#[cfg(feature = "cuda")]
 mod models;
 #[cfg(feature = "cuda")]
 mod ops;
@@ -56,10 +58,13 @@ fn main() -> anyhow::Result<()> {
             ("linear", linear::bench),
             ("checksum", checksum::bench),
             ("repack", repack::bench),
+            ("loading", loading::bench),
         ],
         _ => &[
             ("checksum: pieces hash as on the host", checksum::pieces_hash_as_on_the_host),
             ("repack: tiles are those of the host, and back", repack::tiles_are_those_of_the_host),
+            ("loading: parts become tensors", loading::parts_become_tensors_and_their_checksums),
+            ("loading: parts out of turn", loading::parts_out_of_turn_and_out_of_place_are_refused),
             ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
             ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
             ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),

@@ -4,7 +4,9 @@
 #![expect(clippy::print_stdout, reason = "the worker role answers on standard output")]
 
 mod adoption;
+mod devices;
 mod faults;
+mod gpu;
 mod handoff;
 mod support;
 mod vault;

@@ -27,9 +27,9 @@ use crate::vault::FakeVault;
 /// Ten times what anything here takes on a quiet machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
-const ROLE: &str = "BALLAST_TEST_ROLE";
-const DIRECTORY: &str = "BALLAST_TEST_DIRECTORY";
-const MODEL: &str = "BALLAST_TEST_MODEL";
+pub(crate) const ROLE: &str = "BALLAST_TEST_ROLE";
+pub(crate) const DIRECTORY: &str = "BALLAST_TEST_DIRECTORY";
+pub(crate) const MODEL: &str = "BALLAST_TEST_MODEL";
 const TOKEN: &str = "BALLAST_TEST_TOKEN";
 const SERVER_OPTIONS: &str = "BALLAST_TEST_SERVER_OPTIONS";
 /// Resource limits that a role sets for itself: "fsize=N" or "nofile=N".
@@ -46,6 +46,7 @@ fn child_process() {
         "server" => become_server(),
         "loader" => become_loader(),
         "worker" => become_worker(),
+        "gpu-worker" => crate::gpu::become_worker(),
         other => panic!("unknown role {other}"),
     }
 }
@@ -309,6 +310,11 @@ impl Fleet {
         self.runtime.block_on(load(self.admin(), request))
     }
 
+    pub(crate) fn load_onto(&self, device: &str, model: &str, path: &Path) -> Result<wire::Loaded, Status> {
+        let request = wire::LoadRequest { device: device.to_owned(), ..load_request(model, path, false) };
+        self.runtime.block_on(load(self.admin(), request))
+    }
+
     pub(crate) fn unload(&self, model: &str) -> Result<u32, Status> {
         let request = wire::UnloadRequest { model: model.to_owned() };
         let mut admin = self.admin();
@@ -345,7 +351,19 @@ impl Fleet {
     }
 
     pub(crate) fn worker(&self, model: &str, token: &str) -> Worker {
-        Worker::start(self.directory.path(), model, token)
+        Worker::start(self.directory.path(), "worker", &[(MODEL, model), (TOKEN, token)])
+    }
+
+    pub(crate) fn verify(&self, model: &str) -> Result<wire::VerifyResponse, Status> {
+        let request = wire::VerifyRequest { model: model.to_owned(), device: String::new() };
+        let mut admin = self.admin();
+        Ok(self.runtime.block_on(admin.verify(request))?.into_inner())
+    }
+
+    /// Whether the server has a library of NVIDIA's driver in it.
+    pub(crate) fn server_has_driver(&self) -> bool {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.server_pid())).unwrap();
+        maps.contains("libcuda") || maps.contains("libnvidia")
     }
 
     /// Descriptors that the server has open.
@@ -456,13 +474,12 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    fn start(directory: &Path, model: &str, token: &str) -> Self {
+    pub(crate) fn start(directory: &Path, role: &str, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(own_arguments())
-            .env(ROLE, "worker")
+            .env(ROLE, role)
             .env(DIRECTORY, directory)
-            .env(MODEL, model)
-            .env(TOKEN, token)
+            .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

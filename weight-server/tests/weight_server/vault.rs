@@ -102,6 +102,11 @@ impl FakeVault {
         state.fds.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect()
     }
 
+    /// Puts a descriptor in as if an earlier server had stored it.
+    pub(crate) fn put(&self, name: &str, fd: OwnedFd) {
+        self.shared.0.lock().unwrap().fds.push((name.to_owned(), fd));
+    }
+
     pub(crate) fn remove(&self, name: &str) {
         self.shared.0.lock().unwrap().fds.retain(|(stored, _)| stored != name);
     }

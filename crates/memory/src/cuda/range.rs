@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use super::Device;
 use super::driver::{Access, Refusal};
 use super::physical::Physical;
 use super::retry::retrying;
+use super::{Context, Device};
 
 #[derive(Debug)]
 pub struct AddressRange {
@@ -75,6 +75,24 @@ impl AddressRange {
                 driver.set_access(self.device.ordinal(), self.address + offset, bytes, access)
             }
         })
+    }
+
+    /// Copies bytes into mappings that allow it, complete on return. For little data: kernels write at `address`.
+    ///
+    /// # Panics
+    /// Outside of what is mapped.
+    pub fn write(&mut self, context: &Context, offset: u64, bytes: &[u8]) -> Result<(), Refusal> {
+        let (mut end, wanted) = (offset, offset.saturating_add(bytes.len() as u64));
+        for (&at, &size) in self.mapped.range(..wanted) {
+            if at <= end && end < at + size {
+                end = at + size;
+            }
+        }
+        assert!(end >= wanted, "inside of what is mapped");
+        context.bind()?;
+        // SAFETY: inside of mappings of this value, and a context of some device is current; were it another one, or were the
+        // mappings read-only, the driver would refuse.
+        unsafe { self.device.driver().copy_to_device(self.address + offset, bytes) }
     }
 
     /// Takes away what one `map` put at `offset`. No work on any stream may touch it any more.

@@ -138,10 +138,8 @@ impl WritableModel {
             end.is_some_and(|end| end <= self.allocations[allocation].bytes()),
             "inside of the allocation"
         );
-        context.bind()?;
-        // SAFETY: inside of a writable mapping of this value, and a context of some device is current; were it another
-        // one, the driver would refuse.
-        unsafe { self.range.device().driver().copy_to_device(self.addresses[allocation] + offset, bytes) }
+        let start = self.addresses[allocation] - self.range.address();
+        self.range.write(context, start + offset, bytes)
     }
 
     /// Ends writing and gives out one descriptor for each allocation. All work on the device must have ended.

@@ -1,4 +1,5 @@
-//! How fast a model becomes resident from the page cache, and how fast a worker attaches to it. `cargo bench -p weight-server`.
+//! How fast a model becomes resident, on the host and on a GPU where there is one, and how fast a worker attaches to it.
+//! `cargo bench -p weight-server [--features cuda] [-- host | gpu]`.
 
 #![expect(
     clippy::unwrap_used,
@@ -6,13 +7,17 @@
     reason = "a measurement prints, and ends where it cannot go on"
 )]
 
+mod gpu;
+
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memory::attach::{AttachRequest, attach};
 use proto::weights::v1::weight_server_client::WeightServerClient;
-use proto::weights::v1::{LoadRequest, UnloadRequest, load_event};
+use proto::weights::v1::{Generation, LoadRequest, UnloadRequest, load_event};
+use quant::DType;
+use tonic::transport::Channel;
 use weight_server::{Config, LoaderProgram};
 
 const ROLE: &str = "BALLAST_BENCH_LOADER";
@@ -24,58 +29,83 @@ const ROUNDS: u32 = 5;
 
 fn main() {
     if std::env::var_os(ROLE).is_some() {
+        // What a load onto a GPU was made of is in the loader's log.
+        service::logging::init("loader", tracing::Level::INFO);
         return weight_server::loader::run().unwrap();
     }
+    let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    if "host".starts_with(&wanted) {
+        host();
+    }
+    if "gpu".starts_with(&wanted) {
+        gpu::run();
+    }
+}
+
+fn host() {
     let directory = tempfile::tempdir().unwrap();
     let model = directory.path().join("m.gguf");
-    write_model(&model);
-    let config: Config = toml::from_str(&format!("runtime-dir = {:?}", directory.path())).unwrap();
+    write_model(&model, DType::F32, &[TENSOR_VALUES], TENSORS);
+    start_server(directory.path(), "");
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(measure(directory.path(), &model));
+}
+
+/// A weight-server in this process, whose loaders are this executable.
+fn start_server(directory: &Path, options: &str) {
+    let config: Config = toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
     let loader = LoaderProgram {
         program: std::env::current_exe().unwrap(),
         arguments: Vec::new(),
         environment: vec![(ROLE.to_owned(), String::new())],
     };
     std::thread::spawn(move || weight_server::run_with_loader(config, loader).unwrap());
-    let runtime = tokio::runtime::Runtime::new().unwrap();
-    runtime.block_on(measure(directory.path(), &model));
 }
 
-fn write_model(path: &Path) {
+/// Tensors of one shape, of bytes that repeat nowhere near each other.
+fn write_model(path: &Path, dtype: DType, dims: &[u64], tensors: u64) {
     let metadata = gguf::MetadataBuilder::default();
     let mut layout = gguf::Layout::default();
-    for index in 0..TENSORS {
-        layout.add(&format!("blk.{index}.weight"), quant::DType::F32, &[TENSOR_VALUES]).unwrap();
+    for index in 0..tensors {
+        layout.add(&format!("blk.{index}.weight"), dtype, dims).unwrap();
     }
     let mut writer =
         gguf::Writer::start(BufWriter::new(std::fs::File::create(path).unwrap()), &metadata, layout).unwrap();
-    let tensor: Vec<u8> = (0..TENSOR_VALUES * 4).map(|at| ((at * 31) >> 3) as u8).collect();
-    for _ in 0..TENSORS {
+    let bytes = dtype.row_bytes(dims[0]).unwrap() * dims.iter().skip(1).product::<u64>();
+    let tensor: Vec<u8> = (0..bytes).map(|at| (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect();
+    for _ in 0..tensors {
         writer.write(&tensor).unwrap();
     }
     writer.finish().unwrap().flush().unwrap();
 }
 
-async fn measure(directory: &Path, model: &Path) {
-    let channel = loop {
+async fn connect(directory: &Path) -> WeightServerClient<Channel> {
+    loop {
         match service::grpc::connect(&directory.join("weights-admin.sock")).await {
-            Ok(channel) => break channel,
+            Ok(channel) => return WeightServerClient::new(channel),
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
-    };
-    let mut admin = WeightServerClient::new(channel);
+    }
+}
+
+/// Loads and waits for the end.
+async fn load(admin: &mut WeightServerClient<Channel>, request: LoadRequest) -> (Generation, Duration) {
+    let started = Instant::now();
+    let mut events = admin.load(request).await.unwrap().into_inner();
+    loop {
+        if let Some(load_event::Kind::Loaded(loaded)) = events.message().await.unwrap().unwrap().kind {
+            return (loaded.generation.unwrap(), started.elapsed());
+        }
+    }
+}
+
+async fn measure(directory: &Path, model: &Path) {
+    let mut admin = connect(directory).await;
     for no_packing in [false, true] {
         for _ in 0..ROUNDS {
             let path = model.to_str().unwrap().to_owned();
             let request = LoadRequest { model: "m".to_owned(), path, device: String::new(), no_packing };
-            let started = Instant::now();
-            let mut events = admin.load(request).await.unwrap().into_inner();
-            let loaded = loop {
-                if let Some(load_event::Kind::Loaded(loaded)) = events.message().await.unwrap().unwrap().kind
-                {
-                    break loaded.generation.unwrap();
-                }
-            };
-            let took = started.elapsed();
+            let (loaded, took) = load(&mut admin, request).await;
             let socket = directory.join("weights.sock");
             let attached =
                 tokio::task::spawn_blocking(move || attach(&socket, &request_m(), |_| {}).unwrap());

@@ -1,0 +1,209 @@
+//! A model on a real GPU, from its file to its quarantine. Without a GPU it says so and passes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Instant;
+
+use memory::attach::{AttachRequest, take};
+use memory::cuda::driver::Access;
+use memory::cuda::{AddressRange, Device, DeviceSelector, DeviceTensor, Physical};
+use memory::lease::LeaseStatus;
+use memory::manifest::Manifest;
+use memory::memfd::SealedMemfd;
+use proto::weights::v1 as wire;
+use quant::DType;
+use quant::layout::Tiles;
+
+use crate::support::{DIRECTORY, Fleet, LIMIT, MODEL, Options, Worker, request};
+
+const DEVICE: &str = "BALLAST_TEST_DEVICE";
+
+/// Dtype, columns, rows: every way in which a tensor travels. The first is in several parts, the third too, cut elsewhere than
+/// at whole rows of checksums' pieces; the last piece of the fourth is hashed on the host.
+const TENSORS: [(DType, u64, u64); 8] = [
+    (DType::Q4_K, 4096, 9000),
+    (DType::F32, 777, 1),
+    (DType::Q6_K, 5120, 3001),
+    (DType::Q8_0, 32, 30841),
+    (DType::F16, 4096, 2051),
+    (DType::Q5_0, 96, 17),
+    (DType::Q3_K, 2560, 1000),
+    (DType::BF16, 8, 3),
+];
+
+fn first_device() -> Option<Device> {
+    let opened = memory::cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
+        Device::open(driver, DeviceSelector::Ordinal(0)).map_err(|error| error.to_string())
+    });
+    opened.inspect_err(|error| println!("SKIPPED: models on a GPU: {error}")).ok()
+}
+
+fn bytes_of(index: usize, bytes: u64) -> Vec<u8> {
+    let mut state = 0x9E37_79B9_7F4A_7C15u64.wrapping_mul(index as u64 + 1);
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..bytes.div_ceil(8)).flat_map(|_| next().to_le_bytes()).take(bytes as usize).collect()
+}
+
+fn make_model(path: &Path) {
+    let mut metadata = gguf::MetadataBuilder::default();
+    metadata.put("general.name", "test").unwrap();
+    let mut layout = gguf::Layout::default();
+    for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
+        layout.add(&format!("tensor.{index}"), dtype, &[cols, rows]).unwrap();
+    }
+    let file = std::io::BufWriter::new(std::fs::File::create(path).unwrap());
+    let mut writer = gguf::Writer::start(file, &metadata, layout).unwrap();
+    for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
+        writer.write(&bytes_of(index, dtype.row_bytes(cols).unwrap() * rows)).unwrap();
+    }
+    writer.finish().unwrap();
+}
+
+/// What a worker should say of it.
+fn expected() -> String {
+    let mut hasher = blake3::Hasher::new();
+    for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
+        hasher.update(format!("tensor.{index}").as_bytes());
+        hasher.update(&bytes_of(index, dtype.row_bytes(cols).unwrap() * rows));
+    }
+    hasher.finalize().to_hex()[..16].to_owned()
+}
+
+/// Over names and bytes of all tensors, as they stand in the file.
+fn checksum(device: &Device, tensors: &[DeviceTensor]) -> String {
+    let context = device.context().unwrap();
+    let mut hasher = blake3::Hasher::new();
+    for tensor in tensors {
+        let dtype = DType::from_id(tensor.dtype).unwrap();
+        let shape = Tiles::new(dtype, tensor.shape[0] as usize, tensor.shape[1] as usize).unwrap();
+        let mut tiles = vec![0; tensor.bytes as usize];
+        tensor.read(&context, 0, &mut tiles).unwrap();
+        let mut raw = vec![0; shape.raw_bytes()];
+        shape.restore(&tiles, &mut raw).unwrap();
+        hasher.update(tensor.name.as_bytes()).update(&raw);
+    }
+    hasher.finalize().to_hex()[..16].to_owned()
+}
+
+fn attach_request(model: &str, device: &Device) -> AttachRequest {
+    AttachRequest { device: device.uuid().to_string(), layout: 1, ..request(model) }
+}
+
+/// Attaches a model on the GPU, then answers one line of standard input at a time.
+pub(crate) fn become_worker() -> ! {
+    let directory = std::path::PathBuf::from(std::env::var(DIRECTORY).unwrap());
+    let selector = std::env::var(DEVICE).unwrap().parse().unwrap();
+    let device = Device::open(memory::cuda::open_driver().unwrap(), selector).unwrap();
+    let asked = attach_request(&std::env::var(MODEL).unwrap(), &device);
+    let attached = take(&directory.join("weights.sock"), &asked, |_| {}).unwrap();
+    let attached = attached.import_cuda(&device).unwrap();
+    println!("worker: attached {} {}", attached.lease.id(), checksum(&device, &attached.tensors));
+    for line in std::io::stdin().lines() {
+        match line.unwrap().as_str() {
+            "check" => println!("worker: held {}", checksum(&device, &attached.tensors)),
+            "lost" => {
+                let deadline = Instant::now() + LIMIT;
+                while !matches!(attached.lease.status(), LeaseStatus::Lost { .. }) {
+                    assert!(Instant::now() < deadline, "{:?}", attached.lease.status());
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+                println!("worker: {:?}", attached.lease.status());
+            }
+            "detach" => {
+                let memory::attach::Attached { tensors, lease, .. } = attached;
+                drop(tensors);
+                drop(lease);
+                println!("worker: detached");
+                std::process::exit(0);
+            }
+            other => panic!("unknown order {other}"),
+        }
+    }
+    std::process::exit(0);
+}
+
+fn worker(fleet: &Fleet, device: &Device) -> Worker {
+    let uuid = device.uuid().to_string();
+    Worker::start(fleet.directory.path(), "gpu-worker", &[(MODEL, "m"), (DEVICE, &uuid)])
+}
+
+fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
+    status.generations.iter().map(wire::Generation::integrity).collect()
+}
+
+/// Writes into a tensor that the vault keeps, as a worker gone mad could; returns its name.
+fn damage(fleet: &Fleet, device: &Device) -> String {
+    let stored: BTreeMap<_, _> = fleet.vault.contents().into_iter().collect();
+    let manifest = stored["g1.manifest"].try_clone().unwrap();
+    let manifest = Manifest::from_memfd(&SealedMemfd::verify(manifest).unwrap()).unwrap();
+    let tensor = &manifest.tensors[2];
+    let bytes = manifest.allocations[tensor.allocation].bytes;
+    let context = device.context().unwrap();
+    let physical = Physical::import(device, &stored[&format!("g1.a{}", tensor.allocation)], bytes).unwrap();
+    let mut range = AddressRange::reserve(device, bytes).unwrap();
+    range.map(0, &physical).unwrap();
+    range.allow(0, bytes, Access::ReadWrite).unwrap();
+    range.write(&context, tensor.offset + tensor.bytes / 2, b"stray").unwrap();
+    tensor.name.clone()
+}
+
+#[test]
+fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
+    let Some(device) = first_device() else { return };
+    let uuid = device.uuid().to_string();
+    let config = format!("[[devices]]\nid = {uuid:?}\nbudget = \"8GiB\"");
+    let mut fleet = Fleet::start(Options { config, ..Options::default() });
+    let path = fleet.path("m.gguf");
+    make_model(&path);
+
+    let loaded = fleet.load_onto(&uuid, "m", &path).unwrap().generation.unwrap();
+    assert_eq!((loaded.layout, loaded.integrity()), (1, wire::GenerationIntegrity::Loaded));
+    assert!(!fleet.server_has_driver());
+    let held = fleet.status().ledger.unwrap();
+    let held = held.devices.iter().find(|row| row.device == uuid).unwrap().reserved_bytes;
+    assert_eq!(held, loaded.allocation_bytes, "nothing of the load's own is left in the ledger");
+    let expected = expected();
+    let mut first = worker(&fleet, &device);
+    assert_eq!(first.attached().1, expected);
+    let whole = fleet.verify("m").unwrap();
+    assert_eq!((whole.damaged_count, whole.checked_bytes), (0, loaded.tensor_bytes));
+    println!("verified {} bytes in {:.2} s", whole.checked_bytes, whole.seconds);
+
+    // The owner dies; its successor has no file to read.
+    let hidden = fleet.path("hidden.gguf");
+    std::fs::rename(&path, &hidden).unwrap();
+    fleet.kill_server();
+    fleet.restart_server();
+    fleet.wait_status("the successor's check", |status| {
+        integrity(status) == [wire::GenerationIntegrity::Verified]
+    });
+    assert_eq!(worker(&fleet, &device).attached().1, expected);
+    assert_eq!(first.order("check"), format!("held {expected}"));
+    assert!(!fleet.server_has_driver());
+
+    // Somebody writes to the weights.
+    std::fs::rename(&hidden, &path).unwrap();
+    let damaged = damage(&fleet, &device);
+    let found = fleet.verify("m").unwrap();
+    assert_eq!((found.damaged_count, found.damaged), (1, vec![damaged]));
+    assert!(first.order("lost").contains("Quarantined"));
+    fleet.wait_status("the model, loaded anew", |status| {
+        status.generations.iter().any(|generation| {
+            generation.state() == wire::GenerationState::Ready
+                && generation.integrity() == wire::GenerationIntegrity::Loaded
+        })
+    });
+    let mut second = worker(&fleet, &device);
+    assert_eq!(second.attached().1, expected);
+
+    assert_eq!(second.order("detach"), "detached");
+    first.kill();
+    fleet.unload("m").unwrap();
+    fleet.wait_status("an empty ledger", |status| status.ledger.as_ref().unwrap().rows.is_empty());
+    fleet.vault.wait_names(&[]);
+}
