@@ -209,7 +209,9 @@ fn device_memory_json(stats: &StatsReply) -> serde_json::Value {
         "context": stats.context_bytes,
         "kv_reserved": stats.kv_reserved_bytes,
         "kv_used": stats.kv_used_bytes,
+        "kv_mapped": stats.kv_mapped_bytes,
         "workspace": stats.workspace_bytes,
+        "workspace_used": stats.workspace_used_bytes,
         "weights": stats.weight_bytes,
     })
 }

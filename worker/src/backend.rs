@@ -44,7 +44,21 @@ pub(crate) trait Place: Sized {
     fn import(&self, granted: Granted) -> Result<Attached<Vec<Data<Self>>>, AttachError>;
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
+
+    /// What stands behind the cache and the computation now; none where only the process as a whole can be measured.
+    fn usage(compute: &Self::Compute, kv: &<Self::Compute as Backend>::Kv) -> Option<Usage>;
 }
+
+/// Memory of the device that is in use, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) kv: u64,
+    /// Activations, logits, and what kernels keep.
+    pub(crate) workspace: u64,
+}
+
+/// How [`Place::usage`] looks to those who know only the backend.
+pub(crate) type Measure<B> = fn(&B, &<B as Backend>::Kv) -> Option<Usage>;
 
 /// A tensor's bytes as a place's backend addresses them.
 pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;

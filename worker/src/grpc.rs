@@ -124,6 +124,8 @@ impl Worker for Service {
             kv_reserved_bytes: self.config.kv_bytes.0,
             workspace_bytes: facts.workspace_bytes,
             timeline: timeline(facts, now.first_step),
+            kv_mapped_bytes: now.usage.map(|usage| usage.kv),
+            workspace_used_bytes: now.usage.map(|usage| usage.workspace),
         }))
     }
 

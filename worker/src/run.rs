@@ -221,7 +221,7 @@ fn run_on<P: Place>(
 ) -> Result<(), RunError> {
     let Resident { engine, lease, facts } = bring_up(place, timeline, config, token, notify)?;
     let score_rows_max = crate::attach::score_rows_max(config, &facts);
-    let (handle, stepper) = stepper(engine, score_rows_max);
+    let (handle, stepper) = stepper(engine, score_rows_max, P::usage);
     let ready = Ready { serving: Serving { handle, facts }, lease: Arc::downgrade(&lease) };
     if attached.send(ready).is_err() {
         // Stopped meanwhile: the weights go before the lease.

@@ -16,6 +16,7 @@ use engine::{
 use ops::Backend;
 use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::backend::{Measure, Usage};
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
 
 /// Commands that wait for the end of a step; more are refused.
@@ -41,6 +42,8 @@ pub(crate) struct Snapshot {
     pub(crate) draining: bool,
     /// What the first step took: kernels are loaded and memory is mapped in it. Zero before.
     pub(crate) first_step: Duration,
+    /// Of the device.
+    pub(crate) usage: Option<Usage>,
 }
 
 /// Why a call got no stream.
@@ -133,6 +136,7 @@ impl Handle {
 /// The thread's side.
 pub(crate) struct Stepper<B: Backend> {
     engine: Engine<B>,
+    measure: Measure<B>,
     epoch: Instant,
     commands: Receiver<Command>,
     snapshot: watch::Sender<Snapshot>,
@@ -143,9 +147,14 @@ pub(crate) struct Stepper<B: Backend> {
 }
 
 /// `score_rows_max`: rows that one step scores at most.
-pub(crate) fn stepper<B: Backend>(engine: Engine<B>, score_rows_max: usize) -> (Handle, Stepper<B>) {
+pub(crate) fn stepper<B: Backend>(
+    engine: Engine<B>,
+    score_rows_max: usize,
+    measure: Measure<B>,
+) -> (Handle, Stepper<B>) {
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
-    let first = Snapshot { stats: engine.stats(), ..Snapshot::default() };
+    let (backend, kv) = engine.device();
+    let first = Snapshot { stats: engine.stats(), usage: measure(backend, kv), ..Snapshot::default() };
     let (snapshot, snapshot_receiver) = watch::channel(first);
     let epoch = Instant::now();
     let handle = Handle {
@@ -157,6 +166,7 @@ pub(crate) fn stepper<B: Backend>(engine: Engine<B>, score_rows_max: usize) -> (
     };
     let stepper = Stepper {
         engine,
+        measure,
         epoch,
         commands,
         snapshot,
@@ -326,11 +336,13 @@ impl<B: Backend> Stepper<B> {
     }
 
     fn publish(&mut self) {
+        let (backend, kv) = self.engine.device();
         let now = Snapshot {
             stats: self.engine.stats(),
             streams: self.streams.len(),
             draining: self.draining,
             first_step: self.first_step,
+            usage: (self.measure)(backend, kv),
         };
         self.snapshot.send_if_modified(|snapshot| {
             let changed = *snapshot != now;

@@ -243,6 +243,11 @@ impl<B: Backend> Engine<B> {
         }
     }
 
+    /// What computes, and its cache: for whoever accounts for the memory of the device.
+    pub fn device(&self) -> (&B, &B::Kv) {
+        (&self.backend, &self.kv)
+    }
+
     pub fn stats(&self) -> EngineStats {
         let pool = self.scheduler.pool();
         EngineStats {

@@ -4,10 +4,10 @@ use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::HOST_DEVICE;
-use ops::OpError;
+use ops::{Backend, OpError};
 use quant::layout::LAYOUT_GGML;
 
-use super::Place;
+use super::{Place, Usage};
 
 pub(crate) struct Host {
     threads: usize,
@@ -47,5 +47,9 @@ impl Place for Host {
 
     fn compute(&self) -> Result<Cpu, OpError> {
         Cpu::new(self.threads)
+    }
+
+    fn usage(_: &Cpu, _: &<Cpu as Backend>::Kv) -> Option<Usage> {
+        None
     }
 }
