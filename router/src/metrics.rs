@@ -68,7 +68,7 @@ pub(crate) fn http(route: &str, status: u16) {
 /// Gauges of now, read from the fleet at the time of the scrape; a worker that is gone has no line.
 pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
     type Value = fn(&crate::fleet::ServedBy) -> f64;
-    let gauges: [(&str, &str, Value); 7] = [
+    let gauges: [(&str, &str, Value); 9] = [
         ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
         ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
         ("num_streams_placed", "gauge", |w| f64::from(w.in_flight)),
@@ -81,6 +81,8 @@ pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
         }),
         ("prefix_cache_hits_total", "counter", |w| w.report.prompt_tokens_cached as f64),
         ("num_preemptions_total", "counter", |w| w.report.preemptions as f64),
+        ("spec_decode_num_draft_tokens_total", "counter", |w| w.report.drafted as f64),
+        ("spec_decode_num_accepted_tokens_total", "counter", |w| w.report.accepted as f64),
     ];
     let served = fleet.served();
     let mut text = String::new();

@@ -25,6 +25,8 @@ pub(crate) struct Report {
     pub(crate) prompt_tokens_computed: u64,
     pub(crate) prompt_tokens_cached: u64,
     pub(crate) preemptions: u64,
+    pub(crate) drafted: u64,
+    pub(crate) accepted: u64,
 }
 
 #[derive(Debug)]

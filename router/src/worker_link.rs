@@ -125,6 +125,8 @@ impl Link {
                 prompt_tokens_computed: stats.prompt_tokens_computed,
                 prompt_tokens_cached: stats.prompt_tokens_cached,
                 preemptions: stats.preemptions,
+                drafted: stats.drafted.iter().sum(),
+                accepted: stats.accepted.iter().sum(),
             };
             self.fleet.report(worker, report);
         }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use engine::{Engine, StartError};
+use engine::{DraftModel, Drafter, Engine, Lookup, StartError};
 use memory::attach::{AttachRequest, Granted, LoadingProgress};
 use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
-use models::{BuildModelError, TensorHead, WeightError, WeightTable};
+use memory::manifest::Manifest;
+use models::{BuildModelError, Limits, ModelDescription, TensorHead, WeightError, WeightTable};
 use ops::{Backend, OpError};
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
@@ -18,13 +19,17 @@ use service::exit::HasExit;
 use service::{Exit, Notify};
 
 use crate::backend::{self, Place, TensorError};
-use crate::config::Config;
+use crate::config::{Config, Draft};
 use crate::timeline::Timeline;
+use crate::vocabulary::{self, VocabularyError};
 
 /// How long to go on asking for a model that the weight-server does not know yet, or a weight-server that is restarted:
 /// in a fleet that comes up, workers may be first. A load in progress is waited for as long as it moves.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_millis(50);
+
+/// Activations of a draft model, reserved with its lease; its keys and values are part of the worker's.
+const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
@@ -48,6 +53,8 @@ pub enum AttachError {
     Backend(#[source] OpError),
     #[error(transparent)]
     Start(#[from] StartError),
+    #[error(transparent)]
+    Vocabulary(#[from] VocabularyError),
     #[error("the worker cannot be described")]
     Fingerprint(#[from] FingerprintError),
 }
@@ -71,7 +78,7 @@ impl HasExit for AttachError {
             AttachError::Attach { .. } => Exit::PeerLost,
             AttachError::Metadata(_) | AttachError::Tensor(_) | AttachError::Weights(_) => Exit::ModelRefused,
             AttachError::Build(BuildModelError::Backend(error)) | AttachError::Backend(error) => of_op(error),
-            AttachError::Build(_) => Exit::ModelRefused,
+            AttachError::Build(_) | AttachError::Vocabulary(_) => Exit::ModelRefused,
             AttachError::Start(StartError::Config(_)) => Exit::Usage,
             AttachError::Start(StartError::Kv { source, .. }) => of_op(source),
             AttachError::Fingerprint(_) => Exit::Internal,
@@ -111,10 +118,11 @@ pub(crate) struct Facts {
     pub(crate) timeline: Timeline,
 }
 
-/// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the lease ends.
+/// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the leases end.
 pub(crate) struct Resident<B: Backend> {
     pub(crate) engine: Engine<B>,
-    pub(crate) lease: Arc<Lease>,
+    /// Of the model, and of the one that drafts for it.
+    pub(crate) leases: Vec<Arc<Lease>>,
     pub(crate) facts: Facts,
 }
 
@@ -126,30 +134,42 @@ pub(crate) fn bring_up<P: Place>(
     token: Option<Bytes>,
     notify: &Notify,
 ) -> Result<Resident<P::Compute>, AttachError> {
-    let granted = wait_for_model(place, config, token, notify)?;
-    timeline.mark("wait");
-    let attached = place.import(granted).map_err(|source| failed(config, source))?;
-    timeline.mark("import");
-    let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
-    let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
-    let mut table = WeightTable::new();
-    let mut heads = Vec::with_capacity(tensors.len());
-    for (tensor, data) in manifest.tensors.iter().zip(tensors) {
-        let weight = backend::weight::<P>(tensor, data)?;
-        heads.push((weight.dtype, &tensor.name, &tensor.shape));
-        table.insert(tensor.name.clone(), weight)?;
-    }
-    let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
-    let described = models::validate(&metadata, heads)?;
-
-    let mut compute = place.compute().map_err(AttachError::Backend)?;
     let engine_config = config.engine();
+    let reserved = (config.kv_bytes.0, place.context_bytes() + config.workspace());
+    let granted = wait_for_model(place, config, &config.model, reserved, token.clone(), notify)?;
+    timeline.mark("wait");
+    let Mapped { manifest, metadata, described, table, lease, handoff } =
+        map(place, config, &config.model, granted)?;
+    let mut leases = vec![Arc::new(lease)];
+    timeline.mark("import");
+    let mut compute = place.compute().map_err(AttachError::Backend)?;
     let limits = engine_config.model_limits(described.vocab_size);
     let model = models::build(&metadata, table, &mut compute, limits)?;
     timeline.mark("model");
+    let drafter: Option<Box<dyn Drafter<P::Compute>>> = match &config.draft {
+        Draft::Off => None,
+        Draft::Lookup => Some(Box::new(Lookup::default())),
+        Draft::Model(name) => {
+            let reserved = (0, DRAFT_WORKSPACE_BYTES);
+            let granted = wait_for_model(place, config, name, reserved, token, notify)?;
+            let draft = map(place, config, name, granted)?;
+            leases.push(Arc::new(draft.lease));
+            vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
+            let limits = Limits { rows_max: config.step_tokens, outputs_max: config.running_max };
+            let small = models::build(&draft.metadata, draft.table, &mut compute, limits)?;
+            // A small step takes as long as its weights take to be read.
+            let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
+            timeline.mark("draft");
+            tracing::info!(draft = %name, share, "drafting");
+            Some(Box::new(DraftModel::new(small, config.step_tokens, share)))
+        }
+    };
     let (context_tokens, vocabulary) = (model.context_length(), model.vocab_size());
     let fingerprint = backend::fingerprint(manifest.digest, place, &compute)?;
-    let engine = Engine::new(model, compute, &engine_config)?;
+    let engine = match drafter {
+        None => Engine::new(model, compute, &engine_config)?,
+        Some(drafter) => Engine::drafting(model, drafter, compute, &engine_config)?,
+    };
     timeline.mark("engine");
     let facts = Facts {
         model: manifest.model.clone(),
@@ -176,28 +196,63 @@ pub(crate) fn bring_up<P: Place>(
         timeline = %facts.timeline,
         "attached"
     );
-    Ok(Resident { engine, lease: Arc::new(lease), facts })
+    Ok(Resident { engine, leases, facts })
+}
+
+/// A model whose weights are mapped.
+struct Mapped<P: Place> {
+    manifest: Manifest,
+    metadata: gguf::Metadata,
+    described: ModelDescription,
+    /// Before the lease, as in [`Resident`].
+    table: WeightTable<P::Compute>,
+    lease: Lease,
+    handoff: Duration,
+}
+
+fn map<P: Place>(
+    place: &P,
+    config: &Config,
+    model: &str,
+    granted: Granted,
+) -> Result<Mapped<P>, AttachError> {
+    let attached = place.import(granted).map_err(|source| failed(config, model, source))?;
+    let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
+    let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
+    let mut table = WeightTable::new();
+    let mut heads = Vec::with_capacity(tensors.len());
+    for (tensor, data) in manifest.tensors.iter().zip(tensors) {
+        let weight = backend::weight::<P>(tensor, data)?;
+        heads.push((weight.dtype, &tensor.name, &tensor.shape));
+        table.insert(tensor.name.clone(), weight)?;
+    }
+    let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
+    let described = models::validate(&metadata, heads)?;
+    Ok(Mapped { manifest, metadata, described, table, lease, handoff })
 }
 
 /// Rows that one step of the engine scores at most.
 pub(crate) fn score_rows_max(config: &Config, facts: &Facts) -> usize {
-    config.engine().model_limits(facts.vocabulary).outputs_max - config.running_max
+    config.engine().score_rows_max(facts.vocabulary)
 }
 
-/// Asks until the model is there. What the worker will take of the device is reserved with the grant.
+/// Asks until the model is there. What the worker will take of the device is reserved with the grant: bytes for keys and
+/// values, and for everything else.
 fn wait_for_model<P: Place>(
     place: &P,
     config: &Config,
+    model: &str,
+    (kv_bytes, workspace_bytes): (u64, u64),
     token: Option<Bytes>,
     notify: &Notify,
 ) -> Result<Granted, AttachError> {
     let request = AttachRequest {
-        model: config.model.clone(),
+        model: model.to_owned(),
         device: place.device(),
         layout: P::LAYOUT,
         token,
-        kv_bytes: config.kv_bytes.0,
-        workspace_bytes: place.context_bytes() + config.workspace(),
+        kv_bytes,
+        workspace_bytes,
     };
     let mut moved = Instant::now();
     let mut last = None;
@@ -205,20 +260,20 @@ fn wait_for_model<P: Place>(
         let granted = memory::attach::take(&config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
                 moved = Instant::now();
-                tell(notify, &config.model, progress);
+                tell(notify, model, progress);
             }
         });
         match granted {
             Ok(granted) => return Ok(granted),
             Err(error) if may_pass(&error) && moved.elapsed() < PATIENCE => std::thread::sleep(RETRY),
-            Err(source) => return Err(failed(config, source)),
+            Err(source) => return Err(failed(config, model, source)),
         }
     }
 }
 
-fn failed(config: &Config, source: memory::attach::AttachError) -> AttachError {
+fn failed(config: &Config, model: &str, source: memory::attach::AttachError) -> AttachError {
     let socket = config.weights_socket.display().to_string();
-    AttachError::Attach { model: config.model.clone(), socket, source }
+    AttachError::Attach { model: model.to_owned(), socket, source }
 }
 
 /// Whether the same request may succeed a little later.

@@ -42,6 +42,12 @@ pub struct Config {
     /// Requests that may wait; more are refused.
     #[serde(default = "queue_max")]
     pub queue_max: usize,
+    /// Where guesses at the next tokens come from.
+    #[serde(default, skip_serializing_if = "Draft::is_off")]
+    pub draft: Draft,
+    /// Most tokens that are guessed at once; fewer where guesses are wrong or the batch is full.
+    #[serde(default = "draft_depth")]
+    pub draft_depth: usize,
     /// How long streams may go on after the request to stop. What is cut then is resumed by the router elsewhere.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
@@ -54,6 +60,43 @@ pub enum Device {
     #[default]
     Host,
     Gpu(DeviceSelector),
+}
+
+/// What drafts tokens for the model: "off", "lookup" (the text itself, where it repeats), or the name of a smaller model
+/// with the same vocabulary, as the weight-server calls it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub enum Draft {
+    #[default]
+    Off,
+    Lookup,
+    Model(String),
+}
+
+impl Draft {
+    pub fn is_off(&self) -> bool {
+        *self == Self::Off
+    }
+}
+
+impl From<String> for Draft {
+    fn from(text: String) -> Self {
+        match text.as_str() {
+            "off" => Self::Off,
+            "lookup" => Self::Lookup,
+            _ => Self::Model(text),
+        }
+    }
+}
+
+impl From<Draft> for String {
+    fn from(draft: Draft) -> Self {
+        match draft {
+            Draft::Off => "off".to_owned(),
+            Draft::Lookup => "lookup".to_owned(),
+            Draft::Model(name) => name,
+        }
+    }
 }
 
 impl FromStr for Device {
@@ -110,6 +153,8 @@ impl Config {
             step_tokens: step_tokens(),
             running_max: running_max(),
             queue_max: queue_max(),
+            draft: Draft::default(),
+            draft_depth: draft_depth(),
             drain: drain(),
         }
     }
@@ -125,6 +170,11 @@ fn running_max() -> usize {
 
 fn queue_max() -> usize {
     256
+}
+
+/// Drafts of demo models are right that often that more seldom pays.
+pub fn draft_depth() -> usize {
+    8
 }
 
 /// Less than a supervisor's patience with a stopping worker.

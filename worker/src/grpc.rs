@@ -99,6 +99,7 @@ impl Worker for Service {
         };
         let now = handle.snapshot();
         let stats = now.stats;
+        let depth = self.config.engine().draft_depth_max;
         let tokens = |blocks: usize| (blocks * stats.kv_block_tokens) as u64;
         Ok(Response::new(wire::StatsReply {
             draining: now.draining,
@@ -119,6 +120,9 @@ impl Worker for Service {
             evictions: stats.evictions,
             finished: stats.finished,
             refused: stats.refused,
+            drafted: stats.drafts.drafted[..depth].to_vec(),
+            accepted: stats.drafts.accepted[..depth].to_vec(),
+            draft_failures: stats.drafts.failures,
             device: facts.device.clone(),
             context_bytes: facts.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,

@@ -8,6 +8,7 @@
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
 //! wire      messages <-> the engine's own types
+//! vocabulary  whether one model can draft for another
 //! demand    what a worker takes of its device, worked out beforehand
 //! timeline  what coming up has taken, part by part
 //! ```
@@ -27,9 +28,11 @@ mod run;
 mod stats;
 mod stepper;
 mod timeline;
+mod vocabulary;
 mod wire;
 
 pub use attach::AttachError;
-pub use config::{Config, Device};
+pub use config::{Config, Device, Draft, draft_depth};
 pub use demand::Demand;
 pub use run::{RunError, run, serve};
+pub use vocabulary::VocabularyError;

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use engine::{Output, SampleError};
+use engine::{DRAFT_DEPTH_MAX, Output, SampleError};
 use tokio::sync::mpsc;
 
 /// Longest time that a held request may keep its KV blocks from others.
@@ -20,8 +20,8 @@ pub(crate) struct Depth {
     per_step: usize,
 }
 
-/// A step gives a sequence one token; token outputs are small.
-pub(crate) const TOKENS: Depth = Depth { outputs: 128, per_step: 8 };
+/// A step gives a sequence one token, and those of its draft that were right; token outputs are small.
+pub(crate) const TOKENS: Depth = Depth { outputs: 128, per_step: 1 + DRAFT_DEPTH_MAX };
 
 /// `rows` is what a step scores at most, which bounds the bytes that wait.
 pub(crate) fn scores(rows: usize) -> Depth {

@@ -11,6 +11,7 @@ use bytes::Bytes;
 #[cfg(not(feature = "cuda"))]
 use memory::cuda::OpenDriverError;
 use memory::lease::{Lease, LeaseStatus};
+use proto::weights::v1::RefusalReason;
 use proto::worker::v1::worker_server::WorkerServer;
 use service::exit::{HasExit, of_io};
 use service::{Exit, Notify, Shutdown};
@@ -58,6 +59,8 @@ pub enum RunError {
         "{device} failed under this worker, which ends; the weights are mapped read-only, others that use them go on"
     )]
     Engine { device: String, source: engine::StepError },
+    #[error("the weights were found damaged, this worker attaches them anew: {text}")]
+    Quarantined { text: String },
     #[error("the engine's thread ended without a reason")]
     EngineLost,
 }
@@ -71,6 +74,7 @@ impl HasExit for RunError {
             RunError::Inherit(error) => error.exit(),
             RunError::Socket(error) => error.exit(),
             RunError::Attach(error) => error.exit(),
+            RunError::Quarantined { .. } => Exit::PeerLost,
             RunError::Reflection(_) | RunError::Serve(_) | RunError::Engine { .. } | RunError::EngineLost => {
                 Exit::Internal
             }
@@ -137,7 +141,7 @@ pub async fn serve(
 
     let beginning = async {
         // Without a sender the attach failed, and `when_ended` says why.
-        if let Ok(Ready { serving, lease }) = when_attached.await {
+        if let Ok(Ready { serving, leases }) = when_attached.await {
             let Facts { model, attach, timeline, .. } = &serving.facts;
             let text = format!(
                 "serving {model}, attached in {:.1} ms, {:.0} ms after its start",
@@ -146,7 +150,7 @@ pub async fn serve(
             );
             service.begin(serving).await;
             notify.status(&text)?;
-            watch_lease(lease).await;
+            futures::future::try_join_all(leases.into_iter().map(watch_lease)).await?;
         }
         std::future::pending::<Result<std::convert::Infallible, RunError>>().await
     };
@@ -186,7 +190,7 @@ pub async fn serve(
 /// What the engine's thread announces once it can step.
 struct Ready {
     serving: Serving,
-    lease: Weak<Lease>,
+    leases: Vec<Weak<Lease>>,
 }
 
 /// The one place that knows which devices there are; from here on everything is generic over the backend.
@@ -219,23 +223,24 @@ fn run_on<P: Place>(
     notify: &Notify,
     attached: oneshot::Sender<Ready>,
 ) -> Result<(), RunError> {
-    let Resident { engine, lease, facts } = bring_up(place, timeline, config, token, notify)?;
+    let Resident { engine, leases, facts } = bring_up(place, timeline, config, token, notify)?;
     let score_rows_max = crate::attach::score_rows_max(config, &facts);
     let (handle, stepper) = stepper(engine, score_rows_max, P::usage);
-    let ready = Ready { serving: Serving { handle, facts }, lease: Arc::downgrade(&lease) };
+    let ready =
+        Ready { serving: Serving { handle, facts }, leases: leases.iter().map(Arc::downgrade).collect() };
     if attached.send(ready).is_err() {
-        // Stopped meanwhile: the weights go before the lease.
+        // Stopped meanwhile: the weights go before the leases.
         drop(stepper);
         return Ok(());
     }
-    // Consumes the engine; the lease ends after it.
+    // Consumes the engine; the leases end after it.
     let stepped = stepper.run();
-    drop(lease);
+    drop(leases);
     stepped.map_err(|source| RunError::Engine { device: place.describe(), source })
 }
 
-/// Says in the log what becomes of the lease. The worker serves in every state.
-async fn watch_lease(lease: Weak<Lease>) {
+/// Says in the log what becomes of the lease. The worker serves in every state, unless the weights are not to be trusted.
+async fn watch_lease(lease: Weak<Lease>) -> Result<(), RunError> {
     let mut last = LeaseStatus::Held;
     while let Some(lease) = lease.upgrade() {
         let status = lease.status();
@@ -245,6 +250,9 @@ async fn watch_lease(lease: Weak<Lease>) {
             _ if same_state => {}
             LeaseStatus::Held => tracing::info!("the lease is held by the new weight-server"),
             LeaseStatus::Broken { .. } => tracing::warn!("the weight-server is gone, serving on"),
+            LeaseStatus::Lost { reason: RefusalReason::Quarantined, text } => {
+                return Err(RunError::Quarantined { text: text.clone() });
+            }
             LeaseStatus::Lost { text, .. } => {
                 tracing::error!(reason = %text, "the weight-server does not know the lease, serving on unaccounted");
             }
@@ -252,4 +260,5 @@ async fn watch_lease(lease: Weak<Lease>) {
         last = status;
         tokio::time::sleep(LEASE_EVERY).await;
     }
+    Ok(())
 }

@@ -204,6 +204,9 @@ impl<B: Backend> Stepper<B> {
     fn step(&mut self) -> Result<bool, StepError> {
         let now = self.epoch.elapsed();
         let stepped = self.engine.step(now, &mut self.outputs);
+        if let Ok(report) = &stepped {
+            self.engine.observe(report, self.epoch.elapsed() - now);
+        }
         if self.first_step.is_zero() && stepped.as_ref().is_ok_and(|report| report.rows > 0) {
             self.first_step = self.epoch.elapsed() - now;
             tracing::info!(ms = self.first_step.as_secs_f64() * 1e3, "first step");

@@ -1,0 +1,88 @@
+//! Whether two models speak of the same tokens: one can draft for the other only then.
+
+use gguf::{KeyError, Metadata, Strings};
+
+/// The texts of all tokens, in order of id.
+const TOKENS: &str = "tokenizer.ggml.tokens";
+/// Families pad their vocabularies to widths of their own; the tokens beyond are never drawn.
+const PADDING_MAX: usize = 512;
+
+#[derive(Debug, thiserror::Error)]
+pub enum VocabularyError {
+    #[error("model {model:?}")]
+    Key { model: String, source: KeyError },
+    #[error(
+        "model {draft:?} cannot draft for {model:?}: it has {draft_tokens} tokens, {model:?} has {tokens}"
+    )]
+    Size { model: String, draft: String, tokens: usize, draft_tokens: usize },
+    #[error(
+        "model {draft:?} cannot draft for {model:?}: token {id} is {found:?} there and {expected:?} here"
+    )]
+    Token { model: String, draft: String, id: usize, expected: String, found: String },
+}
+
+/// A model's name and metadata.
+pub(crate) type Named<'a> = (&'a str, &'a Metadata);
+
+/// Both must have the same text for every id that both have.
+pub(crate) fn check(model: Named<'_>, draft: Named<'_>) -> Result<(), VocabularyError> {
+    let ((name, _), (draft_name, _)) = (model, draft);
+    let (tokens, drafted) = (texts(model)?, texts(draft)?);
+    if tokens.len().abs_diff(drafted.len()) > PADDING_MAX {
+        return Err(VocabularyError::Size {
+            model: name.to_owned(),
+            draft: draft_name.to_owned(),
+            tokens: tokens.len(),
+            draft_tokens: drafted.len(),
+        });
+    }
+    match tokens.iter().zip(&drafted).enumerate().find(|(_, (expected, found))| expected != found) {
+        None => Ok(()),
+        Some((id, (expected, found))) => Err(VocabularyError::Token {
+            model: name.to_owned(),
+            draft: draft_name.to_owned(),
+            id,
+            expected: String::from_utf8_lossy(expected).into_owned(),
+            found: String::from_utf8_lossy(found).into_owned(),
+        }),
+    }
+}
+
+fn texts<'a>((name, metadata): Named<'a>) -> Result<Vec<&'a [u8]>, VocabularyError> {
+    let texts = metadata.require::<Strings<'_>>(TOKENS);
+    let texts = texts.map_err(|source| VocabularyError::Key { model: name.to_owned(), source })?;
+    Ok(texts.iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use gguf::MetadataBuilder;
+
+    use super::*;
+
+    fn metadata(tokens: &[&str]) -> Metadata {
+        let mut builder = MetadataBuilder::default();
+        builder.put(TOKENS, tokens).unwrap();
+        Metadata::parse(builder.bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn equal_texts_may_draft_and_padding_is_no_difference() {
+        let (model, draft) = (metadata(&["a", "b", "c"]), metadata(&["a", "b"]));
+        check(("large", &model), ("small", &draft)).unwrap();
+        check(("small", &draft), ("large", &model)).unwrap();
+    }
+
+    #[test]
+    fn another_vocabulary_is_refused_by_name() {
+        let error = check(("large", &metadata(&["a", "b", "c"])), ("small", &metadata(&["a", "x", "c"])));
+        let text = error.unwrap_err().to_string();
+        assert_eq!(text, "model \"small\" cannot draft for \"large\": token 1 is \"x\" there and \"b\" here");
+        let many: Vec<String> = (0..600).map(|id| id.to_string()).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        let text = check(("large", &metadata(&many)), ("small", &metadata(&["0"]))).unwrap_err().to_string();
+        assert!(text.contains("it has 1 tokens, \"large\" has 600"), "{text}");
+        let without = Metadata::parse(Vec::new()).unwrap();
+        assert!(check(("large", &without), ("small", &without)).is_err());
+    }
+}

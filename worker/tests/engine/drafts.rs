@@ -1,0 +1,66 @@
+//! A worker that drafts gives the tokens of one that does not.
+
+use proto::worker::v1 as wire;
+use service::exit::HasExit;
+use worker::{Draft, RunError};
+
+use crate::giver::MODEL;
+use crate::harness::{Generated, Worker, config, fleet, fleet_with, spawn};
+
+/// A text that repeats itself, greedy and drawn, with the log-probabilities.
+fn requests(worker: &Worker) -> Vec<wire::GenerateRequest> {
+    let prompt: Vec<u32> = (0..48).map(|i| 300 + i % 12).collect();
+    (0..6)
+        .map(|seed| {
+            let mut request = worker.greedy(&prompt[..24 + 4 * seed as usize], 40);
+            request.top_logprobs = Some(2);
+            let sampling = request.sampling.as_mut().unwrap();
+            sampling.seed = Some(seed);
+            if seed % 2 == 1 {
+                (sampling.temperature, sampling.frequency_penalty) = (Some(0.7), Some(0.4));
+            }
+            request
+        })
+        .collect()
+}
+
+async fn answers(worker: &mut Worker) -> Vec<Generated> {
+    let mut answers = Vec::new();
+    for request in requests(worker) {
+        answers.push(worker.generate(request).await.unwrap());
+    }
+    answers
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn drafts_change_no_token_and_are_counted() {
+    let (_directory, _giver, mut plain) = fleet().await;
+    let expected = answers(&mut plain).await;
+    assert!(plain.stats().await.drafted.is_empty());
+    for draft in [Draft::Lookup, Draft::Model(MODEL.to_owned())] {
+        let leases = 1 + usize::from(draft != Draft::Lookup);
+        let (_directory, giver, mut drafting) = fleet_with(|config| config.draft = draft.clone()).await;
+        let attached = giver.attached.load(std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(attached, leases, "{draft:?}");
+        assert_eq!(drafting.fingerprint, plain.fingerprint, "streams may go on at either");
+        for (got, expected) in answers(&mut drafting).await.iter().zip(&expected) {
+            assert_eq!((&got.tokens, &got.logprobs), (&expected.tokens, &expected.logprobs), "{draft:?}");
+        }
+        let stats = drafting.stats().await;
+        let (drafted, accepted): (u64, u64) = (stats.drafted.iter().sum(), stats.accepted.iter().sum());
+        assert_eq!((stats.drafted.len(), stats.draft_failures), (8, 0));
+        assert!(accepted >= 5 && accepted <= drafted, "{draft:?}: {accepted} of {drafted}");
+        assert!(stats.steps < plain.stats().await.steps, "{draft:?}");
+        drafting.stop().await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_depth_beyond_what_is_possible_is_a_fault_of_the_configuration() {
+    let (directory, _giver, _worker) = fleet().await;
+    let mut config = config(directory.path(), 1);
+    (config.draft, config.draft_depth) = (Draft::Lookup, 17);
+    let (_shutdown, thread) = spawn(config);
+    let error = tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap_err();
+    assert!(matches!(error, RunError::Attach(_)) && error.exit() == service::Exit::Usage, "{error:?}");
+}
