@@ -20,7 +20,7 @@ pub struct Config {
     pub devices: Vec<DeviceConfig>,
     /// Users whose processes may attach. Without it: the weight-server's own.
     pub allow_uids: Option<BTreeSet<u32>>,
-    /// Threads that read a model file. Without it: one per core, at most 8, onto a GPU at most 16.
+    /// Threads that read a model file. Without it: one per core, at most 8, onto a GPU at most 12.
     pub loader_threads: Option<usize>,
     /// Loaded at start, for fleets that no supervisor loads for.
     #[serde(default)]
@@ -63,8 +63,8 @@ fn host() -> String {
 /// More readers than this wait for the same disk or memory bus.
 const MAX_DEFAULT_THREADS: usize = 8;
 
-/// A thread copies 7 GB/s out of the page cache, a GPU takes 55.
-const MAX_DEFAULT_GPU_THREADS: usize = 16;
+/// A thread copies 7 GB/s out of the page cache, a GPU takes 55; one core more is busy giving it work.
+const MAX_DEFAULT_GPU_THREADS: usize = 12;
 
 /// Readers of one load, by where it goes.
 #[derive(Debug, Clone, Copy)]

@@ -42,7 +42,8 @@ fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Des
 fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<Part> {
     let step = match tiles.tile_bytes() {
         0 => PIECE_BYTES,
-        _ => TILE_ROWS * tiles.raw_bytes() / tiles.rows(),
+        // A tensor without rows has no parts.
+        _ => (TILE_ROWS * tiles.raw_bytes() / tiles.rows().max(1)).max(1),
     };
     let length = (limit / step).max(1) * step;
     let part = |start: usize| Part {

@@ -30,7 +30,7 @@ pub(super) use kernels::cuda::loading::PART_BYTES;
 
 /// Pinned memory is PART_BYTES times this: enough for every reader to have one that is being filled and one that is being
 /// copied.
-const SLOTS: usize = 32;
+const SLOTS: usize = 24;
 
 /// A process that was killed gives its memory back late; the driver takes up to seconds.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(10);
@@ -136,6 +136,8 @@ impl Gpu {
             bytes,
             allocate_ms = allocated.as_millis() as u64,
             read_ms = (read - allocated).as_millis() as u64,
+            // Of all readers together.
+            pinning_ms = ring.pinning().as_millis() as u64,
             finish_ms = (started.elapsed() - read).as_millis() as u64,
             gigabytes_per_second = bytes as f64 / (read - allocated).as_secs_f64() / 1e9,
             "filled the GPU's memory"

@@ -12,7 +12,7 @@ use super::job::{Filled, Plan};
 use super::read::{OpenFile, Progress};
 
 /// As in `gpu`; without a GPU nothing is ever cut.
-pub(super) const PART_BYTES: usize = 8 << 20;
+pub(super) const PART_BYTES: usize = 4 << 20;
 
 pub(super) struct Gpu(Infallible);
 

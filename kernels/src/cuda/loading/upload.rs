@@ -14,7 +14,7 @@ use crate::cuda::repack::Repack;
 use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
 
 /// Parts that are on the device at once: being copied, hashed and repacked.
-const STAGING_SLOTS: usize = 8;
+const STAGING_SLOTS: usize = 12;
 
 /// Device memory that an upload takes beside the model.
 pub const STAGING_BYTES: u64 = (STAGING_SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
