@@ -8,11 +8,11 @@ use crate::pool::{BlockId, IntegrityError};
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
 use crate::sequence::Kind;
-use crate::task::{Drawn, Task, Work};
+use crate::task::{Drawn, Row, Task, Work};
 use crate::validate::Capacity;
 use crate::{Queued, RefuseReason};
 use models::Model;
-use ops::{Backend, KvLayout, OpError};
+use ops::{Backend, KvLayout, NO_BEST, OpError};
 use prefix::Scope;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -56,8 +56,10 @@ pub struct Engine<B: Backend> {
     /// Set if tokens are drafted.
     speculation: Option<Speculation<B>>,
     batch: Batch,
-    /// Logits of the step on the host.
+    /// Logits of the step on the host, but for rows that have a best.
     logits: Vec<f32>,
+    /// By row: the token of the highest logit where nothing else is wanted of them, else [`NO_BEST`].
+    best: Vec<u32>,
     /// By slot of the scheduler.
     tasks: Vec<Option<Task>>,
     slots: HashMap<RequestId, Slot>,
@@ -135,6 +137,7 @@ impl<B: Backend> Engine<B> {
             speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
             logits: Vec::new(),
+            best: Vec::new(),
             tasks: Vec::new(),
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
@@ -317,7 +320,7 @@ impl<B: Backend> Engine<B> {
         speculation.draft(&mut self.backend, &mut self.scheduler, may)
     }
 
-    /// Runs the model over the plan and brings the logits to the host.
+    /// Runs the model over the plan and brings the logits to the host, or their best where that is all that is wanted.
     fn compute(&mut self) -> Result<(), OpError> {
         let drafts = self.speculation.iter().flat_map(Speculation::drafts);
         self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
@@ -326,8 +329,21 @@ impl<B: Backend> Engine<B> {
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
         let (rows, vocab_size) = (self.batch.wanted().len(), self.capacity.vocab_size);
         self.logits.resize(rows * vocab_size, 0.0);
-        let host = &mut self.logits;
+        self.best.clear();
+        self.best.resize(rows, NO_BEST);
+        let (wanted, tasks) = (self.batch.wanted(), &self.tasks);
+        let greedy = |row: &OutputRow| tasks[row.slot.0 as usize].as_ref().is_some_and(Task::takes_the_best);
+        let (host, best) = (&mut self.logits, &mut self.best);
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
+            if wanted[run.clone()].iter().all(greedy) {
+                let best = &mut best[run.clone()];
+                backend.argmax(logits, run.len(), vocab_size, best)?;
+                if !best.contains(&NO_BEST) {
+                    return Ok(());
+                }
+                // The sampler says what is wrong with such a row.
+                best.fill(NO_BEST);
+            }
             backend.read(logits, run.len(), &mut host[run.start * vocab_size..run.end * vocab_size])
         };
         self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
@@ -339,6 +355,10 @@ impl<B: Backend> Engine<B> {
         let logits = std::mem::take(&mut self.logits);
         for (index, row) in logits.chunks_exact(self.capacity.vocab_size).enumerate() {
             let wanted = self.batch.wanted()[index];
+            let row = match self.best[index] {
+                NO_BEST => Row::Logits(row),
+                best => Row::Best(best),
+            };
             if self.counts(&wanted)
                 && let Some(reason) = self.report_row(wanted.slot, wanted.position, row, out)
             {
@@ -371,7 +391,7 @@ impl<B: Backend> Engine<B> {
         &mut self,
         slot: Slot,
         position: usize,
-        row: &[f32],
+        row: Row<'_>,
         out: &mut Vec<Output>,
     ) -> Option<FinishReason> {
         let Task { id, usage, work, .. } = self.tasks[slot.0 as usize].as_mut()?;
@@ -387,6 +407,7 @@ impl<B: Backend> Engine<B> {
                 }
             }
             Work::Score(scoring) => {
+                let Row::Logits(row) = row else { return None };
                 let tokens = self.scheduler.sequence(slot)?.tokens();
                 match scoring.report(*id, tokens, position, row, out) {
                     Ok(()) => (position + 1 == tokens.len()).then_some(FinishReason::Scored),

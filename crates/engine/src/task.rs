@@ -33,6 +33,14 @@ pub(crate) struct Scoring {
     next: usize,
 }
 
+/// What the model said of the token after a row's.
+#[derive(Clone, Copy)]
+pub(crate) enum Row<'a> {
+    Logits(&'a [f32]),
+    /// The token of the highest one: where [`Task::takes_the_best`].
+    Best(u32),
+}
+
 /// What a drawn token means for its sequence.
 pub(crate) enum Drawn {
     /// It is to be computed.
@@ -61,6 +69,14 @@ impl Task {
         matches!(self.work, Work::Generate(_))
     }
 
+    /// Whether the highest logit of a row decides everything about it.
+    pub(crate) fn takes_the_best(&self) -> bool {
+        match &self.work {
+            Work::Generate(generation) => generation.takes_the_best(&self.usage),
+            Work::Score(_) => false,
+        }
+    }
+
     pub(crate) fn score(request: &ScoreRequest) -> Self {
         let usage = Usage { prompt_tokens: request.tokens.len(), ..Usage::default() };
         let work = Work::Score(Scoring { kind: request.kind, next: 0 });
@@ -69,6 +85,19 @@ impl Task {
 }
 
 impl Generation {
+    fn takes_the_best(&self, usage: &Usage) -> bool {
+        self.sampling.temperature == 0.0
+            && self.sampling.logit_bias.is_empty()
+            && self.history.is_plain()
+            && self.logprobs.is_none()
+            && !self.is_early(usage)
+    }
+
+    /// Whether stop tokens cannot be drawn yet.
+    fn is_early(&self, usage: &Usage) -> bool {
+        usage.output_tokens < self.stop.min_tokens as usize
+    }
+
     /// Draws the token at `position` from the logits after its predecessor, reports it unless it ends the output, and
     /// says how to go on.
     pub(crate) fn draw(
@@ -76,28 +105,30 @@ impl Generation {
         id: RequestId,
         usage: &mut Usage,
         position: usize,
-        logits: &[f32],
+        row: Row<'_>,
         sampler: &mut Sampler,
         out: &mut Vec<Output>,
     ) -> Result<Drawn, SampleError> {
-        let early = usage.output_tokens < self.stop.min_tokens as usize;
         let draw = Draw {
             params: &self.sampling,
             choice: self.choice,
             position,
-            ruled_out: if early { &self.stop.stop_tokens } else { &[] },
+            ruled_out: if self.is_early(usage) { &self.stop.stop_tokens } else { &[] },
             allowed: None,
         };
-        let token = sampler.sample(logits, &draw, &mut self.history)?;
+        let token = match row {
+            Row::Logits(logits) => sampler.sample(logits, &draw, &mut self.history)?,
+            Row::Best(token) => token,
+        };
         if self.stop.stop_tokens.contains(&token) {
             return Ok(Drawn::Finished(FinishReason::Stop(token)));
         }
-        let (logprob, top) = match self.logprobs {
-            Some(count) => {
+        let (logprob, top) = match (self.logprobs, row) {
+            (Some(count), Row::Logits(logits)) => {
                 let row = LogProbs::new(logits)?;
                 (Some(row.of(token)), row.top(usize::from(count)))
             }
-            None => (None, Vec::new()),
+            _ => (None, Vec::new()),
         };
         let sampler_state = self.history.state();
         out.push(Output::Token(TokenOutput { id, token, position, logprob, top, sampler_state }));

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use crate::{Experts, KvLayout, Linear, RopeSpec, Step, Weight, experts};
 
-/// Stands for the best of a row that holds a NaN: [`Backend::argmax`].
-pub const NOT_A_NUMBER: u32 = u32::MAX;
+/// Stands for the best of a row that has none: [`Backend::argmax`].
+pub const NO_BEST: u32 = u32::MAX;
 
 /// How attention scores are formed. Query head `h` reads kv head `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -199,8 +199,8 @@ pub trait Backend: Sized + Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), OpError>;
 
-    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NOT_A_NUMBER`] if
-    /// the row holds a NaN. One number a row comes to the host, instead of `cols` of them.
+    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NO_BEST`] if
+    /// the row holds a NaN or its largest value is infinite. One number a row comes to the host, instead of `cols` of them.
     fn argmax(
         &mut self,
         x: &Self::Tensor,
@@ -233,17 +233,26 @@ pub trait Backend: Sized + Send + 'static {
     fn read(&mut self, x: &Self::Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError>;
 }
 
-fn largest(row: &[f32]) -> u32 {
-    let mut best = 0;
-    for (index, value) in row.iter().enumerate() {
-        if value.is_nan() {
-            return NOT_A_NUMBER;
-        }
-        if *value > row[best] {
-            best = index;
+/// Where the largest of a row stands, as [`Backend::argmax`] has it.
+pub fn largest(row: &[f32]) -> u32 {
+    // Lanes without branches, so that they become vectors.
+    const LANES: usize = 16;
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut nan = false;
+    let chunks = row.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = if value > *lane { value } else { *lane };
+            nan |= value.is_nan();
         }
     }
-    best as u32
+    nan |= rest.iter().any(|value| value.is_nan());
+    let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
+    if nan || !max.is_finite() {
+        return NO_BEST;
+    }
+    row.iter().position(|&value| value == max).map_or(NO_BEST, |index| index as u32)
 }
 
 #[cfg(test)]
@@ -252,19 +261,35 @@ mod tests {
     use crate::Reference;
 
     #[test]
-    fn the_first_of_the_largest_is_the_best_and_nan_shows() {
+    fn the_first_of_the_largest_is_the_best_and_a_broken_row_has_none() {
+        const INF: f32 = f32::INFINITY;
+        let rows = [
+            ([1.0, 5.0, 5.0, -1.0], 1),
+            ([-2.0, -INF, -3.0, -2.0], 0),
+            ([9.0, f32::NAN, 1.0, 2.0], NO_BEST),
+            ([9.0, 1.0, INF, 2.0], NO_BEST),
+            ([-INF; 4], NO_BEST),
+        ];
         let mut backend = Reference::new();
-        let mut x = backend.tensor(3, 4).unwrap();
-        backend
-            .write(
-                &mut x,
-                3,
-                &[1.0, 5.0, 5.0, -1.0, -2.0, f32::NEG_INFINITY, -3.0, -2.0, 9.0, f32::NAN, 1.0, 2.0],
-            )
-            .unwrap();
-        let mut best = [7; 3];
-        backend.argmax(&x, 3, 4, &mut best).unwrap();
-        assert_eq!(best, [1, 0, NOT_A_NUMBER]);
-        assert!(backend.argmax(&x, 3, 4, &mut [0; 2]).is_err());
+        let mut x = backend.tensor(rows.len(), 4).unwrap();
+        backend.write(&mut x, rows.len(), &rows.map(|(row, _)| row).concat()).unwrap();
+        let mut best = [7; 5];
+        backend.argmax(&x, rows.len(), 4, &mut best).unwrap();
+        assert_eq!(best, rows.map(|(_, best)| best));
+        assert!(backend.argmax(&x, rows.len(), 4, &mut [0; 2]).is_err());
+    }
+
+    #[test]
+    fn the_best_of_a_long_row_stands_anywhere() {
+        for len in [1, 15, 16, 17, 100] {
+            for at in 0..len {
+                let mut row = vec![-1.0; len];
+                row[at] = 3.0;
+                assert_eq!(largest(&row), at as u32, "of {len}");
+                row[at] = f32::NAN;
+                assert_eq!(largest(&row), NO_BEST, "of {len}");
+            }
+        }
+        assert_eq!(largest(&[]), NO_BEST);
     }
 }

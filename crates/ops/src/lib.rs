@@ -13,7 +13,7 @@ mod rope;
 mod step;
 mod weight;
 
-pub use backend::{Activation, AttentionSpec, Backend, NOT_A_NUMBER, OpError};
+pub use backend::{Activation, AttentionSpec, Backend, NO_BEST, OpError, largest};
 pub use experts::{ExpertChoice, choose_experts};
 pub use kv::{KvLayer, KvLayout, KvType};
 pub use reference::{HostKv, HostTensor, Reference};

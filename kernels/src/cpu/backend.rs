@@ -11,7 +11,7 @@ use super::{Isa, attention, weight};
 use bytes::Bytes;
 use std::ops::Range;
 
-use ops::{Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight};
+use ops::{Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight, largest};
 
 /// Values of a row op that make it worth waking the threads: some 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
@@ -351,6 +351,18 @@ impl Backend for Cpu {
     fn read(&mut self, x: &Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
         x.check_host("read", rows, host.len())?;
         host.copy_from_slice(x.rows(rows));
+        Ok(())
+    }
+
+    fn argmax(&mut self, x: &Tensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
+        x.check_host("argmax", rows, rows * cols)?;
+        if best.len() != rows {
+            let (found, expected) = (best.len(), rows);
+            return Err(OpError::Shape { op: "argmax", what: "host slice", found, expected });
+        }
+        for (best, row) in best.iter_mut().zip(x.rows(rows).chunks_exact(cols.max(1))) {
+            *best = largest(row);
+        }
         Ok(())
     }
 }

@@ -44,6 +44,11 @@ impl History {
         self.mu.and_then(|mu| SamplerState::from_bytes(&mu.to_le_bytes())).unwrap_or_default()
     }
 
+    /// Whether no earlier token changes what the logits mean.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.counts.is_none() && self.tokens.is_none()
+    }
+
     /// One more output token.
     pub(super) fn push(&mut self, token: u32) {
         if let Some(counts) = &mut self.counts {

@@ -90,8 +90,7 @@ impl Sampler {
         let plain = draw.params.logit_bias.is_empty()
             && draw.ruled_out.is_empty()
             && draw.allowed.is_none()
-            && history.counts.is_none()
-            && history.tokens.is_none();
+            && history.is_plain();
         let token = if plain {
             self.choose(logits, draw, history)?
         } else {
