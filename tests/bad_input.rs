@@ -1,6 +1,7 @@
 //! Everything a user can get wrong: one line that says what to do, and the documented exit code.
 
 use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device, executable, proc, text};
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -150,7 +151,9 @@ impl LimitedGroup {
                 continue;
             }
             let group = Self(directory);
-            if std::fs::write(group.0.join(limit), bytes.to_string()).is_ok() {
+            // Only a mounted hierarchy has the file already; elsewhere this is a directory like any other.
+            let limit = std::fs::File::options().write(true).open(group.0.join(limit));
+            if limit.and_then(|mut limit| limit.write_all(bytes.to_string().as_bytes())).is_ok() {
                 return Some(group);
             }
         }
@@ -198,7 +201,7 @@ fn a_file_changed_while_it_is_loaded_is_refused() {
     });
     // Appending changes size and mtime; the inode stays.
     let mut file = std::fs::OpenOptions::new().append(true).open(&copy).unwrap();
-    std::io::Write::write_all(&mut file, b"one line more").unwrap();
+    file.write_all(b"one line more").unwrap();
     let started = std::time::Instant::now();
     let output = child.wait_with_output().unwrap();
     assert!(started.elapsed() < PATIENCE);

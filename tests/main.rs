@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]
 
 mod bad_input;
+mod devices;
 mod exact;
 mod faults;
 mod golden;

@@ -108,7 +108,8 @@ impl FleetConfig {
         let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
         Ok(Plan {
-            weight_server: self.weight_server(directory, sized),
+            weight_server: self
+                .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
             router: table(&router::Config::new(listen, runtime_dir))?,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
@@ -153,14 +154,14 @@ impl FleetConfig {
         self.host_budget.map_or_else(available, |budget| budget.0)
     }
 
-    fn weight_server(&self, directory: &RuntimeDir, sized: &[SizedModel]) -> Table {
+    fn weight_server<'a>(&self, directory: &RuntimeDir, gpus: impl Iterator<Item = &'a Gpu>) -> Table {
         let mut table = Table::new();
         let runtime_dir = directory.path().to_string_lossy().into_owned();
         table.insert("runtime-dir".to_owned(), Value::String(runtime_dir));
         if let Some(budget) = self.host_budget {
             table.insert("host-budget".to_owned(), Value::String(budget.to_string()));
         }
-        let mut gpus: Vec<&Gpu> = sized.iter().filter_map(|model| model.choice.gpu.as_ref()).collect();
+        let mut gpus: Vec<&Gpu> = gpus.collect();
         gpus.sort_by_key(|gpu| gpu.ordinal);
         gpus.dedup();
         let device = |gpu: &Gpu| {
@@ -210,5 +211,48 @@ mod tests {
         let failure = FleetConfig::load(&path, None).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
         assert!(failure.message().contains("two models are called \"a\""), "{}", failure.message());
+    }
+
+    #[test]
+    fn the_example_in_the_tree_is_a_fleet() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/ballast.toml");
+        let config = FleetConfig::load(&path, None).unwrap();
+        assert!(config.models.iter().all(|model| model.path.exists()), "{:?}", config.models);
+        let workers = config.models.iter().map(|m| m.workers).sum();
+        for model in &config.models {
+            let sized = SizedModel::of(
+                &ModelConfig { device: Wanted::Host, ..model.clone() },
+                workers,
+                &Seen::default(),
+            );
+            sized.unwrap().plan().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_gpu_becomes_a_device_of_the_weight_server() {
+        let gpu = Gpu {
+            ordinal: 0,
+            uuid: "GPU-00112233-4455-6677-8899-aabbccddeeff".to_owned(),
+            name: "NVIDIA H200".to_owned(),
+            compute_capability: 90,
+            total_bytes: 140 << 30,
+            free_bytes: None,
+            integrated: false,
+            unusable: None,
+        };
+        let config = FleetConfig {
+            runtime_dir: None,
+            listen: None,
+            host_budget: None,
+            gpu_budget: Some(Bytes(100 << 30)),
+            models: Vec::new(),
+        };
+        let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);
+        let table = config.weight_server(&RuntimeDir::at(Path::new("/run/x")), [&gpu, &gpu].into_iter());
+        let devices = table["devices"].as_array().unwrap();
+        assert_eq!(devices.len(), 1);
+        let device = devices[0].as_table().unwrap();
+        assert_eq!((id(device), device["budget"].as_str()), (Some(gpu.uuid), Some("100GiB")));
     }
 }

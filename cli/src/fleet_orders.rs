@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 
 use proto::fleet::v1 as wire;
+use proto::weights::v1::GetStatusRequest;
+use proto::weights::v1::weight_server_client::WeightServerClient;
 
+use crate::device_choice::Wanted;
+use crate::devices::Seen;
 use crate::failure::{Failure, Outcome};
 use crate::fleet_arguments::WorkerArguments;
 use crate::fleet_config::devices_for;
@@ -76,7 +80,11 @@ fn order(
 
 pub(crate) fn load(arguments: LoadArguments) -> Outcome {
     let config = arguments.worker.model(&arguments.model, arguments.workers);
-    let sized = SizedModel::of(&config, arguments.workers, &devices_for([config.device])?)?;
+    let mut seen = devices_for([config.device])?;
+    if config.device == Wanted::Auto && !seen.gpus.is_empty() {
+        seen = known_to_fleet(seen, &arguments.fleet)?;
+    }
+    let sized = SizedModel::of(&config, arguments.workers, &seen)?;
     let plan = sized.plan()?;
     let request = wire::LoadModelRequest {
         name: arguments.name.unwrap_or(plan.name),
@@ -96,6 +104,22 @@ pub(crate) fn load(arguments: LoadArguments) -> Outcome {
         }
         Err(tonic::Status::unavailable("the fleet has ended"))
     })
+}
+
+/// The GPUs that the fleet may use: those of its weight-server's ledger.
+fn known_to_fleet(mut seen: Seen, place: &FleetPlace) -> Outcome<Seen> {
+    let directory = find(place.runtime_dir.as_deref())?;
+    let status = block_on(async {
+        let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
+        let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
+        Ok(status.map_err(|status| Failure::answer("the weight-server", &status))?.into_inner())
+    })?;
+    let devices = status.ledger.map(|ledger| ledger.devices).unwrap_or_default();
+    seen.gpus.retain(|gpu| devices.iter().any(|device| device.device == gpu.uuid));
+    if seen.gpus.is_empty() {
+        seen.problem = Some("this fleet was started without a GPU".to_owned());
+    }
+    Ok(seen)
 }
 
 pub(crate) fn unload(arguments: UnloadArguments) -> Outcome {

@@ -242,12 +242,12 @@ mod tests {
         let device = device(10 * GIB, 4 * GIB, &[4 * GIB, 4 * GIB]);
         assert_eq!(device.missing(), 2 * GIB);
         let advice = device.advice().unwrap();
-        assert!(advice.starts_with("1 of 2 workers fit; all do with 1.0 GiB less for each"), "{advice}");
+        assert!(advice.starts_with("1 of 2 workers fit; all do with 1.00 GiB less for each"), "{advice}");
     }
 
     #[test]
     fn weights_that_are_too_large_are_said_to_be() {
         let advice = device(10 * GIB, 11 * GIB, &[GIB]).advice().unwrap();
-        assert!(advice.starts_with("the weights alone are 1.0 GiB too large"), "{advice}");
+        assert!(advice.starts_with("the weights alone are 1.00 GiB too large"), "{advice}");
     }
 }

@@ -49,8 +49,10 @@ pub(crate) struct Weights {
     pub(crate) tensor_bytes: u64,
     /// With packing and padding.
     pub(crate) allocation_bytes: u64,
+    /// Always in the host's memory.
     pub(crate) manifest_bytes: u64,
     pub(crate) allocations: usize,
+    on_host: bool,
 }
 
 impl Weights {
@@ -76,12 +78,13 @@ impl Weights {
             allocation_bytes: plan.allocation_bytes(),
             manifest_bytes,
             allocations: plan.allocations.len(),
+            on_host: choice.gpu.is_none(),
         })
     }
 
-    /// As the ledger counts a generation.
+    /// As the ledger counts a generation on its device.
     pub(crate) fn total(&self) -> u64 {
-        self.allocation_bytes + self.manifest_bytes
+        self.allocation_bytes + if self.on_host { self.manifest_bytes } else { 0 }
     }
 }
 
