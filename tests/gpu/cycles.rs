@@ -2,6 +2,7 @@
 
 use super::Gpu;
 use crate::harness::{Fleet, demo_7m, device, eventually, proc, text};
+use std::path::{Path, PathBuf};
 
 /// Side by side, each with a model of its own.
 const LANES: usize = 4;
@@ -13,8 +14,15 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
         return;
     };
     let fleet = Fleet::start(&demo_7m(), &["--workers", "1"]);
+    // A file is loaded once: lanes have one each.
+    let folder = tempfile::tempdir().unwrap();
+    let models: Vec<PathBuf> =
+        (0..LANES).map(|lane| folder.path().join(format!("lane-{lane}.gguf"))).collect();
+    for model in &models {
+        std::fs::copy(demo_7m(), model).unwrap();
+    }
     // Once before, so that what is made on first use is there.
-    live_and_die(&fleet, "first");
+    live_and_die(&fleet, &models[0]);
     let descriptors = || {
         let holders = ["weight-server", "supervisor"].map(|role| fleet.one(role).pid);
         holders.map(|pid| proc::open_files(pid).len())
@@ -22,11 +30,8 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     let (baseline, descriptors_before) = (gpu.used(), descriptors());
     let started = std::time::Instant::now();
     std::thread::scope(|scope| {
-        for lane in 0..LANES {
-            let fleet = &fleet;
-            scope.spawn(move || {
-                (0..CYCLES / LANES).for_each(|_| live_and_die(fleet, &format!("lane-{lane}")))
-            });
+        for model in &models {
+            scope.spawn(|| (0..CYCLES / LANES).for_each(|_| live_and_die(&fleet, model)));
         }
     });
     eprintln!("measured: {CYCLES} lives in {:.1} s", started.elapsed().as_secs_f64());
@@ -38,8 +43,8 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     fleet.stop();
 }
 
-fn live_and_die(fleet: &Fleet, name: &str) {
-    let model = demo_7m();
+fn live_and_die(fleet: &Fleet, model: &Path) {
+    let name = model.file_stem().unwrap().to_str().unwrap();
     let order = |arguments: &[&str]| {
         let output = fleet.order(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);

@@ -53,7 +53,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         let workers: u64 = status
             .iter()
             .filter(|line| line["role"] == "worker")
-            .map(|line| part(line, "context") + part(line, "kv_used") + part(line, "workspace"))
+            .map(|line| part(line, "context") + part(line, "kv_mapped") + part(line, "workspace_used"))
             .sum();
         let (ledger, found) = (weights + workers, two - baseline);
         let percent = (found as f64 / ledger as f64 - 1.0) * 100.0;

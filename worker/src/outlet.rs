@@ -42,6 +42,9 @@ pub(crate) enum Cut {
     Overflow,
     #[error("the step that computed the request failed: {detail}")]
     StepFailed { detail: String },
+    /// It was not the request's fault, and another worker can go on with it.
+    #[error("the worker's device is lost: {detail}")]
+    DeviceLost { detail: String },
     #[error("no token can be drawn: {0}")]
     BadLogits(SampleError),
 }

@@ -215,19 +215,21 @@ impl<B: Backend> Stepper<B> {
         self.publish();
         match stepped {
             Ok(report) => {
-                self.deliver("");
+                self.deliver(None);
                 self.publish();
                 Ok(report.rows == 0)
             }
             Err(error) => {
                 let detail = service::exit::one_line(&error);
                 tracing::error!(%detail, "a step failed");
-                self.deliver(&detail);
-                if error.is_fatal() {
-                    self.cut_all(&Cut::StepFailed { detail });
+                let fatal = error.is_fatal();
+                let cut = if fatal { Cut::DeviceLost { detail } } else { Cut::StepFailed { detail } };
+                self.deliver(Some(&cut));
+                if fatal {
+                    self.cut_all(&cut);
                 }
                 self.publish();
-                if error.is_fatal() { Err(error) } else { Ok(false) }
+                if fatal { Err(error) } else { Ok(false) }
             }
         }
     }
@@ -320,7 +322,8 @@ impl<B: Backend> Stepper<B> {
     }
 
     /// `failure` says why requests of the last step were lost, if they were.
-    fn deliver(&mut self, failure: &str) {
+    /// `failure` is what became of the step, if it failed.
+    fn deliver(&mut self, failure: Option<&Cut>) {
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
             let id = output_id(&output);
@@ -365,12 +368,14 @@ fn output_id(output: &Output) -> RequestId {
     }
 }
 
-fn last_word(output: Output, reason: FinishReason, failure: &str) -> Item {
+fn last_word(output: Output, reason: FinishReason, failure: Option<&Cut>) -> Item {
     match reason {
         FinishReason::Stop(_) | FinishReason::Length | FinishReason::Scored => Ok(output),
         FinishReason::Deadline => Err(Cut::Deadline),
         FinishReason::Cancelled => Err(Cut::Drained),
-        FinishReason::StepFailed => Err(Cut::StepFailed { detail: failure.to_owned() }),
+        FinishReason::StepFailed => {
+            Err(failure.cloned().unwrap_or(Cut::StepFailed { detail: String::new() }))
+        }
         FinishReason::BadLogits(error) => Err(Cut::BadLogits(error)),
     }
 }

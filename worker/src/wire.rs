@@ -244,7 +244,7 @@ impl From<Cut> for Status {
         let message = cut.to_string();
         match cut {
             Cut::Deadline => Status::deadline_exceeded(message),
-            Cut::Drained => Status::unavailable(message),
+            Cut::Drained | Cut::DeviceLost { .. } => Status::unavailable(message),
             Cut::TooSlow | Cut::Overflow => Status::aborted(message),
             Cut::StepFailed { .. } | Cut::BadLogits(_) => Status::internal(message),
         }

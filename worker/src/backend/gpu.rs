@@ -44,7 +44,7 @@ impl Gpu {
 fn context_bytes(before: Option<u64>, after: Option<u64>) -> u64 {
     match (before, after) {
         (Some(before), Some(after)) => Some(before.saturating_sub(after))
-            .filter(|taken| (CONTEXT_BYTES / 4..CONTEXT_BYTES * 2).contains(taken))
+            .filter(|taken| (CONTEXT_BYTES / 2..CONTEXT_BYTES * 3 / 2).contains(taken))
             .unwrap_or(CONTEXT_BYTES),
         _ => CONTEXT_BYTES,
     }
