@@ -1,0 +1,111 @@
+//! The state machine's invariants under random events.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// One random thing that can happen, on a tiny domain so that events hit what exists.
+fn any_event() -> impl Strategy<Value = Event> {
+    let id = 1u64..6;
+    let connection = (1u64..8).prop_map(ConnectionId);
+    let model = prop::sample::select(vec!["a", "b", "c"]);
+    let size = prop::sample::select(vec![MIB, 100 * MIB, 400 * MIB]);
+    let lost = || LoadFailure::LoaderLost { how: "killed".to_owned() };
+    prop_oneof![
+        (1u64..9, model.clone(), 1u64..4, size.clone(), any::<bool>()).prop_map(|(c, m, f, b, gpu)| if gpu {
+            on_gpu(load(c, m, f, b))
+        } else {
+            load(c, m, f, b)
+        }),
+        (id.clone(), size.clone()).prop_map(|(g, b)| planned(g, b)),
+        (id.clone(), 0..300 * MIB).prop_map(|(g, b)| Event::LoadProgressed { generation: g, done_bytes: b }),
+        id.clone().prop_map(|g| Event::LoadHandedOver { generation: g, contents: contents(MIB) }),
+        id.clone().prop_map(move |g| Event::LoadFailed { generation: g, failure: lost() }),
+        id.clone().prop_map(|g| Event::GenerationStored { generation: g }),
+        model.clone().prop_map(|m| Event::UnloadAsked { call: CallId(1), model: m.to_owned() }),
+        (1u64..8, model.clone(), any::<bool>()).prop_map(|(c, m, gpu)| if gpu {
+            on_gpu(attach(c, m))
+        } else {
+            attach(c, m)
+        }),
+        model.prop_map(|m| Event::VerifyAsked {
+            call: CallId(1),
+            model: m.to_owned(),
+            device: String::new()
+        }),
+        (id.clone(), 0u32..2).prop_map(|(generation, damage)| verified(generation, damage)),
+        id.clone()
+            .prop_map(|generation| Event::VerifyFailed { generation, failure: VerifyFailure::Unloaded }),
+        id.clone().prop_map(|lease| Event::LeaseStored { lease }),
+        connection.clone().prop_map(|connection| Event::Delivered { connection }),
+        connection.clone().prop_map(|connection| Event::Detached { connection }),
+        connection.clone().prop_map(|connection| Event::ConnectionEnded { connection }),
+        id.clone().prop_map(|lease| Event::ProcessEnded { lease }),
+        (connection, 1i32..8, id.clone(), id).prop_map(|(connection, pid, generation, lease)| {
+            let peer = peer(pid);
+            Event::ReclaimAsked {
+                connection,
+                peer,
+                protocol: PROTOCOL,
+                generation,
+                lease,
+                token: Bytes::new(),
+            }
+        }),
+        Just(()).prop_map(|()| Event::Tick),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn invariants_hold_after_every_random_event(
+        steps in prop::collection::vec((any_event(), 0u64..20), 0..120)
+    ) {
+        let mut state = state();
+        let mut now = Duration::ZERO;
+        let mut loaders = BTreeSet::new();
+        for (event, seconds) in steps {
+            now += at(seconds);
+            // A connection's first frame comes once.
+            if let Event::AttachAsked { connection, .. } | Event::ReclaimAsked { connection, .. } = &event
+                && state.leases.by_connection(*connection).is_some()
+            {
+                continue;
+            }
+            if let Event::Verified { generation, .. } | Event::VerifyFailed { generation, .. } = &event
+                && !state.generation(*generation).is_some_and(|found| found.verification.running)
+            {
+                continue;
+            }
+            if let Event::LoadFailed { generation, .. } = &event {
+                // Only a loader fails.
+                if !state.generation(*generation).is_some_and(Generation::occupies_loader) {
+                    continue;
+                }
+                loaders.remove(generation);
+            }
+            for action in state.handle(event, now) {
+                match action {
+                    Action::StartLoader { generation } => prop_assert!(loaders.insert(generation)),
+                    Action::StopLoader { generation } => { loaders.remove(&generation); }
+                    _ => {}
+                }
+            }
+            loaders.retain(|id| state.generation(*id).is_some_and(Generation::occupies_loader));
+            let running: BTreeSet<u64> =
+                state.generations().filter(|g| g.occupies_loader()).map(|g| g.id).collect();
+            prop_assert_eq!(&loaders, &running);
+            check_integrity(&state);
+        }
+        // Everybody leaves: nothing stays reserved.
+        let leases: Vec<u64> = state.leases().map(|lease| lease.id).collect();
+        for lease in leases {
+            state.handle(Event::ProcessEnded { lease }, now);
+        }
+        for model in ["a", "b", "c"] {
+            state.handle(Event::UnloadAsked { call: CallId(99), model: model.to_owned() }, now);
+        }
+        check_integrity(&state);
+        prop_assert_eq!(state.ledger().rows().count(), 0);
+    }
+}
