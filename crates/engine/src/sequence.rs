@@ -40,6 +40,8 @@ pub struct Sequence {
     /// Keys and values of so many tokens are in the cache.
     computed: usize,
     table: Vec<BlockId>,
+    /// How often it has given all blocks of its table back.
+    tables_before: u32,
     /// Hashes of the full blocks of `tokens`; empty when prefixes are not shared.
     hashes: Vec<BlockHash>,
     /// Parent of the first hash, `None` when prefixes are not shared.
@@ -70,6 +72,7 @@ impl Sequence {
             block_tokens,
             computed: 0,
             table: Vec::new(),
+            tables_before: 0,
             hashes: hashes.unwrap_or_default(),
             start: scope.map(Scope::start),
             named: 0,
@@ -82,6 +85,11 @@ impl Sequence {
 
     pub fn table(&self) -> &[BlockId] {
         &self.table
+    }
+
+    /// Tells its tables apart: while this is the same, blocks of its tokens stay where they are.
+    pub fn tables_before(&self) -> u32 {
+        self.tables_before
     }
 
     pub fn computed(&self) -> usize {
@@ -198,6 +206,7 @@ impl Sequence {
     /// Gives all blocks back, the last one first: what many share stays in the cache longest.
     pub fn free(&mut self, pool: &mut BlockPool) {
         self.table.drain(..).rev().for_each(|block| pool.release(block));
+        self.tables_before += 1;
         self.computed = 0;
         self.named = 0;
     }

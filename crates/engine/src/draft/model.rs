@@ -24,8 +24,8 @@ pub struct DraftModel<B: Backend> {
     share: f64,
     /// By KV slot: hash of the tokens up to the one whose keys and values stand there; 0: nothing does.
     filled: Vec<u64>,
-    /// By slot: what was filled with the sequence's own tokens.
-    prefixes: Vec<Prefix>,
+    /// By slot: what was filled with the sequence's own tokens, and in which of its tables.
+    prefixes: Vec<(u32, Prefix)>,
     /// The same with drafts, for each sequence of the step under way.
     heads: Vec<Prefix>,
     rows: Rows,
@@ -77,15 +77,14 @@ impl<B: Backend> DraftModel<B> {
     fn prefix(&mut self, slot: Slot, sequence: &Sequence) -> Prefix {
         let index = slot.0 as usize;
         if self.prefixes.len() <= index {
-            self.prefixes.resize(index + 1, Prefix::default());
+            self.prefixes.resize(index + 1, Default::default());
         }
         let (tokens, table) = (sequence.tokens(), sequence.table());
-        let mut prefix = self.prefixes[index];
-        let last = prefix.len.checked_sub(1).map(|last| self.filled[self.kv_slot(table, last)]);
-        if last != Some(prefix.hash) {
-            // New here, or its blocks are others since it was preempted.
-            prefix = Prefix::default();
-        }
+        let mut prefix = match self.prefixes[index] {
+            (of_table, prefix) if of_table == sequence.tables_before() => prefix,
+            // It was preempted: any of its blocks may be another one now.
+            _ => Prefix::default(),
+        };
         // The last token's row is what is asked for.
         while prefix.len + 1 < tokens.len() {
             let next = prefix.next(tokens[prefix.len]);
@@ -170,7 +169,7 @@ impl<B: Backend> DraftModel<B> {
             for &token in missing.iter().take(room).take_while(|&&token| token < vocab_size) {
                 self.feed(index, tables[index], token);
             }
-            self.prefixes[wanted.slot.0 as usize] = self.heads[index];
+            self.prefixes[wanted.slot.0 as usize] = (sequence.tables_before(), self.heads[index]);
             if self.heads[index].len == sequence.tokens().len() {
                 self.ask(index);
             }
@@ -219,14 +218,14 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
         if drafted.is_err() {
             // Rows that were to be filled may not be.
             self.filled.fill(0);
-            self.prefixes.fill(Prefix::default());
+            self.prefixes.fill(Default::default());
         }
         drafted
     }
 
     fn forget(&mut self, slot: Slot) {
         if let Some(prefix) = self.prefixes.get_mut(slot.0 as usize) {
-            *prefix = Prefix::default();
+            *prefix = Default::default();
         }
     }
 
