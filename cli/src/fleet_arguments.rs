@@ -9,6 +9,9 @@ use service::Bytes;
 use crate::device_choice::Wanted;
 use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, ModelConfig};
 
+/// In the place of a draft model: the text itself.
+const LOOKUP: &str = "lookup";
+
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FleetArguments {
     /// Processes that run the model; they share one copy of the weights
@@ -42,12 +45,23 @@ pub(crate) struct WorkerArguments {
     /// Most tokens that a worker computes in one step
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     step_tokens: Option<u32>,
+    /// Guess next tokens and check several at once: from the text itself (lookup), or by a smaller MODEL.gguf with the same
+    /// vocabulary. The output stays the same
+    #[arg(long, value_name = "lookup|MODEL.gguf")]
+    draft: Option<PathBuf>,
     /// Give every tensor memory of its own instead of packing small ones together
     #[arg(long)]
     no_pack: bool,
 }
 
 impl WorkerArguments {
+    /// The model that drafts, if it is another one: its weights alone.
+    fn draft_model(&self) -> Option<ModelConfig> {
+        let path = self.draft.as_deref().filter(|path| *path != Path::new(LOOKUP))?;
+        let model = self.model(path, 0);
+        Some(ModelConfig { draft: None, kv_bytes: None, kv_tokens: None, ..model })
+    }
+
     pub(crate) fn model(&self, path: &Path, workers: u32) -> ModelConfig {
         ModelConfig {
             name: model_name(path),
@@ -59,6 +73,8 @@ impl WorkerArguments {
             kv_bytes: self.kv_bytes,
             kv_tokens: self.kv_tokens,
             step_tokens: self.step_tokens,
+            draft: self.draft.as_deref().map(model_name),
+            draft_depth: None,
             pack: !self.no_pack,
         }
     }
@@ -71,7 +87,9 @@ impl FleetArguments {
             listen,
             host_budget: None,
             gpu_budget: None,
-            models: vec![self.worker.model(model, self.workers)],
+            models: std::iter::once(self.worker.model(model, self.workers))
+                .chain(self.worker.draft_model())
+                .collect(),
             runtime_dir: self.runtime_dir,
         }
     }

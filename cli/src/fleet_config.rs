@@ -50,6 +50,10 @@ pub(crate) struct ModelConfig {
     pub(crate) kv_bytes: Option<Bytes>,
     pub(crate) kv_tokens: Option<u32>,
     pub(crate) step_tokens: Option<u32>,
+    /// Guesses at next tokens: "lookup", or the name of a smaller model of this fleet with the same vocabulary.
+    pub(crate) draft: Option<String>,
+    /// Most tokens guessed at once.
+    pub(crate) draft_depth: Option<u32>,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
 }
@@ -85,7 +89,18 @@ impl FleetConfig {
     pub(crate) fn sized(&self) -> Outcome<Vec<SizedModel>> {
         let seen = devices_for(self.models.iter().map(|model| model.device))?;
         let workers = self.models.iter().map(|m| m.workers).sum();
-        self.models.iter().map(|model| SizedModel::of(model, workers, &seen)).collect()
+        let size = |model| SizedModel::of(model, workers, &seen);
+        let mut sized = self.models.iter().map(size).collect::<Outcome<Vec<SizedModel>>>()?;
+        for (index, config) in self.models.iter().enumerate() {
+            let Some(name) = sized[index].drafted_by().map(str::to_owned) else { continue };
+            let Some(draft) = sized.iter().find(|model| model.name == name) else {
+                let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
+                return Err(Failure::new(Exit::Usage, text));
+            };
+            let kv_token_bytes = draft.kv_token_bytes;
+            sized[index].make_room_for_drafts(config, kv_token_bytes);
+        }
+        Ok(sized)
     }
 
     /// The plan for a supervisor that works in this directory. `socket` is a listening one from socket activation.

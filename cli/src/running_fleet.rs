@@ -154,7 +154,9 @@ impl RunningFleet {
         let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
         let served: HashMap<String, u32> =
             reply.into_inner().models.into_iter().map(|m| (m.name, m.workers)).collect();
-        self.models.iter().all(|(name, workers)| served.get(name).is_some_and(|found| found >= workers))
+        self.models
+            .iter()
+            .all(|(name, workers)| *workers == 0 || served.get(name).is_some_and(|found| found >= workers))
     }
 
     /// Whether anything has gone wrong that waiting does not cure. A model that cannot be loaded is told first: its workers

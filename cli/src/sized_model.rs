@@ -13,7 +13,7 @@ use quant::layout::Tiles;
 use service::exit::one_line;
 use service::{Bytes, Exit};
 use supervisor::ModelPlan;
-use worker::Demand;
+use worker::{Demand, Draft};
 
 use crate::device_choice::{Choice, choose, without_kernel};
 use crate::devices::{Gpu, Seen};
@@ -38,6 +38,8 @@ pub(crate) struct SizedModel {
     pub(crate) weights: Weights,
     /// Of each worker.
     pub(crate) demand: Demand,
+    /// Keys and values of one token.
+    pub(crate) kv_token_bytes: u64,
     worker: worker::Config,
     pack: bool,
 }
@@ -118,6 +120,8 @@ impl SizedModel {
             // Every running sequence moves in every step.
             worker.running_max = worker.running_max.min(worker.step_tokens);
         }
+        worker.draft = config.draft.clone().map_or_else(Draft::default, Draft::from);
+        worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
         let unfit = |error: ConfigError| {
             Failure::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
         };
@@ -129,7 +133,25 @@ impl SizedModel {
         worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
         worker.workspace_bytes = Some(Bytes(demand.workspace()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
-        Ok(Self { name, path, workers, choice, weights, demand, worker, pack })
+        let kv_token_bytes = kv_token_bytes(&description);
+        Ok(Self { name, path, workers, choice, weights, demand, kv_token_bytes, worker, pack })
+    }
+
+    /// The model that drafts for this one.
+    pub(crate) fn drafted_by(&self) -> Option<&str> {
+        match &self.worker.draft {
+            Draft::Model(name) => Some(name),
+            Draft::Off | Draft::Lookup => None,
+        }
+    }
+
+    /// A draft model keeps keys and values of the same tokens: as many fit as without it, unless the budget is in bytes.
+    pub(crate) fn make_room_for_drafts(&mut self, config: &ModelConfig, draft_token_bytes: u64) {
+        if config.kv_bytes.is_none() {
+            let bytes = self.demand.kv.saturating_mul(self.kv_token_bytes + draft_token_bytes);
+            self.demand.kv = bytes / self.kv_token_bytes.max(1);
+            self.worker.kv_bytes = Bytes(self.demand.kv);
+        }
     }
 
     pub(crate) fn plan(&self) -> Outcome<ModelPlan> {
@@ -163,6 +185,11 @@ fn kv_bytes(
     Ok(Bytes(layout.blocks as u64 * layout.block_bytes() as u64))
 }
 
+fn kv_token_bytes(description: &ModelDescription) -> u64 {
+    let layers = description.kv_layers(EngineConfig::new(KvBudget::Tokens(1)).kv_type);
+    layers.iter().map(|layer| layer.token_bytes() as u64).sum()
+}
+
 fn default_kv_tokens(
     config: &ModelConfig,
     description: &ModelDescription,
@@ -175,8 +202,7 @@ fn default_kv_tokens(
         Some(gpu) => {
             // A GPU is small beside a host: all workers together leave half of what the weights leave.
             let engine = EngineConfig::new(KvBudget::Tokens(1));
-            let layers = description.kv_layers(engine.kv_type);
-            let token_bytes: u64 = layers.iter().map(|layer| layer.token_bytes() as u64).sum();
+            let token_bytes = kv_token_bytes(description);
             let share =
                 gpu.total_bytes.saturating_sub(weights.total()) / 2 / u64::from(config.workers.max(1));
             let fitting = usize::try_from(share / token_bytes.max(1)).unwrap_or(usize::MAX);
