@@ -6,7 +6,7 @@ use cudarc::driver::DriverError;
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     #[error(
-        "no CUDA driver: libcuda.so.1 cannot be loaded; install NVIDIA's driver, or run with --device cpu"
+        "no CUDA driver: libcuda.so.1 cannot be loaded; install NVIDIA's driver, or run with --device host"
     )]
     NoDriver,
     #[error("there is no CUDA device {index}: {count} found")]
