@@ -120,6 +120,8 @@ struct Child {
     /// Set between the order to start and the weight-server's knowing the token.
     preparing: Option<AbortHandle>,
     forwarder: JoinHandle<()>,
+    /// Tells the forwarder that the process of a start has ended.
+    ends: mpsc::Sender<u64>,
     status_text: String,
     last_end: Option<LastEnd>,
     /// To be forgotten when it has stopped, and who wants to know.

@@ -5,6 +5,7 @@
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -86,20 +87,71 @@ pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
 
 /// Hands every datagram of one child to the driver, in order; ends when the driver is gone. A driver that is busy makes the
 /// child wait, not our memory grow.
-pub(crate) async fn forward(socket: UnixDatagram, child: Arc<str>, driver: mpsc::Sender<Event>) {
+///
+/// The ends of the child's processes, each with the number of its start, come by here too: what a process said before it
+/// died is in the socket by then, and the driver hears it first. A descriptor that a weight-server stored with its last
+/// breath would be missing from what its successor gets.
+pub(crate) async fn forward(
+    socket: UnixDatagram,
+    mut ends: mpsc::Receiver<u64>,
+    child: Arc<str>,
+    driver: mpsc::Sender<Event>,
+) {
+    let to_driver = Forwarder { socket, child, driver };
     loop {
-        match socket.async_io(Interest::READABLE, || receive(&socket)).await {
+        let go_on = tokio::select! {
+            received = to_driver.socket.async_io(Interest::READABLE, || receive(&to_driver.socket)) => {
+                to_driver.said(received).await
+            }
+            Some(start) = ends.recv() => to_driver.ended(start).await,
+        };
+        if go_on.is_break() {
+            return;
+        }
+    }
+}
+
+struct Forwarder {
+    socket: UnixDatagram,
+    child: Arc<str>,
+    driver: mpsc::Sender<Event>,
+}
+
+impl Forwarder {
+    async fn said(&self, received: io::Result<Option<Notification>>) -> ControlFlow<()> {
+        let child = &self.child;
+        match received {
             Ok(Some(notification)) => {
-                let event = Event::Notified { child: child.clone(), notification };
-                if driver.send(event).await.is_err() {
-                    return;
-                }
+                return self.send(Event::Notified { child: child.clone(), notification }).await;
             }
             Ok(None) => tracing::warn!(%child, "dropped a notification that is too long or lost descriptors"),
             Err(error) => {
                 tracing::error!(%child, %error, "cannot receive notifications");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
+        }
+        ControlFlow::Continue(())
+    }
+
+    async fn ended(&self, start: u64) -> ControlFlow<()> {
+        loop {
+            match receive(&self.socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => {
+                    tracing::error!(child = %self.child, %error, "cannot receive the last notifications");
+                    break;
+                }
+                Err(_) => {}
+                received => self.said(received).await?,
+            }
+        }
+        self.send(Event::Ended { child: self.child.clone(), start }).await
+    }
+
+    async fn send(&self, event: Event) -> ControlFlow<()> {
+        match self.driver.send(event).await {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(_) => ControlFlow::Break(()),
         }
     }
 }
@@ -168,7 +220,8 @@ mod tests {
             Err(error) => panic!("{error}"),
         };
         let (sender, mut receiver) = mpsc::channel(4);
-        let task = tokio::spawn(forward(socket, "x".into(), sender));
+        let (_ends, ends) = mpsc::channel(1);
+        let task = tokio::spawn(forward(socket, ends, "x".into(), sender));
         let notify = Notify::to(path.to_str().unwrap()).unwrap();
         let file = tempfile::tempfile().unwrap();
         notify.fdstore("weights", &[file.as_fd(), file.as_fd()]).unwrap();
@@ -183,5 +236,28 @@ mod tests {
         drop(receiver);
         notify.ready().unwrap();
         task.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn last_words_are_heard_before_the_end() {
+        const WORDS: usize = 5;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify-x.sock");
+        for _ in 0..100 {
+            let socket = bind(&path).unwrap();
+            let notify = Notify::to(path.to_str().unwrap()).unwrap();
+            for _ in 0..WORDS {
+                notify.ready().unwrap();
+            }
+            let (ends, ended) = mpsc::channel(1);
+            ends.send(7).await.unwrap();
+            let (sender, mut receiver) = mpsc::channel(1);
+            let task = tokio::spawn(forward(socket, ended, "x".into(), sender));
+            for _ in 0..WORDS {
+                assert!(matches!(receiver.recv().await, Some(Event::Notified { .. })));
+            }
+            assert!(matches!(receiver.recv().await, Some(Event::Ended { start: 7, .. })));
+            task.abort();
+        }
     }
 }

@@ -29,8 +29,10 @@ impl Driver {
         config::store(&names.config(&name), &plan.config)?;
         let socket = notify_server::bind(&names.notify_socket(&name))
             .map_err(|source| StartError::NotifySocket { child: plan.name.clone(), source })?;
+        // One process at a time: the next one starts when the driver has heard of the last one's end.
+        let (ends, ended) = mpsc::channel(1);
         let forwarder =
-            tokio::spawn(notify_server::forward(socket, name.clone(), self.orders.driver.clone()));
+            tokio::spawn(notify_server::forward(socket, ended, name.clone(), self.orders.driver.clone()));
         let child = Child {
             machine: Machine::new(plan.role.policy()),
             plan,
@@ -40,6 +42,7 @@ impl Driver {
             token: None,
             preparing: None,
             forwarder,
+            ends,
             status_text: String::new(),
             last_end: None,
             removed: None,
@@ -126,7 +129,7 @@ impl Driver {
         let started = Process::spawn(&child.plan, surroundings);
         let watched = started.and_then(|process| {
             names.record_child(name, process.pid)?;
-            watch_end(&process, name.clone(), child.start, self.orders.driver.clone())?;
+            watch_end(&process, name.clone(), child.start, child.ends.clone())?;
             Ok(process)
         });
         match watched {
@@ -200,12 +203,12 @@ impl Driver {
     }
 }
 
-/// Reports the end of a process, whoever its parent is.
+/// Reports the end of a process, whoever its parent is, to the forwarder of its notifications.
 pub(super) fn watch_end(
     process: &Process,
     child: Arc<str>,
     start: u64,
-    driver: mpsc::Sender<Event>,
+    ends: mpsc::Sender<u64>,
 ) -> io::Result<()> {
     // Not a pipe, and never read from: this is tokio's safe way to wait for any descriptor.
     let pidfd = pipe::Receiver::from_owned_fd_unchecked(process.pidfd()?)?;
@@ -213,7 +216,8 @@ pub(super) fn watch_end(
         if let Err(error) = pidfd.readable().await {
             tracing::error!(%child, %error, "cannot wait for the end of a process");
         }
-        let _: Result<(), _> = driver.send(Event::Ended { child, start }).await;
+        // A forwarder that is gone has no driver any more.
+        let _: Result<(), _> = ends.send(start).await;
     });
     Ok(())
 }

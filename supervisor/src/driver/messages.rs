@@ -128,7 +128,7 @@ impl Driver {
             };
             let Some(child) = self.children.get_mut(&name) else { continue };
             child.start += 1;
-            let watched = watch_end(&process, name.clone(), child.start, self.orders.driver.clone());
+            let watched = watch_end(&process, name.clone(), child.start, child.ends.clone());
             watched.map_err(StartError::RuntimeDir)?;
             child.process = Some(process);
             self.feed(&name, state::Event::Orphan);

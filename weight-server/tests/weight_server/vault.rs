@@ -11,14 +11,20 @@ use memory::fd_passing::recv_with_fds;
 
 use crate::support::LIMIT;
 
+/// A message of the vault to itself.
+const CATCH_UP: &str = "X_CATCH_UP";
+
 /// The parent's side of the notify protocol: keeps what is stored, as the supervisor or systemd would.
 #[derive(Clone)]
 pub(crate) struct FakeVault {
+    path: Arc<Path>,
     shared: Arc<(Mutex<VaultState>, Condvar)>,
 }
 
 #[derive(Default)]
 struct VaultState {
+    /// Messages of `catch_up` that have been worked off.
+    caught_up: u64,
     fds: Vec<(String, OwnedFd)>,
     /// Stores and removals, in order.
     log: Vec<String>,
@@ -30,7 +36,7 @@ impl FakeVault {
     pub(crate) fn bind(path: &Path) -> Self {
         let socket = UnixDatagram::bind(path).unwrap();
         let shared = Arc::new((Mutex::new(VaultState::default()), Condvar::new()));
-        let vault = Self { shared };
+        let vault = Self { path: path.into(), shared };
         let listener = vault.clone();
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
@@ -58,6 +64,8 @@ impl FakeVault {
             state.status.push_back(status.to_owned());
         } else if field("READY").is_some() {
             state.ready += 1;
+        } else if field(CATCH_UP).is_some() {
+            state.caught_up += 1;
         }
         changed.notify_all();
         // A barrier is over when its descriptor is dropped, here.
@@ -96,8 +104,17 @@ impl FakeVault {
         self.shared.0.lock().unwrap().log.clone()
     }
 
+    /// Returns when everything that was sent before is worked off: a parent hears a process out before it starts another.
+    fn catch_up(&self) {
+        let before = self.shared.0.lock().unwrap().caught_up;
+        let message = format!("{CATCH_UP}=1");
+        UnixDatagram::unbound().unwrap().send_to(message.as_bytes(), &self.path).unwrap();
+        self.wait("our own message", |state| (state.caught_up > before).then_some(()));
+    }
+
     /// Copies of everything stored, as a restarted server gets them.
     pub(crate) fn contents(&self) -> Vec<(String, OwnedFd)> {
+        self.catch_up();
         let state = self.shared.0.lock().unwrap();
         state.fds.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect()
     }
