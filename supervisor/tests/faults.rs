@@ -17,7 +17,7 @@ use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use faults::world::{Pid, World, alive, eventually, fleet_client};
+use faults::world::{PATIENCE, Pid, World, alive, eventually, fleet_client};
 use proto::fleet::v1 as wire;
 use service::Notify;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
@@ -207,7 +207,7 @@ async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Re
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(5), restarted).await??;
+    tokio::time::timeout(PATIENCE, restarted).await??;
     let unknown = client.restart_child(wire::RestartChildRequest { name: "worker-7".to_owned() }).await;
     ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
     fleet.stop().await;
@@ -445,7 +445,7 @@ async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
     let world = World::new()?;
     let parent = Notify::to(path.to_str().context("path")?)?;
     let mut fleet = world.start_under(parent, Vec::new()).await?;
-    let heard = tokio::time::timeout(Duration::from_secs(10), heard).await??;
+    let heard = tokio::time::timeout(PATIENCE, heard).await??;
     let store = |name| format!("FDSTORE=1 FDNAME={name} FDPOLL=0");
     let expected = [
         store("weights"),

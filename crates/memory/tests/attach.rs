@@ -17,7 +17,7 @@ use memory::memfd::{MemfdError, SealedMemfd};
 use memory::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, RefusalReason, ServerFrame, WorkerFrame, server_frame, worker_frame};
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A model of two tensors, as descriptors: the manifest, then one allocation each.
 fn model(change: impl FnOnce(&mut Manifest)) -> Vec<OwnedFd> {
@@ -172,7 +172,8 @@ fn lease_that_ends_before_its_tensors_does_not_claim_they_are_unmapped() {
 
 #[test]
 fn broken_lease_is_claimed_again_and_a_lost_one_says_so() {
-    let server = server(|connection, listener| {
+    let (see_broken, broken) = std::sync::mpsc::channel();
+    let server = server(move |connection, listener| {
         send(connection, grant(3), &[]);
         send(connection, batch(0, 0, 3), &model(|_| {}));
         receive(connection);
@@ -192,8 +193,8 @@ fn broken_lease_is_claimed_again_and_a_lost_one_says_so() {
         let successor = accept(listener);
         claim(&successor);
         send(&successor, server_frame::Kind::Reclaimed(wire::Reclaimed { lease: 3, generation: 1 }), &[]);
-        std::thread::sleep(Duration::from_millis(50));
         successor.shutdown();
+        broken.recv_timeout(PATIENCE).unwrap();
         refuse(&accept(listener), RefusalReason::UnknownLease);
     });
     let attached = attach(&server.path, &request(), |_| {}).unwrap();
@@ -202,6 +203,9 @@ fn broken_lease_is_claimed_again_and_a_lost_one_says_so() {
     while !matches!(seen.last(), Some(LeaseStatus::Lost { .. })) {
         let status = attached.lease.status();
         if seen.last() != Some(&status) {
+            if matches!(status, LeaseStatus::Broken { .. }) {
+                see_broken.send(()).unwrap_or_default();
+            }
             seen.push(status);
         }
         assert!(Instant::now() < deadline, "{seen:?}");

@@ -22,7 +22,7 @@ use tonic::transport::Channel;
 use super::child;
 
 /// Ten times what anything here takes on an idle machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pid(pub(crate) u32);

