@@ -37,7 +37,9 @@ async fn every_bad_field_is_refused_by_its_name() {
         (completions, "stop", json!({"prompt": "x", "stop": [""]})),
         (completions, "logit_bias", json!({"prompt": "x", "logit_bias": {"a": 1}})),
         (completions, "logit_bias.5", json!({"prompt": "x", "logit_bias": {"5": "much"}})),
-        (completions, "best_of", json!({"prompt": "x", "best_of": 3})),
+        (completions, "best_of", json!({"prompt": "x", "n": 3, "best_of": 2})),
+        (completions, "best_of", json!({"prompt": "x", "best_of": 17})),
+        (completions, "best_of", json!({"prompt": "x", "best_of": 3, "stream": true})),
         (completions, "suffix", json!({"prompt": "x", "suffix": "y"})),
         (completions, "echo", json!({"prompt": "x", "echo": true, "logprobs": 1})),
         (completions, "stream_options", json!({"prompt": "x", "stream_options": {}})),
@@ -59,7 +61,8 @@ async fn every_bad_field_is_refused_by_its_name() {
         (chat, "messages", json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
         (chat, "top_logprobs", json!({"messages": messages, "top_logprobs": 2})),
         (chat, "tools", json!({"messages": messages, "tools": [{"type": "function"}]})),
-        (chat, "response_format", json!({"messages": messages, "response_format": {"type": "json_object"}})),
+        (chat, "best_of", json!({"messages": messages, "best_of": 2})),
+        (chat, "response_format", json!({"messages": messages, "response_format": {"type": "yaml"}})),
         (chat, "logprobs", json!({"messages": messages, "logprobs": 5})),
     ];
     for (path, param, body) in table {
@@ -149,7 +152,7 @@ async fn a_workers_own_verdict_on_the_request_is_400() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn more_streams_than_allowed_are_429() {
-    let slow = Behaviour { pause: Duration::from_millis(50), ..Behaviour::default() };
+    let slow = Behaviour { pause: Duration::from_millis(500), ..Behaviour::default() };
     let fleet =
         Harness::with_config(&says(&"a ".repeat(100)), &[slow], |config| config.streams_max = 2).await;
     let running =

@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use crate::fake_worker::{Behaviour, FakeWorker};
 
 /// Whatever happens in these tests happens within milliseconds; this is for a machine under load.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Harness {
     pub(crate) directory: TempDir,
@@ -53,7 +53,7 @@ impl Harness {
         });
         let workers: Vec<FakeWorker> = workers.await.unwrap();
         let mut config = Config::new(Some(([127, 0, 0, 1], 0).into()), directory.path().to_owned());
-        config.drain = Duration::from_secs(2);
+        config.drain = Duration::from_secs(20);
         change(&mut config);
         let router = Router::bind(config, None, metrics()).await.unwrap();
         let url = format!("http://{}", router.address().unwrap());

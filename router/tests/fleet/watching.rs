@@ -52,7 +52,7 @@ async fn files_that_are_no_workers_are_ignored() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_are_spread_over_the_workers() {
-    let slow = Behaviour { pause: Duration::from_millis(30), ..Behaviour::default() };
+    let slow = Behaviour { pause: Duration::from_millis(300), ..Behaviour::default() };
     let script = says("a b c d e f g h");
     let fleet = Harness::start(&script, &[slow.clone(), slow.clone(), slow]).await;
     let requests = (0..6).map(|_| fleet.post_json("/v1/completions", json!({"prompt": "x"})));
