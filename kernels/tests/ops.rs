@@ -302,9 +302,9 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
 #[test]
 fn attention_is_that_of_the_reference() {
     let mut random = Random(5);
-    for kind in [KvType::F16, KvType::F32] {
+    for kind in KvType::ALL {
         for (heads, kv_heads, head_dim) in
-            [(4, 2, 64), (3, 1, 16), (9, 1, 24), (2, 2, 128), (16, 2, 8), (1, 1, 5)]
+            [(4, 2, 64), (3, 1, 16), (9, 1, 24), (2, 2, 128), (16, 2, 8), (1, 1, 5), (2, 1, 80)]
         {
             let sequences = [(1, 1), (40, 40), (16, 3), (300, 20), (257, 1)];
             let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &sequences);
@@ -316,9 +316,11 @@ fn attention_is_that_of_the_reference() {
 #[test]
 fn attention_over_long_contexts_is_that_of_the_reference() {
     let mut random = Random(6);
-    // One row: with several threads the splits are pieces of their own.
-    let paged = Paged::new(&mut random, spec(2, 1, 64), KvType::F16, &[(1500, 1)]);
-    check!(2e-6, attended(&paged));
+    for kind in [KvType::F16, KvType::Q8_0] {
+        // One row: with several threads the splits are pieces of their own.
+        let paged = Paged::new(&mut random, spec(2, 1, 64), kind, &[(1500, 1)]);
+        check!(2e-6, attended(&paged));
+    }
 }
 
 #[test]
@@ -335,22 +337,108 @@ fn attention_survives_extreme_scores() {
 #[test]
 fn attention_does_not_depend_on_blocks_or_company() {
     let mut random = Random(8);
-    let mut paged = Paged::new(&mut random, spec(4, 2, 64), KvType::F16, &[(530, 530), (70, 70)]);
-    let width = 4 * 64;
-    for isa in Isa::available() {
-        let mut cpu = Cpu::with_isa(3, isa).unwrap();
-        paged.block_tokens = 16;
-        paged.sequences = vec![(530, 530), (70, 70)];
-        let all = paged.run(&mut cpu);
-        for block_tokens in [1, 7, 32, 64] {
-            paged.block_tokens = block_tokens;
-            assert!(paged.run(&mut cpu) == all, "{isa}: blocks of {block_tokens}");
+    for (kind, head_dim) in [(KvType::F16, 64), (KvType::Q8_0, 64), (KvType::Q8_0, 40)] {
+        let mut paged = Paged::new(&mut random, spec(4, 2, head_dim), kind, &[(530, 530), (70, 70)]);
+        let width = 4 * head_dim;
+        for isa in Isa::available() {
+            let mut cpu = Cpu::with_isa(3, isa).unwrap();
+            paged.block_tokens = 16;
+            paged.sequences = vec![(530, 530), (70, 70)];
+            let all = paged.run(&mut cpu);
+            for block_tokens in [1, 7, 32, 64] {
+                paged.block_tokens = block_tokens;
+                assert!(paged.run(&mut cpu) == all, "{kind} {isa}: blocks of {block_tokens}");
+            }
+            paged.block_tokens = 16;
+            for last in [1, 2, 3, 5, 8, 100] {
+                paged.sequences = vec![(530, last), (70, last.min(70))];
+                let some = paged.run(&mut cpu);
+                let expected = &all[(530 - last) * width..530 * width];
+                assert!(some[..last * width] == *expected, "{kind} {isa}: last {last}");
+            }
         }
-        paged.block_tokens = 16;
-        for last in [1, 2, 3, 5, 8, 100] {
-            paged.sequences = vec![(530, last), (70, last.min(70))];
-            let some = paged.run(&mut cpu);
-            assert!(some[..last * width] == all[(530 - last) * width..530 * width], "{isa}: last {last}");
+    }
+}
+
+/// Every second vector of 16 values times 1000, the others tiny: scales that differ inside a head and between tokens.
+fn jagged(values: &mut [f32]) {
+    for (i, part) in values.chunks_mut(16).enumerate() {
+        let factor = [1e3, 1e-6, 1.0, 0.0][i % 4];
+        part.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+#[test]
+fn attention_over_jagged_values_is_that_of_the_reference() {
+    let mut random = Random(10);
+    for kind in KvType::ALL {
+        for (heads, kv_heads, head_dim) in [(4, 2, 96), (2, 1, 48)] {
+            let mut paged =
+                Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &[(70, 70), (300, 3)]);
+            paged.keys.iter_mut().chain(&mut paged.values).for_each(|values| jagged(values));
+            // Scores of some hundreds.
+            check!(1e-4, attended(&paged));
+        }
+    }
+}
+
+/// The value of the only token is what attention gives.
+#[test]
+fn every_type_stores_what_it_is_specified_to() {
+    let special =
+        [0.0, -0.0, 1.0, -1.0, 127.0, 0.5, 1e-3, -1e-8, 6e-8, 1e-40, -1e-45, 65_504.0, 8.3e6, 1e30, f32::MAX];
+    for kind in KvType::ALL {
+        for head_dim in [1, 5, 31, 32, 33, 64, 80] {
+            for special in special {
+                // Some of them beside other values, and nothing else.
+                let beside = |i| if i % 7 == 3 { special } else { (i as f32 - 8.0) / 8.0 };
+                for value in [(0..head_dim).map(beside).collect(), vec![special; head_dim]] {
+                    let mut expected = value.clone();
+                    kind.round(&mut expected);
+                    let zeros = vec![0.0; head_dim];
+                    let paged = Paged {
+                        spec: spec(1, 1, head_dim),
+                        kind,
+                        block_tokens: 16,
+                        sequences: vec![(1, 1)],
+                        keys: vec![zeros.clone()],
+                        values: vec![value],
+                        queries: vec![zeros],
+                    };
+                    for isa in Isa::available() {
+                        let found = paged.run(&mut Cpu::with_isa(1, isa).unwrap());
+                        for (found, expected) in found.iter().zip(&expected) {
+                            // Infinite or no number: which of them is not specified.
+                            let same = found == expected || !(found.is_finite() || expected.is_finite());
+                            assert!(
+                                same,
+                                "{kind} {isa}, {head_dim}, {special:e}: {found:e}, not {expected:e}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_is_seen_by_its_readers_only() {
+    for kind in KvType::ALL {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut random = Random(11);
+            let mut paged = Paged::new(&mut random, spec(2, 1, 64), kind, &[(40, 40)]);
+            let clean = paged.run(&mut Cpu::new(1).unwrap());
+            paged.values[0][20 * 64 + 5] = bad;
+            let width = 2 * 64;
+            for isa in Isa::available() {
+                let found = paged.run(&mut Cpu::with_isa(1, isa).unwrap());
+                assert!(found[..20 * width] == clean[..20 * width], "{kind} {isa}: earlier positions");
+                for row in found[20 * width..].chunks(width) {
+                    assert!(!row[5].is_finite() && !row[64 + 5].is_finite(), "{kind} {isa}: {bad} is hidden");
+                    assert!(row[40].is_finite(), "{kind} {isa}: another scale");
+                }
+            }
         }
     }
 }
@@ -383,8 +471,13 @@ fn experts_are_those_of_the_reference() {
 #[test]
 fn a_block_costs_memory_when_it_is_written() {
     let mut cpu = Cpu::new(1).unwrap();
-    let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16 };
-    // 1 TiB: only a reservation can be that large.
+    for (kind, token_bytes) in [(KvType::F16, 512), (KvType::Q8_0, 272)] {
+        a_block_costs(&mut cpu, KvLayer { kv_heads: 2, head_dim: 64, kind }, token_bytes);
+    }
+}
+
+fn a_block_costs(cpu: &mut Cpu, layer: KvLayer, token_bytes: u64) {
+    // 1 TiB, or half of it: only a reservation can be that large.
     let layout = KvLayout { block_tokens: 16, blocks: 1 << 26, layers: vec![layer; 2] };
     let mut kv = cpu.kv(&layout).unwrap();
     assert_eq!(kv.used_bytes(), 0);
@@ -399,7 +492,67 @@ fn a_block_costs_memory_when_it_is_written() {
     cpu.begin(&step).unwrap();
     let x = cpu.tensor(2, 128).unwrap();
     cpu.kv_write(&mut kv, 0, &x, &x, 2).unwrap();
-    assert_eq!(kv.used_bytes(), 16 * layer.token_bytes() as u64);
+    assert_eq!(kv.used_bytes(), 16 * token_bytes);
+    assert_eq!(layer.token_bytes() as u64, token_bytes);
+}
+
+/// Attention over one sequence whose second block was copied, and the original then written over.
+fn forked<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over: &[f32]) -> [Vec<f32>; 2] {
+    const WIDTH: usize = 2 * 32;
+    let layer = KvLayer { kv_heads: 2, head_dim: 32, kind };
+    let mut kv = b.kv(&KvLayout { block_tokens: 16, blocks: 8, layers: vec![layer; 2] }).unwrap();
+    let mut attend = |b: &mut B, copy: Option<(u32, u32)>, table: [u32; 2], written: &[f32], first: u32| {
+        if let Some(copy) = copy {
+            b.kv_copy(&mut kv, &[copy]).unwrap();
+        }
+        let count = written.len() / WIDTH;
+        let positions: Vec<u32> = (first..first + count as u32).collect();
+        let slots: Vec<u32> = positions.iter().map(|p| table[(p / 16) as usize] * 16 + p % 16).collect();
+        let step = Step {
+            tokens: &vec![0; count],
+            positions: &positions,
+            sequences: &vec![0; count],
+            kv_slots: &slots,
+            tables: &[&table],
+            outputs: &[],
+        };
+        b.begin(&step).unwrap();
+        let x = filled(b, count, WIDTH, written);
+        let mut out = b.tensor(count, WIDTH).unwrap();
+        for layer in 0..2 {
+            b.kv_write(&mut kv, layer, &x, &x, count).unwrap();
+        }
+        b.attention(&kv, 1, &x, &spec(2, 2, 32), &mut out, count).unwrap();
+        values(b, &out, count * WIDTH, count)
+    };
+    let (shared, rest) = rows.split_at(20 * WIDTH);
+    attend(b, None, [5, 3], shared, 0);
+    attend(b, Some((3, 6)), [5, 3], over, 20);
+    let forked = attend(b, None, [5, 6], rest, 20);
+    attend(b, None, [1, 2], shared, 0);
+    [forked, attend(b, None, [1, 2], rest, 20)]
+}
+
+#[test]
+fn a_copied_block_reads_as_what_it_was_copied_from() {
+    let mut random = Random(31);
+    for kind in KvType::ALL {
+        let (rows, over) = (random.values(25 * 64), random.values(12 * 64));
+        check!(1e-5, forked_joined(kind, &rows, &over));
+        let [copied, computed] = forked(&mut Cpu::new(1).unwrap(), kind, &rows, &over);
+        assert_eq!(copied, computed, "{kind:?}");
+    }
+    let mut cpu = Cpu::new(1).unwrap();
+    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16 };
+    let mut kv = cpu.kv(&KvLayout { block_tokens: 16, blocks: 4, layers: vec![layer] }).unwrap();
+    let unwritten = cpu.kv_copy(&mut kv, &[(1, 2)]).unwrap_err();
+    assert!(matches!(unwritten, OpError::Unwritten { block: 1, .. }), "{unwritten}");
+    let beyond = cpu.kv_copy(&mut kv, &[(1, 4)]).unwrap_err();
+    assert!(matches!(beyond, OpError::Index { what: "block", index: 4, len: 4, .. }), "{beyond}");
+}
+
+fn forked_joined<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over: &[f32]) -> Vec<f32> {
+    forked(b, kind, rows, over).concat()
 }
 
 #[test]

@@ -83,11 +83,7 @@ pub(crate) fn fingerprint<P: Place>(
     place: &P,
     compute: &P::Compute,
 ) -> Result<Fingerprint, FingerprintError> {
-    let kv = match KV_TYPE {
-        KvType::F16 => "f16",
-        KvType::F32 => "f32",
-    };
-    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", kv)
+    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", KV_TYPE.name())
 }
 
 /// A tensor of the manifest with its data.

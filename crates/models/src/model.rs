@@ -50,6 +50,11 @@ pub trait Model<B: Backend>: Send {
     /// The cache it needs, layer by layer, when keys and values are stored as `kind`.
     fn kv_layers(&self, kind: KvType) -> Vec<KvLayer>;
 
+    /// Copies what the cache holds for blocks of tokens, before the next step.
+    fn copy_blocks(&mut self, backend: &mut B, kv: &mut B::Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+        backend.kv_copy(kv, copies)
+    }
+
     /// Runs one step, and hands out the logits of `step.outputs` in order, a run at a time. Rows go through the model in
     /// runs too, so none may look at what a later row of the step writes: inside a sequence none does.
     fn forward(

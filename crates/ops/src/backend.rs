@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use crate::{Experts, KvLayout, Linear, RopeSpec, Step, Weight, experts};
+use crate::{Experts, KvLayout, KvType, Linear, RopeSpec, Step, Weight, experts};
 
 /// Stands for the best of a row that has none: [`Backend::argmax`].
 pub const NO_BEST: u32 = u32::MAX;
@@ -41,6 +41,8 @@ pub enum OpError {
     Unwritten { op: &'static str, block: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
+    #[error("{kind} KV has no {backend} kernel yet: use {instead}")]
+    KvType { kind: KvType, backend: &'static str, instead: &'static str },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
     #[error("{op}: out of memory: {bytes} bytes for {what}")]
@@ -65,6 +67,13 @@ pub trait Backend: Sized + Send + 'static {
 
     /// Room for keys and values. Memory is reserved, and used as blocks are first written.
     fn kv(&mut self, layout: &KvLayout) -> Result<Self::Kv, OpError>;
+
+    /// Memory behind the cache now.
+    fn kv_bytes(&self, kv: &Self::Kv) -> u64;
+
+    /// Copies blocks, all layers, from the first to the second of each pair, one pair after the other. What is copied has
+    /// been written.
+    fn kv_copy(&mut self, kv: &mut Self::Kv, copies: &[(u32, u32)]) -> Result<(), OpError>;
 
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<Self::Rope, OpError>;
 

@@ -15,7 +15,7 @@ mod weight;
 
 pub use backend::{Activation, AttentionSpec, Backend, NO_BEST, OpError, largest};
 pub use experts::{ExpertChoice, choose_experts};
-pub use kv::{KvLayer, KvLayout, KvType};
+pub use kv::{KvLayer, KvLayout, KvType, UnknownKvType};
 pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};
 pub use step::Step;

@@ -52,6 +52,19 @@ impl Backend for Reference {
         HostKv::new(layout)
     }
 
+    fn kv_bytes(&self, kv: &HostKv) -> u64 {
+        kv.bytes()
+    }
+
+    fn trim(&mut self, kv: &mut HostKv, blocks: usize) -> Result<(), OpError> {
+        kv.trim(blocks);
+        Ok(())
+    }
+
+    fn kv_copy(&mut self, kv: &mut HostKv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+        copies.iter().try_for_each(|&(from, to)| kv.copy(from as usize, to as usize))
+    }
+
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<RopeSpec, OpError> {
         Ok(spec.clone())
     }

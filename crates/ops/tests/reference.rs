@@ -165,7 +165,11 @@ fn attention_sees_the_keys_up_to_its_own_position_through_the_block_table() {
 
 #[test]
 fn keys_are_rounded_to_the_type_of_the_cache() {
-    for (kind, expected) in [(KvType::F32, 1.0001), (KvType::F16, 1.0)] {
+    // 127 steps of a scale that was rounded to 129 * 2^-14.
+    let of_q8_0 = 127.0 * 129.0 / 16384.0;
+    for (kind, expected) in
+        [(KvType::F32, 1.0001), (KvType::F16, 1.0), (KvType::Bf16, 1.0), (KvType::Q8_0, of_q8_0)]
+    {
         let mut backend = Reference::new();
         let mut kv = backend.kv(&layout(kind)).unwrap();
         begin(&mut backend, &[0], &[1]);

@@ -74,6 +74,18 @@ impl Backend for Cpu {
         Kv::new(layout)
     }
 
+    fn kv_bytes(&self, kv: &Kv) -> u64 {
+        kv.used_bytes()
+    }
+
+    fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
+        kv.trim(blocks)
+    }
+
+    fn kv_copy(&mut self, kv: &mut Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+        copies.iter().try_for_each(|&(from, to)| kv.copy(from as usize, to as usize))
+    }
+
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
         Ok(Rope::new(spec))
     }

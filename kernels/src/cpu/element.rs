@@ -1,11 +1,13 @@
 //! Element types of float weights and of the key/value cache, as bytes at any address.
 
-use super::simd::Simd;
+use super::product::{Round, Rounded32};
+use super::simd::{Kernel, Simd};
+use half::{bf16, f16};
 
 pub(super) trait Element: Send + Sync + 'static {
     const BYTES: usize;
 
-    /// 16 values; `bytes` are `16 * BYTES`.
+    /// 16 values, before a scale; `bytes` are `16 * BYTES`.
     fn load<S: Simd>(s: S, bytes: &[u8]) -> S::F;
 
     /// Up to 16 values, zeros after them.
@@ -21,15 +23,32 @@ pub(super) trait Element: Send + Sync + 'static {
     }
 }
 
-/// An element type that keys and values are kept in.
+/// Most values that are stored together.
+pub(super) const STORED_TOGETHER: usize = 32;
+
+/// An element type that keys and values are kept in: bit for bit what `ops::KvType::round` makes of a head.
 pub(super) trait Stored: Element {
-    /// 16 values, rounded to nearest even.
-    fn store<S: Simd>(s: S, x: S::F, bytes: &mut [u8; 64]);
+    /// Values of a head that share a scale, all but its last ones: [`STORED_TOGETHER`]; 0 if there are no scales.
+    const SCALED: usize;
+
+    /// Stores up to [`STORED_TOGETHER`] values of a head that share a scale if there is one, and gives it, as f16.
+    fn store<S: Simd>(s: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES];
+
+    /// Scales of a head's keys, or values, of one token.
+    #[inline(always)]
+    fn scales(head_dim: usize) -> usize {
+        if Self::SCALED == 0 { 0 } else { head_dim.div_ceil(Self::SCALED) }
+    }
 }
+
+/// Of a scale, which is an f16.
+pub(super) const SCALE_BYTES: usize = 2;
 
 pub(super) enum F32 {}
 pub(super) enum F16 {}
 pub(super) enum Bf16 {}
+/// Signed bytes; their scales are kept apart from them.
+pub(super) enum Q8_0 {}
 
 impl Element for F32 {
     const BYTES: usize = 4;
@@ -41,9 +60,14 @@ impl Element for F32 {
 }
 
 impl Stored for F32 {
+    const SCALED: usize = 0;
+
     #[inline(always)]
-    fn store<S: Simd>(s: S, x: S::F, bytes: &mut [u8; 64]) {
-        s.store_bytes(s.as_int(x), bytes);
+    fn store<S: Simd>(_: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES] {
+        for (bytes, x) in bytes.as_chunks_mut().0.iter_mut().zip(x) {
+            *bytes = x.to_le_bytes();
+        }
+        [0; SCALE_BYTES]
     }
 }
 
@@ -57,11 +81,15 @@ impl Element for F16 {
 }
 
 impl Stored for F16 {
+    const SCALED: usize = 0;
+
+    /// Rounded to nearest even.
     #[inline(always)]
-    fn store<S: Simd>(s: S, x: S::F, bytes: &mut [u8; 64]) {
-        let mut halves = [0; 32];
-        s.store_f16(x, &mut halves);
-        bytes[..32].copy_from_slice(&halves);
+    fn store<S: Simd>(s: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES] {
+        for (bytes, x) in bytes.as_chunks_mut().0.iter_mut().zip(x.chunks(16)) {
+            s.store_f16(s.load_partial(x), bytes);
+        }
+        [0; SCALE_BYTES]
     }
 }
 
@@ -71,6 +99,45 @@ impl Element for Bf16 {
     #[inline(always)]
     fn load<S: Simd>(s: S, bytes: &[u8]) -> S::F {
         s.load_bf16(array(bytes))
+    }
+}
+
+impl Stored for Bf16 {
+    const SCALED: usize = 0;
+
+    /// Rounded to nearest even.
+    #[inline(always)]
+    fn store<S: Simd>(_: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES] {
+        for (bytes, &x) in bytes.as_chunks_mut().0.iter_mut().zip(x) {
+            *bytes = bf16::from_f32(x).to_le_bytes();
+        }
+        [0; SCALE_BYTES]
+    }
+}
+
+impl Element for Q8_0 {
+    const BYTES: usize = 1;
+
+    #[inline(always)]
+    fn load<S: Simd>(s: S, bytes: &[u8]) -> S::F {
+        s.load_i8(array(bytes))
+    }
+}
+
+impl Stored for Q8_0 {
+    const SCALED: usize = STORED_TOGETHER;
+
+    #[inline(always)]
+    fn store<S: Simd>(s: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES] {
+        let mut whole = [0.0; STORED_TOGETHER];
+        whole[..x.len()].copy_from_slice(x);
+        let mut rounded = [Rounded32::default()];
+        Round { x: &whole, out: &mut rounded }.run(s);
+        let [Rounded32 { q, d, .. }] = rounded;
+        for (byte, q) in bytes.iter_mut().zip(q.as_flattened()) {
+            *byte = q.cast_unsigned();
+        }
+        f16::from_f32(d).to_le_bytes()
     }
 }
 

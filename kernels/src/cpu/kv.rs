@@ -1,13 +1,17 @@
 //! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never written cost nothing.
 //!
 //! A block holds all layers one after the other, each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`:
-//! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load.
+//! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of either
+//! stand its scales, if its type has some, `[scale][token]`.
 
-use super::element::{F16, F32, Stored};
+use super::element::{Bf16, F16, F32, Q8_0, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Kernel, Simd};
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use ops::{KvLayer, KvLayout, KvType, OpError};
 use std::marker::PhantomData;
+
+/// Of every machine that the kernels run on, or a multiple of it.
+const PAGE_BYTES: usize = 64 << 10;
 
 pub struct Kv {
     layout: KvLayout,
@@ -35,8 +39,8 @@ impl LayerView<'_> {
     /// Byte of the keys of dimension 0 of `head` at the first token of `block`.
     #[inline(always)]
     pub(super) fn keys_at(&self, block: usize, head: usize) -> usize {
-        let head_values = self.shape.head_dim * self.block_tokens;
-        block * self.block_bytes + self.offset + head * head_values * self.shape.kind.bytes()
+        let head_bytes = self.block_tokens * self.shape.kind.head_bytes(self.shape.head_dim);
+        block * self.block_bytes + self.offset + head * head_bytes
     }
 
     /// Byte of the value of `head` at the first token of `block`.
@@ -69,9 +73,45 @@ impl Kv {
         Ok(Self { layout: layout.clone(), memory, block_bytes, layer_offsets, written, used_bytes: 0 })
     }
 
-    /// Bytes of the blocks that have been written, without the rest of their pages.
+    /// Bytes of the blocks that have been written and not released, without the rest of their pages.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
+    }
+
+    /// Forgets the blocks from number `first` on, and gives back their pages.
+    pub(super) fn trim(&mut self, first: usize) -> Result<(), OpError> {
+        for (layer, written) in self.layout.layers.iter().zip(&mut self.written) {
+            let forgotten = written.iter_mut().skip(first).filter(|written| **written);
+            let count = forgotten.map(|written| *written = false).count();
+            self.used_bytes -= (count * layer.token_bytes() * self.layout.block_tokens) as u64;
+        }
+        let start = first.saturating_mul(self.block_bytes).checked_next_multiple_of(PAGE_BYTES);
+        let Some(start) = start.filter(|&start| start < self.memory.len()) else { return Ok(()) };
+        let len = self.memory.len() - start;
+        // SAFETY: inside the mapping, which is anonymous; no slice of it lives beside the mutable borrow, and bytes that
+        // become zeros are valid ones.
+        let advised = unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
+        advised.map_err(|source| OpError::Device { op: "trim", source: source.into() })
+    }
+
+    /// Copies all layers of a written block.
+    pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {
+        const OP: &str = "kv_copy";
+        let len = self.layout.blocks;
+        if let Some(index) = [from, to].into_iter().find(|&block| block >= len) {
+            return Err(OpError::Index { op: OP, what: "block", index, len });
+        }
+        for (layer, written) in self.layout.layers.iter().zip(&mut self.written) {
+            if !written[from] {
+                return Err(OpError::Unwritten { op: OP, block: from });
+            }
+            if !std::mem::replace(&mut written[to], true) {
+                self.used_bytes += (layer.token_bytes() * self.layout.block_tokens) as u64;
+            }
+        }
+        let source = from * self.block_bytes..(from + 1) * self.block_bytes;
+        self.memory.copy_within(source, to * self.block_bytes);
+        Ok(())
     }
 
     pub(super) fn view(&self, op: &'static str, layer: usize) -> Result<LayerView<'_>, OpError> {
@@ -167,12 +207,10 @@ impl LayerWriter {
         values: &[f32],
     ) {
         match self.shape.kind {
-            KvType::F32 => {
-                isa.run(Write::<F32> { writer: self, head, slots, keys, values, element: PhantomData });
-            }
-            KvType::F16 => {
-                isa.run(Write::<F16> { writer: self, head, slots, keys, values, element: PhantomData });
-            }
+            KvType::F32 => isa.run(Write::<F32>::new(self, head, slots, keys, values)),
+            KvType::F16 => isa.run(Write::<F16>::new(self, head, slots, keys, values)),
+            KvType::Bf16 => isa.run(Write::<Bf16>::new(self, head, slots, keys, values)),
+            KvType::Q8_0 => isa.run(Write::<Q8_0>::new(self, head, slots, keys, values)),
         }
     }
 
@@ -186,6 +224,12 @@ impl LayerWriter {
     }
 }
 
+impl<'a, E> Write<'a, E> {
+    fn new(writer: LayerWriter, head: usize, slots: &'a [u32], keys: &'a [f32], values: &'a [f32]) -> Self {
+        Self { writer, head, slots, keys, values, element: PhantomData }
+    }
+}
+
 impl<E: Stored> Kernel for Write<'_, E> {
     type Output = ();
 
@@ -194,24 +238,30 @@ impl<E: Stored> Kernel for Write<'_, E> {
         let w = self.writer;
         let (dim, tokens) = (w.shape.head_dim, w.block_tokens);
         let row_values = w.shape.kv_heads * dim;
-        let head_bytes = dim * tokens * E::BYTES;
+        let head_bytes = tokens * w.shape.kind.head_bytes(dim);
         let rows = self.keys.chunks_exact(row_values).zip(self.values.chunks_exact(row_values));
         for (&slot, (key, value)) in self.slots.iter().zip(rows) {
             let (block, token) = (slot as usize / tokens, slot as usize % tokens);
             let layer = block * w.block_bytes + w.offset;
-            let keys_at = layer + self.head * head_bytes + token * E::BYTES;
-            let values_at = layer + (w.shape.kv_heads + self.head) * head_bytes + token * dim * E::BYTES;
-            for d in (0..dim).step_by(16) {
+            let keys_at = layer + self.head * head_bytes;
+            let values_at = layer + (w.shape.kv_heads + self.head) * head_bytes;
+            for (part, d) in (0..dim).step_by(STORED_TOGETHER).enumerate() {
+                let count = STORED_TOGETHER.min(dim - d);
                 let from = self.head * dim + d;
-                let count = 16.min(dim - d);
-                let mut bytes = [0; 64];
-                E::store(s, s.load_partial(&key[from..from + count]), &mut bytes);
+                let scale_at = tokens * dim * E::BYTES + (part * tokens + token) * SCALE_BYTES;
+                let mut bytes = [0; 4 * STORED_TOGETHER];
+                let key_scale = E::store(s, &key[from..from + count], &mut bytes);
                 for (i, key) in bytes.chunks_exact(E::BYTES).take(count).enumerate() {
-                    w.bytes(keys_at + (d + i) * tokens * E::BYTES, E::BYTES).copy_from_slice(key);
+                    let at = keys_at + ((d + i) * tokens + token) * E::BYTES;
+                    w.bytes(at, E::BYTES).copy_from_slice(key);
                 }
-                E::store(s, s.load_partial(&value[from..from + count]), &mut bytes);
-                let len = count * E::BYTES;
-                w.bytes(values_at + d * E::BYTES, len).copy_from_slice(&bytes[..len]);
+                let value_scale = E::store(s, &value[from..from + count], &mut bytes);
+                let at = values_at + (token * dim + d) * E::BYTES;
+                w.bytes(at, count * E::BYTES).copy_from_slice(&bytes[..count * E::BYTES]);
+                if E::SCALED > 0 {
+                    w.bytes(keys_at + scale_at, SCALE_BYTES).copy_from_slice(&key_scale);
+                    w.bytes(values_at + scale_at, SCALE_BYTES).copy_from_slice(&value_scale);
+                }
             }
         }
     }

@@ -100,6 +100,10 @@ impl Simd for Portable {
         let x = x.as_chunks().0;
         lanes!(|x| bf16::from_le_bytes(x).to_f32())
     }
+    #[inline]
+    fn load_i8(self, x: &[u8; 16]) -> [f32; 16] {
+        lanes!(|x| f32::from(x.cast_signed()))
+    }
 
     #[inline]
     fn int(self, x: i32) -> [i32; 16] {

@@ -84,6 +84,8 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     fn store_f16(self, x: Self::F, out: &mut [u8; 32]);
     /// bf16 values, little-endian, at any address.
     fn load_bf16(self, x: &[u8; 32]) -> Self::F;
+    /// Signed bytes, exactly.
+    fn load_i8(self, x: &[u8; 16]) -> Self::F;
 
     fn int(self, x: i32) -> Self::I;
     fn load_int(self, x: &[i32; 16]) -> Self::I;
@@ -240,7 +242,14 @@ mod tests {
             s.store_bytes(i, &mut words);
             out.push(halves.iter().map(|&x| u32::from(x)).collect());
             out.push(words.iter().map(|&x| u32::from(x)).collect());
-            for x in [s.load_f16(&halves), s.load_bf16(&halves), s.as_float(s.load_bytes(&words))] {
+            let quarter = words.first_chunk().unwrap_or(&[0; 16]);
+            let loaded = [
+                s.load_f16(&halves),
+                s.load_bf16(&halves),
+                s.load_i8(quarter),
+                s.as_float(s.load_bytes(&words)),
+            ];
+            for x in loaded {
                 let mut lanes = [0.0; 16];
                 s.store(x, &mut lanes);
                 out.push(lanes.map(f32::to_bits).to_vec());

@@ -76,7 +76,8 @@ impl Method {
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     pub layer: KvLayerAddress,
-    pub kind: KvType,
+    /// Else f32: the types that a cache on a device can have.
+    pub is_f16: bool,
     pub spec: AttentionSpec,
     pub queries: View<'a, f32>,
     /// Block ids of all sequences.
@@ -225,10 +226,7 @@ impl Attentions {
         if out.is_empty() {
             return Ok(());
         }
-        let name = match call.kind {
-            KvType::F16 => c"attention_plain_f16",
-            KvType::F32 => c"attention_plain_f32",
-        };
+        let name = if call.is_f16 { c"attention_plain_f16" } else { c"attention_plain_f32" };
         let launch = launch((rows as u32, spec.heads as u32, 1), 2 * spec.head_dim * size_of::<f32>());
         let queries = queries(call);
         let (tables, starts, positions) =

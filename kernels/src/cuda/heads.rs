@@ -1,7 +1,5 @@
 //! Launcher of heads.cu: norms and rotations of query and key heads, and keys and values into the cache, in one pass.
 
-use ops::KvType;
-
 use super::kv_write::KvLayerAddress;
 use super::module::{arguments, image};
 use super::norm::same;
@@ -67,7 +65,7 @@ impl HeadsToCache {
         &self,
         stream: &Stream,
         layer: KvLayerAddress,
-        kind: KvType,
+        is_f16: bool,
         rows: &mut HeadRows<'_>,
     ) -> Result<(), CudaError> {
         let HeadRows { head_dim, kv_heads, turn, .. } = *rows;
@@ -104,7 +102,7 @@ impl HeadsToCache {
             head_dim: head_dim as i32,
             pairs: pairs as i32,
             adjacent: i32::from(turn.pairing == ops::RopePairing::Adjacent),
-            is_f16: i32::from(kind == KvType::F16),
+            is_f16: i32::from(is_f16),
         };
         let grid = (count as u32, (heads + 2 * kv_heads).div_ceil(WARPS) as u32, 1);
         let launch = Launch { grid, block: 32 * WARPS as u32, shared_bytes: 0, overlaps_predecessor: true };

@@ -1,7 +1,5 @@
 //! Launcher of kv_write.cu: a step's keys and values into the cache; and [`KvLayerAddress`], how kernels find them.
 
-use ops::KvType;
-
 use super::module::{arguments, image};
 use super::norm::same;
 use super::{CudaError, Device, Family, Launch, Stream, View};
@@ -22,6 +20,17 @@ pub struct KvLayerAddress {
     pub block_tokens: u32,
 }
 
+impl KvLayerAddress {
+    /// Where the layer's part of a block starts: its keys of head 0, as kv_layer.cuh has it.
+    pub fn of_block(&self, block: u32) -> u64 {
+        let (unit, inside) = (block >> self.unit_shift, block & ((1 << self.unit_shift) - 1));
+        self.base
+            + u64::from(unit) * self.unit_bytes
+            + self.layer_offset
+            + u64::from(inside) * u64::from(self.block_bytes)
+    }
+}
+
 pub struct KvWrites(Family);
 
 impl KvWrites {
@@ -39,7 +48,7 @@ impl KvWrites {
         &self,
         stream: &Stream,
         layer: KvLayerAddress,
-        kind: KvType,
+        is_f16: bool,
         keys: View<'_, f32>,
         values: View<'_, f32>,
         slots: View<'_, u32>,
@@ -52,10 +61,7 @@ impl KvWrites {
         if rows == 0 {
             return Ok(());
         }
-        let name = match kind {
-            KvType::F16 => c"kv_write_f16",
-            KvType::F32 => c"kv_write_f32",
-        };
+        let name = if is_f16 { c"kv_write_f16" } else { c"kv_write_f32" };
         let launch =
             Launch { grid: (rows as u32, 1, 1), block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
         let (keys, values, slots) = (keys.address(), values.address(), slots.address());

@@ -87,7 +87,7 @@ fn blocks(first: usize) -> Vec<u32> {
 /// A way to compute the logits of `tokens`.
 type Way = fn(&mut Run, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
 
-const WAYS: [(&str, Way); 7] = [
+const WAYS: [(&str, Way); 8] = [
     ("token by token", |run, tokens, _| {
         let table = blocks(0);
         (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
@@ -125,6 +125,18 @@ const WAYS: [(&str, Way); 7] = [
         let table: Vec<u32> = first[..6].iter().copied().chain(blocks(20)[6..].iter().copied()).collect();
         run.one(&first, &[&tokens[..cached], &other[..20]].concat(), cached..cached + 20)?;
         rows.extend(run.one(&table, tokens, cached..TOKENS)?);
+        Ok(rows)
+    }),
+    ("forked, in a copy of the block that another goes on in", |run, tokens, other| {
+        // Behind 5 full blocks and a part of one.
+        let shared = 5 * BLOCK_TOKENS + 7;
+        let first = blocks(0);
+        let mut rows = run.one(&first, tokens, 0..shared)?;
+        let table: Vec<u32> = first[..5].iter().copied().chain(blocks(20)[5..].iter().copied()).collect();
+        run.model.copy_blocks(&mut run.cuda, &mut run.kv, &[(first[5], table[5])])?;
+        let theirs: Vec<u32> = tokens[..shared].iter().chain(&other[..TOKENS - shared]).copied().collect();
+        run.one(&first, &theirs, shared..TOKENS)?;
+        rows.extend(run.one(&table, tokens, shared..TOKENS)?);
         Ok(rows)
     }),
     ("with drafts in the batch", |run, tokens, other| {

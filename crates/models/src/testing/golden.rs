@@ -4,7 +4,7 @@ use super::{
     ModelFile, Runner,
     runner::{argmax, same_bits},
 };
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use ops::{Backend, KvType};
 use serde::Deserialize;
@@ -216,6 +216,7 @@ impl Golden {
         let max = match kind {
             KvType::F32 => f32_max_abs,
             KvType::F16 => f16_kv_max_abs,
+            kind => bail!("there are no golden logits of {kind} KV"),
         };
         Ok(Bound { max, rms: max })
     }

@@ -1,7 +1,6 @@
 //! Keys and values in blocks of host memory. Values are rounded to the cache's type when they are written.
 
-use crate::{KvLayer, KvLayout, KvType, OpError};
-use half::f16;
+use crate::{KvLayer, KvLayout, OpError};
 
 /// The cache of [`crate::Reference`]: a block comes into being, filled with NaN, when it is first written.
 #[derive(Debug)]
@@ -37,17 +36,40 @@ impl HostKv {
         key: &[f32],
         value: &[f32],
     ) -> Result<(), OpError> {
-        let kind = self.layer(op, layer)?.kind;
+        let shape = self.layer(op, layer)?;
         let (block, offset) = self.locate(op, slot)?;
         let token_values = key.len() + value.len();
         let block = self.blocks[layer][block]
             .get_or_insert_with(|| vec![f32::NAN; self.layout.block_tokens * token_values].into());
         let token = &mut block[offset * token_values..][..token_values];
-        for (stored, &new) in token.iter_mut().zip(key.iter().chain(value)) {
-            *stored = match kind {
-                KvType::F32 => new,
-                KvType::F16 => f16::from_f32(new).to_f32(),
-            };
+        let (stored_key, stored_value) = token.split_at_mut(key.len());
+        for (stored, new) in [(stored_key, key), (stored_value, value)] {
+            stored.copy_from_slice(new);
+            stored.chunks_exact_mut(shape.head_dim.max(1)).for_each(|head| shape.kind.round(head));
+        }
+        Ok(())
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.blocks.iter().flatten().flatten().map(|block| size_of_val(&**block) as u64).sum()
+    }
+
+    pub(super) fn trim(&mut self, blocks: usize) {
+        self.blocks
+            .iter_mut()
+            .flat_map(|layer| layer.iter_mut().skip(blocks))
+            .for_each(|block| *block = None);
+    }
+
+    pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {
+        const OP: &str = "kv_copy";
+        let len = self.layout.blocks;
+        if let Some(index) = [from, to].into_iter().find(|&block| block >= len) {
+            return Err(OpError::Index { op: OP, what: "block", index, len });
+        }
+        for layer in &mut self.blocks {
+            let content = layer[from].clone().ok_or(OpError::Unwritten { op: OP, block: from })?;
+            layer[to] = Some(content);
         }
         Ok(())
     }

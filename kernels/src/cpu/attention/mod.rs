@@ -2,8 +2,10 @@
 //!
 //! # The order of operations
 //! Keys are cut into splits at absolute multiples of [`SPLIT`] positions. In a split, for each query: a score is the sum
-//! over dimensions, ascending, by fused multiply-adds, then times the scale; shares are `exp(score - largest)`; their sum
-//! is formed in 16 lanes by position; values times shares are added by fused multiply-adds, positions ascending.
+//! over dimensions, ascending, by fused multiply-adds, then times the scale (where 32 values of a key share a factor, the
+//! sum over them, times that factor, is added to the sum of those before by one fused multiply-add); shares are `exp(score - largest)`; their sum
+//! is formed in 16 lanes by position; values times shares (a share times the value's factor, rounded, where there is one) are
+//! added by fused multiply-adds, positions ascending.
 //! Splits are merged in ascending order. So a query's result depends on its keys and values only, not on the tile, the
 //! block size, the chunk or the thread it was computed in.
 //!
@@ -202,6 +204,8 @@ impl Call<'_> {
         match self.view.shape.kind {
             KvType::F32 => self.isa.run(Split::<element::F32>::new(args)),
             KvType::F16 => self.isa.run(Split::<element::F16>::new(args)),
+            KvType::Bf16 => self.isa.run(Split::<element::Bf16>::new(args)),
+            KvType::Q8_0 => self.isa.run(Split::<element::Q8_0>::new(args)),
         }
     }
 

@@ -1,7 +1,7 @@
 //! One split of keys and values for the queries of a tile.
 
 use super::SPLIT;
-use crate::cpu::element::Stored;
+use crate::cpu::element::{Element, F16, SCALE_BYTES, Stored};
 use crate::cpu::kv::LayerView;
 use crate::cpu::math;
 use crate::cpu::simd::{CACHE_LINE, Kernel, Simd};
@@ -20,7 +20,7 @@ pub(super) struct Query<'a> {
 pub(super) struct SplitScratch {
     /// Scores, then shares: `SPLIT` per query.
     scores: Vec<f32>,
-    /// 16 keys side by side, where a block does not hold them so.
+    /// 16 keys side by side, and their factors, where a block does not hold them so.
     keys: [Vec<u8>; 2],
 }
 
@@ -79,6 +79,9 @@ impl<E: Stored> Kernel for Split<'_, E> {
         }
     }
 }
+
+/// Most scales in the dimensions of one call of `columns`.
+const COLUMN_SCALES_MAX: usize = 4;
 
 struct Positions<'a, E> {
     view: LayerView<'a>,
@@ -147,38 +150,62 @@ impl<E: Stored> Positions<'_, E> {
         let until = self.from + most;
         let dim = self.view.shape.head_dim;
         let is_direct = self.view.block_tokens.is_multiple_of(16);
-        let stride = if is_direct { self.view.block_tokens * E::BYTES } else { 16 * E::BYTES };
+        let together = if is_direct { self.view.block_tokens } else { 16 };
+        let stride = together * E::BYTES;
         // The last dimension needs 16 keys only, not a whole stride.
         let len = (dim - 1) * stride + 16 * E::BYTES;
-        let (mut keys, mut ahead) = ([&self.view.memory[..0]; U], [&self.view.memory[..0]; U]);
+        let none = &self.view.memory[..0];
+        let (mut keys, mut ahead, mut factors) = ([none; U], [none; U], [none; U]);
         for (u, gathered) in gathered.iter_mut().take(U).enumerate() {
             let position = self.from + key + 16 * u;
             if is_direct {
                 keys[u] = &self.view.memory[self.key_byte(position)..][..len];
+                if E::SCALED > 0 {
+                    factors[u] = &self.view.memory[self.key_factor_byte(position)..];
+                }
                 if position + 16 * U < until {
                     ahead[u] = &self.view.memory[self.key_byte(position + 16 * U)..][..len];
                 }
             } else {
                 self.gather(position, until, gathered);
                 keys[u] = &gathered[..len];
+                factors[u] = &gathered[dim * stride..];
             }
         }
         let mut q = [&queries[0].values[..dim]; T];
         for t in 1..T {
             q[t] = &queries[t].values[..dim];
         }
-        let mut sums = [[s.splat(0.0); U]; T];
-        for d in 0..dim {
-            let mut k = [s.splat(0.0); U];
-            for u in 0..U {
-                s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
-                // SAFETY: `keys[u]` has `len` bytes, the end of this slice for the last `d`.
-                k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
-            }
-            for t in 0..T {
-                let q = s.splat(q[t][d]);
+        let sums_over = |dims: Range<usize>| {
+            let mut sums = [[s.splat(0.0); U]; T];
+            for d in dims {
+                let mut k = [s.splat(0.0); U];
                 for u in 0..U {
-                    sums[t][u] = s.fma(q, k[u], sums[t][u]);
+                    s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
+                    // SAFETY: `keys[u]` has `len` bytes, the end of this slice for the last `d`, which is below `dim`.
+                    k[u] =
+                        E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
+                }
+                for t in 0..T {
+                    let q = s.splat(q[t][d]);
+                    for u in 0..U {
+                        sums[t][u] = s.fma(q, k[u], sums[t][u]);
+                    }
+                }
+            }
+            sums
+        };
+        let mut sums = [[s.splat(0.0); U]; T];
+        if E::SCALED == 0 {
+            sums = sums_over(0..dim);
+        }
+        for scale in 0..E::scales(dim) {
+            let part = sums_over(scale * E::SCALED..dim.min((scale + 1) * E::SCALED));
+            for u in 0..U {
+                let factors = &factors[u][scale * together * SCALE_BYTES..][..16 * SCALE_BYTES];
+                let factor = F16::load(s, factors);
+                for t in 0..T {
+                    sums[t][u] = s.fma(part[t][u], factor, sums[t][u]);
                 }
             }
         }
@@ -198,17 +225,32 @@ impl<E: Stored> Positions<'_, E> {
         self.view.keys_at(block, self.kv_head) + position % tokens * E::BYTES
     }
 
-    /// 16 keys from `position` on, one dimension after the other; zeros from position `until` on.
+    /// Where the first factor of the key at `position` stands.
+    #[inline(always)]
+    fn key_factor_byte(&self, position: usize) -> usize {
+        let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
+        let block = self.table[position / tokens] as usize;
+        let factors = self.view.keys_at(block, self.kv_head) + dim * tokens * E::BYTES;
+        factors + position % tokens * SCALE_BYTES
+    }
+
+    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros from position `until` on.
     #[inline(always)]
     fn gather(&self, position: usize, until: usize, out: &mut Vec<u8>) {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
+        let factors_at = dim * 16 * E::BYTES;
         out.clear();
-        out.resize(dim * 16 * E::BYTES, 0);
+        out.resize(factors_at + E::scales(dim) * 16 * SCALE_BYTES, 0);
         for lane in 0..16.min(until - position) {
             let at = self.key_byte(position + lane);
             for d in 0..dim {
                 let key = &self.view.memory[at + d * tokens * E::BYTES..][..E::BYTES];
                 out[(d * 16 + lane) * E::BYTES..][..E::BYTES].copy_from_slice(key);
+            }
+            for scale in 0..E::scales(dim) {
+                let at = self.key_factor_byte(position + lane) + scale * tokens * SCALE_BYTES;
+                let factor = &self.view.memory[at..][..SCALE_BYTES];
+                out[factors_at + (scale * 16 + lane) * SCALE_BYTES..][..SCALE_BYTES].copy_from_slice(factor);
             }
         }
     }
@@ -263,10 +305,26 @@ impl<E: Stored> Positions<'_, E> {
             }
         }
         let mut key = range.start;
+        // Shares times factors, for the scales of these dimensions: where there are any, at most 16 keys are together.
+        let mut scaled = [[[0.0_f32; 16]; COLUMN_SCALES_MAX]; T];
+        let per_scale = E::SCALED.max(1);
+        let keys_max = if E::SCALED > 0 { 16 } else { usize::MAX };
         while key < range.end {
             let position = self.from + key;
             let (block, token) = (self.table[position / tokens] as usize, position % tokens);
-            let count = (tokens - token).min(range.end - key);
+            let count = (tokens - token).min(range.end - key).min(keys_max);
+            if E::SCALED > 0 {
+                let factors = self.view.values_at(block, self.kv_head) + dim * tokens * E::BYTES;
+                let first = dims.start / per_scale;
+                for scale in first..dims.end.div_ceil(per_scale) {
+                    let at = factors + (scale * tokens + token) * SCALE_BYTES;
+                    let factor = F16::load_partial(s, &self.view.memory[at..at + count * SCALE_BYTES]);
+                    for t in 0..T {
+                        let shares = s.load_partial(&shares[t * SPLIT + key..][..count]);
+                        s.store(s.mul(shares, factor), &mut scaled[t][scale - first]);
+                    }
+                }
+            }
             let at = self.view.values_at(block, self.kv_head) + (token * dim + dims.start) * E::BYTES;
             let len = ((count - 1) * dim + dims.len()) * E::BYTES;
             let values = &self.view.memory[at..at + len];
@@ -287,8 +345,12 @@ impl<E: Stored> Positions<'_, E> {
                         E::load(s, &row[16 * v * E::BYTES..16 * (v + 1) * E::BYTES])
                     };
                     for t in 0..T {
-                        let share = s.splat(shares[t * SPLIT + key + i]);
-                        sums[t][v] = s.fma(share, value, sums[t][v]);
+                        let share = if E::SCALED > 0 {
+                            scaled[t][(dims.start % per_scale + 16 * v) / per_scale][i]
+                        } else {
+                            shares[t * SPLIT + key + i]
+                        };
+                        sums[t][v] = s.fma(s.splat(share), value, sums[t][v]);
                     }
                 }
             }

@@ -1,14 +1,15 @@
-//! Activation rows, rounded to int8 blocks by the rules of `quant` (whose functions are the truth for these).
+//! Rows of values, rounded to int8 blocks by the rules of `quant` (whose functions are the truth for these): activations,
+//! and keys and values of type q8_0.
 
 use crate::cpu::simd::{Kernel, Simd};
 use half::f16;
 
 /// 32 values for weights in blocks of 32: Q8_0 and Q8_1 in one.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Rounded32 {
-    pub(super) q: [[i8; 4]; 8],
+pub(in crate::cpu) struct Rounded32 {
+    pub(in crate::cpu) q: [[i8; 4]; 8],
     /// The scale after rounding to f16.
-    pub(super) d: f32,
+    pub(in crate::cpu) d: f32,
     /// f16 of the unrounded scale times the sum, for weights with a minimum.
     pub(super) s: f32,
     /// Sum of the quants, for weights whose stored quants are not centred.
@@ -33,9 +34,9 @@ impl Default for Rounded256 {
 }
 
 /// Rounds whole blocks; `x` has exactly the values that `out` has room for.
-pub(super) struct Round<'a, B> {
-    pub(super) x: &'a [f32],
-    pub(super) out: &'a mut [B],
+pub(in crate::cpu) struct Round<'a, B> {
+    pub(in crate::cpu) x: &'a [f32],
+    pub(in crate::cpu) out: &'a mut [B],
 }
 
 impl Kernel for Round<'_, Rounded32> {

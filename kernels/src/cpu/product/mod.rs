@@ -29,6 +29,7 @@ mod format;
 mod linear;
 mod one_row;
 
+pub(super) use activation::{Round, Rounded32};
 pub(super) use linear::{Input, Layer, multiply};
 
 use super::simd::{CACHE_LINE, Simd};

@@ -152,6 +152,16 @@ impl Simd for Avx2 {
             ]
         })
     }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8; 16]) -> Self::F {
+        x!({
+            let x = _mm_loadu_si128(x.as_ptr().cast());
+            [
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x))),
+            ]
+        })
+    }
 
     #[inline(always)]
     fn int(self, x: i32) -> Self::I {

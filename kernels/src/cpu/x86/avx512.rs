@@ -121,6 +121,10 @@ impl Simd for Avx512 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         })
     }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8; 16]) -> __m512 {
+        x!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))))
+    }
 
     #[inline(always)]
     fn int(self, x: i32) -> __m512i {

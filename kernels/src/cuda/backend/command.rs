@@ -1,7 +1,7 @@
 //! [`Command`]: one op as the device will run it, by addresses. Commands are collected first and given to the device
 //! together, so that a list that comes again and again can be replayed as a graph.
 
-use ops::{AttentionSpec, KvType, RopePairing};
+use ops::{AttentionSpec, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -369,7 +369,7 @@ impl Kernels {
                     .launch(
                         stream,
                         layer,
-                        kind(is_f16),
+                        is_f16,
                         keys.view(),
                         values.view(),
                         slots.view(),
@@ -495,7 +495,7 @@ impl AttentionOperands {
     pub(super) unsafe fn call<'a>(&self) -> attention::Call<'a> {
         attention::Call {
             layer: self.layer,
-            kind: kind(self.is_f16),
+            is_f16: self.is_f16,
             spec: self.shape.spec(),
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },
@@ -503,10 +503,6 @@ impl AttentionOperands {
             tables: unsafe { View::from_raw(self.tables, 0) },
         }
     }
-}
-
-pub(super) fn kind(is_f16: bool) -> KvType {
-    if is_f16 { KvType::F16 } else { KvType::F32 }
 }
 
 impl Range {

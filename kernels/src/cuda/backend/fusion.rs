@@ -198,9 +198,7 @@ impl Kernels {
                 head_dim: head_dim as usize,
                 kv_heads: kv_heads as usize,
             };
-            self.heads
-                .launch(stream, layer, super::command::kind(is_f16), &mut rows)
-                .map_err(device_error("kv_write"))
+            self.heads.launch(stream, layer, is_f16, &mut rows).map_err(device_error("kv_write"))
         }
     }
 }

@@ -9,9 +9,13 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use cudarc::driver::result;
 use memory::cuda::{Context, Device, GrowError, GrowingRange};
 use ops::{KvLayer, KvLayout, OpError};
 
+use crate::CUDA_KV_TYPES;
+use crate::cuda::Stream;
+use crate::cuda::error::{Named, device_error};
 use crate::cuda::kv_write::KvLayerAddress;
 
 const OP: &str = "kv";
@@ -108,6 +112,10 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
+        let kinds = layout.layers.iter().map(|layer| layer.kind);
+        if let Some(kind) = kinds.into_iter().find(|kind| !CUDA_KV_TYPES.contains(kind)) {
+            return Err(OpError::KvType { kind, backend: "CUDA", instead: "f16, or --device host" });
+        }
         let too_large = OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
         let shape = Units::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
@@ -156,6 +164,37 @@ impl Kv {
             TrimError::Fence(error) => error,
             TrimError::Grow(error) => grow_error(OP, 0, error),
         })
+    }
+
+    /// Copies written blocks, all layers, one pair after the other in the order of `stream`. The memory has to stay
+    /// until that work has ended ([`Self::owner`]).
+    pub(super) fn copy(&mut self, stream: &Stream, copies: &[(u32, u32)]) -> Result<(), OpError> {
+        const OP: &str = "kv_copy";
+        let (tokens, len) = (self.layout.block_tokens as u32, self.layout.blocks);
+        for &(from, to) in copies {
+            if let Some(block) = [from, to].into_iter().find(|&block| block as usize >= len) {
+                return Err(OpError::Index { op: OP, what: "block", index: block as usize, len });
+            }
+            for layer in 0..self.layout.layers.len() {
+                if !self.written[layer][from as usize] {
+                    return Err(OpError::Unwritten { op: OP, block: from as usize });
+                }
+                self.prepare(OP, layer, &[to * tokens], to * tokens)?;
+                if from == to {
+                    continue;
+                }
+                let (_, address) = self.layer(OP, layer)?;
+                let (source, target) = (address.of_block(from), address.of_block(to));
+                // SAFETY: both are whole blocks of this layer, distinct, and in mapped memory: a written block is, and
+                // `prepare` maps the other. The caller keeps the memory until the work has ended.
+                unsafe {
+                    result::memcpy_dtod_async(target, source, address.block_bytes as usize, stream.raw())
+                }
+                .named("cuMemcpyDtoD")
+                .map_err(device_error(OP))?;
+            }
+        }
+        Ok(())
     }
 
     /// What keeps the memory mapped.
@@ -252,8 +291,10 @@ impl From<GrowError> for TrimError {
 /// Bytes of `blocks` blocks of each layer; none if they are beyond 64 bits, or a block beyond 32.
 fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     let bytes = |layer: &KvLayer| {
-        let values = (layer.kv_heads as u64).checked_mul(layer.head_dim as u64)?.checked_mul(2)?;
-        let block = values.checked_mul(layer.kind.bytes() as u64)?.checked_mul(layout.block_tokens as u64)?;
+        let head_dim = u32::try_from(layer.head_dim).ok()?;
+        let head = layer.kind.head_bytes(head_dim as usize) as u64;
+        let token = head.checked_mul(layer.kv_heads as u64)?.checked_mul(2)?;
+        let block = token.checked_mul(layout.block_tokens as u64)?;
         u32::try_from(block).ok()?;
         block.checked_mul(blocks)
     };

@@ -38,6 +38,17 @@ impl Backend for Cuda {
         Ok(kv)
     }
 
+    fn kv_bytes(&self, kv: &Kv) -> u64 {
+        kv.mapped_bytes()
+    }
+
+    fn kv_copy(&mut self, kv: &mut Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+        // What was collected comes first: it may write what is copied.
+        self.recorder.flush()?;
+        self.recorder.keep(kv.owner());
+        kv.copy(self.recorder.stream(), copies)
+    }
+
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
         Rope::new(self.recorder.stream(), spec).map_err(device_error("rope_table"))
     }

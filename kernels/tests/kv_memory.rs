@@ -1,0 +1,57 @@
+//! Memory of a cache on the host: it comes as blocks are written, and goes when they are given back. By itself in its file,
+//! since all tests of a file share one process, whose memory is measured.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use kernels::Cpu;
+use ops::{Backend, KvLayer, KvLayout, KvType, Step};
+
+const MIB: u64 = 1 << 20;
+
+/// Anonymous memory of this process in RAM.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().trim().parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn memory_comes_with_the_first_write_and_goes_when_blocks_are_given_back() {
+    const BLOCKS: u32 = 2_000;
+    let mut cpu = Cpu::new(1).unwrap();
+    let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16 };
+    // 64 KiB a block.
+    let layout = KvLayout { block_tokens: 16, blocks: 1 << 20, layers: vec![layer] };
+    let block_bytes = layout.block_bytes() as u64;
+    let mut kv = cpu.kv(&layout).unwrap();
+    let before = resident();
+    let x = cpu.tensor(1, 8 * 128).unwrap();
+    let write = |cpu: &mut Cpu, kv: &mut _, block: u32| {
+        let slots = [16 * block];
+        let step = Step {
+            tokens: &[0],
+            positions: &[0],
+            sequences: &[0],
+            kv_slots: &slots,
+            tables: &[&[block]],
+            outputs: &[],
+        };
+        cpu.begin(&step).unwrap();
+        cpu.kv_write(kv, 0, &x, &x, 1).unwrap();
+    };
+    (0..BLOCKS).for_each(|block| write(&mut cpu, &mut kv, block));
+    assert_eq!(cpu.kv_bytes(&kv), u64::from(BLOCKS) * block_bytes);
+    let full = resident();
+    // A first write touches the pages of a token's keys, which lie all over the block.
+    assert!(full > before + 50 * MIB, "{} MiB for 2,000 blocks", (full - before) / MIB);
+
+    cpu.trim(&mut kv, 100).unwrap();
+    assert_eq!(cpu.kv_bytes(&kv), 100 * block_bytes);
+    let left = resident().saturating_sub(before);
+    assert!(left < 10 * MIB, "{left} bytes are left");
+    // What stays is there still, what went has to be written again.
+    cpu.kv_copy(&mut kv, &[(99, 3)]).unwrap();
+    assert!(cpu.kv_copy(&mut kv, &[(100, 3)]).is_err(), "block 100 was given back");
+    write(&mut cpu, &mut kv, 100);
+    cpu.kv_copy(&mut kv, &[(100, 3)]).unwrap();
+}
