@@ -13,3 +13,4 @@ mod gpu;
 mod harness;
 mod http;
 mod one_copy;
+mod structured;

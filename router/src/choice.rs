@@ -27,7 +27,7 @@ pub(crate) enum Event {
     Ended { choice: u32, outcome: Result<Outcome, Failure> },
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Piece {
     pub(crate) choice: u32,
     pub(crate) tokens: Vec<u32>,

@@ -17,6 +17,9 @@ const ADMISSION_WAIT: Duration = Duration::from_secs(60);
 /// While every worker is busy, a resumed choice asks again this often.
 const BUSY_RETRY: Duration = Duration::from_millis(100);
 
+/// By this metadata a worker says which field it refuses.
+const FIELD: &str = "ballast-field";
+
 /// A stream that a worker has admitted, and the choice's place there.
 #[derive(Debug)]
 pub(crate) struct Attempt {
@@ -33,6 +36,8 @@ pub(crate) enum Refusal {
     Busy { detail: String },
     #[error("{detail}")]
     Invalid { detail: String },
+    #[error("`{param}`: {detail}")]
+    Grammar { param: &'static str, detail: String },
     #[error("the request's deadline passed before it was admitted")]
     Deadline,
     #[error("the worker failed: {detail}")]
@@ -81,7 +86,14 @@ pub(crate) async fn open(
             Code::ResourceExhausted => refusal = Refusal::Busy { detail },
             // It drains, attaches, or is another one than we took it for: its link will find out.
             Code::Unavailable | Code::FailedPrecondition | Code::Cancelled => {}
-            Code::InvalidArgument => return Err(Refusal::Invalid { detail }),
+            Code::InvalidArgument => {
+                return Err(match &call.plan.grammar {
+                    Some(grammar) if status.metadata().get(FIELD).is_some_and(|field| field == "grammar") => {
+                        Refusal::Grammar { param: grammar.param, detail }
+                    }
+                    _ => Refusal::Invalid { detail },
+                });
+            }
             Code::DeadlineExceeded => return Err(Refusal::Deadline),
             code => return Err(Refusal::Failed { detail: format!("{code:?}: {detail}") }),
         }
@@ -106,7 +118,9 @@ pub(crate) async fn reopen(
             Err(Refusal::NoWorker) => WAIT_FOR_WORKER,
             Err(Refusal::Busy { .. }) => BUSY_RETRY,
             Err(Refusal::Deadline) => return Err(Failure::Deadline),
-            Err(Refusal::Invalid { detail } | Refusal::Failed { detail }) => {
+            Err(
+                Refusal::Invalid { detail } | Refusal::Grammar { detail, .. } | Refusal::Failed { detail },
+            ) => {
                 return Err(Failure::Worker { detail });
             }
         };

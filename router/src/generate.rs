@@ -109,7 +109,7 @@ impl Generator {
             metrics::refused(match refusal {
                 Refusal::NoWorker => "no_worker",
                 Refusal::Busy { .. } => "busy",
-                Refusal::Invalid { .. } => "invalid",
+                Refusal::Invalid { .. } | Refusal::Grammar { .. } => "invalid",
                 Refusal::Deadline => "deadline",
                 Refusal::Failed { .. } => "failed",
             });

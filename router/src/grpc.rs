@@ -17,7 +17,7 @@ use crate::fleet::ResolveError;
 use crate::generate::{Generator, Job, Prompts};
 use crate::http::{RETRY_AFTER_SECONDS, RequestId};
 use crate::model::{ChatError, Model};
-use crate::params::{ParamError, Params, token_ids};
+use crate::params::{Grammar, ParamError, Params, token_ids};
 use crate::resume::Failure;
 
 pub(crate) struct Inference {
@@ -44,6 +44,7 @@ impl inference_server::Inference for Inference {
             ignore_eos: request.ignore_eos,
             n: Some(i64::from(request.n)).filter(|&n| n > 0),
             top_logprobs: request.top_logprobs.map(i64::from),
+            grammar: request.grammar.map(|source| Grammar { param: "grammar", source }),
             deadline: match request.deadline_ms {
                 0 => timeout,
                 asked => Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_millis(asked))),
@@ -261,7 +262,7 @@ impl From<Refusal> for Status {
         match refusal {
             Refusal::NoWorker => retry_later(Status::unavailable(message)),
             Refusal::Busy { .. } => retry_later(Status::resource_exhausted(message)),
-            Refusal::Invalid { .. } => Status::invalid_argument(message),
+            Refusal::Invalid { .. } | Refusal::Grammar { .. } => Status::invalid_argument(message),
             Refusal::Deadline => Status::deadline_exceeded(message),
             Refusal::Failed { .. } => Status::internal(message),
         }

@@ -7,6 +7,8 @@ use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::time::Duration;
 
+use prost::Message;
+
 /// Continuations of one prompt. Each costs a worker slot.
 pub(crate) const N_MAX: i64 = 16;
 /// Stop strings and their length: each is compared with each piece of text.
@@ -17,6 +19,9 @@ pub(crate) const STOP_TOKENS_MAX: usize = 64;
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 /// OpenAI's bound is 300; the engine's is 1024.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
+
+/// A little more than what the worker takes, which does not count the message around it.
+const GRAMMAR_BYTES_MAX: usize = 257 << 10;
 
 /// llama.cpp's.
 const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
@@ -57,6 +62,9 @@ pub(crate) struct Params {
     pub(crate) ignore_eos: bool,
     pub(crate) n: Option<i64>,
     pub(crate) top_logprobs: Option<i64>,
+    pub(crate) grammar: Option<Grammar>,
+    /// Of completions: so many are generated, the `n` most probable are given.
+    pub(crate) best_of: Option<i64>,
     pub(crate) deadline: Option<Duration>,
 }
 
@@ -72,9 +80,20 @@ pub(crate) struct Plan {
     pub(crate) stop: Vec<String>,
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) ignore_eos: bool,
+    /// Choices that are generated of each prompt.
     pub(crate) n: u32,
+    /// How many of them are given to the client: the most probable.
+    pub(crate) kept: u32,
     pub(crate) top_logprobs: Option<u32>,
+    pub(crate) grammar: Option<Grammar>,
     pub(crate) deadline: Option<Duration>,
+}
+
+/// What the output must be, and the field that said so. The worker compiles it: a mistake in it comes back from there.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Grammar {
+    pub(crate) param: &'static str,
+    pub(crate) source: proto::v1::Grammar,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -135,6 +154,10 @@ pub(crate) enum ParamError {
     TokenTwice { param: &'static str, token: u32 },
     #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {max}")]
     Text { param: &'static str, index: usize, bytes: usize, max: usize },
+    #[error("`{param}` has {bytes} bytes, allowed are at most {GRAMMAR_BYTES_MAX}")]
+    GrammarBytes { param: &'static str, bytes: usize },
+    #[error("`ignore_eos` cannot be used together with `{with}`, which says where the output ends")]
+    EndlessGrammar { with: &'static str },
     #[error("`{param}` is empty: the model needs at least one token to go on from")]
     EmptyPrompt { param: &'static str },
     #[error(
@@ -152,8 +175,10 @@ impl ParamError {
             | ParamError::Token { param, .. }
             | ParamError::TokenTwice { param, .. }
             | ParamError::Text { param, .. }
+            | ParamError::GrammarBytes { param, .. }
             | ParamError::EmptyPrompt { param }
             | ParamError::Context { param, .. } => param,
+            ParamError::EndlessGrammar { .. } => "ignore_eos",
         }
     }
 }
@@ -196,6 +221,15 @@ impl Params {
                 return Err(ParamError::Text { param: "stop", index, bytes, max });
             }
         }
+        if let Some(grammar) = &self.grammar {
+            let (param, bytes) = (grammar.param, grammar.source.encoded_len());
+            if bytes > GRAMMAR_BYTES_MAX {
+                return Err(ParamError::GrammarBytes { param, bytes });
+            }
+            if self.ignore_eos {
+                return Err(ParamError::EndlessGrammar { with: param });
+            }
+        }
         if self.stop_tokens.len() > STOP_TOKENS_MAX {
             let count = self.stop_tokens.len();
             return Err(ParamError::TooMany { param: "stop_token_ids", count, max: STOP_TOKENS_MAX });
@@ -208,6 +242,8 @@ impl Params {
             None => None,
             given => Some(whole("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
         };
+        let n = whole("n", self.n, 1, 1, N_MAX)?;
+        let choices = whole("best_of", self.best_of, n, n, N_MAX)?;
         Ok(Plan {
             output_max,
             output_max_given,
@@ -216,8 +252,10 @@ impl Params {
             stop: self.stop,
             stop_tokens,
             ignore_eos: self.ignore_eos,
-            n: whole("n", self.n, 1, 1, N_MAX)? as u32,
+            n: choices as u32,
+            kept: n as u32,
             top_logprobs,
+            grammar: self.grammar,
             deadline: self.deadline,
         })
     }
@@ -419,7 +457,7 @@ mod tests {
     #[test]
     fn every_figure_out_of_range_is_refused_by_its_name() {
         type Change = fn(&mut Params);
-        let table: [(&str, Change); 38] = [
+        let table: [(&str, Change); 40] = [
             ("max_tokens", |p| p.max_tokens = Some(0)),
             ("max_tokens", |p| p.max_tokens = Some(-1)),
             ("max_tokens", |p| p.max_tokens = Some(91)),
@@ -458,6 +496,8 @@ mod tests {
             ("stop_token_ids", |p| p.stop_tokens = vec![-1]),
             ("n", |p| p.n = Some(N_MAX + 1)),
             ("top_logprobs", |p| p.top_logprobs = Some(21)),
+            ("best_of", |p| (p.n, p.best_of) = (Some(3), Some(2))),
+            ("best_of", |p| p.best_of = Some(N_MAX + 1)),
         ];
         for (index, (param, change)) in table.into_iter().enumerate() {
             let error = check(change).expect_err(&format!("case {index}, {param}"));

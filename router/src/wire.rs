@@ -45,6 +45,7 @@ impl Call {
             // 0 means no limit: what is left of a limit is at least 1.
             deadline_ms: time_left.map_or(0, |left| (left.as_millis() as u64).max(1)),
             sampler_state: progress.sampler_state(),
+            grammar: self.plan.grammar.as_ref().map(|grammar| grammar.source.clone()),
             dry_breakers: (!self.dry_breakers.is_empty()).then(|| dry_breakers(&self.dry_breakers)),
         }
     }

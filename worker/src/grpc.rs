@@ -15,11 +15,12 @@ use tonic_health::server::HealthReporter;
 
 use crate::attach::Facts;
 use crate::config::Config;
+use crate::grammars::Grammars;
 use crate::outlet::Item;
 use crate::stats::own_bytes;
 use crate::stepper::Handle;
 use crate::timeline::Stage;
-use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request};
+use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request, source};
 
 /// A piece of the GGUF metadata section.
 const PIECE_BYTES_MAX: usize = 1 << 20;
@@ -30,8 +31,14 @@ pub(crate) struct Serving {
     pub(crate) facts: Facts,
 }
 
+/// What serves, and the grammars of its requests.
+pub(crate) struct Live {
+    serving: Serving,
+    grammars: Grammars,
+}
+
 /// Set once, when the weights are attached.
-pub(crate) type WhenServing = Arc<OnceLock<Serving>>;
+pub(crate) type WhenServing = Arc<OnceLock<Live>>;
 
 #[derive(Clone)]
 pub(crate) struct Service {
@@ -52,12 +59,21 @@ impl Worker for Service {
         &self,
         wire: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let Serving { handle, facts } = self.serving()?;
-        let wire = wire.into_inner();
+        let Live { serving: Serving { handle, facts }, grammars } = self.live()?;
+        let mut wire = wire.into_inner();
         check_fingerprint(&wire.fingerprint, facts)?;
+        let source = wire.grammar.take().map(source).transpose()?;
         let id = handle.next_id();
         tracing::debug!(%id, request = %wire.request_id, tokens = wire.tokens.len(), "generate");
-        let (queued, outputs) = handle.generate(request(wire, id, handle.now())?).await?;
+        let request = request(wire, id, handle.now())?;
+        let constraint = match source {
+            Some(source) => {
+                let prior_output = &request.prompt[request.prompt.len() - request.prior_output..];
+                Some(grammars.compile(source, prior_output.to_vec()).await?)
+            }
+            None => None,
+        };
+        let (queued, outputs) = handle.generate(request, constraint).await?;
         let frames = ReceiverStream::new(outputs).filter_map(async |item| match item {
             Ok(output) => generate_frame(output).map(Ok),
             Err(cut) => Some(Err(cut.into())),
@@ -67,7 +83,7 @@ impl Worker for Service {
     }
 
     async fn score(&self, wire: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
-        let Serving { handle, facts } = self.serving()?;
+        let Serving { handle, facts } = &self.live()?.serving;
         let wire = wire.into_inner();
         check_fingerprint(&wire.fingerprint, facts)?;
         let outputs = handle.score(score_request(wire, handle.next_id(), handle.now())?).await?;
@@ -80,7 +96,7 @@ impl Worker for Service {
         &self,
         _: Request<wire::GetMetadataRequest>,
     ) -> Result<Response<Self::GetMetadataStream>, Status> {
-        let facts = &self.serving()?.facts;
+        let facts = &self.live()?.serving.facts;
         let gguf = facts.gguf.clone();
         let first = metadata_frame::Frame::Description(self.description(facts));
         // Slices of the mapping, not copies.
@@ -94,7 +110,7 @@ impl Worker for Service {
 
     async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
         let own_bytes = own_bytes().map_err(|error| Status::internal(error.to_string()))?;
-        let Some(Serving { handle, facts }) = self.serving.get() else {
+        let Some(Live { serving: Serving { handle, facts }, .. }) = self.serving.get() else {
             return Ok(Response::new(wire::StatsReply { own_bytes, ..Default::default() }));
         };
         let now = handle.snapshot();
@@ -142,7 +158,8 @@ impl Worker for Service {
 impl Service {
     /// Weights are attached: requests are taken from now on.
     pub(crate) async fn begin(&self, serving: Serving) {
-        if self.serving.set(serving).is_ok() {
+        let grammars = Grammars::new(serving.facts.gguf.clone(), self.config.threads);
+        if self.serving.set(Live { serving, grammars }).is_ok() {
             self.health.set_serving::<WorkerServer<Self>>().await;
         }
     }
@@ -151,12 +168,12 @@ impl Service {
     pub(crate) async fn drain_within(&self, grace: Duration) -> usize {
         self.health.set_not_serving::<WorkerServer<Self>>().await;
         match self.serving.get() {
-            Some(serving) => serving.handle.drain(grace).await,
+            Some(live) => live.serving.handle.drain(grace).await,
             None => 0,
         }
     }
 
-    fn serving(&self) -> Result<&Serving, Status> {
+    fn live(&self) -> Result<&Live, Status> {
         self.serving.get().ok_or_else(|| Status::unavailable("the weights are not attached yet"))
     }
 

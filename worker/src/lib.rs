@@ -7,6 +7,7 @@
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
+//! grammars  what requests may draw: compiled first, masks computed beside the steps
 //! wire      messages <-> the engine's own types
 //! vocabulary  whether one model can draft for another
 //! demand    what a worker takes of its device, worked out beforehand
@@ -22,6 +23,7 @@ mod attach;
 mod backend;
 mod config;
 mod demand;
+mod grammars;
 mod grpc;
 mod outlet;
 mod run;

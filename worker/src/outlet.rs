@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use engine::{DRAFT_DEPTH_MAX, Output, SampleError};
+use engine::{ConstraintError, DRAFT_DEPTH_MAX, Output, SampleError};
 use tokio::sync::mpsc;
 
 /// Longest time that a held request may keep its KV blocks from others.
@@ -47,6 +47,8 @@ pub(crate) enum Cut {
     DeviceLost { detail: String },
     #[error("no token can be drawn: {0}")]
     BadLogits(SampleError),
+    #[error("no token can be drawn: {0}")]
+    Grammar(ConstraintError),
 }
 
 pub(crate) type Item = Result<Output, Cut>;

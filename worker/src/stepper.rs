@@ -10,8 +10,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::time::{Duration, Instant};
 
 use engine::{
-    Engine, EngineStats, FinishReason, Output, Queued, RefuseReason, Request, RequestId, ScoreRequest,
-    StepError,
+    Constraint, Engine, EngineStats, FinishReason, Output, Queued, RefuseReason, Request, RequestId,
+    ScoreRequest, StepError,
 };
 use ops::Backend;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -25,8 +25,17 @@ const COMMANDS_MAX: usize = 256;
 const HELD_POLL: Duration = Duration::from_millis(2);
 
 enum Command {
-    Generate { request: Box<Request>, outlet: Outlet, answer: Answer },
-    Score { request: ScoreRequest, outlet: Outlet, answer: Answer },
+    Generate {
+        request: Box<Request>,
+        constraint: Option<Box<dyn Constraint>>,
+        outlet: Outlet,
+        answer: Answer,
+    },
+    Score {
+        request: ScoreRequest,
+        outlet: Outlet,
+        answer: Answer,
+    },
     Drain,
     CutAll,
 }
@@ -79,10 +88,11 @@ impl Handle {
     pub(crate) async fn generate(
         &self,
         request: Request,
+        constraint: Option<Box<dyn Constraint>>,
     ) -> Result<(Queued, mpsc::Receiver<Item>), SubmitError> {
         let (outlet, receiver) = outlet(TOKENS);
         let request = Box::new(request);
-        let queued = self.submit(|answer| Command::Generate { request, outlet, answer }).await?;
+        let queued = self.submit(|answer| Command::Generate { request, constraint, outlet, answer }).await?;
         Ok((queued, receiver))
     }
 
@@ -247,9 +257,9 @@ impl<B: Backend> Stepper<B> {
 
     fn handle(&mut self, command: Command) {
         match command {
-            Command::Generate { request, outlet, answer } => {
+            Command::Generate { request, constraint, outlet, answer } => {
                 let id = request.id;
-                let queued = self.engine.submit(*request);
+                let queued = self.engine.submit_constrained(*request, constraint);
                 self.queued(id, queued, outlet, answer);
             }
             Command::Score { request, outlet, answer } => {
@@ -370,12 +380,15 @@ fn output_id(output: &Output) -> RequestId {
 
 fn last_word(output: Output, reason: FinishReason, failure: Option<&Cut>) -> Item {
     match reason {
-        FinishReason::Stop(_) | FinishReason::Length | FinishReason::Scored => Ok(output),
+        FinishReason::Stop(_) | FinishReason::Complete | FinishReason::Length | FinishReason::Scored => {
+            Ok(output)
+        }
         FinishReason::Deadline => Err(Cut::Deadline),
         FinishReason::Cancelled => Err(Cut::Drained),
         FinishReason::StepFailed => {
             Err(failure.cloned().unwrap_or(Cut::StepFailed { detail: String::new() }))
         }
         FinishReason::BadLogits(error) => Err(Cut::BadLogits(error)),
+        FinishReason::Constraint(error) => Err(Cut::Grammar(error)),
     }
 }

@@ -8,10 +8,14 @@ use engine::{
     SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput,
     Usage,
 };
-use proto::v1 as public;
+use grammar::Source;
+use proto::v1::grammar::Kind;
+use proto::v1::{self as public};
 use proto::worker::v1::{self as wire, generate_frame, score_frame};
 use tonic::Status;
+use tonic::metadata::MetadataValue;
 
+use crate::grammars::GrammarError;
 use crate::outlet::Cut;
 use crate::stepper::SubmitError;
 
@@ -25,6 +29,8 @@ pub(crate) enum FieldError {
     PromptTokens { prompt_tokens: u32, tokens: usize },
     #[error("top_logprobs is {asked}, allowed are 0 to {TOP_LOGPROBS_MAX}")]
     TopLogprobs { asked: u32 },
+    #[error("grammar is empty")]
+    EmptyGrammar,
     #[error("mirostat is {asked}, allowed are 0 to 2")]
     Mirostat { asked: u32 },
     #[error("sampler_state has {bytes} bytes, at most {} are allowed", SamplerState::BYTES_MAX)]
@@ -171,6 +177,7 @@ fn finished(reason: FinishReason, usage: Usage) -> wire::Finished {
             finished.set_reason(public::FinishReason::Stop);
             finished.stop_token = Some(token);
         }
+        FinishReason::Complete => finished.set_reason(public::FinishReason::Stop),
         _ => finished.set_reason(public::FinishReason::Length),
     }
     finished
@@ -217,6 +224,39 @@ impl ScoreFrames {
     }
 }
 
+/// Where a request may be refused for its grammar, this says so: the grammar has other names on other surfaces.
+const FIELD: &str = "ballast-field";
+
+pub(crate) fn source(wire: public::Grammar) -> Result<Source, FieldError> {
+    let lenient = wire.lenient;
+    Ok(match wire.kind.ok_or(FieldError::EmptyGrammar)? {
+        Kind::JsonSchema(schema) => Source::JsonSchema { schema, lenient },
+        Kind::JsonObject(public::JsonObject {}) => {
+            Source::JsonSchema { schema: r#"{"type": "object"}"#.to_owned(), lenient }
+        }
+        Kind::Regex(regex) => Source::Regex(regex),
+        Kind::Lark(lark) => Source::Lark(lark),
+        Kind::Gbnf(gbnf) => Source::Gbnf(gbnf),
+        Kind::Choice(choice) => Source::Choice(choice.words),
+    })
+}
+
+impl From<GrammarError> for Status {
+    fn from(error: GrammarError) -> Self {
+        let message = service::exit::one_line(&error);
+        match error {
+            GrammarError::Refused(_) | GrammarError::PriorOutput(_) => {
+                let mut status = Status::invalid_argument(message);
+                status.metadata_mut().insert(FIELD, MetadataValue::from_static("grammar"));
+                status
+            }
+            GrammarError::Crowded | GrammarError::Late => Status::resource_exhausted(message),
+            GrammarError::Stopped => Status::unavailable(message),
+            GrammarError::Vocabulary { .. } | GrammarError::Thread(_) => Status::internal(message),
+        }
+    }
+}
+
 impl From<FieldError> for Status {
     fn from(error: FieldError) -> Self {
         Status::invalid_argument(error.to_string())
@@ -246,7 +286,7 @@ impl From<Cut> for Status {
             Cut::Deadline => Status::deadline_exceeded(message),
             Cut::Drained | Cut::DeviceLost { .. } => Status::unavailable(message),
             Cut::TooSlow | Cut::Overflow => Status::aborted(message),
-            Cut::StepFailed { .. } | Cut::BadLogits(_) => Status::internal(message),
+            Cut::StepFailed { .. } | Cut::BadLogits(_) | Cut::Grammar(_) => Status::internal(message),
         }
     }
 }

@@ -14,14 +14,15 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("ops", &["quant"]),
     ("models", &["ops", "quant", "gguf"]),
     ("text", &["gguf"]),
+    ("grammar", &["text"]),
     ("engine", &["models", "ops", "prefix"]),
     ("kernels", &["ops", "quant", "memory"]),
     ("weight-server", &["gguf", "quant", "memory", "proto", "service", "kernels"]),
     (
         "worker",
         &[
-            "engine", "models", "ops", "kernels", "memory", "gguf", "quant", "text", "prefix", "proto",
-            "service",
+            "engine", "grammar", "models", "ops", "kernels", "memory", "gguf", "quant", "text", "prefix",
+            "proto", "service",
         ],
     ),
     ("router", &["text", "gguf", "prefix", "proto", "service"]),

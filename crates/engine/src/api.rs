@@ -4,7 +4,7 @@
 //! `Engine::step`, each with the request's id. Every queued request ends with exactly one `Finished`, its last output.
 
 use crate::draft::DraftStats;
-use crate::{SampleError, SamplingParams};
+use crate::{ConstraintError, SampleError, SamplingParams};
 use std::fmt;
 use std::time::Duration;
 
@@ -147,6 +147,8 @@ pub struct TokenOutput {
 pub enum FinishReason {
     /// This stop token was drawn.
     Stop(u32),
+    /// The request's constraint allows nothing more: the output is whole.
+    Complete,
     /// `max_tokens`, the context length or, when `max_tokens` was left open, the KV budget is reached.
     Length,
     /// All positions of a [`ScoreRequest`] are done.
@@ -157,6 +159,8 @@ pub enum FinishReason {
     StepFailed,
     /// The step gave this request logits that no token can be drawn from.
     BadLogits(SampleError),
+    /// The request's constraint could not say what may be drawn.
+    Constraint(ConstraintError),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use crate::scheduler::{Limits, Scheduler, Slot};
 use crate::sequence::Kind;
 use crate::task::{Drawn, Row, Task, Work};
 use crate::validate::Capacity;
-use crate::{Queued, RefuseReason};
+use crate::{Constraint, Queued, RefuseReason};
 use models::Model;
 use ops::{Backend, KvLayout, NO_BEST, OpError};
 use prefix::Scope;
@@ -147,10 +147,19 @@ impl<B: Backend> Engine<B> {
 
     /// Checks and queues a request. An error leaves no trace of it.
     pub fn submit(&mut self, request: Request) -> Result<Queued, RefuseReason> {
+        self.submit_constrained(request, None)
+    }
+
+    /// As `submit`; only what `constraint` allows is drawn. It has accepted the request's prior output.
+    pub fn submit_constrained(
+        &mut self,
+        request: Request,
+        constraint: Option<Box<dyn Constraint>>,
+    ) -> Result<Queued, RefuseReason> {
         let checked =
             self.capacity.check(&request).and_then(|checked| self.check_room(request.id).map(|()| checked));
         let (tokens_max, history) = self.count_refusal(checked)?;
-        let task = Task::generate(&request, history, tokens_max);
+        let task = Task::generate(&request, history, constraint, tokens_max);
         Ok(self.queue(task, Kind::Generate, request.priority, request.prompt, tokens_max, &request.scope))
     }
 

@@ -15,6 +15,7 @@
 mod api;
 mod batch;
 mod config;
+mod constraint;
 pub mod draft;
 mod engine;
 mod params;
@@ -31,6 +32,7 @@ pub use api::{
     StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
 pub use config::{ConfigError, EngineConfig, KvBudget};
+pub use constraint::{Allowed, Constraint, ConstraintError};
 pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};
 pub use params::{Dry, DryBreakers, Mirostat, MirostatVersion, ParamError, SamplingParams};

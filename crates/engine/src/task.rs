@@ -1,8 +1,9 @@
 //! One live request as the engine sees it: what to do with a row of logits, and when it ends.
 
 use crate::api::{FinishReason, Output, Request, RequestId, ScoreKind, StopConditions, TokenOutput, Usage};
+use crate::constraint::leaves_any;
 use crate::sampler::{Draw, History, LogProbs, SampleError, Sampler};
-use crate::{SamplingParams, ScoreRequest};
+use crate::{Allowed, Constraint, SamplingParams, ScoreRequest};
 use std::time::Duration;
 
 pub(crate) struct Task {
@@ -23,6 +24,7 @@ pub(crate) struct Generation {
     logprobs: Option<u8>,
     choice: u32,
     history: History,
+    constraint: Option<Box<dyn Constraint>>,
     /// Length of the whole sequence at which it ends.
     tokens_max: usize,
 }
@@ -50,7 +52,12 @@ pub(crate) enum Drawn {
 
 impl Task {
     /// `history` is that of the request's prompt and prior output.
-    pub(crate) fn generate(request: &Request, history: History, tokens_max: usize) -> Self {
+    pub(crate) fn generate(
+        request: &Request,
+        history: History,
+        constraint: Option<Box<dyn Constraint>>,
+        tokens_max: usize,
+    ) -> Self {
         let prompt_tokens = request.prompt.len() - request.prior_output;
         let generation = Generation {
             sampling: request.sampling.clone(),
@@ -58,6 +65,7 @@ impl Task {
             logprobs: request.logprobs,
             choice: request.choice,
             history,
+            constraint,
             tokens_max,
         };
         let usage = Usage { prompt_tokens, output_tokens: request.prior_output, cached_tokens: 0 };
@@ -66,7 +74,8 @@ impl Task {
 
     /// Whether rows of drafted tokens may stand behind its last one.
     pub(crate) fn may_draft(&self) -> bool {
-        matches!(self.work, Work::Generate(_))
+        // Masks along a draft would have to be computed one after the other, with nothing to hide them behind.
+        matches!(&self.work, Work::Generate(generation) if generation.constraint.is_none())
     }
 
     /// Whether the highest logit of a row decides everything about it.
@@ -90,6 +99,7 @@ impl Generation {
             && self.sampling.logit_bias.is_empty()
             && self.history.is_plain()
             && self.logprobs.is_none()
+            && self.constraint.is_none()
             && !self.is_early(usage)
     }
 
@@ -109,13 +119,16 @@ impl Generation {
         sampler: &mut Sampler,
         out: &mut Vec<Output>,
     ) -> Result<Drawn, SampleError> {
-        let draw = Draw {
-            params: &self.sampling,
-            choice: self.choice,
-            position,
-            ruled_out: if self.is_early(usage) { &self.stop.stop_tokens } else { &[] },
-            allowed: None,
+        let early = self.is_early(usage);
+        let ruled_out: &[u32] = if early { &self.stop.stop_tokens } else { &[] };
+        let allowed = match self.constraint.as_mut().map(|constraint| constraint.allowed()) {
+            None => None,
+            // The end of the grammar comes before `min_tokens`: there is nothing else to draw.
+            Some(Ok(Allowed::Tokens(allowed))) if leaves_any(allowed, ruled_out) => Some(allowed),
+            Some(Ok(_)) => return Ok(Drawn::Finished(FinishReason::Complete)),
+            Some(Err(error)) => return Ok(Drawn::Finished(FinishReason::Constraint(error))),
         };
+        let draw = Draw { params: &self.sampling, choice: self.choice, position, ruled_out, allowed };
         let token = match row {
             Row::Logits(logits) => sampler.sample(logits, &draw, &mut self.history)?,
             Row::Best(token) => token,
@@ -133,6 +146,9 @@ impl Generation {
         let sampler_state = self.history.state();
         out.push(Output::Token(TokenOutput { id, token, position, logprob, top, sampler_state }));
         usage.output_tokens += 1;
+        if let Some(constraint) = &mut self.constraint {
+            constraint.accept(token);
+        }
         Ok(if position + 1 == self.tokens_max {
             Drawn::Finished(FinishReason::Length)
         } else {

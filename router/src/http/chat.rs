@@ -83,6 +83,7 @@ pub(crate) async fn post(
         shape,
         choices: job.choices(),
         n: job.plan().n as usize,
+        kept: job.plan().kept as usize,
         prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
     }
     .respond()

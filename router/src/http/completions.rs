@@ -17,13 +17,14 @@ use crate::params::{ParamError, token_ids};
 /// What OpenAI's API takes where the client names no figure.
 const MAX_TOKENS_DEFAULT: i64 = 16;
 
-const FIELDS: [&str; 4] = ["prompt", "echo", "logprobs", "add_special_tokens"];
+const FIELDS: [&str; 5] = ["prompt", "echo", "logprobs", "best_of", "add_special_tokens"];
 
 #[derive(Debug, Deserialize)]
 struct Fields {
     prompt: Prompt,
     echo: Option<bool>,
     logprobs: Option<i64>,
+    best_of: Option<i64>,
     add_special_tokens: Option<bool>,
 }
 
@@ -51,6 +52,16 @@ pub(crate) async fn post(
     let mut params = sampling.params()?;
     params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
     params.top_logprobs = own.logprobs;
+    params.best_of = own.best_of;
+    let chosen = own.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
+    if chosen && shape.stream {
+        let message = "`best_of` above `n` cannot be streamed: the best are known at the end";
+        return Err(ApiError::invalid(Some("best_of"), message));
+    }
+    if chosen {
+        // They are chosen by their log probabilities.
+        params.top_logprobs.get_or_insert(0);
+    }
     let echo = own.echo.unwrap_or(false);
     if echo && own.logprobs.is_some() {
         return Err(ApiError::invalid(Some("echo"), "`echo` together with `logprobs` is not supported"));
@@ -67,8 +78,8 @@ pub(crate) async fn post(
     let surface = Completion {
         id: format!("cmpl-{}", stamp.request_id),
         created: stamp.created,
-        n: job.plan().n as usize,
-        with_logprobs: job.plan().top_logprobs.is_some(),
+        n: job.plan().kept as usize,
+        with_logprobs: own.logprobs.is_some(),
         token_ids: shape.return_token_ids.then(|| job.prompts().map(<[u32]>::to_vec).collect()),
         text_offsets: vec![0; job.choices()],
         echoes,
@@ -80,6 +91,7 @@ pub(crate) async fn post(
         shape,
         choices: job.choices(),
         n: job.plan().n as usize,
+        kept: job.plan().kept as usize,
         prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
     }
     .respond()

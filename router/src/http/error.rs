@@ -126,6 +126,7 @@ impl From<Refusal> for ApiError {
                 message,
             },
             Refusal::Invalid { .. } => Self::invalid(None, message),
+            Refusal::Grammar { param, .. } => Self::invalid(Some(param), message),
             Refusal::Deadline => Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message),
             Refusal::Failed { .. } => Self::server(StatusCode::BAD_GATEWAY, "worker_failed", message),
         }

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::structure::{STRUCTURE_FIELDS, StructureFields};
 use crate::params::Params;
 
 /// Fields that change nothing in the output; accepted and not looked at.
@@ -69,31 +70,33 @@ fn no_tool_choice(value: &Value) -> bool {
     matches!(value.as_str(), Some("none" | "auto"))
 }
 
-fn plain_text(value: &Value) -> bool {
-    value.get("type").and_then(Value::as_str) == Some("text")
+/// Which engine compiles grammars is not the client's choice here, nor does it change what they mean.
+fn text_of_any_length(value: &Value) -> bool {
+    value.is_string()
 }
 
 fn text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSERVED: [Unserved; 37] = [
-    unserved("best_of", is_one),
+const UNSERVED: [Unserved; 32] = [
     unserved("suffix", empty),
     unserved("tools", empty),
     unserved("tool_choice", no_tool_choice),
     unserved("functions", empty),
     unserved("function_call", no_tool_choice),
-    unserved("response_format", plain_text),
     unserved("modalities", text_only),
     unserved("audio", never),
     unserved("prediction", never),
     unserved("web_search_options", never),
     unserved("reasoning_effort", never),
     unserved("verbosity", never),
+    // Of completions only.
+    unserved("best_of", is_one),
     unserved("use_beam_search", is_false),
     unserved("length_penalty", is_one),
     unserved("early_stopping", is_false),
+    unserved("guided_decoding_backend", text_of_any_length),
     unserved("include_stop_str_in_output", is_false),
     unserved("skip_special_tokens", is_true),
     unserved("spaces_between_special_tokens", is_true),
@@ -106,11 +109,6 @@ const UNSERVED: [Unserved; 37] = [
     unserved("add_special_tokens", is_false),
     unserved("chat_template", never),
     unserved("continue_final_message", is_false),
-    unserved("structured_outputs", never),
-    unserved("guided_json", never),
-    unserved("guided_regex", never),
-    unserved("guided_choice", never),
-    unserved("guided_grammar", never),
     unserved("priority", is_zero),
     unserved("cache_salt", never),
     unserved("kv_transfer_params", never),
@@ -151,6 +149,8 @@ pub(crate) struct SamplingFields {
     stop_token_ids: Option<Vec<i64>>,
     ignore_eos: Option<bool>,
     n: Option<i64>,
+    #[serde(skip)]
+    structure: StructureFields,
 }
 
 const SAMPLING_FIELDS: [&str; 29] = [
@@ -272,6 +272,8 @@ impl SamplingFields {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             n: self.n,
             top_logprobs: None,
+            grammar: self.structure.grammar()?,
+            best_of: None,
             deadline: None,
         })
     }
@@ -310,14 +312,16 @@ pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Bod
     fields.retain(|_, value| !value.is_null());
     for (name, value) in &fields {
         let name = name.as_str();
-        let served =
-            own.contains(&name) || SAMPLING_FIELDS.contains(&name) || RESPONSE_FIELDS.contains(&name);
+        let served = [own, &SAMPLING_FIELDS, &STRUCTURE_FIELDS, &RESPONSE_FIELDS]
+            .iter()
+            .any(|served| served.contains(&name));
         if !served && !HARMLESS.contains(&name) {
             check_unserved(name, value)?;
         }
     }
     let fields = Value::Object(fields);
-    Ok(Body { own: typed(&fields)?, sampling: typed(&fields)?, response: typed(&fields)? })
+    let sampling = SamplingFields { structure: typed(&fields)?, ..typed(&fields)? };
+    Ok(Body { own: typed(&fields)?, sampling, response: typed(&fields)? })
 }
 
 fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {

@@ -6,6 +6,7 @@ mod error;
 mod fields;
 mod request;
 mod response;
+mod structure;
 
 use axum::extract::{Path, State};
 use axum::http::{Method, Uri, header};

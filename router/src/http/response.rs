@@ -45,6 +45,8 @@ pub(crate) struct Answer<S> {
     pub(crate) choices: usize,
     /// Choices of one prompt.
     pub(crate) n: usize,
+    /// How many of them the client gets: the most probable.
+    pub(crate) kept: usize,
     pub(crate) prompt_tokens: usize,
 }
 
@@ -70,6 +72,28 @@ impl Usage {
             "total_tokens": prompt_tokens as u64 + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         })
+    }
+}
+
+/// Of each prompt's `n` choices the `kept` of the highest log probability per token, the best first; all, in their
+/// order, where all are kept.
+fn most_probable(ended: Vec<(Piece, Finish)>, n: usize, kept: usize) -> Vec<(Piece, Finish)> {
+    if kept >= n {
+        return ended;
+    }
+    let mean = |piece: &Piece| {
+        let sum: f64 = piece.logprobs.iter().map(|token| f64::from(token.logprob)).sum();
+        sum / piece.logprobs.len().max(1) as f64
+    };
+    let mut chosen = Vec::with_capacity(ended.len() / n * kept);
+    let mut ended = ended.into_iter();
+    loop {
+        let mut of_prompt: Vec<_> = ended.by_ref().take(n).collect();
+        if of_prompt.is_empty() {
+            return chosen;
+        }
+        of_prompt.sort_by(|(a, _), (b, _)| mean(b).total_cmp(&mean(a)));
+        chosen.extend(of_prompt.into_iter().take(kept));
     }
 }
 
@@ -115,9 +139,13 @@ impl<S: Surface> Answer<S> {
                 }
             }
         }
-        let mut choices = Vec::with_capacity(self.choices);
+        let mut ended = Vec::with_capacity(self.choices);
         for (piece, finish) in pieces.into_iter().zip(finishes) {
-            let finish = finish.ok_or_else(|| ApiError::not_ready("the router is stopping"))?;
+            ended.push((piece, finish.ok_or_else(|| ApiError::not_ready("the router is stopping"))?));
+        }
+        let mut choices = Vec::with_capacity(self.choices);
+        for (index, (mut piece, finish)) in (0..).zip(most_probable(ended, self.n, self.kept)) {
+            piece.choice = index;
             choices.push(self.surface.whole(piece, &finish));
         }
         let mut body = self.surface.envelope(choices, false);
@@ -242,4 +270,33 @@ fn event(out: &mut Vec<u8>, value: &Value) {
     out.extend_from_slice(b"data: ");
     out.extend_from_slice(value.to_string().as_bytes());
     out.extend_from_slice(b"\n\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Logprob;
+
+    #[test]
+    fn the_best_of_each_prompt_are_the_most_probable_per_token() {
+        let choice = |choice: u32, logprobs: &[f32]| {
+            let logprobs: Vec<Logprob> =
+                logprobs.iter().map(|&logprob| Logprob { logprob, top: vec![] }).collect();
+            (Piece { choice, tokens: vec![], text: String::new(), logprobs }, Finish::Length)
+        };
+        let ended = vec![
+            choice(0, &[-3.0]),
+            choice(1, &[-1.0, -1.0, -1.0, -1.0]),
+            choice(2, &[-2.0, -1.5]),
+            choice(3, &[-0.1]),
+            choice(4, &[-0.5]),
+            choice(5, &[-0.3]),
+        ];
+        let chosen = |kept| -> Vec<u32> {
+            most_probable(ended.clone(), 3, kept).iter().map(|(piece, _)| piece.choice).collect()
+        };
+        assert_eq!(chosen(1), [1, 3]);
+        assert_eq!(chosen(2), [1, 2, 3, 5]);
+        assert_eq!(chosen(3), [0, 1, 2, 3, 4, 5]);
+    }
 }

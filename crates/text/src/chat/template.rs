@@ -12,6 +12,10 @@ use super::{functions, json};
 /// Longest template source; the longest known are near 30 KiB.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// Instructions of one rendering. Real templates take some hundreds for each message.
+///
+/// This bounds time and the number of values, not their size: a template that doubles a string forty times is far below
+/// it and asks for a terabyte. minijinja has no bound on memory and no hook for one, so a template is as trusted as the
+/// model whose weights it comes with; clients send values for it, never templates.
 const MAX_INSTRUCTIONS: u64 = 20_000_000;
 /// Longest prompt; as long as a tokenizer takes.
 const MAX_OUTPUT_BYTES: usize = crate::MAX_INPUT_BYTES;

@@ -1,0 +1,51 @@
+//! What a request may draw, decided outside the engine: a grammar's masks. The engine asks before each draw of the request
+//! and tells each drawn token; preemption, batch and company change nothing in that sequence.
+
+/// One request's output so far, as its grammar sees it. Prior output was accepted before the engine got it.
+pub trait Constraint: Send {
+    /// What may be drawn next. May wait, within a bound of its own, for what the last `accept` began.
+    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError>;
+    /// The token was drawn and reported. Must not wait: the next mask is computed beside the next step.
+    fn accept(&mut self, token: u32);
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allowed<'a> {
+    /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn.
+    Tokens(&'a [u32]),
+    /// The output is whole.
+    Nothing,
+}
+
+/// Why nobody can say what may be drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConstraintError {
+    #[error("the grammar is too complex: its bounds on states or work for a token are reached")]
+    TooComplex,
+    #[error("the grammar allows no token of this vocabulary here")]
+    DeadEnd,
+    #[error("the mask of the next token was not computed in time")]
+    Late,
+}
+
+/// Whether any token that is not `ruled_out` may be drawn.
+pub(crate) fn leaves_any(allowed: &[u32], ruled_out: &[u32]) -> bool {
+    allowed.iter().enumerate().any(|(word, &bits)| {
+        let here = ruled_out.iter().filter(|&&token| token as usize / 32 == word);
+        here.fold(bits, |bits, token| bits & !(1 << (token % 32))) != 0
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ruled_out_tokens_do_not_count() {
+        assert!(leaves_any(&[0b1010], &[1]));
+        assert!(!leaves_any(&[0b1010], &[1, 3]));
+        assert!(leaves_any(&[0b1010, 1], &[1, 3, 64]));
+        assert!(!leaves_any(&[0, 2], &[33]));
+        assert!(!leaves_any(&[], &[]));
+    }
+}

@@ -1,0 +1,23 @@
+//! Structured output: which tokens a JSON schema, a regular expression or a grammar allows next.
+//!
+//! ```text
+//! text::Tokenizer --> Vocabulary --+
+//!                                  +--> Grammar --matcher--> Matcher --allowed--> one bit for each token
+//! Source (schema, regex, ...) -----+                             <----accept---- the token that was drawn
+//! ```
+//!
+//! Everything here is a plain value; whoever serves requests decides on which thread it works. Sources come from clients:
+//! length, nesting, states and work for each token are bounded by named constants, and what is refused is refused with
+//! what was wrong, before a token is drawn. The engine underneath is llguidance.
+
+#![forbid(unsafe_code)]
+
+mod gbnf;
+mod matcher;
+mod source;
+mod vocabulary;
+
+pub use gbnf::GbnfError;
+pub use matcher::{Grammar, MatchError, Matcher, Next};
+pub use source::{CompileError, NESTING_MAX, SOURCE_BYTES_MAX, Source};
+pub use vocabulary::{Vocabulary, VocabularyError};

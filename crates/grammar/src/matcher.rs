@@ -1,0 +1,110 @@
+//! A compiled grammar, and how far one output has come in it.
+
+use llguidance::api::StopReason;
+
+use crate::source::{CompileError, Source};
+use crate::vocabulary::Vocabulary;
+
+/// Characters of a compiler's message that a client is shown.
+const REASON_CHARS_MAX: usize = 400;
+
+/// A grammar at its beginning.
+pub struct Grammar {
+    start: llguidance::Matcher,
+}
+
+/// The state of one output.
+pub struct Matcher {
+    inner: llguidance::Matcher,
+}
+
+/// What may follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// The tokens of the mask; among them those that end the generation, where the grammar may end.
+    Tokens,
+    /// Nothing: the output is whole.
+    End,
+}
+
+/// Why a matcher cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MatchError {
+    #[error("the grammar does not allow token {token}")]
+    Token { token: u32 },
+    #[error("the grammar is too complex: its bounds on states or work for a token are reached")]
+    TooComplex,
+    #[error("the grammar allows no token of this vocabulary here")]
+    DeadEnd,
+}
+
+impl Grammar {
+    /// Takes stack in proportion to the source's nesting: some MiB at its bounds.
+    pub fn compile(source: &Source, vocabulary: &Vocabulary) -> Result<Self, CompileError> {
+        let parser = vocabulary.factory.create_parser(source.checked()?).map_err(|error| refused(&error))?;
+        let start = llguidance::Matcher::new(Ok(parser));
+        let grammar = Self { start };
+        match grammar.matcher().allowed(&mut Vec::new()) {
+            Ok(_) => Ok(grammar),
+            Err(MatchError::TooComplex) => {
+                Err(CompileError::Refused { reason: MatchError::TooComplex.to_string() })
+            }
+            Err(_) => Err(CompileError::NothingMatches),
+        }
+    }
+
+    /// Independent of all others, so that what one output needs does not depend on another.
+    pub fn matcher(&self) -> Matcher {
+        Matcher { inner: self.start.deep_clone() }
+    }
+}
+
+impl Matcher {
+    /// Fills `mask`: bit `t % 32` of word `t / 32` says whether token `t` may follow.
+    pub fn allowed(&mut self, mask: &mut Vec<u32>) -> Result<Next, MatchError> {
+        mask.clear();
+        if self.inner.is_stopped() {
+            return self.stopped();
+        }
+        match self.inner.compute_mask() {
+            Ok(tokens) => {
+                mask.extend_from_slice(tokens.as_slice());
+                Ok(Next::Tokens)
+            }
+            Err(_) => Err(self.stopped().err().unwrap_or(MatchError::DeadEnd)),
+        }
+    }
+
+    /// The token was drawn.
+    pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
+        if self.inner.consume_token(token).is_ok() {
+            return Ok(());
+        }
+        match self.stopped() {
+            Err(MatchError::TooComplex) => Err(MatchError::TooComplex),
+            _ => Err(MatchError::Token { token }),
+        }
+    }
+
+    fn stopped(&self) -> Result<Next, MatchError> {
+        match self.inner.stop_reason() {
+            StopReason::EndOfSentence | StopReason::NoExtension => Ok(Next::End),
+            StopReason::LexerTooComplex | StopReason::ParserTooComplex => Err(MatchError::TooComplex),
+            _ => Err(MatchError::DeadEnd),
+        }
+    }
+}
+
+/// One line of what the compiler says: it quotes the source at length.
+fn refused(error: &dyn std::fmt::Display) -> CompileError {
+    let text = error.to_string();
+    let text = text.split("<backtrace>").next().unwrap_or_default();
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    CompileError::Refused { reason: lines.join("; ").chars().take(REASON_CHARS_MAX).collect() }
+}
+
+const _: fn() = || {
+    fn moves_between_threads<T: Send>() {}
+    moves_between_threads::<Matcher>();
+    moves_between_threads::<Grammar>();
+};

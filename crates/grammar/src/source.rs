@@ -1,0 +1,130 @@
+//! What a client may write a grammar in, and the checks before it is compiled.
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::regex_to_lark;
+use serde_json::{Value, json};
+
+use crate::gbnf::{self, GbnfError};
+
+/// Longest source. Real schemas have some kilobytes.
+pub const SOURCE_BYTES_MAX: usize = 256 << 10;
+/// Deepest nesting of brackets; bounds the stack that compiling takes. (JSON is bounded by its parser, at 128.)
+pub const NESTING_MAX: usize = 100;
+/// Rules, which may refer to each other in a chain: bounds the same stack.
+const RULES_MAX: usize = 4_000;
+/// Between the tokens of JSON, as llama.cpp has it: a model that likes blanks comes to an end.
+const JSON_WHITESPACE: &str = r"([ ]|\r?\n{1,2}[ \t]{0,20})";
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// `lenient`: keywords that cannot be enforced are ignored, instead of refused.
+    JsonSchema { schema: String, lenient: bool },
+    /// Rust's syntax, with `\d`, `\w` and `\s` of ASCII; the whole output must match.
+    Regex(String),
+    /// llguidance's dialect; begins at the rule `start`.
+    Lark(String),
+    /// llama.cpp's; begins at the rule `root`.
+    Gbnf(String),
+    /// The output is one of these.
+    Choice(Vec<String>),
+}
+
+/// Why a source gives no grammar.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileError {
+    #[error("it has {bytes} bytes, allowed are at most {SOURCE_BYTES_MAX}")]
+    TooLong { bytes: usize },
+    #[error("its brackets are nested deeper than {NESTING_MAX}")]
+    TooDeep,
+    #[error("it has more than {RULES_MAX} rules")]
+    TooManyRules,
+    #[error("it is empty")]
+    Empty,
+    #[error("it is not JSON: {0}")]
+    NotJson(#[from] serde_json::Error),
+    #[error("a schema is an object or a boolean")]
+    NotASchema,
+    #[error(transparent)]
+    Gbnf(#[from] GbnfError),
+    #[error("{reason}")]
+    Refused { reason: String },
+    #[error("no text of this vocabulary matches it")]
+    NothingMatches,
+}
+
+impl Source {
+    pub(crate) fn checked(&self) -> Result<TopLevelGrammar, CompileError> {
+        let bytes = match self {
+            Self::JsonSchema { schema: text, .. }
+            | Self::Regex(text)
+            | Self::Lark(text)
+            | Self::Gbnf(text) => text.len(),
+            Self::Choice(choices) => choices.iter().map(String::len).sum(),
+        };
+        if bytes > SOURCE_BYTES_MAX {
+            return Err(CompileError::TooLong { bytes });
+        }
+        match self {
+            Self::JsonSchema { schema, lenient } => {
+                let mut schema: Value = serde_json::from_str(schema)?;
+                if schema == Value::Bool(true) {
+                    schema = json!({});
+                }
+                match &mut schema {
+                    Value::Object(keys) => {
+                        let options = json!({"whitespace_pattern": JSON_WHITESPACE, "lenient": lenient});
+                        keys.insert("x-guidance".to_owned(), options);
+                    }
+                    Value::Bool(_) => return Err(CompileError::NothingMatches),
+                    _ => return Err(CompileError::NotASchema),
+                }
+                Ok(TopLevelGrammar::from_json_schema(schema))
+            }
+            Self::Regex(regex) => {
+                check_nesting(regex)?;
+                if regex.is_empty() {
+                    return Err(CompileError::Empty);
+                }
+                Ok(TopLevelGrammar::from_lark(format!("start: /{}/", regex_to_lark(regex, "dws"))))
+            }
+            Self::Lark(lark) => {
+                check_nesting(lark)?;
+                if lark.lines().filter(|line| line.contains(':')).count() > RULES_MAX {
+                    return Err(CompileError::TooManyRules);
+                }
+                Ok(TopLevelGrammar::from_lark(lark.clone()))
+            }
+            Self::Gbnf(gbnf) => {
+                check_nesting(gbnf)?;
+                let grammar = gbnf::Gbnf::parse(gbnf)?;
+                if grammar.rules() > RULES_MAX {
+                    return Err(CompileError::TooManyRules);
+                }
+                Ok(TopLevelGrammar::from_lark(grammar.to_lark()))
+            }
+            Self::Choice(choices) => {
+                if choices.is_empty() {
+                    return Err(CompileError::Empty);
+                }
+                let choices: Vec<String> = choices.iter().map(|choice| gbnf::quoted(choice)).collect();
+                Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
+            }
+        }
+    }
+}
+
+/// Brackets in strings count too: no use has that many.
+fn check_nesting(text: &str) -> Result<(), CompileError> {
+    let mut depth = 0_usize;
+    for byte in text.bytes() {
+        match byte {
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > NESTING_MAX {
+            return Err(CompileError::TooDeep);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,75 @@
+//! A model's tokens in the form that masks are computed over. Built once for a model; takes some tens of milliseconds
+//! and some 15 MB for 150,000 tokens.
+
+use std::sync::Arc;
+
+use llguidance::ParserFactory;
+use llguidance::api::ParserLimits;
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{
+    ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie,
+};
+use text::{TokenKind, Tokenizer};
+
+/// A byte that no text has, before the name of a token that is no text.
+const SPECIAL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
+/// Longer tokens (runs of blanks, in some vocabularies) are never allowed: the trie is no deeper.
+const TOKEN_BYTES_MAX: usize = 200;
+
+/// Work and memory of one matcher. A mask takes some 50 us on average, and at most about 20 ms with these.
+const LIMITS: ParserLimits = ParserLimits {
+    max_items_in_row: 2_000,
+    initial_lexer_fuel: 1_000_000,
+    step_lexer_fuel: 200_000,
+    step_max_items: 50_000,
+    // Of 1 to 2 kB each: what a hostile grammar can make a request hold is 20 MB.
+    max_lexer_states: 10_000,
+    max_grammar_size: 200_000,
+    precompute_large_lexemes: false,
+    verbose_errors: false,
+};
+
+pub struct Vocabulary {
+    pub(crate) factory: ParserFactory,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum VocabularyError {
+    #[error("the vocabulary cannot be made ready for grammars: {reason}")]
+    Unfit { reason: String },
+}
+
+impl Vocabulary {
+    pub fn new(tokenizer: &Tokenizer) -> Result<Self, VocabularyError> {
+        let words: Vec<Vec<u8>> = (0..tokenizer.len() as u32).map(|id| word(tokenizer, id)).collect();
+        let ends = tokenizer.end_of_generation();
+        let first = ends.first().copied().unwrap_or(INVALID_TOKEN);
+        let mut trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, first), &words);
+        if !ends.is_empty() {
+            trie = trie.with_eos_tokens(ends);
+        }
+        let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let slices = SlicedBiasComputer::general_slices();
+        let mut factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &slices)
+            .map_err(|error| VocabularyError::Unfit { reason: error.to_string() })?;
+        factory.quiet();
+        *factory.limits_mut() = LIMITS;
+        Ok(Self { factory })
+    }
+}
+
+/// What a token adds to the text, as the detokenizer shows it: control tokens add nothing and can only be named.
+fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
+    let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+    match tokenizer.kind(id) {
+        _ if bytes.is_empty() || bytes.len() > TOKEN_BYTES_MAX => Vec::new(),
+        Some(TokenKind::Normal | TokenKind::UserDefined | TokenKind::Byte) => bytes.to_vec(),
+        Some(TokenKind::Control | TokenKind::Unknown) => [&[SPECIAL], bytes].concat(),
+        Some(TokenKind::Unused) | None => Vec::new(),
+    }
+}
+
+const _: fn() = || {
+    fn moves_between_threads<T: Send>() {}
+    moves_between_threads::<Vocabulary>();
+};

@@ -1,0 +1,112 @@
+//! Structured output and samplers through a whole fleet: what a client asks for is what it gets, whatever the model says.
+
+use crate::harness::http::Http;
+use crate::harness::{Fleet, demo_7m};
+use serde_json::{Value, json};
+
+fn text(answer: &Value, choice: usize) -> &str {
+    assert_eq!(answer["choices"][choice]["finish_reason"], "stop", "{answer}");
+    answer["choices"][choice]["text"].as_str().unwrap()
+}
+
+#[test]
+fn output_is_what_the_grammar_says() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let http = Http::of(&fleet);
+    let ask = |more: Value| {
+        let mut body = json!({"prompt": "def answer():\n    return ", "max_tokens": 200, "seed": 4});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let schema = json!({
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "kind": {"enum": ["function", "class"]},
+            "line": {"type": "integer", "minimum": 1, "maximum": 999},
+        },
+        "required": ["name", "kind", "line"],
+        "additionalProperties": false,
+    });
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "symbol", "schema": schema, "strict": true}});
+    let body = ask(json!({"response_format": format, "n": 3, "temperature": 1.2}));
+    let answer = http.post_json("/v1/completions", &body);
+    for choice in 0..3 {
+        let value: Value = serde_json::from_str(text(&answer, choice)).unwrap();
+        assert!(value["name"].as_str().unwrap().chars().count() <= 12, "{value}");
+        assert!(["function", "class"].contains(&value["kind"].as_str().unwrap()), "{value}");
+        assert!((1..=999).contains(&value["line"].as_i64().unwrap()), "{value}");
+        assert_eq!(value.as_object().unwrap().len(), 3, "{value}");
+    }
+    assert_eq!(answer["choices"], http.post_json("/v1/completions", &body)["choices"], "the same again");
+    let mut streamed = body.clone();
+    streamed["stream"] = json!(true);
+    let events = http.post_stream("/v1/completions", &streamed);
+    let pieces = events.iter().filter(|event| event["choices"][0]["index"] == 1);
+    let pieces: String = pieces.filter_map(|event| event["choices"][0]["text"].as_str()).collect();
+    assert_eq!(pieces, text(&answer, 1));
+
+    let choice = http.post_json("/v1/completions", &ask(json!({"guided_choice": ["yes", "no"]})));
+    assert!(["yes", "no"].contains(&text(&choice, 0)));
+    let regex =
+        http.post_json("/v1/completions", &ask(json!({"structured_outputs": {"regex": "[A-F]{4}-\\d{2}"}})));
+    assert_eq!(text(&regex, 0).len(), 7);
+    let gbnf = http.post_json("/v1/completions", &ask(json!({"grammar": "root ::= \"<\" [a-z]{1,9} \">\""})));
+    assert!(text(&gbnf, 0).starts_with('<') && text(&gbnf, 0).ends_with('>'));
+
+    for (more, param, word) in [
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}}),
+            "response_format",
+            "strin",
+        ),
+        (json!({"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}), "guided_json", "minimum"),
+        (json!({"guided_regex": "("}), "guided_regex", "regex"),
+        (json!({"grammar": "root ::= item"}), "grammar", "item"),
+        (json!({"grammar": "root ::= \"a\"", "ignore_eos": true}), "ignore_eos", "grammar"),
+        (json!({"guided_regex": "a", "guided_choice": ["a"]}), "guided_choice", "together"),
+    ] {
+        let (status, answer) = http.post("/v1/completions", &ask(more.clone()));
+        let error: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!((status, error["error"]["param"].as_str()), (400, Some(param)), "{more}: {answer}");
+        assert!(error["error"]["message"].as_str().unwrap().contains(word), "{more}: {answer}");
+    }
+    fleet.stop();
+}
+
+#[test]
+fn samplers_of_all_kinds_are_served_and_repeatable() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "2"]);
+    let http = Http::of(&fleet);
+    for more in [
+        json!({"dynatemp_range": 0.5, "typical_p": 0.9, "top_n_sigma": 2.0}),
+        json!({"xtc_probability": 0.5, "xtc_threshold": 0.1}),
+        json!({"dry_multiplier": 0.8, "dry_allowed_length": 2, "dry_sequence_breakers": ["\n", "def"]}),
+        json!({"mirostat": 1, "mirostat_tau": 3.0}),
+        json!({"mirostat": 2, "mirostat_eta": 0.3}),
+    ] {
+        let mut body = json!({"prompt": "import ", "max_tokens": 24, "seed": 3});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let first = http.post_json("/v1/completions", &body);
+        assert_eq!(first["choices"], http.post_json("/v1/completions", &body)["choices"], "{more}");
+    }
+    // A repetition that greedy falls into, and DRY breaks.
+    let looping = json!({"prompt": "x = 1\nx = 1\nx = 1\nx = 1\n", "max_tokens": 40, "temperature": 0});
+    let mut dry = looping.clone();
+    dry["dry_multiplier"] = json!(5.0);
+    dry["dry_sequence_breakers"] = json!([]);
+    let of = |body: &Value| http.post_json("/v1/completions", body)["choices"][0]["text"].clone();
+    assert_ne!(of(&looping), of(&dry));
+
+    let best = json!({"prompt": "def f(", "max_tokens": 8, "seed": 5, "best_of": 6, "n": 2, "logprobs": 0});
+    let best = http.post_json("/v1/completions", &best);
+    assert_eq!(best["choices"].as_array().unwrap().len(), 2);
+    let mean = |choice: usize| {
+        let logprobs = best["choices"][choice]["logprobs"]["token_logprobs"].as_array().unwrap();
+        logprobs.iter().map(|logprob| logprob.as_f64().unwrap()).sum::<f64>() / logprobs.len() as f64
+    };
+    assert!(mean(0) >= mean(1), "the best comes first");
+    assert!(best["usage"]["completion_tokens"].as_u64().unwrap() > 16, "all six are counted");
+    fleet.stop();
+}
