@@ -62,7 +62,7 @@ async fn every_bad_field_is_refused_by_its_name() {
         (chat, "top_logprobs", json!({"messages": messages, "top_logprobs": 2})),
         (chat, "tools", json!({"messages": messages, "tools": [{"type": "function"}]})),
         (chat, "best_of", json!({"messages": messages, "best_of": 2})),
-        (chat, "response_format", json!({"messages": messages, "response_format": {"type": "yaml"}})),
+        (chat, "response_format.type", json!({"messages": messages, "response_format": {"type": "yaml"}})),
         (chat, "logprobs", json!({"messages": messages, "logprobs": 5})),
     ];
     for (path, param, body) in table {

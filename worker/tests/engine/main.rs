@@ -5,6 +5,7 @@
 mod drafts;
 mod generate;
 mod giver;
+mod grammars;
 mod harness;
 mod lifecycle;
 mod score;

@@ -1,0 +1,66 @@
+//! Generate under a grammar: refusals before anything is queued, and a resume that goes on in the middle of it.
+
+use proto::v1::grammar::Kind;
+use proto::v1::{FinishReason, Grammar, Words};
+use proto::worker::v1 as wire;
+use tonic::Code;
+
+use crate::harness::{Worker, fleet};
+
+fn constrained(worker: &Worker, kind: Kind) -> wire::GenerateRequest {
+    let mut request = worker.greedy(&[1, 2, 3], 300);
+    let sampling = request.sampling.as_mut().unwrap();
+    (sampling.temperature, sampling.seed) = (Some(1.0), Some(11));
+    request.grammar = Some(Grammar { kind: Some(kind), lenient: false });
+    request
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resumed_stream_goes_on_in_the_middle_of_its_grammar() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let schema =
+        r#"{"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 4, "maxItems": 6}"#;
+    let mut request = constrained(&worker, Kind::JsonSchema(schema.to_owned()));
+    request.sampling.as_mut().unwrap().mirostat = Some(2);
+    let mut frames = worker.client.generate(request.clone()).await.unwrap().into_inner();
+    let (mut whole, mut states) = (Vec::new(), Vec::new());
+    while let Some(frame) = frames.message().await.unwrap() {
+        if let Some(wire::generate_frame::Frame::Tokens(tokens)) = frame.frame {
+            whole.extend(tokens.ids);
+            states.push(tokens.sampler_state);
+        }
+    }
+    assert!(whole.len() > 8, "{whole:?}");
+    for sent in [1, whole.len() / 2, whole.len()] {
+        let mut rest = request.clone();
+        rest.tokens.extend_from_slice(&whole[..sent]);
+        rest.sampler_state = states[sent - 1].clone();
+        let resumed = worker.generate(rest).await.unwrap();
+        assert_eq!(resumed.tokens, whole[sent..], "after {sent}");
+        assert_eq!(resumed.finished.unwrap().reason(), FinishReason::Stop);
+    }
+    let mut other = request;
+    other.tokens.extend([whole[0], whole[0], whole[0]]);
+    other.sampler_state = states[0].clone();
+    let status = worker.generate(other).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    assert!(status.message().contains("output so far"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_that_is_none_is_refused_by_name() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    for (kind, word) in [
+        (Kind::JsonSchema(r#"{"type": 5}"#.to_owned()), ""),
+        (Kind::Regex("[".to_owned()), ""),
+        (Kind::Gbnf("start ::= \"a\"".to_owned()), "root"),
+        (Kind::Choice(Words { words: vec![] }), "empty"),
+    ] {
+        let status = worker.generate(constrained(&worker, kind)).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        assert!(status.message().contains(word), "{status}");
+        assert_eq!(status.metadata().get("ballast-field").unwrap(), "grammar");
+    }
+    let stats = worker.stats().await;
+    assert_eq!((stats.running, stats.waiting), (0, 0));
+}
