@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use ops::{KvLayer, KvTypes};
 use proto::worker::v1::metadata_frame::Frame as MetadataFrame;
 use proto::worker::v1::score_frame::Frame as ScoreFrame;
 use proto::worker::v1::worker_client::WorkerClient;
@@ -51,13 +52,21 @@ pub(crate) struct Arguments {
 
 enum Task {
     Logits { tokens: Vec<u32>, out: PathBuf },
-    Perplexity { tokens: Vec<u32>, begin: Option<u32> },
+    Perplexity { tokens: Vec<u32>, begin: Option<u32>, kv: KvCost },
+}
+
+/// What keys and values are stored as, and what a token's take.
+#[derive(Clone)]
+struct KvCost {
+    types: KvTypes,
+    token_bytes: usize,
 }
 
 pub(crate) fn run(arguments: Arguments) -> Outcome {
-    let task = task(&arguments)?;
-    service::logging::init("supervisor", Level::ERROR);
     let config = arguments.fleet.clone().with_one_worker().config(&arguments.model, None);
+    let types = config.models.first().map_or_else(KvTypes::default, |model| model.kv_type.clone());
+    let task = task(&arguments, types)?;
+    service::logging::init("supervisor", Level::ERROR);
     block_on(async {
         let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
         let result = fleet.finish(async |fleet| {
@@ -65,17 +74,20 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
             let worker = Worker::connect(fleet).await?;
             match &task {
                 Task::Logits { tokens, out } => worker.write_logits(tokens, out).await.map(|()| None),
-                Task::Perplexity { tokens, begin } => worker.perplexity(tokens, *begin).await.map(Some),
+                Task::Perplexity { tokens, begin, kv } => {
+                    let perplexity = worker.perplexity(tokens, *begin).await?;
+                    Ok(Some((perplexity, kv)))
+                }
             }
         });
         match result.await? {
-            Some(result) => result.print(arguments.json),
+            Some((perplexity, kv)) => perplexity.print(kv, arguments.json),
             None => Ok(()),
         }
     })
 }
 
-fn task(arguments: &Arguments) -> Outcome<Task> {
+fn task(arguments: &Arguments, types: KvTypes) -> Outcome<Task> {
     let usage = |path: &Path, text: String| Failure::new(Exit::Usage, format!("{}: {text}", path.display()));
     let read = |path: &Path| -> Outcome<String> {
         let bytes = std::fs::metadata(path).map_err(|error| usage(path, error.to_string()))?.len();
@@ -103,7 +115,9 @@ fn task(arguments: &Arguments) -> Outcome<Task> {
                 return Err(usage(path, "fewer than two tokens: nothing to predict".to_owned()));
             }
             let begin = tokenizer.bos().filter(|bos| tokens.first() == Some(bos));
-            Ok(Task::Perplexity { tokens, begin })
+            let layers = gguf_file::describe(&arguments.model, &model)?.kv_layers(&types);
+            let token_bytes = layers.iter().map(KvLayer::token_bytes).sum();
+            Ok(Task::Perplexity { tokens, begin, kv: KvCost { types, token_bytes } })
         }
         _ => Err(Failure::new(Exit::Usage, "give --tokens FILE --logits-out FILE, or --text FILE")),
     }
@@ -202,15 +216,18 @@ impl Worker {
 }
 
 impl Perplexity {
-    fn print(&self, json: bool) -> Outcome {
+    fn print(&self, kv: &KvCost, json: bool) -> Outcome {
         let Self { value, predicted, windows, window_tokens } = self;
+        let KvCost { types, token_bytes } = kv;
         let line = match json {
             true => serde_json::json!({
                 "perplexity": value, "tokens": predicted, "windows": windows, "window_tokens": window_tokens,
+                "kv_type": types.to_string(), "kv_token_bytes": token_bytes,
             })
             .to_string(),
             false => format!(
-                "perplexity {value:.4} over {predicted} tokens in {windows} windows of {window_tokens}"
+                "perplexity {value:.4} over {predicted} tokens in {windows} windows of {window_tokens}; keys and values \
+                 as {types}, {token_bytes} bytes a token"
             ),
         };
         writeln!(std::io::stdout(), "{line}").trying(|| "cannot write".to_owned())

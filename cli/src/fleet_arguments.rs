@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use ops::KvTypes;
 use service::Bytes;
 
 use crate::device_choice::Wanted;
@@ -42,6 +43,10 @@ pub(crate) struct WorkerArguments {
     /// The same as a number of tokens
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     kv_tokens: Option<u32>,
+    /// What keys and values are stored as: f32, f16, bf16 or q8_0; another type for some layers, counted from 0, behind it, as
+    /// in q8_0,0-1=f16
+    #[arg(long, value_name = "TYPE", default_value_t = KvTypes::default())]
+    kv_type: KvTypes,
     /// Most tokens that a worker computes in one step
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     step_tokens: Option<u32>,
@@ -59,7 +64,9 @@ impl WorkerArguments {
     fn draft_model(&self) -> Option<ModelConfig> {
         let path = self.draft.as_deref().filter(|path| *path != Path::new(LOOKUP))?;
         let model = self.model(path, 0);
-        Some(ModelConfig { draft: None, kv_bytes: None, kv_tokens: None, ..model })
+        // Its own keys and values are never kept: it has no worker.
+        let kv_type = KvTypes::default();
+        Some(ModelConfig { draft: None, kv_bytes: None, kv_tokens: None, kv_type, ..model })
     }
 
     pub(crate) fn model(&self, path: &Path, workers: u32) -> ModelConfig {
@@ -72,6 +79,7 @@ impl WorkerArguments {
             ctx_size: self.ctx_size,
             kv_bytes: self.kv_bytes,
             kv_tokens: self.kv_tokens,
+            kv_type: self.kv_type.clone(),
             step_tokens: self.step_tokens,
             draft: self.draft.as_deref().map(model_name),
             draft_depth: None,

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ops::KvTypes;
 use serde::{Deserialize, Serialize};
 use service::{Bytes, Exit, RuntimeDir};
 use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
@@ -49,6 +50,9 @@ pub(crate) struct ModelConfig {
     pub(crate) ctx_size: Option<u32>,
     pub(crate) kv_bytes: Option<Bytes>,
     pub(crate) kv_tokens: Option<u32>,
+    /// "q8_0", or "q8_0,0-1=f16" with another type for some layers.
+    #[serde(default, with = "worker::kv_types")]
+    pub(crate) kv_type: KvTypes,
     pub(crate) step_tokens: Option<u32>,
     /// Guesses at next tokens: "lookup", or the name of a smaller model of this fleet with the same vocabulary.
     pub(crate) draft: Option<String>,
@@ -97,8 +101,9 @@ impl FleetConfig {
                 let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
                 return Err(Failure::new(Exit::Usage, text));
             };
-            let kv_token_bytes = draft.kv_token_bytes;
-            sized[index].make_room_for_drafts(config, kv_token_bytes);
+            // They are stored as the model's own.
+            let draft_token_bytes = draft.kv_token_bytes(&config.kv_type.rest().into());
+            sized[index].make_room_for_drafts(config, draft_token_bytes);
         }
         Ok(sized)
     }

@@ -8,6 +8,7 @@ use engine::{ConfigError, EngineConfig, KvBudget};
 use gguf::Model;
 use memory::pack::{PackPlan, Packing};
 use models::ModelDescription;
+use ops::KvTypes;
 use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
@@ -15,7 +16,7 @@ use service::{Bytes, Exit};
 use supervisor::ModelPlan;
 use worker::{Demand, Draft};
 
-use crate::device_choice::{Choice, choose, without_kernel};
+use crate::device_choice::{Choice, Wanted, choose, without_kernel};
 use crate::devices::{Gpu, Seen};
 use crate::failure::{Failure, Outcome, Trying};
 use crate::fleet_config::{ModelConfig, table};
@@ -38,9 +39,8 @@ pub(crate) struct SizedModel {
     pub(crate) weights: Weights,
     /// Of each worker.
     pub(crate) demand: Demand,
-    /// Keys and values of one token.
-    pub(crate) kv_token_bytes: u64,
     worker: worker::Config,
+    description: ModelDescription,
     pack: bool,
 }
 
@@ -98,7 +98,12 @@ impl SizedModel {
             std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
-        let choice = choose(config.device, seen, without_kernel(&model).as_deref())?;
+        let storable = kernels::cuda_stores(config.kv_type.kinds()).map_err(|error| one_line(&error));
+        let unfit = match (config.device, storable) {
+            (Wanted::Gpu(_), Err(why)) => return Err(Failure::new(Exit::Usage, why)),
+            (_, storable) => without_kernel(&model).or(storable.err()),
+        };
+        let choice = choose(config.device, seen, unfit.as_deref())?;
         let weights = Weights::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // A worker on a GPU computes there; its threads serve.
@@ -114,6 +119,7 @@ impl SizedModel {
         };
         let mut worker = worker::Config::new(name, model_name, weights_socket, listen, kv_bytes, threads);
         worker.device = choice.device();
+        worker.kv_type = config.kv_type.clone();
         worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
         if let Some(tokens) = config.step_tokens {
             worker.step_tokens = tokens as usize;
@@ -133,8 +139,7 @@ impl SizedModel {
         worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
         worker.workspace_bytes = Some(Bytes(demand.workspace()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
-        let kv_token_bytes = kv_token_bytes(&description);
-        Ok(Self { name, path, workers, choice, weights, demand, kv_token_bytes, worker, pack })
+        Ok(Self { name, path, workers, choice, weights, demand, worker, description, pack })
     }
 
     /// The model that drafts for this one.
@@ -148,10 +153,16 @@ impl SizedModel {
     /// A draft model keeps keys and values of the same tokens: as many fit as without it, unless the budget is in bytes.
     pub(crate) fn make_room_for_drafts(&mut self, config: &ModelConfig, draft_token_bytes: u64) {
         if config.kv_bytes.is_none() {
-            let bytes = self.demand.kv.saturating_mul(self.kv_token_bytes + draft_token_bytes);
-            self.demand.kv = bytes / self.kv_token_bytes.max(1);
+            let own_token_bytes = self.kv_token_bytes(&config.kv_type);
+            let bytes = self.demand.kv.saturating_mul(own_token_bytes + draft_token_bytes);
+            self.demand.kv = bytes / own_token_bytes.max(1);
             self.worker.kv_bytes = Bytes(self.demand.kv);
         }
+    }
+
+    /// Keys and values of one token, stored as `types`.
+    pub(crate) fn kv_token_bytes(&self, types: &KvTypes) -> u64 {
+        kv_token_bytes(&self.description, types)
     }
 
     pub(crate) fn plan(&self) -> Outcome<ModelPlan> {
@@ -179,15 +190,14 @@ fn kv_bytes(
         None => default_kv_tokens(config, description, context, gpu, weights),
     };
     let engine = EngineConfig::new(KvBudget::Tokens(tokens));
-    let layout = engine.kv_layout(description.kv_layers(engine.kv_type)).map_err(|error| {
+    let layout = engine.kv_layout(description.kv_layers(&config.kv_type)).map_err(|error| {
         Failure::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
     })?;
     Ok(Bytes(layout.blocks as u64 * layout.block_bytes() as u64))
 }
 
-fn kv_token_bytes(description: &ModelDescription) -> u64 {
-    let layers = description.kv_layers(EngineConfig::new(KvBudget::Tokens(1)).kv_type);
-    layers.iter().map(|layer| layer.token_bytes() as u64).sum()
+fn kv_token_bytes(description: &ModelDescription, types: &KvTypes) -> u64 {
+    description.kv_layers(types).iter().map(|layer| layer.token_bytes() as u64).sum()
 }
 
 fn default_kv_tokens(
@@ -202,7 +212,7 @@ fn default_kv_tokens(
         Some(gpu) => {
             // A GPU is small beside a host: all workers together leave half of what the weights leave.
             let engine = EngineConfig::new(KvBudget::Tokens(1));
-            let token_bytes = kv_token_bytes(description);
+            let token_bytes = kv_token_bytes(description, &config.kv_type);
             let share =
                 gpu.total_bytes.saturating_sub(weights.total()) / 2 / u64::from(config.workers.max(1));
             let fitting = usize::try_from(share / token_bytes.max(1)).unwrap_or(usize::MAX);

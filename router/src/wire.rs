@@ -47,6 +47,9 @@ impl Call {
             sampler_state: progress.sampler_state(),
             grammar: self.plan.grammar.as_ref().map(|grammar| grammar.source.clone()),
             dry_breakers: (!self.dry_breakers.is_empty()).then(|| dry_breakers(&self.dry_breakers)),
+            tenant: 0,
+            priority: 0,
+            cache_salt: String::new(),
         }
     }
 }

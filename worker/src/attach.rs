@@ -89,6 +89,7 @@ impl HasExit for AttachError {
 fn of_op(error: &OpError) -> Exit {
     match error {
         OpError::Memory { .. } => Exit::OutOfResources,
+        OpError::KvType { .. } => Exit::Usage,
         _ => Exit::Internal,
     }
 }
@@ -165,7 +166,7 @@ pub(crate) fn bring_up<P: Place>(
         }
     };
     let (context_tokens, vocabulary) = (model.context_length(), model.vocab_size());
-    let fingerprint = backend::fingerprint(manifest.digest, place, &compute)?;
+    let fingerprint = backend::fingerprint(manifest.digest, place, &compute, &config.kv_type)?;
     let engine = match drafter {
         None => Engine::new(model, compute, &engine_config)?,
         Some(drafter) => Engine::drafting(model, drafter, compute, &engine_config)?,

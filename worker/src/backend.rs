@@ -9,7 +9,7 @@ mod host;
 
 use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::TensorEntry;
-use ops::{Backend, KvType, OpError, Weight};
+use ops::{Backend, KvTypes, OpError, Weight};
 use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
 use quant::layout::{LAYOUT_GGML, planes};
@@ -17,9 +17,6 @@ use quant::layout::{LAYOUT_GGML, planes};
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
 pub(crate) use host::Host;
-
-/// What keys and values are stored as.
-pub(crate) const KV_TYPE: KvType = KvType::F16;
 
 /// A device that is ready to compute.
 pub(crate) trait Place: Sized {
@@ -45,20 +42,13 @@ pub(crate) trait Place: Sized {
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
 
-    /// What stands behind the cache and the computation now; none where only the process as a whole can be measured.
-    fn usage(compute: &Self::Compute, kv: &<Self::Compute as Backend>::Kv) -> Option<Usage>;
+    /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
+    /// measured.
+    fn workspace_used(compute: &Self::Compute) -> Option<u64>;
 }
 
-/// Memory of the device that is in use, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Usage {
-    pub(crate) kv: u64,
-    /// Activations, logits, and what kernels keep.
-    pub(crate) workspace: u64,
-}
-
-/// How [`Place::usage`] looks to those who know only the backend.
-pub(crate) type Measure<B> = fn(&B, &<B as Backend>::Kv) -> Option<Usage>;
+/// How [`Place::workspace_used`] looks to those who know only the backend.
+pub(crate) type Measure<B> = fn(&B) -> Option<u64>;
 
 /// A tensor's bytes as a place's backend addresses them.
 pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;
@@ -82,8 +72,11 @@ pub(crate) fn fingerprint<P: Place>(
     digest: [u8; 32],
     place: &P,
     compute: &P::Compute,
+    kv_types: &KvTypes,
 ) -> Result<Fingerprint, FingerprintError> {
-    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", KV_TYPE.name())
+    // As it is written elsewhere, in the letters that a fingerprint has.
+    let kv = kv_types.to_string().replace(',', "+").replace('=', ".");
+    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", &kv)
 }
 
 /// A tensor of the manifest with its data.

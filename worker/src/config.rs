@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use memory::cuda::{DeviceSelector, SelectorError};
 use memory::manifest::HOST_DEVICE;
+use ops::KvTypes;
 use serde::{Deserialize, Serialize};
 use service::Bytes;
 
@@ -25,6 +26,9 @@ pub struct Config {
     pub device: Device,
     /// What the KV cache may take. Reserved at the weight-server, used as sequences grow.
     pub kv_bytes: Bytes,
+    /// What keys and values are stored as: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
+    #[serde(default, with = "crate::kv_types")]
+    pub kv_type: KvTypes,
     /// What activations, logits and the kernels' own memory may take, reserved with it. Absent: enough for small steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_bytes: Option<Bytes>,
@@ -147,6 +151,7 @@ impl Config {
             listen,
             device: Device::default(),
             kv_bytes,
+            kv_type: KvTypes::default(),
             workspace_bytes: None,
             threads,
             context_tokens: None,

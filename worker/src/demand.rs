@@ -5,7 +5,6 @@ use engine::{ConfigError, EngineConfig, KvBudget};
 use models::ModelDescription;
 use quant::DType;
 
-use crate::backend::KV_TYPE;
 use crate::config::{Config, Device};
 
 /// What a context takes of a GPU (driver 580 on an H200: 525 MiB).
@@ -36,7 +35,8 @@ impl Demand {
     /// Of a worker with this configuration. `dtypes` are the types of the model's tensors, each once.
     pub fn of(config: &Config, model: &ModelDescription, dtypes: &[DType]) -> Result<Self, ConfigError> {
         let engine = config.engine();
-        let layout = engine.kv_layout(model.kv_layers(KV_TYPE))?;
+        config.kv_type.check(model.layers)?;
+        let layout = engine.kv_layout(model.kv_layers(&config.kv_type))?;
         let kv = layout.blocks as u64 * layout.block_bytes() as u64;
         Ok(match config.device {
             Device::Host => Self { kv, activations: HOST_WORKSPACE_BYTES, ..Self::default() },
@@ -98,7 +98,7 @@ impl Config {
     /// The engine's part of the configuration.
     pub(crate) fn engine(&self) -> EngineConfig {
         EngineConfig {
-            kv_type: KV_TYPE,
+            kv_types: self.kv_type.clone(),
             step_tokens: self.step_tokens,
             prefill_chunk_max: self.step_tokens,
             running_max: self.running_max,

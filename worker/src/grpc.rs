@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use engine::Output;
+use engine::{EngineStats, Output};
 use futures::{Stream, StreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
 use proto::worker::v1::{self as wire, metadata_frame};
@@ -96,9 +96,9 @@ impl Worker for Service {
         &self,
         _: Request<wire::GetMetadataRequest>,
     ) -> Result<Response<Self::GetMetadataStream>, Status> {
-        let facts = &self.live()?.serving.facts;
+        let Serving { handle, facts } = &self.live()?.serving;
         let gguf = facts.gguf.clone();
-        let first = metadata_frame::Frame::Description(self.description(facts));
+        let first = metadata_frame::Frame::Description(self.description(facts, handle.snapshot().stats));
         // Slices of the mapping, not copies.
         let pieces = (0..gguf.len())
             .step_by(PIECE_BYTES_MAX)
@@ -127,6 +127,7 @@ impl Worker for Service {
             kv_total_tokens: tokens(stats.kv_blocks),
             kv_used_tokens: tokens(stats.kv_blocks_used),
             kv_cached_tokens: tokens(stats.kv_blocks_cached),
+            kv_unfilled_tokens: now.kv.unfilled as u64,
             kv_used_bytes: (stats.kv_blocks_used * stats.kv_block_bytes) as u64,
             steps: stats.steps,
             prompt_tokens_computed: stats.prompt_tokens_computed,
@@ -139,13 +140,14 @@ impl Worker for Service {
             drafted: stats.drafts.drafted[..depth].to_vec(),
             accepted: stats.drafts.accepted[..depth].to_vec(),
             draft_failures: stats.drafts.failures,
+            forks: stats.forks,
             device: facts.device.clone(),
             context_bytes: facts.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,
             workspace_bytes: facts.workspace_bytes,
             timeline: timeline(facts, now.first_step),
-            kv_mapped_bytes: now.usage.map(|usage| usage.kv),
-            workspace_used_bytes: now.usage.map(|usage| usage.workspace),
+            kv_mapped_bytes: Some(now.kv.bytes),
+            workspace_used_bytes: now.workspace_used,
         }))
     }
 
@@ -177,7 +179,7 @@ impl Service {
         self.serving.get().ok_or_else(|| Status::unavailable("the weights are not attached yet"))
     }
 
-    fn description(&self, facts: &Facts) -> wire::Description {
+    fn description(&self, facts: &Facts, stats: EngineStats) -> wire::Description {
         wire::Description {
             worker: self.config.name.clone(),
             pid: std::process::id(),
@@ -193,6 +195,8 @@ impl Service {
             weight_bytes: facts.weight_bytes,
             gguf_bytes: facts.gguf.len() as u64,
             attach_ms: facts.attach.as_secs_f64() * 1e3,
+            kv_blocks: stats.kv_blocks as u64,
+            kv_block_tokens: stats.kv_block_tokens as u32,
         }
     }
 }

@@ -9,6 +9,7 @@
 //! grpc      ballast.worker.v1 on the worker's socket
 //! grammars  what requests may draw: compiled first, masks computed beside the steps
 //! wire      messages <-> the engine's own types
+//! kv_types  how a configuration writes what keys and values are stored as
 //! vocabulary  whether one model can draft for another
 //! demand    what a worker takes of its device, worked out beforehand
 //! timeline  what coming up has taken, part by part
@@ -25,6 +26,7 @@ mod config;
 mod demand;
 mod grammars;
 mod grpc;
+pub mod kv_types;
 mod outlet;
 mod run;
 mod stats;

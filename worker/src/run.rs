@@ -23,7 +23,7 @@ use crate::backend::Gpu;
 use crate::backend::{Host, Place};
 use crate::config::{Config, Device};
 use crate::grpc::{Service, Serving};
-use crate::stepper::stepper;
+use crate::stepper::{StepperError, stepper};
 use crate::timeline::Timeline;
 
 /// Longest attach token.
@@ -59,6 +59,9 @@ pub enum RunError {
         "{device} failed under this worker, which ends; the weights are mapped read-only, others that use them go on"
     )]
     Engine { device: String, source: engine::StepError },
+    /// Blocks could be shared wrongly from here on: better no text than wrong text.
+    #[error("the books of the KV cache do not add up while nobody uses it; this worker ends")]
+    Integrity(#[source] engine::pool::IntegrityError),
     #[error("the weights were found damaged, this worker attaches them anew: {text}")]
     Quarantined { text: String },
     #[error("the engine's thread ended without a reason")]
@@ -75,9 +78,11 @@ impl HasExit for RunError {
             RunError::Socket(error) => error.exit(),
             RunError::Attach(error) => error.exit(),
             RunError::Quarantined { .. } => Exit::PeerLost,
-            RunError::Reflection(_) | RunError::Serve(_) | RunError::Engine { .. } | RunError::EngineLost => {
-                Exit::Internal
-            }
+            RunError::Reflection(_)
+            | RunError::Serve(_)
+            | RunError::Engine { .. }
+            | RunError::Integrity(_)
+            | RunError::EngineLost => Exit::Internal,
         }
     }
 }
@@ -203,6 +208,10 @@ fn engine_thread(
 ) -> Result<(), RunError> {
     // Until the engine exists.
     timeline.mark("sockets");
+    if let Device::Gpu(_) = config.device {
+        // Before anything is taken of it.
+        kernels::cuda_stores(config.kv_type.kinds()).map_err(AttachError::Backend)?;
+    }
     match config.device {
         Device::Host => run_on(&Host::new(config.threads), timeline, config, token, notify, attached),
         #[cfg(feature = "cuda")]
@@ -225,7 +234,7 @@ fn run_on<P: Place>(
 ) -> Result<(), RunError> {
     let Resident { engine, leases, facts } = bring_up(place, timeline, config, token, notify)?;
     let score_rows_max = crate::attach::score_rows_max(config, &facts);
-    let (handle, stepper) = stepper(engine, score_rows_max, P::usage);
+    let (handle, stepper) = stepper(engine, score_rows_max, P::workspace_used);
     let ready =
         Ready { serving: Serving { handle, facts }, leases: leases.iter().map(Arc::downgrade).collect() };
     if attached.send(ready).is_err() {
@@ -236,7 +245,10 @@ fn run_on<P: Place>(
     // Consumes the engine; the leases end after it.
     let stepped = stepper.run();
     drop(leases);
-    stepped.map_err(|source| RunError::Engine { device: place.describe(), source })
+    stepped.map_err(|error| match error {
+        StepperError::Step(source) => RunError::Engine { device: place.describe(), source },
+        StepperError::Integrity(source) => RunError::Integrity(source),
+    })
 }
 
 /// Says in the log what becomes of the lease. The worker serves in every state, unless the weights are not to be trusted.

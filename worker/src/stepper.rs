@@ -9,18 +9,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
+use engine::pool::IntegrityError;
 use engine::{
-    Constraint, Engine, EngineStats, FinishReason, Output, Queued, RefuseReason, Request, RequestId,
+    Constraint, Engine, EngineStats, FinishReason, KvUse, Output, Queued, RefuseReason, Request, RequestId,
     ScoreRequest, StepError,
 };
 use ops::Backend;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::backend::{Measure, Usage};
+use crate::backend::Measure;
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
 
 /// Commands that wait for the end of a step; more are refused.
 const COMMANDS_MAX: usize = 256;
+/// An engine that has been idle for so long gives back memory that holds nothing, and has its blocks checked.
+const IDLE: Duration = Duration::from_secs(1);
+/// And after so long also what it has kept of prompts.
+const PROMPTS_KEPT: Duration = Duration::from_secs(600);
+/// How often it is looked how well blocks are filled: every running sequence has to be asked.
+const KV_USE_EVERY: Duration = Duration::from_millis(100);
 /// While every request is held, readers are looked after this often.
 const HELD_POLL: Duration = Duration::from_millis(2);
 
@@ -51,8 +58,19 @@ pub(crate) struct Snapshot {
     pub(crate) draining: bool,
     /// What the first step took: kernels are loaded and memory is mapped in it. Zero before.
     pub(crate) first_step: Duration,
+    /// As it was when last looked at.
+    pub(crate) kv: KvUse,
     /// Of the device.
-    pub(crate) usage: Option<Usage>,
+    pub(crate) workspace_used: Option<u64>,
+}
+
+/// Why an engine's thread ended before its callers were gone.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StepperError {
+    #[error(transparent)]
+    Step(#[from] StepError),
+    #[error(transparent)]
+    Integrity(#[from] IntegrityError),
 }
 
 /// Why a call got no stream.
@@ -154,6 +172,8 @@ pub(crate) struct Stepper<B: Backend> {
     outputs: Vec<Output>,
     draining: bool,
     first_step: Duration,
+    kv: KvUse,
+    kv_looked_at: Duration,
 }
 
 /// `score_rows_max`: rows that one step scores at most.
@@ -163,8 +183,12 @@ pub(crate) fn stepper<B: Backend>(
     measure: Measure<B>,
 ) -> (Handle, Stepper<B>) {
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
-    let (backend, kv) = engine.device();
-    let first = Snapshot { stats: engine.stats(), usage: measure(backend, kv), ..Snapshot::default() };
+    let first = Snapshot {
+        stats: engine.stats(),
+        kv: engine.kv_use(),
+        workspace_used: measure(engine.backend()),
+        ..Snapshot::default()
+    };
     let (snapshot, snapshot_receiver) = watch::channel(first);
     let epoch = Instant::now();
     let handle = Handle {
@@ -184,19 +208,20 @@ pub(crate) fn stepper<B: Backend>(
         outputs: Vec::new(),
         draining: false,
         first_step: Duration::ZERO,
+        kv: KvUse::default(),
+        kv_looked_at: Duration::ZERO,
     };
     (handle, stepper)
 }
 
 impl<B: Backend> Stepper<B> {
     /// Until every handle is gone, or the device is.
-    pub(crate) fn run(mut self) -> Result<(), StepError> {
+    pub(crate) fn run(mut self) -> Result<(), StepperError> {
         loop {
             if !self.engine.has_work() {
-                debug_assert!(self.engine.check_integrity().is_ok(), "blocks of an idle engine");
-                match self.commands.recv() {
-                    Ok(command) => self.handle(command),
-                    Err(_) => return Ok(()),
+                match self.idle()? {
+                    Some(command) => self.handle(command),
+                    None => return Ok(()),
                 }
             }
             while let Ok(command) = self.commands.try_recv() {
@@ -208,6 +233,38 @@ impl<B: Backend> Stepper<B> {
                 return Ok(());
             }
         }
+    }
+
+    /// Sleeps until a command comes, and gives back memory meanwhile. None: nobody can send commands any more.
+    fn idle(&mut self) -> Result<Option<Command>, StepperError> {
+        match self.commands.recv_timeout(IDLE) {
+            Ok(command) => return Ok(Some(command)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        self.engine.check_integrity()?;
+        self.release_memory();
+        match self.commands.recv_timeout(PROMPTS_KEPT) {
+            Ok(command) => return Ok(Some(command)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        self.engine.reset_prefix_cache();
+        self.release_memory();
+        Ok(self.commands.recv().ok())
+    }
+
+    fn release_memory(&mut self) {
+        let before = self.engine.kv_use().bytes;
+        match self.engine.release_memory() {
+            Ok(()) => {
+                let bytes = before.saturating_sub(self.engine.kv_use().bytes);
+                tracing::debug!(bytes, "memory of the KV cache given back");
+            }
+            // It stays where it is.
+            Err(error) => tracing::warn!(error = %service::exit::one_line(&error), "no memory given back"),
+        }
+        self.publish();
     }
 
     /// Whether there was nothing to compute.
@@ -352,13 +409,17 @@ impl<B: Backend> Stepper<B> {
     }
 
     fn publish(&mut self) {
-        let (backend, kv) = self.engine.device();
+        let now = self.epoch.elapsed();
+        if !self.engine.has_work() || now.saturating_sub(self.kv_looked_at) >= KV_USE_EVERY {
+            (self.kv, self.kv_looked_at) = (self.engine.kv_use(), now);
+        }
         let now = Snapshot {
             stats: self.engine.stats(),
             streams: self.streams.len(),
             draining: self.draining,
             first_step: self.first_step,
-            usage: (self.measure)(backend, kv),
+            kv: self.kv,
+            workspace_used: (self.measure)(self.engine.backend()),
         };
         self.snapshot.send_if_modified(|snapshot| {
             let changed = *snapshot != now;

@@ -63,8 +63,9 @@ pub(crate) fn request(
         choice: wire.choice,
         sampler_state,
         deadline: deadline(wire.deadline_ms, now),
-        priority: 0,
-        scope: prefix::Scope::default(),
+        priority: wire.priority,
+        tenant: wire.tenant,
+        scope: prefix::Scope { salt: wire.cache_salt.into_bytes(), extra: Vec::new() },
     })
 }
 
@@ -226,6 +227,8 @@ impl ScoreFrames {
 
 /// Where a request may be refused for its grammar, this says so: the grammar has other names on other surfaces.
 const FIELD: &str = "ballast-field";
+/// Seconds until a refused request would find room.
+const RETRY_AFTER: &str = "retry-after";
 
 pub(crate) fn source(wire: public::Grammar) -> Result<Source, FieldError> {
     let lenient = wire.lenient;
@@ -267,9 +270,15 @@ impl From<SubmitError> for Status {
     fn from(error: SubmitError) -> Self {
         let message = error.to_string();
         match error {
-            SubmitError::Refused(RefuseReason::QueueFull { .. }) | SubmitError::Crowded => {
-                Status::resource_exhausted(message)
+            SubmitError::Refused(
+                RefuseReason::QueueFull { retry_after, .. }
+                | RefuseReason::TenantQueueFull { retry_after, .. },
+            ) => {
+                let mut status = Status::resource_exhausted(message);
+                status.metadata_mut().insert(RETRY_AFTER, MetadataValue::from(retry_after.as_secs()));
+                status
             }
+            SubmitError::Crowded => Status::resource_exhausted(message),
             SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => {
                 Status::unavailable(message)
             }
@@ -326,6 +335,29 @@ mod tests {
         assert_eq!(request(wire.clone(), id(), now).unwrap().deadline, None);
         let wire = wire::GenerateRequest { deadline_ms: 20, ..wire };
         assert_eq!(request(wire, id(), now).unwrap().deadline, Some(Duration::from_millis(5020)));
+    }
+
+    #[test]
+    fn tenant_priority_and_salt_reach_the_engine() {
+        let wire = wire::GenerateRequest {
+            tokens: vec![1],
+            prompt_tokens: 1,
+            tenant: 7,
+            priority: -2,
+            cache_salt: "secret".to_owned(),
+            ..Default::default()
+        };
+        let request = request(wire, id(), Duration::ZERO).unwrap();
+        assert_eq!((request.tenant, request.priority, &request.scope.salt[..]), (7, -2, &b"secret"[..]));
+    }
+
+    #[test]
+    fn a_full_queue_says_when_to_come_again() {
+        let retry_after = Duration::from_secs(7);
+        let full = RefuseReason::QueueFull { waiting: 3, max: 3, retry_after };
+        let status = Status::from(SubmitError::Refused(full));
+        assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(status.metadata().get(RETRY_AFTER).unwrap(), "7");
     }
 
     #[test]

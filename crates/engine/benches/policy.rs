@@ -4,7 +4,7 @@
 use divan::Bencher;
 use engine::sampler::{Draw, History, LogProbs, Sampler};
 use engine::scheduler::{ChunkOutputs, Limits, Scheduler, Slot};
-use engine::sequence::Kind;
+use engine::sequence::{Kind, NewSequence};
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use prefix::Scope;
 
@@ -25,8 +25,14 @@ fn scheduler(running_max: usize, blocks: usize) -> Scheduler {
         score_rows_max: 16,
         draft_rows_max: 8,
         prefix_cache: true,
+        forks: true,
     };
     Scheduler::new(limits, blocks)
+}
+
+fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> Slot {
+    let scope = &Scope::default();
+    scheduler.add(NewSequence { kind: Kind::Generate, priority: 0, tenant: 0, tokens, tokens_max, scope })
 }
 
 fn step(scheduler: &mut Scheduler, slots: &mut Vec<Slot>) {
@@ -45,7 +51,7 @@ fn decode_step(bencher: Bencher<'_, '_>, running: usize) {
     let mut scheduler = scheduler(running, running * blocks_each);
     for i in 0..running as u32 {
         let tokens = (0..1 + i % 16).map(|p| p + i).collect();
-        scheduler.add(Kind::Generate, 0, tokens, (blocks_each - 1) * BLOCK_TOKENS, &Scope::default());
+        add(&mut scheduler, tokens, (blocks_each - 1) * BLOCK_TOKENS);
     }
     let mut slots = Vec::with_capacity(running);
     while scheduler.waiting() > 0 {
@@ -61,7 +67,7 @@ fn admit_cached_32k(bencher: Bencher<'_, '_>) {
     let tokens: Vec<u32> = (0..32_768).collect();
     let mut slots = Vec::new();
     let mut admit = |tokens: Vec<u32>| {
-        let slot = scheduler.add(Kind::Generate, 0, tokens, 32_800, &Scope::default());
+        let slot = add(&mut scheduler, tokens, 32_800);
         step(&mut scheduler, &mut slots);
         scheduler.remove(slot);
     };
@@ -73,7 +79,7 @@ fn admit_cached_32k(bencher: Bencher<'_, '_>) {
 #[divan::bench]
 fn lookup_cached_32k(bencher: Bencher<'_, '_>) {
     let mut scheduler = scheduler(16_384, 4096);
-    let slot = scheduler.add(Kind::Generate, 0, (0..32_768).collect(), 32_800, &Scope::default());
+    let slot = add(&mut scheduler, (0..32_768).collect(), 32_800);
     step(&mut scheduler, &mut Vec::new());
     bencher.bench_local(|| scheduler.sequence(slot).map(|sequence| sequence.hits(scheduler.pool())));
 }

@@ -37,8 +37,10 @@ pub struct Request {
     pub sampler_state: SamplerState,
     /// On the clock of `now`: when it passes, the request ends with `Deadline`.
     pub deadline: Option<Duration>,
-    /// Lower runs first, and strictly so; equal ones in order of arrival.
+    /// Lower runs first; equal ones fairly by tenant, those of one tenant in order of arrival (`queue`).
     pub priority: i32,
+    /// Whose request it is; 0 stands for all that do not say.
+    pub tenant: u64,
     /// Who may share cached prompt blocks with this request.
     pub scope: prefix::Scope,
 }
@@ -190,6 +192,17 @@ pub struct StepReport {
     pub tokens_sampled: usize,
 }
 
+/// How the cache's memory is used, now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvUse {
+    /// Memory behind the cache.
+    pub bytes: u64,
+    /// Token places in the tables of running sequences, a shared block counted for each.
+    pub places: usize,
+    /// Those of them that hold nothing yet: fragmentation.
+    pub unfilled: usize,
+}
+
 /// Gauges of now and counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStats {
@@ -214,6 +227,8 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Cached blocks that were taken for something else.
     pub evictions: u64,
+    /// Requests that went on from another's computed prompt.
+    pub forks: u64,
     pub drafts: DraftStats,
     pub finished: u64,
     pub refused: u64,

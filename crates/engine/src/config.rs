@@ -1,7 +1,7 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
 use crate::draft::DRAFT_DEPTH_MAX;
-use ops::{KvLayer, KvLayout, KvType};
+use ops::{KvLayer, KvLayout, KvTypes, KvTypesError};
 
 /// How much the KV cache may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,14 +15,15 @@ pub struct EngineConfig {
     /// Tokens per KV block.
     pub block_tokens: usize,
     pub kv: KvBudget,
-    pub kv_type: KvType,
+    /// What keys and values are stored as. A draft model's are of the type that has no layers of its own.
+    pub kv_types: KvTypes,
     /// Most rows of a step, over all sequences. Not below `running_max`, so that every decode moves in every step.
     pub step_tokens: usize,
     /// Most rows of one prompt in a step, so that a long prompt leaves room for others.
     pub prefill_chunk_max: usize,
     /// Most sequences that hold KV blocks at once.
     pub running_max: usize,
-    /// Most requests that wait.
+    /// Most requests of ordinary priority that wait; `admission` says what that means for others.
     pub queue_max: usize,
     /// Cuts the model's context length; `None` keeps it.
     pub context_tokens: Option<usize>,
@@ -56,6 +57,8 @@ pub enum ConfigError {
     BudgetTooLarge { tokens: u64, max: u64 },
     #[error("the model has no layer with keys and values")]
     NoLayers,
+    #[error(transparent)]
+    KvTypes(#[from] KvTypesError),
 }
 
 impl EngineConfig {
@@ -64,7 +67,7 @@ impl EngineConfig {
         Self {
             block_tokens: 16,
             kv,
-            kv_type: KvType::F16,
+            kv_types: KvTypes::default(),
             step_tokens: 512,
             prefill_chunk_max: 512,
             running_max: 64,

@@ -1,13 +1,14 @@
 //! [`Engine`]: requests in, steps of the model, outputs out.
 
-use crate::api::{EngineStats, FinishReason, Output, Request, RequestId, ScoreRequest, StepReport};
+use crate::admission::{Admission, Bounds};
+use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, ScoreRequest, StepReport};
 use crate::batch::{Batch, OutputRow};
 use crate::config::{ConfigError, EngineConfig};
 use crate::draft::{DraftStats, Drafter, Speculation};
 use crate::pool::{BlockId, IntegrityError};
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
-use crate::sequence::Kind;
+use crate::sequence::{Kind, NewSequence};
 use crate::task::{Drawn, Row, Task, Work};
 use crate::validate::Capacity;
 use crate::{Constraint, Queued, RefuseReason};
@@ -17,6 +18,9 @@ use prefix::Scope;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::Duration;
+
+/// Of requests that name none.
+const NO_TENANT: u64 = 0;
 
 /// Why an engine could not start.
 #[derive(Debug, thiserror::Error)]
@@ -49,8 +53,8 @@ pub struct Engine<B: Backend> {
     backend: B,
     kv: B::Kv,
     layout: KvLayout,
-    queue_max: usize,
     capacity: Capacity,
+    admission: Admission,
     scheduler: Scheduler,
     sampler: Sampler,
     /// Set if tokens are drafted.
@@ -93,9 +97,13 @@ impl<B: Backend> Engine<B> {
     ) -> Result<Self, StartError> {
         config.check()?;
         // One budget and one table of blocks for both.
-        let own_layers = model.kv_layers(config.kv_type);
-        let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(config.kv_type));
+        let own_layers = model.kv_layers(&config.kv_types);
+        config.kv_types.check(own_layers.len()).map_err(ConfigError::from)?;
+        let draft_kind = config.kv_types.rest();
+        let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(draft_kind));
         let layout = config.kv_layout([&own_layers[..], &draft_layers[..]].concat())?;
+        // A draft's keys and values would have to be copied too.
+        let forks = draft_layers.is_empty();
         let bytes = (layout.blocks * layout.block_bytes()) as u64;
         let no_room = |source| StartError::Kv { blocks: layout.blocks, bytes, source };
         let kv = backend.kv(&KvLayout { layers: own_layers, ..layout }).map_err(no_room)?;
@@ -113,6 +121,7 @@ impl<B: Backend> Engine<B> {
             score_rows_max: config.score_rows_max(vocab_size),
             draft_rows_max: config.draft_rows_max(vocab_size),
             prefix_cache: config.prefix_cache,
+            forks,
         };
         Ok(Self {
             capacity: Capacity {
@@ -132,7 +141,7 @@ impl<B: Backend> Engine<B> {
             backend,
             kv,
             layout,
-            queue_max: config.queue_max,
+            admission: Admission::new(Bounds::of_queue(config.queue_max)),
             sampler: Sampler::default(),
             speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
@@ -156,20 +165,43 @@ impl<B: Backend> Engine<B> {
         request: Request,
         constraint: Option<Box<dyn Constraint>>,
     ) -> Result<Queued, RefuseReason> {
-        let checked =
-            self.capacity.check(&request).and_then(|checked| self.check_room(request.id).map(|()| checked));
+        let checked = self.capacity.check(&request).and_then(|checked| {
+            self.take_place(request.id, request.priority, request.tenant).map(|()| checked)
+        });
         let (tokens_max, history) = self.count_refusal(checked)?;
         let task = Task::generate(&request, history, constraint, tokens_max);
-        Ok(self.queue(task, Kind::Generate, request.priority, request.prompt, tokens_max, &request.scope))
+        Ok(self.queue(
+            task,
+            NewSequence {
+                kind: Kind::Generate,
+                priority: request.priority,
+                tenant: request.tenant,
+                tokens: request.prompt,
+                tokens_max,
+                scope: &request.scope,
+            },
+        ))
     }
 
     /// As `submit`, for tokens that are given and to be scored.
     pub fn submit_score(&mut self, request: ScoreRequest) -> Result<Queued, RefuseReason> {
-        let checked = self.capacity.check_score(&request).and_then(|()| self.check_room(request.id));
+        let checked = self
+            .capacity
+            .check_score(&request)
+            .and_then(|()| self.take_place(request.id, request.priority, NO_TENANT));
         self.count_refusal(checked)?;
         let task = Task::score(&request);
-        let tokens_max = request.tokens.len();
-        Ok(self.queue(task, Kind::Score, request.priority, request.tokens, tokens_max, &Scope::default()))
+        Ok(self.queue(
+            task,
+            NewSequence {
+                kind: Kind::Score,
+                priority: request.priority,
+                tenant: NO_TENANT,
+                tokens_max: request.tokens.len(),
+                tokens: request.tokens,
+                scope: &Scope::default(),
+            },
+        ))
     }
 
     /// Ends a request; its blocks are free when this returns. `false`: there is none of that id.
@@ -226,6 +258,9 @@ impl<B: Backend> Engine<B> {
         for &(slot, cached_tokens) in &plan.admitted {
             if let Some(task) = &mut self.tasks[slot.0 as usize] {
                 task.usage.cached_tokens = cached_tokens;
+                if let Some(tenant) = task.queued_for.take() {
+                    self.admission.admitted(tenant, now);
+                }
                 self.stats.prompt_tokens_cached += cached_tokens as u64;
                 out.push(Output::Admitted { id: task.id, cached_tokens });
             }
@@ -255,9 +290,9 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// What computes, and its cache: for whoever accounts for the memory of the device.
-    pub fn device(&self) -> (&B, &B::Kv) {
-        (&self.backend, &self.kv)
+    /// What computes: for whoever accounts for the memory of the device.
+    pub fn backend(&self) -> &B {
+        &self.backend
     }
 
     pub fn stats(&self) -> EngineStats {
@@ -269,9 +304,30 @@ impl<B: Backend> Engine<B> {
             kv_blocks_free: pool.free(),
             kv_blocks_cached: pool.cached(),
             evictions: pool.evictions(),
+            forks: self.scheduler.forks(),
             drafts: self.speculation.as_ref().map_or(DraftStats::default(), Speculation::stats),
             ..self.stats
         }
+    }
+
+    /// What the cache takes and how well it is filled: looks at every running sequence, so not for every step.
+    pub fn kv_use(&self) -> KvUse {
+        let (places, unfilled) = self.scheduler.unfilled();
+        KvUse { bytes: self.backend.kv_bytes(&self.kv), places, unfilled }
+    }
+
+    /// Gives back memory behind the last block that is held or can be found. For an idle moment.
+    pub fn release_memory(&mut self) -> Result<(), OpError> {
+        let blocks = self.scheduler.pool().tail() as usize;
+        if let Some(speculation) = &mut self.speculation {
+            speculation.trim(&mut self.backend, blocks)?;
+        }
+        self.backend.trim(&mut self.kv, blocks)
+    }
+
+    /// Forgets all cached prefixes. `false`, and nothing is done, while any request holds blocks.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.scheduler.reset_prefix_cache()
     }
 
     /// Checks every block against the sequences that hold it. For an idle moment: it looks at the whole pool.
@@ -279,16 +335,14 @@ impl<B: Backend> Engine<B> {
         self.scheduler.check_integrity()
     }
 
-    fn check_room(&self, id: RequestId) -> Result<(), RefuseReason> {
-        let (waiting, queue_max) = (self.scheduler.waiting(), self.queue_max);
+    /// The last of all checks: from here on the request is in the queue.
+    fn take_place(&mut self, id: RequestId, priority: i32, tenant: u64) -> Result<(), RefuseReason> {
         if self.draining {
             Err(RefuseReason::Draining)
         } else if self.slots.contains_key(&id) {
             Err(RefuseReason::DuplicateId(id))
-        } else if waiting >= queue_max {
-            Err(RefuseReason::QueueFull { waiting, queue_max })
         } else {
-            Ok(())
+            Ok(self.admission.enter(priority, tenant)?)
         }
     }
 
@@ -297,16 +351,9 @@ impl<B: Backend> Engine<B> {
         checked
     }
 
-    fn queue(
-        &mut self,
-        task: Task,
-        kind: Kind,
-        priority: i32,
-        tokens: Vec<u32>,
-        tokens_max: usize,
-        scope: &Scope,
-    ) -> Queued {
-        let slot = self.scheduler.add(kind, priority, tokens, tokens_max, scope);
+    fn queue(&mut self, mut task: Task, new: NewSequence<'_>) -> Queued {
+        task.queued_for = Some(new.tenant);
+        let slot = self.scheduler.add(new);
         self.slots.insert(task.id, slot);
         if let Some(deadline) = task.deadline {
             self.deadlines.insert((deadline, slot));
@@ -333,6 +380,11 @@ impl<B: Backend> Engine<B> {
     fn compute(&mut self) -> Result<(), OpError> {
         let drafts = self.speculation.iter().flat_map(Speculation::drafts);
         self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
+        let copies = &self.scheduler.plan().copies;
+        if !copies.is_empty() {
+            let copies: Vec<_> = copies.iter().map(|copy| (copy.from, copy.to)).collect();
+            self.model.copy_blocks(&mut self.backend, &mut self.kv, &copies)?;
+        }
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
@@ -340,8 +392,12 @@ impl<B: Backend> Engine<B> {
         self.logits.resize(rows * vocab_size, 0.0);
         self.best.clear();
         self.best.resize(rows, NO_BEST);
-        let (wanted, tasks) = (self.batch.wanted(), &self.tasks);
-        let greedy = |row: &OutputRow| tasks[row.slot.0 as usize].as_ref().is_some_and(Task::takes_the_best);
+        let (wanted, tasks, scheduler) = (self.batch.wanted(), &self.tasks, &self.scheduler);
+        let greedy = |row: &OutputRow| {
+            // Others may sample from a leader's row in other ways.
+            let leads = scheduler.sequence(row.slot).is_some_and(|sequence| sequence.followers > 0);
+            !leads && tasks[row.slot.0 as usize].as_ref().is_some_and(Task::takes_the_best)
+        };
         let (host, best) = (&mut self.logits, &mut self.best);
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
             if wanted[run.clone()].iter().all(greedy) {
@@ -364,14 +420,20 @@ impl<B: Backend> Engine<B> {
         let logits = std::mem::take(&mut self.logits);
         for (index, row) in logits.chunks_exact(self.capacity.vocab_size).enumerate() {
             let wanted = self.batch.wanted()[index];
+            if !self.counts(&wanted) {
+                continue;
+            }
             let row = match self.best[index] {
                 NO_BEST => Row::Logits(row),
                 best => Row::Best(best),
             };
-            if self.counts(&wanted)
-                && let Some(reason) = self.report_row(wanted.slot, wanted.position, row, out)
-            {
-                self.finish(wanted.slot, reason, out);
+            self.report_row_and_end(wanted.slot, wanted.position, row, out);
+            if wanted.drafted.is_none() {
+                let forked = self.scheduler.plan().forked.iter().filter(|fork| fork.leader == wanted.slot);
+                let followers: Vec<Slot> = forked.map(|fork| fork.follower).collect();
+                for slot in followers {
+                    self.report_row_and_end(slot, wanted.position, row, out);
+                }
             }
         }
         self.logits = logits;
@@ -394,6 +456,12 @@ impl<B: Backend> Engine<B> {
             }
         }
         right
+    }
+
+    fn report_row_and_end(&mut self, slot: Slot, position: usize, row: Row<'_>, out: &mut Vec<Output>) {
+        if let Some(reason) = self.report_row(slot, position, row, out) {
+            self.finish(slot, reason, out);
+        }
     }
 
     fn report_row(
@@ -440,6 +508,9 @@ impl<B: Backend> Engine<B> {
     fn finish(&mut self, slot: Slot, reason: FinishReason, out: &mut Vec<Output>) {
         let Some(task) = self.tasks[slot.0 as usize].take() else { return };
         self.scheduler.remove(slot);
+        if let Some(tenant) = task.queued_for {
+            self.admission.leave(tenant);
+        }
         if let Some(speculation) = &mut self.speculation {
             speculation.end(slot);
         }

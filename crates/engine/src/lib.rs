@@ -6,20 +6,24 @@
 //! Invariant I5: a request's tokens and log-probabilities depend on the model, its own prompt, parameters and seed
 //! only, never on batch, chunking, prefix hits, preemption, drafts or a resume.
 //!
-//! Code map: `engine` owns the model and joins the parts; `validate` refuses; `scheduler` plans a step over `sequence`s
-//! and the `pool` of KV blocks; `draft` extends the plan by guesses; `batch` turns it into rows; `task` turns logits into
+//! Code map: `engine` owns the model and joins the parts; `validate` refuses; `admission` bounds the `queue`;
+//! `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `task` turns logits into
 //! outputs with `sampler`.
 
 #![forbid(unsafe_code)]
 
+pub mod admission;
 mod api;
 mod batch;
+pub mod blocks;
 mod config;
 mod constraint;
 pub mod draft;
 mod engine;
 mod params;
+mod plan;
 pub mod pool;
+pub mod queue;
 mod refusal;
 pub mod sampler;
 pub mod scheduler;
@@ -28,8 +32,8 @@ mod task;
 mod validate;
 
 pub use api::{
-    EngineStats, FinishReason, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest, StepReport,
-    StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
+    EngineStats, FinishReason, KvUse, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest,
+    StepReport, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
 pub use config::{ConfigError, EngineConfig, KvBudget};
 pub use constraint::{Allowed, Constraint, ConstraintError};

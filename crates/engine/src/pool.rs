@@ -1,25 +1,38 @@
 //! The KV blocks of one cache: who holds them, which are free, and which of them still hold a findable prefix.
 //!
 //! Invariants ([`BlockPool::check_integrity`]): a block is in the free list exactly when nobody holds it; a block is in
-//! the index exactly when it has a hash. So a block may be free and cached at once: it stays findable until it is taken
-//! for something else, least recently freed first. Block 0 is the trash block: never given out, never cached.
-//! Every operation is O(1) and allocates nothing; the twins of one hash (the same content computed twice) form a list.
+//! the index exactly when it has a name. So a block may be free and cached at once: it stays findable until it is taken
+//! for something else, least recently freed first. Block 0 is the trash block: never given out, never cached; in tables
+//! it stands where a group has no block ([`crate::blocks`]).
+//! Every operation is O(1) and allocates nothing; the twins of one name (the same content computed twice) form a list.
+//!
+//! What this and its callers have in common with vLLM V1, point by point, stands in docs/decisions/0007.
 
 use prefix::BlockHash;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 pub type BlockId = u32;
 
-/// Takes writes that nobody reads, and is the sentinel of the free list.
+/// Takes writes that nobody reads, fills tables where a group keeps nothing, and is the sentinel of the free list.
 pub const TRASH: BlockId = 0;
+
+/// What a block is found by: its content, and the layers that made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Name {
+    pub hash: BlockHash,
+    /// Index of the group of layers.
+    pub group: u8,
+}
 
 #[derive(Clone, Debug, Default)]
 struct Block {
     holders: u32,
-    hash: Option<BlockHash>,
+    name: Option<Name>,
     /// Neighbours in the free list, a ring through `TRASH`; meaningless while held.
     free: Links,
-    /// Neighbours among blocks of the same hash, a ring; meaningless without a hash.
+    /// Neighbours among blocks of the same name, a ring; meaningless without a name.
     twins: Links,
 }
 
@@ -32,10 +45,10 @@ struct Links {
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
-    /// Any one block of each hash.
-    index: HashMap<BlockHash, BlockId>,
+    /// Any one block of each name.
+    index: HashMap<Name, BlockId, BuildHasherDefault<First8>>,
     free: usize,
-    /// Blocks that are free and have a hash.
+    /// Blocks that are free and have a name.
     cached: usize,
     evictions: u64,
 }
@@ -49,10 +62,10 @@ pub enum IntegrityError {
     FreeCount { found: usize, counted: usize, unheld: usize },
     #[error("block {block} is in the free list and has {holders} holders")]
     FreeHeld { block: BlockId, holders: u32 },
-    #[error("block {block} has a hash that the index does not lead to")]
+    #[error("block {block} has a name that the index does not lead to")]
     NotIndexed { block: BlockId },
-    #[error("index leads to {found} blocks, {hashed} have a hash")]
-    IndexCount { found: usize, hashed: usize },
+    #[error("index leads to {found} blocks, {named} have a name")]
+    IndexCount { found: usize, named: usize },
     #[error("{found} blocks are free and cached, {counted} are counted")]
     CachedCount { found: usize, counted: usize },
     #[error("block {block} has {holders} holders, {expected} were expected")]
@@ -64,13 +77,14 @@ impl BlockPool {
     pub fn new(usable: usize) -> Self {
         let mut pool = Self {
             blocks: vec![Block::default(); usable + 1],
-            index: HashMap::with_capacity(usable),
+            // Twice as large as it gets: then places of removed names are made room of without a new table.
+            index: HashMap::with_capacity_and_hasher(2 * usable, BuildHasherDefault::default()),
             free: 0,
             cached: 0,
             evictions: 0,
         };
         for block in 1..pool.blocks.len() {
-            pool.append_free(block as BlockId);
+            pool.insert_free(pool.block(TRASH).free.previous, block as BlockId);
         }
         pool
     }
@@ -99,19 +113,25 @@ impl BlockPool {
         block != TRASH && self.block(block).holders == 0
     }
 
-    /// A block with this content; the caller has to [`hold`](Self::hold) it before the next `take`.
-    pub fn find(&self, hash: &BlockHash) -> Option<BlockId> {
-        self.index.get(hash).copied()
+    /// Whether a holder may write: nobody else holds the block, and nobody can find it.
+    pub fn is_writable(&self, block: BlockId) -> bool {
+        self.block(block).holders == 1 && self.block(block).name.is_none()
     }
 
-    /// The least recently freed block, its old content forgotten, with one holder.
+    /// A block with this content; the caller has to [`hold`](Self::hold) it before the next `take`.
+    pub fn find(&self, name: &Name) -> Option<BlockId> {
+        self.index.get(name).copied()
+    }
+
+    /// The first in line, its old content forgotten, with one holder: a block without a name if there is one free, else
+    /// the least recently freed. Only here are cached blocks evicted.
     pub fn take(&mut self) -> Option<BlockId> {
         let block = self.block(TRASH).free.next;
         if block == TRASH {
             return None;
         }
         self.unlink_free(block);
-        if self.block(block).hash.is_some() {
+        if self.block(block).name.is_some() {
             self.forget(block);
             self.evictions += 1;
         }
@@ -128,31 +148,27 @@ impl BlockPool {
         self.block_mut(block).holders += 1;
     }
 
-    /// One holder less; the last one frees it, and it becomes the last in line to be taken.
+    /// One holder less. The last one frees it: the last in line to be taken if it can still be found, else the first.
     pub fn release(&mut self, block: BlockId) {
         debug_assert!(self.block(block).holders > 0, "block {block} is released without a holder");
         self.block_mut(block).holders -= 1;
         if self.block(block).holders == 0 {
-            self.append_free(block);
+            let behind =
+                if self.block(block).name.is_some() { self.block(TRASH).free.previous } else { TRASH };
+            self.insert_free(behind, block);
         }
     }
 
-    /// As if it had not been taken: a held block without a name and with one holder is the first in line to be taken.
-    pub fn untake(&mut self, block: BlockId) {
-        debug_assert!(self.block(block).holders == 1 && self.block(block).hash.is_none());
-        self.block_mut(block).holders = 0;
-        self.insert_free(TRASH, block);
-    }
-
     /// Makes a held block findable. Its content is complete once the step under way is.
-    pub fn name(&mut self, block: BlockId, hash: BlockHash) {
-        debug_assert!(self.block(block).holders > 0 && self.block(block).hash.is_none());
-        let twins = match self.index.get(&hash) {
-            None => {
-                self.index.insert(hash, block);
+    pub fn name(&mut self, block: BlockId, name: Name) {
+        debug_assert!(self.block(block).holders > 0 && self.block(block).name.is_none());
+        let twins = match self.index.entry(name) {
+            Entry::Vacant(vacant) => {
+                vacant.insert(block);
                 Links { previous: block, next: block }
             }
-            Some(&twin) => {
+            Entry::Occupied(twin) => {
+                let twin = *twin.get();
                 let next = self.block(twin).twins.next;
                 self.block_mut(twin).twins.next = block;
                 self.block_mut(next).twins.previous = block;
@@ -160,7 +176,7 @@ impl BlockPool {
             }
         };
         let named = self.block_mut(block);
-        named.hash = Some(hash);
+        named.name = Some(name);
         named.twins = twins;
     }
 
@@ -170,14 +186,32 @@ impl BlockPool {
         self.forget(block);
     }
 
-    /// Compares all links and counts, and the number of holders with those that `tables` show. O(blocks); for tests and
-    /// for a process that is idle.
+    /// Forgets every cached prefix. `false`, and nothing is done, while any block is held.
+    pub fn reset(&mut self) -> bool {
+        let idle = self.used() == 0;
+        if idle {
+            self.index.clear();
+            self.blocks.iter_mut().for_each(|block| block.name = None);
+            self.cached = 0;
+        }
+        idle
+    }
+
+    /// The first block from which on none holds anything that can be asked for. O(blocks).
+    pub fn tail(&self) -> BlockId {
+        let is_in_use = |block: &Block| block.holders > 0 || block.name.is_some();
+        self.blocks.iter().rposition(is_in_use).map_or(1, |last| last as BlockId + 1)
+    }
+
+    /// Compares all links and counts, and the number of holders with those that `tables` show (trash blocks in them aside).
+    /// O(blocks); for tests and for a process that is idle.
     pub fn check_integrity<'a>(
         &self,
         tables: impl Iterator<Item = &'a [BlockId]>,
     ) -> Result<(), IntegrityError> {
         let mut expected = vec![0; self.blocks.len()];
         tables.flatten().for_each(|&block| expected[block as usize] += 1);
+        expected[TRASH as usize] = 0;
         for (block, (state, &expected)) in self.blocks.iter().zip(&expected).enumerate() {
             if state.holders != expected {
                 return Err(IntegrityError::Holders {
@@ -216,12 +250,12 @@ impl BlockPool {
 
     fn check_index(&self) -> Result<(), IntegrityError> {
         let mut found = 0;
-        for (hash, &first) in &self.index {
+        for (name, &first) in &self.index {
             let mut block = first;
             loop {
                 let next = self.block(block).twins.next;
                 let linked = self.block(next).twins.previous == block;
-                if !linked || self.block(block).hash != Some(*hash) || found > self.usable() {
+                if !linked || self.block(block).name != Some(*name) || found > self.usable() {
                     return Err(IntegrityError::NotIndexed { block });
                 }
                 found += 1;
@@ -231,12 +265,12 @@ impl BlockPool {
                 }
             }
         }
-        let hashed = self.blocks.iter().filter(|block| block.hash.is_some()).count();
-        if found != hashed {
-            return Err(IntegrityError::IndexCount { found, hashed });
+        let named = self.blocks.iter().filter(|block| block.name.is_some()).count();
+        if found != named {
+            return Err(IntegrityError::IndexCount { found, named });
         }
         let found =
-            self.blocks[1..].iter().filter(|block| block.holders == 0 && block.hash.is_some()).count();
+            self.blocks[1..].iter().filter(|block| block.holders == 0 && block.name.is_some()).count();
         if found != self.cached {
             return Err(IntegrityError::CachedCount { found, counted: self.cached });
         }
@@ -251,10 +285,6 @@ impl BlockPool {
         &mut self.blocks[block as usize]
     }
 
-    fn append_free(&mut self, block: BlockId) {
-        self.insert_free(self.block(TRASH).free.previous, block);
-    }
-
     /// Into the free list behind `previous`.
     fn insert_free(&mut self, previous: BlockId, block: BlockId) {
         let next = self.block(previous).free.next;
@@ -262,7 +292,7 @@ impl BlockPool {
         self.block_mut(previous).free.next = block;
         self.block_mut(next).free.previous = block;
         self.free += 1;
-        self.cached += usize::from(self.block(block).hash.is_some());
+        self.cached += usize::from(self.block(block).name.is_some());
     }
 
     fn unlink_free(&mut self, block: BlockId) {
@@ -270,21 +300,47 @@ impl BlockPool {
         self.block_mut(previous).free.next = next;
         self.block_mut(next).free.previous = previous;
         self.free -= 1;
-        self.cached -= usize::from(self.block(block).hash.is_some());
+        self.cached -= usize::from(self.block(block).name.is_some());
     }
 
     /// Out of the index; the block is not in the free list.
     fn forget(&mut self, block: BlockId) {
-        let Some(hash) = self.block_mut(block).hash.take() else { return };
+        let Some(name) = self.block_mut(block).name.take() else { return };
         let Links { previous, next } = self.block(block).twins;
         if next == block {
-            self.index.remove(&hash);
+            self.index.remove(&name);
             return;
         }
         self.block_mut(previous).twins.next = next;
         self.block_mut(next).twins.previous = previous;
-        if self.index.get(&hash) == Some(&block) {
-            self.index.insert(hash, next);
+        if self.index.get(&name) == Some(&block) {
+            self.index.insert(name, next);
         }
+    }
+}
+
+impl Hash for Name {
+    /// The hash is a uniformly distributed one already.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let [first, ..] = self.hash.as_bytes().as_chunks::<8>().0 else { return };
+        state.write_u64(u64::from_le_bytes(*first) ^ u64::from(self.group));
+    }
+}
+
+/// Takes what [`Name`] gives as it is.
+#[derive(Default)]
+struct First8(u64);
+
+impl Hasher for First8 {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = value;
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
     }
 }

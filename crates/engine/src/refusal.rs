@@ -1,6 +1,8 @@
 //! The answer to a submission: queued, or refused with the reason before anything is queued.
 
+use crate::admission::Full;
 use crate::{ParamError, RequestId};
+use std::time::Duration;
 
 /// The request waits, or runs from the next step on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,11 +11,13 @@ pub struct Queued {
     pub ahead: usize,
 }
 
-/// Why a request was not taken. The first two are conditions of this worker, the rest the caller's mistakes.
+/// Why a request was not taken. The first three are conditions of this worker, the rest the caller's mistakes.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RefuseReason {
-    #[error("{waiting} requests wait already, at most {queue_max} may")]
-    QueueFull { waiting: usize, queue_max: usize },
+    #[error("{waiting} requests wait already, at most {max} may; come again in {} s", .retry_after.as_secs())]
+    QueueFull { waiting: usize, max: usize, retry_after: Duration },
+    #[error("{waiting} requests of this tenant wait already, at most {max} may; come again in {} s", .retry_after.as_secs())]
+    TenantQueueFull { waiting: usize, max: usize, retry_after: Duration },
     #[error("the worker is draining and takes no new requests")]
     Draining,
     #[error("{0} is in use by a request that has not finished")]
@@ -41,4 +45,14 @@ pub enum RefuseReason {
     NeverFits { tokens: usize, needed: usize, block_tokens: usize, blocks: usize },
     #[error(transparent)]
     Param(#[from] ParamError),
+}
+
+impl From<Full> for RefuseReason {
+    fn from(full: Full) -> Self {
+        let Full { waiting, max, of_tenant, retry_after } = full;
+        match of_tenant {
+            true => RefuseReason::TenantQueueFull { waiting, max, retry_after },
+            false => RefuseReason::QueueFull { waiting, max, retry_after },
+        }
+    }
 }

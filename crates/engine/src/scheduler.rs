@@ -3,12 +3,13 @@
 //! A sequence has tokens and a count of computed ones; a step hands out a budget of rows. There is no prefill or decode
 //! phase, only more or fewer tokens to compute. Order of one step:
 //!
-//! 1. Running sequences that lack one row (decodes), in order of rank (priority, then arrival).
+//! 1. Running sequences that lack one row (decodes), in order of rank.
 //! 2. Running sequences that lack more (prompts in progress), in order of rank, each cut to a chunk.
 //!    When blocks run out, the running sequence of the last rank gives all of its own back and waits again, to be
 //!    recomputed; rows it already had in this step return to the budget.
-//! 3. Waiting sequences in order of rank, unless something was preempted. One is admitted only if its whole sequence
-//!    fits beside what the running ones still need. If the first does not fit, none behind it is tried.
+//! 3. Waiting sequences in the order of the [`Queue`], unless something was preempted. One is admitted only if its whole
+//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried.
+//! 4. Rows that are left over lengthen the chunks that were cut: a long prompt is held back only for others.
 //!
 //! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
 //! drafts never take a row from others, never preempt and are never found. Of the drafted rows those count that turn out
@@ -16,107 +17,79 @@
 //!
 //! A sequence keeps its rank through preemption and only lower ranks are preempted for it, so the first always moves;
 //! with `step_tokens >= running_max` every decode moves in every step.
+//!
+//! Equal prompts are computed once: one that is next while an equal one is in progress joins it, and is forked from it
+//! when that is computed. All of them then go on from the same logits and share every block; the last block, if it is not
+//! full, is copied by whoever writes into it while others hold it (`Plan::copies`).
 
+use crate::blocks::GroupKind;
+use crate::plan::Budget;
 use crate::pool::{BlockPool, IntegrityError};
-use crate::sequence::{Kind, Rank, Sequence, State};
-use prefix::Scope;
-use std::collections::BTreeMap;
-use std::ops::Bound;
+use crate::queue::{Passed, Queue, Rank};
+use crate::sequence::{Kind, NewSequence, Sequence, State};
+use prefix::BlockHash;
+use std::collections::HashMap;
 
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    pub block_tokens: usize,
-    pub step_tokens: usize,
-    pub prefill_chunk_max: usize,
-    pub running_max: usize,
-    /// Rows of `Kind::Score` sequences in a step, each of which has an output.
-    pub score_rows_max: usize,
-    /// Rows of drafted tokens in a step, each of which has an output.
-    pub draft_rows_max: usize,
-    pub prefix_cache: bool,
-}
+pub use crate::plan::{Chunk, ChunkOutputs, Fork, Limits, Plan, Slot};
 
-/// Index of a live sequence; reused after `remove`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot(pub u32);
-
-/// Rows `start..start + rows` of a sequence, and drafted ones behind them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chunk {
-    pub slot: Slot,
-    pub start: usize,
-    pub rows: usize,
-    /// Rows of drafted tokens at `start + rows ..`, all of which have an output.
-    pub drafts: usize,
-    /// Which of the other rows have an output: the last one, all, or none.
-    pub outputs: ChunkOutputs,
-    /// Blocks that became findable with this chunk.
-    named: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ChunkOutputs {
-    None,
-    Last,
-    All,
-}
-
-/// One step: filled by `schedule`, valid until the next one.
-#[derive(Clone, Debug, Default)]
-pub struct Plan {
-    pub chunks: Vec<Chunk>,
-    /// All of them, drafted ones too.
-    pub rows: usize,
-    pub decode_rows: usize,
-    pub draft_rows: usize,
-    /// Sequences that left the queue for the first time, with their cached tokens.
-    pub admitted: Vec<(Slot, usize)>,
-    pub preempted: usize,
-}
+/// Output tokens that a request is expected to want if it leaves that open or asks for more.
+const OUTPUT_EXPECTED: usize = 256;
 
 #[derive(Debug)]
 pub struct Scheduler {
     limits: Limits,
+    groups: Vec<GroupKind>,
     pool: BlockPool,
     sequences: Vec<Option<Sequence>>,
     vacant: Vec<Slot>,
-    waiting: BTreeMap<Rank, Slot>,
+    queue: Queue,
     /// In order of rank.
     running: Vec<Slot>,
-    arrivals: u64,
+    /// Who computes, or will, the prompt of that name.
+    leaders: HashMap<BlockHash, Slot>,
+    /// Sequences that were forked from another.
+    forks: u64,
     plan: Plan,
+    /// Of this step: prompts in progress, and indices of chunks that were cut.
+    prompts: Vec<Slot>,
+    cut: Vec<usize>,
+    /// Who got blocks for drafts in this step.
+    drafted: Vec<Slot>,
 }
 
 impl Scheduler {
+    /// For layers that all read the whole past.
     pub fn new(limits: Limits, blocks: usize) -> Self {
+        Self::with_groups(limits, blocks, vec![GroupKind::Full])
+    }
+
+    /// `blocks` are shared by the groups: a block serves the layers of any one of them.
+    pub fn with_groups(limits: Limits, blocks: usize, groups: Vec<GroupKind>) -> Self {
         debug_assert!(limits.step_tokens >= limits.running_max);
         Self {
             limits,
+            groups,
             pool: BlockPool::new(blocks),
             sequences: Vec::new(),
             vacant: Vec::new(),
-            waiting: BTreeMap::new(),
+            queue: Queue::default(),
             running: Vec::with_capacity(limits.running_max),
-            arrivals: 0,
+            leaders: HashMap::new(),
+            forks: 0,
             plan: Plan::default(),
+            prompts: Vec::new(),
+            cut: Vec::new(),
+            drafted: Vec::new(),
         }
     }
 
-    /// Queues a sequence of at most `tokens_max` tokens, which must fit in the pool when it is alone there. What is scored
-    /// is not shared: it could not use what it finds.
-    pub fn add(
-        &mut self,
-        kind: Kind,
-        priority: i32,
-        tokens: Vec<u32>,
-        tokens_max: usize,
-        scope: &Scope,
-    ) -> Slot {
-        let rank = Rank { priority, arrival: self.arrivals };
-        self.arrivals += 1;
-        let shared = self.limits.prefix_cache && kind == Kind::Generate;
-        let scope = shared.then_some(scope);
-        let sequence = Sequence::new(kind, rank, tokens, tokens_max, self.limits.block_tokens, scope);
+    /// Queues a sequence. What is scored is not shared: it could not use what it finds.
+    pub fn add(&mut self, new: NewSequence<'_>) -> Slot {
+        let cost = new.tokens.len() + (new.tokens_max - new.tokens.len()).min(OUTPUT_EXPECTED);
+        let rank = self.queue.rank(new.priority, new.tenant, cost as u64);
+        let share = self.limits.prefix_cache && new.kind == Kind::Generate;
+        let sequence = Sequence::new(new, rank, &self.groups, self.limits.block_tokens, share);
+        let prompt = sequence.prompt();
         let slot = match self.vacant.pop() {
             Some(slot) => {
                 self.sequences[slot.0 as usize] = Some(sequence);
@@ -127,19 +100,30 @@ impl Scheduler {
                 Slot(self.sequences.len() as u32 - 1)
             }
         };
-        self.waiting.insert(rank, slot);
+        if let Some(prompt) = prompt
+            && self.limits.forks
+        {
+            self.leaders.entry(prompt).or_insert(slot);
+        }
+        self.queue.enter(rank, slot);
         slot
     }
 
     /// Forgets a sequence, running or waiting; its blocks are free at once.
     pub fn remove(&mut self, slot: Slot) {
+        self.release_followers(slot);
         let Some(mut sequence) = self.sequences[slot.0 as usize].take() else { return };
         match sequence.state {
-            State::Waiting => {
-                self.waiting.remove(&sequence.rank);
+            State::Waiting => self.queue.leave(sequence.rank),
+            State::Running => self.leave_running(slot, sequence.rank),
+            State::Joined(leader) => {
+                self.leave_running(slot, sequence.rank);
+                if let Some(leader) = &mut self.sequences[leader.0 as usize] {
+                    leader.followers -= 1;
+                }
             }
-            State::Running => self.running.retain(|&other| other != slot),
         }
+        self.end_lead(slot, sequence.take_prompt());
         sequence.free(&mut self.pool);
         self.vacant.push(slot);
     }
@@ -157,6 +141,9 @@ impl Scheduler {
     pub fn hold(&mut self, slot: Slot, held: bool) {
         if let Some(sequence) = &mut self.sequences[slot.0 as usize] {
             sequence.held = held;
+            if held {
+                self.release_followers(slot);
+            }
         }
     }
 
@@ -169,34 +156,54 @@ impl Scheduler {
     }
 
     pub fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.queue.len()
     }
 
-    /// How many waiting sequences would be admitted before this one.
+    /// How many waiting sequences would be admitted before this one, if nobody else came.
     pub fn ahead(&self, slot: Slot) -> usize {
-        self.sequence(slot).map_or(0, |sequence| self.waiting.range(..sequence.rank).count())
+        self.sequence(slot).map_or(0, |sequence| self.queue.ahead(sequence.rank))
+    }
+
+    pub fn forks(&self) -> u64 {
+        self.forks
     }
 
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
+    /// Token places in held blocks, and how many of them hold nothing yet: O(running).
+    pub fn unfilled(&self) -> (usize, usize) {
+        let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
+        running.fold((0, 0), |(places, unfilled), sequence| {
+            let room = sequence.table().len() * self.limits.block_tokens;
+            (places + room, unfilled + room.saturating_sub(sequence.computed()))
+        })
+    }
+
+    /// Forgets all cached prefixes; `false` while any block is held.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.pool.reset()
+    }
+
     /// Plans the next step. After it, `commit` or `abandon` is called before the next plan.
     pub fn schedule(&mut self) -> &Plan {
         self.plan.clear();
+        self.cut.clear();
+        self.drafted.clear();
         let mut budget = Budget { rows: self.limits.step_tokens, score_rows: self.limits.score_rows_max };
-        self.schedule_running(true, &mut budget);
-        self.schedule_running(false, &mut budget);
+        self.schedule_decodes(&mut budget);
+        self.schedule_prompts(&mut budget);
         if self.plan.preempted == 0 {
             self.admit(&mut budget);
+            self.lengthen(&mut budget);
         }
         &self.plan
     }
 
     /// Blocks that drafts may take: what is free beyond what running sequences will need next.
     pub fn spare_blocks(&self) -> usize {
-        let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
-        self.pool.free().saturating_sub(running.map(Sequence::reserve).sum())
+        self.pool.free().saturating_sub(self.reserved())
     }
 
     /// Room for drafted tokens behind the rows of a planned chunk whose last row has an output: at most `most`, as many as
@@ -210,12 +217,13 @@ impl Scheduler {
             .min(limits.step_tokens - self.plan.rows)
             .min(limits.draft_rows_max - self.plan.draft_rows)
             .min(sequence.draft_tokens_max(*spare));
-        let held = sequence.table().len();
-        if rows == 0 || !sequence.grow(&mut self.pool, chunk.rows + rows) {
+        let free = self.pool.free();
+        if rows == 0 || !sequence.grow(&mut self.pool, chunk.rows + rows, &mut self.plan.copies) {
             return 0;
         }
-        *spare -= sequence.table().len() - held;
+        *spare = (*spare + self.pool.free()).saturating_sub(free);
         chunk.drafts = rows;
+        self.drafted.push(chunk.slot);
         self.plan.rows += rows;
         self.plan.draft_rows += rows;
         rows
@@ -233,25 +241,31 @@ impl Scheduler {
     /// The first drafted row that is not computed for its sequence yet turned out to be its next token.
     pub fn accept(&mut self, slot: Slot) {
         if let Some(sequence) = &mut self.sequences[slot.0 as usize] {
-            sequence.commit(1);
+            sequence.commit(&mut self.pool, 1);
             sequence.name_full_blocks(&mut self.pool, 0);
         }
     }
 
     /// After the last `accept` of a step: sequences whose drafts were wrong give back the blocks that they do not need.
     pub fn settle(&mut self) {
-        for chunk in self.plan.chunks.iter().filter(|chunk| chunk.outputs == ChunkOutputs::Last) {
-            if let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] {
+        for slot in &self.drafted {
+            if let Some(sequence) = &mut self.sequences[slot.0 as usize] {
                 sequence.trim(&mut self.pool);
             }
         }
     }
 
-    /// The planned rows are computed; whether drafted ones count, `accept` says.
+    /// The planned rows are computed; whether drafted ones count, `accept` says. Who joined a prompt that is complete now
+    /// is forked from it.
     pub fn commit(&mut self) {
-        for chunk in &self.plan.chunks {
-            if let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] {
-                sequence.commit(chunk.rows);
+        for index in 0..self.plan.chunks.len() {
+            let Chunk { slot, rows, .. } = self.plan.chunks[index];
+            let Some(sequence) = &mut self.sequences[slot.0 as usize] else { continue };
+            sequence.commit(&mut self.pool, rows);
+            if sequence.prompt().is_some() && sequence.remaining() == 0 {
+                let prompt = sequence.take_prompt();
+                self.end_lead(slot, prompt);
+                self.fork(slot);
             }
         }
     }
@@ -268,21 +282,49 @@ impl Scheduler {
 
     /// Checks the pool against the tables of all sequences.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        self.pool.check_integrity(self.sequences.iter().flatten().map(Sequence::table))
+        let sequences = self.sequences.iter().flatten();
+        self.pool.check_integrity(sequences.flat_map(|sequence| sequence.blocks().tables()))
     }
 
-    fn schedule_running(&mut self, decodes: bool, budget: &mut Budget) {
+    fn schedule_decodes(&mut self, budget: &mut Budget) {
+        self.prompts.clear();
         let mut index = 0;
         while index < self.running.len() {
             let slot = self.running[index];
-            let Some(sequence) = &self.sequences[slot.0 as usize] else { break };
-            let planned = sequence.is_decode() == decodes && !sequence.held;
-            let rows = if planned { budget.chunk(&self.limits, sequence) } else { 0 };
-            if rows > 0 && !self.place(slot, rows, budget) {
+            index += 1;
+            let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };
+            let wanted = sequence.wanted();
+            if wanted == 0 {
+                continue;
+            }
+            if wanted > 1 || sequence.kind == Kind::Score {
+                self.prompts.push(slot);
+                continue;
+            }
+            // Most have room for one token more.
+            if sequence.grow(&mut self.pool, 1, &mut self.plan.copies) {
+                let named = sequence.name_full_blocks(&mut self.pool, 1);
+                let (start, outputs) = (sequence.computed(), ChunkOutputs::Last);
+                budget.spend(Kind::Generate, 1);
+                self.plan.rows += 1;
+                self.plan.decode_rows += 1;
+                self.plan.chunks.push(Chunk { slot, start, rows: 1, drafts: 0, outputs, named });
+            } else if !self.place(slot, 1, budget) {
                 // It was itself the last of the running ones.
                 break;
             }
-            index += 1;
+        }
+    }
+
+    fn schedule_prompts(&mut self, budget: &mut Budget) {
+        for index in 0..self.prompts.len() {
+            let slot = self.prompts[index];
+            let Some(sequence) = &self.sequences[slot.0 as usize] else { break };
+            // None, if it was preempted meanwhile.
+            let rows = budget.chunk(&self.limits, sequence);
+            if rows > 0 && !self.place(slot, rows, budget) {
+                break;
+            }
         }
     }
 
@@ -290,7 +332,7 @@ impl Scheduler {
     fn place(&mut self, slot: Slot, rows: usize, budget: &mut Budget) -> bool {
         loop {
             let Some(sequence) = &mut self.sequences[slot.0 as usize] else { return false };
-            if sequence.grow(&mut self.pool, rows) {
+            if sequence.grow(&mut self.pool, rows, &mut self.plan.copies) {
                 break;
             }
             match self.running.last() {
@@ -312,7 +354,10 @@ impl Scheduler {
         let outputs = match sequence.kind {
             Kind::Score => ChunkOutputs::All,
             Kind::Generate if rows == sequence.remaining() => ChunkOutputs::Last,
-            Kind::Generate => ChunkOutputs::None,
+            Kind::Generate => {
+                self.cut.push(self.plan.chunks.len());
+                ChunkOutputs::None
+            }
         };
         let named = sequence.name_full_blocks(&mut self.pool, rows);
         budget.spend(sequence.kind, rows);
@@ -323,6 +368,7 @@ impl Scheduler {
 
     /// The last of the running sequences goes back to its place in the queue.
     fn preempt(&mut self, victim: Slot, budget: &mut Budget) {
+        self.release_followers(victim);
         let Some(sequence) = &mut self.sequences[victim.0 as usize] else { return };
         if let Some(at) = self.plan.chunks.iter().position(|chunk| chunk.slot == victim) {
             let chunk = self.plan.chunks.remove(at);
@@ -331,100 +377,188 @@ impl Scheduler {
             budget.refund(sequence.kind, chunk.rows);
             sequence.unname(&mut self.pool, chunk.named);
         }
+        let (state, rank) = (sequence.state, sequence.rank);
         sequence.free(&mut self.pool);
         sequence.state = State::Waiting;
-        self.waiting.insert(sequence.rank, victim);
-        self.running.pop();
+        if let State::Joined(leader) = state
+            && let Some(leader) = &mut self.sequences[leader.0 as usize]
+        {
+            leader.followers -= 1;
+        }
+        self.leave_running(victim, rank);
+        self.queue.enter(rank, victim);
         self.plan.preempted += 1;
     }
 
     fn admit(&mut self, budget: &mut Budget) {
-        if self.waiting.is_empty() || budget.rows == 0 {
+        if self.queue.is_empty() || budget.rows == 0 {
             return;
         }
-        let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
-        let mut reserved: usize = running.map(Sequence::reserve).sum();
-        let mut passed = None;
+        let mut reserved = self.reserved();
+        let mut passed = Passed::default();
         while budget.rows > 0
             && self.running.len() < self.limits.running_max
-            && let Some((rank, slot)) = self.waiting_after(passed)
-            && let Some(sequence) = &mut self.sequences[slot.0 as usize]
+            && let Some(next) = self.queue.next(passed)
         {
+            let slot = next.slot;
+            let leader = self.leader(slot);
+            let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };
             if budget.of(sequence.kind) == 0 {
                 // Rows with outputs are used up for this step: others need not wait behind it.
-                passed = Some(rank);
+                passed.add(next);
                 continue;
             }
             let hits = sequence.hits(&self.pool);
-            let whole = sequence.tokens().len().div_ceil(self.limits.block_tokens) - hits.blocks;
-            if whole + hits.free + reserved > self.pool.free() {
+            let needed = match leader {
+                Some(_) => sequence.blocks().groups(),
+                None => sequence.needed(hits, self.limits.prefill_chunk_max) + hits.free,
+            };
+            if needed + reserved > self.pool.free() {
                 break;
             }
-            sequence.adopt(&mut self.pool, hits.blocks);
-            let rows = budget.chunk(&self.limits, sequence);
-            let grown = sequence.grow(&mut self.pool, rows);
-            debug_assert!(grown, "the gate counted these blocks as free");
-            sequence.state = State::Running;
+            let rank = self.queue.admit(next);
+            sequence.rank = rank;
+            let cached = match leader {
+                Some(leader) => {
+                    sequence.state = State::Joined(leader);
+                    // As if found: all but the token that at least must be computed.
+                    sequence.remaining() - 1
+                }
+                None => {
+                    sequence.adopt(&mut self.pool, hits.blocks);
+                    sequence.state = State::Running;
+                    sequence.computed()
+                }
+            };
             if !sequence.admitted {
                 sequence.admitted = true;
-                self.plan.admitted.push((slot, sequence.computed()));
+                self.plan.admitted.push((slot, cached));
             }
-            reserved += sequence.reserve();
-            self.waiting.remove(&rank);
-            let at = self.running.partition_point(|&other| {
-                self.sequences[other.0 as usize].as_ref().is_some_and(|other| other.rank < rank)
-            });
-            self.running.insert(at, slot);
+            self.enter_running(slot, rank);
+            if let Some(leader) = leader {
+                if let Some(leader) = &mut self.sequences[leader.0 as usize] {
+                    leader.followers += 1;
+                }
+            } else {
+                self.start(slot, budget);
+            }
+            reserved += self.sequence(slot).map_or(0, |joined| joined.reserve(self.limits.prefill_chunk_max));
+        }
+    }
+
+    /// The first rows of a sequence that was just admitted.
+    fn start(&mut self, slot: Slot, budget: &mut Budget) {
+        let Some(sequence) = &mut self.sequences[slot.0 as usize] else { return };
+        let rows = budget.chunk(&self.limits, sequence);
+        if rows > 0 {
+            let grown = sequence.grow(&mut self.pool, rows, &mut self.plan.copies);
+            debug_assert!(grown, "the gate counted these blocks as free");
             self.take_rows(slot, rows, budget);
         }
     }
 
-    fn waiting_after(&self, passed: Option<Rank>) -> Option<(Rank, Slot)> {
-        let from = passed.map_or(Bound::Unbounded, Bound::Excluded);
-        self.waiting.range((from, Bound::Unbounded)).next().map(|(&rank, &slot)| (rank, slot))
-    }
-}
-
-impl Plan {
-    fn clear(&mut self) {
-        self.chunks.clear();
-        self.admitted.clear();
-        self.rows = 0;
-        self.decode_rows = 0;
-        self.draft_rows = 0;
-        self.preempted = 0;
-    }
-}
-
-/// Rows of the step that are left.
-struct Budget {
-    rows: usize,
-    score_rows: usize,
-}
-
-impl Budget {
-    fn of(&self, kind: Kind) -> usize {
-        match kind {
-            Kind::Generate => self.rows,
-            Kind::Score => self.rows.min(self.score_rows),
+    /// Gives what is left of the budget to prompts whose chunks were cut, in order.
+    fn lengthen(&mut self, budget: &mut Budget) {
+        for &index in &self.cut {
+            if budget.rows == 0 {
+                break;
+            }
+            let chunk = &mut self.plan.chunks[index];
+            let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] else { continue };
+            let more = (sequence.remaining() - chunk.rows).min(budget.rows);
+            if more == 0 || !sequence.grow(&mut self.pool, chunk.rows + more, &mut self.plan.copies) {
+                continue;
+            }
+            chunk.rows += more;
+            chunk.named += sequence.name_full_blocks(&mut self.pool, chunk.rows);
+            if chunk.rows == sequence.remaining() {
+                chunk.outputs = ChunkOutputs::Last;
+            }
+            self.plan.rows += more;
+            budget.spend(Kind::Generate, more);
         }
     }
 
-    fn chunk(&self, limits: &Limits, sequence: &Sequence) -> usize {
-        sequence.remaining().min(limits.prefill_chunk_max).min(self.of(sequence.kind))
+    /// Blocks that running sequences still need for the tokens they have, and for the next ones.
+    fn reserved(&self) -> usize {
+        let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
+        running.map(|sequence| sequence.reserve(self.limits.prefill_chunk_max)).sum()
     }
 
-    fn spend(&mut self, kind: Kind, rows: usize) {
-        self.rows -= rows;
-        if kind == Kind::Score {
-            self.score_rows -= rows;
+    /// Who computes the same prompt as this waiting one, right now.
+    fn leader(&self, slot: Slot) -> Option<Slot> {
+        let sequence = self.sequence(slot)?;
+        let leader = *self.leaders.get(&sequence.prompt()?)?;
+        let found = self.sequence(leader)?;
+        // It may have been put out already: a preempted one is longer than its prompt was.
+        let same = found.prompt() == sequence.prompt() && found.tokens() == sequence.tokens();
+        (leader != slot && found.state == State::Running && !found.held && same).then_some(leader)
+    }
+
+    /// `slot` computes its prompt no more; the next equal one that comes leads.
+    fn end_lead(&mut self, slot: Slot, prompt: Option<BlockHash>) {
+        if let Some(prompt) = prompt
+            && self.leaders.get(&prompt) == Some(&slot)
+        {
+            self.leaders.remove(&prompt);
         }
     }
 
-    fn refund(&mut self, kind: Kind, rows: usize) {
-        self.rows += rows;
-        if kind == Kind::Score {
-            self.score_rows += rows;
+    fn fork(&mut self, leader: Slot) {
+        if self.sequence(leader).is_none_or(|leader| leader.followers == 0) {
+            return;
         }
+        let Some(mut leading) = self.sequences[leader.0 as usize].take() else { return };
+        for &slot in &self.running {
+            if let Some(follower) = &mut self.sequences[slot.0 as usize]
+                && follower.state == State::Joined(leader)
+            {
+                follower.fork(&mut self.pool, &mut leading);
+                follower.take_prompt();
+                self.plan.forked.push(Fork { leader, follower: slot });
+                self.forks += 1;
+            }
+        }
+        leading.followers = 0;
+        self.sequences[leader.0 as usize] = Some(leading);
+    }
+
+    /// Who joined a sequence that does not go on has to compute the prompt itself.
+    fn release_followers(&mut self, leader: Slot) {
+        match self.sequences.get_mut(leader.0 as usize) {
+            Some(Some(leading)) if leading.followers > 0 => leading.followers = 0,
+            _ => return,
+        }
+        for index in (0..self.running.len()).rev() {
+            let slot = self.running[index];
+            if let Some(follower) = &mut self.sequences[slot.0 as usize]
+                && follower.state == State::Joined(leader)
+            {
+                follower.state = State::Waiting;
+                self.queue.enter(follower.rank, slot);
+                self.running.remove(index);
+            }
+        }
+    }
+
+    fn enter_running(&mut self, slot: Slot, rank: Rank) {
+        let at = self.place_in_running(rank);
+        self.running.insert(at, slot);
+    }
+
+    fn leave_running(&mut self, slot: Slot, rank: Rank) {
+        // The sequence itself may be out of its slot by now; ranks of the others lead to its place.
+        let at = self.place_in_running(rank);
+        if self.running.get(at) == Some(&slot) {
+            self.running.remove(at);
+        } else {
+            self.running.retain(|&other| other != slot);
+        }
+    }
+
+    fn place_in_running(&self, rank: Rank) -> usize {
+        self.running.partition_point(|&other| {
+            self.sequences[other.0 as usize].as_ref().is_some_and(|other| other.rank < rank)
+        })
     }
 }

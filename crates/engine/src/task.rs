@@ -10,6 +10,8 @@ pub(crate) struct Task {
     pub(crate) id: RequestId,
     pub(crate) deadline: Option<Duration>,
     pub(crate) usage: Usage,
+    /// The tenant for whom it stands in the queue, until it is first admitted.
+    pub(crate) queued_for: Option<u64>,
     pub(crate) work: Work,
 }
 
@@ -69,7 +71,13 @@ impl Task {
             tokens_max,
         };
         let usage = Usage { prompt_tokens, output_tokens: request.prior_output, cached_tokens: 0 };
-        Self { id: request.id, deadline: request.deadline, usage, work: Work::Generate(Box::new(generation)) }
+        Self {
+            id: request.id,
+            deadline: request.deadline,
+            usage,
+            queued_for: None,
+            work: Work::Generate(Box::new(generation)),
+        }
     }
 
     /// Whether rows of drafted tokens may stand behind its last one.
@@ -89,7 +97,7 @@ impl Task {
     pub(crate) fn score(request: &ScoreRequest) -> Self {
         let usage = Usage { prompt_tokens: request.tokens.len(), ..Usage::default() };
         let work = Work::Score(Scoring { kind: request.kind, next: 0 });
-        Self { id: request.id, deadline: request.deadline, usage, work }
+        Self { id: request.id, deadline: request.deadline, usage, queued_for: None, work }
     }
 }
 

@@ -58,7 +58,7 @@ impl Constraint for Alternating {
 fn engine(blocks: usize, running_max: usize) -> Engine<Reference> {
     let config = EngineConfig {
         block_tokens: 4,
-        kv_type: KvType::F32,
+        kv_types: KvType::F32.into(),
         step_tokens: 24,
         prefill_chunk_max: 8,
         running_max,

@@ -14,7 +14,7 @@ use engine::{
 };
 use fake::{FakeModel, answers, oracle, request, run_out};
 use models::{Model, TakeLogits};
-use ops::{Backend, KvLayer, KvType, OpError, Reference, Step};
+use ops::{Backend, KvLayer, KvType, KvTypes, OpError, Reference, Step};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -24,7 +24,7 @@ const NOW: Duration = Duration::ZERO;
 fn config() -> EngineConfig {
     EngineConfig {
         block_tokens: 4,
-        kv_type: KvType::F32,
+        kv_types: KvType::F32.into(),
         draft_depth_max: 6,
         ..EngineConfig::new(KvBudget::Tokens(600))
     }
@@ -210,8 +210,8 @@ impl Model<Reference> for Counted {
         Model::<Reference>::context_length(&self.model)
     }
 
-    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
-        Model::<Reference>::kv_layers(&self.model, kind)
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
+        Model::<Reference>::kv_layers(&self.model, types)
     }
 
     fn forward(

@@ -16,7 +16,7 @@ use std::time::Duration;
 const NOW: Duration = Duration::ZERO;
 
 fn config() -> EngineConfig {
-    EngineConfig { block_tokens: 4, kv_type: KvType::F32, ..EngineConfig::new(KvBudget::Tokens(120)) }
+    EngineConfig { block_tokens: 4, kv_types: KvType::F32.into(), ..EngineConfig::new(KvBudget::Tokens(120)) }
 }
 
 fn engine(config: &EngineConfig) -> Engine<Reference> {
@@ -128,7 +128,7 @@ fn the_queue_is_bounded() {
     assert_eq!(engine.submit(request(2, vec![1], 5)).unwrap().ahead, 1);
     assert_eq!(
         engine.submit(request(3, vec![1], 5)),
-        Err(RefuseReason::QueueFull { waiting: 2, queue_max: 2 })
+        Err(RefuseReason::QueueFull { waiting: 2, max: 2, retry_after: Duration::from_secs(1) })
     );
     engine.step(NOW, &mut Vec::new()).unwrap();
     assert!(engine.submit(request(3, vec![1], 5)).is_ok());

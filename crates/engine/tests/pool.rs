@@ -1,6 +1,6 @@
 //! The block pool against a small model of it: vectors and linear search instead of links and an index.
 
-use engine::pool::{BlockId, BlockPool, TRASH};
+use engine::pool::{BlockId, BlockPool, Name, TRASH};
 use prefix::BlockHash;
 use proptest::prelude::*;
 
@@ -29,8 +29,9 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-fn hash(value: u8) -> BlockHash {
-    BlockHash::from([value; 32])
+fn hash(value: u8) -> Name {
+    // The same content in two groups is two names.
+    Name { hash: BlockHash::from([value / 2; 32]), group: value % 2 }
 }
 
 /// What the pool should be.
@@ -47,7 +48,11 @@ impl Model {
     fn release(&mut self, index: usize) {
         let block = self.held.remove(index);
         if !self.held.contains(&block) {
-            self.free.push(block);
+            // What cannot be found is taken first, what can be last.
+            match self.names[block as usize] {
+                Some(_) => self.free.push(block),
+                None => self.free.insert(0, block),
+            }
         }
     }
 

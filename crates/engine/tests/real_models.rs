@@ -105,7 +105,7 @@ fn requests(prompts: &[Vec<u32>], count: usize, max_tokens: u32) -> Vec<Request>
 
 fn one_by_one() -> EngineConfig {
     EngineConfig {
-        kv_type: KvType::F16,
+        kv_types: KvType::F16.into(),
         prefix_cache: false,
         queue_max: 64,
         ..EngineConfig::new(KvBudget::Tokens(4096))
@@ -140,7 +140,7 @@ fn check_variants<B>(
     B: Backend<Data: From<Bytes>>,
 {
     let mut preemptions = 0;
-    let mut cached = 0;
+    let (mut cached, mut forks) = (0, 0);
     for (index, config) in variants(pressure_tokens).into_iter().enumerate() {
         let mut engine = engine(file, make(), &config);
         let got = together(&mut engine, requests, index as u64 * 77, 1 + index * 5);
@@ -149,8 +149,10 @@ fn check_variants<B>(
         }
         preemptions += engine.stats().preemptions;
         cached += engine.stats().prompt_tokens_cached;
+        forks += engine.stats().forks;
     }
     assert!(preemptions > 0 && cached > 0, "{preemptions} preemptions, {cached} cached tokens: no pressure");
+    assert!(forks > 0, "no prompt was computed for two");
 }
 
 #[test]
@@ -192,6 +194,32 @@ fn sixty_four_requests_give_the_same_tokens_in_any_company() {
     for threads in [1, 2] {
         check_variants(&file, &requests, &expected, 640, || Cpu::new(threads).unwrap());
     }
+}
+
+#[test]
+fn what_an_idle_engine_gives_back_is_computed_again() {
+    let (file, transcripts) = pycoder("pycoder-7m-q8_0");
+    let prompts: Vec<Vec<u32>> =
+        transcripts[..4].iter().map(|transcript| transcript.tokens[..40].to_vec()).collect();
+    let requests = requests(&prompts, 8, 12);
+    let expected = alone(&mut engine(&file, Cpu::new(1).unwrap(), &one_by_one()), &requests);
+    let config = EngineConfig { prefix_cache: true, ..one_by_one() };
+    let mut engine = engine(&file, Cpu::new(1).unwrap(), &config);
+    assert_eq!(engine.kv_use().bytes, 0);
+    assert_eq!(together(&mut engine, &requests, 5, 3), expected);
+    let block_bytes = engine.stats().kv_block_bytes as u64;
+    let used = engine.kv_use().bytes;
+    engine.release_memory().unwrap();
+    let kept = engine.kv_use().bytes;
+    let cached = engine.stats().kv_blocks_cached as u64 * block_bytes;
+    assert!((cached..used).contains(&kept), "{kept} of {used} bytes are kept for {cached} that can be found");
+    assert_eq!(together(&mut engine, &requests, 9, 3), expected);
+    assert!(engine.stats().prompt_tokens_cached > 0);
+    assert!(engine.reset_prefix_cache());
+    engine.release_memory().unwrap();
+    assert_eq!((engine.kv_use().bytes, engine.stats().kv_blocks_cached), (0, 0));
+    engine.check_integrity().unwrap();
+    assert_eq!(together(&mut engine, &requests, 13, 3), expected);
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         |(block_tokens, kv_blocks, running_max, more_rows, prefill_chunk_max, prefix_cache, depth)| {
             EngineConfig {
                 block_tokens,
-                kv_type: KvType::F32,
+                kv_types: KvType::F32.into(),
                 step_tokens: running_max + more_rows,
                 prefill_chunk_max,
                 running_max,
@@ -127,6 +127,81 @@ fn one_request() -> impl Strategy<Value = Request> {
     )
 }
 
+/// How requests come and go, and what drafts for them.
+struct Plan {
+    /// Steps between one arrival and the next.
+    gaps: Vec<usize>,
+    /// Requests whose stream is cut after so many tokens and resumed.
+    cuts: Vec<Option<usize>>,
+    /// Whether the first request is held in a step.
+    held: Vec<bool>,
+    kind: usize,
+}
+
+fn numbered(requests: Vec<Request>) -> Vec<Request> {
+    let number = |(index, request)| Request { id: engine::RequestId(index as u64), ..request };
+    requests.into_iter().enumerate().map(number).collect()
+}
+
+fn served_as_if_alone(
+    config: &EngineConfig,
+    requests: Vec<Request>,
+    plan: Plan,
+) -> Result<(), TestCaseError> {
+    let Plan { gaps, cuts, held, kind } = plan;
+    let model = Box::new(FakeModel::new(config));
+    let mut engine =
+        Engine::drafting(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
+    let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
+    let mut cuts: HashMap<_, _> =
+        requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
+    let mut got: HashMap<_, Answer> = requests.iter().map(|request| (request.id, Answer::new())).collect();
+    let mut out = Vec::new();
+    let mut held = held.into_iter();
+    while engine.has_work() || !arrivals.is_empty() {
+        while let Some((gap, _)) = arrivals.front_mut() {
+            if *gap > 0 && engine.has_work() {
+                *gap -= 1;
+                break;
+            }
+            let (_, request) = arrivals.pop_front().unwrap();
+            engine.submit(request).unwrap();
+        }
+        if let Some(held) = held.next() {
+            engine.hold(engine::RequestId(0), held);
+        } else {
+            engine.hold(engine::RequestId(0), false);
+        }
+        let report = engine.step(Duration::ZERO, &mut out).unwrap();
+        prop_assert!(report.rows <= config.step_tokens);
+        engine.check_integrity().unwrap();
+        for output in out.drain(..) {
+            got.get_mut(&id_of(&output)).unwrap().take(output);
+        }
+        // A resume: cancelled here, sent again with what came so far.
+        for (index, request) in requests.iter().enumerate() {
+            let answer = got.get_mut(&request.id).unwrap();
+            if cuts.get(&request.id).is_some_and(|&cut| cut <= answer.tokens.len())
+                && answer.reason.is_none()
+                && engine.cancel(request.id, &mut out)
+            {
+                cuts.remove(&request.id);
+                out.clear();
+                let mut resumed = request.clone();
+                resumed.prompt.extend(&answer.tokens);
+                resumed.prior_output = answer.tokens.len();
+                resumed.sampler_state = answer.state;
+                arrivals.push_back((index % 3, resumed));
+            }
+        }
+    }
+    for request in &requests {
+        prop_assert_eq!(&got[&request.id], &oracle(request));
+    }
+    prop_assert_eq!(engine.stats().kv_blocks_used, 0);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -134,68 +209,34 @@ proptest! {
     fn tokens_do_not_depend_on_company(
         config in config(),
         requests in prop::collection::vec(one_request(), 1..16),
-        // Steps between one arrival and the next; requests whose stream is cut after so many tokens and resumed.
         gaps in prop::collection::vec(0..4_usize, 16),
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 16),
         held in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
     ) {
-        let requests: Vec<Request> = requests
-            .into_iter()
-            .enumerate()
-            .map(|(index, request)| Request { id: engine::RequestId(index as u64), ..request })
-            .collect();
-        let model = Box::new(FakeModel::new(&config));
-        let mut engine =
-            Engine::drafting(model, drafter(kind, &config, &requests), Reference::new(), &config).unwrap();
-        let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
-        let mut cuts: HashMap<_, _> =
-            requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
-        let mut got: HashMap<_, Answer> =
-            requests.iter().map(|request| (request.id, Answer::new())).collect();
-        let mut out = Vec::new();
-        let mut held = held.into_iter();
-        while engine.has_work() || !arrivals.is_empty() {
-            while let Some((gap, _)) = arrivals.front_mut() {
-                if *gap > 0 && engine.has_work() {
-                    *gap -= 1;
-                    break;
-                }
-                let (_, request) = arrivals.pop_front().unwrap();
-                engine.submit(request).unwrap();
-            }
-            if let Some(held) = held.next() {
-                engine.hold(engine::RequestId(0), held);
-            } else {
-                engine.hold(engine::RequestId(0), false);
-            }
-            let report = engine.step(Duration::ZERO, &mut out).unwrap();
-            prop_assert!(report.rows <= config.step_tokens);
-            engine.check_integrity().unwrap();
-            for output in out.drain(..) {
-                got.get_mut(&id_of(&output)).unwrap().take(output);
-            }
-            // A resume: cancelled here, sent again with what came so far.
-            for (index, request) in requests.iter().enumerate() {
-                let answer = got.get_mut(&request.id).unwrap();
-                if cuts.get(&request.id).is_some_and(|&cut| cut <= answer.tokens.len())
-                    && answer.reason.is_none()
-                    && engine.cancel(request.id, &mut out)
-                {
-                    cuts.remove(&request.id);
-                    out.clear();
-                    let mut resumed = request.clone();
-                    resumed.prompt.extend(&answer.tokens);
-                    resumed.prior_output = answer.tokens.len();
-                    resumed.sampler_state = answer.state;
-                    arrivals.push_back((index % 3, resumed));
-                }
-            }
+        let plan = Plan { gaps, cuts, held, kind };
+        served_as_if_alone(&config, numbered(requests), plan)?;
+    }
+
+    /// Choices of one prompt come at once, so that they are forked; they differ in all that is not the prompt.
+    #[test]
+    fn choices_of_one_prompt_do_not_depend_on_each_other(
+        config in config(),
+        requests in prop::collection::vec((one_request(), prop::collection::vec(one_request(), 1..6)), 1..4),
+        gaps in prop::collection::vec(0..4_usize, 18),
+        cuts in prop::collection::vec(prop::option::of(0..12_usize), 18),
+        held in prop::collection::vec(any::<bool>(), 64),
+        kind in 0..KINDS,
+    ) {
+        let (mut together, mut pauses) = (Vec::new(), Vec::new());
+        for (gap, (first, others)) in gaps.into_iter().zip(requests) {
+            let prompt = first.prompt.clone();
+            pauses.extend(std::iter::once(gap).chain(others.iter().map(|_| 0)));
+            let same_prompt = |other| Request { prompt: prompt.clone(), ..other };
+            together.extend(std::iter::once(first).chain(others.into_iter().map(same_prompt)));
         }
-        for request in &requests {
-            prop_assert_eq!(&got[&request.id], &oracle(request));
-        }
-        prop_assert_eq!(engine.stats().kv_blocks_used, 0);
+        let plan = Plan { gaps: pauses, cuts, held, kind };
+        served_as_if_alone(&config, numbered(together), plan)?;
     }
 }
 
@@ -204,7 +245,7 @@ proptest! {
 fn pressure_preempts_and_answers_stay_the_same() {
     let config = EngineConfig {
         block_tokens: 4,
-        kv_type: KvType::F32,
+        kv_types: KvType::F32.into(),
         step_tokens: 20,
         prefill_chunk_max: 7,
         running_max: 8,

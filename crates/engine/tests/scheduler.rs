@@ -2,8 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+use engine::blocks::GroupKind;
 use engine::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
-use engine::sequence::Kind;
+use engine::sequence::{Kind, NewSequence};
 use prefix::Scope;
 
 const BLOCK: usize = 4;
@@ -17,6 +18,7 @@ fn limits() -> Limits {
         score_rows_max: 4,
         draft_rows_max: 8,
         prefix_cache: true,
+        forks: false,
     }
 }
 
@@ -26,7 +28,18 @@ fn prompt(seed: u32, len: usize) -> Vec<u32> {
 }
 
 fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> Slot {
-    scheduler.add(Kind::Generate, 0, tokens, tokens_max, &Scope::default())
+    add_as(scheduler, Kind::Generate, 0, tokens, tokens_max, &Scope::default())
+}
+
+fn add_as(
+    scheduler: &mut Scheduler,
+    kind: Kind,
+    priority: i32,
+    tokens: Vec<u32>,
+    tokens_max: usize,
+    scope: &Scope,
+) -> Slot {
+    scheduler.add(NewSequence { kind, priority, tenant: 0, tokens, tokens_max, scope })
 }
 
 /// One step in which every finished prompt gets a token; returns (slot, first row, rows) of each chunk.
@@ -47,8 +60,9 @@ fn decodes_come_before_prompts_in_progress() {
     let mut scheduler = Scheduler::new(Limits { step_tokens: 10, prefill_chunk_max: 6, ..limits() }, 100);
     let long = add(&mut scheduler, prompt(1, 30), 40);
     let short = add(&mut scheduler, prompt(2, 3), 40);
-    assert_eq!(step(&mut scheduler), [(long, 0, 6), (short, 0, 3)]);
-    assert_eq!(step(&mut scheduler), [(short, 3, 1), (long, 6, 6)]);
+    // The row that nobody else wants goes to the long prompt.
+    assert_eq!(step(&mut scheduler), [(long, 0, 7), (short, 0, 3)]);
+    assert_eq!(step(&mut scheduler), [(short, 3, 1), (long, 7, 9)]);
 }
 
 #[test]
@@ -98,9 +112,9 @@ fn two_equal_prompts_in_one_step_share_blocks() {
 fn salts_keep_prompts_apart() {
     let mut scheduler = Scheduler::new(limits(), 100);
     let scope = |salt: &[u8]| Scope { salt: salt.to_vec(), extra: Vec::new() };
-    let ours = scheduler.add(Kind::Generate, 0, prompt(1, 10), 20, &scope(b"a"));
-    let theirs = scheduler.add(Kind::Generate, 0, prompt(1, 10), 20, &scope(b"b"));
-    let ours_again = scheduler.add(Kind::Generate, 0, prompt(1, 10), 20, &scope(b"a"));
+    let ours = add_as(&mut scheduler, Kind::Generate, 0, prompt(1, 10), 20, &scope(b"a"));
+    let theirs = add_as(&mut scheduler, Kind::Generate, 0, prompt(1, 10), 20, &scope(b"b"));
+    let ours_again = add_as(&mut scheduler, Kind::Generate, 0, prompt(1, 10), 20, &scope(b"a"));
     assert_eq!(step(&mut scheduler), [(ours, 0, 10), (theirs, 0, 10), (ours_again, 8, 2)]);
 }
 
@@ -157,14 +171,14 @@ fn a_head_that_does_not_fit_is_not_passed() {
 
 #[test]
 fn admission_counts_what_prompts_in_progress_still_need() {
-    let mut scheduler = Scheduler::new(Limits { prefill_chunk_max: 8, ..limits() }, 10);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 12, prefill_chunk_max: 8, ..limits() }, 10);
     let first = add(&mut scheduler, prompt(1, 30), 31);
     let second = add(&mut scheduler, prompt(2, 12), 13);
     // 8 rows took 2 of 10 blocks, but 6 more are spoken for: 3 do not fit in the 2 left.
-    assert_eq!(step(&mut scheduler), [(first, 0, 8)]);
+    assert_eq!(step(&mut scheduler), [(first, 0, 12)]);
     scheduler.remove(second);
     let third = add(&mut scheduler, prompt(3, 8), 9);
-    assert_eq!(step(&mut scheduler), [(first, 8, 8), (third, 0, 8)]);
+    assert_eq!(step(&mut scheduler), [(first, 12, 8), (third, 0, 4)]);
 }
 
 #[test]
@@ -212,7 +226,7 @@ fn a_preempted_sequence_finds_its_own_blocks_again() {
 
 #[test]
 fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 16, prefill_chunk_max: 8, ..limits() }, 5);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 11, prefill_chunk_max: 8, ..limits() }, 5);
     let older = add(&mut scheduler, prompt(1, 16), 17);
     let younger = add(&mut scheduler, prompt(2, 3), 9);
     assert_eq!(step(&mut scheduler), [(older, 0, 8), (younger, 0, 3)]);
@@ -249,8 +263,8 @@ fn rows_of_a_preempted_sequence_go_to_others_of_the_same_step() {
 #[test]
 fn lower_priority_values_run_first() {
     let mut scheduler = Scheduler::new(Limits { step_tokens: 8, ..limits() }, 100);
-    let late = scheduler.add(Kind::Generate, 1, prompt(1, 8), 20, &Scope::default());
-    let early = scheduler.add(Kind::Generate, -1, prompt(2, 8), 20, &Scope::default());
+    let late = add_as(&mut scheduler, Kind::Generate, 1, prompt(1, 8), 20, &Scope::default());
+    let early = add_as(&mut scheduler, Kind::Generate, -1, prompt(2, 8), 20, &Scope::default());
     assert_eq!((scheduler.ahead(early), scheduler.ahead(late)), (0, 1));
     assert_eq!(step(&mut scheduler), [(early, 0, 8)]);
 }
@@ -271,8 +285,8 @@ fn a_held_sequence_gets_no_rows_and_keeps_its_blocks() {
 fn scoring_is_bounded_and_does_not_block_others() {
     let mut scheduler = Scheduler::new(limits(), 100);
     let scope = Scope::default();
-    let first = scheduler.add(Kind::Score, 0, prompt(1, 6), 6, &scope);
-    let second = scheduler.add(Kind::Score, 0, prompt(1, 6), 6, &scope);
+    let first = add_as(&mut scheduler, Kind::Score, 0, prompt(1, 6), 6, &scope);
+    let second = add_as(&mut scheduler, Kind::Score, 0, prompt(1, 6), 6, &scope);
     let generate = add(&mut scheduler, prompt(3, 5), 20);
     assert_eq!(step(&mut scheduler), [(first, 0, 4), (generate, 0, 5)]);
     assert_eq!(step(&mut scheduler), [(generate, 5, 1), (first, 4, 2), (second, 0, 2)]);
@@ -304,4 +318,100 @@ fn removal_in_every_state_gives_all_blocks_back() {
     slots.into_iter().for_each(|slot| scheduler.remove(slot));
     scheduler.check_integrity().unwrap();
     assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.pool().free()), (0, 0, 20));
+}
+
+/// One step; every row with an output gets its token, forks of it too. How many rows it had.
+fn step_with_forks(scheduler: &mut Scheduler) -> usize {
+    let rows = scheduler.schedule().rows;
+    scheduler.commit();
+    let plan = scheduler.plan().clone();
+    let with_output = plan.chunks.iter().filter(|chunk| chunk.outputs == ChunkOutputs::Last);
+    with_output.for_each(|chunk| scheduler.push_token(chunk.slot, 50));
+    plan.forked.iter().for_each(|fork| scheduler.push_token(fork.follower, 51));
+    scheduler.check_integrity().unwrap();
+    rows
+}
+
+#[test]
+fn equal_prompts_are_computed_once_and_the_last_block_is_copied_on_write() {
+    let mut scheduler = Scheduler::new(Limits { forks: true, ..limits() }, 20);
+    let slots: Vec<Slot> = (0..4).map(|_| add(&mut scheduler, prompt(1, 10), 20)).collect();
+    assert_eq!(step_with_forks(&mut scheduler), 10, "the prompt once");
+    assert_eq!((scheduler.plan().forked.len(), scheduler.running()), (3, 4));
+    assert_eq!(scheduler.pool().used(), 3, "all four share all blocks");
+    // Three copy, the last one to write has the block for itself.
+    assert_eq!(step_with_forks(&mut scheduler), 4);
+    assert_eq!((scheduler.plan().copies.len(), scheduler.pool().used()), (3, 6));
+    let tables: Vec<_> =
+        slots.iter().map(|&slot| scheduler.sequence(slot).unwrap().table().to_vec()).collect();
+    assert!(tables.iter().all(|table| table[..2] == tables[0][..2]));
+    slots.into_iter().for_each(|slot| scheduler.remove(slot));
+    assert_eq!(scheduler.pool().free(), 20);
+}
+
+#[test]
+fn who_joined_a_prompt_that_is_cancelled_computes_it() {
+    let mut scheduler =
+        Scheduler::new(Limits { forks: true, step_tokens: 8, prefill_chunk_max: 4, ..limits() }, 20);
+    let leader = add(&mut scheduler, prompt(1, 14), 20);
+    let follower = add(&mut scheduler, prompt(1, 14), 20);
+    assert_eq!(step_with_forks(&mut scheduler), 8);
+    assert_eq!(scheduler.running(), 2, "the follower has joined, without rows");
+    scheduler.remove(leader);
+    assert_eq!((scheduler.running(), scheduler.waiting()), (0, 1));
+    assert_eq!(step_with_forks(&mut scheduler), 6, "it finds what the leader had computed");
+    scheduler.remove(follower);
+    assert_eq!(scheduler.pool().free(), 20);
+}
+
+#[test]
+fn another_tenants_equal_prompt_is_not_forked() {
+    let mut scheduler = Scheduler::new(Limits { forks: true, ..limits() }, 20);
+    let scope = |salt: &[u8]| Scope { salt: salt.to_vec(), extra: Vec::new() };
+    add_as(&mut scheduler, Kind::Generate, 0, prompt(1, 10), 20, &scope(b"a"));
+    add_as(&mut scheduler, Kind::Generate, 0, prompt(1, 10), 20, &scope(b"b"));
+    assert_eq!(step_with_forks(&mut scheduler), 20);
+    assert!(scheduler.plan().forked.is_empty());
+}
+
+#[test]
+fn a_window_gives_back_what_it_has_left_behind() {
+    let mut scheduler = Scheduler::with_groups(limits(), 10, vec![GroupKind::Window { tokens: 6 }]);
+    let slot = add(&mut scheduler, prompt(1, 12), 40);
+    step(&mut scheduler);
+    assert_eq!(scheduler.pool().used(), 3);
+    // From position 12 on, positions 7 and later are read.
+    step(&mut scheduler);
+    assert_eq!(scheduler.sequence(slot).unwrap().table()[0], 0);
+    assert_eq!((scheduler.pool().used(), scheduler.pool().cached()), (3, 1));
+    (0..20).for_each(|_| drop(step(&mut scheduler)));
+    assert!(scheduler.pool().used() <= 3);
+    scheduler.remove(slot);
+    assert_eq!(scheduler.pool().free(), 10);
+}
+
+#[test]
+fn a_state_is_found_where_a_step_ended_with_a_block() {
+    let mut scheduler = Scheduler::with_groups(limits(), 10, vec![GroupKind::State]);
+    let first = add(&mut scheduler, prompt(1, 8), 40);
+    step(&mut scheduler);
+    assert_eq!(scheduler.pool().used(), 1, "one state, however long the prompt");
+    let longer = add(&mut scheduler, prompt(1, 11), 40);
+    assert_eq!(step(&mut scheduler), [(first, 8, 1), (longer, 8, 3)]);
+    let odd = add(&mut scheduler, prompt(1, 7), 40);
+    assert_eq!(step(&mut scheduler)[2], (odd, 0, 7), "there is no state after 4 tokens");
+}
+
+#[test]
+fn the_cache_is_reset_only_when_nobody_holds_a_block() {
+    let mut scheduler = Scheduler::new(limits(), 20);
+    let slot = add(&mut scheduler, prompt(1, 10), 20);
+    step(&mut scheduler);
+    assert!(!scheduler.reset_prefix_cache());
+    scheduler.remove(slot);
+    assert_eq!(scheduler.pool().cached(), 2);
+    assert!(scheduler.reset_prefix_cache());
+    assert_eq!((scheduler.pool().cached(), scheduler.pool().tail()), (0, 1));
+    let again = add(&mut scheduler, prompt(1, 10), 20);
+    assert_eq!(step(&mut scheduler), [(again, 0, 10)]);
 }

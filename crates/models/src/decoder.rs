@@ -9,7 +9,7 @@ use crate::{
     rope::{self, RopeConfig},
     scratch::Scratch,
 };
-use ops::{Backend, KvLayer, KvType, Linear, OpError, Step, Weight};
+use ops::{Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
 use std::{convert::Infallible, ops::Range};
 
 /// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
@@ -209,9 +209,9 @@ impl<B: Backend> Model<B> for Decoder<B> {
         self.config.context_length
     }
 
-    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
         let Self { config, .. } = self;
-        vec![KvLayer { kv_heads: config.kv_heads, head_dim: config.head_dim, kind }; config.layers]
+        types.layers(config.layers, config.kv_heads, config.head_dim)
     }
 
     fn forward(

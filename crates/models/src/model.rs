@@ -1,7 +1,7 @@
 //! [`Model`]: what the engine sees of a model, and why one could not be built.
 
 use crate::{ConfigError, WeightError};
-use ops::{Backend, KvLayer, KvType, OpError, Step};
+use ops::{Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
 
 /// Rows computed at once: fewer do not fill a large GPU, more need memory and make nothing faster.
@@ -47,8 +47,8 @@ pub trait Model<B: Backend>: Send {
     /// Tokens that the model was trained to see at once.
     fn context_length(&self) -> usize;
 
-    /// The cache it needs, layer by layer, when keys and values are stored as `kind`.
-    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer>;
+    /// The cache it needs, layer by layer, when keys and values are stored as `types`.
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer>;
 
     /// Copies what the cache holds for blocks of tokens, before the next step.
     fn copy_blocks(&mut self, backend: &mut B, kv: &mut B::Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
@@ -92,9 +92,9 @@ pub struct ModelDescription {
 }
 
 impl ModelDescription {
-    /// The cache it needs, layer by layer, when keys and values are stored as `kind`.
-    pub fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
-        vec![KvLayer { kv_heads: self.kv_heads, head_dim: self.head_dim, kind }; self.layers]
+    /// The cache it needs, layer by layer, when keys and values are stored as `types`.
+    pub fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
+        types.layers(self.layers, self.kv_heads, self.head_dim)
     }
 
     /// Bytes of the activation memory that a model built with `limits` takes.

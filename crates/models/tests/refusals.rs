@@ -3,7 +3,7 @@
 use gguf::{Metadata, MetadataBuilder, TensorInfo, ToValue};
 use models::testing::{ModelFile, tree_data};
 use models::{BuildModelError, Limits, ModelDescription, TensorHead, validate};
-use ops::KvType;
+use ops::KvTypes;
 use quant::DType;
 
 fn qwen3() -> ModelFile {
@@ -48,7 +48,7 @@ fn a_description_tells_what_a_worker_must_reserve() {
     assert_eq!(description.architecture, "qwen3");
     assert_eq!((description.vocab_size, description.context_length), (256, 4096));
     assert_eq!((description.layers, description.heads, description.kv_heads), (2, 4, 1));
-    let layers = description.kv_layers(KvType::F16);
+    let layers = description.kv_layers(&KvTypes::default());
     assert_eq!(layers.len(), 2);
     assert_eq!(layers[0].token_bytes(), 2 * 64 * 2);
     assert_eq!(description.unread_tensors, Vec::<String>::new());

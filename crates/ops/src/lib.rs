@@ -8,6 +8,7 @@
 mod backend;
 mod experts;
 mod kv;
+mod kv_types;
 mod reference;
 mod rope;
 mod step;
@@ -16,6 +17,7 @@ mod weight;
 pub use backend::{Activation, AttentionSpec, Backend, NO_BEST, OpError, largest};
 pub use experts::{ExpertChoice, choose_experts};
 pub use kv::{KvLayer, KvLayout, KvType, UnknownKvType};
+pub use kv_types::{KvTypes, KvTypesError};
 pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};
 pub use step::Step;

@@ -39,7 +39,8 @@ impl Run {
         // Small enough that steps are computed in several runs of rows, and logits too.
         let limits = Limits { rows_max: 300, outputs_max: 300 };
         let model = build(file.header().metadata(), file.weights()?, &mut cuda, limits)?;
-        let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(kind) };
+        let layout =
+            KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(&kind.into()) };
         let kv = cuda.kv(&layout)?;
         Ok(Self { cuda, model, kv })
     }

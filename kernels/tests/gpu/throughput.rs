@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use gguf::{Metadata, MetadataBuilder};
 use kernels::cuda::{Buffer, Cuda, Data, WorkerShape, predict};
 use models::{Limits, Model, WeightTable, build};
-use ops::{Backend, KvLayout, KvType, Step, Weight};
+use ops::{Backend, KvLayout, KvTypes, Step, Weight};
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
 
@@ -107,8 +107,11 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
     let sequences = 64;
     let table_len = 16_384 / BLOCK_TOKENS + 1;
     let blocks = sequences * context / BLOCK_TOKENS + table_len + 1;
-    let mut kv =
-        cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: model.kv_layers(KvType::F16) })?;
+    let mut kv = cuda.kv(&KvLayout {
+        block_tokens: BLOCK_TOKENS,
+        blocks,
+        layers: model.kv_layers(&KvTypes::default()),
+    })?;
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
 
     for (len, past) in [(512, 0), (2048, 0), (2048, 14_336)] {
@@ -186,7 +189,7 @@ pub(crate) fn memory(gpu: &Gpu) -> Result<()> {
             let before = gpu.device.memory_free_bytes()?;
             let mut cuda = Cuda::new(&gpu.device)?;
             let mut model = build(&metadata(preset)?, weights, &mut cuda, limits)?;
-            let layers = model.kv_layers(KvType::F16);
+            let layers = model.kv_layers(&KvTypes::default());
             let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 1024, layers })?;
             let mut logits = vec![0.0; limits.outputs_max * model.vocab_size()];
             let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();

@@ -1,13 +1,13 @@
 //! A GPU: weights in imported device memory, kernels of the CUDA backend.
 
-use kernels::cuda::{Cuda, Data, Device as KernelDevice, Kv};
+use kernels::cuda::{Cuda, Data, Device as KernelDevice};
 use memory::attach::{Attached, Granted};
 use memory::cuda::nvml::Nvml;
 use memory::cuda::{Device, DeviceSelector, open_driver};
 use ops::OpError;
 use quant::layout::LAYOUT_TILES;
 
-use super::{Place, Usage};
+use super::Place;
 use crate::attach::AttachError;
 use crate::demand::CONTEXT_BYTES;
 use crate::timeline::Timeline;
@@ -79,8 +79,8 @@ impl Place for Gpu {
         Cuda::new(&self.kernels)
     }
 
-    fn usage(compute: &Cuda, kv: &Kv) -> Option<Usage> {
-        Some(Usage { kv: kv.mapped_bytes(), workspace: compute.device_bytes().total() })
+    fn workspace_used(compute: &Cuda) -> Option<u64> {
+        Some(compute.device_bytes().total())
     }
 }
 

@@ -4,10 +4,10 @@ use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::HOST_DEVICE;
-use ops::{Backend, OpError};
+use ops::OpError;
 use quant::layout::LAYOUT_GGML;
 
-use super::{Place, Usage};
+use super::Place;
 
 pub(crate) struct Host {
     threads: usize,
@@ -49,7 +49,7 @@ impl Place for Host {
         Cpu::new(self.threads)
     }
 
-    fn usage(_: &Cpu, _: &<Cpu as Backend>::Kv) -> Option<Usage> {
+    fn workspace_used(_: &Cpu) -> Option<u64> {
         None
     }
 }

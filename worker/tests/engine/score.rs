@@ -2,7 +2,7 @@
 
 use kernels::Cpu;
 use models::{Limits, WeightTable};
-use ops::{Backend, KvLayout, KvType, Step, Weight};
+use ops::{Backend, KvLayout, KvTypes, Step, Weight};
 use proto::worker::v1::{self as wire, score_frame};
 use tonic::Code;
 
@@ -37,7 +37,7 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
     let rows = tokens.len();
     let limits = Limits { rows_max: rows, outputs_max: rows };
     let mut model = models::build(file.header.metadata(), table, &mut backend, limits).unwrap();
-    let layout = KvLayout { block_tokens: rows, blocks: 1, layers: model.kv_layers(KvType::F16) };
+    let layout = KvLayout { block_tokens: rows, blocks: 1, layers: model.kv_layers(&KvTypes::default()) };
     let mut kv = backend.kv(&layout).unwrap();
     let positions: Vec<u32> = (0..rows as u32).collect();
     let step = Step {
@@ -131,4 +131,24 @@ async fn a_score_that_nobody_reads_is_cancelled() {
     let status =
         worker.client.score(wire::ScoreRequest { tokens: vec![], ..request(&worker) }).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+}
+
+/// What is scored cannot be found again, so an idle worker keeps none of its keys and values; a prompt stays.
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_of_the_cache_goes_back_when_nothing_runs() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let tokens = TOKENS.repeat(12);
+    let mut frames =
+        worker.client.score(wire::ScoreRequest { tokens, ..request(&worker) }).await.unwrap().into_inner();
+    frames.message().await.unwrap().unwrap();
+    worker.until("memory of what is scored", |stats| stats.kv_mapped_bytes > Some(0)).await;
+    while frames.message().await.unwrap().is_some() {}
+    worker.until("all memory back", |stats| stats.kv_mapped_bytes == Some(0)).await;
+
+    let prompt = worker.greedy(&TOKENS.repeat(3), 2);
+    let first = worker.generate(prompt.clone()).await.unwrap();
+    worker.until("what was kept", |stats| stats.kv_used_tokens == 0 && stats.kv_cached_tokens > 0).await;
+    assert!(worker.stats().await.kv_mapped_bytes > Some(0));
+    assert_eq!(worker.generate(prompt).await.unwrap().tokens, first.tokens);
+    assert!(worker.stats().await.prompt_tokens_cached > 0);
 }

@@ -82,6 +82,11 @@ pub trait Drafter<B: Backend>: Send {
         drafts: &mut [Draft],
     ) -> Result<Work, OpError>;
 
+    /// Nothing is held or can be found in blocks from number `blocks` on: their memory may go.
+    fn trim(&mut self, _: &mut B, _blocks: usize) -> Result<(), OpError> {
+        Ok(())
+    }
+
     /// The sequence in this slot has ended.
     fn forget(&mut self, slot: Slot);
 

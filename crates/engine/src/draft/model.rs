@@ -197,7 +197,7 @@ impl<B: Backend> DraftModel<B> {
 
 impl<B: Backend> Drafter<B> for DraftModel<B> {
     fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
-        self.model.kv_layers(kind)
+        self.model.kv_layers(&kind.into())
     }
 
     fn start(&mut self, backend: &mut B, layout: &KvLayout) -> Result<(), OpError> {
@@ -221,6 +221,12 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
             self.prefixes.fill(Default::default());
         }
         drafted
+    }
+
+    fn trim(&mut self, backend: &mut B, blocks: usize) -> Result<(), OpError> {
+        let Some(kv) = &mut self.kv else { return Ok(()) };
+        self.filled.iter_mut().skip(blocks * self.block_tokens).for_each(|filled| *filled = 0);
+        backend.trim(kv, blocks)
     }
 
     fn forget(&mut self, slot: Slot) {

@@ -73,6 +73,10 @@ impl<B: Backend> Speculation<B> {
         self.drafter.forget(slot);
     }
 
+    pub(crate) fn trim(&mut self, backend: &mut B, blocks: usize) -> Result<(), OpError> {
+        self.drafter.trim(backend, blocks)
+    }
+
     /// Extends the plan by drafts for sequences that `may` have them. Only a device failure is an error.
     pub(crate) fn draft(
         &mut self,

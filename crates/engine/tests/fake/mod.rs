@@ -9,7 +9,7 @@ use engine::{
     StopConditions,
 };
 use models::{Model, TakeLogits};
-use ops::{Backend, KvLayer, KvType, OpError, Reference, Step};
+use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -60,8 +60,26 @@ impl Model<Reference> for FakeModel {
         self.context
     }
 
-    fn kv_layers(&self, kind: KvType) -> Vec<KvLayer> {
-        vec![KvLayer { kv_heads: 1, head_dim: 4, kind }]
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
+        types.layers(1, 1, 4)
+    }
+
+    fn copy_blocks(
+        &mut self,
+        _: &mut Reference,
+        _: &mut <Reference as Backend>::Kv,
+        copies: &[(u32, u32)],
+    ) -> Result<(), OpError> {
+        for &(from, to) in copies {
+            for place in 0..self.block_tokens as u32 {
+                let slot = |block: u32| block * self.block_tokens as u32 + place;
+                match self.cache.get(&slot(from)).copied() {
+                    Some(cell) => self.cache.insert(slot(to), cell),
+                    None => self.cache.remove(&slot(to)),
+                };
+            }
+        }
+        Ok(())
     }
 
     fn forward(
@@ -203,6 +221,7 @@ pub(crate) fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
         sampler_state: Default::default(),
         deadline: None,
         priority: 0,
+        tenant: 0,
         scope: Default::default(),
     }
 }

@@ -4,7 +4,7 @@ use super::ModelFile;
 use crate::{Limits, Model, build};
 use anyhow::Result;
 use bytes::Bytes;
-use ops::{Backend, KvLayout, KvType, Step};
+use ops::{Backend, KvLayout, KvTypes, Step};
 
 /// Tokens per block of the cache. The engine's default.
 const BLOCK_TOKENS: usize = 16;
@@ -27,7 +27,7 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
     pub fn new(
         file: &ModelFile,
         mut backend: B,
-        kind: KvType,
+        types: impl Into<KvTypes>,
         sequences: usize,
         tokens_max: usize,
     ) -> Result<Self> {
@@ -36,7 +36,7 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         let model = build(file.header().metadata(), file.weights()?, &mut backend, limits)?;
         let table_len = tokens_max.div_ceil(BLOCK_TOKENS);
         let blocks = sequences * table_len;
-        let layers = model.kv_layers(kind);
+        let layers = model.kv_layers(&types.into());
         let kv = backend.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
         // Blocks of the sequences alternate and fall, so that a backend that ignores the tables fails.
         let table =

@@ -176,31 +176,13 @@ impl<E: Stored> Positions<'_, E> {
         for t in 1..T {
             q[t] = &queries[t].values[..dim];
         }
-        let sums_over = |dims: Range<usize>| {
-            let mut sums = [[s.splat(0.0); U]; T];
-            for d in dims {
-                let mut k = [s.splat(0.0); U];
-                for u in 0..U {
-                    s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
-                    // SAFETY: `keys[u]` has `len` bytes, the end of this slice for the last `d`, which is below `dim`.
-                    k[u] =
-                        E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
-                }
-                for t in 0..T {
-                    let q = s.splat(q[t][d]);
-                    for u in 0..U {
-                        sums[t][u] = s.fma(q, k[u], sums[t][u]);
-                    }
-                }
-            }
-            sums
-        };
         let mut sums = [[s.splat(0.0); U]; T];
         if E::SCALED == 0 {
-            sums = sums_over(0..dim);
+            sums = products::<E, S, T, U>(s, &q, (&keys, &ahead), stride, 0..dim);
         }
         for scale in 0..E::scales(dim) {
-            let part = sums_over(scale * E::SCALED..dim.min((scale + 1) * E::SCALED));
+            let dims = scale * E::SCALED..dim.min((scale + 1) * E::SCALED);
+            let part = products::<E, S, T, U>(s, &q, (&keys, &ahead), stride, dims);
             for u in 0..U {
                 let factors = &factors[u][scale * together * SCALE_BYTES..][..16 * SCALE_BYTES];
                 let factor = F16::load(s, factors);
@@ -363,6 +345,36 @@ impl<E: Stored> Positions<'_, E> {
         }
         dims.len()
     }
+}
+
+/// Sums over `dims` of `T` queries times `U` vectors of 16 keys, whose dimensions stand `stride` bytes apart; what is
+/// `ahead` is fetched.
+#[inline(always)]
+fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
+    s: S,
+    queries: &[&[f32]; T],
+    (keys, ahead): (&[&[u8]; U], &[&[u8]; U]),
+    stride: usize,
+    dims: Range<usize>,
+) -> [[S::F; U]; T] {
+    let end = dims.end.saturating_sub(1) * stride + 16 * E::BYTES;
+    assert!(keys.iter().all(|keys| end <= keys.len()));
+    let mut sums = [[s.splat(0.0); U]; T];
+    for d in dims {
+        let mut k = [s.splat(0.0); U];
+        for u in 0..U {
+            s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
+            // SAFETY: what is read of the last dimension ends at `end`, which is inside by the assertion.
+            k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
+        }
+        for t in 0..T {
+            let q = s.splat(queries[t][d]);
+            for u in 0..U {
+                sums[t][u] = s.fma(q, k[u], sums[t][u]);
+            }
+        }
+    }
+    sums
 }
 
 /// Turns the first `seen` scores into shares of the largest, and gives the largest score and the sum of shares. What

@@ -13,7 +13,6 @@ use cudarc::driver::result;
 use memory::cuda::{Context, Device, GrowError, GrowingRange};
 use ops::{KvLayer, KvLayout, OpError};
 
-use crate::CUDA_KV_TYPES;
 use crate::cuda::Stream;
 use crate::cuda::error::{Named, device_error};
 use crate::cuda::kv_write::KvLayerAddress;
@@ -112,10 +111,7 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let kinds = layout.layers.iter().map(|layer| layer.kind);
-        if let Some(kind) = kinds.into_iter().find(|kind| !CUDA_KV_TYPES.contains(kind)) {
-            return Err(OpError::KvType { kind, backend: "CUDA", instead: "f16, or --device host" });
-        }
+        crate::cuda_stores(layout.layers.iter().map(|layer| layer.kind))?;
         let too_large = OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
         let shape = Units::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);

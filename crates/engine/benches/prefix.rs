@@ -1,0 +1,145 @@
+//! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of requests that share 2,048
+//! tokens, with sharing on and off in turns; and how many sequences fit one budget in blocks, against a reserved context
+//! for each.
+
+#![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
+#![expect(clippy::print_stdout, reason = "it reports there")]
+
+use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams, StopConditions};
+use kernels::Cpu;
+use models::testing::{ModelFile, demo_models};
+use std::time::{Duration, Instant};
+
+const THREADS: usize = 2;
+const ROUNDS: usize = 3;
+const PREFIX: usize = 2_048;
+const SUFFIX: usize = 32;
+const OUTPUT: usize = 16;
+
+fn engine(file: &ModelFile, config: &EngineConfig) -> Engine<Cpu> {
+    let mut backend = Cpu::new(THREADS).unwrap();
+    let limits = config.model_limits(file.description().unwrap().vocab_size);
+    let model =
+        models::build(file.header().metadata(), file.weights().unwrap(), &mut backend, limits).unwrap();
+    Engine::new(model, backend, config).unwrap()
+}
+
+fn request(id: u64, prompt: Vec<u32>, max_tokens: usize) -> Request {
+    Request {
+        id: RequestId(id),
+        prompt,
+        prior_output: 0,
+        sampling: SamplingParams::greedy(),
+        stop: StopConditions { max_tokens: Some(max_tokens as u32), ..StopConditions::default() },
+        logprobs: None,
+        choice: 0,
+        sampler_state: Default::default(),
+        deadline: None,
+        priority: 0,
+        tenant: 0,
+        scope: Default::default(),
+    }
+}
+
+/// Tokens without meaning; what a model makes of them takes as long as anything else.
+fn token(seed: usize, place: usize) -> u32 {
+    ((seed * 7919 + place * 104_729) % 8_000) as u32 + 100
+}
+
+/// Wall time of a burst of `count` requests, and the most bytes of keys and values that they held.
+fn burst(file: &ModelFile, count: usize, share: bool) -> (Duration, usize) {
+    let config = EngineConfig {
+        prefix_cache: share,
+        running_max: count,
+        ..EngineConfig::new(KvBudget::Tokens(count * (PREFIX + SUFFIX + OUTPUT + 16)))
+    };
+    let mut engine = engine(file, &config);
+    let requests: Vec<Request> = (0..count)
+        .map(|index| {
+            let prefix = (0..PREFIX).map(|place| token(0, place));
+            let suffix = (0..SUFFIX).map(|place| token(index + 1, place));
+            request(index as u64, prefix.chain(suffix).collect(), OUTPUT)
+        })
+        .collect();
+    let start = Instant::now();
+    for request in requests {
+        engine.submit(request).unwrap();
+    }
+    let (mut out, mut most) = (Vec::new(), 0);
+    while engine.has_work() {
+        engine.step(start.elapsed(), &mut out).unwrap();
+        most = most.max(engine.stats().kv_blocks_used);
+    }
+    let took = start.elapsed();
+    let tokens = out.iter().filter(|output| matches!(output, Output::Token(_))).count();
+    assert_eq!(tokens, count * OUTPUT);
+    (took, most * engine.stats().kv_block_bytes)
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times[times.len() / 2].as_secs_f64()
+}
+
+fn sharing(name: &str, file: &ModelFile) {
+    for count in [16, 32] {
+        let (mut on, mut off, mut bytes) = (Vec::new(), Vec::new(), (0, 0));
+        for _ in 0..ROUNDS {
+            let shared = burst(file, count, true);
+            let own = burst(file, count, false);
+            on.push(shared.0);
+            off.push(own.0);
+            bytes = (shared.1, own.1);
+        }
+        let (on, off) = (median(on), median(off));
+        println!(
+            "{name}: {count} requests of {PREFIX} + {SUFFIX} tokens, {OUTPUT} out: {on:.2} s shared, {off:.2} s not: {:.1} \
+             times; {:.1} MiB of keys and values against {:.1}: {:.1} times",
+            off / on,
+            bytes.0 as f64 / (1 << 20) as f64,
+            bytes.1 as f64 / (1 << 20) as f64,
+            bytes.1 as f64 / bytes.0 as f64,
+        );
+    }
+}
+
+/// Sequences of 32 to 287 tokens of prompt and 64 of output that run at once before one has to wait.
+fn capacity(name: &str, file: &ModelFile) {
+    const CONTEXTS: usize = 16;
+    const MOST: usize = 512;
+    let context = file.description().unwrap().context_length;
+    let config = EngineConfig {
+        running_max: MOST,
+        step_tokens: MOST,
+        queue_max: MOST,
+        ..EngineConfig::new(KvBudget::Tokens(CONTEXTS * context))
+    };
+    let mut engine = engine(file, &config);
+    for index in 0..MOST {
+        let prompt: Vec<u32> = (0..32 + index * 37 % 256).map(|place| token(index, place)).collect();
+        engine.submit(request(index as u64, prompt, 64)).unwrap();
+    }
+    let (mut out, mut most, mut tokens) = (Vec::new(), 0, 0);
+    while engine.has_work() {
+        engine.step(Duration::ZERO, &mut out).unwrap();
+        let stats = engine.stats();
+        if stats.running > most && stats.preemptions == 0 {
+            (most, tokens) = (stats.running, stats.kv_blocks_used * stats.kv_block_tokens);
+        }
+    }
+    println!(
+        "{name}: {} tokens of budget hold {CONTEXTS} reserved contexts of {context}, or {most} sequences in blocks \
+         ({tokens} tokens in use): {:.1} times; {} preemptions later",
+        CONTEXTS * context,
+        most as f64 / CONTEXTS as f64,
+        engine.stats().preemptions,
+    );
+}
+
+fn main() {
+    for name in ["pycoder-7m-q8_0", "pycoder-22m-q4_k_m"] {
+        let file = ModelFile::open(&demo_models().join(format!("{name}.gguf"))).unwrap();
+        sharing(name, &file);
+        capacity(name, &file);
+    }
+}

@@ -1,0 +1,119 @@
+//! What the places of every block hold, as a model would leave them, and what its rows would read.
+
+use super::{Storm, mix};
+use crate::blocks::GroupKind;
+use crate::pool::{BlockId, TRASH};
+use crate::scheduler::{Chunk, Slot};
+use std::collections::HashMap;
+
+impl Storm {
+    /// Does to the cells what a model does to the cache, in its order: copies, then all keys of the step, then all reads.
+    /// States are read before any is written: sequences run side by side.
+    pub(super) fn compute(&mut self) {
+        let bt = self.limits.block_tokens;
+        for copy in &self.scheduler.plan().copies {
+            let (from, to) = (copy.from as usize * bt, copy.to as usize * bt);
+            self.cells.copy_within(from..from + bt, to);
+        }
+        let mut writers: HashMap<BlockId, (Slot, usize, usize)> = HashMap::new();
+        for group in 0..self.groups.len() {
+            if self.groups[group] != GroupKind::State {
+                self.write_keys(group, &mut writers);
+            }
+        }
+        for group in 0..self.groups.len() {
+            self.read(group);
+        }
+        for group in 0..self.groups.len() {
+            if self.groups[group] == GroupKind::State {
+                self.write_states(group, &mut writers);
+            }
+        }
+        self.check_sharing(&writers);
+    }
+
+    /// A step that failed: what its rows should have filled holds anything.
+    pub(super) fn spoil(&mut self) {
+        let bt = self.limits.block_tokens;
+        for &Chunk { slot, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
+            let blocks = self.scheduler.sequence(slot).unwrap().blocks();
+            for group in 0..self.groups.len() {
+                for position in start..start + rows + drafts {
+                    let block = blocks.group(group)[position / bt];
+                    if block != TRASH {
+                        self.cells[block as usize * bt + position % bt] = mix(position as u64 ^ 1);
+                    }
+                }
+            }
+        }
+    }
+
+    fn write_keys(&mut self, group: usize, writers: &mut HashMap<BlockId, (Slot, usize, usize)>) {
+        let bt = self.limits.block_tokens;
+        for &Chunk { slot, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
+            let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
+            let live = &self.live[&slot];
+            for position in start..start + rows + drafts {
+                let block = table[position / bt];
+                assert_ne!(block, TRASH, "a key is written to the trash block");
+                let writer = *writers.entry(block).or_insert((slot, group, position / bt));
+                assert_eq!(writer, (slot, group, position / bt), "two sequences write block {block}");
+                let key = live.keys.get(position).filter(|_| position < start + rows);
+                // A draft is anything.
+                let key = key.map_or(mix(position as u64), |key| key ^ group as u64);
+                self.cells[block as usize * bt + position % bt] = key;
+            }
+        }
+    }
+
+    fn read(&self, group: usize) {
+        let bt = self.limits.block_tokens;
+        for &Chunk { slot, start, rows, .. } in &self.scheduler.plan().chunks {
+            let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
+            let keys = &self.live[&slot].keys;
+            let read = match self.groups[group] {
+                GroupKind::Full => 0..start + rows,
+                GroupKind::Window { tokens } => (start + 1).saturating_sub(tokens)..start + rows,
+                GroupKind::State => start.saturating_sub(1)..start,
+            };
+            for position in read {
+                let block = table[position / bt] as usize;
+                let place = if self.groups[group] == GroupKind::State { 0 } else { position % bt };
+                let found = self.cells[block * bt + place];
+                assert_eq!(found, keys[position] ^ group as u64, "what is read at {position} is not its own");
+            }
+        }
+    }
+
+    fn write_states(&mut self, group: usize, writers: &mut HashMap<BlockId, (Slot, usize, usize)>) {
+        let bt = self.limits.block_tokens;
+        for &Chunk { slot, start, rows, .. } in &self.scheduler.plan().chunks {
+            let last = start + rows - 1;
+            let block = self.scheduler.sequence(slot).unwrap().blocks().group(group)[last / bt];
+            assert_ne!(block, TRASH, "a state is written to the trash block");
+            assert!(writers.insert(block, (slot, group, last / bt)).is_none(), "two write block {block}");
+            self.cells[block as usize * bt] = self.live[&slot].keys[last] ^ group as u64;
+        }
+    }
+
+    /// A block that is written may be held by another only if that other found it by its content, in this very step:
+    /// then both have the same tokens up to its end.
+    fn check_sharing(&mut self, writers: &HashMap<BlockId, (Slot, usize, usize)>) {
+        let bt = self.limits.block_tokens;
+        for (&other, theirs) in &self.live {
+            let blocks = self.scheduler.sequence(other).unwrap().blocks();
+            for group in 0..self.groups.len() {
+                for (index, block) in blocks.group(group).iter().enumerate() {
+                    let Some(&(writer, ..)) = writers.get(block) else { continue };
+                    if writer != other {
+                        let last = (index + 1) * bt - 1;
+                        let ours = self.live[&writer].keys.get(last);
+                        let same = ours.is_some() && ours == theirs.keys.get(last);
+                        assert!(same && self.groups[group] != GroupKind::State, "a writable block is shared");
+                        self.summary.shared += 1;
+                    }
+                }
+            }
+        }
+    }
+}
