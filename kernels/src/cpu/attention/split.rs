@@ -362,8 +362,11 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
     let mut sums = [[s.splat(0.0); U]; T];
     for d in dims {
         let mut k = [s.splat(0.0); U];
+        let is_next_line = d * stride % CACHE_LINE < stride;
         for u in 0..U {
-            s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
+            if is_next_line {
+                s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
+            }
             // SAFETY: what is read of the last dimension ends at `end`, which is inside by the assertion.
             k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
         }
