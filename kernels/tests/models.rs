@@ -8,7 +8,7 @@ use kernels::{Cpu, Isa};
 use models::testing::{
     Arithmetic, Golden, Runner, Transcript, check_transcripts, demo_models, shared_data, tree_data,
 };
-use ops::KvType;
+use ops::KvTypes;
 use std::path::Path;
 
 const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
@@ -73,19 +73,49 @@ fn trained_models_say_what_llama_cpp_says() -> Result<()> {
 }
 
 #[test]
-fn every_instruction_set_and_number_of_threads_gives_the_same_logits() -> Result<()> {
+fn every_instruction_set_number_of_threads_and_chunk_gives_the_same_logits() -> Result<()> {
     for golden in Golden::all(&tree_data(), ARCHITECTURES)? {
         let file = golden.file()?;
         let ids: Vec<u32> = (0..40).map(|i| i * 7 % 200).collect();
-        let mut first: Option<Vec<u32>> = None;
-        for isa in Isa::available() {
-            for threads in 1..=3 {
-                let mut runner = Runner::new(&file, cpu(threads, isa), KvType::F16, 1, ids.len())?;
-                let logits = runner.extend(&ids)?.concat();
-                let bits: Vec<u32> = logits.into_iter().map(f32::to_bits).collect();
-                let same = *first.get_or_insert_with(|| bits.clone()) == bits;
-                assert!(same, "{}: {isa}, {threads} threads", golden.name);
+        for types in ["f16", "bf16", "q8_0", "q8_0,0=f16,1=f32"] {
+            let types: KvTypes = types.parse()?;
+            let mut first: Option<Vec<u32>> = None;
+            for isa in Isa::available() {
+                for threads in 1..=3 {
+                    let mut runner = Runner::new(&file, cpu(threads, isa), types.clone(), 1, ids.len())?;
+                    // The others in chunks that cut blocks of the cache.
+                    let chunks: &[usize] = if first.is_none() { &[] } else { &[5, 1, 17, threads] };
+                    let logits = runner.extend_in_chunks(&ids, chunks)?.concat();
+                    let bits: Vec<u32> = logits.into_iter().map(f32::to_bits).collect();
+                    let same = *first.get_or_insert_with(|| bits.clone()) == bits;
+                    assert!(same, "{}: {types}, {isa}, {threads} threads", golden.name);
+                }
             }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn each_layer_is_stored_as_the_type_that_names_it() -> Result<()> {
+    let golden = Golden::all(&tree_data(), &["llama"])?.remove(0);
+    let file = golden.file()?;
+    let ids: Vec<u32> = (0..40).map(|i| i * 7 % 200).collect();
+    let logits = |types: &str| -> Result<Vec<f32>> {
+        let types: KvTypes = types.parse()?;
+        let mut runner = Runner::new(&file, cpu(1, Isa::best()), types, 1, ids.len())?;
+        Ok(runner.extend(&ids)?.concat())
+    };
+    let last = file.description()?.layers - 1;
+    // Exact where the other layer is rounded, and the other way round: all four differ, and each is near.
+    let all =
+        ["f32".to_owned(), "q8_0".to_owned(), format!("q8_0,0-{}=f32", last - 1), format!("f32,{last}=f16")];
+    let all = all.iter().map(|types| logits(types)).collect::<Result<Vec<_>>>()?;
+    let scale = all[0].iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    for (i, a) in all.iter().enumerate() {
+        for b in &all[..i] {
+            let most = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(most > 0.0 && most < 0.1 * scale, "{i}: {most} of {scale}");
         }
     }
     Ok(())
