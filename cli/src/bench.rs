@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use loadgen::{FleetError, LifeError, Load, LoadReport, MeasuredFleet, StartOptions, run_load};
+use loadgen::{
+    DraftError, DraftLoad, FleetError, LifeError, Load, LoadReport, MeasuredFleet, StartOptions, run_load,
+};
 use serde_json::json;
 use service::Exit;
 use service::exit::{of_io, one_line};
@@ -24,6 +26,8 @@ enum What {
     Throughput(ThroughputArguments),
     /// What it costs that processes come and go: attach, one worker more, a dead worker back
     Lives(LivesArguments),
+    /// The same prompts with drafts and without, in turns: speed, and how many drafts were right
+    Drafts(DraftsArguments),
 }
 
 #[derive(clap::Args)]
@@ -43,6 +47,27 @@ struct LivesArguments {
     #[command(flatten)]
     fleet: BenchFleet,
     /// Workers added, and workers killed
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: u32,
+}
+
+#[derive(clap::Args)]
+struct DraftsArguments {
+    #[command(flatten)]
+    fleet: BenchFleet,
+    /// Who drafts: the text itself, or a smaller model
+    #[arg(long, value_name = "lookup|MODEL.gguf")]
+    draft: String,
+    /// Prompts, one JSON string a line
+    #[arg(long, value_name = "FILE.jsonl")]
+    prompts: PathBuf,
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    tokens: u32,
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Streams at any time
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    streams: usize,
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: u32,
 }
@@ -76,6 +101,7 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
         match arguments.what {
             What::Throughput(arguments) => throughput(arguments).await,
             What::Lives(arguments) => lives(arguments).await,
+            What::Drafts(arguments) => drafts(arguments).await,
         }
     })
 }
@@ -167,8 +193,47 @@ async fn lives(arguments: LivesArguments) -> Outcome {
     say(&text)
 }
 
+async fn drafts(arguments: DraftsArguments) -> Outcome {
+    let DraftsArguments { fleet: options, draft, prompts, tokens, temperature, streams, rounds } = arguments;
+    let prompts = crate::prompts::read(&prompts)?;
+    let load = DraftLoad { prompts, tokens, temperature, at_once: streams, rounds };
+    let plain = options.start()?;
+    let drafting = options.start_with("drafting", &["--draft".to_owned(), draft])?;
+    let measured = loadgen::drafts_against_plain(&plain, &drafting, &load).await;
+    plain.stop().await.map_err(of_fleet)?;
+    drafting.stop().await.map_err(of_fleet)?;
+    let report = measured.map_err(of_drafts)?;
+    if options.json {
+        return say(&format!("{}\n", json!(report)));
+    }
+    let (drafted, accepted): (u64, u64) = (report.drafted.iter().sum(), report.accepted.iter().sum());
+    say(&format!(
+        "plain {:.1?} tokens/s, with drafts {:.1?}: {:.2} times as fast; output equal\n\
+         {drafted} tokens drafted, {accepted} right; by place {:?} of {:?}\n",
+        report.plain_tokens_per_s,
+        report.drafting_tokens_per_s,
+        report.speed_up,
+        report.accepted,
+        report.drafted,
+    ))
+}
+
+fn of_drafts(error: DraftError) -> Failure {
+    match error {
+        DraftError::Fleet(error) => of_fleet(error),
+        DraftError::Life(error) => of_life(error),
+        error @ DraftError::Stream { .. } => Failure::new(Exit::PeerLost, one_line(&error)),
+        error @ DraftError::Different { .. } => Failure::new(Exit::Internal, one_line(&error)),
+    }
+}
+
 impl BenchFleet {
     fn start(&self) -> Outcome<MeasuredFleet> {
+        self.start_with("fleet", &[])
+    }
+
+    /// `name` tells the fleets of one bench apart, `more` are further arguments of `ballast serve`.
+    fn start_with(&self, name: &str, more: &[String]) -> Outcome<MeasuredFleet> {
         let executable = std::env::current_exe().trying(|| "cannot find this executable".to_owned())?;
         let mut arguments = vec!["--device".to_owned(), self.device.to_string()];
         for (name, value) in [
@@ -178,10 +243,11 @@ impl BenchFleet {
         ] {
             arguments.extend(value.map(|value| [name.to_owned(), value.to_string()]).into_iter().flatten());
         }
+        arguments.extend_from_slice(more);
         let options = StartOptions {
             executable,
             model: self.model.clone(),
-            runtime_dir: Path::new("/tmp").join(format!("ballast-bench-{}", std::process::id())),
+            runtime_dir: Path::new("/tmp").join(format!("ballast-bench-{}-{name}", std::process::id())),
             workers: self.workers,
             arguments,
         };

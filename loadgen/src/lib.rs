@@ -5,11 +5,13 @@
 
 #![forbid(unsafe_code)]
 
+mod drafts;
 mod fleet;
 mod lives;
 mod report;
 mod streams;
 
+pub use drafts::{DraftError, DraftLoad, DraftReport, drafts_against_plain};
 pub use fleet::{FleetError, MeasuredFleet, StartOptions};
 pub use lives::{LifeError, NewWorker, attach_times, dead_worker_back, one_more_worker, vocabulary};
 pub use report::{Summary, summary};

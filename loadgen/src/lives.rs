@@ -54,13 +54,17 @@ pub struct NewWorker {
 
 /// The hand-off times of all workers, by their own clocks, in milliseconds.
 pub async fn attach_times(fleet: &MeasuredFleet) -> Result<Vec<f64>, LifeError> {
-    let mut times = Vec::new();
+    Ok(worker_stats(fleet).await?.iter().map(|stats| stats.attach_ms).collect())
+}
+
+/// What each worker counts.
+pub(crate) async fn worker_stats(fleet: &MeasuredFleet) -> Result<Vec<wire::StatsReply>, LifeError> {
+    let mut replies = Vec::new();
     for (_, socket) in workers(fleet).await? {
         let mut client = WorkerClient::new(service::grpc::connect(&socket).await.map_err(FleetError::from)?);
-        let stats = client.stats(wire::StatsRequest {}).await.map_err(call("Stats"))?.into_inner();
-        times.push(stats.attach_ms);
+        replies.push(client.stats(wire::StatsRequest {}).await.map_err(call("Stats"))?.into_inner());
     }
-    Ok(times)
+    Ok(replies)
 }
 
 /// Tokens of the served model's vocabulary.

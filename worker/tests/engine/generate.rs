@@ -52,6 +52,7 @@ fn clone(worker: &Worker) -> Worker {
     Worker {
         client: worker.client.clone(),
         channel: worker.channel.clone(),
+        socket: worker.socket.clone(),
         fingerprint: worker.fingerprint.clone(),
         shutdown: service::Shutdown::default(),
         thread: None,
@@ -138,15 +139,7 @@ async fn a_reader_that_leaves_frees_its_blocks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reader_that_lags_is_held_and_does_not_hold_up_others() {
     let (_directory, _giver, mut worker) = fleet().await;
-    // A connection of its own with a small window: what is not read stays in the worker.
-    let socket = _directory.path().join("worker-0.sock");
-    let lagging = tonic::transport::Endpoint::from_shared(format!("unix://{}", socket.display()))
-        .unwrap()
-        .initial_stream_window_size(1024)
-        .connect()
-        .await
-        .unwrap();
-    let mut lagging = wire::worker_client::WorkerClient::new(lagging);
+    let mut lagging = worker.lagging_client().await;
     let mut frames = lagging.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap().into_inner();
     let whole = worker.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap();
     assert_eq!(whole.tokens.len(), 480);

@@ -1,6 +1,6 @@
 //! A worker on a thread of its own, as its process would be, and a client on its socket.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Worker {
     pub(crate) client: WorkerClient<Channel>,
     pub(crate) channel: Channel,
+    pub(crate) socket: PathBuf,
     pub(crate) fingerprint: bytes::Bytes,
     pub(crate) shutdown: Shutdown,
     pub(crate) thread: Option<JoinHandle<Result<(), RunError>>>,
@@ -56,7 +57,7 @@ impl Worker {
         };
         let client = WorkerClient::new(channel.clone());
         let fingerprint = bytes::Bytes::new();
-        let mut worker = Self { client, channel, fingerprint, shutdown, thread: Some(thread) };
+        let mut worker = Self { client, channel, socket, fingerprint, shutdown, thread: Some(thread) };
         while worker.fingerprint.is_empty() {
             match worker.metadata().await {
                 Ok((description, _)) => worker.fingerprint = description.fingerprint,
@@ -103,27 +104,17 @@ impl Worker {
     }
 
     pub(crate) async fn generate(&mut self, request: wire::GenerateRequest) -> Result<Generated, Status> {
-        let mut frames = self.client.generate(request).await?.into_inner();
-        let mut generated = Generated::default();
-        let first = frames.message().await?.and_then(|frame| frame.frame);
-        assert!(matches!(first, Some(generate_frame::Frame::Admitted(_))), "{first:?}");
-        loop {
-            match frames.message().await {
-                Ok(Some(frame)) => match frame.frame.unwrap() {
-                    generate_frame::Frame::Tokens(tokens) => {
-                        generated.tokens.extend(tokens.ids);
-                        generated.logprobs.extend(tokens.logprobs);
-                    }
-                    generate_frame::Frame::Finished(finished) => generated.finished = Some(finished),
-                    generate_frame::Frame::Admitted(_) => panic!("admitted twice"),
-                },
-                Ok(None) => return Ok(generated),
-                Err(status) => {
-                    generated.cut = Some(status);
-                    return Ok(generated);
-                }
-            }
-        }
+        Generated::collect(self.client.generate(request).await?.into_inner()).await
+    }
+
+    /// A connection of its own with a small window: what is not read stays in the worker.
+    pub(crate) async fn lagging_client(
+        &self,
+    ) -> wire::worker_client::WorkerClient<tonic::transport::Channel> {
+        let socket = self.socket.display();
+        let endpoint = tonic::transport::Endpoint::from_shared(format!("unix://{socket}")).unwrap();
+        let channel = endpoint.initial_stream_window_size(1024).connect().await.unwrap();
+        wire::worker_client::WorkerClient::new(channel)
     }
 
     pub(crate) async fn stats(&mut self) -> wire::StatsReply {
@@ -161,6 +152,32 @@ pub(crate) struct Generated {
     pub(crate) logprobs: Vec<proto::v1::TokenLogprob>,
     pub(crate) finished: Option<wire::Finished>,
     pub(crate) cut: Option<Status>,
+}
+
+impl Generated {
+    /// Reads a stream to its end, or to where it was cut.
+    pub(crate) async fn collect(mut frames: tonic::Streaming<wire::GenerateFrame>) -> Result<Self, Status> {
+        let mut generated = Self::default();
+        let first = frames.message().await?.and_then(|frame| frame.frame);
+        assert!(matches!(first, Some(generate_frame::Frame::Admitted(_))), "{first:?}");
+        loop {
+            match frames.message().await {
+                Ok(Some(frame)) => match frame.frame.unwrap() {
+                    generate_frame::Frame::Tokens(tokens) => {
+                        generated.tokens.extend(tokens.ids);
+                        generated.logprobs.extend(tokens.logprobs);
+                    }
+                    generate_frame::Frame::Finished(finished) => generated.finished = Some(finished),
+                    generate_frame::Frame::Admitted(_) => panic!("admitted twice"),
+                },
+                Ok(None) => return Ok(generated),
+                Err(status) => {
+                    generated.cut = Some(status);
+                    return Ok(generated);
+                }
+            }
+        }
+    }
 }
 
 /// A giver that serves the demo model and a worker that has attached it.

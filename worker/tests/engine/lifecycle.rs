@@ -9,7 +9,7 @@ use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::giver::{Giver, MODEL, ModelFile};
-use crate::harness::{PATIENCE, Worker, config, fleet, spawn};
+use crate::harness::{Generated, PATIENCE, Worker, config, fleet, spawn};
 
 const SERVING: i32 = 1;
 const NOT_SERVING: i32 = 2;
@@ -107,14 +107,13 @@ async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
     let mut request = first.greedy(&[7, 8, 9], 400);
     request.sampling.as_mut().unwrap().temperature = Some(0.7);
     let whole = second.generate(request.clone()).await.unwrap().tokens;
-    let mut drainer = first.client.clone();
-    let cut_request = request.clone();
-    let (cut, drained) = tokio::join!(first.generate(cut_request), async {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        drainer.drain(wire::DrainRequest { grace_ms: 0 }).await.unwrap().into_inner().cut
-    });
-    let cut = cut.unwrap();
-    assert_eq!(drained, 1);
+    // What it does not read is not computed: the stream still runs when the drain comes.
+    let mut lagging = first.lagging_client().await;
+    let frames = lagging.generate(request.clone()).await.unwrap().into_inner();
+    first.until("a running stream", |stats| stats.running == 1).await;
+    let drained = first.client.drain(wire::DrainRequest { grace_ms: 0 }).await.unwrap().into_inner();
+    assert_eq!(drained.cut, 1);
+    let cut = Generated::collect(frames).await.unwrap();
     assert_eq!(cut.cut.unwrap().code(), Code::Unavailable);
     assert!(cut.tokens.len() < whole.len());
     request.tokens.extend_from_slice(&cut.tokens);
