@@ -6,11 +6,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::dispatch::{Attempt, reopen};
 use crate::fleet::Fleet;
+use crate::gate::Places;
 use crate::metrics;
 use crate::model::Model;
 use crate::resume::{Failure, Loss, Next, Progress};
@@ -63,8 +64,8 @@ pub(crate) struct Choice {
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) events: mpsc::Sender<Event>,
-    /// Held until the choice has ended: the router's bound on streams.
-    pub(crate) _slot: OwnedSemaphorePermit,
+    /// Held until the choice has ended, whichever worker serves it: the next one waits for it.
+    pub(crate) _place: Places,
 }
 
 impl Choice {

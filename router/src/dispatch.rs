@@ -7,15 +7,19 @@ use proto::worker::v1::GenerateFrame;
 use tokio::time::Instant;
 use tonic::{Code, Streaming};
 
+use crate::admission::{NeverFits, Refused};
 use crate::fleet::{Fleet, Place};
 use crate::resume::{Failure, Progress, WAIT_FOR_WORKER};
-use crate::wire::{Call, Frame, is_the_workers_word};
+use crate::wire::{Call, Frame, is_the_workers_word, retry_after};
 
 /// A worker answers between two steps, and a step of a large model on few cores takes seconds. (A process that hangs
 /// altogether answers no ping, and its connection breaks earlier.)
 const ADMISSION_WAIT: Duration = Duration::from_secs(60);
 /// While every worker is busy, a resumed choice asks again this often.
 const BUSY_RETRY: Duration = Duration::from_millis(100);
+
+/// A full worker's queue moves within seconds, a lost worker is restarted within one.
+pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// By this metadata a worker says which field it refuses.
 const FIELD: &str = "ballast-field";
@@ -33,7 +37,12 @@ pub(crate) enum Refusal {
     #[error("no worker of this model is ready")]
     NoWorker,
     #[error("overloaded: {detail}")]
-    Busy { detail: String },
+    Overloaded { detail: String, retry_after: Duration },
+    /// The tenant's own bound: others still get in.
+    #[error("too many requests: {detail}")]
+    TenantLimit { detail: String, retry_after: Duration },
+    #[error("the request can never be served: {0}")]
+    NeverFits(#[from] NeverFits),
     #[error("{detail}")]
     Invalid { detail: String },
     #[error("`{param}`: {detail}")]
@@ -42,6 +51,46 @@ pub(crate) enum Refusal {
     Deadline,
     #[error("the worker failed: {detail}")]
     Failed { detail: String },
+}
+
+impl From<Refused> for Refusal {
+    fn from(refused: Refused) -> Self {
+        let detail = refused.to_string();
+        match refused {
+            Refused::NoWorker => Refusal::NoWorker,
+            Refused::Deadline => Refusal::Deadline,
+            Refused::QueueFull { retry_after, .. } | Refused::StreamsFull { retry_after, .. } => {
+                Refusal::Overloaded { detail, retry_after }
+            }
+            Refused::TenantQueueFull { retry_after, .. } => Refusal::TenantLimit { detail, retry_after },
+        }
+    }
+}
+
+impl Refusal {
+    /// For metrics.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            Refusal::NoWorker => "no_worker",
+            Refusal::Overloaded { .. } => "overloaded",
+            Refusal::TenantLimit { .. } => "tenant_limit",
+            Refusal::NeverFits(_) => "never_fits",
+            Refusal::Invalid { .. } | Refusal::Grammar { .. } => "invalid",
+            Refusal::Deadline => "deadline",
+            Refusal::Failed { .. } => "failed",
+        }
+    }
+
+    /// When to come again, for those that pass.
+    pub(crate) fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Refusal::Overloaded { retry_after, .. } | Refusal::TenantLimit { retry_after, .. } => {
+                Some(*retry_after)
+            }
+            Refusal::NoWorker => Some(RETRY_AFTER),
+            _ => None,
+        }
+    }
 }
 
 /// One round over the workers with the call's fingerprint.
@@ -83,7 +132,10 @@ pub(crate) async fn open(
                 tracing::warn!(worker = %place.worker_name, error = service::exit::one_line(&status), "worker lost");
                 fleet.leave(place.worker);
             }
-            Code::ResourceExhausted => refusal = Refusal::Busy { detail },
+            Code::ResourceExhausted => {
+                let retry_after = retry_after(&status).unwrap_or(RETRY_AFTER);
+                refusal = Refusal::Overloaded { detail, retry_after };
+            }
             // It drains, attaches, or is another one than we took it for: its link will find out.
             Code::Unavailable | Code::FailedPrecondition | Code::Cancelled => {}
             Code::InvalidArgument => {
@@ -116,13 +168,9 @@ pub(crate) async fn reopen(
         let wait = match open(fleet, call, progress, deadline).await {
             Ok(attempt) => return Ok(attempt),
             Err(Refusal::NoWorker) => WAIT_FOR_WORKER,
-            Err(Refusal::Busy { .. }) => BUSY_RETRY,
+            Err(Refusal::Overloaded { .. }) => BUSY_RETRY,
             Err(Refusal::Deadline) => return Err(Failure::Deadline),
-            Err(
-                Refusal::Invalid { detail } | Refusal::Grammar { detail, .. } | Refusal::Failed { detail },
-            ) => {
-                return Err(Failure::Worker { detail });
-            }
+            Err(refusal) => return Err(Failure::Worker { detail: refusal.to_string() }),
         };
         let wake = give_up.min(Instant::now() + wait);
         tokio::select! {

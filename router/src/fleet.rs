@@ -10,6 +10,7 @@ use proto::worker::v1::worker_client::WorkerClient;
 use tokio::sync::watch;
 use tonic::transport::Channel;
 
+use crate::admission::{Room, Seats};
 use crate::model::Model;
 use crate::placement::{Fingerprint, Placement, Report, WorkerId};
 
@@ -36,6 +37,7 @@ struct Worker {
     name: String,
     model: Arc<Model>,
     client: WorkerClient<Channel>,
+    seats: Seats,
     report: Report,
 }
 
@@ -98,14 +100,20 @@ impl Fleet {
         self.lock().models.iter().find(|model| model.digest == digest).cloned()
     }
 
-    pub(crate) fn join(&self, name: String, model: Arc<Model>, client: WorkerClient<Channel>) -> WorkerId {
+    pub(crate) fn join(
+        &self,
+        name: String,
+        model: Arc<Model>,
+        client: WorkerClient<Channel>,
+        seats: Seats,
+    ) -> WorkerId {
         let mut state = self.lock();
         state.workers_seen += 1;
         let id = WorkerId(state.workers_seen);
         state.placement.join(id, model.fingerprint.clone());
         state.models.retain(|known| known.fingerprint != model.fingerprint);
         state.models.push(model.clone());
-        state.workers.insert(id, Worker { name, model, client, report: Report::default() });
+        state.workers.insert(id, Worker { name, model, client, seats, report: Report::default() });
         state.forget_idle_models();
         drop(state);
         self.changes.send_modify(|n| *n += 1);
@@ -140,6 +148,18 @@ impl Fleet {
         let (worker_name, client) = (worker.name.clone(), worker.client.clone());
         drop(state);
         Some(Place { fleet: self.clone(), worker: id, worker_name, client })
+    }
+
+    /// What the workers with this fingerprint have room for.
+    pub(crate) fn room(&self, fingerprint: &Fingerprint) -> Room {
+        let state = self.lock();
+        let workers = state.workers.values().filter(|worker| worker.model.fingerprint == *fingerprint);
+        workers.map(|worker| worker.seats).collect()
+    }
+
+    /// Of every known model.
+    pub(crate) fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.lock().models.iter().map(|model| model.fingerprint.clone()).collect()
     }
 
     /// Changes whenever a worker joins or leaves.

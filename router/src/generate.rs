@@ -7,16 +7,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::try_join_all;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use crate::admission::{Class, Entry, NeverFits, Room, Tenant};
 use crate::choice::{Choice, Event};
 use crate::dispatch::{Refusal, open};
 use crate::fleet::Fleet;
+use crate::gate::Gate;
 use crate::metrics;
 use crate::model::Model;
 use crate::params::{ParamError, Params, Plan};
 use crate::resume::Progress;
+use crate::tenant::Tenants;
 use crate::text_stream::TextStream;
 use crate::wire::Call;
 
@@ -31,8 +34,15 @@ pub(crate) struct Job {
     pub(crate) model: Arc<Model>,
     prompts: Vec<(Arc<[u32]>, Arc<Plan>)>,
     at_text_start: bool,
-    request_id: Arc<str>,
-    arrived: Instant,
+    origin: Origin,
+}
+
+/// Whose request it is, and since when.
+#[derive(Clone, Debug)]
+pub(crate) struct Origin {
+    pub(crate) request_id: Arc<str>,
+    pub(crate) arrived: Instant,
+    pub(crate) tenant: Tenant,
 }
 
 /// Token ids and what they are called on the surface they came from.
@@ -49,8 +59,7 @@ impl Job {
         model: Arc<Model>,
         prompts: Prompts,
         mut params: Params,
-        request_id: Arc<str>,
-        arrived: Instant,
+        origin: Origin,
     ) -> Result<Self, ParamError> {
         let Prompts { param, tokens, at_text_start } = prompts;
         let mut checked = Vec::with_capacity(tokens.len());
@@ -67,7 +76,7 @@ impl Job {
         if count == 0 {
             return Err(ParamError::EmptyPrompt { param });
         }
-        Ok(Self { model, prompts: checked, at_text_start, request_id, arrived })
+        Ok(Self { model, prompts: checked, at_text_start, origin })
     }
 
     pub(crate) fn prompts(&self) -> impl Iterator<Item = &[u32]> {
@@ -77,6 +86,10 @@ impl Job {
     /// Of every prompt.
     pub(crate) fn plan(&self) -> &Plan {
         &self.prompts[0].1
+    }
+
+    pub(crate) fn class(&self) -> Class {
+        Class::of_priority(self.plan().priority)
     }
 
     /// In the response: choice `c` of prompt `p` has index `p * n + c`.
@@ -89,48 +102,39 @@ impl Job {
 #[derive(Clone, Debug)]
 pub(crate) struct Generator {
     pub(crate) fleet: Arc<Fleet>,
-    /// One permit for each choice in flight.
-    pub(crate) streams: Arc<Semaphore>,
-    pub(crate) streams_max: usize,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) tenants: Tenants,
     /// The longest that a request may take.
     pub(crate) request_timeout: Duration,
 }
 
 impl Generator {
-    pub(crate) fn streams_in_flight(&self) -> usize {
-        self.streams_max - self.streams.available_permits()
-    }
-
     /// Every choice is admitted, or none is. The events end after the last choice's `Ended`; dropping the receiver
     /// cancels the rest.
     pub(crate) async fn start(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
         let started = self.admit(job).await;
         if let Err(refusal) = &started {
-            metrics::refused(match refusal {
-                Refusal::NoWorker => "no_worker",
-                Refusal::Busy { .. } => "busy",
-                Refusal::Invalid { .. } | Refusal::Grammar { .. } => "invalid",
-                Refusal::Deadline => "deadline",
-                Refusal::Failed { .. } => "failed",
-            });
+            metrics::refused(&job.model.name, job.class(), refusal.reason());
         }
         started
     }
 
     async fn admit(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
         let choices = job.choices();
-        let mut slots = self.streams.clone().try_acquire_many_owned(choices as u32).map_err(|_| {
-            let detail = format!(
-                "{} streams are in flight, at most {} may be",
-                self.streams_in_flight(),
-                self.streams_max
-            );
-            Refusal::Busy { detail }
-        })?;
         let timeout =
             job.plan().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
-        let deadline = Some(job.arrived + timeout);
-        let calls: Vec<Call> = job.calls();
+        let deadline = job.origin.arrived + timeout;
+        let entry = Entry {
+            model: job.model.fingerprint.clone(),
+            tenant: job.origin.tenant.clone(),
+            priority: job.plan().priority,
+            places: choices as u32,
+            deadline: self.gate.time(deadline),
+        };
+        self.check_room(job)?;
+        let mut places = self.gate.enter(&job.model.name, entry).await?;
+        let deadline = Some(deadline);
+        let calls: Vec<Call> = job.calls(self.tenants.number(&job.origin.tenant));
         let attempts = calls.iter().map(|call| async {
             let progress = Progress::new(call.plan.output_max);
             let attempt = open(&self.fleet, call, &progress, deadline).await?;
@@ -142,8 +146,8 @@ impl Generator {
         for ((index, call), (attempt, progress)) in (0..).zip(calls).zip(attempts) {
             let text = TextStream::new(&job.model, &call.plan.stop, job.at_text_start)
                 .map_err(|error| Refusal::Invalid { detail: error.to_string() })?;
-            // There is room for one last word of each choice, and one permit.
-            let (Ok(last_word), Some(slot)) = (events.clone().try_reserve_owned(), slots.split(1)) else {
+            // There is room for one last word of each choice, and one place.
+            let (Ok(last_word), Some(place)) = (events.clone().try_reserve_owned(), places.split()) else {
                 return Err(Refusal::Failed { detail: "no room for the answer".to_owned() });
             };
             let choice = Choice {
@@ -151,10 +155,10 @@ impl Generator {
                 model: job.model.clone(),
                 fleet: self.fleet.clone(),
                 call,
-                arrived: job.arrived,
+                arrived: job.origin.arrived,
                 deadline,
                 events: events.clone(),
-                _slot: slot,
+                _place: place,
             };
             tokio::spawn(choice.run(attempt, progress, text, last_word));
         }
@@ -163,10 +167,22 @@ impl Generator {
         }
         Ok(receiver)
     }
+
+    /// What no worker could ever hold does not wait.
+    fn check_room(&self, job: &Job) -> Result<(), NeverFits> {
+        let room = self.fleet.room(&job.model.fingerprint);
+        if room == Room::default() {
+            // Nobody is there to say; the gate does.
+            return Ok(());
+        }
+        let output = job.plan().output_max_given.then_some(job.plan().output_max);
+        let longest = job.prompts().map(<[u32]>::len).max().unwrap_or(0);
+        room.check(longest as u64, output, job.choices() as u32)
+    }
 }
 
 impl Job {
-    fn calls(&self) -> Vec<Call> {
+    fn calls(&self, tenant: u64) -> Vec<Call> {
         let mut calls = Vec::with_capacity(self.choices());
         let dry_breakers: Arc<[Vec<u32>]> = match &self.plan().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),
@@ -177,13 +193,14 @@ impl Job {
                 if plan.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
             let stop_tokens: Arc<[u32]> = [&plan.stop_tokens, own].concat().into();
             calls.extend((0..plan.n).map(|choice| Call {
-                request_id: self.request_id.clone(),
+                request_id: self.origin.request_id.clone(),
                 fingerprint: self.model.fingerprint.clone(),
                 prompt: prompt.clone(),
                 plan: plan.clone(),
                 stop_tokens: stop_tokens.clone(),
                 dry_breakers: dry_breakers.clone(),
                 choice,
+                tenant,
             }));
         }
         calls

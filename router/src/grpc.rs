@@ -11,14 +11,16 @@ use tokio::time::Instant;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
+use crate::admission::Tenant;
 use crate::choice::{Event, Finish, Outcome};
-use crate::dispatch::Refusal;
+use crate::dispatch::{RETRY_AFTER, Refusal};
 use crate::fleet::ResolveError;
-use crate::generate::{Generator, Job, Prompts};
-use crate::http::{RETRY_AFTER_SECONDS, RequestId};
+use crate::generate::{Generator, Job, Origin, Prompts};
+use crate::http::RequestId;
 use crate::model::{ChatError, Model};
 use crate::params::{Grammar, ParamError, Params, token_ids};
 use crate::resume::Failure;
+use crate::tenant::{self, BadTenant};
 
 pub(crate) struct Inference {
     pub(crate) generator: Generator,
@@ -33,6 +35,7 @@ impl inference_server::Inference for Inference {
     async fn generate(&self, request: Request<wire::GenerateRequest>) -> Result<Response<Frames>, Status> {
         let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
+        let tenant = self.tenant(request.metadata(), &request.get_ref().tenant)?;
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
         let (param, tokens, at_text_start) = prompt(&model, request.prompt)?;
@@ -45,14 +48,14 @@ impl inference_server::Inference for Inference {
             n: Some(i64::from(request.n)).filter(|&n| n > 0),
             top_logprobs: request.top_logprobs.map(i64::from),
             grammar: request.grammar.map(|source| Grammar { param: "grammar", source }),
-            deadline: match request.deadline_ms {
-                0 => timeout,
-                asked => Some(timeout.unwrap_or(Duration::MAX).min(Duration::from_millis(asked))),
-            },
+            priority: Some(i64::from(request.priority)),
+            cache_salt: Some(request.cache_salt),
+            deadline_ms: deadline_ms(timeout, request.deadline_ms),
             ..sampling(request.sampling.unwrap_or_default())
         };
         let prompts = Prompts { param, tokens: vec![tokens], at_text_start };
-        let job = Job::new(model, prompts, params, RequestId::draw().0, arrived)?;
+        let origin = Origin { request_id: RequestId::draw().0, arrived, tenant };
+        let job = Job::new(model, prompts, params, origin)?;
         let events = self.generator.start(&job).await?;
         let started = wire::Started {
             model: job.model.name.clone(),
@@ -128,6 +131,21 @@ impl Inference {
     fn resolve(&self, name: &str) -> Result<Arc<Model>, Status> {
         Ok(self.generator.fleet.resolve(Some(name).filter(|name| !name.is_empty()))?)
     }
+
+    /// A gateway's word comes before the caller's.
+    fn tenant(&self, metadata: &MetadataMap, named: &str) -> Result<Tenant, Status> {
+        let header = |name: &str| metadata.get(name).map(MetadataValue::as_bytes);
+        let named = Some(named.as_bytes()).filter(|named| !named.is_empty());
+        Ok(self.generator.tenants.of(header(tenant::HEADER).or(named), header("authorization"))?)
+    }
+}
+
+/// The earlier of the call's own deadline and the message's, which is none at 0. What is left of one is at least 1 ms.
+fn deadline_ms(timeout: Option<Duration>, asked: u64) -> Option<i64> {
+    let timeout = timeout.map(|timeout| timeout.as_millis().max(1));
+    let asked = (asked > 0).then_some(u128::from(asked));
+    let least = timeout.into_iter().chain(asked).min()?;
+    Some(i64::try_from(least).unwrap_or(i64::MAX))
 }
 
 /// The prompt's name, its ids, and whether the output is a text of its own.
@@ -251,21 +269,30 @@ impl From<ResolveError> for Status {
         match error {
             ResolveError::Unknown { .. } => Status::not_found(message),
             ResolveError::Ambiguous { .. } => Status::invalid_argument(message),
-            ResolveError::None => retry_later(Status::unavailable(message)),
+            ResolveError::None => retry_after(Status::unavailable(message), Some(RETRY_AFTER)),
         }
+    }
+}
+
+impl From<BadTenant> for Status {
+    fn from(error: BadTenant) -> Self {
+        Status::invalid_argument(error.to_string())
     }
 }
 
 impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
         let message = refusal.to_string();
-        match refusal {
-            Refusal::NoWorker => retry_later(Status::unavailable(message)),
-            Refusal::Busy { .. } => retry_later(Status::resource_exhausted(message)),
-            Refusal::Invalid { .. } | Refusal::Grammar { .. } => Status::invalid_argument(message),
+        let status = match &refusal {
+            Refusal::NoWorker | Refusal::Overloaded { .. } => Status::unavailable(message),
+            Refusal::TenantLimit { .. } => Status::resource_exhausted(message),
+            Refusal::NeverFits(_) | Refusal::Invalid { .. } | Refusal::Grammar { .. } => {
+                Status::invalid_argument(message)
+            }
             Refusal::Deadline => Status::deadline_exceeded(message),
             Refusal::Failed { .. } => Status::internal(message),
-        }
+        };
+        retry_after(status, refusal.retry_after())
     }
 }
 
@@ -281,8 +308,10 @@ impl From<Failure> for Status {
     }
 }
 
-fn retry_later(mut status: Status) -> Status {
-    status.metadata_mut().insert("retry-after", MetadataValue::from(RETRY_AFTER_SECONDS));
+fn retry_after(mut status: Status, time: Option<Duration>) -> Status {
+    if let Some(time) = time {
+        status.metadata_mut().insert("retry-after", MetadataValue::from(time.as_secs()));
+    }
     status
 }
 

@@ -6,7 +6,9 @@
 //! ```text
 //! server --- http/ (OpenAI) --\                                  / worker_link  one task per worker: joins, leaves
 //!        \-- grpc  (ballast.v1) > params -> generate -> dispatch < fleet        who serves what, now
-//!                                               |                \ placement    which of them (pure)
+//!                                             |   |              \ placement    which of them (pure)
+//!                                           gate  |
+//!                                      admission  |              who enters, and when (pure)
 //!                                            choice: one task per continuation
 //!                                               |-- text_stream  ids -> text, stop strings
 //!                                               |-- resume       what to do about a lost worker (pure)
@@ -14,12 +16,14 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 mod breakers;
 mod choice;
 mod config;
 mod discovery;
 mod dispatch;
 mod fleet;
+mod gate;
 mod generate;
 mod grpc;
 mod http;
@@ -30,10 +34,11 @@ mod placement;
 mod resume;
 mod run;
 mod server;
+mod tenant;
 mod text_stream;
 mod wire;
 mod worker_link;
 
-pub use config::Config;
+pub use config::{AdmissionConfig, AdmissionConfigError, Config};
 pub use run::{RunError, run};
 pub use server::Router;

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use metrics::{counter, histogram};
 
+use crate::admission::Class;
 use crate::choice::{Finish, Outcome};
 use crate::fleet::Fleet;
+use crate::gate::Gate;
 use crate::resume::Failure;
 
 pub(crate) fn prompt(model: &str, tokens: usize) {
@@ -30,8 +32,17 @@ pub(crate) fn resumed(model: &str) {
     counter!("ballast:stream_resumes_total", "model_name" => model.to_owned()).increment(1);
 }
 
-pub(crate) fn refused(reason: &'static str) {
-    counter!("ballast:requests_refused_total", "reason" => reason).increment(1);
+/// Models that clients name are label values only where they are served.
+pub(crate) fn refused(model: &str, class: Class, reason: &'static str) {
+    let labels =
+        [("model_name", model.to_owned()), ("class", class.name().to_owned()), ("reason", reason.to_owned())];
+    counter!("ballast:requests_refused_total", &labels).increment(1);
+}
+
+/// Waited for a place before it was admitted.
+pub(crate) fn queued(model: &str, class: Class, waited: Duration) {
+    histogram!("ballast:request_queue_time_seconds", "model_name" => model.to_owned(), "class" => class.name())
+        .record(waited);
 }
 
 pub(crate) fn choice_ended(model: &str, outcome: &Result<Outcome, Failure>) {
@@ -65,10 +76,13 @@ pub(crate) fn http(route: &str, status: u16) {
         .increment(1);
 }
 
-/// Gauges of now, read from the fleet at the time of the scrape; a worker that is gone has no line.
-pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
+/// Tenants of a model that have a line of their own; those with the most requests in the queue.
+const TENANTS_MAX: usize = 16;
+
+/// Gauges of now, read from fleet and gate at the time of the scrape; a worker that is gone has no line.
+pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
     type Value = fn(&crate::fleet::ServedBy) -> f64;
-    let gauges: [(&str, &str, Value); 9] = [
+    let gauges: [(&str, &str, Value); 14] = [
         ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
         ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
         ("num_streams_placed", "gauge", |w| f64::from(w.in_flight)),
@@ -76,6 +90,11 @@ pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
             0 => 0.0,
             total => w.report.kv_used_tokens as f64 / total as f64,
         }),
+        ("kv_cached_tokens", "gauge", |w| w.report.kv_cached_tokens as f64),
+        ("kv_unfilled_tokens", "gauge", |w| w.report.kv_unfilled_tokens as f64),
+        ("kv_mapped_bytes", "gauge", |w| w.report.kv_mapped_bytes as f64),
+        ("kv_evictions_total", "counter", |w| w.report.evictions as f64),
+        ("forks_total", "counter", |w| w.report.forks as f64),
         ("prefix_cache_queries_total", "counter", |w| {
             (w.report.prompt_tokens_computed + w.report.prompt_tokens_cached) as f64
         }),
@@ -91,7 +110,7 @@ pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
         let _: std::fmt::Result = writeln!(text, "{arguments}");
     };
     line(format_args!("# TYPE ballast:num_streams gauge"));
-    line(format_args!("ballast:num_streams {streams}"));
+    line(format_args!("ballast:num_streams {}", gate.streams()));
     line(format_args!("# TYPE ballast:workers gauge"));
     for served in &served {
         let model = escaped(&served.model.name);
@@ -108,6 +127,36 @@ pub(crate) fn render_gauges(fleet: &Fleet, streams: usize) -> String {
                     value(worker)
                 ));
             }
+        }
+    }
+    let standings =
+        || served.iter().filter_map(|s| Some((escaped(&s.model.name), gate.standing(&s.model.fingerprint)?)));
+    type OfClass = fn(&crate::admission::ClassStanding) -> u32;
+    let of_class: [(&str, OfClass); 2] =
+        [("num_requests_queued", |c| c.waiting), ("num_places_held", |c| c.held)];
+    for (name, value) in of_class {
+        line(format_args!("# TYPE ballast:{name} gauge"));
+        for (model, standing) in standings() {
+            for (class, of_class) in Class::ALL.into_iter().zip(&standing.classes) {
+                let class = class.name();
+                line(format_args!(
+                    "ballast:{name}{{model_name=\"{model}\",class=\"{class}\"}} {}",
+                    value(of_class)
+                ));
+            }
+        }
+    }
+    line(format_args!("# TYPE ballast:num_places gauge"));
+    for (model, standing) in standings() {
+        line(format_args!("ballast:num_places{{model_name=\"{model}\"}} {}", standing.capacity));
+    }
+    line(format_args!("# TYPE ballast:num_tenant_requests_queued gauge"));
+    for (model, standing) in standings() {
+        for (tenant, waiting) in standing.tenants.iter().take(TENANTS_MAX) {
+            let tenant = escaped(tenant);
+            line(format_args!(
+                "ballast:num_tenant_requests_queued{{model_name=\"{model}\",tenant=\"{tenant}\"}} {waiting}"
+            ));
         }
     }
     text
@@ -129,8 +178,10 @@ mod tests {
 
     #[test]
     fn an_empty_fleet_has_no_worker_lines() {
-        let text = render_gauges(&Fleet::new(), 3);
-        assert!(text.contains("ballast:num_streams 3\n"), "{text}");
+        let fleet = Fleet::new();
+        let limits = crate::config::AdmissionConfig::default().limits(10);
+        let text = render_gauges(&fleet, &Gate::new(fleet.clone(), limits));
+        assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");
     }
 }

@@ -20,6 +20,9 @@ pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 /// OpenAI's bound is 300; the engine's is 1024.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
 
+/// A secret, not a document.
+const CACHE_SALT_BYTES_MAX: usize = 256;
+
 /// A little more than what the worker takes, which does not count the message around it.
 const GRAMMAR_BYTES_MAX: usize = 257 << 10;
 
@@ -65,7 +68,9 @@ pub(crate) struct Params {
     pub(crate) grammar: Option<Grammar>,
     /// Of completions: so many are generated, the `n` most probable are given.
     pub(crate) best_of: Option<i64>,
-    pub(crate) deadline: Option<Duration>,
+    pub(crate) priority: Option<i64>,
+    pub(crate) cache_salt: Option<String>,
+    pub(crate) deadline_ms: Option<i64>,
 }
 
 /// Every value in its range, every default filled in.
@@ -86,6 +91,9 @@ pub(crate) struct Plan {
     pub(crate) kept: u32,
     pub(crate) top_logprobs: Option<u32>,
     pub(crate) grammar: Option<Grammar>,
+    /// Lower is more urgent.
+    pub(crate) priority: i32,
+    pub(crate) cache_salt: String,
     pub(crate) deadline: Option<Duration>,
 }
 
@@ -154,6 +162,8 @@ pub(crate) enum ParamError {
     TokenTwice { param: &'static str, token: u32 },
     #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {max}")]
     Text { param: &'static str, index: usize, bytes: usize, max: usize },
+    #[error("`cache_salt` has {bytes} bytes, allowed are at most {CACHE_SALT_BYTES_MAX}")]
+    CacheSalt { bytes: usize },
     #[error("`{param}` has {bytes} bytes, allowed are at most {GRAMMAR_BYTES_MAX}")]
     GrammarBytes { param: &'static str, bytes: usize },
     #[error("`ignore_eos` cannot be used together with `{with}`, which says where the output ends")]
@@ -179,6 +189,7 @@ impl ParamError {
             | ParamError::EmptyPrompt { param }
             | ParamError::Context { param, .. } => param,
             ParamError::EndlessGrammar { .. } => "ignore_eos",
+            ParamError::CacheSalt { .. } => "cache_salt",
         }
     }
 }
@@ -242,6 +253,15 @@ impl Params {
             None => None,
             given => Some(whole("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
         };
+        let priority = whole("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
+        let cache_salt = self.cache_salt.unwrap_or_default();
+        if cache_salt.len() > CACHE_SALT_BYTES_MAX {
+            return Err(ParamError::CacheSalt { bytes: cache_salt.len() });
+        }
+        let deadline = match self.deadline_ms {
+            None => None,
+            given => Some(Duration::from_millis(whole("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
+        };
         let n = whole("n", self.n, 1, 1, N_MAX)?;
         let choices = whole("best_of", self.best_of, n, n, N_MAX)?;
         Ok(Plan {
@@ -256,7 +276,9 @@ impl Params {
             kept: n as u32,
             top_logprobs,
             grammar: self.grammar,
-            deadline: self.deadline,
+            priority,
+            cache_salt,
+            deadline,
         })
     }
 }
@@ -457,7 +479,7 @@ mod tests {
     #[test]
     fn every_figure_out_of_range_is_refused_by_its_name() {
         type Change = fn(&mut Params);
-        let table: [(&str, Change); 40] = [
+        let table: [(&str, Change); 44] = [
             ("max_tokens", |p| p.max_tokens = Some(0)),
             ("max_tokens", |p| p.max_tokens = Some(-1)),
             ("max_tokens", |p| p.max_tokens = Some(91)),
@@ -498,6 +520,10 @@ mod tests {
             ("top_logprobs", |p| p.top_logprobs = Some(21)),
             ("best_of", |p| (p.n, p.best_of) = (Some(3), Some(2))),
             ("best_of", |p| p.best_of = Some(N_MAX + 1)),
+            ("priority", |p| p.priority = Some(1 << 40)),
+            ("cache_salt", |p| p.cache_salt = Some("x".repeat(257))),
+            ("deadline_ms", |p| p.deadline_ms = Some(0)),
+            ("deadline_ms", |p| p.deadline_ms = Some(-5)),
         ];
         for (index, (param, change)) in table.into_iter().enumerate() {
             let error = check(change).expect_err(&format!("case {index}, {param}"));

@@ -25,6 +25,12 @@ pub(crate) struct Report {
     pub(crate) prompt_tokens_computed: u64,
     pub(crate) prompt_tokens_cached: u64,
     pub(crate) preemptions: u64,
+    pub(crate) evictions: u64,
+    pub(crate) forks: u64,
+    /// Of the KV cache, beside what is used.
+    pub(crate) kv_cached_tokens: u64,
+    pub(crate) kv_unfilled_tokens: u64,
+    pub(crate) kv_mapped_bytes: u64,
     pub(crate) drafted: u64,
     pub(crate) accepted: u64,
 }

@@ -7,7 +7,7 @@ use service::exit::{HasExit, of_io};
 use service::metrics::{Metrics, MetricsError};
 use service::{Exit, Notify, Shutdown};
 
-use crate::config::Config;
+use crate::config::{AdmissionConfigError, Config};
 use crate::server::Router;
 
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +30,8 @@ pub enum RunError {
     Metrics(#[from] MetricsError),
     #[error("cannot describe the gRPC services")]
     Reflection(#[from] tonic_reflection::server::Error),
+    #[error("the router's configuration")]
+    Admission(#[from] AdmissionConfigError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
 }
@@ -49,6 +51,7 @@ impl HasExit for RunError {
             RunError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Exit::Usage
             }
+            RunError::Admission(_) => Exit::Usage,
             RunError::Listen { source, .. }
             | RunError::Runtime(source)
             | RunError::Signals(source)

@@ -24,10 +24,12 @@ use tonic::service::Routes;
 use crate::config::Config;
 use crate::discovery;
 use crate::fleet::Fleet;
+use crate::gate::Gate;
 use crate::generate::Generator;
 use crate::grpc::Inference;
 use crate::http::{self, App};
 use crate::run::RunError;
+use crate::tenant::Tenants;
 
 /// Open TCP connections; more wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 2048;
@@ -64,6 +66,7 @@ impl Router {
         inherited: Option<std::net::TcpListener>,
         metrics: Metrics,
     ) -> Result<Self, RunError> {
+        config.admission.check()?;
         let tcp = match (inherited, config.listen) {
             (Some(listener), _) => Some(adopt(listener).map_err(RunError::Inherited)?),
             (None, Some(address)) => Some(
@@ -72,10 +75,11 @@ impl Router {
             (None, None) => None,
         };
         let socket = service::grpc::bind(&RuntimeDir::at(&config.runtime_dir).router_socket())?;
+        let fleet = Fleet::new();
         let generator = Generator {
-            fleet: Fleet::new(),
-            streams: Arc::new(Semaphore::new(config.streams_max)),
-            streams_max: config.streams_max,
+            gate: Gate::new(fleet.clone(), config.admission.limits(config.streams_max)),
+            fleet,
+            tenants: Tenants::default(),
             request_timeout: config.request_timeout,
         };
         Ok(Self { config, tcp, socket, generator, metrics })
@@ -97,6 +101,7 @@ impl Router {
             links.clone(),
         ));
 
+        let gate = tokio::spawn(generator.gate.clone().watch(links.clone()));
         let (health, health_service) = service::grpc::health();
         health.set_service_status(SERVICE, tonic_health::ServingStatus::NotServing).await;
         let reporter = tokio::spawn(report_health(generator.fleet.clone(), health));
@@ -134,6 +139,7 @@ impl Router {
         reporter.abort();
         // Ends with its token.
         drop(discovery.await);
+        drop(gate.await);
         served
     }
 }

@@ -24,6 +24,8 @@ pub(crate) struct Call {
     /// The plan's DRY breakers as the model's tokens.
     pub(crate) dry_breakers: Arc<[Vec<u32>]>,
     pub(crate) choice: u32,
+    /// By number.
+    pub(crate) tenant: u64,
 }
 
 impl Call {
@@ -47,9 +49,9 @@ impl Call {
             sampler_state: progress.sampler_state(),
             grammar: self.plan.grammar.as_ref().map(|grammar| grammar.source.clone()),
             dry_breakers: (!self.dry_breakers.is_empty()).then(|| dry_breakers(&self.dry_breakers)),
-            tenant: 0,
-            priority: 0,
-            cache_salt: String::new(),
+            tenant: self.tenant,
+            priority: self.plan.priority,
+            cache_salt: self.plan.cache_salt.clone(),
         }
     }
 }
@@ -156,6 +158,12 @@ impl From<Logprob> for public::TokenLogprob {
 /// Whether the worker itself said this. What the transport made up has the broken connection as its source.
 pub(crate) fn is_the_workers_word(status: &Status) -> bool {
     std::error::Error::source(status).is_none()
+}
+
+/// After which time a worker that is full would have room.
+pub(crate) fn retry_after(status: &Status) -> Option<Duration> {
+    let seconds = status.metadata().get("retry-after")?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_secs(seconds))
 }
 
 /// What a status in the middle of a stream means for it.

@@ -21,6 +21,7 @@ use tonic::transport::Channel;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
+use crate::admission::Seats;
 use crate::fleet::Fleet;
 use crate::model::{Description, LoadModelError, Model};
 use crate::placement::{Fingerprint, Report, WorkerId};
@@ -100,11 +101,11 @@ impl Link {
         if self.joined.is_some() {
             return Ok(());
         }
-        let (name, model) = tokio::time::timeout(ANSWER_WAIT, self.metadata(client))
+        let (name, seats, model) = tokio::time::timeout(ANSWER_WAIT, self.metadata(client))
             .await
             .map_err(|_| LinkError::Slow { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = %model.name, "worker joined");
-        self.joined = Some(self.fleet.join(name, model, client.clone()));
+        self.joined = Some(self.fleet.join(name, model, client.clone(), seats));
         Ok(())
     }
 
@@ -125,6 +126,11 @@ impl Link {
                 prompt_tokens_computed: stats.prompt_tokens_computed,
                 prompt_tokens_cached: stats.prompt_tokens_cached,
                 preemptions: stats.preemptions,
+                evictions: stats.evictions,
+                forks: stats.forks,
+                kv_cached_tokens: stats.kv_cached_tokens,
+                kv_unfilled_tokens: stats.kv_unfilled_tokens,
+                kv_mapped_bytes: stats.kv_mapped_bytes.unwrap_or(0),
                 drafted: stats.drafted.iter().sum(),
                 accepted: stats.accepted.iter().sum(),
             };
@@ -133,14 +139,23 @@ impl Link {
         Ok(())
     }
 
-    /// The worker's name and its model. The GGUF section is read only where no worker with that content came before.
-    async fn metadata(&self, client: &mut WorkerClient<Channel>) -> Result<(String, Arc<Model>), LinkError> {
+    /// The worker's name, its room and its model. The GGUF section is read only where no worker with that content came before.
+    async fn metadata(
+        &self,
+        client: &mut WorkerClient<Channel>,
+    ) -> Result<(String, Seats, Arc<Model>), LinkError> {
         let failed = |status| LinkError::Call { call: "GetMetadata", source: Box::new(status) };
         let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await.map_err(failed)?.into_inner();
         let Some(metadata_frame::Frame::Description(wire)) =
             frames.message().await.map_err(failed)?.and_then(|frame| frame.frame)
         else {
             return Err(LinkError::Metadata { what: "the first frame is not a description" });
+        };
+        let seats = Seats {
+            running_max: wire.running_max,
+            queue_max: wire.queue_max,
+            kv_blocks: wire.kv_blocks,
+            kv_block_tokens: wire.kv_block_tokens,
         };
         let description = Description {
             model: wire.model,
@@ -152,10 +167,10 @@ impl Link {
             weight_bytes: wire.weight_bytes,
         };
         if let Some(model) = self.fleet.model(&description.fingerprint) {
-            return Ok((wire.worker, model));
+            return Ok((wire.worker, seats, model));
         }
         if let Some(sibling) = self.fleet.model_with_digest(&description.digest) {
-            return Ok((wire.worker, Arc::new(sibling.with(description))));
+            return Ok((wire.worker, seats, Arc::new(sibling.with(description))));
         }
         if wire.gguf_bytes > GGUF_BYTES_MAX {
             return Err(LinkError::Metadata { what: "the GGUF section has more than 256 MiB" });
@@ -177,7 +192,7 @@ impl Link {
         let loaded = tokio::task::spawn_blocking(move || Model::load(description, gguf)).await;
         let model =
             loaded.map_err(|_| LinkError::Metadata { what: "loading the tokenizer was interrupted" })??;
-        Ok((wire.worker, Arc::new(model)))
+        Ok((wire.worker, seats, Arc::new(model)))
     }
 }
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{self, Body};
-use super::request::{App, RequestId, Stamp, WholeBody, off_thread};
+use super::request::{App, Stamp, WholeBody, off_thread};
 use super::response::{Answer, Surface, finish_reason, stop_reason};
 use crate::choice::{Finish, Piece};
 use crate::generate::{Job, Prompts};
@@ -39,10 +39,9 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 pub(crate) async fn post(
     State(app): State<App>,
-    RequestId(request_id): RequestId,
+    stamp: Stamp,
     WholeBody(body): WholeBody,
 ) -> Result<Response, ApiError> {
-    let stamp = Stamp::now(request_id);
     let Body { own, sampling, response } = fields::read::<Fields>(&body, &FIELDS)?;
     let shape = response.shape()?;
     let mut params = sampling.params()?;
@@ -67,11 +66,11 @@ pub(crate) async fn post(
     })
     .await?;
     let prompts = Prompts { param: "messages", tokens: vec![tokens], at_text_start: true };
-    let job = Job::new(model, prompts, params, stamp.request_id.clone(), stamp.arrived)?;
+    let job = Job::new(model, prompts, params, stamp.origin.clone())?;
     let events = app.generator.start(&job).await?;
 
     let surface = Chat {
-        id: format!("chatcmpl-{}", stamp.request_id),
+        id: format!("chatcmpl-{}", stamp.origin.request_id),
         created: stamp.created,
         with_logprobs: job.plan().top_logprobs.is_some(),
         prompt_token_ids: shape.return_token_ids.then(|| job.prompts().flatten().copied().collect()),

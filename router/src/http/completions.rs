@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{self, Body};
-use super::request::{App, RequestId, Stamp, WholeBody, off_thread};
+use super::request::{App, Stamp, WholeBody, off_thread};
 use super::response::{Answer, Surface, finish_reason, stop_reason};
 use crate::choice::{Finish, Piece};
 use crate::generate::{CHOICES_MAX, Job, Prompts};
@@ -42,10 +42,9 @@ enum Prompt {
 
 pub(crate) async fn post(
     State(app): State<App>,
-    RequestId(request_id): RequestId,
+    stamp: Stamp,
     WholeBody(body): WholeBody,
 ) -> Result<Response, ApiError> {
-    let stamp = Stamp::now(request_id);
     let Body { own, sampling, response } = fields::read::<Fields>(&body, &FIELDS)?;
     let shape = response.shape()?;
     let model = app.generator.fleet.resolve(response.model.as_deref())?;
@@ -72,11 +71,11 @@ pub(crate) async fn post(
     let (tokens, echoes) =
         off_thread(body.len(), move || encode(&encoding, prompt, add_special, echo)).await?;
     let prompts = Prompts { param: "prompt", tokens, at_text_start: false };
-    let job = Job::new(model, prompts, params, stamp.request_id.clone(), stamp.arrived).map_err(renamed)?;
+    let job = Job::new(model, prompts, params, stamp.origin.clone()).map_err(renamed)?;
     let events = app.generator.start(&job).await?;
 
     let surface = Completion {
-        id: format!("cmpl-{}", stamp.request_id),
+        id: format!("cmpl-{}", stamp.origin.request_id),
         created: stamp.created,
         n: job.plan().kept as usize,
         with_logprobs: own.logprobs.is_some(),

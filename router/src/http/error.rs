@@ -2,19 +2,20 @@
 //!
 //! A client's fault is never a 5xx: clients and proxies retry those.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use crate::dispatch::Refusal;
+use crate::admission::NeverFits;
+use crate::dispatch::{RETRY_AFTER, Refusal};
 use crate::fleet::ResolveError;
 use crate::model::ChatError;
 use crate::params::ParamError;
 use crate::resume::Failure;
-
-/// When to come back after an overload: a worker's queue moves within seconds, a worker is restarted within one.
-pub(crate) const RETRY_AFTER_SECONDS: u64 = 1;
+use crate::tenant::{self, BadTenant};
 
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -24,6 +25,8 @@ pub(crate) struct ApiError {
     code: Option<&'static str>,
     param: Option<String>,
     message: String,
+    /// Of what passes: when to come again.
+    retry_after: Option<Duration>,
 }
 
 impl ApiError {
@@ -34,11 +37,12 @@ impl ApiError {
             code: None,
             param: param.map(str::to_owned),
             message: message.into(),
+            retry_after: None,
         }
     }
 
     fn server(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self { status, kind: "server_error", code: Some(code), param: None, message }
+        Self { status, kind: "server_error", code: Some(code), param: None, message, retry_after: None }
     }
 
     fn with_status(mut self, status: StatusCode, code: &'static str) -> Self {
@@ -68,7 +72,12 @@ impl ApiError {
     }
 
     pub(crate) fn not_ready(message: impl Into<String>) -> Self {
-        Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into())
+        Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into()).again_after(RETRY_AFTER)
+    }
+
+    fn again_after(mut self, retry_after: Duration) -> Self {
+        self.retry_after = Some(retry_after);
+        self
     }
 
     pub(crate) fn body(&self) -> Value {
@@ -78,10 +87,9 @@ impl ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let retry = matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
         let mut response = (self.status, Json(self.body())).into_response();
-        if retry {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
+        if let Some(retry_after) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(retry_after.as_secs()));
         }
         response
     }
@@ -113,18 +121,35 @@ impl From<ChatError> for ApiError {
     }
 }
 
+impl From<BadTenant> for ApiError {
+    fn from(error: BadTenant) -> Self {
+        Self::invalid(Some(tenant::HEADER), error.to_string())
+    }
+}
+
 impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
         let message = refusal.to_string();
         match refusal {
             Refusal::NoWorker => Self::not_ready(message),
-            Refusal::Busy { .. } => Self {
+            Refusal::Overloaded { retry_after, .. } => {
+                Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message).again_after(retry_after)
+            }
+            Refusal::TenantLimit { retry_after, .. } => Self {
                 status: StatusCode::TOO_MANY_REQUESTS,
                 kind: "rate_limit_error",
-                code: Some("overloaded"),
+                code: Some("rate_limit_exceeded"),
                 param: None,
                 message,
+                retry_after: Some(retry_after),
             },
+            Refusal::NeverFits(never) => {
+                let (param, code) = match never {
+                    NeverFits::KvBudget { .. } => ("max_tokens", "kv_budget_exceeded"),
+                    NeverFits::Streams { .. } => ("n", "too_many_choices"),
+                };
+                Self { code: Some(code), ..Self::invalid(Some(param), message) }
+            }
             Refusal::Invalid { .. } => Self::invalid(None, message),
             Refusal::Grammar { param, .. } => Self::invalid(Some(param), message),
             Refusal::Deadline => Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message),
@@ -143,6 +168,10 @@ impl From<Failure> for ApiError {
             Failure::SlowClient => (StatusCode::REQUEST_TIMEOUT, "client_too_slow"),
             Failure::Worker { .. } | Failure::Protocol { .. } => (StatusCode::BAD_GATEWAY, "worker_failed"),
         };
-        Self::server(status, code, failure.to_string())
+        let api = Self::server(status, code, failure.to_string());
+        match status {
+            StatusCode::SERVICE_UNAVAILABLE => api.again_after(RETRY_AFTER),
+            _ => api,
+        }
     }
 }

@@ -9,15 +9,15 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::standing::{STANDING_FIELDS, StandingFields};
 use super::structure::{STRUCTURE_FIELDS, StructureFields};
 use crate::params::Params;
 
 /// Fields that change nothing in the output; accepted and not looked at.
-const HARMLESS: [&str; 11] = [
+const HARMLESS: [&str; 10] = [
     "user",
     "metadata",
     "store",
-    "service_tier",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -58,10 +58,6 @@ fn is_true(value: &Value) -> bool {
     *value == Value::Bool(true)
 }
 
-fn is_zero(value: &Value) -> bool {
-    value.as_f64() == Some(0.0)
-}
-
 fn is_one(value: &Value) -> bool {
     value.as_f64() == Some(1.0)
 }
@@ -79,7 +75,7 @@ fn text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSERVED: [Unserved; 32] = [
+const UNSERVED: [Unserved; 30] = [
     unserved("suffix", empty),
     unserved("tools", empty),
     unserved("tool_choice", no_tool_choice),
@@ -109,8 +105,6 @@ const UNSERVED: [Unserved; 32] = [
     unserved("add_special_tokens", is_false),
     unserved("chat_template", never),
     unserved("continue_final_message", is_false),
-    unserved("priority", is_zero),
-    unserved("cache_salt", never),
     unserved("kv_transfer_params", never),
     unserved("include_reasoning", is_true),
     unserved("thinking_token_budget", never),
@@ -151,6 +145,8 @@ pub(crate) struct SamplingFields {
     n: Option<i64>,
     #[serde(skip)]
     structure: StructureFields,
+    #[serde(skip)]
+    standing: StandingFields,
 }
 
 const SAMPLING_FIELDS: [&str; 29] = [
@@ -237,7 +233,7 @@ impl ResponseFields {
 
 impl SamplingFields {
     pub(crate) fn params(self) -> Result<Params, ApiError> {
-        Ok(Params {
+        let params = Params {
             max_tokens: self.max_tokens,
             min_tokens: self.min_tokens,
             temperature: self.temperature,
@@ -271,11 +267,10 @@ impl SamplingFields {
             stop_tokens: self.stop_token_ids.unwrap_or_default(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             n: self.n,
-            top_logprobs: None,
             grammar: self.structure.grammar()?,
-            best_of: None,
-            deadline: None,
-        })
+            ..Params::default()
+        };
+        self.standing.add_to(params)
     }
 }
 
@@ -312,7 +307,7 @@ pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Bod
     fields.retain(|_, value| !value.is_null());
     for (name, value) in &fields {
         let name = name.as_str();
-        let served = [own, &SAMPLING_FIELDS, &STRUCTURE_FIELDS, &RESPONSE_FIELDS]
+        let served = [own, &SAMPLING_FIELDS, &STRUCTURE_FIELDS, &STANDING_FIELDS, &RESPONSE_FIELDS]
             .iter()
             .any(|served| served.contains(&name));
         if !served && !HARMLESS.contains(&name) {
@@ -320,7 +315,8 @@ pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Bod
         }
     }
     let fields = Value::Object(fields);
-    let sampling = SamplingFields { structure: typed(&fields)?, ..typed(&fields)? };
+    let (structure, standing) = (typed(&fields)?, typed(&fields)?);
+    let sampling = SamplingFields { structure, standing, ..typed(&fields)? };
     Ok(Body { own: typed(&fields)?, sampling, response: typed(&fields)? })
 }
 

@@ -6,6 +6,7 @@ mod error;
 mod fields;
 mod request;
 mod response;
+mod standing;
 mod structure;
 
 use axum::extract::{Path, State};
@@ -18,7 +19,6 @@ use serde_json::{Value, json};
 use crate::fleet::{ResolveError, Served};
 use crate::metrics;
 use error::ApiError;
-pub(crate) use error::RETRY_AFTER_SECONDS;
 pub(crate) use request::{App, RequestId};
 
 /// Label values of the request counter.
@@ -89,7 +89,7 @@ fn model_entry(served: &Served) -> Value {
 
 async fn scrape(State(app): State<App>) -> Response {
     let mut text = app.metrics.render();
-    text.push_str(&metrics::render_gauges(&app.generator.fleet, app.generator.streams_in_flight()));
+    text.push_str(&metrics::render_gauges(&app.generator.fleet, &app.generator.gate));
     ([(header::CONTENT_TYPE, service::metrics::CONTENT_TYPE)], text).into_response()
 }
 

@@ -15,9 +15,10 @@ use service::metrics::Metrics;
 use tokio::time::Instant;
 
 use super::error::ApiError;
-use crate::generate::Generator;
+use crate::generate::{Generator, Origin};
 use crate::metrics;
 use crate::model::unix_seconds;
+use crate::tenant;
 
 /// From the end of the headers to the end of the body.
 const BODY_WAIT: Duration = Duration::from_secs(30);
@@ -56,26 +57,23 @@ impl RequestId {
     }
 }
 
-/// A rejection that cannot happen: the middleware below puts the id there.
-impl<S: Sync> FromRequestParts<S> for RequestId {
-    type Rejection = std::convert::Infallible;
-
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
-        Ok(parts.extensions.get::<RequestId>().cloned().unwrap_or_else(RequestId::draw))
-    }
-}
-
-/// When a request came, by both clocks, and what it is called.
+/// Where a request comes from, and when it came by the other clock.
 #[derive(Debug)]
 pub(crate) struct Stamp {
-    pub(crate) request_id: Arc<str>,
-    pub(crate) arrived: Instant,
+    pub(crate) origin: Origin,
     pub(crate) created: i64,
 }
 
-impl Stamp {
-    pub(crate) fn now(request_id: Arc<str>) -> Self {
-        Self { request_id, arrived: Instant::now(), created: unix_seconds() }
+impl FromRequestParts<App> for Stamp {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, app: &App) -> Result<Self, ApiError> {
+        // The middleware below puts the id there.
+        let request_id = parts.extensions.get::<RequestId>().cloned().unwrap_or_else(RequestId::draw).0;
+        let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
+        let tenant = app.generator.tenants.of(header(tenant::HEADER), header("authorization"))?;
+        let origin = Origin { request_id, arrived: Instant::now(), tenant };
+        Ok(Self { origin, created: unix_seconds() })
     }
 }
 

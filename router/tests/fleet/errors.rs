@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, says};
+use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, RETRY_AFTER, says};
 use crate::harness::Harness;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -40,6 +40,11 @@ async fn every_bad_field_is_refused_by_its_name() {
         (completions, "best_of", json!({"prompt": "x", "n": 3, "best_of": 2})),
         (completions, "best_of", json!({"prompt": "x", "best_of": 17})),
         (completions, "best_of", json!({"prompt": "x", "best_of": 3, "stream": true})),
+        (completions, "priority", json!({"prompt": "x", "priority": 1u64 << 40})),
+        (completions, "service_tier", json!({"prompt": "x", "service_tier": "gold"})),
+        (completions, "service_tier", json!({"prompt": "x", "service_tier": "flex", "priority": -1})),
+        (completions, "cache_salt", json!({"prompt": "x", "cache_salt": "x".repeat(257)})),
+        (completions, "deadline_ms", json!({"prompt": "x", "deadline_ms": 0})),
         (completions, "suffix", json!({"prompt": "x", "suffix": "y"})),
         (completions, "echo", json!({"prompt": "x", "echo": true, "logprobs": 1})),
         (completions, "stream_options", json!({"prompt": "x", "stream_options": {}})),
@@ -116,15 +121,15 @@ async fn a_body_over_the_limit_is_413() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn full_queues_are_429_with_retry_after_before_the_stream_starts() {
+async fn workers_that_are_full_are_503_with_their_retry_after_before_the_stream_starts() {
     let full = Behaviour {
         refuse: Some((Code::ResourceExhausted, "8 requests wait already")),
         ..Behaviour::default()
     };
     let fleet = Harness::start(&says("x"), &[full.clone(), full]).await;
     let response = fleet.post("/v1/completions", json!({"prompt": "x", "stream": true})).await;
-    assert_eq!(response.status(), 429);
-    assert_eq!(response.headers()["retry-after"], "1");
+    assert_eq!(response.status(), 503);
+    assert_eq!(response.headers()["retry-after"], RETRY_AFTER);
     let error: Value = response.json().await.unwrap();
     assert_eq!(error["error"]["code"], "overloaded");
     assert!(error["error"]["message"].as_str().unwrap().contains("8 requests wait"), "{error}");
@@ -151,7 +156,7 @@ async fn a_workers_own_verdict_on_the_request_is_400() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_streams_than_allowed_are_429() {
+async fn more_streams_than_allowed_are_503() {
     let slow = Behaviour { pause: Duration::from_millis(500), ..Behaviour::default() };
     let fleet =
         Harness::with_config(&says(&"a ".repeat(100)), &[slow], |config| config.streams_max = 2).await;
@@ -159,7 +164,7 @@ async fn more_streams_than_allowed_are_429() {
         fleet.post("/v1/completions", json!({"prompt": "x", "n": 2, "max_tokens": 99, "stream": true})).await;
     assert_eq!(running.status(), 200);
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
-    assert_eq!((status, &error["error"]["code"]), (429, &json!("overloaded")));
+    assert_eq!((status, &error["error"]["code"]), (503, &json!("overloaded")));
     drop(running);
     crate::completions::until_streams_end(&fleet).await;
     let start = std::time::Instant::now();

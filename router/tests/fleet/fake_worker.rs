@@ -28,6 +28,11 @@ pub(crate) struct Behaviour {
     /// Between frames.
     pub(crate) pause: Duration,
     pub(crate) refuse: Option<(Code, &'static str)>,
+    /// Requests that it says to run and to let wait; it takes them all.
+    pub(crate) running_max: u32,
+    pub(crate) queue_max: u32,
+    /// Of 16 tokens.
+    pub(crate) kv_blocks: u64,
     /// After so many output tokens (prior output counts), once.
     pub(crate) misfortune: Option<(usize, Misfortune)>,
 }
@@ -46,7 +51,16 @@ pub(crate) enum Misfortune {
 
 impl Default for Behaviour {
     fn default() -> Self {
-        Self { fingerprint: 1, frame_tokens: 1, pause: Duration::ZERO, refuse: None, misfortune: None }
+        Self {
+            fingerprint: 1,
+            frame_tokens: 1,
+            pause: Duration::ZERO,
+            refuse: None,
+            running_max: 64,
+            queue_max: 256,
+            kv_blocks: 1 << 20,
+            misfortune: None,
+        }
     }
 }
 
@@ -158,7 +172,9 @@ impl Worker for Service {
         let request = request.into_inner();
         self.seen.calls.lock().unwrap().push(request.clone());
         if let Some((code, message)) = self.behaviour.refuse {
-            return Err(Status::new(code, message));
+            let mut status = Status::new(code, message);
+            status.metadata_mut().insert("retry-after", RETRY_AFTER.parse().unwrap());
+            return Err(status);
         }
         if request.fingerprint[..] != [self.behaviour.fingerprint] {
             return Err(Status::failed_precondition("another fingerprint"));
@@ -200,6 +216,10 @@ impl Worker for Service {
             context_tokens: CONTEXT_TOKENS,
             vocabulary: VOCABULARY,
             gguf_bytes: gguf.len() as u64,
+            running_max: self.behaviour.running_max,
+            queue_max: self.behaviour.queue_max,
+            kv_blocks: self.behaviour.kv_blocks,
+            kv_block_tokens: 16,
             ..Default::default()
         };
         let mut frames = vec![metadata_frame::Frame::Description(description)];
@@ -288,6 +308,8 @@ fn logprob(script: &[u32], index: usize, top: u32) -> TokenLogprob {
     }
 }
 
+/// What a fake says when it refuses, in seconds.
+pub(crate) const RETRY_AFTER: &str = "7";
 pub(crate) const CONTEXT_TOKENS: u32 = 256;
 pub(crate) const VOCABULARY: u32 = 8192;
 

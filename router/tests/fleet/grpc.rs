@@ -89,7 +89,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
     let status = client.generate(request(prompt())).await.unwrap_err();
     assert_eq!(
         (status.code(), status.metadata().get("retry-after").unwrap().to_str().unwrap()),
-        (Code::ResourceExhausted, "1")
+        (Code::Unavailable, crate::fake_worker::RETRY_AFTER)
     );
     let unknown = wire::GenerateRequest { model: "no".into(), ..request(prompt()) };
     assert_eq!(client.generate(unknown).await.unwrap_err().code(), Code::NotFound);
