@@ -1,11 +1,11 @@
 //! Invariant I5 on the whole fleet: tokens and log probabilities of a request are the same bits however it is served.
 //!
-//! [`CASES`] is the one list of ways to serve. A new way that must keep the promise becomes a line of it, and is then held to
+//! [`CASES`] is the one list of ways to serve ([`Q8_0_CASES`] those of another type of cache). A new way that must keep the promise becomes a line of it, and is then held to
 //! it on every device that these tests run on.
 
 use crate::harness::api::{Ask, Continuation, connect, generate, generate_all, runtime};
 use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m, eventually, proc};
+use crate::harness::{Fleet, demo_7m, device, eventually, proc};
 use std::time::Duration;
 
 /// How the requests come to a fleet.
@@ -74,6 +74,28 @@ const CASES: &[Case] = &[
     Case {
         name: "resumed in the middle",
         arguments: &["--workers", "2", "--threads", "1"],
+        ways: &[Bereft],
+        moved: Some("ballast:stream_resumes_total"),
+    },
+];
+
+/// The same promise where keys and values are not floats, whose tokens are their own.
+const Q8_0_CASES: &[Case] = &[
+    Case {
+        name: "q8_0 keys and values, alone, in any order, with prefix hits",
+        arguments: &["--kv-type", "q8_0", "--workers", "1", "--threads", "1"],
+        ways: &[Alone, Arriving(5)],
+        moved: Some("ballast:prefix_cache_hits_total"),
+    },
+    Case {
+        name: "q8_0 keys and values, in chunks of an odd size, preempted and computed again",
+        arguments: &["--kv-type", "q8_0", "--workers", "1", "--step-tokens", "33", "--kv-tokens", "768"],
+        ways: &[Together],
+        moved: Some("ballast:num_preemptions_total"),
+    },
+    Case {
+        name: "q8_0 keys and values, resumed in the middle",
+        arguments: &["--kv-type", "q8_0", "--workers", "2", "--threads", "1"],
         ways: &[Bereft],
         moved: Some("ballast:stream_resumes_total"),
     },
@@ -160,9 +182,22 @@ async fn arriving(fleet: &Fleet, asks: &[Ask], seed: u64) -> Vec<Result<Continua
 
 #[test]
 fn i5_same_tokens_however_a_request_is_served() {
+    same_tokens(CASES);
+}
+
+#[test]
+fn i5_same_tokens_with_keys_and_values_of_q8_0() {
+    if device() != "host" {
+        eprintln!("SKIPPED: no kernel for GPUs stores q8_0");
+        return;
+    }
+    same_tokens(Q8_0_CASES);
+}
+
+fn same_tokens(cases: &[Case]) {
     let asks = requests();
     let mut expected: Option<Vec<Continuation>> = None;
-    for case in CASES {
+    for case in cases {
         let fleet = Fleet::start(&demo_7m(), case.arguments);
         let http = Http::of(&fleet);
         for way in case.ways {

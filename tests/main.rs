@@ -12,5 +12,6 @@ mod golden;
 mod gpu;
 mod harness;
 mod http;
+mod kv_types;
 mod one_copy;
 mod structured;
