@@ -1,7 +1,7 @@
 //! What a step is made of: its bounds, its plan, and the budget of rows while it is planned.
 
 use crate::blocks::BlockCopy;
-use crate::sequence::{Kind, Sequence};
+use crate::sequence::Kind;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -95,8 +95,9 @@ impl Budget {
         }
     }
 
-    pub(crate) fn chunk(&self, limits: &Limits, sequence: &Sequence) -> usize {
-        sequence.wanted().min(limits.prefill_chunk_max).min(self.of(sequence.kind))
+    /// Of `wanted` rows, those that a sequence gets.
+    pub(crate) fn chunk(&self, limits: &Limits, kind: Kind, wanted: usize) -> usize {
+        wanted.min(limits.prefill_chunk_max).min(self.of(kind))
     }
 
     pub(crate) fn spend(&mut self, kind: Kind, rows: usize) {

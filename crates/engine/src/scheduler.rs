@@ -321,7 +321,7 @@ impl Scheduler {
             let slot = self.prompts[index];
             let Some(sequence) = &self.sequences[slot.0 as usize] else { break };
             // None, if it was preempted meanwhile.
-            let rows = budget.chunk(&self.limits, sequence);
+            let rows = budget.chunk(&self.limits, sequence.kind, sequence.wanted());
             if rows > 0 && !self.place(slot, rows, budget) {
                 break;
             }
@@ -446,15 +446,14 @@ impl Scheduler {
         }
     }
 
-    /// The first rows of a sequence that was just admitted.
+    /// The first rows of a sequence that was just admitted. It gets some even if it is held: blocks that it shares may be
+    /// filled by this very step, and what a step that fails takes along are the sequences with rows in it.
     fn start(&mut self, slot: Slot, budget: &mut Budget) {
         let Some(sequence) = &mut self.sequences[slot.0 as usize] else { return };
-        let rows = budget.chunk(&self.limits, sequence);
-        if rows > 0 {
-            let grown = sequence.grow(&mut self.pool, rows, &mut self.plan.copies);
-            debug_assert!(grown, "the gate counted these blocks as free");
-            self.take_rows(slot, rows, budget);
-        }
+        let rows = budget.chunk(&self.limits, sequence.kind, sequence.remaining());
+        let grown = sequence.grow(&mut self.pool, rows, &mut self.plan.copies);
+        debug_assert!(grown && rows > 0, "the gate counted these blocks as free");
+        self.take_rows(slot, rows, budget);
     }
 
     /// Gives what is left of the budget to prompts whose chunks were cut, in order.

@@ -293,6 +293,19 @@ fn scoring_is_bounded_and_does_not_block_others() {
     assert!(scheduler.plan().chunks[1].outputs == ChunkOutputs::All);
 }
 
+/// What it found may be filled by the step that admits it: if that fails, it has to be among the lost.
+#[test]
+fn a_held_sequence_gets_the_rows_of_its_admission() {
+    let mut scheduler = Scheduler::new(limits(), 100);
+    let first = add(&mut scheduler, prompt(1, 12), 40);
+    let second = add(&mut scheduler, [prompt(1, 12), vec![7, 8]].concat(), 40);
+    scheduler.hold(second, true);
+    assert_eq!(step(&mut scheduler), [(first, 0, 12), (second, 12, 2)]);
+    assert_eq!(step(&mut scheduler), [(first, 12, 1)]);
+    scheduler.hold(second, false);
+    assert_eq!(step(&mut scheduler), [(first, 13, 1), (second, 14, 1)]);
+}
+
 #[test]
 fn an_abandoned_step_leaves_nothing_to_be_found() {
     let mut scheduler = Scheduler::new(limits(), 100);

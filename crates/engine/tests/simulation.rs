@@ -36,6 +36,12 @@ fn a_million_steps_break_no_invariant() {
     check(run(0..seeds as u64), seeds);
 }
 
+/// 1,003,016: a held request was admitted in a step that failed, and kept blocks that the step should have filled.
+#[test]
+fn seeds_that_found_a_bug_find_none() {
+    run([1_003_016].into_iter());
+}
+
 #[test]
 #[ignore = "nightly"]
 fn nightly_a_hundred_million_steps_break_no_invariant() {
