@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]
 
+mod admission;
 mod bad_input;
 mod devices;
 mod exact;

@@ -95,6 +95,7 @@ impl FleetArguments {
             listen,
             host_budget: None,
             gpu_budget: None,
+            admission: router::AdmissionConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())
                 .collect(),

@@ -30,6 +30,9 @@ pub(crate) struct FleetConfig {
     pub(crate) host_budget: Option<Bytes>,
     /// The same for each GPU that the fleet uses. Absent: all its memory.
     pub(crate) gpu_budget: Option<Bytes>,
+    /// Who waits for workers, and who is refused.
+    #[serde(default)]
+    pub(crate) admission: router::AdmissionConfig,
     #[serde(default)]
     pub(crate) models: Vec<ModelConfig>,
 }
@@ -77,6 +80,9 @@ impl FleetConfig {
         let base = path.parent().unwrap_or(Path::new(""));
         for model in &mut config.models {
             model.path = base.join(&model.path);
+        }
+        if let Err(error) = config.admission.check() {
+            return Err(Failure::new(Exit::Usage, format!("configuration {}: {error}", path.display())));
         }
         let named = |model: &ModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
         if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
@@ -127,10 +133,12 @@ impl FleetConfig {
         };
         let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
+        let mut router = router::Config::new(listen, runtime_dir);
+        router.admission = self.admission;
         Ok(Plan {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
-            router: table(&router::Config::new(listen, runtime_dir))?,
+            router: table(&router)?,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
@@ -227,6 +235,17 @@ mod tests {
         assert_eq!(config.models[1].path, Path::new("/b.gguf"));
         assert_eq!(config.runtime_dir.as_deref(), Some(Path::new("/run/x")));
 
+        assert_eq!(config.admission, router::AdmissionConfig::default());
+        let admission = "[admission]\ntenant-queue-max = 5\nbatch-floor = 20\n";
+        std::fs::write(&path, format!("{text}{admission}")).unwrap();
+        let bounded = FleetConfig::load(&path, None).unwrap().admission;
+        assert_eq!((bounded.tenant_queue_max, bounded.batch_floor), (5, 20));
+        assert_eq!(bounded.queue_max, config.admission.queue_max);
+        std::fs::write(&path, format!("{text}[admission]\nbatch-floor = 95\n")).unwrap();
+        let failure = FleetConfig::load(&path, None).unwrap_err();
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.message().contains("batch-floor"), "{}", failure.message());
+
         std::fs::write(&path, text.replace("\"b\"", "\"a\"")).unwrap();
         let failure = FleetConfig::load(&path, None).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
@@ -266,6 +285,7 @@ mod tests {
             listen: None,
             host_budget: None,
             gpu_budget: Some(Bytes(100 << 30)),
+            admission: router::AdmissionConfig::default(),
             models: Vec::new(),
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

@@ -1,0 +1,227 @@
+//! Overload, tenants and deadlines on a real fleet: who waits in the router, who is refused, and what they are told.
+//!
+//! One worker that runs two sequences and is given a third. Nothing here depends on how fast it is: a request of 16 long
+//! choices holds every place until it is dropped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use reqwest::{RequestBuilder, Response};
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+
+use crate::harness::http::Http;
+use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device};
+
+/// Streams on the worker.
+const PLACES: usize = 3;
+
+fn fleet(queue_max: u32) -> (Fleet, Http) {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let text = format!(
+        "[admission]\nqueue-max = {queue_max}\ntenant-queue-max = {queue_max}\n\
+         interactive-floor = 0\nbatch-floor = 0\n\
+         [[models]]\nname = \"demo\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n\
+         step-tokens = 2\nkv-tokens = 4096\n",
+        std::fs::canonicalize(demo_7m()).unwrap(),
+        device(),
+    );
+    let file = directory.path().join("fleet.toml");
+    std::fs::write(&file, text).unwrap();
+    let mut command = ballast();
+    command.arg("serve").arg("--config").arg(file).args([
+        "--json",
+        "--listen",
+        "127.0.0.1:0",
+        "--runtime-dir",
+    ]);
+    command.arg(directory.path()).stdout(std::process::Stdio::piped());
+    let fleet = Fleet::start_by(directory, command);
+    let http = Http::of(&fleet);
+    (fleet, http)
+}
+
+fn ask(http: &Http, tenant: &str, fields: Value) -> RequestBuilder {
+    let mut body = json!({"prompt": "x", "max_tokens": 4, "stream": true, "ignore_eos": true, "seed": 1});
+    body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    http.client.post(format!("{}/v1/completions", http.url)).header("x-ballast-tenant", tenant).json(&body)
+}
+
+/// Holds every place until it is dropped; its first tokens have come.
+async fn full(http: &Http) -> Response {
+    let mut response = ask(http, "holder", json!({"n": 16, "max_tokens": 3000})).send().await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert!(response.chunk().await.unwrap().is_some());
+    response
+}
+
+async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let started = std::time::Instant::now();
+    while !condition().await {
+        assert!(started.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn metric(http: &Http, name: &str) -> Option<usize> {
+    let text = http.client.get(format!("{}/metrics", http.url)).send().await.unwrap().text().await.unwrap();
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+async fn until_waiting(http: &Http, count: usize) {
+    let name = "ballast:num_requests_queued{model_name=\"demo\",class=\"default\"}";
+    eventually("the queue's length", async || metric(http, name).await == Some(count)).await;
+}
+
+/// A request that waits in the queue as number `place`.
+async fn queued(http: &Http, tenant: &str, place: usize) -> JoinHandle<Response> {
+    let request = ask(http, tenant, json!({}));
+    let queued = tokio::spawn(async move { request.send().await.unwrap() });
+    until_waiting(http, place).await;
+    queued
+}
+
+async fn answer(queued: JoinHandle<Response>) -> String {
+    let response = tokio::time::timeout(PATIENCE, queued).await.expect("an answer in time").unwrap();
+    assert_eq!(response.status(), 200);
+    tokio::time::timeout(PATIENCE, response.text()).await.expect("a whole answer in time").unwrap()
+}
+
+#[test]
+fn an_overloaded_fleet_refuses_with_a_time_while_those_inside_stream_on() {
+    let (fleet, http) = fleet(2);
+    http.runtime.block_on(async {
+        let mut inside = full(&http).await;
+        let first = queued(&http, "a", 1).await;
+        let second = queued(&http, "b", 2).await;
+        let refused = ask(&http, "c", json!({})).send().await.unwrap();
+        assert_eq!(refused.status(), 503);
+        let seconds: u64 = refused.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+        assert!((1..=60).contains(&seconds), "{seconds}");
+        let error: Value = refused.json().await.unwrap();
+        assert_eq!(error["error"]["code"], "overloaded", "{error}");
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(
+            message.contains("at most 2 may") && message.contains(&format!("in {seconds} s")),
+            "{message}"
+        );
+        for _ in 0..5 {
+            assert!(inside.chunk().await.unwrap().is_some(), "the one inside goes on");
+        }
+        drop(inside);
+        for waited in [first, second] {
+            let text = answer(waited).await;
+            assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+        }
+    });
+    fleet.stop();
+}
+
+#[test]
+fn a_client_that_goes_away_in_the_queue_frees_its_place() {
+    let (fleet, http) = fleet(1);
+    http.runtime.block_on(async {
+        let inside = full(&http).await;
+        let gone = queued(&http, "a", 1).await;
+        assert_eq!(ask(&http, "b", json!({})).send().await.unwrap().status(), 503);
+        gone.abort();
+        until_waiting(&http, 0).await;
+        let next = queued(&http, "b", 1).await;
+        drop(inside);
+        answer(next).await;
+    });
+    fleet.stop();
+}
+
+#[test]
+fn a_deadline_that_passes_in_the_queue_is_an_error_with_a_name() {
+    let (fleet, http) = fleet(8);
+    http.runtime.block_on(async {
+        let inside = full(&http).await;
+        let late = ask(&http, "a", json!({"deadline_ms": 300})).send().await.unwrap();
+        assert_eq!(late.status(), 504);
+        let error: Value = late.json().await.unwrap();
+        assert_eq!(error["error"]["code"], "deadline_exceeded", "{error}");
+        assert!(error["error"]["message"].as_str().unwrap().contains("before it was admitted"), "{error}");
+        until_waiting(&http, 0).await;
+        drop(inside);
+    });
+    fleet.stop();
+}
+
+#[test]
+fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
+    let (fleet, http) = fleet(8);
+    http.runtime.block_on(async {
+        let _inside = full(&http).await;
+        // The places are taken, and still nobody has to wait to hear this: context 4096, KV budget 4096 tokens.
+        let check = async |fields: Value, code: &str, words: &[&str]| {
+            let refused = ask(&http, "a", fields).send().await.unwrap();
+            assert_eq!(refused.status(), 400);
+            let error: Value = refused.json().await.unwrap();
+            assert_eq!(error["error"]["code"], code, "{error}");
+            let message = error["error"]["message"].as_str().unwrap();
+            words.iter().for_each(|word| assert!(message.contains(word), "{message} lacks {word}"));
+        };
+        let context = json!({"prompt": vec![5; 10], "max_tokens": 100_000});
+        check(context, "context_length_exceeded", &["10 tokens of prompt", "100000 of output"]).await;
+        let most = 2 + 256;
+        let crowd = json!({"prompt": vec!["x"; 20], "n": 16});
+        assert!(20 * 16 > most);
+        let refused = ask(&http, "a", crowd).send().await.unwrap();
+        assert_eq!(refused.status(), 400);
+    });
+    fleet.stop();
+
+    let (fleet, http) = small_cache();
+    let (status, text) = http.post("/v1/completions", &json!({"prompt": vec![5; 100], "max_tokens": 413}));
+    assert_eq!(status, 200, "what fills the budget is served: {text}");
+    let (status, text) = http.post("/v1/completions", &json!({"prompt": vec![5; 100], "max_tokens": 414}));
+    let error: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((status, &error["error"]["code"]), (400, &json!("kv_budget_exceeded")), "{text}");
+    for word in ["514 tokens", "need 33 KV blocks of 16 tokens", "is 32;"] {
+        assert!(text.contains(word), "{text} lacks {word}");
+    }
+    fleet.stop();
+}
+
+fn small_cache() -> (Fleet, Http) {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--kv-tokens", "512"]);
+    let http = Http::of(&fleet);
+    (fleet, http)
+}
+
+#[test]
+fn a_flooding_tenant_does_not_hold_up_another() {
+    /// Requests of the flood: in order of arrival the other tenant would come after all of them.
+    const FLOOD: usize = 24;
+    /// Of the flood that end before the other tenant's first token: one that goes by age, one whose place it gets, those
+    /// on the worker, and as many again while this test looks elsewhere.
+    const PASSED_MAX: usize = 2 + PLACES + 5;
+
+    let (fleet, http) = fleet(64);
+    http.runtime.block_on(async {
+        let ended = Arc::new(AtomicUsize::new(0));
+        let mut flood = Vec::new();
+        for _ in 0..FLOOD {
+            let (request, ended) = (ask(&http, "flood", json!({"max_tokens": 800})), ended.clone());
+            flood.push(tokio::spawn(async move {
+                let text = request.send().await.unwrap().text().await.unwrap();
+                assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+                ended.fetch_add(1, Ordering::SeqCst);
+            }));
+        }
+        let placed = "ballast:num_places_held{model_name=\"demo\",class=\"default\"}";
+        eventually("the places are taken", async || metric(&http, placed).await == Some(PLACES)).await;
+        let before = ended.load(Ordering::SeqCst);
+        let mut other = ask(&http, "other", json!({})).send().await.unwrap();
+        assert_eq!(other.status(), 200);
+        assert!(other.chunk().await.unwrap().is_some());
+        let passed = ended.load(Ordering::SeqCst) - before;
+        assert!(passed <= PASSED_MAX, "{passed} of the flood came first");
+        flood.iter().for_each(JoinHandle::abort);
+    });
+    fleet.stop();
+}
