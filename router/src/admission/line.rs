@@ -141,8 +141,6 @@ impl Line {
         if let Some(refused) = self.over_bounds(now, ticket) {
             self.forget_waiting(ticket);
             actions.push(Action::Refuse(ticket, refused));
-            // It may have kept others from passing.
-            self.admit(actions);
         }
         self.pace.waiting(now, !self.waiting.is_empty());
     }

@@ -263,6 +263,19 @@ fn a_deadline_ends_the_wait_and_says_when_it_is_due() {
 }
 
 #[test]
+fn a_deadline_that_is_noticed_at_anothers_entry_makes_room_at_once() {
+    let mut line = Line::of(3, limits());
+    line.admitted(&Tenant::Unnamed, 0);
+    let soon = Entry { deadline: line.now + SECOND, ..line.entry(&Tenant::Unnamed, 0, 3) };
+    let (large, _) = line.enter(soon.clone());
+    let small = line.waits(&Tenant::Unnamed, 0);
+    line.now += SECOND;
+    let (late, actions) = line.enter(soon);
+    let refused = |ticket| Action::Refuse(ticket, Refused::Deadline);
+    assert_eq!(actions, [refused(large), Action::Admit(small), refused(late)]);
+}
+
+#[test]
 fn those_who_wait_outlast_a_workers_restart_but_not_its_end() {
     let mut line = Line::of(1, limits());
     let holder = line.admitted(&Tenant::Unnamed, 0);
