@@ -63,6 +63,8 @@ fn output_is_what_the_grammar_says() {
         ),
         (json!({"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}), "guided_json", "minimum"),
         (json!({"guided_regex": "("}), "guided_regex", "regex"),
+        (json!({"guided_json": {"type": "string", "maxlength": 4}}), "guided_json", "maxlength"),
+        (json!({"guided_json": {"minItems": -1}}), "guided_json", "allowed are"),
         (json!({"grammar": "root ::= item"}), "grammar", "item"),
         (json!({"grammar": "root ::= \"a\"", "ignore_eos": true}), "ignore_eos", "grammar"),
         (json!({"guided_regex": "a", "guided_choice": ["a"]}), "guided_choice", "together"),

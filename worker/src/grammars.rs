@@ -3,9 +3,14 @@
 //! One thread compiles, with a stack for the most nested grammar that is taken; a few compute masks. A request has at most
 //! one mask under way: the matcher goes to a thread when a token was drawn and is back, with the mask of the next, when
 //! the step that needs it comes to its draw. So the threads' queue is as long as requests are running, at most.
+//!
+//! A thread that panics is lost with what it was at, and another one takes its place ([`contained`]).
 
+use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, TrySendError, channel, sync_channel};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvError, Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use std::{io, thread};
@@ -16,11 +21,13 @@ use grammar::{CompileError, Grammar, MatchError, Matcher, Next, Source, Vocabula
 use text::Tokenizer;
 use tokio::sync::oneshot;
 
+use crate::contained::{contained, give_up_thread};
+
 /// For recursion over grammars as nested as `grammar` takes them; touched as far as it is used.
 const STACK_BYTES: usize = 64 << 20;
 /// Grammars that wait to be compiled; more requests are refused as an overload.
 const COMPILING_MAX: usize = 64;
-/// Compiling is bounded work, some tens of milliseconds; this is for a machine that is busy.
+/// Compiling takes some tens of milliseconds. What takes this long on a machine that is busy may as well take for ever.
 const COMPILE_WAIT: Duration = Duration::from_secs(20);
 /// A mask is bounded work of about 20 ms.
 const MASK_WAIT: Duration = Duration::from_secs(10);
@@ -43,6 +50,8 @@ pub(crate) enum GrammarError {
     Crowded,
     #[error("cannot start a thread for grammars")]
     Thread(#[from] io::Error),
+    #[error("compiling it failed, which is a mistake of this program and not of the grammar")]
+    Broken,
     #[error("the worker is stopping")]
     Stopped,
 }
@@ -51,7 +60,7 @@ pub(crate) enum GrammarError {
 pub(crate) struct Grammars {
     gguf: Bytes,
     mask_threads: usize,
-    jobs: Mutex<Option<SyncSender<Compile>>>,
+    running: Mutex<Option<(SyncSender<Compile>, Desk)>>,
 }
 
 type Compiled = Result<Box<dyn Constraint>, GrammarError>;
@@ -59,47 +68,95 @@ type Compiled = Result<Box<dyn Constraint>, GrammarError>;
 struct Compile {
     source: Source,
     prior_output: Vec<u32>,
+    begun: Arc<AtomicBool>,
     answer: oneshot::Sender<Compiled>,
 }
 
 impl Grammars {
     /// `gguf` is the model's metadata section. `threads`: how many may compute masks.
     pub(crate) fn new(gguf: Bytes, threads: usize) -> Self {
-        Self { gguf, mask_threads: threads.clamp(1, MASK_THREADS_MAX), jobs: Mutex::new(None) }
+        Self { gguf, mask_threads: threads.clamp(1, MASK_THREADS_MAX), running: Mutex::new(None) }
     }
 
-    fn jobs(&self) -> io::Result<SyncSender<Compile>> {
-        let mut running = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(jobs) = &*running {
-            return Ok(jobs.clone());
+    fn running(&self) -> io::Result<(SyncSender<Compile>, Desk)> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = &*running {
+            return Ok(running.clone());
         }
-        let (masks, jobs) = channel::<MaskJob>();
+        let (masks, jobs) = channel();
         let jobs = Arc::new(Mutex::new(jobs));
         for _ in 0..self.mask_threads {
-            let jobs = jobs.clone();
-            thread::Builder::new().name("masks".to_owned()).spawn(move || compute_masks(&jobs))?;
+            start_masks(jobs.clone())?;
         }
         let (sender, waiting) = sync_channel(COMPILING_MAX);
-        let compiler = Compiler { gguf: self.gguf.clone(), vocabulary: None, kept: VecDeque::new(), masks };
-        thread::Builder::new()
-            .name("grammars".to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn(move || compiler.run(&waiting))?;
-        Ok(running.insert(sender).clone())
+        let jobs = Arc::new(Mutex::new(waiting));
+        let desk = Desk { gguf: self.gguf.clone(), jobs, masks };
+        start_compiler(desk.clone())?;
+        Ok(running.insert((sender, desk)).clone())
     }
 
     /// The constraint of a request whose prior output it has accepted.
     pub(crate) async fn compile(&self, source: Source, prior_output: Vec<u32>) -> Compiled {
         let (answer, answered) = oneshot::channel();
-        self.jobs()?.try_send(Compile { source, prior_output, answer }).map_err(|error| match error {
+        let begun = Arc::new(AtomicBool::new(false));
+        let job = Compile { source, prior_output, begun: begun.clone(), answer };
+        let (jobs, desk) = self.running()?;
+        jobs.try_send(job).map_err(|error| match error {
             TrySendError::Full(_) => GrammarError::Crowded,
             TrySendError::Disconnected(_) => GrammarError::Stopped,
         })?;
         match tokio::time::timeout(COMPILE_WAIT, answered).await {
             Ok(Ok(compiled)) => compiled,
             Ok(Err(_)) => Err(GrammarError::Stopped),
-            Err(_) => Err(GrammarError::Late),
+            Err(_) => {
+                // This is what keeps the thread: others need not wait for it.
+                if begun.load(Ordering::Relaxed) && give_up_thread() {
+                    start_compiler(desk)?;
+                }
+                Err(GrammarError::Late)
+            }
         }
+    }
+}
+
+/// What a thread that compiles begins with.
+#[derive(Clone)]
+struct Desk {
+    gguf: Bytes,
+    jobs: Arc<Mutex<Receiver<Compile>>>,
+    masks: Sender<MaskJob>,
+}
+
+fn start_compiler(desk: Desk) -> io::Result<()> {
+    let thread = thread::Builder::new().name("grammars".to_owned()).stack_size(STACK_BYTES);
+    thread.spawn(move || compile(&desk)).map(drop)
+}
+
+/// Until every handle is gone.
+fn compile(desk: &Desk) {
+    let (gguf, masks) = (desk.gguf.clone(), desk.masks.clone());
+    let mut compiler = Compiler { gguf, vocabulary: None, kept: VecDeque::new(), masks };
+    loop {
+        let Ok(Compile { source, prior_output, begun, answer }) = next(&desk.jobs) else { return };
+        if answer.is_closed() {
+            continue;
+        }
+        begun.store(true, Ordering::Relaxed);
+        let answer = Rc::new(Cell::new(Some(answer)));
+        let reply = |answer: &Cell<Option<oneshot::Sender<Compiled>>>, compiled| {
+            // Fails when nobody waits any more.
+            drop(answer.take().map(|answer| answer.send(compiled)));
+        };
+        let lost = {
+            let (desk, answer) = (desk.clone(), answer.clone());
+            move || {
+                // Without a thread the next grammars are late.
+                drop(start_compiler(desk));
+                reply(&answer, Err(GrammarError::Broken));
+            }
+        };
+        let compiled = contained(lost, || compiler.constraint(source, &prior_output));
+        reply(&answer, compiled);
     }
 }
 
@@ -113,17 +170,6 @@ struct Compiler {
 }
 
 impl Compiler {
-    /// Until every handle is gone.
-    fn run(mut self, jobs: &Receiver<Compile>) {
-        while let Ok(Compile { source, prior_output, answer }) = jobs.recv() {
-            if answer.is_closed() {
-                continue;
-            }
-            let compiled = self.constraint(source, &prior_output);
-            drop(answer.send(compiled));
-        }
-    }
-
     fn constraint(&mut self, source: Source, prior_output: &[u32]) -> Compiled {
         let mut matcher = self.grammar(source)?.matcher();
         for &token in prior_output {
@@ -167,37 +213,56 @@ struct MaskWork {
     next: Result<Next, MatchError>,
 }
 
+/// `Err`: it was lost.
+type Back = Result<Box<MaskWork>, ConstraintError>;
+
 struct MaskJob {
     work: Box<MaskWork>,
     token: u32,
-    back: SyncSender<Box<MaskWork>>,
+    back: SyncSender<Back>,
 }
 
-fn compute_masks(jobs: &Mutex<Receiver<MaskJob>>) {
+fn start_masks(jobs: Arc<Mutex<Receiver<MaskJob>>>) -> io::Result<()> {
+    thread::Builder::new().name("masks".to_owned()).spawn(move || compute_masks(&jobs)).map(drop)
+}
+
+fn compute_masks(jobs: &Arc<Mutex<Receiver<MaskJob>>>) {
     loop {
-        // Held while waiting: the others wait for the lock in its place.
-        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(MaskJob { mut work, token, back }) = job else { return };
+        let Ok(MaskJob { mut work, token, back }) = next(jobs) else { return };
+        let lost = {
+            let (jobs, back) = (jobs.clone(), back.clone());
+            move || {
+                // Without a thread the next masks are late.
+                drop(start_masks(jobs));
+                drop(back.send(Err(ConstraintError::Broken)));
+            }
+        };
         let MaskWork { matcher, mask, next } = &mut *work;
-        *next = matcher.accept(token).and_then(|()| matcher.allowed(mask));
+        *next = contained(lost, || matcher.accept(token).and_then(|()| matcher.allowed(mask)));
         // A request that has ended meanwhile takes nothing back.
-        drop(back.send(work));
+        drop(back.send(Ok(work)));
     }
+}
+
+/// The lock is held while waiting: other threads wait for it in place of the job.
+fn next<T>(jobs: &Mutex<Receiver<T>>) -> Result<T, RecvError> {
+    jobs.lock().unwrap_or_else(PoisonError::into_inner).recv()
 }
 
 /// One request's grammar.
 struct Masked {
     /// `None` while the next mask is being computed.
     here: Option<Box<MaskWork>>,
-    back: Receiver<Box<MaskWork>>,
-    sender: SyncSender<Box<MaskWork>>,
+    back: Receiver<Back>,
+    sender: SyncSender<Back>,
     masks: Sender<MaskJob>,
 }
 
 impl Constraint for Masked {
     fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
         if self.here.is_none() {
-            self.here = self.back.recv_timeout(MASK_WAIT).ok();
+            let work = self.back.recv_timeout(MASK_WAIT).map_err(|_| ConstraintError::Late)??;
+            self.here = Some(work);
         }
         let Some(work) = &self.here else { return Err(ConstraintError::Late) };
         match work.next {
@@ -213,5 +278,44 @@ impl Constraint for Masked {
             // Fails when the worker is stopping; the next mask is then late.
             drop(self.masks.send(MaskJob { work, token, back: self.sender.clone() }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nobody computes masks here but the test: what returns did not wait for one.
+    #[test]
+    fn a_mask_is_computed_between_a_draw_and_the_next_and_by_others() {
+        let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../demo/pycoder-7m-q8_0.gguf");
+        let file = std::fs::File::open(demo).unwrap();
+        let length = file.metadata().unwrap().len();
+        let header = gguf::Header::read(std::io::BufReader::new(file), length).unwrap();
+        let tokenizer = Tokenizer::from_metadata(header.metadata()).unwrap();
+        let vocabulary = Vocabulary::new(&tokenizer).unwrap();
+        let grammar = Grammar::compile(&Source::Choice(vec!["yes".to_owned()]), &vocabulary).unwrap();
+        let matcher = grammar.matcher();
+        let (masks, jobs) = channel();
+        let (sender, back) = sync_channel(1);
+        let next = Ok(Next::Tokens);
+        let here = Some(Box::new(MaskWork { matcher, mask: vec![u32::MAX], next }));
+        let mut constraint = Masked { here, back, sender, masks };
+        assert_eq!(constraint.allowed(), Ok(Allowed::Tokens(&[u32::MAX])));
+        let yes = tokenizer.encode("yes", text::EncodeOptions::default()).unwrap();
+        for &token in &yes {
+            constraint.accept(token);
+            assert!(constraint.here.is_none(), "the matcher is with the thread that has the job");
+            let MaskJob { mut work, token, back } = jobs.recv().unwrap();
+            work.matcher.accept(token).unwrap();
+            work.next = work.matcher.allowed(&mut work.mask);
+            back.send(Ok(work)).unwrap();
+            assert!(constraint.allowed().is_ok());
+        }
+        assert_eq!(constraint.allowed(), Ok(Allowed::Nothing));
+        constraint.accept(yes[0]);
+        let MaskJob { back, .. } = jobs.recv().unwrap();
+        back.send(Err(ConstraintError::Broken)).unwrap();
+        assert_eq!(constraint.allowed(), Err(ConstraintError::Broken));
     }
 }

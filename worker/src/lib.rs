@@ -7,6 +7,7 @@
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
+//! contained   work whose panic ends its thread and not the process
 //! grammars  what requests may draw: compiled first, masks computed beside the steps
 //! wire      messages <-> the engine's own types
 //! kv_types  how a configuration writes what keys and values are stored as
@@ -23,6 +24,7 @@
 mod attach;
 mod backend;
 mod config;
+mod contained;
 mod demand;
 mod grammars;
 mod grpc;

@@ -255,7 +255,9 @@ impl From<GrammarError> for Status {
             }
             GrammarError::Crowded | GrammarError::Late => Status::resource_exhausted(message),
             GrammarError::Stopped => Status::unavailable(message),
-            GrammarError::Vocabulary { .. } | GrammarError::Thread(_) => Status::internal(message),
+            GrammarError::Vocabulary { .. } | GrammarError::Thread(_) | GrammarError::Broken => {
+                Status::internal(message)
+            }
         }
     }
 }

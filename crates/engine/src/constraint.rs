@@ -26,6 +26,8 @@ pub enum ConstraintError {
     DeadEnd,
     #[error("the mask of the next token was not computed in time")]
     Late,
+    #[error("following the grammar failed, which is a mistake of this program and not of the grammar")]
+    Broken,
 }
 
 /// Whether any token that is not `ruled_out` may be drawn.

@@ -7,6 +7,9 @@
 use std::collections::HashMap;
 use std::fmt::Write;
 
+/// Parts of a rule that does not recur, with those of the rules in it: as a regular expression it is written out.
+const EXPANDED_MAX: usize = 100_000;
+
 /// A GBNF source that is none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GbnfError {
@@ -18,6 +21,8 @@ pub enum GbnfError {
     Twice { name: String },
     #[error("there is no rule \"root\"")]
     NoRoot,
+    #[error("written out, the rules have more than {EXPANDED_MAX} parts")]
+    TooLarge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,7 +78,11 @@ impl Gbnf {
             parser.at += 2;
             rules.push(parser.alternatives()?);
         }
-        Ok(Self { rules, root })
+        let gbnf = Self { rules, root };
+        match gbnf.regular().iter().flatten().any(|&parts| parts > EXPANDED_MAX) {
+            true => Err(GbnfError::TooLarge),
+            false => Ok(gbnf),
+        }
     }
 
     pub(crate) fn rules(&self) -> usize {
@@ -82,7 +91,7 @@ impl Gbnf {
 
     pub(crate) fn to_lark(&self) -> String {
         let regular = self.regular();
-        let name = |rule: usize| format!("{}{rule}", if regular[rule] { "T" } else { "r" });
+        let name = |rule: usize| format!("{}{rule}", if regular[rule].is_some() { "T" } else { "r" });
         let mut lark = format!("start: {}\n", name(self.root));
         for (number, alternatives) in self.rules.iter().enumerate() {
             let _ = write!(lark, "{}: ", name(number));
@@ -92,9 +101,9 @@ impl Gbnf {
         lark
     }
 
-    /// Which rules lead to no rule that leads back to itself. Rules are settled once all that they mention are: what is
-    /// on a circle, or leads to one, never is.
-    fn regular(&self) -> Vec<bool> {
+    /// The rules that lead to no rule that leads back to itself, with the parts that they have written out. Rules are
+    /// settled once all that they mention are: what is on a circle, or leads to one, never is.
+    fn regular(&self) -> Vec<Option<usize>> {
         let mut mentioned_by = vec![Vec::new(); self.rules.len()];
         let mut open = vec![0_usize; self.rules.len()];
         for (number, alternatives) in self.rules.iter().enumerate() {
@@ -103,10 +112,14 @@ impl Gbnf {
                 open[number] += 1;
             });
         }
-        let mut regular = vec![false; self.rules.len()];
+        let mut regular = vec![None; self.rules.len()];
         let mut settled: Vec<usize> = (0..open.len()).filter(|&rule| open[rule] == 0).collect();
         while let Some(rule) = settled.pop() {
-            regular[rule] = true;
+            let mut parts = 1_usize;
+            each_mention(&self.rules[rule], &mut |mentioned| {
+                parts = parts.saturating_add(regular[mentioned].unwrap_or(1));
+            });
+            regular[rule] = Some(parts);
             for &mentioning in &mentioned_by[rule] {
                 open[mentioning] -= 1;
                 if open[mentioning] == 0 {

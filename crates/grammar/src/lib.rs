@@ -14,10 +14,18 @@
 
 mod gbnf;
 mod matcher;
+mod schema;
 mod source;
 mod vocabulary;
 
 pub use gbnf::GbnfError;
 pub use matcher::{Grammar, MatchError, Matcher, Next};
+pub use schema::SchemaError;
 pub use source::{CompileError, NESTING_MAX, SOURCE_BYTES_MAX, Source};
 pub use vocabulary::{Vocabulary, VocabularyError};
+
+/// llguidance sets a panic hook when it is first used. Whoever wants one of their own before it calls this first.
+pub fn set_hooks() {
+    // Nothing fails: it is only there to be the first use.
+    drop(llguidance::panic_utils::catch_unwind(|| Ok(())));
+}

@@ -2,9 +2,10 @@
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::regex_to_lark;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::gbnf::{self, GbnfError};
+use crate::schema::{self, SchemaError};
 
 /// Longest source. Real schemas have some kilobytes.
 pub const SOURCE_BYTES_MAX: usize = 256 << 10;
@@ -42,8 +43,8 @@ pub enum CompileError {
     Empty,
     #[error("it is not JSON: {0}")]
     NotJson(#[from] serde_json::Error),
-    #[error("a schema is an object or a boolean")]
-    NotASchema,
+    #[error(transparent)]
+    Schema(#[from] SchemaError),
     #[error(transparent)]
     Gbnf(#[from] GbnfError),
     #[error("{reason}")]
@@ -67,18 +68,15 @@ impl Source {
         match self {
             Self::JsonSchema { schema, lenient } => {
                 let mut schema: Value = serde_json::from_str(schema)?;
-                if schema == Value::Bool(true) {
-                    schema = json!({});
-                }
-                match &mut schema {
-                    Value::Object(keys) => {
-                        let options = json!({"whitespace_pattern": JSON_WHITESPACE, "lenient": lenient});
-                        keys.insert("x-guidance".to_owned(), options);
-                    }
-                    Value::Bool(_) => return Err(CompileError::NothingMatches),
-                    _ => return Err(CompileError::NotASchema),
-                }
-                Ok(TopLevelGrammar::from_json_schema(schema))
+                schema::check(&mut schema, *lenient)?;
+                let mut keywords = match schema {
+                    Value::Object(keywords) => keywords,
+                    Value::Bool(true) => Map::new(),
+                    _ => return Err(CompileError::NothingMatches),
+                };
+                let options = json!({"whitespace_pattern": JSON_WHITESPACE, "lenient": lenient});
+                keywords.insert("x-guidance".to_owned(), options);
+                Ok(TopLevelGrammar::from_json_schema(Value::Object(keywords)))
             }
             Self::Regex(regex) => {
                 check_nesting(regex)?;

@@ -64,3 +64,20 @@ async fn a_grammar_that_is_none_is_refused_by_name() {
     let stats = worker.stats().await;
     assert_eq!((stats.running, stats.waiting), (0, 0));
 }
+
+/// What panics inside llguidance 1.9.1 (an assertion about rules that only pass a parameter on).
+const BREAKS: &str = r#"start: perm::0x0
+perm::_: "" %if is_ones([0:3]) | perm::set_bit(0) %if bit_clear(0) | "b" perm::set_bit(1) %if bit_clear(1)"#;
+
+/// A release build aborts on panic; there and here the thread is lost and the worker is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_that_breaks_the_compiler_fails_alone() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    for _ in 0..3 {
+        let status = worker.generate(constrained(&worker, Kind::Lark(BREAKS.to_owned()))).await.unwrap_err();
+        assert_eq!(status.code(), Code::Internal, "{status}");
+        assert!(status.message().contains("mistake of this program"), "{status}");
+        let digits = worker.generate(constrained(&worker, Kind::Regex("[0-9]{4}".to_owned()))).await.unwrap();
+        assert_eq!(digits.finished.unwrap().reason(), FinishReason::Stop);
+    }
+}

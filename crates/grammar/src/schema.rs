@@ -1,0 +1,362 @@
+//! A JSON schema before it is compiled: every keyword is one that is known, and its value is of the type it must have.
+//!
+//! The compiler behind this takes unknown keywords for annotations, so that a mistyped `maxlength` would do nothing in
+//! silence; and it says less well where a value is wrong.
+
+use serde_json::{Map, Value};
+
+/// For counts and lengths: what a repetition can be compiled to. Schemas made from 32-bit types name such bounds.
+const COUNT_MAX: u64 = u32::MAX as u64;
+/// Beyond this not every integer is a double, in which bounds and constants are compared.
+const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
+/// Properties, named or required, of the whole schema: what they are compiled to grows with their square.
+const PROPERTIES_MAX: usize = 2_000;
+/// Regular expressions of the whole schema: where several hold for one string, the automata multiply.
+const PATTERNS_MAX: usize = 200;
+/// Of the schemas that one string must match all together.
+const PATTERNS_ALL_OF_MAX: usize = 8;
+/// Of a path in a message: names in it are the client's.
+const PATH_BYTES_MAX: usize = 200;
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SchemaError {
+    #[error("{at}: a schema is an object or a boolean")]
+    NotASchema { at: String },
+    #[error("{at}: nobody knows the keyword {keyword:?}; annotations of your own begin with \"x-\"")]
+    Unknown { at: String, keyword: String },
+    #[error("{at}: the keyword {keyword:?} cannot be enforced")]
+    NotEnforced { at: String, keyword: &'static str },
+    #[error("{at}: {keyword} must be {expected}")]
+    Type { at: String, keyword: &'static str, expected: &'static str },
+    #[error("{at}: {keyword} is {value}, allowed are integers from 0 to {COUNT_MAX}")]
+    Count { at: String, keyword: &'static str, value: String },
+    #[error("{at}: more than {max} {what} in the schema, or in an allOf of it")]
+    TooMany { at: String, what: &'static str, max: usize },
+    #[error("{at}: {value} is too large to be exact, allowed are numbers between -2^53 and 2^53")]
+    Inexact { at: String, value: String },
+}
+
+/// What a keyword's value must be.
+#[derive(Clone, Copy)]
+enum Form {
+    Schema,
+    Schemas,
+    /// `items` of older drafts.
+    SchemaOrSchemas,
+    NamedSchemas,
+    Count,
+    Number,
+    /// `exclusiveMinimum` of draft 4 is a boolean.
+    NumberOrBoolean,
+    AboveZero,
+    Text,
+    Texts,
+    TextOrTexts,
+    Constant,
+    Constants,
+    /// Says something about the value that cannot be enforced.
+    NotEnforced,
+    /// As `NotEnforced`, but `false` asks for nothing.
+    NotEnforcedIfTrue,
+    Annotation,
+}
+
+const KEYWORDS: &[(&str, Form)] = &[
+    ("$ref", Form::Text),
+    ("$defs", Form::NamedSchemas),
+    ("definitions", Form::NamedSchemas),
+    ("allOf", Form::Schemas),
+    ("anyOf", Form::Schemas),
+    ("oneOf", Form::Schemas),
+    ("const", Form::Constant),
+    ("enum", Form::Constants),
+    ("type", Form::TextOrTexts),
+    ("items", Form::SchemaOrSchemas),
+    ("additionalItems", Form::Schema),
+    ("prefixItems", Form::Schemas),
+    ("minItems", Form::Count),
+    ("maxItems", Form::Count),
+    ("properties", Form::NamedSchemas),
+    ("patternProperties", Form::NamedSchemas),
+    ("additionalProperties", Form::Schema),
+    ("required", Form::Texts),
+    ("minProperties", Form::Count),
+    ("maxProperties", Form::Count),
+    ("minLength", Form::Count),
+    ("maxLength", Form::Count),
+    ("pattern", Form::Text),
+    ("format", Form::Text),
+    ("minimum", Form::Number),
+    ("maximum", Form::Number),
+    ("exclusiveMinimum", Form::NumberOrBoolean),
+    ("exclusiveMaximum", Form::NumberOrBoolean),
+    ("multipleOf", Form::AboveZero),
+    ("uniqueItems", Form::NotEnforcedIfTrue),
+    ("not", Form::NotEnforced),
+    ("if", Form::NotEnforced),
+    ("then", Form::NotEnforced),
+    ("else", Form::NotEnforced),
+    ("contains", Form::NotEnforced),
+    ("minContains", Form::NotEnforced),
+    ("maxContains", Form::NotEnforced),
+    ("propertyNames", Form::NotEnforced),
+    ("dependencies", Form::NotEnforced),
+    ("dependentRequired", Form::NotEnforced),
+    ("dependentSchemas", Form::NotEnforced),
+    ("unevaluatedItems", Form::NotEnforced),
+    ("unevaluatedProperties", Form::NotEnforced),
+    ("$dynamicRef", Form::NotEnforced),
+    ("$dynamicAnchor", Form::NotEnforced),
+    ("$recursiveRef", Form::NotEnforced),
+    ("$recursiveAnchor", Form::NotEnforced),
+    // OpenAPI's, which widens what may be there.
+    ("nullable", Form::NotEnforcedIfTrue),
+    // OpenAPI's: which of `oneOf` it is; the schemas there say so themselves.
+    ("discriminator", Form::Annotation),
+    ("$schema", Form::Text),
+    ("$id", Form::Text),
+    ("id", Form::Text),
+    ("$anchor", Form::Annotation),
+    ("$comment", Form::Annotation),
+    ("$vocabulary", Form::Annotation),
+    ("title", Form::Annotation),
+    ("description", Form::Annotation),
+    ("default", Form::Annotation),
+    ("example", Form::Annotation),
+    ("examples", Form::Annotation),
+    ("deprecated", Form::Annotation),
+    ("readOnly", Form::Annotation),
+    ("writeOnly", Form::Annotation),
+    ("contentMediaType", Form::Annotation),
+    ("contentEncoding", Form::Annotation),
+    ("contentSchema", Form::Annotation),
+];
+
+/// Also takes out what asks for nothing. `lenient`: what is unknown or cannot be enforced is let through.
+pub(crate) fn check(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
+    Check { lenient, path: String::from("#"), properties: 0, patterns: 0 }.schema(schema)
+}
+
+/// Recursive: the JSON parser bounds the depth at 128.
+struct Check {
+    lenient: bool,
+    path: String,
+    properties: usize,
+    patterns: usize,
+}
+
+impl Check {
+    fn schema(&mut self, schema: &mut Value) -> Result<(), SchemaError> {
+        match schema {
+            Value::Bool(_) => Ok(()),
+            Value::Object(keywords) => self.keywords(keywords),
+            _ => Err(SchemaError::NotASchema { at: self.at() }),
+        }
+    }
+
+    fn keywords(&mut self, keywords: &mut Map<String, Value>) -> Result<(), SchemaError> {
+        keywords.retain(|name, value| {
+            let neutral = *value == Value::Bool(false);
+            !(neutral
+                && KEYWORDS.iter().any(|(k, form)| k == name && matches!(form, Form::NotEnforcedIfTrue)))
+        });
+        for (name, value) in keywords {
+            match KEYWORDS.iter().find(|(keyword, _)| keyword == name) {
+                Some(&(keyword, form)) => self.inside(name, |check| check.value(keyword, form, value))?,
+                None if self.lenient || name.starts_with("x-") => {}
+                None => {
+                    return Err(SchemaError::Unknown { at: self.at(), keyword: shortened(name).to_owned() });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, keyword: &str, value: &Value) -> Result<(), SchemaError> {
+        let members = value.as_object().map(Map::len).or(value.as_array().map(Vec::len)).unwrap_or(0);
+        match keyword {
+            "properties" | "required" => self.properties += members,
+            "patternProperties" => self.patterns += members,
+            "pattern" | "format" => self.patterns += 1,
+            _ => {}
+        }
+        if self.properties > PROPERTIES_MAX {
+            return Err(SchemaError::TooMany { at: self.at(), what: "properties", max: PROPERTIES_MAX });
+        }
+        if self.patterns > PATTERNS_MAX {
+            return Err(SchemaError::TooMany { at: self.at(), what: "patterns", max: PATTERNS_MAX });
+        }
+        Ok(())
+    }
+
+    fn value(&mut self, keyword: &'static str, form: Form, value: &mut Value) -> Result<(), SchemaError> {
+        self.count(keyword, value)?;
+        let before = self.patterns;
+        self.form(keyword, form, value)?;
+        if keyword == "allOf" && self.patterns - before > PATTERNS_ALL_OF_MAX {
+            return Err(SchemaError::TooMany { at: self.at(), what: "patterns", max: PATTERNS_ALL_OF_MAX });
+        }
+        Ok(())
+    }
+
+    fn form(&mut self, keyword: &'static str, form: Form, value: &mut Value) -> Result<(), SchemaError> {
+        let expected = match (form, value) {
+            (Form::Schema | Form::SchemaOrSchemas, value @ (Value::Object(_) | Value::Bool(_))) => {
+                return self.schema(value);
+            }
+            (Form::Schemas | Form::SchemaOrSchemas, Value::Array(schemas)) => {
+                for (index, schema) in schemas.iter_mut().enumerate() {
+                    self.inside(&index.to_string(), |check| check.schema(schema))?;
+                }
+                return Ok(());
+            }
+            (Form::NamedSchemas, Value::Object(schemas)) => {
+                for (name, schema) in schemas {
+                    self.inside(name, |check| check.schema(schema))?;
+                }
+                return Ok(());
+            }
+            (Form::Count, value) if value.is_number() => {
+                if value.as_u64().is_some_and(|count| count <= COUNT_MAX) {
+                    return Ok(());
+                }
+                return Err(SchemaError::Count { at: self.at(), keyword, value: value.to_string() });
+            }
+            (Form::AboveZero, value) if value.as_f64().is_some_and(|number| number > 0.0) => {
+                return self.exact(value);
+            }
+            (Form::Number | Form::NumberOrBoolean, value) if value.is_number() => return self.exact(value),
+            (Form::NumberOrBoolean, Value::Bool(_)) => return Ok(()),
+            (Form::Text | Form::TextOrTexts, Value::String(_)) => return Ok(()),
+            (Form::Texts | Form::TextOrTexts, Value::Array(texts)) if texts.iter().all(Value::is_string) => {
+                return Ok(());
+            }
+            (Form::Constant, value) => return self.exact(value),
+            (Form::Constants, Value::Array(values)) => return values.iter().try_for_each(|v| self.exact(v)),
+            (Form::NotEnforced | Form::NotEnforcedIfTrue, _) if self.lenient => return Ok(()),
+            (Form::NotEnforced | Form::NotEnforcedIfTrue, _) => {
+                return Err(SchemaError::NotEnforced { at: self.at(), keyword });
+            }
+            (Form::Annotation, _) => return Ok(()),
+            (Form::Schema, _) => "a schema",
+            (Form::Schemas, _) => "an array of schemas",
+            (Form::SchemaOrSchemas, _) => "a schema or an array of schemas",
+            (Form::NamedSchemas, _) => "an object of schemas",
+            (Form::Count, _) => "an integer",
+            (Form::Number, _) => "a number",
+            (Form::NumberOrBoolean, _) => "a number or a boolean",
+            (Form::AboveZero, _) => "a number above 0",
+            (Form::Text, _) => "a string",
+            (Form::Texts, _) => "an array of strings",
+            (Form::TextOrTexts, _) => "a string or an array of strings",
+            (Form::Constants, _) => "an array",
+        };
+        Err(SchemaError::Type { at: self.at(), keyword, expected })
+    }
+
+    fn exact(&self, value: &Value) -> Result<(), SchemaError> {
+        match value {
+            Value::Number(number) if number.as_f64().is_none_or(|n| n.abs() >= EXACT_MAX) => {
+                Err(SchemaError::Inexact { at: self.at(), value: number.to_string() })
+            }
+            Value::Array(values) => values.iter().try_for_each(|value| self.exact(value)),
+            Value::Object(values) => values.values().try_for_each(|value| self.exact(value)),
+            _ => Ok(()),
+        }
+    }
+
+    fn inside<T>(&mut self, name: &str, visit: impl FnOnce(&mut Self) -> T) -> T {
+        let length = self.path.len();
+        self.path.push('/');
+        self.path.push_str(name);
+        let result = visit(self);
+        self.path.truncate(length);
+        result
+    }
+
+    fn at(&self) -> String {
+        shortened(&self.path).to_owned()
+    }
+}
+
+fn shortened(text: &str) -> &str {
+    let end = (0..=PATH_BYTES_MAX.min(text.len())).rev().find(|&at| text.is_char_boundary(at));
+    &text[..end.unwrap_or(0)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn refused(mut schema: Value) -> String {
+        check(&mut schema, false).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_place_and_what_is_allowed() {
+        for (schema, words) in [
+            (json!(3), "#: a schema is an object"),
+            (json!({"properties": {"a": []}}), "#/properties/a: a schema is"),
+            (json!({"maxlength": 3}), "#: nobody knows the keyword \"maxlength\""),
+            (json!({"items": {"not": {}}}), "#/items/not: the keyword \"not\" cannot be enforced"),
+            (json!({"uniqueItems": true}), "#/uniqueItems: the keyword"),
+            (
+                json!({"minItems": -1}),
+                "#/minItems: minItems is -1, allowed are integers from 0 to 4294967295",
+            ),
+            (json!({"maxLength": 1.5}), "maxLength is 1.5, allowed are"),
+            (json!({"maxLength": 1u64 << 40}), "maxLength is 1099511627776, allowed are"),
+            (json!({"maxLength": "9"}), "#/maxLength: maxLength must be an integer"),
+            (json!({"minimum": "1"}), "#/minimum: minimum must be a number"),
+            (json!({"multipleOf": 0}), "multipleOf must be a number above 0"),
+            (
+                json!({"anyOf": [true, {"type": 5}]}),
+                "#/anyOf/1/type: type must be a string or an array of strings",
+            ),
+            (json!({"required": ["a", 1]}), "required must be an array of strings"),
+            (json!({"pattern": ["é".repeat(60)]}), "pattern must be a string"),
+            (
+                json!({"const": {"a": [9_007_199_254_740_993_u64]}}),
+                "9007199254740993 is too large to be exact",
+            ),
+        ] {
+            let error = refused(schema.clone());
+            assert!(error.contains(words), "{schema}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_would_be_compiled_to_too_much_is_refused_by_name() {
+        let properties = |count: usize| {
+            let named: Map<String, Value> = (0..count).map(|name| (name.to_string(), json!({}))).collect();
+            json!({"items": {"properties": named}})
+        };
+        assert_eq!(check(&mut properties(2_000), false), Ok(()));
+        assert!(refused(properties(2_001)).contains("more than 2000 properties"));
+        let all = |count| json!({"allOf": vec![json!({"pattern": "a"}); count]});
+        assert_eq!(check(&mut all(8), false), Ok(()));
+        assert!(refused(all(9)).contains("more than 8 patterns"));
+        assert!(
+            refused(json!({"anyOf": vec![json!({"pattern": "a"}); 201]})).contains("more than 200 patterns")
+        );
+    }
+
+    #[test]
+    fn long_names_are_cut_between_characters() {
+        for length in 195..205 {
+            let error = refused(json!({"x".repeat(length) + &"é".repeat(300): {}}));
+            assert!(error.len() < 400, "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_enforced_passes_where_that_was_asked_for_and_what_asks_for_nothing_always() {
+        let mut schema = json!({"not": {}, "maxlength": 3, "items": {"uniqueItems": true}});
+        assert_eq!(check(&mut schema, true), Ok(()));
+        let mut schema =
+            json!({"type": "array", "uniqueItems": false, "x-order": 1, "title": 5, "items": true});
+        assert_eq!(check(&mut schema, false), Ok(()));
+        assert_eq!(schema, json!({"type": "array", "x-order": 1, "title": 5, "items": true}));
+    }
+}
