@@ -415,12 +415,12 @@ impl Storm {
         self.summary.preempted += plan.preempted;
         self.summary.copied += plan.copies.len();
         let mut score_rows = 0;
-        let cut = plan.chunks.iter().filter(|chunk| chunk.outputs == ChunkOutputs::None).count();
+        let max = self.limits.prefill_chunk_max;
+        let chunks_are_whole = plan.chunks.iter().all(|c| c.outputs != ChunkOutputs::None || c.rows >= max);
         for &Chunk { slot, start, rows, drafts, outputs, .. } in &plan.chunks {
             let sequence = self.scheduler.sequence(slot).unwrap();
-            // More than a chunk only when nobody else wanted the rows.
-            let alone = cut <= 1 || plan.rows == self.limits.step_tokens;
-            assert!(rows > 0 && (rows <= self.limits.prefill_chunk_max || alone));
+            // More than a chunk only of rows that are left over when every prompt in progress has a whole one.
+            assert!(rows > 0 && (rows <= max || chunks_are_whole));
             assert!(sequence.state == State::Running);
             let live = self.live.get_mut(&slot).unwrap();
             // Rows follow each other, except that a preemption starts over, at a prefix found in the cache.
