@@ -44,8 +44,9 @@ fn step(scheduler: &mut Scheduler, slots: &mut Vec<Slot>) {
     slots.iter().for_each(|&slot| scheduler.push_token(slot, 7));
 }
 
-/// All decoding, one block border in 16 steps each, an empty queue.
-#[divan::bench(args = [64, 512, 4096])]
+/// All decoding, one block border in 16 steps each, an empty queue. So many steps that most of them are not among the first
+/// that write to a page of memory.
+#[divan::bench(args = [64, 512, 4096], sample_count = 800)]
 fn decode_step(bencher: Bencher<'_, '_>, running: usize) {
     let blocks_each = 240_000 / running;
     let mut scheduler = scheduler(running, running * blocks_each);

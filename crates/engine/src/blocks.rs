@@ -83,6 +83,11 @@ impl Blocks {
         self.tables.len()
     }
 
+    /// How many entries have their name.
+    pub fn named(&self) -> usize {
+        self.named
+    }
+
     /// Every table, for the integrity check.
     pub fn tables(&self) -> impl Iterator<Item = &[BlockId]> {
         self.tables.iter().map(|table| &table.blocks[..])

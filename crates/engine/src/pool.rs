@@ -4,14 +4,13 @@
 //! the index exactly when it has a name. So a block may be free and cached at once: it stays findable until it is taken
 //! for something else, least recently freed first. Block 0 is the trash block: never given out, never cached; in tables
 //! it stands where a group has no block ([`crate::blocks`]).
-//! Every operation is O(1) and allocates nothing; the twins of one name (the same content computed twice) form a list.
+//! Every operation is O(1) and allocates nothing. The index is a table of list heads, and the lists go through the blocks
+//! themselves: a name is kept once, and a block is one line of the processor's cache. Twins (the same content computed
+//! twice) stand in one list.
 //!
 //! What this and its callers have in common with vLLM V1, point by point, stands in docs/decisions/0007.
 
 use prefix::BlockHash;
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 pub type BlockId = u32;
 
@@ -27,13 +26,14 @@ pub struct Name {
 }
 
 #[derive(Clone, Debug, Default)]
+#[repr(align(64))]
 struct Block {
     holders: u32,
     name: Option<Name>,
     /// Neighbours in the free list, a ring through `TRASH`; meaningless while held.
     free: Links,
-    /// Neighbours among blocks of the same name, a ring; meaningless without a name.
-    twins: Links,
+    /// Neighbours in the index's list, which ends in `TRASH` at both sides; meaningless without a name.
+    listed: Links,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,8 +45,9 @@ struct Links {
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
-    /// Any one block of each name.
-    index: HashMap<Name, BlockId, BuildHasherDefault<First8>>,
+    /// By the first bits of a name: the block that was last given a name with these, `TRASH` if none has one. A power of
+    /// two, at least twice as many as blocks, so that most lists have one block.
+    index: Vec<BlockId>,
     free: usize,
     /// Blocks that are free and have a name.
     cached: usize,
@@ -62,7 +63,7 @@ pub enum IntegrityError {
     FreeCount { found: usize, counted: usize, unheld: usize },
     #[error("block {block} is in the free list and has {holders} holders")]
     FreeHeld { block: BlockId, holders: u32 },
-    #[error("block {block} has a name that the index does not lead to")]
+    #[error("index leads to block {block}, which has no such name or another neighbour")]
     NotIndexed { block: BlockId },
     #[error("index leads to {found} blocks, {named} have a name")]
     IndexCount { found: usize, named: usize },
@@ -77,8 +78,7 @@ impl BlockPool {
     pub fn new(usable: usize) -> Self {
         let mut pool = Self {
             blocks: vec![Block::default(); usable + 1],
-            // Twice as large as it gets: then places of removed names are made room of without a new table.
-            index: HashMap::with_capacity_and_hasher(2 * usable, BuildHasherDefault::default()),
+            index: vec![TRASH; (2 * usable).next_power_of_two()],
             free: 0,
             cached: 0,
             evictions: 0,
@@ -120,7 +120,15 @@ impl BlockPool {
 
     /// A block with this content; the caller has to [`hold`](Self::hold) it before the next `take`.
     pub fn find(&self, name: &Name) -> Option<BlockId> {
-        self.index.get(name).copied()
+        let mut block = self.index[self.place(name)];
+        while block != TRASH {
+            let listed = self.block(block);
+            if listed.name.as_ref() == Some(name) {
+                return Some(block);
+            }
+            block = listed.listed.next;
+        }
+        None
     }
 
     /// The first in line, its old content forgotten, with one holder: a block without a name if there is one free, else
@@ -162,22 +170,14 @@ impl BlockPool {
     /// Makes a held block findable. Its content is complete once the step under way is.
     pub fn name(&mut self, block: BlockId, name: Name) {
         debug_assert!(self.block(block).holders > 0 && self.block(block).name.is_none());
-        let twins = match self.index.entry(name) {
-            Entry::Vacant(vacant) => {
-                vacant.insert(block);
-                Links { previous: block, next: block }
-            }
-            Entry::Occupied(twin) => {
-                let twin = *twin.get();
-                let next = self.block(twin).twins.next;
-                self.block_mut(twin).twins.next = block;
-                self.block_mut(next).twins.previous = block;
-                Links { previous: twin, next }
-            }
-        };
+        let place = self.place(&name);
+        let next = std::mem::replace(&mut self.index[place], block);
+        if next != TRASH {
+            self.block_mut(next).listed.previous = block;
+        }
         let named = self.block_mut(block);
         named.name = Some(name);
-        named.twins = twins;
+        named.listed = Links { previous: TRASH, next };
     }
 
     /// Takes a held block out of the index: its content was never computed.
@@ -190,7 +190,7 @@ impl BlockPool {
     pub fn reset(&mut self) -> bool {
         let idle = self.used() == 0;
         if idle {
-            self.index.clear();
+            self.index.fill(TRASH);
             self.blocks.iter_mut().for_each(|block| block.name = None);
             self.cached = 0;
         }
@@ -250,19 +250,16 @@ impl BlockPool {
 
     fn check_index(&self) -> Result<(), IntegrityError> {
         let mut found = 0;
-        for (name, &first) in &self.index {
-            let mut block = first;
-            loop {
-                let next = self.block(block).twins.next;
-                let linked = self.block(next).twins.previous == block;
-                if !linked || self.block(block).name != Some(*name) || found > self.usable() {
+        for (place, &first) in self.index.iter().enumerate() {
+            let (mut previous, mut block) = (TRASH, first);
+            while block != TRASH {
+                let Block { name, listed, .. } = self.block(block);
+                let is_here = name.as_ref().is_some_and(|name| self.place(name) == place);
+                if !is_here || listed.previous != previous || found > self.usable() {
                     return Err(IntegrityError::NotIndexed { block });
                 }
                 found += 1;
-                block = next;
-                if block == first {
-                    break;
-                }
+                (previous, block) = (block, listed.next);
             }
         }
         let named = self.blocks.iter().filter(|block| block.name.is_some()).count();
@@ -306,41 +303,21 @@ impl BlockPool {
     /// Out of the index; the block is not in the free list.
     fn forget(&mut self, block: BlockId) {
         let Some(name) = self.block_mut(block).name.take() else { return };
-        let Links { previous, next } = self.block(block).twins;
-        if next == block {
-            self.index.remove(&name);
-            return;
+        let Links { previous, next } = self.block(block).listed;
+        if previous == TRASH {
+            let place = self.place(&name);
+            self.index[place] = next;
+        } else {
+            self.block_mut(previous).listed.next = next;
         }
-        self.block_mut(previous).twins.next = next;
-        self.block_mut(next).twins.previous = previous;
-        if self.index.get(&name) == Some(&block) {
-            self.index.insert(name, next);
+        if next != TRASH {
+            self.block_mut(next).listed.previous = previous;
         }
     }
-}
 
-impl Hash for Name {
-    /// The hash is a uniformly distributed one already.
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        let [first, ..] = self.hash.as_bytes().as_chunks::<8>().0 else { return };
-        state.write_u64(u64::from_le_bytes(*first) ^ u64::from(self.group));
-    }
-}
-
-/// Takes what [`Name`] gives as it is.
-#[derive(Default)]
-struct First8(u64);
-
-impl Hasher for First8 {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        self.0 = value;
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.0 = self.0.rotate_left(8) ^ u64::from(byte));
+    /// Where in the index. The hash is a uniformly distributed one already.
+    fn place(&self, name: &Name) -> usize {
+        let [first, ..] = name.hash.as_bytes().as_chunks::<8>().0 else { return 0 };
+        (u64::from_le_bytes(*first) ^ u64::from(name.group)) as usize & (self.index.len() - 1)
     }
 }

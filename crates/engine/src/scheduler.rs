@@ -53,6 +53,8 @@ pub struct Scheduler {
     /// Of this step: prompts in progress, and indices of chunks that were cut.
     prompts: Vec<Slot>,
     cut: Vec<usize>,
+    /// Of this step: indices of chunks of decodes that fill a block.
+    filling: Vec<usize>,
     /// Who got blocks for drafts in this step.
     drafted: Vec<Slot>,
 }
@@ -79,6 +81,7 @@ impl Scheduler {
             plan: Plan::default(),
             prompts: Vec::new(),
             cut: Vec::new(),
+            filling: Vec::with_capacity(limits.running_max),
             drafted: Vec::new(),
         }
     }
@@ -262,7 +265,7 @@ impl Scheduler {
             let Chunk { slot, rows, .. } = self.plan.chunks[index];
             let Some(sequence) = &mut self.sequences[slot.0 as usize] else { continue };
             sequence.commit(&mut self.pool, rows);
-            if sequence.prompt().is_some() && sequence.remaining() == 0 {
+            if sequence.ends_lead() {
                 let prompt = sequence.take_prompt();
                 self.end_lead(slot, prompt);
                 self.fork(slot);
@@ -288,6 +291,7 @@ impl Scheduler {
 
     fn schedule_decodes(&mut self, budget: &mut Budget) {
         self.prompts.clear();
+        self.filling.clear();
         let mut index = 0;
         while index < self.running.len() {
             let slot = self.running[index];
@@ -303,15 +307,30 @@ impl Scheduler {
             }
             // Most have room for one token more.
             if sequence.grow(&mut self.pool, 1, &mut self.plan.copies) {
-                let named = sequence.name_full_blocks(&mut self.pool, 1);
+                if sequence.fills_a_block(1) {
+                    self.filling.push(self.plan.chunks.len());
+                }
                 let (start, outputs) = (sequence.computed(), ChunkOutputs::Last);
                 budget.spend(Kind::Generate, 1);
                 self.plan.rows += 1;
                 self.plan.decode_rows += 1;
-                self.plan.chunks.push(Chunk { slot, start, rows: 1, drafts: 0, outputs, named });
-            } else if !self.place(slot, 1, budget) {
-                // It was itself the last of the running ones.
-                break;
+                self.plan.chunks.push(Chunk { slot, start, rows: 1, drafts: 0, outputs, named: 0 });
+            } else {
+                let rank = sequence.rank;
+                if !self.place(slot, 1, budget) {
+                    // It was itself the last of the running ones.
+                    break;
+                }
+                // With who was preempted, those that had joined it have left, and they may have come before.
+                index = self.place_in_running(rank) + 1;
+            }
+        }
+        // Apart from the others: what they look at lies far apart in memory, and so the processor waits for several at
+        // once. Who was preempted above came behind all of them.
+        for &index in &self.filling {
+            let chunk = &mut self.plan.chunks[index];
+            if let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] {
+                chunk.named = sequence.name_full_blocks(&mut self.pool, chunk.rows);
             }
         }
     }
@@ -391,7 +410,7 @@ impl Scheduler {
     }
 
     fn admit(&mut self, budget: &mut Budget) {
-        if self.queue.is_empty() || budget.rows == 0 {
+        if self.queue.is_empty() || budget.rows == 0 || self.running.len() >= self.limits.running_max {
             return;
         }
         let mut reserved = self.reserved();

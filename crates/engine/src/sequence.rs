@@ -36,40 +36,55 @@ pub struct NewSequence<'a> {
     pub scope: &'a Scope,
 }
 
+/// In thousands of sequences, what a step costs is how much of each it looks at. All that a decode does which needs no
+/// block, fills none and copies none stands in the first line of the processor's cache, as numbers to compare with; the
+/// test below holds that. Counts of tokens are `u32`: so many can be addressed in a cache.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub struct Sequence {
-    // What every step looks at stands first, in one line of the cache.
-    /// Keys and values of so many tokens are in the cache.
-    computed: usize,
     tokens: Vec<u32>,
+    /// Keys and values of so many tokens are in the cache.
+    computed: u32,
     /// Tokens that its blocks have room for.
-    room: usize,
-    pub kind: Kind,
+    room: u32,
+    /// Computed tokens with which the next block is full and gets its name; `NEVER` when prefixes are not shared.
+    full_at: u32,
+    /// Tokens with which the next block has a hash; `NEVER` when prefixes are not shared.
+    hash_at: u32,
+    /// With so many tokens or fewer it may still outgrow the blocks that these need.
+    grows_to: u32,
+    /// How many have joined it.
+    pub followers: u32,
     pub state: State,
+    pub kind: Kind,
     /// No rows while its reader is behind.
     pub held: bool,
-    /// Has left the queue at least once.
-    pub admitted: bool,
     /// Its next row writes into a block that a fork may share.
     forked: bool,
     /// A group keeps states.
     states: bool,
-    /// How many have joined it.
-    pub followers: u32,
+    /// `prompt` is there.
+    joinable: bool,
+    /// Has left the queue at least once.
+    pub admitted: bool,
+    // Here the first line ends.
+    /// Parent of the next hash: the last one, or the scope's start.
+    parent: BlockHash,
     block_tokens: usize,
     /// It never gets longer than that.
     tokens_max: usize,
-    pub rank: Rank,
     blocks: Blocks,
-    /// How often it has given all blocks of its table back, or one of them for a copy.
-    tables_before: u32,
     /// Hashes of the full blocks of `tokens`; empty when prefixes are not shared.
     hashes: Vec<BlockHash>,
-    /// Parent of the first hash, `None` when prefixes are not shared.
-    start: Option<BlockHash>,
+    pub rank: Rank,
+    /// How often it has given all blocks of its table back, or one of them for a copy.
+    tables_before: u32,
     /// Names all tokens that it came with, while they are not all computed and others may join it.
     prompt: Option<BlockHash>,
 }
+
+/// More tokens than any sequence has.
+const NEVER: u32 = u32::MAX;
 
 impl Sequence {
     /// Blocks are shared and found only if `share`.
@@ -81,33 +96,43 @@ impl Sequence {
         share: bool,
     ) -> Self {
         let NewSequence { kind, tokens, tokens_max, scope, .. } = new;
-        let start = share.then(|| scope.start());
         let hashes: Vec<BlockHash> = match share {
             true => prefix::block_hashes(scope, &tokens, block_tokens).collect(),
             false => Vec::new(),
         };
-        let tail = &tokens[hashes.len() * block_tokens..];
-        let prompt = start.map(|start| hashes.last().unwrap_or(&start).next(tail));
-        Self {
-            computed: 0,
+        let parent = hashes.last().copied().unwrap_or_else(|| scope.start());
+        let prompt = share.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
+        // The last token is drawn but never computed.
+        let most = (tokens_max - 1).next_multiple_of(block_tokens);
+        let mut sequence = Self {
             tokens,
+            computed: 0,
             room: 0,
-            kind,
+            full_at: NEVER,
+            hash_at: NEVER,
+            grows_to: most.saturating_sub(block_tokens) as u32,
+            followers: 0,
             state: State::Waiting,
+            kind,
             held: false,
-            admitted: false,
             forked: false,
             states: groups.contains(&GroupKind::State),
-            followers: 0,
+            joinable: prompt.is_some(),
+            admitted: false,
+            parent,
             block_tokens,
             tokens_max,
-            rank,
             blocks: Blocks::new(groups, block_tokens),
-            tables_before: 0,
             hashes,
-            start,
+            rank,
+            tables_before: 0,
             prompt,
+        };
+        if share {
+            sequence.hash_at = sequence.end_of(sequence.hashes.len());
+            sequence.note_named();
         }
+        sequence
     }
 
     pub fn tokens(&self) -> &[u32] {
@@ -129,11 +154,12 @@ impl Sequence {
     }
 
     pub fn computed(&self) -> usize {
-        self.computed
+        self.computed as usize
     }
 
+    #[inline]
     pub fn remaining(&self) -> usize {
-        self.tokens.len() - self.computed
+        self.tokens.len() - self.computed as usize
     }
 
     pub fn is_decode(&self) -> bool {
@@ -141,8 +167,15 @@ impl Sequence {
     }
 
     /// Rows that it would take in this step.
+    #[inline]
     pub fn wanted(&self) -> usize {
         if self.held || self.state != State::Running { 0 } else { self.remaining() }
+    }
+
+    /// Its prompt is complete and still has the name by which others join it.
+    #[inline]
+    pub fn ends_lead(&self) -> bool {
+        self.joinable && self.remaining() == 0
     }
 
     /// What names its prompt until that is computed.
@@ -152,33 +185,55 @@ impl Sequence {
 
     /// Nobody can join it any more.
     pub fn take_prompt(&mut self) -> Option<BlockHash> {
+        self.joinable = false;
         self.prompt.take()
     }
 
     /// Appends a sampled token, to be computed by a later step.
+    #[inline]
     pub fn push(&mut self, token: u32) {
         debug_assert!(self.tokens.len() < self.tokens_max);
         self.tokens.push(token);
-        if let Some(start) = self.start
-            && self.tokens.len().is_multiple_of(self.block_tokens)
-        {
-            let block = &self.tokens[self.tokens.len() - self.block_tokens..];
-            self.hashes.push(self.hashes.last().unwrap_or(&start).next(block));
+        if self.tokens.len() >= self.hash_at as usize {
+            self.hash_last_block();
         }
+    }
+
+    fn hash_last_block(&mut self) {
+        self.parent = self.parent.next(&self.tokens[self.tokens.len() - self.block_tokens..]);
+        self.hashes.push(self.parent);
+        self.hash_at = self.end_of(self.hashes.len());
+    }
+
+    /// Tokens up to the end of a block.
+    fn end_of(&self, block: usize) -> u32 {
+        ((block + 1) * self.block_tokens) as u32
+    }
+
+    fn shares(&self) -> bool {
+        self.hash_at != NEVER
+    }
+
+    fn note_named(&mut self) {
+        if self.shares() {
+            self.full_at = self.end_of(self.blocks.named());
+        }
+    }
+
+    fn note_room(&mut self) {
+        self.room = (self.blocks.len() * self.block_tokens) as u32;
     }
 
     /// Blocks to take before every token it has now is computed, and one more if it may outgrow these: what admission
     /// of others leaves for it.
+    #[inline]
     pub fn reserve(&self, chunk: usize) -> usize {
         match self.state {
             // All but the block that its next row is written into, a copy or a new one, are its leader's.
             State::Joined(_) => self.blocks.groups(),
             State::Waiting | State::Running => {
-                let known = self.tokens.len().div_ceil(self.block_tokens);
-                // The last token is drawn but never computed.
-                let most = (self.tokens_max - 1).div_ceil(self.block_tokens);
-                let grows = most > known || self.forked;
-                let missing = match known * self.block_tokens > self.room {
+                let grows = self.tokens.len() <= self.grows_to as usize || self.forked;
+                let missing = match self.tokens.len() > self.room as usize {
                     true => self.blocks.needed(self.tokens.len(), chunk),
                     false => 0,
                 };
@@ -213,15 +268,16 @@ impl Sequence {
         debug_assert!(self.blocks.is_empty() && self.computed == 0);
         self.reserve_memory();
         self.blocks.adopt(pool, &self.hashes, blocks);
-        self.computed = blocks * self.block_tokens;
-        self.room = self.computed;
+        self.note_room();
+        self.note_named();
+        self.computed = self.room;
     }
 
     /// No allocation happens from here to its end.
     fn reserve_memory(&mut self) {
         self.blocks.reserve(self.tokens_max);
         self.tokens.reserve_exact(self.tokens_max - self.tokens.len());
-        if self.start.is_some() {
+        if self.shares() {
             self.hashes
                 .reserve_exact((self.tokens_max / self.block_tokens).saturating_sub(self.hashes.len()));
         }
@@ -230,38 +286,50 @@ impl Sequence {
     /// Takes the blocks for `rows` more tokens, or none when there are too few.
     #[inline]
     pub fn grow(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
-        if self.computed + rows <= self.room && !self.forked {
+        if self.computed() + rows <= self.room as usize && !self.forked {
             return true;
         }
-        if !self.blocks.grow(pool, self.computed, rows, copies) {
+        self.take_blocks(pool, rows, copies)
+    }
+
+    fn take_blocks(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
+        if !self.blocks.grow(pool, self.computed(), rows, copies) {
             return false;
         }
-        self.room = self.blocks.len() * self.block_tokens;
+        self.note_room();
         self.tables_before += u32::from(self.forked);
         self.forked = false;
         true
     }
 
+    /// Whether `rows` more tokens fill a block that is to get a name.
+    #[inline]
+    pub fn fills_a_block(&self, rows: usize) -> bool {
+        self.computed() + rows >= self.full_at as usize
+    }
+
     /// Makes the blocks that `rows` more tokens fill findable, and returns how many.
     #[inline]
     pub fn name_full_blocks(&mut self, pool: &mut BlockPool, rows: usize) -> usize {
-        let end = self.computed + rows;
-        if self.start.is_none() || (rows == 1 && !end.is_multiple_of(self.block_tokens)) {
+        if !self.fills_a_block(rows) {
             return 0;
         }
-        self.blocks.name_full(pool, &self.hashes, end)
+        let named = self.blocks.name_full(pool, &self.hashes, self.computed() + rows);
+        self.note_named();
+        named
     }
 
     /// Takes the last `blocks` names back: their step will not run, or has failed.
     pub fn unname(&mut self, pool: &mut BlockPool, blocks: usize) {
         self.blocks.unname(pool, blocks);
+        self.note_named();
     }
 
     #[inline]
     pub fn commit(&mut self, pool: &mut BlockPool, rows: usize) {
-        self.computed += rows;
+        self.computed += rows as u32;
         if self.states {
-            self.blocks.name_states(pool, &self.hashes, self.computed);
+            self.blocks.name_states(pool, &self.hashes, self.computed as usize);
         }
     }
 
@@ -269,16 +337,18 @@ impl Sequence {
     pub fn fork(&mut self, pool: &mut BlockPool, leader: &mut Self) {
         debug_assert!(leader.remaining() == 0 && leader.tokens.len() == self.tokens.len());
         self.reserve_memory();
-        self.blocks.fork(pool, &mut leader.blocks, leader.computed);
+        let computed = leader.computed();
+        self.blocks.fork(pool, &mut leader.blocks, computed);
         (self.computed, self.state) = (leader.computed, State::Running);
-        self.room = self.blocks.len() * self.block_tokens;
+        self.note_room();
+        self.note_named();
         (self.forked, leader.forked) = (true, true);
     }
 
     /// Gives back the blocks behind those of its tokens: only drafts were written there.
     pub fn trim(&mut self, pool: &mut BlockPool) {
         self.blocks.trim(pool, self.tokens.len());
-        self.room = self.blocks.len() * self.block_tokens;
+        self.note_room();
     }
 
     /// Gives all blocks back; what it has computed so far has to be computed or found again.
@@ -286,5 +356,20 @@ impl Sequence {
         self.blocks.free(pool);
         self.tables_before += 1;
         (self.computed, self.room, self.forked) = (0, 0, false);
+        self.note_named();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    #[test]
+    fn a_decode_looks_at_one_line_of_the_cache() {
+        assert!(offset_of!(Sequence, admitted) < 64);
+        assert!(offset_of!(Sequence, block_tokens) >= 64);
+        // Whether a slot is taken needs no word of its own.
+        assert_eq!(size_of::<Option<Sequence>>(), size_of::<Sequence>());
     }
 }

@@ -4,7 +4,7 @@
 
 use engine::blocks::GroupKind;
 use engine::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
-use engine::sequence::{Kind, NewSequence};
+use engine::sequence::{Kind, NewSequence, State};
 use prefix::Scope;
 
 const BLOCK: usize = 4;
@@ -208,6 +208,37 @@ fn the_last_running_sequence_is_preempted_and_keeps_its_place() {
     assert_eq!((scheduler.ahead(second), scheduler.ahead(third)), (0, 1));
     scheduler.remove(first);
     assert_eq!(step(&mut scheduler), [(second, 0, 12), (third, 0, 3)], "recomputed with its own output");
+}
+
+#[test]
+fn every_decode_moves_when_who_is_preempted_was_joined_by_the_first_in_rank() {
+    let small = Limits {
+        block_tokens: 2,
+        step_tokens: 5,
+        prefill_chunk_max: 1,
+        running_max: 5,
+        forks: true,
+        ..limits()
+    };
+    let mut scheduler = Scheduler::new(small, 16);
+    let mut add = |scheduler: &mut Scheduler, priority, tokens| {
+        add_as(scheduler, Kind::Generate, priority, tokens, 30, &Scope::default())
+    };
+    let decodes = [1, 2, 3].map(|seed| add(&mut scheduler, 1, prompt(seed, 1)));
+    let leader = add(&mut scheduler, 2, prompt(4, 16));
+    step(&mut scheduler);
+    let joined = add(&mut scheduler, 0, prompt(4, 16));
+    let chunks = loop {
+        let chunks = step(&mut scheduler);
+        assert_eq!(scheduler.sequence(joined).unwrap().state, State::Joined(leader));
+        if scheduler.sequence(leader).unwrap().remaining() == 4 {
+            break step(&mut scheduler);
+        }
+        assert_eq!(chunks.len(), 4);
+    };
+    assert_eq!(scheduler.plan().preempted, 1);
+    assert_eq!(scheduler.sequence(joined).unwrap().state, State::Waiting);
+    assert_eq!(chunks.iter().map(|chunk| chunk.0).collect::<Vec<_>>(), decodes);
 }
 
 #[test]
