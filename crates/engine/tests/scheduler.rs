@@ -221,7 +221,7 @@ fn every_decode_moves_when_who_is_preempted_was_joined_by_the_first_in_rank() {
         ..limits()
     };
     let mut scheduler = Scheduler::new(small, 16);
-    let mut add = |scheduler: &mut Scheduler, priority, tokens| {
+    let add = |scheduler: &mut Scheduler, priority, tokens| {
         add_as(scheduler, Kind::Generate, priority, tokens, 30, &Scope::default())
     };
     let decodes = [1, 2, 3].map(|seed| add(&mut scheduler, 1, prompt(seed, 1)));
