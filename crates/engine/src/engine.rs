@@ -5,6 +5,7 @@ use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, S
 use crate::batch::{Batch, OutputRow};
 use crate::config::{ConfigError, EngineConfig};
 use crate::draft::{DraftStats, Drafter, Speculation};
+use crate::output_rows::OutputRows;
 use crate::pool::{BlockId, IntegrityError};
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
@@ -13,7 +14,7 @@ use crate::task::{Drawn, Row, Task, Work};
 use crate::validate::Capacity;
 use crate::{Constraint, Queued, RefuseReason};
 use models::Model;
-use ops::{Backend, KvLayout, NO_BEST, OpError};
+use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -60,10 +61,8 @@ pub struct Engine<B: Backend> {
     /// Set if tokens are drafted.
     speculation: Option<Speculation<B>>,
     batch: Batch,
-    /// Logits of the step on the host, but for rows that have a best.
-    logits: Vec<f32>,
-    /// By row: the token of the highest logit where nothing else is wanted of them, else [`NO_BEST`].
-    best: Vec<u32>,
+    /// What the step brought to the host.
+    rows: OutputRows,
     /// By slot of the scheduler.
     tasks: Vec<Option<Task>>,
     slots: HashMap<RequestId, Slot>,
@@ -145,8 +144,7 @@ impl<B: Backend> Engine<B> {
             sampler: Sampler::default(),
             speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
-            logits: Vec::new(),
-            best: Vec::new(),
+            rows: OutputRows::default(),
             tasks: Vec::new(),
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
@@ -376,7 +374,7 @@ impl<B: Backend> Engine<B> {
         speculation.draft(&mut self.backend, &mut self.scheduler, may)
     }
 
-    /// Runs the model over the plan and brings the logits to the host, or their best where that is all that is wanted.
+    /// Runs the model over the plan and brings to the host what its requests need of the logits.
     fn compute(&mut self) -> Result<(), OpError> {
         let drafts = self.speculation.iter().flat_map(Speculation::drafts);
         self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
@@ -388,28 +386,19 @@ impl<B: Backend> Engine<B> {
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
-        let (rows, vocab_size) = (self.batch.wanted().len(), self.capacity.vocab_size);
-        self.logits.resize(rows * vocab_size, 0.0);
-        self.best.clear();
-        self.best.resize(rows, NO_BEST);
-        let (wanted, tasks, scheduler) = (self.batch.wanted(), &self.tasks, &self.scheduler);
-        let greedy = |row: &OutputRow| {
+        let (wanted, vocab_size) = (self.batch.wanted(), self.capacity.vocab_size);
+        let (tasks, scheduler) = (&self.tasks, &self.scheduler);
+        let plain_draw = |row: &OutputRow| {
             // Others may sample from a leader's row in other ways.
             let leads = scheduler.sequence(row.slot).is_some_and(|sequence| sequence.followers > 0);
-            !leads && tasks[row.slot.0 as usize].as_ref().is_some_and(Task::takes_the_best)
+            let task = tasks[row.slot.0 as usize].as_ref().filter(|_| !leads);
+            task.and_then(|task| task.plain_draw(row.position))
         };
-        let (host, best) = (&mut self.logits, &mut self.best);
+        let rows = &mut self.rows;
+        rows.start(wanted.len());
+        let sampler = &mut self.sampler;
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
-            if wanted[run.clone()].iter().all(greedy) {
-                let best = &mut best[run.clone()];
-                backend.argmax(logits, run.len(), vocab_size, best)?;
-                if !best.contains(&NO_BEST) {
-                    return Ok(());
-                }
-                // The sampler says what is wrong with such a row.
-                best.fill(NO_BEST);
-            }
-            backend.read(logits, run.len(), &mut host[run.start * vocab_size..run.end * vocab_size])
+            rows.take(backend, sampler, vocab_size, run.clone(), logits, wanted[run].iter().map(plain_draw))
         };
         self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
     }
@@ -417,16 +406,13 @@ impl<B: Backend> Engine<B> {
     /// Hands every row of logits to its request; returns how many tokens were drawn and reported.
     fn report_rows(&mut self, out: &mut Vec<Output>) -> usize {
         let before = out.len();
-        let logits = std::mem::take(&mut self.logits);
-        for (index, row) in logits.chunks_exact(self.capacity.vocab_size).enumerate() {
+        let rows = std::mem::take(&mut self.rows);
+        for index in 0..self.batch.wanted().len() {
             let wanted = self.batch.wanted()[index];
             if !self.counts(&wanted) {
                 continue;
             }
-            let row = match self.best[index] {
-                NO_BEST => Row::Logits(row),
-                best => Row::Best(best),
-            };
+            let row = rows.row(index, self.capacity.vocab_size);
             self.report_row_and_end(wanted.slot, wanted.position, row, out);
             if wanted.drafted.is_none() {
                 let forked = self.scheduler.plan().forked.iter().filter(|fork| fork.leader == wanted.slot);
@@ -436,7 +422,7 @@ impl<B: Backend> Engine<B> {
                 }
             }
         }
-        self.logits = logits;
+        self.rows = rows;
         if let Some(speculation) = &mut self.speculation {
             self.scheduler.settle();
             speculation.settle();

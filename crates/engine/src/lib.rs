@@ -7,8 +7,8 @@
 //! only, never on batch, chunking, prefix hits, preemption, drafts or a resume.
 //!
 //! Code map: `engine` owns the model and joins the parts; `validate` refuses; `admission` bounds the `queue`;
-//! `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `task` turns logits into
-//! outputs with `sampler`.
+//! `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `output_rows`
+//! brings what they need of the logits to the host; `task` turns that into outputs with `sampler`.
 
 #![forbid(unsafe_code)]
 
@@ -20,6 +20,7 @@ mod config;
 mod constraint;
 pub mod draft;
 mod engine;
+mod output_rows;
 mod params;
 mod plan;
 pub mod pool;

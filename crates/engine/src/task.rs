@@ -41,8 +41,8 @@ pub(crate) struct Scoring {
 #[derive(Clone, Copy)]
 pub(crate) enum Row<'a> {
     Logits(&'a [f32]),
-    /// The token of the highest one: where [`Task::takes_the_best`].
-    Best(u32),
+    /// The token of the request's [`Task::plain_draw`].
+    Drawn(u32),
 }
 
 /// What a drawn token means for its sequence.
@@ -86,11 +86,11 @@ impl Task {
         matches!(&self.work, Work::Generate(generation) if generation.constraint.is_none())
     }
 
-    /// Whether the highest logit of a row decides everything about it.
-    pub(crate) fn takes_the_best(&self) -> bool {
+    /// The draw of the token after `position`, where nothing but the row and the request's parameters decides about it.
+    pub(crate) fn plain_draw(&self, position: usize) -> Option<Draw<'_>> {
         match &self.work {
-            Work::Generate(generation) => generation.takes_the_best(&self.usage),
-            Work::Score(_) => false,
+            Work::Generate(generation) => generation.plain_draw(&self.usage, position + 1),
+            Work::Score(_) => None,
         }
     }
 
@@ -102,13 +102,14 @@ impl Task {
 }
 
 impl Generation {
-    fn takes_the_best(&self, usage: &Usage) -> bool {
-        self.sampling.temperature == 0.0
-            && self.sampling.logit_bias.is_empty()
+    fn plain_draw(&self, usage: &Usage, position: usize) -> Option<Draw<'_>> {
+        let plain = self.sampling.logit_bias.is_empty()
             && self.history.is_plain()
             && self.logprobs.is_none()
             && self.constraint.is_none()
-            && !self.is_early(usage)
+            && !self.is_early(usage);
+        let Self { sampling: params, choice, .. } = self;
+        plain.then_some(Draw { params, choice: *choice, position, ruled_out: &[], allowed: None })
     }
 
     /// Whether stop tokens cannot be drawn yet.
@@ -139,7 +140,7 @@ impl Generation {
         let draw = Draw { params: &self.sampling, choice: self.choice, position, ruled_out, allowed };
         let token = match row {
             Row::Logits(logits) => sampler.sample(logits, &draw, &mut self.history)?,
-            Row::Best(token) => token,
+            Row::Drawn(token) => token,
         };
         if self.stop.stop_tokens.contains(&token) {
             return Ok(Drawn::Finished(FinishReason::Stop(token)));

@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use crate::{Experts, KvLayout, KvType, Linear, RopeSpec, Step, Weight, experts};
+use crate::weights::Weights;
+use crate::{Experts, KvLayout, KvType, Linear, RopeSpec, Shortlist, Step, Weighing, Weight, experts};
 
 /// Stands for the best of a row that has none: [`Backend::argmax`].
 pub const NO_BEST: u32 = u32::MAX;
@@ -51,7 +52,7 @@ pub enum OpError {
     Device { op: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
 }
 
-/// The op vocabulary. Ops run in the order of the calls; results are visible to the host only after [`Backend::read`].
+/// The op vocabulary. Ops run in the order of the calls; results are visible to the host only after [`Backend::read_rows`].
 pub trait Backend: Sized + Send + 'static {
     /// A weight as the backend addresses it: cheap to clone, keeps its memory alive.
     type Data: Clone + Send + Sync;
@@ -61,6 +62,9 @@ pub trait Backend: Sized + Send + 'static {
     type Kv: Send;
     /// Angles of one rotary embedding, prepared once.
     type Rope: Send;
+
+    /// Whether [`Backend::shortlists`] is to be preferred to reading rows: not where they are in the host's memory anyway.
+    const SHORTLISTS: bool;
 
     /// An uninitialised `[rows_max, cols]` tensor.
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Self::Tensor, OpError>;
@@ -229,6 +233,29 @@ pub trait Backend: Sized + Send + 'static {
         Ok(())
     }
 
+    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as `weighings` say: some numbers a
+    /// row come to the host. Lists of some rows may stay empty: those are to be read.
+    fn shortlists(
+        &mut self,
+        x: &Self::Tensor,
+        cols: usize,
+        weighings: &[Weighing],
+        lists: &mut [Shortlist],
+    ) -> Result<(), OpError> {
+        let rows = weighings.len();
+        if lists.len() != rows {
+            let (found, expected) = (lists.len(), rows);
+            return Err(OpError::Shape { op: "shortlists", what: "host slice", found, expected });
+        }
+        let mut values = vec![0.0; rows * cols];
+        self.read(x, rows, &mut values)?;
+        let mut weights = Weights::default();
+        for ((list, weighing), row) in lists.iter_mut().zip(weighings).zip(values.chunks_exact(cols.max(1))) {
+            list.fill(row, weighing, &mut weights);
+        }
+        Ok(())
+    }
+
     /// Gives back memory of the cache's blocks from number `blocks` on, as far as the backend can: nothing reads them
     /// before it has written them again. Memory comes back as they are written.
     fn trim(&mut self, _kv: &mut Self::Kv, _blocks: usize) -> Result<(), OpError> {
@@ -238,8 +265,13 @@ pub trait Backend: Sized + Send + 'static {
     /// Sets the first `rows` rows from `host` (`rows * cols` values).
     fn write(&mut self, x: &mut Self::Tensor, rows: usize, host: &[f32]) -> Result<(), OpError>;
 
-    /// Waits for all ops and copies the first `rows` rows to `host` (`rows * cols` values).
-    fn read(&mut self, x: &Self::Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError>;
+    /// Waits for all ops and copies a run of rows to `host` (`rows.len() * cols` values).
+    fn read_rows(&mut self, x: &Self::Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError>;
+
+    /// `read_rows` of the first `rows` rows.
+    fn read(&mut self, x: &Self::Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
+        self.read_rows(x, 0..rows, host)
+    }
 }
 
 /// Where the largest of a row stands, as [`Backend::argmax`] has it.

@@ -66,6 +66,8 @@ impl Backend for Cpu {
     type Kv = Kv;
     type Rope = Rope;
 
+    const SHORTLISTS: bool = false;
+
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
         Tensor::new(rows_max, cols)
     }
@@ -360,9 +362,11 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn read(&mut self, x: &Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
-        x.check_host("read", rows, host.len())?;
-        host.copy_from_slice(x.rows(rows));
+    fn read_rows(&mut self, x: &Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
+        const OP: &str = "read";
+        let (first, len) = (rows.start.min(rows.end) * x.cols(), host.len());
+        x.check_host(OP, rows.end, first + len)?;
+        host.copy_from_slice(&x.rows(rows.end)[first..]);
         Ok(())
     }
 

@@ -31,6 +31,7 @@ pub mod quantize;
 pub mod repack;
 pub mod rope;
 pub mod rounded;
+pub mod shortlist;
 mod stream;
 
 pub use archs::runs_on;

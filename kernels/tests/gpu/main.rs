@@ -30,6 +30,8 @@ mod quantize;
 mod random;
 #[cfg(feature = "cuda")]
 mod repack;
+#[cfg(feature = "cuda")]
+mod shortlist;
 
 #[cfg(feature = "cuda")]
 mod throughput;
@@ -54,6 +56,8 @@ fn main() -> anyhow::Result<()> {
         "bench" => &[
             ("attention", attention::bench),
             ("throughput", throughput::bench),
+            ("sampled", throughput::sampled),
+            ("shortlist", shortlist::bench),
             ("memory", throughput::memory),
             ("linear", linear::bench),
             ("checksum", checksum::bench),
@@ -77,6 +81,8 @@ fn main() -> anyhow::Result<()> {
             ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
             ("ops: the best of a row is that of the host", ops::the_best_of_a_row_is_that_of_the_host),
             ("ops: what is written is read", ops::what_is_written_is_read),
+            ("shortlist: lists are those of the host", shortlist::they_are_those_of_the_host),
+            ("shortlist: single rows are read", shortlist::single_rows_are_read),
             ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
             ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
             (

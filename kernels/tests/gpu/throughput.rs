@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use gguf::{Metadata, MetadataBuilder};
 use kernels::cuda::{Buffer, Cuda, Data, WorkerShape, predict};
 use models::{Limits, Model, WeightTable, build};
-use ops::{Backend, KvLayout, KvTypes, Step, Weight};
+use ops::{Backend, KvLayout, KvTypes, Shortlist, Step, Weighing, Weight};
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
 
@@ -91,6 +91,45 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
     for preset in &PRESETS {
         for (mix, name) in [(Mix::Q4KM, "Q4_K_M"), (Mix::Q80, "Q8_0")] {
             run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Steps whose tokens are drawn: by rows of logits that are read, by shortlists, and the best ones for comparison.
+pub(crate) fn sampled(gpu: &Gpu) -> Result<()> {
+    for (preset, mix, name) in
+        [(&PRESETS[0], Mix::Q4KM, "qwen3-8b Q4_K_M"), (&PRESETS[1], Mix::Q80, "qwen3-0.6b Q8_0")]
+    {
+        let mut cuda = Cuda::new(&gpu.device)?;
+        let limits = Limits { rows_max: STEP_TOKENS, outputs_max: 64 };
+        let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
+        let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];
+        let (sequences, table_len) = (64, 1024 / BLOCK_TOKENS);
+        let layers = model.kv_layers(&KvTypes::default());
+        let blocks = sequences * table_len + 1;
+        let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
+        let tables: Vec<Vec<u32>> = (0..sequences)
+            .map(|sequence| (0..table_len).map(|i| (1 + i * sequences + sequence) as u32).collect())
+            .collect();
+        for start in (0..512).step_by(STEP_TOKENS / sequences) {
+            let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
+            step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Nothing, &mut logits)?;
+        }
+        for rows in [1, 8, 32, 64] {
+            let mut line = format!("{name}: {rows:2} rows at 512:");
+            for (wanted, what) in
+                [(Wanted::Logits, "rows read"), (Wanted::Shortlists, "shortlists"), (Wanted::Best, "best")]
+            {
+                let mut times = Vec::new();
+                for at in 512..544 {
+                    let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
+                    times.push(step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?);
+                }
+                let seconds = median(times);
+                line += &format!(" {what} {:7.3} ms {:6.0} tok/s,", seconds * 1e3, rows as f64 / seconds);
+            }
+            println!("{line}");
         }
     }
     Ok(())
@@ -262,6 +301,8 @@ enum Wanted {
     Logits,
     /// Its best token, found on the device.
     Best,
+    /// What a sampler needs of its logits, found on the device; a token is drawn there from all of them.
+    Shortlists,
 }
 
 /// Seconds of one step of consecutive tokens of some sequences.
@@ -299,8 +340,11 @@ fn step(
     };
     let vocabulary = model.vocab_size();
     let mut best = vec![0; outputs.len()];
+    let weighings = vec![Weighing { temperature: 0.8, uniform: Some(0.5) }; outputs.len()];
+    let mut lists = vec![Shortlist::default(); outputs.len()];
     let mut take = |cuda: &mut Cuda, run: std::ops::Range<usize>, of_run: &_| match wanted {
         Wanted::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
+        Wanted::Shortlists => cuda.shortlists(of_run, vocabulary, &weighings[run.clone()], &mut lists[run]),
         _ => cuda.read(of_run, run.len(), &mut logits[run.start * vocabulary..run.end * vocabulary]),
     };
     cuda.wait()?;

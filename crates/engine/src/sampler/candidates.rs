@@ -2,15 +2,46 @@
 //!
 //! Every filter works on the softmax of what the filters before it left, at temperature 1, as in llama.cpp.
 
-use super::rank::{self, Ranked};
-use super::weights;
-use super::{Stream, math};
+use super::math;
 use crate::SamplingParams;
-use crate::sampler::Purpose;
+use ops::rank::{self, Ranked};
+use ops::{Shortlist, weights};
 
 /// Candidates that are sorted first, and the factor by which more are taken until they suffice.
 const SORTED_FIRST: usize = 64;
 const SORTED_GROWTH: usize = 8;
+
+/// The filters, in the order in which they act.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Filter {
+    TopNSigma,
+    TopK,
+    Typical,
+    TopP,
+    MinP,
+    Xtc,
+}
+
+impl Filter {
+    const IN_ORDER: [Self; 6] =
+        [Self::TopNSigma, Self::TopK, Self::Typical, Self::TopP, Self::MinP, Self::Xtc];
+
+    /// The first that thins out `vocab_size` tokens. `acts`: whether XTC does, if it is on.
+    pub(super) fn first(params: &SamplingParams, vocab_size: usize, acts: bool) -> Option<Self> {
+        Self::IN_ORDER.into_iter().find(|filter| filter.is_on(params, vocab_size, acts))
+    }
+
+    fn is_on(self, params: &SamplingParams, left: usize, acts: bool) -> bool {
+        match self {
+            Self::TopNSigma => params.top_n_sigma > 0.0,
+            Self::TopK => params.top_k > 0 && (params.top_k as usize) < left,
+            Self::Typical => params.typical_p < 1.0,
+            Self::TopP => params.top_p < 1.0,
+            Self::MinP => params.min_p > 0.0,
+            Self::Xtc => params.xtc_probability > 0.0 && params.xtc_threshold <= 0.5 && acts,
+        }
+    }
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
@@ -32,77 +63,87 @@ impl Candidates {
         &self.kept
     }
 
-    /// Top-n-sigma, top-k, typical, top-p, min-p, XTC. `false`: none of them is on, and every token is left.
-    pub(super) fn thin_out(
-        &mut self,
-        logits: &[f32],
-        params: &SamplingParams,
-        stream: Stream,
-        position: u64,
-    ) -> bool {
-        // While false, `kept` is not filled: most requests need no more than the best few of a large vocabulary.
-        let mut thinned = false;
-        if params.top_n_sigma > 0.0 {
-            self.keep_above(logits, thinned, sigma_floor(logits, params.top_n_sigma));
-            thinned = true;
-        }
-        let top_k = params.top_k as usize;
-        if top_k > 0 && top_k < if thinned { self.kept.len() } else { logits.len() } {
-            self.keep_highest(logits, thinned, top_k);
-            thinned = true;
-        }
-        if params.typical_p < 1.0 {
-            self.fill(logits, thinned);
-            self.keep_typical(params.typical_p);
-            thinned = true;
-        }
-        if params.top_p < 1.0 {
-            if thinned {
-                self.top_p(params.top_p)
-            } else {
-                self.top_p_of_all(logits, params.top_p)
+    /// Leaves what the filters leave of a row, from `first` on, the first of them that acts.
+    pub(super) fn thin_out(&mut self, logits: &[f32], first: Filter, params: &SamplingParams) {
+        match first {
+            Filter::TopNSigma => self.keep_above(logits, sigma_floor(logits, params.top_n_sigma)),
+            Filter::TopK => self.keep_highest(logits, params.top_k as usize),
+            Filter::TopP => self.top_p_of_all(logits, params.top_p),
+            Filter::MinP => self.keep_above(logits, min_p_floor(rank::max(logits), params.min_p)),
+            Filter::Typical | Filter::Xtc => {
+                self.fill(logits);
+                self.filter(first, params);
             }
-            thinned = true;
-        }
-        if params.min_p > 0.0 {
-            let max = if thinned { max_of(&self.kept) } else { rank::max(logits) };
-            self.keep_above(logits, thinned, max + math::ln(f64::from(params.min_p)) as f32);
-            thinned = true;
-        }
-        if params.xtc_probability > 0.0
-            && params.xtc_threshold <= 0.5
-            && stream.uniform(position, Purpose::Xtc) < f64::from(params.xtc_probability)
-        {
-            self.fill(logits, thinned);
-            self.drop_likeliest(params.xtc_threshold);
-            thinned = true;
-        }
-        thinned
-    }
-
-    /// Makes `kept` all tokens, unless it is some of them already.
-    pub(super) fn fill(&mut self, logits: &[f32], thinned: bool) {
-        if !thinned {
-            self.keep_above(logits, false, f32::MIN);
         }
     }
 
-    pub(super) fn keep_above(&mut self, logits: &[f32], thinned: bool, floor: f32) {
-        if thinned {
-            self.kept.retain(|kept| kept.logit() >= floor);
-        } else {
-            self.kept.clear();
-            let above = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
-            self.kept.extend(above.map(|(id, &logit)| Ranked::new(logit, id as u32)));
+    /// The same of a shortlist of the row, which has `vocab_size` logits. `false`: the list does not show it.
+    pub(super) fn thin_out_list(
+        &mut self,
+        list: &Shortlist,
+        vocab_size: usize,
+        first: Filter,
+        params: &SamplingParams,
+    ) -> bool {
+        let (best, whole) = (list.best(), list.best().len() == vocab_size);
+        let Some(max) = best.first().map(|best| best.logit()) else { return false };
+        let count = match first {
+            Filter::TopK => Some(params.top_k as usize).filter(|&count| count <= best.len()),
+            Filter::TopP => reaching(best, max, f64::from(params.top_p) * list.total()),
+            Filter::MinP => {
+                let floor = min_p_floor(max, params.min_p);
+                best.iter().position(|best| best.logit() < floor)
+            }
+            // They weigh every token.
+            Filter::TopNSigma | Filter::Typical | Filter::Xtc => return false,
+        };
+        let Some(count) = count.or(whole.then_some(best.len())) else { return false };
+        self.kept.clear();
+        self.kept.extend_from_slice(&best[..count]);
+        self.sort_by_id();
+        true
+    }
+
+    /// The filters behind `first` on what it left. `acts`: whether XTC does, if it is on.
+    pub(super) fn thin_further(&mut self, first: Filter, params: &SamplingParams, acts: bool) {
+        for filter in Filter::IN_ORDER.into_iter().filter(|&filter| filter > first) {
+            if filter.is_on(params, self.kept.len(), acts) {
+                self.filter(filter, params);
+            }
         }
     }
 
-    pub(super) fn keep_highest(&mut self, logits: &[f32], thinned: bool, count: usize) {
-        if thinned {
-            rank::keep(&mut self.kept, count);
-        } else {
-            rank::highest(logits, count, &mut self.kept);
+    /// One of the filters behind top-n-sigma, which is always the first.
+    fn filter(&mut self, filter: Filter, params: &SamplingParams) {
+        match filter {
+            Filter::TopNSigma => {}
+            Filter::TopK => {
+                rank::keep(&mut self.kept, params.top_k as usize);
+                self.sort_by_id();
+            }
+            Filter::Typical => self.keep_typical(params.typical_p),
+            Filter::TopP => self.top_p(params.top_p),
+            Filter::MinP => {
+                let floor = min_p_floor(max_of(&self.kept), params.min_p);
+                self.kept.retain(|kept| kept.logit() >= floor);
+            }
+            Filter::Xtc => self.drop_likeliest(params.xtc_threshold),
         }
+    }
+
+    /// Makes `kept` all tokens that are not ruled out.
+    pub(super) fn fill(&mut self, logits: &[f32]) {
+        self.keep_above(logits, f32::MIN);
+    }
+
+    pub(super) fn keep_above(&mut self, logits: &[f32], floor: f32) {
+        self.kept.clear();
+        let above = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
+        self.kept.extend(above.map(|(id, &logit)| Ranked::new(logit, id as u32)));
+    }
+
+    pub(super) fn keep_highest(&mut self, logits: &[f32], count: usize) {
+        rank::highest(logits, count, &mut self.kept);
         self.sort_by_id();
     }
 
@@ -150,13 +191,9 @@ impl Candidates {
         loop {
             rank::highest(logits, taken, &mut self.kept);
             self.kept.sort_unstable();
-            let mut sum = 0.0;
-            let reached = self.kept.iter().position(|best| {
-                sum += weight(best.logit(), max);
-                sum >= wanted
-            });
+            let reached = reaching(&self.kept, max, wanted);
             if reached.is_some() || taken >= logits.len() {
-                self.kept.truncate(reached.map_or(self.kept.len(), |last| last + 1));
+                self.kept.truncate(reached.unwrap_or(self.kept.len()));
                 return self.sort_by_id();
             }
             taken *= SORTED_GROWTH;
@@ -179,6 +216,20 @@ impl Candidates {
             count => (softmax(&self.kept).entropy / math::ln(count as f64)).clamp(0.0, 1.0),
         }
     }
+}
+
+/// How many of the best, which are in order, it takes until their weights reach `wanted`.
+fn reaching(best: &[Ranked], max: f32, wanted: f64) -> Option<usize> {
+    let mut sum = 0.0;
+    let last = best.iter().position(|best| {
+        sum += weight(best.logit(), max);
+        sum >= wanted
+    });
+    last.map(|last| last + 1)
+}
+
+fn min_p_floor(max: f32, min_p: f32) -> f32 {
+    max + math::ln(f64::from(min_p)) as f32
 }
 
 /// Sorts as much of `ranked` as it takes until `enough` has seen enough, and returns how many that are.

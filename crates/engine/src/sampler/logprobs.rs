@@ -3,8 +3,9 @@
 //! Raw means before bias, penalties, truncation and temperature, so they say what the model thinks, whatever the
 //! sampling parameters are.
 
-use super::rank::{self, Ranked};
-use super::{SampleError, check, weights};
+use super::{SampleError, check};
+use ops::rank::{self, Ranked};
+use ops::weights;
 
 /// One row, ready to be asked about its tokens.
 #[derive(Debug)]

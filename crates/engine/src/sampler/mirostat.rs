@@ -3,9 +3,10 @@
 //! Formulas and constants as in llama.cpp, surprise in bits.
 
 use super::candidates::Candidates;
-use super::rank::{self, Ranked};
-use super::{math, weights};
+use super::math;
 use crate::params::{Mirostat, MirostatVersion};
+use ops::rank::{self, Ranked};
+use ops::weights;
 use std::f64::consts::LN_2;
 
 /// Best tokens that version 1 estimates the exponent of Zipf's law from.
@@ -24,14 +25,14 @@ pub(super) fn thin_out(
             rank::highest(logits, ESTIMATED_FROM, best);
             best.sort_unstable();
             let left = logits.iter().filter(|logit| **logit > f32::NEG_INFINITY).count();
-            candidates.keep_highest(logits, false, count(best, left, mu));
+            candidates.keep_highest(logits, count(best, left, mu));
         }
         MirostatVersion::Two => {
             let max = rank::max(logits);
             let normalizer = math::ln(weights::exp_sum(logits, max));
             let floor = f64::from(max) + normalizer - f64::from(mu) * LN_2;
             // The best token stays, however surprising.
-            candidates.keep_above(logits, false, (floor as f32).min(max));
+            candidates.keep_above(logits, (floor as f32).min(max));
         }
     }
 }

@@ -30,14 +30,13 @@ mod math;
 mod mirostat;
 mod penalties;
 mod random;
-mod rank;
-mod weights;
 
 use crate::SamplingParams;
-use candidates::Candidates;
+use candidates::{Candidates, Filter};
 use dry::Repetitions;
-use rank::Ranked;
-use weights::Weights;
+use ops::rank::{self, Ranked};
+use ops::weights::Weights;
+use ops::{SHORTLIST_LEN, Shortlist, Weighing};
 
 pub use history::History;
 pub use logprobs::LogProbs;
@@ -54,6 +53,42 @@ pub struct Draw<'a> {
     pub ruled_out: &'a [u32],
     /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn. Tokens beyond the end may not.
     pub allowed: Option<&'a [u32]>,
+}
+
+impl Draw<'_> {
+    fn stream(&self) -> Stream {
+        Stream { seed: self.params.seed, choice: self.choice }
+    }
+
+    /// The number that decides between the tokens in the end.
+    fn uniform(&self) -> f64 {
+        self.stream().uniform(self.position as u64, Purpose::Token)
+    }
+
+    /// Whether it is XTC's turn, if it is on at all.
+    fn xtc_acts(&self) -> bool {
+        let chance = f64::from(self.params.xtc_probability);
+        chance > 0.0 && self.stream().uniform(self.position as u64, Purpose::Xtc) < chance
+    }
+
+    /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: of what is asked
+    /// for, nothing weighs all tokens by more than their sum.
+    pub fn weighing(&self, vocab_size: usize) -> Option<Weighing> {
+        let params = self.params;
+        if params.temperature == 0.0 {
+            return Some(Weighing::default());
+        }
+        if params.mirostat.is_some() {
+            return None;
+        }
+        match Filter::first(params, vocab_size, self.xtc_acts()) {
+            None if params.dynatemp_range > 0.0 => None,
+            None => Some(Weighing { temperature: params.temperature, uniform: Some(self.uniform()) }),
+            Some(Filter::TopK) if params.top_k as usize > SHORTLIST_LEN => None,
+            Some(Filter::TopK | Filter::TopP | Filter::MinP) => Some(Weighing::default()),
+            Some(Filter::TopNSigma | Filter::Typical | Filter::Xtc) => None,
+        }
+    }
 }
 
 /// A row of logits that no token can be drawn from.
@@ -134,9 +169,7 @@ impl Sampler {
         if params.temperature == 0.0 {
             return Ok(rank::argmax(logits) as u32);
         }
-        let stream = Stream { seed: params.seed, choice: draw.choice };
-        let position = draw.position as u64;
-        let uniform = stream.uniform(position, Purpose::Token);
+        let uniform = draw.uniform();
         if let (Some(mirostat), Some(mu)) = (params.mirostat, history.mu) {
             self.tempered.clear();
             self.tempered.extend(logits.iter().map(|logit| (logit - max) / params.temperature));
@@ -145,16 +178,43 @@ impl Sampler {
             history.mu = Some(mirostat::learn(&mirostat, mu, probability));
             return Ok(token);
         }
-        let dynamic = params.dynatemp_range > 0.0;
-        let thinned = self.candidates.thin_out(logits, params, stream, position);
-        if !thinned && !dynamic {
-            self.weights.fill(logits.iter().copied(), max, params.temperature);
-            return Ok(self.weights.pick(uniform) as u32);
+        let xtc_acts = draw.xtc_acts();
+        match Filter::first(params, logits.len(), xtc_acts) {
+            None if params.dynatemp_range == 0.0 => {
+                self.weights.fill(logits.iter().copied(), max, params.temperature);
+                return Ok(self.weights.pick(uniform) as u32);
+            }
+            None => self.candidates.fill(logits),
+            Some(first) => {
+                self.candidates.thin_out(logits, first, params);
+                self.candidates.thin_further(first, params, xtc_acts);
+            }
         }
-        self.candidates.fill(logits, thinned);
+        Ok(self.pick_candidate(params, uniform))
+    }
+
+    /// The token that `sample` draws from a row of `vocab_size` logits, if its shortlist shows it. The
+    /// list is weighed as [`Draw::weighing`] says, and nothing rules tokens out or changes logits.
+    pub fn sample_shortlist(&mut self, list: &Shortlist, vocab_size: usize, draw: &Draw<'_>) -> Option<u32> {
+        let params = draw.params;
+        draw.weighing(vocab_size)?;
+        if params.temperature == 0.0 {
+            return list.best().first().map(|best| best.id());
+        }
+        let xtc_acts = draw.xtc_acts();
+        let Some(first) = Filter::first(params, vocab_size, xtc_acts) else { return list.drawn() };
+        if !self.candidates.thin_out_list(list, vocab_size, first, params) {
+            return None;
+        }
+        self.candidates.thin_further(first, params, xtc_acts);
+        Some(self.pick_candidate(params, draw.uniform()))
+    }
+
+    fn pick_candidate(&mut self, params: &SamplingParams, uniform: f64) -> u32 {
+        let dynamic = params.dynatemp_range > 0.0;
         let temperature = if dynamic { self.dynamic_temperature(params) } else { params.temperature };
         let max = self.candidates.kept().iter().map(|kept| kept.logit()).fold(f32::NEG_INFINITY, f32::max);
-        Ok(self.pick(max, temperature, uniform).0)
+        self.pick(max, temperature, uniform).0
     }
 
     /// A token among the candidates, and its probability there. `max` is the highest logit of theirs.

@@ -20,6 +20,7 @@ use crate::cuda::linear::{Linear, MATRICES_MAX, Product};
 use crate::cuda::norm::Norms;
 use crate::cuda::quantize::{Activations, Quantize};
 use crate::cuda::rope::{Ropes, Turn};
+use crate::cuda::shortlist::Shortlists;
 use crate::cuda::{Device, Stream, View, ViewMut};
 use ops::OpError;
 
@@ -183,6 +184,13 @@ pub(super) enum Command {
         cols: u32,
         out: Words,
     },
+    /// `work` is of u64 words.
+    Shortlist {
+        x: Floats,
+        cols: u32,
+        weighings: Words,
+        work: Range,
+    },
     Route {
         logits: Floats,
         count: u32,
@@ -233,6 +241,7 @@ pub(super) struct Kernels {
     pub(super) heads: HeadsToCache,
     gathers: Gathers,
     argmaxes: Argmaxes,
+    shortlists: Shortlists,
     embed: Embed,
     quantize: Quantize,
     linear: Linear,
@@ -250,6 +259,7 @@ impl Kernels {
             heads: HeadsToCache::new(device),
             gathers: Gathers::new(device),
             argmaxes: Argmaxes::new(device),
+            shortlists: Shortlists::new(device),
             embed: Embed::new(device),
             quantize: Quantize::new(device),
             linear: Linear::new(device),
@@ -449,6 +459,12 @@ impl Kernels {
                     .argmaxes
                     .rows(stream, x.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("argmax")),
+                Command::Shortlist { x, cols, weighings, work } => {
+                    let mut work = ViewMut::from_raw(work.address, work.len / size_of::<u64>());
+                    self.shortlists
+                        .rows(stream, x.view(), cols as usize, weighings.view(), &mut work)
+                        .map_err(device_error("shortlists"))
+                }
             }
         }
     }

@@ -40,6 +40,7 @@ use data::{Resident, resident};
 use readback::Readback;
 use recorder::Recorder;
 use step::Rows;
+use upload::Upload;
 use usage::allocated;
 
 pub use data::Data;
@@ -67,6 +68,10 @@ pub struct Cuda {
     panels: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,
+    weighings: Upload,
+    /// What shortlists are made in, and the records of them.
+    shortlists: Arc<Buffer<u64>>,
+    records: Vec<u64>,
     readback: Readback,
     tensor_bytes: Arc<AtomicU64>,
 }
@@ -83,6 +88,9 @@ impl Cuda {
             device: device.clone(),
             memory: None,
             step: Rows::new(&stream)?,
+            weighings: Upload::new(&stream)?,
+            shortlists: Arc::new(Buffer::new(device, 0)?),
+            records: Vec::new(),
             recorder: Recorder::new(device, stream),
             steps: 0,
             plans: Vec::new(),
@@ -118,12 +126,15 @@ impl Cuda {
 
     /// Device memory that is there now for this backend.
     pub fn device_bytes(&self) -> DeviceBytes {
-        let scratch = [self.panels.len(), self.expert_scratch.len(), self.best.len() * size_of::<u32>()];
+        let lists = self.shortlists.len() * size_of::<u64>();
+        let scratch =
+            [self.panels.len(), self.expert_scratch.len(), self.best.len() * size_of::<u32>(), lists];
         DeviceBytes {
             tensors: self.tensor_bytes.load(Ordering::Relaxed),
             scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()
                 + self.plans.iter().map(DevicePlan::bytes).sum::<u64>()
-                + self.step.bytes(),
+                + self.step.bytes()
+                + self.weighings.bytes(),
             graphs: self.recorder.graph_bytes(),
             modules: self.device.module_bytes(),
         }

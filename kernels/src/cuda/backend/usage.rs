@@ -13,7 +13,7 @@ const UNIT_BYTES: u64 = 2 << 20;
 const MODULES_BYTES: u64 = UNIT_BYTES;
 /// What the driver takes for streams, events and the first launches (as above).
 const DRIVER_BYTES: u64 = UNIT_BYTES;
-/// Rows of steps, block tables and attention plans, of the step at hand.
+/// Rows of steps, block tables and attention plans, of the step at hand, and shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
 /// Launches of one layer, when norms, gates and merges round what they make; and before and behind the layers.
 const LAUNCHES_OF_LAYER: u64 = 9;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ops::{
     Activation, AttentionSpec, Backend, Experts, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec,
-    Step, Weight,
+    Shortlist, Step, Weighing, Weight,
 };
 use quant::DType;
 
@@ -16,12 +16,15 @@ use super::{Cuda, Data, Kv, Rope, Tensor, data};
 use crate::cuda::Buffer;
 use crate::cuda::attention::Method;
 use crate::cuda::error::device_error;
+use crate::cuda::shortlist;
 
 impl Backend for Cuda {
     type Data = Data;
     type Tensor = Tensor;
     type Kv = Kv;
     type Rope = Rope;
+
+    const SHORTLISTS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
         const OP: &str = "tensor";
@@ -369,6 +372,55 @@ impl Backend for Cuda {
         self.bring(OP, at.address, best)
     }
 
+    fn shortlists(
+        &mut self,
+        x: &Tensor,
+        cols: usize,
+        weighings: &[Weighing],
+        lists: &mut [Shortlist],
+    ) -> Result<(), OpError> {
+        const OP: &str = "shortlists";
+        let rows = weighings.len();
+        x.check(OP, "columns", rows, cols)?;
+        if lists.len() != rows {
+            let (found, expected) = (lists.len(), rows);
+            return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
+        }
+        lists.iter_mut().for_each(Shortlist::clear);
+        if rows == 0 || !(1..=shortlist::COLS_MAX).contains(&cols) {
+            return Ok(());
+        }
+        let words = shortlist::words(rows, cols);
+        if words > self.shortlists.len() {
+            self.shortlists = Arc::new(Buffer::new(&self.device, words).map_err(device_error(OP))?);
+        }
+        self.recorder.keep(self.shortlists.clone());
+        let work = self.shortlists.view().address();
+        let fill = |to: &mut [u32]| {
+            for (to, weighing) in to.chunks_exact_mut(shortlist::WEIGHING_WORDS).zip(weighings) {
+                to.copy_from_slice(&shortlist::weighing_words(weighing));
+            }
+        };
+        let len = rows * shortlist::WEIGHING_WORDS;
+        self.weighings.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
+        let x = self.use_tensor(x, rows);
+        self.push(Command::Shortlist {
+            x,
+            cols: cols as u32,
+            weighings: Words { address: self.weighings.address(), len },
+            work: command::Range { address: work, len: words * size_of::<u64>() },
+        });
+        self.recorder.flush()?;
+        let mut records = std::mem::take(&mut self.records);
+        records.resize(rows * shortlist::RECORD_WORDS, 0);
+        let brought = self.bring(OP, work, &mut records);
+        for (record, list) in records.chunks_exact(shortlist::RECORD_WORDS).zip(lists) {
+            shortlist::decode(record, list);
+        }
+        self.records = records;
+        brought
+    }
+
     fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
         self.recorder.flush()?;
         let recorder = &mut self.recorder;
@@ -384,10 +436,11 @@ impl Backend for Cuda {
         values.copy_from_host(self.recorder.stream(), host).map_err(device_error(OP))
     }
 
-    fn read(&mut self, x: &Tensor, rows: usize, host: &mut [f32]) -> Result<(), OpError> {
+    fn read_rows(&mut self, x: &Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
         const OP: &str = "read";
-        x.check_host(OP, rows, host.len())?;
+        let (first, len) = (rows.start.min(rows.end) * x.cols(), host.len());
+        x.check_host(OP, rows.end, first + len)?;
         self.recorder.flush()?;
-        self.bring(OP, x.rows(rows).address, host)
+        self.bring(OP, x.rows(rows.end).part(first, len).address, host)
     }
 }

@@ -1,7 +1,8 @@
 //! Softmax weights: an exponential of our own and sums in one fixed order.
 //!
 //! The C library's `exp` differs between machines in the last bit; this one is multiplications and additions of f32
-//! only, so it gives the same bits everywhere and the compiler can vectorise it.
+//! only, so it gives the same bits everywhere and the compiler can vectorise it. What a device draws with them is what
+//! the host would draw.
 
 /// Values per partial sum; a partial sum is made of `LANES` running sums.
 const BLOCK: usize = 1024;
@@ -10,7 +11,7 @@ const LANES: usize = 8;
 /// `e^x` for `x <= 0`, within 2 units in the last place; 0 below -87, where f32 runs out of normal numbers.
 /// Polynomial of Cephes' `expf` on `|r| <= ln(2) / 2`, where `x = n ln(2) + r`.
 #[inline]
-pub(super) fn exp(x: f32) -> f32 {
+pub fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.0;
     /// Adding it leaves the nearest integer in the low bits of the mantissa.
     const ROUND: f32 = 12_582_912.0;
@@ -33,35 +34,40 @@ pub(super) fn exp(x: f32) -> f32 {
 }
 
 /// `sum of e^(logit - max)`.
-pub(super) fn exp_sum(logits: &[f32], max: f32) -> f64 {
+pub fn exp_sum(logits: &[f32], max: f32) -> f64 {
     logits.chunks(BLOCK).map(|block| sum(block, |logit| exp(logit - max))).sum()
 }
 
 /// Weights of a draw, with partial sums so that a draw need not walk all of them.
 #[derive(Debug, Default)]
-pub(super) struct Weights {
+pub struct Weights {
     values: Vec<f32>,
     blocks: Vec<f64>,
 }
 
 impl Weights {
     /// `e^((logit - max) / temperature)` of each.
-    pub(super) fn fill(&mut self, logits: impl Iterator<Item = f32>, max: f32, temperature: f32) {
+    pub fn fill(&mut self, logits: impl Iterator<Item = f32>, max: f32, temperature: f32) {
         self.values.clear();
         self.values.extend(logits.map(|logit| exp((logit - max) / temperature)));
         self.blocks.clear();
         self.blocks.extend(self.values.chunks(BLOCK).map(|block| sum(block, |weight| weight)));
     }
 
+    /// Sum of all.
+    pub fn total(&self) -> f64 {
+        self.blocks.iter().sum()
+    }
+
     /// Of one among them.
-    pub(super) fn probability(&self, index: usize) -> f64 {
-        f64::from(self.values[index]) / self.blocks.iter().sum::<f64>()
+    pub fn probability(&self, index: usize) -> f64 {
+        f64::from(self.values[index]) / self.total()
     }
 
     /// The first index at which the running sum exceeds `uniform` (in `[0, 1)`) of the total. Never one of weight 0,
     /// as long as there is another.
-    pub(super) fn pick(&self, uniform: f64) -> usize {
-        let mut target = uniform * self.blocks.iter().sum::<f64>();
+    pub fn pick(&self, uniform: f64) -> usize {
+        let mut target = uniform * self.total();
         let mut chosen = 0;
         for (block, &total) in self.blocks.iter().enumerate() {
             if total > 0.0 {

@@ -1,22 +1,35 @@
-//! The n highest of many logits without sorting all of them. Equal logits: the lower id ranks higher.
+//! The order of a row's logits, and the n highest of them without sorting all. Equal logits: the lower id ranks higher.
+//! Samplers and the kernels that work for them go by this order.
 
 /// Orders by falling logit, then rising id, as one integer: smaller is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Ranked(u64);
+pub struct Ranked(u64);
 
 impl Ranked {
-    pub(super) fn new(logit: f32, id: u32) -> Self {
+    #[inline]
+    pub fn new(logit: f32, id: u32) -> Self {
         // -0.0 + 0.0 is 0.0: the two zeros are one rank.
         let bits = (logit + 0.0).to_bits();
         let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
         Self(u64::from(!rising) << 32 | u64::from(id))
     }
 
-    pub(super) fn id(self) -> u32 {
+    /// Of the integer that [`Self::bits`] gave.
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    pub fn bits(self) -> u64 {
+        self.0
+    }
+
+    #[inline]
+    pub fn id(self) -> u32 {
         self.0 as u32
     }
 
-    pub(super) fn logit(self) -> f32 {
+    #[inline]
+    pub fn logit(self) -> f32 {
         let rising = !((self.0 >> 32) as u32);
         f32::from_bits(if rising >> 31 == 1 { rising & !(1 << 31) } else { !rising })
     }
@@ -26,7 +39,7 @@ impl Ranked {
 const SLACK: usize = 256;
 
 /// Replaces `best` by the `n` highest logits, in no order. `logits` has no NaN.
-pub(super) fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
+pub fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
     best.clear();
     let limit = 2 * n + SLACK;
     // Of what was dropped so far, nothing is above it; an equal one that comes later has a higher id.
@@ -44,7 +57,7 @@ pub(super) fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
 }
 
 /// Leaves the `n` best, in no order.
-pub(super) fn keep(best: &mut Vec<Ranked>, n: usize) {
+pub fn keep(best: &mut Vec<Ranked>, n: usize) {
     if n == 0 {
         best.clear();
     } else if n < best.len() {
@@ -54,12 +67,12 @@ pub(super) fn keep(best: &mut Vec<Ranked>, n: usize) {
 }
 
 /// The highest logit, the lowest id among equals. `logits` is not empty and has no NaN.
-pub(super) fn argmax(logits: &[f32]) -> usize {
+pub fn argmax(logits: &[f32]) -> usize {
     let max = max(logits);
     logits.iter().position(|&logit| logit == max).unwrap_or(0)
 }
 
-pub(super) fn max(logits: &[f32]) -> f32 {
+pub fn max(logits: &[f32]) -> f32 {
     logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)
 }
 

@@ -1,0 +1,109 @@
+//! Launcher of shortlist.cu: of each row of logits what a sampler needs.
+
+use ops::rank::Ranked;
+use ops::{NO_BEST, SHORTLIST_LEN, Shortlist, Weighing};
+
+use super::module::{arguments, image};
+use super::norm::same;
+use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+
+/// As shortlist.cu.
+const THREADS: u32 = 256;
+const GROUPS: usize = 2048;
+const FOUND_MAX: usize = 1024;
+const BLOCK: usize = 1024;
+const SUMS: usize = 4;
+/// Values of a row at most: its partial sums stand in shared memory.
+pub const COLS_MAX: usize = 1024 * BLOCK;
+/// u32 words of a row's weighing.
+pub const WEIGHING_WORDS: usize = 4;
+/// u64 words of what is found of a row: count and drawn token, sum of weights, best values.
+pub const RECORD_WORDS: usize = 2 + SHORTLIST_LEN;
+
+pub struct Shortlists(Family);
+
+/// u64 words that the rows need: the records, and behind them what is between the kernels.
+pub fn words(rows: usize, cols: usize) -> usize {
+    rows * (RECORD_WORDS + FOUND_MAX + cols.div_ceil(BLOCK) + GROUPS / 2) + rows.div_ceil(2)
+}
+
+/// The words of a weighing.
+pub fn weighing_words(weighing: &Weighing) -> [u32; WEIGHING_WORDS] {
+    let uniform = weighing.uniform.unwrap_or(0.0).to_bits();
+    [
+        weighing.temperature.to_bits(),
+        u32::from(weighing.uniform.is_some()),
+        uniform as u32,
+        (uniform >> 32) as u32,
+    ]
+}
+
+/// The list that a record of [`RECORD_WORDS`] words says.
+pub fn decode(record: &[u64], list: &mut Shortlist) {
+    let [head, total, best @ ..] = record else { return list.clear() };
+    let (count, drawn) = (*head as u32 as usize, (head >> 32) as u32);
+    let best = best.iter().take(count).map(|&bits| Ranked::from_bits(bits));
+    list.set(best, f64::from_bits(*total), Some(drawn).filter(|&drawn| drawn != NO_BEST));
+}
+
+impl Shortlists {
+    pub fn new(device: &Device) -> Self {
+        Self(Family::new(device, "shortlist", image!("shortlist")))
+    }
+
+    /// The records of the rows of `x`, which have `cols` values, come first in `work`, which has [`words`]. A weighing is
+    /// four words: temperature, whether a token is wanted, and the low and high half of the uniform number.
+    pub fn rows(
+        &self,
+        stream: &Stream,
+        x: View<'_, f32>,
+        cols: usize,
+        weighings: View<'_, u32>,
+        work: &mut ViewMut<'_, u64>,
+    ) -> Result<(), CudaError> {
+        let rows = weighings.len() / WEIGHING_WORDS;
+        same("words of weighings", weighings.len(), rows * WEIGHING_WORDS)?;
+        same("rows to shortlist", x.len(), rows * cols)?;
+        same("columns to shortlist", cols.clamp(1, COLS_MAX), cols)?;
+        same("work space of shortlists", work.len(), words(rows, cols))?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let launch = |blocks: usize, rows: usize| Launch {
+            grid: (blocks as u32, rows as u32, 1),
+            block: THREADS,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let blocks = cols.div_ceil(BLOCK);
+        let records = work.address();
+        let at = |words: usize| records + (words * size_of::<u64>()) as u64;
+        let found = at(rows * RECORD_WORDS);
+        let sums = at(rows * (RECORD_WORDS + FOUND_MAX));
+        let groups = at(rows * (RECORD_WORDS + FOUND_MAX + blocks));
+        let counts = at(rows * (RECORD_WORDS + FOUND_MAX + blocks + GROUPS / 2));
+        let (x, weighings, columns) = (x.address(), weighings.address(), cols as u32);
+        let kernel = self.0.kernel(c"shortlist_groups")?;
+        // SAFETY: (const float *, uint32_t, uint32_t *, uint32_t *); block (b, r) reads values of row r, and writes group
+        // maxima b * THREADS .. of it; the first also a count of row r.
+        unsafe {
+            let each = launch(GROUPS / THREADS as usize, rows);
+            kernel.launch(stream, each, arguments![x, columns, groups, counts])?;
+        }
+        let kernel = self.0.kernel(c"shortlist_find")?;
+        // SAFETY: (const float *, uint32_t, const uint32_t *, const uint32_t *, uint32_t *, uint64_t *, double *); block (b, r)
+        // reads row r, its weighing and its groups, adds to its count, and writes below FOUND_MAX of its finds and sums
+        // b * SUMS .. of it, as far as there are.
+        unsafe {
+            let each = launch(blocks.div_ceil(SUMS), rows);
+            kernel.launch(stream, each, arguments![x, columns, weighings, groups, counts, found, sums])?;
+        }
+        let kernel = self.0.kernel(c"shortlist_finish")?;
+        // SAFETY: (const float *, uint32_t, const uint32_t *, const uint32_t *, const uint32_t *, const uint64_t *,
+        // const double *, uint64_t *); block r reads what belongs to row r and writes record r.
+        unsafe {
+            let arguments = arguments![x, columns, weighings, groups, counts, found, sums, records];
+            kernel.launch(stream, launch(rows, 1), arguments)
+        }
+    }
+}
