@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod formats;
 mod gbnf;
 mod matcher;
 mod schema;

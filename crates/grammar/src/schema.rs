@@ -5,6 +5,8 @@
 
 use serde_json::{Map, Value};
 
+use crate::formats;
+
 /// For counts and lengths: what a repetition can be compiled to. Schemas made from 32-bit types name such bounds.
 const COUNT_MAX: u64 = u32::MAX as u64;
 /// Beyond this not every integer is a double, in which bounds and constants are compared.
@@ -132,7 +134,7 @@ const KEYWORDS: &[(&str, Form)] = &[
     ("contentSchema", Form::Annotation),
 ];
 
-/// Also takes out what asks for nothing. `lenient`: what is unknown or cannot be enforced is let through.
+/// Also takes out what asks for nothing, and completes formats. `lenient`: what is unknown or cannot be enforced is let through.
 pub(crate) fn check(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
     Check { lenient, path: String::from("#"), properties: 0, patterns: 0 }.schema(schema)
 }
@@ -160,7 +162,7 @@ impl Check {
             !(neutral
                 && KEYWORDS.iter().any(|(k, form)| k == name && matches!(form, Form::NotEnforcedIfTrue)))
         });
-        for (name, value) in keywords {
+        for (name, value) in &mut *keywords {
             match KEYWORDS.iter().find(|(keyword, _)| keyword == name) {
                 Some(&(keyword, form)) => self.inside(name, |check| check.value(keyword, form, value))?,
                 None if self.lenient || name.starts_with("x-") => {}
@@ -169,6 +171,7 @@ impl Check {
                 }
             }
         }
+        formats::complete(keywords);
         Ok(())
     }
 

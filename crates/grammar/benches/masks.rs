@@ -1,0 +1,101 @@
+//! How long a mask takes: for each token of outputs that a model without weights writes, the time from the token to the
+//! mask of the next one, as a worker's threads do it beside the steps. Arguments: GGUF files; without them the demo model's vocabulary.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a measurement: it prints, and fails by panicking"
+)]
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use grammar::{Grammar, Next, Source, Vocabulary};
+use text::Tokenizer;
+
+const TOKENS: usize = 4_000;
+/// Of one output: schemas without an end go on.
+const OUTPUT_MAX: usize = 400;
+
+fn main() {
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../demo/pycoder-7m-q8_0.gguf").to_owned();
+    let mut files: Vec<String> =
+        std::env::args().skip(1).filter(|argument| argument.ends_with(".gguf")).collect();
+    if files.is_empty() {
+        files.push(demo);
+    }
+    println!("| vocabulary | tokens | grammar | compile ms | mask p50 us | p99 us | longest us |");
+    println!("|---|---|---|---|---|---|---|");
+    for file in files {
+        measure(Path::new(&file));
+    }
+}
+
+fn measure(file: &Path) {
+    let name = file.file_stem().unwrap().to_string_lossy();
+    let opened = std::fs::File::open(file).unwrap();
+    let length = opened.metadata().unwrap().len();
+    let header = gguf::Header::read(std::io::BufReader::new(opened), length).unwrap();
+    let tokenizer = Tokenizer::from_metadata(header.metadata()).unwrap();
+    let vocabulary = Vocabulary::new(&tokenizer).unwrap();
+    let record = r#"{"type": "object", "properties": {"name": {"type": "string", "maxLength": 40}, "kind": {"enum": ["function", "class"]},
+        "line": {"type": "integer", "minimum": 1, "maximum": 99999}, "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+        "made": {"type": "string", "format": "date-time"}}, "required": ["name", "kind", "line"], "additionalProperties": false}"#;
+    let schema = |schema: &str| Source::JsonSchema { schema: schema.to_owned(), lenient: false };
+    for (kind, source) in [
+        ("schema of a record", schema(record)),
+        ("any JSON object", schema(r#"{"type": "object"}"#)),
+        (
+            "regex of an address",
+            Source::Regex(r"[a-z0-9._-]{1,30}@([a-z0-9-]{1,20}\.){1,3}[a-z]{2,6}".to_owned()),
+        ),
+        (
+            "recursive GBNF",
+            Source::Gbnf(
+                "root ::= sum\nsum ::= term ([+-] term)*\nterm ::= [0-9]+ | \"(\" sum \")\"".to_owned(),
+            ),
+        ),
+    ] {
+        let begin = Instant::now();
+        let grammar = Grammar::compile(&source, &vocabulary).unwrap();
+        let compiled = begin.elapsed();
+        let mut times = masks(&tokenizer, &grammar);
+        times.sort_unstable();
+        let us = |time: Duration| time.as_secs_f64() * 1e6;
+        let at = |share: f64| us(times[((times.len() - 1) as f64 * share) as usize]);
+        println!(
+            "| {name} | {} | {kind} | {:.1} | {:.0} | {:.0} | {:.0} |",
+            tokenizer.len(),
+            us(compiled) / 1e3,
+            at(0.5),
+            at(0.99),
+            at(1.0)
+        );
+    }
+}
+
+fn masks(tokenizer: &Tokenizer, grammar: &Grammar) -> Vec<Duration> {
+    let mut times = Vec::with_capacity(TOKENS);
+    let mut mask = Vec::new();
+    let mut random = 1_u64;
+    while times.len() < TOKENS {
+        let mut matcher = grammar.matcher();
+        let mut next = matcher.allowed(&mut mask).unwrap();
+        for _ in 0..OUTPUT_MAX {
+            let tokens: Vec<u32> = (0..mask.len() as u32 * 32)
+                .filter(|&t| mask[t as usize / 32] >> (t % 32) & 1 == 1 && !tokenizer.is_end_of_generation(t))
+                .collect();
+            if next == Next::End || tokens.is_empty() {
+                break;
+            }
+            // A linear congruential generator.
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let token = tokens[(random >> 33) as usize % tokens.len()];
+            let begin = Instant::now();
+            matcher.accept(token).unwrap();
+            next = matcher.allowed(&mut mask).unwrap();
+            times.push(begin.elapsed());
+        }
+    }
+    times
+}

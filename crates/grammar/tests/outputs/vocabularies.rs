@@ -1,0 +1,62 @@
+//! Vocabularies that tokens are drawn from: those of the demo models, and real models' where they are there.
+
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use grammar::{CompileError, Grammar, Source, Vocabulary};
+use text::Tokenizer;
+
+pub(crate) struct Words {
+    pub(crate) name: String,
+    pub(crate) tokenizer: Tokenizer,
+}
+
+impl Words {
+    fn read(path: &Path) -> Self {
+        let file = std::fs::File::open(path).unwrap();
+        let length = file.metadata().unwrap().len();
+        let header = gguf::Header::read(std::io::BufReader::new(file), length).unwrap();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        Self { name, tokenizer: Tokenizer::from_metadata(header.metadata()).unwrap() }
+    }
+
+    pub(crate) fn vocabulary(&self) -> Vocabulary {
+        Vocabulary::new(&self.tokenizer).unwrap()
+    }
+
+    pub(crate) fn text(&self, output: &[u32]) -> Vec<u8> {
+        self.tokenizer.decode_bytes(output)
+    }
+}
+
+fn demo(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo").join(name)
+}
+
+/// The demo model's: byte-level, 8,192 tokens.
+pub(crate) static DEMO: LazyLock<Words> = LazyLock::new(|| Words::read(&demo("pycoder-7m-q8_0.gguf")));
+
+/// Of several models; the test says what it skips.
+pub(crate) fn all() -> Vec<Words> {
+    let mut all = vec![Words::read(&demo("pycoder-22m-q4_k_m.gguf"))];
+    match std::env::var_os("BALLAST_TEST_DATA") {
+        Some(folder) => {
+            for name in ["qwen3", "llama3", "tekken", "mistral-spm", "gemma"] {
+                all.push(Words::read(
+                    &Path::new(&folder).join("data/vocab").join(name).with_extension("gguf"),
+                ));
+            }
+        }
+        None => eprintln!("SKIPPED: vocabularies of real models, BALLAST_TEST_DATA is not set"),
+    }
+    all
+}
+
+thread_local! {
+    static DEMO_VOCABULARY: Vocabulary = DEMO.vocabulary();
+}
+
+/// With the demo model's vocabulary.
+pub(crate) fn compile(source: &Source) -> Result<Grammar, CompileError> {
+    DEMO_VOCABULARY.with(|vocabulary| Grammar::compile(source, vocabulary))
+}
