@@ -2,13 +2,14 @@
 // that a uniform number draws from the whole of it. ops::shortlist is the specification, to the last bit: the order of ranks
 // (falling value, then rising index), the exponential and the order of sums are those of ops::rank and ops::weights.
 //
-// Three kernels. `groups` finds the highest value of each of 2,048 groups of a row's values. The 256th highest of these is a
-// floor that at least 256 values reach, and hardly more than 300, since neighbours are in different groups. `find` collects
-// them and adds up the weights. `finish` sorts them and draws. A row of which more than 1,024 values reach the floor, all equal
-// ones say, gets no list: the host reads it.
+// Four kernels. `groups` finds the highest value of each of 2,048 groups of a row's values. The 256th highest of these is a
+// floor, found by `floor`, that at least 256 values reach, and hardly more than 300, since neighbours are in different groups.
+// `find` collects them and adds up the weights. `finish` sorts them and draws. A row of which more than 1,024 values reach the
+// floor, all equal ones say, gets no list: the host reads it.
 //
-// Limit: latency of a chain of f64 additions and of a sort, some 5 us for up to 16 rows of 152,000 values, which are read from
-// the second-level cache twice.
+// Limit: latency: of loads from the second-level cache, where logits are that were just made, of chains of f64 additions
+// and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for 16, 59 for 64 (31% of the copy rate, read twice); 4 to
+// 10 us more where tokens are drawn.
 
 #include <cstdint>
 
@@ -29,9 +30,9 @@ constexpr int SUMS = 4;
 // So that the warp's lanes hit different banks.
 constexpr int PADDED = BLOCK + LANES;
 constexpr int SUMS_MAX = 1024;
-// Words of a row's weighing, and of its record: count and drawn token, sum, best values.
+// Words of a row's weighing, and of its record: count, sum, drawn token, best values.
 constexpr int WEIGHING = 4;
-constexpr int RECORD = 2 + LEN;
+constexpr int RECORD = 3 + LEN;
 constexpr uint32_t NOT_DRAWN = 0xFFFFFFFF;
 constexpr uint32_t POSITIVE_INFINITY = 0xFF800000;
 constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFF;
@@ -64,34 +65,64 @@ __device__ float weight(float value, float max, float temperature) {
     return x < LOWEST ? 0.0f : fraction * __uint_as_float(exponent);
 }
 
-// The thread's share of the row's groups, and the highest of all. Every thread of the block calls it, once.
-__device__ uint32_t highest_group(const uint32_t *groups, uint32_t own[OWN_GROUPS]) {
-    __shared__ uint32_t of_warps[THREADS / 32];
-    uint32_t highest = 0;
-#pragma unroll
-    for (int k = 0; k < OWN_GROUPS; k++) {
-        own[k] = groups[k * THREADS + threadIdx.x];
-        highest = max(highest, own[k]);
-    }
-    highest = __reduce_max_sync(~0u, highest);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = highest;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < THREADS / 32; warp++) highest = max(highest, of_warps[warp]);
-    return highest;
-}
+// What is known of a row before its values are looked at again.
+struct Head {
+    uint32_t highest;
+    uint32_t floor;
+};
 
 // A row without a highest number: it holds a NaN or infinity, or nothing else than minus infinity.
 __device__ bool is_broken(uint32_t highest) { return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY; }
 
-// The LEN-th highest of the groups, bit by bit; 0 if there are fewer. Every thread of the block calls it, once.
-__device__ uint32_t floor_of(const uint32_t own[OWN_GROUPS]) {
+}  // namespace
+
+// Group g of a row has its values g, g + GROUPS, g + 2 GROUPS ...
+extern "C" __global__ void __launch_bounds__(THREADS) shortlist_groups(const float *x, uint32_t cols, uint32_t *groups) {
+    wait_for_predecessor();
+    let_successor_start();
+    const size_t row = blockIdx.y;
+    const uint32_t group = blockIdx.x * THREADS + threadIdx.x;
+    x += row * cols;
+    // That many independent loads at a time.
+    constexpr int ROUND = 16;
+    uint32_t highest = 0;
+    for (uint32_t first = group; first < cols; first += ROUND * GROUPS) {
+        float v[ROUND];
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) v[k] = first + k * GROUPS < cols ? x[first + k * GROUPS] : -INFINITY;
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            if (first + k * GROUPS < cols) highest = max(highest, key_of(v[k]));
+        }
+    }
+    groups[row * GROUPS + group] = highest;
+}
+
+// One block per row. The floor is the LEN-th highest of the groups without its last bits, found bit by bit; 0 if there are
+// fewer groups.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    shortlist_floor(const uint32_t *groups, Head *heads, uint32_t *counts) {
+    // As precise as an f32 with 11 bits behind the point.
+    constexpr int LAST_BIT = 12;
     __shared__ uint32_t reaching[32];
+    __shared__ uint32_t highest;
+    wait_for_predecessor();
+    let_successor_start();
+    const size_t row = blockIdx.x;
+    uint32_t own[OWN_GROUPS], own_highest = 0;
     if (threadIdx.x < 32) reaching[threadIdx.x] = 0;
+    if (threadIdx.x == 0) highest = 0;
+#pragma unroll
+    for (int k = 0; k < OWN_GROUPS; k++) {
+        own[k] = groups[row * GROUPS + k * THREADS + threadIdx.x];
+        own_highest = max(own_highest, own[k]);
+    }
+    own_highest = __reduce_max_sync(~0u, own_highest);
     __syncthreads();
+    if (threadIdx.x % 32 == 0) atomicMax(&highest, own_highest);
     uint32_t floor = 0;
-    for (int bit = 31; bit >= 0; bit--) {
-        uint32_t higher = floor | 1u << bit;
+    for (int bit = 31; bit >= LAST_BIT; bit--) {
+        const uint32_t higher = floor | 1u << bit;
         uint32_t count = 0;
 #pragma unroll
         for (int k = 0; k < OWN_GROUPS; k++) count += own[k] >= higher;
@@ -100,52 +131,42 @@ __device__ uint32_t floor_of(const uint32_t own[OWN_GROUPS]) {
         __syncthreads();
         if (reaching[bit] >= LEN) floor = higher;
     }
-    return floor;
-}
-
-}  // namespace
-
-// Group g of a row has its values g, g + GROUPS, g + 2 GROUPS ...
-extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_groups(const float *x, uint32_t cols, uint32_t *groups, uint32_t *counts) {
-    wait_for_predecessor();
-    let_successor_start();
-    const size_t row = blockIdx.y;
-    const uint32_t group = blockIdx.x * THREADS + threadIdx.x;
-    x += row * cols;
-    uint32_t highest = 0;
-#pragma unroll 16
-    for (uint32_t at = group; at < cols; at += GROUPS) highest = max(highest, key_of(x[at]));
-    groups[row * GROUPS + group] = highest;
-    if (group == 0) counts[row] = 0;
+    if (threadIdx.x == 0) {
+        heads[row] = {highest, floor};
+        counts[row] = 0;
+    }
 }
 
 // Block (b, row) looks at SUMS partial sums of the row, from b * SUMS on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_find(const float *x, uint32_t cols, const uint32_t *weighings, const uint32_t *groups, uint32_t *counts,
+    shortlist_find(const float *x, uint32_t cols, const uint32_t *weighings, const Head *heads, uint32_t *counts,
                    uint64_t *found, double *sums) {
+    constexpr int OWN = SUMS * BLOCK / THREADS;
     __shared__ float weights[SUMS * PADDED];
     wait_for_predecessor();
     let_successor_start();
     const size_t row = blockIdx.y;
     const uint32_t first = blockIdx.x * SUMS * BLOCK;
     x += row * cols;
-    uint32_t own[OWN_GROUPS];
-    const uint32_t highest = highest_group(groups + row * GROUPS, own);
-    if (is_broken(highest)) return;
-    const uint32_t floor = floor_of(own);
-    const float max = value_of(highest), temperature = __uint_as_float(weighings[row * WEIGHING]);
-#pragma unroll 4
-    for (int k = 0; k < SUMS * BLOCK / THREADS; k++) {
+    float v[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
+        const uint32_t id = first + k * THREADS + threadIdx.x;
+        v[k] = id < cols ? x[id] : -INFINITY;
+    }
+    const Head head = heads[row];
+    if (is_broken(head.highest)) return;
+    const float max = value_of(head.highest), temperature = __uint_as_float(weighings[row * WEIGHING]);
+#pragma unroll
+    for (int k = 0; k < OWN; k++) {
         const int at = k * THREADS + threadIdx.x;
-        const uint32_t id = first + at;
-        float value = id < cols ? x[id] : -INFINITY;
-        if (id < cols && key_of(value) >= floor) {
-            uint32_t place = atomicAdd(&counts[row], 1);
-            if (place < FOUND_MAX) found[row * FOUND_MAX + place] = uint64_t(~key_of(value)) << 32 | id;
+        const uint32_t id = first + at, key = key_of(v[k]);
+        if (id < cols && key >= head.floor) {
+            const uint32_t place = atomicAdd(&counts[row], 1);
+            if (place < FOUND_MAX) found[row * FOUND_MAX + place] = uint64_t(~key) << 32 | id;
         }
         // What is beyond the row's end adds nothing.
-        weights[at / BLOCK * PADDED + at % BLOCK] = weight(value, max, temperature);
+        weights[at / BLOCK * PADDED + at % BLOCK] = weight(v[k], max, temperature);
     }
     __syncthreads();
     if (threadIdx.x >= 32) return;
@@ -156,63 +177,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     double sum = 0.0;
 #pragma unroll
     for (int k = 0; k < LANES; k++) sum += __shfl_sync(~0u, lane, k, LANES);
-    const uint32_t count = (cols + BLOCK - 1) / BLOCK, at = blockIdx.x * SUMS + threadIdx.x / LANES;
-    if (threadIdx.x % LANES == 0 && at < count) sums[row * count + at] = sum;
+    const uint32_t blocks = (cols + BLOCK - 1) / BLOCK, at = blockIdx.x * SUMS + threadIdx.x / LANES;
+    if (threadIdx.x % LANES == 0 && at < blocks) sums[row * blocks + at] = sum;
 }
 
 namespace {
 
-// ops::weights::Weights::pick: where the running sum of the weights exceeds `target`. One thread of the block.
-__device__ uint32_t pick(const float *weights, uint32_t len, double target) {
-    constexpr int ROUND = 16;
-    uint32_t index = 0;
-    double sum = 0.0;
-    for (uint32_t start = 0; start < len; start += ROUND) {
-        float w[ROUND];
-#pragma unroll
-        for (int k = 0; k < ROUND; k++) w[k] = weights[start + k];
-#pragma unroll
-        for (int k = 0; k < ROUND; k++) {
-            if (w[k] > 0.0f) {
-                index = start + k;
-                sum += double(w[k]);
-                if (target < sum) return index;
-            }
-        }
-    }
-    return index;
-}
+// Steps of a chain of f64 additions between two looks at what came of it.
+constexpr int ROUND = 16;
 
-}  // namespace
-
-// One block per row.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_finish(const float *x, uint32_t cols, const uint32_t *weighings, const uint32_t *groups, const uint32_t *counts,
-                     const uint64_t *found, const double *sums, uint64_t *records) {
+// The best of what was found, in order.
+__device__ void list_best(const uint64_t *found, uint32_t count, uint64_t *record) {
     __shared__ uint64_t keys[FOUND_MAX];
-    __shared__ double partial[SUMS_MAX];
-    __shared__ float weights[BLOCK];
-    __shared__ uint32_t drawn_block;
-    __shared__ double target;
-    wait_for_predecessor();
-    let_successor_start();
-    const size_t row = blockIdx.x;
-    uint64_t *record = records + row * RECORD;
-    uint32_t own[OWN_GROUPS];
-    const uint32_t highest = highest_group(groups + row * GROUPS, own);
-    if (is_broken(highest)) {
-        if (threadIdx.x == 0) {
-            record[0] = uint64_t(NOT_DRAWN) << 32;
-            record[1] = 0;
-        }
-        return;
-    }
-    const uint32_t count = counts[row], blocks = (cols + BLOCK - 1) / BLOCK;
     const uint32_t listed = count > FOUND_MAX ? 0 : min(count, LEN);
+    if (threadIdx.x == 0) record[0] = listed;
+    if (listed == 0) return;
     uint32_t len = 2;
-    while (listed > 0 && len < count) len *= 2;
-    for (uint32_t i = threadIdx.x; i < len; i += THREADS) keys[i] = i < count ? found[row * FOUND_MAX + i] : ~uint64_t(0);
-    for (uint32_t i = threadIdx.x; i < blocks; i += THREADS) partial[i] = sums[row * blocks + i];
+    while (len < count) len *= 2;
+    for (uint32_t i = threadIdx.x; i < len; i += THREADS) keys[i] = i < count ? found[i] : ~uint64_t(0);
     __syncthreads();
     // Bitonic: every run of `size` becomes sorted, up and down in turns.
     for (uint32_t size = 2; size <= len; size *= 2) {
@@ -228,39 +210,112 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             __syncthreads();
         }
     }
-    for (uint32_t i = threadIdx.x; i < listed; i += THREADS) record[2 + i] = keys[i];
-    const bool wanted = weighings[row * WEIGHING + 1] != 0;
-    double total = 0.0;
-    if (threadIdx.x == 0) {
-        for (uint32_t i = 0; i < blocks; i++) total += partial[i];
-        const uint64_t uniform =
-            uint64_t(weighings[row * WEIGHING + 3]) << 32 | weighings[row * WEIGHING + 2];
-        double left = __longlong_as_double(uniform) * total;
-        uint32_t chosen = 0;
-        for (uint32_t i = 0; wanted && i < blocks; i++) {
-            if (partial[i] > 0.0) {
-                chosen = i;
-                if (left < partial[i]) break;
-                left -= partial[i];
+    for (uint32_t i = threadIdx.x; i < listed; i += THREADS) record[3 + i] = keys[i];
+}
+
+// A partial sum, and what of the target is left for its weights.
+struct Chosen {
+    uint32_t block;
+    double left;
+};
+
+// The first part of ops::weights::Weights::pick. `partial` has zeros up to a multiple of ROUND. One thread of the block.
+__device__ Chosen choose(const double *partial, uint32_t blocks, double left) {
+    Chosen chosen = {0, left};
+    for (uint32_t start = 0; start < blocks; start += ROUND) {
+        double lefts[ROUND + 1];
+        lefts[0] = left;
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) lefts[k + 1] = lefts[k] - partial[start + k];
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            const double sum = partial[start + k];
+            if (sum > 0.0) {
+                if (lefts[k] < sum) return {start + k, lefts[k]};
+                chosen = {start + k, lefts[k + 1]};
             }
         }
-        drawn_block = chosen;
-        target = left;
+        left = lefts[ROUND];
+    }
+    return chosen;
+}
+
+// The second part: the first place where the running sum of the weights exceeds `target`, which is not negative; else the last
+// that adds something. One thread of the block.
+__device__ uint32_t pick(const float *weights, double target) {
+    double sum = 0.0;
+    for (uint32_t start = 0; start < BLOCK; start += ROUND) {
+        double sums[ROUND];
+#pragma unroll
+        for (int k = 0; k < ROUND; k++) sums[k] = sum += double(weights[start + k]);
+        // Sums never fall: where one exceeds the target for the first time, a weight has been added.
+        if (target < sum) {
+#pragma unroll
+            for (int k = 0; k < ROUND; k++) {
+                if (target < sums[k]) return start + k;
+            }
+        }
+    }
+    for (uint32_t last = BLOCK - 1; last > 0; last--) {
+        if (weights[last] > 0.0f) return last;
+    }
+    return 0;
+}
+
+__device__ void draw(const float *x, uint32_t cols, const uint32_t *weighing, float max, const double *sums,
+                     uint64_t *record) {
+    __shared__ double partial[SUMS_MAX];
+    __shared__ float weights[BLOCK];
+    __shared__ Chosen chosen;
+    const uint32_t blocks = (cols + BLOCK - 1) / BLOCK;
+    for (uint32_t i = threadIdx.x; i < SUMS_MAX; i += THREADS) partial[i] = i < blocks ? sums[i] : 0.0;
+    __syncthreads();
+    const bool wanted = weighing[1] != 0;
+    if (threadIdx.x == 0) {
+        double total = 0.0;
+        for (uint32_t start = 0; start < blocks; start += ROUND) {
+#pragma unroll
+            for (int k = 0; k < ROUND; k++) total += partial[start + k];
+        }
+        record[1] = __double_as_longlong(total);
+        const double uniform = __longlong_as_double(uint64_t(weighing[3]) << 32 | weighing[2]);
+        if (wanted) chosen = choose(partial, blocks, uniform * total);
     }
     uint32_t drawn = NOT_DRAWN;
     if (wanted) {
         __syncthreads();
-        const uint32_t start = drawn_block * BLOCK;
-        const float temperature = __uint_as_float(weighings[row * WEIGHING]);
+        const uint32_t start = chosen.block * BLOCK;
+        const float temperature = __uint_as_float(weighing[0]);
         for (uint32_t i = threadIdx.x; i < BLOCK; i += THREADS) {
-            float value = start + i < cols ? x[row * cols + start + i] : -INFINITY;
-            weights[i] = weight(value, value_of(highest), temperature);
+            const float value = start + i < cols ? x[start + i] : -INFINITY;
+            weights[i] = weight(value, max, temperature);
         }
         __syncthreads();
-        if (threadIdx.x == 0) drawn = start + pick(weights, BLOCK, target);
+        if (threadIdx.x == 0) drawn = start + pick(weights, chosen.left);
     }
-    if (threadIdx.x == 0) {
-        record[0] = uint64_t(drawn) << 32 | listed;
-        record[1] = __double_as_longlong(total);
+    if (threadIdx.x == 0) record[2] = drawn;
+}
+
+}  // namespace
+
+// Two blocks per row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    shortlist_finish(const float *x, uint32_t cols, const uint32_t *weighings, const Head *heads, const uint32_t *counts,
+                     const uint64_t *found, const double *sums, uint64_t *records) {
+    wait_for_predecessor();
+    let_successor_start();
+    const size_t row = blockIdx.x, blocks = (cols + BLOCK - 1) / BLOCK;
+    const bool lists = blockIdx.y == 0;
+    uint64_t *record = records + row * RECORD;
+    const Head head = heads[row];
+    if (is_broken(head.highest)) {
+        if (threadIdx.x == 0) {
+            record[lists ? 0 : 1] = 0;
+            if (!lists) record[2] = NOT_DRAWN;
+        }
+    } else if (lists) {
+        list_best(found + row * FOUND_MAX, counts[row], record);
+    } else {
+        draw(x + row * cols, cols, weighings + row * WEIGHING, value_of(head.highest), sums + row * blocks, record);
     }
 }

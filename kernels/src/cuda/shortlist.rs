@@ -11,20 +11,22 @@ use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 const THREADS: u32 = 256;
 const GROUPS: usize = 2048;
 const FOUND_MAX: usize = 1024;
+/// What is found takes the place of the groups, which are u32 and no longer needed.
+const _: () = assert!(GROUPS <= 2 * FOUND_MAX);
 const BLOCK: usize = 1024;
 const SUMS: usize = 4;
 /// Values of a row at most: its partial sums stand in shared memory.
 pub const COLS_MAX: usize = 1024 * BLOCK;
 /// u32 words of a row's weighing.
 pub const WEIGHING_WORDS: usize = 4;
-/// u64 words of what is found of a row: count and drawn token, sum of weights, best values.
-pub const RECORD_WORDS: usize = 2 + SHORTLIST_LEN;
+/// u64 words of what is found of a row: count of best values, sum of weights, drawn token, best values.
+pub const RECORD_WORDS: usize = 3 + SHORTLIST_LEN;
 
 pub struct Shortlists(Family);
 
 /// u64 words that the rows need: the records, and behind them what is between the kernels.
 pub fn words(rows: usize, cols: usize) -> usize {
-    rows * (RECORD_WORDS + FOUND_MAX + cols.div_ceil(BLOCK) + GROUPS / 2) + rows.div_ceil(2)
+    rows * (RECORD_WORDS + 1 + cols.div_ceil(BLOCK) + FOUND_MAX) + rows.div_ceil(2)
 }
 
 /// The words of a weighing.
@@ -40,10 +42,9 @@ pub fn weighing_words(weighing: &Weighing) -> [u32; WEIGHING_WORDS] {
 
 /// The list that a record of [`RECORD_WORDS`] words says.
 pub fn decode(record: &[u64], list: &mut Shortlist) {
-    let [head, total, best @ ..] = record else { return list.clear() };
-    let (count, drawn) = (*head as u32 as usize, (head >> 32) as u32);
-    let best = best.iter().take(count).map(|&bits| Ranked::from_bits(bits));
-    list.set(best, f64::from_bits(*total), Some(drawn).filter(|&drawn| drawn != NO_BEST));
+    let [count, total, drawn, best @ ..] = record else { return list.clear() };
+    let best = best.iter().take(*count as usize).map(|&bits| Ranked::from_bits(bits));
+    list.set(best, f64::from_bits(*total), Some(*drawn as u32).filter(|&drawn| drawn != NO_BEST));
 }
 
 impl Shortlists {
@@ -77,33 +78,41 @@ impl Shortlists {
         };
         let blocks = cols.div_ceil(BLOCK);
         let records = work.address();
-        let at = |words: usize| records + (words * size_of::<u64>()) as u64;
-        let found = at(rows * RECORD_WORDS);
-        let sums = at(rows * (RECORD_WORDS + FOUND_MAX));
-        let groups = at(rows * (RECORD_WORDS + FOUND_MAX + blocks));
-        let counts = at(rows * (RECORD_WORDS + FOUND_MAX + blocks + GROUPS / 2));
+        let mut words = 0;
+        let mut next = |of_row: usize| {
+            words += rows * of_row;
+            records + (words * size_of::<u64>()) as u64
+        };
+        let heads = next(RECORD_WORDS);
+        let sums = next(1);
+        let found = next(blocks);
+        let groups = found;
+        let counts = next(FOUND_MAX);
         let (x, weighings, columns) = (x.address(), weighings.address(), cols as u32);
         let kernel = self.0.kernel(c"shortlist_groups")?;
-        // SAFETY: (const float *, uint32_t, uint32_t *, uint32_t *); block (b, r) reads values of row r, and writes group
-        // maxima b * THREADS .. of it; the first also a count of row r.
+        // SAFETY: (const float *, uint32_t, uint32_t *); block (b, r) reads values of row r, and writes group maxima
+        // b * THREADS .. of it.
         unsafe {
-            let each = launch(GROUPS / THREADS as usize, rows);
-            kernel.launch(stream, each, arguments![x, columns, groups, counts])?;
+            kernel.launch(stream, launch(GROUPS / THREADS as usize, rows), arguments![x, columns, groups])?;
         }
+        let kernel = self.0.kernel(c"shortlist_floor")?;
+        // SAFETY: (const uint32_t *, Head *, uint32_t *), a Head is a word; block r reads group maxima of row r, and writes
+        // its head and count.
+        unsafe { kernel.launch(stream, launch(rows, 1), arguments![groups, heads, counts])? };
         let kernel = self.0.kernel(c"shortlist_find")?;
-        // SAFETY: (const float *, uint32_t, const uint32_t *, const uint32_t *, uint32_t *, uint64_t *, double *); block (b, r)
-        // reads row r, its weighing and its groups, adds to its count, and writes below FOUND_MAX of its finds and sums
-        // b * SUMS .. of it, as far as there are.
+        // SAFETY: (const float *, uint32_t, const uint32_t *, const Head *, uint32_t *, uint64_t *, double *); block (b, r)
+        // reads row r, its weighing and head, adds to its count, and writes below FOUND_MAX of its finds and sums b * SUMS ..
+        // of it, as far as there are.
         unsafe {
             let each = launch(blocks.div_ceil(SUMS), rows);
-            kernel.launch(stream, each, arguments![x, columns, weighings, groups, counts, found, sums])?;
+            kernel.launch(stream, each, arguments![x, columns, weighings, heads, counts, found, sums])?;
         }
         let kernel = self.0.kernel(c"shortlist_finish")?;
-        // SAFETY: (const float *, uint32_t, const uint32_t *, const uint32_t *, const uint32_t *, const uint64_t *,
-        // const double *, uint64_t *); block r reads what belongs to row r and writes record r.
+        // SAFETY: (const float *, uint32_t, const uint32_t *, const Head *, const uint32_t *, const uint64_t *,
+        // const double *, uint64_t *); blocks (r, 0) and (r, 1) read what belongs to row r and write parts of record r.
         unsafe {
-            let arguments = arguments![x, columns, weighings, groups, counts, found, sums, records];
-            kernel.launch(stream, launch(rows, 1), arguments)
+            let arguments = arguments![x, columns, weighings, heads, counts, found, sums, records];
+            kernel.launch(stream, launch(rows, 2), arguments)
         }
     }
 }
