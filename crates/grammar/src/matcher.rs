@@ -1,5 +1,6 @@
 //! A compiled grammar, and how far one output has come in it.
 
+use llguidance::TokenParser;
 use llguidance::api::StopReason;
 
 use crate::source::{CompileError, Source};
@@ -10,12 +11,12 @@ const REASON_CHARS_MAX: usize = 400;
 
 /// A grammar at its beginning.
 pub struct Grammar {
-    start: llguidance::Matcher,
+    start: TokenParser,
 }
 
 /// The state of one output.
 pub struct Matcher {
-    inner: llguidance::Matcher,
+    inner: TokenParser,
 }
 
 /// What may follow.
@@ -41,8 +42,9 @@ pub enum MatchError {
 impl Grammar {
     /// Takes stack in proportion to the source's nesting: some MiB at its bounds.
     pub fn compile(source: &Source, vocabulary: &Vocabulary) -> Result<Self, CompileError> {
-        let parser = vocabulary.factory.create_parser(source.checked()?).map_err(|error| refused(&error))?;
-        let start = llguidance::Matcher::new(Ok(parser));
+        let mut start =
+            vocabulary.factory.create_parser(source.checked()?).map_err(|error| refused(&error))?;
+        start.start_without_prompt();
         let grammar = Self { start };
         match grammar.matcher().allowed(&mut Vec::new()) {
             Ok(_) => Ok(grammar),
@@ -63,35 +65,29 @@ impl Matcher {
     /// Fills `mask`: bit `t % 32` of word `t / 32` says whether token `t` may follow.
     pub fn allowed(&mut self, mask: &mut Vec<u32>) -> Result<Next, MatchError> {
         mask.clear();
-        if self.inner.is_stopped() {
-            return self.stopped();
+        match self.inner.stop_reason() {
+            StopReason::NotStopped => {}
+            StopReason::EndOfSentence | StopReason::NoExtension => return Ok(Next::End),
+            _ => return Err(self.lost(MatchError::DeadEnd)),
         }
         match self.inner.compute_mask() {
             Ok(tokens) => {
                 mask.extend_from_slice(tokens.as_slice());
                 Ok(Next::Tokens)
             }
-            Err(_) => Err(self.stopped().err().unwrap_or(MatchError::DeadEnd)),
+            Err(_) => Err(self.lost(MatchError::DeadEnd)),
         }
     }
 
     /// The token was drawn.
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
-        if self.inner.consume_token(token).is_ok() {
-            return Ok(());
-        }
-        match self.stopped() {
-            Err(MatchError::TooComplex) => Err(MatchError::TooComplex),
-            _ => Err(MatchError::Token { token }),
-        }
+        let accepted = self.inner.consume_token(token).and_then(|_| self.inner.check_stop());
+        accepted.map(drop).map_err(|_| self.lost(MatchError::Token { token }))
     }
 
-    fn stopped(&self) -> Result<Next, MatchError> {
-        match self.inner.stop_reason() {
-            StopReason::EndOfSentence | StopReason::NoExtension => Ok(Next::End),
-            StopReason::LexerTooComplex | StopReason::ParserTooComplex => Err(MatchError::TooComplex),
-            _ => Err(MatchError::DeadEnd),
-        }
+    /// The bound that was reached, if one was: after it nothing else is told reliably.
+    fn lost(&self, otherwise: MatchError) -> MatchError {
+        if self.inner.parser.get_error().is_some() { MatchError::TooComplex } else { otherwise }
     }
 }
 

@@ -29,6 +29,9 @@ async fn every_bad_field_is_refused_by_its_name() {
         (completions, "max_tokens", json!({"prompt": "x", "max_tokens": "many"})),
         (completions, "max_tokens", json!({"prompt": "x", "max_tokens": 1.5})),
         (completions, "temperature", json!({"prompt": "x", "temperature": 3})),
+        (completions, "temperature", json!({"prompt": "x", "temperature": 1e300})),
+        (completions, "temperature", json!({"prompt": "x", "temperature": "NaN"})),
+        (completions, "temperature", json!({"prompt": "x", "temperature": "Infinity"})),
         (completions, "top_p", json!({"prompt": "x", "top_p": 0})),
         (completions, "logprobs", json!({"prompt": "x", "logprobs": 21})),
         (completions, "n", json!({"prompt": "x", "n": 0})),
@@ -87,7 +90,9 @@ async fn every_bad_field_is_refused_by_its_name() {
 async fn bodies_that_are_no_json_objects_are_refused() {
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
     let deep = format!("{{\"prompt\":{}", "[".repeat(100_000));
-    for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", deep.as_str()] {
+    // Neither is there in JSON.
+    let (nan, infinite) = ("{\"prompt\":\"x\",\"top_p\":NaN}", "{\"prompt\":\"x\",\"top_p\":1e999}");
+    for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", nan, infinite, deep.as_str()] {
         let url = format!("{}/v1/completions", fleet.url);
         let response = fleet.client.post(url).body(body.to_owned()).send().await.unwrap();
         assert_eq!(response.status(), 400, "{body:.20}");

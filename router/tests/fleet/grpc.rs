@@ -3,7 +3,7 @@
 use proto::v1::{self as wire, generate_frame, generate_request};
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, says};
+use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, says};
 use crate::harness::Harness;
 
 const TEXT: &str = "return 🙂 a + b\n";
@@ -108,7 +108,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is_asked() {
     type Change = fn(&mut wire::Sampling, f32);
-    let figures: [(&str, Change); 16] = [
+    let figures: [(&str, Change); 17] = [
         ("temperature", |s, v| s.temperature = Some(v)),
         ("top_p", |s, v| s.top_p = Some(v)),
         ("min_p", |s, v| s.min_p = Some(v)),
@@ -124,6 +124,7 @@ async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is
         ("dry_base", |s, v| (s.dry_multiplier, s.dry_base) = (Some(1.0), Some(v))),
         ("repetition_penalty", |s, v| s.repetition_penalty = Some(v)),
         ("presence_penalty", |s, v| s.presence_penalty = Some(v)),
+        ("frequency_penalty", |s, v| s.frequency_penalty = Some(v)),
         ("logit_bias", |s, v| s.logit_bias.extend([(1, v)])),
     ];
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
@@ -140,6 +141,42 @@ async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is
             assert_eq!(status.code(), Code::InvalidArgument, "{name} {value}: {status}");
             let message = status.message();
             assert!(message.contains(name) && message.contains("allowed"), "{name} {value}: {message}");
+        }
+    }
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lengths_that_cannot_be_are_refused_with_the_numbers_before_a_worker_is_asked() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let mut client = fleet.grpc().await;
+    let good = request(generate_request::Prompt::Text("x".into()));
+    let tokens =
+        |count: u32| generate_request::Prompt::Tokens(wire::TokenIds { ids: vec![1; count as usize] });
+    let context = CONTEXT_TOKENS.to_string();
+    for (words, request) in [
+        (vec!["context", &context, "tokens of prompt"], request(tokens(CONTEXT_TOKENS))),
+        (vec!["context", &context], request(tokens(CONTEXT_TOKENS + 1))),
+        (
+            vec!["context", &context, "of output"],
+            wire::GenerateRequest { max_tokens: CONTEXT_TOKENS, ..good.clone() },
+        ),
+        (vec!["context", &context], wire::GenerateRequest { max_tokens: u32::MAX, ..good.clone() }),
+        (
+            vec!["min_tokens", "4", "allowed"],
+            wire::GenerateRequest { max_tokens: 3, min_tokens: 4, ..good.clone() },
+        ),
+        (vec!["n", "17", "allowed", "16"], wire::GenerateRequest { n: 17, ..good.clone() }),
+        (
+            vec!["top_logprobs", "21", "allowed", "20"],
+            wire::GenerateRequest { top_logprobs: Some(21), ..good.clone() },
+        ),
+        (vec!["empty"], request(tokens(0))),
+    ] {
+        let status = client.generate(request).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        for word in words {
+            assert!(status.message().contains(word), "{status} lacks {word}");
         }
     }
     assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");

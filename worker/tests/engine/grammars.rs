@@ -51,8 +51,12 @@ async fn a_resumed_stream_goes_on_in_the_middle_of_its_grammar() {
 async fn a_grammar_that_is_none_is_refused_by_name() {
     let (_directory, _giver, mut worker) = fleet().await;
     for (kind, word) in [
-        (Kind::JsonSchema(r#"{"type": 5}"#.to_owned()), ""),
-        (Kind::Regex("[".to_owned()), ""),
+        (Kind::JsonSchema(r#"{"type": 5}"#.to_owned()), "#/type"),
+        (Kind::JsonSchema(r#"{"type": "integer", "minimum": 5, "maximum": 3}"#.to_owned()), "minimum (5)"),
+        (Kind::JsonSchema(r#"{"enum": []}"#.to_owned()), "nsatisfiable"),
+        (Kind::JsonSchema(r#"{"not": {}}"#.to_owned()), "#/not"),
+        (Kind::JsonSchema("false".to_owned()), "matches"),
+        (Kind::Regex("[".to_owned()), "regex"),
         (Kind::Gbnf("start ::= \"a\"".to_owned()), "root"),
         (Kind::Choice(Words { words: vec![] }), "empty"),
     ] {
@@ -80,4 +84,21 @@ async fn a_grammar_that_breaks_the_compiler_fails_alone() {
         let digits = worker.generate(constrained(&worker, Kind::Regex("[0-9]{4}".to_owned()))).await.unwrap();
         assert_eq!(digits.finished.unwrap().reason(), FinishReason::Stop);
     }
+}
+
+/// Which of the last characters were an "a": states without end, which random text comes through.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_that_becomes_too_complex_ends_its_request_and_nothing_else() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let kind =
+        Kind::Lark("start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/".to_owned());
+    let generated = worker.generate(constrained(&worker, kind)).await.unwrap();
+    let status = generated.cut.unwrap();
+    assert_eq!(status.code(), Code::Internal, "{status}");
+    assert!(status.message().contains("too complex"), "{status}");
+    assert!(!generated.tokens.is_empty(), "it began well");
+    let digits = worker.generate(constrained(&worker, Kind::Regex("[0-9]{4}".to_owned()))).await.unwrap();
+    assert_eq!(digits.finished.unwrap().reason(), FinishReason::Stop);
+    let stats = worker.stats().await;
+    assert_eq!((stats.running, stats.waiting, stats.kv_used_tokens), (0, 0, 0));
 }

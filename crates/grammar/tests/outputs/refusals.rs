@@ -1,12 +1,13 @@
 //! Sources that give no grammar: refused with a reason, never a panic.
 
-use grammar::Source;
+use grammar::{MatchError, Source};
 use proptest::prelude::*;
 use serde_json::json;
 
 use crate::cases;
+use crate::model::{Model, generate};
 use crate::schemas::strict;
-use crate::vocabularies::compile;
+use crate::vocabularies::{DEMO, compile};
 
 proptest! {
     #![proptest_config(cases(60))]
@@ -56,4 +57,57 @@ fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
     let lenient =
         Source::JsonSchema { schema: r#"{"type": "array", "uniqueItems": true}"#.into(), lenient: true };
     assert!(compile(&lenient).is_ok());
+}
+
+/// Each is well formed, and no value is valid.
+#[test]
+fn what_no_value_satisfies_is_refused_and_says_why() {
+    for (schema, words) in [
+        (json!({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater than maximum (3)"),
+        (json!({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}), "contains no integer"),
+        (json!({"type": "integer", "minimum": 7, "maximum": 9, "multipleOf": 5}), "multiple of 5"),
+        (json!({"type": "number", "minimum": 1, "exclusiveMaximum": 1}), "equal to exclusiveMaximum"),
+        (
+            json!({"type": "string", "minLength": 5, "maxLength": 3}),
+            "minLength (5) is greater than maxLength (3)",
+        ),
+        (json!({"type": "string", "pattern": "^a{5}$", "maxLength": 3}), "Regex is empty"),
+        (json!({"type": "string", "pattern": "^x", "format": "date"}), "Regex is empty"),
+        (json!({"type": "string", "enum": [1, 2]}), "incompatible types"),
+        (json!({"type": "array", "minItems": 3, "maxItems": 2}), "minItems (3) is greater than maxItems (2)"),
+        (json!({"type": "array", "items": false, "minItems": 1}), "required item"),
+        (json!({"type": "object", "minProperties": 2, "maxProperties": 1}), "minProperties > maxProperties"),
+        (json!({"type": "object", "properties": {"a": false}, "required": ["a"]}), "required property 'a'"),
+        (
+            json!({"type": "object", "required": ["a"], "additionalProperties": false}),
+            "required property 'a'",
+        ),
+        (json!({"allOf": [{"type": "string"}, {"type": "integer"}]}), "incompatible types"),
+        (json!({"enum": []}), "anyOf is empty"),
+        (json!({"type": []}), "anyOf is empty"),
+        (json!({"anyOf": []}), "anyOf is empty"),
+        (json!({"oneOf": []}), "oneOf is empty"),
+        (json!({"not": {}}), "#/not: the keyword \"not\" cannot be enforced"),
+        (json!({"$ref": "#"}), "matches"),
+        (json!({"$ref": "#/$defs/none"}), "not found"),
+        (json!(false), "matches"),
+    ] {
+        let error = compile(&strict(&schema)).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(error.contains(words) && error.len() < 600, "{schema}: {error:?}");
+    }
+}
+
+/// Which of the last characters were an "a": states without end, which random text comes through.
+#[test]
+fn what_becomes_too_complex_on_the_way_says_so() {
+    for lark in [
+        "start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/",
+        "start: A\nA: /(.|\\n)*a(.|\\n){300}[0-9]/",
+    ] {
+        let grammar = compile(&Source::Lark(lark.to_owned())).unwrap();
+        for seed in 0..3 {
+            let output = generate(&DEMO, Model::Indifferent, grammar.matcher(), seed, 600);
+            assert_eq!(output.err(), Some(MatchError::TooComplex), "{lark}");
+        }
+    }
 }
