@@ -1,6 +1,6 @@
 //! Everything a user can get wrong: one line that says what to do, and the documented exit code.
 
-use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device, executable, proc, text};
+use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, demo_22m, device, executable, proc, text};
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -66,6 +66,25 @@ fn an_unknown_architecture_is_named() {
     bytes[at..at + 5].copy_from_slice(b"qwen9");
     std::fs::write(&file, bytes).unwrap();
     check(&generate(&file).output().unwrap(), MODEL_REFUSED, &["qwen9"]);
+}
+
+/// As long as Q4_K in bytes, and no backend has kernels for it.
+const IQ4_NL: u32 = 20;
+
+#[test]
+fn a_tensor_of_a_type_without_kernels_is_named_with_the_types_that_have_some() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("iq.gguf");
+    let mut bytes = std::fs::read(demo_22m()).unwrap();
+    let name = b"blk.0.ffn_up.weight";
+    let at = bytes.windows(name.len()).position(|window| window == name).unwrap() + name.len();
+    // Two dimensions of 8 bytes follow their number, then the type.
+    let dtype = at + 4 + 2 * 8..at + 4 + 2 * 8 + 4;
+    assert_eq!(bytes[dtype.clone()], 12_u32.to_le_bytes(), "Q4_K");
+    bytes[dtype].copy_from_slice(&IQ4_NL.to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    let words = ["iq.gguf", "blk.0.ffn_up.weight", "IQ4_NL", "Q2_K to Q6_K"];
+    check(&generate(&file).output().unwrap(), MODEL_REFUSED, &words);
 }
 
 #[test]

@@ -1,11 +1,15 @@
 //! Invariant I5 on the whole fleet: tokens and log probabilities of a request are the same bits however it is served.
 //!
-//! [`CASES`] is the one list of ways to serve ([`Q8_0_CASES`] those of another type of cache). A new way that must keep the promise becomes a line of it, and is then held to
-//! it on every device that these tests run on.
+//! [`CASES`] is the one list of ways to serve ([`DRAFTED_CASES`] those of a model with a smaller one to draft for it,
+//! [`Q8_0_CASES`] those of another type of cache). A new way that must keep the promise becomes a line of it, and is then
+//! held to it on every device that these tests run on. Requests are of all kinds at once: greedy and sampled, of several
+//! choices, within grammars, more and less urgent.
 
 use crate::harness::api::{Ask, Continuation, connect, generate, generate_all, runtime};
 use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m, device, eventually, proc};
+use crate::harness::{Fleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
+use proto::v1::grammar::Kind;
+use std::path::Path;
 use std::time::Duration;
 
 /// How the requests come to a fleet.
@@ -25,11 +29,18 @@ use Way::{Alone, Arriving, Bereft, Together};
 /// A fleet, and what is done with it one after the other.
 struct Case {
     name: &'static str,
+    /// Those that end in .gguf are files of the tree.
     arguments: &'static [&'static str],
     ways: &'static [Way],
-    /// A counter that must have moved: else the case has shown nothing.
-    moved: Option<&'static str>,
+    /// Counters that must have moved: else the case has shown nothing.
+    moved: &'static [&'static str],
 }
+
+const HITS: &str = "ballast:prefix_cache_hits_total";
+const FORKS: &str = "ballast:forks_total";
+const PREEMPTIONS: &str = "ballast:num_preemptions_total";
+const RESUMES: &str = "ballast:stream_resumes_total";
+const ACCEPTED: &str = "ballast:spec_decode_num_accepted_tokens_total";
 
 /// The first way of the first case is what all others are compared with.
 const CASES: &[Case] = &[
@@ -38,44 +49,84 @@ const CASES: &[Case] = &[
         name: "alone, in any order, with prefix hits",
         arguments: &["--workers", "1", "--threads", "1"],
         ways: &[Alone, Arriving(1), Arriving(2), Arriving(3)],
-        moved: Some("ballast:prefix_cache_hits_total"),
+        moved: &[HITS, FORKS],
     },
     Case {
         name: "together in large steps",
         arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "512"],
         ways: &[Together],
-        moved: None,
+        moved: &[],
     },
     Case {
         name: "prompts in chunks of an odd size",
         arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "33"],
         ways: &[Together],
-        moved: None,
+        moved: &[],
     },
     Case {
         name: "two workers",
         arguments: &["--workers", "2", "--threads", "1", "--step-tokens", "64"],
         ways: &[Together, Arriving(4)],
-        moved: None,
+        moved: &[],
     },
     Case {
         name: "three workers",
         arguments: &["--workers", "3", "--threads", "2", "--step-tokens", "128"],
         ways: &[Together],
-        moved: None,
+        moved: &[],
     },
     Case {
         // 768 tokens hold a few of these requests at a time, and the longest alone.
         name: "preempted and computed again",
         arguments: &["--workers", "1", "--kv-tokens", "768"],
         ways: &[Together],
-        moved: Some("ballast:num_preemptions_total"),
+        moved: &[PREEMPTIONS],
     },
     Case {
         name: "resumed in the middle",
         arguments: &["--workers", "2", "--threads", "1"],
         ways: &[Bereft],
-        moved: Some("ballast:stream_resumes_total"),
+        moved: &[RESUMES],
+    },
+    Case {
+        name: "drafts looked up in the text",
+        arguments: &["--workers", "1", "--threads", "1", "--draft", "lookup"],
+        ways: &[Together],
+        moved: &[ACCEPTED, FORKS],
+    },
+    Case {
+        name: "drafts looked up in the text, preempted and computed again",
+        arguments: &["--workers", "1", "--draft", "lookup", "--kv-tokens", "768", "--step-tokens", "65"],
+        ways: &[Together],
+        moved: &[ACCEPTED, PREEMPTIONS],
+    },
+];
+
+/// The same promise with a smaller model that drafts. Choices are not forked then, so the same tokens show forks, too.
+const DRAFTED_CASES: &[Case] = &[
+    Case {
+        name: "nobody drafts",
+        arguments: &["--workers", "1", "--threads", "1"],
+        ways: &[Alone],
+        moved: &[FORKS],
+    },
+    Case {
+        name: "a smaller model drafts",
+        arguments: &["--workers", "1", "--threads", "1", "--draft", "demo/pycoder-7m-q8_0.gguf"],
+        ways: &[Together],
+        moved: &[ACCEPTED],
+    },
+    Case {
+        name: "a smaller model drafts, preempted and computed again",
+        arguments: &["--workers", "1", "--draft", "demo/pycoder-7m-q8_0.gguf", "--kv-tokens", "768"],
+        ways: &[Together],
+        moved: &[ACCEPTED, PREEMPTIONS],
+    },
+    Case {
+        name: "a smaller model drafts, resumed in the middle",
+        arguments: &["--workers", "2", "--threads", "1", "--draft", "demo/pycoder-7m-q8_0.gguf"],
+        ways: &[Bereft],
+        moved: &[RESUMES],
     },
 ];
 
@@ -85,19 +136,19 @@ const Q8_0_CASES: &[Case] = &[
         name: "q8_0 keys and values, alone, in any order, with prefix hits",
         arguments: &["--kv-type", "q8_0", "--workers", "1", "--threads", "1"],
         ways: &[Alone, Arriving(5)],
-        moved: Some("ballast:prefix_cache_hits_total"),
+        moved: &[HITS],
     },
     Case {
         name: "q8_0 keys and values, in chunks of an odd size, preempted and computed again",
         arguments: &["--kv-type", "q8_0", "--workers", "1", "--step-tokens", "33", "--kv-tokens", "768"],
         ways: &[Together],
-        moved: Some("ballast:num_preemptions_total"),
+        moved: &[PREEMPTIONS],
     },
     Case {
         name: "q8_0 keys and values, resumed in the middle",
         arguments: &["--kv-type", "q8_0", "--workers", "2", "--threads", "1"],
         ways: &[Bereft],
-        moved: Some("ballast:stream_resumes_total"),
+        moved: &[RESUMES],
     },
 ];
 
@@ -107,6 +158,11 @@ const REQUESTS: usize = 64;
 const LONG_EVERY: usize = 16;
 const LONG_TOKENS: u32 = 400;
 
+/// Every so many requests there is one of several choices, and one within a grammar.
+const SPECIAL_EVERY: usize = 8;
+const CHOICES: u32 = 3;
+const GRAMMAR_TOKENS: u32 = 48;
+
 /// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
 fn requests() -> Vec<Ask> {
     let mut random = Random(0x5eed);
@@ -114,14 +170,31 @@ fn requests() -> Vec<Ask> {
         .map(|index| {
             let length = 1 + random.below(150);
             let tokens = 8 + random.below(24) as u32;
+            let grammar = (index % SPECIAL_EVERY == 2).then(|| grammar(index / SPECIAL_EVERY));
             Ask {
                 prompt: (0..length).map(|_| 6 + random.below(8000) as u32).collect(),
-                max_tokens: if index % LONG_EVERY == 0 { LONG_TOKENS } else { tokens },
+                max_tokens: match grammar {
+                    Some(_) => GRAMMAR_TOKENS,
+                    None if index % LONG_EVERY == 0 => LONG_TOKENS,
+                    None => tokens,
+                },
                 temperature: if index % 3 == 0 { 0.0 } else { 0.9 },
                 seed: index as u64,
+                choices: if index % SPECIAL_EVERY == 5 { CHOICES } else { 1 },
+                grammar,
+                priority: [0, 0, 1, 0, -1][index % 5],
             }
         })
         .collect()
+}
+
+fn grammar(number: usize) -> Kind {
+    let schema = r#"{"type": "object", "required": ["name", "line"], "additionalProperties": false, "properties":
+        {"name": {"type": "string", "maxLength": 12}, "line": {"type": "integer", "minimum": 1, "maximum": 999}}}"#;
+    match number % 2 {
+        0 => Kind::Regex(r"[a-z_]{3,12}\([a-z, ]{0,20}\):".to_owned()),
+        _ => Kind::JsonSchema(schema.to_owned()),
+    }
 }
 
 /// xorshift64*: a fixed sequence, so that a failure repeats.
@@ -182,7 +255,12 @@ async fn arriving(fleet: &Fleet, asks: &[Ask], seed: u64) -> Vec<Result<Continua
 
 #[test]
 fn i5_same_tokens_however_a_request_is_served() {
-    same_tokens(CASES);
+    same_tokens(&demo_7m(), CASES);
+}
+
+#[test]
+fn i5_same_tokens_whoever_drafts() {
+    same_tokens(&demo_22m(), DRAFTED_CASES);
 }
 
 #[test]
@@ -191,27 +269,34 @@ fn i5_same_tokens_with_keys_and_values_of_q8_0() {
         eprintln!("SKIPPED: no kernel for GPUs stores q8_0");
         return;
     }
-    same_tokens(Q8_0_CASES);
+    same_tokens(&demo_7m(), Q8_0_CASES);
 }
 
-fn same_tokens(cases: &[Case]) {
+fn same_tokens(model: &Path, cases: &[Case]) {
     let asks = requests();
     let mut expected: Option<Vec<Continuation>> = None;
     for case in cases {
-        let fleet = Fleet::start(&demo_7m(), case.arguments);
+        let in_place = |argument: &&str| match argument.ends_with(".gguf") {
+            true => in_tree(argument).into_os_string().into_string().unwrap(),
+            false => (*argument).to_owned(),
+        };
+        let arguments: Vec<String> = case.arguments.iter().map(in_place).collect();
+        let fleet = Fleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
         let http = Http::of(&fleet);
         for way in case.ways {
             let found = runtime().block_on(way.serve(&fleet, &asks));
             let expected = expected.get_or_insert_with(|| found.clone());
             for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
                 let how = format!("{}, {way:?}, request {index}", case.name);
-                assert_eq!(found.tokens.len(), asks[index].max_tokens as usize, "{how}");
+                let (ask, tokens) = (&asks[index], found.tokens.len());
+                let tokens_max = (ask.max_tokens * ask.choices) as usize;
+                assert!(tokens == tokens_max || ask.grammar.is_some() && tokens > 0, "{how}: {tokens}");
                 assert_eq!(expected.tokens, found.tokens, "{how}: tokens");
                 assert_eq!(expected.logprob_bits, found.logprob_bits, "{how}: log probabilities");
                 assert_eq!(found.tokens.len(), found.logprob_bits.len(), "{how}");
             }
         }
-        if let Some(counter) = case.moved {
+        for counter in case.moved {
             eventually(counter, || (http.metric(counter)? > 0.0).then_some(()));
         }
         fleet.stop();

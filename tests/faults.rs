@@ -13,6 +13,7 @@ fn ask(seed: u64) -> Ask {
         max_tokens: LONG,
         temperature: 0.7,
         seed,
+        ..Ask::default()
     }
 }
 

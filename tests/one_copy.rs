@@ -17,6 +17,7 @@ fn ask(seed: u64) -> Ask {
         max_tokens: 4,
         temperature: 0.0,
         seed,
+        ..Ask::default()
     }
 }
 

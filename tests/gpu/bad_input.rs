@@ -39,7 +39,11 @@ fn an_absent_device_is_named_and_the_present_ones_are_listed() {
 fn too_little_device_memory_says_how_much_is_missing() {
     let Some(gpu) = Gpu::here("too_little_device_memory_says_how_much_is_missing") else { return };
     let baseline = gpu.used();
-    check(&generate(&["--device", &gpu.name, "--kv-bytes", "4096GiB"]), OUT_OF_RESOURCES, &["GiB"]);
+    let large = ["--device", &gpu.name, "--kv-bytes", "4096GiB"];
+    check(&generate(&large), OUT_OF_RESOURCES, &["are needed", "are free", "KV cache of at most", "fits"]);
+    let mut plan = ballast();
+    plan.arg("plan").arg(demo_7m()).args(large);
+    check(&plan.output().unwrap(), OUT_OF_RESOURCES, &[" lacks ", "0 of 1 workers fit", "--kv-bytes"]);
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("ballast.toml");
     let model = std::fs::canonicalize(demo_7m()).unwrap();
@@ -51,5 +55,16 @@ fn too_little_device_memory_says_how_much_is_missing() {
     let output =
         ballast().args(["serve", "--listen", "127.0.0.1:0", "--config"]).arg(&config).output().unwrap();
     check(&output, OUT_OF_RESOURCES, &["MiB"]);
+    gpu.assert_back_at(baseline);
+}
+
+#[test]
+fn a_type_without_a_kernel_is_named_and_takes_nothing() {
+    let Some(gpu) = Gpu::here("a_type_without_a_kernel_is_named_and_takes_nothing") else { return };
+    let baseline = gpu.used();
+    for kv_type in ["bf16", "q8_0"] {
+        let words = [kv_type, "has no CUDA kernel yet", "use f16, or --device host"];
+        check(&generate(&["--device", &gpu.name, "--kv-type", kv_type]), USAGE, &words);
+    }
     gpu.assert_back_at(baseline);
 }

@@ -63,6 +63,7 @@ fn asks(count: u64, prompt_tokens: u32, max_tokens: u32) -> Vec<Ask> {
         max_tokens,
         temperature: 0.7,
         seed,
+        ..Ask::default()
     };
     (0..count).map(ask).collect()
 }

@@ -2,14 +2,15 @@
 
 use proto::v1::generate_frame::Frame;
 use proto::v1::generate_request::Prompt;
+use proto::v1::grammar::Kind;
 use proto::v1::inference_client::InferenceClient;
-use proto::v1::{GenerateRequest, Sampling, TokenIds};
+use proto::v1::{GenerateRequest, Grammar, Sampling, TokenIds};
 use tonic::transport::Channel;
 
 use super::{Fleet, PATIENCE};
 
-/// What one request produced. Log probabilities as bits: equal means equal.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What one request produced, its choices one behind the other. Log probabilities as bits: equal means equal.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Continuation {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprob_bits: Vec<u32>,
@@ -18,12 +19,17 @@ pub(crate) struct Continuation {
 }
 
 /// What is asked for.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Ask {
     pub(crate) prompt: Vec<u32>,
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
     pub(crate) seed: u64,
+    /// Continuations of the prompt; 0 means 1.
+    pub(crate) choices: u32,
+    /// What the output must be. It ends there, or at `max_tokens`; any other goes on to `max_tokens`.
+    pub(crate) grammar: Option<Kind>,
+    pub(crate) priority: i32,
 }
 
 impl Ask {
@@ -36,7 +42,10 @@ impl Ask {
                 seed: Some(self.seed),
                 ..Sampling::default()
             }),
-            ignore_eos: true,
+            ignore_eos: self.grammar.is_none(),
+            grammar: self.grammar.clone().map(|kind| Grammar { kind: Some(kind), ..Grammar::default() }),
+            n: self.choices,
+            priority: self.priority,
             top_logprobs: Some(0),
             ..GenerateRequest::default()
         }
@@ -47,36 +56,43 @@ pub(crate) async fn connect(url: &str) -> InferenceClient<Channel> {
     InferenceClient::connect(url.to_owned()).await.unwrap()
 }
 
-/// Runs one request to its end. `on_token` sees the number of tokens so far.
+/// Runs one request to its end. `on_token` sees the number of tokens so far, of all choices together.
 pub(crate) async fn generate(
     client: &mut InferenceClient<Channel>,
     ask: &Ask,
     mut on_token: impl FnMut(usize),
 ) -> Result<Continuation, tonic::Status> {
     let mut stream = client.generate(ask.request()).await?.into_inner();
-    let mut done = Continuation { tokens: vec![], logprob_bits: vec![], text: String::new(), resumes: 0 };
-    let mut finished = false;
+    let mut choices = vec![Continuation::default(); ask.choices.max(1) as usize];
+    let (mut tokens, mut finished) = (0, 0);
     while let Some(frame) = stream.message().await? {
         match frame.frame {
             Some(Frame::Piece(piece)) => {
+                let done = &mut choices[piece.choice as usize];
+                tokens += piece.tokens.len();
                 done.tokens.extend(piece.tokens);
                 done.logprob_bits.extend(piece.logprobs.iter().map(|l| l.logprob.to_bits()));
                 done.text.push_str(&piece.text);
-                on_token(done.tokens.len());
+                on_token(tokens);
             }
             Some(Frame::Finished(end)) => {
-                done.resumes = end.usage.map_or(0, |usage| usage.resumes);
-                finished = true;
+                choices[end.choice as usize].resumes = end.usage.map_or(0, |usage| usage.resumes);
+                finished += 1;
             }
             Some(Frame::Started(_)) | None => {}
         }
     }
     // Invariant I6: no stream ends without saying so.
-    if finished {
-        Ok(done)
-    } else {
-        Err(tonic::Status::data_loss("the stream ended without a finished frame"))
+    if finished < choices.len() {
+        return Err(tonic::Status::data_loss("the stream ended without a finished frame"));
     }
+    Ok(choices.into_iter().fold(Continuation::default(), |mut all, choice| {
+        all.tokens.extend(choice.tokens);
+        all.logprob_bits.extend(choice.logprob_bits);
+        all.text.push_str(&choice.text);
+        all.resumes += choice.resumes;
+        all
+    }))
 }
 
 /// All requests at once, results in the order of the requests.

@@ -23,10 +23,11 @@ const BUNDLE_BYTES_MAX: u64 = 24 << 20;
 const ARCHS: (&str, &str) = ("BALLAST_CUDA_ARCHS", "sm_90a");
 
 /// Test targets by the name they have in the bundle.
-const TESTS: [Test; 3] = [
+const TESTS: [Test; 4] = [
     Test { package: "ballast", target: "end_to_end", name: "fleet-tests" },
     Test { package: "kernels", target: "gpu", name: "kernel-tests" },
     Test { package: "memory", target: "cuda", name: "memory-tests" },
+    Test { package: "weight-server", target: "weight_server", name: "weight-tests" },
 ];
 
 struct Test {

@@ -13,7 +13,9 @@ pub enum WeightError {
     Shape { name: String, found: Vec<usize>, expected: Vec<usize> },
     #[error("tensor {name} is {found}, expected F32")]
     NotF32 { name: String, found: DType },
-    #[error("tensor {name} is {found}, a type that cannot be computed with")]
+    #[error(
+        "tensor {name} is {found}, a type that cannot be computed with; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K can"
+    )]
     Type { name: String, found: DType },
     #[error("tensor {name} is there twice")]
     Duplicate { name: String },
@@ -140,7 +142,7 @@ mod tests {
         );
         assert_eq!(
             text(table(&[4, 2], DType::I8).take("a.weight", &[4, 2])),
-            "tensor a.weight is I8, a type that cannot be computed with"
+            "tensor a.weight is I8, a type that cannot be computed with; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K can"
         );
         assert_eq!(
             text(table(&[4], DType::F16).take_vector("a.weight", 4)),

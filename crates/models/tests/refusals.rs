@@ -127,7 +127,7 @@ fn refusals_name_the_tensor() {
     let result = with_tensors(|tensors| named(tensors, "blk.0.attn_q.weight").dtype = DType::IQ1_S);
     assert_eq!(
         text(result),
-        "model tensors refused: tensor blk.0.attn_q.weight is IQ1_S, a type that cannot be computed with"
+        "model tensors refused: tensor blk.0.attn_q.weight is IQ1_S, a type that cannot be computed with; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K can"
     );
     let result = with_tensors(|tensors| named(tensors, "output_norm.weight").dtype = DType::F16);
     assert_eq!(text(result), "model tensors refused: tensor output_norm.weight is F16, expected F32");

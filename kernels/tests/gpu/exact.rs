@@ -177,7 +177,7 @@ pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
     for name in MODELS.into_iter().take(if gpu.small { 1 } else { MODELS.len() }) {
         let file = ModelFile::open(&Path::new("crates/models/tests/data").join(format!("{name}.gguf")))
             .with_context(|| name.to_owned())?;
-        for kind in [KvType::F16, KvType::F32] {
+        for kind in [KvType::F16, KvType::F32].into_iter().take(if gpu.small { 1 } else { 2 }) {
             let mut whole = Run::new(gpu, &file, kind)?;
             let vocabulary = whole.model.vocab_size() as u64;
             let mut draw =

@@ -278,7 +278,7 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result
 pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
     let linear = Linear::new(&gpu.device);
     let mut random = Random::new(6);
-    let (cols, rows, tokens_max) = if gpu.small { (1280, 100, 70) } else { (2816, 1040, 150) };
+    let (cols, rows, tokens_max) = if gpu.small { (768, 40, 22) } else { (2816, 1040, 150) };
     for dtype in TYPES.into_iter().chain(FLOATS) {
         let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
         quant::encode(dtype, &random.values(cols * rows), &mut raw)?;

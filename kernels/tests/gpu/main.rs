@@ -2,6 +2,7 @@
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
 //!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow
+//!   gpu list [FILTER]      the names of the tests
 //!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
 
 #![expect(clippy::print_stdout, reason = "an executable of its own: what it prints is its result")]
@@ -49,7 +50,9 @@ fn main() -> anyhow::Result<()> {
         }
         device => device?,
     };
-    println!("{} ({})", device.name(), device.uuid());
+    if mode != "list" {
+        println!("{} ({})", device.name(), device.uuid());
+    }
     let stream = Stream::new(&device)?;
     let gpu = Gpu { device, stream, small: mode == "small" };
     let cases: &[(&str, Case)] = match mode.as_str() {
@@ -102,6 +105,10 @@ fn main() -> anyhow::Result<()> {
     };
     let mut failed = 0;
     for (name, case) in cases.iter().filter(|(name, _)| name.contains(&filter)) {
+        if mode == "list" {
+            println!("{name}");
+            continue;
+        }
         let start = std::time::Instant::now();
         let result = case(&gpu);
         let seconds = start.elapsed().as_secs_f32();

@@ -172,6 +172,16 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     assert_eq!(first.attached().1, expected);
     let whole = fleet.verify("m").unwrap();
     assert_eq!((whole.damaged_count, whole.checked_bytes), (0, loaded.tensor_bytes));
+
+    // A worker of a version that reads another layout: nothing is kept for it.
+    let rows = fleet.status().ledger.unwrap().rows.len();
+    for layout in [0, 2] {
+        let asked = AttachRequest { layout, ..attach_request("m", &device) };
+        let refused = take(&fleet.socket(), &asked, |_| {}).unwrap_err().to_string();
+        let both = format!("layout {layout} was asked for, model \"m\" has layout 1");
+        assert!(refused.contains(&both), "{refused}");
+    }
+    assert_eq!(fleet.status().ledger.unwrap().rows.len(), rows);
     println!("verified {} bytes in {:.2} s", whole.checked_bytes, whole.seconds);
 
     // The owner dies; its successor has no file to read.

@@ -165,7 +165,9 @@ fn refusals_name_what_does_not_fit() {
     let (reason, text) = ask(|ask| ask.model = "other".to_owned());
     assert_eq!(reason, RefusalReason::UnknownModel);
     assert!(text.contains("\"other\"") && text.contains("loaded are: m"), "{text}");
-    assert_eq!(ask(|ask| ask.layout = 7).0, RefusalReason::Layout);
+    let (reason, text) = ask(|ask| ask.layout = 7);
+    assert_eq!(reason, RefusalReason::Layout);
+    assert!(text.contains("layout 7 was asked for") && text.contains("has layout 0"), "{text}");
     assert_eq!(ask(|ask| ask.device = "GPU-0".to_owned()).0, RefusalReason::Device);
     let (reason, text) = ask(|ask| ask.kv_bytes = 1 << 30);
     assert_eq!(reason, RefusalReason::Ledger);
