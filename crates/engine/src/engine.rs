@@ -388,17 +388,17 @@ impl<B: Backend> Engine<B> {
         let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
         let (wanted, vocab_size) = (self.batch.wanted(), self.capacity.vocab_size);
         let (tasks, scheduler) = (&self.tasks, &self.scheduler);
-        let plain_draw = |row: &OutputRow| {
+        let draw = |row: &OutputRow| {
             // Others may sample from a leader's row in other ways.
             let leads = scheduler.sequence(row.slot).is_some_and(|sequence| sequence.followers > 0);
             let task = tasks[row.slot.0 as usize].as_ref().filter(|_| !leads);
-            task.and_then(|task| task.plain_draw(row.position))
+            task.and_then(|task| task.draw(row.position, row.drafted.is_some()))
         };
         let rows = &mut self.rows;
         rows.start(wanted.len());
         let sampler = &mut self.sampler;
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
-            rows.take(backend, sampler, vocab_size, run.clone(), logits, wanted[run].iter().map(plain_draw))
+            rows.take(backend, sampler, vocab_size, run.clone(), logits, wanted[run].iter().map(draw))
         };
         self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
     }

@@ -2,7 +2,7 @@
 //!
 //! Both say the same: a token drawn from a shortlist is the token that the sampler draws from the row.
 
-use crate::sampler::{Draw, Sampler};
+use crate::sampler::{Draw, History, Sampler};
 use crate::task::Row;
 use ops::{Backend, NO_BEST, OpError, Shortlist, Weighing};
 use std::ops::Range;
@@ -25,7 +25,7 @@ impl OutputRows {
         self.drawn.resize(outputs, NO_BEST);
     }
 
-    /// Takes a run of outputs; `draws` has those that [`crate::task::Task::plain_draw`] has.
+    /// Takes a run of outputs; `draws` are theirs, as [`crate::task::Task::draw`] has them.
     pub(crate) fn take<'a, B: Backend>(
         &mut self,
         backend: &mut B,
@@ -33,10 +33,12 @@ impl OutputRows {
         vocab_size: usize,
         run: Range<usize>,
         logits: &B::Tensor,
-        draws: impl Iterator<Item = Option<Draw<'a>>> + Clone,
+        draws: impl Iterator<Item = Option<(Draw<'a>, &'a History)>> + Clone,
     ) -> Result<(), OpError> {
         let drawn = &mut self.drawn[run.clone()];
-        let is_greedy = |draw: Option<Draw<'_>>| draw.is_some_and(|draw| draw.params.temperature == 0.0);
+        let is_greedy = |draw: Option<(Draw<'_>, &History)>| {
+            draw.is_some_and(|(draw, history)| draw.params.temperature == 0.0 && draw.is_plain(history))
+        };
         if draws.clone().all(is_greedy) {
             backend.argmax(logits, run.len(), vocab_size, drawn)?;
         } else if B::SHORTLISTS && draws.clone().any(|draw| weighing(vocab_size, draw).is_some()) {
@@ -48,7 +50,8 @@ impl OutputRows {
             let lists = &mut self.lists[..run.len()];
             backend.shortlists(logits, vocab_size, &self.weighings, lists)?;
             for ((drawn, list), draw) in drawn.iter_mut().zip(lists).zip(draws) {
-                let token = draw.and_then(|draw| sampler.sample_shortlist(list, vocab_size, &draw));
+                let token = draw
+                    .and_then(|(draw, history)| sampler.sample_shortlist(list, vocab_size, &draw, history));
                 *drawn = token.unwrap_or(NO_BEST);
             }
         }
@@ -87,6 +90,6 @@ impl OutputRows {
     }
 }
 
-fn weighing(vocab_size: usize, draw: Option<Draw<'_>>) -> Option<Weighing> {
-    draw.and_then(|draw| draw.weighing(vocab_size))
+fn weighing(vocab_size: usize, draw: Option<(Draw<'_>, &History)>) -> Option<Weighing> {
+    draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
 }

@@ -144,6 +144,14 @@ impl SamplingParams {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
+    /// Whether bias and penalties raise no logit. DRY never does.
+    pub(crate) fn only_lowers(&self) -> bool {
+        self.logit_bias.is_empty()
+            && self.repetition_penalty >= 1.0
+            && self.presence_penalty >= 0.0
+            && self.frequency_penalty >= 0.0
+    }
+
     /// Ranges are those of the OpenAI API where it has the parameter.
     pub fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
         range("temperature", self.temperature, 0.0, 2.0)?;

@@ -41,7 +41,7 @@ pub(crate) struct Scoring {
 #[derive(Clone, Copy)]
 pub(crate) enum Row<'a> {
     Logits(&'a [f32]),
-    /// The token of the request's [`Task::plain_draw`].
+    /// The token of the request's [`Task::draw`].
     Drawn(u32),
 }
 
@@ -86,10 +86,11 @@ impl Task {
         matches!(&self.work, Work::Generate(generation) if generation.constraint.is_none())
     }
 
-    /// The draw of the token after `position`, where nothing but the row and the request's parameters decides about it.
-    pub(crate) fn plain_draw(&self, position: usize) -> Option<Draw<'_>> {
+    /// The draw of the token after `position`, where it is all that is wanted of the row, with what it remembers. `drafted`: the
+    /// row is behind guesses, which are not part of that yet.
+    pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<(Draw<'_>, &History)> {
         match &self.work {
-            Work::Generate(generation) => generation.plain_draw(&self.usage, position + 1),
+            Work::Generate(generation) => generation.next_draw(&self.usage, position + 1, drafted),
             Work::Score(_) => None,
         }
     }
@@ -102,14 +103,12 @@ impl Task {
 }
 
 impl Generation {
-    fn plain_draw(&self, usage: &Usage, position: usize) -> Option<Draw<'_>> {
-        let plain = self.sampling.logit_bias.is_empty()
-            && self.history.is_plain()
-            && self.logprobs.is_none()
-            && self.constraint.is_none()
-            && !self.is_early(usage);
-        let Self { sampling: params, choice, .. } = self;
-        plain.then_some(Draw { params, choice: *choice, position, ruled_out: &[], allowed: None })
+    fn next_draw(&self, usage: &Usage, position: usize, drafted: bool) -> Option<(Draw<'_>, &History)> {
+        let ruled_out: &[u32] = if self.is_early(usage) { &self.stop.stop_tokens } else { &[] };
+        let Self { sampling: params, choice, history, .. } = self;
+        let draw = Draw { params, choice: *choice, position, ruled_out, allowed: None };
+        let alone = self.logprobs.is_none() && self.constraint.is_none();
+        (alone && (!drafted || draw.is_plain(history))).then_some((draw, history))
     }
 
     /// Whether stop tokens cannot be drawn yet.
@@ -140,7 +139,10 @@ impl Generation {
         let draw = Draw { params: &self.sampling, choice: self.choice, position, ruled_out, allowed };
         let token = match row {
             Row::Logits(logits) => sampler.sample(logits, &draw, &mut self.history)?,
-            Row::Drawn(token) => token,
+            Row::Drawn(token) => {
+                self.history.push(token);
+                token
+            }
         };
         if self.stop.stop_tokens.contains(&token) {
             return Ok(Drawn::Finished(FinishReason::Stop(token)));

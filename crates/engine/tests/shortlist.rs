@@ -4,24 +4,42 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use engine::sampler::{Draw, History, Sampler};
-use engine::{Mirostat, MirostatVersion, SamplerState, SamplingParams};
+use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use ops::weights::Weights;
 use ops::{SHORTLIST_LEN, Shortlist};
 use proptest::prelude::*;
 
-fn draw(params: &SamplingParams, position: usize) -> Draw<'_> {
-    Draw { params, choice: 1, position, ruled_out: &[], allowed: None }
+/// Prompt, output so far, and tokens that are ruled out.
+#[derive(Clone, Debug, Default)]
+struct Past {
+    prompt: Vec<u32>,
+    output: Vec<u32>,
+    ruled_out: Vec<u32>,
 }
 
-/// The token of the row itself, and that of its shortlist.
-fn both(logits: &[f32], params: &SamplingParams, position: usize) -> (u32, Option<u32>) {
-    let (mut sampler, draw) = (Sampler::default(), draw(params, position));
-    let mut history = History::new(params, &[], &[], &SamplerState::default()).unwrap();
-    let token = sampler.sample(logits, &draw, &mut history).unwrap();
-    let Some(weighing) = draw.weighing(logits.len()) else { return (token, None) };
-    let mut list = Shortlist::default();
-    list.fill(logits, &weighing, &mut Weights::default());
-    (token, sampler.sample_shortlist(&list, logits.len(), &draw))
+impl Past {
+    fn history(&self, params: &SamplingParams) -> History {
+        // As good as any that a frame may have carried.
+        let bytes = if params.mirostat.is_some() { &4.0_f32.to_le_bytes()[..] } else { &[] };
+        History::new(params, &self.prompt, &self.output, &SamplerState::from_bytes(bytes).unwrap()).unwrap()
+    }
+
+    fn draw<'a>(&'a self, params: &'a SamplingParams, position: usize) -> Draw<'a> {
+        Draw { params, choice: 1, position, ruled_out: &self.ruled_out, allowed: None }
+    }
+}
+
+/// The token of the row itself, if there is one, and that of its shortlist.
+fn both(logits: &[f32], params: &SamplingParams, past: &Past, position: usize) -> (Option<u32>, Option<u32>) {
+    let (mut sampler, draw) = (Sampler::default(), past.draw(params, position));
+    let mut history = past.history(params);
+    let weighing = draw.weighing(logits.len(), &history);
+    let short = weighing.and_then(|weighing| {
+        let mut list = Shortlist::default();
+        list.fill(logits, &weighing, &mut Weights::default());
+        sampler.sample_shortlist(&list, logits.len(), &draw, &history)
+    });
+    (sampler.sample(logits, &draw, &mut history).ok(), short)
 }
 
 /// Half of the time `off`.
@@ -44,11 +62,18 @@ prop_compose! {
         mirostat in prop_oneof![9 => Just(None), 1 => Just(Some(Mirostat {
             version: MirostatVersion::Two, tau: 3.0, eta: 0.1,
         }))],
+        repetition_penalty in prop_oneof![4 => Just(1.0), 2 => 1.0..2.0_f32, 1 => 0.5..1.0_f32],
+        (presence_penalty, frequency_penalty) in (sometimes(0.0, -0.5..2.0_f32), sometimes(0.0, -0.1..1.0_f32)),
+        dry in prop_oneof![3 => Just(None), 1 => (0..3_u32).prop_map(|allowed_length| Some(Dry {
+            multiplier: 0.8, base: 1.75, allowed_length, last_n: None, breakers: DryBreakers::new([vec![1]]),
+        }))],
+        logit_bias in prop_oneof![9 => Just(vec![]), 1 => (-5.0..5.0_f32).prop_map(|bias| vec![(0, bias)])],
         seed in any::<u64>(),
     ) -> SamplingParams {
         SamplingParams {
+            repetition_penalty, presence_penalty, frequency_penalty, dry, logit_bias,
             temperature, top_k, top_p, typical_p, min_p, top_n_sigma, xtc_probability, xtc_threshold,
-            dynatemp_range, dynatemp_exponent, mirostat, seed, ..SamplingParams::default()
+            dynatemp_range, dynatemp_exponent, mirostat, seed,
         }
     }
 }
@@ -67,15 +92,32 @@ fn any_logits() -> impl Strategy<Value = Vec<f32>> {
     })
 }
 
+/// Of the best tokens above all, so that penalties change who is best.
+fn any_past(logits: &[f32]) -> impl Strategy<Value = Past> + use<> {
+    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+    ids.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    let count = ids.len();
+    let tokens = move |most: usize| {
+        let ids = ids.clone();
+        let one = prop_oneof![3 => 0..count.min(8), 2 => 0..count.min(300), 1 => 0..count];
+        prop::collection::vec(one.prop_map(move |rank| ids[rank]), 0..most)
+    };
+    (tokens(20), tokens(60), prop_oneof![3 => Just(vec![]).boxed(), 1 => tokens(4).boxed()])
+        .prop_map(|(prompt, output, ruled_out)| Past { prompt, output, ruled_out })
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(4000))]
 
     #[test]
     fn the_shortlist_draws_what_the_row_draws(
-        logits in any_logits(), params in any_params(), position in 0..100_usize,
+        (logits, past) in any_logits().prop_flat_map(|logits| (any_past(&logits), Just(logits)))
+            .prop_map(|(past, logits)| (logits, past)),
+        params in any_params(),
+        position in 0..100_usize,
     ) {
-        let (token, short) = both(&logits, &params, position);
-        prop_assert!(short.is_none_or(|short| short == token), "{short:?}, of the row {token}");
+        let (token, short) = both(&logits, &params, &past, position);
+        prop_assert!(short.is_none() || short == token, "{short:?}, of the row {token:?}");
     }
 }
 
@@ -98,11 +140,17 @@ fn common_parameters_are_served_by_the_list() {
         SamplingParams { top_p: 0.9, ..base.clone() },
         SamplingParams { min_p: 0.05, dynatemp_range: 0.3, ..base.clone() },
         SamplingParams { top_p: 0.9, xtc_probability: 1.0, ..base.clone() },
+        SamplingParams { top_k: 20, top_p: 0.8, presence_penalty: 1.5, ..base.clone() },
+        SamplingParams { top_k: 40, repetition_penalty: 1.1, frequency_penalty: 0.2, ..base.clone() },
+        SamplingParams { repetition_penalty: 1.2, ..SamplingParams::greedy() },
     ] {
+        let penalised = params.has_penalties();
+        let past = Past { output: (3..20_000).step_by(2 * 997).collect(), ..Past::default() };
+        let past = if penalised { past } else { Past::default() };
         let mut drawn = std::collections::BTreeSet::new();
         for position in 0..300 {
-            let (token, short) = both(&logits, &params, position);
-            assert_eq!(short, Some(token), "{params:?}");
+            let (token, short) = both(&logits, &params, &past, position);
+            assert!(short.is_some() && short == token, "{params:?}: {short:?}, of the row {token:?}");
             drawn.insert(token);
         }
         assert!(drawn.len() > 3 || params.temperature == 0.0, "{params:?} drew only {drawn:?}");
@@ -120,10 +168,17 @@ fn what_weighs_every_token_needs_the_row() {
         SamplingParams { xtc_probability: 1.0, ..base.clone() },
         SamplingParams { dynatemp_range: 0.5, ..base.clone() },
         SamplingParams { mirostat: Some(mirostat), top_k: 40, ..base.clone() },
+        SamplingParams { top_p: 0.9, presence_penalty: 0.5, ..base.clone() },
+        SamplingParams { frequency_penalty: 0.5, ..base.clone() },
+        SamplingParams { top_k: 40, presence_penalty: -0.5, ..base.clone() },
+        SamplingParams { top_k: 40, repetition_penalty: 0.9, ..base.clone() },
+        SamplingParams { logit_bias: vec![(7, -1.0)], ..SamplingParams::greedy() },
     ] {
-        assert_eq!(draw(&params, 3).weighing(20_000), None, "{params:?}");
+        let past = Past { output: vec![1, 2], ..Past::default() };
+        let weighing = past.draw(&params, 3).weighing(20_000, &past.history(&params));
+        assert_eq!(weighing, None, "{params:?}");
     }
     // Equal logits: a shortlist is a small part of what top-p keeps.
     let params = SamplingParams { top_p: 0.9, ..base };
-    assert_eq!(both(&[1.0; 5000], &params, 3).1, None);
+    assert_eq!(both(&[1.0; 5000], &params, &Past::default(), 3).1, None);
 }

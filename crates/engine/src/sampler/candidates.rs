@@ -5,7 +5,7 @@
 use super::math;
 use crate::SamplingParams;
 use ops::rank::{self, Ranked};
-use ops::{Shortlist, weights};
+use ops::weights;
 
 /// Candidates that are sorted first, and the factor by which more are taken until they suffice.
 const SORTED_FIRST: usize = 64;
@@ -77,19 +77,20 @@ impl Candidates {
         }
     }
 
-    /// The same of a shortlist of the row, which has `vocab_size` logits. `false`: the list does not show it.
+    /// The same of the best of a row, in order, whose weights add up to `total`. `whole`: they are all there are. `false`: they
+    /// do not show it.
     pub(super) fn thin_out_list(
         &mut self,
-        list: &Shortlist,
-        vocab_size: usize,
+        best: &[Ranked],
+        total: f64,
+        whole: bool,
         first: Filter,
         params: &SamplingParams,
     ) -> bool {
-        let (best, whole) = (list.best(), list.best().len() == vocab_size);
         let Some(max) = best.first().map(|best| best.logit()) else { return false };
         let count = match first {
             Filter::TopK => Some(params.top_k as usize).filter(|&count| count <= best.len()),
-            Filter::TopP => reaching(best, max, f64::from(params.top_p) * list.total()),
+            Filter::TopP => reaching(best, max, f64::from(params.top_p) * total),
             Filter::MinP => {
                 let floor = min_p_floor(max, params.min_p);
                 best.iter().position(|best| best.logit() < floor)

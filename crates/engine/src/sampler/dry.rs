@@ -18,6 +18,26 @@ pub(super) struct Repetitions {
 impl Repetitions {
     /// `tokens` are prompt and output so far.
     pub(super) fn apply(&mut self, dry: &Dry, tokens: &[u32], logits: &mut [f32]) {
+        self.find(dry, tokens);
+        for &token in self.longest.keys() {
+            let logit = &mut logits[token as usize];
+            *logit = self.applied(dry, token, *logit);
+        }
+    }
+
+    /// What `apply` makes of the logit of one token, after `find`.
+    pub(super) fn applied(&self, dry: &Dry, token: u32, logit: f32) -> f32 {
+        match self.longest.get(&token) {
+            Some(length) if !dry.breakers.is_single(token) => {
+                logit - penalty(dry, length - dry.allowed_length as usize)
+            }
+            _ => logit,
+        }
+    }
+
+    /// Finds the repetitions that tokens would prolong. `tokens` are prompt and output so far.
+    pub(super) fn find(&mut self, dry: &Dry, tokens: &[u32]) {
+        self.longest.clear();
         let allowed = dry.allowed_length as usize;
         let seen = dry.last_n.map_or(tokens.len(), |last_n| tokens.len().min(last_n as usize));
         let tokens = &tokens[tokens.len() - seen..];
@@ -29,17 +49,11 @@ impl Repetitions {
             return;
         }
         self.match_backwards(tokens, limit);
-        self.longest.clear();
         for (distance, &length) in self.matched.iter().enumerate().skip(1) {
             if length >= allowed {
                 let follower = tokens[tokens.len() - distance];
                 let longest = self.longest.entry(follower).or_insert(length);
                 *longest = length.max(*longest);
-            }
-        }
-        for (&token, &length) in &self.longest {
-            if !dry.breakers.is_single(token) {
-                logits[token as usize] -= penalty(dry, length - allowed);
             }
         }
     }

@@ -50,7 +50,7 @@ impl History {
     }
 
     /// One more output token.
-    pub(super) fn push(&mut self, token: u32) {
+    pub(crate) fn push(&mut self, token: u32) {
         if let Some(counts) = &mut self.counts {
             counts.push(token);
         }

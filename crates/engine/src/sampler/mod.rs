@@ -56,6 +56,14 @@ pub struct Draw<'a> {
 }
 
 impl Draw<'_> {
+    /// Whether it is the model's own logits that decide.
+    pub(crate) fn is_plain(&self, history: &History) -> bool {
+        self.params.logit_bias.is_empty()
+            && self.ruled_out.is_empty()
+            && self.allowed.is_none()
+            && history.is_plain()
+    }
+
     fn stream(&self) -> Stream {
         Stream { seed: self.params.seed, choice: self.choice }
     }
@@ -71,10 +79,15 @@ impl Draw<'_> {
         chance > 0.0 && self.stream().uniform(self.position as u64, Purpose::Xtc) < chance
     }
 
-    /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: of what is asked
-    /// for, nothing weighs all tokens by more than their sum.
-    pub fn weighing(&self, vocab_size: usize) -> Option<Weighing> {
+    /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: no filter weighs all
+    /// tokens by more than their sum, or by that after some have changed, and what changes logits lowers them, so that no token
+    /// that is not listed comes before those that are.
+    pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<Weighing> {
         let params = self.params;
+        let plain = self.is_plain(history);
+        if !plain && (self.allowed.is_some() || !params.only_lowers()) {
+            return None;
+        }
         if params.temperature == 0.0 {
             return Some(Weighing::default());
         }
@@ -82,11 +95,13 @@ impl Draw<'_> {
             return None;
         }
         match Filter::first(params, vocab_size, self.xtc_acts()) {
-            None if params.dynatemp_range > 0.0 => None,
-            None => Some(Weighing { temperature: params.temperature, uniform: Some(self.uniform()) }),
-            Some(Filter::TopK) if params.top_k as usize > SHORTLIST_LEN => None,
-            Some(Filter::TopK | Filter::TopP | Filter::MinP) => Some(Weighing::default()),
-            Some(Filter::TopNSigma | Filter::Typical | Filter::Xtc) => None,
+            None if plain && params.dynatemp_range == 0.0 => {
+                Some(Weighing { temperature: params.temperature, uniform: Some(self.uniform()) })
+            }
+            Some(Filter::TopP) if plain => Some(Weighing::default()),
+            Some(Filter::TopK) if params.top_k as usize <= SHORTLIST_LEN => Some(Weighing::default()),
+            Some(Filter::MinP) => Some(Weighing::default()),
+            _ => None,
         }
     }
 }
@@ -109,6 +124,7 @@ pub struct Sampler {
     tempered: Vec<f32>,
     repetitions: Repetitions,
     candidates: Candidates,
+    /// For mirostat; and a shortlist after penalties.
     best: Vec<Ranked>,
     weights: Weights,
 }
@@ -122,11 +138,7 @@ impl Sampler {
         history: &mut History,
     ) -> Result<u32, SampleError> {
         check(logits)?;
-        let plain = draw.params.logit_bias.is_empty()
-            && draw.ruled_out.is_empty()
-            && draw.allowed.is_none()
-            && history.is_plain();
-        let token = if plain {
+        let token = if draw.is_plain(history) {
             self.choose(logits, draw, history)?
         } else {
             let mut adjusted = std::mem::take(&mut self.adjusted);
@@ -193,21 +205,85 @@ impl Sampler {
         Ok(self.pick_candidate(params, uniform))
     }
 
-    /// The token that `sample` draws from a row of `vocab_size` logits, if its shortlist shows it. The
-    /// list is weighed as [`Draw::weighing`] says, and nothing rules tokens out or changes logits.
-    pub fn sample_shortlist(&mut self, list: &Shortlist, vocab_size: usize, draw: &Draw<'_>) -> Option<u32> {
-        let params = draw.params;
-        draw.weighing(vocab_size)?;
-        if params.temperature == 0.0 {
-            return list.best().first().map(|best| best.id());
+    /// The token that `sample` draws from a row of `vocab_size` logits, if its shortlist shows it. The list is weighed as
+    /// [`Draw::weighing`] says, and it is for the caller to add the token to the history.
+    pub fn sample_shortlist(
+        &mut self,
+        list: &Shortlist,
+        vocab_size: usize,
+        draw: &Draw<'_>,
+        history: &History,
+    ) -> Option<u32> {
+        draw.weighing(vocab_size, history)?;
+        if draw.is_plain(history) {
+            return self.choose_listed(list.best(), list, vocab_size, draw);
         }
-        let xtc_acts = draw.xtc_acts();
-        let Some(first) = Filter::first(params, vocab_size, xtc_acts) else { return list.drawn() };
-        if !self.candidates.thin_out_list(list, vocab_size, first, params) {
-            return None;
+        let mut best = std::mem::take(&mut self.best);
+        let whole = list.best().len() == vocab_size;
+        self.adjust_best(list.best(), whole, draw, history, &mut best);
+        let token = self.choose_listed(&best, list, vocab_size, draw);
+        self.best = best;
+        token
+    }
+
+    /// The best tokens after what lowers some of them. Those that fall below the last one of the list are left out: they would
+    /// stand among others that the list does not have.
+    fn adjust_best(
+        &mut self,
+        listed: &[Ranked],
+        whole: bool,
+        draw: &Draw<'_>,
+        history: &History,
+        best: &mut Vec<Ranked>,
+    ) {
+        let dry = draw.params.dry.as_ref().zip(history.tokens.as_ref());
+        if let Some((dry, tokens)) = dry {
+            self.repetitions.find(dry, tokens);
         }
-        self.candidates.thin_further(first, params, xtc_acts);
-        Some(self.pick_candidate(params, draw.uniform()))
+        best.clear();
+        best.extend(listed.iter().map(|listed| {
+            let id = listed.id();
+            let mut logit = if draw.ruled_out.contains(&id) { f32::NEG_INFINITY } else { listed.logit() };
+            if let Some(counts) = &history.counts {
+                logit = counts.applied(draw.params, id, logit);
+            }
+            if let Some((dry, _)) = dry {
+                logit = self.repetitions.applied(dry, id, logit);
+            }
+            Ranked::new(logit, id)
+        }));
+        if let Some(&last) = listed.last().filter(|_| !whole) {
+            best.retain(|&lowered| lowered <= last);
+        }
+        best.sort_unstable();
+    }
+
+    /// `best` are the best of the row that `list` is of, as they are after penalties.
+    fn choose_listed(
+        &mut self,
+        best: &[Ranked],
+        list: &Shortlist,
+        vocab_size: usize,
+        draw: &Draw<'_>,
+    ) -> Option<u32> {
+        let (params, xtc_acts) = (draw.params, draw.xtc_acts());
+        let is_greedy = params.temperature == 0.0;
+        let first = Filter::first(params, vocab_size, xtc_acts);
+        if !is_greedy && first.is_none() {
+            return list.drawn();
+        }
+        let highest = best.first().filter(|best| best.logit() > f32::NEG_INFINITY)?;
+        match first {
+            Some(first) if !is_greedy => {
+                let whole = list.best().len() == vocab_size;
+                if !self.candidates.thin_out_list(best, list.total(), whole, first, params) {
+                    return None;
+                }
+                self.candidates.thin_further(first, params, xtc_acts);
+                Some(self.pick_candidate(params, draw.uniform()))
+            }
+            _ => Some(highest.id()),
+        }
     }
 
     fn pick_candidate(&mut self, params: &SamplingParams, uniform: f64) -> u32 {

@@ -28,15 +28,25 @@ impl TokenCounts {
     pub(super) fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
         for (&token, &count) in &self.output {
             let logit = &mut logits[token as usize];
-            *logit = match *logit {
-                // A tiny penalty must not make it infinite.
-                positive if positive > 0.0 => (positive / params.repetition_penalty).min(f32::MAX),
-                other => other * params.repetition_penalty,
-            };
-            if count > 0 {
-                *logit -= count as f32 * params.frequency_penalty + params.presence_penalty;
-            }
+            *logit = penalised(params, count, *logit);
         }
+    }
+
+    /// What `apply` makes of the logit of one token.
+    pub(super) fn applied(&self, params: &SamplingParams, token: u32, logit: f32) -> f32 {
+        self.output.get(&token).map_or(logit, |&count| penalised(params, count, logit))
+    }
+}
+
+fn penalised(params: &SamplingParams, count: u32, logit: f32) -> f32 {
+    let logit = match logit {
+        // A tiny penalty must not make it infinite.
+        positive if positive > 0.0 => (positive / params.repetition_penalty).min(f32::MAX),
+        other => other * params.repetition_penalty,
+    };
+    match count {
+        0 => logit,
+        count => logit - (count as f32 * params.frequency_penalty + params.presence_penalty),
     }
 }
 
