@@ -202,6 +202,8 @@ struct Paged {
     block_tokens: usize,
     /// Length of each sequence, and how many of its last tokens are queries.
     sequences: Vec<(usize, usize)>,
+    /// First tokens of each sequence whose blocks are those of sequence 0.
+    shared: usize,
     keys: Vec<Vec<f32>>,
     values: Vec<Vec<f32>>,
     queries: Vec<Vec<f32>>,
@@ -214,7 +216,8 @@ impl Paged {
             sequences.iter().map(|&(len, _)| random.values(len * width)).collect()
         };
         let (keys, values, queries) = (rows(kv_width), rows(kv_width), rows(width));
-        Self { spec, kind, block_tokens: 16, sequences: sequences.to_vec(), keys, values, queries }
+        let sequences = sequences.to_vec();
+        Self { spec, kind, block_tokens: 16, sequences, shared: 0, keys, values, queries }
     }
 
     /// Writes all tokens in a first step, and asks for the last ones of every sequence in a second.
@@ -227,10 +230,16 @@ impl Paged {
         let layout = KvLayout { block_tokens: self.block_tokens, blocks, layers: vec![layer; 2] };
         let mut kv = b.kv(&layout).unwrap();
 
-        let written = self.sequences.iter().map(|&(len, _)| 0..len);
+        let kv_width = kv_heads * head_dim;
+        let own = |index: usize| if index == 0 { 0 } else { self.shared };
+        let written = self.sequences.iter().enumerate().map(|(index, &(len, _))| own(index)..len);
         let rows = self.begin(b, &tables, written);
-        let keys = filled(b, rows, kv_heads * head_dim, &self.keys.concat());
-        let values_ = filled(b, rows, kv_heads * head_dim, &self.values.concat());
+        let of_own = |all: &[Vec<f32>]| {
+            let own = all.iter().enumerate().map(|(index, rows)| &rows[own(index) * kv_width..]);
+            own.collect::<Vec<_>>().concat()
+        };
+        let keys = filled(b, rows, kv_width, &of_own(&self.keys));
+        let values_ = filled(b, rows, kv_width, &of_own(&self.values));
         b.kv_write(&mut kv, 1, &keys, &values_, rows).unwrap();
 
         let asked = self.sequences.iter().map(|&(len, last)| len - last..len);
@@ -259,6 +268,8 @@ impl Paged {
                 }
             }
         }
+        let shared = tables[0][..self.shared / self.block_tokens].to_vec();
+        tables.iter_mut().for_each(|table| table[..shared.len()].copy_from_slice(&shared));
         tables
     }
 
@@ -360,6 +371,42 @@ fn attention_does_not_depend_on_blocks_or_company() {
     }
 }
 
+/// Rows of sequences that share blocks are computed together, of those that do not each by itself.
+#[test]
+fn attention_does_not_depend_on_what_is_shared() {
+    let mut random = Random(9);
+    // Shared: some blocks of a split; one split; two and a part of one; four.
+    let sequences = [(1040, 1), (1030, 40), (1026, 2), (1100, 1), (1025, 1)];
+    for (kind, spec) in [
+        (KvType::F16, spec(4, 2, 64)),
+        (KvType::Q8_0, spec(4, 2, 40)),
+        (KvType::F32, spec(3, 1, 16)),
+        (KvType::Bf16, spec(2, 2, 24)),
+    ] {
+        let mut paged = Paged::new(&mut random, spec, kind, &sequences);
+        for block_tokens in [16, 64] {
+            paged.block_tokens = block_tokens;
+            for shared in [64, 256, 640, 1024] {
+                let prefix = shared * spec.kv_heads * spec.head_dim;
+                for all in [&mut paged.keys, &mut paged.values] {
+                    let (first, others) = all.split_first_mut().unwrap();
+                    others.iter_mut().for_each(|rows| rows[..prefix].copy_from_slice(&first[..prefix]));
+                }
+                for isa in Isa::available() {
+                    // With many threads the splits are pieces of their own.
+                    for threads in [2, 16] {
+                        let mut cpu = Cpu::with_isa(threads, isa).unwrap();
+                        paged.shared = 0;
+                        let apart = paged.run(&mut cpu);
+                        paged.shared = shared;
+                        assert!(paged.run(&mut cpu) == apart, "{kind} {isa}: {shared} tokens are shared");
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Every second vector of 16 values times 1000, the others tiny: scales that differ inside a head and between tokens.
 fn jagged(values: &mut [f32]) {
     for (i, part) in values.chunks_mut(16).enumerate() {
@@ -400,6 +447,7 @@ fn every_type_stores_what_it_is_specified_to() {
                         spec: spec(1, 1, head_dim),
                         kind,
                         block_tokens: 16,
+                        shared: 0,
                         sequences: vec![(1, 1)],
                         keys: vec![zeros.clone()],
                         values: vec![value],

@@ -11,8 +11,9 @@
 //!
 //! # How it is computed
 //! Queries of neighbouring rows of a sequence and of the heads that share a kv head form a tile, so that keys and values
-//! are converted once for up to eight queries. Tiles and kv heads are the pieces for the threads; where these are too few
-//! (one long sequence, many threads), the splits are too.
+//! are converted once for up to eight queries. So do rows of different sequences that begin with the same blocks: splits
+//! whose blocks they share are computed for all of them together, the others for each sequence. Tiles and kv heads are the
+//! pieces for the threads; where these are too few (one long sequence, many threads), the splits are too.
 //!
 //! Limiting resource on Zen 4, one thread, heads of 128: one row, memory (16k positions: 15 GB/s, 27 GB/s in L3); many
 //! rows, fused multiply-adds (80 of 117 GFLOPS).
@@ -28,7 +29,6 @@ use super::{Isa, element};
 use merge::{Finish, Merge};
 use ops::{AttentionSpec, KvType, OpError};
 use split::{Query, Split, SplitScratch};
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Positions per split. Scores of a tile's split (8 KiB) and a split's keys and values fit in L2 together.
@@ -72,9 +72,9 @@ pub(super) fn check(
     layer: usize,
     tokens: usize,
 ) -> Result<(), OpError> {
-    for rows in tiles(step, usize::MAX) {
-        let last = rows.clone().map(|r| step.positions[r]).max().unwrap_or(0) as usize;
-        let (table, index) = (step.table(rows.start), last / tokens);
+    let is_same = |a: &u32, b: &u32| step.sequences[*a as usize] == step.sequences[*b as usize];
+    for rows in step.order.chunk_by(is_same) {
+        let (table, index) = (step.table(rows[0] as usize), last_position(step, rows) / tokens);
         let Some(read) = table.get(..=index) else {
             let len = table.len();
             return Err(OpError::Index { op, what: "entry of the block table", index, len });
@@ -87,36 +87,33 @@ pub(super) fn check(
 pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
     let spec = call.spec;
     let group = spec.heads / spec.kv_heads;
-    let tiles = tiles(call.step, (TILE / group).max(1));
-    let pieces: Vec<(Range<usize>, usize)> =
-        (0..spec.kv_heads).flat_map(|head| tiles.iter().map(move |tile| (tile.clone(), head))).collect();
+    let tiles: Vec<&[u32]> = call.tiles((TILE / group).max(1)).collect();
+    let pieces: Vec<(&[u32], usize)> =
+        (0..spec.kv_heads).flat_map(|head| tiles.iter().map(move |&tile| (tile, head))).collect();
     buffers.threads.resize_with(pool.threads(), Mutex::default);
     let Buffers { threads, partials } = buffers;
     let threads = &threads[..];
 
-    let splits_of = |rows: &Range<usize>| {
-        let last = rows.clone().map(|r| call.step.positions[r]).max().unwrap_or(0);
-        last as usize / SPLIT + 1
-    };
-    let most_splits = tiles.iter().map(splits_of).max().unwrap_or(0);
+    let splits_of = |rows: &[u32]| last_position(call.step, rows) / SPLIT + 1;
+    let most_splits = tiles.iter().map(|rows| splits_of(rows)).max().unwrap_or(0);
     let is_short_of_pieces = pieces.len() < PIECES_PER_THREAD * pool.threads() && pool.threads() > 1;
     if most_splits <= 1 || !is_short_of_pieces {
         pool.run(pieces.len(), &|piece, thread| {
-            let (rows, kv_head) = &pieces[piece];
+            let (rows, kv_head) = pieces[piece];
             let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
             let Scratch { split: split_scratch, partial, total } = &mut *scratch;
-            let queries = call.queries_of(rows, *kv_head);
+            let queries = call.queries_of(rows, kv_head);
             let width = call.partial_width();
             partial.resize(queries.len() * width, 0.0);
             total.resize(queries.len() * width, 0.0);
             for split in 0..splits_of(rows) {
                 let into = if split == 0 { &mut *total } else { &mut *partial };
-                call.split(&queries, rows.start, *kv_head, split, into, split_scratch);
+                call.split(&queries, rows, kv_head, split, into, split_scratch);
                 if split > 0 {
                     call.isa.run(Merge { total, partial, width });
                 }
             }
-            call.finish(rows, *kv_head, total);
+            call.finish(rows, kv_head, total);
         });
         return;
     }
@@ -137,49 +134,58 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
     let shared = SharedRows::new(partials, cols);
     pool.run(places.len(), &|place, thread| {
         let (index, split, at, size) = places[place];
-        let (rows, kv_head) = &pieces[index];
+        let (rows, kv_head) = pieces[index];
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `partials` is borrowed until this function ends, and places do not overlap.
         let partial = unsafe { shared.part(0, at, size) };
-        let queries = call.queries_of(rows, *kv_head);
-        call.split(&queries, rows.start, *kv_head, split, partial, &mut scratch.split);
+        let queries = call.queries_of(rows, kv_head);
+        call.split(&queries, rows, kv_head, split, partial, &mut scratch.split);
     });
     for same_piece in places.chunk_by(|a, b| a.0 == b.0) {
-        let (rows, kv_head) = &pieces[same_piece[0].0];
+        let (rows, kv_head) = pieces[same_piece[0].0];
         let (_, _, at, size) = same_piece[0];
         let (total, rest) = partials[at..].split_at_mut(size);
         for partial in rest.chunks_exact(size).take(same_piece.len() - 1) {
             call.isa.run(Merge { total, partial, width });
         }
-        call.finish(rows, *kv_head, total);
+        call.finish(rows, kv_head, total);
     }
 }
 
-/// Runs of at most `rows_max` neighbouring rows of one sequence.
-fn tiles(step: &Rows, rows_max: usize) -> Vec<Range<usize>> {
-    let mut tiles: Vec<Range<usize>> = Vec::new();
-    for r in 0..step.len() {
-        match tiles.last_mut() {
-            Some(tile) if tile.len() < rows_max && step.sequences[tile.start] == step.sequences[r] => {
-                tile.end = r + 1;
-            }
-            _ => tiles.push(r..r + 1),
-        }
-    }
-    tiles
+fn last_position(step: &Rows, rows: &[u32]) -> usize {
+    rows.iter().map(|&row| step.positions[row as usize]).max().unwrap_or(0) as usize
 }
 
 impl Call<'_> {
+    /// Runs of at most `rows_max` rows that see the same keys in the first split.
+    fn tiles(&self, rows_max: usize) -> impl Iterator<Item = &[u32]> {
+        let runs = self.step.order.chunk_by(|&a, &b| self.sees_the_same(0, a as usize, b as usize));
+        runs.flat_map(move |run| run.chunks(rows_max))
+    }
+
+    /// Whether the blocks of a split are the same to two rows: they are of one sequence, or see all of the split and share
+    /// every block of it.
+    fn sees_the_same(&self, split: usize, a: usize, b: usize) -> bool {
+        let (step, tokens) = (self.step, self.view.block_tokens);
+        let end = (split + 1) * SPLIT;
+        let blocks = |row: usize| {
+            let is_seen = step.positions[row] as usize + 1 >= end;
+            step.table(row).get(split * SPLIT / tokens..end.div_ceil(tokens)).filter(|_| is_seen)
+        };
+        step.sequences[a] == step.sequences[b] || blocks(a).is_some_and(|of_a| blocks(b) == Some(of_a))
+    }
+
     /// Largest score, sum of shares, and a head of values.
     fn partial_width(&self) -> usize {
         2 + self.spec.head_dim
     }
 
     /// Query heads of `kv_head` in each row.
-    fn queries_of(&self, rows: &Range<usize>, kv_head: usize) -> Vec<Query<'_>> {
+    fn queries_of(&self, rows: &[u32], kv_head: usize) -> Vec<Query<'_>> {
         let (dim, group) = (self.spec.head_dim, self.spec.heads / self.spec.kv_heads);
         let heads = kv_head * group..(kv_head + 1) * group;
-        rows.clone()
+        rows.iter()
+            .map(|&row| row as usize)
             .flat_map(|r| heads.clone().map(move |head| (r, head)))
             .map(|(r, head)| Query {
                 values: &self.queries[(r * self.spec.heads + head) * dim..][..dim],
@@ -188,16 +194,41 @@ impl Call<'_> {
             .collect()
     }
 
+    /// One split for the queries of a tile: together where rows see the same blocks.
     fn split(
         &self,
+        mut queries: &[Query<'_>],
+        rows: &[u32],
+        kv_head: usize,
+        split: usize,
+        mut partials: &mut [f32],
+        scratch: &mut SplitScratch,
+    ) {
+        let (group, width) = (self.spec.heads / self.spec.kv_heads, self.partial_width());
+        for rows in rows.chunk_by(|&a, &b| self.sees_the_same(split, a as usize, b as usize)) {
+            let (now, later) = queries.split_at(rows.len() * group);
+            let (now_partials, later_partials) = partials.split_at_mut(now.len() * width);
+            self.split_of_blocks(
+                now,
+                self.step.table(rows[0] as usize),
+                kv_head,
+                split,
+                now_partials,
+                scratch,
+            );
+            (queries, partials) = (later, later_partials);
+        }
+    }
+
+    fn split_of_blocks(
+        &self,
         queries: &[Query<'_>],
-        row: usize,
+        table: &[u32],
         kv_head: usize,
         split: usize,
         partials: &mut [f32],
         scratch: &mut SplitScratch,
     ) {
-        let table = self.step.table(row);
         let (view, scale) = (self.view, self.spec.scale);
         let args =
             split::Args { view, table, kv_head, queries, from: split * SPLIT, scale, partials, scratch };
@@ -209,10 +240,10 @@ impl Call<'_> {
         }
     }
 
-    fn finish(&self, rows: &Range<usize>, kv_head: usize, totals: &[f32]) {
+    fn finish(&self, rows: &[u32], kv_head: usize, totals: &[f32]) {
         let (dim, group) = (self.spec.head_dim, self.spec.heads / self.spec.kv_heads);
         let totals = totals.chunks_exact(self.partial_width());
-        let heads = rows.clone().flat_map(|r| (0..group).map(move |i| (r, kv_head * group + i)));
+        let heads = rows.iter().flat_map(|&r| (0..group).map(move |i| (r as usize, kv_head * group + i)));
         for ((r, head), total) in heads.zip(totals) {
             // SAFETY: the tensor is borrowed while `attend` runs, and a head of a row belongs to one piece.
             let out = unsafe { self.out.part(r, head * dim, dim) };
