@@ -3,11 +3,13 @@
 //
 //   expert_choose   a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
 //                   order (a tie goes to the lower index), their probabilities divided by their sum
-//   expert_group    one block: (row, rank) pairs in order of experts, cut into groups of at most GROUP pairs of one expert
+//   expert_group    one block: (row, rank) pairs in order of experts, cut into groups of pairs of one expert
+//   expert_round_*  the rows of pairs as panels, in that order: quantize.cu's work
 //   expert_combine  out[r] = sum of probability times contribution, in rank order
 //   expert_product_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
 //
-// Pair p is rank p % used of row p / used. Grouping decides who reads an expert's weights together, never a result.
+// Pair p is rank p % used of row p / used; its slot is its place in the order of experts. Grouping decides who reads an
+// expert's weights together, never a result.
 // Limit: latency; expert_combine: bytes, 4 (used + 1) per value.
 
 #include <cstdint>
@@ -15,6 +17,7 @@
 #include <cuda_fp16.h>
 
 #include "experts/group.cuh"
+#include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
@@ -24,6 +27,7 @@ constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 // Of a lane: up to 512 experts.
 constexpr int PER_LANE = 16;
 constexpr int GROUP_THREADS = 1024;
+constexpr int ROUND_WARPS = 8;
 constexpr int EXPERTS_MAX = 32 * PER_LANE;
 
 __device__ float to_float(float x) { return x; }
@@ -44,6 +48,26 @@ __device__ void float_product(const T *weights, const float *x, const uint32_t *
     for (int i = lane; i < cols; i += 32) sum = fmaf(to_float(weights[i]), x[i], sum);
     sum = warp_sum(sum);
     if (lane == 0) out[pair * rows + row] = sum;
+}
+
+// Rounds the rows of `x` into panels of slots: a warp per slot and tile of columns.
+template <class Rounding>
+__device__ void round_slots(const float *x, const uint32_t *order, int slots, int pairs_per_token, int cols, uint8_t *panels) {
+    wait_for_predecessor();
+    let_successor_start();
+    int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+    int at = blockIdx.x * ROUND_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
+    if (slot >= slots) return;
+    uint32_t pair = order[slot];
+    if (pair == NO_PAIR) return;
+    int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
+    float4 a = {}, b = {};
+    if (col < cols) {
+        const float4 *from = reinterpret_cast<const float4 *>(x + size_t(pair / pairs_per_token) * cols + col);
+        a = from[0], b = from[1];
+    }
+    float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, slot, tile));
 }
 
 }  // namespace
@@ -116,44 +140,76 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
-// `order` gets all pairs by ascending expert, and in ascending order of one expert; `groups` their groups, `*group_count` how
-// many there are.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
-    expert_group(const uint32_t *experts, int pairs, int count, int group_pairs, uint32_t *order, Group *groups, uint32_t *group_count) {
-    __shared__ uint32_t counts[EXPERTS_MAX];
-    __shared__ uint32_t first_pair[EXPERTS_MAX], first_group[EXPERTS_MAX];
+// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `order` gets the pair of each of `slots`
+// slots, or NO_PAIR; `groups` the experts' groups of at most `group_pairs`, `*group_count` how many there are.
+//
+// A warp counts a run of pairs, and gives them places once everybody has counted.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_group(const uint32_t *experts, int pairs, int count, int group_pairs,
+                                                                         int align, int slots, uint32_t *order, Group *groups, uint32_t *group_count) {
+    constexpr int WARPS = GROUP_THREADS / 32;
+    // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's next one.
+    __shared__ uint16_t before[WARPS][EXPERTS_MAX];
+    __shared__ uint32_t first_slot[EXPERTS_MAX];
+    __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
     wait_for_predecessor();
     let_successor_start();
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int e = threadIdx.x; e < count; e += GROUP_THREADS) counts[e] = 0;
-    __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += GROUP_THREADS) atomicAdd(&counts[experts[p]], 1u);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint32_t pair = 0, group = 0;
-        for (int e = 0; e < count; e++) {
-            first_pair[e] = pair, first_group[e] = group;
-            pair += counts[e];
-            group += (counts[e] + group_pairs - 1) / group_pairs;
+    int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run, last = min(first + run, pairs);
+    // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it there are here)`.
+    auto walk = [&](auto use) {
+        for (int at = first; at < last; at += 32) {
+            bool there = at + lane < last;
+            uint32_t expert = there ? experts[at + lane] : EXPERTS_MAX;
+            uint32_t same = __match_any_sync(~0u, expert);
+            int place = __popc(same & ((1u << lane) - 1));
+            uint32_t earlier = there ? before[warp][expert] : 0;
+            if (there) use(at + lane, expert, earlier + place);
+            __syncwarp();
+            if (there && place == 0) before[warp][expert] = earlier + __popc(same);
+            __syncwarp();
         }
-        *group_count = group;
+    };
+    for (int e = lane; e < count; e += 32) before[warp][e] = 0;
+    __syncwarp();
+    walk([](int, uint32_t, uint32_t) {});
+    __syncthreads();
+
+    // Thread e has expert e: its groups in the upper word, its slots in the lower one.
+    int e = threadIdx.x;
+    uint32_t total = 0;
+    if (e < count) {
+#pragma unroll 8
+        for (int w = 0; w < WARPS; w++) {
+            uint32_t found = before[w][e];
+            before[w][e] = total;
+            total += found;
+        }
     }
-    __syncthreads();
-    for (int e = warp; e < count; e += GROUP_THREADS / 32) {
-        uint32_t total = counts[e];
-        if (total == 0) continue;
-        uint32_t found = 0;
-        for (int first = 0; first < pairs && found < total; first += 32) {
-            bool is_its = first + lane < pairs && experts[first + lane] == uint32_t(e);
-            uint32_t which = __ballot_sync(~0u, is_its);
-            if (is_its) order[first_pair[e] + found + __popc(which & ((1u << lane) - 1))] = first + lane;
-            found += __popc(which);
-        }
-        for (uint32_t g = lane; g * group_pairs < total; g += 32) {
-            uint32_t pairs_left = total - g * group_pairs;
-            groups[first_group[e] + g] = {uint32_t(e), first_pair[e] + g * group_pairs, min(pairs_left, uint32_t(group_pairs))};
-        }
+    uint32_t padded = (total + align - 1) / align * align, own_groups = (total + group_pairs - 1) / group_pairs;
+    uint64_t own = uint64_t(own_groups) << 32 | padded, sum = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        uint64_t lower = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += lower;
     }
+    if (lane == 31 && e < EXPERTS_MAX) warp_totals[warp] = sum;
+    __syncthreads();
+    uint64_t all = 0;
+    for (int w = 0; w < EXPERTS_MAX / 32; w++) {
+        if (w < warp) sum += warp_totals[w];
+        all += warp_totals[w];
+    }
+    uint32_t slot = uint32_t(sum - own), group = uint32_t((sum - own) >> 32);
+    if (e < count) {
+        first_slot[e] = slot;
+        for (uint32_t g = 0; g < own_groups; g++)
+            groups[group + g] = {uint32_t(e), slot + g * group_pairs, min(total - g * group_pairs, uint32_t(group_pairs))};
+        for (uint32_t i = total; i < padded; i++) order[slot + i] = NO_PAIR;
+    }
+    if (threadIdx.x == 0) *group_count = uint32_t(all >> 32);
+    for (int i = int(uint32_t(all)) + threadIdx.x; i < slots; i += GROUP_THREADS) order[i] = NO_PAIR;
+    __syncthreads();
+    walk([&](int pair, uint32_t expert, uint32_t place) { order[first_slot[expert] + place] = pair; });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -161,15 +217,24 @@ extern "C" __global__ void __launch_bounds__(256)
     wait_for_predecessor();
     let_successor_start();
     size_t row = blockIdx.x;
-    for (int i = threadIdx.x; i < cols; i += 256) {
-        float sum = 0.0f;
-        for (int rank = 0; rank < used; rank++) {
-            size_t pair = row * used + rank;
-            sum += shares[pair] * contributions[pair * cols + i];
-        }
-        out[row * cols + i] = sum;
-    }
+    int col = blockIdx.y * 256 + threadIdx.x;
+    if (col >= cols) return;
+    contributions += row * used * cols + col;
+    shares += row * used;
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int rank = 0; rank < used; rank++) sum += shares[rank] * contributions[size_t(rank) * cols];
+    out[row * cols + col] = sum;
 }
+
+#define ROUND_SLOTS(NAME, ROUNDING)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * ROUND_WARPS) expert_round_##NAME(const float *x, const uint32_t *order, int slots, \
+                                                                                      int pairs_per_token, int cols, uint8_t *panels) { \
+        round_slots<ROUNDING>(x, order, slots, pairs_per_token, cols, panels);                                                  \
+    }
+ROUND_SLOTS(q8_0, RoundPer32<Scaling::PER_32>)
+ROUND_SLOTS(q8_1, RoundPer32<Scaling::PER_32_SUMS>)
+ROUND_SLOTS(q8_k, RoundPer256)
 
 #define FLOAT_PRODUCT(NAME, TYPE)                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) expert_product_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \

@@ -1,5 +1,5 @@
 #include "linear/kquants.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q2_k, Q2_K)
+EXPERT_KERNELS(q2_k, Q2_K)

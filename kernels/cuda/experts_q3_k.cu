@@ -1,5 +1,5 @@
 #include "linear/kquants.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q3_k, Q3_K)
+EXPERT_KERNELS(q3_k, Q3_K)

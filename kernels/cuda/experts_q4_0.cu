@@ -1,5 +1,5 @@
 #include "linear/legacy.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q4_0, Q4_0)
+EXPERT_KERNELS(q4_0, Q4_0)

@@ -1,5 +1,5 @@
 #include "linear/legacy.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q4_1, Q4_1)
+EXPERT_KERNELS(q4_1, Q4_1)

@@ -1,5 +1,5 @@
 #include "linear/kquants.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q4_k, Q4_K)
+EXPERT_KERNELS(q4_k, Q4_K)

@@ -1,5 +1,5 @@
 #include "linear/legacy.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q5_1, Q5_1)
+EXPERT_KERNELS(q5_1, Q5_1)

@@ -1,5 +1,5 @@
 #include "linear/kquants.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q5_k, Q5_K)
+EXPERT_KERNELS(q5_k, Q5_K)

@@ -1,5 +1,5 @@
 #include "linear/kquants.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q6_k, Q6_K)
+EXPERT_KERNELS(q6_k, Q6_K)

@@ -1,5 +1,5 @@
 #include "linear/legacy.cuh"
 
-#include "experts/product.cuh"
+#include "experts/kernels.cuh"
 
-EXPERT_KERNEL(q8_0, Q8_0)
+EXPERT_KERNELS(q8_0, Q8_0)

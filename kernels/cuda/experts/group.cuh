@@ -6,7 +6,10 @@
 // As in experts.rs.
 struct Group {
     uint32_t expert;
-    // In the order of pairs.
+    // Slot, in the order of pairs.
     uint32_t first;
     uint32_t pairs;
 };
+
+// In the order of pairs, of a slot that no pair has: what an expert's pairs leave of their last panel.
+constexpr uint32_t NO_PAIR = ~0u;

@@ -11,8 +11,7 @@
 #include "../linear/async_copy.cuh"
 #include "../linear/tile.cuh"
 #include "group.cuh"
-
-constexpr int STACKS_MAX = 2;
+#include "stacks.cuh"
 
 // As `Work` in experts.rs.
 struct ExpertWork {
@@ -116,8 +115,3 @@ __device__ void product(const ExpertWork &work) {
 }
 
 }  // namespace experts
-
-#define EXPERT_KERNEL(NAME, FORMAT)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(experts::THREADS) expert_product_##NAME(const __grid_constant__ ExpertWork work) { \
-        experts::product<FORMAT>(work);                                                                                      \
-    }

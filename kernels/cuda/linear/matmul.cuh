@@ -6,9 +6,10 @@
 //
 // Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the tensor cores: per 16 x 8
 // x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants, half rate) or twelve f32 operations (legacy).
-// Measured on an H200, whose mma.sync makes 1,240 TOPS of 8-bit products: at 512 tokens Q4_K 250 to 270, Q8_0 220 to 235,
+// Measured on an H200, whose mma.sync makes 1,240 TOPS of 8-bit products: at 512 tokens Q4_K 265 to 290, Q8_0 220 to 235,
 // Q6_K 190 to 200 TOPS; instructions are issued in 60% of cycles, tensor cores busy in 25%. At 8 tokens Q8_0 3.4 and Q4_K
-// 2.5 TB/s of weights, at 32 tokens 2.1 and 1.2.
+// 2.5 TB/s of weights, at 32 tokens 2.1 and 1.3. BF16 at 8 tokens: 4.0 TB/s, and 1.8 while one warp started all copies, which
+// its lanes do one by one, at some 50 ns each.
 // Tried: warps of 32 x 64 (8 a block, 255 registers) and two blocks of 128 x 64 an SM were within 5% of 16 warps of 32 x 32.
 
 #pragma once
@@ -52,61 +53,59 @@ __device__ void run(const Work &work, int stages) {
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // The first warp brings a stage, a copy per lane; tiles and panels beyond the matrix or the tokens are left as they are,
-    // and what is computed of them is not stored.
-    auto issue_tiles = [&](int item, int step, int slot) {
-        Place place = place_of_group<S::ROW_TILES>(work, item / token_groups);
-        int col = step * WK, cols = min(WK, col_tiles - col);
-        uint32_t bytes = min(S::PANELS, panels - item % token_groups * S::PANELS) * cols * S::PANEL;
-        uint8_t *stage = shared + slot * S::STAGE;
-        // Rows of a float matrix, or tiles of rows.
-        int runs, run_bytes;
-        size_t stride;
-        const uint8_t *from = work.weights[place.matrix];
-        if constexpr (S::ROWS) {
-            runs = min(S::ROW_TILES * TILE_ROWS, work.rows[place.matrix] - place.first * TILE_ROWS);
-            run_bytes = min(WK * TILE_COLS, work.cols - col * TILE_COLS) * 2;
-            stride = static_cast<size_t>(work.cols) * 2;
-            from += static_cast<size_t>(place.first) * TILE_ROWS * stride + col * TILE_COLS * 2;
-        } else {
-            runs = min(S::ROW_TILES, row_tiles(work, place.matrix) - place.first);
-            run_bytes = cols * Format::TILE_BYTES;
-            stride = static_cast<size_t>(col_tiles) * Format::TILE_BYTES;
-            from += place.first * stride + static_cast<size_t>(col) * Format::TILE_BYTES;
+    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256 columns of it, or a panel.
+    // Runs go to the warps in turn: the copies of a warp's lanes start one after the other. Tiles and panels beyond the
+    // matrix or the tokens are left as they are, and what is computed of them is not stored.
+    constexpr int WARPS = WM * WN * WK, RUNS = S::ROWS ? S::ROW_TILES * TILE_ROWS : S::ROW_TILES;
+    static_assert(RUNS + S::PANELS <= S::THREADS);
+    int own_run = lane * WARPS + warp;
+    int next_item = first_item, next_step = 0, next_slot = 0, runs_there = 0, panels_there = 0;
+    const uint8_t *from = nullptr;
+    auto bring = [&] {
+        if (own_run >= RUNS + S::PANELS || next_item >= last_item) return;
+        if (next_step == 0) {
+            Place place = place_of_group<S::ROW_TILES>(work, next_item / token_groups);
+            int panel = next_item % token_groups * S::PANELS, run = own_run;
+            panels_there = min(S::PANELS, panels - panel);
+            if constexpr (S::ROWS) {
+                runs_there = min(RUNS, work.rows[place.matrix] - place.first * TILE_ROWS);
+                from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * TILE_ROWS + run) * work.cols * 2;
+            } else {
+                runs_there = min(RUNS, row_tiles(work, place.matrix) - place.first);
+                from = work.weights[place.matrix] + static_cast<size_t>(place.first + run) * col_tiles * Format::TILE_BYTES;
+            }
+            if (own_run >= RUNS) from = work.panels + static_cast<size_t>(panel + run - RUNS) * col_tiles * S::PANEL;
         }
-        if (lane == 0) barrier_expect(barriers + slot, bytes + runs * run_bytes);
-        __syncwarp();
-        for (int i = lane; i < runs; i += 32) bulk_copy(stage + i * (S::ROWS ? S::ROW_STRIDE : S::TILE_STRIDE), from + i * stride, run_bytes, barriers + slot);
+        int cols = min(WK, col_tiles - next_step * WK);
+        int run_bytes = S::ROWS ? min(WK * TILE_COLS, work.cols - next_step * WK * TILE_COLS) * 2 : cols * Format::TILE_BYTES;
+        uint64_t *barrier = barriers + next_slot;
+        uint8_t *stage = shared + next_slot * S::STAGE;
+        if (own_run == 0) barrier_expect(barrier, runs_there * run_bytes + panels_there * cols * S::PANEL);
+        if (own_run < RUNS) {
+            if (own_run < runs_there) bulk_copy(stage + own_run * (S::ROWS ? S::ROW_STRIDE : S::TILE_STRIDE), from, run_bytes, barrier);
+            from += WK * (S::ROWS ? TILE_COLS * 2 : Format::TILE_BYTES);
+        } else {
+            int panel = own_run - RUNS;
+            if (panel < panels_there) bulk_copy(stage + S::ROW_TILES * S::TILE_STRIDE + panel * S::PANEL_STRIDE, from, cols * S::PANEL, barrier);
+            from += WK * S::PANEL;
+        }
+        if (++next_step == steps) next_step = 0, next_item++;
+        if (++next_slot == stages) next_slot = 0;
     };
-    auto issue_panels = [&](int item, int step, int slot) {
-        int col = step * WK, cols = min(WK, col_tiles - col), panel = item % token_groups * S::PANELS;
-        uint8_t *stage = shared + slot * S::STAGE + S::ROW_TILES * S::TILE_STRIDE;
-        const uint8_t *from = work.panels + (static_cast<size_t>(panel) * col_tiles + col) * S::PANEL;
-        if (lane < min(S::PANELS, panels - panel))
-            bulk_copy(stage + lane * S::PANEL_STRIDE, from + static_cast<size_t>(lane) * col_tiles * S::PANEL, cols * S::PANEL, barriers + slot);
-    };
-    static_assert(S::PANELS <= 32);
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < stages; slot++) barrier_init(barriers + slot);
         barrier_init_done();
     }
-    int next_item = first_item, next_step = 0;
-    auto advance = [&] {
-        if (++next_step == steps) next_step = 0, next_item++;
-    };
+    __syncthreads();
     // The weights of the first stages need not wait for the predecessor, the activations do.
-    if (warp == 0) {
-        __syncwarp();
-        for (int slot = 0; slot < stages && next_item < last_item; slot++, advance()) issue_tiles(next_item, next_step, slot);
-    }
+    if (own_run < RUNS)
+        for (int slot = 0; slot < stages; slot++) bring();
     let_successor_start();
     wait_for_predecessor();
-    if (warp == 0) {
-        next_item = first_item, next_step = 0;
-        for (int slot = 0; slot < stages && next_item < last_item; slot++, advance()) issue_panels(next_item, next_step, slot);
-    }
-    __syncthreads();
+    if (own_run >= RUNS)
+        for (int slot = 0; slot < stages; slot++) bring();
+    __syncwarp();
 
     int wk = warp % WK, wn = warp / WK % WN, wm = warp / WK / WN;
     int slot = 0, phase = 0, parity = 0;
@@ -137,11 +136,7 @@ __device__ void run(const Work &work, int stages) {
                 }
             }
             __syncthreads();
-            if (warp == 0 && next_item < last_item) {
-                issue_tiles(next_item, next_step, slot);
-                issue_panels(next_item, next_step, slot);
-                advance();
-            }
+            bring();
             if constexpr (WK > 1) {
                 for (int k = 0; k < cols; k++)
 #pragma unroll

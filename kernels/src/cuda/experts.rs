@@ -4,12 +4,13 @@ use std::ffi::CStr;
 
 use ops::OpError;
 use quant::DType;
-use quant::layout::{TILE_ROWS, Tiles};
+use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::error::device_error;
 use super::linear::record_bytes;
 use super::module::{arguments, image};
-use super::quantize::{Activations, activation_bytes};
+use super::quantize::{Activations, PANEL_TOKENS, activation_bytes};
+use super::rounded::{Rounded, kernel_name};
 use super::{Device, Family, Launch, Stream, View, ViewMut};
 
 const OP: &str = "experts";
@@ -26,15 +27,77 @@ const TILES_PER_UNIT: usize = 2;
 /// Pairs of a group: the kernel has code for 1, 2 and 4.
 const GROUP_PAIRS: usize = 4;
 const GROUP_WORDS: usize = 3;
+/// As experts/tiles.cuh: pairs of a group there, and tiles of 16 rows of a block, of which two share a multiprocessor.
+const TILE_GROUP_PAIRS: usize = 8 * PANEL_TOKENS;
+const TILE_WARPS: usize = 8;
+const TILE_STAGES_MAX: usize = 6;
+/// Shared memory that the device takes for every block.
+const BLOCK_SHARED_BYTES: usize = 1 << 10;
+/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768, gate and up: two pairs take
+/// 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of Q8_0 half a pair takes 64 and 55.
+const TILE_PAIRS_MIN: usize = 2;
+const ROUND_WARPS: usize = 8;
 /// Values that a block collects before it adds them.
 const VALUES_BYTES_MAX: usize = 32 << 10;
+
+/// How pairs are put together. Never a matter of results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Grouping {
+    /// Four pairs share a read of an expert's weights at most: one after the other in order of experts.
+    Few,
+    /// For the tensor cores: an expert's pairs begin with a panel of their own.
+    Many,
+}
+
+impl Grouping {
+    pub fn of(pairs: usize, count: usize) -> Self {
+        if pairs < TILE_PAIRS_MIN * count { Self::Few } else { Self::Many }
+    }
+
+    /// Places for pairs in order of experts.
+    pub fn slots(self, pairs: usize, count: usize) -> usize {
+        let padding = (self.align() - 1) * count.min(pairs);
+        (pairs + padding).next_multiple_of(self.align())
+    }
+
+    /// Words of [`Routing::groups`]: the order of pairs, the groups, and how many there are.
+    pub fn words(self, pairs: usize, count: usize) -> usize {
+        self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
+    }
+
+    fn groups_max(self, pairs: usize, count: usize) -> usize {
+        pairs.min(pairs / self.group_pairs() + count)
+    }
+
+    fn group_pairs(self) -> usize {
+        match self {
+            Self::Few => GROUP_PAIRS,
+            Self::Many => TILE_GROUP_PAIRS,
+        }
+    }
+
+    fn align(self) -> usize {
+        match self {
+            Self::Few => 1,
+            Self::Many => PANEL_TOKENS,
+        }
+    }
+
+    fn addresses(self, words: u64, pairs: usize, count: usize) -> GroupAddress {
+        let at = |word: usize| words + (word * size_of::<u32>()) as u64;
+        let slots = self.slots(pairs, count);
+        let end = slots + GROUP_WORDS * self.groups_max(pairs, count);
+        GroupAddress { order: at(0), groups: at(slots), group_count: at(end) }
+    }
+}
 
 /// Which pairs of (row, rank) go through which expert. Pair p is rank p % used of row p / used.
 pub struct Routing<'a> {
     /// `[pairs]`.
     pub experts: ViewMut<'a, u32>,
     pub shares: ViewMut<'a, f32>,
-    /// Scratch: [`Routing::group_words`] of them.
+    pub grouping: Grouping,
+    /// Scratch: [`Grouping::words`] of them.
     pub groups: ViewMut<'a, u32>,
 }
 
@@ -43,8 +106,17 @@ pub struct Stack<'a> {
     /// Of one expert.
     pub shape: Tiles,
     pub tiles: View<'a, u8>,
-    /// `[pairs, rows]`.
+    /// `[pairs, rows]`, or slots instead of pairs.
     pub out: ViewMut<'a, f32>,
+}
+
+/// What [`ExpertKernels::route`] made of the pairs.
+#[derive(Clone, Copy)]
+pub struct Grouped<'a> {
+    pub pairs: usize,
+    /// Experts.
+    pub count: usize,
+    pub groups: View<'a, u32>,
 }
 
 /// As `ExpertWork` in experts/product.cuh.
@@ -63,37 +135,59 @@ struct Work {
     row_tiles: i32,
 }
 
+/// As `ExpertTileWork` in experts/tiles.cuh.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TileWork {
+    weights: [u64; STACKS_MAX],
+    out: [u64; STACKS_MAX],
+    panels: u64,
+    order: u64,
+    groups: u64,
+    group_count: u64,
+    rows: i32,
+    col_tiles: i32,
+    stacks: i32,
+    stages: i32,
+}
+
+/// The kernels of a weight type.
+struct Products {
+    dtype: DType,
+    few: &'static CStr,
+    many: &'static CStr,
+    family: Family,
+}
+
 pub struct ExpertKernels {
     device: Device,
     around: Family,
-    products: Vec<(DType, &'static CStr, Family)>,
-}
-
-impl Routing<'_> {
-    fn groups_max(pairs: usize, count: usize) -> usize {
-        pairs.min(pairs / GROUP_PAIRS + count)
-    }
-
-    /// Words of `groups` for so many pairs: their order, the groups, and how many there are.
-    pub fn group_words(pairs: usize, count: usize) -> usize {
-        pairs + GROUP_WORDS * Self::groups_max(pairs, count) + 1
-    }
+    products: Vec<Products>,
 }
 
 impl ExpertKernels {
     pub fn new(device: &Device) -> Self {
-        let family = |dtype, kernel, name, image| (dtype, kernel, Family::new(device, name, image));
+        macro_rules! family {
+            ($dtype:ident, $few:literal, $many:literal, $stem:literal) => {
+                Products {
+                    dtype: DType::$dtype,
+                    few: $few,
+                    many: $many,
+                    family: Family::new(device, $stem, image!($stem)),
+                }
+            };
+        }
         let products = vec![
-            family(DType::Q8_0, c"expert_product_q8_0", "experts_q8_0", image!("experts_q8_0")),
-            family(DType::Q4_0, c"expert_product_q4_0", "experts_q4_0", image!("experts_q4_0")),
-            family(DType::Q4_1, c"expert_product_q4_1", "experts_q4_1", image!("experts_q4_1")),
-            family(DType::Q5_0, c"expert_product_q5_0", "experts_q5_0", image!("experts_q5_0")),
-            family(DType::Q5_1, c"expert_product_q5_1", "experts_q5_1", image!("experts_q5_1")),
-            family(DType::Q2_K, c"expert_product_q2_k", "experts_q2_k", image!("experts_q2_k")),
-            family(DType::Q3_K, c"expert_product_q3_k", "experts_q3_k", image!("experts_q3_k")),
-            family(DType::Q4_K, c"expert_product_q4_k", "experts_q4_k", image!("experts_q4_k")),
-            family(DType::Q5_K, c"expert_product_q5_k", "experts_q5_k", image!("experts_q5_k")),
-            family(DType::Q6_K, c"expert_product_q6_k", "experts_q6_k", image!("experts_q6_k")),
+            family!(Q8_0, c"expert_product_q8_0", c"expert_tiles_q8_0", "experts_q8_0"),
+            family!(Q4_0, c"expert_product_q4_0", c"expert_tiles_q4_0", "experts_q4_0"),
+            family!(Q4_1, c"expert_product_q4_1", c"expert_tiles_q4_1", "experts_q4_1"),
+            family!(Q5_0, c"expert_product_q5_0", c"expert_tiles_q5_0", "experts_q5_0"),
+            family!(Q5_1, c"expert_product_q5_1", c"expert_tiles_q5_1", "experts_q5_1"),
+            family!(Q2_K, c"expert_product_q2_k", c"expert_tiles_q2_k", "experts_q2_k"),
+            family!(Q3_K, c"expert_product_q3_k", c"expert_tiles_q3_k", "experts_q3_k"),
+            family!(Q4_K, c"expert_product_q4_k", c"expert_tiles_q4_k", "experts_q4_k"),
+            family!(Q5_K, c"expert_product_q5_k", c"expert_tiles_q5_k", "experts_q5_k"),
+            family!(Q6_K, c"expert_product_q6_k", c"expert_tiles_q6_k", "experts_q6_k"),
         ];
         let around = Family::new(device, "experts", image!("experts"));
         Self { device: device.clone(), around, products }
@@ -115,7 +209,8 @@ impl ExpertKernels {
         expect("experts", count.min(EXPERTS_MAX), count)?;
         expect("pairs", routing.experts.len(), pairs)?;
         expect("shares", routing.shares.len(), pairs)?;
-        expect("words of groups", routing.groups.len(), Routing::group_words(pairs, count))?;
+        let grouping = routing.grouping;
+        expect("words of groups", routing.groups.len(), grouping.words(pairs, count))?;
         if pairs == 0 {
             return Ok(());
         }
@@ -139,62 +234,177 @@ impl ExpertKernels {
             )
         }
         .map_err(device_error(OP))?;
-        let (pairs32, group_pairs) = (pairs as i32, GROUP_PAIRS as i32);
-        let GroupAddress { order, groups, group_count } = addresses(routing.groups.address(), pairs, count);
+        let (pairs32, group_pairs) = (pairs as i32, grouping.group_pairs() as i32);
+        let (align, slots) = (grouping.align() as i32, grouping.slots(pairs, count) as i32);
+        let GroupAddress { order, groups, group_count } =
+            grouping.addresses(routing.groups.address(), pairs, count);
         let kernel = self.around.kernel(c"expert_group").map_err(device_error(OP))?;
-        // SAFETY: (const uint32_t *, int, int, int, uint32_t *, Group *, uint32_t *); a permutation of all pairs, and at most
-        // `groups_max` groups.
+        // SAFETY: (const uint32_t *, int, int, int, int, int, uint32_t *, Group *, uint32_t *); all pairs and what aligns them
+        // fill at most `slots` words, their groups are at most `groups_max`.
         unsafe {
             kernel.launch(
                 stream,
                 launch(1, GROUP_THREADS),
-                arguments![experts, pairs32, count32, group_pairs, order, groups, group_count],
+                arguments![experts, pairs32, count32, group_pairs, align, slots, order, groups, group_count],
             )
         }
         .map_err(device_error(OP))
     }
 
-    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or two stacks of one shape.
+    /// Rounds rows of `x`, `[tokens, cols]`, for [`Self::tiles`]: a slot gets the row p / pairs_per_token of its pair p.
     ///
     /// # Safety
-    /// `groups` is what [`Self::route`] made, with this `count`, for `pairs` pairs.
-    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
-    pub unsafe fn product(
+    /// `of.groups` is what [`Self::route`] made, grouped as [`Grouping::Many`].
+    pub unsafe fn round(
+        &self,
+        stream: &Stream,
+        x: View<'_, f32>,
+        cols: usize,
+        pairs_per_token: usize,
+        of: Grouped<'_>,
+        rounded: &Rounded<'_>,
+    ) -> Result<(), OpError> {
+        let Grouped { pairs, count, groups } = of;
+        let slots = Grouping::Many.slots(pairs, count);
+        expect("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * cols)?;
+        expect("misalignment of the input", (x.address() % 16) as usize, 0)?;
+        expect("words of groups", groups.len(), Grouping::Many.words(pairs, count))?;
+        let panels = rounded.address(slots, cols).map_err(device_error(OP))?;
+        let warps = slots * cols.div_ceil(TILE_COLS);
+        if warps == 0 {
+            return Ok(());
+        }
+        let names = [c"", c"expert_round_q8_0", c"expert_round_q8_1", c"expert_round_q8_k"];
+        let kernel = self.around.kernel(kernel_name(Some(rounded), names)).map_err(device_error(OP))?;
+        let launch = Launch {
+            grid: (warps.div_ceil(ROUND_WARPS) as u32, 1, 1),
+            block: 32 * ROUND_WARPS as u32,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let GroupAddress { order, .. } = Grouping::Many.addresses(groups.address(), pairs, count);
+        let (x, slots, per_token, cols) = (x.address(), slots as i32, pairs_per_token as i32, cols as i32);
+        // SAFETY: (const float *, const uint32_t *, int, int, int, uint8_t *); a warp reads 256 values of the row of a slot's
+        // pair, which is below `pairs` by this function's contract, and writes the slot's part of a panel.
+        unsafe { kernel.launch(stream, launch, arguments![x, order, slots, per_token, cols, panels]) }
+            .map_err(device_error(OP))
+    }
+
+    /// `stack.out = matrix of a slot's expert times the slot's row of x`, for one or two stacks of one shape: in the order of
+    /// slots, or of pairs.
+    ///
+    /// # Safety
+    /// `of.groups` is what [`Self::route`] made, grouped as [`Grouping::Many`].
+    pub unsafe fn tiles(
         &self,
         stream: &Stream,
         x: Activations<'_>,
-        pairs: usize,
-        pairs_per_token: usize,
-        count: usize,
-        groups: View<'_, u32>,
+        of: Grouped<'_>,
+        by_pair: bool,
         stacks: &mut [Stack<'_>],
     ) -> Result<(), OpError> {
-        let Some(first) = stacks.first() else { return Ok(()) };
+        let Some(products) = self.check(x, of, Grouping::Many, stacks)? else { return Ok(()) };
+        let Grouped { pairs, count, groups } = of;
+        let (slots, shape) = (Grouping::Many.slots(pairs, count), stacks[0].shape);
+        expect("tokens", x.tokens, slots)?;
+        for stack in stacks.iter() {
+            let found = if by_pair { pairs } else { slots };
+            expect("values of the output", stack.out.len(), found * shape.rows())?;
+        }
+        let panel = activation_bytes(x.format, PANEL_TOKENS, TILE_COLS).unwrap_or(0);
+        let stage = TILE_WARPS * shape.tile_bytes() + TILE_GROUP_PAIRS / PANEL_TOKENS * panel;
+        let barriers = 2 * TILE_STAGES_MAX * size_of::<u64>();
+        let room = self.device.shared_bytes_max() as usize;
+        // Two blocks of a multiprocessor where both have a stage that comes while another is computed.
+        let half = room.saturating_sub(BLOCK_SHARED_BYTES) / 2;
+        let room = if half >= 2 * stage + barriers { half } else { room };
+        let stages = (room.saturating_sub(barriers) / stage).min(TILE_STAGES_MAX);
+        if stages == 0 {
+            let what = "bytes of shared memory for a stage of experts";
+            return Err(OpError::Shape { op: OP, what, found: stage + barriers, expected: room });
+        }
+        let GroupAddress { order, groups, group_count } =
+            Grouping::Many.addresses(groups.address(), pairs, count);
+        let mut work = TileWork {
+            weights: [0; STACKS_MAX],
+            out: [0; STACKS_MAX],
+            panels: x.data.address(),
+            order: if by_pair { order } else { 0 },
+            groups,
+            group_count,
+            rows: shape.rows() as i32,
+            col_tiles: shape.col_tiles() as i32,
+            stacks: stacks.len() as i32,
+            stages: stages as i32,
+        };
+        for (at, stack) in stacks.iter().enumerate() {
+            work.weights[at] = stack.tiles.address();
+            work.out[at] = stack.out.address();
+        }
+        let kernel = products.family.kernel(products.many).map_err(device_error(OP))?;
+        let (block, shared_bytes) = (32 * TILE_WARPS as u32, (stages * stage + barriers) as u32);
+        let at_once = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
+        let runs = shape.row_tiles().div_ceil(TILE_WARPS);
+        let items = Grouping::Many.groups_max(pairs, count) * runs * stacks.len();
+        let blocks = items.min((at_once.max(1) * self.device.multiprocessors()) as usize) as u32;
+        let launch = Launch { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
+        // SAFETY: (ExpertTileWork). Experts of groups are below `count`, slots and pairs below their numbers by this function's
+        // contract, so tiles, panels and outputs are read and written inside the lengths that were checked.
+        unsafe { kernel.launch(stream, launch, arguments![work]) }.map_err(device_error(OP))
+    }
+
+    /// What both kinds of products need; none if there is nothing to compute.
+    fn check(
+        &self,
+        x: Activations<'_>,
+        of: Grouped<'_>,
+        grouping: Grouping,
+        stacks: &[Stack<'_>],
+    ) -> Result<Option<&Products>, OpError> {
+        let Some(first) = stacks.first() else { return Ok(None) };
         let shape = first.shape;
         let dtype = shape.dtype();
-        let family = self.products.iter().find(|product| product.0 == dtype);
-        let Some((_, name, family)) = family.filter(|_| dtype.activation() == Some(x.format)) else {
+        let products = self.products.iter().find(|products| products.dtype == dtype);
+        let Some(products) = products.filter(|_| dtype.activation() == Some(x.format)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
         expect("stacks", stacks.len().min(STACKS_MAX), stacks.len())?;
         expect("row length", x.cols, shape.cols())?;
-        expect("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
-        expect("words of groups", groups.len(), Routing::group_words(pairs, count))?;
+        expect("words of groups", of.groups.len(), grouping.words(of.pairs, of.count))?;
         expect("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
         let panels = activation_bytes(x.format, x.tokens, x.cols).unwrap_or(usize::MAX);
         expect("bytes of the activations", x.data.len(), panels)?;
-        for stack in stacks.iter() {
+        for stack in stacks {
             if stack.shape != shape {
                 return Err(OpError::Type { op: OP, dtype: stack.shape.dtype() });
             }
-            expect("bytes of the experts", stack.tiles.len(), count * shape.bytes())?;
+            expect("bytes of the experts", stack.tiles.len(), of.count * shape.bytes())?;
             expect("misalignment of the experts", (stack.tiles.address() % 16) as usize, 0)?;
+        }
+        let empty = of.pairs == 0 || shape.row_tiles() == 0 || shape.col_tiles() == 0;
+        Ok((!empty).then_some(products))
+    }
+
+    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or two stacks of one shape.
+    ///
+    /// # Safety
+    /// `of.groups` is what [`Self::route`] made, grouped as [`Grouping::Few`].
+    pub unsafe fn product(
+        &self,
+        stream: &Stream,
+        x: Activations<'_>,
+        pairs_per_token: usize,
+        of: Grouped<'_>,
+        stacks: &mut [Stack<'_>],
+    ) -> Result<(), OpError> {
+        let Some(products) = self.check(x, of, Grouping::Few, stacks)? else { return Ok(()) };
+        let Grouped { pairs, count, groups } = of;
+        let shape = stacks[0].shape;
+        expect("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
+        for stack in stacks.iter() {
             expect("values of the output", stack.out.len(), pairs * shape.rows())?;
         }
         let (row_tiles, col_tiles) = (shape.row_tiles(), shape.col_tiles());
-        if pairs == 0 || row_tiles == 0 || col_tiles == 0 {
-            return Ok(());
-        }
         // Enough tiles that every warp has work.
         let units_per_tile = col_tiles.div_ceil(TILES_PER_UNIT);
         let tile_values = col_tiles * TILE_ROWS * GROUP_PAIRS * size_of::<f32>();
@@ -205,7 +415,8 @@ impl ExpertKernels {
             let what = "bytes of shared memory for a row this long";
             return Err(OpError::Shape { op: OP, what, found: shared, expected: room });
         }
-        let GroupAddress { order, groups, group_count } = addresses(groups.address(), pairs, count);
+        let GroupAddress { order, groups, group_count } =
+            Grouping::Few.addresses(groups.address(), pairs, count);
         let mut work = Work {
             weights: [0; STACKS_MAX],
             out: [0; STACKS_MAX],
@@ -222,15 +433,15 @@ impl ExpertKernels {
             work.weights[at] = stack.tiles.address();
             work.out[at] = stack.out.address();
         }
-        let grid =
-            (row_tiles.div_ceil(tiles) as u32, Routing::groups_max(pairs, count) as u32, stacks.len() as u32);
+        let groups_max = Grouping::Few.groups_max(pairs, count) as u32;
+        let grid = (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32);
         let launch = Launch {
             grid,
             block: 32 * PRODUCT_WARPS as u32,
             shared_bytes: shared as u32,
             overlaps_predecessor: true,
         };
-        let kernel = family.kernel(name).map_err(device_error(OP))?;
+        let kernel = products.family.kernel(products.few).map_err(device_error(OP))?;
         // SAFETY: (ExpertWork). Experts of groups are below `count` and pairs below `pairs` by this function's contract, so
         // tiles, panels and outputs are read and written inside the lengths that were checked.
         unsafe { kernel.launch(stream, launch, arguments![work]) }.map_err(device_error(OP))
@@ -293,7 +504,7 @@ impl ExpertKernels {
             return Ok(());
         }
         let launch = Launch {
-            grid: (rows as u32, 1, 1),
+            grid: (rows as u32, (cols as u32).div_ceil(COMBINE_THREADS), 1),
             block: COMBINE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
@@ -301,7 +512,7 @@ impl ExpertKernels {
         let (contributions, shares, out) = (contributions.address(), shares.address(), out.address());
         let (used, cols) = (used as i32, cols as i32);
         let kernel = self.around.kernel(c"expert_combine").map_err(device_error(OP))?;
-        // SAFETY: (const float *, const float *, int, int, float *); block r reads the pairs of row r and writes the row.
+        // SAFETY: (const float *, const float *, int, int, float *); blocks (r, _) read the pairs of row r and write the row.
         unsafe { kernel.launch(stream, launch, arguments![contributions, shares, used, cols, out]) }
             .map_err(device_error(OP))
     }
@@ -312,12 +523,6 @@ struct GroupAddress {
     order: u64,
     groups: u64,
     group_count: u64,
-}
-
-fn addresses(words: u64, pairs: usize, count: usize) -> GroupAddress {
-    let at = |word: usize| words + (word * size_of::<u32>()) as u64;
-    let end = pairs + GROUP_WORDS * Routing::groups_max(pairs, count);
-    GroupAddress { order: at(0), groups: at(pairs), group_count: at(end) }
 }
 
 fn expect(what: &'static str, found: usize, expected: usize) -> Result<(), OpError> {

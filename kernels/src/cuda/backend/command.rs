@@ -5,13 +5,14 @@ use ops::{AttentionSpec, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
+use super::expert_command::ExpertCommand;
 use super::fusion::fused;
 use super::step::Words;
 use crate::cuda::argmax::Argmaxes;
 use crate::cuda::attention::{self, Attentions, PlanAddress};
 use crate::cuda::embed::Embed;
 use crate::cuda::error::device_error;
-use crate::cuda::experts::{ExpertKernels, Routing, Stack};
+use crate::cuda::experts::ExpertKernels;
 use crate::cuda::gated::Gates;
 use crate::cuda::gather::Gathers;
 use crate::cuda::heads::HeadsToCache;
@@ -191,37 +192,7 @@ pub(super) enum Command {
         weighings: Words,
         work: Range,
     },
-    Route {
-        logits: Floats,
-        count: u32,
-        used: u32,
-        experts: Words,
-        shares: Floats,
-        groups: Words,
-    },
-    ExpertProduct {
-        panels: Panels,
-        pairs: u32,
-        pairs_per_token: u32,
-        count: u32,
-        groups: Words,
-        first: (Matrix, Floats),
-        second: Option<(Matrix, Floats)>,
-    },
-    ExpertFloats {
-        x: Floats,
-        experts: Words,
-        pairs_per_token: u32,
-        count: u32,
-        stack: Matrix,
-        out: Floats,
-    },
-    Combine {
-        contributions: Floats,
-        shares: Floats,
-        used: u32,
-        out: Floats,
-    },
+    Experts(ExpertCommand),
 }
 
 /// Commands with what they refer to.
@@ -411,46 +382,7 @@ impl Kernels {
                     .gates
                     .silu(stream, gate.view(), up.view(), &mut out.view_mut())
                     .map_err(device_error("gated")),
-                Command::Route { logits, count, used, experts, shares, groups } => {
-                    let mut routing = Routing {
-                        experts: experts.view_mut(),
-                        shares: shares.view_mut(),
-                        groups: groups.view_mut(),
-                    };
-                    self.experts.route(stream, logits.view(), count as usize, used as usize, &mut routing)
-                }
-                Command::ExpertProduct { panels, pairs, pairs_per_token, count, groups, first, second } => {
-                    let mut stacks = Vec::with_capacity(2);
-                    for (matrix, out) in [Some(first), second].into_iter().flatten() {
-                        stacks.push(matrix.stack(count, out)?);
-                    }
-                    self.experts.product(
-                        stream,
-                        panels.activations(),
-                        pairs as usize,
-                        pairs_per_token as usize,
-                        count as usize,
-                        groups.view(),
-                        &mut stacks,
-                    )
-                }
-                Command::ExpertFloats { x, experts, pairs_per_token, count, stack, out } => {
-                    self.experts.float_product(
-                        stream,
-                        x.view(),
-                        experts.view(),
-                        pairs_per_token as usize,
-                        count as usize,
-                        &mut stack.stack(count, out)?,
-                    )
-                }
-                Command::Combine { contributions, shares, used, out } => self.experts.combine(
-                    stream,
-                    contributions.view(),
-                    shares.view(),
-                    used as usize,
-                    &mut out.view_mut(),
-                ),
+                Command::Experts(command) => command.give(&self.experts, stream),
                 Command::Gather { x, rows, cols, out } => self
                     .gathers
                     .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
@@ -471,30 +403,17 @@ impl Kernels {
 }
 
 impl Matrix {
-    fn tiles(&self) -> Result<Tiles, OpError> {
+    pub(super) fn tiles(&self) -> Result<Tiles, OpError> {
         // The same numbers made a valid shape when the command was.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
     }
 }
 
-impl Matrix {
-    /// One of `count` experts' matrices that this one is made of, and where its products go.
-    ///
-    /// # Safety
-    /// As [`Kernels::give`].
-    unsafe fn stack<'a>(&self, count: u32, out: Floats) -> Result<Stack<'a>, OpError> {
-        let rows = self.rows / count.max(1);
-        let shape = Matrix { rows, ..*self }.tiles()?;
-        // SAFETY: the caller's contract.
-        Ok(unsafe { Stack { shape, tiles: self.range.view(), out: out.view_mut() } })
-    }
-}
-
 impl Panels {
     /// # Safety
     /// As [`Kernels::give`].
-    unsafe fn activations<'a>(&self) -> Activations<'a> {
+    pub(super) unsafe fn activations<'a>(&self) -> Activations<'a> {
         Activations {
             format: self.format,
             tokens: self.tokens as usize,
@@ -564,7 +483,7 @@ impl Floats {
 impl Words {
     /// # Safety
     /// As [`ViewMut::from_raw`].
-    unsafe fn view_mut<'a>(self) -> ViewMut<'a, u32> {
+    pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, u32> {
         // SAFETY: the caller's contract.
         unsafe { ViewMut::from_raw(self.address, self.len) }
     }

@@ -7,16 +7,18 @@ use quant::DType;
 use quant::layout::TILE_ROWS;
 
 use super::command::{Command, Floats, Matrix, Panels, Range};
+use super::expert_command::{ExpertCommand, Groups};
 use super::step::Words;
 use super::{Cuda, Tensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
-use crate::cuda::experts::Routing;
+use crate::cuda::experts::Grouping;
 
 const OP: &str = "experts";
 
-/// Pairs of (row, rank) computed at once: bounds the scratch memory. Results do not depend on it.
-pub(super) const PAIRS_MAX: usize = 2048;
+/// Pairs of (row, rank) computed at once: bounds the scratch memory. Results do not depend on it. With 8 experts a row it is
+/// as many rows as a model computes at once at most; half as many would read the weights of 128 experts twice as often.
+pub(super) const PAIRS_MAX: usize = 4096;
 /// Parts of the scratch memory start at multiples of this.
 const ALIGN: usize = 256;
 
@@ -24,7 +26,8 @@ const ALIGN: usize = 256;
 struct Scratch {
     experts: Words,
     shares: Floats,
-    groups: Words,
+    /// Of groups.
+    words: Words,
     gate: Floats,
     up: Floats,
     contributions: Floats,
@@ -33,11 +36,18 @@ struct Scratch {
 /// A pair's expert matrices, and what goes in and comes out.
 #[derive(Clone, Copy)]
 struct Products {
-    pairs: usize,
-    pairs_per_token: usize,
-    count: usize,
+    groups: Groups,
     experts: Words,
-    groups: Words,
+    side: Side,
+}
+
+/// Which of a layer's products.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    /// From rows to pairs, of which a row has so many.
+    In { used: usize },
+    /// From pairs to pairs.
+    Out,
 }
 
 impl Cuda {
@@ -67,18 +77,21 @@ impl Cuda {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
             let part = |floats: Floats, cols: usize| floats.part(first * cols, rows * cols);
-            let scratch = self.expert_scratch(pairs, count, hidden, n_in)?;
-            let Scratch { experts, shares, groups, contributions, .. } = scratch;
+            // Products of floats take pairs in their own order.
+            let floats = [gate, up, down].iter().any(|stack| is_float(stack.dtype));
+            let grouping = if floats { Grouping::Few } else { Grouping::of(pairs, count) };
+            let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
+            let Scratch { experts, shares, words, contributions, .. } = scratch;
+            let groups = Groups { pairs: pairs as u32, count: count as u32, grouping, words };
             let logits = part(router, count);
-            self.push(Command::Route {
+            self.push(Command::Experts(ExpertCommand::Route {
                 logits,
-                count: count as u32,
                 used: used as u32,
                 experts,
                 shares,
                 groups,
-            });
-            let of_rows = Products { pairs, pairs_per_token: used, count, experts, groups };
+            }));
+            let of_rows = Products { groups, experts, side: Side::In { used } };
             let input = part(x, n_in);
             if gate.dtype == up.dtype {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate), (up, scratch.up)])?;
@@ -87,14 +100,16 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
             match activation {
-                // Value by value: in place.
+                // Value by value: in place. Slots that no pair has hold what they held.
                 Activation::Silu => {
                     self.push(Command::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
                 }
             }
-            let of_pairs = Products { pairs_per_token: 1, ..of_rows };
+            let of_pairs = Products { side: Side::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
-            self.push(Command::Combine { contributions, shares, used: used as u32, out: part(out, n_in) });
+            let combine =
+                ExpertCommand::Combine { contributions, shares, used: used as u32, out: part(out, n_in) };
+            self.push(Command::Experts(combine));
         }
         Ok(())
     }
@@ -116,8 +131,7 @@ impl Cuda {
                 return Err(OpError::Shape { op: OP, what, found, expected });
             }
         }
-        let plain = matches!(weight.dtype, DType::F32 | DType::F16 | DType::BF16);
-        if !plain && !rows.is_multiple_of(TILE_ROWS) {
+        if !is_float(weight.dtype) && !rows.is_multiple_of(TILE_ROWS) {
             // A tile would hold rows of two experts.
             let found = rows % TILE_ROWS;
             return Err(OpError::Shape {
@@ -140,34 +154,49 @@ impl Cuda {
     ) -> Result<(), OpError> {
         let Some((first, _)) = stacks.first() else { return Ok(()) };
         let dtype = first.dtype;
-        let Products { pairs, pairs_per_token, count, experts, groups } = of;
-        let (pairs32, per_token, count32) = (pairs as u32, pairs_per_token as u32, count as u32);
-        if matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        let Products { groups, experts, side } = of;
+        let pairs_per_token = match side {
+            Side::In { used } => used,
+            Side::Out => 1,
+        };
+        let (pairs, per_token) = (groups.pairs as usize, pairs_per_token as u32);
+        if is_float(dtype) {
             for &(stack, out) in stacks {
-                self.push(Command::ExpertFloats {
-                    x,
-                    experts,
-                    pairs_per_token: per_token,
-                    count: count32,
-                    stack,
-                    out,
-                });
+                let count = groups.count;
+                let floats =
+                    ExpertCommand::Floats { x, experts, pairs_per_token: per_token, count, stack, out };
+                self.push(Command::Experts(floats));
             }
             return Ok(());
         }
         let format = dtype.activation().ok_or(OpError::Type { op: OP, dtype })?;
-        let panels: Panels = self.panels(OP, format, pairs / pairs_per_token, cols)?;
-        self.push(Command::Quantize { x, panels });
-        let second = stacks.get(1).copied();
-        self.push(Command::ExpertProduct {
-            panels,
-            pairs: pairs32,
-            pairs_per_token: per_token,
-            count: count32,
-            groups,
-            first: stacks[0],
-            second,
-        });
+        let (first, second) = (stacks[0], stacks.get(1).copied());
+        match groups.grouping {
+            Grouping::Few => {
+                let panels = self.panels(OP, format, pairs / pairs_per_token, cols)?;
+                self.push(Command::Quantize { x, panels });
+                let product =
+                    ExpertCommand::Product { panels, pairs_per_token: per_token, groups, first, second };
+                self.push(Command::Experts(product));
+            }
+            Grouping::Many => {
+                let slots = Grouping::Many.slots(pairs, groups.count as usize);
+                let panels: Panels = self.panels(OP, format, slots, cols)?;
+                self.push(match side {
+                    Side::In { .. } => Command::Experts(ExpertCommand::Round {
+                        x,
+                        pairs_per_token: per_token,
+                        groups,
+                        panels,
+                    }),
+                    // In order of slots since the products before.
+                    Side::Out => Command::Quantize { x, panels },
+                });
+                let by_pair = side == Side::Out;
+                let tiles = ExpertCommand::Tiles { panels, groups, by_pair, first, second };
+                self.push(Command::Experts(tiles));
+            }
+        }
         Ok(())
     }
 
@@ -175,11 +204,12 @@ impl Cuda {
         &mut self,
         pairs: usize,
         count: usize,
+        grouping: Grouping,
         hidden: usize,
         n_in: usize,
     ) -> Result<Scratch, OpError> {
-        let values = scratch_values(pairs, count, hidden, n_in);
-        let total = scratch_bytes(pairs, count, hidden, n_in);
+        let values = scratch_values(pairs, count, grouping, hidden, n_in);
+        let total = values.into_iter().map(part_bytes).sum();
         if total > self.expert_scratch.len() {
             let buffer = Buffer::new(self.device(), total).map_err(device_error(OP))?;
             self.expert_scratch = Arc::new(buffer);
@@ -197,7 +227,7 @@ impl Cuda {
         Ok(Scratch {
             experts: words(next()),
             shares: floats(next()),
-            groups: words(next()),
+            words: words(next()),
             gate: floats(next()),
             up: floats(next()),
             contributions: floats(next()),
@@ -205,15 +235,22 @@ impl Cuda {
     }
 }
 
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
 /// Words or floats of experts, shares, groups, gate, up and contributions.
-fn scratch_values(pairs: usize, count: usize, hidden: usize, n_in: usize) -> [usize; 6] {
-    [pairs, pairs, Routing::group_words(pairs, count), pairs * hidden, pairs * hidden, pairs * n_in]
+fn scratch_values(pairs: usize, count: usize, grouping: Grouping, hidden: usize, n_in: usize) -> [usize; 6] {
+    let slots = grouping.slots(pairs, count);
+    [pairs, pairs, grouping.words(pairs, count), slots * hidden, slots * hidden, pairs * n_in]
 }
 
 fn part_bytes(values: usize) -> usize {
     (values * size_of::<f32>()).next_multiple_of(ALIGN)
 }
 
+/// Scratch memory for experts of quantised matrices.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
-    scratch_values(pairs, count, hidden, n_in).into_iter().map(part_bytes).sum()
+    let values = scratch_values(pairs, count, Grouping::of(pairs, count), hidden, n_in);
+    values.into_iter().map(part_bytes).sum()
 }

@@ -12,6 +12,7 @@
 mod attention_plan;
 mod command;
 mod data;
+mod expert_command;
 mod experts;
 mod fusion;
 mod kv;

@@ -5,6 +5,7 @@ use quant::DType;
 use super::attention_plan::PARTIALS_MAX;
 use super::experts::{PAIRS_MAX, scratch_bytes};
 use super::recorder::{GRAPH_NODE_BYTES, GRAPHS_MAX};
+use crate::cuda::experts::Grouping;
 use crate::cuda::quantize::activation_bytes;
 
 /// Allocations from 1 MiB on take whole units of this; smaller ones share them.
@@ -65,7 +66,8 @@ pub fn predict(shape: &WorkerShape) -> DeviceBytes {
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
-            [(rows, shape.embedding.max(width)), (pairs, shape.feed_forward)]
+            let slots = Grouping::of(pairs, shape.experts).slots(pairs, shape.experts);
+            [(rows, shape.embedding.max(width)), (slots, shape.embedding.max(shape.feed_forward))]
                 .map(|(rows, cols)| activation_bytes(format, rows, cols).unwrap_or(0))
                 .into_iter()
                 .max()
