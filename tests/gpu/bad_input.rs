@@ -43,7 +43,7 @@ fn too_little_device_memory_says_how_much_is_missing() {
     check(&generate(&large), OUT_OF_RESOURCES, &["are needed", "are free", "KV cache of at most", "fits"]);
     let mut plan = ballast();
     plan.arg("plan").arg(demo_7m()).args(large);
-    check(&plan.output().unwrap(), OUT_OF_RESOURCES, &[" lacks ", "0 of 1 workers fit", "--kv-bytes"]);
+    check(&plan.output().unwrap(), OUT_OF_RESOURCES, &[" lacks ", "0 of 2 workers fit", "--kv-bytes"]);
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("ballast.toml");
     let model = std::fs::canonicalize(demo_7m()).unwrap();

@@ -25,6 +25,8 @@ pub(crate) struct Ask {
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
     pub(crate) seed: u64,
+    /// Log probabilities are not wanted.
+    pub(crate) silent: bool,
     /// Continuations of the prompt; 0 means 1.
     pub(crate) choices: u32,
     /// What the output must be. It ends there, or at `max_tokens`; any other goes on to `max_tokens`.
@@ -46,7 +48,7 @@ impl Ask {
             grammar: self.grammar.clone().map(|kind| Grammar { kind: Some(kind), ..Grammar::default() }),
             n: self.choices,
             priority: self.priority,
-            top_logprobs: Some(0),
+            top_logprobs: (!self.silent).then_some(0),
             ..GenerateRequest::default()
         }
     }

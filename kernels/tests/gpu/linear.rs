@@ -188,7 +188,7 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
             (7, 257, 139),
         ]
         .into_iter()
-        .filter(|shape| !gpu.small || shape.2 < 100)
+        .filter(|shape| !gpu.small || [1, 4, 9, 70].contains(&shape.2))
         {
             let cols = blocks * dtype.block_len().max(96);
             let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
@@ -278,7 +278,7 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result
 pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
     let linear = Linear::new(&gpu.device);
     let mut random = Random::new(6);
-    let (cols, rows, tokens_max) = if gpu.small { (768, 40, 22) } else { (2816, 1040, 150) };
+    let (cols, rows, tokens_max) = if gpu.small { (512, 24, 17) } else { (2816, 1040, 150) };
     for dtype in TYPES.into_iter().chain(FLOATS) {
         let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
         quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
@@ -315,7 +315,7 @@ pub(crate) fn matrices_of_one_launch(gpu: &Gpu) -> anyhow::Result<()> {
             .into_iter()
             .map(|rows| Case::new(gpu, &mut random, dtype, cols, rows))
             .collect::<Result<_, _>>()?;
-        for tokens in [1, 4, 6, 20, 40, 130].into_iter().take(if gpu.small { 4 } else { 6 }) {
+        for tokens in [1, 4, 6, 20, 40, 130].into_iter().take(if gpu.small { 3 } else { 6 }) {
             let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
             for method in methods(dtype, tokens) {
                 let mut outs: Vec<Buffer<f32>> = cases
