@@ -1,5 +1,6 @@
 //! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a long context, where
-//! the bytes of keys and values count, and a chunk of a prompt, where the operations do.
+//! the bytes of keys and values count, a chunk of a prompt, where the operations do, and a row of each of 16 sequences that
+//! share what is before it or do not.
 
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -66,4 +67,55 @@ fn one_row_on_one_thread(bencher: Bencher<'_, '_>, context: usize) {
 #[divan::bench(args = [256, 4096], sample_count = 5)]
 fn last_256_rows(bencher: Bencher<'_, '_>, context: usize) {
     attention(bencher, context, 256, 1);
+}
+
+/// One row each of 16 sequences of `context` tokens; all but the last block of each is the same, or is not.
+fn sixteen_sequences(bencher: Bencher<'_, '_>, context: usize, is_shared: bool) {
+    const SEQUENCES: usize = 16;
+    let mut cpu = Cpu::new(2).expect("threads");
+    let layer = KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind: KvType::F16 };
+    let each = context.div_ceil(BLOCK_TOKENS);
+    let blocks = SEQUENCES * each;
+    let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] };
+    let mut kv = cpu.kv(&layout).expect("memory");
+    let tables: Vec<Vec<u32>> = (0..SEQUENCES)
+        .map(|sequence| {
+            let own = (sequence * each) as u32..((sequence + 1) * each) as u32;
+            if is_shared { (0..each as u32 - 1).chain(own.end - 1..own.end).collect() } else { own.collect() }
+        })
+        .collect();
+    let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let step = |cpu: &mut Cpu, positions: &[u32], sequences: &[u32], kv_slots: &[u32]| {
+        let tokens = &vec![0; positions.len()];
+        let step = Step { tokens, positions, sequences, kv_slots, tables: &tables, outputs: &[] };
+        cpu.begin(&step).expect("a step");
+    };
+    let values = |len: usize| (0..len).map(|i| (i * 7919 % 997) as f32 / 500.0 - 1.0).collect::<Vec<_>>();
+
+    let (width, kv_width) = (SPEC.heads * SPEC.head_dim, SPEC.kv_heads * SPEC.head_dim);
+    let mut keys = cpu.tensor(context, kv_width).expect("memory");
+    cpu.write(&mut keys, context, &values(context * kv_width)).expect("shape");
+    let places: Vec<u32> = (0..context as u32).collect();
+    for sequence in 0..SEQUENCES as u32 {
+        let slots: Vec<u32> =
+            places.iter().map(|place| sequence * (each * BLOCK_TOKENS) as u32 + place).collect();
+        step(&mut cpu, &places, &vec![sequence; context], &slots);
+        cpu.kv_write(&mut kv, 0, &keys, &keys, context).expect("shape");
+    }
+    let sequences: Vec<u32> = (0..SEQUENCES as u32).collect();
+    step(&mut cpu, &[context as u32 - 1; SEQUENCES], &sequences, &[0; SEQUENCES]);
+    let mut queries = cpu.tensor(SEQUENCES, width).expect("memory");
+    let mut out = cpu.tensor(SEQUENCES, width).expect("memory");
+    cpu.write(&mut queries, SEQUENCES, &values(SEQUENCES * width)).expect("shape");
+    bencher.bench_local(|| cpu.attention(&kv, 0, &queries, &SPEC, &mut out, SEQUENCES).expect("shape"));
+}
+
+#[divan::bench(args = [2048, 8192], sample_count = 20)]
+fn sixteen_sequences_of_one_past(bencher: Bencher<'_, '_>, context: usize) {
+    sixteen_sequences(bencher, context, true);
+}
+
+#[divan::bench(args = [2048, 8192], sample_count = 20)]
+fn sixteen_sequences_apart(bencher: Bencher<'_, '_>, context: usize) {
+    sixteen_sequences(bencher, context, false);
 }

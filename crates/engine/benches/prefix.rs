@@ -1,6 +1,10 @@
 //! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of requests that share 2,048
 //! tokens, with sharing on and off in turns; and how many sequences fit one budget in blocks, against a reserved context
 //! for each.
+//!
+//! What sharing can save depends on the rows that each request needs for itself: beside the times stands the bound, the
+//! rows without sharing by those with it, as if each row took as long. (Rows behind a long context take longer than those
+//! of its prefix on average; what they share of it is read for several of them at once.)
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
@@ -13,8 +17,8 @@ use std::time::{Duration, Instant};
 const THREADS: usize = 2;
 const ROUNDS: usize = 3;
 const PREFIX: usize = 2_048;
-const SUFFIX: usize = 32;
-const OUTPUT: usize = 16;
+/// Tokens of its own and of output of each request: a question and an answer, and what a first token takes.
+const SHAPES: [(usize, usize); 2] = [(32, 16), (8, 1)];
 
 fn engine(file: &ModelFile, config: &EngineConfig) -> Engine<Cpu> {
     let mut backend = Cpu::new(THREADS).unwrap();
@@ -47,18 +51,18 @@ fn token(seed: usize, place: usize) -> u32 {
 }
 
 /// Wall time of a burst of `count` requests, and the most bytes of keys and values that they held.
-fn burst(file: &ModelFile, count: usize, share: bool) -> (Duration, usize) {
+fn burst(file: &ModelFile, count: usize, (own, output): (usize, usize), share: bool) -> (Duration, usize) {
     let config = EngineConfig {
         prefix_cache: share,
         running_max: count,
-        ..EngineConfig::new(KvBudget::Tokens(count * (PREFIX + SUFFIX + OUTPUT + 16)))
+        ..EngineConfig::new(KvBudget::Tokens(count * (PREFIX + own + output + 16)))
     };
     let mut engine = engine(file, &config);
     let requests: Vec<Request> = (0..count)
         .map(|index| {
             let prefix = (0..PREFIX).map(|place| token(0, place));
-            let suffix = (0..SUFFIX).map(|place| token(index + 1, place));
-            request(index as u64, prefix.chain(suffix).collect(), OUTPUT)
+            let suffix = (0..own).map(|place| token(index + 1, place));
+            request(index as u64, prefix.chain(suffix).collect(), output)
         })
         .collect();
     let start = Instant::now();
@@ -72,7 +76,7 @@ fn burst(file: &ModelFile, count: usize, share: bool) -> (Duration, usize) {
     }
     let took = start.elapsed();
     let tokens = out.iter().filter(|output| matches!(output, Output::Token(_))).count();
-    assert_eq!(tokens, count * OUTPUT);
+    assert_eq!(tokens, count * output);
     (took, most * engine.stats().kv_block_bytes)
 }
 
@@ -81,21 +85,26 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times[times.len() / 2].as_secs_f64()
 }
 
-fn sharing(name: &str, file: &ModelFile) {
+fn sharing(name: &str, file: &ModelFile, shape: (usize, usize)) {
     for count in [16, 32] {
         let (mut on, mut off, mut bytes) = (Vec::new(), Vec::new(), (0, 0));
         for _ in 0..ROUNDS {
-            let shared = burst(file, count, true);
-            let own = burst(file, count, false);
+            let shared = burst(file, count, shape, true);
+            let own = burst(file, count, shape, false);
             on.push(shared.0);
             off.push(own.0);
             bytes = (shared.1, own.1);
         }
         let (on, off) = (median(on), median(off));
+        // The last token of output is drawn and not computed.
+        let rows = shape.0 + shape.1 - 1;
         println!(
-            "{name}: {count} requests of {PREFIX} + {SUFFIX} tokens, {OUTPUT} out: {on:.2} s shared, {off:.2} s not: {:.1} \
-             times; {:.1} MiB of keys and values against {:.1}: {:.1} times",
+            "{name}: {count} requests of {PREFIX} + {} tokens, {} out: {on:.2} s shared, {off:.2} s not: {:.1} times, at \
+             most {:.1} by rows; {:.1} MiB of keys and values against {:.1}: {:.1} times",
+            shape.0,
+            shape.1,
             off / on,
+            (count * (PREFIX + rows)) as f64 / (PREFIX + count * rows) as f64,
             bytes.0 as f64 / (1 << 20) as f64,
             bytes.1 as f64 / (1 << 20) as f64,
             bytes.1 as f64 / bytes.0 as f64,
@@ -139,7 +148,7 @@ fn capacity(name: &str, file: &ModelFile) {
 fn main() {
     for name in ["pycoder-7m-q8_0", "pycoder-22m-q4_k_m"] {
         let file = ModelFile::open(&demo_models().join(format!("{name}.gguf"))).unwrap();
-        sharing(name, &file);
+        SHAPES.into_iter().for_each(|shape| sharing(name, &file, shape));
         capacity(name, &file);
     }
 }
