@@ -1,5 +1,6 @@
 //! How long a mask takes: for each token of outputs that a model without weights writes, the time from the token to the
-//! mask of the next one, as a worker's threads do it beside the steps. Arguments: GGUF files; without them the demo model's vocabulary.
+//! mask of the next one, as a worker's threads do it beside the steps. With the demo model's vocabulary, those that lie in
+//! BALLAST_TEST_DATA, and those of GGUF files that are arguments.
 
 #![expect(
     clippy::unwrap_used,
@@ -7,7 +8,7 @@
     reason = "a measurement: it prints, and fails by panicking"
 )]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use grammar::{Grammar, Next, Source, Vocabulary};
@@ -18,16 +19,20 @@ const TOKENS: usize = 4_000;
 const OUTPUT_MAX: usize = 400;
 
 fn main() {
-    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../demo/pycoder-7m-q8_0.gguf").to_owned();
-    let mut files: Vec<String> =
-        std::env::args().skip(1).filter(|argument| argument.ends_with(".gguf")).collect();
-    if files.is_empty() {
-        files.push(demo);
+    let mut files =
+        vec![PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../demo/pycoder-7m-q8_0.gguf"))];
+    match std::env::var_os("BALLAST_TEST_DATA") {
+        Some(folder) => {
+            let of = |name: &str| Path::new(&folder).join("data/vocab").join(name).with_extension("gguf");
+            files.extend(["qwen3", "llama3"].map(of));
+        }
+        None => println!("SKIPPED: vocabularies of real models, BALLAST_TEST_DATA is not set"),
     }
+    files.extend(std::env::args().skip(1).filter(|argument| argument.ends_with(".gguf")).map(PathBuf::from));
     println!("| vocabulary | tokens | grammar | compile ms | mask p50 us | p99 us | longest us |");
     println!("|---|---|---|---|---|---|---|");
     for file in files {
-        measure(Path::new(&file));
+        measure(&file);
     }
 }
 

@@ -3,7 +3,7 @@
 //! The compiler behind this takes unknown keywords for annotations, so that a mistyped `maxlength` would do nothing in
 //! silence; and it says less well where a value is wrong.
 
-use serde_json::{Map, Value};
+use serde_json::{Deserializer, Map, Value};
 
 use crate::formats;
 
@@ -17,6 +17,9 @@ const PROPERTIES_MAX: usize = 2_000;
 const PATTERNS_MAX: usize = 200;
 /// Of the schemas that one string must match all together.
 const PATTERNS_ALL_OF_MAX: usize = 8;
+/// Least common multiple of the digits (2.5 counts as 25) of what numbers must be multiples of: so many remainders an
+/// automaton must tell apart. Compiling a million takes a second and 150 MB.
+const MULTIPLE_MAX: u64 = 100_000;
 /// Of a path in a message: names in it are the client's.
 const PATH_BYTES_MAX: usize = 200;
 
@@ -34,6 +37,10 @@ pub enum SchemaError {
     Count { at: String, keyword: &'static str, value: String },
     #[error("{at}: more than {max} {what} in the schema, or in an allOf of it")]
     TooMany { at: String, what: &'static str, max: usize },
+    #[error(
+        "{at}: {value} has, with the other multipleOf of the schema, a common multiple above {MULTIPLE_MAX} (2.5 counts as 25)"
+    )]
+    Multiple { at: String, value: String },
     #[error("{at}: {value} is too large to be exact, allowed are numbers between -2^53 and 2^53")]
     Inexact { at: String, value: String },
 }
@@ -136,7 +143,19 @@ const KEYWORDS: &[(&str, Form)] = &[
 
 /// Also takes out what asks for nothing, and completes formats. `lenient`: what is unknown or cannot be enforced is let through.
 pub(crate) fn check(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
-    Check { lenient, path: String::from("#"), properties: 0, patterns: 0 }.schema(schema)
+    Check::new(lenient).schema(schema)
+}
+
+/// The bounds of the schemas in a Lark source, all together. What is no JSON the compiler refuses, or it stands in a string.
+pub(crate) fn check_embedded(lark: &str) -> Result<(), SchemaError> {
+    let mut check = Check::new(true);
+    for (at, keyword) in lark.match_indices("%json") {
+        let mut values = Deserializer::from_str(&lark[at + keyword.len()..]).into_iter::<Value>();
+        if let Some(Ok(mut schema)) = values.next() {
+            check.schema(&mut schema)?;
+        }
+    }
+    Ok(())
 }
 
 /// Recursive: the JSON parser bounds the depth at 128.
@@ -145,9 +164,14 @@ struct Check {
     path: String,
     properties: usize,
     patterns: usize,
+    multiple: u64,
 }
 
 impl Check {
+    fn new(lenient: bool) -> Self {
+        Self { lenient, path: String::from("#"), properties: 0, patterns: 0, multiple: 1 }
+    }
+
     fn schema(&mut self, schema: &mut Value) -> Result<(), SchemaError> {
         match schema {
             Value::Bool(_) => Ok(()),
@@ -226,7 +250,8 @@ impl Check {
                 return Err(SchemaError::Count { at: self.at(), keyword, value: value.to_string() });
             }
             (Form::AboveZero, value) if value.as_f64().is_some_and(|number| number > 0.0) => {
-                return self.exact(value);
+                self.exact(value)?;
+                return self.multiple(value);
             }
             (Form::Number | Form::NumberOrBoolean, value) if value.is_number() => return self.exact(value),
             (Form::NumberOrBoolean, Value::Bool(_)) => return Ok(()),
@@ -257,6 +282,17 @@ impl Check {
         Err(SchemaError::Type { at: self.at(), keyword, expected })
     }
 
+    fn multiple(&mut self, value: &Value) -> Result<(), SchemaError> {
+        let text = value.to_string();
+        let digits = text.split('e').next().unwrap_or_default().trim_end_matches(".0").replace('.', "");
+        let digits = digits.parse().unwrap_or(u64::MAX).max(1);
+        self.multiple = (self.multiple / common_divisor(self.multiple, digits)).saturating_mul(digits);
+        match self.multiple > MULTIPLE_MAX {
+            true => Err(SchemaError::Multiple { at: self.at(), value: text }),
+            false => Ok(()),
+        }
+    }
+
     fn exact(&self, value: &Value) -> Result<(), SchemaError> {
         match value {
             Value::Number(number) if number.as_f64().is_none_or(|n| n.abs() >= EXACT_MAX) => {
@@ -280,6 +316,11 @@ impl Check {
     fn at(&self) -> String {
         shortened(&self.path).to_owned()
     }
+}
+
+/// Euclid's.
+fn common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
 fn shortened(text: &str) -> &str {
@@ -343,6 +384,21 @@ mod tests {
         assert!(
             refused(json!({"anyOf": vec![json!({"pattern": "a"}); 201]})).contains("more than 200 patterns")
         );
+    }
+
+    #[test]
+    fn remainders_of_all_multiples_together_are_bounded() {
+        let any = |multiples: &[f64]| {
+            let schemas: Vec<Value> = multiples.iter().map(|of| json!({"multipleOf": of})).collect();
+            json!({"anyOf": schemas})
+        };
+        for few in [any(&[2.0, 5.0, 60.0, 0.25, 1000.0]), any(&[1e5, 0.01]), any(&[1e-7, 1e-300])] {
+            assert_eq!(check(&mut few.clone(), false), Ok(()), "{few}");
+        }
+        for many in [any(&[100_001.0]), any(&[997.0, 991.0]), any(&[0.123456]), any(&[1e15])] {
+            let error = refused(many.clone());
+            assert!(error.contains("multipleOf") && error.contains("above 100000"), "{many}: {error}");
+        }
     }
 
     #[test]

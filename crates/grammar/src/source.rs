@@ -90,6 +90,7 @@ impl Source {
                 if lark.lines().filter(|line| line.contains(':')).count() > RULES_MAX {
                     return Err(CompileError::TooManyRules);
                 }
+                schema::check_embedded(lark)?;
                 Ok(TopLevelGrammar::from_lark(lark.clone()))
             }
             Self::Gbnf(gbnf) => {

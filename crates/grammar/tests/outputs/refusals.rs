@@ -46,6 +46,11 @@ fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
         (Source::Regex(deep("(", ")")), "deeper"),
         (Source::Lark("start: other".into()), "other"),
         (Source::Lark(deep("start: (", ")")), "deeper"),
+        (Source::Lark("start: %json {\"multipleOf\": 764913} | \"a\"".into()), "multipleOf"),
+        (
+            Source::Lark("start: %json {\"multipleOf\": 997} | %json {\"multipleOf\": 991}".into()),
+            "multipleOf",
+        ),
         (Source::Gbnf("root ::= x".into()), "\"x\""),
         (Source::Choice(vec![]), "empty"),
         (Source::Regex("a".repeat(300 << 10)), "bytes"),
@@ -54,6 +59,7 @@ fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
         assert!(error.to_lowercase().contains(&expected.to_lowercase()), "{expected}: {error:?}");
         assert!(error.len() < 600 && !error.contains("backtrace"), "{error}");
     }
+    assert!(compile(&Source::Lark("start: \"<\" %json {\"multipleOf\": 100} \">\"".into())).is_ok());
     let lenient =
         Source::JsonSchema { schema: r#"{"type": "array", "uniqueItems": true}"#.into(), lenient: true };
     assert!(compile(&lenient).is_ok());
