@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use loadgen::{
-    DraftError, DraftLoad, FleetError, LifeError, Load, LoadReport, MeasuredFleet, StartOptions, run_load,
+    DraftError, DraftLoad, FleetError, LifeError, Load, LoadError, LoadReport, MeasuredFleet, StartOptions,
+    Summary, run_load,
 };
 use serde_json::json;
 use service::Exit;
@@ -28,6 +29,8 @@ enum What {
     Lives(LivesArguments),
     /// The same prompts with drafts and without, in turns: speed, and how many drafts were right
     Drafts(DraftsArguments),
+    /// Streams whose output has a JSON schema and streams without, in turns: time between tokens
+    Structured(StructuredArguments),
 }
 
 #[derive(clap::Args)]
@@ -73,6 +76,20 @@ struct DraftsArguments {
 }
 
 #[derive(clap::Args)]
+struct StructuredArguments {
+    #[command(flatten)]
+    fleet: BenchFleet,
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    streams: u32,
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    prompt_tokens: u32,
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    tokens: u32,
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: u32,
+}
+
+#[derive(clap::Args)]
 struct BenchFleet {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
@@ -102,21 +119,21 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
             What::Throughput(arguments) => throughput(arguments).await,
             What::Lives(arguments) => lives(arguments).await,
             What::Drafts(arguments) => drafts(arguments).await,
+            What::Structured(arguments) => structured(arguments).await,
         }
     })
 }
 
 async fn throughput(arguments: ThroughputArguments) -> Outcome {
     let ThroughputArguments { fleet: options, streams, prompt_tokens, tokens } = arguments;
-    let load = Load { streams, prompt_tokens, tokens };
+    let load = Load { streams, prompt_tokens, tokens, schema: None };
     let fleet = options.start()?;
     let measured = async {
         let client = fleet.client().await.map_err(of_fleet)?;
         let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
-        let failed = |error: loadgen::LoadError| Failure::new(Exit::PeerLost, one_line(&error));
         // The first steps fault in pages of weights and KV cache; that is not what is measured.
-        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(failed)?;
-        run_load(&client, load, vocabulary, 1).await.map_err(failed)
+        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(of_load)?;
+        run_load(&client, load, vocabulary, 1).await.map_err(of_load)
     };
     let report = measured.await;
     fleet.stop().await.map_err(of_fleet)?;
@@ -150,7 +167,7 @@ struct Speed {
 impl Speed {
     /// Prompts are computed until the last stream has its first token; what follows is decoding.
     fn of(report: &LoadReport) -> Self {
-        let Load { streams, prompt_tokens, tokens } = report.load;
+        let Load { streams, prompt_tokens, tokens, .. } = report.load;
         let prompts_s = report.first_token.max_ms / 1e3;
         let decode_s = report.total_s - prompts_s;
         Self {
@@ -216,6 +233,38 @@ async fn drafts(arguments: DraftsArguments) -> Outcome {
         report.accepted,
         report.drafted,
     ))
+}
+
+async fn structured(arguments: StructuredArguments) -> Outcome {
+    let StructuredArguments { fleet: options, streams, prompt_tokens, tokens, rounds } = arguments;
+    let load = Load { streams, prompt_tokens, tokens, schema: None };
+    let fleet = options.start()?;
+    let measured = async {
+        let client = fleet.client().await.map_err(of_fleet)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
+        loadgen::structured_against_free(&client, load, vocabulary, rounds).await.map_err(of_load)
+    };
+    let report = measured.await;
+    fleet.stop().await.map_err(of_fleet)?;
+    let report = report?;
+    if options.json {
+        return say(&format!("{}\n", json!(report)));
+    }
+    let mut text = String::new();
+    for (name, decode) in [("free", &report.free), ("with a schema", &report.constrained)] {
+        let of = |figure: fn(&Summary) -> f64| decode.inter_token.iter().map(figure).collect::<Vec<_>>();
+        text += &format!(
+            "{name}: between tokens {:.3?} ms (p99 {:.3?}), {:.1?} tokens/s of a stream\n",
+            of(|times| times.p50_ms),
+            of(|times| times.p99_ms),
+            decode.tokens_per_s,
+        );
+    }
+    say(&format!("{text}a schema makes it {:.3} times as long\n", report.slow_down))
+}
+
+fn of_load(error: LoadError) -> Failure {
+    Failure::new(Exit::PeerLost, one_line(&error))
 }
 
 fn of_drafts(error: DraftError) -> Failure {

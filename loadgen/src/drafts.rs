@@ -11,6 +11,7 @@ use tonic::transport::Channel;
 
 use crate::fleet::{FleetError, MeasuredFleet};
 use crate::lives::{LifeError, worker_stats};
+use crate::report::median;
 
 /// What is asked of both fleets.
 #[derive(Clone, Debug)]
@@ -131,12 +132,6 @@ fn add(sums: &mut Vec<u64>, more: &[u64]) {
     sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
 }
 
-/// The middle of an odd number of values, the upper middle of an even one; 0 of none.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,12 +143,5 @@ mod tests {
         add(&mut sums, &[1, 1, 1]);
         add(&mut sums, &[]);
         assert_eq!(sums, [4, 3, 1]);
-    }
-
-    #[test]
-    fn a_median_is_a_value_of_the_sample() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(vec![1.0, 2.0]), 2.0);
-        assert_eq!(median(vec![]), 0.0);
     }
 }

@@ -10,9 +10,11 @@ mod fleet;
 mod lives;
 mod report;
 mod streams;
+mod structured;
 
 pub use drafts::{DraftError, DraftLoad, DraftReport, drafts_against_plain};
 pub use fleet::{FleetError, MeasuredFleet, StartOptions};
 pub use lives::{LifeError, NewWorker, attach_times, dead_worker_back, one_more_worker, vocabulary};
 pub use report::{Summary, summary};
 pub use streams::{Load, LoadError, LoadReport, run_load};
+pub use structured::{Decode, StructuredReport, structured_against_free};

@@ -29,9 +29,22 @@ pub fn summary(mut sample_ms: Vec<f64>) -> Summary {
     }
 }
 
+/// The middle of an odd number of values, the upper middle of an even one; 0 of none.
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_median_is_a_value_of_the_sample() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![]), 0.0);
+    }
 
     #[test]
     fn percentiles_are_values_of_the_sample() {

@@ -17,6 +17,9 @@ pub struct Load {
     pub streams: u32,
     pub prompt_tokens: u32,
     pub tokens: u32,
+    /// The JSON schema of every output, which must have more than `tokens` tokens.
+    #[serde(skip)]
+    pub schema: Option<&'static str>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -56,7 +59,7 @@ pub async fn run_load(
     let streams = (0..load.streams).map(|stream| {
         let prompt =
             prompt(load.prompt_tokens, vocabulary, round.wrapping_mul(load.streams).wrapping_add(stream));
-        run_stream(client.clone(), stream, prompt, load.tokens)
+        run_stream(client.clone(), stream, prompt, load)
     });
     let streams = try_join_all(streams).await?;
     let total_s = start.elapsed().as_secs_f64();
@@ -110,13 +113,17 @@ async fn run_stream(
     mut client: InferenceClient<Channel>,
     stream: u32,
     prompt: Vec<u32>,
-    tokens: u32,
+    Load { tokens, schema, .. }: Load,
 ) -> Result<Timed, LoadError> {
     let failed = |source| LoadError::Stream { stream, source: Box::new(source) };
     let request = wire::GenerateRequest {
         prompt: Some(generate_request::Prompt::Tokens(wire::TokenIds { ids: prompt })),
         max_tokens: tokens,
-        ignore_eos: true,
+        ignore_eos: schema.is_none(),
+        grammar: schema.map(|schema| wire::Grammar {
+            kind: Some(wire::grammar::Kind::JsonSchema(schema.to_owned())),
+            lenient: false,
+        }),
         sampling: Some(wire::Sampling { temperature: Some(0.0), seed: Some(0), ..Default::default() }),
         ..Default::default()
     };
