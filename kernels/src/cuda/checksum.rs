@@ -1,5 +1,7 @@
 //! Launcher of checksum.cu: the loader's piece checksums (XXH3-128 of every MiB), computed where the bytes are.
 
+use std::ffi::CStr;
+
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::module::{arguments, image};
@@ -14,11 +16,18 @@ const SHORT_BYTES: usize = 240;
 /// As checksum.cu.
 const THREADS: u32 = 512;
 
+const KERNEL: &CStr = c"checksum_pieces";
+
 pub struct Checksums(Family);
 
 impl Checksums {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "checksum", image!("checksum")))
+    }
+
+    /// Brings the kernel to the device now rather than with the first launch.
+    pub fn load(&self) -> Result<(), CudaError> {
+        self.0.kernel(KERNEL).map(drop)
     }
 
     /// Low and high half of every piece of `bytes`, which start at a multiple of 8. The last one is not written if it has
@@ -45,7 +54,7 @@ impl Checksums {
         let (address, total, out) = (bytes.address(), bytes.len() as u64, out.address());
         let grid = (long as u32, 1, 1);
         let launch = Launch { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false };
-        let kernel = self.0.kernel(c"checksum_pieces")?;
+        let kernel = self.0.kernel(KERNEL)?;
         // SAFETY: (const uint8_t *, uint64_t, uint64_t *); block p reads at most 1 MiB from p MiB on, inside `bytes`, and
         // writes 16 bytes at 16 p, inside `out`.
         unsafe { kernel.launch(stream, launch, arguments![address, total, out]) }

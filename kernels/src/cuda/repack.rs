@@ -10,11 +10,18 @@ use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 const THREADS: u32 = 256;
 
+const REPACK: &CStr = c"repack_tiles";
+
 pub struct Repack(Family);
 
 impl Repack {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "repack", image!("repack")))
+    }
+
+    /// Brings the kernel of [`Self::repack`] to the device now rather than with the first launch.
+    pub fn load(&self) -> Result<(), CudaError> {
+        self.0.kernel(REPACK).map(drop)
     }
 
     /// `raw` holds the rows of `tiles` as the file has them, at an even address; a loader calls this for runs of rows that
@@ -30,7 +37,7 @@ impl Repack {
         if planes(shape.dtype()).is_none_or(<[_]>::is_empty) {
             return tiles.copy_from(stream, raw);
         }
-        self.launch(stream, c"repack_tiles", shape, raw.address(), tiles.address())
+        self.launch(stream, REPACK, shape, raw.address(), tiles.address())
     }
 
     /// The inverse of [`Self::repack`].

@@ -1,4 +1,5 @@
 //! Loads onto a GPU, from memory, from the page cache and from the disk; the goals are shares of what each can give.
+//! With a file, that one from where it lies.
 
 use std::fs::File;
 use std::io::Read;
@@ -19,9 +20,9 @@ use crate::{connect, load, start_server, write_model};
 const DIMS: [u64; 2] = [4096, 12_288];
 const TENSORS: u64 = 160;
 
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
-pub(crate) fn run() {
+pub(crate) fn run(model: Option<PathBuf>) {
     let opened = memory::cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
         Device::open(driver, DeviceSelector::Ordinal(0)).map_err(|error| error.to_string())
     });
@@ -34,6 +35,12 @@ pub(crate) fn run() {
     start_server(directory.path(), &format!("[[devices]]\nid = \"{uuid}\"\nbudget = \"64GiB\""));
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let mut admin = runtime.block_on(connect(directory.path()));
+    if let Some(path) = model {
+        for _ in 0..ROUNDS {
+            runtime.block_on(once("the file", &path, &device, directory.path(), &mut admin));
+        }
+        return;
+    }
     let in_memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let on_disk = std::env::current_exe().unwrap().with_file_name("load-bench.gguf");
     type Prepare = fn(&Path);

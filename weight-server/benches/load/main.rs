@@ -1,5 +1,5 @@
 //! How fast a model becomes resident, on the host and on a GPU where there is one, and how fast a worker attaches to it.
-//! `cargo bench -p weight-server [--features cuda] [-- host | gpu]`.
+//! `cargo bench -p weight-server [--features cuda] [-- host | gpu [MODEL.gguf]]`.
 
 #![expect(
     clippy::unwrap_used,
@@ -33,12 +33,13 @@ fn main() {
         service::logging::init("loader", tracing::Level::INFO);
         return weight_server::loader::run().unwrap();
     }
-    let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let mut words = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
+    let (wanted, model) = (words.next().unwrap_or_default(), words.next());
     if "host".starts_with(&wanted) {
         host();
     }
     if "gpu".starts_with(&wanted) {
-        gpu::run();
+        gpu::run(model.map(Into::into));
     }
 }
 

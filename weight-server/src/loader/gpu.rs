@@ -7,6 +7,9 @@
 //! ```
 //! A reader takes a slot first and the next part second, so whoever has a part can bring it: the part that is due is never
 //! behind others in want of a slot.
+//!
+//! The ring is there before the load: its pages are cleared while the driver starts, and pinned all at once. Readers begin
+//! while the model is still being allocated.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,8 +18,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use kernels::cuda::loading::{self, Destination, EDGE_BYTES, Part, Ring, STAGING_BYTES, Slot, Upload};
-use memory::cuda::{Context, Device, DeviceSelector, DeviceTensor, DeviceUuid, ImportedModel, WritableModel};
+use kernels::cuda::loading::{
+    self, Destination, EDGE_BYTES, Part, Ring, STAGING_BYTES, Slot, Sums, Upload, ring_bytes,
+};
+use memory::cuda::{
+    Context, Device, DeviceSelector, DeviceTensor, DeviceUuid, HostPages, ImportedModel, PinnedPages,
+    WritableModel,
+};
 use memory::manifest::{self, DeviceKind, FileIdentity, Manifest};
 
 use super::CONTEXT_BYTES;
@@ -28,10 +36,6 @@ use super::read::{OpenFile, Progress, ReadError};
 
 pub(super) use kernels::cuda::loading::PART_BYTES;
 
-/// Pinned memory is PART_BYTES times this: enough for every reader to have one that is being filled and one that is being
-/// copied.
-const SLOTS: usize = 24;
-
 /// A process that was killed gives its memory back late; the driver takes up to seconds.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -41,8 +45,15 @@ const _: () = assert!(file_reader::EDGE_BYTES == EDGE_BYTES);
 pub(super) struct Gpu {
     context: Context,
     kernels: kernels::cuda::Device,
+}
+
+/// A GPU that a model is to be loaded onto.
+pub(super) struct GpuLoad {
+    ring: Ring,
+    pinned_bytes: u64,
     /// The model's files, to be read around the page cache; those that can.
     direct: Vec<Option<File>>,
+    gpu: Gpu,
 }
 
 type Arrival = Result<(usize, Slot, Part), GpuError>;
@@ -54,131 +65,7 @@ impl Gpu {
         let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
         let context = device.context()?;
         let kernels = kernels::cuda::Device::open_uuid(kernels::cuda::DeviceUuid(uuid.0))?;
-        Ok(Self { context, kernels, direct: Vec::new() })
-    }
-
-    /// Opens the model's files a second time, which the sandbox would not let it.
-    pub(super) fn reopen(&mut self, files: &[(FileIdentity, File)]) {
-        self.direct = files.iter().map(|(_, file)| reopen_direct(file)).collect();
-    }
-
-    pub(super) fn entry(&self) -> manifest::Device {
-        let facts = self.context.device().facts();
-        manifest::Device {
-            kind: DeviceKind::Cuda,
-            id: facts.uuid.to_string(),
-            compute_capability: facts.compute_capability,
-        }
-    }
-
-    pub(super) fn allocated_bytes(&self, bytes: u64) -> Option<u64> {
-        self.context.device().allocated_bytes(bytes)
-    }
-
-    /// What a load takes until it is done, of the device beside the model and of the host.
-    pub(super) fn needs(&self, plan: &Plan) -> (u64, u64) {
-        let staging = CONTEXT_BYTES + STAGING_BYTES;
-        let pinned = plan.parts.len().min(SLOTS) as u64 * (PART_BYTES + 2 * EDGE_BYTES) as u64;
-        let shared = if self.context.device().facts().integrated {
-            plan.pack.allocation_bytes().saturating_add(staging)
-        } else {
-            0
-        };
-        (staging, pinned.saturating_add(shared))
-    }
-
-    /// Allocates the model, fills it, exports it.
-    pub(super) fn fill(
-        &self,
-        plan: &Plan,
-        files: Vec<OpenFile>,
-        threads: usize,
-        progress: &Progress,
-    ) -> Result<Filled<OwnedFd>, GpuError> {
-        let started = Instant::now();
-        let mut model = WritableModel::allocate(&self.context, &plan.pack.allocations, MEMORY_PATIENCE)?;
-        let destinations: Vec<Destination> = plan
-            .pack
-            .placements
-            .iter()
-            .zip(&plan.tiles)
-            .map(|(place, tiles)| Destination {
-                allocation: place.allocation,
-                offset: place.offset,
-                tiles: *tiles,
-            })
-            .collect();
-        let mut upload = Upload::new(&self.kernels, &mut model, &destinations)?;
-        let allocated = started.elapsed();
-        let readers: Vec<FileReader> = files
-            .into_iter()
-            .enumerate()
-            .map(|(index, open)| FileReader { open, direct: self.direct_file(index) })
-            .collect();
-        let ring = Ring::new(&self.kernels, SLOTS);
-        let next = AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            let (filled, arrivals) = mpsc::channel();
-            for _ in 0..threads.max(1) {
-                let (filled, readers, ring, next) = (filled.clone(), &readers, &ring, &next);
-                scope.spawn(move || self.read(plan, readers, ring, next, progress, &filled));
-            }
-            drop(filled);
-            let submitted = submit_all(&mut upload, &ring, plan, &arrivals, progress);
-            ring.close();
-            submitted
-        })?;
-        let read = started.elapsed();
-        let sums = upload.finish()?;
-        let fds = model.finish()?;
-        let bytes: u64 = plan.sources.iter().map(|source| source.bytes).sum();
-        tracing::info!(
-            bytes,
-            allocate_ms = allocated.as_millis() as u64,
-            read_ms = (read - allocated).as_millis() as u64,
-            // Of all readers together.
-            pinning_ms = ring.pinning().as_millis() as u64,
-            finish_ms = (started.elapsed() - read).as_millis() as u64,
-            gigabytes_per_second = bytes as f64 / (read - allocated).as_secs_f64() / 1e9,
-            "filled the GPU's memory"
-        );
-        Ok(Filled { allocations: fds, raw: sums.raw, laid_out: sums.laid_out })
-    }
-
-    fn direct_file(&self, index: usize) -> Option<File> {
-        self.direct.get(index)?.as_ref()?.try_clone().ok()
-    }
-
-    /// Body of a reader.
-    fn read(
-        &self,
-        plan: &Plan,
-        readers: &[FileReader],
-        ring: &Ring,
-        next: &AtomicUsize,
-        progress: &Progress,
-        filled: &Sender<Arrival>,
-    ) {
-        // Whoever receives stops at the first failure: a second one has nobody to go to.
-        if let Err(error) = self.kernels.bind() {
-            let _ = filled.send(Err(error.into()));
-            return;
-        }
-        while !progress.cancelled.load(Ordering::Relaxed) {
-            let arrival = match ring.take() {
-                Ok(Some(slot)) => {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(part) = plan.parts.get(index) else { return };
-                    bring(plan, &readers[part.file], part, slot).map(|(slot, part)| (index, slot, part))
-                }
-                Ok(None) => return,
-                Err(error) => Err(error.into()),
-            };
-            let failed = arrival.is_err();
-            if filled.send(arrival).is_err() || failed {
-                return;
-            }
-        }
+        Ok(Self { context, kernels })
     }
 
     pub(super) fn import(
@@ -192,6 +79,158 @@ impl Gpu {
     /// Checksums of the pieces of each tensor, as they are now.
     pub(super) fn sums(&self, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
         Ok(loading::verify(&self.kernels, tensors)?)
+    }
+}
+
+impl GpuLoad {
+    /// Besides, it opens the files a second time, which the sandbox would not let it.
+    pub(super) fn open(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Self, GpuError> {
+        let started = Instant::now();
+        let bytes = files.iter().fold(0u64, |sum, (identity, _)| sum.saturating_add(identity.bytes));
+        let (pages, gpu) = std::thread::scope(|scope| {
+            let pages = scope.spawn(|| HostPages::new(ring_bytes(bytes)));
+            let gpu = Gpu::open(uuid);
+            (pages.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), gpu)
+        });
+        let gpu = gpu?;
+        let driver = started.elapsed();
+        let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuError::Pages)?)?;
+        let ring = Ring::new(&gpu.kernels, pinned)?;
+        tracing::info!(
+            driver_ms = driver.as_millis() as u64,
+            pin_ms = (started.elapsed() - driver).as_millis() as u64,
+            "opened the GPU"
+        );
+        let direct = files.iter().map(|(_, file)| reopen_direct(file)).collect();
+        Ok(Self { ring, pinned_bytes: ring_bytes(bytes) as u64, direct, gpu })
+    }
+
+    pub(super) fn entry(&self) -> manifest::Device {
+        let facts = self.gpu.context.device().facts();
+        manifest::Device {
+            kind: DeviceKind::Cuda,
+            id: facts.uuid.to_string(),
+            compute_capability: facts.compute_capability,
+        }
+    }
+
+    pub(super) fn allocated_bytes(&self, bytes: u64) -> Option<u64> {
+        self.gpu.context.device().allocated_bytes(bytes)
+    }
+
+    /// What a load takes until it is done, of the device beside the model and of the host.
+    pub(super) fn needs(&self, plan: &Plan) -> (u64, u64) {
+        let staging = CONTEXT_BYTES + STAGING_BYTES;
+        let shared = if self.gpu.context.device().facts().integrated {
+            plan.pack.allocation_bytes().saturating_add(staging)
+        } else {
+            0
+        };
+        (staging, self.pinned_bytes.saturating_add(shared))
+    }
+
+    /// Allocates the model, fills it, exports it.
+    pub(super) fn fill(
+        &self,
+        plan: &Plan,
+        files: Vec<OpenFile>,
+        threads: usize,
+        progress: &Progress,
+    ) -> Result<Filled<OwnedFd>, GpuError> {
+        let started = Instant::now();
+        let readers: Vec<FileReader> = files
+            .into_iter()
+            .enumerate()
+            .map(|(index, open)| FileReader { open, direct: self.direct_file(index) })
+            .collect();
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let (filled, arrivals) = mpsc::channel();
+            for _ in 0..threads.max(1) {
+                let (filled, readers, next) = (filled.clone(), &readers, &next);
+                scope.spawn(move || self.read(plan, readers, next, progress, &filled));
+            }
+            drop(filled);
+            let taken = self.take_in(plan, &arrivals, progress, started);
+            // Whoever waits for a slot has no more to do, or nobody to bring it to.
+            self.ring.close();
+            taken
+        })
+    }
+
+    /// What the readers bring becomes a model.
+    fn take_in(
+        &self,
+        plan: &Plan,
+        arrivals: &Receiver<Arrival>,
+        progress: &Progress,
+        started: Instant,
+    ) -> Result<Filled<OwnedFd>, GpuError> {
+        let Gpu { context, kernels } = &self.gpu;
+        let mut model = WritableModel::allocate(context, &plan.pack.allocations, MEMORY_PATIENCE)?;
+        let destinations: Vec<Destination> = plan
+            .pack
+            .placements
+            .iter()
+            .zip(&plan.tiles)
+            .map(|(place, tiles)| Destination {
+                allocation: place.allocation,
+                offset: place.offset,
+                tiles: *tiles,
+            })
+            .collect();
+        let mut upload = Upload::new(kernels, &self.ring, &mut model, &destinations)?;
+        let allocated = started.elapsed();
+        submit_all(&mut upload, plan, arrivals, progress)?;
+        let read = started.elapsed();
+        let Sums { raw, laid_out } = upload.finish()?;
+        let allocations = model.finish()?;
+        let bytes: u64 = plan.sources.iter().map(|source| source.bytes).sum();
+        tracing::info!(
+            bytes,
+            allocate_ms = allocated.as_millis() as u64,
+            read_ms = (read - allocated).as_millis() as u64,
+            finish_ms = (started.elapsed() - read).as_millis() as u64,
+            // Of reading and copying, from the first byte to the last.
+            gigabytes_per_second = bytes as f64 / read.as_secs_f64() / 1e9,
+            "filled the GPU's memory"
+        );
+        Ok(Filled { allocations, raw, laid_out })
+    }
+
+    fn direct_file(&self, index: usize) -> Option<File> {
+        self.direct.get(index)?.as_ref()?.try_clone().ok()
+    }
+
+    /// Body of a reader.
+    fn read(
+        &self,
+        plan: &Plan,
+        readers: &[FileReader],
+        next: &AtomicUsize,
+        progress: &Progress,
+        filled: &Sender<Arrival>,
+    ) {
+        // Whoever receives stops at the first failure: a second one has nobody to go to.
+        if let Err(error) = self.gpu.kernels.bind() {
+            let _ = filled.send(Err(error.into()));
+            return;
+        }
+        while !progress.cancelled.load(Ordering::Relaxed) {
+            let arrival = match self.ring.take() {
+                Ok(Some(slot)) => {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(part) = plan.parts.get(index) else { return };
+                    bring(plan, &readers[part.file], part, slot).map(|(slot, part)| (index, slot, part))
+                }
+                Ok(None) => return,
+                Err(error) => Err(error.into()),
+            };
+            let failed = arrival.is_err();
+            if filled.send(arrival).is_err() || failed {
+                return;
+            }
+        }
     }
 }
 
@@ -209,7 +248,6 @@ fn bring(
 /// Gives all parts to the device in their order, whatever the order in which they arrive.
 fn submit_all(
     upload: &mut Upload<'_>,
-    ring: &Ring,
     plan: &Plan,
     arrivals: &Receiver<Arrival>,
     progress: &Progress,
@@ -224,7 +262,7 @@ fn submit_all(
             let (index, slot, part) = arrivals.recv().unwrap_or(Err(GpuError::Read(ReadError::Cancelled)))?;
             early.insert(index, (slot, part));
         };
-        upload.submit(ring, slot, part)?;
+        upload.submit(slot, part)?;
         progress.done_bytes.fetch_add(part.bytes as u64, Ordering::Relaxed);
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! What can go wrong between a loader and a GPU, with and without CUDA in the build.
 
 use memory::cuda::driver::Refusal;
-use memory::cuda::{AllocateError, DeviceError, FinishError, ImportModelError, OpenDriverError};
+use memory::cuda::{AllocateError, DeviceError, FinishError, ImportModelError, OpenDriverError, PinError};
 
 use super::read::ReadError;
 
@@ -13,6 +13,11 @@ pub(super) enum GpuError {
     Device(#[from] DeviceError),
     #[error("the GPU gives no context")]
     Context(#[from] Refusal),
+    #[cfg(feature = "cuda")]
+    #[error("there is no host memory to copy from")]
+    Pages(#[source] std::io::Error),
+    #[error(transparent)]
+    Pin(#[from] PinError),
     #[error("the model does not get onto the GPU")]
     Allocate(#[from] AllocateError),
     #[error("the loaded model cannot be handed over")]

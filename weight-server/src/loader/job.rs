@@ -169,7 +169,7 @@ impl Prepared {
     }
 
     /// Allocates, reads, checks that the files are still the same, ends writing.
-    pub(crate) fn load(self, progress: &Progress) -> Result<Loaded, LoadError> {
+    pub(crate) fn load(&self, progress: &Progress) -> Result<Loaded, LoadError> {
         let files: Vec<OpenFile> = self
             .job
             .files

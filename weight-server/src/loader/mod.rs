@@ -31,11 +31,12 @@ mod read;
 mod sandbox;
 mod verify;
 
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use memory::cuda::AllocateError;
+use memory::cuda::{AllocateError, PinError};
 use memory::handoff::batches;
 use memory::manifest::FileIdentity;
 use memory::memfd::MemfdError;
@@ -104,20 +105,18 @@ pub fn run() -> Result<(), LoaderError> {
         (loader_command::Kind::Verify(job), _) => return verify::run(&connection, &job),
         (other, _) => return Err(unexpected("a job", &other)),
     };
-    let place = match Place::open(&job.device, job.layout) {
+    let Some(files) = with_identities(&job, files) else {
+        return Err(LoaderError::Unexpected { expected: "one open file per path", found: "another number" });
+    };
+    let place = match Place::open(&job.device, job.layout, &files) {
         Ok(place) => place,
         Err(error) => return fail(&connection, &LoadError::Place(error)),
     };
-    let Some(mut job) = job_of(job, files, place) else {
-        return Err(LoaderError::Unexpected { expected: "one open file per path", found: "another number" });
-    };
-    let profile = match &mut job.place {
+    let profile = match place {
         Place::Host => Profile::Host,
-        Place::Gpu(gpu) => {
-            gpu.reopen(&job.files);
-            Profile::Gpu
-        }
+        Place::Gpu(_) => Profile::Gpu,
     };
+    let job = job_of(job, files, place);
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
     let prepared = match job.prepare() {
         Ok(prepared) => prepared,
@@ -128,14 +127,18 @@ pub fn run() -> Result<(), LoaderError> {
         (loader_command::Kind::Proceed(_), _) => {}
         (other, _) => return Err(unexpected("leave to proceed", &other)),
     }
-    match load(&connection, prepared)? {
+    let told = match load(&connection, &prepared)? {
         Ok(loaded) => hand_over(&connection, &loaded),
         Err(error) => fail(&connection, &error),
-    }
+    };
+    // A context goes with its process in 40 ms; the driver's own way takes 70, and whoever waits for the model waits for
+    // that.
+    std::mem::forget(prepared);
+    told
 }
 
 /// Loads on a thread beside this one, which reports progress until it ends.
-fn load(connection: &Connection, prepared: Prepared) -> Result<Result<Loaded, LoadError>, LoaderError> {
+fn load(connection: &Connection, prepared: &Prepared) -> Result<Result<Loaded, LoadError>, LoaderError> {
     let progress = &Progress::default();
     std::thread::scope(|scope| {
         let (done, wait) = std::sync::mpsc::channel();
@@ -178,7 +181,9 @@ fn hand_over(connection: &Connection, loaded: &Loaded) -> Result<(), LoaderError
             (other, _) => return Err(unexpected("the receipt of a batch", &other)),
         }
     }
-    send(connection, loader_frame::Kind::Done(wire::LoadDone {}), &[])
+    send(connection, loader_frame::Kind::Done(wire::LoadDone {}), &[])?;
+    tracing::info!("handed over");
+    Ok(())
 }
 
 fn fail(connection: &Connection, error: &LoadError) -> Result<(), LoaderError> {
@@ -213,19 +218,21 @@ fn unexpected(expected: &'static str, found: &loader_command::Kind) -> LoaderErr
     LoaderError::Unexpected { expected, found }
 }
 
-fn job_of(job: wire::LoadJob, files: Vec<OwnedFd>, place: Place) -> Option<Job> {
-    if files.len() != job.files.len() {
-        return None;
-    }
-    let identities = job.files.into_iter().map(FileIdentity::from);
-    Some(Job {
+/// The files with what the weight-server saw of them; none where they are not as many.
+fn with_identities(job: &wire::LoadJob, files: Vec<OwnedFd>) -> Option<Vec<(FileIdentity, File)>> {
+    let identities = job.files.iter().cloned().map(FileIdentity::from);
+    (files.len() == job.files.len()).then(|| identities.zip(files.into_iter().map(File::from)).collect())
+}
+
+fn job_of(job: wire::LoadJob, files: Vec<(FileIdentity, File)>, place: Place) -> Job {
+    Job {
         generation: job.generation,
         model: job.model,
-        files: identities.zip(files.into_iter().map(Into::into)).collect(),
+        files,
         packing: if job.pack { Packing::Slabs } else { Packing::OnePerTensor },
         place,
         threads: job.threads as usize,
-    })
+    }
 }
 
 fn plan_frame(prepared: &Prepared) -> wire::LoadPlan {
@@ -269,9 +276,10 @@ fn gpu_failure(error: &GpuError) -> LoadFailure {
     match error {
         GpuError::Driver(_) | GpuError::Device(_) => LoadFailure::Unsupported,
         GpuError::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
-        GpuError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. }) => {
-            LoadFailure::OutOfMemory
-        }
+        GpuError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. })
+        | GpuError::Pin(PinError::Refused { .. }) => LoadFailure::OutOfMemory,
+        #[cfg(feature = "cuda")]
+        GpuError::Pages(_) => LoadFailure::OutOfMemory,
         GpuError::Read(error) => read_failure(error),
         _ => LoadFailure::Device,
     }

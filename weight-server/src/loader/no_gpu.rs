@@ -1,4 +1,4 @@
-//! `Gpu` of a build without CUDA: there is none, and asking for one says so.
+//! `Gpu` and `GpuLoad` of a build without CUDA: there are none, and asking for one says so.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -16,13 +16,25 @@ pub(super) const PART_BYTES: usize = 4 << 20;
 
 pub(super) struct Gpu(Infallible);
 
+pub(super) struct GpuLoad(Infallible);
+
 impl Gpu {
     pub(super) fn open(_: DeviceUuid) -> Result<Self, GpuError> {
         Err(GpuError::Driver(OpenDriverError::NotBuilt))
     }
 
-    pub(super) fn reopen(&mut self, _: &[(FileIdentity, File)]) {
+    pub(super) fn import(&self, _: &Manifest, _: Vec<OwnedFd>) -> Result<Vec<DeviceTensor>, GpuError> {
         match self.0 {}
+    }
+
+    pub(super) fn sums(&self, _: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
+        match self.0 {}
+    }
+}
+
+impl GpuLoad {
+    pub(super) fn open(_: DeviceUuid, _: &[(FileIdentity, File)]) -> Result<Self, GpuError> {
+        Err(GpuError::Driver(OpenDriverError::NotBuilt))
     }
 
     pub(super) fn entry(&self) -> Device {
@@ -44,14 +56,6 @@ impl Gpu {
         _: usize,
         _: &Progress,
     ) -> Result<Filled<OwnedFd>, GpuError> {
-        match self.0 {}
-    }
-
-    pub(super) fn import(&self, _: &Manifest, _: Vec<OwnedFd>) -> Result<Vec<DeviceTensor>, GpuError> {
-        match self.0 {}
-    }
-
-    pub(super) fn sums(&self, _: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
         match self.0 {}
     }
 }

@@ -1,15 +1,17 @@
 //! Where a load goes: the host's memory or one GPU's.
 
+use std::fs::File;
+
 use memory::cuda::DeviceUuid;
-use memory::manifest::HOST_DEVICE;
+use memory::manifest::{FileIdentity, HOST_DEVICE};
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES};
 
-use super::gpu::Gpu;
+use super::gpu::{Gpu, GpuLoad};
 use super::gpu_error::GpuError;
 
 pub(crate) enum Place {
     Host,
-    Gpu(Gpu),
+    Gpu(GpuLoad),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -29,20 +31,27 @@ pub(crate) fn layout_of(device: &str) -> u32 {
 
 /// The GPU that a job names.
 pub(super) fn open_gpu(name: &str) -> Result<Gpu, PlaceError> {
-    let uuid = DeviceUuid::parse(name).ok_or_else(|| PlaceError::Name { name: name.to_owned() })?;
-    Ok(Gpu::open(uuid)?)
+    Ok(Gpu::open(uuid(name)?)?)
+}
+
+fn uuid(name: &str) -> Result<DeviceUuid, PlaceError> {
+    DeviceUuid::parse(name).ok_or_else(|| PlaceError::Name { name: name.to_owned() })
 }
 
 impl Place {
-    /// Of a GPU this makes the context, which takes half a second.
-    pub(super) fn open(device: &str, layout: u32) -> Result<Self, PlaceError> {
+    /// Of a GPU this makes the context, which takes a fifth of a second, and what a load of the files takes of the host.
+    pub(super) fn open(
+        device: &str,
+        layout: u32,
+        files: &[(FileIdentity, File)],
+    ) -> Result<Self, PlaceError> {
         let expected = layout_of(device);
         if layout != expected {
             return Err(PlaceError::Layout { layout, device: device.to_owned(), expected });
         }
         match device {
             HOST_DEVICE => Ok(Self::Host),
-            name => Ok(Self::Gpu(open_gpu(name)?)),
+            name => Ok(Self::Gpu(GpuLoad::open(uuid(name)?, files)?)),
         }
     }
 

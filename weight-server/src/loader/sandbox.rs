@@ -172,7 +172,7 @@ pub enum SandboxError {
     Filter(#[from] seccompiler::BackendError),
 }
 
-/// Call before the first thread of our own is started: threads inherit all of it.
+/// Call while no other thread of our own runs: later ones inherit all of it.
 pub(super) fn enter(profile: Profile) -> Result<(), SandboxError> {
     set_no_new_privs().map_err(SandboxError::NoNewPrivs)?;
     // A memfd beyond RLIMIT_FSIZE then fails with an error that can be reported instead of killing the process.

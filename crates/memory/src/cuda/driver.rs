@@ -122,6 +122,8 @@ pub enum Call {
     DevicePrimaryCtxRetain,
     DevicePrimaryCtxRelease,
     CtxSetCurrent,
+    MemHostRegister,
+    MemHostUnregister,
     MemcpyHtoD,
     MemcpyDtoH,
 }
@@ -205,6 +207,16 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Safety
     /// Once for each `retain_context`; what was made in the context is gone, or others retain it too.
     unsafe fn release_context(&self, ordinal: u32) -> Result<(), Refusal>;
+
+    /// Pins memory of this process, for the context that is current on this thread.
+    ///
+    /// # Safety
+    /// The range is mapped, whole pages, and stays so until it is unregistered.
+    unsafe fn register_host(&self, start: *mut u8, bytes: usize) -> Result<(), Refusal>;
+
+    /// # Safety
+    /// Registered from `start` on in the context that is current on this thread; no copy uses it.
+    unsafe fn unregister_host(&self, start: *mut u8) -> Result<(), Refusal>;
 
     /// Complete on return.
     ///

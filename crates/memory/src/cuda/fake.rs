@@ -35,6 +35,8 @@ struct State {
     handles: BTreeMap<u64, Memory>,
     reserved: BTreeMap<u64, u64>,
     mapped: BTreeMap<u64, Mapping>,
+    /// Host memory, by its start.
+    pinned: BTreeMap<usize, usize>,
     contexts: u32,
     current: HashMap<ThreadId, u32>,
     breaches: Vec<String>,
@@ -94,6 +96,7 @@ impl Fake {
             handles: BTreeMap::new(),
             reserved: BTreeMap::new(),
             mapped: BTreeMap::new(),
+            pinned: BTreeMap::new(),
             contexts: 0,
             current: HashMap::new(),
             breaches: Vec::new(),
@@ -128,6 +131,11 @@ impl Fake {
         self.lock().used()
     }
 
+    /// Bytes of host memory.
+    pub(crate) fn pinned(&self) -> usize {
+        self.lock().pinned.values().sum()
+    }
+
     pub(crate) fn handles(&self) -> usize {
         self.lock().handles.len()
     }
@@ -143,6 +151,7 @@ impl Fake {
         assert!(state.handles.is_empty(), "handles are left: {:?}", state.handles.keys());
         assert!(state.mapped.is_empty(), "mappings are left: {:?}", state.mapped.keys());
         assert!(state.reserved.is_empty(), "addresses are left: {:?}", state.reserved);
+        assert!(state.pinned.is_empty(), "host memory is left pinned: {:?}", state.pinned);
         assert_eq!(state.contexts, 0, "contexts are left");
     }
 }
@@ -406,9 +415,35 @@ impl Driver for Fake {
         }
         state.contexts -= 1;
         if state.contexts == 0 {
+            if !state.pinned.is_empty() {
+                return Err(state.breach(Call::DevicePrimaryCtxRelease, "host memory is pinned in it"));
+            }
             state.current.clear();
         }
         Ok(())
+    }
+
+    unsafe fn register_host(&self, start: *mut u8, bytes: usize) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        state.enter(Call::MemHostRegister)?;
+        if !state.current.contains_key(&std::thread::current().id()) {
+            return Err(Refusal { call: Call::MemHostRegister, code: Code::INVALID_CONTEXT });
+        }
+        let before = state.pinned.range(..start.addr() + bytes).next_back();
+        if bytes == 0 || before.is_some_and(|(first, length)| first + length > start.addr()) {
+            return Err(state.breach(Call::MemHostRegister, "empty, or registered already"));
+        }
+        state.pinned.insert(start.addr(), bytes);
+        Ok(())
+    }
+
+    unsafe fn unregister_host(&self, start: *mut u8) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        state.enter(Call::MemHostUnregister)?;
+        match state.pinned.remove(&start.addr()) {
+            Some(_) => Ok(()),
+            None => Err(state.breach(Call::MemHostUnregister, "not registered from there on")),
+        }
     }
 
     unsafe fn copy_to_device(&self, address: u64, bytes: &[u8]) -> Result<(), Refusal> {

@@ -73,6 +73,8 @@ functions! {
     retain_context = "cuDevicePrimaryCtxRetain", (*mut CUcontext, CUdevice);
     release_context = "cuDevicePrimaryCtxRelease_v2", (CUdevice);
     set_current = "cuCtxSetCurrent", (CUcontext);
+    register_host = "cuMemHostRegister_v2", (*mut c_void, usize, c_uint);
+    unregister_host = "cuMemHostUnregister", (*mut c_void);
     copy_to_device = "cuMemcpyHtoD_v2", (CUdeviceptr, *const c_void, usize);
     copy_from_device = "cuMemcpyDtoH_v2", (*mut c_void, CUdeviceptr, usize);
 }
@@ -302,6 +304,17 @@ impl Driver for LibCuda {
         let device = self.device(ordinal)?;
         // SAFETY: the caller has retained it.
         check(Call::DevicePrimaryCtxRelease, unsafe { (self.functions.release_context)(device) })
+    }
+
+    unsafe fn register_host(&self, start: *mut u8, bytes: usize) -> Result<(), Refusal> {
+        // SAFETY: the caller vouches for the range.
+        let status = unsafe { (self.functions.register_host)(start.cast(), bytes, 0) };
+        check(Call::MemHostRegister, status)
+    }
+
+    unsafe fn unregister_host(&self, start: *mut u8) -> Result<(), Refusal> {
+        // SAFETY: the caller has registered it.
+        check(Call::MemHostUnregister, unsafe { (self.functions.unregister_host)(start.cast()) })
     }
 
     unsafe fn copy_to_device(&self, address: u64, bytes: &[u8]) -> Result<(), Refusal> {

@@ -7,7 +7,7 @@
 //! WritableModel::finish -> descriptors ----> descriptors from the weight-server
 //! ```
 //! The weight-server between them holds descriptors and never loads the driver. `GrowingRange` is for memory that one
-//! process adds to and takes away from (KV pools).
+//! process adds to and takes away from (KV pools), `PinnedPages` for what it copies to the device.
 //!
 //! Layers: `driver` is the raw seam (`libcuda`; in tests `fake`), `Physical` and `AddressRange` own handles, addresses
 //! and mappings, the models on top of them know manifests. All but `libcuda`
@@ -24,6 +24,7 @@ mod libcuda;
 #[cfg(feature = "cuda")]
 pub mod nvml;
 mod physical;
+mod pinned;
 mod range;
 pub mod retry;
 mod writable;
@@ -34,6 +35,7 @@ pub use device::{Context, Device, DeviceError, DeviceSelector, DeviceUuid, Selec
 pub use growing::{GrowError, GrowingRange};
 pub use imported::{DeviceTensor, ImportModelError, ImportedModel};
 pub use physical::Physical;
+pub use pinned::{HostPages, PinError, PinnedPages, PinnedPart};
 pub use range::AddressRange;
 pub use writable::{AllocateError, FinishError, WritableModel};
 

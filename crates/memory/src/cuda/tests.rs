@@ -501,3 +501,41 @@ proptest! {
         fake.assert_clean();
     }
 }
+
+#[test]
+fn pinned_pages_are_let_go_with_their_last_part() {
+    let (fake, device) = fake(TOTAL);
+    let pinned = PinnedPages::pin(&device, HostPages::new(5 << 20).unwrap()).unwrap();
+    assert_eq!(fake.pinned(), 6 << 20, "whole huge pages");
+    let mut parts = pinned.cut(1_000_000);
+    assert_eq!(parts.len(), 6);
+    assert!(parts.iter().all(|part| part.as_slice() == [0; 1_000_000]));
+    for (index, part) in parts.iter_mut().enumerate() {
+        part.as_mut_slice().fill(index as u8 + 1);
+    }
+    let last = parts.pop().unwrap();
+    assert!(parts.iter().zip(1..).all(|(part, value)| part.as_slice() == [value; 1_000_000]));
+    drop(parts);
+    // From another thread, as readers do: the context need not be current there.
+    std::thread::spawn(move || assert_eq!(last.as_slice(), [6; 1_000_000])).join().unwrap();
+    fake.assert_clean();
+}
+
+#[test]
+fn refused_pin_says_what_the_limit_is_and_leaves_nothing() {
+    let (fake, device) = fake(TOTAL);
+    let pages = || HostPages::new(1).unwrap();
+    fake.refuse(Call::MemHostRegister, 0, 1, Code::OUT_OF_MEMORY);
+    let error = PinnedPages::pin(&device, pages()).unwrap_err();
+    assert!(error.to_string().contains("2.0 MiB of host memory"), "{error}");
+    assert!(error.to_string().contains("RLIMIT_MEMLOCK"), "{error}");
+    let PinError::Refused { bytes, limit_bytes: _, source } = error else { panic!("{error}") };
+    assert_eq!((bytes, source.call, source.code), (2 << 20, Call::MemHostRegister, Code::OUT_OF_MEMORY));
+    let refused = |limit_bytes| PinError::Refused { bytes: 2 << 20, limit_bytes, source };
+    let low = refused(Some(64 << 10)).to_string();
+    assert!(low.contains("may lock 0.1 MiB") && low.contains("ulimit -l"), "{low}");
+    assert!(!refused(None).to_string().contains("ulimit"));
+    fake.refuse(Call::DevicePrimaryCtxRetain, 0, 1, Code::OPERATING_SYSTEM);
+    assert!(matches!(PinnedPages::pin(&device, pages()), Err(PinError::Context(_))));
+    fake.assert_clean();
+}

@@ -7,8 +7,10 @@
 //!   Ring::take ...   staging 2:  ...                           --checksum--> sums of what kernels will read
 //! ```
 //! A part is what one slot brings: whole row tiles of one tensor, so that it can be repacked by itself. Checksums are of
-//! pieces of 1 MiB, which parts cut anywhere: what is left of a piece is carried over in front of the next part. Every
-//! staging buffer has a stream of its own, so copies and kernels of several parts overlap.
+//! pieces of 1 MiB, which parts cut anywhere: what is left of a piece is carried over in front of the next part.
+//!
+//! The bus is what bounds a load, so nothing comes between its copies: they are in one stream, and each slot has a staging
+//! buffer of its own, free when the slot is. What is done with a part is in the stream of its buffer.
 //!
 //! [`verify`] computes the same checksums over a model that another process loaded.
 
@@ -16,6 +18,6 @@ mod ring;
 mod sums;
 mod upload;
 
-pub use ring::{EDGE_BYTES, PART_BYTES, Ring, Slot};
+pub use ring::{EDGE_BYTES, PART_BYTES, Ring, Slot, ring_bytes};
 pub use sums::verify;
 pub use upload::{Destination, Part, STAGING_BYTES, Sums, Upload, UploadError};

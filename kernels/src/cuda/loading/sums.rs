@@ -6,8 +6,8 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::cuda::checksum::{Checksums, PIECE_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, Stream, View};
 
-/// Kernels over small tensors do not fill the device: several run at once.
-const STREAMS: usize = 4;
+/// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of 100: many run at once.
+const STREAMS: usize = 16;
 
 /// As checksum.rs: a last piece up to this length is hashed on the host.
 const SHORT_BYTES: usize = 240;
@@ -106,12 +106,15 @@ impl PieceSums {
 }
 
 /// Checksums of the pieces of each range.
-pub(super) fn sum_all(device: &Device, ranges: &[View<'_, u8>]) -> Result<Vec<Vec<u128>>, CudaError> {
-    let checksums = Checksums::new(device);
+pub(super) fn sum_all(
+    checksums: &Checksums,
+    device: &Device,
+    ranges: &[View<'_, u8>],
+) -> Result<Vec<Vec<u128>>, CudaError> {
     let streams: Vec<Stream> = (0..STREAMS).map(|_| Stream::new(device)).collect::<Result<_, _>>()?;
     let mut sums = PieceSums::new(device, ranges.iter().map(|range| range.len() as u64))?;
     for (index, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
-        sums.launch(&checksums, &streams[index % STREAMS], index, 0, *range)?;
+        sums.launch(checksums, &streams[index % STREAMS], index, 0, *range)?;
     }
     streams.iter().try_for_each(Stream::synchronize)?;
     sums.read(&streams[0])
@@ -125,5 +128,5 @@ pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>
         // all work it gives, here and, where it fails, by dropping its buffers.
         unsafe { View::from_raw(tensor.address(), tensor.bytes as usize) }
     };
-    sum_all(device, &tensors.iter().map(view).collect::<Vec<_>>())
+    sum_all(&Checksums::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())
 }

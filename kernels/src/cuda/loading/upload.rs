@@ -6,18 +6,15 @@ use cudarc::driver::result;
 use memory::cuda::WritableModel;
 use quant::layout::{LayoutError, TILE_ROWS, Tiles};
 
-use super::ring::{PART_BYTES, Ring, Slot};
+use super::ring::{PART_BYTES, Ring, SLOTS, Slot};
 use super::sums::{PieceSums, sum_all};
 use crate::cuda::checksum::{Checksums, PIECE_BYTES};
 use crate::cuda::error::Named;
 use crate::cuda::repack::Repack;
 use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
 
-/// Parts that are on the device at once: being copied, hashed and repacked.
-const STAGING_SLOTS: usize = 12;
-
-/// Device memory that an upload takes beside the model.
-pub const STAGING_BYTES: u64 = (STAGING_SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
+/// Device memory that an upload takes beside the model, at most.
+pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
 
 /// Where a tensor goes, and how it is laid out.
 #[derive(Debug, Clone, Copy)]
@@ -69,9 +66,14 @@ pub enum UploadError {
 pub struct Upload<'m> {
     device: Device,
     targets: Vec<Target>,
+    /// From the host. One stream for all of them, which waits for nothing: a slot comes out of its ring when its staging
+    /// buffer may be filled anew.
+    copies: Stream,
+    /// By the index of the slot.
     staging: Vec<Staging>,
-    /// The staging buffer that comes next.
-    turn: usize,
+    /// Not in its ring yet: the next part may carry over the end of this one.
+    last: Option<Slot>,
+    ring: &'m Ring,
     checksums: Checksums,
     repack: Repack,
     raw: PieceSums,
@@ -87,13 +89,14 @@ struct Target {
 
 /// A part on the device: carried bytes end, and the part begins, at `PIECE_BYTES`.
 struct Staging {
+    /// What is done with the part once it is here.
     stream: Stream,
     memory: Buffer<u8>,
-    /// Where the last part ended.
-    end: usize,
-    /// Carry and part are in `memory`.
-    filled: Event,
-    /// The carry was taken from the buffer before.
+    /// Of the last part.
+    bytes: usize,
+    /// The part is here.
+    copied: Event,
+    /// The carry is in front of it.
     carried: Event,
 }
 
@@ -111,6 +114,7 @@ impl Target {
 impl<'m> Upload<'m> {
     pub fn new(
         device: &Device,
+        ring: &'m Ring,
         model: &'m mut WritableModel,
         destinations: &[Destination],
     ) -> Result<Self, UploadError> {
@@ -134,25 +138,34 @@ impl<'m> Upload<'m> {
         };
         let targets: Vec<Target> = destinations.iter().enumerate().map(target).collect::<Result<_, _>>()?;
         let staging =
-            (0..STAGING_SLOTS).map(|_| Staging::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
+            (0..ring.slots()).map(|_| Staging::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
+        let (checksums, repack) = (Checksums::new(device), Repack::new(device));
+        checksums.load()?;
+        repack.load()?;
         let raw = PieceSums::new(device, targets.iter().map(|target| target.tiles.raw_bytes() as u64))?;
         Ok(Self {
             device: device.clone(),
             targets,
+            copies: Stream::new(device)?,
             staging,
-            turn: 0,
-            checksums: Checksums::new(device),
-            repack: Repack::new(device),
+            last: None,
+            ring,
+            checksums,
+            repack,
             raw,
             model: PhantomData,
         })
     }
 
-    /// Starts everything that is to be done with a part; the slot goes back to its ring. Parts of a tensor come in order, one
-    /// tensor after the other.
-    pub fn submit(&mut self, ring: &Ring, slot: Slot, part: Part) -> Result<(), UploadError> {
-        self.start(&slot, part)?;
-        ring.put_back(slot);
+    /// Starts everything that is to be done with a part; the slot then goes back to its ring. Parts of a tensor come in order,
+    /// one tensor after the other.
+    pub fn submit(&mut self, slot: Slot, part: Part) -> Result<(), UploadError> {
+        if let Err(error) = self.start(&slot, part) {
+            // A copy may have been started whose slot does not know of it: the slot goes when nothing runs.
+            let _ = self.device.synchronize();
+            return Err(error);
+        }
+        self.last = Some(slot);
         Ok(())
     }
 
@@ -175,22 +188,25 @@ impl<'m> Upload<'m> {
         }
 
         let carry = (start % PIECE_BYTES as u64) as usize;
-        let (now, before) = (self.turn, (self.turn + STAGING_SLOTS - 1) % STAGING_SLOTS);
-        self.turn = (self.turn + 1) % STAGING_SLOTS;
-        if carry > 0 {
-            carry_over(&mut self.staging, before, now, carry)?;
-        }
-        let staging = &mut self.staging[now];
-        let stream = &staging.stream;
+        let staging = &mut self.staging[slot.index];
         let address = staging.memory.view().address() + PIECE_BYTES as u64;
-        // SAFETY: the staging buffer has room for a part behind the carry, and its earlier users are earlier in this stream or
-        // waited for by it. The slot's memory is pinned and not touched before `copied`, which its ring waits for; if it is
-        // dropped instead, freeing pinned memory waits for copies.
-        unsafe { result::memcpy_htod_async(address, source, stream.raw()) }.named("cuMemcpyHtoD")?;
-        slot.copied.record(stream)?;
-        staging.filled.record(stream)?;
-        staging.end = PIECE_BYTES + bytes;
+        // SAFETY: the staging buffer has room for a part behind the carry, and all work on its last one ended before the slot
+        // came out of its ring. The slot's memory is pinned and not touched before `done`, which its ring waits for; so does
+        // dropping the slot.
+        unsafe { result::memcpy_htod_async(address, source, self.copies.raw()) }.named("cuMemcpyHtoD")?;
+        staging.copied.record(&self.copies)?;
+        staging.stream.wait(&staging.copied)?;
+        staging.bytes = bytes;
         target.came += bytes as u64;
+        if let Some(last) = self.last.take() {
+            if carry > 0 {
+                carry_over(&mut self.staging, last.index, slot.index, carry)?;
+            }
+            last.done.record(&self.staging[last.index].stream)?;
+            self.ring.put_back(last);
+        }
+        let staging = &self.staging[slot.index];
+        let stream = &staging.stream;
 
         let held = carry + bytes;
         let hashed = if is_last { held } else { held - held % PIECE_BYTES };
@@ -206,7 +222,7 @@ impl<'m> Upload<'m> {
     }
 
     /// Waits for everything, and hashes what kernels will read.
-    pub fn finish(self) -> Result<Sums, UploadError> {
+    pub fn finish(mut self) -> Result<Sums, UploadError> {
         for (tensor, target) in self.targets.iter().enumerate() {
             let bytes = target.tiles.raw_bytes() as u64;
             if target.came != bytes {
@@ -214,13 +230,16 @@ impl<'m> Upload<'m> {
             }
         }
         self.staging.iter().try_for_each(|staging| staging.stream.synchronize())?;
+        if let Some(last) = self.last.take() {
+            self.ring.put_back(last);
+        }
         let raw = self.raw.read(&self.staging[0].stream)?;
         let view = |target: &Target| {
             // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work that it gives.
             unsafe { View::from_raw(target.address, target.tiles.bytes()) }
         };
         let views: Vec<View<'_, u8>> = self.targets.iter().map(view).collect();
-        let laid_out = sum_all(&self.device, &views)?;
+        let laid_out = sum_all(&self.checksums, &self.device, &views)?;
         Ok(Sums { raw, laid_out })
     }
 }
@@ -237,21 +256,25 @@ impl Staging {
         Ok(Self {
             stream: Stream::new(device)?,
             memory: Buffer::new(device, PIECE_BYTES + PART_BYTES)?,
-            end: PIECE_BYTES,
-            filled: Event::new(device)?,
+            bytes: 0,
+            copied: Event::new(device)?,
             carried: Event::new(device)?,
         })
     }
 }
 
-/// Copies the last `carry` bytes of buffer `before` to where the part of buffer `now` will begin.
+/// Copies the last `carry` bytes of buffer `before` to where the part of buffer `now` begins. What `before` is given from
+/// then on waits for that.
 fn carry_over(staging: &mut [Staging], before: usize, now: usize, carry: usize) -> Result<(), CudaError> {
     let Ok([before, now]) = staging.get_disjoint_mut([before, now]) else {
         // There are several, and these are neighbours.
         return Ok(());
     };
-    now.stream.wait(&before.filled)?;
-    let source = before.memory.view().slice(before.end - carry, carry);
+    if carry > before.bytes {
+        // Carried there itself; the part was copied before this one's.
+        now.stream.wait(&before.carried)?;
+    }
+    let source = before.memory.view().slice(PIECE_BYTES + before.bytes - carry, carry);
     let mut memory = now.memory.view_mut();
     if let (Some(source), Some(mut to)) = (source, memory.slice_mut(PIECE_BYTES - carry, carry)) {
         to.copy_from(&now.stream, source)?;
