@@ -29,7 +29,7 @@ const STACK_BYTES: usize = 64 << 20;
 const COMPILING_MAX: usize = 64;
 /// Compiling takes some tens of milliseconds. What takes this long on a machine that is busy may as well take for ever.
 const COMPILE_WAIT: Duration = Duration::from_secs(20);
-/// A mask is bounded work of about 20 ms.
+/// A mask is bounded work: some 20 ms, half a second for hostile grammars.
 const MASK_WAIT: Duration = Duration::from_secs(10);
 /// Compiled grammars that are kept: the choices of a request have the same one, and clients repeat theirs.
 const KEPT_MAX: usize = 16;

@@ -16,7 +16,8 @@ const SPECIAL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 /// Longer tokens (runs of blanks, in some vocabularies) are never allowed: the trie is no deeper.
 const TOKEN_BYTES_MAX: usize = 200;
 
-/// Work and memory of one matcher. A mask takes some 50 us on average, and at most about 20 ms with these.
+/// Work and memory of one matcher. A mask takes some 50 us on average and tens of milliseconds at most; of hostile grammars
+/// (rules repeated some ten thousand times) half a second was seen.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
