@@ -23,8 +23,8 @@ use proto::weights::v1::BatchReceived;
 
 use roles::{MIB, NO_DRIVER, PATIENCE, ROLE};
 
-/// What 1,000 allocations may take. The goal is 50 ms, and most H200s need 42 to 49 (printed), but a machine that has just
-/// started was seen to need 68: this bound is for what grows faster than the number of allocations.
+/// What 1,000 allocations may take. The goal is 50 ms; H200s were seen to need 42 to 68 (printed), nearly all of it the
+/// driver's. This bound is for what grows faster than the number of allocations.
 const IMPORT_MAX: Duration = Duration::from_millis(200);
 
 /// Of the issue: what may be missing on the device when everything has gone.
