@@ -2,12 +2,13 @@
 //!
 //! [`CASES`] is the one list of ways to serve ([`DRAFTED_CASES`] those of a model with a smaller one to draft for it,
 //! [`Q8_0_CASES`] those of another type of cache). A new way that must keep the promise becomes a line of it, and is then
-//! held to it on every device that these tests run on. Requests are of all kinds at once: greedy and sampled, of several
-//! choices, within grammars, more and less urgent.
+//! held to it on every device that these tests run on. Requests are of all kinds at once: greedy and sampled, with
+//! penalties, of several choices, within grammars, more and less urgent.
 
 use crate::harness::api::{Ask, Continuation, connect, generate, generate_all, runtime};
 use crate::harness::http::Http;
 use crate::harness::{Fleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
+use proto::v1::Sampling;
 use proto::v1::grammar::Kind;
 use std::path::Path;
 use std::time::Duration;
@@ -165,6 +166,9 @@ const SPECIAL_EVERY: usize = 8;
 const CHOICES: u32 = 3;
 const GRAMMAR_TOKENS: u32 = 48;
 
+/// Every so many requests, of all the above, there is one with penalties.
+const PENALISED_EVERY: usize = 5;
+
 /// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
 fn requests() -> Vec<Ask> {
     let mut random = Random(0x5eed);
@@ -182,6 +186,10 @@ fn requests() -> Vec<Ask> {
                 },
                 temperature: if index % 3 == 0 { 0.0 } else { 0.9 },
                 seed: index as u64,
+                sampling: match index % PENALISED_EVERY {
+                    0 => penalties(index / PENALISED_EVERY),
+                    _ => Sampling::default(),
+                },
                 silent: false,
                 choices: if index % SPECIAL_EVERY == 5 { CHOICES } else { 1 },
                 grammar,
@@ -189,6 +197,23 @@ fn requests() -> Vec<Ask> {
             }
         })
         .collect()
+}
+
+/// They make tokens of the past less likely: of all tokens where the row is read, of the best ones where a device has listed
+/// those.
+fn penalties(number: usize) -> Sampling {
+    let (top_k, min_p, dry_multiplier) = (Some(40), Some(0.05), Some(0.8));
+    match number % 4 {
+        0 => Sampling {
+            repetition_penalty: Some(1.1),
+            frequency_penalty: Some(0.2),
+            top_k,
+            ..Sampling::default()
+        },
+        1 => Sampling { presence_penalty: Some(1.5), min_p, ..Sampling::default() },
+        2 => Sampling { dry_multiplier, top_k, ..Sampling::default() },
+        _ => Sampling { repetition_penalty: Some(1.3), dry_multiplier, min_p, ..Sampling::default() },
+    }
 }
 
 fn grammar(number: usize) -> Kind {

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use loadgen::{
-    DraftError, DraftLoad, FleetError, LifeError, Load, LoadError, LoadReport, MeasuredFleet, StartOptions,
-    Summary, run_load,
+    Burst, DraftError, DraftLoad, FleetError, LifeError, Load, LoadError, LoadReport, MeasuredFleet,
+    StartOptions, Summary, run_load,
 };
 use serde_json::json;
 use service::Exit;
@@ -31,6 +31,8 @@ enum What {
     Drafts(DraftsArguments),
     /// Streams whose output has a JSON schema and streams without, in turns: time between tokens
     Structured(StructuredArguments),
+    /// Requests that share the beginning of their prompts, with that shared and not, in turns
+    Burst(BurstArguments),
 }
 
 #[derive(clap::Args)]
@@ -90,6 +92,24 @@ struct StructuredArguments {
 }
 
 #[derive(clap::Args)]
+struct BurstArguments {
+    #[command(flatten)]
+    fleet: BenchFleet,
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    requests: u32,
+    /// Tokens that all prompts begin with
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    prefix_tokens: u32,
+    /// Tokens that each prompt goes on with
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    own_tokens: u32,
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    tokens: u32,
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: u32,
+}
+
+#[derive(clap::Args)]
 struct BenchFleet {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
@@ -120,6 +140,7 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
             What::Lives(arguments) => lives(arguments).await,
             What::Drafts(arguments) => drafts(arguments).await,
             What::Structured(arguments) => structured(arguments).await,
+            What::Burst(arguments) => burst(arguments).await,
         }
     })
 }
@@ -261,6 +282,36 @@ async fn structured(arguments: StructuredArguments) -> Outcome {
         );
     }
     say(&format!("{text}a schema makes it {:.3} times as long\n", report.slow_down))
+}
+
+async fn burst(arguments: BurstArguments) -> Outcome {
+    let BurstArguments { fleet: options, requests, prefix_tokens, own_tokens, tokens, rounds } = arguments;
+    let burst = Burst { requests, prefix_tokens, own_tokens, tokens };
+    let fleet = options.start()?;
+    let measured = async {
+        let client = fleet.client().await.map_err(of_fleet)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
+        loadgen::shared_against_apart(&client, burst, vocabulary, rounds).await.map_err(of_load)
+    };
+    let report = measured.await;
+    fleet.stop().await.map_err(of_fleet)?;
+    let report = report?;
+    if options.json {
+        return say(&format!("{}\n", json!(report)));
+    }
+    say(&format!(
+        "{requests} requests of {prefix_tokens} shared + {own_tokens} tokens, {tokens} out: shared {:.3?} s, not shared {:.3?}: \
+         {:.1} times as fast, {:.1} by rows\n\
+         first tokens: shared {:.3?} s, not shared {:.3?}: {:.1} times as fast, {:.1} by rows\n",
+        report.shared_s,
+        report.apart_s,
+        report.speed_up,
+        report.rows_ratio,
+        report.shared_first_tokens_s,
+        report.apart_first_tokens_s,
+        report.speed_up_of_first_tokens,
+        report.rows_ratio_of_first_tokens,
+    ))
 }
 
 fn of_load(error: LoadError) -> Failure {

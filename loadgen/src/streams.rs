@@ -48,6 +48,13 @@ pub enum LoadError {
     Unfinished { stream: u32 },
 }
 
+/// What a stream begins with.
+pub(crate) struct Prompt {
+    pub(crate) ids: Vec<u32>,
+    /// Prompts of different salts share nothing.
+    pub(crate) cache_salt: String,
+}
+
 /// Runs the load once. `vocabulary` bounds the token ids, `round` makes the prompts of a repetition new ones.
 pub async fn run_load(
     client: &InferenceClient<Channel>,
@@ -55,12 +62,22 @@ pub async fn run_load(
     vocabulary: u32,
     round: u32,
 ) -> Result<LoadReport, LoadError> {
-    let start = Instant::now();
-    let streams = (0..load.streams).map(|stream| {
-        let prompt =
-            prompt(load.prompt_tokens, vocabulary, round.wrapping_mul(load.streams).wrapping_add(stream));
-        run_stream(client.clone(), stream, prompt, load)
+    let prompts = (0..load.streams).map(|stream| {
+        let number = round.wrapping_mul(load.streams).wrapping_add(stream);
+        Prompt { ids: tokens(load.prompt_tokens, vocabulary, number), cache_salt: String::new() }
     });
+    run_prompts(client, load, prompts.collect()).await
+}
+
+/// Runs the load once with `prompts`, which are as many and as long as it says.
+pub(crate) async fn run_prompts(
+    client: &InferenceClient<Channel>,
+    load: Load,
+    prompts: Vec<Prompt>,
+) -> Result<LoadReport, LoadError> {
+    let start = Instant::now();
+    let streams = (0..).zip(prompts);
+    let streams = streams.map(|(stream, prompt)| run_stream(client.clone(), stream, prompt, load));
     let streams = try_join_all(streams).await?;
     let total_s = start.elapsed().as_secs_f64();
 
@@ -84,9 +101,9 @@ pub async fn run_load(
 }
 
 /// Different in its first tokens already, so that no prefix cache helps.
-fn prompt(tokens: u32, vocabulary: u32, number: u32) -> Vec<u32> {
+pub(crate) fn tokens(count: u32, vocabulary: u32, number: u32) -> Vec<u32> {
     let mut state = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d;
-    (0..tokens)
+    (0..count)
         .map(|_| {
             // Knuth's linear congruential generator; its high bits are good enough for token ids.
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -112,12 +129,13 @@ impl Timed {
 async fn run_stream(
     mut client: InferenceClient<Channel>,
     stream: u32,
-    prompt: Vec<u32>,
+    prompt: Prompt,
     Load { tokens, schema, .. }: Load,
 ) -> Result<Timed, LoadError> {
     let failed = |source| LoadError::Stream { stream, source: Box::new(source) };
     let request = wire::GenerateRequest {
-        prompt: Some(generate_request::Prompt::Tokens(wire::TokenIds { ids: prompt })),
+        prompt: Some(generate_request::Prompt::Tokens(wire::TokenIds { ids: prompt.ids })),
+        cache_salt: prompt.cache_salt,
         max_tokens: tokens,
         ignore_eos: schema.is_none(),
         grammar: schema.map(|schema| wire::Grammar {
@@ -157,12 +175,12 @@ mod tests {
 
     #[test]
     fn prompts_stay_in_the_vocabulary_and_differ_at_once() {
-        let prompts: Vec<Vec<u32>> = (0..64).map(|number| prompt(8, 1000, number)).collect();
+        let prompts: Vec<Vec<u32>> = (0..64).map(|number| tokens(8, 1000, number)).collect();
         assert!(prompts.iter().flatten().all(|&token| token < 1000));
         let beginnings: std::collections::HashSet<&[u32]> =
             prompts.iter().map(|prompt| &prompt[..2]).collect();
         assert_eq!(beginnings.len(), prompts.len());
-        assert_eq!(prompt(8, 1000, 5), prompt(8, 1000, 5));
+        assert_eq!(tokens(8, 1000, 5), tokens(8, 1000, 5));
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub(crate) struct Ask {
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
     pub(crate) seed: u64,
+    /// What else is said about drawing tokens.
+    pub(crate) sampling: Sampling,
     /// Log probabilities are not wanted.
     pub(crate) silent: bool,
     /// Continuations of the prompt; 0 means 1.
@@ -42,7 +44,7 @@ impl Ask {
             sampling: Some(Sampling {
                 temperature: Some(self.temperature),
                 seed: Some(self.seed),
-                ..Sampling::default()
+                ..self.sampling.clone()
             }),
             ignore_eos: self.grammar.is_none(),
             grammar: self.grammar.clone().map(|kind| Grammar { kind: Some(kind), ..Grammar::default() }),
