@@ -22,6 +22,9 @@ unsafe impl Send for StreamInner {}
 // SAFETY: as above.
 unsafe impl Sync for StreamInner {}
 
+/// What a capture made, until it has become a [`Graph`].
+struct Captured(sys::CUgraph);
+
 /// A point in a stream.
 pub struct Event {
     /// Keeps the context.
@@ -34,7 +37,7 @@ unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
 
-/// Captured work, ready to be replayed. Whatever it uses must outlive its last replay; its owner sees to that.
+/// Captured work, ready to be replayed. It keeps nothing of what the work uses.
 pub struct Graph {
     stream: Stream,
     exec: sys::CUgraphExec,
@@ -76,16 +79,19 @@ impl Stream {
         let worked = work();
         // SAFETY: a capture was begun on this stream by this thread.
         let captured = unsafe { result::stream::end_capture(self.0.raw) }.named("cuStreamEndCapture");
-        worked?;
-        let graph = captured?;
-        let mut exec = std::ptr::null_mut();
-        // SAFETY: `graph` came from the capture, and is destroyed once instantiated; `exec` is owned by the Graph.
-        let instantiated = unsafe {
-            let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result();
-            let destroyed = result::graph::destroy(graph);
-            made.and(destroyed)
+        let graph = match (worked, captured) {
+            (Ok(()), captured) => Captured(captured?),
+            (Err(error), captured) => {
+                // Work may fail halfway and leave a capture that is whole to the driver.
+                drop(captured.map(Captured));
+                return Err(error);
+            }
         };
-        instantiated.named("cuGraphInstantiate")?;
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: `graph` came from the capture and lives; `exec` is owned by the Graph.
+        unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph.0, 0) }
+            .result()
+            .named("cuGraphInstantiate")?;
         Ok(Graph { stream: self.clone(), exec })
     }
 
@@ -101,6 +107,13 @@ impl Drop for StreamInner {
     }
 }
 
+impl Drop for Captured {
+    fn drop(&mut self) {
+        // SAFETY: the owner; what was instantiated of it stands for itself.
+        let _ = unsafe { result::graph::destroy(self.0) };
+    }
+}
+
 impl Graph {
     /// Takes the device memory that the first launch would take.
     pub fn upload(&self) -> Result<(), CudaError> {
@@ -109,8 +122,12 @@ impl Graph {
     }
 
     /// Gives the captured work to the stream it was captured from.
-    pub fn launch(&self) -> Result<(), CudaError> {
-        // SAFETY: both live; what the work uses is alive by the type's contract.
+    ///
+    /// # Safety
+    /// All memory that the captured work uses lives until this launch has ended, and nothing else uses it meanwhile in a way
+    /// that the work itself could not have been given with.
+    pub unsafe fn launch(&self) -> Result<(), CudaError> {
+        // SAFETY: both live; what the work uses, by this function's contract.
         unsafe { result::graph::launch(self.exec, self.stream.0.raw) }.named("cuGraphLaunch")
     }
 }

@@ -129,7 +129,9 @@ impl Recorder {
             self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
         {
             let captured = self.graphs.remove(at);
-            let launched = captured.graph.launch().map_err(device_error("graph"));
+            // SAFETY: the contract of `push` for a list equal to the captured one: the owners of this step's addresses, which
+            // are those of the graph, are kept until the work has been waited for.
+            let launched = unsafe { captured.graph.launch() }.map_err(device_error("graph"));
             self.graphs.push(captured);
             return launched;
         }
@@ -142,7 +144,7 @@ impl Recorder {
             // SAFETY: the contract of `push`; owners are kept until the work has been waited for.
             return unsafe { self.kernels.give(&self.stream, &self.pending) };
         }
-        // SAFETY: as above; and a graph is launched only while owners of the same addresses are kept.
+        // SAFETY: as above.
         let work = || unsafe { self.kernels.give(&self.stream, &self.pending) }.map_err(CaptureError::Op);
         if self.graphs.len() == GRAPHS_MAX {
             self.graphs.remove(0);
@@ -152,7 +154,8 @@ impl Recorder {
         let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         graph.upload().map_err(device_error("graph"))?;
         let bytes = before.saturating_sub(free()?) as u64;
-        let launched = graph.launch().map_err(device_error("graph"));
+        // SAFETY: the contract of `push`; these are the commands it was captured from.
+        let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
         self.graphs.push(Captured { hash, commands: self.pending.clone(), graph, bytes });
         launched
     }
