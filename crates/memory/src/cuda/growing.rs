@@ -13,6 +13,7 @@ use super::{Context, Device};
 pub struct GrowingRange {
     range: AddressRange,
     unit_bytes: u64,
+    /// That may be used. More are mapped only after the driver refused to take them back.
     units: u64,
     max_units: u64,
 }
@@ -72,7 +73,7 @@ impl GrowingRange {
         let grown = self.add(units);
         grown.map_err(|refusal| {
             // The new units are in nobody's use, so no fence is needed to take them back. Should that fail too, they
-            // stay mapped and unused until the range goes.
+            // stay mapped and unused until the range grows again, or goes.
             let _ = self.remove(before);
             match refusal.code {
                 Code::OUT_OF_MEMORY => GrowError::OutOfMemory {
@@ -84,35 +85,209 @@ impl GrowingRange {
         })
     }
 
-    /// Takes units away until `units` are left. `fence` must wait for all work that could touch them: it is called once,
-    /// before the first goes, and if it fails all stay.
+    /// Takes units away until `units` are left, the last one first. `fence` must wait for all work that could touch them: it
+    /// is called once, before the first goes, and if it fails all stay. If the driver refuses one, that and those before it
+    /// stay.
     pub fn shrink_to<E: From<GrowError>>(
         &mut self,
         units: u64,
         fence: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        if units < self.units {
+        if units < self.mapped_units() {
             fence()?;
             self.remove(units).map_err(GrowError::Refused)?;
         }
         Ok(())
     }
 
+    fn mapped_units(&self) -> u64 {
+        self.range.mapped_bytes() / self.unit_bytes
+    }
+
     fn add(&mut self, units: u64) -> Result<(), Refusal> {
-        let start = self.units * self.unit_bytes;
-        while self.units < units {
+        for unit in self.mapped_units()..units {
             let physical = Physical::create(self.range.device(), self.unit_bytes)?;
-            self.range.map(self.units * self.unit_bytes, &physical)?;
-            self.units += 1;
+            self.range.map(unit * self.unit_bytes, &physical)?;
         }
-        self.range.allow(start, self.units * self.unit_bytes - start, Access::ReadWrite)
+        let start = self.units * self.unit_bytes;
+        self.range.allow(start, units * self.unit_bytes - start, Access::ReadWrite)?;
+        self.units = units;
+        Ok(())
     }
 
     fn remove(&mut self, units: u64) -> Result<(), Refusal> {
-        while self.units > units {
-            self.units -= 1;
-            self.range.unmap(self.units * self.unit_bytes)?;
+        for last in (units..self.mapped_units()).rev() {
+            self.range.unmap(last * self.unit_bytes)?;
+            self.units = self.units.min(last);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::driver::{Call, Driver};
+    use super::super::fake::GRANULE;
+    use super::super::tests::{TOTAL, fake};
+    use super::*;
+
+    #[test]
+    fn range_grows_and_shrinks_behind_the_fence_at_one_address() {
+        let (fake, device) = fake(4 * GRANULE);
+        let context = device.context().unwrap();
+        let mut range = GrowingRange::reserve(&device, GRANULE - 5, 8).unwrap();
+        assert_eq!(range.unit_bytes(), GRANULE);
+        assert_eq!(fake.used(), 0);
+        range.grow_to(&context, 2).unwrap();
+        let address = range.address();
+        // SAFETY: of the fake, which checks every access.
+        unsafe { fake.copy_to_device(address + GRANULE, b"kept") }.unwrap();
+
+        let error = range.grow_to(&context, 5).unwrap_err();
+        assert!(
+            matches!(error, GrowError::OutOfMemory { asked_bytes, free_bytes: Some(free) }
+                if asked_bytes == 3 * GRANULE && free == 2 * GRANULE),
+            "{error}"
+        );
+        assert_eq!((range.units(), range.address()), (2, address));
+        assert!(matches!(
+            range.grow_to(&context, 9).unwrap_err(),
+            GrowError::BeyondReservation { asked: 9, max: 8 }
+        ));
+        range.grow_to(&context, 4).unwrap();
+
+        let failed: Result<(), GrowError> =
+            range.shrink_to(1, || Err(GrowError::BeyondReservation { asked: 0, max: 0 }));
+        assert!(failed.is_err());
+        assert_eq!((range.units(), fake.used()), (4, 4 * GRANULE));
+        let mut fences = 0;
+        let fence = || -> Result<(), GrowError> {
+            fences += 1;
+            assert_eq!(fake.used(), 4 * GRANULE);
+            Ok(())
+        };
+        range.shrink_to(2, fence).unwrap();
+        assert_eq!((fences, range.units(), fake.used()), (1, 2, 2 * GRANULE));
+        let mut read = [0; 4];
+        // SAFETY: as above.
+        unsafe { fake.copy_from_device(&mut read, address + GRANULE) }.unwrap();
+        assert_eq!(&read, b"kept");
+        drop((range, context));
+        fake.assert_clean();
+    }
+
+    #[test]
+    fn refused_growth_leaves_the_range_as_it_was() {
+        for call in [Call::MemCreate, Call::MemMap, Call::MemSetAccess] {
+            let (fake, device) = fake(TOTAL);
+            let context = device.context().unwrap();
+            let mut range = GrowingRange::reserve(&device, GRANULE, 4).unwrap();
+            range.grow_to(&context, 1).unwrap();
+            fake.refuse(call, usize::from(call != Call::MemSetAccess), 1, Code::OPERATING_SYSTEM);
+            let error = range.grow_to(&context, 4).unwrap_err();
+            assert!(matches!(error, GrowError::Refused(refusal) if refusal.call == call), "{error:?}");
+            assert_eq!((range.units(), range.mapped_bytes(), fake.used()), (1, GRANULE, GRANULE));
+            range.grow_to(&context, 4).unwrap();
+            drop((range, context));
+            fake.assert_clean();
+        }
+    }
+
+    #[test]
+    fn units_that_the_driver_does_not_take_back_are_still_known() {
+        for refused in 0..3 {
+            let (fake, device) = fake(TOTAL);
+            let context = device.context().unwrap();
+            let mut range = GrowingRange::reserve(&device, GRANULE, 4).unwrap();
+            range.grow_to(&context, 4).unwrap();
+            fake.refuse(Call::MemUnmap, refused, 1, Code::OPERATING_SYSTEM);
+            let error = range.shrink_to(1, || Ok::<(), GrowError>(())).unwrap_err();
+            assert!(
+                matches!(error, GrowError::Refused(refusal) if refusal.call == Call::MemUnmap),
+                "{error:?}"
+            );
+            let left = 4 - refused as u64;
+            assert_eq!(
+                (range.units(), range.mapped_bytes(), fake.used()),
+                (left, left * GRANULE, left * GRANULE)
+            );
+            // SAFETY: of the fake, which checks every access.
+            unsafe { fake.copy_to_device(range.address() + (left - 1) * GRANULE, b"of use") }.unwrap();
+            range.shrink_to(1, || Ok::<(), GrowError>(())).unwrap();
+            assert_eq!((range.units(), fake.used()), (1, GRANULE));
+            range.grow_to(&context, 4).unwrap();
+            drop((range, context));
+            fake.assert_clean();
+        }
+    }
+
+    #[test]
+    fn units_of_a_refused_growth_that_stay_are_taken_by_the_next() {
+        let (fake, device) = fake(TOTAL);
+        let context = device.context().unwrap();
+        let mut range = GrowingRange::reserve(&device, GRANULE, 4).unwrap();
+        range.grow_to(&context, 1).unwrap();
+        fake.refuse(Call::MemSetAccess, 0, 1, Code::OPERATING_SYSTEM);
+        fake.refuse(Call::MemUnmap, 1, 1, Code::OPERATING_SYSTEM);
+        let error = range.grow_to(&context, 4).unwrap_err();
+        assert!(
+            matches!(error, GrowError::Refused(refusal) if refusal.call == Call::MemSetAccess),
+            "{error:?}"
+        );
+        assert_eq!((range.units(), range.mapped_bytes(), fake.used()), (1, 3 * GRANULE, 3 * GRANULE));
+        let created = fake.count(Call::MemCreate);
+        range.grow_to(&context, 4).unwrap();
+        assert_eq!((range.units(), fake.used(), fake.count(Call::MemCreate)), (4, 4 * GRANULE, created + 1));
+        // SAFETY: of the fake, which checks every access.
+        unsafe { fake.copy_to_device(range.address(), &vec![1; 4 * GRANULE as usize]) }.unwrap();
+        drop((range, context));
+        fake.assert_clean();
+    }
+
+    #[test]
+    fn addresses_under_a_mapping_that_stays_are_not_freed() {
+        let (fake, device) = fake(TOTAL);
+        let context = device.context().unwrap();
+        let mut range = GrowingRange::reserve(&device, GRANULE, 3).unwrap();
+        range.grow_to(&context, 3).unwrap();
+        fake.refuse(Call::MemUnmap, 1, 1, Code::OPERATING_SYSTEM);
+        drop((range, context));
+        assert_eq!(
+            (fake.used(), fake.count(Call::MemUnmap), fake.count(Call::MemAddressFree)),
+            (GRANULE, 3, 0)
+        );
+        assert_eq!(fake.breaches(), Vec::<String>::new());
+    }
+
+    proptest! {
+        #[test]
+        fn growing_range_holds_exactly_what_it_says(
+            capacity in 1u64..8,
+            steps in prop::collection::vec((any::<bool>(), 0u64..10), 1..30),
+        ) {
+            let (fake, device) = fake(capacity * GRANULE);
+            let context = device.context().unwrap();
+            let mut range = GrowingRange::reserve(&device, GRANULE, 8).unwrap();
+            for (grow, units) in steps {
+                let before = range.units();
+                let expected = match grow {
+                    true if units > 8 || units > capacity.max(before) => before,
+                    true => before.max(units),
+                    false => before.min(units),
+                };
+                let result = if grow {
+                    range.grow_to(&context, units)
+                } else {
+                    range.shrink_to(units, || Ok::<(), GrowError>(()))
+                };
+                prop_assert_eq!(result.is_err(), grow && (units > 8 || units > capacity.max(before)));
+                prop_assert_eq!(range.units(), expected);
+                prop_assert_eq!(fake.used(), expected * GRANULE);
+            }
+            drop((range, context));
+            fake.assert_clean();
+        }
     }
 }

@@ -95,22 +95,29 @@ impl AddressRange {
         unsafe { self.device.driver().copy_to_device(self.address + offset, bytes) }
     }
 
-    /// Takes away what one `map` put at `offset`. No work on any stream may touch it any more.
+    /// Takes away what one `map` put at `offset`; if it is refused, it is there still. No work on any stream may touch it any
+    /// more.
     pub fn unmap(&mut self, offset: u64) -> Result<(), Refusal> {
-        let bytes = self.mapped.remove(&offset);
+        let bytes = self.mapped.get(&offset).copied();
         assert!(bytes.is_some(), "only what is mapped can be unmapped");
         // SAFETY: exactly what one `map` filled. Device memory: a kernel that still touched it would fault, which ends
         // this process's context and disturbs nobody else.
-        unsafe { self.device.driver().unmap(self.address + offset, bytes.unwrap_or_default()) }
+        unsafe { self.device.driver().unmap(self.address + offset, bytes.unwrap_or_default()) }?;
+        self.mapped.remove(&offset);
+        Ok(())
     }
 }
 
 impl Drop for AddressRange {
     fn drop(&mut self) {
-        while let Some((&offset, _)) = self.mapped.first_key_value() {
+        let offsets: Vec<u64> = self.mapped.keys().copied().collect();
+        for offset in offsets {
             // A refusal has nobody to go to, here and below: after a fault the driver refuses everything, and takes
             // back what this process held when it ends.
             let _ = self.unmap(offset);
+        }
+        if !self.mapped.is_empty() {
+            return;
         }
         // SAFETY: reserved with this size, and nothing is mapped in it any more.
         let _ = unsafe { self.device.driver().free(self.address, self.bytes) };

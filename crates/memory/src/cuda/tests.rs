@@ -18,7 +18,7 @@ const NO_PATIENCE: Duration = Duration::ZERO;
 /// Three allocations of 1, 3 and 2 granules.
 const SIZES: [u64; 3] = [GRANULE, 3 * GRANULE, 2 * GRANULE];
 
-const TOTAL: u64 = 6 * GRANULE;
+pub(super) const TOTAL: u64 = 6 * GRANULE;
 
 /// Everything that allocating, handing over and importing calls before there is something to tear down.
 const BUILDING: [Call; 8] = [
@@ -32,7 +32,7 @@ const BUILDING: [Call; 8] = [
     Call::CtxSetCurrent,
 ];
 
-fn fake(capacity: u64) -> (Arc<Fake>, Device) {
+pub(super) fn fake(capacity: u64) -> (Arc<Fake>, Device) {
     let fake = Arc::new(Fake::new(capacity));
     let device = Device::open(fake.clone(), DeviceSelector::Ordinal(0)).unwrap();
     (fake, device)
@@ -385,63 +385,15 @@ fn device_that_cannot_share_is_refused_by_what_it_lacks() {
 }
 
 #[test]
-fn range_grows_and_shrinks_behind_the_fence_at_one_address() {
-    let (fake, device) = fake(4 * GRANULE);
-    let context = device.context().unwrap();
-    let mut range = GrowingRange::reserve(&device, GRANULE - 5, 8).unwrap();
-    assert_eq!(range.unit_bytes(), GRANULE);
-    assert_eq!(fake.used(), 0);
-    range.grow_to(&context, 2).unwrap();
-    let address = range.address();
-    // SAFETY: of the fake, which checks every access.
-    unsafe { fake.copy_to_device(address + GRANULE, b"kept") }.unwrap();
-
-    let error = range.grow_to(&context, 5).unwrap_err();
-    assert!(
-        matches!(error, GrowError::OutOfMemory { asked_bytes, free_bytes: Some(free) }
-            if asked_bytes == 3 * GRANULE && free == 2 * GRANULE),
-        "{error}"
-    );
-    assert_eq!((range.units(), range.address()), (2, address));
-    assert!(matches!(
-        range.grow_to(&context, 9).unwrap_err(),
-        GrowError::BeyondReservation { asked: 9, max: 8 }
-    ));
-    range.grow_to(&context, 4).unwrap();
-
-    let failed: Result<(), GrowError> =
-        range.shrink_to(1, || Err(GrowError::BeyondReservation { asked: 0, max: 0 }));
-    assert!(failed.is_err());
-    assert_eq!((range.units(), fake.used()), (4, 4 * GRANULE));
-    let mut fences = 0;
-    let fence = || -> Result<(), GrowError> {
-        fences += 1;
-        assert_eq!(fake.used(), 4 * GRANULE);
-        Ok(())
-    };
-    range.shrink_to(2, fence).unwrap();
-    assert_eq!((fences, range.units(), fake.used()), (1, 2, 2 * GRANULE));
-    let mut read = [0; 4];
-    // SAFETY: as above.
-    unsafe { fake.copy_from_device(&mut read, address + GRANULE) }.unwrap();
-    assert_eq!(&read, b"kept");
-    drop((range, context));
-    fake.assert_clean();
-}
-
-#[test]
-fn refused_growth_leaves_the_range_as_it_was() {
-    for call in [Call::MemCreate, Call::MemMap, Call::MemSetAccess] {
+fn a_writable_view_that_stays_is_an_error_and_leaves_nothing() {
+    for refused in 0..SIZES.len() {
         let (fake, device) = fake(TOTAL);
         let context = device.context().unwrap();
-        let mut range = GrowingRange::reserve(&device, GRANULE, 4).unwrap();
-        range.grow_to(&context, 1).unwrap();
-        fake.refuse(call, usize::from(call != Call::MemSetAccess), 1, Code::OPERATING_SYSTEM);
-        let error = range.grow_to(&context, 4).unwrap_err();
-        assert!(matches!(error, GrowError::Refused(refusal) if refusal.call == call), "{error:?}");
-        assert_eq!((range.units(), range.mapped_bytes(), fake.used()), (1, GRANULE, GRANULE));
-        range.grow_to(&context, 4).unwrap();
-        drop((range, context));
+        let model = WritableModel::allocate(&context, &SIZES, NO_PATIENCE).unwrap();
+        fake.refuse(Call::MemUnmap, refused, 1, Code::OPERATING_SYSTEM);
+        let error = model.finish().unwrap_err();
+        assert!(matches!(error, FinishError::Unmap(refusal) if refusal.call == Call::MemUnmap), "{error:?}");
+        drop(context);
         fake.assert_clean();
     }
 }
@@ -471,34 +423,6 @@ proptest! {
         let text = DeviceUuid(bytes).to_string();
         prop_assert_eq!(DeviceUuid::parse(&text), Some(DeviceUuid(bytes)));
         prop_assert_eq!(DeviceUuid::parse(&text[..cut]), None);
-    }
-
-    #[test]
-    fn growing_range_holds_exactly_what_it_says(
-        capacity in 1u64..8,
-        steps in prop::collection::vec((any::<bool>(), 0u64..10), 1..30),
-    ) {
-        let (fake, device) = fake(capacity * GRANULE);
-        let context = device.context().unwrap();
-        let mut range = GrowingRange::reserve(&device, GRANULE, 8).unwrap();
-        for (grow, units) in steps {
-            let before = range.units();
-            let expected = match grow {
-                true if units > 8 || units > capacity.max(before) => before,
-                true => before.max(units),
-                false => before.min(units),
-            };
-            let result = if grow {
-                range.grow_to(&context, units)
-            } else {
-                range.shrink_to(units, || Ok::<(), GrowError>(()))
-            };
-            prop_assert_eq!(result.is_err(), grow && (units > 8 || units > capacity.max(before)));
-            prop_assert_eq!(range.units(), expected);
-            prop_assert_eq!(fake.used(), expected * GRANULE);
-        }
-        drop((range, context));
-        fake.assert_clean();
     }
 }
 
