@@ -7,8 +7,13 @@ use quant::DType;
 
 use crate::config::{Config, Device};
 
-/// What a context takes of a GPU (driver 580 on an H200: 525 MiB).
-pub(crate) const CONTEXT_BYTES: u64 = 525 << 20;
+/// What a context takes of a GPU where nobody says it: 523.6 MiB on an H200 with driver 580.
+pub(crate) const CONTEXT_BYTES: u64 = 524 << 20;
+
+/// What a context takes beside the bytes that the driver counts to its process. On an H200 the device had 523.5625 MiB less
+/// and the process 518, whether 1, 2, 4 or 8 of them started at once.
+#[cfg(any(test, feature = "cuda"))]
+const CONTEXT_UNCOUNTED_BYTES: u64 = 5_696 << 10;
 
 /// Activations and logits on the host, the process itself, and what its allocator keeps.
 const HOST_WORKSPACE_BYTES: u64 = 40 << 20;
@@ -54,6 +59,16 @@ impl Demand {
     }
 }
 
+/// What this process's context takes, from what the driver counted to it before and after the context was made. A number
+/// that was there before is of another process, which has this one's number in a namespace of its own.
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) fn context_bytes(before: Option<u64>, after: Option<u64>) -> u64 {
+    match (before, after) {
+        (None, Some(counted)) => counted.saturating_add(CONTEXT_UNCOUNTED_BYTES),
+        _ => CONTEXT_BYTES,
+    }
+}
+
 #[cfg(feature = "cuda")]
 fn on_gpu(
     limits: models::Limits,
@@ -71,7 +86,7 @@ fn on_gpu(
         experts: model.experts,
         experts_used: model.experts_used,
         rows_at_once: limits.rows_at_once(),
-        tensor_bytes: model.workspace_bytes(limits),
+        tensors: model.workspace_tensors(limits).collect(),
         dtypes: dtypes.to_vec(),
     });
     // A cache beyond 64 bits is refused where it is made.
@@ -106,6 +121,22 @@ impl Config {
             context_tokens: self.context_tokens,
             draft_depth_max: if self.draft.is_off() { 0 } else { self.draft_depth },
             ..EngineConfig::new(KvBudget::Bytes(self.kv_bytes.0))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_takes_what_the_driver_says_of_this_process_and_of_no_other() {
+        let as_seen = context_bytes(None, Some(518 << 20));
+        assert_eq!(as_seen, 548_995_072);
+        assert!(as_seen.abs_diff(CONTEXT_BYTES) < 1 << 20);
+        assert_eq!(context_bytes(None, Some(300 << 20)) >> 20, 305);
+        for unsaid in [(None, None), (Some(70 << 30), Some(70 << 30)), (Some(70 << 30), None)] {
+            assert_eq!(context_bytes(unsaid.0, unsaid.1), CONTEXT_BYTES, "{unsaid:?}");
         }
     }
 }

@@ -52,19 +52,20 @@ impl DecoderConfig {
             feed_forward: self.feed_forward,
             experts: self.experts.map_or(0, |experts| experts.count),
             experts_used: self.experts.map_or(0, |experts| experts.used),
-            workspace_row_values: self.workspace_values(1, 0),
-            workspace_output_values: self.workspace_values(0, 1),
+            workspace_row_widths: self.workspace_widths(1, 0),
+            workspace_output_widths: self.workspace_widths(0, 1),
             unread_tensors,
         }
     }
 
-    fn workspace_values(&self, rows: usize, outputs: usize) -> usize {
-        let mut values = 0;
+    /// Of the tensors that have so many rows, one or none.
+    fn workspace_widths(&self, rows: usize, outputs: usize) -> Vec<usize> {
+        let mut widths = Vec::new();
         let Ok(_) = Scratch::new(self, rows, outputs, |rows, cols| {
-            values += rows * cols;
+            widths.extend((rows > 0).then_some(cols));
             Ok::<_, Infallible>(())
         });
-        values
+        widths
     }
 }
 

@@ -84,9 +84,10 @@ pub struct ModelDescription {
     /// Experts per layer, and those that a row goes through; 0 in dense models.
     pub experts: usize,
     pub experts_used: usize,
-    /// f32 values that activations need: for each row computed at once, and for each of these whose logits are wanted.
-    pub workspace_row_values: usize,
-    pub workspace_output_values: usize,
+    /// Widths of the f32 tensors that activations need: of those with a row for each row computed at once, and of those with
+    /// one for each of these whose logits are wanted.
+    pub workspace_row_widths: Vec<usize>,
+    pub workspace_output_widths: Vec<usize>,
     /// Tensors of the file that this architecture does not read.
     pub unread_tensors: Vec<String>,
 }
@@ -97,12 +98,15 @@ impl ModelDescription {
         types.layers(self.layers, self.kv_heads, self.head_dim)
     }
 
-    /// Bytes of the activation memory that a model built with `limits` takes.
-    pub fn workspace_bytes(&self, limits: Limits) -> u64 {
-        let (rows, outputs) = (limits.rows_at_once(), limits.outputs_at_once(self.vocab_size));
-        let values = self.workspace_row_values as u64 * rows as u64
-            + self.workspace_output_values as u64 * outputs as u64;
-        values * size_of::<f32>() as u64
+    /// Bytes of each activation tensor of a model built with `limits`.
+    pub fn workspace_tensors(&self, limits: Limits) -> impl Iterator<Item = u64> {
+        let of = |widths: &[usize], rows: usize| {
+            let bytes = move |&width: &usize| (width * rows * size_of::<f32>()) as u64;
+            widths.iter().map(bytes).collect::<Vec<_>>()
+        };
+        let rows = of(&self.workspace_row_widths, limits.rows_at_once());
+        let outputs = of(&self.workspace_output_widths, limits.outputs_at_once(self.vocab_size));
+        rows.into_iter().chain(outputs)
     }
 
     /// The part of it that holds logits.

@@ -54,10 +54,11 @@ fn a_description_tells_what_a_worker_must_reserve() {
     assert_eq!(description.unread_tensors, Vec::<String>::new());
     // Rows: residual, normed and delta of 256; queries and mixed of 256; keys and values of 64; three of 256 in the
     // feed-forward block. Outputs: the selected rows of 256 and logits of 256.
-    assert_eq!(description.workspace_row_values, 3 * 256 + 2 * 256 + 2 * 64 + 3 * 256);
-    assert_eq!(description.workspace_output_values, 512);
+    assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256, 256]);
+    assert_eq!(description.workspace_output_widths, [256, 256]);
     let limits = Limits { rows_max: 10, outputs_max: 2 };
-    assert_eq!(description.workspace_bytes(limits), 4 * (10 * 2176 + 2 * 512));
+    let bytes: u64 = description.workspace_tensors(limits).sum();
+    assert_eq!(bytes, 4 * (10 * 2176 + 2 * 512));
 }
 
 #[test]

@@ -22,6 +22,8 @@ mod linear;
 #[cfg(feature = "cuda")]
 mod loading;
 #[cfg(feature = "cuda")]
+mod memory;
+#[cfg(feature = "cuda")]
 mod models;
 #[cfg(feature = "cuda")]
 mod ops;
@@ -50,18 +52,20 @@ fn main() -> anyhow::Result<()> {
         }
         device => device?,
     };
-    if mode != "list" {
-        println!("{} ({})", device.name(), device.uuid());
-    }
     let stream = Stream::new(&device)?;
     let gpu = Gpu { device, stream, small: mode == "small" };
+    match mode.as_str() {
+        memory::ONE => return memory::one(&gpu, &filter),
+        "list" => {}
+        _ => println!("{} ({})", gpu.device.name(), gpu.device.uuid()),
+    }
     let cases: &[(&str, Case)] = match mode.as_str() {
         "bench" => &[
             ("attention", attention::bench),
             ("throughput", throughput::bench),
             ("sampled", throughput::sampled),
             ("shortlist", shortlist::bench),
-            ("memory", throughput::memory),
+            ("memory", memory::bench),
             ("linear", linear::bench),
             ("checksum", checksum::bench),
             ("repack", repack::bench),

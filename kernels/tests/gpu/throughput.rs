@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use gguf::{Metadata, MetadataBuilder};
-use kernels::cuda::{Buffer, Cuda, Data, WorkerShape, predict};
+use kernels::cuda::{Buffer, Cuda, Data};
 use models::{Limits, Model, WeightTable, build};
 use ops::{Backend, KvLayout, KvTypes, Shortlist, Step, Weighing, Weight};
 use quant::DType;
@@ -14,23 +14,23 @@ use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
 use crate::Gpu;
 use crate::random::Random;
 
-const BLOCK_TOKENS: usize = 16;
+pub(crate) const BLOCK_TOKENS: usize = 16;
 /// Tokens of a prompt in one step.
 const STEP_TOKENS: usize = 2048;
 
-struct Preset {
-    name: &'static str,
+pub(crate) struct Preset {
+    pub(crate) name: &'static str,
     layers: usize,
     embedding: usize,
     heads: usize,
     kv_heads: usize,
     hidden: usize,
     vocabulary: usize,
-    experts: usize,
+    pub(crate) experts: usize,
     tied: bool,
 }
 
-const PRESETS: [Preset; 3] = [
+pub(crate) const PRESETS: [Preset; 3] = [
     Preset {
         name: "qwen3-8b",
         layers: 36,
@@ -69,7 +69,7 @@ const HEAD_DIM: usize = 128;
 
 /// Which type a tensor has.
 #[derive(Clone, Copy, PartialEq)]
-enum Mix {
+pub(crate) enum Mix {
     Q80,
     /// As llama.cpp chooses: half of the sensitive matrices in Q6_K.
     Q4KM,
@@ -216,78 +216,6 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a worker of the 8B models takes beside its context and cache, for two sizes of steps: as memory that is no longer
-/// free, as counted, and as predicted.
-pub(crate) fn memory(gpu: &Gpu) -> Result<()> {
-    const MIB: f64 = 1048576.0;
-    let preset = &PRESETS[0];
-    for (mix, name) in [(Mix::Q4KM, "Q4_K_M"), (Mix::Q80, "Q8_0")] {
-        for (step_tokens, allowed) in [(512, 64.0), (2048, 192.0)] {
-            let limits = Limits { rows_max: step_tokens, outputs_max: 77 };
-            let weights = weights(gpu, preset, mix)?;
-            let before = gpu.device.memory_free_bytes()?;
-            let mut cuda = Cuda::new(&gpu.device)?;
-            let mut model = build(&metadata(preset)?, weights, &mut cuda, limits)?;
-            let layers = model.kv_layers(&KvTypes::default());
-            let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 1024, layers })?;
-            let mut logits = vec![0.0; limits.outputs_max * model.vocab_size()];
-            let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
-            let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
-            let prompt: Vec<u32> = (0..1024).collect();
-            let mut best = f64::INFINITY;
-            for _ in 0..3 {
-                let part = [(&prompt, 0, step_tokens)];
-                best = best.min(step(&mut cuda, &mut *model, &mut kv, &part, Wanted::Best, &mut logits)?);
-            }
-            println!(
-                "{name}: prompt {step_tokens} in steps of {step_tokens}: {:.0} tok/s",
-                step_tokens as f64 / best
-            );
-            for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
-                let mut parts = whole.clone();
-                for _ in 0..2 {
-                    step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Best, &mut logits)?;
-                    parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
-                }
-                step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Logits, &mut logits)?;
-            }
-            let taken = before.saturating_sub(gpu.device.memory_free_bytes()?) as u64 - kv.mapped_bytes();
-            let mib = |bytes: u64| bytes as f64 / MIB;
-            let (counted, predicted) = (cuda.device_bytes(), predict(&shape(preset, mix, limits)));
-            println!("{name} {step_tokens}: {:.1} MiB of {allowed}; counted, predicted:", mib(taken));
-            for (part, counted, predicted) in [
-                ("tensors", counted.tensors, predicted.tensors),
-                ("scratch", counted.scratch, predicted.scratch),
-                ("graphs", counted.graphs, predicted.graphs),
-                ("modules", counted.modules, predicted.modules),
-                ("total", counted.total(), predicted.total()),
-            ] {
-                println!("  {part:8} {:7.1} {:7.1}", mib(counted), mib(predicted));
-            }
-            ensure!(mib(taken) <= allowed, "a worker takes more than {allowed} MiB");
-        }
-    }
-    Ok(())
-}
-
-fn shape(preset: &Preset, mix: Mix, limits: Limits) -> WorkerShape {
-    let Preset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, .. } = *preset;
-    let (rows, outputs) = (limits.rows_at_once(), limits.outputs_at_once(vocabulary));
-    let row_values = 3 * embedding + 2 * HEAD_DIM * (heads + kv_heads) + 3 * hidden;
-    WorkerShape {
-        layers,
-        embedding,
-        heads,
-        head_dim: HEAD_DIM,
-        feed_forward: hidden,
-        experts,
-        experts_used: if experts > 0 { 8 } else { 0 },
-        rows_at_once: rows,
-        tensor_bytes: 4 * (rows * row_values + outputs * (embedding + vocabulary)) as u64,
-        dtypes: if mix == Mix::Q80 { vec![DType::Q8_0] } else { vec![DType::Q4_K, DType::Q6_K] },
-    }
-}
-
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
@@ -295,7 +223,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 /// What is read of a step.
 #[derive(Clone, Copy, PartialEq)]
-enum Wanted {
+pub(crate) enum Wanted {
     Nothing,
     /// The logits of each sequence's last token.
     Logits,
@@ -306,7 +234,7 @@ enum Wanted {
 }
 
 /// Seconds of one step of consecutive tokens of some sequences.
-fn step(
+pub(crate) fn step(
     cuda: &mut Cuda,
     model: &mut dyn Model<Cuda>,
     kv: &mut <Cuda as Backend>::Kv,
@@ -354,7 +282,7 @@ fn step(
     Ok(start.elapsed().as_secs_f64())
 }
 
-fn metadata(preset: &Preset) -> Result<Metadata> {
+pub(crate) fn metadata(preset: &Preset) -> Result<Metadata> {
     let arch = if preset.experts > 0 { "qwen3moe" } else { "qwen3" };
     let mut builder = MetadataBuilder::default();
     builder.put("general.architecture", arch)?;
@@ -381,81 +309,71 @@ fn metadata(preset: &Preset) -> Result<Metadata> {
     Ok(Metadata::parse(builder.bytes().to_vec())?)
 }
 
-fn weights(gpu: &Gpu, preset: &Preset, mix: Mix) -> Result<WeightTable<Cuda>> {
+/// Name, type and dimensions of each tensor.
+pub(crate) fn tensors(preset: &Preset, mix: Mix) -> Vec<(String, DType, Vec<usize>)> {
     let Preset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, tied, .. } = *preset;
-    let mut table = WeightTable::new();
-    let mut random = Random::new(21);
-    let mut matrix = |table: &mut WeightTable<Cuda>,
-                      name: String,
-                      dtype: DType,
-                      cols: usize,
-                      rows: usize,
-                      stack: usize| {
-        let weight = matrix(gpu, &mut random, dtype, cols, rows, stack)?;
-        Ok::<_, anyhow::Error>(table.insert(name, weight)?)
+    let named = |name: &str, layer, dims: &[usize]| {
+        (format!("{name}.weight"), mix.of(name, layer, layers), dims.to_vec())
     };
-    let vector = |table: &mut WeightTable<Cuda>, name: String, len: usize| {
-        let values = Arc::new(Buffer::from_host(&gpu.stream, &vec![1.0_f32; len])?);
-        let data = device_data(values.view().address(), 4 * len, values);
-        Ok::<_, anyhow::Error>(
-            table.insert(name, Weight { dtype: DType::F32, dims: vec![len], layout: LAYOUT_TILES, data })?,
-        )
-    };
-    matrix(
-        &mut table,
-        "token_embd.weight".into(),
-        mix.of("token_embd", 0, layers),
-        embedding,
-        vocabulary,
-        1,
-    )?;
+    let vector = |name: &str, len| (format!("{name}.weight"), DType::F32, vec![len]);
+    let mut tensors =
+        vec![named("token_embd", 0, &[embedding, vocabulary]), vector("output_norm", embedding)];
     if !tied {
-        matrix(&mut table, "output.weight".into(), mix.of("output", 0, layers), embedding, vocabulary, 1)?;
+        tensors.push(named("output", 0, &[embedding, vocabulary]));
     }
-    vector(&mut table, "output_norm.weight".into(), embedding)?;
     let (width, kv_width) = (heads * HEAD_DIM, kv_heads * HEAD_DIM);
     for layer in 0..layers {
-        let name = |tensor: &str| format!("blk.{layer}.{tensor}.weight");
-        let mut add = |table: &mut WeightTable<Cuda>, tensor: &str, cols, rows, stack| {
-            matrix(table, name(tensor), mix.of(tensor, layer, layers), cols, rows, stack)
-        };
-        add(&mut table, "attn_q", embedding, width, 1)?;
-        add(&mut table, "attn_k", embedding, kv_width, 1)?;
-        add(&mut table, "attn_v", embedding, kv_width, 1)?;
-        add(&mut table, "attn_output", width, embedding, 1)?;
+        let place = |(name, dtype, dims)| (format!("blk.{layer}.{name}"), dtype, dims);
+        let mut add = |name: &str, dims: &[usize]| tensors.push(place(named(name, layer, dims)));
+        add("attn_q", &[embedding, width]);
+        add("attn_k", &[embedding, kv_width]);
+        add("attn_v", &[embedding, kv_width]);
+        add("attn_output", &[width, embedding]);
         if experts > 0 {
-            add(&mut table, "ffn_gate_exps", embedding, hidden, experts)?;
-            add(&mut table, "ffn_up_exps", embedding, hidden, experts)?;
-            add(&mut table, "ffn_down_exps", hidden, embedding, experts)?;
-            matrix(&mut table, name("ffn_gate_inp"), DType::F32, embedding, experts, 1)?;
+            add("ffn_gate_exps", &[embedding, hidden, experts]);
+            add("ffn_up_exps", &[embedding, hidden, experts]);
+            add("ffn_down_exps", &[hidden, embedding, experts]);
+            let router = ("ffn_gate_inp.weight".to_owned(), DType::F32, vec![embedding, experts]);
+            tensors.push(place(router));
         } else {
-            add(&mut table, "ffn_gate", embedding, hidden, 1)?;
-            add(&mut table, "ffn_up", embedding, hidden, 1)?;
-            add(&mut table, "ffn_down", hidden, embedding, 1)?;
+            add("ffn_gate", &[embedding, hidden]);
+            add("ffn_up", &[embedding, hidden]);
+            add("ffn_down", &[hidden, embedding]);
         }
-        for (tensor, len) in [
+        for (name, len) in [
             ("attn_norm", embedding),
             ("ffn_norm", embedding),
             ("attn_q_norm", HEAD_DIM),
             ("attn_k_norm", HEAD_DIM),
         ] {
-            vector(&mut table, name(tensor), len)?;
+            tensors.push(place(vector(name, len)));
         }
+    }
+    tensors
+}
+
+pub(crate) fn weights(gpu: &Gpu, preset: &Preset, mix: Mix) -> Result<WeightTable<Cuda>> {
+    let mut table = WeightTable::new();
+    let mut random = Random::new(21);
+    for (name, dtype, dims) in tensors(preset, mix) {
+        let weight = match dims[..] {
+            [len] => {
+                let values = Arc::new(Buffer::from_host(&gpu.stream, &vec![1.0_f32; len])?);
+                let data = device_data(values.view().address(), 4 * len, values);
+                Weight { dtype, dims, layout: LAYOUT_TILES, data }
+            }
+            _ => matrix(gpu, &mut random, dtype, dims)?,
+        };
+        table.insert(name, weight)?;
     }
     gpu.stream.synchronize()?;
     Ok(table)
 }
 
 /// Random values in one group of rows, copied to all others: speed does not depend on their being different.
-fn matrix(
-    gpu: &Gpu,
-    random: &mut Random,
-    dtype: DType,
-    cols: usize,
-    rows: usize,
-    stack: usize,
-) -> Result<Weight<Cuda>> {
-    let shape = Tiles::new(dtype, cols, rows * stack)?;
+fn matrix(gpu: &Gpu, random: &mut Random, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
+    let (cols, rows) = (dims[0], dims[1..].iter().product());
+    let shape = Tiles::new(dtype, cols, rows)?;
     let group = Tiles::new(dtype, cols, TILE_ROWS)?;
     let scale = 1.0 / (cols as f32).sqrt();
     let values: Vec<f32> = random.values(cols * TILE_ROWS).into_iter().map(|x| x * scale).collect();
@@ -479,7 +397,6 @@ fn matrix(
         done += next;
     }
     let buffer = Arc::new(buffer);
-    let dims = if stack > 1 { vec![cols, rows, stack] } else { vec![cols, rows] };
     let data = device_data(buffer.view().address(), shape.bytes(), buffer);
     Ok(Weight { dtype, dims, layout: LAYOUT_TILES, data })
 }

@@ -9,7 +9,7 @@ use quant::layout::LAYOUT_TILES;
 
 use super::Place;
 use crate::attach::AttachError;
-use crate::demand::CONTEXT_BYTES;
+use crate::demand::context_bytes;
 use crate::timeline::Timeline;
 
 pub(crate) struct Gpu {
@@ -19,7 +19,8 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// Starts the driver and makes a context: half a second, in which a model may well be loading.
+    /// Starts the driver and makes a context: a fifth of a second or more, in which a model may well be loading and other
+    /// workers start. What the device as a whole has less meanwhile says nothing of this process.
     pub(crate) fn open(wanted: DeviceSelector, timeline: &mut Timeline) -> Result<Self, AttachError> {
         // Both start slowly, and know nothing of each other.
         let (driver, nvml) = std::thread::scope(|scope| {
@@ -28,25 +29,14 @@ impl Gpu {
         });
         timeline.mark("driver");
         let memory = Device::open(driver?, wanted)?;
-        let free_bytes = || Some(nvml.as_ref()?.memory(memory.uuid()).ok()??.free_bytes);
-        let before = free_bytes();
+        let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
+        let before = counted();
         let failed =
             |error| AttachError::Context { device: memory.uuid().to_string(), source: Box::new(error) };
         let kernels = KernelDevice::open_memory(&memory).map_err(failed)?;
-        let context_bytes = context_bytes(before, free_bytes());
+        let context_bytes = context_bytes(before, counted());
         timeline.mark("context");
         Ok(Self { memory, kernels, context_bytes })
-    }
-}
-
-/// What the device has less since the context is there; the usual size where that is not known, or where others have so
-/// obviously taken or given back memory meanwhile.
-fn context_bytes(before: Option<u64>, after: Option<u64>) -> u64 {
-    match (before, after) {
-        (Some(before), Some(after)) => Some(before.saturating_sub(after))
-            .filter(|taken| (CONTEXT_BYTES / 2..CONTEXT_BYTES * 3 / 2).contains(taken))
-            .unwrap_or(CONTEXT_BYTES),
-        _ => CONTEXT_BYTES,
     }
 }
 
@@ -81,21 +71,5 @@ impl Place for Gpu {
 
     fn workspace_used(compute: &Cuda) -> Option<u64> {
         Some(compute.device_bytes().total())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_contexts_size_is_measured_unless_others_disturb_it() {
-        const GIB: u64 = 1 << 30;
-        assert_eq!(context_bytes(Some(80 * GIB), Some(80 * GIB - (600 << 20))), 600 << 20);
-        for disturbed in
-            [(None, None), (Some(80 * GIB), None), (Some(80 * GIB), Some(70 * GIB)), (Some(1), Some(2))]
-        {
-            assert_eq!(context_bytes(disturbed.0, disturbed.1), CONTEXT_BYTES, "{disturbed:?}");
-        }
     }
 }

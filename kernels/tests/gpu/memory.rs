@@ -1,0 +1,110 @@
+//! What a worker takes of the device beside its context and cache: as memory that is no longer free, as the backend counts it,
+//! and as a plan predicts it.
+//!
+//! Each case runs in a process of its own, like a worker: what the driver keeps of one would be found free by the next.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use kernels::cuda::{Cuda, DeviceBytes, WorkerShape, predict};
+use models::{Limits, TensorHead, build, validate};
+use ops::{Backend, KvLayout, KvTypes};
+use quant::DType;
+
+use crate::Gpu;
+use crate::throughput::{BLOCK_TOKENS, Mix, PRESETS, Preset, Wanted, metadata, step, tensors, weights};
+
+/// The argument of a process that measures one case.
+pub(crate) const ONE: &str = "memory-of";
+
+const MIB: u64 = 1 << 20;
+
+/// Preset, types, name of these, and tokens of a step.
+type Measured = (&'static Preset, Mix, &'static str, usize);
+
+fn cases() -> impl Iterator<Item = Measured> {
+    let models = [
+        (&PRESETS[0], Mix::Q4KM, "Q4_K_M"),
+        (&PRESETS[0], Mix::Q80, "Q8_0"),
+        (&PRESETS[1], Mix::Q80, "Q8_0"),
+        (&PRESETS[2], Mix::Q4KM, "Q4_K_M"),
+    ];
+    models.into_iter().flat_map(|(preset, mix, name)| [512, 2048].map(|tokens| (preset, mix, name, tokens)))
+}
+
+pub(crate) fn bench(_: &Gpu) -> Result<()> {
+    println!("MiB as measured, counted / predicted: tensors, scratch, graphs, modules and driver, all");
+    for index in 0..cases().count() {
+        let status = Command::new(std::env::current_exe()?).args([ONE, &index.to_string()]).status()?;
+        ensure!(status.success(), "case {index} ended with {status}");
+    }
+    Ok(())
+}
+
+/// What a further worker of an 8B model may take.
+fn allowed(preset: &Preset, step_tokens: usize) -> Option<u64> {
+    (preset.name == "qwen3-8b").then_some(if step_tokens <= 512 { 64 * MIB } else { 192 * MIB })
+}
+
+pub(crate) fn one(gpu: &Gpu, index: &str) -> Result<()> {
+    let (preset, mix, types, step_tokens) = cases().nth(index.parse()?).context("no such case")?;
+    let limits = Limits { rows_max: step_tokens, outputs_max: 77 };
+    let weights = weights(gpu, preset, mix)?;
+    let before = gpu.device.memory_free_bytes()?;
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let mut model = build(&metadata(preset)?, weights, &mut cuda, limits)?;
+    let layers = model.kv_layers(&KvTypes::default());
+    let mut kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 1024, layers })?;
+    let mut logits = vec![0.0; limits.outputs_max * model.vocab_size()];
+    let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
+    let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
+    let one: Vec<u32> = (0..1024).collect();
+    // Prompts of one sequence and of many, then steps of as many sizes as there are graphs, and what is read of them.
+    step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], Wanted::Best, &mut logits)?;
+    for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
+        let mut parts = whole.clone();
+        for wanted in [Wanted::Best, Wanted::Best, Wanted::Logits, Wanted::Shortlists] {
+            step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?;
+            parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
+        }
+    }
+    let taken = before.saturating_sub(gpu.device.memory_free_bytes()?) as u64 - kv.mapped_bytes();
+    let (counted, predicted) = (cuda.device_bytes(), predict(&shape(preset, mix, limits)?));
+    let mib = |bytes: u64| bytes as f64 / MIB as f64;
+    let parts = |of: &DeviceBytes| [of.tensors, of.scratch, of.graphs, of.modules, of.total()];
+    let line: Vec<String> = parts(&counted)
+        .into_iter()
+        .zip(parts(&predicted))
+        .map(|(counted, predicted)| format!("{:.1} / {:.1}", mib(counted), mib(predicted)))
+        .collect();
+    println!("{} {types}, {step_tokens}: {:.1}, {}", preset.name, mib(taken), line.join(", "));
+    if let Some(allowed) = allowed(preset, step_tokens) {
+        ensure!(taken <= allowed, "a worker takes more than {} MiB", mib(allowed));
+    }
+    Ok(())
+}
+
+/// As a plan makes it of the head of a file.
+fn shape(preset: &Preset, mix: Mix, limits: Limits) -> Result<WorkerShape> {
+    let tensors = tensors(preset, mix);
+    let dims: Vec<Vec<u64>> =
+        tensors.iter().map(|(_, _, dims)| dims.iter().map(|&dim| dim as u64).collect()).collect();
+    let heads =
+        tensors.iter().zip(&dims).map(|((name, dtype, _), dims)| TensorHead { name, dtype: *dtype, dims });
+    let model = validate(&metadata(preset)?, heads)?;
+    let mut dtypes: Vec<DType> = tensors.iter().map(|(_, dtype, _)| *dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    Ok(WorkerShape {
+        layers: model.layers,
+        embedding: model.embedding_length,
+        heads: model.heads,
+        head_dim: model.head_dim,
+        feed_forward: model.feed_forward,
+        experts: model.experts,
+        experts_used: model.experts_used,
+        rows_at_once: limits.rows_at_once(),
+        tensors: model.workspace_tensors(limits).collect(),
+        dtypes,
+    })
+}
