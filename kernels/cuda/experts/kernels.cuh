@@ -5,11 +5,12 @@
 #include "product.cuh"
 #include "tiles.cuh"
 
-#define EXPERT_KERNELS(NAME, FORMAT)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(experts::THREADS) expert_product_##NAME(const __grid_constant__ ExpertWork work) { \
-        experts::product<FORMAT>(work);                                                                                             \
-    }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(32 * experts::ROW_TILES, 2)                                                        \
-        expert_tiles_##NAME(const __grid_constant__ ExpertTileWork work) {                                                          \
-        experts::tiles<FORMAT>(work);                                                                                               \
+#define EXPERT_KERNELS(NAME, FORMAT)                                            \
+    extern "C" __global__ void __launch_bounds__(experts::THREADS)              \
+        expert_product_##NAME(const __grid_constant__ ExpertProductWork work) { \
+        experts::product<FORMAT>(work);                                         \
+    }                                                                           \
+    extern "C" __global__ void __launch_bounds__(32 * experts::ROW_TILES, 2)    \
+        expert_tiles_##NAME(const __grid_constant__ ExpertTileWork work) {      \
+        experts::tiles<FORMAT>(work);                                           \
     }

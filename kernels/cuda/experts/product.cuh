@@ -10,22 +10,10 @@
 
 #include "../linear/async_copy.cuh"
 #include "../linear/tile.cuh"
-#include "group.cuh"
-#include "stacks.cuh"
+#include "work.cuh"
 
-// As `Work` in experts.rs.
-struct ExpertWork {
-    // Tiles of all experts' matrices, one after the other.
-    const uint8_t *weights[STACKS_MAX];
-    // f32 [pairs][rows].
-    float *out[STACKS_MAX];
-    const uint8_t *panels;
-    const uint32_t *order;
-    const Group *groups;
-    const uint32_t *group_count;
-    // Of one expert's matrix.
-    int rows;
-    int col_tiles;
+// As `ProductWork` in experts.rs.
+struct ExpertProductWork : ExpertWork {
     // The activations of pair p are token p / pairs_per_token of the panels.
     int pairs_per_token;
     // Tiles of 16 rows of a block.
@@ -54,7 +42,7 @@ __device__ uint4 record_piece(const uint8_t *panel, int token, int p) {
 }
 
 template <class Format, int M>
-__device__ void run(const ExpertWork &work, const Group &group) {
+__device__ void run(const ExpertProductWork &work, const Group &group) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int RECORD = record_bytes(Format::SCALING);
     const int col_tiles = work.col_tiles;
@@ -100,7 +88,7 @@ __device__ void run(const ExpertWork &work, const Group &group) {
 }
 
 template <class Format>
-__device__ void product(const ExpertWork &work) {
+__device__ void product(const ExpertProductWork &work) {
     wait_for_predecessor();
     let_successor_start();
     if (blockIdx.y >= *work.group_count) return;

@@ -13,24 +13,10 @@
 
 #include "../linear/async_copy.cuh"
 #include "../linear/tile.cuh"
-#include "group.cuh"
-#include "stacks.cuh"
+#include "work.cuh"
 
-// As `TileWork` in experts.rs.
-struct ExpertTileWork {
-    // Tiles of all experts' matrices, one after the other.
-    const uint8_t *weights[STACKS_MAX];
-    // f32 [slots][rows], or [pairs][rows] if `order` is there.
-    float *out[STACKS_MAX];
-    // Of slots.
-    const uint8_t *panels;
-    // The pair of a slot, or null.
-    const uint32_t *order;
-    const Group *groups;
-    const uint32_t *group_count;
-    // Of one expert's matrix.
-    int rows;
-    int col_tiles;
+// As `TileWork` in experts.rs. Panels are those of slots; without `order`, outputs are those of slots too.
+struct ExpertTileWork : ExpertWork {
     int stacks;
     // Stages of the ring.
     int stages;

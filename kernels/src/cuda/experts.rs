@@ -20,7 +20,7 @@ pub const EXPERTS_MAX: usize = 512;
 const CHOOSE_ROWS: usize = 4;
 const GROUP_THREADS: u32 = 1024;
 const COMBINE_THREADS: u32 = 256;
-/// As experts/product.cuh.
+/// As experts/work.cuh.
 pub const STACKS_MAX: usize = 2;
 const PRODUCT_WARPS: usize = 8;
 const TILES_PER_UNIT: usize = 2;
@@ -119,7 +119,7 @@ pub struct Grouped<'a> {
     pub groups: View<'a, u32>,
 }
 
-/// As `ExpertWork` in experts/product.cuh.
+/// As `ExpertWork` in experts/work.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Work {
@@ -131,6 +131,32 @@ struct Work {
     group_count: u64,
     rows: i32,
     col_tiles: i32,
+}
+
+impl Work {
+    fn new(x: Activations<'_>, at: GroupAddress, stacks: &[Stack<'_>]) -> Self {
+        let mut work = Self {
+            weights: [0; STACKS_MAX],
+            out: [0; STACKS_MAX],
+            panels: x.data.address(),
+            order: at.order,
+            groups: at.groups,
+            group_count: at.group_count,
+            rows: stacks[0].shape.rows() as i32,
+            col_tiles: stacks[0].shape.col_tiles() as i32,
+        };
+        for ((weights, out), stack) in work.weights.iter_mut().zip(&mut work.out).zip(stacks) {
+            (*weights, *out) = (stack.tiles.address(), stack.out.address());
+        }
+        work
+    }
+}
+
+/// As `ExpertProductWork` in experts/product.cuh.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ProductWork {
+    work: Work,
     pairs_per_token: i32,
     row_tiles: i32,
 }
@@ -139,14 +165,7 @@ struct Work {
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct TileWork {
-    weights: [u64; STACKS_MAX],
-    out: [u64; STACKS_MAX],
-    panels: u64,
-    order: u64,
-    groups: u64,
-    group_count: u64,
-    rows: i32,
-    col_tiles: i32,
+    work: Work,
     stacks: i32,
     stages: i32,
 }
@@ -323,24 +342,12 @@ impl ExpertKernels {
             let what = "bytes of shared memory for a stage of experts";
             return Err(OpError::Shape { op: OP, what, found: stage + barriers, expected: room });
         }
-        let GroupAddress { order, groups, group_count } =
-            Grouping::Many.addresses(groups.address(), pairs, count);
-        let mut work = TileWork {
-            weights: [0; STACKS_MAX],
-            out: [0; STACKS_MAX],
-            panels: x.data.address(),
-            order: if by_pair { order } else { 0 },
-            groups,
-            group_count,
-            rows: shape.rows() as i32,
-            col_tiles: shape.col_tiles() as i32,
-            stacks: stacks.len() as i32,
-            stages: stages as i32,
-        };
-        for (at, stack) in stacks.iter().enumerate() {
-            work.weights[at] = stack.tiles.address();
-            work.out[at] = stack.out.address();
+        let mut at = Grouping::Many.addresses(groups.address(), pairs, count);
+        if !by_pair {
+            at.order = 0;
         }
+        let work =
+            TileWork { work: Work::new(x, at, stacks), stacks: stacks.len() as i32, stages: stages as i32 };
         let kernel = products.family.kernel(products.many).map_err(device_error(OP))?;
         let (block, shared_bytes) = (32 * TILE_WARPS as u32, (stages * stage + barriers) as u32);
         let at_once = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
@@ -415,24 +422,12 @@ impl ExpertKernels {
             let what = "bytes of shared memory for a row this long";
             return Err(OpError::Shape { op: OP, what, found: shared, expected: room });
         }
-        let GroupAddress { order, groups, group_count } =
-            Grouping::Few.addresses(groups.address(), pairs, count);
-        let mut work = Work {
-            weights: [0; STACKS_MAX],
-            out: [0; STACKS_MAX],
-            panels: x.data.address(),
-            order,
-            groups,
-            group_count,
-            rows: shape.rows() as i32,
-            col_tiles: col_tiles as i32,
+        let at = Grouping::Few.addresses(groups.address(), pairs, count);
+        let work = ProductWork {
+            work: Work::new(x, at, stacks),
             pairs_per_token: pairs_per_token as i32,
             row_tiles: tiles as i32,
         };
-        for (at, stack) in stacks.iter().enumerate() {
-            work.weights[at] = stack.tiles.address();
-            work.out[at] = stack.out.address();
-        }
         let groups_max = Grouping::Few.groups_max(pairs, count) as u32;
         let grid = (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32);
         let launch = Launch {
@@ -442,7 +437,7 @@ impl ExpertKernels {
             overlaps_predecessor: true,
         };
         let kernel = products.family.kernel(products.few).map_err(device_error(OP))?;
-        // SAFETY: (ExpertWork). Experts of groups are below `count` and pairs below `pairs` by this function's contract, so
+        // SAFETY: (ExpertProductWork). Experts of groups are below `count` and pairs below `pairs` by this function's contract, so
         // tiles, panels and outputs are read and written inside the lengths that were checked.
         unsafe { kernel.launch(stream, launch, arguments![work]) }.map_err(device_error(OP))
     }

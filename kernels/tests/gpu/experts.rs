@@ -1,12 +1,18 @@
 //! experts*.cu against `ops::Reference`, and a row alone against the row in any batch.
 
-use anyhow::{Result, ensure};
+use std::collections::HashSet;
+
+use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use kernels::cuda::Cuda;
+use kernels::cuda::experts::{ExpertKernels, Grouped, Grouping, Routing, Stack};
+use kernels::cuda::quantize::{Quantize, activation_bytes};
+use kernels::cuda::{Buffer, Cuda};
 use ops::{Activation, Backend, Experts, Reference};
 use quant::DType;
+use quant::layout::Tiles;
 
 use crate::Gpu;
+use crate::bench::time;
 use crate::ops::{close, filled, values, weight};
 use crate::random::Random;
 
@@ -95,6 +101,84 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
             ensure!(
                 alone == found[part.start * n_in..part.end * n_in],
                 "{what}: rows {part:?} have other bits"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Gate and up of a layer of qwen3-30b-a3b: experts' matrices that are read, at the rate of the memory and of integers.
+pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+    const COUNT: usize = 128;
+    const USED: usize = 8;
+    const N_IN: usize = 2048;
+    const HIDDEN: usize = 768;
+    // The experts of one row fit into the L2 cache; those of so many do not.
+    const ROUTINGS: usize = 16;
+    let (kernels, quantize) = (ExpertKernels::new(&gpu.device), Quantize::new(&gpu.device));
+    let mut random = Random::new(32);
+    let noise = random.bytes(16 << 20);
+    for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K] {
+        let shape = Tiles::new(dtype, N_IN, HIDDEN)?;
+        let format = dtype.activation().context("activation")?;
+        let bytes: Vec<u8> = noise.iter().copied().cycle().take(COUNT * shape.bytes()).collect();
+        let weights = [Buffer::from_host(&gpu.stream, &bytes)?, Buffer::from_host(&gpu.stream, &bytes)?];
+        for rows in [1, 8, 32, 64, 512] {
+            let pairs = rows * USED;
+            let grouping = Grouping::of(pairs, COUNT);
+            let slots = grouping.slots(pairs, COUNT);
+            let (mut groups, mut read) = (Vec::new(), 0);
+            for _ in 0..ROUTINGS {
+                let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
+                let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
+                let mut shares = Buffer::<f32>::new(&gpu.device, pairs)?;
+                let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
+                let mut routing = Routing {
+                    experts: experts.view_mut(),
+                    shares: shares.view_mut(),
+                    grouping,
+                    groups: words.view_mut(),
+                };
+                kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?;
+                read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
+                groups.push(words);
+            }
+            // Slots have rows of their own.
+            let tokens = if grouping == Grouping::Few { rows } else { slots };
+            let x = Buffer::from_host(&gpu.stream, &random.values(tokens * N_IN))?;
+            let panels = activation_bytes(format, tokens, N_IN).context("bytes")?;
+            let mut panels = Buffer::<u8>::new(&gpu.device, panels)?;
+            let mut panels = panels.view_mut();
+            let x = quantize.launch(&gpu.stream, format, x.view(), tokens, N_IN, &mut panels)?;
+            let outs = if grouping == Grouping::Few { pairs } else { slots };
+            let mut gate = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
+            let mut up = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
+            let seconds = time(gpu, ROUTINGS, |call| {
+                let groups = Grouped { pairs, count: COUNT, groups: groups[call].view() };
+                let mut stacks = [
+                    Stack { shape, tiles: weights[0].view(), out: gate.view_mut() },
+                    Stack { shape, tiles: weights[1].view(), out: up.view_mut() },
+                ];
+                // SAFETY: `route` has made these groups, grouped as the method needs.
+                unsafe {
+                    match grouping {
+                        Grouping::Few => kernels.product(&gpu.stream, x, USED, groups, &mut stacks)?,
+                        Grouping::Many => kernels.tiles(&gpu.stream, x, groups, false, &mut stacks)?,
+                    }
+                }
+                Ok(())
+            })?;
+            let experts = read as f64 / ROUTINGS as f64;
+            let bytes = experts * (2 * shape.bytes()) as f64;
+            let operations = (2 * pairs * N_IN * 2 * HIDDEN) as f64;
+            println!(
+                "experts {dtype:5} {rows:3} rows, {experts:5.1} of {COUNT} experts of {N_IN} x 2 x {HIDDEN}: {:7.2} us, {:.2} TB/s \
+                 ({:2.0}% of the copy rate), {:4.0} TOPS ({:2.0}% of 1,240)",
+                seconds * 1e6,
+                bytes / seconds / 1e12,
+                bytes / seconds / 4.29e12 * 100.0,
+                operations / seconds / 1e12,
+                operations / seconds / 1240e12 * 100.0,
             );
         }
     }
