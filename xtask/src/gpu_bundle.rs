@@ -38,10 +38,7 @@ struct Test {
 
 pub(crate) fn run() -> Result<()> {
     let staging = Path::new(STAGING);
-    if staging.exists() {
-        std::fs::remove_dir_all(staging).with_context(|| format!("emptying {STAGING}"))?;
-    }
-    std::fs::create_dir_all(staging).with_context(|| format!("making {STAGING}"))?;
+    make_empty(staging)?;
     let built = build(&["build", "--release", "--package", "ballast", "--features", "ballast/cuda"])?;
     strip(&executable(&built, "ballast", false)?, &staging.join("ballast"))?;
     let mut arguments = vec!["test", "--no-run"];
@@ -95,6 +92,14 @@ fn build(arguments: &[&str]) -> Result<Vec<cargo_metadata::Artifact>> {
     Ok(artifacts)
 }
 
+/// Nothing of an earlier bundle travels with this one.
+fn make_empty(folder: &Path) -> Result<()> {
+    if folder.exists() {
+        std::fs::remove_dir_all(folder).with_context(|| format!("emptying {}", folder.display()))?;
+    }
+    std::fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))
+}
+
 fn executable(artifacts: &[cargo_metadata::Artifact], target: &str, test: bool) -> Result<PathBuf> {
     let found =
         artifacts.iter().find(|artifact| artifact.target.name == target && artifact.target.is_test() == test);
@@ -109,7 +114,7 @@ fn strip(from: &Path, to: &Path) -> Result<()> {
 /// Puts everything into the folder, and says what each part takes.
 fn pack(staging: &Path) -> Result<()> {
     let folder = Path::new(FOLDER);
-    std::fs::create_dir_all(folder).with_context(|| format!("making {FOLDER}"))?;
+    make_empty(folder)?;
     let archive = folder.join(ARCHIVE);
     tool("tar", &["--owner=0", "--group=0", "-C", text(staging)?, "-czf", text(&archive)?, "."])?;
     let script = folder.join("run");
