@@ -246,7 +246,8 @@ pub(crate) fn step(
         (vec![], vec![], vec![], vec![], vec![]);
     for (sequence, &(table, start, len)) in parts.iter().enumerate() {
         for position in start..start + len {
-            tokens.push((position * 7919 % 100_000) as u32);
+            // Sequences that are alike would go through the same experts.
+            tokens.push(((position * 7919 + sequence * 104_729) % 100_000) as u32);
             positions.push(position as u32);
             sequences.push(sequence as u32);
             slots.push(
