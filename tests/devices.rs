@@ -1,7 +1,7 @@
 //! Which device a model goes to, what it will take there, and what a machine can do.
 
 use crate::harness::api::runtime;
-use crate::harness::{Fleet, ballast, demo_7m, demo_22m, device, text};
+use crate::harness::{Fleet, ballast, demo_7m, demo_22m, device, synth, text};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{GetStatusRequest, LedgerRowKind};
 use serde_json::Value;
@@ -14,7 +14,7 @@ const OUT_OF_RESOURCES: i32 = 4;
 /// How far a plan may be off the ledger.
 const PLAN_PERCENT: f64 = 3.0;
 
-fn plan(model: &Path, arguments: &[&str]) -> Value {
+pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
     let mut command = ballast();
     command.arg("plan").arg(model).args(["--json", "--device", &device()]).args(arguments);
     let output = command.output().unwrap();
@@ -38,6 +38,8 @@ fn a_plan_is_what_the_ledger_holds_later() {
     for (model, arguments) in [
         (demo_7m(), &["--workers", "2"][..]),
         (demo_22m(), &["--workers", "1", "--kv-tokens", "3000", "--no-pack"]),
+        // Three that make their contexts at once, beside the loader.
+        (synth("qwen3-moe-tiny", "q8_0"), &["--workers", "3", "--kv-tokens", "2048"]),
     ] {
         let planned = plan(&model, arguments);
         let fleet = Fleet::start(&model, arguments);

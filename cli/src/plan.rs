@@ -142,10 +142,10 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
             "worker": {
                 "context": demand.context,
                 "kv": demand.kv,
-                "activations": demand.activations,
-                "scratch": demand.scratch,
-                "graphs": demand.graphs,
-                "modules": demand.modules,
+                "activations": demand.workspace.activations,
+                "scratch": demand.workspace.scratch,
+                "graphs": demand.workspace.graphs,
+                "modules": demand.workspace.modules,
                 "total": demand.total(),
             },
         })
@@ -184,10 +184,10 @@ fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
         let parts = [
             ("context", demand.context),
             ("keys and values", demand.kv),
-            ("activations", demand.activations),
-            ("scratch", demand.scratch),
-            ("graphs", demand.graphs),
-            ("modules", demand.modules),
+            ("activations", demand.workspace.activations),
+            ("scratch", demand.workspace.scratch),
+            ("graphs", demand.workspace.graphs),
+            ("modules", demand.workspace.modules),
         ];
         let parts: Vec<String> = parts
             .iter()

@@ -211,7 +211,13 @@ fn device_memory_json(stats: &StatsReply) -> serde_json::Value {
         "kv_used": stats.kv_used_bytes,
         "kv_mapped": stats.kv_mapped_bytes,
         "workspace": stats.workspace_bytes,
-        "workspace_used": stats.workspace_used_bytes,
+        "workspace_used": stats.workspace_used.map(|used| json!({
+            "activations": used.activations,
+            "scratch": used.scratch,
+            "graphs": used.graphs,
+            "modules": used.modules,
+            "total": used.activations + used.scratch + used.graphs + used.modules,
+        })),
         "weights": stats.weight_bytes,
     })
 }

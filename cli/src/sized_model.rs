@@ -137,7 +137,7 @@ impl SizedModel {
         let demand = Demand::of(&worker, &description, &dtypes).map_err(unfit)?;
         // Whole units of the device, and the budget that buys as much.
         worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
-        worker.workspace_bytes = Some(Bytes(demand.workspace()));
+        worker.workspace_bytes = Some(Bytes(demand.workspace.total()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
         Ok(Self { name, path, workers, choice, weights, demand, worker, description, pack })
     }

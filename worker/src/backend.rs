@@ -14,6 +14,8 @@ use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
 use quant::layout::{LAYOUT_GGML, planes};
 
+use crate::demand::Workspace;
+
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
 pub(crate) use host::Host;
@@ -44,11 +46,11 @@ pub(crate) trait Place: Sized {
 
     /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
     /// measured.
-    fn workspace_used(compute: &Self::Compute) -> Option<u64>;
+    fn workspace_used(compute: &Self::Compute) -> Option<Workspace>;
 }
 
 /// How [`Place::workspace_used`] looks to those who know only the backend.
-pub(crate) type Measure<B> = fn(&B) -> Option<u64>;
+pub(crate) type Measure<B> = fn(&B) -> Option<Workspace>;
 
 /// A tensor's bytes as a place's backend addresses them.
 pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;

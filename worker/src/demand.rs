@@ -28,12 +28,25 @@ pub struct Demand {
     pub context: u64,
     /// Keys and values, when the cache is full.
     pub kv: u64,
+    pub workspace: Workspace,
+}
+
+/// What is reserved with a lease beside context, keys and values; in bytes of the worker's device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Workspace {
     /// Activations and logits of the largest step; on the host, everything beside keys and values.
     pub activations: u64,
     /// What kernels keep between steps.
     pub scratch: u64,
     pub graphs: u64,
+    /// Modules, and what else the driver keeps beside a context.
     pub modules: u64,
+}
+
+impl Workspace {
+    pub fn total(&self) -> u64 {
+        self.activations + self.scratch + self.graphs + self.modules
+    }
 }
 
 impl Demand {
@@ -44,19 +57,19 @@ impl Demand {
         let layout = engine.kv_layout(model.kv_layers(&config.kv_type))?;
         let kv = layout.blocks as u64 * layout.block_bytes() as u64;
         Ok(match config.device {
-            Device::Host => Self { kv, activations: HOST_WORKSPACE_BYTES, ..Self::default() },
+            Device::Host => Self { context: 0, kv, workspace: unsplit(HOST_WORKSPACE_BYTES) },
             Device::Gpu(_) => on_gpu(engine.model_limits(model.vocab_size), &layout, model, dtypes),
         })
     }
 
-    /// As it is reserved with a lease, beside context, keys and values.
-    pub fn workspace(&self) -> u64 {
-        self.activations + self.scratch + self.graphs + self.modules
-    }
-
     pub fn total(&self) -> u64 {
-        self.context + self.kv + self.workspace()
+        self.context + self.kv + self.workspace.total()
     }
+}
+
+/// Where nobody knows the parts.
+fn unsplit(activations: u64) -> Workspace {
+    Workspace { activations, ..Workspace::default() }
 }
 
 /// What this process's context takes, from what the driver counted to it before and after the context was made. A number
@@ -76,8 +89,8 @@ fn on_gpu(
     model: &ModelDescription,
     dtypes: &[DType],
 ) -> Demand {
-    use kernels::cuda::{DeviceBytes, WorkerShape, kv_bytes, predict};
-    let DeviceBytes { tensors, scratch, graphs, modules } = predict(&WorkerShape {
+    use kernels::cuda::{WorkerShape, kv_bytes, predict};
+    let workspace = predict(&WorkerShape {
         layers: model.layers,
         embedding: model.embedding_length,
         heads: model.heads,
@@ -91,13 +104,21 @@ fn on_gpu(
     });
     // A cache beyond 64 bits is refused where it is made.
     let kv = kv_bytes(layout).unwrap_or(u64::MAX);
-    Demand { context: CONTEXT_BYTES, kv, activations: tensors, scratch, graphs, modules }
+    Demand { context: CONTEXT_BYTES, kv, workspace: workspace.into() }
+}
+
+#[cfg(feature = "cuda")]
+impl From<kernels::cuda::DeviceBytes> for Workspace {
+    fn from(bytes: kernels::cuda::DeviceBytes) -> Self {
+        let kernels::cuda::DeviceBytes { tensors, scratch, graphs, modules } = bytes;
+        Self { activations: tensors, scratch, graphs, modules }
+    }
 }
 
 /// Nobody chooses a GPU in a build without its kernels; whoever writes one into a file is told by the worker.
 #[cfg(not(feature = "cuda"))]
 fn on_gpu(_: models::Limits, _: &ops::KvLayout, _: &ModelDescription, _: &[DType]) -> Demand {
-    Demand { context: CONTEXT_BYTES, activations: GPU_WORKSPACE_BYTES, ..Demand::default() }
+    Demand { context: CONTEXT_BYTES, kv: 0, workspace: unsplit(GPU_WORKSPACE_BYTES) }
 }
 
 impl Config {
@@ -115,7 +136,6 @@ impl Config {
         EngineConfig {
             kv_types: self.kv_type.clone(),
             step_tokens: self.step_tokens,
-            prefill_chunk_max: self.step_tokens,
             running_max: self.running_max,
             queue_max: self.queue_max,
             context_tokens: self.context_tokens,

@@ -15,6 +15,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::attach::Facts;
 use crate::config::Config;
+use crate::demand::Workspace;
 use crate::grammars::Grammars;
 use crate::outlet::Item;
 use crate::stats::own_bytes;
@@ -147,7 +148,7 @@ impl Worker for Service {
             workspace_bytes: facts.workspace_bytes,
             timeline: timeline(facts, now.first_step),
             kv_mapped_bytes: Some(now.kv.bytes),
-            workspace_used_bytes: now.workspace_used,
+            workspace_used: now.workspace_used.map(workspace),
         }))
     }
 
@@ -209,6 +210,11 @@ fn timeline(facts: &Facts, first_step: Duration) -> Vec<wire::Stage> {
     stages
         .map(|Stage { name, took }| wire::Stage { name: name.to_owned(), ms: took.as_secs_f64() * 1e3 })
         .collect()
+}
+
+fn workspace(used: Workspace) -> wire::Workspace {
+    let Workspace { activations, scratch, graphs, modules } = used;
+    wire::Workspace { activations, scratch, graphs, modules }
 }
 
 /// A socket's name says little after a restart: the caller says whom it means.

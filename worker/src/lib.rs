@@ -39,6 +39,6 @@ mod wire;
 
 pub use attach::AttachError;
 pub use config::{Config, Device, Draft, draft_depth};
-pub use demand::Demand;
+pub use demand::{Demand, Workspace};
 pub use run::{RunError, run, serve};
 pub use vocabulary::VocabularyError;

@@ -18,6 +18,7 @@ use ops::Backend;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::backend::Measure;
+use crate::demand::Workspace;
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
 
 /// Commands that wait for the end of a step; more are refused.
@@ -61,7 +62,7 @@ pub(crate) struct Snapshot {
     /// As it was when last looked at.
     pub(crate) kv: KvUse,
     /// Of the device.
-    pub(crate) workspace_used: Option<u64>,
+    pub(crate) workspace_used: Option<Workspace>,
 }
 
 /// Why an engine's thread ended before its callers were gone.

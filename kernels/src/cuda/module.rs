@@ -64,6 +64,9 @@ pub struct Launch {
     pub overlaps_predecessor: bool,
 }
 
+/// The driver takes memory for code in units of 2 MiB, and no family has more than one of code.
+const MODULE_BYTES_MAX: u64 = 2 << 20;
+
 /// Above this a kernel has to opt in.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
@@ -88,7 +91,7 @@ impl Family {
         unsafe { sys::cuModuleGetFunction(&mut raw, module.raw, name.as_ptr()) }
             .result()
             .named("cuModuleGetFunction")?;
-        let bytes = before.saturating_sub(self.device.memory_free_bytes()?) as u64;
+        let bytes = plausible(before.saturating_sub(self.device.memory_free_bytes()?) as u64);
         module.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.device.count_module(bytes);
         let kernel =
@@ -111,6 +114,11 @@ impl Family {
         let (major, minor) = self.device.capability();
         CudaError::NoCode { family: self.name, major, minor }
     }
+}
+
+/// What others have taken of the device meanwhile is no module's.
+fn plausible(taken: u64) -> u64 {
+    if taken <= MODULE_BYTES_MAX { taken } else { 0 }
 }
 
 impl Drop for Module {

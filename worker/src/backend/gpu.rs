@@ -9,7 +9,7 @@ use quant::layout::LAYOUT_TILES;
 
 use super::Place;
 use crate::attach::AttachError;
-use crate::demand::context_bytes;
+use crate::demand::{Workspace, context_bytes};
 use crate::timeline::Timeline;
 
 pub(crate) struct Gpu {
@@ -69,7 +69,7 @@ impl Place for Gpu {
         Cuda::new(&self.kernels)
     }
 
-    fn workspace_used(compute: &Cuda) -> Option<u64> {
-        Some(compute.device_bytes().total())
+    fn workspace_used(compute: &Cuda) -> Option<Workspace> {
+        Some(compute.device_bytes().into())
     }
 }

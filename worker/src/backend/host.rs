@@ -8,6 +8,7 @@ use ops::OpError;
 use quant::layout::LAYOUT_GGML;
 
 use super::Place;
+use crate::demand::Workspace;
 
 pub(crate) struct Host {
     threads: usize,
@@ -49,7 +50,7 @@ impl Place for Host {
         Cpu::new(self.threads)
     }
 
-    fn workspace_used(_: &Cpu) -> Option<u64> {
+    fn workspace_used(_: &Cpu) -> Option<Workspace> {
         None
     }
 }

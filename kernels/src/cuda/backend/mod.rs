@@ -42,7 +42,7 @@ use readback::Readback;
 use recorder::Recorder;
 use step::Rows;
 use upload::Upload;
-use usage::allocated;
+use usage::{allocated, graph_bytes};
 
 pub use data::Data;
 use kv::Ahead;
@@ -136,7 +136,7 @@ impl Cuda {
                 + self.plans.iter().map(DevicePlan::bytes).sum::<u64>()
                 + self.step.bytes()
                 + self.weighings.bytes(),
-            graphs: self.recorder.graph_bytes(),
+            graphs: graph_bytes(self.recorder.graph_launches()),
             modules: self.device.module_bytes(),
         }
     }

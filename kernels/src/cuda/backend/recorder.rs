@@ -19,8 +19,6 @@ use crate::cuda::{Device, Graph, Stream};
 
 /// Graphs kept at once: decode batches of as many sizes.
 pub(super) const GRAPHS_MAX: usize = 12;
-/// What a launch in a graph takes of the device (measured on an H200).
-pub(super) const GRAPH_NODE_BYTES: u64 = 512;
 /// Lists remembered to have been seen once.
 const SEEN_MAX: usize = 256;
 /// Owners of work in flight before the device is waited for.
@@ -45,8 +43,6 @@ struct Captured {
     hash: u64,
     commands: Commands,
     graph: Graph,
-    /// Of the device.
-    bytes: u64,
 }
 
 impl Recorder {
@@ -76,9 +72,9 @@ impl Recorder {
         self.graphs.len()
     }
 
-    /// Device memory of the graphs that are kept.
-    pub(super) fn graph_bytes(&self) -> u64 {
-        self.graphs.iter().map(|captured| captured.bytes).sum()
+    /// Launches in the graphs that are kept.
+    pub(super) fn graph_launches(&self) -> u64 {
+        self.graphs.iter().map(|captured| captured.commands.list.len() as u64).sum()
     }
 
     /// # Safety
@@ -149,14 +145,11 @@ impl Recorder {
         if self.graphs.len() == GRAPHS_MAX {
             self.graphs.remove(0);
         }
-        let free = || self.stream.device().memory_free_bytes().map_err(device_error("graph"));
-        let before = free()?;
         let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         graph.upload().map_err(device_error("graph"))?;
-        let bytes = before.saturating_sub(free()?) as u64;
         // SAFETY: the contract of `push`; these are the commands it was captured from.
         let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
-        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph, bytes });
+        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph });
         launched
     }
 }

@@ -4,10 +4,12 @@ use quant::DType;
 
 use super::attention_plan::PARTIALS_MAX;
 use super::experts::{PAIRS_MAX, scratch_bytes};
-use super::recorder::{GRAPH_NODE_BYTES, GRAPHS_MAX};
+use super::recorder::GRAPHS_MAX;
 use crate::cuda::experts::Grouping;
 use crate::cuda::quantize::activation_bytes;
 
+/// What a launch in a graph takes (measured on an H200).
+const GRAPH_LAUNCH_BYTES: u64 = 512;
 /// Allocations from 1 MiB on take whole units of this; smaller ones share them.
 const UNIT_BYTES: u64 = 2 << 20;
 /// The code of all modules that a model loads, in the driver's unit (measured on an H200).
@@ -86,7 +88,7 @@ pub fn predict(shape: &WorkerShape) -> DeviceBytes {
     DeviceBytes {
         tensors: shape.tensors.iter().map(|&bytes| allocated(bytes)).sum(),
         scratch: allocated(panels) + allocated(experts) + attention + STEP_BYTES,
-        graphs: (GRAPHS_MAX as u64 * launches * GRAPH_NODE_BYTES).next_multiple_of(UNIT_BYTES),
+        graphs: graph_bytes(GRAPHS_MAX as u64 * launches),
         modules: MODULES_BYTES + DRIVER_BYTES,
     }
 }
@@ -94,6 +96,12 @@ pub fn predict(shape: &WorkerShape) -> DeviceBytes {
 fn expert_pairs(shape: &WorkerShape) -> usize {
     let used = shape.experts_used.max(1);
     (PAIRS_MAX / used).clamp(1, shape.rows_at_once.max(1)) * used
+}
+
+/// What graphs of so many launches take together. By their number: what the device as a whole has less while a graph is made
+/// may be what others take.
+pub(super) fn graph_bytes(launches: u64) -> u64 {
+    (launches * GRAPH_LAUNCH_BYTES).next_multiple_of(UNIT_BYTES)
 }
 
 /// What an allocation of so many bytes takes.
