@@ -2,16 +2,14 @@
 
 use std::ffi::CStr;
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::module::{arguments, image};
-use super::{Buffer, CudaError, Device, Family, Launch, Stream, View, ViewMut};
+use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 /// Bytes of one piece; the last of a range may be shorter. As in checksum.cu and in the weight-server's loader.
 pub const PIECE_BYTES: usize = 1 << 20;
 
 /// XXH3 hashes inputs up to this length by other algorithms, which are left to the host.
-const SHORT_BYTES: usize = 240;
+pub(super) const SHORT_BYTES: usize = 240;
 
 /// As checksum.cu.
 const THREADS: u32 = 512;
@@ -31,7 +29,7 @@ impl Checksums {
     }
 
     /// Low and high half of every piece of `bytes`, which start at a multiple of 8. The last one is not written if it has
-    /// at most 240 bytes: [`Self::pieces`] takes care of it.
+    /// at most 240 bytes: [`super::loading`] takes care of it.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -58,22 +56,6 @@ impl Checksums {
         // SAFETY: (const uint8_t *, uint64_t, uint64_t *); block p reads at most 1 MiB from p MiB on, inside `bytes`, and
         // writes 16 bytes at 16 p, inside `out`.
         unsafe { kernel.launch(stream, launch, arguments![address, total, out]) }
-    }
-
-    /// The checksums of all pieces, on the host.
-    pub fn pieces(&self, stream: &Stream, bytes: View<'_, u8>) -> Result<Vec<u128>, CudaError> {
-        let mut out = Buffer::new(stream.device(), bytes.len().div_ceil(PIECE_BYTES))?;
-        self.launch(stream, bytes, &mut out.view_mut())?;
-        let halves: Vec<[u64; 2]> = out.to_host(stream)?;
-        let mut pieces: Vec<u128> =
-            halves.iter().map(|[low, high]| u128::from(*high) << 64 | u128::from(*low)).collect();
-        let tail = bytes.len() % PIECE_BYTES;
-        if has_short_tail(bytes.len())
-            && let (Some(last), Some(tail)) = (pieces.last_mut(), bytes.slice(bytes.len() - tail, tail))
-        {
-            *last = xxh3_128(&tail.to_host(stream)?);
-        }
-        Ok(pieces)
     }
 }
 

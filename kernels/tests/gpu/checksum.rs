@@ -1,8 +1,9 @@
-//! checksum.cu against xxhash on the host.
+//! checksum.cu, and what is made of it for many ranges, against xxhash on the host.
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;
 use kernels::cuda::checksum::{Checksums, PIECE_BYTES};
+use kernels::cuda::loading::sum_all;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::Gpu;
@@ -12,6 +13,7 @@ use crate::random::Random;
 pub(crate) fn pieces_hash_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
     let checksums = Checksums::new(&gpu.device);
     let lengths = [
+        0,
         1,
         16,
         240,
@@ -32,12 +34,15 @@ pub(crate) fn pieces_hash_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
         PIECE_BYTES + 241,
         3 * PIECE_BYTES + 12_345,
     ];
-    for len in lengths {
-        let bytes = Random::new(len as u64).bytes(len);
-        let buffer = Buffer::from_host(&gpu.stream, &bytes)?;
-        let found = checksums.pieces(&gpu.stream, buffer.view())?;
+    let contents = lengths.map(|len| Random::new(len as u64).bytes(len));
+    let buffers: Vec<Buffer<u8>> =
+        contents.iter().map(|bytes| Buffer::from_host(&gpu.stream, bytes)).collect::<Result<_, _>>()?;
+    let views: Vec<_> = buffers.iter().map(Buffer::view).collect();
+    let found = sum_all(&checksums, &gpu.device, &views)?;
+    ensure!(found.len() == contents.len(), "{} of {} ranges", found.len(), contents.len());
+    for (bytes, found) in contents.iter().zip(found) {
         let expected: Vec<u128> = bytes.chunks(PIECE_BYTES).map(xxh3_128).collect();
-        ensure!(found == expected, "{len} bytes: {found:x?}, expected {expected:x?}");
+        ensure!(found == expected, "{} bytes: {found:x?}, expected {expected:x?}", bytes.len());
     }
     Ok(())
 }

@@ -12,12 +12,12 @@
 //! The bus is what bounds a load, so nothing comes between its copies: they are in one stream, and each slot has a staging
 //! buffer of its own, free when the slot is. What is done with a part is in the stream of its buffer.
 //!
-//! [`verify`] computes the same checksums over a model that another process loaded.
+//! [`sum_all`] computes the same checksums over any ranges, [`verify`] over a model that another process loaded.
 
 mod ring;
 mod sums;
 mod upload;
 
 pub use ring::{EDGE_BYTES, PART_BYTES, Ring, Slot, ring_bytes};
-pub use sums::verify;
+pub use sums::{sum_all, verify};
 pub use upload::{Destination, Part, STAGING_BYTES, Sums, Upload, UploadError};

@@ -3,16 +3,13 @@
 use memory::cuda::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cuda::checksum::{Checksums, PIECE_BYTES};
+use crate::cuda::checksum::{Checksums, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, Stream, View};
 
 /// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of 100: many run at once.
 const STREAMS: usize = 16;
 
-/// As checksum.rs: a last piece up to this length is hashed on the host.
-const SHORT_BYTES: usize = 240;
-
-/// Place of each range's short last piece in `tails`.
+/// Place in `tails` of each range's last piece, if that is so short that the host hashes it.
 const TAIL_STRIDE: usize = 256;
 
 /// Results of pieces, on the device.
@@ -106,7 +103,7 @@ impl PieceSums {
 }
 
 /// Checksums of the pieces of each range.
-pub(super) fn sum_all(
+pub fn sum_all(
     checksums: &Checksums,
     device: &Device,
     ranges: &[View<'_, u8>],
