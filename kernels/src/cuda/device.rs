@@ -1,19 +1,16 @@
 //! [`Device`]: a GPU and this process's context on it.
 
 use std::ffi::c_int;
-use std::fmt;
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+use memory::cuda::{self as shared, DeviceSelector, DeviceUuid};
 
 use super::CudaError;
 use super::error::Named;
-
-/// Names a GPU in every process and container alike; ordinals do not.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DeviceUuid(pub [u8; 16]);
 
 /// Cheap to clone; the context goes with the last clone and the last thing made from it.
 #[derive(Clone)]
@@ -27,7 +24,8 @@ struct Context {
     capability: (u32, u32),
     multiprocessors: u32,
     shared_bytes_max: u32,
-    memory_bytes: usize,
+    /// The same device by the layer that maps memory, once it is needed.
+    memory: OnceLock<shared::Device>,
     /// Device memory that modules took when they were loaded.
     module_bytes: AtomicU64,
 }
@@ -68,8 +66,6 @@ impl Device {
         );
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared_bytes_max = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        // SAFETY: as above.
-        let memory_bytes = unsafe { result::device::total_mem(device) }.named("cuDeviceTotalMem")?;
         // SAFETY: as above; released when the last clone goes.
         let context = unsafe { result::primary_ctx::retain(device) }.named("cuDevicePrimaryCtxRetain")?;
         let device = Self(Arc::new(Context {
@@ -80,7 +76,7 @@ impl Device {
             capability,
             multiprocessors,
             shared_bytes_max,
-            memory_bytes,
+            memory: OnceLock::new(),
             module_bytes: AtomicU64::new(0),
         }));
         device.bind()?;
@@ -98,8 +94,19 @@ impl Device {
 
     /// The same device by the layer that maps memory: both hold the device's one primary context, so what that one maps
     /// is there for kernels.
-    pub fn open_memory(device: &memory::cuda::Device) -> Result<Self, CudaError> {
-        Self::open_uuid(DeviceUuid(device.uuid().0))
+    pub fn open_memory(device: &shared::Device) -> Result<Self, CudaError> {
+        let opened = Self::open_uuid(device.uuid())?;
+        opened.0.memory.get_or_init(|| device.clone());
+        Ok(opened)
+    }
+
+    /// What it was opened from, or else the same device opened by that layer now, which starts the driver once more.
+    pub(super) fn memory(&self) -> Result<&shared::Device, MemoryLayerError> {
+        if let Some(device) = self.0.memory.get() {
+            return Ok(device);
+        }
+        let device = shared::Device::open(shared::open_driver()?, DeviceSelector::Uuid(self.uuid()))?;
+        Ok(self.0.memory.get_or_init(|| device))
     }
 
     /// Makes the context current on the calling thread. Every thread that uses the device calls it once; all else
@@ -137,10 +144,6 @@ impl Device {
         self.0.shared_bytes_max
     }
 
-    pub fn memory_bytes(&self) -> usize {
-        self.0.memory_bytes
-    }
-
     pub fn memory_free_bytes(&self) -> Result<usize, CudaError> {
         self.bind()?;
         Ok(result::mem_get_info().named("cuMemGetInfo")?.0)
@@ -160,6 +163,15 @@ impl Device {
     }
 }
 
+/// Why the layer that maps memory has no device.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MemoryLayerError {
+    #[error(transparent)]
+    Driver(#[from] shared::OpenDriverError),
+    #[error(transparent)]
+    Device(#[from] shared::DeviceError),
+}
+
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: retained in `open`, and everything made from it holds a clone of the Arc.
@@ -171,35 +183,4 @@ impl Drop for Context {
 fn device_uuid(device: sys::CUdevice) -> Result<DeviceUuid, CudaError> {
     let uuid = result::device::get_uuid(device).named("cuDeviceGetUuid")?;
     Ok(DeviceUuid(uuid.bytes.map(|byte| byte as u8)))
-}
-
-/// As nvidia-smi and NVML write it.
-impl fmt::Display for DeviceUuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GPU-")?;
-        for (at, byte) in self.0.iter().enumerate() {
-            if matches!(at, 4 | 6 | 8 | 10) {
-                f.write_str("-")?;
-            }
-            write!(f, "{byte:02x}")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for DeviceUuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uuid_is_written_as_nvml_writes_it() {
-        let uuid = DeviceUuid(std::array::from_fn(|at| at as u8 * 17));
-        assert_eq!(uuid.to_string(), "GPU-00112233-4455-6677-8899-aabbccddeeff");
-    }
 }

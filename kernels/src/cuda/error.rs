@@ -23,31 +23,6 @@ pub enum CudaError {
     Length { what: &'static str, found: usize, expected: usize },
 }
 
-impl CudaError {
-    /// A context is unusable after an illegal access and its like: the process must end.
-    pub fn is_fatal(&self) -> bool {
-        use cudarc::driver::sys::CUresult as R;
-        matches!(
-            self,
-            Self::Call {
-                source: DriverError(
-                    R::CUDA_ERROR_ILLEGAL_ADDRESS
-                        | R::CUDA_ERROR_LAUNCH_FAILED
-                        | R::CUDA_ERROR_MISALIGNED_ADDRESS
-                        | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
-                        | R::CUDA_ERROR_HARDWARE_STACK_ERROR
-                        | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
-                        | R::CUDA_ERROR_INVALID_PC
-                        | R::CUDA_ERROR_LAUNCH_TIMEOUT
-                        | R::CUDA_ERROR_ECC_UNCORRECTABLE
-                        | R::CUDA_ERROR_CONTEXT_IS_DESTROYED,
-                ),
-                ..
-            }
-        )
-    }
-}
-
 /// Names a call in its error.
 pub(super) trait Named<T> {
     fn named(self, call: &'static str) -> Result<T, CudaError>;

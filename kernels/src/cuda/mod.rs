@@ -37,7 +37,7 @@ mod stream;
 pub use archs::runs_on;
 pub use backend::{Cuda, Data, DeviceBytes, Kv, Rope, Tensor, WorkerShape, kv_bytes, predict};
 pub use buffer::{Buffer, View, ViewMut};
-pub use device::{Device, DeviceUuid, device_count};
+pub use device::{Device, device_count};
 pub use error::CudaError;
 pub use module::{Family, Kernel, Launch};
 pub use stream::{Event, Graph, Stream};

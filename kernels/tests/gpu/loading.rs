@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use kernels::cuda::checksum::PIECE_BYTES;
 use kernels::cuda::loading::{Destination, PART_BYTES, Part, Ring, Upload, ring_bytes};
-use memory::cuda::{Device, DeviceSelector, DeviceUuid, HostPages, PinnedPages, WritableModel};
+use memory::cuda::{Device, DeviceSelector, HostPages, PinnedPages, WritableModel};
 use memory::pack::{PackPlan, Packing};
 use quant::DType;
 use quant::layout::{TILE_ROWS, Tiles};
@@ -17,8 +17,7 @@ use crate::random::Random;
 const NO_PATIENCE: Duration = Duration::ZERO;
 
 fn device(gpu: &Gpu) -> anyhow::Result<Device> {
-    let uuid = DeviceUuid(gpu.device.uuid().0);
-    Ok(Device::open(memory::cuda::open_driver()?, DeviceSelector::Uuid(uuid))?)
+    Ok(Device::open(memory::cuda::open_driver()?, DeviceSelector::Uuid(gpu.device.uuid()))?)
 }
 
 fn ring(gpu: &Gpu, device: &Device) -> anyhow::Result<Ring> {

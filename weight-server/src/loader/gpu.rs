@@ -64,7 +64,7 @@ impl Gpu {
         let driver = memory::cuda::open_driver()?;
         let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
         let context = device.context()?;
-        let kernels = kernels::cuda::Device::open_uuid(kernels::cuda::DeviceUuid(uuid.0))?;
+        let kernels = kernels::cuda::Device::open_memory(&device)?;
         Ok(Self { context, kernels })
     }
 

@@ -57,8 +57,6 @@ const BEST_ROWS: usize = 64;
 /// The GPU backend. Ops are collected and run when something is read.
 pub struct Cuda {
     device: Device,
-    /// The layer that maps memory has a device of its own; opened when there is a cache to map.
-    memory: Option<memory::cuda::Device>,
     recorder: Recorder,
     step: Rows,
     /// Steps begun so far.
@@ -87,7 +85,6 @@ impl Cuda {
         let stream = Stream::new(device)?;
         Ok(Self {
             device: device.clone(),
-            memory: None,
             step: Rows::new(&stream)?,
             weighings: Upload::new(&stream)?,
             shortlists: Arc::new(Buffer::new(device, 0)?),
@@ -204,16 +201,8 @@ impl Cuda {
         Ok(Panels { format, range, tokens: rows as u32, cols: cols as u32 })
     }
 
-    fn kv_device(&mut self, op: &'static str) -> Result<&memory::cuda::Device, OpError> {
-        use memory::cuda::{self, DeviceSelector, DeviceUuid};
-        if self.memory.is_none() {
-            let failed = |source: Box<dyn std::error::Error + Send + Sync>| OpError::Device { op, source };
-            let driver = cuda::open_driver().map_err(|error| failed(error.into()))?;
-            let wanted = DeviceSelector::Uuid(DeviceUuid(self.device.uuid().0));
-            let device = cuda::Device::open(driver, wanted).map_err(|error| failed(error.into()))?;
-            self.memory = Some(device);
-        }
-        self.memory.as_ref().ok_or(OpError::Memory { op, what: "a device", bytes: 0 })
+    fn kv_device(&self, op: &'static str) -> Result<&memory::cuda::Device, OpError> {
+        self.device.memory().map_err(|error| OpError::Device { op, source: Box::new(error) })
     }
 }
 
