@@ -209,7 +209,6 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
     Ok(())
 }
 
-/// At a real size: row r of a batch is what row r alone gives.
 /// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So near, not equal.
 pub(crate) fn floats_are_near_the_reference(gpu: &Gpu) -> anyhow::Result<()> {
     let linear = Linear::new(&gpu.device);
@@ -275,6 +274,7 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result
     Ok(())
 }
 
+/// At a real size: row r of a batch is what row r alone gives.
 pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
     let linear = Linear::new(&gpu.device);
     let mut random = Random::new(6);
