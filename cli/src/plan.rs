@@ -38,18 +38,31 @@ struct DevicePlan {
     name: String,
     /// What the fleet may take.
     budget: u64,
+    /// What nobody holds at the moment, where somebody says.
+    free: Option<u64>,
     weights: u64,
-    /// Of each worker: the model, and what it takes.
-    workers: Vec<(String, u64)>,
+    workers: Vec<WorkerPlan>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct WorkerPlan {
+    bytes: u64,
+    /// Keys and values: what a user can choose of it.
+    kv: u64,
 }
 
 impl DevicePlan {
     fn needed(&self) -> u64 {
-        self.weights + self.workers.iter().map(|(_, bytes)| bytes).sum::<u64>()
+        self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>()
+    }
+
+    /// What it can have now.
+    fn room(&self) -> u64 {
+        self.free.map_or(self.budget, |free| free.min(self.budget))
     }
 
     fn missing(&self) -> u64 {
-        self.needed().saturating_sub(self.budget)
+        self.needed().saturating_sub(self.room())
     }
 
     /// What would make it fit, where it does not.
@@ -57,23 +70,26 @@ impl DevicePlan {
         if self.missing() == 0 {
             return None;
         }
-        if self.weights > self.budget {
-            let over = Bytes(self.weights - self.budget).rounded();
-            return Some(format!("the weights alone are {over} too large: a smaller quantisation fits"));
-        }
-        let mut left = self.budget - self.weights;
-        let fitting = self.workers.iter().take_while(|(_, bytes)| {
-            let fits = *bytes <= left;
-            left -= if fits { *bytes } else { 0 };
+        let Some(mut left) = self.room().checked_sub(self.weights) else {
+            let over = Bytes(self.weights - self.room()).rounded();
+            let percent = (self.room() as f64 / self.weights as f64 * 100.0).floor();
+            return Some(format!(
+                "the weights alone are {over} too large: those of a quantisation with {percent}% of their size would fit"
+            ));
+        };
+        let fitting = self.workers.iter().take_while(|worker| {
+            let fits = worker.bytes <= left;
+            left -= if fits { worker.bytes } else { 0 };
             fits
         });
-        let fitting = fitting.count();
+        let mut advice = format!("{} of {} workers fit", fitting.count(), self.workers.len());
         let each = self.missing().div_ceil(self.workers.len().max(1) as u64);
-        Some(format!(
-            "{fitting} of {} workers fit; all do with {} less for each (--kv-bytes, --ctx-size)",
-            self.workers.len(),
-            Bytes(each).rounded()
-        ))
+        if self.workers.iter().all(|worker| each < worker.kv) {
+            let each = Bytes(each).rounded();
+            // Writing to a string cannot fail.
+            let _ = write!(advice, "; all do with {each} less for each (--kv-bytes, --ctx-size)");
+        }
+        Some(advice)
     }
 }
 
@@ -109,16 +125,18 @@ fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DevicePlan> {
     for model in models {
         let id = model.choice.device().to_string();
         let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
-            let (name, budget) = match &model.choice.gpu {
-                Some(gpu) => (format!("cuda:{} {}", gpu.ordinal, gpu.name), config.budget_of(gpu)),
-                None => ("host".to_owned(), config.host_bytes()),
+            let (name, budget, free) = match &model.choice.gpu {
+                Some(gpu) => {
+                    (format!("cuda:{} {}", gpu.ordinal, gpu.name), config.budget_of(gpu), gpu.free_bytes)
+                }
+                None => ("host".to_owned(), config.host_bytes(), None),
             };
-            devices.push(DevicePlan { id, name, budget, weights: 0, workers: Vec::new() });
+            devices.push(DevicePlan { id, name, budget, free, weights: 0, workers: Vec::new() });
             devices.len() - 1
         });
         devices[at].weights += model.weights.total();
-        let worker = || (model.name.clone(), model.demand.total());
-        devices[at].workers.extend((0..model.workers).map(|_| worker()));
+        let worker = WorkerPlan { bytes: model.demand.total(), kv: model.demand.kv };
+        devices[at].workers.extend((0..model.workers).map(|_| worker));
     }
     devices
 }
@@ -155,6 +173,7 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
             "device": device.id,
             "name": device.name,
             "budget": device.budget,
+            "free": device.free,
             "needed": device.needed(),
             "missing": device.missing(),
             "advice": device.advice(),
@@ -211,10 +230,11 @@ fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
         };
         let _ = writeln!(
             text,
-            "device {}: {} of {}, {verdict}",
+            "device {}: {} of {}{}, {verdict}",
             device.name,
             rounded(device.needed()),
-            rounded(device.budget)
+            rounded(device.room()),
+            if device.room() < device.budget { " that are free" } else { "" },
         );
     }
     text
@@ -226,9 +246,10 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
+    /// Half of each worker is keys and values.
     fn device(budget: u64, weights: u64, workers: &[u64]) -> DevicePlan {
-        let workers = workers.iter().map(|&bytes| ("m".to_owned(), bytes)).collect();
-        DevicePlan { id: "host".to_owned(), name: "host".to_owned(), budget, weights, workers }
+        let workers = workers.iter().map(|&bytes| WorkerPlan { bytes, kv: bytes / 2 }).collect();
+        DevicePlan { id: "host".to_owned(), name: "host".to_owned(), budget, free: None, weights, workers }
     }
 
     #[test]
@@ -246,8 +267,26 @@ mod tests {
     }
 
     #[test]
+    fn nobody_is_told_to_save_more_than_there_are_keys_and_values() {
+        let advice = device(10 * GIB, 4 * GIB, &[6 * GIB, 6 * GIB]).advice().unwrap();
+        assert_eq!(advice, "1 of 2 workers fit");
+    }
+
+    #[test]
+    fn what_others_hold_is_not_there() {
+        let alone = device(10 * GIB, 4 * GIB, &[3 * GIB, 3 * GIB]);
+        let beside = DevicePlan { free: Some(7 * GIB), ..alone.clone() };
+        assert_eq!((alone.missing(), beside.missing()), (0, 3 * GIB));
+        assert!(beside.advice().unwrap().starts_with("1 of 2 workers fit"), "{beside:?}");
+        assert!(text(&[], &[beside]).contains("10.0 GiB of 7.00 GiB that are free, 3.00 GiB too much"));
+        let roomy = DevicePlan { free: Some(70 * GIB), ..alone };
+        assert!(text(&[], &[roomy]).contains("10.0 GiB of 10.0 GiB, fits"));
+    }
+
+    #[test]
     fn weights_that_are_too_large_are_said_to_be() {
         let advice = device(10 * GIB, 11 * GIB, &[GIB]).advice().unwrap();
         assert!(advice.starts_with("the weights alone are 1.00 GiB too large"), "{advice}");
+        assert!(advice.contains("with 90% of their size"), "{advice}");
     }
 }
