@@ -30,6 +30,9 @@ const IMPORT_MAX: Duration = Duration::from_millis(200);
 /// The goal: what may be missing on the device when everything has gone.
 const BASELINE_TOLERANCE_BYTES: u64 = 8 * MIB;
 
+/// What a context takes of the device and the driver counts to no process: 5.6 MiB on an H200.
+const UNCOUNTED_MAX: u64 = 16 * MIB;
+
 /// A driver frees what a killed process held within this time.
 const RECLAIM: Duration = Duration::from_secs(10);
 
@@ -40,11 +43,12 @@ struct Machine {
 type Check = fn(&Machine) -> String;
 
 /// In this order: what may leave the device in a bad state comes last.
-const CHECKS: [(&str, Check); 8] = [
+const CHECKS: [(&str, Check); 9] = [
     ("descriptors_alone_keep_the_memory_and_a_later_process_reads_it", descriptors_alone),
     ("a_thousand_allocations_are_imported_in_time", import_speed),
     ("killed_loader_disturbs_no_importer", killed_loader),
     ("sixteen_processes_import_at_once", storm),
+    ("contexts_made_at_once_are_counted_like_one_alone", contexts_at_once),
     ("range_grows_and_shrinks", |_| one_child("grow")),
     ("too_little_memory_says_what_is_missing_and_leaves_nothing", |_| one_child("too-little")),
     ("memory_and_descriptors_are_at_their_baseline_after_a_hundred_cycles", cycles),
@@ -256,6 +260,43 @@ fn storm(machine: &Machine) -> String {
     drop(fds);
     notes += &machine.assert_back_at(baseline);
     notes
+}
+
+fn contexts_at_once(machine: &Machine) -> String {
+    let baseline = machine.used();
+    let mut notes = String::new();
+    let mut alone = None;
+    for (processes, beside_a_loader) in [(1, false), (4, false), (2, true)] {
+        let roles: Vec<Role> = (0..processes).map(|_| Role::start("context", false)).collect();
+        roles.iter().for_each(Role::wait_ready);
+        let loader = beside_a_loader.then(|| Role::start("load 200 32", false));
+        for role in &roles {
+            role.socket.send(&BatchReceived { batch: 1 }, &[]).unwrap();
+        }
+        roles.iter().for_each(Role::wait_ready);
+        let taken = (machine.used() - baseline) / processes;
+        if let Some(loader) = loader {
+            loader.receive_fds();
+            loader.end_well();
+        }
+        for role in roles {
+            let output = role.end_well();
+            let Ok(counted) = output.trim().parse::<u64>() else {
+                return format!("the management library does not say what a process has: {output}");
+            };
+            assert_eq!(counted, *alone.get_or_insert(counted), "{processes} at once");
+            assert!(beside_a_loader || taken.abs_diff(counted) <= UNCOUNTED_MAX, "{taken} bytes are taken");
+        }
+        let mib = |bytes: u64| bytes as f64 / MIB as f64;
+        let counted = mib(alone.unwrap_or_default());
+        notes += &match beside_a_loader {
+            false => {
+                format!("{processes} at once: {:.2} MiB taken, {counted:.2} counted, each\n", mib(taken))
+            }
+            true => format!("{processes} at once beside a loader: {counted:.2} MiB counted to each\n"),
+        };
+    }
+    notes + &machine.assert_back_at(baseline)
 }
 
 fn cycles(machine: &Machine) -> String {

@@ -56,6 +56,7 @@ pub(crate) fn run(role: &str) -> ExitCode {
             load(&device, &socket, count.parse().unwrap(), mib.parse::<u64>().unwrap() * MIB)
         }
         ["import"] => import(&device, &socket),
+        ["context"] => context(&device, &socket),
         ["stray-write"] => stray_write(&device, &socket),
         ["grow"] => grow(&device),
         ["too-little"] => too_little(&device),
@@ -278,6 +279,22 @@ fn parts_of_import(driver: &dyn Driver, manifest: &Manifest, fds: &[OwnedFd]) {
     lap("free");
     let text: Vec<String> = times.iter().map(|(name, time)| format!("{name} {}", time.as_micros())).collect();
     println!("of which us: {}", text.join(", "));
+}
+
+/// Makes a context when it is told to, and says what the driver then counts to this process.
+fn context(device: &Device, socket: &Connection) {
+    let nvml = Nvml::open().unwrap();
+    let counted = || nvml.process_bytes(device.uuid()).unwrap();
+    assert_eq!(counted(), None, "no context yet");
+    tell_ready(socket);
+    socket.receive::<BatchReceived>().unwrap();
+    let context = device.context().unwrap();
+    let counted = counted();
+    tell_ready(socket);
+    // Until the parent has looked at the device.
+    let _ = socket.receive::<BatchReceived>();
+    drop(context);
+    println!("{}", counted.map_or_else(|| "nothing".to_owned(), |bytes| bytes.to_string()));
 }
 
 /// A kernel that writes where it is told.
