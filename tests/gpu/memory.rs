@@ -32,7 +32,9 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         work(&fleet);
         let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, FULL, 32)));
         assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 32);
-        let alone = fleet.line("worker-0").unwrap();
+        let alone = eventually("its cache is full", || {
+            fleet.line("worker-0").filter(|line| line["device_memory"]["kv_mapped"] == planned["kv"])
+        });
         let one = gpu.used();
         is_as_planned(planned, &alone["device_memory"]);
         let added = fleet.order(&["add-worker"]);

@@ -42,7 +42,7 @@ use readback::Readback;
 use recorder::Recorder;
 use step::Rows;
 use upload::Upload;
-use usage::{allocated, graph_bytes};
+use usage::{DRIVER_BYTES, allocated, graph_bytes};
 
 pub use data::Data;
 use kv::Ahead;
@@ -134,7 +134,7 @@ impl Cuda {
                 + self.step.bytes()
                 + self.weighings.bytes(),
             graphs: graph_bytes(self.recorder.graph_launches()),
-            modules: self.device.module_bytes(),
+            modules: self.device.module_bytes() + DRIVER_BYTES,
         }
     }
 

@@ -14,8 +14,8 @@ const GRAPH_LAUNCH_BYTES: u64 = 512;
 const UNIT_BYTES: u64 = 2 << 20;
 /// The code of all modules that a model loads, in the driver's unit (measured on an H200).
 const MODULES_BYTES: u64 = UNIT_BYTES;
-/// What the driver takes for streams, events and the first launches (as above).
-const DRIVER_BYTES: u64 = UNIT_BYTES;
+/// What the driver takes for streams, events and the first launches (as above), without saying so.
+pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
 /// Rows of steps, block tables and attention plans, of the step at hand, and shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
 /// Launches of one layer, when norms, gates and merges round what they make; and before and behind the layers.
