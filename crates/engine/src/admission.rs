@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use pace::{Outside, Pace};
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
     /// Most requests that wait when one of ordinary priority (0) comes.
@@ -20,15 +22,18 @@ const HIGH_EIGHTHS: usize = 9;
 /// Most of one tenant, in eighths of the queue.
 const TENANT_EIGHTHS: usize = 6;
 
-/// What a refused caller is told at least and at most.
-const RETRY_MIN: Duration = Duration::from_secs(1);
-const RETRY_MAX: Duration = Duration::from_secs(60);
-/// Weight of the newest gap between admissions in their mean.
-const GAP_WEIGHT: f64 = 0.1;
-
 impl Bounds {
     pub fn of_queue(queue_max: usize) -> Self {
         Self { queue_max, tenant_queue_max: eighths(queue_max, TENANT_EIGHTHS) }
+    }
+
+    /// Most requests of any priority that may wait when one of this priority comes.
+    pub fn places(&self, priority: i32) -> usize {
+        match priority {
+            ..0 => eighths(self.queue_max, HIGH_EIGHTHS),
+            0 => self.queue_max,
+            1.. => eighths(self.queue_max, LOW_EIGHTHS),
+        }
     }
 }
 
@@ -51,44 +56,49 @@ pub struct Full {
 pub struct Admission {
     bounds: Bounds,
     waiting: usize,
-    tenants: HashMap<u64, usize>,
-    /// Mean seconds between two that leave the queue.
-    gap: Option<f64>,
-    last: Duration,
-    /// Refused ones that have been promised one of the next places.
-    promised: u32,
+    tenants: HashMap<u64, Own>,
+    /// Of the last step.
+    now: Duration,
+    /// The first step that somebody has waited for since the queue was empty.
+    since: Option<Duration>,
+    pace: Pace,
+}
+
+#[derive(Debug, Default)]
+struct Own {
+    waiting: usize,
+    outside: Outside,
 }
 
 impl Admission {
     pub fn new(bounds: Bounds) -> Self {
-        Self { bounds, waiting: 0, tenants: HashMap::new(), gap: None, last: Duration::ZERO, promised: 0 }
+        let pace = Pace::default();
+        Self { bounds, waiting: 0, tenants: HashMap::new(), now: Duration::ZERO, since: None, pace }
     }
 
     /// Most requests of any priority that may wait when one of this priority comes.
     pub fn places(&self, priority: i32) -> usize {
-        let max = self.bounds.queue_max;
-        match priority {
-            ..0 => eighths(max, HIGH_EIGHTHS),
-            0 => max,
-            1.. => eighths(max, LOW_EIGHTHS),
-        }
+        self.bounds.places(priority)
     }
 
     /// Takes a place in the queue.
     pub fn enter(&mut self, priority: i32, tenant: u64) -> Result<(), Full> {
-        let places = self.places(priority);
-        let own = self.tenants.get(&tenant).copied().unwrap_or(0);
-        let (waiting, max, of_tenant) = match self.waiting >= places {
-            true => (self.waiting, places, false),
-            // Those who do not say whose they are share the queue as one.
-            false if tenant == 0 => (0, self.bounds.queue_max, true),
-            false => (own, self.bounds.tenant_queue_max, true),
-        };
+        let (waiting, max) = (self.waiting, self.places(priority));
         if waiting >= max {
-            return Err(Full { waiting, max, of_tenant, retry_after: self.promise() });
+            let retry_after = self.pace.promise(self.now, waiting as u32, 1);
+            return Err(Full { waiting, max, of_tenant: false, retry_after });
         }
+        let share = self.tenants.len() as u32;
+        let own = self.tenants.entry(tenant).or_default();
+        let (waiting, max) = (own.waiting, self.bounds.tenant_queue_max);
+        // Those who do not say whose they are share the queue as one.
+        if tenant != 0 && waiting >= max {
+            let ahead = waiting as u32;
+            let retry_after = self.pace.promise_to(&mut own.outside, self.now, ahead, 1, share);
+            return Err(Full { waiting, max, of_tenant: true, retry_after });
+        }
+        own.waiting += 1;
         self.waiting += 1;
-        *self.tenants.entry(tenant).or_default() += 1;
         Ok(())
     }
 
@@ -97,31 +107,35 @@ impl Admission {
         debug_assert!(self.waiting > 0);
         self.waiting -= 1;
         if let Some(own) = self.tenants.get_mut(&tenant) {
-            *own -= 1;
-            if *own == 0 {
+            own.waiting -= 1;
+            if own.waiting == 0 {
                 self.tenants.remove(&tenant);
             }
         }
+        self.passed(self.now);
+    }
+
+    /// To be told at the begin of each step: a queue in which nobody waits says nothing of the pace.
+    pub fn passed(&mut self, now: Duration) {
+        self.now = now;
+        match self.waiting {
+            0 => self.since = None,
+            _ => self.since = self.since.or(Some(now)),
+        }
+        self.pace.waiting(now, self.waiting > 0);
     }
 
     /// Holds blocks from now on.
     pub fn admitted(&mut self, tenant: u64, now: Duration) {
+        // Who comes in with its first step has waited for nobody.
+        if self.since.is_some_and(|since| since < now) {
+            self.pace.freed(now);
+        }
         self.leave(tenant);
-        let gap = now.saturating_sub(self.last).as_secs_f64();
-        self.gap = Some(self.gap.map_or(gap, |mean| mean + GAP_WEIGHT * (gap - mean)));
-        self.last = now;
-        self.promised = self.promised.saturating_sub(1);
     }
 
     pub fn waiting(&self) -> usize {
         self.waiting
-    }
-
-    /// Each refused one is promised a place of its own among those that will be free, at the pace of late.
-    fn promise(&mut self) -> Duration {
-        self.promised = self.promised.saturating_add(1);
-        let seconds = self.gap.unwrap_or(0.0) * f64::from(self.promised);
-        Duration::try_from_secs_f64(seconds).unwrap_or(RETRY_MAX).clamp(RETRY_MIN, RETRY_MAX)
     }
 }
 
@@ -156,24 +170,69 @@ mod tests {
         admission.enter(0, 7).unwrap();
     }
 
+    /// A queue of two that always wait; one gets in every four seconds, from second 4 to second 80.
+    fn measured() -> Admission {
+        let mut admission = Admission::new(Bounds { queue_max: 2, tenant_queue_max: 2 });
+        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
+        assert_eq!(admission.enter(0, 1).unwrap_err().retry_after.as_secs(), 1, "nothing is known yet");
+        admission.passed(Duration::ZERO);
+        (1..=20).for_each(|k| one_gets_in(&mut admission, 4 * k));
+        admission
+    }
+
+    fn one_gets_in(admission: &mut Admission, second: u64) {
+        let now = Duration::from_secs(second);
+        admission.passed(now);
+        admission.admitted(2, now);
+        admission.enter(0, 2).unwrap();
+    }
+
+    fn told(admission: &mut Admission) -> u64 {
+        admission.enter(0, 1).unwrap_err().retry_after.as_secs()
+    }
+
     #[test]
     fn the_refused_are_told_times_one_after_the_other_at_the_pace_of_late() {
-        let mut admission = Admission::new(Bounds { queue_max: 1, tenant_queue_max: 1 });
-        assert!(admission.enter(0, 2).is_ok());
-        assert_eq!(admission.enter(0, 1).unwrap_err().retry_after, RETRY_MIN, "nothing is known yet");
-        admission.admitted(2, Duration::from_secs(4));
-        for k in 2..12 {
-            assert!(admission.enter(0, 2).is_ok());
-            admission.admitted(2, Duration::from_secs(4 * k));
+        let mut admission = measured();
+        assert_eq!([told(&mut admission), told(&mut admission), told(&mut admission)], [12, 16, 20]);
+        one_gets_in(&mut admission, 84);
+        assert_eq!(told(&mut admission), 20, "behind those of before, who are four seconds nearer");
+        (0..100).for_each(|_| _ = told(&mut admission));
+        assert_eq!(told(&mut admission), 60);
+    }
+
+    #[test]
+    fn idle_times_say_nothing_of_the_pace() {
+        let mut admission = measured();
+        // Both leave, an hour passes, and those who come then find room in their first step.
+        let later = |second: u64| Duration::from_secs(3600 + second);
+        (0..2).for_each(|_| admission.leave(2));
+        for second in 0..50 {
+            admission.enter(0, 2).unwrap();
+            admission.passed(later(second));
+            admission.admitted(2, later(second));
         }
-        assert!(admission.enter(0, 2).is_ok());
-        let told: Vec<u64> =
-            (0..3).map(|_| admission.enter(0, 1).unwrap_err().retry_after.as_secs()).collect();
-        assert_eq!(told, [4, 8, 12]);
-        admission.admitted(2, Duration::from_secs(48));
-        assert!(admission.enter(0, 2).is_ok());
-        assert_eq!(admission.enter(0, 1).unwrap_err().retry_after.as_secs(), 12, "one place has been given");
-        (0..100).for_each(|_| assert!(admission.enter(0, 1).is_err()));
-        assert_eq!(admission.enter(0, 1).unwrap_err().retry_after, RETRY_MAX);
+        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
+        admission.passed(later(50));
+        assert_eq!(told(&mut admission), 12, "as before that hour");
+    }
+
+    #[test]
+    fn promises_are_forgotten_when_their_time_has_passed() {
+        let mut admission = measured();
+        (0..100).for_each(|_| _ = told(&mut admission));
+        (21..=40).for_each(|k| one_gets_in(&mut admission, 4 * k));
+        assert_eq!(told(&mut admission), 12, "those who were refused had their turn, or have gone");
+    }
+
+    #[test]
+    fn a_tenant_at_its_own_bound_is_told_its_own_time() {
+        let mut admission = Admission::new(Bounds { queue_max: 9, tenant_queue_max: 2 });
+        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
+        admission.enter(0, 3).unwrap();
+        admission.passed(Duration::ZERO);
+        (1..=20).for_each(|k| one_gets_in(&mut admission, 4 * k));
+        let full = admission.enter(0, 2).unwrap_err();
+        assert_eq!((full.of_tenant, full.retry_after.as_secs()), (true, 24), "every second place is its own");
     }
 }

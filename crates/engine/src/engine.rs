@@ -242,6 +242,7 @@ impl<B: Backend> Engine<B> {
         {
             self.finish(slot, FinishReason::Deadline, out);
         }
+        self.admission.passed(now);
         let plan = self.scheduler.schedule();
         let mut report = StepReport {
             rows: plan.rows,

@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::pace::{Outside, Pace};
+use pace::{Outside, Pace};
+
 use super::queue::{Queue, Rank};
 use super::{
     AGED_EVERY, Action, Class, ClassStanding, Entry, Limits, Refused, Standing, Tenant, Ticket, Time,

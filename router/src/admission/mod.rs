@@ -25,7 +25,6 @@
 
 mod fit;
 mod line;
-mod pace;
 mod queue;
 #[cfg(test)]
 mod simulation;

@@ -2,22 +2,25 @@
 //!
 //! The queue goes on outside. A refused request is told the time at which everybody who waits, and everybody refused
 //! before it, will have been served at the present pace; so those who come again come one after the other, each about
-//! when it is its turn, and not all at once.
+//! when it is its turn, and not all at once. A plain value without a clock: the queues of router and worker each have one.
+
+#![forbid(unsafe_code)]
 
 use std::time::Duration;
 
-use super::Time;
+/// Since whatever moment its owner counts from.
+pub type Time = Duration;
 
 /// What a refused one is told at least: a shorter time is not worth a round trip, and `Retry-After` counts seconds.
-pub(super) const RETRY_MIN: Duration = Duration::from_secs(1);
+const RETRY_MIN: Duration = Duration::from_secs(1);
 /// And at most: what the pace was says little about later.
-pub(super) const RETRY_MAX: Duration = Duration::from_secs(60);
+const RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// What remains of older measurements with each place that becomes free: the last ten count most.
 const KEPT: f64 = 0.9;
 
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub struct Pace {
     /// Places that became free while somebody waited, and the seconds that it took; older ones count less.
     freed: f64,
     seconds: f64,
@@ -28,13 +31,13 @@ pub(super) struct Pace {
 
 /// Until when the places to come are spoken for by those that were refused.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Outside {
+pub struct Outside {
     until: Time,
 }
 
 impl Pace {
     /// Somebody waits, or nobody does, after an event.
-    pub(super) fn waiting(&mut self, now: Time, somebody: bool) {
+    pub fn waiting(&mut self, now: Time, somebody: bool) {
         match somebody {
             true => self.last = self.last.or(Some(now)),
             false => self.last = None,
@@ -42,7 +45,7 @@ impl Pace {
     }
 
     /// A place has become free.
-    pub(super) fn freed(&mut self, now: Time) {
+    pub fn freed(&mut self, now: Time) {
         if let Some(last) = self.last.replace(now) {
             self.freed = KEPT * self.freed + 1.0;
             self.seconds = KEPT * self.seconds + now.saturating_sub(last).as_secs_f64();
@@ -60,13 +63,13 @@ impl Pace {
     }
 
     /// For a request of `places` that was refused behind `ahead` that wait.
-    pub(super) fn promise(&mut self, now: Time, ahead: u32, places: u32) -> Duration {
+    pub fn promise(&mut self, now: Time, ahead: u32, places: u32) -> Duration {
         let gap = self.gap(now);
         self.outside.promise(now, gap, ahead, places)
     }
 
     /// The same for a tenant's own queue, which gets one of `share` places.
-    pub(super) fn promise_to(
+    pub fn promise_to(
         &self,
         outside: &mut Outside,
         now: Time,
