@@ -1,15 +1,15 @@
 //! How long it takes until a worker serves a model of 8 billion weights, and how fast weights come onto the device.
 
-use super::{Gpu, MIB};
+use super::Gpu;
 use crate::harness::{Fleet, ballast, demo_7m, device, serve, synth, text};
 use serde_json::Value;
-use std::path::Path;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 const FIRST_TOKEN_MAX_MS: f64 = 1000.0;
-
-/// Slower than this, weights do not come out of memory.
-const MEMORY_RATE_MIN: f64 = 15e9;
 
 #[test]
 fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
@@ -44,61 +44,101 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     fleet.stop();
 }
 
+/// Shares of what can be had: of pinned copies to the device, and of plain reads of the disk.
+const OF_PINNED: f64 = 0.85;
+const OF_DISK: f64 = 0.9;
+const ROUNDS: usize = 5;
+
+/// Rates differ from machine to machine, so this says what was reached and fails for no figure.
 #[test]
-fn weights_come_from_memory_at_its_speed_and_from_the_disk_at_the_drives() {
-    let Some(gpu) = Gpu::here("weights_come_from_memory_at_its_speed_and_from_the_disk_at_the_drives") else {
+#[ignore = "a measurement, which dist/gpu/run bench makes"]
+fn loads_as_shares_of_what_memory_and_disk_can_give() {
+    let Some(gpu) = Gpu::here("loads_as_shares_of_what_memory_and_disk_can_give") else {
         return;
     };
     let model = synth("qwen3-8b", "q4_k_m");
     let folder = tempfile::Builder::new().prefix("ballast-disk-").tempdir_in("/tmp").unwrap();
     let on_disk = folder.path().join("model.gguf");
     std::fs::copy(&model, &on_disk).unwrap();
+    File::open(&on_disk).unwrap().sync_all().unwrap();
     let baseline = gpu.used();
-    let from_scratch = rate_of_load(&model);
-    eprintln!("measured: load from {}: {:.1} GB/s", model.parent().unwrap().display(), from_scratch / 1e9);
-    let cached = rate_of_load(&on_disk);
-    eprintln!("measured: load from the page cache: {:.1} GB/s", cached / 1e9);
-    forget(&on_disk);
-    let started = std::time::Instant::now();
-    let disk = rate_of_load(&on_disk);
-    eprintln!(
-        "measured: load from the disk: {:.1} GB/s, whole command {:.1} s",
-        disk / 1e9,
-        started.elapsed().as_secs_f64()
-    );
-    eprintln!("measured: the disk by dd with O_DIRECT: {}", raw_rate(&on_disk));
-    assert!(cached > MEMORY_RATE_MIN, "{cached} bytes a second from the page cache");
+    let pinned = pinned_rate();
+    let memory = model.parent().unwrap().display().to_string();
+    let loads = Loads::start();
+    verdict(&memory, loads.rates(&model, |_| ()), pinned, "of pinned copies", OF_PINNED);
+    verdict("the page cache", loads.rates(&on_disk, |_| ()), pinned, "of pinned copies", OF_PINNED);
+    let read = || {
+        forget(&on_disk);
+        read_rate(&on_disk)
+    };
+    let plain = median([read(), read(), read()].to_vec());
+    verdict("the disk", loads.rates(&on_disk, forget), plain, "of plain reads", OF_DISK);
+    loads.fleet.stop();
     gpu.assert_back_at(baseline);
 }
 
-/// Bytes a second of the part of a load that reads, by the loader's own clock.
-fn rate_of_load(model: &Path) -> f64 {
-    let directory = tempfile::tempdir().unwrap();
-    let log = directory.path().join("log");
-    let mut command = serve(directory.path(), &demo_7m(), &["--workers", "1"]);
-    command.env("BALLAST_LOG", "info").stderr(std::fs::File::create(&log).unwrap());
-    let fleet = Fleet::start_by(directory, command);
-    let output = fleet.order(&[
-        "load",
-        model.to_str().unwrap(),
-        "--name",
-        "big",
-        "--workers",
-        "0",
-        "--device",
-        &device(),
-    ]);
-    assert!(output.status.success(), "{}", text(&output).1);
-    let said = std::fs::read_to_string(&log).unwrap();
-    let filled = |line: &&str| line.contains("filled the GPU's memory");
-    let line = said.lines().rfind(filled).unwrap_or_else(|| panic!("no load in {said}"));
-    eprintln!("measured: {}", &line[line.find("filled").unwrap()..]);
-    let rate = line.split("gigabytes_per_second=").nth(1).unwrap_or_else(|| panic!("no rate in {line}"));
-    let rate: f64 = rate.split_whitespace().next().unwrap().parse().unwrap();
-    let bytes = std::fs::metadata(model).unwrap().len();
-    assert!(bytes > 4000 * MIB);
-    fleet.stop();
-    rate * 1e9
+fn verdict(from: &str, rates: Vec<f64>, possible: f64, what: &str, goal: f64) {
+    let (rate, each) = (median(rates.clone()), rates.iter().map(|rate| rate / 1e9).collect::<Vec<_>>());
+    let met = if rate >= goal * possible { "met" } else { "MISSED" };
+    eprintln!(
+        "measured: loads from {from}: {:.1} GB/s of {each:.1?}, {:.0}% of the {:.1} GB/s {what}; goal {:.0}%: {met}",
+        rate / 1e9,
+        100.0 * rate / possible,
+        possible / 1e9,
+        100.0 * goal
+    );
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// What the doctor finds that pinned memory can be copied onto the device at.
+fn pinned_rate() -> f64 {
+    let output = ballast().args(["doctor", "--json"]).output().unwrap();
+    let (stdout, stderr) = text(&output);
+    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
+    let findings = report["findings"].as_array().unwrap();
+    let rate =
+        findings.iter().find_map(|finding| finding["values"]["pinned_to_device_bytes_per_second"].as_f64());
+    rate.unwrap_or_else(|| panic!("no rate of pinned copies in {report}"))
+}
+
+/// A fleet that loads a large model again and again, and its log.
+struct Loads {
+    fleet: Fleet,
+    log: PathBuf,
+}
+
+impl Loads {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let mut command = serve(directory.path(), &demo_7m(), &["--workers", "1"]);
+        command.env("BALLAST_LOG", "info").stderr(File::create(&log).unwrap());
+        Self { fleet: Fleet::start_by(directory, command), log }
+    }
+
+    /// Bytes a second of reading and copying, by the loader's own clock.
+    fn rates(&self, model: &Path, prepare: impl Fn(&Path)) -> Vec<f64> {
+        let order = |arguments: &[&str]| {
+            let output = self.fleet.order(arguments);
+            assert!(output.status.success(), "{}", text(&output).1);
+        };
+        let one = |_| {
+            prepare(model);
+            let path = model.to_str().unwrap();
+            order(&["load", path, "--name", "big", "--workers", "0", "--device", &device()]);
+            order(&["unload", "big"]);
+            let said = std::fs::read_to_string(&self.log).unwrap();
+            let filled = said.lines().rfind(|line| line.contains("filled the GPU's memory"));
+            let rate = filled.and_then(|line| line.split("gigabytes_per_second=").nth(1));
+            let rate = rate.unwrap_or_else(|| panic!("no rate of a load in {said}"));
+            rate.split_whitespace().next().unwrap().parse::<f64>().unwrap() * 1e9
+        };
+        (0..ROUNDS).map(one).collect()
+    }
 }
 
 /// Drops the file from the page cache.
@@ -113,14 +153,22 @@ fn forget(file: &Path) {
     assert!(status.success());
 }
 
-/// What dd says of reading the file around the page cache.
-fn raw_rate(file: &Path) -> String {
-    let mut input = std::ffi::OsString::from("if=");
-    input.push(file);
-    let output = Command::new("dd")
-        .args(["of=/dev/null", "iflag=direct", "bs=16M", "count=128"])
-        .arg(input)
-        .output()
-        .unwrap();
-    text(&output).1.lines().last().unwrap_or_default().to_owned()
+/// Bytes a second of a file that several threads read at once.
+fn read_rate(file: &Path) -> f64 {
+    const THREADS: u64 = 8;
+    let bytes = file.metadata().unwrap().len();
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            scope.spawn(move || {
+                let (from, to) = (bytes * thread / THREADS, bytes * (thread + 1) / THREADS);
+                let mut part = File::open(file).unwrap();
+                part.seek(SeekFrom::Start(from)).unwrap();
+                let mut part = part.take(to - from);
+                let mut buffer = vec![0; 8 << 20];
+                while part.read(&mut buffer).unwrap() > 0 {}
+            });
+        }
+    });
+    bytes as f64 / started.elapsed().as_secs_f64()
 }
