@@ -51,7 +51,7 @@ pub enum DeviceError {
         "{name} ({uuid}) cannot export memory as file descriptors: a Linux driver outside of WSL is needed"
     )]
     NoPosixFd { name: String, uuid: DeviceUuid },
-    #[error("the GPU cannot be used")]
+    #[error("the GPU cannot be used (nvidia-smi may say more; the host's memory can be used without it)")]
     Refused(#[from] Refusal),
 }
 

@@ -63,7 +63,9 @@ pub enum ImportModelError {
     Count { expected: usize, found: usize },
     #[error("the manifest's allocations are larger than any memory")]
     TooLarge,
-    #[error("allocation {index} of {bytes} bytes cannot be imported")]
+    #[error(
+        "allocation {index} of {bytes} bytes cannot be imported: if driver or device were reset since it was loaded, load the model again"
+    )]
     Allocation { index: usize, bytes: u64, source: Refusal },
     #[error("the model's {bytes} bytes cannot be mapped")]
     Map { bytes: u64, source: Refusal },

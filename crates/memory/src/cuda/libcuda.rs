@@ -41,12 +41,22 @@ macro_rules! functions {
                     $($field: {
                         // SAFETY: the type is that of the function in cuda.h, which never changes under its name.
                         let found = unsafe { library.get(concat!($symbol, "\0").as_bytes()) };
-                        *found.map_err(|_| OpenDriverError::TooOld { symbol: $symbol })?
+                        *found.map_err(|_| too_old(library, $symbol))?
                     },)*
                 })
             }
         }
     };
+}
+
+/// Says of which version the driver is, which it knows before it is started.
+fn too_old(library: &libloading::Library, symbol: &'static str) -> OpenDriverError {
+    type Version = unsafe extern "C" fn(*mut c_int) -> Status;
+    let mut version = 0;
+    // SAFETY: the type is that of the function in cuda.h; it writes one number.
+    let known =
+        unsafe { library.get::<Version>(b"cuDriverGetVersion\0").is_ok_and(|get| get(&mut version) == 0) };
+    OpenDriverError::TooOld { symbol, version: u32::try_from(version).ok().filter(|_| known) }
 }
 
 functions! {

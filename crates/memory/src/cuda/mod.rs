@@ -48,14 +48,28 @@ pub enum OpenDriverError {
         "this executable was built without CUDA: build it with --features cuda, or use the host's memory"
     )]
     NotBuilt,
-    #[error("no NVIDIA driver here: libcuda.so.1 cannot be loaded")]
+    #[error("no NVIDIA driver here: libcuda.so.1 cannot be loaded; install it, or use the host's memory")]
     NoDriver,
     #[error("the NVIDIA driver sees no GPU here; CUDA_VISIBLE_DEVICES may hide them")]
     NoDevice,
-    #[error("the NVIDIA driver is too old: it has no {symbol}")]
-    TooOld { symbol: &'static str },
-    #[error("the NVIDIA driver does not start")]
+    #[error(
+        "the NVIDIA driver{} is too old: it has no {symbol}; install one for CUDA 13 (580 or later)",
+        for_cuda(*.version)
+    )]
+    TooOld {
+        symbol: &'static str,
+        /// Of the CUDA that it is for, as 1000 * major + 10 * minor, where it says so.
+        version: Option<u32>,
+    },
+    #[error(
+        "the NVIDIA driver does not start (nvidia-smi may say more; the host's memory can be used without it)"
+    )]
     Init(#[source] Refusal),
+}
+
+fn for_cuda(version: Option<u32>) -> String {
+    version
+        .map_or_else(String::new, |version| format!(" for CUDA {}.{}", version / 1000, version % 1000 / 10))
 }
 
 /// Loads and starts the driver (0.2 s); to be called once, and never in the weight-server.

@@ -62,7 +62,7 @@ unsafe impl Sync for PinnedPart {}
 
 #[derive(Debug, thiserror::Error)]
 pub enum PinError {
-    #[error("the GPU gives no context")]
+    #[error("the GPU gives no context to pin host memory in: its memory may be full, nvidia-smi says more")]
     Context(#[source] Refusal),
     #[error("{}", cannot_pin(*.bytes, *.limit_bytes))]
     Refused {
