@@ -1,0 +1,229 @@
+//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself: the same bits everywhere. Ops are
+//! collected until somebody waits, so waiting behind each keeps them apart.
+
+use std::ops::Range;
+
+use anyhow::{Result, ensure};
+use bytes::Bytes;
+use kernels::cuda::{Cuda, Tensor};
+use ops::{
+    Activation, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Linear, RopePairing, RopeSpec, Weight,
+};
+use quant::DType;
+
+use crate::Gpu;
+use crate::attention::begin;
+use crate::ops::{filled, values, weight};
+use crate::random::Random;
+
+/// Rows of a matrix: no whole tile of them.
+const OUT: usize = 41;
+const EPS: f32 = 1e-5;
+
+struct Ops {
+    cuda: Cuda,
+    apart: bool,
+    random: Random,
+    results: Vec<(&'static str, Vec<f32>)>,
+}
+
+impl Ops {
+    /// Ends an op.
+    fn end(&mut self) -> Result<()> {
+        if self.apart {
+            self.cuda.wait()?;
+        }
+        Ok(())
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        let host = self.random.values(rows * cols);
+        filled(&mut self.cuda, rows, cols, &host)
+    }
+
+    fn vector(&mut self, len: usize) -> Weight<Cuda> {
+        weight(DType::F32, &[len], bytemuck::cast_slice(&self.random.values(len)))
+    }
+
+    fn matrix(&mut self, dtype: DType, cols: usize) -> Result<Linear<Cuda>> {
+        let mut data = vec![0; OUT * cols / dtype.block_len() * dtype.block_bytes()];
+        quant::encode(dtype, &self.random.values(OUT * cols), &mut data)?;
+        let data = Bytes::from(data).into();
+        Ok(Linear { weight: Weight { dtype, dims: vec![cols, OUT], layout: 0, data }, bias: None })
+    }
+
+    fn take(&mut self, what: &'static str, x: &Tensor, rows: usize, cols: usize) -> Result<()> {
+        let found = values(&mut self.cuda, x, rows, cols)?;
+        self.results.push((what, found));
+        Ok(())
+    }
+}
+
+/// The same ops together and apart, with the same values.
+fn compare(pair: &mut [Ops; 2], what: &str, work: impl Fn(&mut Ops) -> Result<()>) -> Result<()> {
+    for ops in pair.iter_mut() {
+        ops.random = Random::new(71);
+        ops.results.clear();
+        work(ops)?;
+    }
+    let [together, apart] = pair;
+    ensure!(together.results.len() == apart.results.len(), "{what}: other results");
+    for ((name, found), (_, expected)) in together.results.iter().zip(&apart.results) {
+        ensure!(found.iter().any(|x| *x != 0.0), "{what}: {name} is all zeros");
+        ensure!(found.iter().all(|x| x.is_finite()), "{what}: {name} has a value that is not finite");
+        let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+        ensure!(differs.is_none(), "{what}: value {differs:?} of {name} has other bits than op by op");
+    }
+    Ok(())
+}
+
+fn pair(gpu: &Gpu) -> Result<[Ops; 2]> {
+    let ops = |apart| -> Result<Ops> {
+        Ok(Ops { cuda: Cuda::new(&gpu.device)?, apart, random: Random::new(71), results: Vec::new() })
+    };
+    Ok([ops(false)?, ops(true)?])
+}
+
+/// Norms and gates whose rows are rounded for the matrices behind them.
+pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &Gpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    let rows: &[usize] = if gpu.small { &[1, 5, 33] } else { &[1, 2, 4, 5, 33, 70, 139] };
+    // One for each form that activations are rounded to.
+    for (dtype, widths) in
+        [(DType::Q8_0, [32, 416, 1056]), (DType::Q5_1, [96, 480, 4128]), (DType::Q4_K, [256, 768, 4352])]
+    {
+        for (cols, &rows) in widths.into_iter().flat_map(|cols| rows.iter().map(move |rows| (cols, rows))) {
+            compare(&mut pair, &format!("{rows} rows of {cols} for {dtype}"), |ops| {
+                rounded_rows(ops, dtype, rows, cols)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+fn rounded_rows(ops: &mut Ops, dtype: DType, rows: usize, cols: usize) -> Result<()> {
+    let (mut x, y) = (ops.tensor(rows, cols)?, ops.tensor(rows, cols)?);
+    let (norm, matrix, other) = (ops.vector(cols), ops.matrix(dtype, cols)?, ops.matrix(dtype, cols)?);
+    let (mut normed, mut sum, mut gated) =
+        (ops.cuda.tensor(rows, cols)?, ops.cuda.tensor(rows, cols)?, ops.cuda.tensor(rows, cols)?);
+    let mut products = Vec::new();
+    for _ in 0..4 {
+        products.push(ops.cuda.tensor(rows, OUT)?);
+    }
+    let [of_norm, of_sum, other_of_sum, of_gate] = &mut products[..] else {
+        anyhow::bail!("four products");
+    };
+
+    ops.cuda.rms_norm(&x, &norm, EPS, &mut normed, rows)?;
+    ops.end()?;
+    ops.cuda.linear(&matrix, &normed, of_norm, rows)?;
+    ops.end()?;
+    ops.cuda.add_rms_norm(&mut x, &y, &norm, EPS, &mut sum, rows)?;
+    ops.end()?;
+    ops.cuda.linears(&sum, &mut [(&matrix, of_sum), (&other, other_of_sum)], rows)?;
+    ops.end()?;
+    ops.cuda.gated(Activation::Silu, &normed, &sum, &mut gated, rows)?;
+    ops.end()?;
+    ops.cuda.linear(&matrix, &gated, of_gate, rows)?;
+
+    for (what, tensor) in [("the norm", &normed), ("the sum", &x), ("its norm", &sum), ("the gate", &gated)] {
+        ops.take(what, tensor, rows, cols)?;
+    }
+    let names = ["product of the norm", "product of the sum", "another of it", "product of the gate"];
+    for (what, tensor) in names.into_iter().zip(&products) {
+        ops.take(what, tensor, rows, OUT)?;
+    }
+    Ok(())
+}
+
+/// What stands in a layer between its two groups of matrices.
+struct Block {
+    spec: AttentionSpec,
+    kind: KvType,
+    /// Whether query and key heads have norms.
+    norms: bool,
+    pairing: RopePairing,
+    /// Values of a head that turn, in pairs.
+    pairs: usize,
+    /// Of the matrix behind attention.
+    dtype: DType,
+}
+
+const BLOCK_TOKENS: usize = 16;
+/// Tokens that sequences have before the first step. From position 2,048 on a split of attention has more than one tile.
+const BEFORE: [usize; 2] = [2_100, 3];
+/// Decode rows, short runs beside them, and a run for the chunk kernel.
+const STEPS: [&[(usize, Range<usize>)]; 3] =
+    [&[(0, 2_100..2_101), (1, 3..4)], &[(0, 2_101..2_104), (1, 4..40)], &[(1, 40..110)]];
+
+/// Norms and rotations of heads with the cache's write, and attention whose rows are rounded.
+pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &Gpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    for kind in [KvType::F32, KvType::F16, KvType::Bf16, KvType::Q8_0] {
+        for (heads, kv_heads, head_dim, norms, pairing, pairs, dtype) in [
+            (4, 2, 64, true, RopePairing::Halves, 32, DType::Q4_K),
+            (6, 2, 128, false, RopePairing::Adjacent, 64, DType::Q8_0),
+            (12, 1, 64, false, RopePairing::Halves, 20, DType::Q5_1),
+            (3, 1, 96, true, RopePairing::Adjacent, 48, DType::Q8_0),
+            (2, 2, 256, true, RopePairing::Halves, 64, DType::Q4_K),
+            (3, 1, 80, true, RopePairing::Halves, 40, DType::F32),
+            (2, 1, 5, false, RopePairing::Adjacent, 1, DType::F32),
+        ] {
+            let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
+            let block = Block { spec, kind, norms, pairing, pairs, dtype };
+            // Its scales are of 32 values.
+            if kind != KvType::Q8_0 || head_dim % 32 == 0 {
+                let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
+                compare(&mut pair, &what, |ops| attention_block(ops, &block))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn attention_block(ops: &mut Ops, block: &Block) -> Result<()> {
+    let AttentionSpec { heads, kv_heads, head_dim, .. } = block.spec;
+    let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+    let (query_norm, key_norm) = (ops.vector(head_dim), ops.vector(head_dim));
+    let matrix = ops.matrix(block.dtype, width)?;
+    let inverse_frequencies =
+        (0..block.pairs).map(|i| 10_000_f32.powf(-(i as f32) / block.pairs as f32)).collect();
+    let rope =
+        ops.cuda.rope_table(&RopeSpec { pairing: block.pairing, inverse_frequencies, magnitude: 1.25 })?;
+    let layer = KvLayer { kv_heads, head_dim, kind: block.kind };
+    let mut kv = ops.cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 160, layers: vec![layer] })?;
+    let tables: [Vec<u32>; 2] = [(10..150).rev().collect(), (1..9).collect()];
+    let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+
+    let before: Vec<_> = BEFORE.map(|len| 0..len).into_iter().enumerate().collect();
+    let rows = begin(&mut ops.cuda, BLOCK_TOKENS, &tables, &before)?;
+    let (keys, contents) = (ops.tensor(rows, kv_width)?, ops.tensor(rows, kv_width)?);
+    ops.cuda.kv_write(&mut kv, 0, &keys, &contents, rows)?;
+
+    for parts in STEPS {
+        let rows = begin(&mut ops.cuda, BLOCK_TOKENS, &tables, parts)?;
+        let (mut queries, mut keys) = (ops.tensor(rows, width)?, ops.tensor(rows, kv_width)?);
+        let contents = ops.tensor(rows, kv_width)?;
+        let (mut attended, mut out) = (ops.cuda.tensor(rows, width)?, ops.cuda.tensor(rows, OUT)?);
+        if block.norms {
+            ops.cuda.rms_norm_heads(&mut queries, &query_norm, EPS, rows)?;
+            ops.end()?;
+            ops.cuda.rms_norm_heads(&mut keys, &key_norm, EPS, rows)?;
+            ops.end()?;
+        }
+        ops.cuda.rope(&mut queries, &rope, head_dim, rows)?;
+        ops.end()?;
+        ops.cuda.rope(&mut keys, &rope, head_dim, rows)?;
+        ops.end()?;
+        ops.cuda.kv_write(&mut kv, 0, &keys, &contents, rows)?;
+        ops.end()?;
+        ops.cuda.attention(&kv, 0, &queries, &block.spec, &mut attended, rows)?;
+        ops.end()?;
+        ops.cuda.linear(&matrix, &attended, &mut out, rows)?;
+        ops.take("queries", &queries, rows, width)?;
+        ops.take("keys", &keys, rows, kv_width)?;
+        ops.take("attention", &attended, rows, width)?;
+        ops.take("the product", &out, rows, OUT)?;
+    }
+    Ok(())
+}
