@@ -122,8 +122,8 @@ impl Running {
                 Err(lost) => lost,
             };
             if let Loss::Worker { detail } = &lost {
-                tracing::warn!(worker = %attempt.place.worker_name, detail, "worker lost in mid-stream");
-                self.choice.fleet.leave(attempt.place.worker);
+                tracing::warn!(worker = %attempt.place.peer.worker_name, detail, "worker lost in mid-stream");
+                self.choice.fleet.leave(attempt.place.peer.worker);
             }
             match self.progress.lost(lost) {
                 Next::Complete => return self.finish(Finish::Length).await,
@@ -137,7 +137,7 @@ impl Running {
                     metrics::resumed(&choice.model.name);
                     tracing::info!(
                         request = %choice.call.request_id,
-                        worker = %attempt.place.worker_name,
+                        worker = %attempt.place.peer.worker_name,
                         tokens = self.progress.output().len(),
                         "stream resumed"
                     );

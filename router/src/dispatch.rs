@@ -8,7 +8,8 @@ use tokio::time::Instant;
 use tonic::{Code, Streaming};
 
 use crate::admission::{NeverFits, Refused};
-use crate::fleet::{Fleet, Place};
+use crate::fleet::{Fleet, Peer, Place};
+use crate::params::Grammar;
 use crate::resume::{Failure, Progress, WAIT_FOR_WORKER};
 use crate::wire::{Call, Frame, is_the_workers_word, retry_after};
 
@@ -21,8 +22,9 @@ const BUSY_RETRY: Duration = Duration::from_millis(100);
 /// A full worker's queue moves within seconds, a lost worker is restarted within one.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// By this metadata a worker says which field it refuses.
+/// By this metadata a worker says which field it refuses, and whose bound was reached.
 const FIELD: &str = "ballast-field";
+const BOUND: &str = "ballast-bound";
 
 /// A stream that a worker has admitted, and the choice's place there.
 #[derive(Debug)]
@@ -93,64 +95,78 @@ impl Refusal {
     }
 }
 
-/// One round over the workers with the call's fingerprint.
+/// One round over the workers with the call's fingerprint, from the one that has `place` on.
 pub(crate) async fn open(
     fleet: &Arc<Fleet>,
     call: &Call,
     progress: &Progress,
     deadline: Option<Instant>,
+    mut place: Option<Place>,
 ) -> Result<Attempt, Refusal> {
     let mut tried = Vec::new();
     let mut refusal = Refusal::NoWorker;
-    while let Some(mut place) = fleet.place(&call.fingerprint, &tried) {
-        tried.push(place.worker);
+    while let Some(mut place) = place.take().or_else(|| fleet.place(&call.fingerprint, &tried, None)) {
+        tried.push(place.peer.worker);
         let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
             Some(Duration::ZERO) => return Err(Refusal::Deadline),
             time_left => time_left,
         };
         let request = call.to_wire(progress, time_left);
         let admission = async {
-            let mut frames = place.client.generate(request).await?.into_inner();
+            let mut frames = place.peer.client.generate(request).await?.into_inner();
             let first = frames.message().await?.map(Frame::try_from);
             Ok::<_, tonic::Status>((first, frames))
         };
         let status = match tokio::time::timeout(ADMISSION_WAIT, admission).await {
             Ok(Ok((Some(Ok(Frame::Admitted)), frames))) => return Ok(Attempt { place, frames }),
             Ok(Ok(_)) => {
-                let detail = format!("{} did not begin its answer with `admitted`", place.worker_name);
+                let detail = format!("{} did not begin its answer with `admitted`", place.peer.worker_name);
                 return Err(Refusal::Failed { detail });
             }
             Ok(Err(status)) => status,
             Err(_) => {
-                tracing::warn!(worker = %place.worker_name, "no answer to a request within {ADMISSION_WAIT:?}");
+                tracing::warn!(worker = %place.peer.worker_name, "no answer to a request within {ADMISSION_WAIT:?}");
                 continue;
             }
         };
-        let detail = status.message().to_owned();
-        match status.code() {
-            _ if !is_the_workers_word(&status) => {
-                tracing::warn!(worker = %place.worker_name, error = service::exit::one_line(&status), "worker lost");
-                fleet.leave(place.worker);
-            }
-            Code::ResourceExhausted => {
-                let retry_after = retry_after(&status).unwrap_or(RETRY_AFTER);
-                refusal = Refusal::Overloaded { detail, retry_after };
-            }
-            // It drains, attaches, or is another one than we took it for: its link will find out.
-            Code::Unavailable | Code::FailedPrecondition | Code::Cancelled => {}
-            Code::InvalidArgument => {
-                return Err(match &call.plan.grammar {
-                    Some(grammar) if status.metadata().get(FIELD).is_some_and(|field| field == "grammar") => {
-                        Refusal::Grammar { param: grammar.param, detail }
-                    }
-                    _ => Refusal::Invalid { detail },
-                });
-            }
-            Code::DeadlineExceeded => return Err(Refusal::Deadline),
-            code => return Err(Refusal::Failed { detail: format!("{code:?}: {detail}") }),
+        if let Some(passing) = verdict(fleet, &place.peer, &status, call.plan.grammar.as_ref())? {
+            refusal = passing;
         }
     }
     Err(refusal)
+}
+
+/// What a worker's refusal means. `Ok`: another one may do it, and this is to be said if none does; `Err`: all would say so.
+pub(crate) fn verdict(
+    fleet: &Fleet,
+    peer: &Peer,
+    status: &tonic::Status,
+    grammar: Option<&Grammar>,
+) -> Result<Option<Refusal>, Refusal> {
+    let detail = status.message().to_owned();
+    let says = |key: &str, value: &str| status.metadata().get(key).is_some_and(|said| said == value);
+    match status.code() {
+        _ if !is_the_workers_word(status) => {
+            tracing::warn!(worker = %peer.worker_name, error = service::exit::one_line(status), "worker lost");
+            fleet.leave(peer.worker);
+            Ok(None)
+        }
+        Code::ResourceExhausted => {
+            let retry_after = retry_after(status).unwrap_or(RETRY_AFTER);
+            Ok(Some(match says(BOUND, "tenant") {
+                true => Refusal::TenantLimit { detail, retry_after },
+                false => Refusal::Overloaded { detail, retry_after },
+            }))
+        }
+        // It drains, attaches, or is another one than we took it for: its link will find out.
+        Code::Unavailable | Code::FailedPrecondition | Code::Cancelled => Ok(None),
+        Code::InvalidArgument => Err(match grammar {
+            Some(grammar) if says(FIELD, "grammar") => Refusal::Grammar { param: grammar.param, detail },
+            _ => Refusal::Invalid { detail },
+        }),
+        Code::DeadlineExceeded => Err(Refusal::Deadline),
+        code => Err(Refusal::Failed { detail: format!("{code:?}: {detail}") }),
+    }
 }
 
 /// For a choice that lost its worker to `cause`: rounds until one takes it or [`WAIT_FOR_WORKER`] is over.
@@ -165,10 +181,10 @@ pub(crate) async fn reopen(
     let give_up = Instant::now() + WAIT_FOR_WORKER;
     loop {
         changes.mark_unchanged();
-        let wait = match open(fleet, call, progress, deadline).await {
+        let wait = match open(fleet, call, progress, deadline, None).await {
             Ok(attempt) => return Ok(attempt),
             Err(Refusal::NoWorker) => WAIT_FOR_WORKER,
-            Err(Refusal::Overloaded { .. }) => BUSY_RETRY,
+            Err(Refusal::Overloaded { .. } | Refusal::TenantLimit { .. }) => BUSY_RETRY,
             Err(Refusal::Deadline) => return Err(Failure::Deadline),
             Err(refusal) => return Err(Failure::Worker { detail: refusal.to_string() }),
         };

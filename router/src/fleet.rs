@@ -41,18 +41,24 @@ struct Worker {
     report: Report,
 }
 
-/// A stream's place on a worker: counted there until this is dropped.
-#[derive(Debug)]
-pub(crate) struct Place {
-    fleet: Arc<Fleet>,
+/// Whom to call.
+#[derive(Clone, Debug)]
+pub(crate) struct Peer {
     pub(crate) worker: WorkerId,
     pub(crate) worker_name: String,
     pub(crate) client: WorkerClient<Channel>,
 }
 
+/// A stream's place on a worker: counted there until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Place {
+    fleet: Arc<Fleet>,
+    pub(crate) peer: Peer,
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
-        self.fleet.lock().placement.end(self.worker);
+        self.fleet.lock().placement.end(self.peer.worker);
     }
 }
 
@@ -110,7 +116,7 @@ impl Fleet {
         let mut state = self.lock();
         state.workers_seen += 1;
         let id = WorkerId(state.workers_seen);
-        state.placement.join(id, model.fingerprint.clone());
+        state.placement.join(id, model.fingerprint.clone(), seats.running_max);
         state.models.retain(|known| known.fingerprint != model.fingerprint);
         state.models.push(model.clone());
         state.workers.insert(id, Worker { name, model, client, seats, report: Report::default() });
@@ -137,17 +143,29 @@ impl Fleet {
         }
     }
 
-    /// A place on the least loaded worker with this fingerprint that is not among `tried`.
-    pub(crate) fn place(self: &Arc<Self>, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<Place> {
+    /// A place on the least loaded worker with this fingerprint that is not among `tried`; on the one that has `beside`, while
+    /// that has a seat free.
+    pub(crate) fn place(
+        self: &Arc<Self>,
+        fingerprint: &Fingerprint,
+        tried: &[WorkerId],
+        beside: Option<WorkerId>,
+    ) -> Option<Place> {
         let mut state = self.lock();
-        let id = state.placement.begin(fingerprint, tried)?;
-        let Some(worker) = state.workers.get(&id) else {
-            state.placement.leave(id);
+        let worker = state.placement.begin(fingerprint, tried, beside)?;
+        let Some(peer) = state.peer(worker) else {
+            state.placement.leave(worker);
             return None;
         };
-        let (worker_name, client) = (worker.name.clone(), worker.client.clone());
         drop(state);
-        Some(Place { fleet: self.clone(), worker: id, worker_name, client })
+        Some(Place { fleet: self.clone(), peer })
+    }
+
+    /// Who would get the next stream with this fingerprint, without giving it one.
+    pub(crate) fn least_loaded(&self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<Peer> {
+        let state = self.lock();
+        let worker = state.placement.least_loaded(fingerprint, tried)?;
+        state.peer(worker)
     }
 
     /// What the workers with this fingerprint have room for.
@@ -222,6 +240,11 @@ impl Fleet {
 }
 
 impl State {
+    fn peer(&self, id: WorkerId) -> Option<Peer> {
+        let Worker { name, client, .. } = self.workers.get(&id)?;
+        Some(Peer { worker: id, worker_name: name.clone(), client: client.clone() })
+    }
+
     fn forget_idle_models(&mut self) {
         let placement = &self.placement;
         let idle = |model: &Arc<Model>| placement.serving(&model.fingerprint) == 0;

@@ -13,8 +13,9 @@ use tokio::time::Instant;
 use crate::admission::{Class, Entry, NeverFits, Room, Tenant};
 use crate::choice::{Choice, Event};
 use crate::dispatch::{Refusal, open};
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, Place};
 use crate::gate::Gate;
+use crate::grammar_check::GrammarChecks;
 use crate::metrics;
 use crate::model::Model;
 use crate::params::{ParamError, Params, Plan};
@@ -103,6 +104,7 @@ impl Job {
 pub(crate) struct Generator {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) grammars: Arc<GrammarChecks>,
     pub(crate) tenants: Tenants,
     /// The longest that a request may take.
     pub(crate) request_timeout: Duration,
@@ -132,12 +134,16 @@ impl Generator {
             deadline: self.gate.time(deadline),
         };
         self.check_room(job)?;
+        if let Some(grammar) = &job.plan().grammar {
+            let Job { model, origin, .. } = job;
+            self.grammars.check(&model.fingerprint, grammar, &origin.tenant, deadline).await?;
+        }
         let mut places = self.gate.enter(&job.model.name, entry).await?;
         let deadline = Some(deadline);
         let calls: Vec<Call> = job.calls(self.tenants.number(&job.origin.tenant));
-        let attempts = calls.iter().map(|call| async {
+        let attempts = calls.iter().zip(self.place(&calls)).map(|(call, place)| async move {
             let progress = Progress::new(call.plan.output_max);
-            let attempt = open(&self.fleet, call, &progress, deadline).await?;
+            let attempt = open(&self.fleet, call, &progress, deadline, place).await?;
             Ok::<_, Refusal>((attempt, progress))
         });
         let attempts = try_join_all(attempts).await?;
@@ -166,6 +172,17 @@ impl Generator {
             metrics::prompt(&job.model.name, prompt.len());
         }
         Ok(receiver)
+    }
+
+    /// Choices of a prompt each beside the one before, where the prompt is computed anyway.
+    fn place(&self, calls: &[Call]) -> Vec<Option<Place>> {
+        let mut beside = None;
+        let places = calls.iter().map(|call| {
+            let place = self.fleet.place(&call.fingerprint, &[], beside.filter(|_| call.choice > 0));
+            beside = place.as_ref().map(|place| place.peer.worker);
+            place
+        });
+        places.collect()
     }
 
     /// What no worker could ever hold does not wait.

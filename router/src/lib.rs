@@ -7,6 +7,7 @@
 //! server --- http/ (OpenAI) --\                                  / worker_link  one task per worker: joins, leaves
 //!        \-- grpc  (ballast.v1) > params -> generate -> dispatch < fleet        who serves what, now
 //!                                             |   |              \ placement    which of them (pure)
+//!                                  grammar_check  |              before anything waits
 //!                                           gate  |
 //!                                      admission  |              who enters, and when (pure)
 //!                                            choice: one task per continuation
@@ -25,6 +26,7 @@ mod dispatch;
 mod fleet;
 mod gate;
 mod generate;
+mod grammar_check;
 mod grpc;
 mod http;
 mod metrics;

@@ -1,4 +1,6 @@
-//! Which worker gets the next stream: the least loaded one. A plain value; [`crate::fleet`] owns it and feeds it.
+//! Which worker gets the next stream: the least loaded one of those with a free seat, else the least loaded. A plain value;
+//! [`crate::fleet`] owns it and feeds it. Choices of one prompt go to one worker while it has seats: it computes and keeps
+//! the prompt once for all of them.
 //!
 //! Load is what this router itself has in flight there, which it knows exactly, plus what others had there by the worker's
 //! last report. Ties go to the emptier KV cache, then to the worker that was picked longest ago, so that equal workers
@@ -38,6 +40,8 @@ pub(crate) struct Report {
 #[derive(Debug)]
 struct Load {
     fingerprint: Fingerprint,
+    /// What it runs at once.
+    seats: u32,
     in_flight: u32,
     /// Streams of others at the time of the last report.
     foreign: u32,
@@ -52,9 +56,9 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    pub(crate) fn join(&mut self, worker: WorkerId, fingerprint: Fingerprint) {
-        self.workers
-            .insert(worker, Load { fingerprint, in_flight: 0, foreign: 0, kv_permille: 0, picked_at: 0 });
+    pub(crate) fn join(&mut self, worker: WorkerId, fingerprint: Fingerprint, seats: u32) {
+        let load = Load { fingerprint, seats, in_flight: 0, foreign: 0, kv_permille: 0, picked_at: 0 };
+        self.workers.insert(worker, load);
     }
 
     /// The worker died or drains: it is picked no more. Streams that still end there are forgotten.
@@ -72,17 +76,30 @@ impl Placement {
         }
     }
 
-    /// The least loaded worker of that fingerprint that is not among `tried`; counts a stream there until [`Self::end`].
-    pub(crate) fn begin(&mut self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<WorkerId> {
-        let (&id, load) = self
-            .workers
-            .iter_mut()
-            .filter(|(id, load)| load.fingerprint == *fingerprint && !tried.contains(id))
-            .min_by_key(|(_, load)| load.rank())?;
+    /// The worker that has `beside` if it has a free seat, else [`Self::least_loaded`]; counts a stream there until
+    /// [`Self::end`].
+    pub(crate) fn begin(
+        &mut self,
+        fingerprint: &Fingerprint,
+        tried: &[WorkerId],
+        beside: Option<WorkerId>,
+    ) -> Option<WorkerId> {
+        let serves = |load: &Load| load.fingerprint == *fingerprint && !load.is_full();
+        let beside = beside
+            .filter(|id| !tried.contains(id) && self.workers.get(id).is_some_and(serves))
+            .or_else(|| self.least_loaded(fingerprint, tried))?;
         self.picks += 1;
+        let load = self.workers.get_mut(&beside)?;
         load.picked_at = self.picks;
         load.in_flight += 1;
-        Some(id)
+        Some(beside)
+    }
+
+    /// Of that fingerprint, and not among `tried`.
+    pub(crate) fn least_loaded(&self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<WorkerId> {
+        let serving = self.workers.iter().filter(|(_, load)| load.fingerprint == *fingerprint);
+        let untried = serving.filter(|(id, _)| !tried.contains(id));
+        untried.min_by_key(|(_, load)| load.rank()).map(|(&id, _)| id)
     }
 
     pub(crate) fn end(&mut self, worker: WorkerId) {
@@ -102,9 +119,17 @@ impl Placement {
 }
 
 impl Load {
+    fn streams(&self) -> u32 {
+        self.in_flight.saturating_add(self.foreign)
+    }
+
+    fn is_full(&self) -> bool {
+        self.streams() >= self.seats
+    }
+
     /// Less is better.
-    fn rank(&self) -> (u32, u64, u64) {
-        (self.in_flight.saturating_add(self.foreign), self.kv_permille, self.picked_at)
+    fn rank(&self) -> (bool, u32, u64, u64) {
+        (self.is_full(), self.streams(), self.kv_permille, self.picked_at)
     }
 }
 
@@ -114,6 +139,8 @@ mod tests {
 
     use super::*;
 
+    const SEATS: u32 = 4;
+
     fn print(n: u8) -> Fingerprint {
         Fingerprint(vec![n])
     }
@@ -121,7 +148,7 @@ mod tests {
     fn fleet(workers: u64) -> Placement {
         let mut placement = Placement::default();
         for id in 0..workers {
-            placement.join(WorkerId(id), print(0));
+            placement.join(WorkerId(id), print(0), SEATS);
         }
         placement
     }
@@ -129,7 +156,7 @@ mod tests {
     #[test]
     fn equal_workers_take_turns() {
         let mut placement = fleet(3);
-        let picks: Vec<_> = (0..6).map(|_| placement.begin(&print(0), &[]).unwrap().0).collect();
+        let picks: Vec<_> = (0..6).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
         assert_eq!(picks, [0, 1, 2, 0, 1, 2]);
     }
 
@@ -137,17 +164,17 @@ mod tests {
     fn a_worker_that_reports_a_queue_is_avoided() {
         let mut placement = fleet(2);
         placement.report(WorkerId(0), Report { running: 1, waiting: 2, ..Report::default() });
-        let picks: Vec<_> = (0..4).map(|_| placement.begin(&print(0), &[]).unwrap().0).collect();
+        let picks: Vec<_> = (0..4).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
         assert_eq!(picks, [1, 1, 1, 0]);
     }
 
     #[test]
     fn own_streams_in_a_report_count_once() {
         let mut placement = fleet(2);
-        let busy = placement.begin(&print(0), &[]).unwrap();
+        let busy = placement.begin(&print(0), &[], None).unwrap();
         placement.report(busy, Report { running: 1, ..Report::default() });
         placement.end(busy);
-        let picks: Vec<_> = (0..2).map(|_| placement.begin(&print(0), &[]).unwrap()).collect();
+        let picks: Vec<_> = (0..2).map(|_| placement.begin(&print(0), &[], None).unwrap()).collect();
         assert!(picks.contains(&busy), "its only stream has ended");
     }
 
@@ -158,26 +185,54 @@ mod tests {
             .report(WorkerId(0), Report { kv_used_tokens: 900, kv_total_tokens: 1000, ..Report::default() });
         placement
             .report(WorkerId(1), Report { kv_used_tokens: 100, kv_total_tokens: 1000, ..Report::default() });
-        assert_eq!(placement.begin(&print(0), &[]), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&print(0), &[], None), Some(WorkerId(1)));
+    }
+
+    #[test]
+    fn choices_stay_together_while_their_worker_has_seats() {
+        let mut placement = fleet(3);
+        let first = placement.begin(&print(0), &[], None).unwrap();
+        let mut beside = |tried: &[_]| placement.begin(&print(0), tried, Some(first)).unwrap();
+        assert_eq!([beside(&[]), beside(&[]), beside(&[])], [first; 3]);
+        let (fifth, sixth) = (beside(&[]), beside(&[]));
+        assert!(
+            fifth != first && sixth != first && fifth != sixth,
+            "its four seats are taken: {fifth:?}, {sixth:?}"
+        );
+        placement.end(first);
+        assert_ne!(placement.begin(&print(0), &[first], Some(first)), Some(first), "it has refused");
+        assert_eq!(placement.begin(&print(0), &[], Some(first)), Some(first));
+        placement.leave(first);
+        assert!(placement.begin(&print(0), &[], Some(first)).is_some_and(|next| next != first));
+    }
+
+    #[test]
+    fn a_free_seat_comes_before_fewer_streams() {
+        let mut placement = Placement::default();
+        placement.join(WorkerId(0), print(0), 1);
+        placement.join(WorkerId(1), print(0), 8);
+        placement.report(WorkerId(1), Report { running: 3, ..Report::default() });
+        let picks: Vec<_> = (0..3).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
+        assert_eq!(picks, [0, 1, 1]);
     }
 
     #[test]
     fn a_stream_never_goes_to_another_fingerprint_or_a_tried_worker() {
         let mut placement = fleet(2);
-        placement.join(WorkerId(9), print(9));
-        assert_eq!(placement.begin(&print(9), &[]), Some(WorkerId(9)));
-        assert_eq!(placement.begin(&print(9), &[WorkerId(9)]), None);
-        assert_eq!(placement.begin(&print(0), &[WorkerId(0)]), Some(WorkerId(1)));
-        assert_eq!(placement.begin(&print(5), &[]), None);
+        placement.join(WorkerId(9), print(9), SEATS);
+        assert_eq!(placement.begin(&print(9), &[], None), Some(WorkerId(9)));
+        assert_eq!(placement.begin(&print(9), &[WorkerId(9)], None), None);
+        assert_eq!(placement.begin(&print(0), &[WorkerId(0)], None), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&print(5), &[], None), None);
     }
 
     #[test]
     fn a_worker_that_left_is_picked_no_more_and_its_streams_may_still_end() {
         let mut placement = fleet(2);
-        let first = placement.begin(&print(0), &[]).unwrap();
+        let first = placement.begin(&print(0), &[], None).unwrap();
         placement.leave(first);
         placement.end(first);
-        assert_eq!(placement.begin(&print(0), &[]), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&print(0), &[], None), Some(WorkerId(1)));
         assert_eq!(placement.serving(&print(0)), 1);
     }
 
@@ -189,7 +244,7 @@ mod tests {
             let mut running = Vec::new();
             for end in ends {
                 let least = (0..workers).map(|id| placement.in_flight(WorkerId(id))).min().unwrap();
-                let picked = placement.begin(&print(0), &[]).unwrap();
+                let picked = placement.begin(&print(0), &[], None).unwrap();
                 prop_assert_eq!(placement.in_flight(picked), least + 1);
                 running.push(picked);
                 if end % 3 == 0 {

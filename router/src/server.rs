@@ -26,6 +26,7 @@ use crate::discovery;
 use crate::fleet::Fleet;
 use crate::gate::Gate;
 use crate::generate::Generator;
+use crate::grammar_check::GrammarChecks;
 use crate::grpc::Inference;
 use crate::http::{self, App};
 use crate::run::RunError;
@@ -78,6 +79,7 @@ impl Router {
         let fleet = Fleet::new();
         let generator = Generator {
             gate: Gate::new(fleet.clone(), config.admission.limits(config.streams_max)),
+            grammars: GrammarChecks::new(fleet.clone()),
             fleet,
             tenants: Tenants::default(),
             request_timeout: config.request_timeout,

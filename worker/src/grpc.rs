@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use engine::admission::Bounds;
 use engine::{EngineStats, Output};
 use futures::{Stream, StreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
@@ -21,7 +22,7 @@ use crate::outlet::Item;
 use crate::stats::own_bytes;
 use crate::stepper::Handle;
 use crate::timeline::Stage;
-use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request, source};
+use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request, source, unavailable};
 
 /// A piece of the GGUF metadata section.
 const PIECE_BYTES_MAX: usize = 1 << 20;
@@ -81,6 +82,18 @@ impl Worker for Service {
         });
         let first = stream::iter([Ok(admitted(queued.ahead))]);
         Ok(Response::new(Box::pin(first.chain(frames))))
+    }
+
+    async fn check_grammar(
+        &self,
+        wire: Request<wire::CheckGrammarRequest>,
+    ) -> Result<Response<wire::CheckGrammarReply>, Status> {
+        let Live { serving: Serving { facts, .. }, grammars } = self.live()?;
+        let wire = wire.into_inner();
+        check_fingerprint(&wire.fingerprint, facts)?;
+        // With the first mask, so that one that ends before it begins is found too.
+        grammars.compile(source(wire.grammar.unwrap_or_default())?, Vec::new()).await?;
+        Ok(Response::new(wire::CheckGrammarReply {}))
     }
 
     async fn score(&self, wire: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
@@ -177,10 +190,11 @@ impl Service {
     }
 
     fn live(&self) -> Result<&Live, Status> {
-        self.serving.get().ok_or_else(|| Status::unavailable("the weights are not attached yet"))
+        self.serving.get().ok_or_else(|| unavailable("the weights are not attached yet"))
     }
 
     fn description(&self, facts: &Facts, stats: EngineStats) -> wire::Description {
+        let bounds = Bounds::of_queue(self.config.queue_max);
         wire::Description {
             worker: self.config.name.clone(),
             pid: std::process::id(),
@@ -192,7 +206,9 @@ impl Service {
             context_tokens: u32::try_from(facts.context_tokens).unwrap_or(u32::MAX),
             vocabulary: facts.vocabulary as u32,
             running_max: self.config.running_max as u32,
-            queue_max: self.config.queue_max as u32,
+            queue_max: bounds.places(0) as u32,
+            batch_queue_max: bounds.places(1) as u32,
+            tenant_queue_max: bounds.tenant_queue_max as u32,
             weight_bytes: facts.weight_bytes,
             gguf_bytes: facts.gguf.len() as u64,
             attach_ms: facts.attach.as_secs_f64() * 1e3,

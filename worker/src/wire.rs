@@ -229,6 +229,21 @@ impl ScoreFrames {
 const FIELD: &str = "ballast-field";
 /// Seconds until a refused request would find room.
 const RETRY_AFTER: &str = "retry-after";
+/// Whose bound a full queue's is, where it is not everybody's.
+const BOUND: &str = "ballast-bound";
+/// What waits for a step or a compiler moves within this time, and a worker that stops is replaced within it.
+const SOON: Duration = Duration::from_secs(1);
+
+/// A refusal that passes.
+pub(crate) fn passing(mut status: Status, after: Duration) -> Status {
+    status.metadata_mut().insert(RETRY_AFTER, MetadataValue::from(after.as_secs()));
+    status
+}
+
+/// Not ready, or not any more.
+pub(crate) fn unavailable(message: impl Into<String>) -> Status {
+    passing(Status::unavailable(message), SOON)
+}
 
 pub(crate) fn source(wire: public::Grammar) -> Result<Source, FieldError> {
     let lenient = wire.lenient;
@@ -253,8 +268,8 @@ impl From<GrammarError> for Status {
                 status.metadata_mut().insert(FIELD, MetadataValue::from_static("grammar"));
                 status
             }
-            GrammarError::Crowded | GrammarError::Late => Status::resource_exhausted(message),
-            GrammarError::Stopped => Status::unavailable(message),
+            GrammarError::Crowded | GrammarError::Late => passing(Status::resource_exhausted(message), SOON),
+            GrammarError::Stopped => unavailable(message),
             GrammarError::Vocabulary { .. } | GrammarError::Thread(_) | GrammarError::Broken => {
                 Status::internal(message)
             }
@@ -272,18 +287,16 @@ impl From<SubmitError> for Status {
     fn from(error: SubmitError) -> Self {
         let message = error.to_string();
         match error {
-            SubmitError::Refused(
-                RefuseReason::QueueFull { retry_after, .. }
-                | RefuseReason::TenantQueueFull { retry_after, .. },
-            ) => {
-                let mut status = Status::resource_exhausted(message);
-                status.metadata_mut().insert(RETRY_AFTER, MetadataValue::from(retry_after.as_secs()));
+            SubmitError::Refused(RefuseReason::QueueFull { retry_after, .. }) => {
+                passing(Status::resource_exhausted(message), retry_after)
+            }
+            SubmitError::Refused(RefuseReason::TenantQueueFull { retry_after, .. }) => {
+                let mut status = passing(Status::resource_exhausted(message), retry_after);
+                status.metadata_mut().insert(BOUND, MetadataValue::from_static("tenant"));
                 status
             }
-            SubmitError::Crowded => Status::resource_exhausted(message),
-            SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => {
-                Status::unavailable(message)
-            }
+            SubmitError::Crowded => passing(Status::resource_exhausted(message), SOON),
+            SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => unavailable(message),
             SubmitError::Refused(RefuseReason::DuplicateId(_)) => Status::internal(message),
             SubmitError::Refused(_) => Status::invalid_argument(message),
         }
@@ -354,12 +367,27 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_says_when_to_come_again() {
+    fn every_refusal_that_passes_says_when_to_come_again_and_no_other_does() {
+        use tonic::Code::{InvalidArgument, ResourceExhausted, Unavailable};
         let retry_after = Duration::from_secs(7);
         let full = RefuseReason::QueueFull { waiting: 3, max: 3, retry_after };
-        let status = Status::from(SubmitError::Refused(full));
-        assert_eq!(status.code(), tonic::Code::ResourceExhausted);
-        assert_eq!(status.metadata().get(RETRY_AFTER).unwrap(), "7");
+        let own = RefuseReason::TenantQueueFull { waiting: 3, max: 3, retry_after };
+        let refused = |why| Status::from(SubmitError::Refused(why));
+        for (status, code, seconds, bound) in [
+            (refused(full), ResourceExhausted, Some("7"), None),
+            (refused(own), ResourceExhausted, Some("7"), Some("tenant")),
+            (SubmitError::Crowded.into(), ResourceExhausted, Some("1"), None),
+            (refused(RefuseReason::Draining), Unavailable, Some("1"), None),
+            (SubmitError::Stopped.into(), Unavailable, Some("1"), None),
+            (GrammarError::Crowded.into(), ResourceExhausted, Some("1"), None),
+            (GrammarError::Late.into(), ResourceExhausted, Some("1"), None),
+            (GrammarError::Stopped.into(), Unavailable, Some("1"), None),
+            (refused(RefuseReason::EmptyPrompt), InvalidArgument, None, None),
+            (FieldError::EmptyGrammar.into(), InvalidArgument, None, None),
+        ] {
+            let said = |key: &str| status.metadata().get(key).map(|value| value.to_str().unwrap());
+            assert_eq!((status.code(), said(RETRY_AFTER), said(BOUND)), (code, seconds, bound), "{status}");
+        }
     }
 
     #[test]

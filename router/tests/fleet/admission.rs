@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, Misfortune, says};
+use crate::fake_worker::{Behaviour, Grammars, Misfortune, says};
 use crate::harness::{Harness, PATIENCE};
 
 /// One stream at a time, and a second one on its way to it.
@@ -236,12 +236,122 @@ async fn what_never_fits_is_refused_at_once_with_the_numbers() {
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("66 tokens") && message.contains("need 5 KV blocks"), "{message}");
     assert!(message.contains("worker is 4"), "{message}");
-    let (status, error) =
-        fleet.post_json("/v1/completions", json!({"prompt": "x", "n": 6, "max_tokens": 1})).await;
-    assert_eq!((status, &error["error"]["param"]), (400, &json!("n")), "{error}");
     assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
     let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": ids, "max_tokens": 5})).await;
     assert_eq!(status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn choices_of_a_prompt_go_to_one_worker_while_it_has_seats() {
+    let worker = Behaviour { running_max: 4, ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[worker.clone(), worker]).await;
+    let calls = || -> Vec<usize> { fleet.workers.iter().map(|worker| worker.calls().len()).collect() };
+    let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": "x", "n": 4})).await;
+    assert_eq!(status, 200);
+    let mut first = calls();
+    first.sort_unstable();
+    assert_eq!(first, [0, 4]);
+    // Two prompts of three choices each: one for each worker.
+    let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": ["a", "b"], "n": 3})).await;
+    assert_eq!(status, 200);
+    for worker in &fleet.workers {
+        let calls = worker.calls();
+        let of_two = &calls[calls.len() - 3..];
+        assert!(of_two.iter().all(|call| call.tokens == of_two[0].tokens), "{of_two:?}");
+    }
+    let mut all = calls();
+    all.sort_unstable();
+    assert_eq!(all, [3, 7]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_that_is_none_is_refused_before_anything_waits() {
+    let fleet = fleet(1, 1).await;
+    let mut running = full(&fleet, "a").await;
+    let waits = queued(&fleet, "a", json!({})).await;
+    // Neither the queue nor the tenant has a place left.
+    for _ in 0..2 {
+        let refused = ask(&fleet, "a", json!({"guided_regex": "bad"})).send().await.unwrap();
+        assert_eq!(refused.status(), 400);
+        let error = refused.json::<Value>().await.unwrap()["error"].clone();
+        assert_eq!(error["param"], "guided_regex", "{error}");
+        assert!(error["message"].as_str().unwrap().contains("nothing matches"), "{error}");
+    }
+    assert_eq!(fleet.workers[0].grammar_calls(), 1, "what was found is known");
+    assert_eq!(ask(&fleet, "a", json!({"guided_regex": "fine"})).send().await.unwrap().status(), 429);
+    assert_eq!(waiting(&fleet).await, 1);
+    running.pop();
+    let inside = answer(waits).await;
+    assert_eq!(inside.status(), 200);
+    let next = queued(&fleet, "a", json!({"guided_regex": "fine"})).await;
+    drop(inside);
+    assert_eq!(answer(next).await.status(), 200);
+    assert_eq!(fleet.workers[0].grammar_calls(), 2);
+    let kinds = fleet.workers[0].calls().iter().filter(|call| call.grammar.is_some()).count();
+    assert_eq!(kinds, 1, "no worker was asked to generate for the other");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn checks_of_grammars_are_bounded_for_each_tenant() {
+    let hangs = Behaviour { grammars: Grammars::Hang, ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[hangs]).await;
+    let mut flood = Vec::new();
+    for n in 0..12 {
+        let request = ask(&fleet, "flood", json!({"guided_regex": format!("x{n}")}));
+        flood.push(tokio::spawn(async move { request.send().await.unwrap() }));
+    }
+    let start = Instant::now();
+    let until_asked = async |count: usize| {
+        while fleet.workers[0].grammar_calls() < count {
+            assert!(start.elapsed() < PATIENCE, "{count} grammars should be asked about");
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    };
+    until_asked(4).await;
+    let late = ask(&fleet, "flood", json!({"guided_regex": "late", "deadline_ms": 50})).send().await.unwrap();
+    assert_eq!(late.status(), 504, "a deadline ends this wait, too");
+    assert_eq!(fleet.workers[0].grammar_calls(), 4, "the rest of the flood waits here");
+    let other = ask(&fleet, "other", json!({"guided_regex": "y"}));
+    let other = tokio::spawn(async move { other.send().await.unwrap() });
+    until_asked(5).await;
+    assert_eq!(waiting(&fleet).await, 0, "nobody has entered the queue");
+    // Who goes away makes room for the next.
+    flood.iter().for_each(JoinHandle::abort);
+    other.abort();
+    let next: Vec<_> = (0..4)
+        .map(|n| {
+            let request = ask(&fleet, "flood", json!({"guided_regex": format!("z{n}")}));
+            tokio::spawn(async move { request.send().await.unwrap() })
+        })
+        .collect();
+    until_asked(9).await;
+    next.iter().for_each(JoinHandle::abort);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_without_room_for_grammars_is_passed_over() {
+    let crowded = Behaviour { grammars: Grammars::Crowded, ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[crowded.clone(), Behaviour::default()]).await;
+    let (status, body) =
+        fleet.post_json("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
+    assert_eq!(status, 200, "{body}");
+    let fleet = Harness::start(&says("x"), &[crowded]).await;
+    let refused = fleet.post("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
+    assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (503, &"1".parse().unwrap()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_workers_bound_of_a_tenant_is_429() {
+    let full = Behaviour {
+        refuse: Some((Code::ResourceExhausted, "3 requests of this tenant wait already")),
+        refuses_tenant: true,
+        ..Behaviour::default()
+    };
+    let fleet = Harness::start(&says("x"), &[full]).await;
+    let refused = ask(&fleet, "a", json!({})).send().await.unwrap();
+    assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (429, &"7".parse().unwrap()));
+    let error = refused.json::<Value>().await.unwrap();
+    assert_eq!(error["error"]["code"], "rate_limit_exceeded", "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

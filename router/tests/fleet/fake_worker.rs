@@ -28,13 +28,27 @@ pub(crate) struct Behaviour {
     /// Between frames.
     pub(crate) pause: Duration,
     pub(crate) refuse: Option<(Code, &'static str)>,
+    /// It says that its full queue is the tenant's own.
+    pub(crate) refuses_tenant: bool,
+    /// What becomes of grammars; those with "bad" in them are none.
+    pub(crate) grammars: Grammars,
     /// Requests that it says to run and to let wait; it takes them all.
     pub(crate) running_max: u32,
     pub(crate) queue_max: u32,
+    pub(crate) tenant_queue_max: u32,
     /// Of 16 tokens.
     pub(crate) kv_blocks: u64,
     /// After so many output tokens (prior output counts), once.
     pub(crate) misfortune: Option<(usize, Misfortune)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grammars {
+    Compile,
+    /// It is asked, and does not answer.
+    Hang,
+    /// It has no room.
+    Crowded,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +70,11 @@ impl Default for Behaviour {
             frame_tokens: 1,
             pause: Duration::ZERO,
             refuse: None,
+            refuses_tenant: false,
+            grammars: Grammars::Compile,
             running_max: 64,
             queue_max: 256,
+            tenant_queue_max: 192,
             kv_blocks: 1 << 20,
             misfortune: None,
         }
@@ -74,6 +91,7 @@ pub(crate) struct FakeWorker {
 pub(crate) struct Seen {
     pub(crate) calls: Mutex<Vec<wire::GenerateRequest>>,
     pub(crate) metadata_calls: AtomicUsize,
+    pub(crate) grammar_calls: AtomicUsize,
     pub(crate) streams_open: AtomicUsize,
 }
 
@@ -113,6 +131,10 @@ impl FakeWorker {
 
     pub(crate) fn calls(&self) -> Vec<wire::GenerateRequest> {
         self.seen.calls.lock().unwrap().clone()
+    }
+
+    pub(crate) fn grammar_calls(&self) -> usize {
+        self.seen.grammar_calls.load(Ordering::SeqCst)
     }
 
     pub(crate) fn streams_open(&self) -> usize {
@@ -174,6 +196,9 @@ impl Worker for Service {
         if let Some((code, message)) = self.behaviour.refuse {
             let mut status = Status::new(code, message);
             status.metadata_mut().insert("retry-after", RETRY_AFTER.parse().unwrap());
+            if self.behaviour.refuses_tenant {
+                status.metadata_mut().insert("ballast-bound", "tenant".parse().unwrap());
+            }
             return Err(status);
         }
         if request.fingerprint[..] != [self.behaviour.fingerprint] {
@@ -197,6 +222,25 @@ impl Worker for Service {
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
+    async fn check_grammar(
+        &self,
+        request: Request<wire::CheckGrammarRequest>,
+    ) -> Result<Response<wire::CheckGrammarReply>, Status> {
+        self.seen.grammar_calls.fetch_add(1, Ordering::SeqCst);
+        match self.behaviour.grammars {
+            Grammars::Compile => {}
+            Grammars::Hang => std::future::pending().await,
+            Grammars::Crowded => return Err(Status::resource_exhausted("64 grammars wait already")),
+        }
+        let grammar = request.into_inner().grammar.unwrap();
+        if format!("{grammar:?}").contains("bad") {
+            let mut status = Status::invalid_argument("nothing matches it");
+            status.metadata_mut().insert("ballast-field", "grammar".parse().unwrap());
+            return Err(status);
+        }
+        Ok(Response::new(wire::CheckGrammarReply {}))
+    }
+
     async fn score(&self, _: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
         Err(Status::unimplemented("the fake has no model"))
     }
@@ -218,6 +262,8 @@ impl Worker for Service {
             gguf_bytes: gguf.len() as u64,
             running_max: self.behaviour.running_max,
             queue_max: self.behaviour.queue_max,
+            batch_queue_max: self.behaviour.queue_max,
+            tenant_queue_max: self.behaviour.tenant_queue_max,
             kv_blocks: self.behaviour.kv_blocks,
             kv_block_tokens: 16,
             ..Default::default()
