@@ -1,0 +1,190 @@
+//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu, gated.cu, rope.cu, quantize.cu,
+//! gather.cu, embed.cu, heads.cu and kv_write.cu. What they read was often written just before and is in the L2 cache, here as
+//! in a step, so rates of few rows are beyond the memory's.
+
+use anyhow::{Context, Result};
+use kernels::cuda::embed::Embed;
+use kernels::cuda::gated::Gates;
+use kernels::cuda::gather::Gathers;
+use kernels::cuda::heads::{HeadRows, HeadsToCache};
+use kernels::cuda::kv_write::{KvLayerAddress, KvWrites, head_bytes};
+use kernels::cuda::norm::Norms;
+use kernels::cuda::quantize::{Quantize, activation_bytes};
+use kernels::cuda::rope::{Ropes, Turn};
+use kernels::cuda::rounded::Rounded;
+use kernels::cuda::{Buffer, View};
+use ops::{KvType, RopePairing};
+use quant::DType;
+use quant::layout::Tiles;
+
+use crate::Gpu;
+use crate::bench::time;
+use crate::random::Random;
+
+const EMBEDDING: usize = 4096;
+const HIDDEN: usize = 12_288;
+const HEADS: usize = 32;
+const KV_HEADS: usize = 8;
+const HEAD_DIM: usize = 128;
+const VOCABULARY: usize = 32_000;
+const EPS: f32 = 1e-6;
+const BLOCK_TOKENS: usize = 16;
+
+pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+    for rows in [1, 64, 2048] {
+        of_rows(gpu, rows)?;
+        of_heads(gpu, rows)?;
+    }
+    Ok(())
+}
+
+/// `bytes` of a row are read and written.
+fn line(
+    gpu: &Gpu,
+    what: &str,
+    rows: usize,
+    bytes: usize,
+    work: impl FnMut(usize) -> Result<()>,
+) -> Result<()> {
+    let seconds = time(gpu, 50, work)?;
+    let rate = (rows * bytes) as f64 / seconds / 1e12;
+    println!("{what:34} {rows:4} rows: {:7.2} us, {rate:5.2} TB/s", seconds * 1e6);
+    Ok(())
+}
+
+fn floats(gpu: &Gpu, random: &mut Random, len: usize) -> Result<Buffer<f32>> {
+    Ok(Buffer::from_host(&gpu.stream, &random.values(len))?)
+}
+
+fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
+    let mut random = Random::new(41);
+    let (norms, gates, quantize) =
+        (Norms::new(&gpu.device), Gates::new(&gpu.device), Quantize::new(&gpu.device));
+    let (gathers, embed) = (Gathers::new(&gpu.device), Embed::new(&gpu.device));
+    let stream = &gpu.stream;
+    let mut x = floats(gpu, &mut random, rows * EMBEDDING)?;
+    let y = floats(gpu, &mut random, rows * EMBEDDING)?;
+    let weight = floats(gpu, &mut random, EMBEDDING)?;
+    let mut out = Buffer::<f32>::new(&gpu.device, rows * EMBEDDING)?;
+    let row = EMBEDDING * size_of::<f32>();
+    line(gpu, "norm", rows, 2 * row, |_| {
+        Ok(norms.rows(stream, x.view(), weight.view(), EPS, &mut out.view_mut(), None)?)
+    })?;
+    for format in [DType::Q8_K, DType::Q8_0] {
+        let mut panels = panels(gpu, format, rows, EMBEDDING)?;
+        line(gpu, &format!("sum and norm, rounded to {format}"), rows, 4 * row + EMBEDDING, |_| {
+            let rounded = Some(Rounded { format, panels: panels.view_mut() });
+            Ok(norms.sum_rows(
+                stream,
+                &mut x.view_mut(),
+                y.view(),
+                weight.view(),
+                EPS,
+                &mut out.view_mut(),
+                rounded,
+            )?)
+        })?;
+        line(gpu, &format!("quantize to {format}"), rows, row + EMBEDDING, |_| {
+            quantize.launch(stream, format, y.view(), rows, EMBEDDING, &mut panels.view_mut())?;
+            Ok(())
+        })?;
+    }
+    let gate = floats(gpu, &mut random, rows * HIDDEN)?;
+    let up = floats(gpu, &mut random, rows * HIDDEN)?;
+    let mut gated = Buffer::<f32>::new(&gpu.device, rows * HIDDEN)?;
+    line(gpu, "gate", rows, 3 * HIDDEN * size_of::<f32>(), |_| {
+        Ok(gates.silu(stream, gate.view(), up.view(), &mut gated.view_mut())?)
+    })?;
+    let mut rounded = panels(gpu, DType::Q8_K, rows, HIDDEN)?;
+    line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
+        let rounded = Rounded { format: DType::Q8_K, panels: rounded.view_mut() };
+        Ok(gates.silu_rounded(stream, gate.view(), up.view(), HIDDEN, &mut gated.view_mut(), &rounded)?)
+    })?;
+    let picked: Vec<u32> = (0..rows as u32).rev().collect();
+    let picked = Buffer::from_host(stream, &picked)?;
+    line(gpu, "gathered rows", rows, 2 * row, |_| {
+        // SAFETY: rows that are picked are rows of `y`.
+        Ok(unsafe { gathers.rows(stream, y.view(), picked.view(), EMBEDDING, &mut out.view_mut()) }?)
+    })?;
+    for dtype in [DType::Q4_K, DType::F16] {
+        let shape = Tiles::new(dtype, EMBEDDING, VOCABULARY)?;
+        let noise = random.bytes(1 << 20);
+        let table: Vec<u8> = noise.into_iter().cycle().take(shape.bytes()).collect();
+        let table = Buffer::from_host(stream, &table)?;
+        let tokens: Vec<u32> = (0..rows).map(|_| (random.bits() % VOCABULARY as u64) as u32).collect();
+        let tokens = Buffer::from_host(stream, &tokens)?;
+        let read = shape.bytes() / VOCABULARY;
+        line(gpu, &format!("embeddings of {dtype}"), rows, read + row, |_| {
+            Ok(embed.launch(stream, &shape, table.view(), tokens.view(), &mut out.view_mut())?)
+        })?;
+    }
+    Ok(())
+}
+
+fn panels(gpu: &Gpu, format: DType, rows: usize, cols: usize) -> Result<Buffer<u8>> {
+    let bytes = activation_bytes(format, rows, cols).context("bytes of panels")?;
+    Ok(Buffer::new(&gpu.device, bytes)?)
+}
+
+/// Of attention: what happens to a row's heads until its keys and values are in the cache.
+fn of_heads(gpu: &Gpu, rows: usize) -> Result<()> {
+    let mut random = Random::new(42);
+    let stream = &gpu.stream;
+    let (norms, ropes) = (Norms::new(&gpu.device), Ropes::new(&gpu.device));
+    let (heads_to_cache, writes) = (HeadsToCache::new(&gpu.device), KvWrites::new(&gpu.device));
+    let mut queries = floats(gpu, &mut random, rows * HEADS * HEAD_DIM)?;
+    let mut keys = floats(gpu, &mut random, rows * KV_HEADS * HEAD_DIM)?;
+    let values = floats(gpu, &mut random, rows * KV_HEADS * HEAD_DIM)?;
+    let weight = floats(gpu, &mut random, HEAD_DIM)?;
+    let frequencies = floats(gpu, &mut random, HEAD_DIM / 2)?;
+    let positions = Buffer::from_host(stream, &(0..rows as u32).collect::<Vec<_>>())?;
+    let turn = Turn { pairing: RopePairing::Halves, inverse_frequencies: frequencies.view(), magnitude: 1.0 };
+    let row = HEAD_DIM * size_of::<f32>();
+    line(gpu, "norms of query heads", rows, 2 * HEADS * row, |_| {
+        Ok(norms.heads(stream, &mut queries.view_mut(), weight.view(), EPS)?)
+    })?;
+    line(gpu, "rotation of query heads", rows, 2 * HEADS * row, |_| {
+        Ok(ropes.launch(stream, &mut queries.view_mut(), positions.view(), turn, HEAD_DIM)?)
+    })?;
+    for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
+        let head_bytes = head_bytes(kind, HEAD_DIM, BLOCK_TOKENS).context("bytes of a head")?;
+        let block_bytes = 2 * KV_HEADS as u32 * head_bytes;
+        let blocks = rows.div_ceil(BLOCK_TOKENS);
+        let cache = Buffer::<u8>::new(&gpu.device, blocks * block_bytes as usize)?;
+        // All blocks in one unit.
+        let layer = KvLayerAddress {
+            base: cache.view().address(),
+            unit_bytes: cache.len() as u64,
+            layer_offset: 0,
+            block_bytes,
+            head_bytes,
+            unit_shift: 20,
+            block_tokens: BLOCK_TOKENS as u32,
+        };
+        let slots: View<'_, u32> = positions.view();
+        let cached = block_bytes as usize / BLOCK_TOKENS;
+        line(gpu, &format!("keys and values to {kind}"), rows, 2 * KV_HEADS * row + cached, |_| {
+            // SAFETY: the cache has a block for every slot, and nobody else uses it.
+            Ok(unsafe {
+                writes.launch(stream, layer, kind, keys.view(), values.view(), slots, KV_HEADS, HEAD_DIM)
+            }?)
+        })?;
+        let bytes = (2 * HEADS + 3 * KV_HEADS) * row + cached;
+        line(gpu, &format!("heads, and to a cache of {kind}"), rows, bytes, |_| {
+            let mut heads = HeadRows {
+                queries: queries.view_mut(),
+                keys: keys.view_mut(),
+                values: values.view(),
+                norms: Some((weight.view(), weight.view(), EPS)),
+                positions: positions.view(),
+                slots,
+                turn,
+                head_dim: HEAD_DIM,
+                kv_heads: KV_HEADS,
+            };
+            // SAFETY: the cache has a block for every slot; all that is read was written before.
+            Ok(unsafe { heads_to_cache.launch(stream, layer, kind, &mut heads) }?)
+        })?;
+    }
+    Ok(())
+}
