@@ -37,7 +37,11 @@ pub enum AttachError {
     Driver(#[from] OpenDriverError),
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("cannot use the GPU {device}")]
+    #[error(
+        "the GPU {device} has no room for a context, which takes half a GiB: end what else holds its memory"
+    )]
+    NoRoom { device: String, source: Box<dyn std::error::Error + Send + Sync> },
+    #[error("the GPU {device} gives no context: nvidia-smi may say why, --device host runs without it")]
     Context { device: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("cannot attach model {model:?} from {socket}")]
     Attach { model: String, socket: String, source: memory::attach::AttachError },
@@ -66,7 +70,8 @@ impl HasExit for AttachError {
                 Exit::Internal
             }
             AttachError::Driver(_) | AttachError::Device(_) => Exit::Usage,
-            AttachError::Context { .. } => Exit::OutOfResources,
+            AttachError::NoRoom { .. } => Exit::OutOfResources,
+            AttachError::Context { .. } => Exit::Internal,
             AttachError::Attach { source: memory::attach::AttachError::Refused { reason, .. }, .. } => {
                 match reason {
                     RefusalReason::UnknownModel => Exit::Usage,

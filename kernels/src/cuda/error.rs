@@ -23,6 +23,18 @@ pub enum CudaError {
     Length { what: &'static str, found: usize, expected: usize },
 }
 
+impl CudaError {
+    /// Whether the device has less memory left than was asked for.
+    pub fn is_lack_of_memory(&self) -> bool {
+        let code = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Call { source, .. } => source.0 == code,
+            _ => false,
+        }
+    }
+}
+
 /// Names a call in its error.
 pub(super) trait Named<T> {
     fn named(self, call: &'static str) -> Result<T, CudaError>;

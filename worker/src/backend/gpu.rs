@@ -1,6 +1,6 @@
 //! A GPU: weights in imported device memory, kernels of the CUDA backend.
 
-use kernels::cuda::{Cuda, Data, Device as KernelDevice};
+use kernels::cuda::{Cuda, CudaError, Data, Device as KernelDevice};
 use memory::attach::{Attached, Granted};
 use memory::cuda::nvml::Nvml;
 use memory::cuda::{Device, DeviceSelector, open_driver};
@@ -31,8 +31,15 @@ impl Gpu {
         let memory = Device::open(driver?, wanted)?;
         let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
         let before = counted();
-        let failed =
-            |error| AttachError::Context { device: memory.uuid().to_string(), source: Box::new(error) };
+        let failed = |error: CudaError| {
+            let (device, no_room) = (memory.uuid().to_string(), error.is_lack_of_memory());
+            let source = Box::new(error);
+            if no_room {
+                AttachError::NoRoom { device, source }
+            } else {
+                AttachError::Context { device, source }
+            }
+        };
         let kernels = KernelDevice::open_memory(&memory).map_err(failed)?;
         let context_bytes = context_bytes(before, counted());
         timeline.mark("context");
