@@ -61,7 +61,7 @@ pub(crate) struct WorkerArguments {
 
 impl WorkerArguments {
     /// The model that drafts, if it is another one: its weights alone.
-    fn draft_model(&self) -> Option<ModelConfig> {
+    pub(crate) fn draft_model(&self) -> Option<ModelConfig> {
         let path = self.draft.as_deref().filter(|path| *path != Path::new(LOOKUP))?;
         let model = self.model(path, 0);
         // Its own keys and values are never kept: it has no worker.

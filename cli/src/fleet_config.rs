@@ -99,19 +99,7 @@ impl FleetConfig {
     pub(crate) fn sized(&self) -> Outcome<Vec<SizedModel>> {
         let seen = devices_for(self.models.iter().map(|model| model.device))?;
         let workers = self.models.iter().map(|m| m.workers).sum();
-        let size = |model| SizedModel::of(model, workers, &seen);
-        let mut sized = self.models.iter().map(size).collect::<Outcome<Vec<SizedModel>>>()?;
-        for (index, config) in self.models.iter().enumerate() {
-            let Some(name) = sized[index].drafted_by().map(str::to_owned) else { continue };
-            let Some(draft) = sized.iter().find(|model| model.name == name) else {
-                let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
-                return Err(Failure::new(Exit::Usage, text));
-            };
-            // They are stored as the model's own.
-            let draft_token_bytes = draft.kv_token_bytes(&config.kv_type.rest().into());
-            sized[index].make_room_for_drafts(config, draft_token_bytes);
-        }
-        Ok(sized)
+        SizedModel::all(&self.models, workers, &seen)
     }
 
     /// The plan for a supervisor that works in this directory. `socket` is a listening one from socket activation.
@@ -257,15 +245,39 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/ballast.toml");
         let config = FleetConfig::load(&path, None).unwrap();
         assert!(config.models.iter().all(|model| model.path.exists()), "{:?}", config.models);
-        let workers = config.models.iter().map(|m| m.workers).sum();
-        for model in &config.models {
-            let sized = SizedModel::of(
-                &ModelConfig { device: Wanted::Host, ..model.clone() },
-                workers,
-                &Seen::default(),
-            );
-            sized.unwrap().plan().unwrap();
+        let on_host = |model: &ModelConfig| ModelConfig { device: Wanted::Host, ..model.clone() };
+        let models: Vec<ModelConfig> = config.models.iter().map(on_host).collect();
+        let workers = models.iter().map(|m| m.workers).sum();
+        for sized in SizedModel::all(&models, workers, &Seen::default()).unwrap() {
+            sized.plan().unwrap();
         }
+    }
+
+    #[test]
+    fn a_worker_has_room_for_the_model_that_drafts_for_it() {
+        let path = |name| Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo").join(name);
+        let text = format!(
+            "[[models]]\nname = \"large\"\npath = {:?}\ndraft = \"small\"\ndevice = \"host\"\nkv-tokens = 1024\n\
+             [[models]]\nname = \"small\"\npath = {:?}\nworkers = 0\ndevice = \"host\"\n",
+            path("pycoder-22m-q4_k_m.gguf"),
+            path("pycoder-7m-q8_0.gguf")
+        );
+        let directory = tempfile::tempdir().unwrap();
+        let sized = |text: &str| {
+            let path = directory.path().join("fleet.toml");
+            std::fs::write(&path, text).unwrap();
+            FleetConfig::load(&path, None).unwrap().sized().map(|mut sized| sized.remove(0))
+        };
+        let (alone, drafted) =
+            (sized(&text.replace("draft = \"small\"\n", "")).unwrap(), sized(&text).unwrap());
+        let more = drafted.demand.workspace.total() - alone.demand.workspace.total();
+        assert_eq!(more, 32 << 20);
+        assert!(drafted.demand.kv > alone.demand.kv);
+        let reserved = drafted.plan().unwrap().worker_config["workspace-bytes"].clone();
+        assert_eq!(reserved.as_str(), Some(Bytes(drafted.demand.workspace.total()).to_string().as_str()));
+
+        let failure = sized(&text.replace("name = \"small\"", "name = \"other\"")).map(drop).unwrap_err();
+        assert!(failure.message().contains("no model is called \"small\""), "{}", failure.message());
     }
 
     #[test]

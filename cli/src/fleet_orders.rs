@@ -9,7 +9,7 @@ use proto::weights::v1::weight_server_client::WeightServerClient;
 use crate::device_choice::Wanted;
 use crate::devices::Seen;
 use crate::failure::{Failure, Outcome};
-use crate::fleet_arguments::WorkerArguments;
+use crate::fleet_arguments::{WorkerArguments, model_name};
 use crate::fleet_config::devices_for;
 use crate::ps;
 use crate::running_fleet::{block_on, find};
@@ -79,24 +79,35 @@ fn order(
 }
 
 pub(crate) fn load(arguments: LoadArguments) -> Outcome {
-    let config = arguments.worker.model(&arguments.model, arguments.workers);
-    let mut seen = devices_for([config.device])?;
-    if config.device == Wanted::Auto && !seen.gpus.is_empty() {
-        seen = known_to_fleet(seen, &arguments.fleet)?;
+    let LoadArguments { model, name, workers, worker, fleet } = arguments;
+    let mut models = vec![worker.model(&model, workers)];
+    models[0].name = name.unwrap_or(model_name(&model));
+    models.extend(worker.draft_model());
+    let mut seen = devices_for(models.iter().map(|model| model.device))?;
+    if models[0].device == Wanted::Auto && !seen.gpus.is_empty() {
+        seen = known_to_fleet(seen, &fleet)?;
     }
-    let sized = SizedModel::of(&config, arguments.workers, &seen)?;
-    let plan = sized.plan()?;
+    let sized = SizedModel::all(&models, workers, &seen)?;
+    // What drafts comes first, unless it is there: workers wait for it.
+    sized[1..].iter().try_for_each(|draft| load_one(&fleet, draft, true))?;
+    sized[..1].iter().try_for_each(|model| load_one(&fleet, model, false))
+}
+
+fn load_one(place: &FleetPlace, model: &SizedModel, may_be_there: bool) -> Outcome {
+    let plan = model.plan()?;
     let request = wire::LoadModelRequest {
-        name: arguments.name.unwrap_or(plan.name),
+        name: plan.name,
         path: plan.path.to_string_lossy().into_owned(),
         workers: plan.workers,
         worker_config: plan.worker_config.to_string(),
         device: plan.device,
         no_packing: !plan.pack,
     };
-    let what = format!("cannot load {}", plan.path.display());
-    order(&arguments.fleet, &what, async |client| {
-        let mut events = client.load_model(request).await?.into_inner();
+    order(place, &format!("cannot load {}", plan.path.display()), async |client| {
+        let mut events = match client.load_model(request).await {
+            Err(status) if may_be_there && status.code() == tonic::Code::AlreadyExists => return Ok(()),
+            answer => answer?.into_inner(),
+        };
         while let Some(event) = events.message().await? {
             if let Some(wire::load_model_event::Kind::Loaded(_)) = event.kind {
                 return Ok(());

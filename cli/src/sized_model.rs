@@ -40,8 +40,16 @@ pub(crate) struct SizedModel {
     /// Of each worker.
     pub(crate) demand: Demand,
     worker: worker::Config,
-    description: ModelDescription,
+    head: Head,
     pack: bool,
+}
+
+/// What the head of a file says of a model.
+#[derive(Clone)]
+struct Head {
+    description: ModelDescription,
+    /// Of its tensors, each once.
+    dtypes: Vec<DType>,
 }
 
 /// What the weight-server will hold.
@@ -91,8 +99,8 @@ impl Weights {
 }
 
 impl SizedModel {
-    /// Checks the head of the model file and sizes what its workers need. `fleet_workers` is the number in the whole fleet.
-    pub(crate) fn of(config: &ModelConfig, fleet_workers: u32, seen: &Seen) -> Outcome<Self> {
+    /// Checks the head of the model file and sizes what its workers need.
+    fn of(config: &ModelConfig, fleet_workers: u32, seen: &Seen) -> Outcome<Self> {
         // Processes of the fleet have working directories of their own.
         let path =
             std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
@@ -139,30 +147,54 @@ impl SizedModel {
         worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
         worker.workspace_bytes = Some(Bytes(demand.workspace.total()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
-        Ok(Self { name, path, workers, choice, weights, demand, worker, description, pack })
+        Ok(Self {
+            name,
+            path,
+            workers,
+            choice,
+            weights,
+            demand,
+            worker,
+            head: Head { description, dtypes },
+            pack,
+        })
+    }
+
+    /// Sizes the models of a fleet together: some draft for others. `fleet_workers` is the number in the whole fleet.
+    pub(crate) fn all(models: &[ModelConfig], fleet_workers: u32, seen: &Seen) -> Outcome<Vec<Self>> {
+        let size = |model| Self::of(model, fleet_workers, seen);
+        let mut sized = models.iter().map(size).collect::<Outcome<Vec<Self>>>()?;
+        for (index, config) in models.iter().enumerate() {
+            let Some(name) = sized[index].drafted_by() else { continue };
+            let Some(draft) = sized.iter().find(|model| model.name == name) else {
+                let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
+                return Err(Failure::new(Exit::Usage, text));
+            };
+            let draft = draft.head.clone();
+            sized[index].make_room_for(&draft, config);
+        }
+        Ok(sized)
     }
 
     /// The model that drafts for this one.
-    pub(crate) fn drafted_by(&self) -> Option<&str> {
+    fn drafted_by(&self) -> Option<&str> {
         match &self.worker.draft {
             Draft::Model(name) => Some(name),
             Draft::Off | Draft::Lookup => None,
         }
     }
 
-    /// A draft model keeps keys and values of the same tokens: as many fit as without it, unless the budget is in bytes.
-    pub(crate) fn make_room_for_drafts(&mut self, config: &ModelConfig, draft_token_bytes: u64) {
+    /// What `draft`, which drafts for this model, takes of each worker. It keeps keys and values of the same tokens, stored as
+    /// the model's own: as many fit as without it, unless the budget is in bytes.
+    fn make_room_for(&mut self, draft: &Head, config: &ModelConfig) {
+        self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
+        self.worker.workspace_bytes = Some(Bytes(self.demand.workspace.total()));
         if config.kv_bytes.is_none() {
-            let own_token_bytes = self.kv_token_bytes(&config.kv_type);
-            let bytes = self.demand.kv.saturating_mul(own_token_bytes + draft_token_bytes);
-            self.demand.kv = bytes / own_token_bytes.max(1);
+            let own = kv_token_bytes(&self.head.description, &config.kv_type);
+            let both = own + kv_token_bytes(&draft.description, &config.kv_type.rest().into());
+            self.demand.kv = self.demand.kv.saturating_mul(both) / own.max(1);
             self.worker.kv_bytes = Bytes(self.demand.kv);
         }
-    }
-
-    /// Keys and values of one token, stored as `types`.
-    pub(crate) fn kv_token_bytes(&self, types: &KvTypes) -> u64 {
-        kv_token_bytes(&self.description, types)
     }
 
     pub(crate) fn plan(&self) -> Outcome<ModelPlan> {

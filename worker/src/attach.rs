@@ -10,7 +10,7 @@ use memory::attach::{AttachRequest, Granted, LoadingProgress};
 use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
 use memory::manifest::Manifest;
-use models::{BuildModelError, Limits, ModelDescription, TensorHead, WeightError, WeightTable};
+use models::{BuildModelError, ModelDescription, TensorHead, WeightError, WeightTable};
 use ops::{Backend, OpError};
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
@@ -27,9 +27,6 @@ use crate::vocabulary::{self, VocabularyError};
 /// in a fleet that comes up, workers may be first. A load in progress is waited for as long as it moves.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_millis(50);
-
-/// Activations of a draft model, reserved with its lease; its keys and values are part of the worker's.
-const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
@@ -156,13 +153,12 @@ pub(crate) fn bring_up<P: Place>(
         Draft::Off => None,
         Draft::Lookup => Some(Box::new(Lookup::default())),
         Draft::Model(name) => {
-            let reserved = (0, DRAFT_WORKSPACE_BYTES);
-            let granted = wait_for_model(place, config, name, reserved, token, notify)?;
+            // All that the worker takes is reserved with its own model.
+            let granted = wait_for_model(place, config, name, (0, 0), token, notify)?;
             let draft = map(place, config, name, granted)?;
             leases.push(Arc::new(draft.lease));
             vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
-            let limits = Limits { rows_max: config.step_tokens, outputs_max: config.running_max };
-            let small = models::build(&draft.metadata, draft.table, &mut compute, limits)?;
+            let small = models::build(&draft.metadata, draft.table, &mut compute, config.draft_limits())?;
             // A small step takes as long as its weights take to be read.
             let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
             timeline.mark("draft");
@@ -242,8 +238,8 @@ pub(crate) fn score_rows_max(config: &Config, facts: &Facts) -> usize {
     config.engine().score_rows_max(facts.vocabulary)
 }
 
-/// Asks until the model is there. What the worker will take of the device is reserved with the grant: bytes for keys and
-/// values, and for everything else.
+/// Asks until the model is there. What the worker will take of the device beside the weights is reserved with the grant: bytes
+/// for keys and values, and for everything else.
 fn wait_for_model<P: Place>(
     place: &P,
     config: &Config,

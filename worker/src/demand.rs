@@ -2,10 +2,10 @@
 //! weight-server's ledger reserves it.
 
 use engine::{ConfigError, EngineConfig, KvBudget};
-use models::ModelDescription;
+use models::{Limits, ModelDescription};
 use quant::DType;
 
-use crate::config::{Config, Device};
+use crate::config::{Config, Device, Draft};
 
 /// What a context takes of a GPU where nobody says it: 523.6 MiB on an H200 with driver 580.
 pub(crate) const CONTEXT_BYTES: u64 = 524 << 20;
@@ -17,6 +17,9 @@ const CONTEXT_UNCOUNTED_BYTES: u64 = 5_696 << 10;
 
 /// Activations and logits on the host, the process itself, and what its allocator keeps.
 const HOST_WORKSPACE_BYTES: u64 = 40 << 20;
+
+/// The same of a model that drafts in the process; on a GPU, without a model to work it out from.
+const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
 
 /// On a GPU, without a model to work it out from: a model of 8B parameters and steps of 2,048 tokens.
 const GPU_WORKSPACE_BYTES: u64 = 192 << 20;
@@ -47,6 +50,16 @@ impl Workspace {
     pub fn total(&self) -> u64 {
         self.activations + self.scratch + self.graphs + self.modules
     }
+
+    /// Of two models in one process, which compute in turns: what kernels keep serves both.
+    fn shared_with(self, other: Self) -> Self {
+        Self {
+            activations: self.activations + other.activations,
+            scratch: self.scratch.max(other.scratch),
+            graphs: self.graphs.max(other.graphs),
+            modules: self.modules.max(other.modules),
+        }
+    }
 }
 
 impl Demand {
@@ -58,8 +71,22 @@ impl Demand {
         let kv = layout.blocks as u64 * layout.block_bytes() as u64;
         Ok(match config.device {
             Device::Host => Self { context: 0, kv, workspace: unsplit(HOST_WORKSPACE_BYTES) },
-            Device::Gpu(_) => on_gpu(engine.model_limits(model.vocab_size), &layout, model, dtypes),
+            Device::Gpu(_) => Self {
+                context: CONTEXT_BYTES,
+                kv: kv_on_gpu(&layout),
+                workspace: workspace_on_gpu(engine.model_limits(model.vocab_size), model, dtypes),
+            },
         })
+    }
+
+    /// With another model in the worker that drafts for its own. What that keeps of tokens is part of the worker's keys and
+    /// values.
+    pub fn with_draft(self, config: &Config, draft: &ModelDescription, dtypes: &[DType]) -> Self {
+        let workspace = match config.device {
+            Device::Host => unsplit(DRAFT_WORKSPACE_BYTES),
+            Device::Gpu(_) => workspace_on_gpu(config.draft_limits(), draft, dtypes),
+        };
+        Self { workspace: self.workspace.shared_with(workspace), ..self }
     }
 
     pub fn total(&self) -> u64 {
@@ -82,15 +109,16 @@ pub(crate) fn context_bytes(before: Option<u64>, after: Option<u64>) -> u64 {
     }
 }
 
+/// As many bytes as no device has, for a cache beyond 64 bits: that is refused where it is made.
 #[cfg(feature = "cuda")]
-fn on_gpu(
-    limits: models::Limits,
-    layout: &ops::KvLayout,
-    model: &ModelDescription,
-    dtypes: &[DType],
-) -> Demand {
-    use kernels::cuda::{WorkerShape, kv_bytes, predict};
-    let workspace = predict(&WorkerShape {
+fn kv_on_gpu(layout: &ops::KvLayout) -> u64 {
+    kernels::cuda::kv_bytes(layout).unwrap_or(u64::MAX)
+}
+
+#[cfg(feature = "cuda")]
+fn workspace_on_gpu(limits: Limits, model: &ModelDescription, dtypes: &[DType]) -> Workspace {
+    use kernels::cuda::{WorkerShape, predict};
+    let shape = WorkerShape {
         layers: model.layers,
         embedding: model.embedding_length,
         heads: model.heads,
@@ -101,10 +129,8 @@ fn on_gpu(
         rows_at_once: limits.rows_at_once(),
         tensors: model.workspace_tensors(limits).collect(),
         dtypes: dtypes.to_vec(),
-    });
-    // A cache beyond 64 bits is refused where it is made.
-    let kv = kv_bytes(layout).unwrap_or(u64::MAX);
-    Demand { context: CONTEXT_BYTES, kv, workspace: workspace.into() }
+    };
+    predict(&shape).into()
 }
 
 #[cfg(feature = "cuda")]
@@ -117,18 +143,29 @@ impl From<kernels::cuda::DeviceBytes> for Workspace {
 
 /// Nobody chooses a GPU in a build without its kernels; whoever writes one into a file is told by the worker.
 #[cfg(not(feature = "cuda"))]
-fn on_gpu(_: models::Limits, _: &ops::KvLayout, _: &ModelDescription, _: &[DType]) -> Demand {
-    Demand { context: CONTEXT_BYTES, kv: 0, workspace: unsplit(GPU_WORKSPACE_BYTES) }
+fn kv_on_gpu(_: &ops::KvLayout) -> u64 {
+    0
+}
+
+#[cfg(not(feature = "cuda"))]
+fn workspace_on_gpu(_: Limits, _: &ModelDescription, _: &[DType]) -> Workspace {
+    unsplit(GPU_WORKSPACE_BYTES)
 }
 
 impl Config {
-    /// What is reserved beside context, keys and values.
+    /// What is reserved beside context, keys and values, of all models in the process.
     pub(crate) fn workspace(&self) -> u64 {
         let default = match self.device {
             Device::Host => HOST_WORKSPACE_BYTES,
             Device::Gpu(_) => GPU_WORKSPACE_BYTES,
         };
-        self.workspace_bytes.map_or(default, |bytes| bytes.0)
+        let draft = if matches!(self.draft, Draft::Model(_)) { DRAFT_WORKSPACE_BYTES } else { 0 };
+        self.workspace_bytes.map_or(default + draft, |bytes| bytes.0)
+    }
+
+    /// How large a step of the model that drafts may be.
+    pub(crate) fn draft_limits(&self) -> Limits {
+        Limits { rows_max: self.step_tokens, outputs_max: self.running_max }
     }
 
     /// The engine's part of the configuration.
@@ -148,6 +185,14 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_models_of_a_process_share_what_kernels_keep() {
+        let large = Workspace { activations: 20, scratch: 10, graphs: 2, modules: 14 };
+        let small = Workspace { activations: 5, scratch: 11, graphs: 1, modules: 14 };
+        let both = Workspace { activations: 25, scratch: 11, graphs: 2, modules: 14 };
+        assert_eq!((large.shared_with(small), small.shared_with(large)), (both, both));
+    }
 
     #[test]
     fn a_context_takes_what_the_driver_says_of_this_process_and_of_no_other() {
