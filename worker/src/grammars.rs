@@ -2,7 +2,8 @@
 //!
 //! One thread compiles, with a stack for the most nested grammar that is taken; a few compute masks. A request has at most
 //! one mask under way: the matcher goes to a thread when a token was drawn and is back, with the mask of the next, when
-//! the step that needs it comes to its draw. So the threads' queue is as long as requests are running, at most.
+//! the step that needs it comes to its draw. So the threads' queue is as long as requests are running, at most. Nobody
+//! waits for one that is late but its request: the engine keeps the row, goes on, and is waked when the mask is there.
 //!
 //! A thread that panics is lost with what it was at, and another one takes its place ([`contained`]).
 
@@ -12,7 +13,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use bytes::Bytes;
@@ -22,6 +23,7 @@ use text::Tokenizer;
 use tokio::sync::oneshot;
 
 use crate::contained::{contained, give_up_thread};
+use crate::stepper::Waker;
 
 /// For recursion over grammars as nested as `grammar` takes them; touched as far as it is used.
 const STACK_BYTES: usize = 64 << 20;
@@ -29,7 +31,8 @@ const STACK_BYTES: usize = 64 << 20;
 const COMPILING_MAX: usize = 64;
 /// Compiling takes some tens of milliseconds. What takes this long on a machine that is busy may as well take for ever.
 const COMPILE_WAIT: Duration = Duration::from_secs(20);
-/// A mask is bounded work: some 20 ms, half a second for hostile grammars.
+/// A mask is bounded work: some 20 ms, half a second for hostile grammars. A request whose mask takes longer, with those
+/// that stand before it, ends.
 const MASK_WAIT: Duration = Duration::from_secs(10);
 /// Compiled grammars that are kept: the choices of a request have the same one, and clients repeat theirs.
 const KEPT_MAX: usize = 16;
@@ -60,6 +63,7 @@ pub(crate) enum GrammarError {
 pub(crate) struct Grammars {
     gguf: Bytes,
     mask_threads: usize,
+    waker: Waker,
     running: Mutex<Option<(SyncSender<Compile>, Desk)>>,
 }
 
@@ -73,9 +77,11 @@ struct Compile {
 }
 
 impl Grammars {
-    /// `gguf` is the model's metadata section. `threads`: how many may compute masks.
-    pub(crate) fn new(gguf: Bytes, threads: usize) -> Self {
-        Self { gguf, mask_threads: threads.clamp(1, MASK_THREADS_MAX), running: Mutex::new(None) }
+    /// `gguf` is the model's metadata section. `threads`: how many may compute masks. `waker`: of the engine that draws
+    /// under them.
+    pub(crate) fn new(gguf: Bytes, threads: usize, waker: Waker) -> Self {
+        let mask_threads = threads.clamp(1, MASK_THREADS_MAX);
+        Self { gguf, mask_threads, waker, running: Mutex::new(None) }
     }
 
     fn running(&self) -> io::Result<(SyncSender<Compile>, Desk)> {
@@ -86,7 +92,7 @@ impl Grammars {
         let (masks, jobs) = channel();
         let jobs = Arc::new(Mutex::new(jobs));
         for _ in 0..self.mask_threads {
-            start_masks(jobs.clone())?;
+            start_masks(jobs.clone(), self.waker.clone())?;
         }
         let (sender, waiting) = sync_channel(COMPILING_MAX);
         let jobs = Arc::new(Mutex::new(waiting));
@@ -179,7 +185,8 @@ impl Compiler {
         let next = matcher.allowed(&mut mask);
         let work = MaskWork { matcher, mask, next };
         let (sender, back) = sync_channel(1);
-        Ok(Box::new(Masked { here: Some(Box::new(work)), back, sender, masks: self.masks.clone() }))
+        let masks = self.masks.clone();
+        Ok(Box::new(Masked { here: Some(Ok(Box::new(work))), begun: Instant::now(), back, sender, masks }))
     }
 
     fn grammar(&mut self, source: Source) -> Result<&Grammar, GrammarError> {
@@ -222,25 +229,27 @@ struct MaskJob {
     back: SyncSender<Back>,
 }
 
-fn start_masks(jobs: Arc<Mutex<Receiver<MaskJob>>>) -> io::Result<()> {
-    thread::Builder::new().name("masks".to_owned()).spawn(move || compute_masks(&jobs)).map(drop)
+fn start_masks(jobs: Arc<Mutex<Receiver<MaskJob>>>, waker: Waker) -> io::Result<()> {
+    thread::Builder::new().name("masks".to_owned()).spawn(move || compute_masks(&jobs, &waker)).map(drop)
 }
 
-fn compute_masks(jobs: &Arc<Mutex<Receiver<MaskJob>>>) {
+fn compute_masks(jobs: &Arc<Mutex<Receiver<MaskJob>>>, waker: &Waker) {
     loop {
         let Ok(MaskJob { mut work, token, back }) = next(jobs) else { return };
         let lost = {
-            let (jobs, back) = (jobs.clone(), back.clone());
+            let (jobs, back, waker) = (jobs.clone(), back.clone(), waker.clone());
             move || {
                 // Without a thread the next masks are late.
-                drop(start_masks(jobs));
+                drop(start_masks(jobs, waker.clone()));
                 drop(back.send(Err(ConstraintError::Broken)));
+                waker.wake();
             }
         };
         let MaskWork { matcher, mask, next } = &mut *work;
         *next = contained(lost, || matcher.accept(token).and_then(|()| matcher.allowed(mask)));
         // A request that has ended meanwhile takes nothing back.
         drop(back.send(Ok(work)));
+        waker.wake();
     }
 }
 
@@ -252,7 +261,9 @@ fn next<T>(jobs: &Mutex<Receiver<T>>) -> Result<T, RecvError> {
 /// One request's grammar.
 struct Masked {
     /// `None` while the next mask is being computed.
-    here: Option<Box<MaskWork>>,
+    here: Option<Back>,
+    /// When that began.
+    begun: Instant,
     back: Receiver<Back>,
     sender: SyncSender<Back>,
     masks: Sender<MaskJob>,
@@ -261,10 +272,17 @@ struct Masked {
 impl Constraint for Masked {
     fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
         if self.here.is_none() {
-            let work = self.back.recv_timeout(MASK_WAIT).map_err(|_| ConstraintError::Late)??;
-            self.here = Some(work);
+            self.here = match self.back.try_recv() {
+                Ok(back) => Some(back),
+                Err(_) if self.begun.elapsed() < MASK_WAIT => return Ok(Allowed::Later),
+                Err(_) => Some(Err(ConstraintError::Late)),
+            };
         }
-        let Some(work) = &self.here else { return Err(ConstraintError::Late) };
+        let work = match &self.here {
+            Some(Ok(work)) => work,
+            Some(Err(error)) => return Err(*error),
+            None => return Ok(Allowed::Later),
+        };
         match work.next {
             Ok(Next::Tokens) => Ok(Allowed::Tokens(&work.mask)),
             Ok(Next::End) => Ok(Allowed::Nothing),
@@ -274,7 +292,8 @@ impl Constraint for Masked {
     }
 
     fn accept(&mut self, token: u32) {
-        if let Some(work) = self.here.take() {
+        if let Some(Ok(work)) = self.here.take() {
+            self.begun = Instant::now();
             // Fails when the worker is stopping; the next mask is then late.
             drop(self.masks.send(MaskJob { work, token, back: self.sender.clone() }));
         }
@@ -284,29 +303,39 @@ impl Constraint for Masked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stepper::tests::{is_waked, over_nothing};
 
-    /// Nobody computes masks here but the test: what returns did not wait for one.
-    #[test]
-    fn a_mask_is_computed_between_a_draw_and_the_next_and_by_others() {
+    fn vocabulary() -> (Tokenizer, Vocabulary) {
         let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../demo/pycoder-7m-q8_0.gguf");
         let file = std::fs::File::open(demo).unwrap();
         let length = file.metadata().unwrap().len();
         let header = gguf::Header::read(std::io::BufReader::new(file), length).unwrap();
         let tokenizer = Tokenizer::from_metadata(header.metadata()).unwrap();
         let vocabulary = Vocabulary::new(&tokenizer).unwrap();
-        let grammar = Grammar::compile(&Source::Choice(vec!["yes".to_owned()]), &vocabulary).unwrap();
-        let matcher = grammar.matcher();
+        (tokenizer, vocabulary)
+    }
+
+    /// Of the one choice `word`, with a mask that allows all.
+    fn masked(vocabulary: &Vocabulary, word: &str) -> (Masked, Receiver<MaskJob>) {
+        let grammar = Grammar::compile(&Source::Choice(vec![word.to_owned()]), vocabulary).unwrap();
         let (masks, jobs) = channel();
         let (sender, back) = sync_channel(1);
-        let next = Ok(Next::Tokens);
-        let here = Some(Box::new(MaskWork { matcher, mask: vec![u32::MAX], next }));
-        let mut constraint = Masked { here, back, sender, masks };
+        let work = MaskWork { matcher: grammar.matcher(), mask: vec![u32::MAX], next: Ok(Next::Tokens) };
+        (Masked { here: Some(Ok(Box::new(work))), begun: Instant::now(), back, sender, masks }, jobs)
+    }
+
+    /// Nobody computes masks here but the test: what returns did not wait for one.
+    #[test]
+    fn a_mask_is_computed_between_a_draw_and_the_next_and_by_others() {
+        let (tokenizer, vocabulary) = vocabulary();
+        let (mut constraint, jobs) = masked(&vocabulary, "yes");
         assert_eq!(constraint.allowed(), Ok(Allowed::Tokens(&[u32::MAX])));
         let yes = tokenizer.encode("yes", text::EncodeOptions::default()).unwrap();
         for &token in &yes {
             constraint.accept(token);
             assert!(constraint.here.is_none(), "the matcher is with the thread that has the job");
             let MaskJob { mut work, token, back } = jobs.recv().unwrap();
+            assert_eq!(constraint.allowed(), Ok(Allowed::Later));
             work.matcher.accept(token).unwrap();
             work.next = work.matcher.allowed(&mut work.mask);
             back.send(Ok(work)).unwrap();
@@ -317,5 +346,32 @@ mod tests {
         let MaskJob { back, .. } = jobs.recv().unwrap();
         back.send(Err(ConstraintError::Broken)).unwrap();
         assert_eq!(constraint.allowed(), Err(ConstraintError::Broken));
+        assert_eq!(constraint.allowed(), Err(ConstraintError::Broken), "and so it stays");
+    }
+
+    #[test]
+    fn a_mask_that_never_comes_is_an_error_after_its_time() {
+        let (tokenizer, vocabulary) = vocabulary();
+        let (mut constraint, _jobs) = masked(&vocabulary, "yes");
+        constraint.accept(tokenizer.encode("yes", text::EncodeOptions::default()).unwrap()[0]);
+        assert_eq!(constraint.allowed(), Ok(Allowed::Later));
+        constraint.begun = Instant::now().checked_sub(MASK_WAIT).unwrap();
+        assert_eq!(constraint.allowed(), Err(ConstraintError::Late));
+    }
+
+    #[test]
+    fn the_engine_is_waked_when_a_mask_is_there() {
+        let (tokenizer, vocabulary) = vocabulary();
+        let (mut constraint, jobs) = masked(&vocabulary, "yes");
+        let (handle, stepper) = over_nothing();
+        constraint.accept(tokenizer.encode("yes", text::EncodeOptions::default()).unwrap()[0]);
+        assert!(!is_waked(&stepper));
+        let jobs = Arc::new(Mutex::new(jobs));
+        start_masks(jobs, handle.waker()).unwrap();
+        while !is_waked(&stepper) {
+            thread::yield_now();
+        }
+        // It was there before.
+        assert!(matches!(constraint.allowed(), Ok(Allowed::Tokens(_) | Allowed::Nothing)));
     }
 }

@@ -174,7 +174,7 @@ impl Worker for Service {
 impl Service {
     /// Weights are attached: requests are taken from now on.
     pub(crate) async fn begin(&self, serving: Serving) {
-        let grammars = Grammars::new(serving.facts.gguf.clone(), self.config.threads);
+        let grammars = Grammars::new(serving.facts.gguf.clone(), self.config.threads, serving.handle.waker());
         if self.serving.set(Live { serving, grammars }).is_ok() {
             self.health.set_serving::<WorkerServer<Self>>().await;
         }

@@ -20,7 +20,8 @@ pub(crate) struct Depth {
     per_step: usize,
 }
 
-/// A step gives a sequence one token, and those of its draft that were right; token outputs are small.
+/// A step gives a sequence one token, and those of its draft that were right, or the one before, if its constraint was late
+/// for that; token outputs are small.
 pub(crate) const TOKENS: Depth = Depth { outputs: 128, per_step: 1 + DRAFT_DEPTH_MAX };
 
 /// `rows` is what a step scores at most, which bounds the bytes that wait.

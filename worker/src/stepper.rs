@@ -2,11 +2,13 @@
 //!
 //! It alone owns the engine. Calls talk to it through [`Handle`]: a bounded queue of commands in, an [`Outlet`] per call
 //! out, and a snapshot of figures for whoever asks. A call that goes away closes its outlet, which is looked at before
-//! every step: its KV blocks are free within one step.
+//! every step: its KV blocks are free within one step. Where the engine waits for something that another thread computes,
+//! that thread wakes it ([`Waker`]).
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use engine::pool::IntegrityError;
@@ -29,7 +31,7 @@ const IDLE: Duration = Duration::from_secs(1);
 const PROMPTS_KEPT: Duration = Duration::from_secs(600);
 /// How often it is looked how well blocks are filled: every running sequence has to be asked.
 const KV_USE_EVERY: Duration = Duration::from_millis(100);
-/// While every request is held, readers are looked after this often.
+/// While every request is held or late, readers are looked after this often.
 const HELD_POLL: Duration = Duration::from_millis(2);
 
 enum Command {
@@ -46,6 +48,8 @@ enum Command {
     },
     Drain,
     CutAll,
+    /// Something that a request waited for is there: the next step sees it.
+    Wake,
 }
 
 type Answer = oneshot::Sender<Result<Queued, RefuseReason>>;
@@ -87,14 +91,40 @@ pub(crate) enum SubmitError {
 
 /// The async side.
 pub(crate) struct Handle {
-    commands: SyncSender<Command>,
+    commands: Arc<SyncSender<Command>>,
+    /// A `Wake` is among the commands.
+    woken: Arc<AtomicBool>,
     snapshot: watch::Receiver<Snapshot>,
     epoch: Instant,
     score_rows_max: usize,
     requests: AtomicU64,
 }
 
+/// Ends the sleep of an engine that has nothing to compute until something is there. Does not keep it alive.
+#[derive(Clone)]
+pub(crate) struct Waker {
+    commands: Weak<SyncSender<Command>>,
+    woken: Arc<AtomicBool>,
+}
+
+impl Waker {
+    /// After what is waited for is in its place. Takes one place among the commands, however often it is called.
+    pub(crate) fn wake(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel)
+            && let Some(commands) = self.commands.upgrade()
+            // Where there is no room, there are commands that wake it.
+            && commands.try_send(Command::Wake).is_err()
+        {
+            self.woken.store(false, Ordering::Release);
+        }
+    }
+}
+
 impl Handle {
+    pub(crate) fn waker(&self) -> Waker {
+        Waker { commands: Arc::downgrade(&self.commands), woken: self.woken.clone() }
+    }
+
     /// The engine's clock.
     pub(crate) fn now(&self) -> Duration {
         self.epoch.elapsed()
@@ -168,6 +198,7 @@ pub(crate) struct Stepper<B: Backend> {
     measure: Measure<B>,
     epoch: Instant,
     commands: Receiver<Command>,
+    woken: Arc<AtomicBool>,
     snapshot: watch::Sender<Snapshot>,
     streams: HashMap<RequestId, Outlet>,
     outputs: Vec<Output>,
@@ -192,8 +223,10 @@ pub(crate) fn stepper<B: Backend>(
     };
     let (snapshot, snapshot_receiver) = watch::channel(first);
     let epoch = Instant::now();
+    let woken = Arc::new(AtomicBool::new(false));
     let handle = Handle {
-        commands: command_sender,
+        commands: Arc::new(command_sender),
+        woken: woken.clone(),
         snapshot: snapshot_receiver,
         epoch,
         score_rows_max,
@@ -204,6 +237,7 @@ pub(crate) fn stepper<B: Backend>(
         measure,
         epoch,
         commands,
+        woken,
         snapshot,
         streams: HashMap::new(),
         outputs: Vec::new(),
@@ -302,7 +336,7 @@ impl<B: Backend> Stepper<B> {
         }
     }
 
-    /// Every request is held, or waits for blocks of held ones. False: nobody can send commands any more.
+    /// Every request is held, or waits for its constraint, or for blocks of such. False: nobody can send commands any more.
     fn wait_for_command(&mut self) -> bool {
         let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
         match self.commands.recv_timeout(due.map_or(HELD_POLL, |due| due.min(HELD_POLL))) {
@@ -330,6 +364,8 @@ impl<B: Backend> Stepper<B> {
                 self.draining = true;
             }
             Command::CutAll => self.cut_all(&Cut::Drained),
+            // Before the step looks at what it was waked for.
+            Command::Wake => self.woken.store(false, Ordering::Release),
         }
         self.publish();
     }
@@ -389,7 +425,6 @@ impl<B: Backend> Stepper<B> {
         }
     }
 
-    /// `failure` says why requests of the last step were lost, if they were.
     /// `failure` is what became of the step, if it failed.
     fn deliver(&mut self, failure: Option<&Cut>) {
         let mut outputs = std::mem::take(&mut self.outputs);
@@ -454,3 +489,6 @@ fn last_word(output: Output, reason: FinishReason, failure: Option<&Cut>) -> Ite
         FinishReason::Constraint(error) => Err(Cut::Grammar(error)),
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -229,6 +229,8 @@ pub struct EngineStats {
     pub evictions: u64,
     /// Requests that went on from another's computed prompt.
     pub forks: u64,
+    /// Rows that were there before their constraint could say what is allowed: the request waited, nobody else.
+    pub late_rows: u64,
     pub drafts: DraftStats,
     pub finished: u64,
     pub refused: u64,

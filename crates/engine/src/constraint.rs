@@ -3,7 +3,8 @@
 
 /// One request's output so far, as its grammar sees it. Prior output was accepted before the engine got it.
 pub trait Constraint: Send {
-    /// What may be drawn next. May wait, within a bound of its own, for what the last `accept` began.
+    /// What may be drawn next. Never waits: what the last `accept` began may be [`Allowed::Later`], until a bound of the
+    /// constraint's own makes an error of that; any other answer stays the same until the next `accept`.
     fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError>;
     /// The token was drawn and reported. Must not wait: the next mask is computed beside the next step.
     fn accept(&mut self, token: u32);
@@ -15,6 +16,8 @@ pub enum Allowed<'a> {
     Tokens(&'a [u32]),
     /// The output is whole.
     Nothing,
+    /// Not known yet. The engine asks again before each step; others go on meanwhile.
+    Later,
 }
 
 /// Why nobody can say what may be drawn.

@@ -5,6 +5,7 @@ use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, S
 use crate::batch::{Batch, OutputRow};
 use crate::config::{ConfigError, EngineConfig};
 use crate::draft::{DraftStats, Drafter, Speculation};
+use crate::late::LateRows;
 use crate::output_rows::OutputRows;
 use crate::pool::{BlockId, IntegrityError};
 use crate::sampler::Sampler;
@@ -63,6 +64,7 @@ pub struct Engine<B: Backend> {
     batch: Batch,
     /// What the step brought to the host.
     rows: OutputRows,
+    late: LateRows,
     /// By slot of the scheduler.
     tasks: Vec<Option<Task>>,
     slots: HashMap<RequestId, Slot>,
@@ -145,6 +147,7 @@ impl<B: Backend> Engine<B> {
             speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
             rows: OutputRows::default(),
+            late: LateRows::default(),
             tasks: Vec::new(),
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
@@ -242,6 +245,10 @@ impl<B: Backend> Engine<B> {
         {
             self.finish(slot, FinishReason::Deadline, out);
         }
+        let outputs_before = out.len();
+        self.draw_late(out);
+        let drawn_late = tokens(&out[outputs_before..]);
+        self.stats.output_tokens += drawn_late as u64;
         self.admission.passed(now);
         let plan = self.scheduler.schedule();
         let mut report = StepReport {
@@ -251,6 +258,7 @@ impl<B: Backend> Engine<B> {
             sequences: plan.chunks.len(),
             admitted: plan.admitted.len(),
             preempted: plan.preempted,
+            tokens_sampled: drawn_late,
             ..StepReport::default()
         };
         self.stats.preemptions += plan.preempted as u64;
@@ -271,8 +279,11 @@ impl<B: Backend> Engine<B> {
             (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
             self.scheduler.commit();
             self.stats.steps += 1;
-            report.tokens_sampled = self.report_rows(out);
-            self.stats.output_tokens += report.tokens_sampled as u64;
+            let outputs_before = out.len();
+            self.report_rows(out);
+            let drawn = tokens(&out[outputs_before..]);
+            self.stats.output_tokens += drawn as u64;
+            report.tokens_sampled += drawn;
         }
         report.finished = (self.stats.finished - ended_before) as usize;
         Ok(report)
@@ -404,9 +415,20 @@ impl<B: Backend> Engine<B> {
         self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
     }
 
-    /// Hands every row of logits to its request; returns how many tokens were drawn and reported.
-    fn report_rows(&mut self, out: &mut Vec<Output>) -> usize {
-        let before = out.len();
+    /// Rows that waited for their constraint and need not any more.
+    fn draw_late(&mut self, out: &mut Vec<Output>) {
+        let mut index = 0;
+        loop {
+            let tasks = &mut self.tasks;
+            let is_late = |slot: Slot| tasks[slot.0 as usize].as_mut().is_some_and(Task::is_late);
+            let Some(row) = self.late.take(&mut index, is_late) else { return };
+            self.report_row_and_end(row.slot, row.position, Row::Logits(&row.logits), out);
+            self.late.give_back(row);
+        }
+    }
+
+    /// Hands every row of logits to its request.
+    fn report_rows(&mut self, out: &mut Vec<Output>) {
         let rows = std::mem::take(&mut self.rows);
         for index in 0..self.batch.wanted().len() {
             let wanted = self.batch.wanted()[index];
@@ -428,7 +450,6 @@ impl<B: Backend> Engine<B> {
             self.scheduler.settle();
             speculation.settle();
         }
-        out[before..].iter().filter(|output| matches!(output, Output::Token(_))).count()
     }
 
     /// Whether a row was computed from its sequence's tokens: a drafted one is if the rows before it gave its token.
@@ -463,10 +484,19 @@ impl<B: Backend> Engine<B> {
             Work::Generate(generation) => {
                 match generation.draw(*id, usage, position + 1, row, &mut self.sampler, out) {
                     Ok(Drawn::Continue(token)) => {
+                        // A preempted one may get its row a second time before it has drawn from the first.
+                        self.late.forget(slot);
                         self.scheduler.push_token(slot, token);
                         None
                     }
                     Ok(Drawn::Finished(reason)) => Some(reason),
+                    Ok(Drawn::Later) => {
+                        // Whole rows come for whoever has a constraint.
+                        let Row::Logits(logits) = row else { return None };
+                        self.stats.late_rows += 1;
+                        self.late.keep(slot, position, logits);
+                        None
+                    }
                     Err(error) => Some(FinishReason::BadLogits(error)),
                 }
             }
@@ -495,6 +525,7 @@ impl<B: Backend> Engine<B> {
     fn finish(&mut self, slot: Slot, reason: FinishReason, out: &mut Vec<Output>) {
         let Some(task) = self.tasks[slot.0 as usize].take() else { return };
         self.scheduler.remove(slot);
+        self.late.forget(slot);
         if let Some(tenant) = task.queued_for {
             self.admission.leave(tenant);
         }
@@ -508,4 +539,8 @@ impl<B: Backend> Engine<B> {
         self.stats.finished += 1;
         out.push(Output::Finished { id: task.id, reason, usage: task.usage });
     }
+}
+
+fn tokens(outputs: &[Output]) -> usize {
+    outputs.iter().filter(|output| matches!(output, Output::Token(_))).count()
 }

@@ -8,7 +8,8 @@
 //!
 //! Code map: `engine` owns the model and joins the parts; `validate` refuses; `admission` bounds the `queue`;
 //! `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `output_rows`
-//! brings what they need of the logits to the host; `task` turns that into outputs with `sampler`.
+//! brings what they need of the logits to the host; `task` turns that into outputs with `sampler`, or `late` keeps it until
+//! a `constraint` says what is allowed.
 
 #![forbid(unsafe_code)]
 
@@ -20,6 +21,7 @@ mod config;
 mod constraint;
 pub mod draft;
 mod engine;
+mod late;
 mod output_rows;
 mod params;
 mod plan;

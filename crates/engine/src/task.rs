@@ -50,6 +50,8 @@ pub(crate) enum Drawn {
     /// It is to be computed.
     Continue(u32),
     Finished(FinishReason),
+    /// Nothing was drawn: its constraint does not know yet what is allowed.
+    Later,
 }
 
 impl Task {
@@ -95,6 +97,12 @@ impl Task {
         }
     }
 
+    /// Whether its draw still has to wait for its constraint.
+    pub(crate) fn is_late(&mut self) -> bool {
+        let Work::Generate(generation) = &mut self.work else { return false };
+        generation.constraint.as_mut().is_some_and(|constraint| constraint.allowed() == Ok(Allowed::Later))
+    }
+
     pub(crate) fn score(request: &ScoreRequest) -> Self {
         let usage = Usage { prompt_tokens: request.tokens.len(), ..Usage::default() };
         let work = Work::Score(Scoring { kind: request.kind, next: 0 });
@@ -133,6 +141,7 @@ impl Generation {
             None => None,
             // The end of the grammar comes before `min_tokens`: there is nothing else to draw.
             Some(Ok(Allowed::Tokens(allowed))) if leaves_any(allowed, ruled_out) => Some(allowed),
+            Some(Ok(Allowed::Later)) => return Ok(Drawn::Later),
             Some(Ok(_)) => return Ok(Drawn::Finished(FinishReason::Complete)),
             Some(Err(error)) => return Ok(Drawn::Finished(FinishReason::Constraint(error))),
         };

@@ -12,6 +12,9 @@ use engine::{
 };
 use fake::{Answer, FakeModel, VOCAB, answers, request, run_out};
 use ops::{KvType, Reference};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 const END: u32 = 49;
 
@@ -154,4 +157,197 @@ fn a_constraint_that_fails_ends_its_own_request_only() {
         (3, Some(FinishReason::Constraint(ConstraintError::DeadEnd)))
     );
     assert_eq!(answers[&engine::RequestId(2)].tokens.len(), 12);
+}
+
+/// Says `Later` for a while after each token: so many times as `delay` has for the length of the output.
+struct Tardy {
+    constraint: Box<dyn Constraint>,
+    output: usize,
+    asked: usize,
+    delay: fn(usize) -> usize,
+}
+
+impl Tardy {
+    fn boxed(length: usize, delay: fn(usize) -> usize) -> Option<Box<dyn Constraint>> {
+        let constraint = Alternating::boxed(length, &[]).unwrap();
+        Some(Box::new(Self { constraint, output: 0, asked: 0, delay }))
+    }
+}
+
+impl Constraint for Tardy {
+    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+        if self.asked < (self.delay)(self.output) {
+            self.asked += 1;
+            return Ok(Allowed::Later);
+        }
+        self.constraint.allowed()
+    }
+
+    fn accept(&mut self, token: u32) {
+        self.constraint.accept(token);
+        (self.output, self.asked) = (self.output + 1, 0);
+    }
+}
+
+/// Opened by the test.
+struct Gated {
+    constraint: Box<dyn Constraint>,
+    open: Arc<AtomicBool>,
+    output: usize,
+}
+
+/// Lets four tokens pass before.
+fn gated(length: usize) -> (Option<Box<dyn Constraint>>, Arc<AtomicBool>) {
+    let open = Arc::new(AtomicBool::new(false));
+    let constraint = Alternating::boxed(length, &[]).unwrap();
+    (Some(Box::new(Gated { constraint, open: open.clone(), output: 0 })), open)
+}
+
+impl Constraint for Gated {
+    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+        if self.output >= 4 && !self.open.load(Ordering::Relaxed) {
+            return Ok(Allowed::Later);
+        }
+        self.constraint.allowed()
+    }
+
+    fn accept(&mut self, token: u32) {
+        self.constraint.accept(token);
+        self.output += 1;
+    }
+}
+
+fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> Answer {
+    let mut engine = engine(40, 1);
+    engine.submit_constrained(request.clone(), constraint).unwrap();
+    answers(run_out(&mut engine)).remove(&request.id).unwrap()
+}
+
+#[test]
+fn whoever_has_a_late_constraint_waits_alone_and_draws_the_same() {
+    let mut engine = engine(80, 4);
+    let late = alternating(1, 5, 10);
+    let others: Vec<Request> = (2..5).map(|id| request(id, vec![id as u32; 6], 40)).collect();
+    let (constraint, open) = gated(25);
+    engine.submit_constrained(late.clone(), constraint).unwrap();
+    for request in &others {
+        engine.submit(request.clone()).unwrap();
+    }
+    let mut out = Vec::new();
+    let mut step = |engine: &mut Engine<Reference>| engine.step(Duration::ZERO, &mut out).unwrap();
+    // The prompt's row gives the first token; the fifth is late.
+    for _ in 0..5 {
+        step(&mut engine);
+    }
+    assert_eq!(engine.stats().late_rows, 1);
+    for _ in 0..20 {
+        let report = step(&mut engine);
+        assert_eq!((report.decode_rows, report.tokens_sampled), (3, 3), "each of the others moves");
+    }
+    open.store(true, Ordering::Relaxed);
+    let report = step(&mut engine);
+    assert_eq!((report.decode_rows, report.tokens_sampled), (4, 5), "the late token, and one for each");
+    while engine.has_work() {
+        engine.step(Duration::ZERO, &mut out).unwrap();
+    }
+    engine.check_integrity().unwrap();
+    let together = answers(out);
+    assert_eq!(together[&late.id], alone(&late, Alternating::boxed(25, &[])));
+    for request in &others {
+        assert_eq!(together[&request.id], fake::oracle(request));
+    }
+    assert_eq!((engine.stats().late_rows, engine.stats().kv_blocks_used), (1, 0));
+}
+
+/// Late now and then, short of blocks, and with equal prompts that are forked: every token is the same.
+#[test]
+fn late_constraints_change_no_token_under_pressure() {
+    let mut requests: Vec<Request> =
+        (0..24).map(|id| alternating(id, 3 + id as usize % 9, id as u32 % 3 * 4)).collect();
+    for choice in 0..4 {
+        requests.push(Request { choice, ..alternating(100 + u64::from(choice), 10, 6) });
+    }
+    let length = |request: &Request| 6 + request.id.0 as usize % 20;
+    let delay = |output: usize| [0, 1, 0, 9, 2, 0, 40][output % 7];
+    let mut crowd = engine(14, 8);
+    for request in requests.iter().rev() {
+        crowd.submit_constrained(request.clone(), Tardy::boxed(length(request), delay)).unwrap();
+    }
+    let mut out = Vec::new();
+    let mut waited = 0;
+    while crowd.has_work() {
+        waited += usize::from(crowd.step(Duration::ZERO, &mut out).unwrap().rows == 0);
+    }
+    crowd.check_integrity().unwrap();
+    let stats = crowd.stats();
+    assert!(stats.preemptions > 3 && stats.forks > 0 && stats.late_rows > 100 && waited > 0, "{stats:?}");
+    let together = answers(out);
+    for request in &requests {
+        assert_eq!(together[&request.id], alone(request, Alternating::boxed(length(request), &[])));
+    }
+}
+
+#[test]
+fn a_late_request_ends_by_cancellation_deadline_and_its_constraints_own_bound() {
+    let mut engine = engine(40, 4);
+    let mut out = Vec::new();
+    let step = |engine: &mut Engine<Reference>, seconds, out: &mut Vec<_>| {
+        engine.step(Duration::from_secs(seconds), out).unwrap()
+    };
+    let mut gates = Vec::new();
+    for id in 1..4 {
+        let deadline = (id == 2).then_some(Duration::from_secs(5));
+        let (constraint, open) = gated(25);
+        engine.submit_constrained(Request { deadline, ..alternating(id, 5, 10) }, constraint).unwrap();
+        gates.push(open);
+    }
+    for _ in 0..9 {
+        step(&mut engine, 1, &mut out);
+    }
+    assert_eq!((engine.stats().late_rows, engine.stats().running), (3, 3));
+    assert_eq!(step(&mut engine, 1, &mut out).rows, 0, "there is nothing to compute");
+    let used = engine.stats().kv_blocks_used;
+    assert!(engine.cancel(engine::RequestId(1), &mut out));
+    assert_eq!(engine.stats().kv_blocks_used, used - 2, "its own blocks are free at once");
+    step(&mut engine, 5, &mut out);
+    assert_eq!(engine.stats().running, 1);
+    // Who has ended draws nothing, whoever has its slot now.
+    engine.submit(request(4, vec![1, 2], 12)).unwrap();
+    gates.iter().for_each(|open| open.store(true, Ordering::Relaxed));
+    while engine.has_work() {
+        step(&mut engine, 5, &mut out);
+    }
+    engine.check_integrity().unwrap();
+    let answers = answers(out);
+    let end = |id| (answers[&engine::RequestId(id)].tokens.len(), answers[&engine::RequestId(id)].reason);
+    assert_eq!(end(1), (4, Some(FinishReason::Cancelled)));
+    assert_eq!(end(2), (4, Some(FinishReason::Deadline)));
+    assert_eq!(answers[&engine::RequestId(3)], alone(&alternating(3, 5, 10), Alternating::boxed(25, &[])));
+    assert_eq!(answers[&engine::RequestId(4)], fake::oracle(&request(4, vec![1, 2], 12)));
+
+    /// Never there, and after 30 looks says so.
+    struct Lost(usize);
+    impl Constraint for Lost {
+        fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+            self.0 += 1;
+            if self.0 > 30 { Err(ConstraintError::Late) } else { Ok(Allowed::Later) }
+        }
+        fn accept(&mut self, _: u32) {
+            unreachable!("nothing is drawn");
+        }
+    }
+    let answer = {
+        let mut engine = self::engine(40, 4);
+        engine.submit_constrained(alternating(1, 5, 10), Some(Box::new(Lost(0)))).unwrap();
+        let mut out = Vec::new();
+        while engine.has_work() {
+            engine.step(Duration::ZERO, &mut out).unwrap();
+        }
+        assert_eq!(engine.stats().kv_blocks_used, 0);
+        self::answers(out).remove(&engine::RequestId(1)).unwrap()
+    };
+    assert_eq!(
+        (answer.tokens.len(), answer.reason),
+        (0, Some(FinishReason::Constraint(ConstraintError::Late)))
+    );
 }

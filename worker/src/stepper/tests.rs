@@ -1,0 +1,177 @@
+//! The engine's thread over a model that costs nothing.
+
+use std::sync::atomic::AtomicUsize;
+
+use engine::{Allowed, ConstraintError, EngineConfig, KvBudget, SamplingParams, StopConditions};
+use models::{Model, TakeLogits};
+use ops::{KvLayer, KvType, KvTypes, OpError, Reference, Step};
+
+use super::*;
+
+const VOCABULARY: usize = 8;
+/// For a machine under load; what is waited for takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Every token is as likely as any other.
+struct Even;
+
+impl Model<Reference> for Even {
+    fn vocab_size(&self) -> usize {
+        VOCABULARY
+    }
+
+    fn context_length(&self) -> usize {
+        1000
+    }
+
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
+        types.layers(1, 1, 4)
+    }
+
+    fn copy_blocks(
+        &mut self,
+        _: &mut Reference,
+        _: &mut <Reference as Backend>::Kv,
+        _: &[(u32, u32)],
+    ) -> Result<(), OpError> {
+        Ok(())
+    }
+
+    fn forward(
+        &mut self,
+        backend: &mut Reference,
+        _: &mut <Reference as Backend>::Kv,
+        step: &Step<'_>,
+        take: &mut TakeLogits<'_, Reference>,
+    ) -> Result<(), OpError> {
+        let rows = step.outputs.len();
+        let mut logits = backend.tensor(rows.max(1), VOCABULARY)?;
+        backend.write(&mut logits, rows, &vec![0.0; rows * VOCABULARY])?;
+        take(backend, 0..rows, &logits)
+    }
+}
+
+pub(crate) fn over_nothing() -> (Handle, Stepper<Reference>) {
+    let config = EngineConfig { kv_types: KvType::F32.into(), ..EngineConfig::new(KvBudget::Tokens(1024)) };
+    let engine = Engine::new(Box::new(Even), Reference::new(), &config).unwrap();
+    stepper(engine, 1, |_| None)
+}
+
+/// Whether it would not sleep now, for the reason that somebody has waked it.
+pub(crate) fn is_waked(stepper: &Stepper<Reference>) -> bool {
+    matches!(stepper.commands.try_recv(), Ok(Command::Wake))
+}
+
+/// Allows everything, once it is open.
+struct Gate {
+    open: Arc<AtomicBool>,
+    asked: Arc<AtomicUsize>,
+}
+
+impl Constraint for Gate {
+    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        if self.open.load(Ordering::SeqCst) {
+            Ok(Allowed::Tokens(&[(1 << VOCABULARY) - 1]))
+        } else {
+            Ok(Allowed::Later)
+        }
+    }
+
+    fn accept(&mut self, _: u32) {}
+}
+
+fn request(handle: &Handle, max_tokens: u32) -> Request {
+    Request {
+        id: handle.next_id(),
+        prompt: vec![1, 2, 3],
+        prior_output: 0,
+        sampling: SamplingParams::default(),
+        stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
+        logprobs: None,
+        choice: 0,
+        sampler_state: Default::default(),
+        deadline: None,
+        priority: 0,
+        tenant: 0,
+        scope: Default::default(),
+    }
+}
+
+async fn tokens(outputs: &mut mpsc::Receiver<Item>) -> usize {
+    let mut tokens = 0;
+    loop {
+        let output = tokio::time::timeout(PATIENCE, outputs.recv()).await.expect("outputs in time");
+        match output.expect("an end").expect("no cut") {
+            Output::Token(_) => tokens += 1,
+            Output::Finished { reason, .. } => {
+                assert_eq!(reason, FinishReason::Length);
+                return tokens;
+            }
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_late_constraint_holds_up_nobody_and_is_not_waited_for_by_spinning() {
+    let (handle, stepper) = over_nothing();
+    let thread = std::thread::spawn(move || stepper.run());
+    let (open, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let gate = || Some(Box::new(Gate { open: open.clone(), asked: asked.clone() }) as Box<dyn Constraint>);
+    let (_, mut late) = handle.generate(request(&handle, 3), gate()).await.unwrap();
+    let (_, mut other) = handle.generate(request(&handle, 100), None).await.unwrap();
+    assert_eq!(tokens(&mut other).await, 100, "while the other one is late");
+    assert!(matches!(late.recv().await, Some(Ok(Output::Admitted { .. }))));
+    assert!(late.try_recv().is_err(), "it has drawn nothing");
+
+    // Now it is alone. It is asked before each step, and between two the thread sleeps.
+    let since = Instant::now();
+    let before = asked.load(Ordering::SeqCst);
+    tokio::time::sleep(100 * HELD_POLL).await;
+    let looks = asked.load(Ordering::SeqCst) - before;
+    let most = since.elapsed().as_micros() / HELD_POLL.as_micros() + 2;
+    assert!(looks as u128 <= most, "{looks} looks, {most} polls");
+
+    open.store(true, Ordering::SeqCst);
+    handle.waker().wake();
+    assert_eq!(tokens(&mut late).await, 3);
+
+    // Whoever leaves while it is late frees its blocks.
+    open.store(false, Ordering::SeqCst);
+    let (_, leaving) = handle.generate(request(&handle, 3), gate()).await.unwrap();
+    let mut snapshot = handle.snapshot.clone();
+    let mut until = async |is: fn(&Snapshot) -> bool| {
+        drop(tokio::time::timeout(PATIENCE, snapshot.wait_for(is)).await.expect("in time").unwrap());
+    };
+    until(|now| now.stats.late_rows == 2 && now.stats.kv_blocks_used > 0).await;
+    drop(leaving);
+    until(|now| now.streams == 0 && now.stats.kv_blocks_used == 0).await;
+    drop((handle, snapshot));
+    tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
+}
+
+#[test]
+fn a_waker_takes_one_place_and_keeps_nobody_alive() {
+    let (handle, mut stepper) = over_nothing();
+    let waker = handle.waker();
+    (0..3).for_each(|_| waker.wake());
+    assert!(is_waked(&stepper) && !is_waked(&stepper));
+    waker.wake();
+    assert!(!is_waked(&stepper), "nobody has handled the first one yet");
+    stepper.handle(Command::Wake);
+    waker.wake();
+    assert!(is_waked(&stepper));
+    stepper.handle(Command::Wake);
+    // Commands that are there wake as well, and the next one finds room again.
+    while handle.commands.try_send(Command::Drain).is_ok() {}
+    waker.wake();
+    while let Ok(command) = stepper.commands.try_recv() {
+        assert!(matches!(command, Command::Drain));
+    }
+    waker.wake();
+    assert!(is_waked(&stepper));
+    drop(handle);
+    waker.wake();
+    assert_eq!(stepper.commands.recv_timeout(PATIENCE).err(), Some(RecvTimeoutError::Disconnected));
+}
