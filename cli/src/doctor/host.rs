@@ -87,14 +87,35 @@ fn descriptors() -> Tried<Finding> {
 
 fn locked_memory() -> Tried<Finding> {
     let hard = hard_limit("Max locked memory")?;
-    let text = match hard {
-        Some(bytes) => format!(
-            "{:.1} MiB may be locked (RLIMIT_MEMLOCK); nothing here locks memory",
-            bytes as f64 / f64::from(1 << 20)
-        ),
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let (limit, pinned) = (hard.unwrap_or(u64::MAX), pinned_by_loads());
+    let may = match hard {
+        Some(bytes) => format!("{:.1} MiB may be locked (RLIMIT_MEMLOCK)", mib(bytes)),
         None => "any amount may be locked".to_owned(),
     };
-    Ok(ok("locked memory", text).with("hard_limit_bytes", hard))
+    let finding = match pinned {
+        0 => ok("locked memory", format!("{may}; nothing here locks memory")),
+        _ if limit < pinned => note(
+            "locked memory",
+            format!(
+                "{may}; a load onto a GPU pins {:.1} MiB, which the driver may count: ulimit -l, LimitMEMLOCK= in a unit",
+                mib(pinned)
+            ),
+        ),
+        _ => ok("locked memory", format!("{may}; a load onto a GPU pins {:.1} MiB", mib(pinned))),
+    };
+    Ok(finding.with("hard_limit_bytes", hard).with("pinned_by_loads_bytes", pinned))
+}
+
+#[cfg(feature = "cuda")]
+fn pinned_by_loads() -> u64 {
+    super::gpu::ring_bytes() as u64
+}
+
+/// Weights stay in the host's memory, which is never locked.
+#[cfg(not(feature = "cuda"))]
+fn pinned_by_loads() -> u64 {
+    0
 }
 
 /// A hard limit of this process; none where it is unlimited.
