@@ -20,6 +20,7 @@ use crate::placement::Fingerprint;
 pub(crate) struct Gate {
     fleet: Arc<Fleet>,
     start: Instant,
+    limits: Limits,
     state: Mutex<State>,
     /// Something may be due earlier than it was.
     earlier: Notify,
@@ -27,6 +28,7 @@ pub(crate) struct Gate {
 
 #[derive(Debug)]
 struct State {
+    limits: Limits,
     admission: Admission,
     answers: HashMap<Ticket, oneshot::Sender<Result<(), Refused>>>,
     /// Models whose workers were counted.
@@ -59,12 +61,19 @@ impl Drop for Places {
 impl Gate {
     pub(crate) fn new(fleet: Arc<Fleet>, limits: Limits) -> Arc<Self> {
         let state = State {
+            limits,
             admission: Admission::new(limits),
             answers: HashMap::new(),
             models: BTreeSet::new(),
             tickets: 0,
         };
-        Arc::new(Self { fleet, start: Instant::now(), state: Mutex::new(state), earlier: Notify::new() })
+        let (start, earlier) = (Instant::now(), Notify::new());
+        Arc::new(Self { fleet, start, limits, state: Mutex::new(state), earlier })
+    }
+
+    /// Streams that this process has room for.
+    pub(crate) fn streams_max(&self) -> u32 {
+        self.limits.streams_max
     }
 
     pub(crate) fn time(&self, at: Instant) -> Time {
@@ -174,7 +183,7 @@ impl State {
 
     /// Under this lock, so that the last word is the latest.
     fn count_workers(&mut self, fleet: &Fleet, model: &Fingerprint, now: Time) {
-        let places = fleet.room(model).window;
+        let places = self.limits.places(fleet.room(model));
         if places > 0 {
             self.models.insert(model.clone());
         } else if !self.models.remove(model) {

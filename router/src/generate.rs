@@ -194,7 +194,8 @@ impl Generator {
         }
         let output = job.plan().output_max_given.then_some(job.plan().output_max);
         let longest = job.prompts().map(<[u32]>::len).max().unwrap_or(0);
-        room.check(longest as u64, output, job.choices() as u32)
+        let streams_max = room.at_once(job.class(), &job.origin.tenant).min(self.gate.streams_max());
+        room.check(longest as u64, output, job.choices() as u32, streams_max)
     }
 }
 

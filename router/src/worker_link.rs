@@ -154,6 +154,8 @@ impl Link {
         let seats = Seats {
             running_max: wire.running_max,
             queue_max: wire.queue_max,
+            batch_queue_max: wire.batch_queue_max,
+            tenant_queue_max: wire.tenant_queue_max,
             kv_blocks: wire.kv_blocks,
             kv_block_tokens: wire.kv_block_tokens,
         };

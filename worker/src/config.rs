@@ -169,8 +169,9 @@ fn step_tokens() -> usize {
     512
 }
 
+/// 64, and what a router keeps of it for urgent requests and batches unless it is told otherwise.
 fn running_max() -> usize {
-    64
+    80
 }
 
 fn queue_max() -> usize {

@@ -9,9 +9,10 @@
 //!                \- Leave (the client is gone): its place is free at once
 //! ```
 //!
-//! A place is one stream on a worker. A worker has as many as it runs at once and a quarter more, so that it finds the next
-//! one in its own queue when a stream ends; everything else waits here, where a worker's death loses nobody's turn, a
-//! new worker helps at once, and tenants share the whole fleet. What is on the worker, its engine orders.
+//! A place is one stream on a worker. Where floors reserve places, a worker has as many as it runs at once, so that a reserved
+//! one is computed in the step after it is taken; where none are reserved, a quarter more, so that it finds the next one in
+//! its own queue when a stream ends. Everything else waits here, where a worker's death loses nobody's turn, a new worker
+//! helps at once, and tenants share the whole fleet. What is on the worker, its engine orders.
 //!
 //! Who is next, in a model's line ([`line`]): the highest class, in it the tenant that holds the fewest places
 //! ([`queue`]), of its requests the most urgent, then the oldest; every [`AGED_EVERY`]th time whoever came first. A request
@@ -114,6 +115,12 @@ impl Limits {
             Class::Batch => self.batch_floor,
         };
         (u64::from(whole) * u64::from(percent) / 100) as u32
+    }
+
+    /// Streams that the workers of a model are given at once.
+    pub(crate) fn places(&self, room: Room) -> u32 {
+        let reserves = |class| self.floor(class, room.seats) > 0;
+        if Class::ALL.into_iter().any(reserves) { room.seats } else { room.window }
     }
 }
 

@@ -242,6 +242,34 @@ async fn what_never_fits_is_refused_at_once_with_the_numbers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn more_choices_than_are_ever_taken_are_refused_at_once_with_the_number() {
+    // Two workers take three of a tenant each, four of nobody.
+    let worker = Behaviour { running_max: 64, queue_max: 4, tenant_queue_max: 3, ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[worker.clone(), worker.clone()]).await;
+    let choices = async |fleet: &Harness, tenant: Option<&str>, n: u32| {
+        let body = json!({"prompt": "x", "n": n, "max_tokens": 1});
+        let mut request = fleet.client.post(format!("{}/v1/completions", fleet.url)).json(&body);
+        if let Some(tenant) = tenant {
+            request = request.header("x-ballast-tenant", tenant);
+        }
+        let response = request.send().await.unwrap();
+        (response.status().as_u16(), response.json::<Value>().await.unwrap()["error"].clone())
+    };
+    for (tenant, most) in [(None, 8), (Some("a"), 6)] {
+        let (status, error) = choices(&fleet, tenant, most + 1).await;
+        assert_eq!((status, &error["code"], &error["param"]), (400, &json!("too_many_choices"), &json!("n")));
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(&format!("at most {most} of one request")), "{message}");
+        assert_eq!(choices(&fleet, tenant, most).await.0, 200);
+    }
+    // What this process has room for is a bound, too, and waiting would not help.
+    let fleet = Harness::with_config(&says("x"), &[worker], |config| config.streams_max = 2).await;
+    let (status, error) = choices(&fleet, None, 3).await;
+    assert_eq!((status, &error["code"]), (400, &json!("too_many_choices")), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("at most 2 of one request"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn choices_of_a_prompt_go_to_one_worker_while_it_has_seats() {
     let worker = Behaviour { running_max: 4, ..Behaviour::default() };
     let fleet = Harness::start(&says("x"), &[worker.clone(), worker]).await;
@@ -262,6 +290,28 @@ async fn choices_of_a_prompt_go_to_one_worker_while_it_has_seats() {
     let mut all = calls();
     all.sort_unstable();
     assert_eq!(all, [3, 7]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_floor_is_seats_and_not_places_in_a_workers_queue() {
+    let stands =
+        Behaviour { running_max: 20, misfortune: Some((1, Misfortune::Hang)), ..Behaviour::default() };
+    // Of 20 seats 2 are for interactive requests, 1 for batches.
+    let fleet = Harness::with_config(&says("a b c d"), &[stands], |config| {
+        config.admission =
+            AdmissionConfig { queue_max: 100, tenant_queue_max: 100, interactive_floor: 10, batch_floor: 5 };
+    })
+    .await;
+    let mut running = Vec::new();
+    for _ in 0..17 {
+        running.push(ask(&fleet, "a", json!({})).send().await.unwrap());
+    }
+    let _waits = queued(&fleet, "a", json!({})).await;
+    for tier in ["priority", "flex", "priority"] {
+        running.push(ask(&fleet, "b", json!({"service_tier": tier})).send().await.unwrap());
+    }
+    let _more = queued(&fleet, "b", json!({"service_tier": "priority"})).await;
+    assert_eq!(fleet.workers[0].calls().len(), 20, "each has a seat");
 }
 
 #[tokio::test(flavor = "multi_thread")]

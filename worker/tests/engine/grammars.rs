@@ -47,6 +47,10 @@ async fn a_resumed_stream_goes_on_in_the_middle_of_its_grammar() {
     assert!(status.message().contains("output so far"), "{status}");
 }
 
+fn check(request: &wire::GenerateRequest) -> wire::CheckGrammarRequest {
+    wire::CheckGrammarRequest { fingerprint: request.fingerprint.clone(), grammar: request.grammar.clone() }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_that_is_none_is_refused_by_name() {
     let (_directory, _giver, mut worker) = fleet().await;
@@ -60,11 +64,21 @@ async fn a_grammar_that_is_none_is_refused_by_name() {
         (Kind::Gbnf("start ::= \"a\"".to_owned()), "root"),
         (Kind::Choice(Words { words: vec![] }), "empty"),
     ] {
-        let status = worker.generate(constrained(&worker, kind)).await.unwrap_err();
+        let request = constrained(&worker, kind);
+        let check = check(&request);
+        let status = worker.generate(request).await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument, "{status}");
         assert!(status.message().contains(word), "{status}");
         assert_eq!(status.metadata().get("ballast-field").unwrap(), "grammar");
+        let alone = worker.client.check_grammar(check).await.unwrap_err();
+        assert_eq!((alone.code(), alone.message()), (status.code(), status.message()));
+        assert_eq!(alone.metadata().get("ballast-field").unwrap(), "grammar");
     }
+    let sound = constrained(&worker, Kind::Regex("[a-f]+".to_owned()));
+    worker.client.check_grammar(check(&sound)).await.unwrap();
+    let another = wire::CheckGrammarRequest { fingerprint: "another".into(), ..check(&sound) };
+    let status = worker.client.check_grammar(another).await.unwrap_err();
+    assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
     let stats = worker.stats().await;
     assert_eq!((stats.running, stats.waiting), (0, 0));
 }
