@@ -6,12 +6,12 @@
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::standing::{STANDING_FIELDS, StandingFields};
 use super::structure::{STRUCTURE_FIELDS, StructureFields};
-use crate::params::Params;
+use crate::params::{Limits, ParamError, Params};
 
 /// Fields that change nothing in the output; accepted and not looked at.
 const HARMLESS: [&str; 10] = [
@@ -300,9 +300,8 @@ pub(crate) struct Body<T> {
 
 /// `own` names the fields of `T`.
 pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Body<T>, ApiError> {
-    let mut fields: Map<String, Value> = serde_json::from_slice(body).map_err(|error| {
-        ApiError::invalid(None, format!("the request body is not a JSON object: {error}"))
-    })?;
+    let mut fields: Map<String, Value> =
+        serde_json::from_slice(body).map_err(|error| unreadable(body, &error))?;
     // An explicit null is an absent field.
     fields.retain(|_, value| !value.is_null());
     for (name, value) in &fields {
@@ -319,6 +318,51 @@ pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Bod
     let sampling = SamplingFields { structure, standing, ..typed(&fields)? };
     Ok(Body { own: typed(&fields)?, sampling, response: typed(&fields)? })
 }
+
+/// Numbers beyond every float are JSON all the same: they are out of their field's range, and said to be.
+fn unreadable(body: &[u8], error: &serde_json::Error) -> ApiError {
+    let object = || ApiError::invalid(None, format!("the request body is not a JSON object: {error}"));
+    let Some(number) = endless_number(body, error) else { return object() };
+    let reader = &mut serde_json::Deserializer::from_slice(body);
+    let Err(error) = serde_path_to_error::deserialize::<_, Map<String, Value>>(reader) else {
+        return object();
+    };
+    let path = error.path().to_string();
+    let field = path.split(['.', '[']).next().unwrap_or_default();
+    // What is said of the largest float is said of the number.
+    let largest = match field {
+        "logit_bias" => json!({"logit_bias": {"0": f64::MAX}}),
+        _ => json!({field: f64::MAX}),
+    };
+    let params = typed::<SamplingFields>(&largest).and_then(SamplingFields::params);
+    let any = Limits { context_tokens: u32::MAX, vocabulary: u32::MAX };
+    match params.map(|params| params.check(any, "prompt", 1)) {
+        Ok(Err(ParamError::Range { param, allowed, .. })) => {
+            ParamError::Range { param, value: number.to_owned(), allowed }.into()
+        }
+        _ => ApiError::invalid(
+            Some(&path),
+            format!("`{path}` is {number}, which is not in the range of any number"),
+        ),
+    }
+}
+
+/// The number that serde_json could not hold, as it stands in the body.
+fn endless_number<'a>(body: &'a [u8], error: &serde_json::Error) -> Option<&'a str> {
+    if !error.to_string().starts_with("number out of range") {
+        return None;
+    }
+    let line = body.split_inclusive(|&byte| byte == b'\n').take(error.line().checked_sub(1)?);
+    let at = line.map(<[u8]>::len).sum::<usize>() + error.column().checked_sub(1)?;
+    let in_number = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
+    let start = body.get(..at)?.iter().rposition(|byte| !in_number(byte))? + 1;
+    let length = body.get(start..)?.iter().position(|byte| !in_number(byte))?;
+    let shown = length.min(NUMBER_SHOWN_MAX);
+    std::str::from_utf8(body.get(start..start + shown)?).ok().filter(|number| !number.is_empty())
+}
+
+/// Bytes of a number that are shown in an error.
+const NUMBER_SHOWN_MAX: usize = 40;
 
 fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {
     match UNSERVED.iter().find(|field| field.name == name) {
