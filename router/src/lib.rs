@@ -33,6 +33,8 @@ mod metrics;
 mod model;
 mod params;
 mod placement;
+#[cfg(test)]
+mod ranges;
 mod resume;
 mod run;
 mod server;

@@ -197,6 +197,11 @@ impl Dry {
     fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
         range("dry_multiplier", self.multiplier, 0.0, DRY_MULTIPLIER_MAX)?;
         range("dry_base", self.base, 1.0, DRY_BASE_MAX)?;
+        if self.allowed_length == 0 {
+            // One repeated token is a repetition of length 1: at 0 every token would be one.
+            let (field, max) = ("dry_allowed_length", u32::MAX as f32);
+            return Err(ParamError::Range { field, value: 0.0, min: 1.0, max });
+        }
         let field = "dry_sequence_breakers";
         let Self { breakers, .. } = self;
         if breakers.sequences.len() > DRY_SEQUENCES_MAX {

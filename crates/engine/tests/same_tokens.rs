@@ -39,7 +39,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 
 /// What remembers earlier draws or needs more than one random number.
 fn more_params() -> impl Strategy<Value = SamplingParams> {
-    let dry = (0.1..2.0_f32, 1.0..2.0_f32, 0..3_u32, prop::option::of(0..40_u32), 0..VOCAB as u32).prop_map(
+    let dry = (0.1..2.0_f32, 1.0..2.0_f32, 1..4_u32, prop::option::of(0..40_u32), 0..VOCAB as u32).prop_map(
         |(multiplier, base, allowed_length, last_n, breaker)| Dry {
             multiplier,
             base,
