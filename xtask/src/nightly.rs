@@ -3,14 +3,26 @@
 use anyhow::{Context, Result, ensure};
 use std::process::Command;
 
-/// Tests that are `#[ignore]`d with the reason "nightly", and the benchmarks.
-const STEPS: [&[&str]; 2] =
-    [&["test", "--workspace", "--release", "--", "--ignored", "nightly"], &["bench", "--workspace"]];
+/// What a release compiles kernels for (docs/decisions/0013).
+const RELEASE_ARCHS: &str = "sm_90a,sm_100,sm_120,compute_120";
+
+/// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the benchmarks, and the executable with its GPU
+/// part, which starts and says what it lacks where there is none.
+const STEPS: [&[&str]; 4] = [
+    &["test", "--workspace", "--release", "--", "--ignored", "nightly"],
+    &["bench", "--workspace"],
+    &["run", "--package", "ballast", "--features", "cuda", "--", "devices"],
+    &["run", "--package", "ballast", "--features", "cuda", "--", "doctor"],
+];
 
 pub(crate) fn run() -> Result<()> {
     for arguments in STEPS {
         eprintln!("nightly: cargo {}", arguments.join(" "));
-        let status = Command::new("cargo").args(arguments).status().context("running cargo")?;
+        let status = Command::new("cargo")
+            .args(arguments)
+            .env("BALLAST_CUDA_ARCHS", RELEASE_ARCHS)
+            .status()
+            .context("running cargo")?;
         ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     }
     Ok(())
