@@ -18,12 +18,18 @@ use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device, on_the_host};
 const PLACES: usize = 3;
 
 fn fleet(queue_max: u32) -> (Fleet, Http) {
+    let admission = format!(
+        "[admission]\nqueue-max = {queue_max}\ntenant-queue-max = {queue_max}\n\
+         interactive-floor = 0\nbatch-floor = 0\n"
+    );
+    fleet_of(&admission, "step-tokens = 2\nkv-tokens = 4096\n")
+}
+
+/// With these tables, and these lines of the model.
+fn fleet_of(tables: &str, lines: &str) -> (Fleet, Http) {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let text = format!(
-        "[admission]\nqueue-max = {queue_max}\ntenant-queue-max = {queue_max}\n\
-         interactive-floor = 0\nbatch-floor = 0\n\
-         [[models]]\nname = \"demo\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n\
-         step-tokens = 2\nkv-tokens = 4096\n",
+        "{tables}[[models]]\nname = \"demo\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n{lines}",
         std::fs::canonicalize(demo_7m()).unwrap(),
         device(),
     );
@@ -167,11 +173,68 @@ fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
         };
         let context = json!({"prompt": vec![5; 10], "max_tokens": 100_000});
         check(context, "context_length_exceeded", &["10 tokens of prompt", "100000 of output"]).await;
-        let most = 2 + 256;
         let crowd = json!({"prompt": vec!["x"; 20], "n": 16});
-        assert!(20 * 16 > most);
         let refused = ask(&http, "a", crowd).send().await.unwrap();
         assert_eq!(refused.status(), 400);
+        let error: Value = refused.json().await.unwrap();
+        assert_eq!(error["error"]["param"], "n", "{error}");
+        assert!(error["error"]["message"].as_str().unwrap().contains("320 entries, allowed are at most 128"));
+    });
+    fleet.stop();
+}
+
+#[test]
+fn a_grammar_that_is_none_is_refused_although_no_place_is_left() {
+    let (fleet, http) = fleet(1);
+    http.runtime.block_on(async {
+        let inside = full(&http).await;
+        let first = queued(&http, "a", 1).await;
+        let unsatisfiable = json!({"type": "integer", "minimum": 5, "maximum": 4});
+        for (param, grammar, word) in
+            [("guided_json", unsatisfiable, "minimum"), ("guided_regex", json!("("), "regex")]
+        {
+            // Twice: compiled by the worker, and remembered by the router.
+            for _ in 0..2 {
+                let fields = json!({param: grammar, "ignore_eos": false});
+                let refused = ask(&http, "a", fields).send().await.unwrap();
+                assert_eq!(refused.status(), 400);
+                let error: Value = refused.json().await.unwrap();
+                assert_eq!(error["error"]["param"], param, "{error}");
+                assert!(error["error"]["message"].as_str().unwrap().contains(word), "{error}");
+            }
+        }
+        let sound = json!({"guided_choice": ["q"], "ignore_eos": false});
+        assert_eq!(ask(&http, "b", sound.clone()).send().await.unwrap().status(), 503, "the queue is full");
+        until_waiting(&http, 1).await;
+        drop(inside);
+        answer(first).await;
+        let text = ask(&http, "b", sound).send().await.unwrap().text().await.unwrap();
+        assert!(text.contains("\"text\":\"q\""), "{text}");
+    });
+    fleet.stop();
+}
+
+#[test]
+fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
+    let (fleet, http) = fleet_of("", "kv-tokens = 65536\n");
+    http.runtime.block_on(async {
+        // Of 80 seats 8 are kept for interactive requests, 4 for batches.
+        let mut running = Vec::new();
+        for (n, requests) in [(16, 4), (1, 4)] {
+            for _ in 0..requests {
+                running.push(ask(&http, "holder", json!({"n": n, "max_tokens": 4000})).send().await.unwrap());
+            }
+        }
+        let held = "ballast:num_places_held{model_name=\"demo\",class=\"default\"}";
+        assert_eq!(metric(&http, held).await, Some(68));
+        let next = queued(&http, "holder", 1).await;
+        let mut urgent = ask(&http, "other", json!({"service_tier": "priority"})).send().await.unwrap();
+        assert_eq!(urgent.status(), 200);
+        let first = tokio::time::timeout(PATIENCE, urgent.chunk()).await.expect("its first token in time");
+        assert!(first.unwrap().is_some());
+        assert_eq!(metric(&http, held).await, Some(68), "nobody had to end for it");
+        assert!(!next.is_finished(), "the next ordinary one waits");
+        next.abort();
     });
     fleet.stop();
 }
