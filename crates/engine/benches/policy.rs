@@ -20,7 +20,6 @@ fn scheduler(running_max: usize, blocks: usize) -> Scheduler {
     let limits = Limits {
         block_tokens: BLOCK_TOKENS,
         step_tokens: 2 * running_max + 512,
-        prefill_chunk_max: 2 * running_max + 512,
         running_max,
         score_rows_max: 16,
         draft_rows_max: 8,
@@ -37,7 +36,7 @@ fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> Slot {
 
 fn step(scheduler: &mut Scheduler, slots: &mut Vec<Slot>) {
     slots.clear();
-    scheduler.schedule();
+    scheduler.schedule(usize::MAX);
     let last = |chunk: &&engine::scheduler::Chunk| chunk.outputs == ChunkOutputs::Last;
     slots.extend(scheduler.plan().chunks.iter().filter(last).map(|chunk| chunk.slot));
     scheduler.commit();

@@ -2,6 +2,7 @@
 
 use crate::draft::DRAFT_DEPTH_MAX;
 use ops::{KvLayer, KvLayout, KvTypes, KvTypesError};
+use std::time::Duration;
 
 /// How much the KV cache may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,8 +20,8 @@ pub struct EngineConfig {
     pub kv_types: KvTypes,
     /// Most rows of a step, over all sequences. Not below `running_max`, so that every decode moves in every step.
     pub step_tokens: usize,
-    /// Most rows of one prompt in a step, so that a long prompt leaves room for others.
-    pub prefill_chunk_max: usize,
+    /// What prompts may add to a step in which sequences decode, as far as earlier steps tell.
+    pub prompt_pause: Duration,
     /// Most sequences that hold KV blocks at once.
     pub running_max: usize,
     /// Most requests of ordinary priority that wait; `admission` says what that means for others.
@@ -33,6 +34,8 @@ pub struct EngineConfig {
     pub draft_depth_max: usize,
 }
 
+/// Who reads a stream along hardly notices.
+const PROMPT_PAUSE: Duration = Duration::from_millis(100);
 /// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
 const SCORE_LOGITS_BYTES: usize = 8 << 20;
 /// Bytes of the logits that drafts add to a step: 55 drafted tokens with a vocabulary of 150,000.
@@ -69,7 +72,7 @@ impl EngineConfig {
             kv,
             kv_types: KvTypes::default(),
             step_tokens: 512,
-            prefill_chunk_max: 512,
+            prompt_pause: PROMPT_PAUSE,
             running_max: 64,
             queue_max: 256,
             context_tokens: None,
@@ -132,7 +135,6 @@ impl EngineConfig {
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         for (field, value) in [
             ("step_tokens", self.step_tokens),
-            ("prefill_chunk_max", self.prefill_chunk_max),
             ("running_max", self.running_max),
             ("queue_max", self.queue_max),
         ] {

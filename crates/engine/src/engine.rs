@@ -8,6 +8,7 @@ use crate::draft::{DraftStats, Drafter, Speculation};
 use crate::late::LateRows;
 use crate::output_rows::OutputRows;
 use crate::pool::{BlockId, IntegrityError};
+use crate::row_time::RowTime;
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
 use crate::sequence::{Kind, NewSequence};
@@ -62,6 +63,8 @@ pub struct Engine<B: Backend> {
     /// Set if tokens are drafted.
     speculation: Option<Speculation<B>>,
     batch: Batch,
+    prompt_pause: Duration,
+    row_time: RowTime,
     /// What the step brought to the host.
     rows: OutputRows,
     late: LateRows,
@@ -117,7 +120,6 @@ impl<B: Backend> Engine<B> {
         let limits = Limits {
             block_tokens: layout.block_tokens,
             step_tokens: config.step_tokens,
-            prefill_chunk_max: config.prefill_chunk_max,
             running_max: config.running_max,
             score_rows_max: config.score_rows_max(vocab_size),
             draft_rows_max: config.draft_rows_max(vocab_size),
@@ -146,6 +148,8 @@ impl<B: Backend> Engine<B> {
             sampler: Sampler::default(),
             speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
             batch: Batch::default(),
+            prompt_pause: config.prompt_pause,
+            row_time: RowTime::default(),
             rows: OutputRows::default(),
             late: LateRows::default(),
             tasks: Vec::new(),
@@ -250,7 +254,7 @@ impl<B: Backend> Engine<B> {
         let drawn_late = tokens(&out[outputs_before..]);
         self.stats.output_tokens += drawn_late as u64;
         self.admission.passed(now);
-        let plan = self.scheduler.schedule();
+        let plan = self.scheduler.schedule(self.row_time.beside(self.prompt_pause));
         let mut report = StepReport {
             rows: plan.rows,
             decode_rows: plan.decode_rows,
@@ -289,12 +293,15 @@ impl<B: Backend> Engine<B> {
         Ok(report)
     }
 
-    /// The last step took so long: what the depth of drafts follows. Never changes what is put out.
+    /// The last step took so long: what the depth of drafts and the rows of prompts beside decodes follow. Never changes what
+    /// is put out.
     pub fn observe(&mut self, report: &StepReport, took: Duration) {
+        let others = report.decode_rows + report.draft_rows;
+        self.row_time.observe(others, report.rows - others, took);
         // Steps with prompts in them say little about small steps.
         if let Some(speculation) = &mut self.speculation
             && report.rows > 0
-            && report.rows == report.decode_rows + report.draft_rows
+            && report.rows == others
         {
             speculation.observe(report.rows, took);
         }

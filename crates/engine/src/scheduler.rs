@@ -4,11 +4,13 @@
 //! phase, only more or fewer tokens to compute. Order of one step:
 //!
 //! 1. Running sequences that lack one row (decodes), in order of rank.
-//! 2. Running sequences that lack more (prompts in progress), in order of rank, each cut to a chunk.
-//!    When blocks run out, the running sequence of the last rank gives all of its own back and waits again, to be
+//! 2. Running sequences that lack more (prompts in progress), in order of rank. One that this step cannot complete gets half
+//!    of the rows that are left, so that a short one need not wait for a long one. Beside decodes, all prompts together get
+//!    no more rows than `schedule` is told that streams can bear. When blocks run out, the running sequence of the last rank gives all of its own back and waits again, to be
 //!    recomputed; rows it already had in this step return to the budget.
 //! 3. Waiting sequences in the order of the [`Queue`], unless something was preempted. One is admitted only if its whole
-//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried.
+//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried; nor if a
+//!    prompt in progress before it is about to compute the very block that it would begin with: it will find that.
 //! 4. Rows that are left over lengthen the chunks that were cut: a long prompt is held back only for others.
 //!
 //! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
@@ -22,7 +24,7 @@
 //! when that is computed. All of them then go on from the same logits and share every block; the last block, if it is not
 //! full, is copied by whoever writes into it while others hold it (`Plan::copies`).
 
-use crate::blocks::GroupKind;
+use crate::blocks::{GroupKind, Hits};
 use crate::plan::Budget;
 use crate::pool::{BlockPool, IntegrityError};
 use crate::queue::{Passed, Queue, Rank};
@@ -189,13 +191,17 @@ impl Scheduler {
         self.pool.reset()
     }
 
-    /// Plans the next step. After it, `commit` or `abandon` is called before the next plan.
-    pub fn schedule(&mut self) -> &Plan {
+    /// Plans the next step; if sequences decode in it, prompts get `beside` rows at most. After it, `commit` or `abandon` is
+    /// called before the next plan.
+    pub fn schedule(&mut self, beside: usize) -> &Plan {
         self.plan.clear();
         self.cut.clear();
         self.drafted.clear();
-        let mut budget = Budget { rows: self.limits.step_tokens, score_rows: self.limits.score_rows_max };
+        let mut budget = Budget::new(&self.limits);
         self.schedule_decodes(&mut budget);
+        if self.plan.decode_rows > 0 {
+            budget.bound_prompts(beside);
+        }
         self.schedule_prompts(&mut budget);
         if self.plan.preempted == 0 {
             self.admit(&mut budget);
@@ -311,7 +317,7 @@ impl Scheduler {
                     self.filling.push(self.plan.chunks.len());
                 }
                 let (start, outputs) = (sequence.computed(), ChunkOutputs::Last);
-                budget.spend(Kind::Generate, 1);
+                budget.spend(Kind::Generate, true, 1);
                 self.plan.rows += 1;
                 self.plan.decode_rows += 1;
                 self.plan.chunks.push(Chunk { slot, start, rows: 1, drafts: 0, outputs, named: 0 });
@@ -379,9 +385,10 @@ impl Scheduler {
             }
         };
         let named = sequence.name_full_blocks(&mut self.pool, rows);
-        budget.spend(sequence.kind, rows);
+        let decode = sequence.is_decode();
+        budget.spend(sequence.kind, decode, rows);
         self.plan.rows += rows;
-        self.plan.decode_rows += usize::from(sequence.is_decode());
+        self.plan.decode_rows += usize::from(decode);
         self.plan.chunks.push(Chunk { slot, start: sequence.computed(), rows, drafts: 0, outputs, named });
     }
 
@@ -392,8 +399,9 @@ impl Scheduler {
         if let Some(at) = self.plan.chunks.iter().position(|chunk| chunk.slot == victim) {
             let chunk = self.plan.chunks.remove(at);
             self.plan.rows -= chunk.rows;
-            self.plan.decode_rows -= usize::from(sequence.is_decode());
-            budget.refund(sequence.kind, chunk.rows);
+            let decode = sequence.is_decode();
+            self.plan.decode_rows -= usize::from(decode);
+            budget.refund(sequence.kind, decode, chunk.rows);
             sequence.unname(&mut self.pool, chunk.named);
         }
         let (state, rank) = (sequence.state, sequence.rank);
@@ -410,12 +418,12 @@ impl Scheduler {
     }
 
     fn admit(&mut self, budget: &mut Budget) {
-        if self.queue.is_empty() || budget.rows == 0 || self.running.len() >= self.limits.running_max {
+        if self.queue.is_empty() || self.running.len() >= self.limits.running_max {
             return;
         }
         let mut reserved = self.reserved();
         let mut passed = Passed::default();
-        while budget.rows > 0
+        while budget.of(Kind::Generate) > 0
             && self.running.len() < self.limits.running_max
             && let Some(next) = self.queue.next(passed)
         {
@@ -430,11 +438,12 @@ impl Scheduler {
             let hits = sequence.hits(&self.pool);
             let needed = match leader {
                 Some(_) => sequence.blocks().groups(),
-                None => sequence.needed(hits, self.limits.prefill_chunk_max) + hits.free,
+                None => sequence.needed(hits, self.limits.step_tokens) + hits.free,
             };
-            if needed + reserved > self.pool.free() {
+            if needed + reserved > self.pool.free() || (leader.is_none() && self.follows(slot, hits)) {
                 break;
             }
+            let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };
             let rank = self.queue.admit(next);
             sequence.rank = rank;
             let cached = match leader {
@@ -461,7 +470,7 @@ impl Scheduler {
             } else {
                 self.start(slot, budget);
             }
-            reserved += self.sequence(slot).map_or(0, |joined| joined.reserve(self.limits.prefill_chunk_max));
+            reserved += self.sequence(slot).map_or(0, |joined| joined.reserve(self.limits.step_tokens));
         }
     }
 
@@ -478,12 +487,9 @@ impl Scheduler {
     /// Gives what is left of the budget to prompts whose chunks were cut, in order.
     fn lengthen(&mut self, budget: &mut Budget) {
         for &index in &self.cut {
-            if budget.rows == 0 {
-                break;
-            }
             let chunk = &mut self.plan.chunks[index];
             let Some(sequence) = &mut self.sequences[chunk.slot.0 as usize] else { continue };
-            let more = (sequence.remaining() - chunk.rows).min(budget.rows);
+            let more = (sequence.remaining() - chunk.rows).min(budget.of(Kind::Generate));
             if more == 0 || !sequence.grow(&mut self.pool, chunk.rows + more, &mut self.plan.copies) {
                 continue;
             }
@@ -493,14 +499,14 @@ impl Scheduler {
                 chunk.outputs = ChunkOutputs::Last;
             }
             self.plan.rows += more;
-            budget.spend(Kind::Generate, more);
+            budget.spend(Kind::Generate, false, more);
         }
     }
 
     /// Blocks that running sequences still need for the tokens they have, and for the next ones.
     fn reserved(&self) -> usize {
         let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
-        running.map(|sequence| sequence.reserve(self.limits.prefill_chunk_max)).sum()
+        running.map(|sequence| sequence.reserve(self.limits.step_tokens)).sum()
     }
 
     /// Who computes the same prompt as this waiting one, right now.
@@ -511,6 +517,18 @@ impl Scheduler {
         // It may have been put out already: a preempted one is longer than its prompt was.
         let same = found.prompt() == sequence.prompt() && found.tokens() == sequence.tokens();
         (leader != slot && found.state == State::Running && !found.held && same).then_some(leader)
+    }
+
+    /// The block that this waiting one would begin with, behind what it finds now, is about to be computed for another that
+    /// comes before it.
+    fn follows(&self, slot: Slot, hits: Hits) -> bool {
+        let Some(waiting) = self.sequence(slot) else { return false };
+        let Some(next) = waiting.hash(hits.blocks) else { return false };
+        let end = (hits.blocks + 1) * self.limits.block_tokens;
+        self.cut.iter().map(|&index| &self.plan.chunks[index]).any(|chunk| {
+            let ahead = self.sequence(chunk.slot).filter(|ahead| ahead.rank < waiting.rank);
+            chunk.start + chunk.rows < end && ahead.is_some_and(|ahead| ahead.hash(hits.blocks) == Some(next))
+        })
     }
 
     /// `slot` computes its prompt no more; the next equal one that comes leads.

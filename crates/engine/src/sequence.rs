@@ -183,6 +183,11 @@ impl Sequence {
         self.prompt
     }
 
+    /// Names a full block and all before it; none where prefixes are not shared.
+    pub fn hash(&self, block: usize) -> Option<&BlockHash> {
+        self.hashes.get(block)
+    }
+
     /// Nobody can join it any more.
     pub fn take_prompt(&mut self) -> Option<BlockHash> {
         self.joinable = false;

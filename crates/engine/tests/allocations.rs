@@ -16,7 +16,7 @@ const STEPS: usize = 400;
 /// Every sequence gets a token; some have drafts, of which some are right.
 fn step(scheduler: &mut Scheduler, slots: &mut Vec<(Slot, usize)>, number: usize) {
     slots.clear();
-    scheduler.schedule();
+    scheduler.schedule(usize::MAX);
     let mut spare = scheduler.spare_blocks();
     for index in 0..scheduler.plan().chunks.len() {
         let chunk = scheduler.plan().chunks[index];
@@ -44,7 +44,6 @@ fn a_step_of_decodes_allocates_nothing() {
     let limits = Limits {
         block_tokens: BLOCK_TOKENS,
         step_tokens: 4 * RUNNING,
-        prefill_chunk_max: 4 * RUNNING,
         running_max: RUNNING,
         score_rows_max: 16,
         draft_rows_max: RUNNING,

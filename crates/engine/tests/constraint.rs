@@ -63,7 +63,6 @@ fn engine(blocks: usize, running_max: usize) -> Engine<Reference> {
         block_tokens: 4,
         kv_types: KvType::F32.into(),
         step_tokens: 24,
-        prefill_chunk_max: 8,
         running_max,
         ..EngineConfig::new(KvBudget::Tokens(blocks * 4))
     };

@@ -134,7 +134,7 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
 #[test]
 fn drafts_never_preempt_and_take_no_row_of_others() {
     // Eight decodes of a step of 9 rows: one row is left for drafts.
-    let config = EngineConfig { running_max: 8, step_tokens: 9, prefill_chunk_max: 9, ..config() };
+    let config = EngineConfig { running_max: 8, step_tokens: 9, ..config() };
     let requests: Vec<Request> = (0..8).map(|id| request(id, vec![id as u32; 5], 30)).collect();
     let mut engine = engine(&config, Box::new(Scripted::new(Guess::Right, &requests)));
     for request in &requests {
@@ -229,7 +229,7 @@ impl Model<Reference> for Counted {
 /// The draft model is the model: greedy drafts are right from the first on.
 #[test]
 fn a_draft_model_is_fed_each_token_once_and_finds_what_others_left() {
-    let config = EngineConfig { prefill_chunk_max: 16, ..config() };
+    let config = config();
     let rows = Arc::new(AtomicUsize::new(0));
     let model = Counted { model: FakeModel::new(&config), rows: rows.clone() };
     let mut engine = engine(&config, Box::new(DraftModel::new(Box::new(model), config.step_tokens, 0.0)));

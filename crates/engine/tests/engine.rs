@@ -320,3 +320,31 @@ fn parameters_are_checked_in_the_open_too() {
         Err(ParamError::Range { field: "min_p", value: -1.0, min: 0.0, max: 1.0 })
     );
 }
+
+/// Steps that are told to have taken 10 ms a row: prompts may add 100 ms, or the least number of rows that is worth a step.
+#[test]
+fn streams_go_on_while_a_long_prompt_is_computed() {
+    let config = EngineConfig { step_tokens: 128, ..config() };
+    let config = EngineConfig { kv: KvBudget::Tokens(400), ..config };
+    let mut engine = engine(&config);
+    let mut out = Vec::new();
+    let mut step = |engine: &mut Engine<Reference>| {
+        let report = engine.step(NOW, &mut out).unwrap();
+        engine.observe(&report, Duration::from_millis(10) * report.rows as u32);
+        let got = out.drain(..).filter(|output| matches!(output, Output::Token(_))).count();
+        (report.rows, got)
+    };
+    let endless = |id, prompt| Request { prompt, ..request(id, vec![1], 60) };
+    engine.submit(endless(1, vec![1; 20])).unwrap();
+    assert_eq!(step(&mut engine), (20, 1));
+    engine.submit(endless(2, (0..130).map(|i| i % 7).collect())).unwrap();
+    for _ in 0..4 {
+        assert_eq!(step(&mut engine), (33, 1));
+    }
+    assert_eq!(step(&mut engine), (3, 2));
+    assert_eq!(step(&mut engine), (2, 2));
+    // Nobody waits for a token: the prompt has all rows.
+    assert!(engine.cancel(RequestId(1), &mut Vec::new()) && engine.cancel(RequestId(2), &mut Vec::new()));
+    engine.submit(endless(3, (0..130).map(|i| i * 3 % 7).collect())).unwrap();
+    assert_eq!(step(&mut engine), (128, 0));
+}

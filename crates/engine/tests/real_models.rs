@@ -61,7 +61,7 @@ fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<Re
     answers(outputs)
 }
 
-/// All of them, in an order of `shuffle`, a few arriving after each step.
+/// All of them, in an order of `shuffle`, a few arriving after each step; those of a pair one after the other.
 fn together<B: Backend>(
     engine: &mut Engine<B>,
     requests: &[Request],
@@ -70,7 +70,7 @@ fn together<B: Backend>(
 ) -> HashMap<RequestId, Answer> {
     let mut order: Vec<&Request> = requests.iter().collect();
     order.sort_by_key(|request| {
-        (request.id.0 + 1).wrapping_mul(shuffle | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 7
+        (request.id.0 / 2 + 1).wrapping_mul(shuffle | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 7
     });
     let mut outputs = Vec::new();
     for arrivals in order.chunks(per_step) {
@@ -83,7 +83,7 @@ fn together<B: Backend>(
     answers(outputs)
 }
 
-/// Half of them greedy; prompts share heads.
+/// Half of them greedy; two of each prompt, and prompts share heads.
 fn requests(prompts: &[Vec<u32>], count: usize, max_tokens: u32) -> Vec<Request> {
     let sampled = |seed| SamplingParams {
         temperature: 0.8,
@@ -96,7 +96,7 @@ fn requests(prompts: &[Vec<u32>], count: usize, max_tokens: u32) -> Vec<Request>
     };
     (0..count as u64)
         .map(|id| {
-            let prompt = prompts[id as usize % prompts.len()].clone();
+            let prompt = prompts[id as usize / 2 % prompts.len()].clone();
             let sampling = if id % 2 == 0 { SamplingParams::greedy() } else { sampled(id) };
             Request { sampling, logprobs: Some(3), ..request(id, prompt, max_tokens) }
         })
@@ -117,15 +117,9 @@ fn variants(pressure_tokens: usize) -> Vec<EngineConfig> {
     let base = EngineConfig { prefix_cache: true, ..one_by_one() };
     vec![
         base.clone(),
-        EngineConfig { prefill_chunk_max: 1, step_tokens: 64, ..base.clone() },
-        EngineConfig {
-            prefill_chunk_max: 13,
-            running_max: 9,
-            step_tokens: 29,
-            block_tokens: 8,
-            ..base.clone()
-        },
-        EngineConfig { kv: KvBudget::Tokens(pressure_tokens), prefill_chunk_max: 37, ..base.clone() },
+        EngineConfig { step_tokens: 64, ..base.clone() },
+        EngineConfig { running_max: 9, step_tokens: 29, block_tokens: 8, ..base.clone() },
+        EngineConfig { kv: KvBudget::Tokens(pressure_tokens), step_tokens: 71, ..base.clone() },
         EngineConfig { kv: KvBudget::Tokens(pressure_tokens), prefix_cache: false, ..base },
     ]
 }

@@ -20,13 +20,12 @@ use std::time::Duration;
 
 fn config() -> impl Strategy<Value = EngineConfig> {
     let depth = prop_oneof![Just(0), 1..=DRAFT_DEPTH_MAX];
-    (1..9_usize, 12..40_usize, 1..7_usize, 0..20_usize, 1..20_usize, any::<bool>(), depth).prop_map(
-        |(block_tokens, kv_blocks, running_max, more_rows, prefill_chunk_max, prefix_cache, depth)| {
+    (1..9_usize, 12..40_usize, 1..7_usize, 0..20_usize, any::<bool>(), depth).prop_map(
+        |(block_tokens, kv_blocks, running_max, more_rows, prefix_cache, depth)| {
             EngineConfig {
                 block_tokens,
                 kv_types: KvType::F32.into(),
                 step_tokens: running_max + more_rows,
-                prefill_chunk_max,
                 running_max,
                 prefix_cache,
                 draft_depth_max: depth,
@@ -247,7 +246,6 @@ fn pressure_preempts_and_answers_stay_the_same() {
         block_tokens: 4,
         kv_types: KvType::F32.into(),
         step_tokens: 20,
-        prefill_chunk_max: 7,
         running_max: 8,
         ..EngineConfig::new(KvBudget::Tokens(120))
     };

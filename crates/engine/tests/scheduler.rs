@@ -13,7 +13,6 @@ fn limits() -> Limits {
     Limits {
         block_tokens: BLOCK,
         step_tokens: 64,
-        prefill_chunk_max: 64,
         running_max: 8,
         score_rows_max: 4,
         draft_rows_max: 8,
@@ -44,7 +43,12 @@ fn add_as(
 
 /// One step in which every finished prompt gets a token; returns (slot, first row, rows) of each chunk.
 fn step(scheduler: &mut Scheduler) -> Vec<(Slot, usize, usize)> {
-    let chunks: Vec<Chunk> = scheduler.schedule().chunks.clone();
+    step_beside(scheduler, usize::MAX)
+}
+
+/// The same, with so many rows of prompts beside decodes.
+fn step_beside(scheduler: &mut Scheduler, beside: usize) -> Vec<(Slot, usize, usize)> {
+    let chunks: Vec<Chunk> = scheduler.schedule(beside).chunks.clone();
     scheduler.commit();
     for chunk in &chunks {
         if chunk.outputs == ChunkOutputs::Last {
@@ -57,7 +61,7 @@ fn step(scheduler: &mut Scheduler) -> Vec<(Slot, usize, usize)> {
 
 #[test]
 fn decodes_come_before_prompts_in_progress() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 10, prefill_chunk_max: 6, ..limits() }, 100);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 10, ..limits() }, 100);
     let long = add(&mut scheduler, prompt(1, 30), 40);
     let short = add(&mut scheduler, prompt(2, 3), 40);
     // The row that nobody else wants goes to the long prompt.
@@ -67,7 +71,7 @@ fn decodes_come_before_prompts_in_progress() {
 
 #[test]
 fn a_long_prompt_leaves_budget_for_others() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 10, prefill_chunk_max: 6, ..limits() }, 100);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 10, ..limits() }, 100);
     let first = add(&mut scheduler, prompt(1, 30), 40);
     let second = add(&mut scheduler, prompt(2, 30), 40);
     assert_eq!(step(&mut scheduler), [(first, 0, 6), (second, 0, 4)]);
@@ -75,12 +79,95 @@ fn a_long_prompt_leaves_budget_for_others() {
 }
 
 #[test]
+fn a_short_prompt_does_not_wait_for_all_of_a_long_one() {
+    let mut scheduler = Scheduler::new(limits(), 1000);
+    let long = add(&mut scheduler, prompt(1, 900), 901);
+    assert_eq!(step(&mut scheduler), [(long, 0, 64)], "alone it has all rows");
+    let short = add(&mut scheduler, prompt(2, 20), 40);
+    assert_eq!(step(&mut scheduler), [(long, 64, 44), (short, 0, 20)]);
+    // Nor for two of them.
+    let other = add(&mut scheduler, prompt(3, 900), 901);
+    let third = add(&mut scheduler, prompt(4, 12), 13);
+    assert_eq!(step(&mut scheduler), [(short, 20, 1), (long, 108, 35), (other, 0, 16), (third, 0, 12)]);
+}
+
+#[test]
+fn a_prompt_that_the_step_completes_is_not_cut() {
+    let mut scheduler = Scheduler::new(limits(), 1000);
+    let first = add(&mut scheduler, prompt(1, 50), 60);
+    let second = add(&mut scheduler, prompt(2, 50), 60);
+    assert_eq!(step(&mut scheduler), [(first, 0, 50), (second, 0, 14)]);
+}
+
+#[test]
+fn prompts_get_so_many_rows_as_streams_can_bear() {
+    let mut scheduler = Scheduler::new(limits(), 1000);
+    let stream = add(&mut scheduler, prompt(1, 3), 300);
+    step(&mut scheduler);
+    let long = add(&mut scheduler, prompt(2, 900), 901);
+    let rows = |scheduler: &mut Scheduler, beside| step_beside(scheduler, beside);
+    assert_eq!(rows(&mut scheduler, 24), [(stream, 3, 1), (long, 0, 24)]);
+    let short = add(&mut scheduler, prompt(3, 10), 20);
+    assert_eq!(rows(&mut scheduler, 24), [(stream, 4, 1), (long, 24, 14), (short, 0, 10)]);
+    assert_eq!(rows(&mut scheduler, 0), [(stream, 5, 1), (short, 10, 1), (long, 38, 1)], "it goes on");
+    scheduler.hold(stream, true);
+    scheduler.hold(short, true);
+    assert_eq!(rows(&mut scheduler, 24), [(long, 39, 64)], "nobody decodes");
+}
+
+/// Whatever part of the prefix a step can hold, it is computed once, and kept once.
+#[test]
+fn requests_with_a_common_prefix_wait_for_whoever_computes_it() {
+    const PREFIX: usize = 128;
+    const OWN: usize = 6;
+    const COUNT: usize = 32;
+    for (step_tokens, beside) in [(512, usize::MAX), (64, usize::MAX), (64, 20), (64, 7), (512, 1), (41, 33)]
+    {
+        let mut scheduler = Scheduler::new(Limits { step_tokens, running_max: 40, ..limits() }, 1000);
+        let stream = add(&mut scheduler, prompt(1, 3), 1000);
+        step(&mut scheduler);
+        let slots: Vec<Slot> = (0..COUNT as u32)
+            .map(|own| add(&mut scheduler, [prompt(2, PREFIX), prompt(3 + own, OWN)].concat(), 500))
+            .collect();
+        let (mut rows, mut most) = (0, 0);
+        let left = |scheduler: &Scheduler, slot| scheduler.sequence(slot).unwrap().remaining();
+        while slots.iter().any(|&slot| left(&scheduler, slot) > 0) {
+            let chunks = scheduler.schedule(beside).chunks.clone();
+            scheduler.commit();
+            scheduler.push_token(stream, 7);
+            scheduler.check_integrity().unwrap();
+            let prompts = chunks.iter().filter(|chunk| chunk.slot != stream);
+            rows += prompts.map(|chunk| chunk.rows).sum::<usize>();
+            let own = scheduler.sequence(stream).unwrap().table().len();
+            most = most.max(scheduler.pool().used() - own);
+        }
+        let case = format!("{step_tokens} rows, {beside} beside decodes");
+        assert_eq!(rows, PREFIX + COUNT * OWN, "{case}");
+        assert_eq!(most, PREFIX / BLOCK + COUNT * OWN.div_ceil(BLOCK), "{case}");
+    }
+}
+
+#[test]
+fn who_comes_first_in_rank_does_not_wait_for_what_another_computes() {
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 16, ..limits() }, 1000);
+    let add = |scheduler: &mut Scheduler, priority| {
+        add_as(scheduler, Kind::Generate, priority, prompt(1, 200), 201, &Scope::default())
+    };
+    let late = add(&mut scheduler, 1);
+    assert_eq!(step(&mut scheduler), [(late, 0, 16)]);
+    let urgent = add(&mut scheduler, 0);
+    let follower = add(&mut scheduler, 1);
+    assert_eq!(step(&mut scheduler), [(late, 16, 12), (urgent, 24, 4)]);
+    assert_eq!(scheduler.sequence(follower).unwrap().state, State::Waiting);
+}
+
+#[test]
 fn only_the_last_row_of_a_prompt_has_an_output() {
     let mut scheduler = Scheduler::new(Limits { step_tokens: 8, ..limits() }, 100);
     add(&mut scheduler, prompt(1, 12), 40);
-    assert_eq!(scheduler.schedule().chunks[0].outputs, ChunkOutputs::None);
+    assert_eq!(scheduler.schedule(usize::MAX).chunks[0].outputs, ChunkOutputs::None);
     scheduler.commit();
-    assert_eq!(scheduler.schedule().chunks[0].outputs, ChunkOutputs::Last);
+    assert_eq!(scheduler.schedule(usize::MAX).chunks[0].outputs, ChunkOutputs::Last);
 }
 
 #[test]
@@ -171,7 +258,7 @@ fn a_head_that_does_not_fit_is_not_passed() {
 
 #[test]
 fn admission_counts_what_prompts_in_progress_still_need() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 12, prefill_chunk_max: 8, ..limits() }, 10);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 12, ..limits() }, 10);
     let first = add(&mut scheduler, prompt(1, 30), 31);
     let second = add(&mut scheduler, prompt(2, 12), 13);
     // 8 rows took 2 of 10 blocks, but 6 more are spoken for: 3 do not fit in the 2 left.
@@ -212,15 +299,8 @@ fn the_last_running_sequence_is_preempted_and_keeps_its_place() {
 
 #[test]
 fn every_decode_moves_when_who_is_preempted_was_joined_by_the_first_in_rank() {
-    let small = Limits {
-        block_tokens: 2,
-        step_tokens: 5,
-        prefill_chunk_max: 1,
-        running_max: 5,
-        forks: true,
-        ..limits()
-    };
-    let mut scheduler = Scheduler::new(small, 16);
+    let small = Limits { block_tokens: 1, step_tokens: 5, running_max: 5, forks: true, ..limits() };
+    let mut scheduler = Scheduler::new(small, 31);
     let add = |scheduler: &mut Scheduler, priority, tokens| {
         add_as(scheduler, Kind::Generate, priority, tokens, 30, &Scope::default())
     };
@@ -257,7 +337,7 @@ fn a_preempted_sequence_finds_its_own_blocks_again() {
 
 #[test]
 fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 11, prefill_chunk_max: 8, ..limits() }, 5);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 11, ..limits() }, 5);
     let older = add(&mut scheduler, prompt(1, 16), 17);
     let younger = add(&mut scheduler, prompt(2, 3), 9);
     assert_eq!(step(&mut scheduler), [(older, 0, 8), (younger, 0, 3)]);
@@ -275,19 +355,20 @@ fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
 
 #[test]
 fn rows_of_a_preempted_sequence_go_to_others_of_the_same_step() {
-    let mut scheduler = Scheduler::new(Limits { step_tokens: 9, prefill_chunk_max: 8, ..limits() }, 8);
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 8, ..limits() }, 8);
     let older = add(&mut scheduler, prompt(1, 16), 17);
-    let middle = add(&mut scheduler, prompt(2, 12), 13);
-    assert_eq!(step(&mut scheduler), [(older, 0, 8), (middle, 0, 1)]);
+    let middle = add(&mut scheduler, prompt(2, 8), 9);
+    assert_eq!(step(&mut scheduler), [(older, 0, 4), (middle, 0, 4)]);
     scheduler.hold(older, true);
     scheduler.hold(middle, true);
-    let younger = add(&mut scheduler, prompt(3, 3), 17);
-    (0..11).for_each(|_| assert_eq!(step(&mut scheduler)[0].0, younger));
-    assert_eq!(scheduler.pool().free(), 1);
+    let younger = add(&mut scheduler, prompt(3, 3), 31);
+    while scheduler.pool().free() > 0 {
+        assert_eq!(step(&mut scheduler)[0].0, younger);
+    }
     scheduler.hold(older, false);
     scheduler.hold(middle, false);
-    // The younger had one of the 9 rows until the older took its blocks.
-    assert_eq!(step(&mut scheduler), [(older, 8, 8), (middle, 1, 1)]);
+    // The younger had one of the 8 rows until the older took its blocks.
+    assert_eq!(step(&mut scheduler), [(older, 4, 4), (middle, 4, 4)]);
     assert_eq!(scheduler.plan().preempted, 1);
 }
 
@@ -342,7 +423,7 @@ fn an_abandoned_step_leaves_nothing_to_be_found() {
     let mut scheduler = Scheduler::new(limits(), 100);
     let first = add(&mut scheduler, prompt(1, 10), 20);
     let second = add(&mut scheduler, prompt(1, 10), 20);
-    scheduler.schedule();
+    scheduler.schedule(usize::MAX);
     scheduler.abandon();
     scheduler.remove(first);
     scheduler.remove(second);
@@ -366,7 +447,7 @@ fn removal_in_every_state_gives_all_blocks_back() {
 
 /// One step; every row with an output gets its token, forks of it too. How many rows it had.
 fn step_with_forks(scheduler: &mut Scheduler) -> usize {
-    let rows = scheduler.schedule().rows;
+    let rows = scheduler.schedule(usize::MAX).rows;
     scheduler.commit();
     let plan = scheduler.plan().clone();
     let with_output = plan.chunks.iter().filter(|chunk| chunk.outputs == ChunkOutputs::Last);
@@ -395,8 +476,7 @@ fn equal_prompts_are_computed_once_and_the_last_block_is_copied_on_write() {
 
 #[test]
 fn who_joined_a_prompt_that_is_cancelled_computes_it() {
-    let mut scheduler =
-        Scheduler::new(Limits { forks: true, step_tokens: 8, prefill_chunk_max: 4, ..limits() }, 20);
+    let mut scheduler = Scheduler::new(Limits { forks: true, step_tokens: 8, ..limits() }, 20);
     let leader = add(&mut scheduler, prompt(1, 14), 20);
     let follower = add(&mut scheduler, prompt(1, 14), 20);
     assert_eq!(step_with_forks(&mut scheduler), 8);

@@ -126,7 +126,6 @@ impl Storm {
         let limits = Limits {
             block_tokens: 1 + random.below(6),
             step_tokens: running_max + random.below(24),
-            prefill_chunk_max: 1 + random.below(24),
             running_max,
             score_rows_max: 1 + random.below(6),
             draft_rows_max: random.below(12),
@@ -196,10 +195,11 @@ impl Storm {
                 sequence.wanted() == 1 && sequence.is_decode()
             })
             .collect();
-        self.scheduler.schedule();
+        let beside = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
+        self.scheduler.schedule(beside);
         self.note_admissions(step);
         self.draft();
-        self.check_plan(&decodes);
+        self.check_plan(&decodes, beside);
         if storm && self.random.one_in(200) {
             self.spoil();
             self.scheduler.abandon();
@@ -404,7 +404,7 @@ impl Storm {
         assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
     }
 
-    fn check_plan(&mut self, decodes: &[Slot]) {
+    fn check_plan(&mut self, decodes: &[Slot], beside: usize) {
         let plan = self.scheduler.plan();
         assert_eq!(plan.draft_rows, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<usize>());
         assert_eq!(plan.rows, plan.chunks.iter().map(|chunk| chunk.rows + chunk.drafts).sum::<usize>());
@@ -415,12 +415,22 @@ impl Storm {
         self.summary.preempted += plan.preempted;
         self.summary.copied += plan.copies.len();
         let mut score_rows = 0;
-        let max = self.limits.prefill_chunk_max;
-        let chunks_are_whole = plan.chunks.iter().all(|c| c.outputs != ChunkOutputs::None || c.rows >= max);
+        let decode_moves = plan.chunks.iter().any(|chunk| decodes.contains(&chunk.slot));
+        let prompt_rows = plan.rows - plan.decode_rows - plan.draft_rows;
+        let most = if decode_moves { beside.max(1) } else { usize::MAX }.min(self.limits.step_tokens);
+        assert!(prompt_rows <= most, "{prompt_rows} rows of prompts beside decodes");
+        // More than half, or than a block, goes to a prompt that is not completed only when all in progress have rows.
+        let half = (most / 2).max(self.limits.block_tokens);
+        let greedy = plan.chunks.iter().any(|c| c.outputs == ChunkOutputs::None && c.rows > half);
+        let has_rows = |slot: &Slot| plan.chunks.iter().any(|chunk| chunk.slot == *slot);
+        let in_progress = |slot: &Slot| {
+            let sequence = self.scheduler.sequence(*slot).unwrap();
+            sequence.kind == Kind::Generate && sequence.wanted() > 0
+        };
+        assert!(!greedy || self.live.keys().filter(|slot| in_progress(slot)).all(has_rows));
         for &Chunk { slot, start, rows, drafts, outputs, .. } in &plan.chunks {
             let sequence = self.scheduler.sequence(slot).unwrap();
-            // More than a chunk only of rows that are left over when every prompt in progress has a whole one.
-            assert!(rows > 0 && (rows <= max || chunks_are_whole));
+            assert!(rows > 0);
             assert!(sequence.state == State::Running);
             let live = self.live.get_mut(&slot).unwrap();
             // Rows follow each other, except that a preemption starts over, at a prefix found in the cache.
