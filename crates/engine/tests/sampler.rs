@@ -252,6 +252,50 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
     }
 }
 
+/// As llama.cpp: logit bias, temperature, mirostat, and nothing else.
+#[test]
+fn with_mirostat_neither_penalties_nor_dry_nor_filters_are_looked_at() {
+    for version in [MirostatVersion::One, MirostatVersion::Two] {
+        for temperature in [0.0, 0.8] {
+            let mirostat = Some(Mirostat { version, tau: 3.0, eta: 0.1 });
+            let plain = SamplingParams { mirostat, temperature, seed: 3, ..SamplingParams::default() };
+            let all = SamplingParams {
+                repetition_penalty: 1.9,
+                presence_penalty: 1.5,
+                frequency_penalty: 1.5,
+                dry: Some(Dry {
+                    multiplier: 5.0,
+                    base: 2.0,
+                    allowed_length: 1,
+                    last_n: None,
+                    breakers: DryBreakers::new([]),
+                }),
+                top_k: 1,
+                top_p: 0.1,
+                min_p: 0.9,
+                typical_p: 0.1,
+                top_n_sigma: 0.1,
+                xtc_probability: 1.0,
+                xtc_threshold: 0.01,
+                dynatemp_range: 0.5,
+                ..plain.clone()
+            };
+            let tokens = |params: &SamplingParams| -> Vec<u32> {
+                let prompt: Vec<u32> = (0..2500).collect();
+                let mut history = History::new(params, &prompt, &[], &SamplerState::default()).unwrap();
+                let mut sampler = Sampler::default();
+                let mut one =
+                    |position| sampler.sample(&peaked_logits(), &draw(params, position), &mut history);
+                (0..200).map(|position| one(position).unwrap()).collect()
+            };
+            let drawn = tokens(&plain);
+            assert_eq!(tokens(&all), drawn, "{version:?} at {temperature}");
+            let biased = SamplingParams { logit_bias: vec![(drawn[0], -100.0)], ..plain };
+            assert!(!tokens(&biased).contains(&drawn[0]), "{version:?} at {temperature}");
+        }
+    }
+}
+
 #[test]
 fn mirostat_goes_on_from_a_carried_state_with_the_same_tokens() {
     let mirostat = Some(Mirostat { version: MirostatVersion::Two, tau: 4.0, eta: 0.3 });

@@ -32,9 +32,10 @@ impl History {
         if params.mirostat.is_some() && mu.is_none() {
             return Err(ParamError::SamplerState { bytes: state.as_bytes().len() });
         }
+        let looks_back = params.mirostat.is_none();
         Ok(Self {
-            counts: params.has_penalties().then(|| TokenCounts::new(prompt, output)),
-            tokens: params.dry.is_some().then(|| [prompt, output].concat()),
+            counts: (looks_back && params.has_penalties()).then(|| TokenCounts::new(prompt, output)),
+            tokens: (looks_back && params.dry.is_some()).then(|| [prompt, output].concat()),
             mu,
         })
     }

@@ -1,12 +1,12 @@
 //! From a row of logits to one token.
 //!
-//! The chain, in llama.cpp's order where names coincide:
+//! The chain, in the order of llama.cpp (`common/sampling.cpp`) where names coincide:
 //!
 //! 1. what the request's grammar does not allow is ruled out, and stop tokens while the output is shorter than `min_tokens`
 //! 2. logit bias: added
 //! 3. penalties: repetition, then frequency and presence
 //! 4. DRY: tokens that prolong a repetition are lowered
-//! 5. temperature 0: the highest logit is taken, and nothing below applies
+//! 5. temperature 0: the highest logit is taken, and nothing below applies (in llama.cpp, typical and XTC could still drop it)
 //! 6. top-n-sigma: logits of at least the highest minus n standard deviations
 //! 7. top-k: of the rest, the k highest
 //! 8. typical: of the rest, those of the most expected surprise whose softmax adds up to p
@@ -16,7 +16,7 @@
 //! 12. temperature: logits are divided by it; a dynamic one follows the entropy of what is left
 //! 13. draw: one uniform number inverts the running sum of the weights in order of rising id
 //!
-//! Mirostat takes the place of 6 to 11: it comes after a temperature that is not dynamic.
+//! Mirostat takes the place of 3 to 11 as it does there: it comes after 1, 2 and a temperature that is not dynamic.
 //!
 //! Among equal logits the lower id ranks higher everywhere. Arithmetic is f32 and f64 in a fixed order without library
 //! functions that differ between machines; numbers are keyed by position ([`random`]): the same request draws the same
