@@ -35,7 +35,9 @@ struct Case {
     /// Those that end in .gguf are files of the tree.
     arguments: &'static [&'static str],
     ways: &'static [Way],
-    /// Counters that must have moved: else the case has shown nothing.
+    /// Counters that must have moved: else the case has shown nothing. On the host, where a cache is as small as it is asked
+    /// for, all cases of a small one must have preempted; on a GPU it comes in whole units, and whoever drafts may be done
+    /// before they are full.
     moved: &'static [&'static str],
 }
 
@@ -120,7 +122,7 @@ const DRAFTED_CASES: &[Case] = &[
         moved: &[ACCEPTED],
     },
     Case {
-        name: "a smaller model drafts, in a small cache",
+        name: "a smaller model drafts, preempted and computed again",
         arguments: &["--workers", "1", "--draft", "demo/pycoder-7m-q8_0.gguf", "--kv-tokens", "768"],
         ways: &[Together],
         moved: &[ACCEPTED],
@@ -330,7 +332,8 @@ fn same_tokens(model: &Path, cases: &[Case]) {
                 }
             }
         }
-        for counter in case.moved {
+        let is_short = device() == "host" && case.arguments.contains(&"--kv-tokens");
+        for counter in case.moved.iter().chain(is_short.then_some(&PREEMPTIONS)) {
             eventually(counter, || (http.metric(counter)? > 0.0).then_some(()));
         }
         fleet.stop();
