@@ -299,10 +299,6 @@ fn i5_same_tokens_whoever_drafts() {
 
 #[test]
 fn i5_same_tokens_with_keys_and_values_of_q8_0() {
-    if device() != "host" {
-        eprintln!("SKIPPED: no kernel for GPUs stores q8_0");
-        return;
-    }
     same_tokens(&demo_7m(), Q8_0_CASES);
 }
 

@@ -16,7 +16,7 @@ use service::{Bytes, Exit};
 use supervisor::ModelPlan;
 use worker::{Demand, Draft};
 
-use crate::device_choice::{Choice, Wanted, choose, without_kernel};
+use crate::device_choice::{Choice, choose, without_kernel};
 use crate::devices::{Gpu, Seen};
 use crate::failure::{Failure, Outcome, Trying};
 use crate::fleet_config::{ModelConfig, table};
@@ -106,11 +106,7 @@ impl SizedModel {
             std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
-        let storable = kernels::cuda_stores(config.kv_type.kinds()).map_err(|error| one_line(&error));
-        let unfit = match (config.device, storable) {
-            (Wanted::Gpu(_), Err(why)) => return Err(Failure::new(Exit::Usage, why)),
-            (_, storable) => without_kernel(&model).or(storable.err()),
-        };
+        let unfit = without_kernel(&model);
         let choice = choose(config.device, seen, unfit.as_deref())?;
         let weights = Weights::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

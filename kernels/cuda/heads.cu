@@ -30,11 +30,32 @@ struct Heads {
     const float *inverse_frequencies;
     float eps, magnitude;
     int heads, kv_heads, head_dim, pairs;
-    int adjacent, is_f16;
+    int adjacent;
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    heads_to_cache(const __grid_constant__ KvLayer kv, const __grid_constant__ Heads a) {
+namespace {
+
+// A head of one token in the cache, as one warp stores it.
+template <typename T>
+struct ToFloats {
+    static __device__ __forceinline__ void put(const float *own, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+        T *to = reinterpret_cast<T *>(head) + size_t(token) * dim;
+        for (int i = threadIdx.x % 32; i < dim; i += 32) store(own[i], to + i);
+    }
+};
+
+struct ToQ8 {
+    static __device__ __forceinline__ void put(const float *own, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+        const int lane = threadIdx.x % 32;
+        for (int part = 0; 32 * part < dim; part++) {
+            int count = min(dim - 32 * part, 32);
+            store_q8(lane < count ? own[32 * part + lane] : 0.0f, count, head, kv.block_tokens, token, dim, part);
+        }
+    }
+};
+
+template <class Stored>
+__device__ __forceinline__ void heads_to_cache(const KvLayer &kv, const Heads &a) {
     __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
     __shared__ float turned[WARPS][HEAD_DIM_MAX];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -80,13 +101,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int i = lane; i < a.head_dim; i += 32) x[i] = own[i];
         if (is_query) return;
     }
-    uint8_t *to = kv.keys(block, head) + (is_value ? kv.head_bytes : 0);
-    const size_t first = size_t(token) * a.head_dim;
-    for (int i = lane; i < a.head_dim; i += 32) {
-        if (a.is_f16) {
-            store(own[i], reinterpret_cast<__half *>(to) + first + i);
-        } else {
-            store(own[i], reinterpret_cast<float *>(to) + first + i);
-        }
-    }
+    Stored::put(own, kv, kv.keys(block, head) + (is_value ? kv.head_bytes : 0), token, a.head_dim);
 }
+
+}  // namespace
+
+#define HEADS(SUFFIX, STORED)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                   \
+        heads_to_cache_##SUFFIX(const __grid_constant__ KvLayer kv, const __grid_constant__ Heads a) {                         \
+        heads_to_cache<STORED>(kv, a);                                                                                         \
+    }
+HEADS(f32, ToFloats<float>)
+HEADS(f16, ToFloats<__half>)
+HEADS(bf16, ToFloats<__nv_bfloat16>)
+HEADS(q8_0, ToQ8)

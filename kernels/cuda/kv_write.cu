@@ -1,5 +1,5 @@
 // Rounds a step's keys and values to the cache's type and stores them in the rows' slots: one thread block per row.
-// Limit: bytes, 8 read and 4 written per value pair; at few rows the launch.
+// Limit: bytes, 8 read and 2 to 8 written per value pair; at few rows the launch.
 
 #include <cuda_fp16.h>
 
@@ -27,6 +27,22 @@ __device__ void write_row(KvLayer kv, const float *keys, const float *values, co
     }
 }
 
+// A warp has 32 values that share a scale.
+__device__ void write_q8_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    wait_for_predecessor();
+    let_successor_start();
+    uint32_t slot = slots[blockIdx.x];
+    uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (head_dim + 31) / 32;
+    for (int i = warp; i < 2 * kv_heads * parts; i += THREADS / 32) {
+        int is_value = i / (kv_heads * parts), head = i / parts % kv_heads, part = i % parts;
+        int count = min(head_dim - 32 * part, 32);
+        size_t from = (size_t(blockIdx.x) * kv_heads + head) * head_dim + 32 * part + lane;
+        float value = lane < count ? (is_value ? values : keys)[from] : 0.0f;
+        store_q8(value, count, kv.keys(block, head) + is_value * kv.head_bytes, kv.block_tokens, token, head_dim, part);
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -37,4 +53,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     kv_write_f32(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     write_row<float>(kv, keys, values, slots, kv_heads, head_dim);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kv_write_bf16(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    write_row<__nv_bfloat16>(kv, keys, values, slots, kv_heads, head_dim);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kv_write_q8_0(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    write_q8_row(kv, keys, values, slots, kv_heads, head_dim);
 }

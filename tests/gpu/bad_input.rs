@@ -57,14 +57,3 @@ fn too_little_device_memory_says_how_much_is_missing() {
     check(&output, OUT_OF_RESOURCES, &["MiB"]);
     gpu.assert_back_at(baseline);
 }
-
-#[test]
-fn a_type_without_a_kernel_is_named_and_takes_nothing() {
-    let Some(gpu) = Gpu::here("a_type_without_a_kernel_is_named_and_takes_nothing") else { return };
-    let baseline = gpu.used();
-    for kv_type in ["bf16", "q8_0"] {
-        let words = [kv_type, "has no CUDA kernel yet", "use f16, or --device host"];
-        check(&generate(&["--device", &gpu.name, "--kv-type", kv_type]), USAGE, &words);
-    }
-    gpu.assert_back_at(baseline);
-}

@@ -91,7 +91,6 @@ impl HasExit for AttachError {
 fn of_op(error: &OpError) -> Exit {
     match error {
         OpError::Memory { .. } => Exit::OutOfResources,
-        OpError::KvType { .. } => Exit::Usage,
         _ => Exit::Internal,
     }
 }

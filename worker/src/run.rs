@@ -208,10 +208,6 @@ fn engine_thread(
 ) -> Result<(), RunError> {
     // Until the engine exists.
     timeline.mark("sockets");
-    if let Device::Gpu(_) = config.device {
-        // Before anything is taken of it.
-        kernels::cuda_stores(config.kv_type.kinds()).map_err(AttachError::Backend)?;
-    }
     match config.device {
         Device::Host => run_on(&Host::new(config.threads), timeline, config, token, notify, attached),
         #[cfg(feature = "cuda")]

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use crate::weights::Weights;
-use crate::{Experts, KvLayout, KvType, Linear, RopeSpec, Shortlist, Step, Weighing, Weight, experts};
+use crate::{Experts, KvLayout, Linear, RopeSpec, Shortlist, Step, Weighing, Weight, experts};
 
 /// Stands for the best of a row that has none: [`Backend::argmax`].
 pub const NO_BEST: u32 = u32::MAX;
@@ -42,8 +42,6 @@ pub enum OpError {
     Unwritten { op: &'static str, block: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
-    #[error("{kind} KV has no {backend} kernel yet: use {instead}")]
-    KvType { kind: KvType, backend: &'static str, instead: &'static str },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
     #[error("{op}: out of memory: {bytes} bytes for {what}")]

@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// Element type of stored keys and values. A head of a token is stored by itself, whatever is written beside it (I5).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvType {
     F32,
     #[default]
@@ -69,7 +69,7 @@ impl KvType {
 
 impl fmt::Display for KvType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.pad(self.name())
     }
 }
 

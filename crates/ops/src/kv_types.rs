@@ -55,11 +55,6 @@ impl KvTypes {
         self.rest
     }
 
-    /// Every type that is asked for.
-    pub fn kinds(&self) -> impl Iterator<Item = KvType> {
-        std::iter::once(self.rest).chain(self.parts.iter().map(|(_, kind)| *kind))
-    }
-
     pub fn of(&self, layer: usize) -> KvType {
         let of_layer = |(layers, _): &&(RangeInclusive<u16>, KvType)| {
             (usize::from(*layers.start())..=usize::from(*layers.end())).contains(&layer)
@@ -150,7 +145,6 @@ mod tests {
         let types = types("q8_0,0-1=f16,3=f32");
         let kinds: Vec<KvType> = types.layers(5, 2, 64).iter().map(|layer| layer.kind).collect();
         assert_eq!(kinds, [KvType::F16, KvType::F16, KvType::Q8_0, KvType::F32, KvType::Q8_0]);
-        assert_eq!(types.kinds().collect::<Vec<_>>(), [KvType::Q8_0, KvType::F16, KvType::F32]);
         assert_eq!(types.rest(), KvType::Q8_0);
         assert_eq!(types.layers(1, 2, 64)[0], KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16 });
     }

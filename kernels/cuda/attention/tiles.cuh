@@ -1,8 +1,12 @@
-// What the kernels of attention.cu share: the shape of their work, tiles of keys and values in shared memory, the running
-// softmax of a split and the merge of splits. The order of sums stands in the head of attention.cu.
+// What the kernels of attention share: the shape of their work, products on tensor cores, the running softmax of a split and
+// the merge of splits. The order of sums stands in the head of attention.cu.
+//
+// A kernel is made for a Cache: how keys and values stand in memory and in a stage of shared memory, and how they become
+// operands of products (halves.cuh, bytes.cuh).
 
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../kv_layer.cuh"
@@ -15,6 +19,7 @@ constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 // Halves between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
 constexpr int PAD = 8;
+constexpr int PAD_BYTES = 16;
 constexpr float NONE = -INFINITY;
 
 // Consecutive tokens of one sequence.
@@ -54,8 +59,15 @@ struct Queries {
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// Starts a copy of 16 bytes; zeros instead if not `valid`.
 __device__ __forceinline__ void copy_piece(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
+}
+
+// The same of 4 or 8 bytes.
+template <int BYTES>
+__device__ __forceinline__ void copy_few(void *to, const void *from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0));
 }
 
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;"); }
@@ -63,6 +75,15 @@ __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit
 template <int LEFT>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Waits until as many groups are left as there are tiles behind the one at hand.
+template <int LEFT_MAX>
+__device__ __forceinline__ void wait_last_copies(int left) {
+    if constexpr (LEFT_MAX > 0) {
+        if (left < LEFT_MAX) return wait_last_copies<LEFT_MAX - 1>(left);
+    }
+    wait_copies<LEFT_MAX>();
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const __half *row) {
@@ -79,19 +100,37 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const
                  : "memory");
 }
 
-// c += a b, 16 x 16 by 16 x 8.
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+// What products multiply: c += a b, 16 x 16 by 16 x 8, sums in f32.
+struct InF16 {
+    static constexpr uint32_t ONES = 0x3C003C00;
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    __half2 both = __floats2half2_rn(low, high);
-    return *reinterpret_cast<uint32_t *>(&both);
-}
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {
+        __half2 both = __floats2half2_rn(low, high);
+        return *reinterpret_cast<uint32_t *>(&both);
+    }
 
-constexpr uint32_t ONES = 0x3C003C00;
+    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// Values beyond f16's range stay what they are; queries and weights have 8 bits.
+struct InBf16 {
+    static constexpr uint32_t ONES = 0x3F803F80;
+
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {
+        __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<uint32_t *>(&both);
+    }
+
+    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
 
 // A running softmax over the tiles of one split, of one row.
 struct Softmax {
@@ -125,17 +164,19 @@ struct Total {
     __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
 };
 
-// Where the keys of tiles stand: a thread for each of 64 keys looks it up, two tiles before it is needed.
+// Where the keys of tiles stand: a thread for each of 64 keys looks it up, its block two tiles
+// before it is asked for and the place one, so that nobody waits for the table.
+template <class Cache>
 struct Places {
     const KvLayer &kv;
     const uint32_t *table;
-    uint32_t head, first, last, row_bytes;
+    uint32_t head, first, last;
 
     // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's place.
     __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
 
-    __device__ __forceinline__ void put(const uint8_t **places, int tile, uint32_t block) const {
-        if (threadIdx.x < TILE) places[threadIdx.x] = kv.keys(block, head) + size_t(position(tile) % kv.block_tokens) * row_bytes;
+    __device__ __forceinline__ void put(typename Cache::Place *places, int tile, uint32_t block) const {
+        if (threadIdx.x < TILE) places[threadIdx.x] = Cache::place(kv, block, head, position(tile) % kv.block_tokens);
     }
 
     // Keys of a tile that there are.
@@ -144,42 +185,22 @@ struct Places {
     __device__ __forceinline__ uint32_t position(int tile) const { return min(first + tile * TILE + threadIdx.x, last); }
 };
 
-template <int DIM>
-struct Tiles {
-    static constexpr int PITCH = DIM + PAD;
-    static constexpr int PIECES = DIM / 8;
-
-    // Starts the copies of the 64 keys that `places` has, and of their values; those beyond `valid` become zero.
-    static __device__ __forceinline__ void load(__half *keys, __half *values, const uint8_t *const *places, uint32_t head_bytes, int valid) {
-        constexpr int ROUNDS = TILE * PIECES / THREADS;
-        static_assert(TILE * PIECES % THREADS == 0);
-#pragma unroll
-        for (int round = 0; round < ROUNDS; round++) {
-            int index = round * THREADS + threadIdx.x;
-            int token = index / PIECES, piece = index % PIECES;
-            const uint8_t *from = places[token] + piece * 16;
-            copy_piece(keys + token * PITCH + piece * 8, from, token < valid);
-            copy_piece(values + token * PITCH + piece * 8, from + head_bytes, token < valid);
+// Rounds `pairs` pairs of an item for products, scaled; the rest of `rows` rows become zero.
+template <class Cache>
+__device__ __forceinline__ void load_queries(__half *to, const Queries &queries, const Item &item, uint32_t kv_head, int pairs, int rows) {
+    for (int index = threadIdx.x; index < rows * (Cache::DIM / 4); index += THREADS) {
+        int pair = index / (Cache::DIM / 4), dim = index % (Cache::DIM / 4) * 4;
+        float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (pair < pairs) {
+            size_t row = item.row + pair / queries.group;
+            size_t head = kv_head * queries.group + pair % queries.group;
+            q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * Cache::DIM + dim);
         }
-        end_copy_group();
+        float s = queries.scale;
+        using Product = typename Cache::Product;
+        Cache::put_query(to + pair * Cache::PITCH, dim, Product::pack(q.x * s, q.y * s), Product::pack(q.z * s, q.w * s));
     }
-
-    // Rounds `pairs` pairs of an item to f16, scaled; the rest of `rows` rows become zero.
-    static __device__ __forceinline__ void
-    load_queries(__half *to, const Queries &queries, const Item &item, uint32_t kv_head, int pairs, int rows) {
-        for (int index = threadIdx.x; index < rows * (DIM / 4); index += THREADS) {
-            int pair = index / (DIM / 4), dim = index % (DIM / 4) * 4;
-            float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (pair < pairs) {
-                size_t row = item.row + pair / queries.group;
-                size_t head = kv_head * queries.group + pair % queries.group;
-                q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * DIM + dim);
-            }
-            float s = queries.scale;
-            *reinterpret_cast<uint2 *>(to + pair * PITCH + dim) = make_uint2(pack(q.x * s, q.y * s), pack(q.z * s, q.w * s));
-        }
-    }
-};
+}
 
 // Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half, 2 and 3 of the right one.
 __device__ __forceinline__ const __half *down_then_right(const __half *corner, int pitch) {

@@ -1,9 +1,10 @@
-//! Launcher of attention.cu: causal attention over the paged cache. What each row needs is planned by [`super::plan`].
+//! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the paged cache. What each row
+//! needs is planned by [`super::plan`].
 
 use ops::{AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
 
-use super::kv_write::KvLayerAddress;
+use super::kv_write::{KvLayerAddress, q8_scale_bytes};
 use super::module::{arguments, image};
 use super::norm::same;
 use super::rounded::{Rounded, kernel_name};
@@ -14,11 +15,20 @@ const TILE: usize = 64;
 const CHUNK_PAIRS: usize = 64;
 const SPLIT_PAIRS: usize = 16;
 const THREADS: u32 = 128;
-/// Halves between rows in shared memory.
+/// Tiles in shared memory in the chunk kernel.
+const CHUNK_STAGES: usize = 2;
+/// Halves between rows in shared memory, or bytes.
 const PAD: usize = 8;
+const PAD_BYTES: usize = 16;
 const HALF_BYTES: usize = 2;
 
-pub struct Attentions(Family);
+/// A kernel has the same name in the images of all types of caches that it is made for.
+pub struct Attentions {
+    /// f16 and f32; merges of all.
+    floats: Family,
+    bf16: Family,
+    q8_0: Family,
+}
 
 /// `Queries` of attention.cu.
 #[repr(C)]
@@ -64,7 +74,7 @@ pub enum Method {
 impl Method {
     pub fn of(spec: &AttentionSpec, kind: KvType) -> Self {
         let group = spec.heads / spec.kv_heads.max(1);
-        let tiles = kind == KvType::F16 && matches!(spec.head_dim, 64 | 96 | 128);
+        let tiles = kind != KvType::F32 && matches!(spec.head_dim, 64 | 96 | 128);
         if !tiles || group == 0 || group > SPLIT_PAIRS {
             return Self::Plain;
         }
@@ -76,17 +86,52 @@ impl Method {
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     pub layer: KvLayerAddress,
-    /// Else f32: the types that a cache on a device can have.
-    pub is_f16: bool,
+    pub kind: KvType,
     pub spec: AttentionSpec,
     pub queries: View<'a, f32>,
     /// Block ids of all sequences.
     pub tables: View<'a, u32>,
 }
 
+/// How tile kernels hold keys and values in shared memory.
+struct Stages {
+    /// Of one tile, as it stands in the cache.
+    bytes: usize,
+    /// For a tile that is made into halves, in the chunk kernel.
+    made_bytes: usize,
+    /// Tiles in shared memory where a split has more than one.
+    in_splits: usize,
+}
+
+impl Stages {
+    /// As halves.cuh and bytes.cuh.
+    fn of(kind: KvType, head_dim: usize) -> Self {
+        let halves = 2 * TILE * (head_dim + PAD) * HALF_BYTES;
+        match kind {
+            KvType::Q8_0 => {
+                let bytes = 2 * TILE * (head_dim + PAD_BYTES + q8_scale_bytes(head_dim));
+                Self { bytes, made_bytes: halves, in_splits: 3 }
+            }
+            _ => Self { bytes: halves, made_bytes: 0, in_splits: 2 },
+        }
+    }
+}
+
 impl Attentions {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "attention", image!("attention")))
+        Self {
+            floats: Family::new(device, "attention", image!("attention")),
+            bf16: Family::new(device, "attention_bf16", image!("attention_bf16")),
+            q8_0: Family::new(device, "attention_q8_0", image!("attention_q8_0")),
+        }
+    }
+
+    fn family(&self, kind: KvType) -> &Family {
+        match kind {
+            KvType::F32 | KvType::F16 => &self.floats,
+            KvType::Bf16 => &self.bf16,
+            KvType::Q8_0 => &self.q8_0,
+        }
     }
 
     /// Whether all rows of a plan are merged, and so can be rounded as well.
@@ -109,7 +154,7 @@ impl Attentions {
         out: &mut ViewMut<'_, f32>,
         rounded: Option<Rounded<'_>>,
     ) -> Result<(), CudaError> {
-        let Call { layer, spec, .. } = *call;
+        let Call { layer, kind, spec, .. } = *call;
         check(call, out)?;
         let width = spec.heads * spec.head_dim;
         let rows = out.len() / width.max(1);
@@ -120,18 +165,21 @@ impl Attentions {
             }
             None => 0,
         };
-        let pitch = spec.head_dim + PAD;
+        let pitch_bytes = (spec.head_dim + PAD) * HALF_BYTES;
+        let shared = Stages::of(kind, spec.head_dim);
+        let family = self.family(kind);
         let queries = queries(call);
         let tables = call.tables.address();
         let kv_heads = spec.kv_heads as u32;
         let PlanAddress { counts, works, merges, chunks, partial_sums, partial_weights, .. } = *plan;
         let (merge_count, chunk_count) = (counts + 4, counts + 8);
         if plan.works_max > 0 {
-            let stages = if plan.long_splits { 2 } else { 1 };
-            let halves = (2 * stages * TILE + SPLIT_PAIRS) * pitch + SPLIT_PAIRS * (TILE + PAD);
-            let launch = launch((plan.works_max, kv_heads, 1), halves * HALF_BYTES);
+            let stages = if plan.long_splits { shared.in_splits } else { 1 };
+            let queries_and_weights = SPLIT_PAIRS * (pitch_bytes + (TILE + PAD) * HALF_BYTES);
+            let shared_bytes = stages * shared.bytes + queries_and_weights;
+            let launch = launch((plan.works_max, kv_heads, 1), shared_bytes);
             let stages = stages as i32;
-            let kernel = self.0.kernel(match spec.head_dim {
+            let kernel = family.kernel(match spec.head_dim {
                 64 => c"attention_split_64",
                 96 => c"attention_split_96",
                 _ => c"attention_split_128",
@@ -151,7 +199,7 @@ impl Attentions {
                 c"attention_merge_q8_1",
                 c"attention_merge_q8_k",
             ];
-            let kernel = self.0.kernel(kernel_name(rounded.as_ref(), names))?;
+            let kernel = self.floats.kernel(kernel_name(rounded.as_ref(), names))?;
             if rounded.is_some() {
                 let grid = (plan.merges_max, (width / TILE_COLS) as u32, 1);
                 let launch =
@@ -187,10 +235,10 @@ impl Attentions {
             }
         }
         if plan.chunks_max > 0 {
-            let halves = (4 * TILE + CHUNK_PAIRS) * pitch;
-            let launch = launch((plan.chunks_max, kv_heads, 1), halves * HALF_BYTES);
+            let shared_bytes = CHUNK_STAGES * shared.bytes + shared.made_bytes + CHUNK_PAIRS * pitch_bytes;
+            let launch = launch((plan.chunks_max, kv_heads, 1), shared_bytes);
             let out = out.address();
-            let kernel = self.0.kernel(match spec.head_dim {
+            let kernel = family.kernel(match spec.head_dim {
                 64 => c"attention_chunk_64",
                 96 => c"attention_chunk_96",
                 _ => c"attention_chunk_128",
@@ -219,20 +267,25 @@ impl Attentions {
         positions: View<'_, u32>,
         out: &mut ViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
-        let Call { layer, spec, .. } = *call;
+        let Call { layer, kind, spec, .. } = *call;
         check(call, out)?;
         let rows = positions.len();
         same("rows of attention", call.queries.len(), rows * spec.heads * spec.head_dim)?;
         if out.is_empty() {
             return Ok(());
         }
-        let name = if call.is_f16 { c"attention_plain_f16" } else { c"attention_plain_f32" };
+        let name = match kind {
+            KvType::F32 => c"attention_plain_f32",
+            KvType::F16 => c"attention_plain_f16",
+            KvType::Bf16 => c"attention_plain_bf16",
+            KvType::Q8_0 => c"attention_plain_q8_0",
+        };
         let launch = launch((rows as u32, spec.heads as u32, 1), 2 * spec.head_dim * size_of::<f32>());
         let queries = queries(call);
         let (tables, starts, positions) =
             (call.tables.address(), table_starts.address(), positions.address());
         let (dim, out) = (spec.head_dim as i32, out.address());
-        let kernel = self.0.kernel(name)?;
+        let kernel = self.family(kind).kernel(name)?;
         // SAFETY: (KvLayer, Queries, int, const uint32_t *, const uint32_t *, const uint32_t *, float *); shared memory for
         // two heads; the rest by this function's contract.
         unsafe {

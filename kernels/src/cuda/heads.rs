@@ -1,5 +1,7 @@
 //! Launcher of heads.cu: norms and rotations of query and key heads, and keys and values into the cache, in one pass.
 
+use ops::KvType;
+
 use super::kv_write::KvLayerAddress;
 use super::module::{arguments, image};
 use super::norm::same;
@@ -45,7 +47,6 @@ struct Heads {
     head_dim: i32,
     pairs: i32,
     adjacent: i32,
-    is_f16: i32,
 }
 
 impl HeadsToCache {
@@ -65,7 +66,7 @@ impl HeadsToCache {
         &self,
         stream: &Stream,
         layer: KvLayerAddress,
-        is_f16: bool,
+        kind: KvType,
         rows: &mut HeadRows<'_>,
     ) -> Result<(), CudaError> {
         let HeadRows { head_dim, kv_heads, turn, .. } = *rows;
@@ -102,11 +103,15 @@ impl HeadsToCache {
             head_dim: head_dim as i32,
             pairs: pairs as i32,
             adjacent: i32::from(turn.pairing == ops::RopePairing::Adjacent),
-            is_f16: i32::from(is_f16),
         };
         let grid = (count as u32, (heads + 2 * kv_heads).div_ceil(WARPS) as u32, 1);
         let launch = Launch { grid, block: 32 * WARPS as u32, shared_bytes: 0, overlaps_predecessor: true };
-        let kernel = self.0.kernel(c"heads_to_cache")?;
+        let kernel = self.0.kernel(match kind {
+            KvType::F32 => c"heads_to_cache_f32",
+            KvType::F16 => c"heads_to_cache_f16",
+            KvType::Bf16 => c"heads_to_cache_bf16",
+            KvType::Q8_0 => c"heads_to_cache_q8_0",
+        })?;
         // SAFETY: (KvLayer, Heads); a warp works on one head of one row, inside lengths that were checked, and the slot of
         // its row by this function's contract.
         unsafe { kernel.launch(stream, launch, arguments![layer, operands]) }

@@ -1,5 +1,7 @@
 //! Launcher of kv_write.cu: a step's keys and values into the cache; and [`KvLayerAddress`], how kernels find them.
 
+use ops::KvType;
+
 use super::module::{arguments, image};
 use super::norm::same;
 use super::{CudaError, Device, Family, Launch, Stream, View};
@@ -18,6 +20,30 @@ pub struct KvLayerAddress {
     pub head_bytes: u32,
     pub unit_shift: u32,
     pub block_tokens: u32,
+}
+
+/// Bytes of the scales of a head of one token: an even number of them, as kv_layer.cuh has it.
+pub(super) fn q8_scale_bytes(head_dim: usize) -> usize {
+    const SCALED_VALUES: usize = 32;
+    head_dim.div_ceil(SCALED_VALUES).next_multiple_of(2) * size_of::<u16>()
+}
+
+/// Keys, or values, of one head in a block of so many tokens, as kernels lay them out. None if it is beyond 32 bits.
+pub fn head_bytes(kind: KvType, head_dim: usize, block_tokens: usize) -> Option<u32> {
+    /// Of scales, and of a head's quants, which are copied by so many.
+    const SCALES_ALIGN: usize = 4;
+    const ALIGN: usize = 16;
+    let values = head_dim.checked_mul(block_tokens)?;
+    let bytes = match kind {
+        KvType::F32 => values.checked_mul(4)?,
+        KvType::F16 | KvType::Bf16 => values.checked_mul(2)?,
+        KvType::Q8_0 => {
+            let scales = q8_scale_bytes(head_dim).checked_mul(block_tokens)?;
+            let quants = values.checked_next_multiple_of(SCALES_ALIGN)?;
+            quants.checked_add(scales)?.checked_next_multiple_of(ALIGN)?
+        }
+    };
+    u32::try_from(bytes).ok()
 }
 
 impl KvLayerAddress {
@@ -48,7 +74,7 @@ impl KvWrites {
         &self,
         stream: &Stream,
         layer: KvLayerAddress,
-        is_f16: bool,
+        kind: KvType,
         keys: View<'_, f32>,
         values: View<'_, f32>,
         slots: View<'_, u32>,
@@ -61,7 +87,12 @@ impl KvWrites {
         if rows == 0 {
             return Ok(());
         }
-        let name = if is_f16 { c"kv_write_f16" } else { c"kv_write_f32" };
+        let name = match kind {
+            KvType::F32 => c"kv_write_f32",
+            KvType::F16 => c"kv_write_f16",
+            KvType::Bf16 => c"kv_write_bf16",
+            KvType::Q8_0 => c"kv_write_q8_0",
+        };
         let launch =
             Launch { grid: (rows as u32, 1, 1), block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
         let (keys, values, slots) = (keys.address(), values.address(), slots.address());

@@ -67,7 +67,7 @@ pub struct Launch {
 /// The driver takes memory for code in units of 2 MiB, and no family has more than one of code.
 const MODULE_BYTES_MAX: u64 = 2 << 20;
 
-/// Above this a kernel has to opt in.
+/// Above this a kernel has to opt in, what it declares itself included.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
 impl Family {
@@ -94,8 +94,12 @@ impl Family {
         let bytes = plausible(before.saturating_sub(self.device.memory_free_bytes()?) as u64);
         module.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.device.count_module(bytes);
-        let kernel =
-            Kernel { raw, _module: module, shared_bytes: Arc::new(Mutex::new(DEFAULT_SHARED_BYTES)) };
+        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function is loaded.
+        let own_bytes = unsafe { result::function::get_function_attribute(raw, attribute) }
+            .named("cuFuncGetAttribute")?;
+        let allowed = DEFAULT_SHARED_BYTES.saturating_sub(own_bytes.max(0) as u32);
+        let kernel = Kernel { raw, _module: module, shared_bytes: Arc::new(Mutex::new(allowed)) };
         loaded.kernels.insert(name, kernel.clone());
         Ok(kernel)
     }

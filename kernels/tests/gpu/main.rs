@@ -8,6 +8,8 @@
 #![expect(clippy::print_stdout, reason = "an executable of its own: what it prints is its result")]
 
 #[cfg(feature = "cuda")]
+mod around;
+#[cfg(feature = "cuda")]
 mod attention;
 #[cfg(feature = "cuda")]
 mod bench;
@@ -17,6 +19,10 @@ mod checksum;
 mod exact;
 #[cfg(feature = "cuda")]
 mod experts;
+#[cfg(feature = "cuda")]
+mod fused;
+#[cfg(feature = "cuda")]
+mod kv_write;
 #[cfg(feature = "cuda")]
 mod linear;
 #[cfg(feature = "cuda")]
@@ -68,6 +74,7 @@ fn main() -> anyhow::Result<()> {
             ("memory", memory::bench),
             ("linear", linear::bench),
             ("experts", experts::bench),
+            ("around", around::bench),
             ("checksum", checksum::bench),
             ("repack", repack::bench),
             ("loading", loading::bench),
@@ -92,16 +99,20 @@ fn main() -> anyhow::Result<()> {
             ("shortlist: lists are those of the host", shortlist::they_are_those_of_the_host),
             ("shortlist: single rows are read", shortlist::single_rows_are_read),
             ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
+            ("attention: caches hold the bytes of the host", kv_write::caches_hold_the_bytes_of_the_host),
             ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
             (
                 "attention: long contexts, extreme scores",
                 attention::it_survives_long_contexts_and_extreme_scores,
             ),
+            ("attention: the range of each type", attention::it_has_the_range_of_its_type),
             (
                 "attention: neither cut nor company nor blocks",
                 attention::it_depends_on_neither_cut_nor_company_nor_blocks,
             ),
             ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
+            ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
+            ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
             ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
             ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
             ("models: goldens", models::goldens),

@@ -1,7 +1,7 @@
 //! [`Command`]: one op as the device will run it, by addresses. Commands are collected first and given to the device
 //! together, so that a list that comes again and again can be replayed as a graph.
 
-use ops::{AttentionSpec, RopePairing};
+use ops::{AttentionSpec, KvType, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -96,7 +96,7 @@ impl Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttentionOperands {
     pub(super) layer: KvLayerAddress,
-    pub(super) is_f16: bool,
+    pub(super) kind: KvType,
     pub(super) shape: Shape,
     pub(super) queries: Floats,
     pub(super) tables: u64,
@@ -152,7 +152,7 @@ pub(super) enum Command {
     },
     KvWrite {
         layer: KvLayerAddress,
-        is_f16: bool,
+        kind: KvType,
         keys: Floats,
         values: Floats,
         slots: Words,
@@ -345,12 +345,12 @@ impl Kernels {
                         .launch(stream, &mut x.view_mut(), positions.view(), turn, head_dim as usize)
                         .map_err(device_error("rope"))
                 }
-                Command::KvWrite { layer, is_f16, keys, values, slots, kv_heads, head_dim } => self
+                Command::KvWrite { layer, kind, keys, values, slots, kv_heads, head_dim } => self
                     .kv_writes
                     .launch(
                         stream,
                         layer,
-                        is_f16,
+                        kind,
                         keys.view(),
                         values.view(),
                         slots.view(),
@@ -430,7 +430,7 @@ impl AttentionOperands {
     pub(super) unsafe fn call<'a>(&self) -> attention::Call<'a> {
         attention::Call {
             layer: self.layer,
-            is_f16: self.is_f16,
+            kind: self.kind,
             spec: self.shape.spec(),
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },

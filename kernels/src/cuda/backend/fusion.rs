@@ -177,7 +177,7 @@ impl Kernels {
         let [
             Command::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
             Command::Rope { .. },
-            Command::KvWrite { layer, is_f16, keys, values, slots, kv_heads, .. },
+            Command::KvWrite { layer, kind, keys, values, slots, kv_heads, .. },
         ] = *commands
         else {
             return Ok(());
@@ -198,7 +198,7 @@ impl Kernels {
                 head_dim: head_dim as usize,
                 kv_heads: kv_heads as usize,
             };
-            self.heads.launch(stream, layer, is_f16, &mut rows).map_err(device_error("kv_write"))
+            self.heads.launch(stream, layer, kind, &mut rows).map_err(device_error("kv_write"))
         }
     }
 }

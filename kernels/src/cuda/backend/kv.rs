@@ -15,7 +15,7 @@ use ops::{KvLayer, KvLayout, OpError};
 
 use crate::cuda::Stream;
 use crate::cuda::error::{Named, device_error};
-use crate::cuda::kv_write::KvLayerAddress;
+use crate::cuda::kv_write::{KvLayerAddress, head_bytes};
 
 const OP: &str = "kv";
 /// The smallest unit: mapping one costs some 100 us whatever its size.
@@ -111,7 +111,6 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        crate::cuda_stores(layout.layers.iter().map(|layer| layer.kind))?;
         let too_large = OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
         let shape = Units::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
@@ -206,13 +205,15 @@ impl Kv {
         let len = self.layout.layers.len();
         let shape =
             *self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
-        let block_bytes = (shape.token_bytes() * self.layout.block_tokens) as u32;
+        let Some((head_bytes, block_bytes)) = bytes_in_block(&shape, self.layout.block_tokens) else {
+            return Err(OpError::Memory { op, what: "keys and values", bytes: u64::MAX });
+        };
         let address = KvLayerAddress {
             base: self.address,
             unit_bytes: self.memory().range.unit_bytes(),
             layer_offset: self.shape.layer_offsets[layer],
             block_bytes,
-            head_bytes: block_bytes / (2 * shape.kv_heads as u32).max(1),
+            head_bytes,
             unit_shift: self.shape.shift,
             block_tokens: self.layout.block_tokens as u32,
         };
@@ -284,15 +285,18 @@ impl From<GrowError> for TrimError {
     }
 }
 
+/// Bytes of a head's keys or values in a block of `tokens` tokens, and of the whole layer's part of it.
+fn bytes_in_block(layer: &KvLayer, tokens: usize) -> Option<(u32, u32)> {
+    let head = head_bytes(layer.kind, layer.head_dim, tokens)?;
+    let block = head.checked_mul(u32::try_from(layer.kv_heads).ok()?)?.checked_mul(2)?;
+    Some((head, block))
+}
+
 /// Bytes of `blocks` blocks of each layer; none if they are beyond 64 bits, or a block beyond 32.
 fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     let bytes = |layer: &KvLayer| {
-        let head_dim = u32::try_from(layer.head_dim).ok()?;
-        let head = layer.kind.head_bytes(head_dim as usize) as u64;
-        let token = head.checked_mul(layer.kv_heads as u64)?.checked_mul(2)?;
-        let block = token.checked_mul(layout.block_tokens as u64)?;
-        u32::try_from(block).ok()?;
-        block.checked_mul(blocks)
+        let (_, block) = bytes_in_block(layer, layout.block_tokens)?;
+        u64::from(block).checked_mul(blocks)
     };
     layout.layers.iter().map(bytes).collect()
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ops::{
-    Activation, AttentionSpec, Backend, Experts, KvLayout, KvType, Linear, OpError, RopePairing, RopeSpec,
-    Shortlist, Step, Weighing, Weight,
+    Activation, AttentionSpec, Backend, Experts, KvLayout, Linear, OpError, RopePairing, RopeSpec, Shortlist,
+    Step, Weighing, Weight,
 };
 use quant::DType;
 
@@ -234,7 +234,7 @@ impl Backend for Cuda {
         let (keys, values) = (self.use_tensor(keys, rows), self.use_tensor(values, rows));
         self.push(Command::KvWrite {
             layer: address,
-            is_f16: shape.kind == KvType::F16,
+            kind: shape.kind,
             keys,
             values,
             slots: self.step.slots_on_device(),
@@ -275,7 +275,7 @@ impl Backend for Cuda {
         self.recorder.keep(kv.owner());
         let operands = AttentionOperands {
             layer: address,
-            is_f16: shape.kind == KvType::F16,
+            kind: shape.kind,
             shape: Shape {
                 heads: spec.heads as u32,
                 kv_heads: spec.kv_heads as u32,

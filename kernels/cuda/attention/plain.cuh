@@ -1,0 +1,72 @@
+// Shapes and types without a tile kernel: a block is (row, head), no tensor cores.
+
+#pragma once
+
+#include "../kv_store.cuh"
+#include "tiles.cuh"
+
+namespace {
+
+template <class Stored>
+__device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+    // The query, then the sums.
+    extern __shared__ __align__(16) float values[];
+    __shared__ float weights[TILE];
+    wait_for_predecessor();
+    let_successor_start();
+    const uint32_t row = blockIdx.x, head = blockIdx.y, kv_head = head / queries.group;
+    const uint32_t position = positions[row];
+    const uint32_t *table = tables + table_starts[row];
+    const float *query = queries.values + (size_t(row) * queries.heads + head) * dim;
+    float *sums = values + dim;
+    for (int i = threadIdx.x; i < dim; i += THREADS) {
+        values[i] = query[i] * queries.scale;
+        sums[i] = 0.0f;
+    }
+    __syncthreads();
+    Total total;
+    float total_weight = 0.0f;
+    for (uint32_t first = 0; first <= position; first += TILE) {
+        int keys = min(position - first + 1, uint32_t(TILE));
+        // Two threads share a key.
+        uint32_t key = threadIdx.x / 2;
+        float score = 0.0f;
+        if (int(key) < keys) {
+            uint32_t at = first + key, block = table[at / kv.block_tokens];
+            const Stored from(kv, kv.keys(block, kv_head), at % kv.block_tokens, dim);
+            for (int i = threadIdx.x % 2; i < dim; i += 2) score = fmaf(values[i], from[i], score);
+        }
+        score += __shfl_xor_sync(~0u, score, 1);
+        if (threadIdx.x % 2 == 0) weights[key] = int(key) < keys ? score : NONE;
+        __syncthreads();
+        float largest = weights[0];
+        for (int i = 1; i < TILE; i++) largest = fmaxf(largest, weights[i]);
+        __syncthreads();
+        if (threadIdx.x < TILE) weights[threadIdx.x] = int(threadIdx.x) < keys ? exp2_fast(weights[threadIdx.x] - largest) : 0.0f;
+        __syncthreads();
+        float tile_weight = 0.0f;
+        for (int i = 0; i < TILE; i++) tile_weight += weights[i];
+        total.take(largest);
+        total_weight = total.merge(total_weight, tile_weight);
+        for (int i = threadIdx.x; i < dim; i += THREADS) {
+            float sum = 0.0f;
+            for (int k = 0; k < keys; k++) {
+                uint32_t at = first + k, block = table[at / kv.block_tokens];
+                const Stored from(kv, kv.keys(block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
+                sum = fmaf(weights[k], from[i], sum);
+            }
+            sums[i] = total.merge(sums[i], sum);
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < dim; i += THREADS) out[(size_t(row) * queries.heads + head) * dim + i] = __fdiv_rn(sums[i], total_weight);
+}
+
+}  // namespace
+
+#define PLAIN(SUFFIX, STORED)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
+        attention_plain_##SUFFIX(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
+                                 const uint32_t *positions, float *out) {                                                    \
+        plain_row<STORED>(kv, queries, dim, tables, table_starts, positions, out);                                           \
+    }

@@ -1,0 +1,165 @@
+// Decode rows and short chunks: a block is (rows of one sequence, kv head, split). Its warps share the 16 x 64 scores by keys and
+// the output by dimensions, so no sum is cut. Writes partials, which attention.cu merges.
+
+#pragma once
+
+#include "tiles.cuh"
+
+namespace {
+
+template <class Cache>
+__device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+    using Product = typename Cache::Product;
+    constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH, AHEAD = Cache::AHEAD;
+    constexpr int P_PITCH = TILE + PAD;
+    // Column tiles of the output that a warp has.
+    constexpr int COLS = DIM / 8 / WARPS;
+    // Of keys and values. Where no split has more than a tile, there is memory for one.
+    constexpr int STAGES = AHEAD + 1;
+    extern __shared__ __align__(16) uint8_t shared[];
+    __half *const query_tile = reinterpret_cast<__half *>(shared + stage_count * Cache::STAGE_BYTES);
+    __half *const weight_tile = query_tile + 16 * PITCH;
+    __shared__ float largest_by_warp[WARPS][16];
+    __shared__ typename Cache::Place places[STAGES][TILE];
+
+    // Plans and tables were sent before the step's first kernel: they may be read before the predecessor has ended.
+    const uint32_t count = *work_count;
+    const Work job = work[blockIdx.x];
+    if (blockIdx.x >= count) return;
+    const Item &item = job.item;
+    const uint32_t kv_head = blockIdx.y;
+    const int pairs = item.tokens * queries.group;
+    const uint32_t first = job.split * (TILE << item.split_shift), last = item.position + item.tokens - 1;
+    // The last split ends at the last token.
+    const int tiles = min(1u << item.split_shift, (last - first) / TILE + 1);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Places<Cache> place{kv, tables + item.table, kv_head, first, last};
+    uint32_t blocks[STAGES];
+#pragma unroll
+    for (int tile = 0; tile < STAGES; tile++) blocks[tile] = place.block(tile);
+    // Of the tile behind those.
+    uint32_t block = place.block(STAGES);
+#pragma unroll
+    for (int tile = 0; tile < STAGES; tile++) place.put(places[tile], tile, blocks[tile]);
+    __syncthreads();
+
+    wait_for_predecessor();
+    let_successor_start();
+#pragma unroll
+    for (int tile = 0; tile < AHEAD; tile++) {
+        if (tile > 0 && tile >= tiles) break;
+        Cache::load(shared + tile * Cache::STAGE_BYTES, places[tile], kv.head_bytes, place.valid(tile));
+        end_copy_group();
+    }
+    load_queries<Cache>(query_tile, queries, item, kv_head, pairs, 16);
+    __syncthreads();
+    uint32_t query[DIM / 16][4];
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) load_matrices(query[k], down_then_right(query_tile + 16 * k, PITCH));
+
+    // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
+    uint32_t position[2];
+    Softmax softmax[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) position[half] = item.position + min((lane / 4 + 8 * half) / queries.group, int(item.tokens) - 1);
+    float sums[COLS][4] = {};
+    float weight_sum[4] = {};
+
+    for (int tile = 0; tile < tiles; tile++) {
+        const uint8_t *stage = shared + tile % STAGES * Cache::STAGE_BYTES;
+        const int next = tile + AHEAD;
+        if (next < tiles) {
+            Cache::load(shared + next % STAGES * Cache::STAGE_BYTES, places[next % STAGES], kv.head_bytes, place.valid(next));
+            end_copy_group();
+            wait_copies<AHEAD>();
+        } else {
+            wait_last_copies<AHEAD - 1>(tiles - 1 - tile);
+        }
+        __syncthreads();
+        if (next < tiles) {
+            place.put(places[tile % STAGES], next + 1, block);
+            block = place.block(next + 2);
+        }
+
+        // Scores of this warp's 16 keys.
+        float scores[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < DIM / 16; k++) {
+            uint32_t key[4];
+            Cache::key_operands(key, stage, warp * 16, k);
+            Product::multiply(scores[0], query[k], key[0], key[1]);
+            Product::multiply(scores[1], query[k], key[2], key[3]);
+        }
+        float largest[2] = {NONE, NONE};
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint32_t key = first + tile * TILE + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
+                if (key > position[i / 2]) scores[n][i] = NONE;
+                largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+            if (lane % 4 == 0) largest_by_warp[warp][lane / 4 + 8 * half] = largest[half];
+        }
+        __syncthreads();
+        float factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = lane / 4 + 8 * half;
+            float of_tile = largest_by_warp[0][row];
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) of_tile = fmaxf(of_tile, largest_by_warp[w][row]);
+            factor[half] = softmax[half].raise(of_tile);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t both = Product::pack(softmax[half].weight(scores[n][2 * half]), softmax[half].weight(scores[n][2 * half + 1]));
+                __half *to = weight_tile + (lane / 4 + 8 * half) * P_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<uint32_t *>(to) = both;
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            weight_sum[i] *= factor[i / 2];
+#pragma unroll
+            for (int n = 0; n < COLS; n++) sums[n][i] *= factor[i / 2];
+        }
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            uint32_t weights[4];
+            load_matrices(weights, down_then_right(weight_tile + 16 * k, P_PITCH));
+            Product::multiply(weight_sum, weights, Product::ONES, Product::ONES);
+            Cache::add_values(sums, weights, stage, warp, k);
+        }
+        // The next round overwrites this stage, the weights and the warps' maxima.
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int pair = lane / 4 + 8 * half;
+        if (pair >= pairs) continue;
+        size_t number = job.partial + pair / queries.group;
+        size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
+        if (warp == 0 && lane % 4 == 0) partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
+        Cache::put_sums(partial_sums + index * DIM, sums, half, warp, lane);
+    }
+}
+
+}  // namespace
+
+#define SPLIT(DIM, CACHE)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
+        attention_split_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ Queries queries,                   \
+                              const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count,         \
+                              float *partial_sums, float2 *partial_weights) {                                                \
+        split_rows<CACHE>(kv, queries, tables, work, work_count, stage_count, partial_sums, partial_weights);                \
+    }
