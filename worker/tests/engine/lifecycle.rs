@@ -30,6 +30,8 @@ async fn a_worker_says_what_it_serves() {
     assert_eq!(u64::from(description.vocabulary), file.header.tensor("token_embd.weight").unwrap().dims[1]);
     let weights: u64 = file.header.tensors().iter().map(|tensor| tensor.bytes).sum();
     assert_eq!(description.weight_bytes, weights);
+    let queues = (description.queue_max, description.batch_queue_max, description.tenant_queue_max);
+    assert_eq!((description.running_max, queues), (80, (256, 224, 192)));
     assert!(String::from_utf8(description.fingerprint.to_vec()).unwrap().starts_with("ballast-1 model=0909"));
     let stats = worker.stats().await;
     assert!(stats.attach_ms > 0.0 && stats.attach_ms < 500.0, "ten times the goal: {stats:?}");
