@@ -18,7 +18,7 @@
 // Query heads of a kv head stand in one tile: pair i is token i / group, head i % group. Keys beyond a tile's last token
 // are not loaded (zeros instead): what stands there may be unmapped or not finite.
 // Limit: decode, bytes of the cache; chunks, tensor cores and the f32 work between two products. Measured on an H200 with 32
-// heads on 8 of 128: one row at 16,000 keys 2.7 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 235 TFLOP/s.
+// heads on 8 of 128: one row at 16,000 keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/chunk.cuh"
 #include "attention/halves.cuh"
