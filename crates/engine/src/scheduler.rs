@@ -6,8 +6,8 @@
 //! 1. Running sequences that lack one row (decodes), in order of rank.
 //! 2. Running sequences that lack more (prompts in progress), in order of rank. One that this step cannot complete gets half
 //!    of the rows that are left, so that a short one need not wait for a long one. Beside decodes, all prompts together get
-//!    no more rows than `schedule` is told that streams can bear. When blocks run out, the running sequence of the last rank gives all of its own back and waits again, to be
-//!    recomputed; rows it already had in this step return to the budget.
+//!    no more rows than `schedule` is told that streams can bear. When blocks run out, the running sequence of the last rank
+//!    gives all of its own back and waits again, to be recomputed; rows it already had in this step return to the budget.
 //! 3. Waiting sequences in the order of the [`Queue`], unless something was preempted. One is admitted only if its whole
 //!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried; nor if a
 //!    prompt in progress before it is about to compute the very block that it would begin with: it will find that.
