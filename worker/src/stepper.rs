@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use engine::pool::IntegrityError;
+use engine::integrity::IntegrityError;
 use engine::{
     Constraint, Engine, EngineStats, FinishReason, KvUse, Output, Queued, RefuseReason, Request, RequestId,
     ScoreRequest, StepError,
@@ -27,8 +27,8 @@ use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
 const COMMANDS_MAX: usize = 256;
 /// An engine that has been idle for so long gives back memory that holds nothing, and has its blocks checked.
 const IDLE: Duration = Duration::from_secs(1);
-/// And after so long also what it has kept of prompts.
-const PROMPTS_KEPT: Duration = Duration::from_secs(600);
+/// What is kept of prompts is forgotten when no request has found it for so long, up to twice that.
+const PROMPTS_KEPT: Duration = Duration::from_secs(300);
 /// How often it is looked how well blocks are filled: every running sequence has to be asked.
 const KV_USE_EVERY: Duration = Duration::from_millis(100);
 /// While every request is held or late, readers are looked after this often.
@@ -206,6 +206,8 @@ pub(crate) struct Stepper<B: Backend> {
     first_step: Duration,
     kv: KvUse,
     kv_looked_at: Duration,
+    /// When prompts were last forgotten that nobody had found.
+    forgotten_at: Duration,
 }
 
 /// `score_rows_max`: rows that one step scores at most.
@@ -245,6 +247,7 @@ pub(crate) fn stepper<B: Backend>(
         first_step: Duration::ZERO,
         kv: KvUse::default(),
         kv_looked_at: Duration::ZERO,
+        forgotten_at: Duration::ZERO,
     };
     (handle, stepper)
 }
@@ -263,6 +266,7 @@ impl<B: Backend> Stepper<B> {
                 self.handle(command);
             }
             self.look_after_readers();
+            self.forget_prompts();
             let idle = self.step()?;
             if idle && self.engine.has_work() && !self.wait_for_command() {
                 return Ok(());
@@ -272,21 +276,33 @@ impl<B: Backend> Stepper<B> {
 
     /// Sleeps until a command comes, and gives back memory meanwhile. None: nobody can send commands any more.
     fn idle(&mut self) -> Result<Option<Command>, StepperError> {
-        match self.commands.recv_timeout(IDLE) {
-            Ok(command) => return Ok(Some(command)),
-            Err(RecvTimeoutError::Disconnected) => return Ok(None),
-            Err(RecvTimeoutError::Timeout) => {}
+        let mut wait = IDLE;
+        loop {
+            match self.commands.recv_timeout(wait) {
+                Ok(command) => return Ok(Some(command)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if wait == IDLE {
+                self.engine.check_integrity()?;
+                self.release_memory();
+            }
+            self.forget_prompts();
+            if self.engine.stats().kv_blocks_cached == 0 {
+                return Ok(self.commands.recv().ok());
+            }
+            wait = PROMPTS_KEPT;
         }
-        self.engine.check_integrity()?;
-        self.release_memory();
-        match self.commands.recv_timeout(PROMPTS_KEPT) {
-            Ok(command) => return Ok(Some(command)),
-            Err(RecvTimeoutError::Disconnected) => return Ok(None),
-            Err(RecvTimeoutError::Timeout) => {}
+    }
+
+    /// When it is time, whether the engine is idle or not: a request now and then does not keep what others have left.
+    fn forget_prompts(&mut self) {
+        let now = self.epoch.elapsed();
+        if now.saturating_sub(self.forgotten_at) >= PROMPTS_KEPT {
+            self.forgotten_at = now;
+            self.engine.forget_unused_prefixes();
+            self.release_memory();
         }
-        self.engine.reset_prefix_cache();
-        self.release_memory();
-        Ok(self.commands.recv().ok())
     }
 
     fn release_memory(&mut self) {

@@ -137,6 +137,10 @@ impl Admission {
     pub fn waiting(&self) -> usize {
         self.waiting
     }
+
+    pub fn waiting_of(&self, tenant: u64) -> usize {
+        self.tenants.get(&tenant).map_or(0, |own| own.waiting)
+    }
 }
 
 #[cfg(test)]

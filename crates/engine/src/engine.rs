@@ -3,11 +3,13 @@
 use crate::admission::{Admission, Bounds};
 use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, ScoreRequest, StepReport};
 use crate::batch::{Batch, OutputRow};
+use crate::books::Books;
 use crate::config::{ConfigError, EngineConfig};
 use crate::draft::{DraftStats, Drafter, Speculation};
+use crate::integrity::IntegrityError;
 use crate::late::LateRows;
 use crate::output_rows::OutputRows;
-use crate::pool::{BlockId, IntegrityError};
+use crate::pool::BlockId;
 use crate::row_time::RowTime;
 use crate::sampler::Sampler;
 use crate::scheduler::{Limits, Scheduler, Slot};
@@ -61,7 +63,7 @@ pub struct Engine<B: Backend> {
     scheduler: Scheduler,
     sampler: Sampler,
     /// Set if tokens are drafted.
-    speculation: Option<Speculation<B>>,
+    drafting: Option<Drafting<B>>,
     batch: Batch,
     prompt_pause: Duration,
     row_time: RowTime,
@@ -74,6 +76,11 @@ pub struct Engine<B: Backend> {
     deadlines: BTreeSet<(Duration, Slot)>,
     draining: bool,
     stats: EngineStats,
+}
+
+struct Drafting<B: Backend> {
+    drafter: Box<dyn Drafter<B>>,
+    speculation: Speculation,
 }
 
 impl<B: Backend> Engine<B> {
@@ -146,7 +153,10 @@ impl<B: Backend> Engine<B> {
             layout,
             admission: Admission::new(Bounds::of_queue(config.queue_max)),
             sampler: Sampler::default(),
-            speculation: drafter.map(|drafter| Speculation::new(drafter, config.draft_depth_max, vocab_size)),
+            drafting: drafter.map(|drafter| Drafting {
+                drafter,
+                speculation: Speculation::new(config.draft_depth_max, vocab_size),
+            }),
             batch: Batch::default(),
             prompt_pause: config.prompt_pause,
             row_time: RowTime::default(),
@@ -299,11 +309,11 @@ impl<B: Backend> Engine<B> {
         let others = report.decode_rows + report.draft_rows;
         self.row_time.observe(others, report.rows - others, took);
         // Steps with prompts in them say little about small steps.
-        if let Some(speculation) = &mut self.speculation
+        if let Some(drafting) = &mut self.drafting
             && report.rows > 0
             && report.rows == others
         {
-            speculation.observe(report.rows, took);
+            drafting.speculation.observe(report.rows, took);
         }
     }
 
@@ -322,7 +332,7 @@ impl<B: Backend> Engine<B> {
             kv_blocks_cached: pool.cached(),
             evictions: pool.evictions(),
             forks: self.scheduler.forks(),
-            drafts: self.speculation.as_ref().map_or(DraftStats::default(), Speculation::stats),
+            drafts: self.drafting.as_ref().map_or_else(DraftStats::default, |now| now.speculation.stats()),
             ..self.stats
         }
     }
@@ -330,16 +340,22 @@ impl<B: Backend> Engine<B> {
     /// What the cache takes and how well it is filled: looks at every running sequence, so not for every step.
     pub fn kv_use(&self) -> KvUse {
         let (places, unfilled) = self.scheduler.unfilled();
-        KvUse { bytes: self.backend.kv_bytes(&self.kv), places, unfilled }
+        let drafts = self.drafting.as_ref().map_or(0, |now| now.drafter.kv_bytes(&self.backend));
+        KvUse { bytes: self.backend.kv_bytes(&self.kv) + drafts, places, unfilled }
     }
 
-    /// Gives back memory behind the last block that is held or can be found. For an idle moment.
+    /// Gives back memory behind the last block that is held or can be found. Between steps.
     pub fn release_memory(&mut self) -> Result<(), OpError> {
         let blocks = self.scheduler.pool().tail() as usize;
-        if let Some(speculation) = &mut self.speculation {
-            speculation.trim(&mut self.backend, blocks)?;
+        if let Some(Drafting { drafter, .. }) = &mut self.drafting {
+            drafter.trim(&mut self.backend, blocks)?;
         }
         self.backend.trim(&mut self.kv, blocks)
+    }
+
+    /// Forgets cached prefixes that no request has found since the last call. Between steps.
+    pub fn forget_unused_prefixes(&mut self) {
+        self.scheduler.forget_unused_prefixes();
     }
 
     /// Forgets all cached prefixes. `false`, and nothing is done, while any request holds blocks.
@@ -347,9 +363,12 @@ impl<B: Backend> Engine<B> {
         self.scheduler.reset_prefix_cache()
     }
 
-    /// Checks every block against the sequences that hold it. For an idle moment: it looks at the whole pool.
+    /// Checks every block against the sequences that hold it, and every list of requests and sequences against the others. For
+    /// an idle moment: it looks at the whole pool.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        self.scheduler.check_integrity()
+        let Self { tasks, slots, deadlines, admission, scheduler, .. } = self;
+        scheduler.check_integrity()?;
+        Books { tasks, slots, deadlines, admission, scheduler }.check()
     }
 
     /// The last of all checks: from here on the request is in the queue.
@@ -379,7 +398,7 @@ impl<B: Backend> Engine<B> {
             self.tasks.resize_with(slot.0 as usize + 1, || None);
         }
         self.tasks[slot.0 as usize] = Some(task);
-        if let Some(speculation) = &mut self.speculation {
+        if let Some(Drafting { speculation, .. }) = &mut self.drafting {
             speculation.begin(slot);
         }
         Queued { ahead: self.scheduler.ahead(slot) }
@@ -387,15 +406,15 @@ impl<B: Backend> Engine<B> {
 
     /// Extends the plan by guesses at what its sequences go on with.
     fn draft(&mut self) -> Result<(), OpError> {
-        let Some(speculation) = &mut self.speculation else { return Ok(()) };
+        let Some(Drafting { drafter, speculation }) = &mut self.drafting else { return Ok(()) };
         let tasks = &self.tasks;
         let may = |slot: Slot| tasks[slot.0 as usize].as_ref().is_some_and(Task::may_draft);
-        speculation.draft(&mut self.backend, &mut self.scheduler, may)
+        speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
 
     /// Runs the model over the plan and brings to the host what its requests need of the logits.
     fn compute(&mut self) -> Result<(), OpError> {
-        let drafts = self.speculation.iter().flat_map(Speculation::drafts);
+        let drafts = self.drafting.iter().flat_map(|drafting| drafting.speculation.drafts());
         self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
         let copies = &self.scheduler.plan().copies;
         if !copies.is_empty() {
@@ -404,7 +423,8 @@ impl<B: Backend> Engine<B> {
         }
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
-        let tables: Vec<&[BlockId]> = sequences.map(|sequence| sequence.table()).collect();
+        let mut tables: Vec<&[BlockId]> = Vec::with_capacity(self.scheduler.plan().chunks.len());
+        tables.extend(sequences.map(|sequence| sequence.table()));
         let (wanted, vocab_size) = (self.batch.wanted(), self.capacity.vocab_size);
         let (tasks, scheduler) = (&self.tasks, &self.scheduler);
         let draw = |row: &OutputRow| {
@@ -453,7 +473,7 @@ impl<B: Backend> Engine<B> {
             }
         }
         self.rows = rows;
-        if let Some(speculation) = &mut self.speculation {
+        if let Some(Drafting { speculation, .. }) = &mut self.drafting {
             self.scheduler.settle();
             speculation.settle();
         }
@@ -462,13 +482,9 @@ impl<B: Backend> Engine<B> {
     /// Whether a row was computed from its sequence's tokens: a drafted one is if the rows before it gave its token.
     fn counts(&mut self, row: &OutputRow) -> bool {
         let Some(drafted) = row.drafted else { return true };
-        let sequence = self.scheduler.sequence(row.slot);
-        let right = sequence.is_some_and(|sequence| sequence.tokens().get(row.position) == Some(&drafted));
-        if right {
-            self.scheduler.accept(row.slot);
-            if let Some(speculation) = &mut self.speculation {
-                speculation.accept(row.slot);
-            }
+        let right = self.scheduler.accept(row.slot, row.position, drafted);
+        if right && let Some(Drafting { speculation, .. }) = &mut self.drafting {
+            speculation.accept(row.slot);
         }
         right
     }
@@ -536,8 +552,8 @@ impl<B: Backend> Engine<B> {
         if let Some(tenant) = task.queued_for {
             self.admission.leave(tenant);
         }
-        if let Some(speculation) = &mut self.speculation {
-            speculation.end(slot);
+        if let Some(Drafting { drafter, .. }) = &mut self.drafting {
+            drafter.forget(slot);
         }
         self.slots.remove(&task.id);
         if let Some(deadline) = task.deadline {

@@ -17,6 +17,9 @@ pub type BlockId = u32;
 /// Takes writes that nobody reads, fills tables where a group keeps nothing, and is the sentinel of the free list.
 pub const TRASH: BlockId = 0;
 
+/// Blocks that are still of use may lie among so many times as many, while nobody asks for the others.
+const SPREAD_MAX: usize = 2;
+
 /// What a block is found by: its content, and the layers that made it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Name {
@@ -29,6 +32,8 @@ pub struct Name {
 #[repr(align(64))]
 struct Block {
     holders: u32,
+    /// The age in which it was held last.
+    age: u32,
     name: Option<Name>,
     /// Neighbours in the free list, a ring through `TRASH`; meaningless while held.
     free: Links,
@@ -52,6 +57,8 @@ pub struct BlockPool {
     /// Blocks that are free and have a name.
     cached: usize,
     evictions: u64,
+    /// Counts the calls of `forget_unused`.
+    age: u32,
 }
 
 /// A broken invariant of the pool: a bug, never a consequence of input.
@@ -82,6 +89,7 @@ impl BlockPool {
             free: 0,
             cached: 0,
             evictions: 0,
+            age: 0,
         };
         for block in 1..pool.blocks.len() {
             pool.insert_free(pool.block(TRASH).free.previous, block as BlockId);
@@ -159,7 +167,10 @@ impl BlockPool {
     /// One holder less. The last one frees it: the last in line to be taken if it can still be found, else the first.
     pub fn release(&mut self, block: BlockId) {
         debug_assert!(self.block(block).holders > 0, "block {block} is released without a holder");
-        self.block_mut(block).holders -= 1;
+        let age = self.age;
+        let released = self.block_mut(block);
+        released.holders -= 1;
+        released.age = age;
         if self.block(block).holders == 0 {
             let behind =
                 if self.block(block).name.is_some() { self.block(TRASH).free.previous } else { TRASH };
@@ -195,6 +206,24 @@ impl BlockPool {
             self.cached = 0;
         }
         idle
+    }
+
+    /// Forgets cached blocks that nobody has held since the last call; and of the others those far behind, at most once for each:
+    /// since memory is given back from the end, one of them would keep all that is before it. O(blocks).
+    pub fn forget_unused(&mut self) {
+        let is_kept = |block: &Block| block.holders > 0 || (block.name.is_some() && block.age == self.age);
+        let kept = self.blocks.iter().filter(|&block| is_kept(block)).count();
+        // The first ones come to stand before the others in the free list.
+        for block in (1..self.blocks.len()).rev() {
+            let Block { holders, age, ref name, .. } = self.blocks[block];
+            let unused = age != self.age || block > SPREAD_MAX * kept;
+            if holders == 0 && name.is_some() && unused {
+                self.unlink_free(block as BlockId);
+                self.forget(block as BlockId);
+                self.insert_free(TRASH, block as BlockId);
+            }
+        }
+        self.age = self.age.wrapping_add(1);
     }
 
     /// The first block from which on none holds anything that can be asked for. O(blocks).

@@ -5,13 +5,16 @@
 //! newcomer's tag is that time or, if later, where its tenant's earlier requests end; its cost, an estimate in tokens,
 //! moves its tenant's end. A tag never changes, so the order of those who wait is a sorted map.
 //!
-//! Bounds, in admissions (tests/queue.rs and the simulation hold them):
+//! Bounds (tests/queue.rs holds all of them, the simulation the first two):
 //! - Whoever enters while `m` older ones live is admitted after at most `AGED_EVERY * (m + 1)` admissions, one more turn
 //!   for each time that an older one is preempted meanwhile: whatever priorities and tenants come after it.
-//! - Between turns of age, a tenant without other requests is passed by at most one request of each other tenant of its
-//!   priority that waits or arrives; of two tenants that always wait, the admitted work differs by at most the largest
-//!   request of each.
+//! - The first request of a tenant, and any of one that has had no more than its share, is passed by at most one request of
+//!   each other tenant of its priority: beside those that go by age, come again after a preemption, or are scored (which
+//!   wait for rows with outputs until their turn by age).
+//! - Of two tenants of one priority that always wait, one is ahead of the other in work admitted since both began by at most
+//!   its largest request and what it was admitted by age.
 
+use crate::integrity::IntegrityError;
 use crate::scheduler::Slot;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
@@ -42,6 +45,11 @@ impl Rank {
     pub fn arrival(&self) -> u64 {
         self.arrival
     }
+
+    /// Admitted by age.
+    pub fn is_aged(&self) -> bool {
+        self.class == Class::Aged
+    }
 }
 
 #[derive(Debug, Default)]
@@ -66,19 +74,13 @@ struct Shares {
     ends: HashMap<u64, u64>,
 }
 
-/// Those who could not be admitted in this step and are not in the way of others.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Passed {
-    by_age: Option<u64>,
-    by_rank: Option<Rank>,
-}
-
 /// Who is next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Next {
     pub rank: Rank,
     pub slot: Slot,
-    by_age: bool,
+    /// It is its turn by age alone: it keeps that until it is admitted.
+    pub by_age: bool,
 }
 
 impl Queue {
@@ -133,19 +135,46 @@ impl Queue {
         }
     }
 
+    /// Who stands there.
+    pub fn at(&self, rank: Rank) -> Option<Slot> {
+        self.order.get(&rank).copied()
+    }
+
+    /// Compares the two orders and the counts of each priority.
+    pub fn check_integrity(&self) -> Result<(), IntegrityError> {
+        let (by_rank, by_age) = (self.order.len(), self.by_age.len());
+        let same = self
+            .by_age
+            .iter()
+            .all(|(&arrival, rank)| rank.arrival == arrival && self.order.contains_key(rank));
+        let mut classes = BTreeMap::new();
+        for rank in self.order.keys() {
+            if let Class::Priority(priority) = rank.class {
+                *classes.entry(priority).or_insert(0_usize) += 1;
+            }
+        }
+        let shared = self.shares.values().map(|shares| shares.waiting).sum();
+        let counts = self.shares.iter().map(|(&priority, shares)| (priority, shares.waiting));
+        let counts = counts.filter(|&(_, waiting)| waiting > 0);
+        match same && by_rank == by_age && counts.eq(classes) {
+            true => Ok(()),
+            false => Err(IntegrityError::QueueCounts { by_rank, by_age, shared }),
+        }
+    }
+
     /// How many stand before this one.
     pub fn ahead(&self, rank: Rank) -> usize {
         self.order.range(..rank).count()
     }
 
-    /// Who would be admitted next, without those that were passed.
-    pub fn next(&self, passed: Passed) -> Option<Next> {
+    /// Who would be admitted next; by rank, one behind `passed`: those up to it cannot be admitted in this step and are not
+    /// in the way of others.
+    pub fn next(&self, passed: Option<Rank>) -> Option<Next> {
         if self.turn + 1 >= AGED_EVERY {
-            let from = passed.by_age.map_or(Bound::Unbounded, Bound::Excluded);
-            let (_, &rank) = self.by_age.range((from, Bound::Unbounded)).next()?;
+            let (_, &rank) = self.by_age.first_key_value()?;
             return self.order.get(&rank).map(|&slot| Next { rank, slot, by_age: true });
         }
-        let from = passed.by_rank.map_or(Bound::Unbounded, Bound::Excluded);
+        let from = passed.map_or(Bound::Unbounded, Bound::Excluded);
         let (&rank, &slot) = self.order.range((from, Bound::Unbounded)).next()?;
         Some(Next { rank, slot, by_age: false })
     }
@@ -169,15 +198,5 @@ impl Queue {
             rank.tag = 0;
         }
         rank
-    }
-}
-
-impl Passed {
-    pub fn add(&mut self, next: Next) {
-        if next.by_age {
-            self.by_age = Some(next.rank.arrival);
-        } else {
-            self.by_rank = Some(next.rank);
-        }
     }
 }

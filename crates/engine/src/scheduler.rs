@@ -10,7 +10,8 @@
 //!    gives all of its own back and waits again, to be recomputed; rows it already had in this step return to the budget.
 //! 3. Waiting sequences in the order of the [`Queue`], unless something was preempted. One is admitted only if its whole
 //!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried; nor if a
-//!    prompt in progress before it is about to compute the very block that it would begin with: it will find that.
+//!    prompt in progress before it is about to compute the very block that it would begin with: it will find that. One to be
+//!    scored is passed while no rows with outputs are left, except that on its turn by age it is admitted without any.
 //! 4. Rows that are left over lengthen the chunks that were cut: a long prompt is held back only for others.
 //!
 //! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
@@ -24,10 +25,14 @@
 //! when that is computed. All of them then go on from the same logits and share every block; the last block, if it is not
 //! full, is copied by whoever writes into it while others hold it (`Plan::copies`).
 
-use crate::blocks::{GroupKind, Hits};
+#[path = "scheduler/forks.rs"]
+mod forks;
+
+use crate::blocks::GroupKind;
+use crate::integrity::{IntegrityError, Parts};
 use crate::plan::Budget;
-use crate::pool::{BlockPool, IntegrityError};
-use crate::queue::{Passed, Queue, Rank};
+use crate::pool::BlockPool;
+use crate::queue::{Queue, Rank};
 use crate::sequence::{Kind, NewSequence, Sequence, State};
 use prefix::BlockHash;
 use std::collections::HashMap;
@@ -191,6 +196,11 @@ impl Scheduler {
         self.pool.reset()
     }
 
+    /// Forgets cached prefixes that were of no use since the last call.
+    pub fn forget_unused_prefixes(&mut self) {
+        self.pool.forget_unused();
+    }
+
     /// Plans the next step; if sequences decode in it, prompts get `beside` rows at most. After it, `commit` or `abandon` is
     /// called before the next plan.
     pub fn schedule(&mut self, beside: usize) -> &Plan {
@@ -247,12 +257,17 @@ impl Scheduler {
         }
     }
 
-    /// The first drafted row that is not computed for its sequence yet turned out to be its next token.
-    pub fn accept(&mut self, slot: Slot) {
-        if let Some(sequence) = &mut self.sequences[slot.0 as usize] {
+    /// Whether the drafted row at `position` counts: its guess `token` turned out to be what its sequence has there. Rows of
+    /// one sequence come in order, after the tokens before them.
+    pub fn accept(&mut self, slot: Slot, position: usize, token: u32) -> bool {
+        let Some(sequence) = &mut self.sequences[slot.0 as usize] else { return false };
+        let right = sequence.tokens().get(position) == Some(&token);
+        if right {
+            debug_assert_eq!(sequence.computed(), position);
             sequence.commit(&mut self.pool, 1);
             sequence.name_full_blocks(&mut self.pool, 0);
         }
+        right
     }
 
     /// After the last `accept` of a step: sequences whose drafts were wrong give back the blocks that they do not need.
@@ -289,10 +304,12 @@ impl Scheduler {
         }
     }
 
-    /// Checks the pool against the tables of all sequences.
+    /// Checks the pool against the tables of all sequences, and their states against queue and lists.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        let sequences = self.sequences.iter().flatten();
-        self.pool.check_integrity(sequences.flat_map(|sequence| sequence.blocks().tables()))
+        let Self { sequences, vacant, queue, running, leaders, limits, .. } = self;
+        let tables = sequences.iter().flatten().flat_map(|sequence| sequence.blocks().tables());
+        self.pool.check_integrity(tables)?;
+        Parts { sequences, vacant, queue, running, leaders, block_tokens: limits.block_tokens }.check()
     }
 
     fn schedule_decodes(&mut self, budget: &mut Budget) {
@@ -422,7 +439,7 @@ impl Scheduler {
             return;
         }
         let mut reserved = self.reserved();
-        let mut passed = Passed::default();
+        let mut passed = None;
         while budget.of(Kind::Generate) > 0
             && self.running.len() < self.limits.running_max
             && let Some(next) = self.queue.next(passed)
@@ -430,9 +447,10 @@ impl Scheduler {
             let slot = next.slot;
             let leader = self.leader(slot);
             let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };
-            if budget.of(sequence.kind) == 0 {
-                // Rows with outputs are used up for this step: others need not wait behind it.
-                passed.add(next);
+            let rows_are_left = budget.of(sequence.kind) > 0;
+            if !rows_are_left && !next.by_age {
+                // Rows with outputs are used up for this step: others need not wait behind it, but for its turn by age.
+                passed = Some(next.rank);
                 continue;
             }
             let hits = sequence.hits(&self.pool);
@@ -467,7 +485,7 @@ impl Scheduler {
                 if let Some(leader) = &mut self.sequences[leader.0 as usize] {
                     leader.followers += 1;
                 }
-            } else {
+            } else if rows_are_left {
                 self.start(slot, budget);
             }
             reserved += self.sequence(slot).map_or(0, |joined| joined.reserve(self.limits.step_tokens));
@@ -507,74 +525,6 @@ impl Scheduler {
     fn reserved(&self) -> usize {
         let running = self.running.iter().filter_map(|slot| self.sequence(*slot));
         running.map(|sequence| sequence.reserve(self.limits.step_tokens)).sum()
-    }
-
-    /// Who computes the same prompt as this waiting one, right now.
-    fn leader(&self, slot: Slot) -> Option<Slot> {
-        let sequence = self.sequence(slot)?;
-        let leader = *self.leaders.get(&sequence.prompt()?)?;
-        let found = self.sequence(leader)?;
-        // It may have been put out already: a preempted one is longer than its prompt was.
-        let same = found.prompt() == sequence.prompt() && found.tokens() == sequence.tokens();
-        (leader != slot && found.state == State::Running && !found.held && same).then_some(leader)
-    }
-
-    /// The block that this waiting one would begin with, behind what it finds now, is about to be computed for another that
-    /// comes before it.
-    fn follows(&self, slot: Slot, hits: Hits) -> bool {
-        let Some(waiting) = self.sequence(slot) else { return false };
-        let Some(next) = waiting.hash(hits.blocks) else { return false };
-        let end = (hits.blocks + 1) * self.limits.block_tokens;
-        self.cut.iter().map(|&index| &self.plan.chunks[index]).any(|chunk| {
-            let ahead = self.sequence(chunk.slot).filter(|ahead| ahead.rank < waiting.rank);
-            chunk.start + chunk.rows < end && ahead.is_some_and(|ahead| ahead.hash(hits.blocks) == Some(next))
-        })
-    }
-
-    /// `slot` computes its prompt no more; the next equal one that comes leads.
-    fn end_lead(&mut self, slot: Slot, prompt: Option<BlockHash>) {
-        if let Some(prompt) = prompt
-            && self.leaders.get(&prompt) == Some(&slot)
-        {
-            self.leaders.remove(&prompt);
-        }
-    }
-
-    fn fork(&mut self, leader: Slot) {
-        if self.sequence(leader).is_none_or(|leader| leader.followers == 0) {
-            return;
-        }
-        let Some(mut leading) = self.sequences[leader.0 as usize].take() else { return };
-        for &slot in &self.running {
-            if let Some(follower) = &mut self.sequences[slot.0 as usize]
-                && follower.state == State::Joined(leader)
-            {
-                follower.fork(&mut self.pool, &mut leading);
-                follower.take_prompt();
-                self.plan.forked.push(Fork { leader, follower: slot });
-                self.forks += 1;
-            }
-        }
-        leading.followers = 0;
-        self.sequences[leader.0 as usize] = Some(leading);
-    }
-
-    /// Who joined a sequence that does not go on has to compute the prompt itself.
-    fn release_followers(&mut self, leader: Slot) {
-        match self.sequences.get_mut(leader.0 as usize) {
-            Some(Some(leading)) if leading.followers > 0 => leading.followers = 0,
-            _ => return,
-        }
-        for index in (0..self.running.len()).rev() {
-            let slot = self.running[index];
-            if let Some(follower) = &mut self.sequences[slot.0 as usize]
-                && follower.state == State::Joined(leader)
-            {
-                follower.state = State::Waiting;
-                self.queue.enter(follower.rank, slot);
-                self.running.remove(index);
-            }
-        }
     }
 
     fn enter_running(&mut self, slot: Slot, rank: Rank) {

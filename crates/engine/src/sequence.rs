@@ -139,6 +139,11 @@ impl Sequence {
         &self.tokens
     }
 
+    /// It never gets longer than that.
+    pub fn tokens_max(&self) -> usize {
+        self.tokens_max
+    }
+
     /// The blocks of group 0.
     pub fn table(&self) -> &[BlockId] {
         self.blocks.table()

@@ -1,10 +1,18 @@
-//! In steady state a step of the policy allocates nothing, whatever the number of sequences: what a sequence will need is
-//! reserved when it is admitted, what the pool needs when it is made.
+//! In steady state a step of the policy allocates nothing, and a step of the engine as often for 8 sequences as for 128: what a
+//! sequence will need is reserved when it is admitted, what the pool needs when it is made.
 //!
-//! What does allocate: the arrival of a request, its admission, and the end of one (it frees). The engine's own step adds
-//! one list of tables for the model, per step and not per token.
+//! What does allocate: the arrival of a request, its admission, and the end of one (it frees).
+
+#![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use allocation_counter::measure;
+use engine::{
+    Engine, EngineConfig, KvBudget, Lookup, Output, Request, RequestId, SamplingParams, StopConditions,
+};
+use models::{Model, TakeLogits};
+use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
+use std::time::Duration;
+
 use engine::scheduler::{ChunkOutputs, Limits, Scheduler, Slot};
 use engine::sequence::{Kind, NewSequence};
 use prefix::Scope;
@@ -29,10 +37,13 @@ fn step(scheduler: &mut Scheduler, slots: &mut Vec<(Slot, usize)>, number: usize
     }
     scheduler.commit();
     for &(slot, drafts) in &*slots {
-        scheduler.push_token(slot, number as u32 % 3);
+        let mut token = number as u32 % 3;
+        scheduler.push_token(slot, token);
         for _ in 0..drafts.min(number % 3) {
-            scheduler.accept(slot);
-            scheduler.push_token(slot, number as u32 % 5);
+            let last = scheduler.sequence(slot).map_or(0, |sequence| sequence.tokens().len() - 1);
+            assert!(scheduler.accept(slot, last, token));
+            token = number as u32 % 5;
+            scheduler.push_token(slot, token);
         }
     }
     scheduler.settle();
@@ -76,4 +87,107 @@ fn a_step_of_decodes_allocates_nothing() {
     assert_eq!(scheduler.running(), RUNNING);
     assert!(scheduler.pool().evictions() > evicted + 5_000, "blocks were taken from the cache of {cached}");
     assert_eq!(counted.count_total, 0, "allocations in {STEPS} steps of {RUNNING} sequences: {counted:?}");
+}
+
+const VOCAB: usize = 16;
+/// Tokens that each sequence of the engine may come to have.
+const CONTEXT: usize = 2_048;
+
+/// A model that allocates nothing: what follows is a function of the token and of nothing else, so text repeats itself.
+struct Still {
+    logits: <Reference as Backend>::Tensor,
+    host: Vec<f32>,
+}
+
+impl Model<Reference> for Still {
+    fn vocab_size(&self) -> usize {
+        VOCAB
+    }
+
+    fn context_length(&self) -> usize {
+        CONTEXT
+    }
+
+    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
+        types.layers(1, 1, 4)
+    }
+
+    fn forward(
+        &mut self,
+        backend: &mut Reference,
+        _: &mut <Reference as Backend>::Kv,
+        step: &Step<'_>,
+        take: &mut TakeLogits<'_, Reference>,
+    ) -> Result<(), OpError> {
+        self.host.clear();
+        for &row in step.outputs {
+            let next = (step.tokens[row as usize] as usize + 1) % VOCAB;
+            self.host.extend((0..VOCAB).map(|token| if token == next { 9.0 } else { -9.0 }));
+        }
+        let rows = step.outputs.len();
+        backend.write(&mut self.logits, rows, &self.host)?;
+        take(backend, 0..rows, &self.logits)
+    }
+}
+
+/// Allocations of so many steps of the whole engine in which every sequence decodes, and tokens that they put out.
+fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> (u64, usize) {
+    const STEPS: usize = 100;
+    let config = EngineConfig {
+        step_tokens: 4 * running,
+        running_max: running,
+        queue_max: 2 * running,
+        draft_depth_max: if drafts { 2 } else { 0 },
+        ..EngineConfig::new(KvBudget::Tokens(running * CONTEXT))
+    };
+    let mut backend = Reference::new();
+    let outputs = config.model_limits(VOCAB).outputs_max;
+    let logits = backend.tensor(outputs, VOCAB).unwrap();
+    let model = Box::new(Still { logits, host: Vec::with_capacity(outputs * VOCAB) });
+    let mut engine = Engine::drafting(model, Box::new(Lookup::default()), backend, &config).unwrap();
+    for id in 0..running as u64 {
+        let prompt =
+            (0..20 + id as usize % 9).map(|place| (place + id as usize) as u32 % VOCAB as u32).collect();
+        let request = Request {
+            id: RequestId(id),
+            prompt,
+            prior_output: 0,
+            sampling: SamplingParams { seed: id, ..sampling.clone() },
+            stop: StopConditions { max_tokens: Some(1_900), ..StopConditions::default() },
+            logprobs: None,
+            choice: 0,
+            sampler_state: Default::default(),
+            deadline: None,
+            priority: 0,
+            tenant: 0,
+            scope: Scope::default(),
+        };
+        engine.submit(request).unwrap();
+    }
+    let mut out: Vec<Output> = Vec::with_capacity(64 * running);
+    let mut tokens = 0;
+    let mut step = || {
+        out.clear();
+        let report = engine.step(Duration::ZERO, &mut out).unwrap();
+        engine.observe(&report, Duration::from_millis(1));
+        tokens += report.tokens_sampled;
+    };
+    (0..60).for_each(|_| step());
+    let counted = measure(|| (0..STEPS).for_each(|_| step()));
+    assert_eq!(engine.stats().running, running, "all of them decode");
+    (counted.count_total, tokens)
+}
+
+#[test]
+fn a_step_of_the_engine_allocates_as_often_for_many_sequences_as_for_few() {
+    let history = SamplingParams { repetition_penalty: 1.1, ..SamplingParams::default() };
+    for sampling in [SamplingParams::greedy(), SamplingParams::default(), history] {
+        for drafts in [false, true] {
+            let (few, few_tokens) = engine_allocates(8, drafts, &sampling);
+            let (many, tokens) = engine_allocates(128, drafts, &sampling);
+            eprintln!("drafts {drafts}: {few} allocations for {few_tokens} tokens, {many} for {tokens}");
+            assert!(tokens > 10 * few_tokens);
+            assert_eq!(few, many, "allocations of 100 steps: they grow with the number of sequences");
+        }
+    }
 }

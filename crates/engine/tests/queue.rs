@@ -2,17 +2,26 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::queue::{AGED_EVERY, Passed, Queue};
+use engine::queue::{AGED_EVERY, Queue, Rank};
 use engine::scheduler::Slot;
 use proptest::prelude::*;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 #[derive(Default)]
 struct Line {
     queue: Queue,
     /// Tenant, priority, cost, arrival.
     live: HashMap<Slot, (u64, i32, u64, u64)>,
+    ranks: HashMap<Slot, Rank>,
     arrivals: u64,
+}
+
+struct Admitted {
+    slot: Slot,
+    tenant: u64,
+    priority: i32,
+    cost: u64,
+    by_age: bool,
 }
 
 impl Line {
@@ -21,15 +30,21 @@ impl Line {
         self.arrivals += 1;
         let rank = self.queue.rank(priority, tenant, cost);
         self.queue.enter(rank, slot);
+        self.ranks.insert(slot, rank);
         self.live.insert(slot, (tenant, priority, cost, self.arrivals));
         slot
     }
 
-    fn admit(&mut self) -> Option<(Slot, u64, u64)> {
-        let next = self.queue.next(Passed::default())?;
+    fn leave(&mut self, slot: Slot) {
+        self.live.remove(&slot);
+        self.queue.leave(self.ranks[&slot]);
+    }
+
+    fn admit(&mut self) -> Option<Admitted> {
+        let next = self.queue.next(None)?;
         self.queue.admit(next);
-        let (tenant, _, cost, _) = self.live.remove(&next.slot).unwrap();
-        Some((next.slot, tenant, cost))
+        let (tenant, priority, cost, _) = self.live.remove(&next.slot).unwrap();
+        Some(Admitted { slot: next.slot, tenant, priority, cost, by_age: next.by_age })
     }
 }
 
@@ -43,7 +58,7 @@ fn a_burst_of_one_tenant_does_not_hold_up_another() {
     line.admit();
     let other = line.arrive(2, 0, 100);
     // One of the burst has the same tag and came before.
-    let places = (1..).find(|_| line.admit().unwrap().0 == other).unwrap();
+    let places = (1..).find(|_| line.admit().unwrap().slot == other).unwrap();
     assert!(places <= 2, "admitted as number {places}");
 }
 
@@ -53,7 +68,7 @@ fn the_lowest_priority_is_admitted_in_the_end() {
     let low = line.arrive(1, 100, 1);
     let places = (1..).find(|_| {
         line.arrive(2, -100, 1);
-        line.admit().unwrap().0 == low
+        line.admit().unwrap().slot == low
     });
     assert_eq!(places, Some(AGED_EVERY));
 }
@@ -64,28 +79,73 @@ proptest! {
     #[test]
     fn tenants_that_always_wait_get_equal_work(
         tenants in 2..6_u64,
-        costs in prop::collection::vec(1..200_u64, 40..200),
+        // Of each tenant: requests of one are all small, all large, or any.
+        largest in prop::collection::vec(prop_oneof![Just(1_u64), Just(200), 1..200_u64], 6),
+        shares in prop::collection::vec(any::<prop::sample::Index>(), 40..300),
     ) {
         let mut line = Line::default();
-        let (mut work, mut largest) = (HashMap::new(), 0);
-        let mut waiting: HashMap<u64, usize> = HashMap::new();
-        for (index, &cost) in costs.iter().enumerate() {
-            // Each tenant has two waiting, always.
-            for tenant in 0..tenants {
-                while waiting.get(&tenant).is_none_or(|&count| count < 2) {
-                    line.arrive(tenant, 0, cost);
-                    largest = largest.max(cost);
-                    *waiting.entry(tenant).or_default() += 1;
+        let (mut work, mut aged) = ([0_u64; 6], [0_u64; 6]);
+        let mut waiting = [0; 6];
+        let mut costs = shares.iter().cycle();
+        for _ in 0..shares.len() {
+            for tenant in 0..tenants as usize {
+                // Always at least one, sometimes many.
+                let many = 1 + costs.next().unwrap().index(4);
+                while waiting[tenant] < many {
+                    let cost = 1 + costs.next().unwrap().index(largest[tenant] as usize) as u64;
+                    line.arrive(tenant as u64, 0, cost);
+                    waiting[tenant] += 1;
                 }
             }
-            let (_, tenant, cost) = line.admit().unwrap();
-            *waiting.get_mut(&tenant).unwrap() -= 1;
-            // Every eighth admission goes by age: it is counted for its tenant all the same.
-            *work.entry(tenant).or_insert(0_u64) += cost;
-            let served = (0..tenants).map(|tenant| work.get(&tenant).copied().unwrap_or(0));
-            let (least, most) = (served.clone().min().unwrap(), served.max().unwrap());
-            if index as u64 > 2 * tenants {
-                prop_assert!(most - least <= 4 * largest, "{least} and {most}, largest {largest}");
+            let Admitted { tenant, cost, by_age, .. } = line.admit().unwrap();
+            let tenant = tenant as usize;
+            waiting[tenant] -= 1;
+            work[tenant] += cost;
+            aged[tenant] += if by_age { cost } else { 0 };
+            for ahead in 0..tenants as usize {
+                for behind in (0..tenants as usize).filter(|&behind| behind != ahead) {
+                    let most = largest[ahead] + aged[ahead];
+                    let lead = work[ahead].saturating_sub(work[behind]);
+                    prop_assert!(lead <= most, "{ahead} is {lead} before {behind}, at most {most} is stated");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_first_request_is_passed_by_one_of_each_other_tenant(
+        events in prop::collection::vec(
+            (0..6_u64, -1..2_i32, prop_oneof![Just(1_u64), 1..300_u64], 0..4_u8),
+            1..400,
+        ),
+    ) {
+        let mut line = Line::default();
+        let mut seen = HashSet::new();
+        // Those that wait of tenants that came for the first time: how often each other tenant has passed them.
+        let mut firsts: HashMap<Slot, (u64, i32, HashMap<u64, u32>)> = HashMap::new();
+        let mut strangers = 100;
+        for (tenant, priority, cost, then) in events {
+            let tenant = if tenant == 5 { strangers += 1; strangers } else { tenant };
+            let slot = line.arrive(tenant, priority, cost);
+            if seen.insert((tenant, priority)) {
+                firsts.insert(slot, (tenant, priority, HashMap::new()));
+            }
+            if then == 3 {
+                // Somebody gives up.
+                let gone = *line.live.keys().min().unwrap();
+                line.leave(gone);
+                firsts.remove(&gone);
+            }
+            for _ in 0..then {
+                let Some(Admitted { slot, tenant, priority, by_age, .. }) = line.admit() else { break };
+                firsts.remove(&slot);
+                for (of, class, passed) in firsts.values_mut() {
+                    if *of != tenant && *class == priority && !by_age {
+                        let times = passed.entry(tenant).or_default();
+                        *times += 1;
+                        prop_assert!(*times <= 1, "tenant {tenant} passes twice");
+                    }
+                }
             }
         }
     }
@@ -101,7 +161,7 @@ proptest! {
             let slot = line.arrive(tenant, priority, cost);
             bounds.insert(slot, (0, AGED_EVERY * (older + 1)));
             if admit {
-                let (admitted, ..) = line.admit().unwrap();
+                let admitted = line.admit().unwrap().slot;
                 for (passed, most) in bounds.values_mut() {
                     *passed += 1;
                     prop_assert!(passed <= most);

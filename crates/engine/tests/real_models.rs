@@ -191,6 +191,33 @@ fn sixty_four_requests_give_the_same_tokens_in_any_company() {
 }
 
 #[test]
+fn memory_of_a_burst_comes_back_though_requests_go_on_coming() {
+    let (file, _) = pycoder("pycoder-7m-q8_0");
+    let config = EngineConfig { prefix_cache: true, ..one_by_one() };
+    let mut engine = engine(&file, Cpu::new(1).unwrap(), &config);
+    let prompt = |text: u32| (0..60).map(|place| 100 + text * 60 + place).collect();
+    let prompts: Vec<Vec<u32>> = (0..12).map(prompt).collect();
+    let burst = requests(&prompts, prompts.len(), 4);
+    together(&mut engine, &burst, 3, burst.len());
+    engine.release_memory().unwrap();
+    let after_burst = engine.kv_use().bytes;
+    // One of them is asked again and again, as a probe is.
+    let mut bytes = Vec::new();
+    for _ in 0..4 {
+        alone(&mut engine, &burst[11..]);
+        engine.forget_unused_prefixes();
+        engine.release_memory().unwrap();
+        bytes.push(engine.kv_use().bytes);
+    }
+    let one = after_burst / 12;
+    assert!(bytes[3] <= 4 * one, "of {after_burst} bytes {bytes:?} stay for one prompt");
+    let found = engine.stats().prompt_tokens_cached;
+    alone(&mut engine, &burst[11..]);
+    assert!(engine.stats().prompt_tokens_cached > found + 32, "what is asked for is still there");
+    engine.check_integrity().unwrap();
+}
+
+#[test]
 fn what_an_idle_engine_gives_back_is_computed_again() {
     let (file, transcripts) = pycoder("pycoder-7m-q8_0");
     let prompts: Vec<Vec<u32>> =

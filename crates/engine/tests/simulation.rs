@@ -5,7 +5,7 @@
 
 mod storm;
 
-use engine::{admission, blocks, pool, queue, scheduler, sequence};
+use engine::{admission, blocks, draft, pool, queue, scheduler, sequence};
 use storm::{STEPS_PER_SEED, Summary};
 
 fn run(seeds: impl Iterator<Item = u64>) -> Summary {
@@ -22,12 +22,11 @@ fn run(seeds: impl Iterator<Item = u64>) -> Summary {
 /// Otherwise the storm tests nothing.
 fn check(total: Summary, seeds: usize) {
     eprintln!("{total:?}");
-    let Summary {
-        finished, preempted, shared, accepted, forked, copied, refused, crashes, evictions, ..
-    } = total;
+    let Summary { finished, preempted, shared, accepted, forked, copied, .. } = total;
+    let Summary { refused, crashes, late, evictions, .. } = total;
     assert!(finished > 50 * seeds && preempted > 5 * seeds && evictions > 50 * seeds as u64);
     assert!(shared > seeds && accepted > 50 * seeds && refused > 10 * seeds);
-    assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4);
+    assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4 && late > 50 * seeds);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 use super::{Draft, Drafter, Wanted, Work};
 use crate::scheduler::{Scheduler, Slot};
+use crate::sequence::Sequence;
 use ops::{Backend, OpError};
 
 /// Fewest equal tokens that make a match; shorter ones are right too seldom.
@@ -36,11 +37,7 @@ impl<B: Backend> Drafter<B> for Lookup {
     ) -> Result<Work, OpError> {
         for (wanted, draft) in wanted.iter().zip(drafts) {
             if let Some(sequence) = scheduler.sequence(wanted.slot) {
-                self.text(wanted.slot, sequence.tokens().len()).propose(
-                    sequence.tokens(),
-                    wanted.depth,
-                    draft,
-                );
+                self.text(wanted.slot, sequence).propose(sequence.tokens(), wanted.depth, draft);
             }
         }
         Ok(Work::default())
@@ -54,12 +51,13 @@ impl<B: Backend> Drafter<B> for Lookup {
 }
 
 impl Lookup {
-    fn text(&mut self, slot: Slot, tokens: usize) -> &mut Text {
+    fn text(&mut self, slot: Slot, sequence: &Sequence) -> &mut Text {
         let index = slot.0 as usize;
         if self.texts.len() <= index {
             self.texts.resize_with(index + 1, || None);
         }
-        self.texts[index].get_or_insert_with(|| Text::new(tokens))
+        let new = || Text::new(sequence.tokens().len(), sequence.tokens_max());
+        self.texts[index].get_or_insert_with(new)
     }
 }
 
@@ -73,9 +71,10 @@ struct Text {
 }
 
 impl Text {
-    fn new(tokens: usize) -> Self {
+    /// Of a text with `tokens` tokens now and `tokens_max` in the end, until when nothing is allocated.
+    fn new(tokens: usize, tokens_max: usize) -> Self {
         let bits = tokens.next_power_of_two().ilog2().clamp(*TABLE_BITS.start(), *TABLE_BITS.end());
-        Self { last: vec![0; 1 << bits], previous: Vec::new() }
+        Self { last: vec![0; 1 << bits], previous: Vec::with_capacity(tokens_max) }
     }
 
     fn propose(&mut self, tokens: &[u32], depth: usize, draft: &mut Draft) {
@@ -150,7 +149,7 @@ mod tests {
 
     fn propose(tokens: &[u32], depth: usize) -> Vec<u32> {
         let mut draft = Draft::default();
-        Text::new(tokens.len()).propose(tokens, depth, &mut draft);
+        Text::new(tokens.len(), tokens.len()).propose(tokens, depth, &mut draft);
         draft.tokens().to_vec()
     }
 
@@ -181,7 +180,7 @@ mod tests {
     #[test]
     fn an_index_that_grows_proposes_what_a_fresh_one_does() {
         let text: Vec<u32> = (0..4000u32).map(|i| i.wrapping_mul(i) / 7 % 5).collect();
-        let mut grown = Text::new(1);
+        let mut grown = Text::new(1, 1);
         for end in 0..text.len() {
             let mut draft = Draft::default();
             grown.propose(&text[..end], 8, &mut draft);
@@ -197,7 +196,7 @@ mod tests {
     #[test]
     fn a_long_prompt_is_indexed_in_pieces() {
         let text: Vec<u32> = (0..3 * INDEXED_MAX as u32 + 5).collect();
-        let mut index = Text::new(text.len());
+        let mut index = Text::new(text.len(), text.len());
         for done in 1..5 {
             index.propose(&text, 4, &mut Draft::default());
             assert_eq!(index.previous.len(), (done * INDEXED_MAX).min(text.len() - 1));

@@ -20,8 +20,7 @@ use ops::{Backend, KvLayer, KvLayout, KvType, OpError};
 pub use depth::{Acceptance, StepCost, Work, depth};
 pub use lookup::Lookup;
 pub use model::DraftModel;
-pub use speculation::DraftStats;
-pub(crate) use speculation::Speculation;
+pub use speculation::{DraftStats, Speculation};
 
 /// Most tokens that are drafted for one sequence in a step: the gain of one more falls with each, and every stream keeps
 /// room for that many outputs of a step.
@@ -81,6 +80,11 @@ pub trait Drafter<B: Backend>: Send {
         wanted: &[Wanted],
         drafts: &mut [Draft],
     ) -> Result<Work, OpError>;
+
+    /// Memory that its share of the cache takes now.
+    fn kv_bytes(&self, _: &B) -> u64 {
+        0
+    }
 
     /// Nothing is held or can be found in blocks from number `blocks` on: their memory may go.
     fn trim(&mut self, _: &mut B, _blocks: usize) -> Result<(), OpError> {

@@ -223,6 +223,10 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
         drafted
     }
 
+    fn kv_bytes(&self, backend: &B) -> u64 {
+        self.kv.as_ref().map_or(0, |kv| backend.kv_bytes(kv))
+    }
+
     fn trim(&mut self, backend: &mut B, blocks: usize) -> Result<(), OpError> {
         let Some(kv) = &mut self.kv else { return Ok(()) };
         self.filled.iter_mut().skip(blocks * self.block_tokens).for_each(|filled| *filled = 0);

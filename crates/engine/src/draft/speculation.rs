@@ -1,4 +1,5 @@
-//! From a plan to a plan with drafts, and from what came of them to the next depths.
+//! From a plan to a plan with drafts, and from what came of them to the next depths. A plain value: who drafts is an
+//! argument.
 
 use super::{Acceptance, DRAFT_DEPTH_MAX, Draft, Drafter, StepCost, Wanted, Work, depth};
 use crate::scheduler::{ChunkOutputs, Scheduler, Slot};
@@ -26,8 +27,8 @@ impl DraftStats {
     }
 }
 
-pub(crate) struct Speculation<B: Backend> {
-    drafter: Box<dyn Drafter<B>>,
+#[derive(Debug)]
+pub struct Speculation {
     depth_max: usize,
     vocab_size: usize,
     cost: StepCost,
@@ -43,10 +44,9 @@ pub(crate) struct Speculation<B: Backend> {
     stats: DraftStats,
 }
 
-impl<B: Backend> Speculation<B> {
-    pub(crate) fn new(drafter: Box<dyn Drafter<B>>, depth_max: usize, vocab_size: usize) -> Self {
+impl Speculation {
+    pub fn new(depth_max: usize, vocab_size: usize) -> Self {
         Self {
-            drafter,
             depth_max,
             vocab_size,
             cost: StepCost::default(),
@@ -61,7 +61,7 @@ impl<B: Backend> Speculation<B> {
     }
 
     /// A new sequence stands in this slot.
-    pub(crate) fn begin(&mut self, slot: Slot) {
+    pub fn begin(&mut self, slot: Slot) {
         let index = slot.0 as usize;
         if self.acceptance.len() <= index {
             self.acceptance.resize(index + 1, Acceptance::default());
@@ -69,17 +69,10 @@ impl<B: Backend> Speculation<B> {
         self.acceptance[index] = Acceptance::default();
     }
 
-    pub(crate) fn end(&mut self, slot: Slot) {
-        self.drafter.forget(slot);
-    }
-
-    pub(crate) fn trim(&mut self, backend: &mut B, blocks: usize) -> Result<(), OpError> {
-        self.drafter.trim(backend, blocks)
-    }
-
     /// Extends the plan by drafts for sequences that `may` have them. Only a device failure is an error.
-    pub(crate) fn draft(
+    pub fn draft<B: Backend>(
         &mut self,
+        drafter: &mut dyn Drafter<B>,
         backend: &mut B,
         scheduler: &mut Scheduler,
         may: impl Fn(Slot) -> bool,
@@ -88,13 +81,13 @@ impl<B: Backend> Speculation<B> {
         self.accepted.clear();
         self.looked_at = 0;
         self.work = Work::default();
-        self.want(scheduler, may);
+        self.want(drafter.share(), scheduler, may);
         self.drafts.clear();
         self.drafts.resize(self.wanted.len(), Draft::default());
         if self.wanted.is_empty() {
             return Ok(());
         }
-        match self.drafter.propose(backend, scheduler, &self.wanted, &mut self.drafts) {
+        match drafter.propose(backend, scheduler, &self.wanted, &mut self.drafts) {
             Ok(work) => self.work = work,
             Err(error @ OpError::Device { .. }) => return Err(error),
             Err(_) => {
@@ -113,7 +106,7 @@ impl<B: Backend> Speculation<B> {
         Ok(())
     }
 
-    fn want(&mut self, scheduler: &mut Scheduler, may: impl Fn(Slot) -> bool) {
+    fn want(&mut self, share: f64, scheduler: &mut Scheduler, may: impl Fn(Slot) -> bool) {
         let mut spare = scheduler.spare_blocks();
         let (cost, sequences) = (self.cost.fit(), scheduler.plan().chunks.len());
         for index in 0..sequences {
@@ -122,7 +115,7 @@ impl<B: Backend> Speculation<B> {
                 continue;
             }
             let acceptance = &mut self.acceptance[chunk.slot.0 as usize];
-            let best = depth(acceptance.rate(), cost, self.drafter.share(), sequences, self.depth_max);
+            let best = depth(acceptance.rate(), cost, share, sequences, self.depth_max);
             let most = acceptance.next_depth(best, self.depth_max);
             let depth = scheduler.extend(index, most, &mut spare);
             if depth > 0 {
@@ -132,12 +125,12 @@ impl<B: Backend> Speculation<B> {
     }
 
     /// Drafted tokens of the plan's chunks that have some, in order.
-    pub(crate) fn drafts(&self) -> impl Iterator<Item = &[u32]> {
+    pub fn drafts(&self) -> impl Iterator<Item = &[u32]> {
         self.drafts.iter().map(Draft::tokens).filter(|tokens| !tokens.is_empty())
     }
 
     /// The next drafted row of the sequence was right. Sequences come in the plan's order.
-    pub(crate) fn accept(&mut self, slot: Slot) {
+    pub fn accept(&mut self, slot: Slot) {
         while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.slot != slot) {
             self.looked_at += 1;
         }
@@ -147,7 +140,7 @@ impl<B: Backend> Speculation<B> {
     }
 
     /// All rows of the step are looked at.
-    pub(crate) fn settle(&mut self) {
+    pub fn settle(&mut self) {
         for ((wanted, draft), &right) in self.wanted.iter().zip(&self.drafts).zip(&self.accepted) {
             let drafted = draft.tokens().len();
             self.acceptance[wanted.slot.0 as usize].observe(drafted, right);
@@ -157,11 +150,16 @@ impl<B: Backend> Speculation<B> {
     }
 
     /// The step, with the drafting before it, took so long.
-    pub(crate) fn observe(&mut self, rows: usize, took: Duration) {
+    pub fn observe(&mut self, rows: usize, took: Duration) {
         self.cost.observe(rows, self.work, took.as_secs_f64());
     }
 
-    pub(crate) fn stats(&self) -> DraftStats {
+    pub fn stats(&self) -> DraftStats {
         self.stats
+    }
+
+    /// How often drafts of the sequence in this slot are right, as it is estimated now.
+    pub fn rate(&self, slot: Slot) -> Option<f64> {
+        self.acceptance.get(slot.0 as usize).map(Acceptance::rate)
     }
 }

@@ -1,6 +1,6 @@
 //! What the places of every block hold, as a model would leave them, and what its rows would read.
 
-use super::{Storm, mix};
+use super::{Storm, mix, next_key};
 use crate::blocks::GroupKind;
 use crate::pool::{BlockId, TRASH};
 use crate::scheduler::{Chunk, Slot};
@@ -50,18 +50,22 @@ impl Storm {
 
     fn write_keys(&mut self, group: usize, writers: &mut HashMap<BlockId, (Slot, usize, usize)>) {
         let bt = self.limits.block_tokens;
-        for &Chunk { slot, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
+        for (&Chunk { slot, start, rows, .. }, drafts) in
+            self.scheduler.plan().chunks.iter().zip(&self.drafts)
+        {
             let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
-            let live = &self.live[&slot];
-            for position in start..start + rows + drafts {
+            let own = &self.live[&slot].keys[start..start + rows];
+            let last = own[rows - 1];
+            let guessed = drafts.iter().scan(last, |key, &draft| {
+                *key = next_key(*key, draft);
+                Some(*key)
+            });
+            for (position, key) in (start..).zip(own.iter().copied().chain(guessed)) {
                 let block = table[position / bt];
                 assert_ne!(block, TRASH, "a key is written to the trash block");
                 let writer = *writers.entry(block).or_insert((slot, group, position / bt));
                 assert_eq!(writer, (slot, group, position / bt), "two sequences write block {block}");
-                let key = live.keys.get(position).filter(|_| position < start + rows);
-                // A draft is anything.
-                let key = key.map_or(mix(position as u64), |key| key ^ group as u64);
-                self.cells[block as usize * bt + position % bt] = key;
+                self.cells[block as usize * bt + position % bt] = key ^ group as u64;
             }
         }
     }

@@ -1,28 +1,37 @@
 //! Admission, scheduler, block pool and drafts under a seeded storm of arrivals, cancels, holds, failed steps, crashes and
 //! pressure, without a model; every invariant is checked at every step.
 //!
-//! Beside the pool's own integrity:
-//! - rows within the budgets; each chunk exactly the next rows of its sequence; every decode that is not held moves.
+//! Beside the scheduler's own integrity:
+//! - rows within the budgets; each chunk the next rows of its sequence, none computed twice without a preemption; every
+//!   decode that is not held moves.
 //! - content: the storm keeps what each place of each block holds, writes what the plan writes and copies, and every key
-//!   that a row reads is the one of its own sequence's text.
+//!   that a row reads is the one of its own sequence's text and salt.
 //! - no block is written while another sequence holds it, unless that one found it by its content in this step.
-//! - nobody who waits is passed more often than the queue's bound says.
+//! - a sequence whose row is there and whose token is drawn some steps later stands still, through preemptions too.
+//! - a draft counts if it was drawn, for its own sequence, and leaves nothing behind if not.
+//! - nobody who waits is passed more often than the queue's bounds say.
 //! - at the end all have ended and every block is free.
 
 mod content;
+mod drawing;
+mod waits;
 
 use crate::admission::{Admission, Bounds};
 use crate::blocks::GroupKind;
-use crate::queue::AGED_EVERY;
-use crate::scheduler::{Chunk, ChunkOutputs, Fork, Limits, Scheduler, Slot};
+use crate::draft::{Acceptance, DRAFT_DEPTH_MAX, Speculation};
+use crate::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
 use crate::sequence::{Kind, NewSequence, State};
+use drawing::{Guesser, VOCAB};
+use ops::Reference;
 use prefix::Scope;
-use std::collections::BTreeMap;
-use std::time::Duration;
+use std::collections::{BTreeMap, BTreeSet};
+use waits::Wait;
 
 pub(crate) const STEPS_PER_SEED: usize = 1_000;
 const LIVE_MAX: usize = 40;
 const TOKENS_MAX: usize = 71;
+/// Tenants from here on come once.
+const FIRST_STRANGER: u64 = 1000;
 
 /// Splitmix64: a fixed sequence for each seed.
 pub(crate) struct Random(pub(crate) u64);
@@ -48,10 +57,21 @@ fn mix(mut mixed: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
+#[derive(Clone)]
 struct Live {
     kind: Kind,
     priority: i32,
     tenant: u64,
+    /// The first of its tenant with its priority, and not to be scored.
+    first: bool,
+    /// Which of the seed's scopes.
+    scope: usize,
+    /// Never drafted for, and its tokens may be drawn late.
+    constrained: bool,
+    /// Its last row is computed, its next token not drawn.
+    late: bool,
+    /// How often its drafts were right.
+    acceptance: Acceptance,
     tokens: Vec<u32>,
     /// What stands for keys and values of each position: a hash of all tokens up to it.
     keys: Vec<u64>,
@@ -60,17 +80,12 @@ struct Live {
     computed: usize,
     /// Order of arrival.
     age: u64,
+    /// It has had no rows since it was admitted.
+    admitted: bool,
     /// Never admitted: holds a place in the queue.
     queued: bool,
     wait: Option<Wait>,
     arrived: usize,
-}
-
-/// What the queue's bound promises to one that waits.
-#[derive(Clone, Copy, Default)]
-struct Wait {
-    admissions: u32,
-    turns: u32,
 }
 
 /// What happened, so that a test can see that it did.
@@ -84,6 +99,7 @@ pub(crate) struct Summary {
     pub(crate) copied: usize,
     pub(crate) refused: usize,
     pub(crate) crashes: usize,
+    pub(crate) late: usize,
     pub(crate) evictions: u64,
     /// Steps of a request from arrival to end.
     pub(crate) longest: usize,
@@ -99,6 +115,7 @@ impl std::ops::AddAssign for Summary {
         self.copied += other.copied;
         self.refused += other.refused;
         self.crashes += other.crashes;
+        self.late += other.late;
         self.evictions += other.evictions;
         self.longest = self.longest.max(other.longest);
     }
@@ -113,9 +130,28 @@ pub(crate) struct Storm {
     admission: Admission,
     bounds: Bounds,
     live: BTreeMap<Slot, Live>,
+    /// Lost in a crash, on their way back.
+    returning: Vec<Live>,
     /// By block, then by place in it.
     cells: Vec<u64>,
     ages: u64,
+    /// The last tenant that came once.
+    strangers: u64,
+    /// Priority and tenant of those who have come since the last crash.
+    seen: BTreeSet<(i32, u64)>,
+    scopes: [Scope; 2],
+    backend: Reference,
+    guesser: Guesser,
+    speculation: Speculation,
+    depth_max: usize,
+    /// Drafted tokens of the step, by chunk.
+    drafts: Vec<Vec<u32>>,
+    /// Drafted and accepted tokens since the last crash.
+    counted: (usize, usize),
+    /// How often the text goes on as is likely.
+    likely_percent: usize,
+    /// Microseconds of a step and of each row.
+    cost: (usize, usize),
     summary: Summary,
 }
 
@@ -142,7 +178,21 @@ impl Storm {
         let blocks = (8 + random.below(24)) * groups.len();
         let queue_max = 4 + random.below(LIVE_MAX);
         let bounds = Bounds { queue_max, tenant_queue_max: 1 + random.below(queue_max) };
+        let salt = |salt: u8| Scope { salt: vec![salt; usize::from(salt)], extra: Vec::new() };
+        let depth_max = random.below(DRAFT_DEPTH_MAX + 1);
         Self {
+            returning: Vec::new(),
+            strangers: FIRST_STRANGER,
+            seen: BTreeSet::new(),
+            scopes: [salt(0), salt(1)],
+            backend: Reference::new(),
+            guesser: Guesser(Random(random.next())),
+            speculation: Speculation::new(depth_max, VOCAB),
+            depth_max,
+            drafts: Vec::new(),
+            counted: (0, 0),
+            likely_percent: [20, 60, 95][random.below(3)],
+            cost: (random.below(1000), random.below(300)),
             random,
             limits,
             blocks,
@@ -164,7 +214,7 @@ impl Storm {
         // One row a step at worst, each request recomputed as often as it is preempted.
         let patience = LIVE_MAX * TOKENS_MAX * 10;
         let mut step = storm;
-        while !self.live.is_empty() {
+        while !self.live.is_empty() || !self.returning.is_empty() {
             self.step(step, false);
             step += 1;
             assert!(step < storm + patience, "{} requests starve", self.live.len());
@@ -175,7 +225,7 @@ impl Storm {
         self.summary.evictions += self.scheduler.pool().evictions();
         assert!(self.scheduler.reset_prefix_cache());
         assert_eq!(self.scheduler.pool().tail(), 1, "something is left to be found");
-        self.scheduler.check_integrity().unwrap();
+        self.check_integrity();
         self.summary
     }
 
@@ -184,8 +234,10 @@ impl Storm {
             self.happen(step);
         } else {
             self.live.keys().for_each(|&slot| self.scheduler.hold(slot, false));
-            self.notice_waits();
         }
+        self.come_back();
+        self.draw_late(step);
+        self.notice_waits();
         let decodes: Vec<Slot> = self
             .live
             .keys()
@@ -210,14 +262,18 @@ impl Storm {
             self.scheduler.commit();
             self.grow(step);
         }
-        self.scheduler.check_integrity().unwrap();
+        self.check_integrity();
+    }
+
+    fn check_integrity(&self) {
+        self.scheduler.check_integrity().unwrap_or_else(|broken| panic!("{broken}"));
     }
 
     /// What comes from outside.
     fn happen(&mut self, step: usize) {
-        while self.live.len() < LIVE_MAX && self.random.one_in(2) {
+        while self.live.len() + self.returning.len() < LIVE_MAX && self.random.one_in(2) {
             // Several choices of one prompt come together.
-            let choices = if self.random.one_in(4) { 1 + self.random.below(4) } else { 1 };
+            let choices = if self.random.one_in(2) { 1 + self.random.below(5) } else { 1 };
             let request = self.request();
             (0..choices).for_each(|_| self.arrive(&request, step));
         }
@@ -232,10 +288,12 @@ impl Storm {
             let held = self.random.one_in(2);
             self.scheduler.hold(slot, held);
         }
+        if self.random.one_in(100) {
+            self.scheduler.forget_unused_prefixes();
+        }
         if self.random.one_in(1000) {
             self.crash();
         }
-        self.notice_waits();
     }
 
     fn request(&mut self) -> Live {
@@ -251,14 +309,28 @@ impl Storm {
         } else {
             (Kind::Generate, (len + 1 + self.random.below(30)).min(capacity + 1).max(len + 1))
         };
-        let keys = tokens.iter().scan(0, |key, &token| {
+        let scope = self.random.below(self.scopes.len());
+        let keys = tokens.iter().scan(mix(scope as u64), |key, &token| {
             *key = next_key(*key, token);
             Some(*key)
         });
+        let tenant = match self.random.one_in(8) {
+            true => {
+                self.strangers += 1;
+                self.strangers
+            }
+            false => self.random.below(4) as u64,
+        };
         Live {
             kind,
             priority: self.random.below(3) as i32 - 1,
-            tenant: self.random.below(4) as u64,
+            tenant,
+            first: false,
+            admitted: false,
+            scope,
+            constrained: kind == Kind::Generate && self.random.one_in(12),
+            late: false,
+            acceptance: Acceptance::default(),
             keys: keys.collect(),
             tokens,
             tokens_max,
@@ -280,8 +352,7 @@ impl Storm {
             self.summary.refused += 1;
             return;
         }
-        let live = Live { tokens: request.tokens.clone(), keys: request.keys.clone(), ..*request };
-        self.add(Live { arrived: step, ..live });
+        self.add(Live { arrived: step, ..request.clone() });
     }
 
     fn add(&mut self, mut live: Live) {
@@ -291,10 +362,12 @@ impl Storm {
             tenant: live.tenant,
             tokens: live.tokens.clone(),
             tokens_max: live.tokens_max,
-            scope: &Scope::default(),
+            scope: &self.scopes[live.scope],
         });
+        self.speculation.begin(slot);
         self.ages += 1;
         live.age = self.ages;
+        live.first = self.seen.insert((live.priority, live.tenant)) && live.kind == Kind::Generate;
         assert!(self.live.insert(slot, live).is_none(), "a slot is given twice");
     }
 
@@ -302,18 +375,37 @@ impl Storm {
         self.live.values().filter(|live| live.queued && live.tenant == tenant).count()
     }
 
-    /// The process dies; what it had comes again, to an empty cache, as the router resumes it.
+    /// The process dies; what it had comes again to an empty cache, as the router resumes it.
     fn crash(&mut self) {
         self.summary.crashes += 1;
         self.summary.evictions += self.scheduler.pool().evictions();
         self.scheduler = Scheduler::with_groups(self.limits, self.blocks, self.groups.clone());
-        self.admission = Admission::new(Bounds { queue_max: 8 * LIVE_MAX, tenant_queue_max: 8 * LIVE_MAX });
+        self.admission = Admission::new(self.bounds);
+        self.speculation = Speculation::new(self.depth_max, VOCAB);
+        self.counted = (0, 0);
+        self.seen.clear();
         self.cells.fill(0);
         for (_, live) in std::mem::take(&mut self.live) {
-            self.admission.enter(live.priority, live.tenant).unwrap();
-            self.add(Live { queued: true, computed: 0, wait: None, ..live });
+            let acceptance = Acceptance::default();
+            self.returning.push(Live {
+                queued: true,
+                computed: 0,
+                wait: None,
+                late: false,
+                acceptance,
+                ..live
+            });
         }
-        self.bounds = Bounds { queue_max: 8 * LIVE_MAX, tenant_queue_max: 8 * LIVE_MAX };
+    }
+
+    /// As many of the lost ones as there are places for, in order.
+    fn come_back(&mut self) {
+        for live in std::mem::take(&mut self.returning) {
+            match self.admission.enter(live.priority, live.tenant) {
+                Ok(()) => self.add(live),
+                Err(_) => self.returning.push(live),
+            }
+        }
     }
 
     fn some_live(&mut self) -> Option<Slot> {
@@ -333,75 +425,6 @@ impl Storm {
             self.summary.longest = self.summary.longest.max(step - live.arrived);
             self.summary.finished += 1;
         }
-    }
-
-    /// Those who have entered the queue: each older one that lives may be served before, once for each time it enters.
-    fn notice_waits(&mut self) {
-        let entered: Vec<(Slot, u64)> = self
-            .live
-            .iter()
-            .filter(|(slot, live)| {
-                live.wait.is_none() && self.scheduler.sequence(**slot).unwrap().state == State::Waiting
-            })
-            .map(|(&slot, live)| (slot, live.age))
-            .collect();
-        for &(_, age) in &entered {
-            let younger = self.live.values_mut().filter(|live| live.age > age);
-            younger.filter_map(|live| live.wait.as_mut()).for_each(|wait| wait.turns += 1);
-        }
-        for (slot, age) in entered {
-            let older = self.live.values().filter(|live| live.age < age).count() as u32;
-            self.live.get_mut(&slot).unwrap().wait = Some(Wait { admissions: 0, turns: older + 1 });
-        }
-    }
-
-    fn note_admissions(&mut self, step: usize) {
-        let admitted: Vec<Slot> = self
-            .live
-            .iter()
-            .filter(|(slot, live)| {
-                live.wait.is_some() && self.scheduler.sequence(**slot).unwrap().state != State::Waiting
-            })
-            .map(|(&slot, _)| slot)
-            .collect();
-        let first: Vec<Slot> = self.scheduler.plan().admitted.iter().map(|&(slot, _)| slot).collect();
-        for live in self.live.values_mut() {
-            let Some(wait) = &mut live.wait else { continue };
-            wait.admissions += admitted.len() as u32;
-            // Of those admitted in one step, some came after it.
-            let bound = AGED_EVERY * wait.turns + admitted.len() as u32;
-            assert!(
-                live.kind == Kind::Score || wait.admissions <= bound,
-                "a request starves: {} admissions, at most {bound} are promised",
-                wait.admissions
-            );
-        }
-        for slot in admitted {
-            let live = self.live.get_mut(&slot).unwrap();
-            live.wait = None;
-            assert_eq!(first.contains(&slot), live.queued, "reported once, when first admitted");
-            if std::mem::replace(&mut live.queued, false) {
-                self.admission.admitted(live.tenant, Duration::from_millis(step as u64));
-            }
-        }
-        self.notice_waits();
-    }
-
-    /// Drafts behind some of the chunks that end with their sequence's last token.
-    fn draft(&mut self) {
-        let mut spare = self.scheduler.spare_blocks();
-        let preempted = self.scheduler.plan().preempted;
-        for index in 0..self.scheduler.plan().chunks.len() {
-            let chunk = self.scheduler.plan().chunks[index];
-            if chunk.outputs == ChunkOutputs::Last && !self.random.one_in(3) {
-                let most = 1 + self.random.below(6);
-                let rows = self.scheduler.extend(index, most, &mut spare);
-                assert!(rows <= most);
-                let fewer = self.random.below(rows + 1);
-                self.scheduler.shorten(index, if self.random.one_in(4) { fewer } else { 0 });
-            }
-        }
-        assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
     }
 
     fn check_plan(&mut self, decodes: &[Slot], beside: usize) {
@@ -433,9 +456,11 @@ impl Storm {
             assert!(rows > 0);
             assert!(sequence.state == State::Running);
             let live = self.live.get_mut(&slot).unwrap();
-            // Rows follow each other, except that a preemption starts over, at a prefix found in the cache.
-            let readmitted = start % self.limits.block_tokens == 0;
-            assert!(start == live.computed || readmitted, "rows {start} after {}", live.computed);
+            // Rows follow each other, but for blocks that are found. Only the first ones of an admission start over.
+            let found = start % self.limits.block_tokens == 0 && self.limits.prefix_cache;
+            let follows = start == live.computed || (found && start > live.computed);
+            let starts_over = std::mem::take(&mut live.admitted) && (found || start == 0);
+            assert!(follows || starts_over, "rows from {start} on are computed after {}", live.computed);
             live.computed = start + rows;
             let end = start + rows;
             match (live.kind, outputs) {
@@ -458,67 +483,6 @@ impl Storm {
             let moved = plan.chunks.iter().any(|chunk| chunk.slot == slot);
             let preempted = self.scheduler.sequence(slot).unwrap().state == State::Waiting;
             assert!(moved || preempted, "a decode stood still");
-        }
-    }
-
-    fn grow(&mut self, step: usize) {
-        let chunks = self.scheduler.plan().chunks.clone();
-        let forked = self.scheduler.plan().forked.clone();
-        for chunk in chunks {
-            let sequence = self.scheduler.sequence(chunk.slot).unwrap();
-            assert_eq!(sequence.computed(), chunk.start + chunk.rows);
-            if sequence.kind == Kind::Score && sequence.remaining() == 0 {
-                self.end(chunk.slot, step);
-            } else if chunk.outputs == ChunkOutputs::Last {
-                self.draw(chunk.slot, chunk.drafts, step);
-            }
-        }
-        for Fork { leader, follower: slot } in forked {
-            self.summary.forked += 1;
-            let live = self.live.get_mut(&slot).unwrap();
-            live.computed = live.tokens.len();
-            assert_ne!(leader, slot);
-            let sequence = self.scheduler.sequence(slot).unwrap();
-            assert_eq!((sequence.remaining(), sequence.state), (0, State::Running));
-            self.draw(slot, 0, step);
-        }
-        self.scheduler.settle();
-        for (&slot, live) in &self.live {
-            let sequence = self.scheduler.sequence(slot).unwrap();
-            let most = sequence.tokens().len().div_ceil(self.limits.block_tokens);
-            assert!(sequence.blocks().len() <= most, "blocks of wrong drafts are kept");
-            assert_eq!(sequence.tokens(), live.tokens);
-            assert!(sequence.remaining() > 0 && live.tokens.len() <= live.tokens_max);
-        }
-        self.notice_waits();
-    }
-
-    /// The token of the last row and those of drafted rows that were right.
-    fn draw(&mut self, slot: Slot, drafts: usize, step: usize) {
-        let right = if self.random.one_in(2) { drafts } else { self.random.below(drafts + 1) };
-        for row in 0..=right {
-            let bt = self.limits.block_tokens;
-            let live = self.live.get_mut(&slot).unwrap();
-            if row > 0 {
-                // The drafted token was this one: its key is in place.
-                let position = live.computed;
-                let blocks = self.scheduler.sequence(slot).unwrap().blocks();
-                for group in 0..self.groups.len() {
-                    let block = blocks.group(group)[position / bt] as usize;
-                    self.cells[block * bt + position % bt] = live.keys[position] ^ group as u64;
-                }
-                self.scheduler.accept(slot);
-                live.computed += 1;
-                self.summary.accepted += 1;
-            }
-            if live.tokens.len() + 1 == live.tokens_max || self.random.one_in(400) {
-                self.end(slot, step);
-                return;
-            }
-            let token = 2000 + self.random.below(3) as u32;
-            live.tokens.push(token);
-            live.keys.push(next_key(live.keys.last().copied().unwrap_or(0), token));
-            self.scheduler.push_token(slot, token);
         }
     }
 }

@@ -1,0 +1,215 @@
+//! Drafts before a step, tokens after it: what the engine does between the scheduler and a model.
+//!
+//! The text goes on with its likely token as often as the seed says, and so often drafts are right. Beside the engine's
+//! bookkeeping of drafts the storm keeps its own.
+
+use super::{Live, Random, Storm, next_key};
+use crate::draft::{Draft, Drafter, Wanted, Work};
+use crate::scheduler::{Chunk, ChunkOutputs, Fork, Scheduler, Slot};
+use crate::sequence::{Kind, State};
+use ops::{OpError, Reference};
+use std::time::Duration;
+
+/// Tokens that are drawn: so many from the first on.
+const DRAWN: u32 = 3;
+const DRAWN_FIRST: u32 = 2000;
+/// Drafts of more are cut.
+pub(super) const VOCAB: usize = 2 + DRAWN_FIRST as usize + DRAWN as usize;
+
+fn likely(previous: u32) -> u32 {
+    DRAWN_FIRST + (previous + 1) % DRAWN
+}
+
+/// Guesses what is likely, and sometimes anything, nothing, too much, or fails.
+pub(super) struct Guesser(pub(super) Random);
+
+impl Drafter<Reference> for Guesser {
+    fn propose(
+        &mut self,
+        _: &mut Reference,
+        scheduler: &Scheduler,
+        wanted: &[Wanted],
+        drafts: &mut [Draft],
+    ) -> Result<Work, OpError> {
+        let random = &mut self.0;
+        if random.one_in(40) {
+            drafts.iter_mut().for_each(|draft| draft.push(DRAWN_FIRST));
+            return Err(OpError::Memory { op: "storm", what: "a failure on purpose", bytes: 1 });
+        }
+        for (wanted, draft) in wanted.iter().zip(drafts) {
+            let mut previous = *scheduler.sequence(wanted.slot).unwrap().tokens().last().unwrap();
+            let count = match random.below(8) {
+                0 => random.below(wanted.depth + 1),
+                1 => wanted.depth + 2,
+                _ => wanted.depth,
+            };
+            for _ in 0..count {
+                previous = match random.below(12) {
+                    0 => VOCAB as u32 - 4 + random.below(6) as u32,
+                    _ => likely(previous),
+                };
+                draft.push(previous);
+            }
+        }
+        Ok(Work { steps: 1, rows: wanted.len(), share: self.share() })
+    }
+
+    fn forget(&mut self, _: Slot) {}
+
+    fn share(&self) -> f64 {
+        0.05
+    }
+}
+
+impl Storm {
+    /// Drafts behind some of the chunks that end with their sequence's last token.
+    pub(super) fn draft(&mut self) {
+        let preempted = self.scheduler.plan().preempted;
+        let live = &self.live;
+        let may = |slot: Slot| !live[&slot].constrained;
+        let Self { speculation, guesser, backend, scheduler, .. } = self;
+        speculation.draft(guesser, backend, scheduler, may).unwrap();
+        assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
+        let mut drafts = self.speculation.drafts();
+        self.drafts = self
+            .scheduler
+            .plan()
+            .chunks
+            .iter()
+            .map(|chunk| match chunk.drafts {
+                0 => Vec::new(),
+                count => drafts.next().filter(|draft| draft.len() == count).unwrap().to_vec(),
+            })
+            .collect();
+        assert_eq!(drafts.next(), None, "more drafts than chunks with some");
+    }
+
+    /// What follows a step that was computed.
+    pub(super) fn grow(&mut self, step: usize) {
+        let chunks = self.scheduler.plan().chunks.clone();
+        let forked = self.scheduler.plan().forked.clone();
+        let drafts = std::mem::take(&mut self.drafts);
+        for (chunk, drafts) in chunks.iter().zip(&drafts) {
+            let sequence = self.scheduler.sequence(chunk.slot).unwrap();
+            assert_eq!(sequence.computed(), chunk.start + chunk.rows);
+            if sequence.kind == Kind::Score && sequence.remaining() == 0 {
+                self.end(chunk.slot, step);
+            } else if chunk.outputs == ChunkOutputs::Last {
+                self.draw(chunk, drafts, step);
+            }
+        }
+        for Fork { leader, follower: slot } in forked {
+            self.summary.forked += 1;
+            let live = self.live.get_mut(&slot).unwrap();
+            live.computed = live.tokens.len();
+            live.admitted = false;
+            assert_ne!(leader, slot);
+            let sequence = self.scheduler.sequence(slot).unwrap();
+            assert_eq!((sequence.remaining(), sequence.state), (0, State::Running));
+            self.put_out(slot, step);
+        }
+        self.scheduler.settle();
+        self.speculation.settle();
+        self.observe();
+        self.check_texts();
+        self.notice_waits();
+    }
+
+    /// The token of the last row, and those behind drafts that were right.
+    fn draw(&mut self, chunk: &Chunk, drafts: &[u32], step: usize) {
+        let slot = chunk.slot;
+        self.put_out(slot, step);
+        let mut right = 0;
+        for (place, &draft) in drafts.iter().enumerate() {
+            let position = chunk.start + chunk.rows + place;
+            let drawn = self.live.get(&slot).and_then(|live| live.tokens.get(position)) == Some(&draft);
+            let accepted = self.scheduler.accept(slot, position, draft);
+            assert_eq!(accepted, drawn, "a draft counts that was not drawn, or one that was does not");
+            if accepted {
+                self.speculation.accept(slot);
+                self.live.get_mut(&slot).unwrap().computed += 1;
+                right += 1;
+                self.put_out(slot, step);
+            }
+        }
+        self.counted.0 += drafts.len();
+        self.counted.1 += right;
+        self.summary.accepted += right;
+        if let Some(live) = self.live.get_mut(&slot)
+            && !drafts.is_empty()
+        {
+            live.acceptance.observe(drafts.len(), right);
+        }
+    }
+
+    /// The next token of a sequence whose last row is computed: drawn, and with a constraint sometimes later.
+    fn put_out(&mut self, slot: Slot, step: usize) {
+        let Some(live) = self.live.get_mut(&slot) else { return };
+        if live.constrained && self.random.one_in(2) {
+            live.late = true;
+            self.summary.late += 1;
+            return;
+        }
+        live.late = false;
+        if live.tokens.len() + 1 == live.tokens_max || self.random.one_in(400) {
+            self.end(slot, step);
+            return;
+        }
+        let previous = *live.tokens.last().unwrap();
+        let token = match self.random.below(100) < self.likely_percent {
+            true => likely(previous),
+            false => DRAWN_FIRST + self.random.below(DRAWN as usize) as u32,
+        };
+        live.push(token);
+        self.scheduler.push_token(slot, token);
+    }
+
+    /// Before a step: masks have come for tokens that could not be drawn after the last one.
+    pub(super) fn draw_late(&mut self, step: usize) {
+        let late: Vec<Slot> = self.live.iter().filter(|(_, live)| live.late).map(|(&slot, _)| slot).collect();
+        for slot in late {
+            // Who was preempted meanwhile computes its last row once more.
+            let is_computed = self.scheduler.sequence(slot).unwrap().remaining() == 0;
+            match is_computed {
+                true => self.put_out(slot, step),
+                false => self.live.get_mut(&slot).unwrap().late = false,
+            }
+        }
+    }
+
+    /// A step's time, from which the next depths follow.
+    fn observe(&mut self) {
+        let plan = self.scheduler.plan();
+        if plan.rows > 0 && plan.rows == plan.decode_rows + plan.draft_rows {
+            let (fixed, row) = self.cost;
+            let noise = self.random.below(20);
+            self.speculation
+                .observe(plan.rows, Duration::from_micros((fixed + row * plan.rows + noise) as u64));
+        }
+        let stats = self.speculation.stats();
+        let counted = (stats.drafted_tokens() as usize, stats.accepted_tokens() as usize);
+        assert_eq!(counted, self.counted, "drafted and accepted tokens");
+        for (&slot, live) in &self.live {
+            let rate = self.speculation.rate(slot);
+            assert_eq!(rate, Some(live.acceptance.rate()), "drafts are counted for another sequence");
+        }
+    }
+
+    fn check_texts(&self) {
+        for (&slot, live) in &self.live {
+            let sequence = self.scheduler.sequence(slot).unwrap();
+            let most = sequence.tokens().len().div_ceil(self.limits.block_tokens);
+            assert!(sequence.blocks().len() <= most, "blocks of wrong drafts are kept");
+            assert_eq!(sequence.tokens(), live.tokens);
+            assert!(sequence.remaining() > 0 || live.late, "a token is missing");
+            assert!(live.tokens.len() <= live.tokens_max);
+        }
+    }
+}
+
+impl Live {
+    fn push(&mut self, token: u32) {
+        self.keys.push(next_key(self.keys.last().copied().unwrap_or(0), token));
+        self.tokens.push(token);
+    }
+}
