@@ -65,6 +65,9 @@ const V1: Files = Files {
     inactive_file: "total_inactive_file",
 };
 
+/// What version 1 calls its largest limit, which is none, is i64::MAX rounded down to a page; pages have at most 64 KiB.
+const UNLIMITED: u64 = i64::MAX as u64 & !0xffff;
+
 /// The tightest memory limit on the way from this process' cgroup to the root; `None` where nothing is limited.
 pub fn cgroup() -> Option<CgroupMemory> {
     let memberships = std::fs::read_to_string("/proc/self/cgroup").ok()?;
@@ -92,6 +95,7 @@ fn cgroup_at(files: &Files, root: &Path, own: &Path) -> Option<CgroupMemory> {
                 inactive_file: inactive_file(&directory).unwrap_or(0),
             })
         })
+        .filter(|memory| memory.max < UNLIMITED)
         .min_by_key(|memory| memory.available())
 }
 
@@ -121,7 +125,12 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             let leaf = root.path().join("a/b");
             std::fs::create_dir_all(&leaf).unwrap();
-            let groups = [(&leaf, "max", "10", 0), (&root.path().join("a"), "1000", "900", 40)];
+            let (middle, unlimited) = (root.path().join("a"), "9223372036854771712");
+            let groups = [
+                (leaf.as_path(), "max", "10", 0),
+                (middle.as_path(), "1000", "900", 40),
+                (root.path(), unlimited, "2000", 0),
+            ];
             for (directory, max, current, inactive) in groups {
                 std::fs::write(directory.join(files.max), max).unwrap();
                 std::fs::write(directory.join(files.current), current).unwrap();
