@@ -41,8 +41,10 @@ impl Ops {
         filled(&mut self.cuda, rows, cols, &host)
     }
 
+    /// Weights of a norm: so small that 32 values behind a gate sum up to less than f16's largest, which Q8_1's sums are.
     fn vector(&mut self, len: usize) -> Weight<Cuda> {
-        weight(DType::F32, &[len], bytemuck::cast_slice(&self.random.values(len)))
+        let values: Vec<f32> = self.random.values(len).iter().map(|value| value / 20.0).collect();
+        weight(DType::F32, &[len], bytemuck::cast_slice(&values))
     }
 
     fn matrix(&mut self, dtype: DType, cols: usize) -> Result<Linear<Cuda>> {
