@@ -82,7 +82,11 @@ fn request(worker: &Worker) -> wire::ScoreRequest {
 async fn scored_logits_are_the_models_bits() {
     let expected = logits(&TOKENS);
     for step_tokens in [512, 64] {
-        let (_directory, _giver, mut worker) = fleet_with(|config| config.step_tokens = step_tokens).await;
+        let narrow = |config: &mut worker::Config| {
+            config.step_tokens = step_tokens;
+            config.running_max = config.running_max.min(step_tokens);
+        };
+        let (_directory, _giver, mut worker) = fleet_with(narrow).await;
         let mut bytes = Vec::new();
         for frame in score(&worker, request(&worker)).await {
             let score_frame::Frame::Logits(piece) = frame else { panic!("logits") };
