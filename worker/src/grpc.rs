@@ -5,8 +5,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use engine::admission::Bounds;
+use engine::events::NOTHING_KNOWN;
 use engine::{EngineStats, Output};
-use futures::{Stream, StreamExt, stream};
+use futures::{Stream, StreamExt, TryStreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
 use proto::worker::v1::{self as wire, metadata_frame};
 use tokio::sync::mpsc;
@@ -22,7 +23,9 @@ use crate::outlet::Item;
 use crate::stats::own_bytes;
 use crate::stepper::Handle;
 use crate::timeline::Stage;
-use crate::wire::{ScoreFrames, admitted, generate_frame, request, score_request, source, unavailable};
+use crate::wire::{
+    ScoreFrames, admitted, generate_frame, kv_event_frames, request, score_request, source, unavailable,
+};
 
 /// A piece of the GGUF metadata section.
 const PIECE_BYTES_MAX: usize = 1 << 20;
@@ -56,6 +59,7 @@ impl Worker for Service {
     type GenerateStream = Frames<wire::GenerateFrame>;
     type ScoreStream = Frames<wire::ScoreFrame>;
     type GetMetadataStream = Frames<wire::MetadataFrame>;
+    type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
 
     async fn generate(
         &self,
@@ -122,6 +126,24 @@ impl Worker for Service {
         Ok(Response::new(Box::pin(stream::iter(frames))))
     }
 
+    async fn subscribe_kv_events(
+        &self,
+        wire: Request<wire::SubscribeKvEventsRequest>,
+    ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
+        let Serving { handle, facts } = &self.live()?.serving;
+        let wire = wire.into_inner();
+        check_fingerprint(&wire.fingerprint, facts)?;
+        let log = handle.kv_log();
+        let from = if wire.log == log { wire.from } else { NOTHING_KNOWN };
+        let updates = stream::try_unfold(handle.follow(from)?, async |mut follower| {
+            let update = follower.next().await?;
+            Ok::<_, Status>(Some((update, follower)))
+        });
+        // The next update is asked for when the last one's frames are on their way.
+        let frames = updates.map_ok(move |update| stream::iter(kv_event_frames(log, update).map(Ok)));
+        Ok(Response::new(Box::pin(frames.try_flatten())))
+    }
+
     async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
         let own_bytes = own_bytes().map_err(|error| Status::internal(error.to_string()))?;
         let Some(Live { serving: Serving { handle, facts }, .. }) = self.serving.get() else {
@@ -162,6 +184,7 @@ impl Worker for Service {
             timeline: timeline(facts, now.first_step),
             kv_mapped_bytes: Some(now.kv.bytes),
             workspace_used: now.workspace_used.map(workspace),
+            kv_events: stats.kv_events,
         }))
     }
 

@@ -5,6 +5,7 @@
 //! attach    asks the weight-server, waits for a load, builds the engine      \
 //! backend   devices: the host, a GPU; how each maps weights and computes      > a thread of their own
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
+//! follower  tells a call what the cache holds
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
 //! contained   work whose panic ends its thread and not the process

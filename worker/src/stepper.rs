@@ -6,22 +6,28 @@
 //! that thread wakes it ([`Waker`]).
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use engine::events::Update;
 use engine::integrity::IntegrityError;
 use engine::{
     Constraint, Engine, EngineStats, FinishReason, KvUse, Output, Queued, RefuseReason, Request, RequestId,
     ScoreRequest, StepError,
 };
 use ops::Backend;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use crate::backend::Measure;
 use crate::demand::Workspace;
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
+
+mod follower;
+
+use follower::FOLLOWERS_MAX;
 
 /// Commands that wait for the end of a step; more are refused.
 const COMMANDS_MAX: usize = 256;
@@ -45,6 +51,11 @@ enum Command {
         request: ScoreRequest,
         outlet: Outlet,
         answer: Answer,
+    },
+    /// A follower of the cache asks for what came from event `from` on.
+    KvEvents {
+        from: u64,
+        answer: oneshot::Sender<Update>,
     },
     Drain,
     CutAll,
@@ -85,6 +96,8 @@ pub(crate) enum SubmitError {
     Refused(#[from] RefuseReason),
     #[error("{COMMANDS_MAX} requests wait for the end of a step, no more may")]
     Crowded,
+    #[error("{FOLLOWERS_MAX} calls follow the cache already, no more may")]
+    Followed,
     #[error("the engine has stopped")]
     Stopped,
 }
@@ -98,6 +111,10 @@ pub(crate) struct Handle {
     epoch: Instant,
     score_rows_max: usize,
     requests: AtomicU64,
+    /// Which log the numbers of the cache's events are of.
+    kv_log: u64,
+    /// Places for those who follow it.
+    followers: Arc<Semaphore>,
 }
 
 /// Ends the sleep of an engine that has nothing to compute until something is there. Does not keep it alive.
@@ -166,7 +183,7 @@ impl Handle {
 
     /// Refuses new requests, waits for the others to end, cuts them after `grace`; returns how many were cut.
     pub(crate) async fn drain(&self, grace: Duration) -> usize {
-        self.tell(Command::Drain).await;
+        tell(&self.commands, Command::Drain).await;
         let mut snapshot = self.snapshot.clone();
         // Draining is set by the command itself: a request that came before it is counted. An engine that has stopped
         // has no streams.
@@ -176,19 +193,20 @@ impl Handle {
             return 0;
         }
         let left = self.snapshot().streams;
-        self.tell(Command::CutAll).await;
+        tell(&self.commands, Command::CutAll).await;
         drop(snapshot.wait_for(|now| now.streams == 0).await);
         left
     }
+}
 
-    async fn tell(&self, mut command: Command) {
-        loop {
-            match self.commands.try_send(command) {
-                Ok(()) | Err(TrySendError::Disconnected(_)) => return,
-                Err(TrySendError::Full(back)) => command = back,
-            }
-            tokio::time::sleep(HELD_POLL).await;
+/// As soon as there is room.
+async fn tell(commands: &SyncSender<Command>, mut command: Command) {
+    loop {
+        match commands.try_send(command) {
+            Ok(()) | Err(TrySendError::Disconnected(_)) => return,
+            Err(TrySendError::Full(back)) => command = back,
         }
+        tokio::time::sleep(HELD_POLL).await;
     }
 }
 
@@ -233,6 +251,9 @@ pub(crate) fn stepper<B: Backend>(
         epoch,
         score_rows_max,
         requests: AtomicU64::new(0),
+        // Random: the number of an earlier process is not taken for one of this one.
+        kv_log: RandomState::new().hash_one(std::process::id()),
+        followers: Arc::new(Semaphore::new(FOLLOWERS_MAX)),
     };
     let stepper = Stepper {
         engine,
@@ -374,6 +395,12 @@ impl<B: Backend> Stepper<B> {
                 let id = request.id;
                 let queued = self.engine.submit_score(request);
                 self.queued(id, queued, outlet, answer);
+            }
+            Command::KvEvents { from, answer } => {
+                // A follower that has gone needs none.
+                if !answer.is_closed() {
+                    drop(answer.send(self.engine.kv_events(from)));
+                }
             }
             Command::Drain => {
                 self.engine.drain();

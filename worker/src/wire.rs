@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use engine::events::{Event, NOTHING_KNOWN, Update};
+use engine::pool::Name;
 use engine::{
     Dry, DryBreakers, FinishReason, Mirostat, MirostatVersion, Output, RefuseReason, Request, RequestId,
     SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput,
@@ -11,7 +13,7 @@ use engine::{
 use grammar::Source;
 use proto::v1::grammar::Kind;
 use proto::v1::{self as public};
-use proto::worker::v1::{self as wire, generate_frame, score_frame};
+use proto::worker::v1::{self as wire, generate_frame, kv_event, score_frame};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
@@ -21,6 +23,8 @@ use crate::stepper::SubmitError;
 
 /// A frame of logits.
 const FRAME_BYTES_MAX: usize = 1 << 20;
+/// A frame of cache events, each some 45 bytes.
+const FRAME_EVENTS_MAX: usize = 8192;
 
 /// A field that no request of the engine can be made of.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -283,6 +287,29 @@ impl From<FieldError> for Status {
     }
 }
 
+/// An update of `log` in frames. Only behind the last one can another call go on: half a snapshot is none.
+pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = wire::KvEventsFrame> {
+    let Update { events, next } = update;
+    (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {
+        let end = events.len().min(at + FRAME_EVENTS_MAX);
+        let next = if end == events.len() { next } else { NOTHING_KNOWN };
+        wire::KvEventsFrame { log, next, events: events[at..end].iter().map(kv_event).collect() }
+    })
+}
+
+fn kv_event(event: &Event) -> wire::KvEvent {
+    let block = |name: &Name| wire::KvBlock {
+        hash: Bytes::copy_from_slice(name.hash.as_bytes()),
+        group: u32::from(name.group),
+    };
+    let event = match event {
+        Event::Stored(name) => kv_event::Event::Stored(block(name)),
+        Event::Removed(name) => kv_event::Event::Removed(block(name)),
+        Event::Cleared => kv_event::Event::Cleared(wire::KvCleared {}),
+    };
+    wire::KvEvent { event: Some(event) }
+}
+
 impl From<SubmitError> for Status {
     fn from(error: SubmitError) -> Self {
         let message = error.to_string();
@@ -295,7 +322,9 @@ impl From<SubmitError> for Status {
                 status.metadata_mut().insert(BOUND, MetadataValue::from_static("tenant"));
                 status
             }
-            SubmitError::Crowded => passing(Status::resource_exhausted(message), SOON),
+            SubmitError::Crowded | SubmitError::Followed => {
+                passing(Status::resource_exhausted(message), SOON)
+            }
             SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => unavailable(message),
             SubmitError::Refused(RefuseReason::DuplicateId(_)) => Status::internal(message),
             SubmitError::Refused(_) => Status::invalid_argument(message),
@@ -377,6 +406,7 @@ mod tests {
             (refused(full), ResourceExhausted, Some("7"), None),
             (refused(own), ResourceExhausted, Some("7"), Some("tenant")),
             (SubmitError::Crowded.into(), ResourceExhausted, Some("1"), None),
+            (SubmitError::Followed.into(), ResourceExhausted, Some("1"), None),
             (refused(RefuseReason::Draining), Unavailable, Some("1"), None),
             (SubmitError::Stopped.into(), Unavailable, Some("1"), None),
             (GrammarError::Crowded.into(), ResourceExhausted, Some("1"), None),
@@ -388,6 +418,20 @@ mod tests {
             let said = |key: &str| status.metadata().get(key).map(|value| value.to_str().unwrap());
             assert_eq!((status.code(), said(RETRY_AFTER), said(BOUND)), (code, seconds, bound), "{status}");
         }
+    }
+
+    #[test]
+    fn nobody_goes_on_from_half_a_snapshot() {
+        let name = |number: usize| Name { hash: [number as u8; 32].into(), group: 3 };
+        let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| Event::Stored(name(number)));
+        let events: Vec<Event> = std::iter::once(Event::Cleared).chain(stored).collect();
+        let frames: Vec<_> = kv_event_frames(7, Update { events: events.clone(), next: 99_999 }).collect();
+        let heads: Vec<_> = frames.iter().map(|frame| (frame.log, frame.next, frame.events.len())).collect();
+        assert_eq!(heads, [(7, 0, FRAME_EVENTS_MAX), (7, 0, FRAME_EVENTS_MAX), (7, 99_999, 1)]);
+        let sent = frames.iter().flat_map(|frame| &frame.events);
+        assert!(sent.eq(&events.iter().map(kv_event).collect::<Vec<_>>()));
+        let Some(kv_event::Event::Stored(block)) = &frames[0].events[2].event else { panic!("{frames:?}") };
+        assert_eq!((&block.hash[..], block.group), (&[1; 32][..], 3));
     }
 
     #[test]

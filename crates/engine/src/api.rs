@@ -227,6 +227,8 @@ pub struct EngineStats {
     pub preemptions: u64,
     /// Cached blocks that were taken for something else.
     pub evictions: u64,
+    /// Number of the next event of the cache: of so many less one has been told ([`crate::events`]).
+    pub kv_events: u64,
     /// Requests that went on from another's computed prompt.
     pub forks: u64,
     /// Rows that were there before their constraint could say what is allowed: the request waited, nobody else.

@@ -16,7 +16,7 @@ use crate::scheduler::{Limits, Scheduler, Slot};
 use crate::sequence::{Kind, NewSequence};
 use crate::task::{Drawn, Row, Task, Work};
 use crate::validate::Capacity;
-use crate::{Constraint, Queued, RefuseReason};
+use crate::{Constraint, Queued, RefuseReason, events};
 use models::Model;
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
@@ -331,6 +331,7 @@ impl<B: Backend> Engine<B> {
             kv_blocks_free: pool.free(),
             kv_blocks_cached: pool.cached(),
             evictions: pool.evictions(),
+            kv_events: pool.next_event(),
             forks: self.scheduler.forks(),
             drafts: self.drafting.as_ref().map_or_else(DraftStats::default, |now| now.speculation.stats()),
             ..self.stats
@@ -342,6 +343,11 @@ impl<B: Backend> Engine<B> {
         let (places, unfilled) = self.scheduler.unfilled();
         let drafts = self.drafting.as_ref().map_or(0, |now| now.drafter.kv_bytes(&self.backend));
         KvUse { bytes: self.backend.kv_bytes(&self.kv) + drafts, places, unfilled }
+    }
+
+    /// What became findable in the cache, and ceased to be, from event `from` on. Between steps.
+    pub fn kv_events(&self, from: u64) -> events::Update {
+        self.scheduler.pool().events_since(from)
     }
 
     /// Gives back memory behind the last block that is held or can be found. Between steps.

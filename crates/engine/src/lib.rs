@@ -7,7 +7,7 @@
 //! only, never on batch, chunking, prefix hits, preemption, drafts or a resume.
 //!
 //! Code map: `engine` owns the model and joins the parts; `validate` refuses; `admission` bounds the `queue`;
-//! `row_time` says how many rows of prompts streams can bear; `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `output_rows`
+//! `events` tells what the pool finds; `row_time` says how many rows of prompts streams can bear; `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `output_rows`
 //! brings what they need of the logits to the host; `task` turns that into outputs with `sampler`, or `late` keeps it until
 //! a `constraint` says what is allowed.
 
@@ -22,6 +22,7 @@ mod config;
 mod constraint;
 pub mod draft;
 mod engine;
+pub mod events;
 pub mod integrity;
 mod late;
 mod output_rows;

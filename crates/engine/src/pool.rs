@@ -6,10 +6,11 @@
 //! it stands where a group has no block ([`crate::blocks`]).
 //! Every operation is O(1) and allocates nothing. The index is a table of list heads, and the lists go through the blocks
 //! themselves: a name is kept once, and a block is one line of the processor's cache. Twins (the same content computed
-//! twice) stand in one list.
+//! twice) stand in one list. What becomes findable, or is not any more, is logged ([`crate::events`]).
 //!
 //! What this and its callers have in common with vLLM V1, point by point, stands in docs/decisions/0007.
 
+use crate::events::{Event, EventLog, Update};
 use prefix::BlockHash;
 
 pub type BlockId = u32;
@@ -21,7 +22,7 @@ pub const TRASH: BlockId = 0;
 const SPREAD_MAX: usize = 2;
 
 /// What a block is found by: its content, and the layers that made it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Name {
     pub hash: BlockHash,
     /// Index of the group of layers.
@@ -59,6 +60,8 @@ pub struct BlockPool {
     evictions: u64,
     /// Counts the calls of `forget_unused`.
     age: u32,
+    /// What the index begins and ceases to lead to.
+    events: EventLog,
 }
 
 /// A broken invariant of the pool: a bug, never a consequence of input.
@@ -90,6 +93,7 @@ impl BlockPool {
             cached: 0,
             evictions: 0,
             age: 0,
+            events: EventLog::new(usable),
         };
         for block in 1..pool.blocks.len() {
             pool.insert_free(pool.block(TRASH).free.previous, block as BlockId);
@@ -115,6 +119,21 @@ impl BlockPool {
 
     pub fn evictions(&self) -> u64 {
         self.evictions
+    }
+
+    /// The number that the next event gets.
+    pub fn next_event(&self) -> u64 {
+        self.events.next_number()
+    }
+
+    /// What has changed, from event `from` on, in what can be found; or, where that cannot be told any more, all of it.
+    /// O(blocks) then.
+    pub fn events_since(&self, from: u64) -> Update {
+        let events = match self.events.since(from) {
+            Some(events) => events.collect(),
+            None => std::iter::once(Event::Cleared).chain(self.findable().map(Event::Stored)).collect(),
+        };
+        Update { events, next: self.next_event() }
     }
 
     pub fn is_free(&self, block: BlockId) -> bool {
@@ -181,6 +200,9 @@ impl BlockPool {
     /// Makes a held block findable. Its content is complete once the step under way is.
     pub fn name(&mut self, block: BlockId, name: Name) {
         debug_assert!(self.block(block).holders > 0 && self.block(block).name.is_none());
+        if self.find(&name).is_none() {
+            self.events.push(Event::Stored(name));
+        }
         let place = self.place(&name);
         let next = std::mem::replace(&mut self.index[place], block);
         if next != TRASH {
@@ -204,6 +226,7 @@ impl BlockPool {
             self.index.fill(TRASH);
             self.blocks.iter_mut().for_each(|block| block.name = None);
             self.cached = 0;
+            self.events.push(Event::Cleared);
         }
         idle
     }
@@ -342,6 +365,16 @@ impl BlockPool {
         if next != TRASH {
             self.block_mut(next).listed.previous = previous;
         }
+        if self.find(&name).is_none() {
+            self.events.push(Event::Removed(name));
+        }
+    }
+
+    /// Every name once: of twins that of the first in the list.
+    fn findable(&self) -> impl Iterator<Item = Name> {
+        let is_first = |block: usize, name: &Name| self.find(name) == Some(block as BlockId);
+        let named = self.blocks.iter().enumerate().filter_map(|(block, state)| Some((block, state.name?)));
+        named.filter(move |(block, name)| is_first(*block, name)).map(|(_, name)| name)
     }
 
     /// Where in the index. The hash is a uniformly distributed one already.

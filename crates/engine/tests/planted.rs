@@ -16,6 +16,8 @@
 mod blocks;
 #[path = "../src/draft/mod.rs"]
 mod draft;
+#[path = "../src/events.rs"]
+mod events;
 #[path = "../src/integrity.rs"]
 mod integrity;
 #[path = "../src/plan.rs"]
@@ -154,6 +156,7 @@ mod scheduler {
 
 /// The double of `engine::pool`.
 mod pool {
+    use crate::events::Update;
     pub use crate::real_pool::{BlockId, IntegrityError, Name, TRASH};
     use crate::{Bug, is, now_and_then, real_pool};
     use std::collections::HashMap;
@@ -183,6 +186,14 @@ mod pool {
 
         pub fn evictions(&self) -> u64 {
             self.real.evictions()
+        }
+
+        pub fn next_event(&self) -> u64 {
+            self.real.next_event()
+        }
+
+        pub fn events_since(&self, from: u64) -> Update {
+            self.real.events_since(from)
         }
 
         pub fn is_free(&self, block: BlockId) -> bool {

@@ -1,8 +1,10 @@
 //! The block pool against a small model of it: vectors and linear search instead of links and an index.
 
+use engine::events::{Event, NOTHING_KNOWN};
 use engine::pool::{BlockId, BlockPool, Name, TRASH};
 use prefix::BlockHash;
 use proptest::prelude::*;
+use std::collections::HashSet;
 
 const BLOCKS: usize = 7;
 
@@ -15,6 +17,9 @@ enum Operation {
     Name(usize, u8),
     Unname(usize),
     FindAndHold(u8),
+    Reset,
+    /// The reader of events looks.
+    Read,
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
@@ -26,12 +31,27 @@ fn operation() -> impl Strategy<Value = Operation> {
         3 => (index.clone(), hash.clone()).prop_map(|(index, hash)| Operation::Name(index, hash)),
         1 => index.prop_map(Operation::Unname),
         3 => hash.prop_map(Operation::FindAndHold),
+        1 => Just(Operation::Reset),
+        2 => Just(Operation::Read),
     ]
 }
 
 fn hash(value: u8) -> Name {
     // The same content in two groups is two names.
     Name { hash: BlockHash::from([value / 2; 32]), group: value % 2 }
+}
+
+/// Applies what happened since event `next` to what is known.
+fn read(pool: &BlockPool, next: &mut u64, known: &mut HashSet<Name>) {
+    let update = pool.events_since(*next);
+    for event in update.events {
+        match event {
+            Event::Stored(name) => assert!(known.insert(name), "stored twice"),
+            Event::Removed(name) => assert!(known.remove(&name), "removed, but never stored"),
+            Event::Cleared => known.clear(),
+        }
+    }
+    *next = update.next;
 }
 
 /// What the pool should be.
@@ -78,7 +98,9 @@ proptest! {
             names: vec![None; BLOCKS + 1],
             evictions: 0,
         };
-        for operation in operations {
+        let (mut next, mut known) = (NOTHING_KNOWN, HashSet::new());
+        // The last look is at the end.
+        for operation in operations.into_iter().chain([Operation::Read]) {
             match operation {
                 Operation::Take => {
                     let taken = pool.take();
@@ -125,6 +147,17 @@ proptest! {
                         model.hold(block);
                     }
                 }
+                Operation::Reset => {
+                    prop_assert_eq!(pool.reset(), model.held.is_empty());
+                    if model.held.is_empty() {
+                        model.names.fill(None);
+                    }
+                }
+                Operation::Read => {
+                    read(&pool, &mut next, &mut known);
+                    let named: HashSet<Name> = model.names.iter().flatten().copied().map(hash).collect();
+                    prop_assert_eq!(&known, &named);
+                }
             }
             let cached = model.free.iter().filter(|&&block| model.names[block as usize].is_some()).count();
             prop_assert_eq!(pool.free(), model.free.len());
@@ -168,4 +201,40 @@ fn integrity_check_finds_a_leak() {
     let block = pool.take().unwrap();
     assert!(pool.check_integrity(std::iter::once(&[block][..])).is_ok());
     assert!(pool.check_integrity(std::iter::empty()).is_err());
+}
+
+#[test]
+fn twins_are_stored_and_removed_once() {
+    let mut pool = BlockPool::new(9);
+    let (a, b) = (pool.take().unwrap(), pool.take().unwrap());
+    pool.name(a, hash(1));
+    pool.name(b, hash(1));
+    pool.unname(a);
+    assert_eq!(pool.events_since(1).events, [Event::Stored(hash(1))]);
+    assert_eq!(pool.events_since(NOTHING_KNOWN).events, [Event::Cleared, Event::Stored(hash(1))]);
+    pool.unname(b);
+    assert_eq!(pool.events_since(2).events, [Event::Removed(hash(1))]);
+}
+
+#[test]
+fn who_has_missed_more_events_than_there_are_blocks_begins_anew() {
+    let mut pool = BlockPool::new(3);
+    assert_eq!((pool.next_event(), pool.events_since(1).events), (1, vec![]));
+    let block = pool.take().unwrap();
+    for value in 0..2 {
+        pool.name(block, hash(value));
+        pool.unname(block);
+    }
+    pool.name(block, hash(2));
+    let told = pool.events_since(3);
+    assert_eq!(told.events, [Event::Stored(hash(1)), Event::Removed(hash(1)), Event::Stored(hash(2))]);
+    assert_eq!(told.next, 6);
+    for out_of_reach in [NOTHING_KNOWN, 2, 7] {
+        let snapshot = pool.events_since(out_of_reach);
+        assert_eq!(snapshot.events, [Event::Cleared, Event::Stored(hash(2))], "from {out_of_reach}");
+        assert_eq!(snapshot.next, 6);
+    }
+    pool.release(block);
+    assert!(pool.reset());
+    assert_eq!(pool.events_since(6).events, [Event::Cleared]);
 }

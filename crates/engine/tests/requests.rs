@@ -1,6 +1,6 @@
 //! The whole engine, with a model that notices every mistake, under seeded requests that come and are cancelled, held,
 //! scored, overdue and lost with their step, with and without drafts. After each step its books are checked: blocks,
-//! lists, names, deadlines and places in the queue.
+//! lists, names, deadlines and places in the queue; and who follows the cache's events knows what it holds.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -9,13 +9,15 @@ mod drafters;
 mod fake;
 
 use drafters::{KINDS, drafter};
+use engine::events::{Event, NOTHING_KNOWN};
+use engine::pool::Name;
 use engine::{
     Engine, EngineConfig, FinishReason, KvBudget, Output, RefuseReason, Request, RequestId, SamplingParams,
     ScoreKind, ScoreRequest,
 };
 use fake::{Answer, FakeModel, VOCAB, id_of, oracle, request};
 use ops::{KvType, Reference};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -64,6 +66,9 @@ struct Service {
     now: Duration,
     out: Vec<Output>,
     ends: Ends,
+    /// Blocks that events have told of, and the number of the next one.
+    cached: HashSet<Name>,
+    next_event: u64,
 }
 
 impl Service {
@@ -86,7 +91,8 @@ impl Service {
         let drafter = drafter(random.below(KINDS), &config, &requests);
         let engine = Engine::drafting(Box::new(model), drafter, Reference::new(), &config).unwrap();
         let (live, now, out) = (BTreeMap::new(), Duration::ZERO, Vec::new());
-        Self { random, engine, fail_after, requests, live, now, out, ends: Ends::default() }
+        let (ends, cached, next_event) = (Ends::default(), HashSet::new(), NOTHING_KNOWN);
+        Self { random, engine, fail_after, requests, live, now, out, ends, cached, next_event }
     }
 
     fn run(mut self) -> Ends {
@@ -100,6 +106,8 @@ impl Service {
         }
         assert_eq!((self.live.len(), self.engine.stats().kv_blocks_used), (0, 0));
         assert!(self.engine.reset_prefix_cache());
+        self.follow();
+        assert!(self.cached.is_empty());
         self.ends
     }
 
@@ -157,6 +165,9 @@ impl Service {
         self.now += Duration::from_millis(1 + self.random.below(3) as u64);
         let failed = self.engine.step(self.now, &mut self.out).is_err();
         self.engine.check_integrity().unwrap();
+        if self.random.one_in(4) {
+            self.follow();
+        }
         for output in std::mem::take(&mut self.out) {
             match output {
                 Output::Finished { .. } => self.end(output, failed),
@@ -172,6 +183,16 @@ impl Service {
         let next = self.live.values().filter_map(|live| live.deadline).min();
         assert_eq!(self.engine.next_deadline(), next);
         assert!(next.is_none_or(|next| next > self.now), "a request outlives its deadline");
+    }
+
+    fn follow(&mut self) {
+        let update = self.engine.kv_events(self.next_event);
+        apply(update.events, &mut self.cached);
+        self.next_event = update.next;
+        assert_eq!(self.next_event, self.engine.stats().kv_events);
+        let mut cached = HashSet::new();
+        apply(self.engine.kv_events(NOTHING_KNOWN).events, &mut cached);
+        assert_eq!(self.cached, cached);
     }
 
     /// The last output of a request: all that it was promised, or the first part of it and a reason.
@@ -201,6 +222,16 @@ impl Service {
                     false => assert_eq!((answer.tokens, Some(reason)), (expected.tokens, expected.reason)),
                 }
             }
+        }
+    }
+}
+
+fn apply(events: Vec<Event>, cached: &mut HashSet<Name>) {
+    for event in events {
+        match event {
+            Event::Stored(name) => assert!(cached.insert(name), "stored twice"),
+            Event::Removed(name) => assert!(cached.remove(&name), "removed, but never stored"),
+            Event::Cleared => cached.clear(),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 mod storm;
 
-use engine::{admission, blocks, draft, pool, queue, scheduler, sequence};
+use engine::{admission, blocks, draft, events, pool, queue, scheduler, sequence};
 use storm::{STEPS_PER_SEED, Summary};
 
 fn run(seeds: impl Iterator<Item = u64>) -> Summary {
@@ -23,10 +23,11 @@ fn run(seeds: impl Iterator<Item = u64>) -> Summary {
 fn check(total: Summary, seeds: usize) {
     eprintln!("{total:?}");
     let Summary { finished, preempted, shared, accepted, forked, copied, .. } = total;
-    let Summary { refused, crashes, late, evictions, .. } = total;
+    let Summary { refused, crashes, late, evictions, told, behind, .. } = total;
     assert!(finished > 50 * seeds && preempted > 5 * seeds && evictions > 50 * seeds as u64);
     assert!(shared > seeds && accepted > 50 * seeds && refused > 10 * seeds);
     assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4 && late > 50 * seeds);
+    assert!(told > 50 * seeds && behind > seeds);
 }
 
 #[test]

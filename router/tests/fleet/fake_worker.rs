@@ -186,6 +186,7 @@ impl Worker for Service {
     type GenerateStream = Frames<wire::GenerateFrame>;
     type ScoreStream = Frames<wire::ScoreFrame>;
     type GetMetadataStream = Frames<wire::MetadataFrame>;
+    type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
 
     async fn generate(
         &self,
@@ -243,6 +244,13 @@ impl Worker for Service {
 
     async fn score(&self, _: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
         Err(Status::unimplemented("the fake has no model"))
+    }
+
+    async fn subscribe_kv_events(
+        &self,
+        _: Request<wire::SubscribeKvEventsRequest>,
+    ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
+        Err(Status::unimplemented("the fake has no cache"))
     }
 
     async fn get_metadata(

@@ -7,5 +7,6 @@ mod generate;
 mod giver;
 mod grammars;
 mod harness;
+mod kv_events;
 mod lifecycle;
 mod score;

@@ -10,10 +10,12 @@
 //! - a sequence whose row is there and whose token is drawn some steps later stands still, through preemptions too.
 //! - a draft counts if it was drawn, for its own sequence, and leaves nothing behind if not.
 //! - nobody who waits is passed more often than the queue's bounds say.
+//! - who follows the pool's events, often or seldom, knows what can be found.
 //! - at the end all have ended and every block is free.
 
 mod content;
 mod drawing;
+mod readers;
 mod waits;
 
 use crate::admission::{Admission, Bounds};
@@ -24,6 +26,7 @@ use crate::sequence::{Kind, NewSequence, State};
 use drawing::{Guesser, VOCAB};
 use ops::Reference;
 use prefix::Scope;
+use readers::Readers;
 use std::collections::{BTreeMap, BTreeSet};
 use waits::Wait;
 
@@ -101,6 +104,10 @@ pub(crate) struct Summary {
     pub(crate) crashes: usize,
     pub(crate) late: usize,
     pub(crate) evictions: u64,
+    /// Events of the pool that readers were told.
+    pub(crate) told: usize,
+    /// How often one of them had missed too many.
+    pub(crate) behind: usize,
     /// Steps of a request from arrival to end.
     pub(crate) longest: usize,
 }
@@ -117,6 +124,8 @@ impl std::ops::AddAssign for Summary {
         self.crashes += other.crashes;
         self.late += other.late;
         self.evictions += other.evictions;
+        self.told += other.told;
+        self.behind += other.behind;
         self.longest = self.longest.max(other.longest);
     }
 }
@@ -152,6 +161,7 @@ pub(crate) struct Storm {
     likely_percent: usize,
     /// Microseconds of a step and of each row.
     cost: (usize, usize),
+    readers: Readers,
     summary: Summary,
 }
 
@@ -203,6 +213,7 @@ impl Storm {
             live: BTreeMap::new(),
             cells: vec![0; (blocks + 1) * limits.block_tokens],
             ages: 0,
+            readers: Readers::new(seed),
             summary: Summary::default(),
         }
     }
@@ -226,6 +237,7 @@ impl Storm {
         assert!(self.scheduler.reset_prefix_cache());
         assert_eq!(self.scheduler.pool().tail(), 1, "something is left to be found");
         self.check_integrity();
+        self.readers.look(self.scheduler.pool(), true, &mut self.summary);
         self.summary
     }
 
@@ -263,6 +275,7 @@ impl Storm {
             self.grow(step);
         }
         self.check_integrity();
+        self.readers.look(self.scheduler.pool(), false, &mut self.summary);
     }
 
     fn check_integrity(&self) {
@@ -380,6 +393,7 @@ impl Storm {
         self.summary.crashes += 1;
         self.summary.evictions += self.scheduler.pool().evictions();
         self.scheduler = Scheduler::with_groups(self.limits, self.blocks, self.groups.clone());
+        self.readers.forget();
         self.admission = Admission::new(self.bounds);
         self.speculation = Speculation::new(self.depth_max, VOCAB);
         self.counted = (0, 0);

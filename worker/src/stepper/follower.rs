@@ -1,0 +1,59 @@
+//! Follows what the cache begins and ceases to hold, for one call.
+//!
+//! The engine keeps nothing for a follower: this one asks when there is news and its reader has taken the last, and gets what
+//! the log still has, or a snapshot. So a reader that is slow, or takes nothing at all, costs the engine nothing, and memory
+//! for one update.
+
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Weak};
+
+use engine::RefuseReason;
+use engine::events::Update;
+use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
+
+use super::{Command, Handle, Snapshot, SubmitError, tell};
+
+/// Each may hold an update (a name of 33 bytes for every block of the cache at most), and each asks the engine between steps.
+pub(super) const FOLLOWERS_MAX: usize = 16;
+
+/// Does not keep the engine alive.
+pub(crate) struct Follower {
+    commands: Weak<SyncSender<Command>>,
+    snapshot: watch::Receiver<Snapshot>,
+    /// Number of the first event that is not known.
+    next: u64,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Handle {
+    /// What a follower's numbers are of.
+    pub(crate) fn kv_log(&self) -> u64 {
+        self.kv_log
+    }
+
+    /// From event `from` on, or from a snapshot where these are gone.
+    pub(crate) fn follow(&self, from: u64) -> Result<Follower, SubmitError> {
+        let place = self.followers.clone().try_acquire_owned().map_err(|_| SubmitError::Followed)?;
+        let (commands, snapshot) = (Arc::downgrade(&self.commands), self.snapshot.clone());
+        Ok(Follower { commands, snapshot, next: from, _place: place })
+    }
+}
+
+impl Follower {
+    /// Waits until there is something new. An error is the end: the worker drains, or its engine has stopped.
+    pub(crate) async fn next(&mut self) -> Result<Update, SubmitError> {
+        let next = self.next;
+        let news = self.snapshot.wait_for(|now| now.draining || now.stats.kv_events != next);
+        let draining = news.await.map_err(|_| SubmitError::Stopped)?.draining;
+        if draining {
+            return Err(RefuseReason::Draining.into());
+        }
+        let (answer, answered) = oneshot::channel();
+        let commands = self.commands.upgrade().ok_or(SubmitError::Stopped)?;
+        tell(&commands, Command::KvEvents { from: next, answer }).await;
+        drop(commands);
+        let update = answered.await.map_err(|_| SubmitError::Stopped)?;
+        self.next = update.next;
+        Ok(update)
+    }
+}

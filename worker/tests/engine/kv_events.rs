@@ -1,0 +1,207 @@
+//! What the cache holds, told as it changes: to several, to those who come back, to those who do not read.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use bytes::Bytes;
+use prefix::{Scope, block_hashes};
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{self as wire, kv_event};
+use tonic::transport::Channel;
+use tonic::{Code, Status, Streaming};
+
+use crate::harness::{PATIENCE, Worker, fleet, fleet_with};
+
+/// An index as a router would keep it.
+struct Follower {
+    frames: Streaming<wire::KvEventsFrame>,
+    log: u64,
+    next: u64,
+    known: HashSet<Bytes>,
+    /// How often it was told that what it knows does not count.
+    cleared: usize,
+}
+
+async fn subscribe(
+    client: &mut WorkerClient<Channel>,
+    fingerprint: &Bytes,
+    (log, from): (u64, u64),
+) -> Result<Streaming<wire::KvEventsFrame>, Status> {
+    let request = wire::SubscribeKvEventsRequest { fingerprint: fingerprint.clone(), log, from };
+    Ok(client.subscribe_kv_events(request).await?.into_inner())
+}
+
+impl Follower {
+    async fn new(worker: &mut Worker) -> Self {
+        let frames = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap();
+        Self { frames, log: 0, next: 0, known: HashSet::new(), cleared: 0 }
+    }
+
+    /// With what it knows, to go on from there.
+    async fn again(&mut self, worker: &mut Worker) {
+        let from = (self.log, self.next);
+        self.frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
+    }
+
+    async fn read(&mut self) -> Result<(), Status> {
+        let frame = tokio::time::timeout(PATIENCE, self.frames.message()).await.expect("a frame in time")?;
+        let frame = frame.expect("the stream ends with a status only");
+        for event in frame.events {
+            match event.event.unwrap() {
+                kv_event::Event::Stored(block) => {
+                    assert_eq!(block.group, 0, "all layers of this model read everything");
+                    assert!(self.known.insert(block.hash), "stored twice");
+                }
+                kv_event::Event::Removed(block) => {
+                    assert!(self.known.remove(&block.hash), "removed, but never stored");
+                }
+                kv_event::Event::Cleared(wire::KvCleared {}) => {
+                    self.known.clear();
+                    self.cleared += 1;
+                }
+            }
+        }
+        (self.log, self.next) = (frame.log, frame.next);
+        Ok(())
+    }
+
+    /// To where the cache stands while nobody generates.
+    async fn catch_up(&mut self, worker: &mut Worker) {
+        let next = worker.stats().await.kv_events;
+        while self.next != next {
+            self.read().await.unwrap();
+        }
+    }
+}
+
+async fn block_tokens(worker: &mut Worker) -> usize {
+    worker.metadata().await.unwrap().0.kv_block_tokens as usize
+}
+
+/// Names of the full blocks of what has been computed: all of prompt and output but the last token.
+async fn run(worker: &mut Worker, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
+    let block_tokens = block_tokens(worker).await;
+    let request = wire::GenerateRequest { cache_salt: salt.into(), ..worker.greedy(prompt, 40) };
+    let generated = worker.generate(request).await.unwrap();
+    assert_eq!(generated.tokens.len(), 40);
+    let computed = [prompt, &generated.tokens[..39]].concat();
+    let scope = Scope { salt: salt.into(), extra: Vec::new() };
+    block_hashes(&scope, &computed, block_tokens)
+        .map(|hash| Bytes::copy_from_slice(hash.as_bytes()))
+        .collect()
+}
+
+fn prompt(number: u32) -> Vec<u32> {
+    (0..100).map(|place| (place * 7 + number * 13) % 500).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_request_leaves_is_told_to_all_who_follow() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let mut first = Follower::new(&mut worker).await;
+    first.read().await.unwrap();
+    assert_eq!((first.known.len(), first.next, first.cleared), (0, 1, 1), "the cache is empty");
+    let mut second = Follower::new(&mut worker).await;
+    let plain = run(&mut worker, &prompt(0), "").await;
+    let salted = run(&mut worker, &prompt(0), "secret").await;
+    assert!(plain.len() > 3 && plain.is_disjoint(&salted));
+    let all: HashSet<Bytes> = &plain | &salted;
+    for follower in [&mut first, &mut second] {
+        follower.catch_up(&mut worker).await;
+        assert_eq!((&follower.known, follower.cleared), (&all, 1), "nothing but that");
+    }
+    let mut late = Follower::new(&mut worker).await;
+    late.read().await.unwrap();
+    assert_eq!((late.known, late.next, late.log), (all, first.next, first.log), "a snapshot");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
+    let (_directory, _giver, mut worker) =
+        fleet_with(|config| config.kv_bytes = service::Bytes::mib(4)).await;
+    let blocks = worker.metadata().await.unwrap().0.kv_blocks;
+    let mut follower = Follower::new(&mut worker).await;
+    let first = run(&mut worker, &prompt(0), "").await;
+    follower.catch_up(&mut worker).await;
+    assert_eq!(follower.known, first);
+    let left_at = follower.next;
+    let second = run(&mut worker, &prompt(1), "").await;
+    follower.again(&mut worker).await;
+    follower.catch_up(&mut worker).await;
+    assert_eq!((&follower.known, follower.cleared), (&(&first | &second), 1), "what it knew before counts");
+
+    // Blocks are evicted, until the log does not reach back.
+    let mut number = 2;
+    while follower.next <= left_at + blocks {
+        let next = run(&mut worker, &prompt(number), "").await;
+        follower.catch_up(&mut worker).await;
+        assert!(follower.known.is_superset(&next));
+        number += 1;
+    }
+    assert_eq!(follower.cleared, 1);
+    assert!(worker.stats().await.evictions > 0);
+    let behind = (follower.log, left_at);
+    let restarted = (follower.log.wrapping_add(1), follower.next);
+    let ahead = (follower.log, follower.next + 1);
+    for from in [behind, restarted, ahead] {
+        let frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
+        let known = HashSet::from([Bytes::from_static(b"of another time")]);
+        let mut again = Follower { frames, log: 0, next: 0, known, cleared: 0 };
+        again.read().await.unwrap();
+        assert_eq!((&again.known, again.next, again.cleared), (&follower.known, follower.next, 1));
+    }
+    let another = subscribe(&mut worker.client, &"another".into(), (0, 0)).await.unwrap_err();
+    assert_eq!(another.code(), Code::FailedPrecondition);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn followers_who_do_not_read_hold_nothing_up() {
+    let (_directory, _giver, mut worker) =
+        fleet_with(|config| config.kv_bytes = service::Bytes::mib(4)).await;
+    let mut lagging = Follower::new(&mut worker).await;
+    lagging.frames =
+        subscribe(&mut worker.lagging_client().await, &worker.fingerprint, (0, 0)).await.unwrap();
+    let mut following = Follower::new(&mut worker).await;
+    for number in 0..20 {
+        let next = run(&mut worker, &prompt(number), "").await;
+        following.catch_up(&mut worker).await;
+        assert!(following.known.is_superset(&next));
+    }
+    // The window is full of what it has not read; what came after that it gets as events, or as a snapshot.
+    lagging.catch_up(&mut worker).await;
+    assert_eq!((lagging.known, lagging.next), (following.known.clone(), following.next));
+
+    let mut unread = worker.lagging_client().await;
+    let unread = subscribe(&mut unread, &worker.fingerprint, (0, 0)).await.unwrap();
+    worker.client.drain(wire::DrainRequest { grace_ms: 60_000 }).await.unwrap();
+    assert_eq!(following.read().await.unwrap_err().code(), Code::Unavailable);
+    let refused = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await;
+    // A stream that ends before its first frame may answer with its headers, or after them.
+    let status = match refused {
+        Ok(mut frames) => frames.message().await.unwrap_err(),
+        Err(status) => status,
+    };
+    assert_eq!(status.code(), Code::Unavailable);
+    tokio::time::timeout(PATIENCE, worker.stop()).await.expect("nobody is waited for").unwrap();
+    drop(unread);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_more_follow_than_there_are_places_for() {
+    const PLACES: usize = 16;
+    let (_directory, _giver, mut worker) = fleet().await;
+    let mut followers = Vec::new();
+    for _ in 0..PLACES {
+        followers.push(Follower::new(&mut worker).await);
+    }
+    let refused = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    assert!(refused.metadata().contains_key("retry-after"));
+    followers.pop();
+    let has_place = async {
+        while subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, has_place).await.expect("a place is given back");
+}
