@@ -531,6 +531,19 @@ fn broken_logits_are_refused_and_extremes_are_not() {
     assert_eq!(sample(&[1.0, 2.0, 0.0], &narrow), Ok(1));
 }
 
+/// Top-k takes k, and k is more than there are: the entropy that dynamic temperature follows stays the same.
+#[test]
+fn a_dynamic_temperature_does_not_count_what_is_ruled_out() {
+    let mut logits = peaked_logits()[..100].to_vec();
+    logits[10..].fill(f32::NEG_INFINITY);
+    let all = SamplingParams { dynatemp_range: 0.9, seed: 3, ..SamplingParams::default() };
+    let best = SamplingParams { top_k: 50, ..all.clone() };
+    let tokens = |params: &SamplingParams| -> Vec<u32> {
+        (0..2_000).map(|position| sample(&mut Sampler::default(), &logits, params, position)).collect()
+    };
+    assert_eq!(tokens(&best), tokens(&all));
+}
+
 #[test]
 fn a_huge_temperature_makes_all_that_is_left_equally_likely() {
     let logits = peaked_logits();

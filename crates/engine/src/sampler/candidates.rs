@@ -210,9 +210,10 @@ impl Candidates {
         self.kept.retain(|kept| *kept == last || !likely(&kept));
     }
 
-    /// Entropy of what is left over that of as many equally likely tokens: 0 to 1.
+    /// Entropy of what is left over that of as many equally likely tokens: 0 to 1. Those that are ruled out are not left, though
+    /// top-k may have taken some to be k.
     pub(super) fn normalised_entropy(&self) -> f64 {
-        match self.kept.len() {
+        match self.kept.iter().filter(|kept| kept.logit() > f32::NEG_INFINITY).count() {
             0 | 1 => 0.0,
             count => (softmax(&self.kept).entropy / math::ln(count as f64)).clamp(0.0, 1.0),
         }

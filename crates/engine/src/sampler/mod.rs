@@ -6,7 +6,7 @@
 //! 2. logit bias: added
 //! 3. penalties: repetition, then frequency and presence
 //! 4. DRY: tokens that prolong a repetition are lowered
-//! 5. temperature 0: the highest logit is taken, and nothing below applies (in llama.cpp, typical and XTC could still drop it)
+//! 5. temperature 0: the highest logit is taken, and nothing below applies
 //! 6. top-n-sigma: logits of at least the highest minus n standard deviations
 //! 7. top-k: of the rest, the k highest
 //! 8. typical: of the rest, those of the most expected surprise whose softmax adds up to p
@@ -17,6 +17,17 @@
 //! 13. draw: one uniform number inverts the running sum of the weights in order of rising id
 //!
 //! Mirostat takes the place of 3 to 11 as it does there: it comes after 1, 2 and a temperature that is not dynamic.
+//!
+//! `tests/llama_samplers.rs` compares what is left, and how probable it is, with what llama.cpp leaves. On purpose another:
+//!
+//! - Temperature 0 is greedy whatever else is asked for; there, typical and XTC may drop the highest logit before, and a
+//!   dynamic range makes it a draw.
+//! - Presence and frequency count the output, as in the OpenAI API; there, the last n tokens of prompt and output.
+//! - A token ruled out (by mask, bias or top-n-sigma) is gone; there it stays with a logit of -inf. It counts in the number
+//!   of tokens that dynamic temperature and mirostat 1 go by, and makes typical's entropy and mirostat 1's exponent no number.
+//! - Mirostat 1 keeps everything where its formula overflows; there, the conversion to an integer is undefined.
+//! - Which of equal logits stays at a filter's border; there, it is as the sort leaves them.
+//! - The random numbers, XTC's among them.
 //!
 //! Among equal logits the lower id ranks higher everywhere. Arithmetic is f32 and f64 in a fixed order without library
 //! functions that differ between machines; numbers are keyed by position ([`random`]): the same request draws the same
