@@ -25,6 +25,7 @@
 //! when that is computed. All of them then go on from the same logits and share every block; the last block, if it is not
 //! full, is copied by whoever writes into it while others hold it (`Plan::copies`).
 
+// Named, since tests/planted.rs compiles this file once more from another place.
 #[path = "scheduler/forks.rs"]
 mod forks;
 
