@@ -15,4 +15,5 @@ mod harness;
 mod http;
 mod kv_types;
 mod one_copy;
+mod orders;
 mod structured;

@@ -91,9 +91,9 @@ impl Choice {
         // A client that goes away is noticed here, also while the worker computes a long prompt.
         let outcome = tokio::select! {
             outcome = running.drive(attempt) => outcome,
-            () = events.closed() => return metrics::choice_cancelled(&model.name),
+            () = events.closed() => return metrics::choice_cancelled(model.name()),
         };
-        metrics::choice_ended(&model.name, &outcome);
+        metrics::choice_ended(model.name(), &outcome);
         if let Err(failure) = &outcome {
             tracing::warn!(request = %running.choice.call.request_id, choice, %failure, "choice failed");
         }
@@ -134,7 +134,7 @@ impl Running {
                     let choice = &self.choice;
                     attempt =
                         reopen(&choice.fleet, &choice.call, &self.progress, choice.deadline, detail).await?;
-                    metrics::resumed(&choice.model.name);
+                    metrics::resumed(choice.model.name());
                     tracing::info!(
                         request = %choice.call.request_id,
                         worker = %attempt.place.peer.worker_name,
@@ -190,9 +190,9 @@ impl Running {
             None => {
                 let since_arrival = now - self.choice.arrived;
                 self.first_token = Some(since_arrival);
-                metrics::first_token(&self.choice.model.name, since_arrival);
+                metrics::first_token(self.choice.model.name(), since_arrival);
             }
-            Some(last) => metrics::inter_token(&self.choice.model.name, now - last),
+            Some(last) => metrics::inter_token(self.choice.model.name(), now - last),
         }
         let Some(text) = &mut self.text else {
             return Err(Failure::Protocol { violation: "tokens after the end" });
@@ -201,7 +201,7 @@ impl Running {
         ids.truncate(pushed.consumed);
         logprobs.truncate(pushed.consumed);
         self.progress.tokens(&ids, sampler_state)?;
-        metrics::generated(&self.choice.model.name, ids.len());
+        metrics::generated(self.choice.model.name(), ids.len());
         self.send(Piece { choice: self.choice.index, tokens: ids, text: pushed.text, logprobs }).await?;
         Ok(pushed.stop.map(Finish::StopString))
     }

@@ -95,7 +95,7 @@ impl Refusal {
     }
 }
 
-/// One round over the workers with the call's fingerprint, from the one that has `place` on.
+/// One round over the workers of the call's model, from the one that has `place` on.
 pub(crate) async fn open(
     fleet: &Arc<Fleet>,
     call: &Call,
@@ -105,7 +105,7 @@ pub(crate) async fn open(
 ) -> Result<Attempt, Refusal> {
     let mut tried = Vec::new();
     let mut refusal = Refusal::NoWorker;
-    while let Some(mut place) = place.take().or_else(|| fleet.place(&call.fingerprint, &tried, None)) {
+    while let Some(mut place) = place.take().or_else(|| fleet.place(&call.model, &tried, None)) {
         tried.push(place.peer.worker);
         let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
             Some(Duration::ZERO) => return Err(Refusal::Deadline),

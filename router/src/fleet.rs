@@ -12,7 +12,7 @@ use tonic::transport::Channel;
 
 use crate::admission::{Room, Seats};
 use crate::model::Model;
-use crate::placement::{Fingerprint, Placement, Report, WorkerId};
+use crate::placement::{ModelKey, Placement, Report, WorkerId};
 
 /// Models without a worker whose tokenizers are kept, so that a restarted worker serves at once.
 const IDLE_MODELS_MAX: usize = 8;
@@ -27,7 +27,7 @@ pub(crate) struct Fleet {
 struct State {
     placement: Placement,
     workers: BTreeMap<WorkerId, Worker>,
-    /// In order of joining; one for each fingerprint.
+    /// In order of joining; one for each key.
     models: Vec<Arc<Model>>,
     workers_seen: u64,
 }
@@ -96,14 +96,11 @@ impl Fleet {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a worker with this fingerprint serves, if any did before.
-    pub(crate) fn model(&self, fingerprint: &Fingerprint) -> Option<Arc<Model>> {
-        self.lock().models.iter().find(|model| model.fingerprint == *fingerprint).cloned()
-    }
-
-    /// The text side of a model with this content, to be shared between its fingerprints.
-    pub(crate) fn model_with_digest(&self, digest: &[u8]) -> Option<Arc<Model>> {
-        self.lock().models.iter().find(|model| model.digest == digest).cloned()
+    /// A model with this content, whose text side another of that content shares; the one with this key if there is one.
+    pub(crate) fn sibling(&self, key: &ModelKey, digest: &[u8]) -> Option<Arc<Model>> {
+        let state = self.lock();
+        let siblings = state.models.iter().filter(|model| model.digest == digest);
+        siblings.max_by_key(|model| model.key == *key).cloned()
     }
 
     pub(crate) fn join(
@@ -116,8 +113,8 @@ impl Fleet {
         let mut state = self.lock();
         state.workers_seen += 1;
         let id = WorkerId(state.workers_seen);
-        state.placement.join(id, model.fingerprint.clone(), seats.running_max);
-        state.models.retain(|known| known.fingerprint != model.fingerprint);
+        state.placement.join(id, model.key.clone(), seats.running_max);
+        state.models.retain(|known| known.key != model.key);
         state.models.push(model.clone());
         state.workers.insert(id, Worker { name, model, client, seats, report: Report::default() });
         state.forget_idle_models();
@@ -143,16 +140,16 @@ impl Fleet {
         }
     }
 
-    /// A place on the least loaded worker with this fingerprint that is not among `tried`; on the one that has `beside`, while
+    /// A place on the least loaded worker of this model that is not among `tried`; on the one that has `beside`, while
     /// that has a seat free.
     pub(crate) fn place(
         self: &Arc<Self>,
-        fingerprint: &Fingerprint,
+        model: &ModelKey,
         tried: &[WorkerId],
         beside: Option<WorkerId>,
     ) -> Option<Place> {
         let mut state = self.lock();
-        let worker = state.placement.begin(fingerprint, tried, beside)?;
+        let worker = state.placement.begin(model, tried, beside)?;
         let Some(peer) = state.peer(worker) else {
             state.placement.leave(worker);
             return None;
@@ -161,23 +158,23 @@ impl Fleet {
         Some(Place { fleet: self.clone(), peer })
     }
 
-    /// Who would get the next stream with this fingerprint, without giving it one.
-    pub(crate) fn least_loaded(&self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<Peer> {
+    /// Who would get this model's next stream, without giving it one.
+    pub(crate) fn least_loaded(&self, model: &ModelKey, tried: &[WorkerId]) -> Option<Peer> {
         let state = self.lock();
-        let worker = state.placement.least_loaded(fingerprint, tried)?;
+        let worker = state.placement.least_loaded(model, tried)?;
         state.peer(worker)
     }
 
-    /// What the workers with this fingerprint have room for.
-    pub(crate) fn room(&self, fingerprint: &Fingerprint) -> Room {
+    /// What this model's workers have room for.
+    pub(crate) fn room(&self, model: &ModelKey) -> Room {
         let state = self.lock();
-        let workers = state.workers.values().filter(|worker| worker.model.fingerprint == *fingerprint);
+        let workers = state.workers.values().filter(|worker| worker.model.key == *model);
         workers.map(|worker| worker.seats).collect()
     }
 
     /// Of every known model.
-    pub(crate) fn fingerprints(&self) -> Vec<Fingerprint> {
-        self.lock().models.iter().map(|model| model.fingerprint.clone()).collect()
+    pub(crate) fn keys(&self) -> Vec<ModelKey> {
+        self.lock().models.iter().map(|model| model.key.clone()).collect()
     }
 
     /// Changes whenever a worker joins or leaves.
@@ -189,7 +186,7 @@ impl Fleet {
     pub(crate) fn resolve(&self, name: Option<&str>) -> Result<Arc<Model>, ResolveError> {
         let state = self.lock();
         let known = || {
-            let mut names: Vec<String> = state.models.iter().map(|m| m.name.clone()).collect();
+            let mut names: Vec<String> = state.models.iter().map(|model| model.name().to_owned()).collect();
             names.sort();
             names.dedup();
             names
@@ -203,8 +200,8 @@ impl Fleet {
         state
             .models
             .iter()
-            .filter(|model| model.name == name)
-            .max_by_key(|model| (state.placement.serving(&model.fingerprint) > 0, model.generation))
+            .filter(|model| model.name() == name)
+            .max_by_key(|model| (state.placement.serving(&model.key) > 0, model.generation))
             .cloned()
             .ok_or_else(|| ResolveError::Unknown { name, known: known() })
     }
@@ -225,7 +222,7 @@ impl Fleet {
                 workers: state
                     .workers
                     .iter()
-                    .filter(|(_, worker)| worker.model.fingerprint == model.fingerprint)
+                    .filter(|(_, worker)| worker.model.key == model.key)
                     .map(|(&id, worker)| ServedBy {
                         name: worker.name.clone(),
                         in_flight: state.placement.in_flight(id),
@@ -234,7 +231,8 @@ impl Fleet {
                     .collect(),
             })
             .collect();
-        served.sort_by(|a, b| (&a.model.name, a.model.generation).cmp(&(&b.model.name, b.model.generation)));
+        served
+            .sort_by(|a, b| (a.model.name(), a.model.generation).cmp(&(b.model.name(), b.model.generation)));
         served
     }
 }
@@ -247,7 +245,7 @@ impl State {
 
     fn forget_idle_models(&mut self) {
         let placement = &self.placement;
-        let idle = |model: &Arc<Model>| placement.serving(&model.fingerprint) == 0;
+        let idle = |model: &Arc<Model>| placement.serving(&model.key) == 0;
         let mut excess = self.models.iter().filter(|m| idle(m)).count().saturating_sub(IDLE_MODELS_MAX);
         self.models.retain(|model| {
             let forget = excess > 0 && idle(model);

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admission::{Action, Admission, Class, Entry, Event, Limits, Refused, Standing, Ticket, Time};
 use crate::fleet::Fleet;
 use crate::metrics;
-use crate::placement::Fingerprint;
+use crate::placement::ModelKey;
 
 #[derive(Debug)]
 pub(crate) struct Gate {
@@ -32,7 +32,7 @@ struct State {
     admission: Admission,
     answers: HashMap<Ticket, oneshot::Sender<Result<(), Refused>>>,
     /// Models whose workers were counted.
-    models: BTreeSet<Fingerprint>,
+    models: BTreeSet<ModelKey>,
     tickets: u64,
 }
 
@@ -111,7 +111,7 @@ impl Gate {
         self.lock().admission.streams()
     }
 
-    pub(crate) fn standing(&self, model: &Fingerprint) -> Option<Standing> {
+    pub(crate) fn standing(&self, model: &ModelKey) -> Option<Standing> {
         self.lock().admission.standing(model)
     }
 
@@ -141,7 +141,7 @@ impl Gate {
         let mut state = self.lock();
         let now = self.time(Instant::now());
         let known = state.models.iter().cloned();
-        let models: BTreeSet<Fingerprint> = self.fleet.fingerprints().into_iter().chain(known).collect();
+        let models: BTreeSet<ModelKey> = self.fleet.keys().into_iter().chain(known).collect();
         for model in models {
             state.count_workers(&self.fleet, &model, now);
         }
@@ -182,7 +182,7 @@ impl State {
     }
 
     /// Under this lock, so that the last word is the latest.
-    fn count_workers(&mut self, fleet: &Fleet, model: &Fingerprint, now: Time) {
+    fn count_workers(&mut self, fleet: &Fleet, model: &ModelKey, now: Time) {
         let places = self.limits.places(fleet.room(model));
         if places > 0 {
             self.models.insert(model.clone());

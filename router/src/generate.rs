@@ -116,7 +116,7 @@ impl Generator {
     pub(crate) async fn start(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
         let started = self.admit(job).await;
         if let Err(refusal) = &started {
-            metrics::refused(&job.model.name, job.class(), refusal.reason());
+            metrics::refused(job.model.name(), job.class(), refusal.reason());
         }
         started
     }
@@ -127,7 +127,7 @@ impl Generator {
             job.plan().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
         let deadline = job.origin.arrived + timeout;
         let entry = Entry {
-            model: job.model.fingerprint.clone(),
+            model: job.model.key.clone(),
             tenant: job.origin.tenant.clone(),
             priority: job.plan().priority,
             places: choices as u32,
@@ -136,9 +136,9 @@ impl Generator {
         self.check_room(job)?;
         if let Some(grammar) = &job.plan().grammar {
             let Job { model, origin, .. } = job;
-            self.grammars.check(&model.fingerprint, grammar, &origin.tenant, deadline).await?;
+            self.grammars.check(&model.key, grammar, &origin.tenant, deadline).await?;
         }
-        let mut places = self.gate.enter(&job.model.name, entry).await?;
+        let mut places = self.gate.enter(job.model.name(), entry).await?;
         let deadline = Some(deadline);
         let calls: Vec<Call> = job.calls(self.tenants.number(&job.origin.tenant));
         let attempts = calls.iter().zip(self.place(&calls)).map(|(call, place)| async move {
@@ -169,7 +169,7 @@ impl Generator {
             tokio::spawn(choice.run(attempt, progress, text, last_word));
         }
         for prompt in job.prompts() {
-            metrics::prompt(&job.model.name, prompt.len());
+            metrics::prompt(job.model.name(), prompt.len());
         }
         Ok(receiver)
     }
@@ -178,7 +178,7 @@ impl Generator {
     fn place(&self, calls: &[Call]) -> Vec<Option<Place>> {
         let mut beside = None;
         let places = calls.iter().map(|call| {
-            let place = self.fleet.place(&call.fingerprint, &[], beside.filter(|_| call.choice > 0));
+            let place = self.fleet.place(&call.model, &[], beside.filter(|_| call.choice > 0));
             beside = place.as_ref().map(|place| place.peer.worker);
             place
         });
@@ -187,7 +187,7 @@ impl Generator {
 
     /// What no worker could ever hold does not wait.
     fn check_room(&self, job: &Job) -> Result<(), NeverFits> {
-        let room = self.fleet.room(&job.model.fingerprint);
+        let room = self.fleet.room(&job.model.key);
         if room == Room::default() {
             // Nobody is there to say; the gate does.
             return Ok(());
@@ -212,7 +212,7 @@ impl Job {
             let stop_tokens: Arc<[u32]> = [&plan.stop_tokens, own].concat().into();
             calls.extend((0..plan.n).map(|choice| Call {
                 request_id: self.origin.request_id.clone(),
-                fingerprint: self.model.fingerprint.clone(),
+                model: self.model.key.clone(),
                 prompt: prompt.clone(),
                 plan: plan.clone(),
                 stop_tokens: stop_tokens.clone(),

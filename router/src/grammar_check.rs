@@ -18,7 +18,7 @@ use crate::admission::Tenant;
 use crate::dispatch::{RETRY_AFTER, Refusal, verdict};
 use crate::fleet::Fleet;
 use crate::params::Grammar;
-use crate::placement::Fingerprint;
+use crate::placement::{Fingerprint, ModelKey};
 
 /// Under way, of one tenant: a worker compiles one after the other, and others want theirs, too.
 const TENANT_UNDER_WAY_MAX: usize = 4;
@@ -70,12 +70,12 @@ impl GrammarChecks {
     /// `Ok` also if no worker is there to say: then the request waits for one, or is refused for that.
     pub(crate) async fn check(
         &self,
-        model: &Fingerprint,
+        model: &ModelKey,
         grammar: &Grammar,
         tenant: &Tenant,
         deadline: Instant,
     ) -> Result<(), Refusal> {
-        if let Some(found) = self.lock().recall(model, grammar) {
+        if let Some(found) = self.lock().recall(&model.fingerprint, grammar) {
             return found;
         }
         let check = self.begin(tenant)?;
@@ -84,7 +84,7 @@ impl GrammarChecks {
             let _own = check.under_way.acquire().await;
             let _place = self.under_way.acquire().await;
             // Somebody may have asked the same meanwhile.
-            let found = self.lock().recall(model, grammar);
+            let found = self.lock().recall(&model.fingerprint, grammar);
             match found {
                 Some(found) => found,
                 None => self.ask(model, grammar).await,
@@ -93,9 +93,9 @@ impl GrammarChecks {
         checked.await.unwrap_or(Err(Refusal::Deadline))
     }
 
-    async fn ask(&self, model: &Fingerprint, grammar: &Grammar) -> Result<(), Refusal> {
+    async fn ask(&self, model: &ModelKey, grammar: &Grammar) -> Result<(), Refusal> {
         let request = CheckGrammarRequest {
-            fingerprint: Bytes::copy_from_slice(&model.0),
+            fingerprint: Bytes::copy_from_slice(&model.fingerprint.0),
             grammar: Some(grammar.source.clone()),
         };
         let (mut tried, mut refusal) = (Vec::new(), None);
@@ -104,13 +104,13 @@ impl GrammarChecks {
             let answer = tokio::time::timeout(CHECK_WAIT, peer.client.check_grammar(request.clone())).await;
             match answer {
                 Ok(Ok(_)) => {
-                    self.lock().keep(model, grammar, Ok(()));
+                    self.lock().keep(&model.fingerprint, grammar, Ok(()));
                     return Ok(());
                 }
                 Ok(Err(status)) => match verdict(&self.fleet, &peer, &status, Some(grammar)) {
                     Ok(passing) => refusal = passing.or(refusal),
                     Err(Refusal::Grammar { param, detail }) => {
-                        self.lock().keep(model, grammar, Err(detail.clone()));
+                        self.lock().keep(&model.fingerprint, grammar, Err(detail.clone()));
                         return Err(Refusal::Grammar { param, detail });
                     }
                     Err(refusal) => return Err(refusal),

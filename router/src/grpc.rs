@@ -58,7 +58,7 @@ impl inference_server::Inference for Inference {
         let job = Job::new(model, prompts, params, origin)?;
         let events = self.generator.start(&job).await?;
         let started = wire::Started {
-            model: job.model.name.clone(),
+            model: job.model.name().to_owned(),
             prompt_tokens: job.prompts().flatten().copied().collect(),
             seed: job.plan().sampling.seed,
         };
@@ -116,7 +116,7 @@ impl inference_server::Inference for Inference {
         _: Request<wire::ListModelsRequest>,
     ) -> Result<Response<wire::ListModelsReply>, Status> {
         let entry = |served: &crate::fleet::Served| wire::Model {
-            name: served.model.name.clone(),
+            name: served.model.name().to_owned(),
             digest: served.model.digest_hex(),
             context_tokens: served.model.context_tokens,
             workers: served.workers.len() as u32,

@@ -113,13 +113,13 @@ pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
     line(format_args!("ballast:num_streams {}", gate.streams()));
     line(format_args!("# TYPE ballast:workers gauge"));
     for served in &served {
-        let model = escaped(&served.model.name);
+        let model = escaped(served.model.name());
         line(format_args!("ballast:workers{{model_name=\"{model}\"}} {}", served.workers.len()));
     }
     for (name, kind, value) in gauges {
         line(format_args!("# TYPE ballast:{name} {kind}"));
         for served in &served {
-            let model = escaped(&served.model.name);
+            let model = escaped(served.model.name());
             for worker in &served.workers {
                 let engine = escaped(&worker.name);
                 line(format_args!(
@@ -130,7 +130,7 @@ pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
         }
     }
     let standings =
-        || served.iter().filter_map(|s| Some((escaped(&s.model.name), gate.standing(&s.model.fingerprint)?)));
+        || served.iter().filter_map(|s| Some((escaped(s.model.name()), gate.standing(&s.model.key)?)));
     type OfClass = fn(&crate::admission::ClassStanding) -> u32;
     let of_class: [(&str, OfClass); 2] =
         [("num_requests_queued", |c| c.waiting), ("num_places_held", |c| c.held)];

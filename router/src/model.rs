@@ -11,15 +11,14 @@ use text::{
 
 use crate::breakers::Breakers;
 use crate::params::Limits;
-use crate::placement::Fingerprint;
+use crate::placement::ModelKey;
 
 /// What a worker says about the model it serves.
 #[derive(Debug)]
 pub(crate) struct Description {
-    pub(crate) model: String,
+    pub(crate) key: ModelKey,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
-    pub(crate) fingerprint: Fingerprint,
     pub(crate) context_tokens: u32,
     pub(crate) vocabulary: u32,
     pub(crate) weight_bytes: u64,
@@ -27,10 +26,9 @@ pub(crate) struct Description {
 
 #[derive(Debug)]
 pub(crate) struct Model {
-    pub(crate) name: String,
+    pub(crate) key: ModelKey,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
-    pub(crate) fingerprint: Fingerprint,
     pub(crate) context_tokens: u32,
     pub(crate) vocabulary: u32,
     pub(crate) weight_bytes: u64,
@@ -71,30 +69,36 @@ impl Model {
         let tokenizer = Arc::new(Tokenizer::from_metadata(&metadata)?);
         let template = ChatTemplate::from_metadata(&metadata, &tokenizer);
         if let Err(error) = &template {
-            tracing::info!(model = %description.model, reason = service::exit::one_line(error), "no chat");
+            tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no chat");
         }
         Ok(Self::new(description, Arc::new(ModelText { tokenizer, template, breakers: Breakers::default() })))
     }
 
-    /// The same content under another description: another generation, or another backend's fingerprint.
+    /// The same content under another description: another name, generation or backend.
     pub(crate) fn with(&self, description: Description) -> Self {
-        Self::new(description, self.text.clone())
+        let model = Self::new(description, self.text.clone());
+        match model.key == self.key {
+            true => Self { joined_unix_seconds: self.joined_unix_seconds, ..model },
+            false => model,
+        }
     }
 
     fn new(description: Description, text: Arc<ModelText>) -> Self {
-        let Description { model, digest, generation, fingerprint, context_tokens, vocabulary, weight_bytes } =
-            description;
+        let Description { key, digest, generation, context_tokens, vocabulary, weight_bytes } = description;
         Self {
-            name: model,
+            key,
             digest,
             generation,
-            fingerprint,
             context_tokens,
             vocabulary,
             weight_bytes,
             joined_unix_seconds: unix_seconds(),
             text,
         }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.key.name
     }
 
     pub(crate) fn limits(&self) -> Limits {
@@ -107,7 +111,7 @@ impl Model {
 
     /// Says which weights and kernels made a response, as OpenAI's `system_fingerprint` is meant to.
     pub(crate) fn system_fingerprint(&self) -> String {
-        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.fingerprint.0))
+        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.key.fingerprint.0))
     }
 }
 

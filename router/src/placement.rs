@@ -7,6 +7,7 @@
 //! take turns.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// One incarnation of a worker process: a restarted worker has a new one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,6 +16,22 @@ pub(crate) struct WorkerId(pub(crate) u64);
 /// Workers with equal fingerprints give equal tokens (I5), so a stream may move between them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Fingerprint(pub(crate) Vec<u8>);
+
+/// What a request asks for and a worker is there for. The name belongs to it: who loads one content under two names gives
+/// each its own workers, with room, queues and an end of their own. The fingerprint does, too: a name that is swapped
+/// means two contents for a while.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ModelKey {
+    pub(crate) name: Arc<str>,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+#[cfg(test)]
+impl ModelKey {
+    pub(crate) fn numbered(n: u8) -> Self {
+        Self { name: n.to_string().into(), fingerprint: Fingerprint(vec![n]) }
+    }
+}
 
 /// What a worker says about itself, some hundred milliseconds ago.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,7 +56,7 @@ pub(crate) struct Report {
 
 #[derive(Debug)]
 struct Load {
-    fingerprint: Fingerprint,
+    model: ModelKey,
     /// What it runs at once.
     seats: u32,
     in_flight: u32,
@@ -56,8 +73,8 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    pub(crate) fn join(&mut self, worker: WorkerId, fingerprint: Fingerprint, seats: u32) {
-        let load = Load { fingerprint, seats, in_flight: 0, foreign: 0, kv_permille: 0, picked_at: 0 };
+    pub(crate) fn join(&mut self, worker: WorkerId, model: ModelKey, seats: u32) {
+        let load = Load { model, seats, in_flight: 0, foreign: 0, kv_permille: 0, picked_at: 0 };
         self.workers.insert(worker, load);
     }
 
@@ -80,14 +97,14 @@ impl Placement {
     /// [`Self::end`].
     pub(crate) fn begin(
         &mut self,
-        fingerprint: &Fingerprint,
+        model: &ModelKey,
         tried: &[WorkerId],
         beside: Option<WorkerId>,
     ) -> Option<WorkerId> {
-        let serves = |load: &Load| load.fingerprint == *fingerprint && !load.is_full();
+        let serves = |load: &Load| load.model == *model && !load.is_full();
         let beside = beside
             .filter(|id| !tried.contains(id) && self.workers.get(id).is_some_and(serves))
-            .or_else(|| self.least_loaded(fingerprint, tried))?;
+            .or_else(|| self.least_loaded(model, tried))?;
         self.picks += 1;
         let load = self.workers.get_mut(&beside)?;
         load.picked_at = self.picks;
@@ -95,9 +112,9 @@ impl Placement {
         Some(beside)
     }
 
-    /// Of that fingerprint, and not among `tried`.
-    pub(crate) fn least_loaded(&self, fingerprint: &Fingerprint, tried: &[WorkerId]) -> Option<WorkerId> {
-        let serving = self.workers.iter().filter(|(_, load)| load.fingerprint == *fingerprint);
+    /// Of that model, and not among `tried`.
+    pub(crate) fn least_loaded(&self, model: &ModelKey, tried: &[WorkerId]) -> Option<WorkerId> {
+        let serving = self.workers.iter().filter(|(_, load)| load.model == *model);
         let untried = serving.filter(|(id, _)| !tried.contains(id));
         untried.min_by_key(|(_, load)| load.rank()).map(|(&id, _)| id)
     }
@@ -113,8 +130,8 @@ impl Placement {
         self.workers.get(&worker).map_or(0, |load| load.in_flight)
     }
 
-    pub(crate) fn serving(&self, fingerprint: &Fingerprint) -> usize {
-        self.workers.values().filter(|load| load.fingerprint == *fingerprint).count()
+    pub(crate) fn serving(&self, model: &ModelKey) -> usize {
+        self.workers.values().filter(|load| load.model == *model).count()
     }
 }
 
@@ -141,14 +158,14 @@ mod tests {
 
     const SEATS: u32 = 4;
 
-    fn print(n: u8) -> Fingerprint {
-        Fingerprint(vec![n])
+    fn model(n: u8) -> ModelKey {
+        ModelKey::numbered(n)
     }
 
     fn fleet(workers: u64) -> Placement {
         let mut placement = Placement::default();
         for id in 0..workers {
-            placement.join(WorkerId(id), print(0), SEATS);
+            placement.join(WorkerId(id), model(0), SEATS);
         }
         placement
     }
@@ -156,7 +173,7 @@ mod tests {
     #[test]
     fn equal_workers_take_turns() {
         let mut placement = fleet(3);
-        let picks: Vec<_> = (0..6).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
+        let picks: Vec<_> = (0..6).map(|_| placement.begin(&model(0), &[], None).unwrap().0).collect();
         assert_eq!(picks, [0, 1, 2, 0, 1, 2]);
     }
 
@@ -164,17 +181,17 @@ mod tests {
     fn a_worker_that_reports_a_queue_is_avoided() {
         let mut placement = fleet(2);
         placement.report(WorkerId(0), Report { running: 1, waiting: 2, ..Report::default() });
-        let picks: Vec<_> = (0..4).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
+        let picks: Vec<_> = (0..4).map(|_| placement.begin(&model(0), &[], None).unwrap().0).collect();
         assert_eq!(picks, [1, 1, 1, 0]);
     }
 
     #[test]
     fn own_streams_in_a_report_count_once() {
         let mut placement = fleet(2);
-        let busy = placement.begin(&print(0), &[], None).unwrap();
+        let busy = placement.begin(&model(0), &[], None).unwrap();
         placement.report(busy, Report { running: 1, ..Report::default() });
         placement.end(busy);
-        let picks: Vec<_> = (0..2).map(|_| placement.begin(&print(0), &[], None).unwrap()).collect();
+        let picks: Vec<_> = (0..2).map(|_| placement.begin(&model(0), &[], None).unwrap()).collect();
         assert!(picks.contains(&busy), "its only stream has ended");
     }
 
@@ -185,14 +202,14 @@ mod tests {
             .report(WorkerId(0), Report { kv_used_tokens: 900, kv_total_tokens: 1000, ..Report::default() });
         placement
             .report(WorkerId(1), Report { kv_used_tokens: 100, kv_total_tokens: 1000, ..Report::default() });
-        assert_eq!(placement.begin(&print(0), &[], None), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&model(0), &[], None), Some(WorkerId(1)));
     }
 
     #[test]
     fn choices_stay_together_while_their_worker_has_seats() {
         let mut placement = fleet(3);
-        let first = placement.begin(&print(0), &[], None).unwrap();
-        let mut beside = |tried: &[_]| placement.begin(&print(0), tried, Some(first)).unwrap();
+        let first = placement.begin(&model(0), &[], None).unwrap();
+        let mut beside = |tried: &[_]| placement.begin(&model(0), tried, Some(first)).unwrap();
         assert_eq!([beside(&[]), beside(&[]), beside(&[])], [first; 3]);
         let (fifth, sixth) = (beside(&[]), beside(&[]));
         assert!(
@@ -200,40 +217,42 @@ mod tests {
             "its four seats are taken: {fifth:?}, {sixth:?}"
         );
         placement.end(first);
-        assert_ne!(placement.begin(&print(0), &[first], Some(first)), Some(first), "it has refused");
-        assert_eq!(placement.begin(&print(0), &[], Some(first)), Some(first));
+        assert_ne!(placement.begin(&model(0), &[first], Some(first)), Some(first), "it has refused");
+        assert_eq!(placement.begin(&model(0), &[], Some(first)), Some(first));
         placement.leave(first);
-        assert!(placement.begin(&print(0), &[], Some(first)).is_some_and(|next| next != first));
+        assert!(placement.begin(&model(0), &[], Some(first)).is_some_and(|next| next != first));
     }
 
     #[test]
     fn a_free_seat_comes_before_fewer_streams() {
         let mut placement = Placement::default();
-        placement.join(WorkerId(0), print(0), 1);
-        placement.join(WorkerId(1), print(0), 8);
+        placement.join(WorkerId(0), model(0), 1);
+        placement.join(WorkerId(1), model(0), 8);
         placement.report(WorkerId(1), Report { running: 3, ..Report::default() });
-        let picks: Vec<_> = (0..3).map(|_| placement.begin(&print(0), &[], None).unwrap().0).collect();
+        let picks: Vec<_> = (0..3).map(|_| placement.begin(&model(0), &[], None).unwrap().0).collect();
         assert_eq!(picks, [0, 1, 1]);
     }
 
     #[test]
-    fn a_stream_never_goes_to_another_fingerprint_or_a_tried_worker() {
+    fn a_stream_never_goes_to_another_model_or_a_tried_worker() {
         let mut placement = fleet(2);
-        placement.join(WorkerId(9), print(9), SEATS);
-        assert_eq!(placement.begin(&print(9), &[], None), Some(WorkerId(9)));
-        assert_eq!(placement.begin(&print(9), &[WorkerId(9)], None), None);
-        assert_eq!(placement.begin(&print(0), &[WorkerId(0)], None), Some(WorkerId(1)));
-        assert_eq!(placement.begin(&print(5), &[], None), None);
+        placement.join(WorkerId(9), model(9), SEATS);
+        assert_eq!(placement.begin(&model(9), &[], None), Some(WorkerId(9)));
+        assert_eq!(placement.begin(&model(9), &[WorkerId(9)], None), None);
+        assert_eq!(placement.begin(&model(0), &[WorkerId(0)], None), Some(WorkerId(1)));
+        assert_eq!(placement.begin(&model(5), &[], None), None);
+        let renamed = ModelKey { name: "another".into(), ..model(0) };
+        assert_eq!(placement.begin(&renamed, &[], None), None, "of equal content");
     }
 
     #[test]
     fn a_worker_that_left_is_picked_no_more_and_its_streams_may_still_end() {
         let mut placement = fleet(2);
-        let first = placement.begin(&print(0), &[], None).unwrap();
+        let first = placement.begin(&model(0), &[], None).unwrap();
         placement.leave(first);
         placement.end(first);
-        assert_eq!(placement.begin(&print(0), &[], None), Some(WorkerId(1)));
-        assert_eq!(placement.serving(&print(0)), 1);
+        assert_eq!(placement.begin(&model(0), &[], None), Some(WorkerId(1)));
+        assert_eq!(placement.serving(&model(0)), 1);
     }
 
     proptest! {
@@ -244,7 +263,7 @@ mod tests {
             let mut running = Vec::new();
             for end in ends {
                 let least = (0..workers).map(|id| placement.in_flight(WorkerId(id))).min().unwrap();
-                let picked = placement.begin(&print(0), &[], None).unwrap();
+                let picked = placement.begin(&model(0), &[], None).unwrap();
                 prop_assert_eq!(placement.in_flight(picked), least + 1);
                 running.push(picked);
                 if end % 3 == 0 {

@@ -13,7 +13,7 @@ const LOSSES_WITHOUT_PROGRESS_MAX: u32 = 2;
 /// And in all, however well it goes on in between.
 const LOSSES_MAX: u32 = 8;
 
-/// How long a choice waits for a worker with an equal fingerprint: a restarted one is back within a second.
+/// How long a choice waits for another worker of its model: a restarted one is back within a second.
 pub(crate) const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
 
 /// The state of a sampler is a few numbers at most.
@@ -52,7 +52,7 @@ pub(crate) enum Failure {
 /// What to do after a loss.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Send prompt + output to a worker with an equal fingerprint; wait for one at most [`WAIT_FOR_WORKER`].
+    /// Send prompt + output to another worker of the model; wait for one at most [`WAIT_FOR_WORKER`].
     Resume {
         detail: String,
     },

@@ -9,14 +9,14 @@ use proto::worker::v1::{self as wire, generate_frame};
 use tonic::{Code, Status};
 
 use crate::params::{Plan, Sampling};
-use crate::placement::Fingerprint;
+use crate::placement::ModelKey;
 use crate::resume::{Failure, Loss, Progress};
 
 /// One choice of one prompt: all that a worker must be told, except how far it has come.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub(crate) request_id: Arc<str>,
-    pub(crate) fingerprint: Fingerprint,
+    pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
     pub(crate) plan: Arc<Plan>,
     /// The plan's stop tokens and, unless ignored, the model's own.
@@ -35,7 +35,7 @@ impl Call {
         tokens.extend_from_slice(progress.output());
         wire::GenerateRequest {
             request_id: self.request_id.to_string(),
-            fingerprint: Bytes::copy_from_slice(&self.fingerprint.0),
+            fingerprint: Bytes::copy_from_slice(&self.model.fingerprint.0),
             tokens,
             prompt_tokens: self.prompt.len() as u32,
             max_tokens: if self.plan.output_max_given { self.plan.output_max } else { 0 },

@@ -24,7 +24,7 @@ use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use crate::admission::Seats;
 use crate::fleet::Fleet;
 use crate::model::{Description, LoadModelError, Model};
-use crate::placement::{Fingerprint, Report, WorkerId};
+use crate::placement::{Fingerprint, ModelKey, Report, WorkerId};
 
 /// The name under which a worker reports its health.
 const WORKER_SERVICE: &str = "ballast.worker.v1.Worker";
@@ -104,7 +104,7 @@ impl Link {
         let (name, seats, model) = tokio::time::timeout(ANSWER_WAIT, self.metadata(client))
             .await
             .map_err(|_| LinkError::Slow { call: "GetMetadata" })??;
-        tracing::info!(worker = %name, model = %model.name, "worker joined");
+        tracing::info!(worker = %name, model = model.name(), "worker joined");
         self.joined = Some(self.fleet.join(name, model, client.clone(), seats));
         Ok(())
     }
@@ -160,18 +160,14 @@ impl Link {
             kv_block_tokens: wire.kv_block_tokens,
         };
         let description = Description {
-            model: wire.model,
+            key: ModelKey { name: wire.model.into(), fingerprint: Fingerprint(wire.fingerprint.to_vec()) },
             digest: wire.digest.to_vec(),
             generation: wire.generation,
-            fingerprint: Fingerprint(wire.fingerprint.to_vec()),
             context_tokens: wire.context_tokens,
             vocabulary: wire.vocabulary,
             weight_bytes: wire.weight_bytes,
         };
-        if let Some(model) = self.fleet.model(&description.fingerprint) {
-            return Ok((wire.worker, seats, model));
-        }
-        if let Some(sibling) = self.fleet.model_with_digest(&description.digest) {
+        if let Some(sibling) = self.fleet.sibling(&description.key, &description.digest) {
             return Ok((wire.worker, seats, Arc::new(sibling.with(description))));
         }
         if wire.gguf_bytes > GGUF_BYTES_MAX {

@@ -36,7 +36,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::placement::Fingerprint;
+use crate::placement::ModelKey;
 pub(crate) use fit::{NeverFits, Room, Seats};
 use line::Line;
 
@@ -126,7 +126,7 @@ impl Limits {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    pub(crate) model: Fingerprint,
+    pub(crate) model: ModelKey,
     pub(crate) tenant: Tenant,
     /// Lower is more urgent. Its sign is the class; beyond it, it orders a tenant's own requests only.
     pub(crate) priority: i32,
@@ -144,7 +144,7 @@ pub(crate) enum Event {
     /// One of an admitted request's streams has ended.
     Ended(Ticket),
     /// So many streams the workers of this model take.
-    Capacity(Fingerprint, u32),
+    Capacity(ModelKey, u32),
     /// Time passes.
     Passed,
 }
@@ -193,9 +193,9 @@ pub(crate) struct ClassStanding {
 #[derive(Debug)]
 pub(crate) struct Admission {
     limits: Limits,
-    lines: BTreeMap<Fingerprint, Line>,
+    lines: BTreeMap<ModelKey, Line>,
     /// Where each ticket waits or holds places.
-    tickets: HashMap<Ticket, Fingerprint>,
+    tickets: HashMap<Ticket, ModelKey>,
     /// Places that are held or waited for, in all lines.
     streams: u32,
 }
@@ -251,7 +251,7 @@ impl Admission {
         self.streams
     }
 
-    pub(crate) fn standing(&self, model: &Fingerprint) -> Option<Standing> {
+    pub(crate) fn standing(&self, model: &ModelKey) -> Option<Standing> {
         self.lines.get(model).map(Line::standing)
     }
 

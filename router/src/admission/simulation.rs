@@ -56,7 +56,7 @@ struct Account {
     admission: Admission,
     now: Time,
     tickets: u64,
-    capacity: BTreeMap<Fingerprint, u32>,
+    capacity: BTreeMap<ModelKey, u32>,
     waiting: BTreeMap<Ticket, Waiting>,
     /// Places that are left of each.
     holding: BTreeMap<Ticket, (Entry, u32)>,
@@ -83,7 +83,7 @@ impl Account {
         }
     }
 
-    fn held(&self, model: &Fingerprint, class: Option<Class>) -> u32 {
+    fn held(&self, model: &ModelKey, class: Option<Class>) -> u32 {
         let of = |entry: &Entry| entry.model == *model && class.is_none_or(|class| class_of(entry) == class);
         self.holding.values().filter(|(entry, _)| of(entry)).map(|(_, places)| places).sum()
     }
@@ -97,7 +97,7 @@ impl Account {
     }
 
     /// Places that other classes leave free for themselves.
-    fn reserved_by_others(&self, model: &Fingerprint, class: Class) -> u32 {
+    fn reserved_by_others(&self, model: &ModelKey, class: Class) -> u32 {
         let others = Class::ALL.into_iter().filter(|&other| other != class);
         let unused =
             |other| self.floor(other, self.capacity[model]).saturating_sub(self.held(model, Some(other)));
@@ -196,7 +196,7 @@ impl Account {
 
     fn was_refused(&mut self, ticket: Ticket, why: Refused, entered: Option<Ticket>) {
         let Waiting { entry, .. } = self.waiting.remove(&ticket).expect("only those who wait are refused");
-        let in_line = |model: &Fingerprint| self.waiting.values().filter(|w| w.entry.model == *model).count();
+        let in_line = |model: &ModelKey| self.waiting.values().filter(|w| w.entry.model == *model).count();
         match why {
             Refused::Deadline => assert!(entry.deadline <= self.now),
             Refused::NoWorker => {
@@ -279,7 +279,7 @@ fn run(seed: u64, steps: u64) -> (u64, u64) {
         interactive_floor: dice.below(46) as u32,
         batch_floor: dice.below(46) as u32,
     };
-    let models = [Fingerprint(vec![0]), Fingerprint(vec![1])];
+    let models = [ModelKey::numbered(0), ModelKey::numbered(1)];
     let tenants: Vec<Tenant> = (0..1 + dice.below(6))
         .map(|n| if n == 0 { Tenant::Unnamed } else { named(&n.to_string()) })
         .collect();
@@ -368,7 +368,7 @@ proptest! {
             streams_max: 1000, queue_max: 200, tenant_queue_max: 150, interactive_floor: 0, batch_floor: 0,
         };
         let mut account = Account::new(limits);
-        let model = Fingerprint(vec![0]);
+        let model = ModelKey::numbered(0);
         account.on(Event::Capacity(model.clone(), capacity));
         let enter = |account: &mut Account, tenant: &str| {
             account.tickets += 1;

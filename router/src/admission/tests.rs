@@ -8,8 +8,8 @@ fn limits() -> Limits {
     Limits { streams_max: 1000, queue_max: 20, tenant_queue_max: 10, interactive_floor: 20, batch_floor: 10 }
 }
 
-fn model() -> Fingerprint {
-    Fingerprint(vec![1])
+fn model() -> ModelKey {
+    ModelKey::numbered(1)
 }
 
 pub(super) fn named(name: &str) -> Tenant {
@@ -344,13 +344,13 @@ fn refusals_follow_the_measured_pace() {
 #[test]
 fn models_do_not_wait_for_each_other() {
     let mut line = Line::of(1, limits());
-    let other = Fingerprint(vec![2]);
+    let other = ModelKey::numbered(2);
     assert_eq!(line.on(Event::Capacity(other.clone(), 1)), []);
     line.admitted(&Tenant::Unnamed, 0);
     line.waits(&Tenant::Unnamed, 0);
     let (ticket, actions) = line.enter(Entry { model: other, ..line.entry(&Tenant::Unnamed, 0, 1) });
     assert_eq!(actions, [Action::Admit(ticket)]);
-    let unknown = Fingerprint(vec![3]);
+    let unknown = ModelKey::numbered(3);
     let (ticket, actions) = line.enter(Entry { model: unknown, ..line.entry(&Tenant::Unnamed, 0, 1) });
     assert_eq!(actions, [Action::Refuse(ticket, Refused::NoWorker)]);
 }

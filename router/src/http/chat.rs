@@ -185,7 +185,7 @@ impl Surface for Chat {
             "id": self.id,
             "object": if streaming { "chat.completion.chunk" } else { "chat.completion" },
             "created": self.created,
-            "model": self.model.name,
+            "model": self.model.name(),
             "system_fingerprint": self.model.system_fingerprint(),
             "choices": choices,
         });

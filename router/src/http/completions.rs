@@ -238,7 +238,7 @@ impl Surface for Completion {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.model.name,
+            "model": self.model.name(),
             "system_fingerprint": self.model.system_fingerprint(),
             "choices": choices,
         })

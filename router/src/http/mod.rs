@@ -63,10 +63,10 @@ async fn models(State(app): State<App>) -> Json<Value> {
 
 async fn model(State(app): State<App>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
     let served = app.generator.fleet.served();
-    match served.iter().find(|served| served.model.name == name) {
+    match served.iter().find(|served| served.model.name() == name) {
         Some(served) => Ok(Json(model_entry(served))),
         None => {
-            let known = served.iter().map(|served| served.model.name.clone()).collect();
+            let known = served.iter().map(|served| served.model.name().to_owned()).collect();
             Err(ResolveError::Unknown { name, known }.into())
         }
     }
@@ -75,11 +75,11 @@ async fn model(State(app): State<App>, Path(name): Path<String>) -> Result<Json<
 fn model_entry(served: &Served) -> Value {
     let model = &served.model;
     json!({
-        "id": model.name,
+        "id": model.name(),
         "object": "model",
         "created": model.joined_unix_seconds,
         "owned_by": "ballast",
-        "root": model.name,
+        "root": model.name(),
         "parent": null,
         "max_model_len": model.context_tokens,
         "digest": model.digest_hex(),

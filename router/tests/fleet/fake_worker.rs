@@ -22,6 +22,8 @@ use tonic::{Code, Request, Response, Status};
 /// What a fake does with every request.
 #[derive(Clone, Debug)]
 pub(crate) struct Behaviour {
+    /// The name it serves.
+    pub(crate) model: &'static str,
     pub(crate) fingerprint: u8,
     /// Tokens in a frame.
     pub(crate) frame_tokens: usize,
@@ -66,6 +68,7 @@ pub(crate) enum Misfortune {
 impl Default for Behaviour {
     fn default() -> Self {
         Self {
+            model: "demo",
             fingerprint: 1,
             frame_tokens: 1,
             pause: Duration::ZERO,
@@ -261,7 +264,7 @@ impl Worker for Service {
         let gguf = metadata();
         let description = wire::Description {
             worker: self.name.clone(),
-            model: "demo".into(),
+            model: self.behaviour.model.into(),
             digest: vec![7; 32].into(),
             generation: 1,
             fingerprint: vec![self.behaviour.fingerprint].into(),

@@ -85,21 +85,29 @@ async fn a_stream_waits_for_a_restarted_worker() {
     fleet.workers.clear();
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_worker_with_another_fingerprint_never_takes_over() {
-    let script = says(TEXT);
-    let slow = Behaviour { pause: Duration::from_millis(500), ..unlucky(3, Misfortune::Die) };
-    let mut fleet = Harness::start(&script, &[slow]).await;
+/// A stream that loses its worker while only `other` is there ends with an error.
+async fn not_resumed_by(other: Behaviour) {
+    let mut fleet = Harness::start(&says(TEXT), &[unlucky(3, Misfortune::Hang)]).await;
     let mut streamed = request();
     streamed["stream"] = json!(true);
     let response = fleet.post("/v1/completions", streamed).await;
-    let other = Behaviour { fingerprint: 2, ..Behaviour::default() };
     fleet.add_worker(1, &says("something else"), other).await;
     fleet.until_workers(2).await;
+    fleet.workers[0].kill();
     let (events, done) = crate::harness::events_of(&response.text().await.unwrap());
     assert!(!done, "{events:?}");
     assert_eq!(events.last().unwrap()["error"]["code"], "worker_lost");
     assert!(fleet.workers[1].calls().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_with_another_fingerprint_never_takes_over() {
+    not_resumed_by(Behaviour { fingerprint: 2, ..Behaviour::default() }).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_of_another_name_never_takes_over() {
+    not_resumed_by(Behaviour { model: "twin", ..Behaviour::default() }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -38,6 +38,29 @@ async fn workers_join_and_leave_by_themselves() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn one_content_under_two_names_is_served_under_both_by_the_workers_of_each() {
+    let twin = Behaviour { model: "twin", ..Behaviour::default() };
+    let mut fleet = Harness::start(&says("demo"), &[Behaviour::default()]).await;
+    fleet.add_worker(1, &says("twin"), twin.clone()).await;
+    fleet.until_workers(2).await;
+    let (_, models) = fleet.get("/v1/models").await;
+    let listed: Vec<_> =
+        models["data"].as_array().unwrap().iter().map(|model| (&model["id"], &model["workers"])).collect();
+    assert_eq!(listed, [(&json!("demo"), &json!(1)), (&json!("twin"), &json!(1))]);
+    // Each fake says its name.
+    let ask = async |model| fleet.post_json("/v1/completions", json!({"model": model, "prompt": "x"})).await;
+    for model in ["demo", "twin", "demo"] {
+        let (status, answer) = ask(model).await;
+        assert_eq!((status, &answer["choices"][0]["text"]), (200, &json!(model)), "{answer}");
+        assert_eq!(answer["model"], model);
+    }
+    fleet.workers[0].kill();
+    fleet.until_workers(1).await;
+    assert_eq!(ask("demo").await.0, 503, "its worker is gone, whatever others have loaded");
+    assert_eq!(ask("twin").await.1["choices"][0]["text"], "twin");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn files_that_are_no_workers_are_ignored() {
     let script = says("hello");
     let mut fleet = Harness::start(&script, &[]).await;

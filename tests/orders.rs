@@ -1,0 +1,78 @@
+//! Orders to a fleet that runs: what they leave behind.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::harness::http::Http;
+use crate::harness::{Fleet, demo_7m, demo_22m, device, eventually, text};
+
+fn load(fleet: &Fleet, model: &Path, more: &[&str]) {
+    let device = device();
+    let mut order = vec!["load", model.to_str().unwrap(), "--threads", "1", "--device", &device];
+    order.extend(["--kv-tokens", "1024"].iter().chain(more));
+    let output = fleet.order(&order);
+    assert!(output.status.success(), "{order:?}: {}", text(&output).1);
+}
+
+fn unload(fleet: &Fleet, name: &str) {
+    let output = fleet.order(&["unload", name]);
+    assert!(output.status.success(), "{name}: {}", text(&output).1);
+}
+
+fn ask(http: &Http, model: &str) -> (u16, String) {
+    let body = json!({"model": model, "prompt": "def add(a, b):\n", "max_tokens": 48, "temperature": 0});
+    http.post("/v1/completions", &body)
+}
+
+/// Its greedy text, as soon as it is served.
+fn answer(http: &Http, model: &str) -> String {
+    let served = || ask(http, model);
+    let whole = eventually(model, || Some(served()).filter(|(status, _)| *status == 200));
+    let whole: Value = serde_json::from_str(&whole.1).unwrap();
+    assert_eq!(whole["model"], model);
+    whole["choices"][0]["text"].as_str().unwrap().to_owned()
+}
+
+/// The same content in a file of its own: a file is loaded once.
+fn copy(model: &Path, folder: &Path, name: &str) -> std::path::PathBuf {
+    let copy = folder.join(name);
+    std::fs::copy(model, &copy).unwrap();
+    copy
+}
+
+#[test]
+fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let http = Http::of(&fleet);
+    load(&fleet, &copy(&demo_22m(), folder.path(), "a.gguf"), &["--name", "first"]);
+    load(&fleet, &copy(&demo_22m(), folder.path(), "b.gguf"), &["--name", "second"]);
+    let text = answer(&http, "first");
+    assert_eq!(answer(&http, "second"), text);
+    unload(&fleet, "first");
+    eventually("nobody serves the first", || (ask(&http, "first").0 != 200).then_some(()));
+    assert_eq!(answer(&http, "second"), text, "its worker is its own");
+    fleet.stop();
+}
+
+#[test]
+fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = copy(&demo_7m(), folder.path(), "small.gguf");
+    let fleet = Fleet::start(&demo_22m(), &["--workers", "1", "--threads", "1"]);
+    let http = Http::of(&fleet);
+    let text_alone = answer(&http, "pycoder-22m-q4_k_m");
+    let draft = ["--draft", small.to_str().unwrap()];
+    for name in ["loads", "finds"] {
+        let model = copy(&demo_22m(), folder.path(), &format!("{name}.gguf"));
+        load(&fleet, &model, &[&["--name", name], &draft[..]].concat());
+        assert_eq!(answer(&http, name), text_alone, "{name}: drafts change no token");
+        let drafted = format!("ballast:spec_decode_num_draft_tokens_total{{model_name=\"{name}\"");
+        eventually("tokens are drafted", || http.metric(&drafted).filter(|&tokens| tokens > 0.0));
+    }
+    let status = fleet.try_status().unwrap();
+    let copies = status.iter().filter(|line| line["name"] == "model:small").count();
+    assert_eq!(copies, 1, "{status:?}");
+    fleet.stop();
+}
