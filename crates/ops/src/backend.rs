@@ -44,10 +44,24 @@ pub enum OpError {
     Type { op: &'static str, dtype: quant::DType },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
-    #[error("{op}: out of memory: {bytes} bytes for {what}")]
-    Memory { op: &'static str, what: &'static str, bytes: u64 },
+    #[error("{op}: out of memory: {bytes} bytes for {what}{}", of_which(*.bytes, *.free))]
+    Memory {
+        op: &'static str,
+        what: &'static str,
+        bytes: u64,
+        /// Where the backend can tell.
+        free: Option<u64>,
+    },
     #[error("{op}: device failure")]
     Device { op: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
+}
+
+fn of_which(bytes: u64, free: Option<u64>) -> String {
+    match free {
+        Some(free) if free < bytes => format!(", of which {free} are free: {} are missing", bytes - free),
+        Some(free) => format!(", which are refused although {free} are free"),
+        None => String::new(),
+    }
 }
 
 /// The op vocabulary. Ops run in the order of the calls; results are visible to the host only after [`Backend::read_rows`].
@@ -298,6 +312,19 @@ pub fn largest(row: &[f32]) -> u32 {
 mod tests {
     use super::*;
     use crate::Reference;
+
+    #[test]
+    fn lack_of_memory_says_what_is_wanted_what_is_free_and_what_is_missing() {
+        let text = |free| OpError::Memory { op: "kv", what: "keys and values", bytes: 100, free }.to_string();
+        let told = [
+            (None, ""),
+            (Some(30), ", of which 30 are free: 70 are missing"),
+            (Some(100), ", which are refused although 100 are free"),
+        ];
+        for (free, more) in told {
+            assert_eq!(text(free), format!("kv: out of memory: 100 bytes for keys and values{more}"));
+        }
+    }
 
     #[test]
     fn the_first_of_the_largest_is_the_best_and_a_broken_row_has_none() {

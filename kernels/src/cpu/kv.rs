@@ -56,7 +56,10 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let memory = |bytes: usize| OpError::Memory { op: OP, what: "keys and values", bytes: bytes as u64 };
+        let memory = |bytes: usize| {
+            let bytes = bytes as u64;
+            OpError::Memory { op: OP, what: "keys and values", bytes, free: None }
+        };
         let mut layer_offsets = Vec::with_capacity(layout.layers.len());
         let mut block_bytes = 0_usize;
         for layer in &layout.layers {

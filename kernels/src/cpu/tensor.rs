@@ -16,7 +16,7 @@ impl Tensor {
         let len = rows_max.saturating_mul(cols);
         let bytes = (len as u64).saturating_mul(4);
         let values = bytemuck::try_zeroed_vec(len);
-        let values = values.map_err(|()| OpError::Memory { op, what, bytes })?;
+        let values = values.map_err(|()| OpError::Memory { op, what, bytes, free: None })?;
         Ok(Self { rows_max, cols, values })
     }
 

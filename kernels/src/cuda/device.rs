@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -28,11 +29,13 @@ struct Context {
     memory: OnceLock<shared::Device>,
     /// Device memory that modules took when they were loaded.
     module_bytes: AtomicU64,
+    /// What loading them took.
+    module_nanoseconds: AtomicU64,
 }
 
 // SAFETY: a context may be current on any number of threads; the driver's calls on it are thread-safe.
 unsafe impl Send for Context {}
-// SAFETY: as above; the fields never change, but for an atomic.
+// SAFETY: as above; the fields never change, but for atomics.
 unsafe impl Sync for Context {}
 
 /// How many GPUs this process sees. The first call loads and starts the driver (0.2 s).
@@ -78,6 +81,7 @@ impl Device {
             shared_bytes_max,
             memory: OnceLock::new(),
             module_bytes: AtomicU64::new(0),
+            module_nanoseconds: AtomicU64::new(0),
         }));
         device.bind()?;
         Ok(device)
@@ -154,8 +158,14 @@ impl Device {
         self.0.module_bytes.load(Ordering::Relaxed)
     }
 
-    pub(super) fn count_module(&self, bytes: u64) {
+    /// What loading modules and their kernels has taken so far: each when it was first used.
+    pub fn module_time(&self) -> Duration {
+        Duration::from_nanos(self.0.module_nanoseconds.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn count_module(&self, bytes: u64, took: Duration) {
         self.0.module_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.0.module_nanoseconds.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
     }
 
     pub(super) fn forget_module(&self, bytes: u64) {

@@ -56,8 +56,9 @@ fn describe(error: &DriverError) -> String {
 /// Turns a failure of the device into that of an op.
 pub(super) fn device_error(op: &'static str) -> impl Fn(CudaError) -> ops::OpError {
     move |error| match error {
-        CudaError::OutOfMemory { bytes, .. } => {
-            ops::OpError::Memory { op, what: "device memory", bytes: bytes as u64 }
+        CudaError::OutOfMemory { bytes, free } => {
+            let (bytes, free) = (bytes as u64, Some(free as u64));
+            ops::OpError::Memory { op, what: "device memory", bytes, free }
         }
         error => ops::OpError::Device { op, source: Box::new(error) },
     }

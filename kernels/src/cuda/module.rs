@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use cudarc::driver::result;
 use cudarc::driver::sys;
@@ -80,6 +81,7 @@ impl Family {
         if let Some(kernel) = loaded.kernels.get(name) {
             return Ok(kernel.clone());
         }
+        let started = Instant::now();
         // The driver may bring code to the device with the module, or with each of its functions.
         let before = self.device.memory_free_bytes()?;
         let module = match &loaded.module {
@@ -93,7 +95,7 @@ impl Family {
             .named("cuModuleGetFunction")?;
         let bytes = plausible(before.saturating_sub(self.device.memory_free_bytes()?) as u64);
         module.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.device.count_module(bytes);
+        self.device.count_module(bytes, started.elapsed());
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: the function is loaded.
         let own_bytes = unsafe { result::function::get_function_attribute(raw, attribute) }

@@ -52,7 +52,7 @@ impl<B: Backend> Drafter<B> for Scripted {
         drafts: &mut [Draft],
     ) -> Result<Work, OpError> {
         if self.guess == Guess::Nothing {
-            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1 });
+            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1, free: None });
         }
         for (wanted, draft) in wanted.iter().zip(drafts) {
             let tokens = scheduler.sequence(wanted.slot).map_or(&[][..], |sequence| sequence.tokens());

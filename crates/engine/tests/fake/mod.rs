@@ -90,7 +90,7 @@ impl Model<Reference> for FakeModel {
         take: &mut TakeLogits<'_, Reference>,
     ) -> Result<(), OpError> {
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0 {
-            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1 });
+            return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1, free: None });
         }
         let mut states = Vec::new();
         for row in 0..step.rows() {

@@ -34,7 +34,7 @@ impl Drafter<Reference> for Guesser {
         let random = &mut self.0;
         if random.one_in(40) {
             drafts.iter_mut().for_each(|draft| draft.push(DRAWN_FIRST));
-            return Err(OpError::Memory { op: "storm", what: "a failure on purpose", bytes: 1 });
+            return Err(OpError::Memory { op: "storm", what: "a failure on purpose", bytes: 1, free: None });
         }
         for (wanted, draft) in wanted.iter().zip(drafts) {
             let mut previous = *scheduler.sequence(wanted.slot).unwrap().tokens().last().unwrap();

@@ -179,6 +179,28 @@ mod tests {
     }
 
     #[test]
+    fn growth_that_fails_at_any_allocation_says_what_is_wanted_free_and_missing() {
+        const WANTED: u64 = 4;
+        for room in 0..WANTED {
+            let (fake, device) = fake((1 + room) * GRANULE);
+            let context = device.context().unwrap();
+            let mut range = GrowingRange::reserve(&device, GRANULE, 1 + WANTED).unwrap();
+            range.grow_to(&context, 1).unwrap();
+            let text = range.grow_to(&context, 1 + WANTED).unwrap_err().to_string();
+            // Granules of 2 MiB; what the failed attempt had got counts as free again.
+            for (mib, what) in [(8, ": "), (2 * room, " are free"), (8 - 2 * room, " are missing")] {
+                assert!(
+                    text.contains(&format!("{mib}.0 MiB{what}")),
+                    "{what:?} in {text:?}, room for {room}"
+                );
+            }
+            assert_eq!(fake.used(), GRANULE);
+            drop((range, context));
+            fake.assert_clean();
+        }
+    }
+
+    #[test]
     fn refused_growth_leaves_the_range_as_it_was() {
         for call in [Call::MemCreate, Call::MemMap, Call::MemSetAccess] {
             let (fake, device) = fake(TOTAL);

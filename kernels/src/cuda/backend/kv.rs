@@ -111,7 +111,7 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let too_large = OpError::Memory { op: OP, what: "keys and values", bytes: u64::MAX };
+        let too_large = no_room(OP, u64::MAX, None);
         let shape = Units::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
         let range = GrowingRange::reserve(device, shape.bytes, shape.count).map_err(failed)?;
@@ -206,7 +206,7 @@ impl Kv {
         let shape =
             *self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
         let Some((head_bytes, block_bytes)) = bytes_in_block(&shape, self.layout.block_tokens) else {
-            return Err(OpError::Memory { op, what: "keys and values", bytes: u64::MAX });
+            return Err(no_room(op, u64::MAX, None));
         };
         let address = KvLayerAddress {
             base: self.address,
@@ -301,12 +301,14 @@ fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     layout.layers.iter().map(bytes).collect()
 }
 
+fn no_room(op: &'static str, bytes: u64, free: Option<u64>) -> OpError {
+    OpError::Memory { op, what: "keys and values", bytes, free }
+}
+
 fn grow_error(op: &'static str, bytes: u64, error: GrowError) -> OpError {
     match error {
-        GrowError::OutOfMemory { asked_bytes, .. } => {
-            OpError::Memory { op, what: "keys and values", bytes: asked_bytes }
-        }
-        GrowError::BeyondReservation { .. } => OpError::Memory { op, what: "keys and values", bytes },
+        GrowError::OutOfMemory { asked_bytes, free_bytes } => no_room(op, asked_bytes, free_bytes),
+        GrowError::BeyondReservation { .. } => no_room(op, bytes, None),
         error @ GrowError::Refused(_) => OpError::Device { op, source: Box::new(error) },
     }
 }
@@ -315,6 +317,16 @@ fn grow_error(op: &'static str, bytes: u64, error: GrowError) -> OpError {
 mod tests {
     use super::*;
     use ops::KvType;
+
+    #[test]
+    fn a_cache_that_cannot_grow_says_what_is_free() {
+        let refused = GrowError::OutOfMemory { asked_bytes: 6 << 20, free_bytes: Some(2 << 20) };
+        let error = grow_error(OP, 0, refused);
+        assert!(
+            matches!(error, OpError::Memory { bytes, free: Some(free), .. } if (bytes, free) == (6 << 20, 2 << 20)),
+            "{error}"
+        );
+    }
 
     #[test]
     fn a_cache_takes_its_blocks_rounded_up_to_units() {

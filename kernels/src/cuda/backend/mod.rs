@@ -28,6 +28,7 @@ mod vocabulary;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use ops::{OpError, Weight};
 use quant::DType;
@@ -136,6 +137,11 @@ impl Cuda {
             graphs: graph_bytes(self.recorder.graph_launches()),
             modules: self.device.module_bytes() + DRIVER_BYTES,
         }
+    }
+
+    /// What making graphs has taken so far: each when its list of commands came for the second time.
+    pub fn graph_time(&self) -> Duration {
+        self.recorder.graph_time()
     }
 
     /// Starts what was collected and waits for its end. `read` does so too.

@@ -9,6 +9,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ops::OpError;
 
@@ -37,6 +38,8 @@ pub(super) struct Recorder {
     graphs: Vec<Captured>,
     seen: VecDeque<u64>,
     use_graphs: bool,
+    /// What making graphs has taken so far.
+    graph_time: Duration,
 }
 
 struct Captured {
@@ -56,6 +59,7 @@ impl Recorder {
             graphs: Vec::new(),
             seen: VecDeque::new(),
             use_graphs: true,
+            graph_time: Duration::ZERO,
         }
     }
 
@@ -75,6 +79,11 @@ impl Recorder {
     /// Launches in the graphs that are kept.
     pub(super) fn graph_launches(&self) -> u64 {
         self.graphs.iter().map(|captured| captured.commands.list.len() as u64).sum()
+    }
+
+    /// What making graphs has taken so far.
+    pub(super) fn graph_time(&self) -> Duration {
+        self.graph_time
     }
 
     /// # Safety
@@ -140,6 +149,7 @@ impl Recorder {
             // SAFETY: the contract of `push`; owners are kept until the work has been waited for.
             return unsafe { self.kernels.give(&self.stream, &self.pending) };
         }
+        let started = Instant::now();
         // SAFETY: as above.
         let work = || unsafe { self.kernels.give(&self.stream, &self.pending) }.map_err(CaptureError::Op);
         if self.graphs.len() == GRAPHS_MAX {
@@ -147,6 +157,7 @@ impl Recorder {
         }
         let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         graph.upload().map_err(device_error("graph"))?;
+        self.graph_time += started.elapsed();
         // SAFETY: the contract of `push`; these are the commands it was captured from.
         let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
         self.graphs.push(Captured { hash, commands: self.pending.clone(), graph });

@@ -30,7 +30,7 @@ impl Backend for Cuda {
         const OP: &str = "tensor";
         let bytes = (rows_max as u64).saturating_mul(cols as u64).saturating_mul(size_of::<f32>() as u64);
         let values = rows_max.checked_mul(cols).filter(|_| bytes < u64::MAX);
-        let values = values.ok_or(OpError::Memory { op: OP, what: "a tensor", bytes })?;
+        let values = values.ok_or(OpError::Memory { op: OP, what: "a tensor", bytes, free: None })?;
         let buffer = Buffer::new(&self.device, values).map_err(device_error(OP))?;
         Ok(Tensor::new(buffer, rows_max, cols, &self.tensor_bytes))
     }
