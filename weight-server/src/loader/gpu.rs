@@ -27,12 +27,12 @@ use memory::cuda::{
 };
 use memory::manifest::{self, DeviceKind, FileIdentity, Manifest};
 
-use super::CONTEXT_BYTES;
 use super::file_reader::{self, FileReader, reopen_direct};
 use super::gpu_error::GpuError;
 use super::job::{Filled, Plan};
 use super::parts::FilePart;
 use super::read::{OpenFile, Progress, ReadError};
+use super::{CONTEXT_BYTES, PINNED_BYTES};
 
 pub(super) use kernels::cuda::loading::PART_BYTES;
 
@@ -94,6 +94,7 @@ impl GpuLoad {
         });
         let gpu = gpu?;
         let driver = started.elapsed();
+        debug_assert!(ring_bytes(bytes) as u64 <= PINNED_BYTES, "was reserved");
         let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuError::Pages)?)?;
         let ring = Ring::new(&gpu.kernels, pinned)?;
         tracing::info!(

@@ -65,6 +65,9 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// their results. What others take is less.
 pub(crate) const CONTEXT_BYTES: u64 = 544 << 20;
 
+/// Host memory that a load onto a GPU has pinned before it has a plan, at most.
+pub(crate) const PINNED_BYTES: u64 = 97 << 20;
+
 /// How often progress is reported; also how soon a loader notices that nobody wants its work any more.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 

@@ -9,6 +9,7 @@ use super::{MAX_PENDING_LOADS, State};
 use crate::catalog::{Contents, Generation, Integrity, LoadKey, Phase, Verification};
 use crate::events::{Action, CallId, LoadAnswer, LoadAsk, LoadProgress, Notice, Waiter, WaiterId};
 use crate::ledger::{Row, RowKey};
+use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 use crate::refusal::{LoadFailure, Refusal, UnloadRefusal, VerifyFailure};
 
 impl State {
@@ -83,10 +84,12 @@ impl State {
         }
         let id = self.next_generation;
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
-        // First bounds; the loader's plan says it exactly, before anything is allocated.
-        let host_bytes = if key.device == HOST_DEVICE { file_bytes } else { 0 };
+        // First bounds; the loader's plan says it exactly, before anything is allocated for the model.
+        let host_bytes = if key.device == HOST_DEVICE { file_bytes } else { PINNED_BYTES };
         self.check_machine(id, host_bytes, available_bytes)?;
-        let row = Row { device: key.device.clone(), bytes: file_bytes, fds: 1 };
+        let waits = self.generations.values().any(|g| g.key.device == key.device && g.occupies_loader());
+        let context = if waits { 0 } else { context_bytes(&key.device) };
+        let row = Row { device: key.device.clone(), bytes: file_bytes.saturating_add(context), fds: 1 };
         self.ledger.reserve(RowKey::Loading(id), row)?;
         self.next_generation += 1;
         let generation = Generation {
@@ -130,19 +133,33 @@ impl State {
         if needed > available { Err(LoadFailure::Machine { needed, available }) } else { Ok(()) }
     }
 
-    /// Starts the next load of every device that has none running.
+    /// Starts the next load of every device that has none running. A loader's context is there before its plan, so it is
+    /// reserved first.
     pub(super) fn start_loaders(&mut self) {
         if self.shutting_down {
             return;
         }
+        let mut without_room = Vec::new();
         let mut busy: BTreeSet<String> =
             self.generations.values().filter(|g| g.occupies_loader()).map(|g| g.key.device.clone()).collect();
         for generation in self.generations.values_mut().filter(|g| g.phase == Phase::Queued) {
-            if busy.insert(generation.key.device.clone()) {
-                generation.phase = Phase::Starting;
-                generation.progressed_at = self.now;
-                self.actions.push(Action::StartLoader { generation: generation.id });
+            let (id, device) = (generation.id, &generation.key.device);
+            if busy.contains(device) {
+                continue;
             }
+            let bytes = generation.contents.tensor_bytes.saturating_add(context_bytes(device));
+            match self.ledger.reserve(RowKey::Loading(id), Row { device: device.clone(), bytes, fds: 1 }) {
+                Ok(()) => {
+                    busy.insert(device.clone());
+                    generation.phase = Phase::Starting;
+                    generation.progressed_at = self.now;
+                    self.actions.push(Action::StartLoader { generation: id });
+                }
+                Err(shortage) => without_room.push((id, shortage)),
+            }
+        }
+        for (id, shortage) in without_room {
+            self.load_failed(id, shortage.into());
         }
     }
 
@@ -330,4 +347,9 @@ impl State {
             }
         }
     }
+}
+
+/// What a loader takes of a device by being there.
+fn context_bytes(device: &str) -> u64 {
+    if device == HOST_DEVICE { 0 } else { CONTEXT_BYTES }
 }

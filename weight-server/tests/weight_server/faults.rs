@@ -12,8 +12,8 @@ use prost::Message;
 use proto::weights::v1::{self as wire, LoadFailure, RefusalReason, ServerFrame, server_frame, worker_frame};
 
 use crate::support::{
-    Fleet, LIMIT, Options, load, load_failure, load_request, make_sparse_model, raw_attach, raw_connection,
-    send_raw, signal,
+    Fleet, LIMIT, MODEL, Options, Worker, load, load_failure, load_request, make_sparse_model, raw_attach,
+    raw_connection, send_raw, signal,
 };
 
 /// A server whose loader stops itself in the middle of this model.
@@ -331,6 +331,20 @@ fn dead_worker_frees_its_row_at_once() {
     let during = fleet.status().ledger.unwrap();
     assert_eq!(during.reserved_bytes - before.reserved_bytes, (1 << 20) + (1 << 10));
     worker.kill();
+    let after = fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
+    assert_eq!(after.ledger.unwrap(), before);
+    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+}
+
+#[test]
+fn worker_that_dies_between_its_grant_and_its_context_gives_its_row_back() {
+    let (fleet, _) = Fleet::with_model(Options::default(), "m");
+    let before = fleet.status().ledger.unwrap();
+    let mut taker = Worker::start(fleet.path("").as_path(), "taker", &[(MODEL, "m")]);
+    assert_eq!(taker.greeting, "granted");
+    let during = fleet.status().ledger.unwrap();
+    assert_eq!(during.reserved_bytes - before.reserved_bytes, (1 << 20) + (1 << 10), "nothing is taken yet");
+    taker.kill();
     let after = fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
     assert_eq!(after.ledger.unwrap(), before);
     fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);

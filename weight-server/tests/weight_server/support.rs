@@ -13,7 +13,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
-use memory::attach::{AttachError, AttachRequest, Attached, attach};
+use memory::attach::{AttachError, AttachRequest, Attached, attach, take};
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use tempfile::TempDir;
@@ -46,6 +46,7 @@ fn child_process() {
         "server" => become_server(),
         "loader" => become_loader(),
         "worker" => become_worker(),
+        "taker" => become_taker(),
         "gpu-worker" => crate::gpu::become_worker(),
         other => panic!("unknown role {other}"),
     }
@@ -156,6 +157,17 @@ fn become_worker() -> ! {
             other => panic!("unknown order {other}"),
         }
     }
+    std::process::exit(0);
+}
+
+/// Takes what it is granted and maps nothing, as a worker that is making its context.
+fn become_taker() -> ! {
+    let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
+    let ask = request(&std::env::var(MODEL).unwrap());
+    let granted = take(&directory.join("weights.sock"), &ask, |_| {}).unwrap();
+    println!("worker: granted");
+    std::io::stdin().lines().next();
+    drop(granted);
     std::process::exit(0);
 }
 

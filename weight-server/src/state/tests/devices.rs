@@ -1,7 +1,7 @@
 //! Facts about GPUs: budgets, names on several devices, verification, quarantine.
 
 use super::*;
-use crate::loader::CONTEXT_BYTES;
+use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 
 fn planned_onto_gpu(generation: u64, bytes: u64, host_bytes: u64, available_bytes: u64) -> Event {
     let contents = Contents { staging_bytes: CONTEXT_BYTES, host_bytes, ..contents(bytes) };
@@ -55,7 +55,7 @@ fn verify(call: u64, model: &str) -> Event {
 fn loader_onto_a_gpu_reserves_its_context_and_gives_it_back() {
     let mut state = state();
     state.handle(on_gpu(load(1, "a", 1, 300 * MIB)), at(0));
-    assert_eq!((reserved(&state, GPU), reserved(&state, HOST)), (300 * MIB, 0));
+    assert_eq!((reserved(&state, GPU), reserved(&state, HOST)), (300 * MIB + CONTEXT_BYTES, 0));
     state.handle(planned_onto_gpu(1, 400 * MIB, MIB, NEVER_SHORT), at(1));
     assert_eq!(reserved(&state, GPU), 400 * MIB + CONTEXT_BYTES);
     let contents = Contents { manifest_bytes: 5, ..contents(400 * MIB) };
@@ -66,14 +66,78 @@ fn loader_onto_a_gpu_reserves_its_context_and_gives_it_back() {
 }
 
 #[test]
+fn loader_onto_a_gpu_without_room_for_its_context_is_never_started() {
+    let mut state = state();
+    let actions = state.handle(on_gpu(load(1, "a", 1, GPU_BYTES - CONTEXT_BYTES + 1)), at(0));
+    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::Ledger(Shortage::Bytes { .. })))]));
+    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+    assert_eq!(state.ledger().rows().count(), 0);
+
+    // One that waits for its turn has none yet, and must find room for it then.
+    state.handle(on_gpu(load(1, "a", 1, 400 * MIB)), at(1));
+    let id = state.generations().last().unwrap().id;
+    state.handle(on_gpu(load(2, "b", 2, 400 * MIB)), at(1));
+    assert_eq!(reserved(&state, GPU), 800 * MIB + CONTEXT_BYTES);
+    let Event::AttachAsked { connection, peer, ask } = on_gpu(attach(10, "a")) else { panic!() };
+    let ask = Ask { kv_bytes: GPU_BYTES - 800 * MIB - ask.workspace_bytes, ..ask };
+    state.handle(Event::AttachAsked { connection, peer, ask }, at(1));
+    state.handle(planned_onto_gpu(id, 400 * MIB, MIB, NEVER_SHORT), at(1));
+    state.handle(Event::LoadHandedOver { generation: id, contents: contents(400 * MIB) }, at(2));
+    let actions = state.handle(Event::GenerationStored { generation: id }, at(3));
+    assert!(matches!(answers(&actions)[..], [(1, Ok(_)), (2, Err(LoadFailure::Ledger(_)))]), "{actions:?}");
+    assert_eq!(reserved(&state, GPU), GPU_BYTES - 400 * MIB, "weights and the lease of the one that waited");
+    check_integrity(&state);
+}
+
+#[test]
+fn worker_that_dies_before_it_has_mapped_anything_gives_its_row_back() {
+    let mut state = state();
+    load_onto_gpu(&mut state, "a", 1, 400 * MIB);
+    for (connection, stored, taken) in [(10, false, false), (11, true, false), (12, true, true)] {
+        let peer = peer(connection);
+        let Event::AttachAsked { ask, .. } = on_gpu(attach(connection as u64, "a")) else { panic!() };
+        let connection = ConnectionId(connection as u64);
+        let ask = Ask { workspace_bytes: 600 * MIB, ..ask };
+        state.handle(Event::AttachAsked { connection, peer, ask }, at(4));
+        let lease = state.leases().last().unwrap().id;
+        if stored {
+            state.handle(Event::LeaseStored { lease }, at(4));
+        }
+        if taken {
+            state.handle(Event::Delivered { connection }, at(4));
+        }
+        // What it was granted is reserved, whether it has taken it or not: its context may be in the making.
+        assert_eq!(reserved(&state, GPU), 1010 * MIB);
+        state.handle(Event::ConnectionEnded { connection }, at(5));
+        assert_eq!(reserved(&state, GPU), 1010 * MIB, "until its process has ended");
+        check_integrity(&state);
+        assert!(
+            state.handle(Event::ProcessEnded { lease }, at(5)).contains(&Action::ForgetLease { lease }),
+            "the row goes"
+        );
+        assert_eq!(reserved(&state, GPU), 400 * MIB);
+        check_integrity(&state);
+    }
+}
+
+#[test]
 fn host_without_memory_for_pinned_buffers_refuses_a_load_onto_a_gpu() {
     let mut state = state();
-    let mut event = on_gpu(load(1, "a", 1, 300 * MIB));
-    if let Event::LoadAsked { available_bytes, .. } = &mut event {
-        *available_bytes = 0;
-    }
+    let asked = |available: u64| {
+        let mut event = on_gpu(load(1, "a", 1, 300 * MIB));
+        if let Event::LoadAsked { available_bytes, .. } = &mut event {
+            *available_bytes = available;
+        }
+        event
+    };
     // The file's size says nothing of what the host must have.
-    assert!(state.handle(event, at(0)).contains(&Action::StartLoader { generation: 1 }));
+    let actions = state.handle(asked(PINNED_BYTES - 1), at(0));
+    let expected = LoadFailure::Machine { needed: PINNED_BYTES, available: PINNED_BYTES - 1 };
+    assert_eq!(answers(&actions), [(1, &Err(expected))]);
+    assert!(
+        state.handle(asked(PINNED_BYTES), at(0)).contains(&Action::StartLoader { generation: 1 }),
+        "it fits"
+    );
     let actions = state.handle(planned_onto_gpu(1, 300 * MIB, 256 * MIB, 100 * MIB), at(1));
     let expected = LoadFailure::Machine { needed: 256 * MIB, available: 100 * MIB };
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
