@@ -115,6 +115,7 @@ impl Shown {
                 "device": self.workers.get(&child.name).map(|stats| stats.device.clone()),
                 "device_memory": self.workers.get(&child.name).map(device_memory_json),
                 "timeline_ms": self.workers.get(&child.name).map(timeline_json),
+                "ready_ms": self.workers.get(&child.name).map(|stats| stats.ready_ms),
             })
         });
         let generations = self.generations.iter().map(generation_json);

@@ -1,7 +1,8 @@
 //! How long it takes until a worker serves a model of 8 billion weights, and how fast weights come onto the device.
 
-use super::Gpu;
-use crate::harness::{Fleet, ballast, demo_7m, device, serve, synth, text};
+use super::{Gpu, asks};
+use crate::harness::api::{generate_all, runtime};
+use crate::harness::{Fleet, ballast, demo_7m, device, eventually, serve, synth, text};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -10,6 +11,23 @@ use std::process::Command;
 use std::time::Instant;
 
 const FIRST_TOKEN_MAX_MS: f64 = 1000.0;
+
+/// Of a worker's start, in their order; the last three come with its first work.
+const STAGES: [&str; 11] = [
+    "exec",
+    "sockets",
+    "driver",
+    "wait",
+    "context",
+    "import",
+    "model",
+    "kv",
+    "modules",
+    "first_step",
+    "graphs",
+];
+/// How many of them there are when a worker is ready.
+const READY: usize = 8;
 
 #[test]
 fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
@@ -38,8 +56,27 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     }
 
     let fleet = Fleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
-    let line = fleet.line("worker-0").unwrap();
-    eprintln!("measured: time line of a worker in ms: {}", line["timeline_ms"]);
+    let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, 100, 16)));
+    assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 16);
+    let line = eventually("a step has been recorded", || {
+        fleet.line("worker-0").filter(|line| line["timeline_ms"]["graphs"].is_number())
+    });
+    let stages = STAGES.map(|name| {
+        let ms = line["timeline_ms"][name].as_f64();
+        (name, ms.unwrap_or_else(|| panic!("no {name} in {line}")))
+    });
+    assert_eq!(line["timeline_ms"].as_object().unwrap().len(), STAGES.len(), "{line}");
+    let ready = line["ready_ms"].as_f64().unwrap();
+    let text = stages.map(|(name, ms)| format!("{name} {ms:.1}")).join(", ");
+    eprintln!(
+        "measured: time line of a worker that was there before its model, in ms: {text}; ready {ready:.1}"
+    );
+    let sum: f64 = stages[..READY].iter().map(|(_, ms)| ms).sum();
+    assert!((sum - ready).abs() < 0.1, "{sum} of {ready} ms");
+    // Clocks of 10 ms may find no time between a start and its first lines; all else takes some.
+    for (name, ms) in &stages[1..] {
+        assert!(*ms > 0.0, "{name} took nothing: {text}");
+    }
     assert!(line["timeline_ms"]["import"].as_f64().unwrap() < 50.0, "{line}");
     fleet.stop();
 }

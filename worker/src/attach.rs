@@ -128,18 +128,28 @@ pub(crate) struct Resident<B: Backend> {
     pub(crate) facts: Facts,
 }
 
-/// Attaches the configured model and builds its engine.
+/// Asks for the configured model, and waits for it. All that the worker will take of the device is reserved with the grant:
+/// nothing of it is taken before.
+pub(crate) fn reserve<P: Place>(
+    device: String,
+    config: &Config,
+    token: Option<Bytes>,
+    notify: &Notify,
+) -> Result<Granted, AttachError> {
+    let reserved = (config.kv_bytes.0, config.context() + config.workspace());
+    wait_for_model::<P>(device, config, &config.model, reserved, token, notify)
+}
+
+/// Maps the configured model and builds its engine.
 pub(crate) fn bring_up<P: Place>(
     place: &P,
+    granted: Granted,
     mut timeline: Timeline,
     config: &Config,
     token: Option<Bytes>,
     notify: &Notify,
 ) -> Result<Resident<P::Compute>, AttachError> {
     let engine_config = config.engine();
-    let reserved = (config.kv_bytes.0, place.context_bytes() + config.workspace());
-    let granted = wait_for_model(place, config, &config.model, reserved, token.clone(), notify)?;
-    timeline.mark("wait");
     let Mapped { manifest, metadata, described, table, lease, handoff } =
         map(place, config, &config.model, granted)?;
     let mut leases = vec![Arc::new(lease)];
@@ -153,7 +163,7 @@ pub(crate) fn bring_up<P: Place>(
         Draft::Lookup => Some(Box::new(Lookup::default())),
         Draft::Model(name) => {
             // All that the worker takes is reserved with its own model.
-            let granted = wait_for_model(place, config, name, (0, 0), token, notify)?;
+            let granted = wait_for_model::<P>(place.device(), config, name, (0, 0), token, notify)?;
             let draft = map(place, config, name, granted)?;
             leases.push(Arc::new(draft.lease));
             vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
@@ -171,7 +181,7 @@ pub(crate) fn bring_up<P: Place>(
         None => Engine::new(model, compute, &engine_config)?,
         Some(drafter) => Engine::drafting(model, drafter, compute, &engine_config)?,
     };
-    timeline.mark("engine");
+    timeline.mark("kv");
     let facts = Facts {
         model: manifest.model.clone(),
         digest: manifest.digest,
@@ -193,7 +203,7 @@ pub(crate) fn bring_up<P: Place>(
         device = %facts.device,
         weight_bytes = facts.weight_bytes,
         attach_ms = handoff.as_secs_f64() * 1e3,
-        total_ms = facts.timeline.total().as_secs_f64() * 1e3,
+        context_bytes = facts.context_bytes,
         timeline = %facts.timeline,
         "attached"
     );
@@ -237,10 +247,9 @@ pub(crate) fn score_rows_max(config: &Config, facts: &Facts) -> usize {
     config.engine().score_rows_max(facts.vocabulary)
 }
 
-/// Asks until the model is there. What the worker will take of the device beside the weights is reserved with the grant: bytes
-/// for keys and values, and for everything else.
+/// Asks until the model is there. Reserved with the grant are bytes for keys and values, and for everything else.
 fn wait_for_model<P: Place>(
-    place: &P,
+    device: String,
     config: &Config,
     model: &str,
     (kv_bytes, workspace_bytes): (u64, u64),
@@ -249,7 +258,7 @@ fn wait_for_model<P: Place>(
 ) -> Result<Granted, AttachError> {
     let request = AttachRequest {
         model: model.to_owned(),
-        device: place.device(),
+        device,
         layout: P::LAYOUT,
         token,
         kv_bytes,

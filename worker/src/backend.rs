@@ -15,9 +15,10 @@ use quant::DType;
 use quant::layout::{LAYOUT_GGML, planes};
 
 use crate::demand::Workspace;
+use crate::timeline::Lazy;
 
 #[cfg(feature = "cuda")]
-pub(crate) use gpu::Gpu;
+pub(crate) use gpu::{FoundGpu, Gpu};
 pub(crate) use host::Host;
 
 /// A device that is ready to compute.
@@ -44,13 +45,20 @@ pub(crate) trait Place: Sized {
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
 
-    /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
-    /// measured.
-    fn workspace_used(compute: &Self::Compute) -> Option<Workspace>;
+    fn measure(compute: &Self::Compute) -> Measured;
 }
 
-/// How [`Place::workspace_used`] looks to those who know only the backend.
-pub(crate) type Measure<B> = fn(&B) -> Option<Workspace>;
+/// What only the backend itself knows of what it has taken so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Measured {
+    /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
+    /// measured.
+    pub(crate) workspace_used: Option<Workspace>,
+    pub(crate) lazy: Lazy,
+}
+
+/// How [`Place::measure`] looks to those who know only the backend.
+pub(crate) type Measure<B> = fn(&B) -> Measured;
 
 /// A tensor's bytes as a place's backend addresses them.
 pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;

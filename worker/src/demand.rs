@@ -153,6 +153,14 @@ fn workspace_on_gpu(_: Limits, _: &ModelDescription, _: &[DType]) -> Workspace {
 }
 
 impl Config {
+    /// Reserved before there is one to be measured.
+    pub(crate) fn context(&self) -> u64 {
+        match self.device {
+            Device::Host => 0,
+            Device::Gpu(_) => CONTEXT_BYTES,
+        }
+    }
+
     /// What is reserved beside context, keys and values, of all models in the process.
     pub(crate) fn workspace(&self) -> u64 {
         let default = match self.device {

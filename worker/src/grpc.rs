@@ -21,8 +21,8 @@ use crate::demand::Workspace;
 use crate::grammars::Grammars;
 use crate::outlet::Item;
 use crate::stats::own_bytes;
-use crate::stepper::Handle;
-use crate::timeline::Stage;
+use crate::stepper::{Handle, Snapshot};
+use crate::timeline::{Later, Stage, milliseconds};
 use crate::wire::{
     ScoreFrames, admitted, generate_frame, kv_event_frames, request, score_request, source, unavailable,
 };
@@ -181,9 +181,10 @@ impl Worker for Service {
             context_bytes: facts.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,
             workspace_bytes: facts.workspace_bytes,
-            timeline: timeline(facts, now.first_step),
+            timeline: timeline(facts, &now),
+            ready_ms: milliseconds(facts.timeline.total()),
             kv_mapped_bytes: Some(now.kv.bytes),
-            workspace_used: now.workspace_used.map(workspace),
+            workspace_used: now.measured.workspace_used.map(workspace),
             kv_events: stats.kv_events,
         }))
     }
@@ -241,14 +242,11 @@ impl Service {
     }
 }
 
-/// Stages until the engine was there, and the first step once it has been computed.
-fn timeline(facts: &Facts, first_step: Duration) -> Vec<wire::Stage> {
-    let first_step =
-        Some(Stage { name: "first_step", took: first_step }).filter(|stage| !stage.took.is_zero());
-    let stages = facts.timeline.stages().iter().copied().chain(first_step);
-    stages
-        .map(|Stage { name, took }| wire::Stage { name: name.to_owned(), ms: took.as_secs_f64() * 1e3 })
-        .collect()
+/// Stages until the engine was there, and those of its first work once there is some.
+fn timeline(facts: &Facts, now: &Snapshot) -> Vec<wire::Stage> {
+    let later = Later { first_step: now.first_step, lazy: now.measured.lazy };
+    let stages = facts.timeline.stages().iter().copied().chain(later.stages());
+    stages.map(|Stage { name, took }| wire::Stage { name: name.to_owned(), ms: milliseconds(took) }).collect()
 }
 
 fn workspace(used: Workspace) -> wire::Workspace {

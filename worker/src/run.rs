@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use memory::attach::Granted;
 #[cfg(not(feature = "cuda"))]
 use memory::cuda::OpenDriverError;
 use memory::lease::{Lease, LeaseStatus};
@@ -17,9 +18,9 @@ use service::exit::{HasExit, of_io};
 use service::{Exit, Notify, Shutdown};
 use tokio::sync::oneshot;
 
-use crate::attach::{AttachError, Facts, Resident, bring_up};
+use crate::attach::{AttachError, Facts, Resident, bring_up, reserve};
 #[cfg(feature = "cuda")]
-use crate::backend::Gpu;
+use crate::backend::{FoundGpu, Gpu};
 use crate::backend::{Host, Place};
 use crate::config::{Config, Device};
 use crate::grpc::{Service, Serving};
@@ -209,11 +210,21 @@ fn engine_thread(
     // Until the engine exists.
     timeline.mark("sockets");
     match config.device {
-        Device::Host => run_on(&Host::new(config.threads), timeline, config, token, notify, attached),
+        Device::Host => {
+            let place = Host::new(config.threads);
+            let granted = reserve::<Host>(place.device(), config, token.clone(), notify)?;
+            timeline.mark("wait");
+            run_on(&place, granted, timeline, config, token, notify, attached)
+        }
         #[cfg(feature = "cuda")]
         Device::Gpu(wanted) => {
-            let gpu = Gpu::open(wanted, &mut timeline)?;
-            run_on(&gpu, timeline, config, token, notify, attached)
+            let found = FoundGpu::open(wanted)?;
+            timeline.mark("driver");
+            let granted = reserve::<Gpu>(found.device(), config, token.clone(), notify)?;
+            timeline.mark("wait");
+            let place = found.enter(&granted)?;
+            timeline.mark("context");
+            run_on(&place, granted, timeline, config, token, notify, attached)
         }
         #[cfg(not(feature = "cuda"))]
         Device::Gpu(_) => Err(AttachError::from(OpenDriverError::NotBuilt).into()),
@@ -222,15 +233,16 @@ fn engine_thread(
 
 fn run_on<P: Place>(
     place: &P,
+    granted: Granted,
     timeline: Timeline,
     config: &Config,
     token: Option<Bytes>,
     notify: &Notify,
     attached: oneshot::Sender<Ready>,
 ) -> Result<(), RunError> {
-    let Resident { engine, leases, facts } = bring_up(place, timeline, config, token, notify)?;
+    let Resident { engine, leases, facts } = bring_up(place, granted, timeline, config, token, notify)?;
     let score_rows_max = crate::attach::score_rows_max(config, &facts);
-    let (handle, stepper) = stepper(engine, score_rows_max, P::workspace_used);
+    let (handle, stepper) = stepper(engine, score_rows_max, P::measure, facts.timeline.clone());
     let ready =
         Ready { serving: Serving { handle, facts }, leases: leases.iter().map(Arc::downgrade).collect() };
     if attached.send(ready).is_err() {

@@ -21,9 +21,9 @@ use engine::{
 use ops::Backend;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use crate::backend::Measure;
-use crate::demand::Workspace;
+use crate::backend::{Measure, Measured};
 use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
+use crate::timeline::{Later, Lazy, Timeline};
 
 mod follower;
 
@@ -72,12 +72,11 @@ pub(crate) struct Snapshot {
     /// Streams that have not ended.
     pub(crate) streams: usize,
     pub(crate) draining: bool,
-    /// What the first step took: kernels are loaded and memory is mapped in it. Zero before.
+    /// Kernels are loaded and memory is mapped in the first step.
     pub(crate) first_step: Duration,
     /// As it was when last looked at.
     pub(crate) kv: KvUse,
-    /// Of the device.
-    pub(crate) workspace_used: Option<Workspace>,
+    pub(crate) measured: Measured,
 }
 
 /// Why an engine's thread ended before its callers were gone.
@@ -214,6 +213,8 @@ async fn tell(commands: &SyncSender<Command>, mut command: Command) {
 pub(crate) struct Stepper<B: Backend> {
     engine: Engine<B>,
     measure: Measure<B>,
+    /// Until it was ready.
+    timeline: Timeline,
     epoch: Instant,
     commands: Receiver<Command>,
     woken: Arc<AtomicBool>,
@@ -233,12 +234,13 @@ pub(crate) fn stepper<B: Backend>(
     engine: Engine<B>,
     score_rows_max: usize,
     measure: Measure<B>,
+    timeline: Timeline,
 ) -> (Handle, Stepper<B>) {
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
     let first = Snapshot {
         stats: engine.stats(),
         kv: engine.kv_use(),
-        workspace_used: measure(engine.backend()),
+        measured: measure(engine.backend()),
         ..Snapshot::default()
     };
     let (snapshot, snapshot_receiver) = watch::channel(first);
@@ -258,6 +260,7 @@ pub(crate) fn stepper<B: Backend>(
     let stepper = Stepper {
         engine,
         measure,
+        timeline,
         epoch,
         commands,
         woken,
@@ -341,14 +344,14 @@ impl<B: Backend> Stepper<B> {
 
     /// Whether there was nothing to compute.
     fn step(&mut self) -> Result<bool, StepError> {
+        let lazy = (self.measure)(self.engine.backend()).lazy;
         let now = self.epoch.elapsed();
         let stepped = self.engine.step(now, &mut self.outputs);
         if let Ok(report) = &stepped {
             self.engine.observe(report, self.epoch.elapsed() - now);
         }
-        if self.first_step.is_zero() && stepped.as_ref().is_ok_and(|report| report.rows > 0) {
-            self.first_step = self.epoch.elapsed() - now;
-            tracing::info!(ms = self.first_step.as_secs_f64() * 1e3, "first step");
+        if stepped.as_ref().is_ok_and(|report| report.rows > 0) {
+            self.note_first(lazy, now);
         }
         // Before the outputs: whoever has read a stream's end finds its blocks free.
         self.publish();
@@ -370,6 +373,20 @@ impl<B: Backend> Stepper<B> {
                 self.publish();
                 if fatal { Err(error) } else { Ok(false) }
             }
+        }
+    }
+
+    /// Completes the time line after a step that began at `started`, and says it when there is something new in it.
+    fn note_first(&mut self, before: Lazy, started: Duration) {
+        let lazy = (self.measure)(self.engine.backend()).lazy;
+        let is_first = self.first_step.is_zero();
+        if is_first {
+            let took = self.epoch.elapsed() - started;
+            self.first_step = took.saturating_sub(lazy.total() - before.total());
+        }
+        if is_first || (before.graphs.is_zero() && !lazy.graphs.is_zero()) {
+            let later = Later { first_step: self.first_step, lazy };
+            tracing::info!("time line: {}; {later}", self.timeline);
         }
     }
 
@@ -498,7 +515,7 @@ impl<B: Backend> Stepper<B> {
             draining: self.draining,
             first_step: self.first_step,
             kv: self.kv,
-            workspace_used: (self.measure)(self.engine.backend()),
+            measured: (self.measure)(self.engine.backend()),
         };
         self.snapshot.send_if_modified(|snapshot| {
             let changed = *snapshot != now;

@@ -12,6 +12,23 @@ pub(crate) struct Stage {
     pub(crate) took: Duration,
 }
 
+/// What is done when it is first needed, and what that has taken so far. Nothing on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lazy {
+    /// Loading kernels.
+    pub(crate) modules: Duration,
+    /// Recording steps that came again.
+    pub(crate) graphs: Duration,
+}
+
+/// What follows when the worker is ready, as far as it has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Later {
+    /// Without what is counted in `lazy`. Zero before.
+    pub(crate) first_step: Duration,
+    pub(crate) lazy: Lazy,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Timeline {
     /// When the process was started.
@@ -42,7 +59,7 @@ impl Timeline {
         &self.stages
     }
 
-    /// From the process's start to the last mark.
+    /// From the process's start to the last mark: then it is ready.
     pub(crate) fn total(&self) -> Duration {
         self.last - self.origin
     }
@@ -52,15 +69,46 @@ impl Timeline {
     }
 }
 
-/// "exec 10 ms, driver 201 ms, ...".
+/// "exec 10.0 ms, driver 101.2 ms, ...: ready after 201.3 ms".
 impl fmt::Display for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, Stage { name, took }) in self.stages.iter().enumerate() {
-            let comma = if at == 0 { "" } else { ", " };
-            write!(f, "{comma}{name} {:.1} ms", took.as_secs_f64() * 1e3)?;
-        }
-        Ok(())
+        write(f, self.stages.iter().copied())?;
+        write!(f, ": ready after {:.1} ms", milliseconds(self.total()))
     }
+}
+
+impl Lazy {
+    pub(crate) fn total(self) -> Duration {
+        self.modules + self.graphs
+    }
+}
+
+impl Later {
+    pub(crate) fn stages(self) -> impl Iterator<Item = Stage> {
+        let Self { first_step, lazy: Lazy { modules, graphs } } = self;
+        [("modules", modules), ("first_step", first_step), ("graphs", graphs)]
+            .into_iter()
+            .map(|(name, took)| Stage { name, took })
+            .filter(|stage| !stage.took.is_zero())
+    }
+}
+
+impl fmt::Display for Later {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write(f, self.stages())
+    }
+}
+
+fn write(f: &mut fmt::Formatter<'_>, stages: impl Iterator<Item = Stage>) -> fmt::Result {
+    for (at, Stage { name, took }) in stages.enumerate() {
+        let comma = if at == 0 { "" } else { ", " };
+        write!(f, "{comma}{name} {:.1} ms", milliseconds(took))?;
+    }
+    Ok(())
+}
+
+pub(crate) fn milliseconds(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e3
 }
 
 /// How long this process has existed.
@@ -85,8 +133,21 @@ mod tests {
         assert_eq!(names, ["exec", "driver", "context"]);
         assert_eq!(timeline.stages().iter().map(|stage| stage.took).sum::<Duration>(), timeline.total());
         assert!(timeline.stages()[1].took >= Duration::from_millis(2));
-        assert!(timeline.to_string().starts_with("exec "), "{timeline}");
+        let text = timeline.to_string();
+        assert!(text.starts_with("exec ") && text.contains(", context "), "{text}");
+        assert!(text.ends_with(&format!(": ready after {:.1} ms", milliseconds(timeline.total()))), "{text}");
         assert!(timeline.since_start() >= timeline.total());
+    }
+
+    #[test]
+    fn what_has_not_been_needed_yet_is_no_stage() {
+        let ms = Duration::from_millis;
+        let mut later = Later { first_step: ms(7), lazy: Lazy::default() };
+        assert_eq!(later.to_string(), "first_step 7.0 ms");
+        later.lazy = Lazy { modules: ms(12), graphs: Duration::from_micros(250) };
+        assert_eq!(later.to_string(), "modules 12.0 ms, first_step 7.0 ms, graphs 0.2 ms");
+        assert_eq!(later.lazy.total(), Duration::from_micros(12_250));
+        assert_eq!(Later::default().stages().count(), 0);
     }
 
     #[test]

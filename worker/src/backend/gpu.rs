@@ -7,10 +7,16 @@ use memory::cuda::{Device, DeviceSelector, open_driver};
 use ops::OpError;
 use quant::layout::LAYOUT_TILES;
 
-use super::Place;
+use super::{Measured, Place};
 use crate::attach::AttachError;
-use crate::demand::{Workspace, context_bytes};
-use crate::timeline::Timeline;
+use crate::demand::context_bytes;
+use crate::timeline::Lazy;
+
+/// The driver has been started; nothing of the device's memory is taken.
+pub(crate) struct FoundGpu {
+    memory: Device,
+    nvml: Option<Nvml>,
+}
 
 pub(crate) struct Gpu {
     memory: Device,
@@ -18,17 +24,24 @@ pub(crate) struct Gpu {
     context_bytes: u64,
 }
 
-impl Gpu {
-    /// Starts the driver and makes a context: a fifth of a second or more, in which a model may well be loading and other
-    /// workers start. What the device as a whole has less meanwhile says nothing of this process.
-    pub(crate) fn open(wanted: DeviceSelector, timeline: &mut Timeline) -> Result<Self, AttachError> {
+impl FoundGpu {
+    pub(crate) fn open(wanted: DeviceSelector) -> Result<Self, AttachError> {
         // Both start slowly, and know nothing of each other.
         let (driver, nvml) = std::thread::scope(|scope| {
             let nvml = scope.spawn(Nvml::open);
             (open_driver(), nvml.join().ok().and_then(Result::ok))
         });
-        timeline.mark("driver");
-        let memory = Device::open(driver?, wanted)?;
+        Ok(Self { memory: Device::open(driver?, wanted)?, nvml })
+    }
+
+    pub(crate) fn device(&self) -> String {
+        self.memory.uuid().to_string()
+    }
+
+    /// Makes a context, which the lease has reserved. Others may load and start meanwhile: what the device as a whole has less
+    /// afterwards says nothing of this process.
+    pub(crate) fn enter(self, _lease: &Granted) -> Result<Gpu, AttachError> {
+        let Self { memory, nvml } = self;
         let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
         let before = counted();
         let failed = |error: CudaError| {
@@ -42,8 +55,7 @@ impl Gpu {
         };
         let kernels = KernelDevice::open_memory(&memory).map_err(failed)?;
         let context_bytes = context_bytes(before, counted());
-        timeline.mark("context");
-        Ok(Self { memory, kernels, context_bytes })
+        Ok(Gpu { memory, kernels, context_bytes })
     }
 }
 
@@ -76,7 +88,8 @@ impl Place for Gpu {
         Cuda::new(&self.kernels)
     }
 
-    fn workspace_used(compute: &Cuda) -> Option<Workspace> {
-        Some(compute.device_bytes().into())
+    fn measure(compute: &Cuda) -> Measured {
+        let lazy = Lazy { modules: compute.device().module_time(), graphs: compute.graph_time() };
+        Measured { workspace_used: Some(compute.device_bytes().into()), lazy }
     }
 }

@@ -7,8 +7,7 @@ use memory::manifest::HOST_DEVICE;
 use ops::OpError;
 use quant::layout::LAYOUT_GGML;
 
-use super::Place;
-use crate::demand::Workspace;
+use super::{Measured, Place};
 
 pub(crate) struct Host {
     threads: usize,
@@ -50,7 +49,7 @@ impl Place for Host {
         Cpu::new(self.threads)
     }
 
-    fn workspace_used(_: &Cpu) -> Option<Workspace> {
-        None
+    fn measure(_: &Cpu) -> Measured {
+        Measured::default()
     }
 }

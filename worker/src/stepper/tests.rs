@@ -12,8 +12,10 @@ const VOCABULARY: usize = 8;
 /// For a machine under load; what is waited for takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Every token is as likely as any other.
-struct Even;
+/// Every token is as likely as any other; on a device that is full, from the number of steps on that is said.
+struct Even {
+    full_after: usize,
+}
 
 impl Model<Reference> for Even {
     fn vocab_size(&self) -> usize {
@@ -44,6 +46,10 @@ impl Model<Reference> for Even {
         step: &Step<'_>,
         take: &mut TakeLogits<'_, Reference>,
     ) -> Result<(), OpError> {
+        let Some(left) = self.full_after.checked_sub(1) else {
+            return Err(OpError::Memory { op: "kv", what: "keys and values", bytes: 700, free: Some(300) });
+        };
+        self.full_after = left;
         let rows = step.outputs.len();
         let mut logits = backend.tensor(rows.max(1), VOCABULARY)?;
         backend.write(&mut logits, rows, &vec![0.0; rows * VOCABULARY])?;
@@ -52,9 +58,13 @@ impl Model<Reference> for Even {
 }
 
 pub(crate) fn over_nothing() -> (Handle, Stepper<Reference>) {
+    over(Even { full_after: usize::MAX }, |_| Measured::default())
+}
+
+fn over(model: Even, measure: Measure<Reference>) -> (Handle, Stepper<Reference>) {
     let config = EngineConfig { kv_types: KvType::F32.into(), ..EngineConfig::new(KvBudget::Tokens(1024)) };
-    let engine = Engine::new(Box::new(Even), Reference::new(), &config).unwrap();
-    stepper(engine, 1, |_| None)
+    let engine = Engine::new(Box::new(model), Reference::new(), &config).unwrap();
+    stepper(engine, 1, measure, Timeline::start())
 }
 
 /// Whether it would not sleep now, for the reason that somebody has waked it.
@@ -149,6 +159,46 @@ async fn a_late_constraint_holds_up_nobody_and_is_not_waited_for_by_spinning() {
     until(|now| now.streams == 0 && now.stats.kv_blocks_used == 0).await;
     drop((handle, snapshot));
     tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_stream_that_a_full_device_ends_says_what_was_wanted_free_and_missing() {
+    let (handle, stepper) = over(Even { full_after: 2 }, |_| Measured::default());
+    let thread = std::thread::spawn(move || stepper.run());
+    let (_, mut outputs) = handle.generate(request(&handle, 100), None).await.unwrap();
+    let cut = loop {
+        let output = tokio::time::timeout(PATIENCE, outputs.recv()).await.expect("outputs in time");
+        match output.expect("an end") {
+            Ok(Output::Finished { reason, .. }) => panic!("it ended as if nothing were: {reason:?}"),
+            Ok(_) => {}
+            Err(cut) => break tonic::Status::from(cut),
+        }
+    };
+    assert_eq!(cut.code(), tonic::Code::Internal);
+    assert!(
+        cut.message().contains("700 bytes for keys and values, of which 300 are free: 400 are missing"),
+        "{cut}"
+    );
+    drop(handle);
+    // It was this step's failure, not the engine's.
+    tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
+}
+
+#[test]
+fn what_is_done_when_first_needed_is_not_counted_as_the_first_step() {
+    const MODULES: Duration = Duration::from_millis(20);
+    let lazy = Lazy { modules: MODULES, graphs: Duration::ZERO };
+    let measure = |_: &Reference| Measured {
+        lazy: Lazy { modules: MODULES, graphs: Duration::ZERO },
+        ..Measured::default()
+    };
+    let (_, mut stepper) = over(Even { full_after: 0 }, measure);
+    std::thread::sleep(2 * MODULES);
+    stepper.note_first(Lazy::default(), Duration::ZERO);
+    let (first, most) = (stepper.first_step, stepper.epoch.elapsed() - MODULES);
+    assert!((MODULES..=most).contains(&first), "{first:?} of {most:?}");
+    stepper.note_first(lazy, Duration::ZERO);
+    assert_eq!(stepper.first_step, first, "there is one first step");
 }
 
 #[test]
