@@ -77,7 +77,8 @@ pub enum AdmissionConfigError {
     #[error("`admission.{key}` is 0: nobody could wait; allowed are 1 and more")]
     NoQueue { key: &'static str },
     #[error(
-        "`admission.interactive-floor` is {interactive} and `admission.batch-floor` {batch} percent, together they may be          at most {FLOORS_MAX}"
+        "`admission.interactive-floor` is {interactive} and `admission.batch-floor` {batch} percent, \
+         together they may be at most {FLOORS_MAX}"
     )]
     Floors { interactive: u32, batch: u32 },
 }
@@ -134,7 +135,9 @@ mod tests {
         let empty = AdmissionConfig { tenant_queue_max: 0, ..sound };
         assert_eq!(empty.check(), Err(AdmissionConfigError::NoQueue { key: "tenant-queue-max" }));
         let floors = AdmissionConfig { interactive_floor: 60, batch_floor: 31, ..sound };
-        assert_eq!(floors.check(), Err(AdmissionConfigError::Floors { interactive: 60, batch: 31 }));
+        let refused = floors.check().unwrap_err();
+        assert_eq!(refused, AdmissionConfigError::Floors { interactive: 60, batch: 31 });
+        assert!(refused.to_string().ends_with("31 percent, together they may be at most 90"), "{refused}");
         assert_eq!(AdmissionConfig { batch_floor: 30, ..floors }.check(), Ok(()));
     }
 }

@@ -344,7 +344,7 @@ fn storm(seeds: std::ops::Range<u64>) {
 
 #[test]
 fn a_storm_breaks_no_invariant() {
-    storm(0..100);
+    storm(0..500);
 }
 
 #[test]
