@@ -96,7 +96,7 @@ async fn answer(queued: JoinHandle<Response>) -> String {
 }
 
 #[test]
-fn an_overloaded_fleet_refuses_with_a_time_while_those_inside_stream_on() {
+fn i7_an_overloaded_fleet_refuses_with_a_time_while_those_inside_stream_on() {
     let (fleet, http) = fleet(2);
     http.runtime.block_on(async {
         let mut inside = full(&http).await;

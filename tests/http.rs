@@ -54,7 +54,7 @@ fn the_openai_surface_serves_completions() {
 }
 
 #[test]
-fn bad_requests_name_the_field() {
+fn i8_bad_requests_name_the_field() {
     let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let http = Http::of(&fleet);
     let cases = [

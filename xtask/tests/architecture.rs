@@ -1,7 +1,9 @@
-//! Who may use whom: docs/ARCHITECTURE.md's table against `cargo metadata`.
+//! What docs/ARCHITECTURE.md says of the tree, against the tree: who may use whom, and that each invariant has its test.
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
 
 /// Normal and build dependencies among our own packages. What is not listed is forbidden.
 const MAY_USE: &[(&str, &[&str])] = &[
@@ -56,4 +58,33 @@ fn dependencies_go_one_way() {
         violations.push(format!("{name} is in the table but not in the workspace"));
     }
     assert!(violations.is_empty(), "{violations:#?}");
+}
+
+/// Tests here run on a GPU alone, which nothing that has to pass needs.
+const GPU_ONLY: &str = "tests/gpu/";
+
+#[test]
+fn every_invariant_has_a_test_that_names_it() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let architecture = std::fs::read_to_string(root.join("docs/ARCHITECTURE.md")).unwrap();
+    let stated: BTreeSet<u32> = architecture
+        .lines()
+        .filter_map(|line| line.strip_prefix("- **I")?.split(' ').next()?.parse().ok())
+        .collect();
+    assert_eq!(stated, (1..=8).collect());
+    let listed = Command::new("git").args(["ls-files", "*.rs"]).current_dir(root).output().unwrap();
+    assert!(listed.status.success(), "{listed:?}");
+    let files = String::from_utf8(listed.stdout).unwrap();
+    let mut named = BTreeSet::new();
+    for file in files.lines().filter(|file| !file.contains(GPU_ONLY)) {
+        // A file may have been removed and not committed yet.
+        let text = std::fs::read_to_string(root.join(file)).unwrap_or_default();
+        let numbers = text.lines().filter_map(|line| {
+            let name = line.trim_start().strip_prefix("fn i")?;
+            name.split('_').next()?.parse::<u32>().ok()
+        });
+        named.extend(numbers);
+    }
+    let unnamed: Vec<&u32> = stated.difference(&named).collect();
+    assert!(unnamed.is_empty(), "no test outside of {GPU_ONLY} names I{unnamed:?}");
 }

@@ -134,7 +134,7 @@ fn every_cut_is_an_error_until_the_last_tensor_is_whole() {
 }
 
 #[test]
-fn every_flip_of_a_byte_gives_an_error_or_a_sound_header() {
+fn i8_every_flip_of_a_byte_gives_an_error_or_a_sound_header() {
     let file = sample();
     let header_bytes = Header::read(&file[..], file.len() as u64).unwrap().bytes().len();
     for at in 0..header_bytes {
@@ -163,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_after_the_magic_give_an_error_or_a_sound_header(
+    fn i8_any_bytes_after_the_magic_give_an_error_or_a_sound_header(
         bytes in prop::collection::vec(any::<u8>(), 0..400),
         keys in 0_u8..4,
         tensors in 0_u8..4,

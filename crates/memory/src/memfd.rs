@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sealed_bytes_can_be_neither_written_nor_resized() {
+    fn i2_sealed_bytes_can_be_neither_written_nor_resized() {
         let sealed = SealedMemfd::from_bytes("test", b"ballast").unwrap();
         let file = File::from(sealed.fd.try_clone().unwrap());
         assert!(file.write_at(b"x", 0).is_err());
