@@ -182,15 +182,18 @@ impl Completion {
         let offset = &mut self.text_offsets[piece.choice as usize];
         let offsets: Vec<usize> =
             texts.iter().map(|text| std::mem::replace(offset, *offset + text.chars().count())).collect();
-        let top = |entry: &crate::wire::Logprob| {
-            let pairs =
+        // The one that was drawn stands there, too, among the most probable or not.
+        let top = |(text, entry): (&String, &crate::wire::Logprob)| {
+            let most =
                 entry.top.iter().map(|&(id, logprob)| (self.model.text.token_text(id), json!(logprob)));
-            Value::Object(pairs.collect::<Map<_, _>>())
+            let mut pairs: Map<_, _> = most.collect();
+            pairs.entry(text).or_insert(json!(entry.logprob));
+            Value::Object(pairs)
         };
         json!({
             "tokens": texts,
             "token_logprobs": piece.logprobs.iter().map(|entry| entry.logprob).collect::<Vec<_>>(),
-            "top_logprobs": piece.logprobs.iter().map(top).collect::<Vec<_>>(),
+            "top_logprobs": texts.iter().zip(&piece.logprobs).map(top).collect::<Vec<_>>(),
             "text_offset": offsets,
         })
     }

@@ -6,12 +6,13 @@
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::numbers;
 use super::standing::{STANDING_FIELDS, StandingFields};
 use super::structure::{STRUCTURE_FIELDS, StructureFields};
-use crate::params::{Limits, ParamError, Params};
+use crate::params::Params;
 
 /// Fields that change nothing in the output; accepted and not looked at.
 const HARMLESS: [&str; 10] = [
@@ -232,6 +233,10 @@ impl ResponseFields {
 }
 
 impl SamplingFields {
+    pub(super) fn with_standing(self, standing: StandingFields) -> Self {
+        Self { standing, ..self }
+    }
+
     pub(crate) fn params(self) -> Result<Params, ApiError> {
         let params = Params {
             max_tokens: self.max_tokens,
@@ -301,9 +306,10 @@ pub(crate) struct Body<T> {
 /// `own` names the fields of `T`.
 pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Body<T>, ApiError> {
     let mut fields: Map<String, Value> =
-        serde_json::from_slice(body).map_err(|error| unreadable(body, &error))?;
+        serde_json::from_slice(body).map_err(|error| numbers::unreadable(body, &error))?;
     // An explicit null is an absent field.
     fields.retain(|_, value| !value.is_null());
+    fields.values_mut().for_each(numbers::make_whole);
     for (name, value) in &fields {
         let name = name.as_str();
         let served = [own, &SAMPLING_FIELDS, &STRUCTURE_FIELDS, &STANDING_FIELDS, &RESPONSE_FIELDS]
@@ -319,51 +325,6 @@ pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Bod
     Ok(Body { own: typed(&fields)?, sampling, response: typed(&fields)? })
 }
 
-/// Numbers beyond every float are JSON all the same: they are out of their field's range, and said to be.
-fn unreadable(body: &[u8], error: &serde_json::Error) -> ApiError {
-    let object = || ApiError::invalid(None, format!("the request body is not a JSON object: {error}"));
-    let Some(number) = endless_number(body, error) else { return object() };
-    let reader = &mut serde_json::Deserializer::from_slice(body);
-    let Err(error) = serde_path_to_error::deserialize::<_, Map<String, Value>>(reader) else {
-        return object();
-    };
-    let path = error.path().to_string();
-    let field = path.split(['.', '[']).next().unwrap_or_default();
-    // What is said of the largest float is said of the number.
-    let largest = match field {
-        "logit_bias" => json!({"logit_bias": {"0": f64::MAX}}),
-        _ => json!({field: f64::MAX}),
-    };
-    let params = typed::<SamplingFields>(&largest).and_then(SamplingFields::params);
-    let any = Limits { context_tokens: u32::MAX, vocabulary: u32::MAX };
-    match params.map(|params| params.check(any, "prompt", 1)) {
-        Ok(Err(ParamError::Range { param, allowed, .. })) => {
-            ParamError::Range { param, value: number.to_owned(), allowed }.into()
-        }
-        _ => ApiError::invalid(
-            Some(&path),
-            format!("`{path}` is {number}, which is not in the range of any number"),
-        ),
-    }
-}
-
-/// The number that serde_json could not hold, as it stands in the body.
-fn endless_number<'a>(body: &'a [u8], error: &serde_json::Error) -> Option<&'a str> {
-    if !error.to_string().starts_with("number out of range") {
-        return None;
-    }
-    let line = body.split_inclusive(|&byte| byte == b'\n').take(error.line().checked_sub(1)?);
-    let at = line.map(<[u8]>::len).sum::<usize>() + error.column().checked_sub(1)?;
-    let in_number = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
-    let start = body.get(..at)?.iter().rposition(|byte| !in_number(byte))? + 1;
-    let length = body.get(start..)?.iter().position(|byte| !in_number(byte))?;
-    let shown = length.min(NUMBER_SHOWN_MAX);
-    std::str::from_utf8(body.get(start..start + shown)?).ok().filter(|number| !number.is_empty())
-}
-
-/// Bytes of a number that are shown in an error.
-const NUMBER_SHOWN_MAX: usize = 40;
-
 fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {
     match UNSERVED.iter().find(|field| field.name == name) {
         Some(field) if (field.is_neutral)(value) => Ok(()),
@@ -377,12 +338,12 @@ fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {
 }
 
 fn typed<T: DeserializeOwned>(fields: &Value) -> Result<T, ApiError> {
-    serde_path_to_error::deserialize(fields).map_err(|error| {
-        let path = error.path().to_string();
-        match path.as_str() {
-            // A missing field of the body has no path; its message names it.
-            "." => ApiError::invalid(None, error.inner().to_string()),
-            path => ApiError::invalid(Some(path), format!("`{path}`: {}", error.inner())),
+    serde_path_to_error::deserialize(fields).map_err(|error| match error.path().to_string().as_str() {
+        // A missing field of the body has no path; its message names it.
+        "." => {
+            let said = error.inner().to_string();
+            ApiError::invalid(said.split('`').nth(1), &said)
         }
+        path => numbers::mistyped(path, error.inner()),
     })
 }

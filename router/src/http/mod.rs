@@ -4,6 +4,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod numbers;
 mod request;
 mod response;
 mod standing;

@@ -157,6 +157,15 @@ async fn logprobs_have_a_line_for_each_token() {
     assert_eq!(lines, (0..script.len()).map(|i| -(i as f64)).collect::<Vec<_>>());
     assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 2);
     assert_eq!(logprobs["text_offset"][0], 0);
+    let none_beside = json!({"prompt": "x", "max_tokens": 99, "logprobs": 0});
+    let (_, alone) = fleet.post_json("/v1/completions", none_beside).await;
+    let drawn = &alone["choices"][0]["logprobs"];
+    let token = drawn["tokens"][1].as_str().unwrap();
+    assert_eq!(
+        drawn["top_logprobs"][1],
+        json!({token: -1.0}),
+        "the one that was drawn stands there in any case"
+    );
     let (events, _) = fleet.events("/v1/completions", request).await;
     let streamed: Vec<Value> = events
         .iter()

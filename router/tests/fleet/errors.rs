@@ -90,9 +90,8 @@ async fn every_bad_field_is_refused_by_its_name() {
 async fn bodies_that_are_no_json_objects_are_refused() {
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
     let deep = format!("{{\"prompt\":{}", "[".repeat(100_000));
-    // It is not there in JSON.
-    let nan = "{\"prompt\":\"x\",\"top_p\":NaN}";
-    for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", nan, deep.as_str()] {
+    let words = "{\"prompt\":\"x\",\"top_p\":None}";
+    for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", words, deep.as_str()] {
         let url = format!("{}/v1/completions", fleet.url);
         let response = fleet.client.post(url).body(body.to_owned()).send().await.unwrap();
         assert_eq!(response.status(), 400, "{body:.20}");
@@ -102,14 +101,22 @@ async fn bodies_that_are_no_json_objects_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_number_beyond_every_float_is_refused_by_its_field_and_range() {
+async fn what_is_no_number_of_json_is_refused_by_its_field_and_range() {
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
     for (fields, param, words) in [
         ("\"top_p\":1e999", "top_p", "`top_p` is 1e999, allowed are numbers above 0 up to 1"),
         ("\"temperature\": -1E+999 ", "temperature", "`temperature` is -1E+999, allowed are 0 to 2"),
         ("\n \"min_p\":\n 9e400", "min_p", "`min_p` is 9e400, allowed are 0 to 1"),
         ("\"logit_bias\": {\"7\": 1e999}", "logit_bias", "`logit_bias` is 1e999, allowed are -100 to 100"),
-        ("\"max_tokens\": 1e999", "max_tokens", "`max_tokens` is 1e999"),
+        ("\"max_tokens\": 1e999", "max_tokens", "`max_tokens` is 1e999, allowed are 1 to 4294967295"),
+        ("\"top_k\": -1e999", "top_k", "`top_k` is -1e999, allowed are -1 to"),
+        ("\"best_of\": 1e999", "best_of", "`best_of` is 1e999, allowed are 1 to 16"),
+        ("\"priority\": 1e999", "priority", "`priority` is 1e999, allowed are -2147483648 to"),
+        ("\"top_p\":NaN", "top_p", "`top_p` is NaN, allowed are numbers above 0 up to 1"),
+        ("\"mirostat_tau\": Infinity", "mirostat_tau", "`mirostat_tau` is Infinity, allowed are 0 to 100"),
+        ("\n\"min_p\": -Infinity ", "min_p", "`min_p` is -Infinity, allowed are 0 to 1"),
+        ("\"n\": NaN", "n", "`n` is NaN, allowed are 1 to 16"),
+        ("\"seed\": NaN", "seed", "`seed` is NaN"),
         ("\"guided_json\": {\"maximum\": 1e999}", "guided_json.maximum", "`guided_json.maximum` is 1e999"),
         ("\"stop_token_ids\": [1, 1e999]", "stop_token_ids[1]", "`stop_token_ids[1]` is 1e999"),
     ] {
@@ -125,6 +132,36 @@ async fn a_number_beyond_every_float_is_refused_by_its_field_and_range() {
         );
         assert!(error["message"].as_str().unwrap().starts_with(words), "{body}: {error}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_value_of_another_type_is_refused_by_its_field_and_range() {
+    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    for (param, value, words) in [
+        (
+            "temperature",
+            json!("x"),
+            "`temperature`: invalid type: string \"x\", expected a number; allowed are 0 to 2",
+        ),
+        ("top_k", json!(1.5), "floating point `1.5`, expected a whole number; allowed are -1 to 4294967295"),
+        ("top_k", json!(1e30), "expected a whole number; allowed are -1 to 4294967295"),
+        ("n", json!([1]), "sequence, expected a whole number; allowed are 1 to 16"),
+        ("dry_allowed_length", json!(true), "expected a whole number; allowed are 1 to 4294967295"),
+        ("priority", json!("high"), "expected a whole number; allowed are -2147483648 to 2147483647"),
+        ("seed", json!("x"), "string \"x\", expected a whole number"),
+    ] {
+        let body = json!({"prompt": "x", param: value});
+        let (status, error) = fleet.post_json("/v1/completions", body.clone()).await;
+        assert_eq!((status, &error["error"]["param"]), (400, &json!(param)), "{body}: {error}");
+        assert!(error["error"]["message"].as_str().unwrap().ends_with(words), "{body}: {error}");
+    }
+    let (status, error) = fleet.post_json("/v1/completions", json!({"n": 1})).await;
+    assert_eq!((status, &error["error"]["param"]), (400, &json!("prompt")), "{error}");
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+    // As other servers read it.
+    let whole = json!({"prompt": "x", "max_tokens": 7.0, "n": 2.0, "temperature": 1.0});
+    assert_eq!(fleet.post_json("/v1/completions", whole).await.0, 200);
+    assert_eq!(fleet.workers[0].calls()[1].max_tokens, 7);
 }
 
 #[tokio::test(flavor = "multi_thread")]
