@@ -1,5 +1,6 @@
 //! A grammar is compiled by a worker before its request waits anywhere: one that is none, or that nothing matches, is
-//! refused at once, takes nobody's turn, and is never told to come again.
+//! refused at once, takes nobody's turn, and is never told to come again. Nor is one that holds up or breaks that worker's
+//! compiler, and no other worker is asked about it.
 //!
 //! Whoever asks gets a worker's compiler for nothing here, so checks are bounded: a tenant has few under way, all together
 //! less than a worker lets wait, the rest wait for those, in bounds and to their deadline. What was found is kept for a
@@ -27,8 +28,9 @@ const UNDER_WAY_MAX: usize = 32;
 /// Under way or waiting for that, of one tenant and of all. Each holds a request's body.
 const TENANT_MAX: u32 = 128;
 const MAX: u32 = 256;
-/// A little more than a worker's own patience.
-const CHECK_WAIT: Duration = Duration::from_secs(25);
+/// A worker answers within some 31 s: 10 until a grammar's turn comes, 20 to compile it, and one until that is noticed. After
+/// one that does not, the next is asked.
+const CHECK_WAIT: Duration = Duration::from_secs(40);
 /// Grammars whose verdict is kept, of up to 257 KiB each.
 const KEPT_MAX: usize = 32;
 

@@ -1,39 +1,35 @@
-//! Grammars of requests: compiled before a request is queued, their masks computed beside the steps.
+//! Grammars of requests: compiled before a request is queued.
 //!
-//! One thread compiles, with a stack for the most nested grammar that is taken; a few compute masks. A request has at most
-//! one mask under way: the matcher goes to a thread when a token was drawn and is back, with the mask of the next, when
-//! the step that needs it comes to its draw. So the threads' queue is as long as requests are running, at most. Nobody
-//! waits for one that is late but its request: the engine keeps the row, goes on, and is waked when the mask is there.
-//!
-//! A thread that panics is lost with what it was at, and another one takes its place ([`contained`]).
+//! One thread compiles, with a stack for the most nested grammar that is taken. A grammar that panics, or takes too long,
+//! costs that thread ([`crew`](crate::crew)), also if the call that brought it has gone away meanwhile. Its refusal is none
+//! that passes, so no other worker tries it, and this one does not try it again soon. Whoever only waited too long behind
+//! others is told that this passes. What a compiled grammar allows is [`masks`](crate::masks)' to compute.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
-use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvError, Sender, SyncSender, TrySendError, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use std::{io, thread};
 
 use bytes::Bytes;
-use engine::{Allowed, Constraint, ConstraintError};
-use grammar::{CompileError, Grammar, MatchError, Matcher, Next, Source, Vocabulary};
+use engine::Constraint;
+use grammar::{CompileError, Grammar, MatchError, Source, Vocabulary};
 use text::Tokenizer;
 use tokio::sync::oneshot;
 
-use crate::contained::{contained, give_up_thread};
+use crate::crew::{Crew, Losses, Lost, Terms, Tool};
+use crate::masks::{MASK_SECONDS_MAX, Masks};
 use crate::stepper::Waker;
 
 /// For recursion over grammars as nested as `grammar` takes them; touched as far as it is used.
 const STACK_BYTES: usize = 64 << 20;
 /// Grammars that wait to be compiled; more requests are refused as an overload.
 const COMPILING_MAX: usize = 64;
-/// Compiling takes some tens of milliseconds. What takes this long on a machine that is busy may as well take for ever.
-const COMPILE_WAIT: Duration = Duration::from_secs(20);
-/// A mask is bounded work: some 20 ms, half a second for hostile grammars. A request whose mask takes longer, with those
-/// that stand before it, ends.
-const MASK_WAIT: Duration = Duration::from_secs(10);
+/// Compiling takes some tens of milliseconds: all that may wait are compiled within this time, on a machine that is busy.
+const TURN_WAIT: Duration = Duration::from_secs(10);
+/// What takes this long on a machine that is busy may as well take for ever.
+const COMPILE_SECONDS_MAX: u32 = 20;
+/// A grammar that has cost a thread costs no other one for this long. Not for ever: it may have been the machine's fault.
+const COSTLY_FOR: Duration = Duration::from_secs(600);
 /// Compiled grammars that are kept: the choices of a request have the same one, and clients repeat theirs.
 const KEPT_MAX: usize = 16;
 const MASK_THREADS_MAX: usize = 4;
@@ -45,35 +41,77 @@ pub(crate) enum GrammarError {
     Refused(#[from] CompileError),
     #[error("the output so far does not match the grammar")]
     PriorOutput(#[source] MatchError),
-    #[error("the model's vocabulary cannot be used for grammars: {detail}")]
-    Vocabulary { detail: String },
-    #[error("it was not compiled within {} s", COMPILE_WAIT.as_secs())]
+    #[error(
+        "compiling it, or computing what it allows next, was given up after {COMPILE_SECONDS_MAX} or \
+         {MASK_SECONDS_MAX} s"
+    )]
+    Overdue,
+    #[error("its turn to be compiled did not come within {} s", TURN_WAIT.as_secs())]
     Late,
     #[error("{COMPILING_MAX} grammars wait to be compiled already")]
     Crowded,
+    #[error("the model's vocabulary cannot be used for grammars: {detail}")]
+    Vocabulary { detail: String },
     #[error("cannot start a thread for grammars")]
     Thread(#[from] io::Error),
-    #[error("compiling it failed, which is a mistake of this program and not of the grammar")]
+    #[error("compiling or following it failed, which is a mistake of this program and not of the grammar")]
     Broken,
     #[error("the worker is stopping")]
     Stopped,
 }
+
+impl From<Lost> for GrammarError {
+    fn from(lost: Lost) -> Self {
+        match lost {
+            Lost::Panicked => GrammarError::Broken,
+            Lost::Overdue => GrammarError::Overdue,
+        }
+    }
+}
+
+/// Grammars that have cost a thread: nobody is asked to try them again soon. No more than there are threads to lose.
+#[derive(Clone, Default)]
+pub(crate) struct Costly(Arc<Mutex<Vec<Known>>>);
+
+struct Known {
+    source: Arc<Source>,
+    lost: Lost,
+    at: Instant,
+}
+
+impl Costly {
+    pub(crate) fn add(&self, source: Arc<Source>, lost: Lost) {
+        self.lock().push(Known { source, lost, at: Instant::now() });
+    }
+
+    /// What became of it lately.
+    pub(crate) fn find(&self, source: &Source, now: Instant) -> Option<Lost> {
+        let costly = self.lock();
+        let is_lately = |known: &&Known| now.saturating_duration_since(known.at) < COSTLY_FOR;
+        costly.iter().filter(is_lately).find(|known| *known.source == *source).map(|known| known.lost)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Known>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+type Compiled = Result<Box<dyn Constraint>, GrammarError>;
+
+struct Job {
+    source: Arc<Source>,
+    prior_output: Vec<u32>,
+}
+
+type Compilers = Arc<Crew<Job, Compiled>>;
 
 /// The async side. Its threads are started for the first grammar: most workers never see one.
 pub(crate) struct Grammars {
     gguf: Bytes,
     mask_threads: usize,
     waker: Waker,
-    running: Mutex<Option<(SyncSender<Compile>, Desk)>>,
-}
-
-type Compiled = Result<Box<dyn Constraint>, GrammarError>;
-
-struct Compile {
-    source: Source,
-    prior_output: Vec<u32>,
-    begun: Arc<AtomicBool>,
-    answer: oneshot::Sender<Compiled>,
+    costly: Costly,
+    compilers: Mutex<Option<Compilers>>,
 }
 
 impl Grammars {
@@ -81,89 +119,74 @@ impl Grammars {
     /// under them.
     pub(crate) fn new(gguf: Bytes, threads: usize, waker: Waker) -> Self {
         let mask_threads = threads.clamp(1, MASK_THREADS_MAX);
-        Self { gguf, mask_threads, waker, running: Mutex::new(None) }
+        Self { gguf, mask_threads, waker, costly: Costly::default(), compilers: Mutex::new(None) }
     }
 
-    fn running(&self) -> io::Result<(SyncSender<Compile>, Desk)> {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(running) = &*running {
-            return Ok(running.clone());
+    fn compilers(&self) -> io::Result<Compilers> {
+        let mut compilers = self.compilers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(compilers) = &*compilers {
+            return Ok(compilers.clone());
         }
-        let (masks, jobs) = channel();
-        let jobs = Arc::new(Mutex::new(jobs));
-        for _ in 0..self.mask_threads {
-            start_masks(jobs.clone(), self.waker.clone())?;
-        }
-        let (sender, waiting) = sync_channel(COMPILING_MAX);
-        let jobs = Arc::new(Mutex::new(waiting));
-        let desk = Desk { gguf: self.gguf.clone(), jobs, masks };
-        start_compiler(desk.clone())?;
-        Ok(running.insert((sender, desk)).clone())
+        let losses = Arc::new(Losses::default());
+        let masks = Masks::start(self.mask_threads, losses.clone(), self.waker.clone(), self.costly.clone())?;
+        let terms = Terms {
+            name: "grammars",
+            stack_bytes: STACK_BYTES,
+            threads: 1,
+            waiting_max: COMPILING_MAX,
+            looks_max: COMPILE_SECONDS_MAX,
+            losses,
+        };
+        let gguf = self.gguf.clone();
+        let started = Crew::start(terms, move || tool(gguf.clone(), masks.clone()))?;
+        Ok(compilers.insert(started).clone())
     }
 
     /// The constraint of a request whose prior output it has accepted.
     pub(crate) async fn compile(&self, source: Source, prior_output: Vec<u32>) -> Compiled {
-        let (answer, answered) = oneshot::channel();
-        let begun = Arc::new(AtomicBool::new(false));
-        let job = Compile { source, prior_output, begun: begun.clone(), answer };
-        let (jobs, desk) = self.running()?;
-        jobs.try_send(job).map_err(|error| match error {
-            TrySendError::Full(_) => GrammarError::Crowded,
-            TrySendError::Disconnected(_) => GrammarError::Stopped,
-        })?;
-        match tokio::time::timeout(COMPILE_WAIT, answered).await {
-            Ok(Ok(compiled)) => compiled,
-            Ok(Err(_)) => Err(GrammarError::Stopped),
-            Err(_) => {
-                // This is what keeps the thread: others need not wait for it.
-                if begun.load(Ordering::Relaxed) && give_up_thread() {
-                    start_compiler(desk)?;
-                }
-                Err(GrammarError::Late)
-            }
-        }
+        self.compile_in_turn(source, prior_output, tokio::time::sleep(TURN_WAIT)).await
     }
-}
 
-/// What a thread that compiles begins with.
-#[derive(Clone)]
-struct Desk {
-    gguf: Bytes,
-    jobs: Arc<Mutex<Receiver<Compile>>>,
-    masks: Sender<MaskJob>,
-}
-
-fn start_compiler(desk: Desk) -> io::Result<()> {
-    let thread = thread::Builder::new().name("grammars".to_owned()).stack_size(STACK_BYTES);
-    thread.spawn(move || compile(&desk)).map(drop)
-}
-
-/// Until every handle is gone.
-fn compile(desk: &Desk) {
-    let (gguf, masks) = (desk.gguf.clone(), desk.masks.clone());
-    let mut compiler = Compiler { gguf, vocabulary: None, kept: VecDeque::new(), masks };
-    loop {
-        let Ok(Compile { source, prior_output, begun, answer }) = next(&desk.jobs) else { return };
-        if answer.is_closed() {
-            continue;
+    /// Its turn comes before `patience` ends, or not at all.
+    async fn compile_in_turn(
+        &self,
+        source: Source,
+        prior_output: Vec<u32>,
+        patience: impl Future<Output = ()>,
+    ) -> Compiled {
+        if let Some(lost) = self.costly.find(&source, Instant::now()) {
+            return Err(lost.into());
         }
-        begun.store(true, Ordering::Relaxed);
-        let answer = Rc::new(Cell::new(Some(answer)));
-        let reply = |answer: &Cell<Option<oneshot::Sender<Compiled>>>, compiled| {
+        let (answer, mut answered) = oneshot::channel();
+        let (source, costly) = (Arc::new(source), self.costly.clone());
+        let job = Job { source: source.clone(), prior_output };
+        let asked = self.compilers()?.ask(job, move |done| {
+            let compiled = done.unwrap_or_else(|lost| {
+                costly.add(source, lost);
+                Err(lost.into())
+            });
             // Fails when nobody waits any more.
-            drop(answer.take().map(|answer| answer.send(compiled)));
+            drop(answer.send(compiled));
+        });
+        let ticket = asked.map_err(|_| GrammarError::Crowded)?;
+        let in_time = tokio::select! {
+            compiled = &mut answered => Some(compiled),
+            () = patience => None,
         };
-        let lost = {
-            let (desk, answer) = (desk.clone(), answer.clone());
-            move || {
-                // Without a thread the next grammars are late.
-                drop(start_compiler(desk));
-                reply(&answer, Err(GrammarError::Broken));
-            }
+        let compiled = match in_time {
+            Some(compiled) => compiled,
+            None if ticket.withdraw() => return Err(GrammarError::Late),
+            // It has begun: the crew ends it in time.
+            None => answered.await,
         };
-        let compiled = contained(lost, || compiler.constraint(source, &prior_output));
-        reply(&answer, compiled);
+        compiled.unwrap_or(Err(GrammarError::Stopped))
     }
+}
+
+/// What a thread that compiles works with.
+fn tool(gguf: Bytes, masks: Arc<Masks>) -> Tool<Job, Compiled> {
+    let mut compiler = Compiler { gguf, vocabulary: None, kept: VecDeque::new(), masks };
+    Box::new(move |job| compiler.constraint(job))
 }
 
 struct Compiler {
@@ -171,26 +194,21 @@ struct Compiler {
     /// Made for the first grammar.
     vocabulary: Option<Result<Vocabulary, String>>,
     /// The last used one first.
-    kept: VecDeque<(Source, Grammar)>,
-    masks: Sender<MaskJob>,
+    kept: VecDeque<(Arc<Source>, Grammar)>,
+    masks: Arc<Masks>,
 }
 
 impl Compiler {
-    fn constraint(&mut self, source: Source, prior_output: &[u32]) -> Compiled {
-        let mut matcher = self.grammar(source)?.matcher();
-        for &token in prior_output {
+    fn constraint(&mut self, Job { source, prior_output }: Job) -> Compiled {
+        let mut matcher = self.grammar(&source)?.matcher();
+        for token in prior_output {
             matcher.accept(token).map_err(GrammarError::PriorOutput)?;
         }
-        let mut mask = Vec::new();
-        let next = matcher.allowed(&mut mask);
-        let work = MaskWork { matcher, mask, next };
-        let (sender, back) = sync_channel(1);
-        let masks = self.masks.clone();
-        Ok(Box::new(Masked { here: Some(Ok(Box::new(work))), begun: Instant::now(), back, sender, masks }))
+        Ok(Box::new(self.masks.constraint(source, matcher)))
     }
 
-    fn grammar(&mut self, source: Source) -> Result<&Grammar, GrammarError> {
-        if let Some(at) = self.kept.iter().position(|(kept, _)| *kept == source) {
+    fn grammar(&mut self, source: &Arc<Source>) -> Result<&Grammar, GrammarError> {
+        if let Some(at) = self.kept.iter().position(|(kept, _)| *kept == *source) {
             if let Some(used) = self.kept.remove(at) {
                 self.kept.push_front(used);
             }
@@ -199,9 +217,9 @@ impl Compiler {
             let vocabulary = self.vocabulary.get_or_insert_with(|| vocabulary(gguf));
             let vocabulary =
                 vocabulary.as_ref().map_err(|detail| GrammarError::Vocabulary { detail: detail.clone() })?;
-            let grammar = Grammar::compile(&source, vocabulary)?;
+            let grammar = Grammar::compile(source, vocabulary)?;
             self.kept.truncate(KEPT_MAX - 1);
-            self.kept.push_front((source, grammar));
+            self.kept.push_front((source.clone(), grammar));
         }
         Ok(&self.kept[0].1)
     }
@@ -213,99 +231,20 @@ fn vocabulary(gguf: &Bytes) -> Result<Vocabulary, String> {
     Vocabulary::new(&tokenizer).map_err(|error| service::exit::one_line(&error))
 }
 
-/// A matcher with the mask at its state.
-struct MaskWork {
-    matcher: Matcher,
-    mask: Vec<u32>,
-    next: Result<Next, MatchError>,
-}
-
-/// `Err`: it was lost.
-type Back = Result<Box<MaskWork>, ConstraintError>;
-
-struct MaskJob {
-    work: Box<MaskWork>,
-    token: u32,
-    back: SyncSender<Back>,
-}
-
-fn start_masks(jobs: Arc<Mutex<Receiver<MaskJob>>>, waker: Waker) -> io::Result<()> {
-    thread::Builder::new().name("masks".to_owned()).spawn(move || compute_masks(&jobs, &waker)).map(drop)
-}
-
-fn compute_masks(jobs: &Arc<Mutex<Receiver<MaskJob>>>, waker: &Waker) {
-    loop {
-        let Ok(MaskJob { mut work, token, back }) = next(jobs) else { return };
-        let lost = {
-            let (jobs, back, waker) = (jobs.clone(), back.clone(), waker.clone());
-            move || {
-                // Without a thread the next masks are late.
-                drop(start_masks(jobs, waker.clone()));
-                drop(back.send(Err(ConstraintError::Broken)));
-                waker.wake();
-            }
-        };
-        let MaskWork { matcher, mask, next } = &mut *work;
-        *next = contained(lost, || matcher.accept(token).and_then(|()| matcher.allowed(mask)));
-        // A request that has ended meanwhile takes nothing back.
-        drop(back.send(Ok(work)));
-        waker.wake();
-    }
-}
-
-/// The lock is held while waiting: other threads wait for it in place of the job.
-fn next<T>(jobs: &Mutex<Receiver<T>>) -> Result<T, RecvError> {
-    jobs.lock().unwrap_or_else(PoisonError::into_inner).recv()
-}
-
-/// One request's grammar.
-struct Masked {
-    /// `None` while the next mask is being computed.
-    here: Option<Back>,
-    /// When that began.
-    begun: Instant,
-    back: Receiver<Back>,
-    sender: SyncSender<Back>,
-    masks: Sender<MaskJob>,
-}
-
-impl Constraint for Masked {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
-        if self.here.is_none() {
-            self.here = match self.back.try_recv() {
-                Ok(back) => Some(back),
-                Err(_) if self.begun.elapsed() < MASK_WAIT => return Ok(Allowed::Later),
-                Err(_) => Some(Err(ConstraintError::Late)),
-            };
-        }
-        let work = match &self.here {
-            Some(Ok(work)) => work,
-            Some(Err(error)) => return Err(*error),
-            None => return Ok(Allowed::Later),
-        };
-        match work.next {
-            Ok(Next::Tokens) => Ok(Allowed::Tokens(&work.mask)),
-            Ok(Next::End) => Ok(Allowed::Nothing),
-            Err(MatchError::TooComplex) => Err(ConstraintError::TooComplex),
-            Err(MatchError::DeadEnd | MatchError::Token { .. }) => Err(ConstraintError::DeadEnd),
-        }
-    }
-
-    fn accept(&mut self, token: u32) {
-        if let Some(Ok(work)) = self.here.take() {
-            self.begun = Instant::now();
-            // Fails when the worker is stopping; the next mask is then late.
-            drop(self.masks.send(MaskJob { work, token, back: self.sender.clone() }));
-        }
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::stepper::tests::{is_waked, over_nothing};
+pub(crate) mod tests {
+    use std::future::{pending, ready};
+    use std::pin::Pin;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::task::{self, Context, Poll};
 
-    fn vocabulary() -> (Tokenizer, Vocabulary) {
+    use engine::{Allowed, ConstraintError};
+
+    use super::*;
+    use crate::crew::tests::{PATIENCE, by_hand, look_until_overdue, waiting};
+    use crate::stepper::tests::over_nothing;
+
+    pub(crate) fn vocabulary() -> (Tokenizer, Vocabulary) {
         let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../demo/pycoder-7m-q8_0.gguf");
         let file = std::fs::File::open(demo).unwrap();
         let length = file.metadata().unwrap().len();
@@ -315,63 +254,111 @@ mod tests {
         (tokenizer, vocabulary)
     }
 
-    /// Of the one choice `word`, with a mask that allows all.
-    fn masked(vocabulary: &Vocabulary, word: &str) -> (Masked, Receiver<MaskJob>) {
-        let grammar = Grammar::compile(&Source::Choice(vec![word.to_owned()]), vocabulary).unwrap();
-        let (masks, jobs) = channel();
-        let (sender, back) = sync_channel(1);
-        let work = MaskWork { matcher: grammar.matcher(), mask: vec![u32::MAX], next: Ok(Next::Tokens) };
-        (Masked { here: Some(Ok(Box::new(work))), begun: Instant::now(), back, sender, masks }, jobs)
+    fn regex(text: &str) -> Source {
+        Source::Regex(text.to_owned())
     }
 
-    /// Nobody computes masks here but the test: what returns did not wait for one.
-    #[test]
-    fn a_mask_is_computed_between_a_draw_and_the_next_and_by_others() {
-        let (tokenizer, vocabulary) = vocabulary();
-        let (mut constraint, jobs) = masked(&vocabulary, "yes");
-        assert_eq!(constraint.allowed(), Ok(Allowed::Tokens(&[u32::MAX])));
-        let yes = tokenizer.encode("yes", text::EncodeOptions::default()).unwrap();
-        for &token in &yes {
-            constraint.accept(token);
-            assert!(constraint.here.is_none(), "the matcher is with the thread that has the job");
-            let MaskJob { mut work, token, back } = jobs.recv().unwrap();
-            assert_eq!(constraint.allowed(), Ok(Allowed::Later));
-            work.matcher.accept(token).unwrap();
-            work.next = work.matcher.allowed(&mut work.mask);
-            back.send(Ok(work)).unwrap();
-            assert!(constraint.allowed().is_ok());
+    struct Whole;
+
+    impl Constraint for Whole {
+        fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+            Ok(Allowed::Nothing)
         }
-        assert_eq!(constraint.allowed(), Ok(Allowed::Nothing));
-        constraint.accept(yes[0]);
-        let MaskJob { back, .. } = jobs.recv().unwrap();
-        back.send(Err(ConstraintError::Broken)).unwrap();
-        assert_eq!(constraint.allowed(), Err(ConstraintError::Broken));
-        assert_eq!(constraint.allowed(), Err(ConstraintError::Broken), "and so it stays");
+
+        fn accept(&mut self, _: u32) {}
     }
 
-    #[test]
-    fn a_mask_that_never_comes_is_an_error_after_its_time() {
-        let (tokenizer, vocabulary) = vocabulary();
-        let (mut constraint, _jobs) = masked(&vocabulary, "yes");
-        constraint.accept(tokenizer.encode("yes", text::EncodeOptions::default()).unwrap()[0]);
-        assert_eq!(constraint.allowed(), Ok(Allowed::Later));
-        constraint.begun = Instant::now().checked_sub(MASK_WAIT).unwrap();
-        assert_eq!(constraint.allowed(), Err(ConstraintError::Late));
+    /// Over a compiler that says what it begins, and does not return from "blocks" before this is gone.
+    struct Bench {
+        grammars: Grammars,
+        compilers: Compilers,
+        begun: Receiver<Arc<Source>>,
+        _release: Sender<()>,
     }
 
-    #[test]
-    fn the_engine_is_waked_when_a_mask_is_there() {
-        let (tokenizer, vocabulary) = vocabulary();
-        let (mut constraint, jobs) = masked(&vocabulary, "yes");
-        let (handle, stepper) = over_nothing();
-        constraint.accept(tokenizer.encode("yes", text::EncodeOptions::default()).unwrap()[0]);
-        assert!(!is_waked(&stepper));
-        let jobs = Arc::new(Mutex::new(jobs));
-        start_masks(jobs, handle.waker()).unwrap();
-        while !is_waked(&stepper) {
-            thread::yield_now();
+    type Call<'a> = Pin<Box<dyn Future<Output = Compiled> + 'a>>;
+
+    impl Bench {
+        fn new() -> Self {
+            let (begins, begun) = channel();
+            let (release, released) = channel::<()>();
+            let released = Arc::new(Mutex::new(released));
+            let compilers: Compilers = by_hand(COMPILING_MAX, move || {
+                let (begins, released) = (begins.clone(), released.clone());
+                Box::new(move |job: Job| {
+                    // Nobody listens when the test is over.
+                    begins.send(job.source.clone()).ok();
+                    if *job.source == regex("blocks") {
+                        released.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
+                    }
+                    Ok(Box::new(Whole) as Box<dyn Constraint>)
+                })
+            });
+            let grammars = Grammars::new(Bytes::new(), 1, over_nothing().0.waker());
+            *grammars.compilers.lock().unwrap() = Some(compilers.clone());
+            Self { grammars, compilers, begun, _release: release }
         }
-        // It was there before.
-        assert!(matches!(constraint.allowed(), Ok(Allowed::Tokens(_) | Allowed::Nothing)));
+
+        /// In the queue, if there is room.
+        fn call(&self, text: &str, patience: impl Future<Output = ()> + 'static) -> Call<'_> {
+            let mut call: Call<'_> =
+                Box::pin(self.grammars.compile_in_turn(regex(text), Vec::new(), patience));
+            if let Poll::Ready(compiled) = poll(&mut call) {
+                return Box::pin(ready(compiled));
+            }
+            call
+        }
+
+        fn begins(&self, text: &str) {
+            assert_eq!(*self.begun.recv_timeout(PATIENCE).expect("somebody compiles"), regex(text));
+        }
+    }
+
+    fn poll(call: &mut Call<'_>) -> Poll<Compiled> {
+        call.as_mut().poll(&mut Context::from_waker(task::Waker::noop()))
+    }
+
+    #[tokio::test]
+    async fn a_grammar_that_holds_up_the_compiler_costs_a_thread_although_its_call_is_gone() {
+        let bench = Bench::new();
+        let gone = bench.call("blocks", pending());
+        bench.begins("blocks");
+        drop(gone);
+        let next = bench.call("next", pending());
+        assert_eq!(waiting(&bench.compilers), 1);
+        assert!(look_until_overdue(&bench.compilers));
+        bench.begins("next");
+        assert!(next.await.is_ok());
+        assert!(matches!(bench.call("blocks", pending()).await, Err(GrammarError::Overdue)));
+        assert!(bench.call("other", pending()).await.is_ok());
+        bench.begins("other");
+        let costly = |after| bench.grammars.costly.find(&regex("blocks"), Instant::now() + after);
+        assert_eq!((costly(Duration::ZERO), costly(COSTLY_FOR)), (Some(Lost::Overdue), None));
+    }
+
+    #[tokio::test]
+    async fn who_waited_in_vain_is_told_another_thing_than_who_takes_too_long() {
+        let bench = Bench::new();
+        let (impatient, patience) = oneshot::channel::<()>();
+        let mut blocks = bench.call("blocks", async { drop(patience.await) });
+        bench.begins("blocks");
+        impatient.send(()).unwrap();
+        assert!(poll(&mut blocks).is_pending(), "its turn has come: how long it waited matters no more");
+        assert!(matches!(bench.call("waits", ready(())).await, Err(GrammarError::Late)));
+        assert_eq!(waiting(&bench.compilers), 0, "nobody will compile it");
+        assert!(look_until_overdue(&bench.compilers));
+        assert!(matches!(blocks.await, Err(GrammarError::Overdue)));
+        assert!(bench.call("waits", pending()).await.is_ok(), "it was not at fault");
+    }
+
+    #[tokio::test]
+    async fn calls_that_went_away_take_no_places() {
+        let bench = Bench::new();
+        let _blocks = bench.call("blocks", pending());
+        bench.begins("blocks");
+        let full: Vec<_> = (0..COMPILING_MAX).map(|n| bench.call(&n.to_string(), pending())).collect();
+        assert!(matches!(bench.call("more", pending()).await, Err(GrammarError::Crowded)));
+        drop(full);
+        assert!(poll(&mut bench.call("more", pending())).is_pending());
     }
 }

@@ -8,8 +8,10 @@
 //! follower  tells a call what the cache holds
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
+//! grammars  what requests may draw: compiled first
+//! masks     what a request's grammar allows next, computed beside the steps
+//! crew      threads for that, which may be lost at it
 //! contained   work whose panic ends its thread and not the process
-//! grammars  what requests may draw: compiled first, masks computed beside the steps
 //! wire      messages <-> the engine's own types
 //! kv_types  how a configuration writes what keys and values are stored as
 //! vocabulary  whether one model can draft for another
@@ -26,10 +28,12 @@ mod attach;
 mod backend;
 mod config;
 mod contained;
+mod crew;
 mod demand;
 mod grammars;
 mod grpc;
 pub mod kv_types;
+mod masks;
 mod outlet;
 mod run;
 mod stats;

@@ -274,9 +274,11 @@ impl From<GrammarError> for Status {
             }
             GrammarError::Crowded | GrammarError::Late => passing(Status::resource_exhausted(message), SOON),
             GrammarError::Stopped => unavailable(message),
-            GrammarError::Vocabulary { .. } | GrammarError::Thread(_) | GrammarError::Broken => {
-                Status::internal(message)
-            }
+            // The last two would cost the next worker a thread as well: they do not pass.
+            GrammarError::Vocabulary { .. }
+            | GrammarError::Thread(_)
+            | GrammarError::Overdue
+            | GrammarError::Broken => Status::internal(message),
         }
     }
 }
@@ -397,7 +399,7 @@ mod tests {
 
     #[test]
     fn every_refusal_that_passes_says_when_to_come_again_and_no_other_does() {
-        use tonic::Code::{InvalidArgument, ResourceExhausted, Unavailable};
+        use tonic::Code::{Internal, InvalidArgument, ResourceExhausted, Unavailable};
         let retry_after = Duration::from_secs(7);
         let full = RefuseReason::QueueFull { waiting: 3, max: 3, retry_after };
         let own = RefuseReason::TenantQueueFull { waiting: 3, max: 3, retry_after };
@@ -412,6 +414,8 @@ mod tests {
             (GrammarError::Crowded.into(), ResourceExhausted, Some("1"), None),
             (GrammarError::Late.into(), ResourceExhausted, Some("1"), None),
             (GrammarError::Stopped.into(), Unavailable, Some("1"), None),
+            (GrammarError::Overdue.into(), Internal, None, None),
+            (GrammarError::Broken.into(), Internal, None, None),
             (refused(RefuseReason::EmptyPrompt), InvalidArgument, None, None),
             (FieldError::EmptyGrammar.into(), InvalidArgument, None, None),
         ] {
