@@ -99,8 +99,8 @@ impl Fleet {
     /// A model with this content, whose text side another of that content shares; the one with this key if there is one.
     pub(crate) fn sibling(&self, key: &ModelKey, digest: &[u8]) -> Option<Arc<Model>> {
         let state = self.lock();
-        let siblings = state.models.iter().filter(|model| model.digest == digest);
-        siblings.max_by_key(|model| model.key == *key).cloned()
+        let siblings = state.models.iter().filter(|model| model.about.digest == digest);
+        siblings.max_by_key(|model| model.key() == key).cloned()
     }
 
     pub(crate) fn join(
@@ -113,8 +113,8 @@ impl Fleet {
         let mut state = self.lock();
         state.workers_seen += 1;
         let id = WorkerId(state.workers_seen);
-        state.placement.join(id, model.key.clone(), seats.running_max);
-        state.models.retain(|known| known.key != model.key);
+        state.placement.join(id, model.key().clone(), seats.running_max);
+        state.models.retain(|known| known.key() != model.key());
         state.models.push(model.clone());
         state.workers.insert(id, Worker { name, model, client, seats, report: Report::default() });
         state.forget_idle_models();
@@ -168,13 +168,13 @@ impl Fleet {
     /// What this model's workers have room for.
     pub(crate) fn room(&self, model: &ModelKey) -> Room {
         let state = self.lock();
-        let workers = state.workers.values().filter(|worker| worker.model.key == *model);
+        let workers = state.workers.values().filter(|worker| worker.model.key() == model);
         workers.map(|worker| worker.seats).collect()
     }
 
     /// Of every known model.
     pub(crate) fn keys(&self) -> Vec<ModelKey> {
-        self.lock().models.iter().map(|model| model.key.clone()).collect()
+        self.lock().models.iter().map(|model| model.key().clone()).collect()
     }
 
     /// Changes whenever a worker joins or leaves.
@@ -201,7 +201,7 @@ impl Fleet {
             .models
             .iter()
             .filter(|model| model.name() == name)
-            .max_by_key(|model| (state.placement.serving(&model.key) > 0, model.generation))
+            .max_by_key(|model| (state.placement.serving(model.key()) > 0, model.about.generation))
             .cloned()
             .ok_or_else(|| ResolveError::Unknown { name, known: known() })
     }
@@ -222,7 +222,7 @@ impl Fleet {
                 workers: state
                     .workers
                     .iter()
-                    .filter(|(_, worker)| worker.model.key == model.key)
+                    .filter(|(_, worker)| worker.model.key() == model.key())
                     .map(|(&id, worker)| ServedBy {
                         name: worker.name.clone(),
                         in_flight: state.placement.in_flight(id),
@@ -231,8 +231,9 @@ impl Fleet {
                     .collect(),
             })
             .collect();
-        served
-            .sort_by(|a, b| (a.model.name(), a.model.generation).cmp(&(b.model.name(), b.model.generation)));
+        served.sort_by(|a, b| {
+            (a.model.name(), a.model.about.generation).cmp(&(b.model.name(), b.model.about.generation))
+        });
         served
     }
 }
@@ -245,7 +246,7 @@ impl State {
 
     fn forget_idle_models(&mut self) {
         let placement = &self.placement;
-        let idle = |model: &Arc<Model>| placement.serving(&model.key) == 0;
+        let idle = |model: &Arc<Model>| placement.serving(model.key()) == 0;
         let mut excess = self.models.iter().filter(|m| idle(m)).count().saturating_sub(IDLE_MODELS_MAX);
         self.models.retain(|model| {
             let forget = excess > 0 && idle(model);

@@ -127,7 +127,7 @@ impl Generator {
             job.plan().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
         let deadline = job.origin.arrived + timeout;
         let entry = Entry {
-            model: job.model.key.clone(),
+            model: job.model.key().clone(),
             tenant: job.origin.tenant.clone(),
             priority: job.plan().priority,
             places: choices as u32,
@@ -136,7 +136,7 @@ impl Generator {
         self.check_room(job)?;
         if let Some(grammar) = &job.plan().grammar {
             let Job { model, origin, .. } = job;
-            self.grammars.check(&model.key, grammar, &origin.tenant, deadline).await?;
+            self.grammars.check(model.key(), grammar, &origin.tenant, deadline).await?;
         }
         let mut places = self.gate.enter(job.model.name(), entry).await?;
         let deadline = Some(deadline);
@@ -187,7 +187,7 @@ impl Generator {
 
     /// What no worker could ever hold does not wait.
     fn check_room(&self, job: &Job) -> Result<(), NeverFits> {
-        let room = self.fleet.room(&job.model.key);
+        let room = self.fleet.room(job.model.key());
         if room == Room::default() {
             // Nobody is there to say; the gate does.
             return Ok(());
@@ -212,7 +212,7 @@ impl Job {
             let stop_tokens: Arc<[u32]> = [&plan.stop_tokens, own].concat().into();
             calls.extend((0..plan.n).map(|choice| Call {
                 request_id: self.origin.request_id.clone(),
-                model: self.model.key.clone(),
+                model: self.model.key().clone(),
                 prompt: prompt.clone(),
                 plan: plan.clone(),
                 stop_tokens: stop_tokens.clone(),

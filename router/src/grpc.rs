@@ -118,9 +118,9 @@ impl inference_server::Inference for Inference {
         let entry = |served: &crate::fleet::Served| wire::Model {
             name: served.model.name().to_owned(),
             digest: served.model.digest_hex(),
-            context_tokens: served.model.context_tokens,
+            context_tokens: served.model.about.context_tokens,
             workers: served.workers.len() as u32,
-            weight_bytes: served.model.weight_bytes,
+            weight_bytes: served.model.about.weight_bytes,
         };
         let models = self.generator.fleet.served().iter().map(entry).collect();
         Ok(Response::new(wire::ListModelsReply { models }))

@@ -26,12 +26,7 @@ pub(crate) struct Description {
 
 #[derive(Debug)]
 pub(crate) struct Model {
-    pub(crate) key: ModelKey,
-    pub(crate) digest: Vec<u8>,
-    pub(crate) generation: u64,
-    pub(crate) context_tokens: u32,
-    pub(crate) vocabulary: u32,
-    pub(crate) weight_bytes: u64,
+    pub(crate) about: Description,
     pub(crate) joined_unix_seconds: i64,
     pub(crate) text: Arc<ModelText>,
 }
@@ -71,47 +66,38 @@ impl Model {
         if let Err(error) = &template {
             tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no chat");
         }
-        Ok(Self::new(description, Arc::new(ModelText { tokenizer, template, breakers: Breakers::default() })))
+        let text = Arc::new(ModelText { tokenizer, template, breakers: Breakers::default() });
+        Ok(Self { about: description, joined_unix_seconds: unix_seconds(), text })
     }
 
     /// The same content under another description: another name, generation or backend.
-    pub(crate) fn with(&self, description: Description) -> Self {
-        let model = Self::new(description, self.text.clone());
-        match model.key == self.key {
-            true => Self { joined_unix_seconds: self.joined_unix_seconds, ..model },
-            false => model,
-        }
+    pub(crate) fn with(&self, about: Description) -> Self {
+        let joined_unix_seconds = match about.key == self.about.key {
+            true => self.joined_unix_seconds,
+            false => unix_seconds(),
+        };
+        Self { about, joined_unix_seconds, text: self.text.clone() }
     }
 
-    fn new(description: Description, text: Arc<ModelText>) -> Self {
-        let Description { key, digest, generation, context_tokens, vocabulary, weight_bytes } = description;
-        Self {
-            key,
-            digest,
-            generation,
-            context_tokens,
-            vocabulary,
-            weight_bytes,
-            joined_unix_seconds: unix_seconds(),
-            text,
-        }
+    pub(crate) fn key(&self) -> &ModelKey {
+        &self.about.key
     }
 
     pub(crate) fn name(&self) -> &str {
-        &self.key.name
+        &self.about.key.name
     }
 
     pub(crate) fn limits(&self) -> Limits {
-        Limits { context_tokens: self.context_tokens, vocabulary: self.vocabulary }
+        Limits { context_tokens: self.about.context_tokens, vocabulary: self.about.vocabulary }
     }
 
     pub(crate) fn digest_hex(&self) -> String {
-        hex(&self.digest)
+        hex(&self.about.digest)
     }
 
     /// Says which weights and kernels made a response, as OpenAI's `system_fingerprint` is meant to.
     pub(crate) fn system_fingerprint(&self) -> String {
-        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.key.fingerprint.0))
+        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.about.key.fingerprint.0))
     }
 }
 

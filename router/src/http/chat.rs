@@ -76,17 +76,7 @@ pub(crate) async fn post(
         prompt_token_ids: shape.return_token_ids.then(|| job.prompts().flatten().copied().collect()),
         model: job.model.clone(),
     };
-    Answer {
-        surface,
-        events,
-        shape,
-        choices: job.choices(),
-        n: job.plan().n as usize,
-        kept: job.plan().kept as usize,
-        prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
-    }
-    .respond()
-    .await
+    Answer::to(&job, surface, events, shape).respond().await
 }
 
 fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {

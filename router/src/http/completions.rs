@@ -84,17 +84,7 @@ pub(crate) async fn post(
         echoes,
         model: job.model.clone(),
     };
-    Answer {
-        surface,
-        events,
-        shape,
-        choices: job.choices(),
-        n: job.plan().n as usize,
-        kept: job.plan().kept as usize,
-        prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
-    }
-    .respond()
-    .await
+    Answer::to(&job, surface, events, shape).respond().await
 }
 
 /// This surface calls them `logprobs`.

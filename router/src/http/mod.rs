@@ -82,7 +82,7 @@ fn model_entry(served: &Served) -> Value {
         "owned_by": "ballast",
         "root": model.name(),
         "parent": null,
-        "max_model_len": model.context_tokens,
+        "max_model_len": model.about.context_tokens,
         "digest": model.digest_hex(),
         "workers": served.workers.len(),
     })

@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 use super::error::ApiError;
 use super::fields::Shape;
 use crate::choice::{Event, Finish, Outcome, Piece};
+use crate::generate::Job;
 
 /// Proxies close connections that are silent for some tens of seconds; a long prompt takes longer.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
@@ -39,15 +40,15 @@ pub(crate) trait Surface: Send + 'static {
 
 /// A started response.
 pub(crate) struct Answer<S> {
-    pub(crate) surface: S,
-    pub(crate) events: mpsc::Receiver<Event>,
-    pub(crate) shape: Shape,
-    pub(crate) choices: usize,
+    surface: S,
+    events: mpsc::Receiver<Event>,
+    shape: Shape,
+    choices: usize,
     /// Choices of one prompt.
-    pub(crate) n: usize,
+    n: usize,
     /// How many of them the client gets: the most probable.
-    pub(crate) kept: usize,
-    pub(crate) prompt_tokens: usize,
+    kept: usize,
+    prompt_tokens: usize,
 }
 
 #[derive(Default)]
@@ -114,6 +115,18 @@ pub(crate) fn stop_reason(finish: &Finish) -> Value {
 }
 
 impl<S: Surface> Answer<S> {
+    pub(crate) fn to(job: &Job, surface: S, events: mpsc::Receiver<Event>, shape: Shape) -> Self {
+        Self {
+            surface,
+            events,
+            shape,
+            choices: job.choices(),
+            n: job.plan().n as usize,
+            kept: job.plan().kept as usize,
+            prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
+        }
+    }
+
     pub(crate) async fn respond(self) -> Result<Response, ApiError> {
         if self.shape.stream { Ok(self.stream()) } else { self.whole().await }
     }

@@ -4,6 +4,7 @@ use proto::v1::{self as wire, generate_frame, generate_request};
 use tonic::Code;
 
 use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, says};
+use crate::figures::{FIGURES, NO_NUMBERS};
 use crate::harness::Harness;
 
 const TEXT: &str = "return 🙂 a + b\n";
@@ -104,33 +105,12 @@ async fn refusals_are_statuses_before_the_first_frame() {
     assert!(status.message().contains("temperature"), "{status}");
 }
 
-/// JSON has no NaN and no infinity, protocol buffers have.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is_asked() {
-    type Change = fn(&mut wire::Sampling, f32);
-    let figures: [(&str, Change); 17] = [
-        ("temperature", |s, v| s.temperature = Some(v)),
-        ("top_p", |s, v| s.top_p = Some(v)),
-        ("min_p", |s, v| s.min_p = Some(v)),
-        ("typical_p", |s, v| s.typical_p = Some(v)),
-        ("top_n_sigma", |s, v| s.top_n_sigma = Some(v)),
-        ("dynatemp_range", |s, v| s.dynatemp_range = Some(v)),
-        ("dynatemp_exponent", |s, v| s.dynatemp_exponent = Some(v)),
-        ("xtc_probability", |s, v| s.xtc_probability = Some(v)),
-        ("xtc_threshold", |s, v| s.xtc_threshold = Some(v)),
-        ("mirostat_tau", |s, v| (s.mirostat, s.mirostat_tau) = (Some(2), Some(v))),
-        ("mirostat_eta", |s, v| (s.mirostat, s.mirostat_eta) = (Some(1), Some(v))),
-        ("dry_multiplier", |s, v| s.dry_multiplier = Some(v)),
-        ("dry_base", |s, v| (s.dry_multiplier, s.dry_base) = (Some(1.0), Some(v))),
-        ("repetition_penalty", |s, v| s.repetition_penalty = Some(v)),
-        ("presence_penalty", |s, v| s.presence_penalty = Some(v)),
-        ("frequency_penalty", |s, v| s.frequency_penalty = Some(v)),
-        ("logit_bias", |s, v| s.logit_bias.extend([(1, v)])),
-    ];
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
     let mut client = fleet.grpc().await;
-    for (name, change) in figures {
-        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e9, -1e9] {
+    for (name, change) in FIGURES {
+        for value in NO_NUMBERS.into_iter().chain([1e9, -1e9]) {
             let mut sampling = wire::Sampling::default();
             change(&mut sampling, value);
             let request = wire::GenerateRequest {

@@ -8,6 +8,7 @@ mod completions;
 mod errors;
 mod fake_worker;
 mod faults;
+mod figures;
 mod grpc;
 mod harness;
 mod watching;
