@@ -95,7 +95,6 @@ pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
         ("kv_mapped_bytes", "gauge", |w| w.report.kv_mapped_bytes as f64),
         ("kv_evictions_total", "counter", |w| w.report.evictions as f64),
         ("forks_total", "counter", |w| w.report.forks as f64),
-        ("late_masks_total", "counter", |w| w.report.late_rows as f64),
         ("prefix_cache_queries_total", "counter", |w| {
             (w.report.prompt_tokens_computed + w.report.prompt_tokens_cached) as f64
         }),
