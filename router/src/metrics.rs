@@ -82,7 +82,7 @@ const TENANTS_MAX: usize = 16;
 /// Gauges of now, read from fleet and gate at the time of the scrape; a worker that is gone has no line.
 pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
     type Value = fn(&crate::fleet::ServedBy) -> f64;
-    let gauges: [(&str, &str, Value); 15] = [
+    let gauges: [(&str, &str, Value); 14] = [
         ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
         ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
         ("num_streams_placed", "gauge", |w| f64::from(w.in_flight)),
