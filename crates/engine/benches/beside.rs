@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
 
-use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams, StopConditions};
+use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams};
 use kernels::Cpu;
 use models::testing::{ModelFile, demo_models};
 use std::path::{Path, PathBuf};
@@ -36,20 +36,8 @@ fn engine(file: &ModelFile, streams: usize, is_bounded: bool) -> Engine<Cpu> {
 /// Tokens without meaning; what a model makes of them takes as long as anything else.
 fn request(id: RequestId, tokens: usize, max_tokens: usize) -> Request {
     let token = |place: usize| ((id.0 as usize * 7_919 + place * 104_729) % 8_000) as u32 + 100;
-    Request {
-        id,
-        prompt: (0..tokens).map(token).collect(),
-        prior_output: 0,
-        sampling: SamplingParams::greedy(),
-        stop: StopConditions { max_tokens: Some(max_tokens as u32), ..StopConditions::default() },
-        logprobs: None,
-        choice: 0,
-        sampler_state: Default::default(),
-        deadline: None,
-        priority: 0,
-        tenant: 0,
-        scope: Default::default(),
-    }
+    let prompt = (0..tokens).map(token).collect();
+    Request { sampling: SamplingParams::greedy(), ..Request::new(id, prompt, max_tokens as u32) }
 }
 
 /// One engine and its clock.

@@ -9,7 +9,7 @@
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
 
-use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams, StopConditions};
+use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams};
 use kernels::Cpu;
 use models::testing::{ModelFile, demo_models};
 use std::time::{Duration, Instant};
@@ -29,20 +29,7 @@ fn engine(file: &ModelFile, config: &EngineConfig) -> Engine<Cpu> {
 }
 
 fn request(id: u64, prompt: Vec<u32>, max_tokens: usize) -> Request {
-    Request {
-        id: RequestId(id),
-        prompt,
-        prior_output: 0,
-        sampling: SamplingParams::greedy(),
-        stop: StopConditions { max_tokens: Some(max_tokens as u32), ..StopConditions::default() },
-        logprobs: None,
-        choice: 0,
-        sampler_state: Default::default(),
-        deadline: None,
-        priority: 0,
-        tenant: 0,
-        scope: Default::default(),
-    }
+    Request { sampling: SamplingParams::greedy(), ..Request::new(RequestId(id), prompt, max_tokens as u32) }
 }
 
 /// Tokens without meaning; what a model makes of them takes as long as anything else.

@@ -45,6 +45,26 @@ pub struct Request {
     pub scope: prefix::Scope,
 }
 
+impl Request {
+    /// Up to `max_tokens` tokens behind `prompt`, and nothing beyond that asked for.
+    pub fn new(id: RequestId, prompt: Vec<u32>, max_tokens: u32) -> Self {
+        Self {
+            id,
+            prompt,
+            prior_output: 0,
+            sampling: SamplingParams::default(),
+            stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
+            logprobs: None,
+            choice: 0,
+            sampler_state: SamplerState::default(),
+            deadline: None,
+            priority: 0,
+            tenant: 0,
+            scope: prefix::Scope::default(),
+        }
+    }
+}
+
 /// Tokens whose successors' scores are wanted: perplexity, evaluation, prompt logprobs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScoreRequest {

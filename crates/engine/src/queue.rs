@@ -5,14 +5,17 @@
 //! newcomer's tag is that time or, if later, where its tenant's earlier requests end; its cost, an estimate in tokens,
 //! moves its tenant's end. A tag never changes, so the order of those who wait is a sorted map.
 //!
-//! Bounds (tests/queue.rs holds all of them, the simulation the first two):
+//! Bounds (tests/queue.rs holds the first and the last two, the simulation the first three):
 //! - Whoever enters while `m` older ones live is admitted after at most `AGED_EVERY * (m + 1)` admissions, one more turn
 //!   for each time that an older one is preempted meanwhile: whatever priorities and tenants come after it.
+//! - Out of this order only those are passed, within the first bound, that the step could not use: to be scored, while rows
+//!   with outputs are used up, or waiting for a prefix that a prompt in progress before them computes. The scheduler asks for
+//!   [`next`](Queue::next) behind them; on its turn by age nobody is passed.
 //! - The first request of a tenant, and any of one that has had no more than its share, is passed by at most one request of
-//!   each other tenant of its priority: beside those that go by age, come again after a preemption, or are scored (which
-//!   wait for rows with outputs until their turn by age).
+//!   each other tenant of its priority: beside those that go by age, come again after a preemption, or were passed before,
+//!   and while it is passed itself as above.
 //! - Of two tenants of one priority that always wait, one is ahead of the other in work admitted since both began by at most
-//!   its largest request and what it was admitted by age.
+//!   its largest request and what it was admitted by age, if none of the other's is passed as above.
 
 use crate::integrity::IntegrityError;
 use crate::scheduler::Slot;

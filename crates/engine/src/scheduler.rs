@@ -9,9 +9,10 @@
 //!    no more rows than `schedule` is told that streams can bear. When blocks run out, the running sequence of the last rank
 //!    gives all of its own back and waits again, to be recomputed; rows it already had in this step return to the budget.
 //! 3. Waiting sequences in the order of the [`Queue`], unless something was preempted. One is admitted only if its whole
-//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried; nor if a
-//!    prompt in progress before it is about to compute the very block that it would begin with: it will find that. One to be
-//!    scored is passed while no rows with outputs are left, except that on its turn by age it is admitted without any.
+//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried. One is
+//!    passed while a prompt in progress before it is about to compute the very block that it would begin with: it will find
+//!    that. So is one to be scored while no rows with outputs are left. On its turn by age none is passed: what follows waits
+//!    with it for the block; what is to be scored is admitted without rows.
 //! 4. Rows that are left over lengthen the chunks that were cut: a long prompt is held back only for others.
 //!
 //! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
@@ -42,6 +43,10 @@ pub use crate::plan::{Chunk, ChunkOutputs, Fork, Limits, Plan, Slot};
 
 /// Output tokens that a request is expected to want if it leaves that open or asks for more.
 const OUTPUT_EXPECTED: usize = 256;
+
+/// How many a step passes since they wait for a prefix in progress. Each is looked up first, which takes 11 us for 32,768
+/// tokens: 0.35 ms for all of them.
+pub const FOLLOWERS_PASSED_MAX: usize = 32;
 
 #[derive(Debug)]
 pub struct Scheduler {
@@ -440,14 +445,14 @@ impl Scheduler {
             return;
         }
         let mut reserved = self.reserved();
-        let mut passed = None;
+        let (mut passed, mut followers) = (None, 0);
         while budget.of(Kind::Generate) > 0
             && self.running.len() < self.limits.running_max
             && let Some(next) = self.queue.next(passed)
         {
             let slot = next.slot;
             let leader = self.leader(slot);
-            let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };
+            let Some(sequence) = &self.sequences[slot.0 as usize] else { break };
             let rows_are_left = budget.of(sequence.kind) > 0;
             if !rows_are_left && !next.by_age {
                 // Rows with outputs are used up for this step: others need not wait behind it, but for its turn by age.
@@ -455,11 +460,21 @@ impl Scheduler {
                 continue;
             }
             let hits = sequence.hits(&self.pool);
+            if leader.is_none() && self.follows(slot, hits) {
+                // Others need not wait behind it, but for its turn by age: else it might be passed for ever.
+                if next.by_age || followers == FOLLOWERS_PASSED_MAX {
+                    break;
+                }
+                followers += 1;
+                passed = Some(next.rank);
+                continue;
+            }
+            let Some(sequence) = &self.sequences[slot.0 as usize] else { break };
             let needed = match leader {
                 Some(_) => sequence.blocks().groups(),
                 None => sequence.needed(hits, self.limits.step_tokens) + hits.free,
             };
-            if needed + reserved > self.pool.free() || (leader.is_none() && self.follows(slot, hits)) {
+            if needed + reserved > self.pool.free() {
                 break;
             }
             let Some(sequence) = &mut self.sequences[slot.0 as usize] else { break };

@@ -6,9 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use allocation_counter::measure;
-use engine::{
-    Engine, EngineConfig, KvBudget, Lookup, Output, Request, RequestId, SamplingParams, StopConditions,
-};
+use engine::{Engine, EngineConfig, KvBudget, Lookup, Output, Request, RequestId, SamplingParams};
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::time::Duration;
@@ -148,20 +146,8 @@ fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> 
     for id in 0..running as u64 {
         let prompt =
             (0..20 + id as usize % 9).map(|place| (place + id as usize) as u32 % VOCAB as u32).collect();
-        let request = Request {
-            id: RequestId(id),
-            prompt,
-            prior_output: 0,
-            sampling: SamplingParams { seed: id, ..sampling.clone() },
-            stop: StopConditions { max_tokens: Some(1_900), ..StopConditions::default() },
-            logprobs: None,
-            choice: 0,
-            sampler_state: Default::default(),
-            deadline: None,
-            priority: 0,
-            tenant: 0,
-            scope: Scope::default(),
-        };
+        let sampling = SamplingParams { seed: id, ..sampling.clone() };
+        let request = Request { sampling, ..Request::new(RequestId(id), prompt, 1_900) };
         engine.submit(request).unwrap();
     }
     let mut out: Vec<Output> = Vec::with_capacity(64 * running);

@@ -13,10 +13,8 @@ use engine::{
     Request, RequestId, SamplingParams, StartError,
 };
 use fake::{FakeModel, answers, oracle, request, run_out};
-use models::{Model, TakeLogits};
-use ops::{Backend, KvLayer, KvType, KvTypes, OpError, Reference, Step};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use ops::{KvType, Reference};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 const NOW: Duration = Duration::ZERO;
@@ -195,43 +193,12 @@ fn text_that_repeats_itself_is_drafted_from_itself() {
     assert!(engine.stats().steps < 25, "{} steps", engine.stats().steps);
 }
 
-/// A fake model whose rows are counted.
-struct Counted {
-    model: FakeModel,
-    rows: Arc<AtomicUsize>,
-}
-
-impl Model<Reference> for Counted {
-    fn vocab_size(&self) -> usize {
-        Model::<Reference>::vocab_size(&self.model)
-    }
-
-    fn context_length(&self) -> usize {
-        Model::<Reference>::context_length(&self.model)
-    }
-
-    fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
-        Model::<Reference>::kv_layers(&self.model, types)
-    }
-
-    fn forward(
-        &mut self,
-        backend: &mut Reference,
-        kv: &mut <Reference as Backend>::Kv,
-        step: &Step<'_>,
-        take: &mut TakeLogits<'_, Reference>,
-    ) -> Result<(), OpError> {
-        self.rows.fetch_add(step.rows(), Ordering::Relaxed);
-        self.model.forward(backend, kv, step, take)
-    }
-}
-
 /// The draft model is the model: greedy drafts are right from the first on.
 #[test]
 fn a_draft_model_is_fed_each_token_once_and_finds_what_others_left() {
     let config = config();
-    let rows = Arc::new(AtomicUsize::new(0));
-    let model = Counted { model: FakeModel::new(&config), rows: rows.clone() };
+    let model = FakeModel::new(&config);
+    let rows = model.rows.clone();
     let mut engine = engine(&config, Box::new(DraftModel::new(Box::new(model), config.step_tokens, 0.0)));
     let greedy = |id, prompt: Vec<u32>, max_tokens| Request {
         sampling: SamplingParams::greedy(),

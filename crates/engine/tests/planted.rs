@@ -1,4 +1,4 @@
-//! The storm finds bugs: eight are planted, one at a time, and each is found, by the invariant that is there for it.
+//! The storm finds bugs: ten are planted, one at a time, and each is found, by the invariant that is there for it.
 //!
 //! Blocks, sequences and drafts are the engine's own sources, compiled here once more over doubles of admission, pool, queue
 //! and scheduler, which stand on the engine's own too. A double passes every call on, except the one that its bug is about.
@@ -56,6 +56,10 @@ enum Bug {
     OneDraftTooMany,
     /// Now and then a tenant's place in the queue stays taken when its request leaves that.
     TenantLeak,
+    /// Some of what is cached is never found, and so computed again.
+    Forgetful,
+    /// Now and then the second in line goes first.
+    Overtakes,
 }
 
 thread_local! {
@@ -205,6 +209,9 @@ mod pool {
         }
 
         pub fn find(&self, name: &Name) -> Option<BlockId> {
+            if is(Bug::Forgetful) && name.hash.as_bytes()[0] < 32 {
+                return None;
+            }
             let stale = self.stale.get(&key(name)).copied().filter(|_| is(Bug::StaleName));
             // Held now, so that holding it once more is possible.
             self.real.find(name).or(stale.filter(|&block| !self.real.is_free(block)))
@@ -273,7 +280,7 @@ mod queue {
     use crate::integrity::IntegrityError;
     pub use crate::real_queue::{AGED_EVERY, Next, Rank};
     use crate::scheduler::Slot;
-    use crate::{Bug, is, real_queue};
+    use crate::{Bug, is, now_and_then, real_queue};
 
     #[derive(Debug, Default)]
     pub struct Queue(real_queue::Queue);
@@ -312,12 +319,15 @@ mod queue {
         }
 
         pub fn next(&self, passed: Option<Rank>) -> Option<Next> {
-            self.0.next(passed)
+            let first = self.0.next(passed)?;
+            let second = || self.0.next(Some(first.rank));
+            let overtakes = is(Bug::Overtakes) && now_and_then(20);
+            Some(if overtakes { second().unwrap_or(first) } else { first })
         }
 
         pub fn admit(&mut self, next: Next) -> Rank {
             let rank = self.0.admit(next);
-            if is(Bug::LostPlace) { self.0.rank(0, 0, 1) } else { rank }
+            if is(Bug::LostPlace) && !next.by_age { self.0.rank(0, 0, 1) } else { rank }
         }
     }
 }
@@ -335,7 +345,7 @@ fn find(bug: Bug, reason: &str, seeds: u64) -> Option<(u64, String)> {
 }
 
 /// Each bug, and what the invariant says that is there for it.
-const BUGS: [(Bug, &str); 8] = [
+const BUGS: [(Bug, &str); 10] = [
     (Bug::Leak, "holders, "),
     (Bug::DoubleFree, "holder"),
     (Bug::StaleName, "is not its own"),
@@ -344,6 +354,8 @@ const BUGS: [(Bug, &str); 8] = [
     (Bug::LostPlace, "a request starves"),
     (Bug::OneDraftTooMany, "a draft counts that was not drawn"),
     (Bug::TenantLeak, "of the tenant"),
+    (Bug::Forgetful, "is recomputed"),
+    (Bug::Overtakes, "is passed for nothing"),
 ];
 
 #[test]

@@ -3,7 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use engine::blocks::GroupKind;
-use engine::scheduler::{Chunk, ChunkOutputs, Limits, Scheduler, Slot};
+use engine::queue::AGED_EVERY;
+use engine::scheduler::{Chunk, ChunkOutputs, FOLLOWERS_PASSED_MAX, Limits, Scheduler, Slot};
 use engine::sequence::{Kind, NewSequence, State};
 use prefix::Scope;
 
@@ -159,6 +160,41 @@ fn who_comes_first_in_rank_does_not_wait_for_what_another_computes() {
     let follower = add(&mut scheduler, 1);
     assert_eq!(step(&mut scheduler), [(late, 16, 12), (urgent, 24, 4)]);
     assert_eq!(scheduler.sequence(follower).unwrap().state, State::Waiting);
+}
+
+#[test]
+fn who_waits_for_a_prefix_in_progress_is_passed_until_its_turn_by_age() {
+    let mut scheduler = Scheduler::new(Limits { step_tokens: 16, running_max: 16, ..limits() }, 1000);
+    let leader = add(&mut scheduler, prompt(1, 200), 201);
+    step(&mut scheduler);
+    let follower = add(&mut scheduler, prompt(1, 200), 201);
+    let others: Vec<Slot> = (2..12).map(|seed| add(&mut scheduler, prompt(seed, 2), 40)).collect();
+    let waits = |scheduler: &Scheduler, slot| scheduler.sequence(slot).unwrap().state == State::Waiting;
+    let mut went_first = 0;
+    while waits(&scheduler, follower) {
+        went_first = others.iter().filter(|&&slot| !waits(&scheduler, slot)).count();
+        step(&mut scheduler);
+    }
+    // Of a turn's admissions the leader was the first, and the last goes by age.
+    assert_eq!(went_first, AGED_EVERY as usize - 2);
+    assert!(scheduler.sequence(follower).unwrap().rank.is_aged());
+    let chunk = scheduler.plan().chunks.iter().find(|chunk| chunk.slot == follower).unwrap();
+    assert_eq!(chunk.start, 196, "it finds all that can be found");
+    assert!(scheduler.sequence(leader).unwrap().remaining() <= 1);
+}
+
+#[test]
+fn a_step_passes_no_more_than_so_many_that_wait_for_a_prefix() {
+    for (followers, is_admitted) in [(FOLLOWERS_PASSED_MAX, true), (FOLLOWERS_PASSED_MAX + 1, false)] {
+        let mut scheduler = Scheduler::new(Limits { step_tokens: 16, ..limits() }, 10_000);
+        add(&mut scheduler, prompt(1, 200), 201);
+        step(&mut scheduler);
+        for _ in 0..followers {
+            add(&mut scheduler, prompt(1, 200), 201);
+        }
+        let other = add(&mut scheduler, prompt(2, 3), 10);
+        assert_eq!(step(&mut scheduler).iter().any(|chunk| chunk.0 == other), is_admitted, "{followers}");
+    }
 }
 
 #[test]

@@ -23,11 +23,11 @@ fn run(seeds: impl Iterator<Item = u64>) -> Summary {
 fn check(total: Summary, seeds: usize) {
     eprintln!("{total:?}");
     let Summary { finished, preempted, shared, accepted, forked, copied, .. } = total;
-    let Summary { refused, crashes, late, evictions, told, behind, .. } = total;
+    let Summary { refused, crashes, late, evictions, told, behind, passed, found, .. } = total;
     assert!(finished > 50 * seeds && preempted > 5 * seeds && evictions > 50 * seeds as u64);
     assert!(shared > seeds && accepted > 50 * seeds && refused > 10 * seeds);
     assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4 && late > 50 * seeds);
-    assert!(told > 50 * seeds && behind > seeds);
+    assert!(told > 50 * seeds && behind > seeds && passed > seeds / 10 && found > 20 * seeds);
 }
 
 #[test]

@@ -4,10 +4,7 @@
 //! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
 
 use engine::sampler::{Draw, History, LogProbs, Sampler};
-use engine::{
-    Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplerState, SamplingParams,
-    StopConditions,
-};
+use engine::{Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplerState, SamplingParams};
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
@@ -24,6 +21,8 @@ pub(crate) struct FakeModel {
     cache: HashMap<u32, (u32, u64)>,
     /// Steps to go until one fails.
     fail_after: Arc<AtomicUsize>,
+    /// That it was asked to compute.
+    pub(crate) rows: Arc<AtomicUsize>,
 }
 
 impl FakeModel {
@@ -33,6 +32,7 @@ impl FakeModel {
             context: 200,
             cache: HashMap::new(),
             fail_after: Arc::new(AtomicUsize::new(usize::MAX)),
+            rows: Arc::default(),
         }
     }
 
@@ -92,6 +92,7 @@ impl Model<Reference> for FakeModel {
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0 {
             return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1, free: None });
         }
+        self.rows.fetch_add(step.rows(), Ordering::Relaxed);
         let mut states = Vec::new();
         for row in 0..step.rows() {
             let position = step.positions[row];
@@ -210,20 +211,8 @@ pub(crate) fn oracle(request: &Request) -> Answer {
 }
 
 pub(crate) fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
-    Request {
-        id: RequestId(id),
-        prompt,
-        prior_output: 0,
-        sampling: SamplingParams { seed: id, ..SamplingParams::default() },
-        stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
-        logprobs: None,
-        choice: 0,
-        sampler_state: Default::default(),
-        deadline: None,
-        priority: 0,
-        tenant: 0,
-        scope: Default::default(),
-    }
+    let sampling = SamplingParams { seed: id, ..SamplingParams::default() };
+    Request { sampling, ..Request::new(RequestId(id), prompt, max_tokens) }
 }
 
 /// Steps until nothing is left; all outputs in order.

@@ -5,6 +5,7 @@ use crate::blocks::GroupKind;
 use crate::pool::{BlockId, TRASH};
 use crate::scheduler::{Chunk, Slot};
 use std::collections::HashMap;
+use std::ops::Range;
 
 impl Storm {
     /// Does to the cells what a model does to the cache, in its order: copies, then all keys of the step, then all reads.
@@ -75,12 +76,7 @@ impl Storm {
         for &Chunk { slot, start, rows, .. } in &self.scheduler.plan().chunks {
             let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
             let keys = &self.live[&slot].keys;
-            let read = match self.groups[group] {
-                GroupKind::Full => 0..start + rows,
-                GroupKind::Window { tokens } => (start + 1).saturating_sub(tokens)..start + rows,
-                GroupKind::State => start.saturating_sub(1)..start,
-            };
-            for position in read {
+            for position in reads(self.groups[group], start, rows) {
                 let block = table[position / bt] as usize;
                 let place = if self.groups[group] == GroupKind::State { 0 } else { position % bt };
                 let found = self.cells[block * bt + place];
@@ -119,5 +115,14 @@ impl Storm {
                 }
             }
         }
+    }
+}
+
+/// Positions that the rows from `start` on read; their own are among them, but for a state.
+pub(super) fn reads(kind: GroupKind, start: usize, rows: usize) -> Range<usize> {
+    match kind {
+        GroupKind::Full => 0..start + rows,
+        GroupKind::Window { tokens } => (start + 1).saturating_sub(tokens)..start + rows,
+        GroupKind::State => start.saturating_sub(1)..start,
     }
 }

@@ -9,13 +9,15 @@
 //! - no block is written while another sequence holds it, unless that one found it by its content in this step.
 //! - a sequence whose row is there and whose token is drawn some steps later stands still, through preemptions too.
 //! - a draft counts if it was drawn, for its own sequence, and leaves nothing behind if not.
-//! - nobody who waits is passed more often than the queue's bounds say.
+//! - nobody who waits is passed more often than the queue's bounds say, nor whom the step could have used.
+//! - what can be found, or is about to be, is not computed again.
 //! - who follows the pool's events, often or seldom, knows what can be found.
 //! - at the end all have ended and every block is free.
 
 mod content;
 mod drawing;
 mod readers;
+mod recomputed;
 mod waits;
 
 use crate::admission::{Admission, Bounds};
@@ -27,6 +29,7 @@ use drawing::{Guesser, VOCAB};
 use ops::Reference;
 use prefix::Scope;
 use readers::Readers;
+use recomputed::Findable;
 use std::collections::{BTreeMap, BTreeSet};
 use waits::Wait;
 
@@ -108,6 +111,10 @@ pub(crate) struct Summary {
     pub(crate) told: usize,
     /// How often one of them had missed too many.
     pub(crate) behind: usize,
+    /// How often one that waits for a prefix in progress let another go first.
+    pub(crate) passed: usize,
+    /// Cached blocks at admissions.
+    pub(crate) found: usize,
     /// Steps of a request from arrival to end.
     pub(crate) longest: usize,
 }
@@ -126,6 +133,8 @@ impl std::ops::AddAssign for Summary {
         self.evictions += other.evictions;
         self.told += other.told;
         self.behind += other.behind;
+        self.passed += other.passed;
+        self.found += other.found;
         self.longest = self.longest.max(other.longest);
     }
 }
@@ -162,6 +171,7 @@ pub(crate) struct Storm {
     /// Microseconds of a step and of each row.
     cost: (usize, usize),
     readers: Readers,
+    findable: Findable,
     summary: Summary,
 }
 
@@ -214,6 +224,7 @@ impl Storm {
             cells: vec![0; (blocks + 1) * limits.block_tokens],
             ages: 0,
             readers: Readers::new(seed),
+            findable: Findable::default(),
             summary: Summary::default(),
         }
     }
@@ -260,8 +271,10 @@ impl Storm {
             })
             .collect();
         let beside = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
+        self.findable.look(self.scheduler.pool());
         self.scheduler.schedule(beside);
         self.note_admissions(step);
+        self.check_nothing_is_recomputed();
         self.draft();
         self.check_plan(&decodes, beside);
         if storm && self.random.one_in(200) {
@@ -394,6 +407,7 @@ impl Storm {
         self.summary.evictions += self.scheduler.pool().evictions();
         self.scheduler = Scheduler::with_groups(self.limits, self.blocks, self.groups.clone());
         self.readers.forget();
+        self.findable.forget();
         self.admission = Admission::new(self.bounds);
         self.speculation = Speculation::new(self.depth_max, VOCAB);
         self.counted = (0, 0);

@@ -1,18 +1,22 @@
 //! What the queue promises to those who wait, as its head states it.
 
 use super::{Live, Storm};
-use crate::queue::AGED_EVERY;
+use crate::queue::{AGED_EVERY, Rank};
 use crate::scheduler::Slot;
 use crate::sequence::{Kind, State};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Of one that waits.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Wait {
+    /// Its place in the line.
+    rank: Rank,
     admissions: u32,
     /// Each lasts `AGED_EVERY` admissions.
     turns: u32,
+    /// Somebody behind it was admitted before it.
+    passed: bool,
     /// Set for the first request of a tenant in its class: by whom it was passed, and how often.
     passed_by: Option<BTreeMap<u64, u32>>,
 }
@@ -34,9 +38,10 @@ impl Storm {
         }
         for (slot, age) in entered {
             let older = self.live.values().filter(|live| live.age < age).count() as u32;
+            let rank = self.scheduler.sequence(slot).unwrap().rank;
             let live = self.live.get_mut(&slot).unwrap();
             let passed_by = (live.queued && live.first).then(BTreeMap::new);
-            live.wait = Some(Wait { admissions: 0, turns: older + 1, passed_by });
+            live.wait = Some(Wait { rank, admissions: 0, turns: older + 1, passed: false, passed_by });
         }
     }
 
@@ -49,6 +54,7 @@ impl Storm {
         }
         let waited = self.live.iter().filter(|(_, live)| live.wait.is_some()).map(|(&slot, _)| slot);
         let admitted: Vec<Slot> = waited.filter(|&slot| self.state(slot) != State::Waiting).collect();
+        self.check_order(&admitted);
         let count = admitted.len() as u32;
         for wait in self.live.values_mut().filter_map(|live| live.wait.as_mut()) {
             wait.admissions += count;
@@ -76,17 +82,43 @@ impl Storm {
     /// `slot` is the next of the plan's admissions.
     fn pass_others(&mut self, slot: Slot) {
         let by_age = self.scheduler.sequence(slot).unwrap().rank.is_aged();
-        let Live { tenant, priority, kind, .. } = self.live[&slot];
+        let Live { tenant, priority, ref mut wait, .. } = *self.live.get_mut(&slot).unwrap();
+        let wait = wait.as_mut().unwrap();
         // Its own place in the line is behind it.
-        self.live.get_mut(&slot).unwrap().wait.as_mut().unwrap().passed_by = None;
-        if by_age || kind == Kind::Score {
+        wait.passed_by = None;
+        let (rank, is_owed) = (wait.rank, wait.passed);
+        if by_age || is_owed {
             return;
         }
         for live in self.live.values_mut().filter(|live| live.priority == priority && live.tenant != tenant) {
-            let Some(Wait { passed_by: Some(passed_by), .. }) = &mut live.wait else { continue };
+            let Some(wait) = live.wait.as_mut().filter(|wait| wait.rank > rank) else { continue };
+            let Some(passed_by) = &mut wait.passed_by else { continue };
             let times = passed_by.entry(tenant).or_default();
             *times += 1;
             assert!(*times <= 1, "a tenant's first request is passed by another of tenant {tenant}");
         }
+    }
+
+    /// Nobody is passed by rank whom the step could have used.
+    fn check_order(&mut self, admitted: &[Slot]) {
+        let by_age = |slot: Slot| self.scheduler.sequence(slot).unwrap().rank.is_aged();
+        let by_rank = admitted.iter().filter(|&&slot| !by_age(slot));
+        let rank = |slot: &Slot| self.live[slot].wait.as_ref().map(|wait| wait.rank);
+        let Some(last) = by_rank.filter_map(rank).max() else { return };
+        let is_passed = |slot: &Slot| rank(slot) < Some(last) && self.state(*slot) == State::Waiting;
+        let passed: Vec<Slot> = self.live.keys().copied().filter(is_passed).collect();
+        for slot in passed {
+            let is_scored = self.live[&slot].kind == Kind::Score;
+            let has_reason = if is_scored { self.score_rows_are_used() } else { self.follows(slot) };
+            assert!(has_reason, "a request is passed for nothing");
+            self.summary.passed += usize::from(!is_scored);
+            self.live.get_mut(&slot).unwrap().wait.as_mut().unwrap().passed = true;
+        }
+    }
+
+    fn score_rows_are_used(&self) -> bool {
+        let chunks = self.scheduler.plan().chunks.iter();
+        let scored = chunks.filter(|chunk| self.live[&chunk.slot].kind == Kind::Score);
+        scored.map(|chunk| chunk.rows).sum::<usize>() == self.limits.score_rows_max
     }
 }
