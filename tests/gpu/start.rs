@@ -56,10 +56,20 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     }
 
     let fleet = Fleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
-    let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, 100, 16)));
-    assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 16);
+    time_line(&fleet, "worker-0", "was there before its model");
+    assert!(fleet.order(&["add-worker"]).status.success());
+    eventually("both workers serve", || (fleet.serving("qwen3-8b-q4_k_m").len() == 2).then_some(()));
+    time_line(&fleet, "worker-1", "found its model there");
+    fleet.stop();
+}
+
+/// Has a worker compute, and checks that every stage of its start was measured.
+fn time_line(fleet: &Fleet, worker: &str, which: &str) {
     let line = eventually("a step has been recorded", || {
-        fleet.line("worker-0").filter(|line| line["timeline_ms"]["graphs"].is_number())
+        for done in runtime().block_on(generate_all(&fleet.grpc, &asks(2, 100, 16))) {
+            assert_eq!(done.unwrap().tokens.len(), 16);
+        }
+        fleet.line(worker).filter(|line| line["timeline_ms"]["graphs"].is_number())
     });
     let stages = STAGES.map(|name| {
         let ms = line["timeline_ms"][name].as_f64();
@@ -68,17 +78,14 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     assert_eq!(line["timeline_ms"].as_object().unwrap().len(), STAGES.len(), "{line}");
     let ready = line["ready_ms"].as_f64().unwrap();
     let text = stages.map(|(name, ms)| format!("{name} {ms:.1}")).join(", ");
-    eprintln!(
-        "measured: time line of a worker that was there before its model, in ms: {text}; ready {ready:.1}"
-    );
+    eprintln!("measured: time line of a worker that {which}, in ms: {text}; ready {ready:.1}");
     let sum: f64 = stages[..READY].iter().map(|(_, ms)| ms).sum();
     assert!((sum - ready).abs() < 0.1, "{sum} of {ready} ms");
-    // Clocks of 10 ms may find no time between a start and its first lines; all else takes some.
+    // A clock of 10 ms may find no time before a process's first lines; all else takes some.
     for (name, ms) in &stages[1..] {
         assert!(*ms > 0.0, "{name} took nothing: {text}");
     }
     assert!(line["timeline_ms"]["import"].as_f64().unwrap() < 50.0, "{line}");
-    fleet.stop();
 }
 
 /// Shares of what can be had: of pinned copies to the device, and of plain reads of the disk.
