@@ -49,6 +49,12 @@ fn a_file_that_is_no_gguf_is_refused() {
 }
 
 #[test]
+fn a_context_beyond_the_models_own_is_refused_with_both_lengths() {
+    let output = generate(&demo_7m()).args(["--ctx-size", "4097"]).output().unwrap();
+    check(&output, USAGE, &["--ctx-size is 4097", "4096"]);
+}
+
+#[test]
 fn a_truncated_file_names_the_tensor() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("short.gguf");

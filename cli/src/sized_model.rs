@@ -106,6 +106,7 @@ impl SizedModel {
             std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
+        check_context(config, &description)?;
         let unfit = without_kernel(&model);
         let choice = choose(config.device, seen, unfit.as_deref())?;
         let weights = Weights::of(&path, &model, &choice, config.pack)?;
@@ -202,6 +203,19 @@ impl SizedModel {
             pack: self.pack,
             worker_config: table(&self.worker)?,
         })
+    }
+}
+
+/// Who asks for more than there is would find out by the first long prompt. (What drafts has no sequences of its own.)
+fn check_context(config: &ModelConfig, description: &ModelDescription) -> Outcome {
+    let most = description.context_length;
+    match config.ctx_size.filter(|&asked| config.workers > 0 && asked as usize > most) {
+        None => Ok(()),
+        Some(asked) => {
+            let path = config.path.display();
+            let message = format!("{path}: --ctx-size is {asked}, the model's context has {most} tokens");
+            Err(Failure::new(Exit::Usage, message))
+        }
     }
 }
 

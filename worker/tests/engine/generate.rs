@@ -7,6 +7,7 @@ use proto::v1::FinishReason;
 use proto::worker::v1::{self as wire, generate_frame};
 use tonic::Code;
 
+use crate::figures::{FIGURES, NO_NUMBERS};
 use crate::harness::{Generated, Worker, fleet, fleet_with};
 
 /// llama.cpp's greedy output for the demo model, up to the first step whose two best logits are closer than `GAP`.
@@ -199,29 +200,8 @@ async fn refusals_are_statuses_before_the_first_frame() {
         assert_eq!(status.code(), code, "{status}");
         assert!(status.message().contains(text), "{text}: {status}");
     }
-    // NaN is in no range, and what is infinite is beyond it.
-    type Change = fn(&mut proto::v1::Sampling, f32);
-    let figures: [(&str, Change); 17] = [
-        ("temperature", |s, v| s.temperature = Some(v)),
-        ("top_p", |s, v| s.top_p = Some(v)),
-        ("min_p", |s, v| s.min_p = Some(v)),
-        ("typical_p", |s, v| s.typical_p = Some(v)),
-        ("top_n_sigma", |s, v| s.top_n_sigma = Some(v)),
-        ("dynatemp_range", |s, v| s.dynatemp_range = Some(v)),
-        ("dynatemp_exponent", |s, v| s.dynatemp_exponent = Some(v)),
-        ("xtc_probability", |s, v| s.xtc_probability = Some(v)),
-        ("xtc_threshold", |s, v| s.xtc_threshold = Some(v)),
-        ("mirostat_tau", |s, v| (s.mirostat, s.mirostat_tau) = (Some(2), Some(v))),
-        ("mirostat_eta", |s, v| (s.mirostat, s.mirostat_eta) = (Some(1), Some(v))),
-        ("dry_multiplier", |s, v| s.dry_multiplier = Some(v)),
-        ("dry_base", |s, v| (s.dry_multiplier, s.dry_base) = (Some(1.0), Some(v))),
-        ("repetition_penalty", |s, v| s.repetition_penalty = Some(v)),
-        ("presence_penalty", |s, v| s.presence_penalty = Some(v)),
-        ("frequency_penalty", |s, v| s.frequency_penalty = Some(v)),
-        ("logit_bias", |s, v| s.logit_bias.extend([(1, v)])),
-    ];
-    for (name, change) in figures {
-        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+    for (name, change) in FIGURES {
+        for value in NO_NUMBERS {
             let mut request = good.clone();
             change(request.sampling.get_or_insert_default(), value);
             let status = worker.generate(request).await.unwrap_err();

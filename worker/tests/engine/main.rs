@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod drafts;
+#[path = "../../../router/tests/fleet/figures.rs"]
+mod figures;
 mod generate;
 mod giver;
 mod grammars;
