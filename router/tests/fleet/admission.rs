@@ -391,6 +391,17 @@ async fn a_worker_without_room_for_grammars_is_passed_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_grammar_that_costs_a_worker_its_compiler_is_tried_on_no_other() {
+    let ruin = Behaviour { grammars: Grammars::Ruin, ..Behaviour::default() };
+    let fleet = Harness::start(&says("x"), &[ruin.clone(), ruin]).await;
+    let refused = fleet.post("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
+    assert_eq!((refused.status().as_u16(), refused.headers().get("retry-after")), (502, None));
+    let error = refused.json::<Value>().await.unwrap();
+    assert!(error["error"]["message"].as_str().unwrap().contains("given up"), "{error}");
+    assert_eq!(fleet.workers.iter().map(|worker| worker.grammar_calls()).sum::<usize>(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_workers_bound_of_a_tenant_is_429() {
     let full = Behaviour {
         refuse: Some((Code::ResourceExhausted, "3 requests of this tenant wait already")),

@@ -51,6 +51,8 @@ pub(crate) enum Grammars {
     Hang,
     /// It has no room.
     Crowded,
+    /// They cost it its compiler.
+    Ruin,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -235,6 +237,7 @@ impl Worker for Service {
             Grammars::Compile => {}
             Grammars::Hang => std::future::pending().await,
             Grammars::Crowded => return Err(Status::resource_exhausted("64 grammars wait already")),
+            Grammars::Ruin => return Err(Status::internal("compiling it was given up")),
         }
         let grammar = request.into_inner().grammar.unwrap();
         if format!("{grammar:?}").contains("bad") {
