@@ -67,7 +67,8 @@ pub struct Granted {
     token: Bytes,
     lease: u64,
     generation: u64,
-    granted: Instant,
+    /// From the grant to the last descriptor.
+    took: Duration,
     waited: Duration,
 }
 
@@ -78,7 +79,7 @@ pub struct Attached<T = Vec<Tensor>> {
     /// Drop every one, and every slice of one, before the lease.
     pub tensors: T,
     pub lease: Lease,
-    /// From the grant to the last mapping: what a worker costs that finds its model resident.
+    /// Taking descriptors and mapping them: what a worker costs that finds its model resident.
     pub handoff: Duration,
     /// From the request to the grant: connecting, and waiting for a load.
     pub waited: Duration,
@@ -174,7 +175,7 @@ pub fn take(
         token: request.token.clone().unwrap_or_default(),
         lease: grant.lease,
         generation: grant.generation,
-        granted,
+        took: granted.elapsed(),
         waited: granted - started,
     })
 }
@@ -198,9 +199,11 @@ impl Granted {
         self,
         import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch), AttachError>,
     ) -> Result<Attached<T>, AttachError> {
-        let Self { manifest, fds, connection, socket, token, lease, generation, granted, waited } = self;
+        let Self { manifest, fds, connection, socket, token, lease, generation, took, waited } = self;
+        // Its holder may have made a context meanwhile.
+        let started = Instant::now();
         let (tensors, mappings) = import(&manifest, fds)?;
-        let handoff = granted.elapsed();
+        let handoff = took + started.elapsed();
         let lease = Lease::hold(connection, &socket, lease, generation, token, mappings)
             .map_err(AttachError::Lease)?;
         Ok(Attached { manifest, tensors, lease, handoff, waited })
