@@ -76,3 +76,21 @@ fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
     assert_eq!(copies, 1, "{status:?}");
     fleet.stop();
 }
+
+#[test]
+fn prompts_are_forgotten_when_that_is_ordered() {
+    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let http = Http::of(&fleet);
+    let body = json!({"prompt": "def add(a, b):\n".repeat(8), "max_tokens": 8, "n": 4, "temperature": 1});
+    http.post_json("/v1/completions", &body);
+    let cached = || -> f64 {
+        let metrics = http.get("/metrics").1;
+        let lines = metrics.lines().filter(|line| line.starts_with("ballast:kv_cached_tokens{"));
+        lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+    };
+    eventually("the prompt is kept", || (cached() > 0.0).then_some(()));
+    let output = fleet.order(&["reset-prefixes"]);
+    assert!(output.status.success(), "{}", text(&output).1);
+    eventually("nothing is kept", || (cached() == 0.0).then_some(()));
+    fleet.stop();
+}

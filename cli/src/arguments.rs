@@ -54,6 +54,8 @@ pub(crate) enum Command {
     RemoveWorker(fleet_orders::ChildArguments),
     /// Stop a process of a running fleet and start it again
     Restart(fleet_orders::ChildArguments),
+    /// Have the workers of a running fleet forget the prompts that they keep
+    ResetPrefixes(fleet_orders::FleetPlace),
     /// One process of a fleet: holds the weights
     WeightServer(process::Arguments),
     /// One process of a fleet: reads a model file; started by the weight-server only

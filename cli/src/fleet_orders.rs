@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use proto::fleet::v1 as wire;
 use proto::weights::v1::GetStatusRequest;
 use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::worker::v1::ResetPrefixesRequest;
+use proto::worker::v1::worker_client::WorkerClient;
+use service::Exit;
 
 use crate::device_choice::Wanted;
 use crate::devices::Seen;
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, Trying};
 use crate::fleet_arguments::{WorkerArguments, model_name};
 use crate::fleet_config::devices_for;
 use crate::ps;
@@ -157,5 +160,22 @@ pub(crate) fn restart(arguments: ChildArguments) -> Outcome {
     let name = arguments.name;
     order(&arguments.fleet, &format!("cannot restart {name}"), async |client| {
         client.restart_child(wire::RestartChildRequest { name: name.clone() }).await.map(drop)
+    })
+}
+
+/// Asks every worker, and says which of them did not.
+pub(crate) fn reset_prefixes(place: FleetPlace) -> Outcome {
+    let directory = find(place.runtime_dir.as_deref())?;
+    let sockets =
+        directory.worker_sockets().trying(|| format!("cannot list {}", directory.path().display()))?;
+    block_on(async {
+        let mut refusals = Vec::new();
+        for (index, socket) in sockets {
+            let channel = service::grpc::connect(&socket).await?;
+            if let Err(status) = WorkerClient::new(channel).reset_prefixes(ResetPrefixesRequest {}).await {
+                refusals.push(format!("worker-{index}: {}", status.message()));
+            }
+        }
+        if refusals.is_empty() { Ok(()) } else { Err(Failure::new(Exit::PeerLost, refusals.join(", "))) }
     })
 }

@@ -62,6 +62,7 @@ fn main() -> ExitCode {
         Command::AddWorker(arguments) => fleet_orders::add_worker(arguments),
         Command::RemoveWorker(arguments) => fleet_orders::remove_worker(arguments),
         Command::Restart(arguments) => fleet_orders::restart(arguments),
+        Command::ResetPrefixes(place) => fleet_orders::reset_prefixes(place),
         Command::WeightServer(arguments) => process::weight_server(arguments),
         Command::Loader => process::loader(),
         Command::Worker(arguments) => process::worker(arguments),

@@ -82,7 +82,7 @@ const TENANTS_MAX: usize = 16;
 /// Gauges of now, read from fleet and gate at the time of the scrape; a worker that is gone has no line.
 pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
     type Value = fn(&crate::fleet::ServedBy) -> f64;
-    let gauges: [(&str, &str, Value); 14] = [
+    let gauges: [(&str, &str, Value); 15] = [
         ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
         ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
         ("num_streams_placed", "gauge", |w| f64::from(w.in_flight)),
@@ -95,6 +95,7 @@ pub(crate) fn render_gauges(fleet: &Fleet, gate: &Gate) -> String {
         ("kv_mapped_bytes", "gauge", |w| w.report.kv_mapped_bytes as f64),
         ("kv_evictions_total", "counter", |w| w.report.evictions as f64),
         ("forks_total", "counter", |w| w.report.forks as f64),
+        ("late_masks_total", "counter", |w| w.report.late_rows as f64),
         ("prefix_cache_queries_total", "counter", |w| {
             (w.report.prompt_tokens_computed + w.report.prompt_tokens_cached) as f64
         }),

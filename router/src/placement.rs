@@ -46,6 +46,7 @@ pub(crate) struct Report {
     pub(crate) preemptions: u64,
     pub(crate) evictions: u64,
     pub(crate) forks: u64,
+    pub(crate) late_rows: u64,
     /// Of the KV cache, beside what is used.
     pub(crate) kv_cached_tokens: u64,
     pub(crate) kv_unfilled_tokens: u64,

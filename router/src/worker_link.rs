@@ -128,6 +128,7 @@ impl Link {
                 preemptions: stats.preemptions,
                 evictions: stats.evictions,
                 forks: stats.forks,
+                late_rows: stats.late_rows,
                 kv_cached_tokens: stats.kv_cached_tokens,
                 kv_unfilled_tokens: stats.kv_unfilled_tokens,
                 kv_mapped_bytes: stats.kv_mapped_bytes.unwrap_or(0),

@@ -144,6 +144,17 @@ impl Worker for Service {
         Ok(Response::new(Box::pin(frames.try_flatten())))
     }
 
+    async fn reset_prefixes(
+        &self,
+        _: Request<wire::ResetPrefixesRequest>,
+    ) -> Result<Response<wire::ResetPrefixesReply>, Status> {
+        if self.live()?.serving.handle.reset_prefixes().await? {
+            Ok(Response::new(wire::ResetPrefixesReply {}))
+        } else {
+            Err(Status::failed_precondition("requests hold blocks of the cache: try again when none runs"))
+        }
+    }
+
     async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
         let own_bytes = own_bytes().map_err(|error| Status::internal(error.to_string()))?;
         let Some(Live { serving: Serving { handle, facts }, .. }) = self.serving.get() else {
@@ -177,6 +188,7 @@ impl Worker for Service {
             accepted: stats.drafts.accepted[..depth].to_vec(),
             draft_failures: stats.drafts.failures,
             forks: stats.forks,
+            late_rows: stats.late_rows,
             device: facts.device.clone(),
             context_bytes: facts.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,

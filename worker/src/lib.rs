@@ -1,11 +1,13 @@
 //! The worker: attaches a model's weights read-only, computes, and serves token ids to the router (`ballast.worker.v1`).
 //!
 //! ```text
+//! config    of one process
 //! run       process: socket first, then weights; drain on a stop
 //! attach    asks the weight-server, waits for a load, builds the engine      \
 //! backend   devices: the host, a GPU; how each maps weights and computes      > a thread of their own
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
-//! follower  tells a call what the cache holds
+//!   handle    how calls give it commands, and wait for it
+//!   follower  tells a call what the cache holds
 //! outlet    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
 //! grammars  what requests may draw: compiled first
@@ -16,6 +18,7 @@
 //! kv_types  how a configuration writes what keys and values are stored as
 //! vocabulary  whether one model can draft for another
 //! demand    what a worker takes of its device, worked out beforehand
+//! stats     what memory this process has for itself
 //! timeline  what coming up has taken, part by part
 //! ```
 //!

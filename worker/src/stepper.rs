@@ -7,9 +7,9 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use engine::events::Update;
@@ -19,15 +19,17 @@ use engine::{
     ScoreRequest, StepError,
 };
 use ops::Backend;
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::backend::{Measure, Measured};
-use crate::outlet::{Cut, Item, Outlet, Overflow, Pace, TOKENS, outlet, scores};
+use crate::outlet::{Cut, Item, Outlet, Overflow, Pace};
 use crate::timeline::{Later, Lazy, Timeline};
 
 mod follower;
+mod handle;
 
 use follower::FOLLOWERS_MAX;
+pub(crate) use handle::{Handle, SubmitError, Waker};
 
 /// Commands that wait for the end of a step; more are refused.
 const COMMANDS_MAX: usize = 256;
@@ -37,7 +39,8 @@ const IDLE: Duration = Duration::from_secs(1);
 const PROMPTS_KEPT: Duration = Duration::from_secs(300);
 /// How often it is looked how well blocks are filled: every running sequence has to be asked.
 const KV_USE_EVERY: Duration = Duration::from_millis(100);
-/// While every request is held or late, readers are looked after this often.
+/// While every request is held or late, readers are looked after this often, and what is late is looked for: a lost wake-up
+/// ([`Waker::wake`]) costs no more.
 const HELD_POLL: Duration = Duration::from_millis(2);
 
 enum Command {
@@ -56,6 +59,10 @@ enum Command {
     KvEvents {
         from: u64,
         answer: oneshot::Sender<Update>,
+    },
+    /// Whether all cached prefixes were forgotten.
+    ResetPrefixes {
+        answer: oneshot::Sender<bool>,
     },
     Drain,
     CutAll,
@@ -88,127 +95,6 @@ pub(crate) enum StepperError {
     Integrity(#[from] IntegrityError),
 }
 
-/// Why a call got no stream.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SubmitError {
-    #[error(transparent)]
-    Refused(#[from] RefuseReason),
-    #[error("{COMMANDS_MAX} requests wait for the end of a step, no more may")]
-    Crowded,
-    #[error("{FOLLOWERS_MAX} calls follow the cache already, no more may")]
-    Followed,
-    #[error("the engine has stopped")]
-    Stopped,
-}
-
-/// The async side.
-pub(crate) struct Handle {
-    commands: Arc<SyncSender<Command>>,
-    /// A `Wake` is among the commands.
-    woken: Arc<AtomicBool>,
-    snapshot: watch::Receiver<Snapshot>,
-    epoch: Instant,
-    score_rows_max: usize,
-    requests: AtomicU64,
-    /// Which log the numbers of the cache's events are of.
-    kv_log: u64,
-    /// Places for those who follow it.
-    followers: Arc<Semaphore>,
-}
-
-/// Ends the sleep of an engine that has nothing to compute until something is there. Does not keep it alive.
-#[derive(Clone)]
-pub(crate) struct Waker {
-    commands: Weak<SyncSender<Command>>,
-    woken: Arc<AtomicBool>,
-}
-
-impl Waker {
-    /// After what is waited for is in its place. Takes one place among the commands, however often it is called.
-    pub(crate) fn wake(&self) {
-        if !self.woken.swap(true, Ordering::AcqRel)
-            && let Some(commands) = self.commands.upgrade()
-            // Where there is no room, there are commands that wake it.
-            && commands.try_send(Command::Wake).is_err()
-        {
-            self.woken.store(false, Ordering::Release);
-        }
-    }
-}
-
-impl Handle {
-    pub(crate) fn waker(&self) -> Waker {
-        Waker { commands: Arc::downgrade(&self.commands), woken: self.woken.clone() }
-    }
-
-    /// The engine's clock.
-    pub(crate) fn now(&self) -> Duration {
-        self.epoch.elapsed()
-    }
-
-    pub(crate) fn next_id(&self) -> RequestId {
-        RequestId(self.requests.fetch_add(1, Ordering::Relaxed))
-    }
-
-    pub(crate) async fn generate(
-        &self,
-        request: Request,
-        constraint: Option<Box<dyn Constraint>>,
-    ) -> Result<(Queued, mpsc::Receiver<Item>), SubmitError> {
-        let (outlet, receiver) = outlet(TOKENS);
-        let request = Box::new(request);
-        let queued = self.submit(|answer| Command::Generate { request, constraint, outlet, answer }).await?;
-        Ok((queued, receiver))
-    }
-
-    pub(crate) async fn score(&self, request: ScoreRequest) -> Result<mpsc::Receiver<Item>, SubmitError> {
-        let (outlet, receiver) = outlet(scores(self.score_rows_max));
-        self.submit(|answer| Command::Score { request, outlet, answer }).await?;
-        Ok(receiver)
-    }
-
-    async fn submit(&self, command: impl FnOnce(Answer) -> Command) -> Result<Queued, SubmitError> {
-        let (answer, answered) = oneshot::channel();
-        self.commands.try_send(command(answer)).map_err(|error| match error {
-            TrySendError::Full(_) => SubmitError::Crowded,
-            TrySendError::Disconnected(_) => SubmitError::Stopped,
-        })?;
-        Ok(answered.await.map_err(|_| SubmitError::Stopped)??)
-    }
-
-    pub(crate) fn snapshot(&self) -> Snapshot {
-        *self.snapshot.borrow()
-    }
-
-    /// Refuses new requests, waits for the others to end, cuts them after `grace`; returns how many were cut.
-    pub(crate) async fn drain(&self, grace: Duration) -> usize {
-        tell(&self.commands, Command::Drain).await;
-        let mut snapshot = self.snapshot.clone();
-        // Draining is set by the command itself: a request that came before it is counted. An engine that has stopped
-        // has no streams.
-        let all_ended = snapshot.wait_for(|now| now.draining && now.streams == 0);
-        let in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
-        if in_time {
-            return 0;
-        }
-        let left = self.snapshot().streams;
-        tell(&self.commands, Command::CutAll).await;
-        drop(snapshot.wait_for(|now| now.streams == 0).await);
-        left
-    }
-}
-
-/// As soon as there is room.
-async fn tell(commands: &SyncSender<Command>, mut command: Command) {
-    loop {
-        match commands.try_send(command) {
-            Ok(()) | Err(TrySendError::Disconnected(_)) => return,
-            Err(TrySendError::Full(back)) => command = back,
-        }
-        tokio::time::sleep(HELD_POLL).await;
-    }
-}
-
 /// The thread's side.
 pub(crate) struct Stepper<B: Backend> {
     engine: Engine<B>,
@@ -227,6 +113,8 @@ pub(crate) struct Stepper<B: Backend> {
     kv_looked_at: Duration,
     /// When prompts were last forgotten that nobody had found.
     forgotten_at: Duration,
+    /// [`PROMPTS_KEPT`]; shorter in tests.
+    prompts_kept: Duration,
 }
 
 /// `score_rows_max`: rows that one step scores at most.
@@ -272,6 +160,7 @@ pub(crate) fn stepper<B: Backend>(
         kv: KvUse::default(),
         kv_looked_at: Duration::ZERO,
         forgotten_at: Duration::ZERO,
+        prompts_kept: PROMPTS_KEPT,
     };
     (handle, stepper)
 }
@@ -290,7 +179,7 @@ impl<B: Backend> Stepper<B> {
                 self.handle(command);
             }
             self.look_after_readers();
-            self.forget_prompts();
+            self.forget_prompts(self.epoch.elapsed());
             let idle = self.step()?;
             if idle && self.engine.has_work() && !self.wait_for_command() {
                 return Ok(());
@@ -311,18 +200,17 @@ impl<B: Backend> Stepper<B> {
                 self.engine.check_integrity()?;
                 self.release_memory();
             }
-            self.forget_prompts();
+            self.forget_prompts(self.epoch.elapsed());
             if self.engine.stats().kv_blocks_cached == 0 {
                 return Ok(self.commands.recv().ok());
             }
-            wait = PROMPTS_KEPT;
+            wait = self.prompts_kept;
         }
     }
 
     /// When it is time, whether the engine is idle or not: a request now and then does not keep what others have left.
-    fn forget_prompts(&mut self) {
-        let now = self.epoch.elapsed();
-        if now.saturating_sub(self.forgotten_at) >= PROMPTS_KEPT {
+    fn forget_prompts(&mut self, now: Duration) {
+        if now.saturating_sub(self.forgotten_at) >= self.prompts_kept {
             self.forgotten_at = now;
             self.engine.forget_unused_prefixes();
             self.release_memory();
@@ -418,6 +306,10 @@ impl<B: Backend> Stepper<B> {
                 if !answer.is_closed() {
                     drop(answer.send(self.engine.kv_events(from)));
                 }
+            }
+            Command::ResetPrefixes { answer } => {
+                // Whoever asked may have gone; it is done all the same.
+                let _: Result<(), bool> = answer.send(self.engine.reset_prefix_cache());
             }
             Command::Drain => {
                 self.engine.drain();

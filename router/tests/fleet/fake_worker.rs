@@ -259,6 +259,13 @@ impl Worker for Service {
         Err(Status::unimplemented("the fake has no cache"))
     }
 
+    async fn reset_prefixes(
+        &self,
+        _: Request<wire::ResetPrefixesRequest>,
+    ) -> Result<Response<wire::ResetPrefixesReply>, Status> {
+        Err(Status::unimplemented("the fake has no cache"))
+    }
+
     async fn get_metadata(
         &self,
         _: Request<wire::GetMetadataRequest>,

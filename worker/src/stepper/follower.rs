@@ -11,7 +11,8 @@ use engine::RefuseReason;
 use engine::events::Update;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
-use super::{Command, Handle, Snapshot, SubmitError, tell};
+use super::handle::tell;
+use super::{Command, Handle, Snapshot, SubmitError};
 
 /// Each may hold an update (a name of 33 bytes for every block of the cache at most), and each asks the engine between steps.
 pub(super) const FOLLOWERS_MAX: usize = 16;

@@ -2,9 +2,10 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use engine::{Allowed, ConstraintError, EngineConfig, KvBudget, SamplingParams, StopConditions};
+use engine::{Allowed, ConstraintError, EngineConfig, KvBudget};
 use models::{Model, TakeLogits};
 use ops::{KvLayer, KvType, KvTypes, OpError, Reference, Step};
+use tokio::sync::mpsc;
 
 use super::*;
 
@@ -92,20 +93,7 @@ impl Constraint for Gate {
 }
 
 fn request(handle: &Handle, max_tokens: u32) -> Request {
-    Request {
-        id: handle.next_id(),
-        prompt: vec![1, 2, 3],
-        prior_output: 0,
-        sampling: SamplingParams::default(),
-        stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
-        logprobs: None,
-        choice: 0,
-        sampler_state: Default::default(),
-        deadline: None,
-        priority: 0,
-        tenant: 0,
-        scope: Default::default(),
-    }
+    Request::new(handle.next_id(), vec![1, 2, 3], max_tokens)
 }
 
 async fn tokens(outputs: &mut mpsc::Receiver<Item>) -> usize {
@@ -224,4 +212,63 @@ fn a_waker_takes_one_place_and_keeps_nobody_alive() {
     drop(handle);
     waker.wake();
     assert_eq!(stepper.commands.recv_timeout(PATIENCE).err(), Some(RecvTimeoutError::Disconnected));
+}
+
+/// Two full blocks and a part of one.
+fn long_prompt(text: u32) -> Vec<u32> {
+    (0..40).map(|place| place / text % VOCABULARY as u32).collect()
+}
+
+/// Tokens of the prompt that were found.
+fn found(stepper: &mut Stepper<Reference>, prompt: Vec<u32>) -> u64 {
+    let before = stepper.engine.stats().prompt_tokens_cached;
+    stepper.engine.submit(Request::new(RequestId(before), prompt, 1)).unwrap();
+    while stepper.engine.has_work() {
+        stepper.step().unwrap();
+    }
+    stepper.engine.stats().prompt_tokens_cached - before
+}
+
+#[test]
+fn what_nobody_asks_for_again_is_forgotten_after_one_period_to_two() {
+    let (_handle, mut stepper) = over_nothing();
+    let just_before = |at: Duration| at - Duration::from_nanos(1);
+    let cached_at = |stepper: &mut Stepper<Reference>, now| {
+        stepper.forget_prompts(now);
+        stepper.engine.stats().kv_blocks_cached
+    };
+    assert_eq!((found(&mut stepper, long_prompt(1)), found(&mut stepper, long_prompt(2))), (0, 0));
+    assert_eq!(cached_at(&mut stepper, PROMPTS_KEPT), 4, "both were there for less than a period");
+    assert_eq!(found(&mut stepper, long_prompt(1)), 32);
+    assert_eq!(cached_at(&mut stepper, just_before(2 * PROMPTS_KEPT)), 4);
+    assert_eq!(cached_at(&mut stepper, 2 * PROMPTS_KEPT), 2, "one of them was asked for again");
+    assert_eq!(found(&mut stepper, long_prompt(2)), 0);
+    assert_eq!(cached_at(&mut stepper, just_before(3 * PROMPTS_KEPT)), 4);
+    assert_eq!(cached_at(&mut stepper, 3 * PROMPTS_KEPT), 2);
+    assert_eq!(cached_at(&mut stepper, 4 * PROMPTS_KEPT), 0);
+}
+
+#[tokio::test]
+async fn prompts_are_forgotten_while_it_is_idle_and_while_it_is_not() {
+    for is_idle in [true, false] {
+        let (handle, mut stepper) = over_nothing();
+        stepper.prompts_kept = Duration::from_millis(1);
+        let thread = std::thread::spawn(move || stepper.run());
+        let (open, asked) = (Arc::new(AtomicBool::new(is_idle)), Arc::new(AtomicUsize::new(0)));
+        let gate = Box::new(Gate { open, asked });
+        let (_, mut other) = handle.generate(request(&handle, 3), Some(gate)).await.unwrap();
+        if is_idle {
+            assert_eq!(tokens(&mut other).await, 3);
+        }
+        let long = Request { prompt: long_prompt(1), ..request(&handle, 1) };
+        let (_, mut outputs) = handle.generate(long, None).await.unwrap();
+        assert_eq!(tokens(&mut outputs).await, 1);
+        // Two blocks began to be found, and ceased to be.
+        let mut snapshot = handle.snapshot.clone();
+        let is_forgotten = |now: &Snapshot| now.stats.kv_events == 5;
+        let forgotten = tokio::time::timeout(PATIENCE, snapshot.wait_for(is_forgotten)).await;
+        assert_eq!(forgotten.expect("in time").unwrap().streams, usize::from(!is_idle));
+        drop((handle, snapshot, other));
+        tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
+    }
 }

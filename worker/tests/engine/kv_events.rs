@@ -205,3 +205,28 @@ async fn no_more_follow_than_there_are_places_for() {
     };
     tokio::time::timeout(PATIENCE, has_place).await.expect("a place is given back");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reset_is_refused_while_blocks_are_held_and_told_as_one_event() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let mut follower = Follower::new(&mut worker).await;
+    let left = run(&mut worker, &prompt(0), "").await;
+    follower.catch_up(&mut worker).await;
+    assert_eq!((&follower.known, follower.cleared), (&left, 1));
+    // Nobody reads it: it is held, and goes on holding its blocks.
+    let mut client = worker.lagging_client().await;
+    let running = client.generate(worker.greedy(&prompt(1), 400)).await.unwrap();
+    worker.until("a running request", |stats| stats.running == 1).await;
+    let refused = worker.client.reset_prefixes(wire::ResetPrefixesRequest {}).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(worker.stats().await.kv_cached_tokens > 0);
+    drop((running, client));
+    worker.until("nothing held", |stats| stats.running == 0 && stats.kv_used_tokens == 0).await;
+    worker.client.reset_prefixes(wire::ResetPrefixesRequest {}).await.unwrap();
+    worker.until("nothing kept", |stats| stats.kv_cached_tokens == 0).await;
+    follower.catch_up(&mut worker).await;
+    assert_eq!((follower.known.len(), follower.cleared), (0, 2));
+    let cached = worker.stats().await.prompt_tokens_cached;
+    run(&mut worker, &prompt(0), "").await;
+    assert_eq!(worker.stats().await.prompt_tokens_cached, cached, "it was computed again");
+}
