@@ -17,3 +17,4 @@ mod kv_types;
 mod one_copy;
 mod orders;
 mod structured;
+mod workspace;

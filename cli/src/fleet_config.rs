@@ -271,7 +271,8 @@ mod tests {
         let (alone, drafted) =
             (sized(&text.replace("draft = \"small\"\n", "")).unwrap(), sized(&text).unwrap());
         let more = drafted.demand.workspace.total() - alone.demand.workspace.total();
-        assert_eq!(more, 32 << 20);
+        // 512 rows of logits for what is drafted, 8,000 values each, and its tensors; what kernels keep serves both.
+        assert!((17 << 20..24 << 20).contains(&more), "{more} bytes");
         assert!(drafted.demand.kv > alone.demand.kv);
         let reserved = drafted.plan().unwrap().worker_config["workspace-bytes"].clone();
         assert_eq!(reserved.as_str(), Some(Bytes(drafted.demand.workspace.total()).to_string().as_str()));

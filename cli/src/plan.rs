@@ -164,6 +164,7 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
                 "scratch": demand.workspace.scratch,
                 "graphs": demand.workspace.graphs,
                 "modules": demand.workspace.modules,
+                "process": demand.workspace.process,
                 "total": demand.total(),
             },
         })
@@ -207,6 +208,7 @@ fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
             ("scratch", demand.workspace.scratch),
             ("graphs", demand.workspace.graphs),
             ("modules", demand.workspace.modules),
+            ("process", demand.workspace.process),
         ];
         let parts: Vec<String> = parts
             .iter()

@@ -26,7 +26,8 @@ const PIECE_BYTES: usize = 4 << 20;
 #[derive(Debug, clap::Args)]
 pub(crate) struct SynthArgs {
     /// Shape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b, llama3-70b; for tests
-    /// also qwen3-tiny, llama3-tiny, qwen3-moe-tiny, and qwen3-many with more than 400 small tensors.
+    /// also qwen3-tiny, llama3-tiny, qwen3-moe-tiny, qwen3-many with more than 400 small tensors, and qwen3-wide with two
+    /// layers of qwen3-0.6b.
     #[arg(value_parser = Shape::find)]
     shape: &'static Shape,
     /// Types of the weights: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k_m, q4_k_m, q5_k_m, q6_k.

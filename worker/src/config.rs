@@ -166,16 +166,15 @@ impl Config {
 }
 
 fn step_tokens() -> usize {
-    512
+    engine::STEP_TOKENS
 }
 
-/// 64, and what a router keeps of it for urgent requests and batches unless it is told otherwise.
 fn running_max() -> usize {
-    80
+    engine::RUNNING_MAX
 }
 
 fn queue_max() -> usize {
-    256
+    engine::QUEUE_MAX
 }
 
 /// Drafts of demo models are right that often that more seldom pays.

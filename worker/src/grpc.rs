@@ -262,7 +262,8 @@ fn timeline(facts: &Facts, now: &Snapshot) -> Vec<wire::Stage> {
 }
 
 fn workspace(used: Workspace) -> wire::Workspace {
-    let Workspace { activations, scratch, graphs, modules } = used;
+    // A process is measured as a whole, in `own_bytes`.
+    let Workspace { activations, scratch, graphs, modules, process: _ } = used;
     wire::Workspace { activations, scratch, graphs, modules }
 }
 

@@ -100,7 +100,7 @@ const TINY: Shape = Shape {
     ..QWEN3
 };
 
-static SHAPES: [Shape; 11] = [
+static SHAPES: [Shape; 12] = [
     Shape { name: "qwen3-0.6b", tied: true, ..QWEN3 },
     Shape { name: "qwen3-1.7b", tied: true, embedding: 2048, feed_forward: 6144, ..QWEN3 },
     Shape { name: "qwen3-8b", layers: 36, embedding: 4096, feed_forward: 12_288, heads: 32, ..QWEN3 },
@@ -120,6 +120,8 @@ static SHAPES: [Shape; 11] = [
     Shape { name: "qwen3-tiny", tied: true, ..TINY },
     Shape { name: "llama3-tiny", family: Family::Llama3, rope_base: 500_000.0, epsilon: 1e-5, ..TINY },
     Shape { name: "qwen3-moe-tiny", experts: Some((8, 2, 256)), ..TINY },
+    // What a worker needs for the steps of a real model, with little to compute.
+    Shape { name: "qwen3-wide", layers: 2, tied: true, ..QWEN3 },
     // 37 layers of 11 tensors: hand-off in several batches, in a few megabytes. K types do not fit its rows of 128.
     Shape {
         name: "qwen3-many",

@@ -34,6 +34,12 @@ pub struct EngineConfig {
     pub draft_depth_max: usize,
 }
 
+/// Rows of a step.
+pub const STEP_TOKENS: usize = 512;
+/// 64 sequences at once, and what a router keeps of them for urgent requests and batches unless it is told otherwise.
+pub const RUNNING_MAX: usize = 80;
+/// Requests that wait.
+pub const QUEUE_MAX: usize = 256;
 /// Who reads a stream along hardly notices.
 const PROMPT_PAUSE: Duration = Duration::from_millis(100);
 /// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
@@ -71,10 +77,10 @@ impl EngineConfig {
             block_tokens: 16,
             kv,
             kv_types: KvTypes::default(),
-            step_tokens: 512,
+            step_tokens: STEP_TOKENS,
             prompt_pause: PROMPT_PAUSE,
-            running_max: 64,
-            queue_max: 256,
+            running_max: RUNNING_MAX,
+            queue_max: QUEUE_MAX,
             context_tokens: None,
             prefix_cache: true,
             draft_depth_max: 0,
@@ -115,6 +121,12 @@ impl EngineConfig {
             rows_max: self.step_tokens,
             outputs_max: self.running_max + self.score_rows_max(vocab_size) + self.draft_rows_max(vocab_size),
         }
+    }
+
+    /// Most rows of logits that the engine keeps in the host's memory: those of a step, and one for each running request that
+    /// waits for its constraint.
+    pub fn kept_rows_max(&self, vocab_size: usize) -> usize {
+        self.model_limits(vocab_size).outputs_max + self.running_max
     }
 
     /// Most rows of a step that drafts get.

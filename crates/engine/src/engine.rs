@@ -350,8 +350,10 @@ impl<B: Backend> Engine<B> {
         self.scheduler.pool().events_since(from)
     }
 
-    /// Gives back memory behind the last block that is held or can be found. Between steps.
+    /// Gives back memory behind the last block that is held or can be found, and that of logits. Between steps.
     pub fn release_memory(&mut self) -> Result<(), OpError> {
+        self.rows.release();
+        self.late.release();
         let blocks = self.scheduler.pool().tail() as usize;
         if let Some(Drafting { drafter, .. }) = &mut self.drafting {
             drafter.trim(&mut self.backend, blocks)?;

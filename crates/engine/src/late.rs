@@ -9,7 +9,7 @@ use crate::scheduler::Slot;
 #[derive(Debug, Default)]
 pub(crate) struct LateRows {
     rows: Vec<LateRow>,
-    /// Memory of rows that were here: as many as were late at once.
+    /// Memory of rows that were here: as many as were late at once, until it is released.
     spare: Vec<Vec<f32>>,
 }
 
@@ -48,6 +48,11 @@ impl LateRows {
         (*index < self.rows.len()).then(|| self.rows.swap_remove(*index))
     }
 
+    /// Gives back the memory of rows that are not here any more.
+    pub(crate) fn release(&mut self) {
+        self.spare = Vec::new();
+    }
+
     pub(crate) fn give_back(&mut self, row: LateRow) {
         let mut logits = row.logits;
         logits.clear();
@@ -80,5 +85,7 @@ mod tests {
         late.keep(Slot(7), 1, &[7.0]);
         assert_eq!(late.rows.last().unwrap().logits, [7.0]);
         assert_eq!(late.spare.len(), 2);
+        late.release();
+        assert_eq!((late.spare.capacity(), late.rows.len()), (0, 4));
     }
 }

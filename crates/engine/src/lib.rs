@@ -7,9 +7,10 @@
 //! only, never on batch, chunking, prefix hits, preemption, drafts or a resume.
 //!
 //! Code map: `engine` owns the model and joins the parts; `validate` refuses; `admission` bounds the `queue`;
-//! `events` tells what the pool finds; `row_time` says how many rows of prompts streams can bear; `scheduler` plans a step over `sequence`s, their `blocks` and the `pool` of them all; `draft` extends the plan by guesses; `batch` turns it into rows; `output_rows`
-//! brings what they need of the logits to the host; `task` turns that into outputs with `sampler`, or `late` keeps it until
-//! a `constraint` says what is allowed.
+//! `row_time` says how many rows of prompts streams can bear; `scheduler` plans a step over `sequence`s, their `blocks` and
+//! the `pool` of them all, and `events` tells what the pool finds; `draft` extends the plan by guesses; `batch` turns it into
+//! rows; `output_rows` brings what they need of the logits to the host; `task` turns that into outputs with `sampler`, or
+//! `late` keeps it until a `constraint` says what is allowed.
 
 #![forbid(unsafe_code)]
 
@@ -42,7 +43,7 @@ pub use api::{
     EngineStats, FinishReason, KvUse, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest,
     StepReport, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
-pub use config::{ConfigError, EngineConfig, KvBudget};
+pub use config::{ConfigError, EngineConfig, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS};
 pub use constraint::{Allowed, Constraint, ConstraintError};
 pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};

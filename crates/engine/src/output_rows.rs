@@ -7,7 +7,7 @@ use crate::task::Row;
 use ops::{Backend, NO_BEST, OpError, Shortlist, Weighing};
 use std::ops::Range;
 
-/// Of one step, in the order of its outputs. Buffers are kept between steps.
+/// Of one step, in the order of its outputs. Buffers are kept between steps, until they are released.
 #[derive(Debug, Default)]
 pub(crate) struct OutputRows {
     /// By output, or [`NO_BEST`]: then its row is in `logits`.
@@ -23,6 +23,11 @@ impl OutputRows {
     pub(crate) fn start(&mut self, outputs: usize) {
         self.drawn.clear();
         self.drawn.resize(outputs, NO_BEST);
+    }
+
+    /// Between steps: gives back what the largest step took.
+    pub(crate) fn release(&mut self) {
+        *self = Self::default();
     }
 
     /// Takes a run of outputs; `draws` are theirs, as [`crate::task::Task::draw`] has them.

@@ -104,7 +104,7 @@ fn impossible_configurations_are_refused() {
     assert_eq!(refused(EngineConfig { running_max: 0, ..config() }), zero("running_max"));
     assert_eq!(refused(EngineConfig { block_tokens: 0, ..config() }), zero("block_tokens"));
     assert_eq!(
-        refused(EngineConfig { step_tokens: 63, ..config() }),
+        refused(EngineConfig { step_tokens: 63, running_max: 64, ..config() }),
         ConfigError::StepBelowRunning { step_tokens: 63, running_max: 64 }
     );
     // One block of 4 tokens is 4 * 2 * 4 * 4 = 128 bytes.

@@ -107,6 +107,7 @@ fn one_by_one() -> EngineConfig {
     EngineConfig {
         kv_types: KvType::F16.into(),
         prefix_cache: false,
+        running_max: 64,
         queue_max: 64,
         ..EngineConfig::new(KvBudget::Tokens(4096))
     }

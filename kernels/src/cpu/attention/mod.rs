@@ -23,6 +23,7 @@ mod split;
 
 use super::kv::{Kv, LayerView};
 use super::pool::Pool;
+use super::scratch::WorkerShape;
 use super::step::Rows;
 use super::tensor::SharedRows;
 use super::{Isa, element};
@@ -51,6 +52,20 @@ struct Scratch {
     split: SplitScratch,
     partial: Vec<f32>,
     total: Vec<f32>,
+}
+
+/// What [`attend`] comes to keep.
+pub(super) fn kept_bytes(shape: &WorkerShape) -> usize {
+    let WorkerShape { threads, heads, kv_heads, head_dim, context_tokens, .. } = *shape;
+    let queries = TILE.max(heads / kv_heads.max(1));
+    let result = queries * (2 + head_dim) * size_of::<f32>();
+    let of_thread = queries * SPLIT * size_of::<f32>() + 2 * result;
+    // One head of one row is a piece at least.
+    let split_pieces = match PIECES_PER_THREAD * threads {
+        most if threads > 1 && most > kv_heads => most - 1,
+        _ => 0,
+    };
+    threads * of_thread + split_pieces * context_tokens.div_ceil(SPLIT) * result
 }
 
 /// What an op call is about.

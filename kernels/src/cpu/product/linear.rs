@@ -65,6 +65,20 @@ struct Scratch {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
+/// What [`multiply`] comes to keep for so many rows of at most `n_in` values.
+pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtypes: &[DType]) -> usize {
+    let rounded_to = |format| dtypes.iter().any(|dtype| dtype.activation() == Some(format));
+    let mut row = 0;
+    if rounded_to(DType::Q8_0) || rounded_to(DType::Q8_1) {
+        row += n_in / 32 * size_of::<Rounded32>();
+    }
+    if rounded_to(DType::Q8_K) {
+        row += n_in / 256 * size_of::<Rounded256>();
+    }
+    // Windows, and the padded rows that they may be made of.
+    rows * row + threads * 2 * MANY_WINDOW_BYTES
+}
+
 /// `out[r] = weight x[r] (+ bias)` for each layer; `x` is rows of `n_in` values. None of a type without a kernel.
 pub(in crate::cpu) fn multiply(
     isa: Isa,

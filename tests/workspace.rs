@@ -1,0 +1,69 @@
+//! What a worker on the host takes beside weights, keys and values, against what was planned for it.
+
+use crate::devices::plan;
+use crate::harness::api::{Ask, connect, generate, generate_all, runtime};
+use crate::harness::{Fleet, eventually, on_the_host, proc, synth};
+use proto::v1::grammar::Kind;
+
+/// A plan is a bound: rows of late masks, for one, are rarely all there. But no more than so many times what is found.
+const PLANNED_TIMES_MAX: u64 = 3;
+
+/// As many as an ordinary class of requests gets of a worker's seats, but for the one that keeps the worker from idling.
+const STREAMS: u64 = 67;
+
+fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> Ask {
+    let prompt = (0..prompt_tokens).map(|i| (i * 31 + seed as u32 * 977) % 100_000).collect();
+    // Drawn from whole rows on the host, after copies of them.
+    Ask { prompt, max_tokens, temperature: 1.1, seed, ..Ask::default() }
+}
+
+/// Anonymous memory of the only worker beside its cache.
+fn found(fleet: &Fleet) -> Option<u64> {
+    let status = fleet.try_status()?;
+    let line = status.iter().find(|line| line["role"] == "worker")?;
+    let mapped = line["device_memory"]["kv_mapped"].as_u64()?;
+    let mappings = proc::mappings(line["pid"].as_u64()? as u32);
+    Some(mappings.iter().map(|mapping| mapping.anonymous).sum::<u64>().saturating_sub(mapped))
+}
+
+#[test]
+fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
+    if !on_the_host("i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back") {
+        return;
+    }
+    let model = synth("qwen3-wide", "q8_0");
+    let arguments = ["--workers", "1", "--threads", "2", "--kv-tokens", "16384", "--step-tokens", "2048"];
+    let worker = &plan(&model, &arguments)["models"][0]["worker"];
+    let part = |name: &str| worker[name].as_u64().unwrap();
+    let planned = part("activations") + part("scratch") + part("process");
+    assert_eq!(planned + part("kv"), part("total"), "{worker}");
+    let fleet = Fleet::start(&model, &arguments);
+    let runtime = runtime();
+    let all = |asks: Vec<Ask>| {
+        for done in runtime.block_on(generate_all(&fleet.grpc, &asks)) {
+            done.unwrap();
+        }
+    };
+    // The largest step.
+    all((0..4).map(|seed| ask(seed, 1000, 2)).collect());
+    let lasting = runtime.spawn({
+        let url = fleet.grpc.clone();
+        async move { generate(&mut connect(&url).await, &ask(4, 16, 6000), |_| {}).await.map(drop) }
+    });
+    all((5..5 + STREAMS).map(|seed| ask(seed, 16, 8)).collect());
+    let word = Kind::Regex("[a-z]{4,8}".to_owned());
+    all((0..STREAMS / 2).map(|seed| Ask { grammar: Some(word.clone()), ..ask(seed, 16, 8) }).collect());
+    let busy = found(&fleet).unwrap();
+    assert!(!lasting.is_finished(), "an idle worker gives memory back");
+    let mib = |bytes: u64| bytes >> 20;
+    eprintln!("measured: {} of {} MiB planned beside the cache: {worker}", mib(busy), mib(planned));
+    assert!(busy <= planned, "{busy} bytes are held, {planned} were planned: {worker}");
+    assert!(busy * PLANNED_TIMES_MAX >= planned, "{busy} bytes are held, {planned} were planned: {worker}");
+    lasting.abort();
+    // At least half of the streams had a row in one step.
+    let rows = STREAMS / 2 * 151_936 * 4;
+    eventually("an idle worker gives rows of logits back", || {
+        found(&fleet).filter(|idle| idle + rows <= busy)
+    });
+    fleet.stop();
+}
