@@ -11,7 +11,7 @@ use models::testing::{
 use ops::KvTypes;
 use std::path::Path;
 
-const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
+const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
 /// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the other in f16 ones.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 const F16_GAP_MIN: f32 = 0.01;

@@ -9,8 +9,8 @@ use attention::spec;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{
-    Activation, Backend, Experts, KvLayer, KvLayout, KvType, OpError, Reference, RopePairing, RopeSpec, Step,
-    Weight,
+    Activation, Backend, Experts, KvLayer, KvLayout, KvType, OpError, Past, Reference, RopePairing, RopeSpec,
+    Step, Weight,
 };
 use quant::DType;
 use random::{DTYPES, Random};
@@ -97,10 +97,17 @@ fn norms_and_sums_are_those_of_the_reference() {
     }
 }
 
-fn gate<B: Backend<Data = Bytes>>(b: &mut B, rows: usize, cols: usize, x: &[f32], y: &[f32]) -> Vec<f32> {
+fn gate<B: Backend<Data = Bytes>>(
+    b: &mut B,
+    activation: Activation,
+    rows: usize,
+    cols: usize,
+    x: &[f32],
+    y: &[f32],
+) -> Vec<f32> {
     let (x, y) = (filled(b, rows, cols, x), filled(b, rows, cols, y));
     let mut out = b.tensor(rows, cols).unwrap();
-    b.gated(Activation::Silu, &x, &y, &mut out, rows).unwrap();
+    b.gated(activation, &x, &y, &mut out, rows).unwrap();
     values(b, &out, rows * cols, rows)
 }
 
@@ -110,7 +117,47 @@ fn gates_are_those_of_the_reference() {
     for (rows, cols, scale) in [(1, 33, 1.0), (5, 256, 20.0), (40, 1000, 200.0)] {
         let x: Vec<f32> = random.values(rows * cols).into_iter().map(|x| x * scale).collect();
         let y = random.values(rows * cols);
-        check!(1e-6, gate(rows, cols, &x, &y));
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            check!(1e-6, gate(activation, rows, cols, &x, &y));
+        }
+    }
+}
+
+/// Far out a gate is its input or nothing, and near zero half its input: no cancellation, no overflow.
+#[test]
+fn gates_keep_their_digits_everywhere() {
+    let x = [1e-30, -1e-12, 1e-6, -1e-4, 0.5, -3.0, -8.0, 30.0, 1e15, -1e15, 3e38, -3e38, 0.0];
+    let ones = [1.0; 13];
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let expected = gate(&mut Reference::new(), activation, 1, 13, &x, &ones);
+        for isa in Isa::available() {
+            let found = gate(&mut Cpu::with_isa(1, isa).unwrap(), activation, 1, 13, &x, &ones);
+            for ((x, found), expected) in x.iter().zip(found).zip(&expected) {
+                // An exponent may be off by 1e-5; what the reference takes for nothing may keep 1e-38 of its input.
+                let bound = 1e-5 * expected.abs() + x.abs() * 1e-37;
+                assert!(
+                    (found - expected).abs() <= bound,
+                    "{activation:?}({x:e}) is {found:e}, not {expected:e}"
+                );
+            }
+        }
+    }
+}
+
+fn scaled<B: Backend<Data = Bytes>>(b: &mut B, rows: usize, cols: usize, x: &[f32]) -> Vec<f32> {
+    let mut x = filled(b, rows + 1, cols, x);
+    b.scale(&mut x, 9.797_959, rows, cols).unwrap();
+    values(b, &x, (rows + 1) * cols, rows + 1)
+}
+
+#[test]
+fn scaling_is_that_of_the_reference_and_leaves_other_rows() {
+    let mut random = Random(12);
+    for (rows, cols) in [(1, 7), (5, 96), (70, 640)] {
+        let x = random.values((rows + 1) * cols);
+        check!(0.0, scaled(rows, cols, &x));
+        let last = &scaled(&mut Cpu::new(1).unwrap(), rows, cols, &x)[rows * cols..];
+        assert_eq!(last, &x[rows * cols..]);
     }
 }
 
@@ -227,7 +274,7 @@ fn experts_are_those_of_the_reference() {
 fn a_block_costs_memory_when_it_is_written() {
     let mut cpu = Cpu::new(1).unwrap();
     for (kind, token_bytes) in [(KvType::F16, 512), (KvType::Q8_0, 272)] {
-        a_block_costs(&mut cpu, KvLayer { kv_heads: 2, head_dim: 64, kind }, token_bytes);
+        a_block_costs(&mut cpu, KvLayer { kv_heads: 2, head_dim: 64, kind, past: Past::Full }, token_bytes);
     }
 }
 
@@ -254,7 +301,7 @@ fn a_block_costs(cpu: &mut Cpu, layer: KvLayer, token_bytes: u64) {
 /// Attention over one sequence whose second block was copied, and the original then written over.
 fn forked<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over: &[f32]) -> [Vec<f32>; 2] {
     const WIDTH: usize = 2 * 32;
-    let layer = KvLayer { kv_heads: 2, head_dim: 32, kind };
+    let layer = KvLayer { kv_heads: 2, head_dim: 32, kind, past: Past::Full };
     let mut kv = b.kv(&KvLayout { block_tokens: 16, blocks: 8, layers: vec![layer; 2] }).unwrap();
     let mut attend = |b: &mut B, copy: Option<(u32, u32)>, table: [u32; 2], written: &[f32], first: u32| {
         if let Some(copy) = copy {
@@ -298,7 +345,7 @@ fn a_copied_block_reads_as_what_it_was_copied_from() {
         assert_eq!(copied, computed, "{kind:?}");
     }
     let mut cpu = Cpu::new(1).unwrap();
-    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16 };
+    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, past: Past::Full };
     let mut kv = cpu.kv(&KvLayout { block_tokens: 16, blocks: 4, layers: vec![layer] }).unwrap();
     let unwritten = cpu.kv_copy(&mut kv, &[(1, 2)]).unwrap_err();
     assert!(matches!(unwritten, OpError::Unwritten { block: 1, .. }), "{unwritten}");
@@ -322,7 +369,7 @@ fn what_does_not_fit_is_refused_by_name() {
         outputs: &[0],
     };
     cpu.begin(&step).unwrap();
-    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16 };
+    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, past: Past::Full };
     let layout = KvLayout { block_tokens: 16, blocks: 4, layers: vec![layer] };
     let mut kv = cpu.kv(&layout).unwrap();
     let (x, mut out) = (cpu.tensor(1, 32).unwrap(), cpu.tensor(1, 32).unwrap());

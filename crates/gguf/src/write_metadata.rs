@@ -86,6 +86,13 @@ impl ToValue for bool {
     }
 }
 
+impl ToValue for &[bool] {
+    fn write(&self, out: &mut Vec<u8>) {
+        array_head(ValueType::Bool, self.len(), out);
+        out.extend(self.iter().map(|&value| u8::from(value)));
+    }
+}
+
 impl ToValue for &str {
     fn write(&self, out: &mut Vec<u8>) {
         type_id(ValueType::String, out);

@@ -8,7 +8,7 @@ pub(crate) struct Attention<B: Backend> {
     key: Linear<B>,
     value: Linear<B>,
     output: Linear<B>,
-    /// Norms of each query and key head before the rotation (qwen3).
+    /// Norms of each query and key head before the rotation (qwen3, gemma3).
     head_norms: Option<HeadNorms<B>>,
 }
 
@@ -73,7 +73,7 @@ impl<B: Backend> Attention<B> {
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
-            scale: 1.0 / (config.head_dim as f32).sqrt(),
+            scale: config.attention_scale,
         };
         backend.attention(kv, layer, queries, &spec, mixed, rows)?;
         backend.linear(&self.output, mixed, delta, rows)

@@ -1,8 +1,8 @@
 //! Hyper-parameters from metadata: typed, bounded, and every refusal names the key.
 
 use crate::{decoder::DecoderConfig, rope::RopeConfig};
-use gguf::{KeyError, Metadata, Strings};
-use ops::RopePairing;
+use gguf::{KeyError, Metadata, Strings, Value};
+use ops::{Activation, Past, RopePairing};
 use std::ops::RangeInclusive;
 
 /// Bounds on what a file may claim. The first two are llama.cpp's; the others lie well above every published model and
@@ -76,9 +76,15 @@ impl<'a> Keys<'a> {
             head_dim,
             feed_forward,
             experts: None,
+            activation: Activation::Silu,
             norm_epsilon,
             head_norms: false,
+            post_norms: false,
+            embedding_scale: None,
+            attention_scale: 1.0 / (head_dim as f32).sqrt(),
             rope: RopeConfig::read(self, pairing, head_dim, context_length)?,
+            window_rope: None,
+            pasts: vec![Past::Full; layers],
         })
     }
 
@@ -113,6 +119,15 @@ impl<'a> Keys<'a> {
 
     pub(crate) fn text(&self, name: &str) -> Result<Option<&'a str>, ConfigError> {
         Ok(self.metadata.get(&self.key(name))?)
+    }
+
+    /// A flag for each layer, where a file may have those or one number.
+    pub(crate) fn flags(&self, name: &str, layers: usize) -> Result<Option<Vec<bool>>, ConfigError> {
+        let key = self.key(name);
+        match self.metadata.value(&key) {
+            Some(Value::Array(_)) => Ok(self.metadata.per_layer(&key, layers)?),
+            _ => Ok(None),
+        }
     }
 
     pub(crate) fn range(&self, name: &str, value: usize, lowest: usize, highest: usize) -> ConfigError {

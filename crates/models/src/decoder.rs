@@ -1,15 +1,16 @@
-//! The pre-norm decoder that llama, qwen2 and qwen3 share: per layer `h = x + attention(norm(x))`,
-//! `y = h + feed_forward(norm(h))`; then the output norm and the head.
+//! The pre-norm decoder that llama, qwen2, qwen3 and gemma3 share: per layer `h = x + attention(norm(x))`,
+//! `y = h + feed_forward(norm(h))`; then the output norm and the head. What only some of them have stands in
+//! [`DecoderConfig`].
 
 use crate::{
     Limits, Model, ModelDescription, TakeLogits, WeightError, WeightTable,
     attention::Attention,
     feed_forward::FeedForward,
-    model::BuildModelError,
+    model::{BuildModelError, kv_layers},
     rope::{self, RopeConfig},
     scratch::Scratch,
 };
-use ops::{Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
+use ops::{Activation, Backend, KvLayer, KvTypes, Linear, OpError, Past, Step, Weight};
 use std::{convert::Infallible, ops::Range};
 
 /// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
@@ -26,10 +27,21 @@ pub(crate) struct DecoderConfig {
     /// Width inside the feed-forward block, or inside one expert.
     pub(crate) feed_forward: usize,
     pub(crate) experts: Option<ExpertsConfig>,
+    pub(crate) activation: Activation,
     pub(crate) norm_epsilon: f32,
     /// Whether query and key heads have norms of their own.
     pub(crate) head_norms: bool,
+    /// Whether what a block adds to the residual stream is normed first.
+    pub(crate) post_norms: bool,
+    /// Factor on the embedding of a token.
+    pub(crate) embedding_scale: Option<f32>,
+    /// Factor on the products of queries and keys.
+    pub(crate) attention_scale: f32,
     pub(crate) rope: RopeConfig,
+    /// Of layers with a window, where it is another.
+    pub(crate) window_rope: Option<RopeConfig>,
+    /// Which part of the past each layer sees.
+    pub(crate) pasts: Vec<Past>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +61,7 @@ impl DecoderConfig {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
+            pasts: self.pasts.clone(),
             feed_forward: self.feed_forward,
             experts: self.experts.map_or(0, |experts| experts.count),
             experts_used: self.experts.map_or(0, |experts| experts.used),
@@ -82,8 +95,10 @@ pub(crate) struct DecoderWeights<B: Backend> {
 struct Layer<B: Backend> {
     attention_norm: Weight<B>,
     attention: Attention<B>,
+    attention_post_norm: Option<Weight<B>>,
     feed_forward_norm: Weight<B>,
     feed_forward: FeedForward<B>,
+    feed_forward_post_norm: Option<Weight<B>>,
 }
 
 impl<B: Backend> DecoderWeights<B> {
@@ -99,11 +114,19 @@ impl<B: Backend> DecoderWeights<B> {
         let layers = (0..config.layers)
             .map(|index| {
                 let prefix = format!("blk.{index}");
+                let norm = |table: &mut WeightTable<B>, name| {
+                    table.take_vector(&format!("{prefix}.{name}.weight"), width)
+                };
+                let post_norm = |table: &mut WeightTable<B>, name| {
+                    config.post_norms.then(|| norm(table, name)).transpose()
+                };
                 Ok(Layer {
-                    attention_norm: table.take_vector(&format!("{prefix}.attn_norm.weight"), width)?,
+                    attention_norm: norm(table, "attn_norm")?,
                     attention: Attention::take(table, config, &prefix)?,
-                    feed_forward_norm: table.take_vector(&format!("{prefix}.ffn_norm.weight"), width)?,
+                    attention_post_norm: post_norm(table, "post_attention_norm")?,
+                    feed_forward_norm: norm(table, "ffn_norm")?,
                     feed_forward: FeedForward::take(table, config, &prefix)?,
+                    feed_forward_post_norm: post_norm(table, "post_ffw_norm")?,
                 })
             })
             .collect::<Result<_, _>>()?;
@@ -122,6 +145,8 @@ pub(crate) struct Decoder<B: Backend> {
     config: DecoderConfig,
     weights: DecoderWeights<B>,
     rope: B::Rope,
+    /// Of layers with a window, where it is another.
+    window_rope: Option<B::Rope>,
     scratch: Scratch<B::Tensor>,
     rows_at_once: usize,
     outputs_at_once: usize,
@@ -139,11 +164,15 @@ impl<B: Backend> Decoder<B> {
             None => None,
         };
         let rope = backend.rope_table(&config.rope.spec(factors.as_deref()))?;
+        let window_rope = match &config.window_rope {
+            Some(rope) => Some(backend.rope_table(&rope.spec(None))?),
+            None => None,
+        };
         let (rows_at_once, outputs_at_once) =
             (limits.rows_at_once(), limits.outputs_at_once(config.vocab_size));
         let scratch =
             Scratch::new(&config, rows_at_once, outputs_at_once, |rows, cols| backend.tensor(rows, cols))?;
-        Ok(Self { config, weights, rope, scratch, rows_at_once, outputs_at_once })
+        Ok(Self { config, weights, rope, window_rope, scratch, rows_at_once, outputs_at_once })
     }
 
     /// At most `rows_at_once` rows. `before` is the number of outputs that stand before those of `step`.
@@ -155,22 +184,31 @@ impl<B: Backend> Decoder<B> {
         before: usize,
         take: &mut TakeLogits<'_, B>,
     ) -> Result<(), OpError> {
-        let Self { config, weights, rope, scratch, .. } = self;
+        let Self { config, weights, rope, window_rope, scratch, .. } = self;
         let Scratch { residual, normed, delta, attention, feed_forward, .. } = scratch;
         let epsilon = config.norm_epsilon;
         let rows = step.rows();
 
         backend.begin(step)?;
         backend.embed(&weights.embedding, residual, rows)?;
+        if let Some(factor) = config.embedding_scale {
+            backend.scale(residual, factor, rows, config.embedding)?;
+        }
         let mut layers = weights.layers.iter().enumerate().peekable();
         if let Some((_, first)) = layers.peek() {
             backend.rms_norm(residual, &first.attention_norm, epsilon, normed, rows)?;
         }
         while let Some((index, layer)) = layers.next() {
+            let rope = match (config.pasts[index], &*window_rope) {
+                (Past::Window { .. }, Some(own)) => own,
+                _ => &*rope,
+            };
             layer.attention.forward(backend, kv, index, rope, config, normed, attention, delta, rows)?;
+            post_norm(backend, layer.attention_post_norm.as_ref(), delta, epsilon, rows)?;
             let Some((_, next)) = layers.peek() else { break };
             backend.add_rms_norm(residual, delta, &layer.feed_forward_norm, epsilon, normed, rows)?;
-            layer.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
+            layer.feed_forward.forward(backend, config.activation, normed, feed_forward, delta, rows)?;
+            post_norm(backend, layer.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
             backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
         }
         // Behind the last attention only the rows whose logits are wanted matter.
@@ -194,11 +232,23 @@ impl<B: Backend> Decoder<B> {
         backend.gather_outputs(residual, run, selected)?;
         if let Some(last) = weights.layers.last() {
             backend.rms_norm(selected, &last.feed_forward_norm, epsilon, normed, rows)?;
-            last.feed_forward.forward(backend, normed, feed_forward, delta, rows)?;
+            last.feed_forward.forward(backend, config.activation, normed, feed_forward, delta, rows)?;
+            post_norm(backend, last.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
             backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, rows)?;
         }
         backend.linear(&weights.output, normed, logits, rows)
     }
+}
+
+/// `delta = norm(delta)`, in place: each row is one head.
+fn post_norm<B: Backend>(
+    backend: &mut B,
+    norm: Option<&Weight<B>>,
+    delta: &mut B::Tensor,
+    epsilon: f32,
+    rows: usize,
+) -> Result<(), OpError> {
+    norm.map_or(Ok(()), |norm| backend.rms_norm_heads(delta, norm, epsilon, rows))
 }
 
 impl<B: Backend> Model<B> for Decoder<B> {
@@ -212,7 +262,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
 
     fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
         let Self { config, .. } = self;
-        types.layers(config.layers, config.kv_heads, config.head_dim)
+        kv_layers(&config.pasts, config.kv_heads, config.head_dim, types)
     }
 
     fn forward(
@@ -222,6 +272,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
         step: &Step<'_>,
         take: &mut TakeLogits<'_, B>,
     ) -> Result<(), OpError> {
+        let groups = step.groups();
         let mut outputs = step.outputs;
         let mut own_outputs = Vec::new();
         for first in (0..step.rows()).step_by(self.rows_at_once.max(1)) {
@@ -234,7 +285,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
                 tokens: &step.tokens[rows.clone()],
                 positions: &step.positions[rows.clone()],
                 sequences: &step.sequences[rows.clone()],
-                kv_slots: &step.kv_slots[rows],
+                kv_slots: &step.kv_slots[rows.start * groups..rows.end * groups],
                 tables: step.tables,
                 outputs: &own_outputs,
             };

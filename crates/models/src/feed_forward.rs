@@ -38,6 +38,7 @@ impl<B: Backend> FeedForward<B> {
     pub(crate) fn forward(
         &self,
         backend: &mut B,
+        activation: Activation,
         normed: &B::Tensor,
         scratch: &mut FeedForwardScratch<B::Tensor>,
         delta: &mut B::Tensor,
@@ -49,12 +50,12 @@ impl<B: Backend> FeedForward<B> {
                 FeedForwardScratch::Dense { gate: gated, up: raised, product },
             ) => {
                 backend.linears(normed, &mut [(gate, gated), (up, raised)], rows)?;
-                backend.gated(Activation::Silu, gated, raised, product, rows)?;
+                backend.gated(activation, gated, raised, product, rows)?;
                 backend.linear(down, product, delta, rows)
             }
             (Self::Experts { router, experts }, FeedForwardScratch::Experts { router: logits }) => {
                 backend.linear(router, normed, logits, rows)?;
-                backend.experts(experts, Activation::Silu, logits, normed, delta, rows)
+                backend.experts(experts, activation, logits, normed, delta, rows)
             }
             _ => unreachable!("weights and scratch are made from one config"),
         }

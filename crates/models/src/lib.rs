@@ -13,6 +13,7 @@ mod attention;
 mod config;
 mod decoder;
 mod feed_forward;
+mod gemma3;
 mod llama;
 mod model;
 mod qwen2;

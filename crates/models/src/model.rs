@@ -1,7 +1,7 @@
 //! [`Model`]: what the engine sees of a model, and why one could not be built.
 
 use crate::{ConfigError, WeightError};
-use ops::{Backend, KvLayer, KvTypes, OpError, Step};
+use ops::{Backend, KvLayer, KvTypes, OpError, Past, Step};
 use std::ops::Range;
 
 /// Rows computed at once: fewer do not fill a large GPU, more need memory and make nothing faster.
@@ -79,6 +79,8 @@ pub struct ModelDescription {
     pub kv_heads: usize,
     /// Values per head of queries, keys and values.
     pub head_dim: usize,
+    /// Which part of the past each layer sees.
+    pub pasts: Vec<Past>,
     /// Width inside the feed-forward block, or inside one expert.
     pub feed_forward: usize,
     /// Experts per layer, and those that a row goes through; 0 in dense models.
@@ -95,7 +97,7 @@ pub struct ModelDescription {
 impl ModelDescription {
     /// The cache it needs, layer by layer, when keys and values are stored as `types`.
     pub fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
-        types.layers(self.layers, self.kv_heads, self.head_dim)
+        kv_layers(&self.pasts, self.kv_heads, self.head_dim, types)
     }
 
     /// Bytes of each activation tensor of a model built with `limits`.
@@ -113,6 +115,12 @@ impl ModelDescription {
     pub fn logits_bytes(&self, limits: Limits) -> u64 {
         (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
     }
+}
+
+/// The cache of layers that differ in what they see of the past and in the type of what they store.
+pub(crate) fn kv_layers(pasts: &[Past], kv_heads: usize, head_dim: usize, types: &KvTypes) -> Vec<KvLayer> {
+    let layer = |(layer, &past)| KvLayer { kv_heads, head_dim, kind: types.of(layer), past };
+    pasts.iter().enumerate().map(layer).collect()
 }
 
 /// Why a model could not be built.

@@ -4,7 +4,7 @@ use crate::{
     BuildModelError, ConfigError, Limits, Model, ModelDescription, WeightTable,
     config::Keys,
     decoder::{Decoder, DecoderConfig, DecoderWeights},
-    llama, qwen2, qwen3,
+    gemma3, llama, qwen2, qwen3,
 };
 use gguf::Metadata;
 use ops::{Backend, Reference, Weight};
@@ -13,6 +13,7 @@ use quant::DType;
 type Configure = fn(&Keys<'_>) -> Result<DecoderConfig, ConfigError>;
 
 const ARCHITECTURES: &[(&str, Configure)] = &[
+    ("gemma3", gemma3::configure),
     ("llama", llama::configure),
     ("qwen2", qwen2::configure),
     ("qwen3", qwen3::configure),

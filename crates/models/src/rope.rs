@@ -3,13 +3,17 @@
 
 use crate::{BuildModelError, ConfigError, config::Keys};
 use ops::{Backend, RopePairing, RopeSpec, Step, Weight};
-use std::f64::consts::TAU;
+use std::{f64::consts::TAU, ops::RangeInclusive};
 
 /// Turns over the original context beyond which YaRN leaves a pair alone, and below which it is fully interpolated.
 const YARN_BETA_FAST: f64 = 32.0;
 const YARN_BETA_SLOW: f64 = 1.0;
 /// Smallest width of YaRN's ramp, in pairs, so that it never divides by zero.
 const YARN_RAMP_MIN: f64 = 0.001;
+
+/// Base 1 would not turn at all, and its logarithm divides in YaRN.
+const BASES: RangeInclusive<f32> = 1.001..=1e12;
+const BASE_DEFAULT: f32 = 10_000.0;
 
 /// The keys `rope.*` of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,8 +44,7 @@ impl RopeConfig {
         if !rotated.is_multiple_of(2) {
             return Err(keys.range("rope.dimension_count", rotated, 2, head_dim));
         }
-        // Base 1 would not turn at all, and its logarithm divides in YaRN.
-        let base = keys.number("rope.freq_base", 1.001..=1e12)?.unwrap_or(10_000.0);
+        let base = keys.number("rope.freq_base", BASES)?.unwrap_or(BASE_DEFAULT);
         // A factor of 0 means the same as none.
         let factor = match keys.number("rope.scaling.factor", 0.0..=1e6)?.filter(|&factor| factor != 0.0) {
             Some(factor) => Some(factor),
@@ -63,6 +66,12 @@ impl RopeConfig {
         };
         let magnitude = keys.number("rope.scaling.attn_factor", 0.0..=1e6)?.unwrap_or(1.0);
         Ok(Self { pairing, rotated, base: base.into(), scaling, magnitude: magnitude.into() })
+    }
+
+    /// Of layers with a window, which are not made for longer contexts: a base of their own, and no scaling.
+    pub(crate) fn of_windows(&self, keys: &Keys<'_>) -> Result<Self, ConfigError> {
+        let base = keys.number("rope.freq_base_swa", BASES)?.unwrap_or(BASE_DEFAULT);
+        Ok(Self { base: base.into(), scaling: Scaling::None, ..self.clone() })
     }
 
     /// `factors` divide the angles, one per pair.

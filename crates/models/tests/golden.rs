@@ -5,7 +5,7 @@ use models::testing::{Arithmetic, Golden, shared_data, tree_data};
 use ops::Reference;
 use std::path::Path;
 
-const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
+const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
 
 fn check_all(folder: &Path) -> Result<()> {
     let mut checked = 0;

@@ -65,7 +65,7 @@ fn a_description_tells_what_a_worker_must_reserve() {
 fn unknown_architectures_are_refused_with_the_known_ones() {
     assert_eq!(
         with_key("general.architecture", Some("mamba")),
-        "architecture \"mamba\" is not supported; known are llama, qwen2, qwen3, qwen3moe"
+        "architecture \"mamba\" is not supported; known are gemma3, llama, qwen2, qwen3, qwen3moe"
     );
     assert_eq!(
         with_key("general.architecture", None::<u32>),

@@ -24,11 +24,17 @@ pub struct AttentionSpec {
     pub scale: f32,
 }
 
+/// Factors of [`Activation::GeluTanh`]: `2 u = x * (GELU_LINEAR + GELU_CUBIC * x^2)`.
+pub const GELU_LINEAR: f64 = 2.0 * 0.797_884_560_802_865_4;
+pub const GELU_CUBIC: f64 = 0.044_715 * GELU_LINEAR;
+
 /// The activation of a gated feed-forward layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
+    /// `x / 2 * (1 + tanh(u))` with `u = sqrt(2 / pi) * (x + 0.044715 x^3)`, which is `x * sigmoid(2 u)`.
+    GeluTanh,
 }
 
 /// Why an op could not be carried out. The step is lost, the process goes on unless `Device`.
@@ -42,6 +48,10 @@ pub enum OpError {
     Unwritten { op: &'static str, block: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
+    #[error("{op}: no kernel for {what}")]
+    Unsupported { op: &'static str, what: &'static str },
+    #[error("{op}: no kernel for a layer that sees a window of {tokens} tokens")]
+    Window { op: &'static str, tokens: usize },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
     #[error("{op}: out of memory: {bytes} bytes for {what}{}", of_which(*.bytes, *.free))]
@@ -87,7 +97,7 @@ pub trait Backend: Sized + Send + 'static {
     /// Memory behind the cache now.
     fn kv_bytes(&self, kv: &Self::Kv) -> u64;
 
-    /// Copies blocks, all layers, from the first to the second of each pair, one pair after the other. What is copied has
+    /// Copies blocks, all layers of a block's group, from the first to the second of each pair, one pair after the other. What is copied has
     /// been written.
     fn kv_copy(&mut self, kv: &mut Self::Kv, copies: &[(u32, u32)]) -> Result<(), OpError>;
 
@@ -120,6 +130,14 @@ pub trait Backend: Sized + Send + 'static {
 
     /// `x[r] += y[r]`.
     fn add(&mut self, x: &mut Self::Tensor, y: &Self::Tensor, rows: usize) -> Result<(), OpError>;
+
+    /// `x[r] *= factor`, each of `cols` values.
+    fn scale(&mut self, x: &mut Self::Tensor, factor: f32, rows: usize, cols: usize) -> Result<(), OpError> {
+        let mut values = vec![0.0; rows * cols];
+        self.read(x, rows, &mut values)?;
+        values.iter_mut().for_each(|value| *value *= factor);
+        self.write(x, rows, &values)
+    }
 
     /// `x += y; out = rms_norm(x)`: the residual stream and the next block's norm in one pass.
     fn add_rms_norm(
@@ -176,8 +194,9 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Causal attention of every row over its sequence's keys at positions `0..=positions[r]`, all read from the cache
-    /// (this step's keys were written by `kv_write` before).
+    /// Causal attention of every row over the keys of its sequence that the layer sees ([`crate::Past`]): those at positions
+    /// `first(positions[r])..=positions[r]`, all read from the cache (this step's keys were written by `kv_write` before).
+    /// Blocks before the first are not looked at.
     fn attention(
         &mut self,
         kv: &Self::Kv,

@@ -82,22 +82,63 @@ impl FromStr for KvType {
     }
 }
 
-/// One layer's share of a block.
+/// Which part of the past the rows of a layer see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Past {
+    /// All positions up to their own.
+    #[default]
+    Full,
+    /// The last `tokens` positions, their own among them.
+    Window { tokens: usize },
+}
+
+impl Past {
+    /// The first position that a row at `position` sees.
+    pub fn first(self, position: usize) -> usize {
+        match self {
+            Self::Full => 0,
+            Self::Window { tokens } => (position + 1).saturating_sub(tokens.max(1)),
+        }
+    }
+}
+
+/// What one layer keeps of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayer {
     pub kv_heads: usize,
     /// Values per head, for keys and for values.
     pub head_dim: usize,
     pub kind: KvType,
+    pub past: Past,
 }
 
-/// The whole cache: `blocks` blocks of `block_tokens` tokens, each holding keys and values of every layer.
+/// The whole cache: `blocks` blocks of `block_tokens` tokens, each holding keys and values of the layers of one group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     pub block_tokens: usize,
     pub blocks: usize,
     pub layers: Vec<KvLayer>,
 }
+
+/// Layers that see the same part of the past, whose keys and values stand in a block together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvGroup {
+    pub past: Past,
+    /// In the order of the block.
+    pub layers: Vec<usize>,
+}
+
+/// Where a layer's keys and values stand: in blocks of one group, at one place in them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvPlace {
+    pub group: usize,
+    /// Index among the group's layers.
+    pub slot: usize,
+}
+
+/// A sequence has a table for each group, and a step carries all of them: more groups than these are not made where it can
+/// be avoided.
+const GROUPS_MAX: usize = 16;
 
 impl KvLayer {
     /// Bytes of keys and values of one token.
@@ -107,9 +148,75 @@ impl KvLayer {
 }
 
 impl KvLayout {
-    /// Bytes of one block over all layers.
+    /// Layers that share blocks. Those that see the same part of the past are one group, or several, so that a block of any
+    /// group is about as large as one of another: of the ways to cut at the size of all layers that see the same, the one
+    /// that takes the fewest bytes. Layers that all see the same are one group. The first one sees all of the past, if
+    /// any does.
+    pub fn groups(&self) -> Vec<KvGroup> {
+        let mut pasts: Vec<Past> = Vec::new();
+        for layer in &self.layers {
+            if !pasts.contains(&layer.past) {
+                pasts.push(layer.past);
+            }
+        }
+        pasts.sort_by_key(|&past| past != Past::Full);
+        let bytes_of = |past: Past| -> usize {
+            let of_past = self.layers.iter().filter(|layer| layer.past == past);
+            of_past.map(KvLayer::token_bytes).fold(0, usize::saturating_add)
+        };
+        let sizes = pasts.iter().map(|&past| bytes_of(past));
+        let ways = sizes.map(|size| self.cut(&pasts, size));
+        // The largest size makes a group of each past.
+        let fit = ways.filter(|groups| groups.len() <= GROUPS_MAX.max(pasts.len()));
+        fit.min_by_key(|groups| (self.group_bytes(groups).saturating_mul(groups.len()), groups.len()))
+            .unwrap_or_default()
+    }
+
+    /// Groups of at most `size` bytes a token, or of one layer.
+    fn cut(&self, pasts: &[Past], size: usize) -> Vec<KvGroup> {
+        let mut groups = Vec::new();
+        for &past in pasts {
+            let mut left = 0;
+            let of_past = self.layers.iter().enumerate().filter(|(_, layer)| layer.past == past);
+            for (index, bytes) in of_past.map(|(index, layer)| (index, layer.token_bytes())) {
+                match groups.last_mut() {
+                    Some(KvGroup { past: same, layers }) if *same == past && bytes <= left => {
+                        layers.push(index);
+                        left -= bytes;
+                    }
+                    _ => {
+                        groups.push(KvGroup { past, layers: vec![index] });
+                        left = size.saturating_sub(bytes);
+                    }
+                }
+            }
+        }
+        groups
+    }
+
+    /// Bytes of a token in the largest group.
+    fn group_bytes(&self, groups: &[KvGroup]) -> usize {
+        let bytes = |group: &KvGroup| -> usize {
+            let layers = group.layers.iter().map(|&layer| self.layers[layer].token_bytes());
+            layers.fold(0, usize::saturating_add)
+        };
+        groups.iter().map(bytes).max().unwrap_or(0)
+    }
+
+    /// Where each layer's keys and values stand, for `groups` of this layout.
+    pub fn places(&self, groups: &[KvGroup]) -> Vec<KvPlace> {
+        let mut places = vec![KvPlace::default(); self.layers.len()];
+        for (group, layers) in groups.iter().map(|group| &group.layers).enumerate() {
+            for (slot, &layer) in layers.iter().enumerate() {
+                places[layer] = KvPlace { group, slot };
+            }
+        }
+        places
+    }
+
+    /// Bytes of one block: of the largest group's layers.
     pub fn block_bytes(&self) -> usize {
-        self.block_tokens * self.layers.iter().map(KvLayer::token_bytes).sum::<usize>()
+        self.block_tokens * self.group_bytes(&self.groups())
     }
 }
 
@@ -128,11 +235,99 @@ mod tests {
 
     #[test]
     fn a_token_takes_its_elements_and_scales() {
-        let bytes = |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind }.token_bytes();
+        let bytes = |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind, past: Past::Full }.token_bytes();
         assert_eq!(KvType::ALL.map(|kind| bytes(kind, 128)), [2048, 1024, 1024, 544]);
         // 48 values: a scale for 32, one for 16.
         assert_eq!(bytes(KvType::Q8_0, 48), 4 * (48 + 2 * 2));
         assert_eq!(bytes(KvType::Q8_0, 5), 4 * (5 + 2));
+    }
+
+    /// `f` a layer that sees all, digits one that sees so many tokens; `F` and `9` keep twice the bytes.
+    fn layout(text: &str) -> KvLayout {
+        let layer = |letter: char| {
+            let past = match letter.to_digit(10) {
+                Some(tokens) => Past::Window { tokens: tokens as usize },
+                None => Past::Full,
+            };
+            let kind = if letter == 'F' || letter == '9' { KvType::F32 } else { KvType::F16 };
+            KvLayer { kv_heads: 1, head_dim: 1, kind, past }
+        };
+        KvLayout { block_tokens: 2, blocks: 1, layers: text.chars().map(layer).collect() }
+    }
+
+    fn groups(text: &str) -> Vec<Vec<usize>> {
+        layout(text).groups().into_iter().map(|group| group.layers).collect()
+    }
+
+    #[test]
+    fn layers_that_see_the_same_are_one_group_whatever_they_are_stored_as() {
+        assert_eq!(groups(""), Vec::<Vec<usize>>::new());
+        assert_eq!(groups("ffF"), [[0, 1, 2]]);
+        assert_eq!(groups("444"), [[0, 1, 2]]);
+        assert_eq!(layout("ffF").block_bytes(), 2 * (4 + 4 + 8));
+        assert_eq!(layout("").block_bytes(), 0);
+    }
+
+    #[test]
+    fn groups_are_about_as_large_as_each_other() {
+        // Five layers with a window for each one that sees all.
+        assert_eq!(groups("44444f"), [[5], [0], [1], [2], [3], [4]]);
+        let two = groups("44444f44444f");
+        assert_eq!(two, [[5, 11], [0, 1], [2, 3], [4, 6], [7, 8], [9, 10]]);
+        assert_eq!(layout("44444f44444f").block_bytes(), 2 * 8);
+        // Of 28 places two stay empty.
+        let many: String = "44444f".repeat(5)[..26].to_owned();
+        let sizes: Vec<usize> = groups(&many).iter().map(Vec::len).collect();
+        assert_eq!(sizes, [4, 4, 4, 4, 4, 4, 2]);
+        // One place empty in two groups is less than three in three.
+        assert_eq!(groups("4f4f4f4f4"), [vec![1, 3, 5, 7], vec![0, 2, 4, 6, 8]]);
+        // A single layer of one kind would make too many groups.
+        assert_eq!(groups(&format!("f{}", "4".repeat(60))).len(), 2);
+    }
+
+    #[test]
+    fn larger_layers_count_as_what_they_keep() {
+        assert_eq!(groups("Ff44444"), [vec![0, 1], vec![2, 3, 4], vec![5, 6]]);
+        assert_eq!(groups("f99"), [[0], [1], [2]]);
+        assert_eq!(layout("f99").block_bytes(), 2 * 8, "no group can be smaller than a layer");
+    }
+
+    #[test]
+    fn windows_of_different_lengths_are_groups_of_their_own() {
+        assert_eq!(groups("3434"), [[0, 2], [1, 3]]);
+        assert_eq!(groups("34f"), [[2], [0], [1]]);
+    }
+
+    #[test]
+    fn every_layer_has_one_place_and_places_of_a_group_fit_a_block() {
+        for code in 0..3_usize.pow(7) {
+            let layers: String = (0..7).map(|at| ['f', '4', '9'][code / 3_usize.pow(at) % 3]).collect();
+            let layout = layout(&layers);
+            let groups = layout.groups();
+            let mut seen: Vec<usize> = groups.iter().flat_map(|group| group.layers.clone()).collect();
+            seen.sort_unstable();
+            assert!(seen.into_iter().eq(0..7), "{layers}");
+            let places = layout.places(&groups);
+            for (layer, place) in places.iter().enumerate() {
+                assert_eq!(groups[place.group].layers[place.slot], layer, "{layers}");
+                assert_eq!(groups[place.group].past, layout.layers[layer].past, "{layers}");
+            }
+            for group in &groups {
+                let bytes: usize = group.layers.iter().map(|&layer| layout.layers[layer].token_bytes()).sum();
+                assert!(2 * bytes <= layout.block_bytes(), "{layers}");
+            }
+            let sees_all = layers.contains('f');
+            assert_eq!(groups[0].past == Past::Full, sees_all, "{layers}");
+        }
+    }
+
+    #[test]
+    fn a_window_counts_the_rows_own_position() {
+        assert_eq!([0, 5, 6, 9].map(|position| Past::Window { tokens: 6 }.first(position)), [0, 0, 1, 4]);
+        assert_eq!(Past::Window { tokens: 1 }.first(7), 7);
+        // A row sees itself, whatever a file says.
+        assert_eq!(Past::Window { tokens: 0 }.first(7), 7);
+        assert_eq!(Past::Full.first(7), 0);
     }
 
     #[test]

@@ -17,9 +17,9 @@ mod step;
 mod weight;
 pub mod weights;
 
-pub use backend::{Activation, AttentionSpec, Backend, NO_BEST, OpError, largest};
+pub use backend::{Activation, AttentionSpec, Backend, GELU_CUBIC, GELU_LINEAR, NO_BEST, OpError, largest};
 pub use experts::{ExpertChoice, choose_experts};
-pub use kv::{KvLayer, KvLayout, KvType, UnknownKvType};
+pub use kv::{KvGroup, KvLayer, KvLayout, KvPlace, KvType, Past, UnknownKvType};
 pub use kv_types::{KvTypes, KvTypesError};
 pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};

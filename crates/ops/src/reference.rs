@@ -10,7 +10,8 @@ mod rows;
 mod weights;
 
 use crate::{
-    Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopePairing, RopeSpec, Step, Weight,
+    Activation, AttentionSpec, Backend, GELU_CUBIC, GELU_LINEAR, KvLayout, Linear, OpError, RopePairing,
+    RopeSpec, Step, Weight,
 };
 use bytes::Bytes;
 use rows::Rows;
@@ -211,11 +212,12 @@ impl Backend for Reference {
     ) -> Result<(), OpError> {
         const OP: &str = "kv_write";
         self.step.check(OP, rows)?;
-        let shape = kv.layer(OP, layer)?;
+        self.step.check_groups(OP, kv.groups())?;
+        let (shape, place) = kv.layer(OP, layer)?;
         keys.check(OP, "columns of keys", rows, shape.kv_heads * shape.head_dim)?;
         values.check(OP, "columns of values", rows, shape.kv_heads * shape.head_dim)?;
-        for (r, &slot) in self.step.kv_slots.iter().enumerate() {
-            kv.write(OP, layer, slot as usize, keys.row(r), values.row(r))?;
+        for r in 0..rows {
+            kv.write(OP, layer, self.step.kv_slot(r, place.group), keys.row(r), values.row(r))?;
         }
         Ok(())
     }
@@ -231,7 +233,8 @@ impl Backend for Reference {
     ) -> Result<(), OpError> {
         const OP: &str = "attention";
         self.step.check(OP, rows)?;
-        let shape = kv.layer(OP, layer)?;
+        self.step.check_groups(OP, kv.groups())?;
+        let (shape, place) = kv.layer(OP, layer)?;
         for (what, found, expected) in [
             ("kv_heads", spec.kv_heads, shape.kv_heads),
             ("head_dim", spec.head_dim, shape.head_dim),
@@ -244,10 +247,10 @@ impl Backend for Reference {
         queries.check(OP, "columns of queries", rows, spec.heads * spec.head_dim)?;
         out.check(OP, "columns of out", rows, spec.heads * spec.head_dim)?;
         for r in 0..rows {
-            let keys_before = self.step.history(OP, r, kv.block_tokens())?;
-            let mut keys = Vec::with_capacity(keys_before.len());
-            let mut values = Vec::with_capacity(keys_before.len());
-            for slot in keys_before {
+            let seen = self.step.history(OP, r, place.group, shape.past, kv.block_tokens())?;
+            let mut keys = Vec::with_capacity(seen.len());
+            let mut values = Vec::with_capacity(seen.len());
+            for slot in seen {
                 let (key, value) = kv.read(OP, layer, slot)?;
                 keys.push(key);
                 values.push(value);
@@ -281,9 +284,11 @@ impl Backend for Reference {
         for r in 0..rows {
             for ((out, &gate), &up) in out.row_mut(r).iter_mut().zip(gate.row(r)).zip(up.row(r)) {
                 let gate = f64::from(gate);
-                *out = match activation {
-                    Activation::Silu => (gate / (1.0 + (-gate).exp()) * f64::from(up)) as f32,
+                let exponent = match activation {
+                    Activation::Silu => gate,
+                    Activation::GeluTanh => gate * (GELU_LINEAR + GELU_CUBIC * gate * gate),
                 };
+                *out = (gate / (1.0 + (-exponent).exp()) * f64::from(up)) as f32;
             }
         }
         Ok(())

@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use ops::{
     Activation, AttentionSpec, Backend, Experts, HostTensor, KvLayer, KvLayout, KvType, Linear, OpError,
-    Reference, RopePairing, RopeSpec, Step, Weight,
+    Past, Reference, RopePairing, RopeSpec, Step, Weight,
 };
 use quant::DType;
 
@@ -44,7 +44,8 @@ fn begin(backend: &mut Reference, positions: &[u32], table: &[u32]) {
 }
 
 fn layout(kind: KvType) -> KvLayout {
-    KvLayout { block_tokens: 4, blocks: 3, layers: vec![KvLayer { kv_heads: 1, head_dim: 2, kind }] }
+    let layer = KvLayer { kv_heads: 1, head_dim: 2, kind, past: Past::Full };
+    KvLayout { block_tokens: 4, blocks: 3, layers: vec![layer] }
 }
 
 #[test]
@@ -77,6 +78,35 @@ fn add_rms_norm_updates_the_residual_stream_too() {
     backend.add_rms_norm(&mut x, &y, &f32_weight(&[2], &[1.0, 1.0]), 0.0, &mut out, 1).unwrap();
     assert_eq!(values(&mut backend, &x, 1, 2), [3.0, 4.0]);
     assert_eq!(values(&mut backend, &out, 1, 2)[0], 3.0 / 12.5_f32.sqrt());
+}
+
+#[test]
+fn gates_are_the_textbook_ones() {
+    let gated = |activation, gate: &[f32]| {
+        let mut backend = Reference::new();
+        let (x, up) = (tensor(&mut backend, gate.len(), gate), tensor(&mut backend, gate.len(), &[2.0; 4]));
+        let mut out = backend.tensor(1, gate.len()).unwrap();
+        backend.gated(activation, &x, &up, &mut out, 1).unwrap();
+        values(&mut backend, &out, 1, gate.len())
+    };
+    let x = [-3.0, -0.25, 0.0, 1.5];
+    let tanh =
+        |x: f64| x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh());
+    for (found, x) in gated(Activation::GeluTanh, &x).into_iter().zip(x) {
+        assert!((f64::from(found) - tanh(x.into())).abs() < 1e-6, "{x}: {found}");
+    }
+    let sigmoid = |x: f64| 2.0 * x / (1.0 + (-x).exp());
+    for (found, x) in gated(Activation::Silu, &x).into_iter().zip(x) {
+        assert!((f64::from(found) - sigmoid(x.into())).abs() < 1e-6, "{x}: {found}");
+    }
+}
+
+#[test]
+fn scaling_multiplies_the_rows_of_the_step_only() {
+    let mut backend = Reference::new();
+    let mut x = tensor(&mut backend, 2, &[1.0, -2.0, 3.0, 4.0]);
+    backend.scale(&mut x, 1.5, 1, 2).unwrap();
+    assert_eq!(values(&mut backend, &x, 2, 2), [1.5, -3.0, 3.0, 4.0]);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! [`Cpu`]: `ops::Backend` on the host. Checks shapes, then hands rows and pieces to the kernels.
 
-use super::kv::Kv;
+use super::kv::{Kv, LayerView};
 use super::pool::Pool;
 use super::product::{Input, Layer, multiply};
 use super::rope::Rope;
-use super::rows::{Add, AddNorm, Norm, NormHeads, NormInto, Rotate, Silu};
+use super::rows::{Add, AddNorm, Gelu, Norm, NormHeads, NormInto, Rotate, Scale, Silu};
 use super::step::Rows;
 use super::tensor::{SharedRows, Tensor};
 use super::{Isa, attention, weight};
@@ -159,6 +159,12 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize, cols: usize) -> Result<(), OpError> {
+        x.check("scale", "columns of x", rows, cols)?;
+        self.isa.run(Scale { x: x.rows_mut(rows), factor });
+        Ok(())
+    }
+
     fn add_rms_norm(
         &mut self,
         x: &mut Tensor,
@@ -261,11 +267,12 @@ impl Backend for Cpu {
     ) -> Result<(), OpError> {
         const OP: &str = "kv_write";
         self.step.check(OP, rows)?;
-        let shape = kv.view(OP, layer)?.shape;
+        self.step.check_groups(OP, kv.groups())?;
+        let LayerView { shape, group, .. } = kv.view(OP, layer)?;
         let cols = shape.kv_heads * shape.head_dim;
         keys.check(OP, "columns of keys", rows, cols)?;
         values.check(OP, "columns of values", rows, cols)?;
-        let (isa, slots) = (self.isa, &self.step.kv_slots[..]);
+        let (isa, slots) = (self.isa, self.step.kv_slots(group));
         let writer = kv.writer(OP, layer, slots)?;
         let (keys, values) = (keys.rows(rows), values.rows(rows));
         let write = |head| {
@@ -291,6 +298,7 @@ impl Backend for Cpu {
     ) -> Result<(), OpError> {
         const OP: &str = "attention";
         self.step.check(OP, rows)?;
+        self.step.check_groups(OP, kv.groups())?;
         let view = kv.view(OP, layer)?;
         for (what, found, expected) in [
             ("kv_heads", spec.kv_heads, view.shape.kv_heads),
@@ -307,7 +315,7 @@ impl Backend for Cpu {
         if rows == 0 || cols == 0 {
             return Ok(());
         }
-        attention::check(OP, &self.step, kv, layer, view.block_tokens)?;
+        attention::check(OP, &self.step, kv, layer, &view)?;
         let (queries, out) = (queries.rows(rows), SharedRows::new(out.rows_mut(rows), cols));
         let call = attention::Call { isa: self.isa, step: &self.step, view, spec, queries, out };
         attention::attend(&mut self.pool, &mut self.attention, &call);
@@ -334,6 +342,7 @@ impl Backend for Cpu {
             let out = unsafe { shared.part(r, 0, cols) };
             match activation {
                 Activation::Silu => isa.run(Silu { gate: gate.row(r), up: up.row(r), out }),
+                Activation::GeluTanh => isa.run(Gelu { gate: gate.row(r), up: up.row(r), out }),
             }
         });
         Ok(())

@@ -1,25 +1,34 @@
 //! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never written cost nothing.
 //!
-//! A block holds all layers one after the other, each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`:
+//! A block holds all layers of one group one after the other (of which group, whoever writes decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`:
 //! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of either
 //! stand its scales, if its type has some, `[scale][token]`.
 
 use super::element::{Bf16, F16, F32, Q8_0, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Kernel, Simd};
 use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
-use ops::{KvLayer, KvLayout, KvType, OpError};
+use ops::{KvLayer, KvLayout, KvPlace, KvType, OpError};
 use std::marker::PhantomData;
 
 /// Of every machine that the kernels run on, or a multiple of it.
 const PAGE_BYTES: usize = 64 << 10;
 
+/// A block's owner is noted in a byte.
+const GROUPS_MAX: usize = 1 << u8::BITS;
+
 pub struct Kv {
     layout: KvLayout,
     memory: MmapMut,
     block_bytes: usize,
-    /// Where each layer starts in a block.
+    /// Where each layer starts in a block of its group.
     layer_offsets: Vec<usize>,
-    /// By layer, then by block.
+    /// By layer.
+    places: Vec<KvPlace>,
+    /// By group and slot: bytes of the layer there in a block.
+    part_bytes: Vec<Vec<u64>>,
+    /// By block, the group that wrote there last.
+    owners: Vec<u8>,
+    /// By slot, then by block: that the owner's layer there is written.
     written: Vec<Vec<bool>>,
     used_bytes: u64,
 }
@@ -33,6 +42,8 @@ pub(super) struct LayerView<'a> {
     pub(super) offset: usize,
     pub(super) block_tokens: usize,
     pub(super) shape: KvLayer,
+    /// Whose tables say where its blocks are.
+    pub(super) group: usize,
 }
 
 impl LayerView<'_> {
@@ -60,20 +71,46 @@ impl Kv {
             let bytes = bytes as u64;
             OpError::Memory { op: OP, what: "keys and values", bytes, free: None }
         };
-        let mut layer_offsets = Vec::with_capacity(layout.layers.len());
+        let groups = layout.groups();
+        let mut layer_offsets = vec![0; layout.layers.len()];
+        let mut part_bytes = vec![Vec::new(); groups.len()];
         let mut block_bytes = 0_usize;
-        for layer in &layout.layers {
-            layer_offsets.push(block_bytes);
-            let bytes = layer.token_bytes().checked_mul(layout.block_tokens);
-            let end = bytes.and_then(|bytes| block_bytes.checked_add(bytes));
-            block_bytes =
-                end.and_then(|end| end.checked_next_multiple_of(CACHE_LINE)).ok_or(memory(usize::MAX))?;
+        for (group, part_bytes) in groups.iter().zip(&mut part_bytes) {
+            let mut end = 0_usize;
+            for &layer in &group.layers {
+                layer_offsets[layer] = end;
+                let bytes = layout.layers[layer].token_bytes().checked_mul(layout.block_tokens);
+                let next =
+                    bytes.and_then(|bytes| end.checked_add(bytes)?.checked_next_multiple_of(CACHE_LINE));
+                end = next.ok_or(memory(usize::MAX))?;
+                part_bytes.push(bytes.unwrap_or(0) as u64);
+            }
+            block_bytes = block_bytes.max(end);
+        }
+        if groups.len() > GROUPS_MAX {
+            let (found, expected) = (groups.len(), GROUPS_MAX);
+            return Err(OpError::Shape { op: OP, what: "number of groups of layers", found, expected });
         }
         let len = block_bytes.checked_mul(layout.blocks).ok_or(memory(usize::MAX))?;
         let memory =
             MmapOptions::new().len(len.max(1)).no_reserve_swap().map_anon().map_err(|_| memory(len))?;
-        let written = layout.layers.iter().map(|_| vec![false; layout.blocks]).collect();
-        Ok(Self { layout: layout.clone(), memory, block_bytes, layer_offsets, written, used_bytes: 0 })
+        let slots = part_bytes.iter().map(Vec::len).max().unwrap_or(0);
+        Ok(Self {
+            layout: layout.clone(),
+            memory,
+            block_bytes,
+            layer_offsets,
+            places: layout.places(&groups),
+            part_bytes,
+            owners: vec![0; layout.blocks],
+            written: vec![vec![false; layout.blocks]; slots],
+            used_bytes: 0,
+        })
+    }
+
+    /// Groups of layers, each with block tables of its own.
+    pub(super) fn groups(&self) -> usize {
+        self.part_bytes.len()
     }
 
     /// Bytes of the blocks that have been written and not released, without the rest of their pages.
@@ -83,10 +120,13 @@ impl Kv {
 
     /// Forgets the blocks from number `first` on, and gives back their pages.
     pub(super) fn trim(&mut self, first: usize) -> Result<(), OpError> {
-        for (layer, written) in self.layout.layers.iter().zip(&mut self.written) {
-            let forgotten = written.iter_mut().skip(first).filter(|written| **written);
-            let count = forgotten.map(|written| *written = false).count();
-            self.used_bytes -= (count * layer.token_bytes() * self.layout.block_tokens) as u64;
+        for (slot, written) in self.written.iter_mut().enumerate() {
+            let owners = self.owners.iter().skip(first);
+            for (written, &owner) in written.iter_mut().skip(first).zip(owners) {
+                if std::mem::take(written) {
+                    self.used_bytes -= self.part_bytes[usize::from(owner)][slot];
+                }
+            }
         }
         let start = first.saturating_mul(self.block_bytes).checked_next_multiple_of(PAGE_BYTES);
         let Some(start) = start.filter(|&start| start < self.memory.len()) else { return Ok(()) };
@@ -97,6 +137,16 @@ impl Kv {
         advised.map_err(|source| OpError::Device { op: "trim", source: source.into() })
     }
 
+    /// What stands in a block is not there any more.
+    fn forget(&mut self, block: usize) {
+        let parts = &self.part_bytes[usize::from(self.owners[block])];
+        for (written, bytes) in self.written.iter_mut().zip(parts) {
+            if std::mem::take(&mut written[block]) {
+                self.used_bytes -= bytes;
+            }
+        }
+    }
+
     /// Copies all layers of a written block.
     pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {
         const OP: &str = "kv_copy";
@@ -104,17 +154,28 @@ impl Kv {
         if let Some(index) = [from, to].into_iter().find(|&block| block >= len) {
             return Err(OpError::Index { op: OP, what: "block", index, len });
         }
-        for (layer, written) in self.layout.layers.iter().zip(&mut self.written) {
-            if !written[from] {
-                return Err(OpError::Unwritten { op: OP, block: from });
-            }
+        let owner = self.owners[from];
+        let Some(parts) = self.part_bytes.get(usize::from(owner)) else { return Ok(()) };
+        if !self.written.iter().take(parts.len()).all(|written| written[from]) {
+            return Err(OpError::Unwritten { op: OP, block: from });
+        }
+        self.own(to, owner);
+        for (written, bytes) in self.written.iter_mut().zip(&self.part_bytes[usize::from(owner)]) {
             if !std::mem::replace(&mut written[to], true) {
-                self.used_bytes += (layer.token_bytes() * self.layout.block_tokens) as u64;
+                self.used_bytes += bytes;
             }
         }
         let source = from * self.block_bytes..(from + 1) * self.block_bytes;
         self.memory.copy_within(source, to * self.block_bytes);
         Ok(())
+    }
+
+    /// From now on the block is of that group.
+    fn own(&mut self, block: usize, group: u8) {
+        if self.owners[block] != group {
+            self.forget(block);
+            self.owners[block] = group;
+        }
     }
 
     pub(super) fn view(&self, op: &'static str, layer: usize) -> Result<LayerView<'_>, OpError> {
@@ -127,16 +188,18 @@ impl Kv {
             offset: self.layer_offsets[layer],
             block_tokens: self.layout.block_tokens,
             shape,
+            group: self.places[layer].group,
         })
     }
 
     /// That blocks `table` exist and have been written.
     pub(super) fn check_written(&self, op: &'static str, layer: usize, table: &[u32]) -> Result<(), OpError> {
-        let written = &self.written[layer];
+        let KvPlace { group, slot } = self.places[layer];
+        let written = &self.written[slot];
         for &block in table {
             match written.get(block as usize) {
-                Some(true) => {}
-                Some(false) => return Err(OpError::Unwritten { op, block: block as usize }),
+                Some(true) if usize::from(self.owners[block as usize]) == group => {}
+                Some(_) => return Err(OpError::Unwritten { op, block: block as usize }),
                 None => {
                     let (index, len) = (block as usize, written.len());
                     return Err(OpError::Index { op, what: "block", index, len });
@@ -158,12 +221,12 @@ impl Kv {
         if let Some(index) = blocks().find(|&block| block >= len) {
             return Err(OpError::Index { op, what: "block", index, len });
         }
-        let view = self.view(op, layer)?;
-        let layer_bytes = (view.shape.token_bytes() * tokens) as u64;
-        let (block_bytes, offset, shape) = (view.block_bytes, view.offset, view.shape);
+        let LayerView { block_bytes, offset, shape, .. } = self.view(op, layer)?;
+        let KvPlace { group, slot } = self.places[layer];
         for block in blocks() {
-            if !std::mem::replace(&mut self.written[layer][block], true) {
-                self.used_bytes += layer_bytes;
+            self.own(block, group as u8);
+            if !std::mem::replace(&mut self.written[slot][block], true) {
+                self.used_bytes += self.part_bytes[group][slot];
             }
         }
         let memory = self.memory.as_mut_ptr();

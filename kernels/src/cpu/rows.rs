@@ -117,6 +117,45 @@ impl Kernel for Silu<'_> {
     }
 }
 
+/// `out = gate / (1 + exp(-gate * (GELU_LINEAR + GELU_CUBIC * gate^2))) * up`.
+pub(super) struct Gelu<'a> {
+    pub(super) gate: &'a [f32],
+    pub(super) up: &'a [f32],
+    pub(super) out: &'a mut [f32],
+}
+
+impl Kernel for Gelu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (linear, cubic) = (s.splat(-ops::GELU_LINEAR as f32), s.splat(-ops::GELU_CUBIC as f32));
+        for ((gate, up), out) in self.gate.chunks(16).zip(self.up.chunks(16)).zip(self.out.chunks_mut(16)) {
+            let gate = s.load_partial(gate);
+            let exponent = s.mul(gate, s.fma(s.mul(gate, gate), cubic, linear));
+            let gelu = s.div(gate, s.add(s.splat(1.0), math::exp(s, exponent)));
+            s.store_partial(s.mul(gelu, s.load_partial(up)), out);
+        }
+    }
+}
+
+/// `x *= factor`.
+pub(super) struct Scale<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) factor: f32,
+}
+
+impl Kernel for Scale<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        for x in self.x.iter_mut() {
+            *x *= self.factor;
+        }
+    }
+}
+
 /// Turns the pairs of every head of `head_dim` values, in place.
 pub(super) struct Rotate<'a> {
     pub(super) x: &'a mut [f32],

@@ -10,12 +10,14 @@ const PROBES: [usize; 4] = [0, 16, 64, 256];
 pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
-    pub(super) kv_slots: Vec<u32>,
+    /// Those of group 0, then those of group 1, and so on.
+    kv_slots: Vec<u32>,
     pub(super) outputs: Vec<u32>,
     pub(super) sequences: Vec<u32>,
-    /// Block ids of all sequences, one after the other.
+    groups: usize,
+    /// Block ids of all sequences in all groups, one table after the other.
     blocks: Vec<u32>,
-    /// Where each sequence's block ids end.
+    /// Where each table's block ids end.
     ends: Vec<usize>,
     /// All rows, those of one sequence together and ascending, and beside them those of sequences that share blocks with it.
     pub(super) order: Vec<u32>,
@@ -23,31 +25,23 @@ pub(super) struct Rows {
 
 impl Rows {
     pub(super) fn set(&mut self, step: &Step<'_>) -> Result<(), OpError> {
-        const OP: &str = "begin";
-        let expected = step.rows();
-        for (what, found) in [
-            ("number of positions", step.positions.len()),
-            ("number of sequences", step.sequences.len()),
-            ("number of kv slots", step.kv_slots.len()),
-        ] {
-            if found != expected {
-                return Err(OpError::Shape { op: OP, what, found, expected });
-            }
-        }
-        for (what, indices, len) in
-            [("sequence", step.sequences, step.tables.len()), ("output row", step.outputs, step.rows())]
-        {
-            if let Some(&index) = indices.iter().find(|&&index| index as usize >= len) {
-                return Err(OpError::Index { op: OP, what, index: index as usize, len });
-            }
-        }
+        step.check("begin")?;
+        let (rows, groups) = (step.rows(), step.groups());
         let copy = |to: &mut Vec<u32>, from: &[u32]| {
             to.clear();
             to.extend_from_slice(from);
         };
         copy(&mut self.tokens, step.tokens);
         copy(&mut self.positions, step.positions);
-        copy(&mut self.kv_slots, step.kv_slots);
+        self.groups = groups;
+        if groups == 1 {
+            copy(&mut self.kv_slots, step.kv_slots);
+        } else {
+            self.kv_slots.clear();
+            for group in 0..groups {
+                self.kv_slots.extend(step.kv_slots.iter().skip(group).step_by(groups));
+            }
+        }
         copy(&mut self.outputs, step.outputs);
         copy(&mut self.sequences, step.sequences);
         self.blocks.clear();
@@ -57,10 +51,13 @@ impl Rows {
             self.ends.push(self.blocks.len());
         }
         self.order.clear();
-        self.order.extend(0..expected as u32);
-        if let [_, _, ..] = step.tables {
-            let mut place: Vec<u32> = (0..step.tables.len() as u32).collect();
-            place.sort_by_key(|&sequence| PROBES.map(|entry| step.tables[sequence as usize].get(entry)));
+        self.order.extend(0..rows as u32);
+        let sequences = step.tables.len() / groups;
+        if sequences > 1 {
+            let probe =
+                |sequence: u32| PROBES.map(|entry| step.tables[sequence as usize * groups].get(entry));
+            let mut place: Vec<u32> = (0..sequences as u32).collect();
+            place.sort_by_key(|&sequence| probe(sequence));
             let mut rank = vec![0; place.len()];
             place.iter().zip(0_u32..).for_each(|(&sequence, at)| rank[sequence as usize] = at);
             self.order.sort_by_key(|&row| rank[step.sequences[row as usize] as usize]);
@@ -80,10 +77,23 @@ impl Rows {
         Err(OpError::Shape { op, what, found: rows, expected: self.len() })
     }
 
-    /// Block ids of row `r`'s sequence.
-    pub(super) fn table(&self, r: usize) -> &[u32] {
-        let sequence = self.sequences[r] as usize;
-        let from = if sequence == 0 { 0 } else { self.ends[sequence - 1] };
-        &self.blocks[from..self.ends[sequence]]
+    /// That the step is of a cache with so many groups.
+    pub(super) fn check_groups(&self, op: &'static str, groups: usize) -> Result<(), OpError> {
+        if groups == self.groups || self.len() == 0 {
+            return Ok(());
+        }
+        Err(OpError::Shape { op, what: "number of the step's groups", found: self.groups, expected: groups })
+    }
+
+    /// Where the rows' keys and values go in the blocks of `group`.
+    pub(super) fn kv_slots(&self, group: usize) -> &[u32] {
+        &self.kv_slots[group * self.len()..][..self.len()]
+    }
+
+    /// Block ids of row `r`'s sequence in `group`.
+    pub(super) fn table(&self, r: usize, group: usize) -> &[u32] {
+        let table = self.sequences[r] as usize * self.groups + group;
+        let from = if table == 0 { 0 } else { self.ends[table - 1] };
+        &self.blocks[from..self.ends[table]]
     }
 }

@@ -17,7 +17,8 @@ pub struct Runner<B: Backend> {
 }
 
 struct Sequence {
-    table: Vec<u32>,
+    /// One for each group of layers.
+    tables: Vec<Vec<u32>>,
     /// Tokens that have been run.
     len: usize,
 }
@@ -35,13 +36,17 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         let limits = Limits { rows_max, outputs_max: rows_max };
         let model = build(file.header().metadata(), file.weights()?, &mut backend, limits)?;
         let table_len = tokens_max.div_ceil(BLOCK_TOKENS);
-        let blocks = sequences * table_len;
         let layers = model.kv_layers(&types.into());
-        let kv = backend.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
-        // Blocks of the sequences alternate and fall, so that a backend that ignores the tables fails.
-        let table =
-            |sequence| (0..table_len).map(|i| (blocks - 1 - (i * sequences + sequence)) as u32).collect();
-        let sequences = (0..sequences).map(|index| Sequence { table: table(index), len: 0 }).collect();
+        let mut layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: 0, layers };
+        let groups = layout.groups().len();
+        let count = sequences * groups;
+        layout.blocks = count * table_len;
+        let kv = backend.kv(&layout)?;
+        // Blocks of the tables alternate and fall, so that a backend that ignores the tables fails.
+        let last = layout.blocks - 1;
+        let table = |table| (0..table_len).map(|i| (last - (i * count + table)) as u32).collect();
+        let tables = |sequence| (sequence * groups..(sequence + 1) * groups).map(table).collect();
+        let sequences = (0..sequences).map(|index| Sequence { tables: tables(index), len: 0 }).collect();
         Ok(Self { backend, model, kv, sequences })
     }
 
@@ -55,15 +60,18 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         for &(index, part) in parts {
             let sequence = &mut self.sequences[index];
             for &token in part {
-                let block = sequence.table[sequence.len / BLOCK_TOKENS];
                 tokens.push(token);
                 positions.push(sequence.len as u32);
                 owners.push(index as u32);
-                kv_slots.push(block * BLOCK_TOKENS as u32 + (sequence.len % BLOCK_TOKENS) as u32);
+                kv_slots.extend(sequence.tables.iter().map(|table| {
+                    table[sequence.len / BLOCK_TOKENS] * BLOCK_TOKENS as u32
+                        + (sequence.len % BLOCK_TOKENS) as u32
+                }));
                 sequence.len += 1;
             }
         }
-        let tables: Vec<&[u32]> = self.sequences.iter().map(|sequence| sequence.table.as_slice()).collect();
+        let tables: Vec<&[u32]> =
+            self.sequences.iter().flat_map(|sequence| &sequence.tables).map(Vec::as_slice).collect();
         let outputs: Vec<u32> = (0..tokens.len()).filter(|&row| wanted(row)).map(|row| row as u32).collect();
         let step = Step {
             tokens: &tokens,

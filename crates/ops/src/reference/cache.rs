@@ -1,13 +1,23 @@
 //! Keys and values in blocks of host memory. Values are rounded to the cache's type when they are written.
 
-use crate::{KvLayer, KvLayout, OpError};
+use crate::{KvLayer, KvLayout, KvPlace, OpError};
 
-/// The cache of [`crate::Reference`]: a block comes into being, filled with NaN, when it is first written.
+/// The cache of [`crate::Reference`]: a layer's part of a block comes into being, filled with NaN, when it is first written.
 #[derive(Debug)]
 pub struct HostKv {
     layout: KvLayout,
-    /// By layer, then by block: `block_tokens` times keys then values of one token.
-    blocks: Vec<Vec<Option<Box<[f32]>>>>,
+    groups: usize,
+    /// By layer.
+    places: Vec<KvPlace>,
+    blocks: Vec<Block>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    /// Whose layers it holds: those of the group that was the last to write.
+    group: usize,
+    /// By slot: `block_tokens` times keys then values of one token.
+    parts: Vec<Option<Box<[f32]>>>,
 }
 
 impl HostKv {
@@ -15,17 +25,28 @@ impl HostKv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: "kv", what: "tokens of a block", found: 0, expected: 1 });
         }
-        let blocks = layout.layers.iter().map(|_| vec![None; layout.blocks]).collect();
-        Ok(Self { layout: layout.clone(), blocks })
+        let groups = layout.groups();
+        Ok(Self {
+            layout: layout.clone(),
+            places: layout.places(&groups),
+            blocks: vec![Block::default(); layout.blocks],
+            groups: groups.len(),
+        })
     }
 
     pub(super) fn block_tokens(&self) -> usize {
         self.layout.block_tokens
     }
 
-    pub(super) fn layer(&self, op: &'static str, layer: usize) -> Result<KvLayer, OpError> {
+    pub(super) fn groups(&self) -> usize {
+        self.groups
+    }
+
+    pub(super) fn layer(&self, op: &'static str, layer: usize) -> Result<(KvLayer, KvPlace), OpError> {
         let len = self.layout.layers.len();
-        self.layout.layers.get(layer).copied().ok_or(OpError::Index { op, what: "layer", index: layer, len })
+        let shape =
+            self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
+        Ok((*shape, self.places[layer]))
     }
 
     pub(super) fn write(
@@ -36,12 +57,19 @@ impl HostKv {
         key: &[f32],
         value: &[f32],
     ) -> Result<(), OpError> {
-        let shape = self.layer(op, layer)?;
-        let (block, offset) = self.locate(op, slot)?;
+        let (shape, place) = self.layer(op, layer)?;
+        let (index, offset) = self.locate(op, slot)?;
         let token_values = key.len() + value.len();
-        let block = self.blocks[layer][block]
+        let block = &mut self.blocks[index];
+        if block.group != place.group {
+            *block = Block { group: place.group, parts: Vec::new() };
+        }
+        if block.parts.len() <= place.slot {
+            block.parts.resize(place.slot + 1, None);
+        }
+        let part = block.parts[place.slot]
             .get_or_insert_with(|| vec![f32::NAN; self.layout.block_tokens * token_values].into());
-        let token = &mut block[offset * token_values..][..token_values];
+        let token = &mut part[offset * token_values..][..token_values];
         let (stored_key, stored_value) = token.split_at_mut(key.len());
         for (stored, new) in [(stored_key, key), (stored_value, value)] {
             stored.copy_from_slice(new);
@@ -51,14 +79,12 @@ impl HostKv {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.blocks.iter().flatten().flatten().map(|block| size_of_val(&**block) as u64).sum()
+        let parts = self.blocks.iter().flat_map(|block| block.parts.iter().flatten());
+        parts.map(|part| size_of_val(&**part) as u64).sum()
     }
 
     pub(super) fn trim(&mut self, blocks: usize) {
-        self.blocks
-            .iter_mut()
-            .flat_map(|layer| layer.iter_mut().skip(blocks))
-            .for_each(|block| *block = None);
+        self.blocks.iter_mut().skip(blocks).for_each(|block| *block = Block::default());
     }
 
     pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {
@@ -67,10 +93,12 @@ impl HostKv {
         if let Some(index) = [from, to].into_iter().find(|&block| block >= len) {
             return Err(OpError::Index { op: OP, what: "block", index, len });
         }
-        for layer in &mut self.blocks {
-            let content = layer[from].clone().ok_or(OpError::Unwritten { op: OP, block: from })?;
-            layer[to] = Some(content);
+        let block = &self.blocks[from];
+        let layers = self.places.iter().filter(|place| place.group == block.group).count();
+        if block.parts.iter().flatten().count() < layers {
+            return Err(OpError::Unwritten { op: OP, block: from });
         }
+        self.blocks[to] = block.clone();
         Ok(())
     }
 
@@ -81,11 +109,13 @@ impl HostKv {
         layer: usize,
         slot: usize,
     ) -> Result<(&[f32], &[f32]), OpError> {
-        let shape = self.layer(op, layer)?;
+        let (shape, place) = self.layer(op, layer)?;
         let (index, offset) = self.locate(op, slot)?;
         let width = shape.kv_heads * shape.head_dim;
-        let block = self.blocks[layer][index].as_ref().ok_or(OpError::Unwritten { op, block: index })?;
-        Ok(block[offset * 2 * width..][..2 * width].split_at(width))
+        let block = Some(&self.blocks[index]).filter(|block| block.group == place.group);
+        let part = block.and_then(|block| block.parts.get(place.slot)?.as_ref());
+        let part = part.ok_or(OpError::Unwritten { op, block: index })?;
+        Ok(part[offset * 2 * width..][..2 * width].split_at(width))
     }
 
     fn locate(&self, op: &'static str, slot: usize) -> Result<(usize, usize), OpError> {

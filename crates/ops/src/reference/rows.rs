@@ -1,42 +1,27 @@
 //! The row data of the current step, copied and checked once, so that the ops may index without looking back.
 
-use crate::{OpError, Step};
+use crate::{OpError, Past, Step};
 
 #[derive(Debug, Default)]
 pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
-    pub(super) kv_slots: Vec<u32>,
     pub(super) outputs: Vec<u32>,
+    groups: usize,
+    kv_slots: Vec<u32>,
     sequences: Vec<u32>,
     tables: Vec<Vec<u32>>,
 }
 
 impl Rows {
     pub(super) fn new(step: &Step<'_>) -> Result<Self, OpError> {
-        const OP: &str = "begin";
-        let expected = step.rows();
-        for (what, found) in [
-            ("number of positions", step.positions.len()),
-            ("number of sequences", step.sequences.len()),
-            ("number of kv slots", step.kv_slots.len()),
-        ] {
-            if found != expected {
-                return Err(OpError::Shape { op: OP, what, found, expected });
-            }
-        }
-        for (what, indices, len) in
-            [("sequence", step.sequences, step.tables.len()), ("output row", step.outputs, step.rows())]
-        {
-            if let Some(&index) = indices.iter().find(|&&index| index as usize >= len) {
-                return Err(OpError::Index { op: OP, what, index: index as usize, len });
-            }
-        }
+        step.check("begin")?;
         Ok(Self {
             tokens: step.tokens.to_vec(),
             positions: step.positions.to_vec(),
-            kv_slots: step.kv_slots.to_vec(),
             outputs: step.outputs.to_vec(),
+            groups: step.groups(),
+            kv_slots: step.kv_slots.to_vec(),
             sequences: step.sequences.to_vec(),
             tables: step.tables.iter().map(|table| table.to_vec()).collect(),
         })
@@ -58,15 +43,31 @@ impl Rows {
         })
     }
 
-    /// The KV slots of positions `0..=position` of row `r`'s sequence, in that order.
+    /// That the step is of a cache with so many groups.
+    pub(super) fn check_groups(&self, op: &'static str, groups: usize) -> Result<(), OpError> {
+        if groups == self.groups || self.len() == 0 {
+            return Ok(());
+        }
+        Err(OpError::Shape { op, what: "number of the step's groups", found: self.groups, expected: groups })
+    }
+
+    /// Where row `r`'s key and value go in the blocks of `group`.
+    pub(super) fn kv_slot(&self, r: usize, group: usize) -> usize {
+        self.kv_slots[r * self.groups + group] as usize
+    }
+
+    /// The KV slots in `group` of the positions that row `r` sees, in their order.
     pub(super) fn history(
         &self,
         op: &'static str,
         r: usize,
+        group: usize,
+        past: Past,
         block_tokens: usize,
     ) -> Result<Vec<usize>, OpError> {
-        let table = &self.tables[self.sequences[r] as usize];
-        (0..=self.positions[r] as usize)
+        let table = &self.tables[self.sequences[r] as usize * self.groups + group];
+        let position = self.positions[r] as usize;
+        (past.first(position)..=position)
             .map(|position| {
                 let index = position / block_tokens;
                 let block = table.get(index).copied().ok_or(OpError::Index {

@@ -17,8 +17,12 @@ impl Kernel for Merge<'_> {
     fn run<S: Simd>(self, s: S) {
         let queries = self.total.chunks_exact_mut(self.width).zip(self.partial.chunks_exact(self.width));
         for (total, partial) in queries {
-            // The query does not see this split.
+            // The query does not see this split, or none before it.
             if partial[1] == 0.0 {
+                continue;
+            }
+            if total[1] == 0.0 {
+                total.copy_from_slice(partial);
                 continue;
             }
             let largest = total[0].max(partial[0]);

@@ -5,7 +5,7 @@
 //! over dimensions, ascending, by fused multiply-adds, then times the scale (where 32 values of a key share a factor, the
 //! sum over them, times that factor, is added to the sum of those before by one fused multiply-add); shares are `exp(score - largest)`; their sum
 //! is formed in 16 lanes by position; values times shares (a share times the value's factor, rounded, where there is one) are
-//! added by fused multiply-adds, positions ascending.
+//! added by fused multiply-adds, positions ascending. Positions before a layer's window are no part of any of this.
 //! Splits are merged in ascending order. So a query's result depends on its keys and values only, not on the tile, the
 //! block size, the chunk or the thread it was computed in.
 //!
@@ -28,8 +28,9 @@ use super::step::Rows;
 use super::tensor::SharedRows;
 use super::{Isa, element};
 use merge::{Finish, Merge};
-use ops::{AttentionSpec, KvType, OpError};
+use ops::{AttentionSpec, KvType, OpError, Past};
 use split::{Query, Split, SplitScratch};
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Positions per split. Scores of a tile's split (8 KiB) and a split's keys and values fit in L2 together.
@@ -85,12 +86,14 @@ pub(super) fn check(
     step: &Rows,
     kv: &Kv,
     layer: usize,
-    tokens: usize,
+    view: &LayerView<'_>,
 ) -> Result<(), OpError> {
+    let tokens = view.block_tokens;
     let is_same = |a: &u32, b: &u32| step.sequences[*a as usize] == step.sequences[*b as usize];
     for rows in step.order.chunk_by(is_same) {
-        let (table, index) = (step.table(rows[0] as usize), last_position(step, rows) / tokens);
-        let Some(read) = table.get(..=index) else {
+        let (table, index) = (step.table(rows[0] as usize, view.group), last_position(step, rows) / tokens);
+        let first = first_position(step, rows, view.shape.past) / tokens;
+        let Some(read) = table.get(first..=index) else {
             let len = table.len();
             return Err(OpError::Index { op, what: "entry of the block table", index, len });
         };
@@ -109,8 +112,8 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
     let Buffers { threads, partials } = buffers;
     let threads = &threads[..];
 
-    let splits_of = |rows: &[u32]| last_position(call.step, rows) / SPLIT + 1;
-    let most_splits = tiles.iter().map(|rows| splits_of(rows)).max().unwrap_or(0);
+    let splits_of = |rows: &[u32]| call.splits_of(rows);
+    let most_splits = tiles.iter().map(|rows| splits_of(rows).len()).max().unwrap_or(0);
     let is_short_of_pieces = pieces.len() < PIECES_PER_THREAD * pool.threads() && pool.threads() > 1;
     if most_splits <= 1 || !is_short_of_pieces {
         pool.run(pieces.len(), &|piece, thread| {
@@ -121,10 +124,12 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
             let width = call.partial_width();
             partial.resize(queries.len() * width, 0.0);
             total.resize(queries.len() * width, 0.0);
-            for split in 0..splits_of(rows) {
-                let into = if split == 0 { &mut *total } else { &mut *partial };
+            let splits = splits_of(rows);
+            let first = splits.start;
+            for split in splits {
+                let into = if split == first { &mut *total } else { &mut *partial };
                 call.split(&queries, rows, kv_head, split, into, split_scratch);
-                if split > 0 {
+                if split > first {
                     call.isa.run(Merge { total, partial, width });
                 }
             }
@@ -139,7 +144,7 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
     let mut len = 0;
     for (index, (rows, _)) in pieces.iter().enumerate() {
         let size = rows.len() * group * width;
-        for split in 0..splits_of(rows) {
+        for split in splits_of(rows) {
             places.push((index, split, len, size));
             len += size;
         }
@@ -167,15 +172,30 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
     }
 }
 
+/// That any of the rows sees.
+fn first_position(step: &Rows, rows: &[u32], past: Past) -> usize {
+    rows.iter().map(|&row| past.first(step.positions[row as usize] as usize)).min().unwrap_or(0)
+}
+
 fn last_position(step: &Rows, rows: &[u32]) -> usize {
     rows.iter().map(|&row| step.positions[row as usize]).max().unwrap_or(0) as usize
 }
 
 impl Call<'_> {
-    /// Runs of at most `rows_max` rows that see the same keys in the first split.
+    /// Runs of at most `rows_max` rows that see the same keys in the first split of the first one.
     fn tiles(&self, rows_max: usize) -> impl Iterator<Item = &[u32]> {
-        let runs = self.step.order.chunk_by(|&a, &b| self.sees_the_same(0, a as usize, b as usize));
+        let first_split = |row: u32| self.splits_of(&[row]).start;
+        let runs = self
+            .step
+            .order
+            .chunk_by(move |&a, &b| self.sees_the_same(first_split(a), a as usize, b as usize));
         runs.flat_map(move |run| run.chunks(rows_max))
+    }
+
+    /// The splits that hold what any of the rows sees.
+    fn splits_of(&self, rows: &[u32]) -> Range<usize> {
+        let first = first_position(self.step, rows, self.view.shape.past);
+        first / SPLIT..last_position(self.step, rows) / SPLIT + 1
     }
 
     /// Whether the blocks of a split are the same to two rows: they are of one sequence, or see all of the split and share
@@ -185,7 +205,9 @@ impl Call<'_> {
         let end = (split + 1) * SPLIT;
         let blocks = |row: usize| {
             let is_seen = step.positions[row] as usize + 1 >= end;
-            step.table(row).get(split * SPLIT / tokens..end.div_ceil(tokens)).filter(|_| is_seen)
+            step.table(row, self.view.group)
+                .get(split * SPLIT / tokens..end.div_ceil(tokens))
+                .filter(|_| is_seen)
         };
         step.sequences[a] == step.sequences[b] || blocks(a).is_some_and(|of_a| blocks(b) == Some(of_a))
     }
@@ -204,7 +226,8 @@ impl Call<'_> {
             .flat_map(|r| heads.clone().map(move |head| (r, head)))
             .map(|(r, head)| Query {
                 values: &self.queries[(r * self.spec.heads + head) * dim..][..dim],
-                keys: self.step.positions[r] as usize + 1,
+                keys: self.view.shape.past.first(self.step.positions[r] as usize)
+                    ..self.step.positions[r] as usize + 1,
             })
             .collect()
     }
@@ -225,7 +248,7 @@ impl Call<'_> {
             let (now_partials, later_partials) = partials.split_at_mut(now.len() * width);
             self.split_of_blocks(
                 now,
-                self.step.table(rows[0] as usize),
+                self.step.table(rows[0] as usize, self.view.group),
                 kv_head,
                 split,
                 now_partials,

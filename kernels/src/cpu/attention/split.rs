@@ -9,11 +9,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// A head of a row.
-#[derive(Clone, Copy)]
 pub(super) struct Query<'a> {
     pub(super) values: &'a [f32],
-    /// How many keys from position 0 on it sees.
-    pub(super) keys: usize,
+    /// Positions of the keys that it sees.
+    pub(super) keys: Range<usize>,
 }
 
 #[derive(Default)]
@@ -83,6 +82,12 @@ impl<E: Stored> Kernel for Split<'_, E> {
 /// Most scales in the dimensions of one call of `columns`.
 const COLUMN_SCALES_MAX: usize = 4;
 
+/// What `values` adds, and whether there is something already.
+struct Keys {
+    range: Range<usize>,
+    goes_on: bool,
+}
+
 struct Positions<'a, E> {
     view: LayerView<'a>,
     table: &'a [u32],
@@ -103,51 +108,65 @@ impl<E: Stored> Positions<'_, E> {
         partials: &mut [f32],
         keys: &mut [Vec<u8>; 2],
     ) {
-        // Keys of this split that each query sees.
-        let mut seen = [0; T];
+        // Keys of this split that each query sees, from `first` to `seen`; and those that any of them does.
+        let (mut first, mut seen) = ([0; T], [0; T]);
+        let (mut least, mut most) = (SPLIT, 0);
         for t in 0..T {
-            seen[t] = queries[t].keys.saturating_sub(self.from).min(SPLIT);
+            seen[t] = queries[t].keys.end.saturating_sub(self.from).min(SPLIT);
+            first[t] = queries[t].keys.start.saturating_sub(self.from).min(seen[t]);
+            if first[t] < seen[t] {
+                (least, most) = (least.min(first[t]), most.max(seen[t]));
+            }
         }
-        let most = seen.into_iter().fold(0, usize::max);
-        let mut key = 0;
+        let mut key = least - least % 16;
         while key < most {
             // Two vectors of keys for few queries, so that enough multiply-adds are independent.
             if T <= 4 && key + 16 < most {
-                self.scores::<S, T, 2>(s, queries, scale, (key, most), scores, keys);
+                self.scores::<S, T, 2>(s, queries, scale, key, least..most, scores, keys);
                 key += 32;
             } else {
-                self.scores::<S, T, 1>(s, queries, scale, (key, most), scores, keys);
+                self.scores::<S, T, 1>(s, queries, scale, key, least..most, scores, keys);
                 key += 16;
             }
         }
         let width = 2 + self.view.shape.head_dim;
         for t in 0..T {
             let partial = &mut partials[t * width..][..2];
-            (partial[0], partial[1]) = shares(s, &mut scores[t * SPLIT..][..SPLIT], seen[t]);
+            (partial[0], partial[1]) = shares(s, &mut scores[t * SPLIT..][..SPLIT], first[t]..seen[t]);
         }
-        // What all queries see together, then the rest of each.
-        let common = seen.into_iter().fold(SPLIT, usize::min);
-        self.values::<S, T>(s, 0..common, scores, partials);
+        // What all queries see together; before it what only some do, and behind it the rest of each.
+        let from = first.into_iter().fold(0, usize::max);
+        let until = seen.into_iter().fold(SPLIT, usize::min).max(from);
+        let goes_on = first.into_iter().any(|first| first < from);
+        if goes_on {
+            for t in 0..T {
+                let (scores, partials) = (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
+                self.values::<S, 1>(s, first[t]..seen[t].min(from), false, scores, partials);
+            }
+        }
+        self.values::<S, T>(s, from..until, goes_on, scores, partials);
         for t in 0..T {
             let (scores, partials) = (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
-            if seen[t] > common {
-                self.values::<S, 1>(s, common..seen[t], scores, partials);
+            if seen[t] > until {
+                self.values::<S, 1>(s, until..seen[t], true, scores, partials);
             }
         }
     }
 
-    /// Scores of `U` vectors of 16 keys from `key` on, counted in the split, of which the first `most` are there.
+    /// Scores of `U` vectors of 16 keys from `key` on, counted in the split, of which those in `there` are there.
+    #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     #[inline(always)]
     fn scores<S: Simd, const T: usize, const U: usize>(
         &self,
         s: S,
         queries: &[Query<'_>],
         scale: f32,
-        (key, most): (usize, usize),
+        key: usize,
+        there: Range<usize>,
         scores: &mut [f32],
         gathered: &mut [Vec<u8>; 2],
     ) {
-        let until = self.from + most;
+        let there = self.from + there.start..self.from + there.end;
         let dim = self.view.shape.head_dim;
         let is_direct = self.view.block_tokens.is_multiple_of(16);
         let together = if is_direct { self.view.block_tokens } else { 16 };
@@ -163,11 +182,11 @@ impl<E: Stored> Positions<'_, E> {
                 if E::SCALED > 0 {
                     factors[u] = &self.view.memory[self.key_factor_byte(position)..];
                 }
-                if position + 16 * U < until {
+                if position + 16 * U < there.end {
                     ahead[u] = &self.view.memory[self.key_byte(position + 16 * U)..][..len];
                 }
             } else {
-                self.gather(position, until, gathered);
+                self.gather(position, &there, gathered);
                 keys[u] = &gathered[..len];
                 factors[u] = &gathered[dim * stride..];
             }
@@ -216,14 +235,14 @@ impl<E: Stored> Positions<'_, E> {
         factors + position % tokens * SCALE_BYTES
     }
 
-    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros from position `until` on.
+    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros where none are `there`.
     #[inline(always)]
-    fn gather(&self, position: usize, until: usize, out: &mut Vec<u8>) {
+    fn gather(&self, position: usize, there: &Range<usize>, out: &mut Vec<u8>) {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
         let factors_at = dim * 16 * E::BYTES;
         out.clear();
         out.resize(factors_at + E::scales(dim) * 16 * SCALE_BYTES, 0);
-        for lane in 0..16.min(until - position) {
+        for lane in there.start.saturating_sub(position)..16.min(there.end - position) {
             let at = self.key_byte(position + lane);
             for d in 0..dim {
                 let key = &self.view.memory[at + d * tokens * E::BYTES..][..E::BYTES];
@@ -237,28 +256,31 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
-    /// Adds values times shares of the keys `range` of the split to each query's partial result.
+    /// Adds values times shares of the keys `range` of the split to each query's partial result, which begins with them
+    /// unless it `goes_on`.
     #[inline(always)]
     fn values<S: Simd, const T: usize>(
         &self,
         s: S,
         range: Range<usize>,
+        goes_on: bool,
         shares: &[f32],
         partials: &mut [f32],
     ) {
+        let keys = Keys { range, goes_on };
         let dim = self.view.shape.head_dim;
         let mut d = 0;
         while dim - d >= 16 {
             // T times vectors is at most eight accumulators.
             d += match (dim - d) / 16 {
-                8.. if T == 1 => self.columns::<S, T, 8>(s, &range, d..d + 128, shares, partials),
-                4.. if T <= 2 => self.columns::<S, T, 4>(s, &range, d..d + 64, shares, partials),
-                2.. if T <= 4 => self.columns::<S, T, 2>(s, &range, d..d + 32, shares, partials),
-                _ => self.columns::<S, T, 1>(s, &range, d..d + 16, shares, partials),
+                8.. if T == 1 => self.columns::<S, T, 8>(s, &keys, d..d + 128, shares, partials),
+                4.. if T <= 2 => self.columns::<S, T, 4>(s, &keys, d..d + 64, shares, partials),
+                2.. if T <= 4 => self.columns::<S, T, 2>(s, &keys, d..d + 32, shares, partials),
+                _ => self.columns::<S, T, 1>(s, &keys, d..d + 16, shares, partials),
             };
         }
         if d < dim {
-            self.columns::<S, T, 0>(s, &range, d..dim, shares, partials);
+            self.columns::<S, T, 0>(s, &keys, d..dim, shares, partials);
         }
     }
 
@@ -267,7 +289,7 @@ impl<E: Stored> Positions<'_, E> {
     fn columns<S: Simd, const T: usize, const V: usize>(
         &self,
         s: S,
-        range: &Range<usize>,
+        Keys { range, goes_on }: &Keys,
         dims: Range<usize>,
         shares: &[f32],
         partials: &mut [f32],
@@ -279,7 +301,7 @@ impl<E: Stored> Positions<'_, E> {
         let values_of =
             |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
         let mut sums = [[s.splat(0.0); 8]; T];
-        if range.start > 0 {
+        if *goes_on {
             for t in 0..T {
                 for v in 0..vectors {
                     sums[t][v] = s.load_partial(&partials[t * width + 2..][values_of(v)]);
@@ -380,28 +402,32 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
     sums
 }
 
-/// Turns the first `seen` scores into shares of the largest, and gives the largest score and the sum of shares. What
-/// stands behind them becomes zero up to a multiple of 16.
+/// Turns the scores `seen` into shares of the largest, and gives the largest score and the sum of shares. What stands
+/// beside them becomes zero, to multiples of 16.
 #[inline(always)]
-fn shares<S: Simd>(s: S, scores: &mut [f32], seen: usize) -> (f32, f32) {
-    if seen == 0 {
+fn shares<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>) -> (f32, f32) {
+    if seen.is_empty() {
         return (f32::NEG_INFINITY, 0.0);
     }
-    let end = seen.next_multiple_of(16);
-    let first = scores[0];
-    scores[seen..end].fill(first);
+    let start = seen.start - seen.start % 16;
+    let scores = &mut scores[start..seen.end.next_multiple_of(16)];
+    let seen = seen.start - start..seen.end - start;
+    let first = scores[seen.start];
+    scores[..seen.start].fill(first);
+    scores[seen.end..].fill(first);
     let mut largest = s.splat(first);
-    for score in scores[..end].as_chunks::<16>().0 {
+    for score in scores.as_chunks::<16>().0 {
         largest = s.max(s.load(score), largest);
     }
     let largest = s.largest(largest);
-    for score in scores[..end].as_chunks_mut::<16>().0 {
+    for score in scores.as_chunks_mut::<16>().0 {
         let share = math::exp(s, s.sub(s.load(score), s.splat(largest)));
         s.store(share, score);
     }
-    scores[seen..end].fill(0.0);
+    scores[..seen.start].fill(0.0);
+    scores[seen.end..].fill(0.0);
     let mut sum = s.splat(0.0);
-    for share in scores[..end].as_chunks::<16>().0 {
+    for share in scores.as_chunks::<16>().0 {
         sum = s.add(sum, s.load(share));
     }
     (largest, s.sum(sum))

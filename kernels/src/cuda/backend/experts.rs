@@ -9,6 +9,7 @@ use quant::layout::TILE_ROWS;
 use super::command::{Command, Floats, Matrix, Panels, Range};
 use super::expert_command::{ExpertCommand, Groups};
 use super::step::Words;
+use super::vocabulary::silu_only;
 use super::{Cuda, Tensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
@@ -60,6 +61,7 @@ impl Cuda {
         out: &mut Tensor,
         rows: usize,
     ) -> Result<(), OpError> {
+        silu_only(OP, activation)?;
         let (n_in, hidden, count, used) = (layer.n_in(), layer.hidden(), layer.count(), layer.used);
         router.check(OP, "columns of router", rows, count)?;
         x.check(OP, "columns of x", rows, n_in)?;
@@ -99,12 +101,8 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate)])?;
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
-            match activation {
-                // Value by value: in place. Slots that no pair has hold what they held.
-                Activation::Silu => {
-                    self.push(Command::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
-                }
-            }
+            // Value by value: in place. Slots that no pair has hold what they held.
+            self.push(Command::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
             let of_pairs = Products { side: Side::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
             let combine =

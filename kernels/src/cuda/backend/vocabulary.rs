@@ -18,6 +18,14 @@ use crate::cuda::attention::Method;
 use crate::cuda::error::device_error;
 use crate::cuda::shortlist;
 
+/// Refuses the other activations: models that have them have windows too, which the device has no attention for.
+pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), OpError> {
+    match activation {
+        Activation::Silu => Ok(()),
+        Activation::GeluTanh => Err(OpError::Unsupported { op, what: "the activation GELU" }),
+    }
+}
+
 impl Backend for Cuda {
     type Data = Data;
     type Tensor = Tensor;
@@ -316,11 +324,10 @@ impl Backend for Cuda {
             tensor.check(OP, what, rows, out.cols())?;
         }
         out.check(OP, "columns of out", rows, gate.cols())?;
+        silu_only(OP, activation)?;
         let (gate, up, out) =
             (self.use_tensor(gate, rows), self.use_tensor(up, rows), self.use_tensor(out, rows));
-        match activation {
-            Activation::Silu => self.push(Command::Gated { gate, up, out }),
-        }
+        self.push(Command::Gated { gate, up, out });
         Ok(())
     }
 

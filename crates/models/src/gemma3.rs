@@ -1,0 +1,149 @@
+//! Architecture `gemma3`: rope over halves, norms of query and key heads and of what each block adds, GELU gates, and
+//! embeddings scaled by the root of their length. Most layers have a window and a rope of their own; every sixth sees all
+//! tokens. Files hold norm weights with the 1 that Gemma adds to them already in.
+
+use crate::{
+    ConfigError,
+    config::{CONTEXT_MAX, Keys, LAYERS_MAX},
+    decoder::DecoderConfig,
+};
+use ops::{Activation, Past, RopePairing};
+
+/// The one size (27B) that divides scores by the root of `embedding / heads` and not of the length of a head.
+const LAYERS_OF_27B: usize = 62;
+/// Layers from one that sees all tokens to the next, where a file does not say.
+const PERIOD: usize = 6;
+
+pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+    let config = keys.decoder(RopePairing::Halves)?;
+    // No published model has a cap: logits stay as they are, and a file that wants them otherwise is refused.
+    keys.number("final_logit_softcapping", 0.0..=0.0)?;
+    let (mut pasts, mut window_rope) = (config.pasts, None);
+    let tokens = keys.count_or("attention.sliding_window", 0, 0..=CONTEXT_MAX)?;
+    if tokens > 0 {
+        window_rope = Some(config.rope.of_windows(keys)?);
+        for (past, windowed) in pasts.iter_mut().zip(windowed_layers(keys, config.layers)?) {
+            *past = if windowed { Past::Window { tokens } } else { Past::Full };
+        }
+    }
+    let attention_scale = match config.layers {
+        LAYERS_OF_27B => 1.0 / ((config.embedding / config.heads) as f32).sqrt(),
+        _ => config.attention_scale,
+    };
+    Ok(DecoderConfig {
+        activation: Activation::GeluTanh,
+        head_norms: true,
+        post_norms: true,
+        embedding_scale: Some((config.embedding as f32).sqrt()),
+        attention_scale,
+        window_rope,
+        pasts,
+        ..config
+    })
+}
+
+/// A flag for each layer, or the period whose last layer has no window; a period of 0 leaves none without.
+fn windowed_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ConfigError> {
+    const PATTERN: &str = "attention.sliding_window_pattern";
+    if let Some(flags) = keys.flags(PATTERN, layers)? {
+        return Ok(flags);
+    }
+    let period = keys.count_or(PATTERN, PERIOD, 0..=LAYERS_MAX)?;
+    Ok((0..layers).map(|layer| period == 0 || layer % period + 1 < period).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gguf::{Metadata, MetadataBuilder, ToValue, WriteError};
+
+    /// The golden model's keys, and what `more` puts beside them.
+    fn with(
+        layers: u32,
+        more: impl FnOnce(&mut MetadataBuilder) -> Result<(), WriteError>,
+    ) -> Result<DecoderConfig, ConfigError> {
+        let mut builder = MetadataBuilder::default();
+        let mut put = |key: &str, value: u32| builder.put(&format!("gemma3.{key}"), value).unwrap();
+        put("vocab_size", 256);
+        put("context_length", 4096);
+        put("embedding_length", 96);
+        put("block_count", layers);
+        put("feed_forward_length", 96);
+        put("attention.head_count", 2);
+        put("attention.head_count_kv", 1);
+        put("attention.key_length", 64);
+        put("attention.value_length", 64);
+        builder.put("general.architecture", "gemma3").unwrap();
+        builder.put("gemma3.attention.layer_norm_rms_epsilon", 1e-6_f32).unwrap();
+        builder.put("gemma3.rope.freq_base", 1e6_f32).unwrap();
+        builder.put("gemma3.rope.scaling.factor", 8.0_f32).unwrap();
+        more(&mut builder).unwrap();
+        let metadata = Metadata::parse(builder.bytes().to_vec()).unwrap();
+        configure(&Keys::new(&metadata).unwrap())
+    }
+
+    fn pasts(layers: u32, pattern: Option<impl ToValue>) -> Result<Vec<Past>, ConfigError> {
+        let config = with(layers, |builder| {
+            builder.put("gemma3.attention.sliding_window", 16_u32)?;
+            pattern.map_or(Ok(()), |pattern| builder.put("gemma3.attention.sliding_window_pattern", pattern))
+        })?;
+        Ok(config.pasts)
+    }
+
+    #[test]
+    fn every_sixth_layer_sees_all_unless_the_file_says_otherwise() {
+        let [w, all] = [Past::Window { tokens: 16 }, Past::Full];
+        assert_eq!(pasts(8, None::<u32>).unwrap(), [w, w, w, w, w, all, w, w]);
+        assert_eq!(pasts(5, Some(2_u32)).unwrap(), [w, all, w, all, w]);
+        assert_eq!(pasts(2, Some(1_u32)).unwrap(), [all; 2]);
+        assert_eq!(pasts(2, Some(0_u32)).unwrap(), [w; 2]);
+        assert_eq!(pasts(3, Some(&[false, true, true][..])).unwrap(), [all, w, w]);
+        assert_eq!(pasts(3, Some(&[0_u32, 1, 0][..])).unwrap(), [all, w, all]);
+        let refused = pasts(3, Some(&[true, true][..])).unwrap_err().to_string();
+        assert_eq!(refused, "key gemma3.attention.sliding_window_pattern has 2 values, and 3 are needed");
+        assert!(pasts(3, Some("all")).is_err());
+    }
+
+    #[test]
+    fn without_a_window_all_layers_see_all() {
+        let zero = with(6, |builder| builder.put("gemma3.attention.sliding_window", 0_u32));
+        for config in [with(6, |_| Ok(())).unwrap(), zero.unwrap()] {
+            assert_eq!((config.pasts, config.window_rope), (vec![Past::Full; 6], None));
+        }
+    }
+
+    #[test]
+    fn windowed_layers_turn_by_a_base_of_their_own_and_unscaled() {
+        let turns = |base: Option<f32>| {
+            let config = with(6, |builder| {
+                builder.put("gemma3.attention.sliding_window", 16_u32)?;
+                base.map_or(Ok(()), |base| builder.put("gemma3.rope.freq_base_swa", base))
+            });
+            let config = config.unwrap();
+            let of = |rope: &crate::rope::RopeConfig| rope.spec(None).inverse_frequencies;
+            (of(&config.rope), of(&config.window_rope.unwrap()))
+        };
+        let (full, window) = turns(None);
+        assert_eq!((full[0], window[0]), (0.125, 1.0));
+        // Half way, a pair turns by the base's root.
+        assert!((full[16] - 0.125e-3).abs() < 1e-9 && (window[16] - 1e-2).abs() < 1e-8);
+        let (same, window) = turns(Some(1e4 / 4.0));
+        assert_eq!(same, full);
+        assert!((window[16] - 2e-2).abs() < 1e-8, "{}", window[16]);
+    }
+
+    #[test]
+    fn scores_of_27b_are_divided_by_another_root() {
+        let scale = |layers| with(layers, |_| Ok(())).unwrap().attention_scale;
+        assert_eq!(scale(26), 1.0 / 8.0);
+        assert_eq!(scale(62), 1.0 / 48.0_f32.sqrt());
+    }
+
+    #[test]
+    fn a_cap_of_the_logits_is_refused_by_name() {
+        const CAP: &str = "gemma3.final_logit_softcapping";
+        assert!(with(2, |builder| builder.put(CAP, 0.0_f32)).is_ok());
+        let error = with(2, |builder| builder.put(CAP, 30.0_f32)).unwrap_err();
+        assert_eq!(error.to_string(), format!("key {CAP} is 30, outside 0 to 0"));
+    }
+}
