@@ -7,6 +7,8 @@ use std::str::FromStr;
 
 use gguf::Model;
 use memory::cuda::DeviceSelector;
+use models::ModelDescription;
+use ops::Past;
 use quant::layout::planes;
 use serde::{Deserialize, Serialize};
 use service::Exit;
@@ -64,10 +66,18 @@ impl fmt::Display for Choice {
     }
 }
 
-/// The first tensor that no kernel for GPUs reads.
-pub(crate) fn without_kernel(model: &Model) -> Option<String> {
-    let (_, tensor) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none())?;
-    Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype))
+/// What of the model no kernel for GPUs computes: its first tensor of a type that none reads, or its first layer that sees
+/// a window of the past.
+pub(crate) fn without_kernel(model: &Model, description: &ModelDescription) -> Option<String> {
+    if let Some((_, tensor)) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none()) {
+        return Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype));
+    }
+    description.pasts.iter().enumerate().find_map(|(layer, past)| match past {
+        Past::Full => None,
+        Past::Window { tokens } => {
+            Some(format!("no kernel for GPUs computes layer {layer}, which sees a window of {tokens} tokens"))
+        }
+    })
 }
 
 /// `without_kernel` says why the model cannot run on a GPU.

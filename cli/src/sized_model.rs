@@ -8,7 +8,7 @@ use engine::{ConfigError, EngineConfig, KvBudget};
 use gguf::Model;
 use memory::pack::{PackPlan, Packing};
 use models::ModelDescription;
-use ops::KvTypes;
+use ops::{KvLayout, KvTypes};
 use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
@@ -107,7 +107,7 @@ impl SizedModel {
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
         check_context(config, &description)?;
-        let unfit = without_kernel(&model);
+        let unfit = without_kernel(&model, &description);
         let choice = choose(config.device, seen, unfit.as_deref())?;
         let weights = Weights::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -168,7 +168,7 @@ impl SizedModel {
                 return Err(Failure::new(Exit::Usage, text));
             };
             let draft = draft.head.clone();
-            sized[index].make_room_for(&draft, config);
+            sized[index].make_room_for(&draft, config)?;
         }
         Ok(sized)
     }
@@ -183,15 +183,22 @@ impl SizedModel {
 
     /// What `draft`, which drafts for this model, takes of each worker. It keeps keys and values of the same tokens, stored as
     /// the model's own: as many fit as without it, unless the budget is in bytes.
-    fn make_room_for(&mut self, draft: &Head, config: &ModelConfig) {
+    fn make_room_for(&mut self, draft: &Head, config: &ModelConfig) -> Outcome<()> {
+        let layers = self.head.description.kv_layers(&config.kv_type);
+        let drafts = draft.description.kv_layers(&config.kv_type.rest().into());
+        engine::check_draft(&layers, &drafts)
+            .map_err(|error| Failure::new(Exit::Usage, format!("{}: {error}", self.path.display())))?;
         self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
         self.worker.workspace_bytes = Some(Bytes(self.demand.workspace.total()));
         if config.kv_bytes.is_none() {
-            let own = kv_token_bytes(&self.head.description, &config.kv_type);
-            let both = own + kv_token_bytes(&draft.description, &config.kv_type.rest().into());
+            // A block of the model's with one of the draft's beside it.
+            let block_bytes = |layers| KvLayout { block_tokens: 1, blocks: 1, layers }.block_bytes() as u64;
+            let own = block_bytes(layers);
+            let both = own + block_bytes(drafts);
             self.demand.kv = self.demand.kv.saturating_mul(both) / own.max(1);
             self.worker.kv_bytes = Bytes(self.demand.kv);
         }
+        Ok(())
     }
 
     pub(crate) fn plan(&self) -> Outcome<ModelPlan> {

@@ -11,10 +11,11 @@ use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
 use memory::manifest::Manifest;
 use models::{BuildModelError, ModelDescription, TensorHead, WeightError, WeightTable};
-use ops::{Backend, OpError};
+use ops::{Backend, OpError, Past};
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
+use quant::layout::LAYOUT_GGML;
 use service::exit::HasExit;
 use service::{Exit, Notify};
 
@@ -46,6 +47,11 @@ pub enum AttachError {
     Metadata(#[from] gguf::MetadataError),
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    #[error(
+        "the model has layers that see a window of {tokens} tokens, for which the GPU has no kernel: run the model with \
+         --device host"
+    )]
+    Window { tokens: usize },
     #[error("the model's tensors")]
     Weights(#[from] WeightError),
     #[error("the model cannot be built")]
@@ -80,7 +86,9 @@ impl HasExit for AttachError {
             AttachError::Attach { .. } => Exit::PeerLost,
             AttachError::Metadata(_) | AttachError::Tensor(_) | AttachError::Weights(_) => Exit::ModelRefused,
             AttachError::Build(BuildModelError::Backend(error)) | AttachError::Backend(error) => of_op(error),
-            AttachError::Build(_) | AttachError::Vocabulary(_) => Exit::ModelRefused,
+            AttachError::Build(_) | AttachError::Vocabulary(_) | AttachError::Window { .. } => {
+                Exit::ModelRefused
+            }
             AttachError::Start(StartError::Config(_)) => Exit::Usage,
             AttachError::Start(StartError::Kv { source, .. }) => of_op(source),
             AttachError::Fingerprint(_) => Exit::Internal,
@@ -239,6 +247,14 @@ fn map<P: Place>(
     }
     let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
     let described = models::validate(&metadata, heads)?;
+    if P::LAYOUT != LAYOUT_GGML
+        && let Some(tokens) = described.pasts.iter().find_map(|past| match past {
+            Past::Full => None,
+            Past::Window { tokens } => Some(*tokens),
+        })
+    {
+        return Err(AttachError::Window { tokens });
+    }
     Ok(Mapped { manifest, metadata, described, table, lease, handoff })
 }
 

@@ -163,7 +163,8 @@ impl Worker for Service {
         let now = handle.snapshot();
         let stats = now.stats;
         let depth = self.config.engine().draft_depth_max;
-        let tokens = |blocks: usize| (blocks * stats.kv_block_tokens) as u64;
+        // A token takes a place in a block of each group.
+        let tokens = |blocks: usize| (blocks * stats.kv_block_tokens / stats.kv_groups.max(1)) as u64;
         Ok(Response::new(wire::StatsReply {
             draining: now.draining,
             attach_ms: facts.attach.as_secs_f64() * 1e3,

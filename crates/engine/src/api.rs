@@ -217,7 +217,7 @@ pub struct StepReport {
 pub struct KvUse {
     /// Memory behind the cache.
     pub bytes: u64,
-    /// Token places in the tables of running sequences, a shared block counted for each.
+    /// Token places in the tables of running sequences for the first group of layers, a shared block counted for each.
     pub places: usize,
     /// Those of them that hold nothing yet: fragmentation.
     pub unfilled: usize,
@@ -232,6 +232,8 @@ pub struct EngineStats {
     pub kv_blocks: usize,
     pub kv_block_tokens: usize,
     pub kv_block_bytes: usize,
+    /// Groups of layers: a token takes a place in a block of each.
+    pub kv_groups: usize,
     /// Blocks that a live request holds.
     pub kv_blocks_used: usize,
     /// Blocks that may be taken at once; cached ones among them.

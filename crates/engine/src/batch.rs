@@ -10,6 +10,7 @@ pub(crate) struct Batch {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     sequences: Vec<u32>,
+    /// Of each row, one for each group of layers.
     kv_slots: Vec<u32>,
     outputs: Vec<u32>,
     /// Whose rows the outputs are, in the same order.
@@ -60,7 +61,6 @@ impl Batch {
         self.tokens.extend_from_slice(&sequence.tokens()[chunk.start..end]);
         self.tokens.extend_from_slice(drafts);
         for position in chunk.start..end + drafts.len() {
-            let block = sequence.table()[position / block_tokens];
             let drafted = position.checked_sub(end).map(|draft| drafts[draft]);
             if drafted.is_some()
                 || chunk.outputs == ChunkOutputs::All
@@ -71,11 +71,13 @@ impl Batch {
             }
             self.positions.push(position as u32);
             self.sequences.push(index as u32);
-            self.kv_slots.push(block * block_tokens as u32 + (position % block_tokens) as u32);
+            let (entry, place) = (position / block_tokens, (position % block_tokens) as u32);
+            self.kv_slots
+                .extend(sequence.blocks().tables().map(|table| table[entry] * block_tokens as u32 + place));
         }
     }
 
-    /// `tables` are those of the plan's sequences, in order.
+    /// `tables` are those of the plan's sequences, in order, and of each those of all groups.
     pub(crate) fn step<'a>(&'a self, tables: &'a [&'a [BlockId]]) -> Step<'a> {
         Step {
             tokens: &self.tokens,

@@ -5,6 +5,7 @@
 //! blocks `grow` takes; so a kind is a value, and one pool serves them all.
 
 use crate::pool::{BlockId, BlockPool, Name, TRASH};
+use ops::Past;
 use prefix::BlockHash;
 
 /// Which part of the past the layers of a group read.
@@ -26,6 +27,41 @@ impl GroupKind {
             GroupKind::Full => 0,
             GroupKind::Window { tokens } => (position + 1).saturating_sub(tokens) / block_tokens,
             GroupKind::State => position.saturating_sub(1) / block_tokens,
+        }
+    }
+
+    /// Blocks that a sequence of `entries` table entries, computed in chunks of at most `chunk` rows, ever holds at once: no
+    /// more than these are asked for before it is admitted either, when it finds a cached prefix.
+    pub fn at_once(self, entries: usize, chunk: usize, block_tokens: usize) -> usize {
+        match self {
+            GroupKind::Full => entries,
+            GroupKind::Window { tokens } => {
+                let found = tokens.div_ceil(block_tokens);
+                entries.min(found.saturating_add(self.taken(entries, chunk, block_tokens)))
+            }
+            GroupKind::State => entries.min(3),
+        }
+    }
+
+    /// Blocks to take before `missing` entries more are computed in chunks of at most `chunk` rows. What a group leaves
+    /// behind is free again before its next chunk.
+    fn taken(self, missing: usize, chunk: usize, block_tokens: usize) -> usize {
+        match self {
+            GroupKind::Full => missing,
+            GroupKind::Window { tokens } => {
+                missing.min(tokens.saturating_add(chunk).div_ceil(block_tokens).saturating_add(1))
+            }
+            GroupKind::State => missing.min(2),
+        }
+    }
+}
+
+impl From<Past> for GroupKind {
+    fn from(past: Past) -> Self {
+        match past {
+            Past::Full => Self::Full,
+            // A row sees itself at least.
+            Past::Window { tokens } => Self::Window { tokens: tokens.max(1) },
         }
     }
 }
@@ -110,17 +146,10 @@ impl Blocks {
         }
     }
 
-    /// Blocks to take before `tokens` tokens are computed in chunks of at most `chunk` rows. What a group leaves behind is
-    /// free again before its next chunk.
+    /// Blocks to take before `tokens` tokens are computed in chunks of at most `chunk` rows.
     pub fn needed(&self, tokens: usize, chunk: usize) -> usize {
-        let bt = self.block_tokens;
-        let missing = tokens.div_ceil(bt).saturating_sub(self.len());
-        let of = |table: &Table| match table.kind {
-            GroupKind::Full => missing,
-            GroupKind::Window { tokens } => missing.min((tokens + chunk).div_ceil(bt) + 1),
-            GroupKind::State => missing.min(2),
-        };
-        self.tables.iter().map(of).sum()
+        let missing = tokens.div_ceil(self.block_tokens).saturating_sub(self.len());
+        self.tables.iter().map(|table| table.kind.taken(missing, chunk, self.block_tokens)).sum()
     }
 
     /// The longest prefix of at most `most` blocks that every group can go on from.

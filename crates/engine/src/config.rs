@@ -1,7 +1,7 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
 use crate::draft::DRAFT_DEPTH_MAX;
-use ops::{KvLayer, KvLayout, KvTypes, KvTypesError};
+use ops::{KvLayer, KvLayout, KvTypes, KvTypesError, Past};
 use std::time::Duration;
 
 /// How much the KV cache may hold.
@@ -47,6 +47,9 @@ const SCORE_LOGITS_BYTES: usize = 8 << 20;
 /// Bytes of the logits that drafts add to a step: 55 drafted tokens with a vocabulary of 150,000.
 const DRAFT_LOGITS_BYTES: usize = 32 << 20;
 
+/// A name in the cache has a byte for its group.
+const GROUPS_MAX: usize = 256;
+
 /// A configuration that no engine can run with.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
@@ -66,6 +69,15 @@ pub enum ConfigError {
     BudgetTooLarge { tokens: u64, max: u64 },
     #[error("the model has no layer with keys and values")]
     NoLayers,
+    #[error(
+        "{whose} sees only the last {tokens} tokens: a draft model keeps all of its keys and values, in the blocks of layers \
+         that see everything; draft by lookup, or not at all"
+    )]
+    DraftWindow { whose: &'static str, tokens: usize },
+    #[error(
+        "the model's layers are {groups} groups that see different parts of the past, at most {max} are possible"
+    )]
+    Groups { groups: usize, max: usize },
     #[error(transparent)]
     KvTypes(#[from] KvTypesError),
 }
@@ -89,8 +101,22 @@ impl EngineConfig {
 
     /// The cache that the budget buys, its trash block included. What it takes: `blocks * block_bytes()`.
     pub fn kv_layout(&self, layers: Vec<KvLayer>) -> Result<KvLayout, ConfigError> {
+        self.kv_layout_beside(layers, 0)
+    }
+
+    /// The same where as many blocks of `others` bytes have to be paid for too. A budget in tokens buys blocks for these
+    /// tokens whatever part of them its layers see: for one sequence or for many.
+    pub(crate) fn kv_layout_beside(
+        &self,
+        layers: Vec<KvLayer>,
+        others: usize,
+    ) -> Result<KvLayout, ConfigError> {
         let mut layout = KvLayout { block_tokens: self.block_tokens, blocks: 0, layers };
-        let block_bytes = layout.block_bytes() as u64;
+        let block_bytes = (layout.block_bytes() + others) as u64;
+        let groups = layout.groups().len();
+        if groups > GROUPS_MAX {
+            return Err(ConfigError::Groups { groups, max: GROUPS_MAX });
+        }
         if self.block_tokens == 0 {
             return Err(ConfigError::Zero { field: "block_tokens" });
         }
@@ -100,7 +126,9 @@ impl EngineConfig {
         let needed_bytes = 2 * block_bytes;
         let blocks = match self.kv {
             KvBudget::Tokens(0) => return Err(ConfigError::Zero { field: "kv_tokens" }),
-            KvBudget::Tokens(tokens) => (tokens.div_ceil(self.block_tokens) as u64).saturating_add(1),
+            KvBudget::Tokens(tokens) => {
+                (tokens.div_ceil(self.block_tokens) as u64).saturating_mul(groups as u64).saturating_add(1)
+            }
             KvBudget::Bytes(budget_bytes) if budget_bytes < needed_bytes => {
                 return Err(ConfigError::BudgetTooSmall { budget_bytes, needed_bytes });
             }
@@ -163,4 +191,21 @@ impl EngineConfig {
         }
         Ok(())
     }
+}
+
+/// Whether a model with layers `drafts` can draft for one with layers `own`. It uses the tables of the first group, and the
+/// blocks there for all of its own layers: nothing in them may be given back while the sequence lives.
+pub fn check_draft(own: &[KvLayer], drafts: &[KvLayer]) -> Result<(), ConfigError> {
+    let window = |whose, layers: &[KvLayer]| {
+        layers.iter().find_map(|layer| match layer.past {
+            Past::Full => None,
+            Past::Window { tokens } => Some(ConfigError::DraftWindow { whose, tokens }),
+        })
+    };
+    let refused = match drafts {
+        [] => None,
+        _ if own.iter().all(|layer| layer.past != Past::Full) => window("each layer of the model", own),
+        _ => window("a layer of the draft model", drafts),
+    };
+    refused.map_or(Ok(()), Err)
 }

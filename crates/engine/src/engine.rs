@@ -3,8 +3,9 @@
 use crate::admission::{Admission, Bounds};
 use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, ScoreRequest, StepReport};
 use crate::batch::{Batch, OutputRow};
+use crate::blocks::GroupKind;
 use crate::books::Books;
-use crate::config::{ConfigError, EngineConfig};
+use crate::config::{ConfigError, EngineConfig, check_draft};
 use crate::draft::{DraftStats, Drafter, Speculation};
 use crate::integrity::IntegrityError;
 use crate::late::LateRows;
@@ -57,7 +58,7 @@ pub struct Engine<B: Backend> {
     model: Box<dyn Model<B>>,
     backend: B,
     kv: B::Kv,
-    layout: KvLayout,
+    block_tokens: usize,
     capacity: Capacity,
     admission: Admission,
     scheduler: Scheduler,
@@ -112,14 +113,19 @@ impl<B: Backend> Engine<B> {
         config.kv_types.check(own_layers.len()).map_err(ConfigError::from)?;
         let draft_kind = config.kv_types.rest();
         let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(draft_kind));
-        let layout = config.kv_layout([&own_layers[..], &draft_layers[..]].concat())?;
+        let mut drafts = KvLayout { block_tokens: config.block_tokens, blocks: 0, layers: draft_layers };
+        let layout = config.kv_layout_beside(own_layers, drafts.block_bytes())?;
+        drafts.blocks = layout.blocks;
+        check_draft(&layout.layers, &drafts.layers)?;
+        let groups: Vec<GroupKind> = layout.groups().iter().map(|group| group.past.into()).collect();
         // A draft's keys and values would have to be copied too.
-        let forks = draft_layers.is_empty();
-        let bytes = (layout.blocks * layout.block_bytes()) as u64;
+        let forks = drafts.layers.is_empty();
+        let block_bytes = layout.block_bytes() + drafts.block_bytes();
+        let bytes = layout.blocks as u64 * block_bytes as u64;
         let no_room = |source| StartError::Kv { blocks: layout.blocks, bytes, source };
-        let kv = backend.kv(&KvLayout { layers: own_layers, ..layout }).map_err(no_room)?;
+        let kv = backend.kv(&layout).map_err(no_room)?;
         if let Some(drafter) = &mut drafter {
-            drafter.start(&mut backend, &KvLayout { layers: draft_layers, ..layout }).map_err(no_room)?;
+            drafter.start(&mut backend, &drafts).map_err(no_room)?;
         }
         let usable = layout.blocks - 1;
         let vocab_size = model.vocab_size();
@@ -139,18 +145,21 @@ impl<B: Backend> Engine<B> {
                 context_tokens: config.context_tokens.map_or(context, |cut| cut.min(context)),
                 block_tokens: layout.block_tokens,
                 blocks: usable,
+                groups: groups.clone(),
+                step_tokens: config.step_tokens,
             },
-            scheduler: Scheduler::new(limits, usable),
             stats: EngineStats {
                 kv_blocks: usable,
                 kv_block_tokens: layout.block_tokens,
-                kv_block_bytes: layout.block_bytes(),
+                kv_block_bytes: block_bytes,
+                kv_groups: groups.len(),
                 ..EngineStats::default()
             },
+            scheduler: Scheduler::with_groups(limits, usable, groups),
             model,
             backend,
             kv,
-            layout,
+            block_tokens: layout.block_tokens,
             admission: Admission::new(Bounds::of_queue(config.queue_max)),
             sampler: Sampler::default(),
             drafting: drafter.map(|drafter| Drafting {
@@ -423,7 +432,7 @@ impl<B: Backend> Engine<B> {
     /// Runs the model over the plan and brings to the host what its requests need of the logits.
     fn compute(&mut self) -> Result<(), OpError> {
         let drafts = self.drafting.iter().flat_map(|drafting| drafting.speculation.drafts());
-        self.batch.fill(&self.scheduler, self.layout.block_tokens, drafts);
+        self.batch.fill(&self.scheduler, self.block_tokens, drafts);
         let copies = &self.scheduler.plan().copies;
         if !copies.is_empty() {
             let copies: Vec<_> = copies.iter().map(|copy| (copy.from, copy.to)).collect();
@@ -431,8 +440,9 @@ impl<B: Backend> Engine<B> {
         }
         let chunks = self.scheduler.plan().chunks.iter();
         let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
-        let mut tables: Vec<&[BlockId]> = Vec::with_capacity(self.scheduler.plan().chunks.len());
-        tables.extend(sequences.map(|sequence| sequence.table()));
+        let count = self.scheduler.plan().chunks.len() * self.capacity.groups.len();
+        let mut tables: Vec<&[BlockId]> = Vec::with_capacity(count);
+        tables.extend(sequences.flat_map(|sequence| sequence.blocks().tables()));
         let (wanted, vocab_size) = (self.batch.wanted(), self.capacity.vocab_size);
         let (tasks, scheduler) = (&self.tasks, &self.scheduler);
         let draw = |row: &OutputRow| {

@@ -43,7 +43,7 @@ pub use api::{
     EngineStats, FinishReason, KvUse, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest,
     StepReport, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
 };
-pub use config::{ConfigError, EngineConfig, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS};
+pub use config::{ConfigError, EngineConfig, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS, check_draft};
 pub use constraint::{Allowed, Constraint, ConstraintError};
 pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
 pub use engine::{Engine, StartError, StepError};

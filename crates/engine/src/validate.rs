@@ -1,17 +1,22 @@
 //! What is checked of a request before it is queued, and how long its sequence may get.
 
 use crate::api::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
+use crate::blocks::GroupKind;
 use crate::sampler::History;
 use crate::{ParamError, RefuseReason};
 
 /// What requests are measured against.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Capacity {
     pub(crate) vocab_size: usize,
     pub(crate) context_tokens: usize,
     pub(crate) block_tokens: usize,
     /// Usable ones.
     pub(crate) blocks: usize,
+    /// Each of which has blocks of its own for every sequence.
+    pub(crate) groups: Vec<GroupKind>,
+    /// Most rows of a step.
+    pub(crate) step_tokens: usize,
 }
 
 /// Entries of `stop_tokens`; bounds the work per token.
@@ -45,7 +50,7 @@ impl Capacity {
             }
             Some(max_tokens) => prompt_tokens - prior_output + max_tokens as usize,
             // One token more than the cache holds: the last one is drawn and never computed.
-            None => self.blocks * self.block_tokens + 1,
+            None => self.tokens_max() + 1,
         };
         let tokens_max = wanted.min(self.context_tokens).max(prompt_tokens + 1);
         self.check_fits(tokens_max - 1)?;
@@ -71,12 +76,31 @@ impl Capacity {
 
     /// `tokens` have their keys and values in the cache at once.
     fn check_fits(&self, tokens: usize) -> Result<(), RefuseReason> {
-        let needed = tokens.div_ceil(self.block_tokens);
+        let needed = self.blocks_of(tokens.div_ceil(self.block_tokens));
         if needed > self.blocks {
             let (block_tokens, blocks) = (self.block_tokens, self.blocks);
             return Err(RefuseReason::NeverFits { tokens, needed, block_tokens, blocks });
         }
         Ok(())
+    }
+
+    /// Blocks that a sequence with so many blocks of tokens takes at most, if it is alone.
+    fn blocks_of(&self, entries: usize) -> usize {
+        self.groups.iter().map(|group| group.at_once(entries, self.step_tokens, self.block_tokens)).sum()
+    }
+
+    /// Tokens in all the blocks of the longest sequence that fits alone, as far as the context goes.
+    fn tokens_max(&self) -> usize {
+        // More tokens never take fewer blocks.
+        let (mut fit, mut beyond) = (0, self.context_tokens.div_ceil(self.block_tokens) + 1);
+        while beyond - fit > 1 {
+            let entries = fit.midpoint(beyond);
+            match self.blocks_of(entries) <= self.blocks {
+                true => fit = entries,
+                false => beyond = entries,
+            }
+        }
+        fit * self.block_tokens
     }
 
     fn check_tokens(&self, field: &'static str, tokens: &[u32]) -> Result<(), RefuseReason> {

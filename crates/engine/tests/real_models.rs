@@ -14,7 +14,7 @@ use engine::{
 use fake::{Answer, answers, request, run_out};
 use kernels::{Cpu, Isa};
 use models::testing::{ModelFile, Transcript, demo_models, tree_data};
-use ops::{Backend, KvType, Reference};
+use ops::{Backend, KvType, Past, Reference};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -164,6 +164,32 @@ fn reference_gives_the_same_tokens_in_any_company() {
     let requests = requests(&prompts, 12, 20);
     let expected = alone(&mut engine(&file, Reference::new(), &one_by_one()), &requests);
     check_variants(&file, &requests, &expected, 160, Reference::new);
+}
+
+/// Prompts longer than the window, three of them with the same head.
+#[test]
+fn a_model_with_windows_keeps_the_promise_too() {
+    let file = ModelFile::open(&tree_data().join("gemma3.gguf")).unwrap();
+    let windows = file.description().unwrap().pasts.iter().filter(|&&past| past != Past::Full).count();
+    assert_eq!(windows, 5, "of six layers");
+    let prompts: Vec<Vec<u32>> = (0..6_u32)
+        .map(|i| {
+            let head = if i < 3 { 40 } else { i };
+            (0..30 + 12 * (i % 4)).map(|p| (if p < head { p * 5 } else { p * 31 + i * 17 }) % 256).collect()
+        })
+        .collect();
+    let requests = requests(&prompts, 12, 90);
+    for isa in Isa::available() {
+        let make = || Cpu::with_isa(2, isa).unwrap();
+        let expected = alone(&mut engine(&file, make(), &one_by_one()), &requests);
+        check_variants(&file, &requests, &expected, 176, make);
+    }
+    let stats = check_drafts((&file, None), &requests, 176);
+    assert!(stats.drafts.drafted_tokens() > 0, "{stats:?}");
+    // A draft that sees everything, and is wrong most of the time.
+    let draft = ModelFile::open(&tree_data().join("llama.Q8_0.gguf")).unwrap();
+    let stats = check_drafts((&file, Some(&draft)), &requests, 176);
+    assert!(stats.drafts.drafted_tokens() > 0, "{stats:?}");
 }
 
 fn pycoder(name: &str) -> (ModelFile, Vec<Transcript>) {
