@@ -22,8 +22,11 @@ fn tokenizer(folder: &Path, name: &str) -> Tokenizer {
 
 /// Checks every line of NAME.jsonl; gives their number.
 fn check(folder: &Path, name: &str) -> usize {
-    let tokenizer = tokenizer(folder, name);
     let lines = std::fs::read_to_string(folder.join(format!("{name}.jsonl"))).unwrap();
+    check_lines(&tokenizer(folder, name), name, &lines)
+}
+
+fn check_lines(tokenizer: &Tokenizer, name: &str, lines: &str) -> usize {
     let mut wrong = vec![];
     for (number, line) in (1..).zip(lines.lines()) {
         let vector: Vector = serde_json::from_str(line).unwrap();
@@ -54,6 +57,39 @@ fn full_vocabularies_give_the_expected_ids() {
     {
         assert_eq!(check(&folder, name), lines);
     }
+}
+
+/// The vocabulary of Gemma 3 as its files have it: model "llama", a score for each token, no space put before a text, and
+/// runs of blanks as user-defined tokens.
+#[test]
+fn gemma_3_gives_the_expected_ids_by_scores() {
+    const USER_DEFINED: i32 = 4;
+    let Some(folder) = full_data("data/vocab") else { return };
+    let merging = file_metadata(&folder.join("gemma.gguf"));
+    let tokens = merging.require::<gguf::Strings<'_>>("tokenizer.ggml.tokens").unwrap();
+    // The earlier a token, the better: lists of merges are made of scores in this order.
+    let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
+    let mut types: Vec<i32> = merging.require("tokenizer.ggml.token_type").unwrap();
+    for (id, token) in tokens.iter().enumerate() {
+        let text = std::str::from_utf8(token).unwrap();
+        if text.chars().count() > 1
+            && ["\u{2581}", "\n", "\t"].iter().any(|&blank| text.replace(blank, "").is_empty())
+        {
+            // SentencePiece scores what a user defined as zero.
+            (types[id], scores[id]) = (USER_DEFINED, 0.0);
+        }
+    }
+    let replaced = ["model", "pre", "merges", "scores", "token_type", "add_space_prefix"];
+    let replaced = replaced.map(|key| format!("tokenizer.ggml.{key}"));
+    let mut builder = gguf::MetadataBuilder::default();
+    builder.copy(&merging, |key| !replaced.iter().any(|replaced| replaced == key)).unwrap();
+    builder.put("tokenizer.ggml.model", "llama").unwrap();
+    builder.put("tokenizer.ggml.scores", &scores[..]).unwrap();
+    builder.put("tokenizer.ggml.token_type", &types[..]).unwrap();
+    builder.put("tokenizer.ggml.add_space_prefix", false).unwrap();
+    let by_scores = gguf::Metadata::parse(builder.bytes().to_vec()).unwrap();
+    let lines = std::fs::read_to_string(folder.join("gemma.jsonl")).unwrap();
+    assert_eq!(check_lines(&Tokenizer::from_metadata(&by_scores).unwrap(), "gemma by scores", &lines), 344);
 }
 
 #[test]
