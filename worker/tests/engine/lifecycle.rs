@@ -40,6 +40,24 @@ async fn a_worker_says_what_it_serves() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn stages_of_a_start_add_up_to_when_the_worker_was_ready_and_work_adds_its_own() {
+    let (_directory, _giver, mut worker) = fleet().await;
+    let ready = ["exec", "sockets", "wait", "import", "model", "kv"];
+    let stats = worker.stats().await;
+    let names = |stats: &wire::StatsReply| -> Vec<String> {
+        stats.timeline.iter().map(|stage| stage.name.clone()).collect()
+    };
+    assert_eq!(names(&stats), ready);
+    let sum: f64 = stats.timeline.iter().map(|stage| stage.ms).sum();
+    assert!(sum > 0.0 && (sum - stats.ready_ms).abs() < 0.01, "{stats:?}");
+    worker.generate(worker.greedy(&[1, 2, 3], 2)).await.unwrap();
+    let after = worker.stats().await;
+    assert_eq!(after.ready_ms, stats.ready_ms);
+    // Modules and graphs are a GPU's.
+    assert_eq!(names(&after), [&ready[..], &["first_step"]].concat());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
     let directory = tempfile::tempdir().unwrap();
     let config = config(directory.path(), 0);
