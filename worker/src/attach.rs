@@ -122,7 +122,7 @@ pub(crate) struct Facts {
     pub(crate) workspace_bytes: u64,
     /// The GGUF metadata section, in the manifest's mapping.
     pub(crate) gguf: Bytes,
-    /// From the weight-server's grant to the last mapping.
+    /// Taking descriptors and mapping them.
     pub(crate) attach: Duration,
     /// From the process's start to the engine.
     pub(crate) timeline: Timeline,
