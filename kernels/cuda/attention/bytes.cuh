@@ -29,7 +29,7 @@ __device__ __forceinline__ uint2 scaled(uint32_t word, __half2 scale) {
     return make_uint2(bits(__hmul2(as_halves(bytes, 0x4140), scale)), bits(__hmul2(as_halves(bytes, 0x4342), scale)));
 }
 
-template <int HEAD_DIM, int TILES_AHEAD>
+template <int HEAD_DIM>
 struct Bytes {
     using Product = InF16;
     static constexpr int DIM = HEAD_DIM;
@@ -43,7 +43,6 @@ struct Bytes {
     static constexpr int KEY_SCALES = 2 * TILE * ROW;
     static constexpr int VALUE_SCALES = KEY_SCALES + TILE * SCALE_BYTES;
     static constexpr int STAGE_BYTES = VALUE_SCALES + TILE * SCALE_BYTES;
-    static constexpr int AHEAD = TILES_AHEAD;
     static constexpr int MADE_BYTES = 2 * TILE * PITCH * sizeof(__half);
 
     struct Place {

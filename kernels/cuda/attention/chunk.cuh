@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "tiles.cuh"
+#include "ring.cuh"
 
 namespace {
 
@@ -11,13 +11,13 @@ namespace {
 template <class Cache>
 __device__ void chunk_rows(const KvLayer &kv, const Queries &queries, const uint32_t *tables, const Item *items, const uint32_t *item_count, float *out) {
     using Product = typename Cache::Product;
-    constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH, AHEAD = Cache::AHEAD;
+    constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int COLS = DIM / 8;
-    constexpr int STAGES = AHEAD + 1;
+    constexpr int STAGES = Ring<Cache>::STAGES;
     extern __shared__ __align__(16) uint8_t shared[];
     __half *const made = reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES);
     __half *const query_tile = reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES + Cache::MADE_BYTES);
-    __shared__ typename Cache::Place places[STAGES][TILE];
+    __shared__ typename Ring<Cache>::Look places;
 
     const uint32_t count = *item_count;
     if (blockIdx.x >= count) return;
@@ -29,24 +29,13 @@ __device__ void chunk_rows(const KvLayer &kv, const Queries &queries, const uint
     const int tiles = last / TILE + 1;
     const int split_tiles = 1 << item.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Places<Cache> place{kv, tables + item.table, kv_head, 0, last};
-    uint32_t blocks[STAGES];
-#pragma unroll
-    for (int tile = 0; tile < STAGES; tile++) blocks[tile] = place.block(tile);
-    // Of the tile behind those.
-    uint32_t block = place.block(STAGES);
-#pragma unroll
-    for (int tile = 0; tile < STAGES; tile++) place.put(places[tile], tile, blocks[tile]);
+    Ring<Cache> ring{{kv, tables + item.table, kv_head, 0, last}, places, shared, tiles};
+    ring.look_up();
     __syncthreads();
 
     wait_for_predecessor();
     let_successor_start();
-#pragma unroll
-    for (int tile = 0; tile < AHEAD; tile++) {
-        if (tile > 0 && tile >= tiles) break;
-        Cache::load(shared + tile * Cache::STAGE_BYTES, places[tile], kv.head_bytes, place.valid(tile));
-        end_copy_group();
-    }
+    ring.load(0);
     load_queries<Cache>(query_tile, queries, item, kv_head, pairs, 16 * WARPS);
 
     uint32_t position[2];
@@ -61,20 +50,7 @@ __device__ void chunk_rows(const KvLayer &kv, const Queries &queries, const uint
     float weight_sum[4] = {}, total_weights[2] = {};
 
     for (int tile = 0; tile < tiles; tile++) {
-        const uint8_t *stage = shared + tile % STAGES * Cache::STAGE_BYTES;
-        const int next = tile + AHEAD;
-        if (next < tiles) {
-            Cache::load(shared + next % STAGES * Cache::STAGE_BYTES, places[next % STAGES], kv.head_bytes, place.valid(next));
-            end_copy_group();
-            wait_copies<AHEAD>();
-        } else {
-            wait_last_copies<AHEAD - 1>(tiles - 1 - tile);
-        }
-        __syncthreads();
-        if (next < tiles) {
-            place.put(places[tile % STAGES], next + 1, block);
-            block = place.block(next + 2);
-        }
+        const uint8_t *stage = ring.take(tile);
         const __half *keys = Cache::halves(stage, made), *values = keys + TILE * PITCH;
 
         float scores[TILE / 8][4] = {};

@@ -14,8 +14,6 @@ struct Halves {
     static constexpr int PITCH = DIM + PAD;
     static constexpr int PIECES = DIM / 8;
     static constexpr int STAGE_BYTES = 2 * TILE * PITCH * sizeof(__half);
-    // Tiles that are copied ahead of the one at hand.
-    static constexpr int AHEAD = 1;
     // Chunks need no memory for keys and values beside the stages.
     static constexpr int MADE_BYTES = 0;
 

@@ -77,15 +77,6 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// Waits until as many groups are left as there are tiles behind the one at hand.
-template <int LEFT_MAX>
-__device__ __forceinline__ void wait_last_copies(int left) {
-    if constexpr (LEFT_MAX > 0) {
-        if (left < LEFT_MAX) return wait_last_copies<LEFT_MAX - 1>(left);
-    }
-    wait_copies<LEFT_MAX>();
-}
-
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const __half *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -162,27 +153,6 @@ struct Total {
     }
 
     __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
-};
-
-// Where the keys of tiles stand: a thread for each of 64 keys looks it up, its block two tiles
-// before it is asked for and the place one, so that nobody waits for the table.
-template <class Cache>
-struct Places {
-    const KvLayer &kv;
-    const uint32_t *table;
-    uint32_t head, first, last;
-
-    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's place.
-    __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
-
-    __device__ __forceinline__ void put(typename Cache::Place *places, int tile, uint32_t block) const {
-        if (threadIdx.x < TILE) places[threadIdx.x] = Cache::place(kv, block, head, position(tile) % kv.block_tokens);
-    }
-
-    // Keys of a tile that there are.
-    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
-
-    __device__ __forceinline__ uint32_t position(int tile) const { return min(first + tile * TILE + threadIdx.x, last); }
 };
 
 // Rounds `pairs` pairs of an item for products, scaled; the rest of `rows` rows become zero.

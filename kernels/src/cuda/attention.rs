@@ -15,8 +15,8 @@ const TILE: usize = 64;
 const CHUNK_PAIRS: usize = 64;
 const SPLIT_PAIRS: usize = 16;
 const THREADS: u32 = 128;
-/// Tiles in shared memory in the chunk kernel.
-const CHUNK_STAGES: usize = 2;
+/// Tiles in shared memory, where a block has more than one.
+const STAGES: usize = 2;
 /// Halves between rows in shared memory, or bytes.
 const PAD: usize = 8;
 const PAD_BYTES: usize = 16;
@@ -99,8 +99,6 @@ struct Stages {
     bytes: usize,
     /// For a tile that is made into halves, in the chunk kernel.
     made_bytes: usize,
-    /// Tiles in shared memory where a split has more than one.
-    in_splits: usize,
 }
 
 impl Stages {
@@ -110,9 +108,9 @@ impl Stages {
         match kind {
             KvType::Q8_0 => {
                 let bytes = 2 * TILE * (head_dim + PAD_BYTES + q8_scale_bytes(head_dim));
-                Self { bytes, made_bytes: halves, in_splits: 3 }
+                Self { bytes, made_bytes: halves }
             }
-            _ => Self { bytes: halves, made_bytes: 0, in_splits: 2 },
+            _ => Self { bytes: halves, made_bytes: 0 },
         }
     }
 }
@@ -174,7 +172,7 @@ impl Attentions {
         let PlanAddress { counts, works, merges, chunks, partial_sums, partial_weights, .. } = *plan;
         let (merge_count, chunk_count) = (counts + 4, counts + 8);
         if plan.works_max > 0 {
-            let stages = if plan.long_splits { shared.in_splits } else { 1 };
+            let stages = if plan.long_splits { STAGES } else { 1 };
             let queries_and_weights = SPLIT_PAIRS * (pitch_bytes + (TILE + PAD) * HALF_BYTES);
             let shared_bytes = stages * shared.bytes + queries_and_weights;
             let launch = launch((plan.works_max, kv_heads, 1), shared_bytes);
@@ -235,7 +233,7 @@ impl Attentions {
             }
         }
         if plan.chunks_max > 0 {
-            let shared_bytes = CHUNK_STAGES * shared.bytes + shared.made_bytes + CHUNK_PAIRS * pitch_bytes;
+            let shared_bytes = STAGES * shared.bytes + shared.made_bytes + CHUNK_PAIRS * pitch_bytes;
             let launch = launch((plan.chunks_max, kv_heads, 1), shared_bytes);
             let out = out.address();
             let kernel = family.kernel(match spec.head_dim {

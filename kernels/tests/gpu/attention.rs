@@ -379,7 +379,7 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
 
 pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
     for (name, heads, kv_heads, head_dim) in
-        [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128)]
+        [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128), ("llama-1B", 32, 8, 64)]
     {
         for (rows, context) in
             [(1, 512), (1, 2_000), (1, 16_000), (8, 512), (8, 2_000), (64, 1_000), (64, 16_000)]
