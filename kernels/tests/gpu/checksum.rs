@@ -1,9 +1,13 @@
 //! checksum.cu, and what is made of it for many ranges, against xxhash on the host.
 
-use anyhow::ensure;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
 use kernels::cuda::Buffer;
 use kernels::cuda::checksum::{Checksums, PIECE_BYTES};
 use kernels::cuda::loading::sum_all;
+use quant::DType;
+use quant::layout::Tiles;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::Gpu;
@@ -61,5 +65,54 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
             (mib << 20) as f64 / seconds / 1e9
         );
     }
+    whole_model(gpu, &checksums)
+}
+
+/// All tensors of qwen3-8b in Q4_K_M, as the verifier of a model sums them up: from its first call until the sums are there.
+fn whole_model(gpu: &Gpu, checksums: &Checksums) -> anyhow::Result<()> {
+    const LAYERS: usize = 36;
+    /// Of a tensor in the model's memory.
+    const ALIGNMENT: usize = 256;
+    let of = |dtype, rows, cols| Tiles::new(dtype, cols, rows).map(|shape| shape.bytes());
+    let mut sizes = vec![of(DType::Q4_K, 151_936, 4096)?, of(DType::Q6_K, 151_936, 4096)?, 4 * 4096];
+    for layer in 0..LAYERS {
+        let finer = if layer % 2 == 0 { DType::Q6_K } else { DType::Q4_K };
+        for (dtype, rows, cols) in [
+            (DType::Q4_K, 4096, 4096),
+            (DType::Q4_K, 1024, 4096),
+            (finer, 1024, 4096),
+            (DType::Q4_K, 4096, 4096),
+            (DType::Q4_K, 12_288, 4096),
+            (DType::Q4_K, 12_288, 4096),
+            (finer, 4096, 12_288),
+        ] {
+            sizes.push(of(dtype, rows, cols)?);
+        }
+        sizes.extend([4096, 4096, 128, 128].map(|values| 4 * values));
+    }
+    let all: usize = sizes.iter().map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum();
+    let mut memory = Buffer::<u8>::new(&gpu.device, all)?;
+    memory.view_mut().fill_bytes(&gpu.stream, 0x5A)?;
+    gpu.stream.synchronize()?;
+    let mut at = 0;
+    let mut views = Vec::with_capacity(sizes.len());
+    for &bytes in &sizes {
+        views.push(memory.view().slice(at, bytes).context("a tensor beyond the memory")?);
+        at += bytes.next_multiple_of(ALIGNMENT);
+    }
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        let start = Instant::now();
+        let sums = sum_all(checksums, &gpu.device, &views)?;
+        best = best.min(start.elapsed().as_secs_f64());
+        ensure!(sums.len() == sizes.len(), "{} of {} tensors", sums.len(), sizes.len());
+    }
+    println!(
+        "checksum of {} tensors, {:.2} GB: {:.2} ms {:7.0} GB/s",
+        sizes.len(),
+        all as f64 / 1e9,
+        best * 1e3,
+        all as f64 / best / 1e9
+    );
     Ok(())
 }

@@ -346,7 +346,7 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
     let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
     println!("type   cols   rows tokens method          us    GB/s   TOPS");
     let types =
-        if full { vec![DType::Q8_0, DType::Q4_K, DType::Q6_K] } else { [&TYPES[..], &FLOATS[1..]].concat() };
+        if full { vec![DType::Q8_0, DType::Q4_K, DType::Q6_K] } else { [&TYPES[..], &FLOATS].concat() };
     for dtype in types {
         for (cols, rows) in [(4096, 4096), (4096, 12_288), (12_288, 4096), (4096, 151_936)] {
             let shape = Tiles::new(dtype, cols, rows)?;
