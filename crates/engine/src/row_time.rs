@@ -1,50 +1,77 @@
 //! How many rows prompts get in a step in which sequences decode: as many as lengthen it by a stated pause, at the pace of
 //! the last steps. A plain value.
 //!
-//! Nothing here can change a token, only how many steps a prompt takes; so it may go by the clock.
+//! What has no part in a row's price only ever lengthens a step: kernels that are loaded, memory that is mapped, others on the
+//! machine. So the least of the last few paces counts, and a step that was held up counts for nothing while one beside it was
+//! not. Nothing here can change a token, only how many steps a prompt takes; so it may go by the clock.
 
 use std::time::Duration;
 
-/// However slow the model: with fewer rows, most of a step would go into reading the weights once more.
+/// However slow the model: with fewer rows, most of a step would go into reading the weights once more. And what fewer rows
+/// took says little of what a row takes, so they are added up until they are as many.
 const ROWS_MIN: usize = 32;
-/// A step's weight falls by this factor with each that follows: some four count.
-const MEMORY: f64 = 0.75;
+/// Paces of which the least counts. With more of them prompts would get too many rows for longer when rows get dearer, behind
+/// a longer context; two of a worker's first three steps may be held up.
+const RECENT: usize = 3;
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct RowTime {
-    /// Of steps with prompts: the seconds that prompts took of them, and their rows.
-    prompts: (f64, f64),
-    /// Of steps without: seconds, and how many.
-    decodes: (f64, f64),
+    /// Seconds of a row of prompts, the last first; infinite where there is none yet.
+    paces: [f64; RECENT],
+    /// Seconds and rows of prompts that are not a pace yet.
+    open: (f64, usize),
+    /// Steps without prompts: seconds, and rows.
+    decodes: [(f64, usize); RECENT],
+}
+
+impl Default for RowTime {
+    fn default() -> Self {
+        Self { paces: [f64::INFINITY; RECENT], open: (0.0, 0), decodes: [(f64::INFINITY, 1); RECENT] }
+    }
 }
 
 impl RowTime {
     /// Most rows of prompts beside decodes; all while no prompt was seen.
     pub(crate) fn beside(&self, pause: Duration) -> usize {
-        let (seconds, rows) = self.prompts;
-        if seconds == 0.0 {
+        let least = self.paces.into_iter().fold(f64::INFINITY, f64::min);
+        let pace = match self.open {
+            (seconds, rows) if least.is_infinite() && rows > 0 => seconds / rows as f64,
+            _ => least,
+        };
+        if pace.is_infinite() {
             return usize::MAX;
         }
         // Far more than fit is as good as all.
-        ((pause.as_secs_f64() * rows / seconds) as usize).max(ROWS_MIN)
+        ((pause.as_secs_f64() / pace) as usize).max(ROWS_MIN)
     }
 
     /// A step of so many rows of decodes, drafts among them, and of prompts took so long.
     pub(crate) fn observe(&mut self, decodes: usize, prompts: usize, took: Duration) {
         let took = took.as_secs_f64();
-        let add = |(sum, weight): &mut (f64, f64), more: f64, by: f64| {
-            (*sum, *weight) = (*sum * MEMORY + more, *weight * MEMORY + by);
-        };
         if prompts > 0 {
             // What the decodes alone would have taken is not the prompts' doing. That is an old figure when prompts never
             // cease, so a quarter of the prompts' share by rows is theirs in any case.
-            let (seconds, steps) = self.decodes;
-            let alone = if decodes > 0 && steps > 0.0 { seconds / steps } else { 0.0 };
             let share = took * prompts as f64 / (decodes + prompts) as f64;
-            add(&mut self.prompts, (took - alone).max(share / 4.0), prompts as f64);
+            self.open.0 += (took - self.alone(decodes)).max(share / 4.0);
+            self.open.1 += prompts;
+            if self.open.1 >= ROWS_MIN {
+                let (seconds, rows) = std::mem::take(&mut self.open);
+                self.paces.rotate_right(1);
+                self.paces[0] = seconds / rows as f64;
+            }
         } else if decodes > 0 {
-            add(&mut self.decodes, took, 1.0);
+            self.decodes.rotate_right(1);
+            self.decodes[0] = (took, decodes);
         }
+    }
+
+    /// What so many rows of decodes take at least. Of a step that had more of them, their share: rows get cheaper by company,
+    /// never dearer.
+    fn alone(&self, decodes: usize) -> f64 {
+        let of = |(seconds, rows): (f64, usize)| seconds * (decodes as f64 / rows as f64).min(1.0);
+        let least = self.decodes.into_iter().map(of).fold(f64::INFINITY, f64::min);
+        // Not a number where an infinite time counts for no rows; none was seen then, or none is to be subtracted.
+        if least.is_finite() { least } else { 0.0 }
     }
 }
 
@@ -65,6 +92,16 @@ mod tests {
         time.observe(0, 100, Duration::from_secs(1));
         assert_eq!(time.beside(PAUSE), ROWS_MIN);
         assert_eq!(time.beside(Duration::MAX), usize::MAX);
+    }
+
+    #[test]
+    fn few_rows_are_added_up_before_they_are_a_pace() {
+        let mut time = RowTime::default();
+        // A first word on a slow model.
+        time.observe(0, 5, Duration::from_secs(1));
+        assert_eq!(time.beside(PAUSE), ROWS_MIN);
+        time.observe(0, 500, Duration::from_millis(500));
+        assert_eq!(time.beside(PAUSE), 33);
     }
 
     proptest! {
@@ -95,6 +132,59 @@ mod tests {
             let rows = time.beside(PAUSE);
             let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows >= step_rows;
             prop_assert!(uses || takes(streams, 0) > 3 * PAUSE, "{rows} rows of {row} s");
+        }
+
+        /// Of three steps in a row two may be held up by whatever it is.
+        #[test]
+        fn steps_that_were_held_up_cost_prompts_nothing(
+            row in 1e-5..0.05_f64,
+            streams in 1..64_usize,
+            step_rows in 64..2048_usize,
+            clean in 0..RECENT,
+            delays in proptest::collection::vec(0.0..10.0_f64, 40),
+        ) {
+            let takes = |prompts: usize| Duration::from_secs_f64(0.02 + 1e-4 * streams as f64 + row * prompts as f64);
+            let delay = |step: usize| {
+                Duration::from_secs_f64(if step % RECENT == clean { 0.0 } else { delays[step % delays.len()] })
+            };
+            let mut time = RowTime::default();
+            (0..RECENT).for_each(|step| time.observe(streams, 0, takes(0) + delay(step)));
+            for step in 0..60 {
+                let rows = time.beside(PAUSE).min(step_rows);
+                let least = Duration::from_secs_f64(row * ROWS_MIN as f64);
+                if step > 0 {
+                    prop_assert!(takes(rows) - takes(0) <= PAUSE.max(least).mul_f64(1.001), "{rows} rows in step {step}");
+                }
+                // The first one that was not may have had so few rows that their share of it was more than theirs.
+                if step >= 2 * RECENT {
+                    let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows == step_rows;
+                    prop_assert!(uses, "{rows} rows of {row} s in step {step}");
+                }
+                time.observe(streams, rows, takes(rows) + delay(step));
+            }
+        }
+
+        /// As they do behind a longer context.
+        #[test]
+        fn rows_that_get_dearer_are_followed(
+            first in 1e-5..0.01_f64,
+            growth in 1.0..1.2_f64,
+            streams in 1..64_usize,
+        ) {
+            let takes = |prompts: usize, row: f64| Duration::from_secs_f64(0.01 + row * prompts as f64);
+            let mut time = RowTime::default();
+            time.observe(streams, 0, takes(0, 0.0));
+            time.observe(streams, 256, takes(256, first));
+            let mut row = first;
+            for step in 0..40 {
+                row *= growth;
+                let rows = time.beside(PAUSE).min(2_048);
+                let longer = takes(rows, row) - takes(0, 0.0);
+                let least = Duration::from_secs_f64(row * ROWS_MIN as f64);
+                let most = PAUSE.mul_f64(growth.powi(RECENT as i32)).max(least);
+                prop_assert!(longer <= most.mul_f64(1.001), "{longer:?} in step {step}");
+                time.observe(streams, rows, takes(rows, row));
+            }
         }
 
         /// More streams than when a step without prompts was last seen: prompts get too little, never nothing.
