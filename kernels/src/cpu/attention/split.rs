@@ -138,17 +138,24 @@ impl<E: Stored> Positions<'_, E> {
         let from = first.into_iter().fold(0, usize::max);
         let until = seen.into_iter().fold(SPLIT, usize::min).max(from);
         let goes_on = first.into_iter().any(|first| first < from);
-        if goes_on {
-            for t in 0..T {
-                let (scores, partials) = (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
-                self.values::<S, 1>(s, first[t]..seen[t].min(from), false, scores, partials);
+        for (part, is_common) in [(0..from, false), (from..until, true), (until..SPLIT, false)] {
+            if is_common {
+                self.values::<S, T>(s, part, goes_on, scores, partials);
+                continue;
             }
-        }
-        self.values::<S, T>(s, from..until, goes_on, scores, partials);
-        for t in 0..T {
-            let (scores, partials) = (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
-            if seen[t] > until {
-                self.values::<S, 1>(s, until..seen[t], true, scores, partials);
+            // Nothing of a query alone. One call for both sides, since it is compiled for each type, instruction set and `T`.
+            if T == 1 {
+                continue;
+            }
+            let is_rest = part.start == until;
+            for t in 0..T {
+                let own = first[t].max(part.start)..seen[t].min(part.end);
+                let is_there = if is_rest { !own.is_empty() } else { goes_on };
+                if is_there {
+                    let (scores, partials) =
+                        (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
+                    self.values::<S, 1>(s, own, is_rest, scores, partials);
+                }
             }
         }
     }
