@@ -8,7 +8,7 @@ use std::str::FromStr;
 use gguf::Model;
 use memory::cuda::DeviceSelector;
 use models::ModelDescription;
-use ops::Past;
+use ops::AttentionSpan;
 use quant::layout::planes;
 use serde::{Deserialize, Serialize};
 use service::Exit;
@@ -72,9 +72,9 @@ pub(crate) fn without_kernel(model: &Model, description: &ModelDescription) -> O
     if let Some((_, tensor)) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none()) {
         return Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype));
     }
-    description.pasts.iter().enumerate().find_map(|(layer, past)| match past {
-        Past::Full => None,
-        Past::Window { tokens } => {
+    description.attention_spans.iter().enumerate().find_map(|(layer, span)| match span {
+        AttentionSpan::Full => None,
+        AttentionSpan::Window { tokens } => {
             Some(format!("no kernel for GPUs computes layer {layer}, which sees a window of {tokens} tokens"))
         }
     })

@@ -5,7 +5,7 @@
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use kernels::Cpu;
-use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Past, Step};
+use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};
 
 const BLOCK_TOKENS: usize = 16;
 const SPEC: AttentionSpec = AttentionSpec { heads: 16, kv_heads: 8, head_dim: 128, scale: 0.088 };
@@ -17,8 +17,12 @@ fn main() {
 /// The last `rows` of `context` tokens attend.
 fn attention(bencher: Bencher<'_, '_>, context: usize, rows: usize, threads: usize) {
     let mut cpu = Cpu::new(threads).expect("threads");
-    let layer =
-        KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer {
+        kv_heads: SPEC.kv_heads,
+        head_dim: SPEC.head_dim,
+        kind: KvType::F16,
+        span: AttentionSpan::Full,
+    };
     let blocks = context.div_ceil(BLOCK_TOKENS);
     let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] };
     let mut kv = cpu.kv(&layout).expect("memory");
@@ -74,8 +78,12 @@ fn last_256_rows(bencher: Bencher<'_, '_>, context: usize) {
 fn sixteen_sequences(bencher: Bencher<'_, '_>, context: usize, is_shared: bool) {
     const SEQUENCES: usize = 16;
     let mut cpu = Cpu::new(2).expect("threads");
-    let layer =
-        KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer {
+        kv_heads: SPEC.kv_heads,
+        head_dim: SPEC.head_dim,
+        kind: KvType::F16,
+        span: AttentionSpan::Full,
+    };
     let each = context.div_ceil(BLOCK_TOKENS);
     let blocks = SEQUENCES * each;
     let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] };

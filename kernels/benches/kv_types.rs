@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use kernels::Cpu;
 use models::testing::{ModelFile, Runner, demo_models};
-use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Past, Step};
+use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};
 
 const SPEC: AttentionSpec = AttentionSpec { heads: 16, kv_heads: 8, head_dim: 128, scale: 0.088 };
 const BLOCK_TOKENS: usize = 16;
@@ -63,7 +63,8 @@ fn attention() -> Result<()> {
     let mut cpu = Cpu::new(THREADS)?;
     let mut keys = cpu.tensor(POSITIONS, kv_width)?;
     cpu.write(&mut keys, POSITIONS, &values(POSITIONS * kv_width))?;
-    let layer = |kind| KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind, past: Past::Full };
+    let layer =
+        |kind| KvLayer { kv_heads: SPEC.kv_heads, head_dim: SPEC.head_dim, kind, span: AttentionSpan::Full };
     step(&mut cpu, 0)?;
     let mut caches = Vec::new();
     for kind in KvType::ALL {

@@ -4,7 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kernels::Cpu;
-use ops::{Backend, KvLayer, KvLayout, KvType, Past, Step};
+use ops::{AttentionSpan, Backend, KvLayer, KvLayout, KvType, Step};
 
 const MIB: u64 = 1 << 20;
 
@@ -19,7 +19,7 @@ fn resident() -> u64 {
 fn memory_comes_with_the_first_write_and_goes_when_blocks_are_given_back() {
     const BLOCKS: u32 = 2_000;
     let mut cpu = Cpu::new(1).unwrap();
-    let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, span: AttentionSpan::Full };
     // 64 KiB a block.
     let layout = KvLayout { block_tokens: 16, blocks: 1 << 20, layers: vec![layer] };
     let block_bytes = layout.block_bytes() as u64;

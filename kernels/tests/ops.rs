@@ -9,8 +9,8 @@ use attention::spec;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{
-    Activation, Backend, Experts, KvLayer, KvLayout, KvType, OpError, Past, Reference, RopePairing, RopeSpec,
-    Step, Weight,
+    Activation, AttentionSpan, Backend, Experts, KvLayer, KvLayout, KvType, OpError, Reference, RopePairing,
+    RopeSpec, Step, Weight,
 };
 use quant::DType;
 use random::{DTYPES, Random};
@@ -274,7 +274,11 @@ fn experts_are_those_of_the_reference() {
 fn a_block_costs_memory_when_it_is_written() {
     let mut cpu = Cpu::new(1).unwrap();
     for (kind, token_bytes) in [(KvType::F16, 512), (KvType::Q8_0, 272)] {
-        a_block_costs(&mut cpu, KvLayer { kv_heads: 2, head_dim: 64, kind, past: Past::Full }, token_bytes);
+        a_block_costs(
+            &mut cpu,
+            KvLayer { kv_heads: 2, head_dim: 64, kind, span: AttentionSpan::Full },
+            token_bytes,
+        );
     }
 }
 
@@ -301,7 +305,7 @@ fn a_block_costs(cpu: &mut Cpu, layer: KvLayer, token_bytes: u64) {
 /// Attention over one sequence whose second block was copied, and the original then written over.
 fn forked<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over: &[f32]) -> [Vec<f32>; 2] {
     const WIDTH: usize = 2 * 32;
-    let layer = KvLayer { kv_heads: 2, head_dim: 32, kind, past: Past::Full };
+    let layer = KvLayer { kv_heads: 2, head_dim: 32, kind, span: AttentionSpan::Full };
     let mut kv = b.kv(&KvLayout { block_tokens: 16, blocks: 8, layers: vec![layer; 2] }).unwrap();
     let mut attend = |b: &mut B, copy: Option<(u32, u32)>, table: [u32; 2], written: &[f32], first: u32| {
         if let Some(copy) = copy {
@@ -345,7 +349,7 @@ fn a_copied_block_reads_as_what_it_was_copied_from() {
         assert_eq!(copied, computed, "{kind:?}");
     }
     let mut cpu = Cpu::new(1).unwrap();
-    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, span: AttentionSpan::Full };
     let mut kv = cpu.kv(&KvLayout { block_tokens: 16, blocks: 4, layers: vec![layer] }).unwrap();
     let unwritten = cpu.kv_copy(&mut kv, &[(1, 2)]).unwrap_err();
     assert!(matches!(unwritten, OpError::Unwritten { block: 1, .. }), "{unwritten}");
@@ -369,7 +373,7 @@ fn what_does_not_fit_is_refused_by_name() {
         outputs: &[0],
     };
     cpu.begin(&step).unwrap();
-    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer { kv_heads: 1, head_dim: 32, kind: KvType::F16, span: AttentionSpan::Full };
     let layout = KvLayout { block_tokens: 16, blocks: 4, layers: vec![layer] };
     let mut kv = cpu.kv(&layout).unwrap();
     let (x, mut out) = (cpu.tensor(1, 32).unwrap(), cpu.tensor(1, 32).unwrap());

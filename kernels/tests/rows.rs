@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use kernels::Cpu;
-use ops::{Backend, Reference, Shortlist, Weighing};
+use ops::{Backend, DrawParams, Reference, Shortlist};
 
 const ROWS: usize = 5;
 const COLS: usize = 700;
@@ -33,11 +33,12 @@ fn a_run_of_rows_is_read_as_it_stands() {
 fn shortlists<B: Backend>(mut backend: B) -> Vec<Shortlist> {
     let mut x = backend.tensor(ROWS, COLS).unwrap();
     backend.write(&mut x, ROWS, &values()).unwrap();
-    let weighing = |row: usize| Weighing { temperature: 0.7, uniform: (row > 0).then_some(row as f64 / 5.0) };
-    let weighings: Vec<Weighing> = (0..ROWS).map(weighing).collect();
+    let weighing =
+        |row: usize| DrawParams { temperature: 0.7, uniform: (row > 0).then_some(row as f64 / 5.0) };
+    let draw_params: Vec<DrawParams> = (0..ROWS).map(weighing).collect();
     let mut lists = vec![Shortlist::default(); ROWS];
-    backend.shortlists(&x, COLS, &weighings, &mut lists).unwrap();
-    assert!(backend.shortlists(&x, COLS, &weighings, &mut lists[1..]).is_err());
+    backend.shortlists(&x, COLS, &draw_params, &mut lists).unwrap();
+    assert!(backend.shortlists(&x, COLS, &draw_params, &mut lists[1..]).is_err());
     lists
 }
 

@@ -9,7 +9,7 @@
 mod random;
 
 use kernels::{Cpu, Isa};
-use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, OpError, Past, Reference, Step};
+use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, OpError, Reference, Step};
 use random::Random;
 
 /// Of the layers, which kind: two that see all, four with a window.
@@ -97,8 +97,9 @@ impl Case {
     fn layout(&self) -> KvLayout {
         let AttentionSpec { kv_heads, head_dim, .. } = self.spec;
         let layer = |windowed| {
-            let past = if windowed { Past::Window { tokens: self.window } } else { Past::Full };
-            KvLayer { kv_heads, head_dim, kind: self.kind, past }
+            let span =
+                if windowed { AttentionSpan::Window { tokens: self.window } } else { AttentionSpan::Full };
+            KvLayer { kv_heads, head_dim, kind: self.kind, span }
         };
         let layers: Vec<KvLayer> = WINDOWED.map(layer).into();
         let mut layout = KvLayout { block_tokens: self.block_tokens, blocks: 0, layers };
@@ -164,7 +165,7 @@ impl Case {
                 for (group, of) in groups.iter().enumerate() {
                     if way.frees {
                         let held = at.tables[sequence][group].len();
-                        at.leave(sequence, group, (of.past.first(done[sequence]) / bt).min(held));
+                        at.leave(sequence, group, (of.span.first_position(done[sequence]) / bt).min(held));
                     }
                     while at.tables[sequence][group].len() * bt < done[sequence] + rows {
                         let block = at.take();
@@ -231,7 +232,7 @@ impl Case {
     /// The second sequence holds of the first one's blocks what a row behind the shared tokens sees.
     fn share(&self, at: &mut Tables, layout: &KvLayout) {
         for (group, of) in layout.groups().iter().enumerate() {
-            let first = of.past.first(self.shared) / self.block_tokens;
+            let first = of.span.first_position(self.shared) / self.block_tokens;
             let end = self.shared / self.block_tokens;
             let mut table = vec![0; end];
             for (own, &block) in table.iter_mut().zip(&at.tables[0][group]).skip(first) {
@@ -316,8 +317,8 @@ fn windows_do_not_depend_on_chunks_company_or_what_was_freed() {
 #[test]
 fn a_block_of_another_group_is_not_read() {
     fn text<B: Backend>(b: &mut B) -> [String; 3] {
-        let layer = |past| KvLayer { kv_heads: 1, head_dim: 16, kind: KvType::F16, past };
-        let layers = vec![layer(Past::Full), layer(Past::Window { tokens: 4 })];
+        let layer = |span| KvLayer { kv_heads: 1, head_dim: 16, kind: KvType::F16, span };
+        let layers = vec![layer(AttentionSpan::Full), layer(AttentionSpan::Window { tokens: 4 })];
         let mut kv = b.kv(&KvLayout { block_tokens: 4, blocks: 4, layers }).unwrap();
         let spec = AttentionSpec { heads: 1, kv_heads: 1, head_dim: 16, scale: 1.0 };
         let x = filled(b, 1, 16, &[1.0; 16]);

@@ -11,11 +11,10 @@ use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
 use memory::manifest::Manifest;
 use models::{BuildModelError, ModelDescription, TensorHead, WeightError, WeightTable};
-use ops::{Backend, OpError, Past};
+use ops::{Backend, OpError};
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
-use quant::layout::LAYOUT_GGML;
 use service::exit::HasExit;
 use service::{Exit, Notify};
 
@@ -247,11 +246,8 @@ fn map<P: Place>(
     }
     let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
     let described = models::validate(&metadata, heads)?;
-    if P::LAYOUT != LAYOUT_GGML
-        && let Some(tokens) = described.pasts.iter().find_map(|past| match past {
-            Past::Full => None,
-            Past::Window { tokens } => Some(*tokens),
-        })
+    if !P::Compute::SUPPORTS_WINDOWS
+        && let Some(tokens) = described.attention_spans.iter().find_map(|span| span.window_tokens())
     {
         return Err(AttachError::Window { tokens });
     }

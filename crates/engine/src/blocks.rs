@@ -5,7 +5,7 @@
 //! blocks `grow` takes; so a kind is a value, and one pool serves them all.
 
 use crate::pool::{BlockId, BlockPool, Name, TRASH};
-use ops::Past;
+use ops::AttentionSpan;
 use prefix::BlockHash;
 
 /// Which part of the past the layers of a group read.
@@ -56,12 +56,12 @@ impl GroupKind {
     }
 }
 
-impl From<Past> for GroupKind {
-    fn from(past: Past) -> Self {
-        match past {
-            Past::Full => Self::Full,
+impl From<AttentionSpan> for GroupKind {
+    fn from(span: AttentionSpan) -> Self {
+        match span {
+            AttentionSpan::Full => Self::Full,
             // A row sees itself at least.
-            Past::Window { tokens } => Self::Window { tokens: tokens.max(1) },
+            AttentionSpan::Window { tokens } => Self::Window { tokens: tokens.max(1) },
         }
     }
 }

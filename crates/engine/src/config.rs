@@ -1,7 +1,7 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
 use crate::draft::DRAFT_DEPTH_MAX;
-use ops::{KvLayer, KvLayout, KvTypes, KvTypesError, Past};
+use ops::{AttentionSpan, KvLayer, KvLayout, KvTypes, KvTypesError};
 use std::time::Duration;
 
 /// How much the KV cache may hold.
@@ -75,7 +75,7 @@ pub enum ConfigError {
     )]
     DraftWindow { whose: &'static str, tokens: usize },
     #[error(
-        "the model's layers are {groups} groups that see different parts of the past, at most {max} are possible"
+        "the model's layers are {groups} groups that see different parts of the span, at most {max} are possible"
     )]
     Groups { groups: usize, max: usize },
     #[error(transparent)]
@@ -197,14 +197,16 @@ impl EngineConfig {
 /// blocks there for all of its own layers: nothing in them may be given back while the sequence lives.
 pub fn check_draft(own: &[KvLayer], drafts: &[KvLayer]) -> Result<(), ConfigError> {
     let window = |whose, layers: &[KvLayer]| {
-        layers.iter().find_map(|layer| match layer.past {
-            Past::Full => None,
-            Past::Window { tokens } => Some(ConfigError::DraftWindow { whose, tokens }),
+        layers.iter().find_map(|layer| match layer.span {
+            AttentionSpan::Full => None,
+            AttentionSpan::Window { tokens } => Some(ConfigError::DraftWindow { whose, tokens }),
         })
     };
     let refused = match drafts {
         [] => None,
-        _ if own.iter().all(|layer| layer.past != Past::Full) => window("each layer of the model", own),
+        _ if own.iter().all(|layer| layer.span != AttentionSpan::Full) => {
+            window("each layer of the model", own)
+        }
         _ => window("a layer of the draft model", drafts),
     };
     refused.map_or(Ok(()), Err)

@@ -117,7 +117,7 @@ impl<B: Backend> Engine<B> {
         let layout = config.kv_layout_beside(own_layers, drafts.block_bytes())?;
         drafts.blocks = layout.blocks;
         check_draft(&layout.layers, &drafts.layers)?;
-        let groups: Vec<GroupKind> = layout.groups().iter().map(|group| group.past.into()).collect();
+        let groups: Vec<GroupKind> = layout.groups().iter().map(|group| group.span.into()).collect();
         // A draft's keys and values would have to be copied too.
         let forks = drafts.layers.is_empty();
         let block_bytes = layout.block_bytes() + drafts.block_bytes();

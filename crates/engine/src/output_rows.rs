@@ -4,17 +4,17 @@
 
 use crate::sampler::{Draw, History, Sampler};
 use crate::task::Row;
-use ops::{Backend, NO_BEST, OpError, Shortlist, Weighing};
+use ops::{Backend, DrawParams, NO_ARGMAX, OpError, Shortlist};
 use std::ops::Range;
 
 /// Of one step, in the order of its outputs. Buffers are kept between steps, until they are released.
 #[derive(Debug, Default)]
 pub(crate) struct OutputRows {
-    /// By output, or [`NO_BEST`]: then its row is in `logits`.
+    /// By output, or [`NO_ARGMAX`]: then its row is in `logits`.
     drawn: Vec<u32>,
     /// As long as the last of the rows that are needed.
     logits: Vec<f32>,
-    weighings: Vec<Weighing>,
+    draw_params: Vec<DrawParams>,
     lists: Vec<Shortlist>,
 }
 
@@ -22,7 +22,7 @@ impl OutputRows {
     /// Begins a step of `outputs`.
     pub(crate) fn start(&mut self, outputs: usize) {
         self.drawn.clear();
-        self.drawn.resize(outputs, NO_BEST);
+        self.drawn.resize(outputs, NO_ARGMAX);
     }
 
     /// Between steps: gives back what the largest step took.
@@ -46,18 +46,18 @@ impl OutputRows {
         };
         if draws.clone().all(is_greedy) {
             backend.argmax(logits, run.len(), vocab_size, drawn)?;
-        } else if B::SHORTLISTS && draws.clone().any(|draw| weighing(vocab_size, draw).is_some()) {
-            self.weighings.clear();
-            self.weighings.extend(draws.clone().map(|draw| weighing(vocab_size, draw).unwrap_or_default()));
+        } else if B::PREFERS_SHORTLISTS && draws.clone().any(|draw| weighing(vocab_size, draw).is_some()) {
+            self.draw_params.clear();
+            self.draw_params.extend(draws.clone().map(|draw| weighing(vocab_size, draw).unwrap_or_default()));
             if self.lists.len() < run.len() {
                 self.lists.resize(run.len(), Shortlist::default());
             }
             let lists = &mut self.lists[..run.len()];
-            backend.shortlists(logits, vocab_size, &self.weighings, lists)?;
+            backend.shortlists(logits, vocab_size, &self.draw_params, lists)?;
             for ((drawn, list), draw) in drawn.iter_mut().zip(lists).zip(draws) {
                 let token = draw
                     .and_then(|(draw, history)| sampler.sample_shortlist(list, vocab_size, &draw, history));
-                *drawn = token.unwrap_or(NO_BEST);
+                *drawn = token.unwrap_or(NO_ARGMAX);
             }
         }
         self.read(backend, vocab_size, run, logits)
@@ -72,10 +72,10 @@ impl OutputRows {
         logits: &B::Tensor,
     ) -> Result<(), OpError> {
         let mut at = run.start;
-        for same in self.drawn[run.clone()].chunk_by(|a, b| (*a == NO_BEST) == (*b == NO_BEST)) {
+        for same in self.drawn[run.clone()].chunk_by(|a, b| (*a == NO_ARGMAX) == (*b == NO_ARGMAX)) {
             let rows = at..at + same.len();
             at = rows.end;
-            if same[0] == NO_BEST {
+            if same[0] == NO_ARGMAX {
                 let values = rows.start * vocab_size..rows.end * vocab_size;
                 if self.logits.len() < values.end {
                     self.logits.resize(values.end, 0.0);
@@ -89,12 +89,12 @@ impl OutputRows {
 
     pub(crate) fn row(&self, output: usize, vocab_size: usize) -> Row<'_> {
         match self.drawn[output] {
-            NO_BEST => Row::Logits(&self.logits[output * vocab_size..][..vocab_size]),
+            NO_ARGMAX => Row::Logits(&self.logits[output * vocab_size..][..vocab_size]),
             token => Row::Drawn(token),
         }
     }
 }
 
-fn weighing(vocab_size: usize, draw: Option<(Draw<'_>, &History)>) -> Option<Weighing> {
+fn weighing(vocab_size: usize, draw: Option<(Draw<'_>, &History)>) -> Option<DrawParams> {
     draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
 }

@@ -14,7 +14,7 @@ use engine::{
 use fake::{Answer, answers, request, run_out};
 use kernels::{Cpu, Isa};
 use models::testing::{ModelFile, Transcript, demo_models, tree_data};
-use ops::{Backend, KvType, Past, Reference};
+use ops::{AttentionSpan, Backend, KvType, Reference};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -170,7 +170,13 @@ fn reference_gives_the_same_tokens_in_any_company() {
 #[test]
 fn a_model_with_windows_keeps_the_promise_too() {
     let file = ModelFile::open(&tree_data().join("gemma3.gguf")).unwrap();
-    let windows = file.description().unwrap().pasts.iter().filter(|&&past| past != Past::Full).count();
+    let windows = file
+        .description()
+        .unwrap()
+        .attention_spans
+        .iter()
+        .filter(|&&span| span != AttentionSpan::Full)
+        .count();
     assert_eq!(windows, 5, "of six layers");
     let prompts: Vec<Vec<u32>> = (0..6_u32)
         .map(|i| {

@@ -5,7 +5,7 @@
 
 use engine::sampler::{Draw, History, Sampler};
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
-use ops::weights::Weights;
+use ops::softmax::SoftmaxWeights;
 use ops::{SHORTLIST_LEN, Shortlist};
 use proptest::prelude::*;
 
@@ -36,7 +36,7 @@ fn both(logits: &[f32], params: &SamplingParams, past: &Past, position: usize) -
     let weighing = draw.weighing(logits.len(), &history);
     let short = weighing.and_then(|weighing| {
         let mut list = Shortlist::default();
-        list.fill(logits, &weighing, &mut Weights::default());
+        list.fill(logits, &weighing, &mut SoftmaxWeights::default());
         sampler.sample_shortlist(&list, logits.len(), &draw, &history)
     });
     (sampler.sample(logits, &draw, &mut history).ok(), short)

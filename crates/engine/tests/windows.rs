@@ -12,32 +12,32 @@ use engine::{
 };
 use fake::{Answer, VOCAB, answers, request, run_out};
 use models::{Model, TakeLogits};
-use ops::{Backend, KvLayer, KvLayout, KvTypes, OpError, Past, Reference, Step};
+use ops::{AttentionSpan, Backend, KvLayer, KvLayout, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
 use std::time::Duration;
 
-const FULL: Past = Past::Full;
+const FULL: AttentionSpan = AttentionSpan::Full;
 
-fn window(tokens: usize) -> Past {
-    Past::Window { tokens }
+fn window(tokens: usize) -> AttentionSpan {
+    AttentionSpan::Window { tokens }
 }
 
 /// Keeps, for each group, the hash of all tokens up to the one in a place, and looks for each row at everything that the
 /// group sees: that of a wrong block, or of one that was given back too early, is another one or not there.
 struct Windows {
     layers: Vec<KvLayer>,
-    groups: Vec<Past>,
+    groups: Vec<AttentionSpan>,
     block_tokens: usize,
     /// By KV slot: group, and hash of the tokens up to it.
     cells: HashMap<u32, (usize, u64)>,
 }
 
 impl Windows {
-    fn new(pasts: &[Past], config: &EngineConfig) -> Self {
-        let layer = |&past| KvLayer { kv_heads: 1, head_dim: 4, kind: config.kv_types.rest(), past };
-        let layers: Vec<KvLayer> = pasts.iter().map(layer).collect();
+    fn new(spans: &[AttentionSpan], config: &EngineConfig) -> Self {
+        let layer = |&span| KvLayer { kv_heads: 1, head_dim: 4, kind: config.kv_types.rest(), span };
+        let layers: Vec<KvLayer> = spans.iter().map(layer).collect();
         let layout = KvLayout { block_tokens: config.block_tokens, blocks: 1, layers };
-        let groups = layout.groups().iter().map(|group| group.past).collect();
+        let groups = layout.groups().iter().map(|group| group.span).collect();
         Self { layers: layout.layers, groups, block_tokens: config.block_tokens, cells: HashMap::new() }
     }
 }
@@ -101,18 +101,19 @@ impl Model<Reference> for Windows {
                 table[position / tokens] * tokens as u32 + (position % tokens) as u32
             };
             // What is before this row, by the first group; it must see the last position at least.
-            let before =
-                position.checked_sub(1).map_or(0, |last| match self.groups[0].first(position) <= last {
+            let before = position.checked_sub(1).map_or(0, |last| {
+                match self.groups[0].first_position(position) <= last {
                     true => self.cells[&slot(0, last)].1,
                     false => 0,
-                });
+                }
+            });
             let state = chain(before, step.tokens[row]);
-            for (group, past) in self.groups.iter().enumerate() {
+            for (group, span) in self.groups.iter().enumerate() {
                 assert_eq!(step.kv_slots[row * groups + group], slot(group, position));
                 self.cells.insert(slot(group, position), (group, state));
-                for seen in past.first(position)..position {
+                for seen in span.first_position(position)..position {
                     let cell = self.cells.get(&slot(group, seen)).copied();
-                    let by_first = match self.groups[0].first(position) <= seen {
+                    let by_first = match self.groups[0].first_position(position) <= seen {
                         true => self.cells.get(&slot(0, seen)).map(|cell| cell.1),
                         false => cell.map(|cell| cell.1),
                     };
@@ -135,8 +136,8 @@ impl Model<Reference> for Windows {
     }
 }
 
-fn engine(pasts: &[Past], config: &EngineConfig) -> Engine<Reference> {
-    Engine::new(Box::new(Windows::new(pasts, config)), Reference::new(), config).unwrap()
+fn engine(spans: &[AttentionSpan], config: &EngineConfig) -> Engine<Reference> {
+    Engine::new(Box::new(Windows::new(spans, config)), Reference::new(), config).unwrap()
 }
 
 fn config() -> EngineConfig {
@@ -153,15 +154,16 @@ fn prompt(text: u32, len: u32) -> Vec<u32> {
 }
 
 /// Blocks that one sequence holds in a step which brings it to `end` tokens, `rows` of them new.
-fn held(groups: &[Past], end: usize, rows: usize, block_tokens: usize) -> usize {
-    let blocks = |past: &Past| end.div_ceil(block_tokens) - past.first(end - rows) / block_tokens;
+fn held(groups: &[AttentionSpan], end: usize, rows: usize, block_tokens: usize) -> usize {
+    let blocks =
+        |span: &AttentionSpan| end.div_ceil(block_tokens) - span.first_position(end - rows) / block_tokens;
     groups.iter().map(blocks).sum()
 }
 
 #[test]
 fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
-    let pasts = [window(6), window(6), FULL, window(30)];
-    let mut engine = engine(&pasts, &config());
+    let spans = [window(6), window(6), FULL, window(30)];
+    let mut engine = engine(&spans, &config());
     assert_eq!(engine.stats().kv_groups, 4);
     engine.submit(request(1, prompt(0, 50), 120)).unwrap();
     let (mut out, mut computed) = (Vec::new(), 0);
@@ -171,7 +173,7 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
         computed += rows;
         if engine.has_work() {
             // Blocks are left behind when one is taken: of each window one more at most.
-            let expected = held(&pasts, computed, rows, 4);
+            let expected = held(&spans, computed, rows, 4);
             let used = engine.stats().kv_blocks_used;
             assert!(
                 (expected..=expected + 3).contains(&used),
@@ -189,12 +191,12 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
 
 #[test]
 fn a_long_sequence_needs_a_budget_for_its_full_layers_only() {
-    let pasts = [window(6), FULL, window(6), window(6), window(6), window(6)];
-    let block_bytes = engine(&pasts, &config()).stats().kv_block_bytes as u64;
+    let spans = [window(6), FULL, window(6), window(6), window(6), window(6)];
+    let block_bytes = engine(&spans, &config()).stats().kv_block_bytes as u64;
     // Of 300 tokens, all 75 blocks of one group, and of five groups what a window and the largest step take.
     let blocks = 75 + 5 * (2 + 6 + 1);
     let tight = EngineConfig { kv: KvBudget::Bytes((blocks + 1) * block_bytes), ..config() };
-    let mut engine = engine(&pasts, &tight);
+    let mut engine = engine(&spans, &tight);
     engine.submit(request(1, prompt(0, 40), 261)).unwrap();
     // It finds the first one's beginning, and that costs it nothing in the windows.
     engine.submit(request(2, prompt(0, 40), 261)).unwrap();
@@ -215,8 +217,8 @@ fn a_long_sequence_needs_a_budget_for_its_full_layers_only() {
 
 #[test]
 fn a_budget_in_tokens_is_for_these_tokens_however_short_their_sequences_are() {
-    let groups = |pasts: &[Past]| {
-        let engine = engine(pasts, &config());
+    let groups = |spans: &[AttentionSpan]| {
+        let engine = engine(spans, &config());
         let stats = engine.stats();
         (stats.kv_groups, stats.kv_blocks)
     };
@@ -227,14 +229,14 @@ fn a_budget_in_tokens_is_for_these_tokens_however_short_their_sequences_are() {
 }
 
 /// One request at a time, with room for everything.
-fn alone(pasts: &[Past], config: &EngineConfig, requests: &[Request]) -> HashMap<RequestId, Answer> {
+fn alone(spans: &[AttentionSpan], config: &EngineConfig, requests: &[Request]) -> HashMap<RequestId, Answer> {
     let roomy = EngineConfig {
         kv: KvBudget::Tokens(4000),
         prefix_cache: false,
         draft_depth_max: 0,
         ..config.clone()
     };
-    let mut engine = engine(pasts, &roomy);
+    let mut engine = engine(spans, &roomy);
     let mut outputs = Vec::new();
     for request in requests {
         engine.submit(request.clone()).unwrap();
@@ -258,7 +260,7 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
     for seed in 0..150 {
         let random = &mut Random(seed);
         let (short, long) = (1 + random.below(20), 1 + random.below(60));
-        let pasts: &[Past] = match random.below(5) {
+        let spans: &[AttentionSpan] = match random.below(5) {
             0 => &[FULL, window(short)],
             1 => &[window(short), window(short), FULL, window(long)],
             2 => &[window(short), window(long), window(short), FULL, FULL],
@@ -278,17 +280,17 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
         let requests: Vec<Request> = (0..16)
             .map(|id| request(id as u64, prompts[id / 2].clone(), 1 + random.below(60) as u32))
             .collect();
-        let expected = alone(pasts, &config, &requests);
+        let expected = alone(spans, &config, &requests);
         // The least that the longest of them needs when it is alone: one block less, and it is refused.
         let longest =
             requests.iter().max_by_key(|r| r.prompt.len() as u32 + r.stop.max_tokens.unwrap()).unwrap();
-        let block_bytes = engine(pasts, &config).stats().kv_block_bytes as u64;
+        let block_bytes = engine(spans, &config).stats().kv_block_bytes as u64;
         let with_blocks =
             |blocks| EngineConfig { kv: KvBudget::Bytes((blocks + 1) * block_bytes), ..config.clone() };
-        let fits = |blocks: u64| engine(pasts, &with_blocks(blocks)).submit(longest.clone()).is_ok();
+        let fits = |blocks: u64| engine(spans, &with_blocks(blocks)).submit(longest.clone()).is_ok();
         let least = (1..4000).find(|&blocks| fits(blocks)).unwrap();
         for more in [0, least / 2] {
-            let model = Box::new(Windows::new(pasts, &config));
+            let model = Box::new(Windows::new(spans, &config));
             let drafter = Box::new(Lookup::default());
             let mut engine =
                 Engine::drafting(model, drafter, Reference::new(), &with_blocks(least + more)).unwrap();
@@ -301,7 +303,7 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
                 }
             }
             outputs.extend(run_out(&mut engine));
-            assert_eq!(answers(outputs), expected, "seed {seed}, {pasts:?}, {config:?}");
+            assert_eq!(answers(outputs), expected, "seed {seed}, {spans:?}, {config:?}");
             let stats = engine.stats();
             preempted += stats.preemptions;
             cached += stats.prompt_tokens_cached;
@@ -316,12 +318,12 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
 
 #[test]
 fn a_draft_model_keeps_everything_or_does_not_draft() {
-    let drafting = |pasts: &[Past], of_draft: &[Past]| {
+    let drafting = |spans: &[AttentionSpan], of_draft: &[AttentionSpan]| {
         let config = EngineConfig { draft_depth_max: 2, ..config() };
         let draft = DraftModel::new(Box::new(Windows::new(of_draft, &config)), 16, 0.1);
-        Engine::drafting(Box::new(Windows::new(pasts, &config)), Box::new(draft), Reference::new(), &config)
+        Engine::drafting(Box::new(Windows::new(spans, &config)), Box::new(draft), Reference::new(), &config)
     };
-    for (pasts, of_draft, text) in [
+    for (spans, of_draft, text) in [
         (
             &[FULL, window(8)][..],
             &[FULL, window(5)][..],
@@ -329,19 +331,19 @@ fn a_draft_model_keeps_everything_or_does_not_draft() {
         ),
         (&[window(8)], &[FULL], "each layer of the model sees only the last 8 tokens"),
     ] {
-        match drafting(pasts, of_draft) {
+        match drafting(spans, of_draft) {
             Err(StartError::Config(error @ ConfigError::DraftWindow { .. })) => {
                 assert!(error.to_string().starts_with(text), "{error}");
             }
             Err(error) => panic!("{error}"),
-            Ok(_) => panic!("{pasts:?} with drafts of {of_draft:?} is not refused"),
+            Ok(_) => panic!("{spans:?} with drafts of {of_draft:?} is not refused"),
         }
     }
     // Where a layer keeps everything, the draft's keys and values lie beside it.
-    let pasts = [FULL, window(8)];
+    let spans = [FULL, window(8)];
     let requests: Vec<Request> = (0..6).map(|id| request(id, prompt(id as u32 / 2, 30), 40)).collect();
-    let expected = alone(&pasts, &config(), &requests);
-    let mut engine = drafting(&pasts, &[FULL]).unwrap();
+    let expected = alone(&spans, &config(), &requests);
+    let mut engine = drafting(&spans, &[FULL]).unwrap();
     requests.iter().for_each(|request| {
         engine.submit(request.clone()).unwrap();
     });

@@ -2,7 +2,7 @@
 
 use crate::{decoder::DecoderConfig, rope::RopeConfig};
 use gguf::{KeyError, Metadata, Strings, Value};
-use ops::{Activation, Past, RopePairing};
+use ops::{Activation, AttentionSpan, RopePairing};
 use std::ops::RangeInclusive;
 
 /// Bounds on what a file may claim. The first two are llama.cpp's; the others lie well above every published model and
@@ -84,7 +84,7 @@ impl<'a> Keys<'a> {
             attention_scale: 1.0 / (head_dim as f32).sqrt(),
             rope: RopeConfig::read(self, pairing, head_dim, context_length)?,
             window_rope: None,
-            pasts: vec![Past::Full; layers],
+            attention_spans: vec![AttentionSpan::Full; layers],
         })
     }
 

@@ -10,7 +10,7 @@ use crate::{
     rope::{self, RopeConfig},
     scratch::Scratch,
 };
-use ops::{Activation, Backend, KvLayer, KvTypes, Linear, OpError, Past, Step, Weight};
+use ops::{Activation, AttentionSpan, Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
 use std::{convert::Infallible, ops::Range};
 
 /// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
@@ -41,7 +41,7 @@ pub(crate) struct DecoderConfig {
     /// Of layers with a window, where it is another.
     pub(crate) window_rope: Option<RopeConfig>,
     /// Which part of the past each layer sees.
-    pub(crate) pasts: Vec<Past>,
+    pub(crate) attention_spans: Vec<AttentionSpan>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ impl DecoderConfig {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
-            pasts: self.pasts.clone(),
+            attention_spans: self.attention_spans.clone(),
             feed_forward: self.feed_forward,
             experts: self.experts.map_or(0, |experts| experts.count),
             experts_used: self.experts.map_or(0, |experts| experts.used),
@@ -199,8 +199,8 @@ impl<B: Backend> Decoder<B> {
             backend.rms_norm(residual, &first.attention_norm, epsilon, normed, rows)?;
         }
         while let Some((index, layer)) = layers.next() {
-            let rope = match (config.pasts[index], &*window_rope) {
-                (Past::Window { .. }, Some(own)) => own,
+            let rope = match (config.attention_spans[index], &*window_rope) {
+                (AttentionSpan::Window { .. }, Some(own)) => own,
                 _ => &*rope,
             };
             layer.attention.forward(backend, kv, index, rope, config, normed, attention, delta, rows)?;
@@ -262,7 +262,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
 
     fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
         let Self { config, .. } = self;
-        kv_layers(&config.pasts, config.kv_heads, config.head_dim, types)
+        kv_layers(&config.attention_spans, config.kv_heads, config.head_dim, types)
     }
 
     fn forward(

@@ -7,7 +7,7 @@ use crate::{
     config::{CONTEXT_MAX, Keys, LAYERS_MAX},
     decoder::DecoderConfig,
 };
-use ops::{Activation, Past, RopePairing};
+use ops::{Activation, AttentionSpan, RopePairing};
 
 /// The one size (27B) that divides scores by the root of `embedding / heads` and not of the length of a head.
 const LAYERS_OF_27B: usize = 62;
@@ -18,12 +18,12 @@ pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
     let config = keys.decoder(RopePairing::Halves)?;
     // No published model has a cap: logits stay as they are, and a file that wants them otherwise is refused.
     keys.number("final_logit_softcapping", 0.0..=0.0)?;
-    let (mut pasts, mut window_rope) = (config.pasts, None);
+    let (mut attention_spans, mut window_rope) = (config.attention_spans, None);
     let tokens = keys.count_or("attention.sliding_window", 0, 0..=CONTEXT_MAX)?;
     if tokens > 0 {
         window_rope = Some(config.rope.of_windows(keys)?);
-        for (past, windowed) in pasts.iter_mut().zip(windowed_layers(keys, config.layers)?) {
-            *past = if windowed { Past::Window { tokens } } else { Past::Full };
+        for (span, windowed) in attention_spans.iter_mut().zip(windowed_layers(keys, config.layers)?) {
+            *span = if windowed { AttentionSpan::Window { tokens } } else { AttentionSpan::Full };
         }
     }
     let attention_scale = match config.layers {
@@ -37,7 +37,7 @@ pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
         embedding_scale: Some((config.embedding as f32).sqrt()),
         attention_scale,
         window_rope,
-        pasts,
+        attention_spans,
         ..config
     })
 }
@@ -82,33 +82,36 @@ mod tests {
         configure(&Keys::new(&metadata).unwrap())
     }
 
-    fn pasts(layers: u32, pattern: Option<impl ToValue>) -> Result<Vec<Past>, ConfigError> {
+    fn attention_spans(
+        layers: u32,
+        pattern: Option<impl ToValue>,
+    ) -> Result<Vec<AttentionSpan>, ConfigError> {
         let config = with(layers, |builder| {
             builder.put("gemma3.attention.sliding_window", 16_u32)?;
             pattern.map_or(Ok(()), |pattern| builder.put("gemma3.attention.sliding_window_pattern", pattern))
         })?;
-        Ok(config.pasts)
+        Ok(config.attention_spans)
     }
 
     #[test]
     fn every_sixth_layer_sees_all_unless_the_file_says_otherwise() {
-        let [w, all] = [Past::Window { tokens: 16 }, Past::Full];
-        assert_eq!(pasts(8, None::<u32>).unwrap(), [w, w, w, w, w, all, w, w]);
-        assert_eq!(pasts(5, Some(2_u32)).unwrap(), [w, all, w, all, w]);
-        assert_eq!(pasts(2, Some(1_u32)).unwrap(), [all; 2]);
-        assert_eq!(pasts(2, Some(0_u32)).unwrap(), [w; 2]);
-        assert_eq!(pasts(3, Some(&[false, true, true][..])).unwrap(), [all, w, w]);
-        assert_eq!(pasts(3, Some(&[0_u32, 1, 0][..])).unwrap(), [all, w, all]);
-        let refused = pasts(3, Some(&[true, true][..])).unwrap_err().to_string();
+        let [w, all] = [AttentionSpan::Window { tokens: 16 }, AttentionSpan::Full];
+        assert_eq!(attention_spans(8, None::<u32>).unwrap(), [w, w, w, w, w, all, w, w]);
+        assert_eq!(attention_spans(5, Some(2_u32)).unwrap(), [w, all, w, all, w]);
+        assert_eq!(attention_spans(2, Some(1_u32)).unwrap(), [all; 2]);
+        assert_eq!(attention_spans(2, Some(0_u32)).unwrap(), [w; 2]);
+        assert_eq!(attention_spans(3, Some(&[false, true, true][..])).unwrap(), [all, w, w]);
+        assert_eq!(attention_spans(3, Some(&[0_u32, 1, 0][..])).unwrap(), [all, w, all]);
+        let refused = attention_spans(3, Some(&[true, true][..])).unwrap_err().to_string();
         assert_eq!(refused, "key gemma3.attention.sliding_window_pattern has 2 values, and 3 are needed");
-        assert!(pasts(3, Some("all")).is_err());
+        assert!(attention_spans(3, Some("all")).is_err());
     }
 
     #[test]
     fn without_a_window_all_layers_see_all() {
         let zero = with(6, |builder| builder.put("gemma3.attention.sliding_window", 0_u32));
         for config in [with(6, |_| Ok(())).unwrap(), zero.unwrap()] {
-            assert_eq!((config.pasts, config.window_rope), (vec![Past::Full; 6], None));
+            assert_eq!((config.attention_spans, config.window_rope), (vec![AttentionSpan::Full; 6], None));
         }
     }
 

@@ -1,7 +1,7 @@
 //! [`Model`]: what the engine sees of a model, and why one could not be built.
 
 use crate::{ConfigError, WeightError};
-use ops::{Backend, KvLayer, KvTypes, OpError, Past, Step};
+use ops::{AttentionSpan, Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
 
 /// Rows computed at once: fewer do not fill a large GPU, more need memory and make nothing faster.
@@ -80,7 +80,7 @@ pub struct ModelDescription {
     /// Values per head of queries, keys and values.
     pub head_dim: usize,
     /// Which part of the past each layer sees.
-    pub pasts: Vec<Past>,
+    pub attention_spans: Vec<AttentionSpan>,
     /// Width inside the feed-forward block, or inside one expert.
     pub feed_forward: usize,
     /// Experts per layer, and those that a row goes through; 0 in dense models.
@@ -97,7 +97,7 @@ pub struct ModelDescription {
 impl ModelDescription {
     /// The cache it needs, layer by layer, when keys and values are stored as `types`.
     pub fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer> {
-        kv_layers(&self.pasts, self.kv_heads, self.head_dim, types)
+        kv_layers(&self.attention_spans, self.kv_heads, self.head_dim, types)
     }
 
     /// Bytes of each activation tensor of a model built with `limits`.
@@ -118,9 +118,14 @@ impl ModelDescription {
 }
 
 /// The cache of layers that differ in what they see of the past and in the type of what they store.
-pub(crate) fn kv_layers(pasts: &[Past], kv_heads: usize, head_dim: usize, types: &KvTypes) -> Vec<KvLayer> {
-    let layer = |(layer, &past)| KvLayer { kv_heads, head_dim, kind: types.of(layer), past };
-    pasts.iter().enumerate().map(layer).collect()
+pub(crate) fn kv_layers(
+    attention_spans: &[AttentionSpan],
+    kv_heads: usize,
+    head_dim: usize,
+    types: &KvTypes,
+) -> Vec<KvLayer> {
+    let layer = |(layer, &span)| KvLayer { kv_heads, head_dim, kind: types.of(layer), span };
+    attention_spans.iter().enumerate().map(layer).collect()
 }
 
 /// Why a model could not be built.

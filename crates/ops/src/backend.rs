@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
-use crate::weights::Weights;
-use crate::{Experts, KvLayout, Linear, RopeSpec, Shortlist, Step, Weighing, Weight, experts};
+use crate::softmax::SoftmaxWeights;
+use crate::{DrawParams, Experts, KvLayout, Linear, RopeSpec, Shortlist, Step, Weight, experts};
 
 /// Stands for the best of a row that has none: [`Backend::argmax`].
-pub const NO_BEST: u32 = u32::MAX;
+pub const NO_ARGMAX: u32 = u32::MAX;
 
 /// How attention scores are formed. Query head `h` reads kv head `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -86,7 +86,10 @@ pub trait Backend: Sized + Send + 'static {
     type Rope: Send;
 
     /// Whether [`Backend::shortlists`] is to be preferred to reading rows: not where they are in the host's memory anyway.
-    const SHORTLISTS: bool;
+    const PREFERS_SHORTLISTS: bool;
+
+    /// Whether [`Backend::attention`] computes layers with [`crate::AttentionSpan::Window`].
+    const SUPPORTS_WINDOWS: bool;
 
     /// An uninitialised `[rows_max, cols]` tensor.
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Self::Tensor, OpError>;
@@ -194,7 +197,7 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Causal attention of every row over the keys of its sequence that the layer sees ([`crate::Past`]): those at positions
+    /// Causal attention of every row over the keys of its sequence that the layer sees ([`crate::AttentionSpan`]): those at positions
     /// `first(positions[r])..=positions[r]`, all read from the cache (this step's keys were written by `kv_write` before).
     /// Blocks before the first are not looked at.
     fn attention(
@@ -243,7 +246,7 @@ pub trait Backend: Sized + Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), OpError>;
 
-    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NO_BEST`] if
+    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NO_ARGMAX`] if
     /// the row holds a NaN or its largest value is infinite. One number a row comes to the host, instead of `cols` of them.
     fn argmax(
         &mut self,
@@ -259,29 +262,30 @@ pub trait Backend: Sized + Send + 'static {
         let mut values = vec![0.0; rows * cols];
         self.read(x, rows, &mut values)?;
         for (best, row) in best.iter_mut().zip(values.chunks_exact(cols.max(1))) {
-            *best = largest(row);
+            *best = finite_argmax(row);
         }
         Ok(())
     }
 
-    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as `weighings` say: some numbers a
+    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as `draw_params` say: some numbers a
     /// row come to the host. Lists of some rows may stay empty: those are to be read.
     fn shortlists(
         &mut self,
         x: &Self::Tensor,
         cols: usize,
-        weighings: &[Weighing],
+        draw_params: &[DrawParams],
         lists: &mut [Shortlist],
     ) -> Result<(), OpError> {
-        let rows = weighings.len();
+        let rows = draw_params.len();
         if lists.len() != rows {
             let (found, expected) = (lists.len(), rows);
             return Err(OpError::Shape { op: "shortlists", what: "host slice", found, expected });
         }
         let mut values = vec![0.0; rows * cols];
         self.read(x, rows, &mut values)?;
-        let mut weights = Weights::default();
-        for ((list, weighing), row) in lists.iter_mut().zip(weighings).zip(values.chunks_exact(cols.max(1))) {
+        let mut weights = SoftmaxWeights::default();
+        for ((list, weighing), row) in lists.iter_mut().zip(draw_params).zip(values.chunks_exact(cols.max(1)))
+        {
             list.fill(row, weighing, &mut weights);
         }
         Ok(())
@@ -306,7 +310,7 @@ pub trait Backend: Sized + Send + 'static {
 }
 
 /// Where the largest of a row stands, as [`Backend::argmax`] has it.
-pub fn largest(row: &[f32]) -> u32 {
+pub fn finite_argmax(row: &[f32]) -> u32 {
     // Lanes without branches, so that they become vectors.
     const LANES: usize = 16;
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -322,9 +326,9 @@ pub fn largest(row: &[f32]) -> u32 {
     nan |= rest.iter().any(|value| value.is_nan());
     let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
     if nan || !max.is_finite() {
-        return NO_BEST;
+        return NO_ARGMAX;
     }
-    row.iter().position(|&value| value == max).map_or(NO_BEST, |index| index as u32)
+    row.iter().position(|&value| value == max).map_or(NO_ARGMAX, |index| index as u32)
 }
 
 #[cfg(test)]
@@ -351,9 +355,9 @@ mod tests {
         let rows = [
             ([1.0, 5.0, 5.0, -1.0], 1),
             ([-2.0, -INF, -3.0, -2.0], 0),
-            ([9.0, f32::NAN, 1.0, 2.0], NO_BEST),
-            ([9.0, 1.0, INF, 2.0], NO_BEST),
-            ([-INF; 4], NO_BEST),
+            ([9.0, f32::NAN, 1.0, 2.0], NO_ARGMAX),
+            ([9.0, 1.0, INF, 2.0], NO_ARGMAX),
+            ([-INF; 4], NO_ARGMAX),
         ];
         let mut backend = Reference::new();
         let mut x = backend.tensor(rows.len(), 4).unwrap();
@@ -370,11 +374,11 @@ mod tests {
             for at in 0..len {
                 let mut row = vec![-1.0; len];
                 row[at] = 3.0;
-                assert_eq!(largest(&row), at as u32, "of {len}");
+                assert_eq!(finite_argmax(&row), at as u32, "of {len}");
                 row[at] = f32::NAN;
-                assert_eq!(largest(&row), NO_BEST, "of {len}");
+                assert_eq!(finite_argmax(&row), NO_ARGMAX, "of {len}");
             }
         }
-        assert_eq!(largest(&[]), NO_BEST);
+        assert_eq!(finite_argmax(&[]), NO_ARGMAX);
     }
 }

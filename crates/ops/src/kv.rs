@@ -82,19 +82,27 @@ impl FromStr for KvType {
     }
 }
 
-/// Which part of the past the rows of a layer see.
+/// Which positions of its sequence a row attends to in a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Past {
-    /// All positions up to their own.
+pub enum AttentionSpan {
+    /// All positions up to the row's own.
     #[default]
     Full,
-    /// The last `tokens` positions, their own among them.
+    /// The last `tokens` positions, the row's own included.
     Window { tokens: usize },
 }
 
-impl Past {
-    /// The first position that a row at `position` sees.
-    pub fn first(self, position: usize) -> usize {
+impl AttentionSpan {
+    /// Length of the window, if there is one.
+    pub fn window_tokens(self) -> Option<usize> {
+        match self {
+            Self::Full => None,
+            Self::Window { tokens } => Some(tokens),
+        }
+    }
+
+    /// The first position that a row at `position` attends to.
+    pub fn first_position(self, position: usize) -> usize {
         match self {
             Self::Full => 0,
             Self::Window { tokens } => (position + 1).saturating_sub(tokens.max(1)),
@@ -109,7 +117,7 @@ pub struct KvLayer {
     /// Values per head, for keys and for values.
     pub head_dim: usize,
     pub kind: KvType,
-    pub past: Past,
+    pub span: AttentionSpan,
 }
 
 /// The whole cache: `blocks` blocks of `block_tokens` tokens, each holding keys and values of the layers of one group.
@@ -123,14 +131,14 @@ pub struct KvLayout {
 /// Layers that see the same part of the past, whose keys and values stand in a block together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvGroup {
-    pub past: Past,
+    pub span: AttentionSpan,
     /// In the order of the block.
     pub layers: Vec<usize>,
 }
 
-/// Where a layer's keys and values stand: in blocks of one group, at one place in them.
+/// Where a layer's keys and values stand: in blocks of one group, at one location in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KvPlace {
+pub struct KvLayerLocation {
     pub group: usize,
     /// Index among the group's layers.
     pub slot: usize,
@@ -153,39 +161,39 @@ impl KvLayout {
     /// that takes the fewest bytes. Layers that all see the same are one group. The first one sees all of the past, if
     /// any does.
     pub fn groups(&self) -> Vec<KvGroup> {
-        let mut pasts: Vec<Past> = Vec::new();
+        let mut spans: Vec<AttentionSpan> = Vec::new();
         for layer in &self.layers {
-            if !pasts.contains(&layer.past) {
-                pasts.push(layer.past);
+            if !spans.contains(&layer.span) {
+                spans.push(layer.span);
             }
         }
-        pasts.sort_by_key(|&past| past != Past::Full);
-        let bytes_of = |past: Past| -> usize {
-            let of_past = self.layers.iter().filter(|layer| layer.past == past);
+        spans.sort_by_key(|&span| span != AttentionSpan::Full);
+        let bytes_of = |span: AttentionSpan| -> usize {
+            let of_past = self.layers.iter().filter(|layer| layer.span == span);
             of_past.map(KvLayer::token_bytes).fold(0, usize::saturating_add)
         };
-        let sizes = pasts.iter().map(|&past| bytes_of(past));
-        let ways = sizes.map(|size| self.cut(&pasts, size));
+        let sizes = spans.iter().map(|&span| bytes_of(span));
+        let ways = sizes.map(|size| self.cut(&spans, size));
         // The largest size makes a group of each past.
-        let fit = ways.filter(|groups| groups.len() <= GROUPS_MAX.max(pasts.len()));
+        let fit = ways.filter(|groups| groups.len() <= GROUPS_MAX.max(spans.len()));
         fit.min_by_key(|groups| (self.group_bytes(groups).saturating_mul(groups.len()), groups.len()))
             .unwrap_or_default()
     }
 
     /// Groups of at most `size` bytes a token, or of one layer.
-    fn cut(&self, pasts: &[Past], size: usize) -> Vec<KvGroup> {
+    fn cut(&self, spans: &[AttentionSpan], size: usize) -> Vec<KvGroup> {
         let mut groups = Vec::new();
-        for &past in pasts {
+        for &span in spans {
             let mut left = 0;
-            let of_past = self.layers.iter().enumerate().filter(|(_, layer)| layer.past == past);
+            let of_past = self.layers.iter().enumerate().filter(|(_, layer)| layer.span == span);
             for (index, bytes) in of_past.map(|(index, layer)| (index, layer.token_bytes())) {
                 match groups.last_mut() {
-                    Some(KvGroup { past: same, layers }) if *same == past && bytes <= left => {
+                    Some(KvGroup { span: same, layers }) if *same == span && bytes <= left => {
                         layers.push(index);
                         left -= bytes;
                     }
                     _ => {
-                        groups.push(KvGroup { past, layers: vec![index] });
+                        groups.push(KvGroup { span, layers: vec![index] });
                         left = size.saturating_sub(bytes);
                     }
                 }
@@ -204,14 +212,14 @@ impl KvLayout {
     }
 
     /// Where each layer's keys and values stand, for `groups` of this layout.
-    pub fn places(&self, groups: &[KvGroup]) -> Vec<KvPlace> {
-        let mut places = vec![KvPlace::default(); self.layers.len()];
+    pub fn layer_locations(&self, groups: &[KvGroup]) -> Vec<KvLayerLocation> {
+        let mut locations = vec![KvLayerLocation::default(); self.layers.len()];
         for (group, layers) in groups.iter().map(|group| &group.layers).enumerate() {
             for (slot, &layer) in layers.iter().enumerate() {
-                places[layer] = KvPlace { group, slot };
+                locations[layer] = KvLayerLocation { group, slot };
             }
         }
-        places
+        locations
     }
 
     /// Bytes of one block: of the largest group's layers.
@@ -235,7 +243,8 @@ mod tests {
 
     #[test]
     fn a_token_takes_its_elements_and_scales() {
-        let bytes = |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind, past: Past::Full }.token_bytes();
+        let bytes =
+            |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind, span: AttentionSpan::Full }.token_bytes();
         assert_eq!(KvType::ALL.map(|kind| bytes(kind, 128)), [2048, 1024, 1024, 544]);
         // 48 values: a scale for 32, one for 16.
         assert_eq!(bytes(KvType::Q8_0, 48), 4 * (48 + 2 * 2));
@@ -245,12 +254,12 @@ mod tests {
     /// `f` a layer that sees all, digits one that sees so many tokens; `F` and `9` keep twice the bytes.
     fn layout(text: &str) -> KvLayout {
         let layer = |letter: char| {
-            let past = match letter.to_digit(10) {
-                Some(tokens) => Past::Window { tokens: tokens as usize },
-                None => Past::Full,
+            let span = match letter.to_digit(10) {
+                Some(tokens) => AttentionSpan::Window { tokens: tokens as usize },
+                None => AttentionSpan::Full,
             };
             let kind = if letter == 'F' || letter == '9' { KvType::F32 } else { KvType::F16 };
-            KvLayer { kv_heads: 1, head_dim: 1, kind, past }
+            KvLayer { kv_heads: 1, head_dim: 1, kind, span }
         };
         KvLayout { block_tokens: 2, blocks: 1, layers: text.chars().map(layer).collect() }
     }
@@ -275,11 +284,11 @@ mod tests {
         let two = groups("44444f44444f");
         assert_eq!(two, [[5, 11], [0, 1], [2, 3], [4, 6], [7, 8], [9, 10]]);
         assert_eq!(layout("44444f44444f").block_bytes(), 2 * 8);
-        // Of 28 places two stay empty.
+        // Of 28 locations two stay empty.
         let many: String = "44444f".repeat(5)[..26].to_owned();
         let sizes: Vec<usize> = groups(&many).iter().map(Vec::len).collect();
         assert_eq!(sizes, [4, 4, 4, 4, 4, 4, 2]);
-        // One place empty in two groups is less than three in three.
+        // One location empty in two groups is less than three in three.
         assert_eq!(groups("4f4f4f4f4"), [vec![1, 3, 5, 7], vec![0, 2, 4, 6, 8]]);
         // A single layer of one kind would make too many groups.
         assert_eq!(groups(&format!("f{}", "4".repeat(60))).len(), 2);
@@ -307,27 +316,30 @@ mod tests {
             let mut seen: Vec<usize> = groups.iter().flat_map(|group| group.layers.clone()).collect();
             seen.sort_unstable();
             assert!(seen.into_iter().eq(0..7), "{layers}");
-            let places = layout.places(&groups);
-            for (layer, place) in places.iter().enumerate() {
-                assert_eq!(groups[place.group].layers[place.slot], layer, "{layers}");
-                assert_eq!(groups[place.group].past, layout.layers[layer].past, "{layers}");
+            let locations = layout.layer_locations(&groups);
+            for (layer, location) in locations.iter().enumerate() {
+                assert_eq!(groups[location.group].layers[location.slot], layer, "{layers}");
+                assert_eq!(groups[location.group].span, layout.layers[layer].span, "{layers}");
             }
             for group in &groups {
                 let bytes: usize = group.layers.iter().map(|&layer| layout.layers[layer].token_bytes()).sum();
                 assert!(2 * bytes <= layout.block_bytes(), "{layers}");
             }
             let sees_all = layers.contains('f');
-            assert_eq!(groups[0].past == Past::Full, sees_all, "{layers}");
+            assert_eq!(groups[0].span == AttentionSpan::Full, sees_all, "{layers}");
         }
     }
 
     #[test]
     fn a_window_counts_the_rows_own_position() {
-        assert_eq!([0, 5, 6, 9].map(|position| Past::Window { tokens: 6 }.first(position)), [0, 0, 1, 4]);
-        assert_eq!(Past::Window { tokens: 1 }.first(7), 7);
+        assert_eq!(
+            [0, 5, 6, 9].map(|position| AttentionSpan::Window { tokens: 6 }.first_position(position)),
+            [0, 0, 1, 4]
+        );
+        assert_eq!(AttentionSpan::Window { tokens: 1 }.first_position(7), 7);
         // A row sees itself, whatever a file says.
-        assert_eq!(Past::Window { tokens: 0 }.first(7), 7);
-        assert_eq!(Past::Full.first(7), 0);
+        assert_eq!(AttentionSpan::Window { tokens: 0 }.first_position(7), 7);
+        assert_eq!(AttentionSpan::Full.first_position(7), 0);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use crate::{KvLayer, KvType, Past, UnknownKvType};
+use crate::{AttentionSpan, KvLayer, KvType, UnknownKvType};
 
 /// Equal values are written alike, however they were read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -64,7 +64,7 @@ impl KvTypes {
 
     /// The cache of a model whose layers all see the whole past and are alike but for the type.
     pub fn layers(&self, count: usize, kv_heads: usize, head_dim: usize) -> Vec<KvLayer> {
-        let layer = |layer| KvLayer { kv_heads, head_dim, kind: self.of(layer), past: Past::Full };
+        let layer = |layer| KvLayer { kv_heads, head_dim, kind: self.of(layer), span: AttentionSpan::Full };
         (0..count).map(layer).collect()
     }
 
@@ -147,7 +147,7 @@ mod tests {
         let kinds: Vec<KvType> = types.layers(5, 2, 64).iter().map(|layer| layer.kind).collect();
         assert_eq!(kinds, [KvType::F16, KvType::F16, KvType::Q8_0, KvType::F32, KvType::Q8_0]);
         assert_eq!(types.rest(), KvType::Q8_0);
-        let first = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, past: Past::Full };
+        let first = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, span: AttentionSpan::Full };
         assert_eq!(types.layers(1, 2, 64)[0], first);
     }
 

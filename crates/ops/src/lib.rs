@@ -13,16 +13,18 @@ pub mod rank;
 mod reference;
 mod rope;
 mod shortlist;
+pub mod softmax;
 mod step;
 mod weight;
-pub mod weights;
 
-pub use backend::{Activation, AttentionSpec, Backend, GELU_CUBIC, GELU_LINEAR, NO_BEST, OpError, largest};
+pub use backend::{
+    Activation, AttentionSpec, Backend, GELU_CUBIC, GELU_LINEAR, NO_ARGMAX, OpError, finite_argmax,
+};
 pub use experts::{ExpertChoice, choose_experts};
-pub use kv::{KvGroup, KvLayer, KvLayout, KvPlace, KvType, Past, UnknownKvType};
+pub use kv::{AttentionSpan, KvGroup, KvLayer, KvLayerLocation, KvLayout, KvType, UnknownKvType};
 pub use kv_types::{KvTypes, KvTypesError};
 pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};
-pub use shortlist::{SHORTLIST_LEN, Shortlist, Weighing};
+pub use shortlist::{DrawParams, SHORTLIST_LEN, Shortlist};
 pub use step::Step;
 pub use weight::{Experts, Linear, Weight};

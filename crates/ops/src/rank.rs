@@ -3,9 +3,9 @@
 
 /// Orders by falling logit, then rising id, as one integer: smaller is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ranked(u64);
+pub struct RankedLogit(u64);
 
-impl Ranked {
+impl RankedLogit {
     #[inline]
     pub fn new(logit: f32, id: u32) -> Self {
         // -0.0 + 0.0 is 0.0: the two zeros are one rank.
@@ -39,25 +39,25 @@ impl Ranked {
 const SLACK: usize = 256;
 
 /// Replaces `best` by the `n` highest logits, in no order. `logits` has no NaN.
-pub fn highest(logits: &[f32], n: usize, best: &mut Vec<Ranked>) {
+pub fn select_top_k(logits: &[f32], n: usize, best: &mut Vec<RankedLogit>) {
     best.clear();
     let limit = 2 * n + SLACK;
     // Of what was dropped so far, nothing is above it; an equal one that comes later has a higher id.
     let mut floor = f32::NEG_INFINITY;
     for (id, &logit) in logits.iter().enumerate() {
         if logit > floor || best.len() < n {
-            best.push(Ranked::new(logit, id as u32));
+            best.push(RankedLogit::new(logit, id as u32));
             if best.len() == limit {
-                keep(best, n);
+                truncate_to_top_k(best, n);
                 floor = best.iter().max().map_or(floor, |worst| worst.logit());
             }
         }
     }
-    keep(best, n);
+    truncate_to_top_k(best, n);
 }
 
 /// Leaves the `n` best, in no order.
-pub fn keep(best: &mut Vec<Ranked>, n: usize) {
+pub fn truncate_to_top_k(best: &mut Vec<RankedLogit>, n: usize) {
     if n == 0 {
         best.clear();
     } else if n < best.len() {
@@ -95,7 +95,7 @@ mod tests {
             n in 0..400_usize,
         ) {
             let mut best = Vec::new();
-            highest(&logits, n, &mut best);
+            select_top_k(&logits, n, &mut best);
             best.sort_unstable();
             let ids: Vec<u32> = best.iter().map(|ranked| ranked.id()).collect();
             prop_assert_eq!(&ids[..], &sorted(&logits)[..n.min(logits.len())]);
@@ -107,9 +107,9 @@ mod tests {
     #[test]
     fn order_of_ranks_is_the_order_of_logits() {
         let falling = [f32::INFINITY, f32::MAX, 1.0, 1e-40, 0.0, -1e-40, -1.0, f32::MIN, f32::NEG_INFINITY];
-        assert!(falling.map(|logit| Ranked::new(logit, 9)).is_sorted());
-        assert_eq!(falling.map(|logit| Ranked::new(logit, 9).logit()), falling);
-        assert!(Ranked::new(-0.0, 1) < Ranked::new(0.0, 2));
-        assert!(Ranked::new(0.0, 1) < Ranked::new(-0.0, 2));
+        assert!(falling.map(|logit| RankedLogit::new(logit, 9)).is_sorted());
+        assert_eq!(falling.map(|logit| RankedLogit::new(logit, 9).logit()), falling);
+        assert!(RankedLogit::new(-0.0, 1) < RankedLogit::new(0.0, 2));
+        assert!(RankedLogit::new(0.0, 1) < RankedLogit::new(-0.0, 2));
     }
 }

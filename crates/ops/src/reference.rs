@@ -46,7 +46,8 @@ impl Backend for Reference {
     type Rope = RopeSpec;
 
     /// As on a device, so that what is drawn from them is tested with it.
-    const SHORTLISTS: bool = true;
+    const PREFERS_SHORTLISTS: bool = true;
+    const SUPPORTS_WINDOWS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<HostTensor, OpError> {
         Ok(HostTensor::new(rows_max, cols))
@@ -213,11 +214,11 @@ impl Backend for Reference {
         const OP: &str = "kv_write";
         self.step.check(OP, rows)?;
         self.step.check_groups(OP, kv.groups())?;
-        let (shape, place) = kv.layer(OP, layer)?;
+        let (shape, location) = kv.layer(OP, layer)?;
         keys.check(OP, "columns of keys", rows, shape.kv_heads * shape.head_dim)?;
         values.check(OP, "columns of values", rows, shape.kv_heads * shape.head_dim)?;
         for r in 0..rows {
-            kv.write(OP, layer, self.step.kv_slot(r, place.group), keys.row(r), values.row(r))?;
+            kv.write(OP, layer, self.step.kv_slot(r, location.group), keys.row(r), values.row(r))?;
         }
         Ok(())
     }
@@ -234,7 +235,7 @@ impl Backend for Reference {
         const OP: &str = "attention";
         self.step.check(OP, rows)?;
         self.step.check_groups(OP, kv.groups())?;
-        let (shape, place) = kv.layer(OP, layer)?;
+        let (shape, location) = kv.layer(OP, layer)?;
         for (what, found, expected) in [
             ("kv_heads", spec.kv_heads, shape.kv_heads),
             ("head_dim", spec.head_dim, shape.head_dim),
@@ -247,7 +248,7 @@ impl Backend for Reference {
         queries.check(OP, "columns of queries", rows, spec.heads * spec.head_dim)?;
         out.check(OP, "columns of out", rows, spec.heads * spec.head_dim)?;
         for r in 0..rows {
-            let seen = self.step.history(OP, r, place.group, shape.past, kv.block_tokens())?;
+            let seen = self.step.history(OP, r, location.group, shape.span, kv.block_tokens())?;
             let mut keys = Vec::with_capacity(seen.len());
             let mut values = Vec::with_capacity(seen.len());
             for slot in seen {

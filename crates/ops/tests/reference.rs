@@ -4,8 +4,8 @@
 
 use bytes::Bytes;
 use ops::{
-    Activation, AttentionSpec, Backend, Experts, HostTensor, KvLayer, KvLayout, KvType, Linear, OpError,
-    Past, Reference, RopePairing, RopeSpec, Step, Weight,
+    Activation, AttentionSpan, AttentionSpec, Backend, Experts, HostTensor, KvLayer, KvLayout, KvType,
+    Linear, OpError, Reference, RopePairing, RopeSpec, Step, Weight,
 };
 use quant::DType;
 
@@ -44,7 +44,7 @@ fn begin(backend: &mut Reference, positions: &[u32], table: &[u32]) {
 }
 
 fn layout(kind: KvType) -> KvLayout {
-    let layer = KvLayer { kv_heads: 1, head_dim: 2, kind, past: Past::Full };
+    let layer = KvLayer { kv_heads: 1, head_dim: 2, kind, span: AttentionSpan::Full };
     KvLayout { block_tokens: 4, blocks: 3, layers: vec![layer] }
 }
 

@@ -11,7 +11,9 @@ use super::{Isa, attention, weight};
 use bytes::Bytes;
 use std::ops::Range;
 
-use ops::{Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight, largest};
+use ops::{
+    Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight, finite_argmax,
+};
 
 /// Values of a row op that make it worth waking the threads: some 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
@@ -66,7 +68,8 @@ impl Backend for Cpu {
     type Kv = Kv;
     type Rope = Rope;
 
-    const SHORTLISTS: bool = false;
+    const PREFERS_SHORTLISTS: bool = false;
+    const SUPPORTS_WINDOWS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
         Tensor::new(rows_max, cols)
@@ -386,7 +389,7 @@ impl Backend for Cpu {
             return Err(OpError::Shape { op: "argmax", what: "host slice", found, expected });
         }
         for (best, row) in best.iter_mut().zip(x.rows(rows).chunks_exact(cols.max(1))) {
-            *best = largest(row);
+            *best = finite_argmax(row);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 use super::element::{Bf16, F16, F32, Q8_0, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Kernel, Simd};
 use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
-use ops::{KvLayer, KvLayout, KvPlace, KvType, OpError};
+use ops::{KvLayer, KvLayerLocation, KvLayout, KvType, OpError};
 use std::marker::PhantomData;
 
 /// Of every machine that the kernels run on, or a multiple of it.
@@ -23,7 +23,7 @@ pub struct Kv {
     /// Where each layer starts in a block of its group.
     layer_offsets: Vec<usize>,
     /// By layer.
-    places: Vec<KvPlace>,
+    locations: Vec<KvLayerLocation>,
     /// By group and slot: bytes of the layer there in a block.
     part_bytes: Vec<Vec<u64>>,
     /// By block, the group that wrote there last.
@@ -100,7 +100,7 @@ impl Kv {
             memory,
             block_bytes,
             layer_offsets,
-            places: layout.places(&groups),
+            locations: layout.layer_locations(&groups),
             part_bytes,
             owners: vec![0; layout.blocks],
             written: vec![vec![false; layout.blocks]; slots],
@@ -188,13 +188,13 @@ impl Kv {
             offset: self.layer_offsets[layer],
             block_tokens: self.layout.block_tokens,
             shape,
-            group: self.places[layer].group,
+            group: self.locations[layer].group,
         })
     }
 
     /// That blocks `table` exist and have been written.
     pub(super) fn check_written(&self, op: &'static str, layer: usize, table: &[u32]) -> Result<(), OpError> {
-        let KvPlace { group, slot } = self.places[layer];
+        let KvLayerLocation { group, slot } = self.locations[layer];
         let written = &self.written[slot];
         for &block in table {
             match written.get(block as usize) {
@@ -222,7 +222,7 @@ impl Kv {
             return Err(OpError::Index { op, what: "block", index, len });
         }
         let LayerView { block_bytes, offset, shape, .. } = self.view(op, layer)?;
-        let KvPlace { group, slot } = self.places[layer];
+        let KvLayerLocation { group, slot } = self.locations[layer];
         for block in blocks() {
             self.own(block, group as u8);
             if !std::mem::replace(&mut self.written[slot][block], true) {

@@ -1,6 +1,6 @@
 //! Launcher of argmax.cu: the best token of each row of logits.
 
-use ops::NO_BEST;
+use ops::NO_ARGMAX;
 
 use super::module::{arguments, image};
 use super::norm::same;
@@ -16,7 +16,7 @@ impl Argmaxes {
         Self(Family::new(device, "argmax", image!("argmax")))
     }
 
-    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals; [`NO_BEST`]
+    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals; [`NO_ARGMAX`]
     /// if one of them is no number, or the largest is infinite.
     pub fn rows(
         &self,
@@ -27,7 +27,7 @@ impl Argmaxes {
     ) -> Result<(), CudaError> {
         let rows = out.len();
         same("rows to choose from", x.len(), rows * cols)?;
-        same("columns to choose from", cols.clamp(1, NO_BEST as usize - 1), cols)?;
+        same("columns to choose from", cols.clamp(1, NO_ARGMAX as usize - 1), cols)?;
         if rows == 0 {
             return Ok(());
         }

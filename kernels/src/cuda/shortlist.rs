@@ -1,7 +1,7 @@
 //! Launcher of shortlist.cu: of each row of logits what a sampler needs.
 
-use ops::rank::Ranked;
-use ops::{NO_BEST, SHORTLIST_LEN, Shortlist, Weighing};
+use ops::rank::RankedLogit;
+use ops::{DrawParams, NO_ARGMAX, SHORTLIST_LEN, Shortlist};
 
 use super::module::{arguments, image};
 use super::norm::same;
@@ -30,7 +30,7 @@ pub fn words(rows: usize, cols: usize) -> usize {
 }
 
 /// The words of a weighing.
-pub fn weighing_words(weighing: &Weighing) -> [u32; WEIGHING_WORDS] {
+pub fn weighing_words(weighing: &DrawParams) -> [u32; WEIGHING_WORDS] {
     let uniform = weighing.uniform.unwrap_or(0.0).to_bits();
     [
         weighing.temperature.to_bits(),
@@ -43,8 +43,8 @@ pub fn weighing_words(weighing: &Weighing) -> [u32; WEIGHING_WORDS] {
 /// The list that a record of [`RECORD_WORDS`] words says.
 pub fn decode(record: &[u64], list: &mut Shortlist) {
     let [count, total, drawn, best @ ..] = record else { return list.clear() };
-    let best = best.iter().take(*count as usize).map(|&bits| Ranked::from_bits(bits));
-    list.set(best, f64::from_bits(*total), Some(*drawn as u32).filter(|&drawn| drawn != NO_BEST));
+    let best = best.iter().take(*count as usize).map(|&bits| RankedLogit::from_bits(bits));
+    list.set(best, f64::from_bits(*total), Some(*drawn as u32).filter(|&drawn| drawn != NO_ARGMAX));
 }
 
 impl Shortlists {
@@ -59,11 +59,11 @@ impl Shortlists {
         stream: &Stream,
         x: View<'_, f32>,
         cols: usize,
-        weighings: View<'_, u32>,
+        draw_params: View<'_, u32>,
         work: &mut ViewMut<'_, u64>,
     ) -> Result<(), CudaError> {
-        let rows = weighings.len() / WEIGHING_WORDS;
-        same("words of weighings", weighings.len(), rows * WEIGHING_WORDS)?;
+        let rows = draw_params.len() / WEIGHING_WORDS;
+        same("words of draw_params", draw_params.len(), rows * WEIGHING_WORDS)?;
         same("rows to shortlist", x.len(), rows * cols)?;
         same("columns to shortlist", cols.clamp(1, COLS_MAX), cols)?;
         same("work space of shortlists", work.len(), words(rows, cols))?;
@@ -88,7 +88,7 @@ impl Shortlists {
         let found = next(blocks);
         let groups = found;
         let counts = next(FOUND_MAX);
-        let (x, weighings, columns) = (x.address(), weighings.address(), cols as u32);
+        let (x, draw_params, columns) = (x.address(), draw_params.address(), cols as u32);
         let kernel = self.0.kernel(c"shortlist_groups")?;
         // SAFETY: (const float *, uint32_t, uint32_t *); block (b, r) reads values of row r, and writes group maxima
         // b * THREADS .. of it.
@@ -105,13 +105,13 @@ impl Shortlists {
         // of it, as far as there are.
         unsafe {
             let each = launch(blocks.div_ceil(SUMS), rows);
-            kernel.launch(stream, each, arguments![x, columns, weighings, heads, counts, found, sums])?;
+            kernel.launch(stream, each, arguments![x, columns, draw_params, heads, counts, found, sums])?;
         }
         let kernel = self.0.kernel(c"shortlist_finish")?;
         // SAFETY: (const float *, uint32_t, const uint32_t *, const Head *, const uint32_t *, const uint64_t *,
         // const double *, uint64_t *); blocks (r, 0) and (r, 1) read what belongs to row r and write parts of record r.
         unsafe {
-            let arguments = arguments![x, columns, weighings, heads, counts, found, sums, records];
+            let arguments = arguments![x, columns, draw_params, heads, counts, found, sums, records];
             kernel.launch(stream, launch(rows, 2), arguments)
         }
     }

@@ -5,7 +5,7 @@ use super::{check, filled, values};
 use crate::random::Random;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
-use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Past, Step};
+use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};
 
 #[derive(Clone)]
 struct Paged {
@@ -35,7 +35,7 @@ impl Paged {
     /// Writes all tokens in a first step, and asks for the last ones of every sequence in a second.
     fn run<B: Backend>(&self, b: &mut B) -> Vec<f32> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
-        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, past: Past::Full };
+        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, span: AttentionSpan::Full };
         let tables = self.tables();
         let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
         let blocks = tables.iter().map(|table| table.len()).sum::<usize>() + 2;

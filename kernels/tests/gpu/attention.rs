@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use anyhow::{Result, ensure};
 use kernels::cuda::Cuda;
-use ops::{AttentionSpec, Backend, KvLayer, KvLayout, KvType, Past, Reference, Step};
+use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
 
 use crate::Gpu;
 use crate::ops::{close, filled, values};
@@ -56,7 +56,7 @@ impl Paged {
         steps: &[Vec<(usize, Range<usize>)>],
     ) -> Result<Vec<Vec<f32>>> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
-        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, past: Past::Full };
+        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, span: AttentionSpan::Full };
         let tables = self.tables(block_tokens);
         let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
         let blocks = tables.iter().map(|table| table.len()).sum::<usize>() + 2;
@@ -296,7 +296,7 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Res
 /// Blocks far apart: units of the cache are mapped as they are written.
 pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
     let mut cuda = Cuda::new(&gpu.device)?;
-    let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, past: Past::Full };
+    let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, span: AttentionSpan::Full };
     // 1 TiB: only a reservation can be that large.
     let layout = KvLayout { block_tokens: 16, blocks: 1 << 26, layers: vec![layer; 2] };
     let mut kv = cuda.kv(&layout)?;
@@ -385,7 +385,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
             [(1, 512), (1, 2_000), (1, 16_000), (8, 512), (8, 2_000), (64, 1_000), (64, 16_000)]
         {
             for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
-                let layer = KvLayer { kv_heads, head_dim, kind, past: Past::Full };
+                let layer = KvLayer { kv_heads, head_dim, kind, span: AttentionSpan::Full };
                 let seconds = measure(gpu, heads, layer, rows, context, 1)?;
                 let bytes = rows * context * layer.token_bytes();
                 println!(
@@ -400,7 +400,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
                 let seconds = measure(
                     gpu,
                     heads,
-                    KvLayer { kv_heads, head_dim, kind, past: Past::Full },
+                    KvLayer { kv_heads, head_dim, kind, span: AttentionSpan::Full },
                     1,
                     context,
                     chunk,

@@ -7,8 +7,8 @@ use anyhow::{Result, ensure};
 use bytes::Bytes;
 use kernels::cuda::{Cuda, Tensor};
 use ops::{
-    Activation, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Linear, Past, RopePairing, RopeSpec,
-    Weight,
+    Activation, AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Linear, RopePairing,
+    RopeSpec, Weight,
 };
 use quant::DType;
 
@@ -193,7 +193,7 @@ fn attention_block(ops: &mut Ops, block: &Block) -> Result<()> {
         (0..block.pairs).map(|i| 10_000_f32.powf(-(i as f32) / block.pairs as f32)).collect();
     let rope =
         ops.cuda.rope_table(&RopeSpec { pairing: block.pairing, inverse_frequencies, magnitude: 1.25 })?;
-    let layer = KvLayer { kv_heads, head_dim, kind: block.kind, past: Past::Full };
+    let layer = KvLayer { kv_heads, head_dim, kind: block.kind, span: AttentionSpan::Full };
     let mut kv = ops.cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 160, layers: vec![layer] })?;
     let tables: [Vec<u32>; 2] = [(10..150).rev().collect(), (1..9).collect()];
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();

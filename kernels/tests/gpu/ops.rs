@@ -207,7 +207,7 @@ pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &Gpu) -> Result<()> {
         let x = filled(&mut reference, rows, cols, &host)?;
         reference.argmax(&x, rows, cols, &mut expected)?;
         ensure!(found == expected, "{rows} rows of {cols}: {found:?}, expected {expected:?}");
-        ensure!(rows < 3 || found[1..3] == [ops::NO_BEST; 2], "{rows} rows of {cols}: {found:?}");
+        ensure!(rows < 3 || found[1..3] == [ops::NO_ARGMAX; 2], "{rows} rows of {cols}: {found:?}");
     }
     Ok(())
 }

@@ -3,28 +3,28 @@
 use anyhow::{Result, ensure};
 use kernels::cuda::shortlist::{self, Shortlists};
 use kernels::cuda::{Buffer, Cuda};
-use ops::{Backend, Reference, Shortlist, Weighing};
+use ops::{Backend, DrawParams, Reference, Shortlist};
 
 use crate::Gpu;
 use crate::bench::time;
 use crate::ops::filled;
 use crate::random::Random;
 
-fn lists<B: Backend>(b: &mut B, host: &[f32], weighings: &[Weighing]) -> Result<Vec<Shortlist>> {
-    let (rows, cols) = (weighings.len(), host.len() / weighings.len());
+fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Result<Vec<Shortlist>> {
+    let (rows, cols) = (draw_params.len(), host.len() / draw_params.len());
     let x = filled(b, rows, cols, host)?;
     let mut lists = vec![Shortlist::default(); rows];
-    b.shortlists(&x, cols, weighings, &mut lists)?;
+    b.shortlists(&x, cols, draw_params, &mut lists)?;
     Ok(lists)
 }
 
 /// A temperature and mostly a token to draw.
-fn weighing(random: &mut Random) -> Weighing {
+fn weighing(random: &mut Random) -> DrawParams {
     let temperature = [1.0, 0.8, 0.05, 1.7, 1e-30][(random.bits() % 5) as usize];
     let uniform = (random.bits() >> 11) as f64 / (1_u64 << 53) as f64;
     let extremes = [uniform, uniform, 0.0, 1.0 - f64::EPSILON / 2.0];
     let uniform = extremes[(random.bits() % 4) as usize];
-    Weighing { temperature, uniform: Some(uniform).filter(|_| !random.bits().is_multiple_of(5)) }
+    DrawParams { temperature, uniform: Some(uniform).filter(|_| !random.bits().is_multiple_of(5)) }
 }
 
 /// Rows of all kinds: smooth, of few values, sure of a token, with much or little ruled out, and broken.
@@ -60,22 +60,22 @@ pub(crate) fn they_are_those_of_the_host(gpu: &Gpu) -> Result<()> {
     let sizes = [1, 2, 255, 256, 257, 1000, 1024, 1025, 2047, 2049, 4096, 4097, 10_007];
     for &cols in sizes.iter().chain(vocabularies) {
         // A row in company of all others, and in another place of a batch of another size.
-        let weighings: Vec<Weighing> = (0..KINDS).map(|_| weighing(&mut random)).collect();
+        let draw_params: Vec<DrawParams> = (0..KINDS).map(|_| weighing(&mut random)).collect();
         let rows: Vec<Vec<f32>> = (0..KINDS).map(|kind| row(&mut random, kind, cols)).collect();
-        let found = lists(&mut cuda, &rows.concat(), &weighings)?;
-        let expected = lists(&mut reference, &rows.concat(), &weighings)?;
+        let found = lists(&mut cuda, &rows.concat(), &draw_params)?;
+        let expected = lists(&mut reference, &rows.concat(), &draw_params)?;
         for (kind, (found, expected)) in found.iter().zip(&expected).enumerate() {
             same(&format!("row of kind {kind} of {cols}"), &rows[kind], found, expected)?;
         }
         for kind in [0, 3] {
-            let alone = lists(&mut cuda, &rows[kind], &weighings[kind..=kind])?;
+            let alone = lists(&mut cuda, &rows[kind], &draw_params[kind..=kind])?;
             ensure!(alone[0] == found[kind], "a row of {cols} alone is not that in a batch");
         }
     }
     // More rows than a model hands out at once.
-    let weighings: Vec<Weighing> = (0..70).map(|_| weighing(&mut random)).collect();
+    let draw_params: Vec<DrawParams> = (0..70).map(|_| weighing(&mut random)).collect();
     let host = random.values(70 * 2500);
-    ensure!(lists(&mut cuda, &host, &weighings)? == lists(&mut reference, &host, &weighings)?, "70 rows");
+    ensure!(lists(&mut cuda, &host, &draw_params)? == lists(&mut reference, &host, &draw_params)?, "70 rows");
     Ok(())
 }
 
@@ -136,10 +136,10 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
             time(gpu, 20, |_| Ok(argmaxes.rows(&gpu.stream, x.view(), cols, &mut best.view_mut())?))?;
         println!("argmax    {rows:2} rows of {cols}: {:6.1} us", seconds * 1e6);
         for (uniform, what) in [(None, "lists"), (Some(0.5), "lists and draws")] {
-            let weighing = shortlist::weighing_words(&Weighing { temperature: 0.8, uniform });
-            let weighings = Buffer::from_host(&gpu.stream, &weighing.repeat(rows))?;
+            let weighing = shortlist::weighing_words(&DrawParams { temperature: 0.8, uniform });
+            let draw_params = Buffer::from_host(&gpu.stream, &weighing.repeat(rows))?;
             let seconds = time(gpu, 20, |_| {
-                Ok(kernels.rows(&gpu.stream, x.view(), cols, weighings.view(), &mut work.view_mut())?)
+                Ok(kernels.rows(&gpu.stream, x.view(), cols, draw_params.view(), &mut work.view_mut())?)
             })?;
             let share = (2 * rows * cols * size_of::<f32>()) as f64 / seconds / 4.29e12;
             println!(

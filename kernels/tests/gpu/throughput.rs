@@ -7,7 +7,7 @@ use anyhow::Result;
 use gguf::{Metadata, MetadataBuilder};
 use kernels::cuda::{Buffer, Cuda, Data};
 use models::{Limits, Model, WeightTable, build};
-use ops::{Backend, KvLayout, KvTypes, Shortlist, Step, Weighing, Weight};
+use ops::{Backend, DrawParams, KvLayout, KvTypes, Shortlist, Step, Weight};
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
 
@@ -269,11 +269,11 @@ pub(crate) fn step(
     };
     let vocabulary = model.vocab_size();
     let mut best = vec![0; outputs.len()];
-    let weighings = vec![Weighing { temperature: 0.8, uniform: Some(0.5) }; outputs.len()];
+    let draw_params = vec![DrawParams { temperature: 0.8, uniform: Some(0.5) }; outputs.len()];
     let mut lists = vec![Shortlist::default(); outputs.len()];
     let mut take = |cuda: &mut Cuda, run: std::ops::Range<usize>, of_run: &_| match wanted {
         Wanted::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
-        Wanted::Shortlists => cuda.shortlists(of_run, vocabulary, &weighings[run.clone()], &mut lists[run]),
+        Wanted::Shortlists => cuda.shortlists(of_run, vocabulary, &draw_params[run.clone()], &mut lists[run]),
         _ => cuda.read(of_run, run.len(), &mut logits[run.start * vocabulary..run.end * vocabulary]),
     };
     cuda.wait()?;

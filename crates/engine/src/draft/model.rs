@@ -11,7 +11,7 @@ use crate::pool::BlockId;
 use crate::scheduler::{Scheduler, Slot};
 use crate::sequence::Sequence;
 use models::Model;
-use ops::{Backend, KvLayer, KvLayout, KvType, NO_BEST, OpError, Step};
+use ops::{Backend, KvLayer, KvLayout, KvType, NO_ARGMAX, OpError, Step};
 use std::ops::Range;
 
 pub struct DraftModel<B: Backend> {
@@ -131,14 +131,14 @@ impl<B: Backend> DraftModel<B> {
             outputs: &rows.outputs,
         };
         best.clear();
-        best.resize(rows.outputs.len(), NO_BEST);
+        best.resize(rows.outputs.len(), NO_ARGMAX);
         let vocab_size = model.vocab_size();
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
             backend.argmax(logits, run.len(), vocab_size, &mut best[run])
         };
         model.forward(backend, kv, &step, &mut take)?;
         for (&owner, &token) in rows.owners.iter().zip(&self.best) {
-            if token != NO_BEST {
+            if token != NO_ARGMAX {
                 drafts[owner].push(token);
             }
         }

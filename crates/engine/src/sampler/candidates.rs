@@ -4,8 +4,8 @@
 
 use super::math;
 use crate::SamplingParams;
-use ops::rank::{self, Ranked};
-use ops::weights;
+use ops::rank::{self, RankedLogit};
+use ops::softmax;
 
 /// Candidates that are sorted first, and the factor by which more are taken until they suffice.
 const SORTED_FIRST: usize = 64;
@@ -46,8 +46,8 @@ impl Filter {
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     /// In order of rising id.
-    kept: Vec<Ranked>,
-    scratch: Vec<Ranked>,
+    kept: Vec<RankedLogit>,
+    scratch: Vec<RankedLogit>,
 }
 
 /// Of a softmax over some tokens: `total` is the sum of `e^(logit - max)`.
@@ -59,7 +59,7 @@ struct Softmax {
 }
 
 impl Candidates {
-    pub(super) fn kept(&self) -> &[Ranked] {
+    pub(super) fn kept(&self) -> &[RankedLogit] {
         &self.kept
     }
 
@@ -81,7 +81,7 @@ impl Candidates {
     /// do not show it.
     pub(super) fn thin_out_list(
         &mut self,
-        best: &[Ranked],
+        best: &[RankedLogit],
         total: f64,
         whole: bool,
         first: Filter,
@@ -119,7 +119,7 @@ impl Candidates {
         match filter {
             Filter::TopNSigma => {}
             Filter::TopK => {
-                rank::keep(&mut self.kept, params.top_k as usize);
+                rank::truncate_to_top_k(&mut self.kept, params.top_k as usize);
                 self.sort_by_id();
             }
             Filter::Typical => self.keep_typical(params.typical_p),
@@ -140,11 +140,11 @@ impl Candidates {
     pub(super) fn keep_above(&mut self, logits: &[f32], floor: f32) {
         self.kept.clear();
         let above = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
-        self.kept.extend(above.map(|(id, &logit)| Ranked::new(logit, id as u32)));
+        self.kept.extend(above.map(|(id, &logit)| RankedLogit::new(logit, id as u32)));
     }
 
     pub(super) fn keep_highest(&mut self, logits: &[f32], count: usize) {
-        rank::highest(logits, count, &mut self.kept);
+        rank::select_top_k(logits, count, &mut self.kept);
         self.sort_by_id();
     }
 
@@ -159,7 +159,7 @@ impl Candidates {
         self.scratch.clear();
         self.scratch.extend(self.kept.iter().enumerate().map(|(index, kept)| {
             let off = (expected - f64::from(kept.logit() - max)).abs();
-            Ranked::new(-off as f32, index as u32)
+            RankedLogit::new(-off as f32, index as u32)
         }));
         let wanted = f64::from(typical_p) * total;
         let (mut sum, kept) = (0.0, &self.kept);
@@ -187,10 +187,10 @@ impl Candidates {
 
     fn top_p_of_all(&mut self, logits: &[f32], top_p: f32) {
         let max = rank::max(logits);
-        let wanted = f64::from(top_p) * weights::exp_sum(logits, max);
+        let wanted = f64::from(top_p) * softmax::exp_sum(logits, max);
         let mut taken = SORTED_FIRST;
         loop {
-            rank::highest(logits, taken, &mut self.kept);
+            rank::select_top_k(logits, taken, &mut self.kept);
             self.kept.sort_unstable();
             let reached = reaching(&self.kept, max, wanted);
             if reached.is_some() || taken >= logits.len() {
@@ -205,7 +205,7 @@ impl Candidates {
     fn drop_likeliest(&mut self, threshold: f32) {
         let Softmax { max, total, .. } = softmax(&self.kept);
         let floor = f64::from(threshold) * total;
-        let likely = |kept: &&Ranked| weight(kept.logit(), max) >= floor;
+        let likely = |kept: &&RankedLogit| weight(kept.logit(), max) >= floor;
         let Some(&last) = self.kept.iter().filter(likely).max() else { return };
         self.kept.retain(|kept| *kept == last || !likely(&kept));
     }
@@ -221,7 +221,7 @@ impl Candidates {
 }
 
 /// How many of the best, which are in order, it takes until their weights reach `wanted`.
-fn reaching(best: &[Ranked], max: f32, wanted: f64) -> Option<usize> {
+fn reaching(best: &[RankedLogit], max: f32, wanted: f64) -> Option<usize> {
     let mut sum = 0.0;
     let last = best.iter().position(|best| {
         sum += weight(best.logit(), max);
@@ -235,7 +235,7 @@ fn min_p_floor(max: f32, min_p: f32) -> f32 {
 }
 
 /// Sorts as much of `ranked` as it takes until `enough` has seen enough, and returns how many that are.
-fn fewest(ranked: &mut [Ranked], mut enough: impl FnMut(Ranked) -> bool) -> usize {
+fn fewest(ranked: &mut [RankedLogit], mut enough: impl FnMut(RankedLogit) -> bool) -> usize {
     let (mut sorted, mut more) = (0, SORTED_FIRST);
     while sorted < ranked.len() {
         let end = ranked.len().min(sorted + more);
@@ -251,12 +251,12 @@ fn fewest(ranked: &mut [Ranked], mut enough: impl FnMut(Ranked) -> bool) -> usiz
     ranked.len()
 }
 
-fn softmax(kept: &[Ranked]) -> Softmax {
+fn softmax(kept: &[RankedLogit]) -> Softmax {
     let max = max_of(kept);
     let (mut total, mut weighted) = (0.0, 0.0);
     for candidate in kept {
         let below = candidate.logit() - max;
-        let weight = f64::from(weights::exp(below));
+        let weight = f64::from(softmax::exp(below));
         if weight > 0.0 {
             total += weight;
             weighted += weight * f64::from(below);
@@ -265,12 +265,12 @@ fn softmax(kept: &[Ranked]) -> Softmax {
     Softmax { max, total, entropy: math::ln(total) - weighted / total }
 }
 
-fn max_of(kept: &[Ranked]) -> f32 {
+fn max_of(kept: &[RankedLogit]) -> f32 {
     kept.iter().map(|candidate| candidate.logit()).fold(f32::NEG_INFINITY, f32::max)
 }
 
 fn weight(logit: f32, max: f32) -> f64 {
-    f64::from(weights::exp(logit - max))
+    f64::from(softmax::exp(logit - max))
 }
 
 /// Highest logit minus `sigmas` standard deviations of all that are not ruled out.

@@ -4,8 +4,8 @@
 //! sampling parameters are.
 
 use super::{SampleError, check};
-use ops::rank::{self, Ranked};
-use ops::weights;
+use ops::rank::{self, RankedLogit};
+use ops::softmax;
 
 /// One row, ready to be asked about its tokens.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl<'a> LogProbs<'a> {
         if max == f32::NEG_INFINITY {
             return Err(SampleError::NothingLeft);
         }
-        Ok(Self { logits, normalizer: f64::from(max) + weights::exp_sum(logits, max).ln() })
+        Ok(Self { logits, normalizer: f64::from(max) + softmax::exp_sum(logits, max).ln() })
     }
 
     pub fn of(&self, token: u32) -> f32 {
@@ -31,8 +31,8 @@ impl<'a> LogProbs<'a> {
 
     /// The `count` most probable tokens, descending.
     pub fn top(&self, count: usize) -> Vec<(u32, f32)> {
-        let mut best: Vec<Ranked> = Vec::new();
-        rank::highest(self.logits, count, &mut best);
+        let mut best: Vec<RankedLogit> = Vec::new();
+        rank::select_top_k(self.logits, count, &mut best);
         best.sort_unstable();
         best.iter().map(|kept| (kept.id(), self.of(kept.id()))).collect()
     }

@@ -5,8 +5,8 @@
 use super::candidates::Candidates;
 use super::math;
 use crate::params::{Mirostat, MirostatVersion};
-use ops::rank::{self, Ranked};
-use ops::weights;
+use ops::rank::{self, RankedLogit};
+use ops::softmax;
 use std::f64::consts::LN_2;
 
 /// Best tokens that version 1 estimates the exponent of Zipf's law from.
@@ -15,21 +15,21 @@ const ESTIMATED_FROM: usize = 100;
 /// Leaves in `candidates` what may be drawn. `logits` are tempered; `mu` is the bound on surprise.
 pub(super) fn thin_out(
     candidates: &mut Candidates,
-    best: &mut Vec<Ranked>,
+    best: &mut Vec<RankedLogit>,
     logits: &[f32],
     mirostat: &Mirostat,
     mu: f32,
 ) {
     match mirostat.version {
         MirostatVersion::One => {
-            rank::highest(logits, ESTIMATED_FROM, best);
+            rank::select_top_k(logits, ESTIMATED_FROM, best);
             best.sort_unstable();
             let left = logits.iter().filter(|logit| **logit > f32::NEG_INFINITY).count();
             candidates.keep_highest(logits, count(best, left, mu));
         }
         MirostatVersion::Two => {
             let max = rank::max(logits);
-            let normalizer = math::ln(weights::exp_sum(logits, max));
+            let normalizer = math::ln(softmax::exp_sum(logits, max));
             let floor = f64::from(max) + normalizer - f64::from(mu) * LN_2;
             // The best token stays, however surprising.
             candidates.keep_above(logits, (floor as f32).min(max));
@@ -38,7 +38,7 @@ pub(super) fn thin_out(
 }
 
 /// How many of `vocabulary` tokens version 1 keeps.
-fn count(best: &[Ranked], vocabulary: usize, mu: f32) -> usize {
+fn count(best: &[RankedLogit], vocabulary: usize, mu: f32) -> usize {
     let (mut products, mut squares) = (0.0, 0.0);
     for (index, pair) in best.windows(2).enumerate() {
         if pair[1].logit() == f32::NEG_INFINITY {
@@ -80,7 +80,7 @@ mod tests {
         for exponent in [0.8_f64, 1.2, 2.0] {
             let logits: Vec<f32> = (1..=1000).map(|rank| -(exponent * f64::from(rank).ln()) as f32).collect();
             let mut best = Vec::new();
-            rank::highest(&logits, ESTIMATED_FROM, &mut best);
+            rank::select_top_k(&logits, ESTIMATED_FROM, &mut best);
             best.sort_unstable();
             let mu = 4.0_f32;
             let epsilon = exponent - 1.0;
@@ -96,7 +96,7 @@ mod tests {
         for logits in [vec![0.0; 50], vec![1.0], vec![5.0, f32::NEG_INFINITY, 1.0], vec![3e38, -3e38, 0.0]] {
             for mu in [-50.0, 0.0, 3.0, 1e6] {
                 let mut best = Vec::new();
-                rank::highest(&logits, ESTIMATED_FROM, &mut best);
+                rank::select_top_k(&logits, ESTIMATED_FROM, &mut best);
                 best.sort_unstable();
                 assert!((1..=logits.len()).contains(&count(&best, logits.len(), mu)), "{logits:?} {mu}");
             }

@@ -45,9 +45,9 @@ mod random;
 use crate::SamplingParams;
 use candidates::{Candidates, Filter};
 use dry::Repetitions;
-use ops::rank::{self, Ranked};
-use ops::weights::Weights;
-use ops::{SHORTLIST_LEN, Shortlist, Weighing};
+use ops::rank::{self, RankedLogit};
+use ops::softmax::SoftmaxWeights;
+use ops::{DrawParams, SHORTLIST_LEN, Shortlist};
 
 pub use history::History;
 pub use logprobs::LogProbs;
@@ -93,25 +93,25 @@ impl Draw<'_> {
     /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: no filter weighs all
     /// tokens by more than their sum, or by that after some have changed, and what changes logits lowers them, so that no token
     /// that is not listed comes before those that are.
-    pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<Weighing> {
+    pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<DrawParams> {
         let params = self.params;
         let plain = self.is_plain(history);
         if !plain && (self.allowed.is_some() || !params.only_lowers()) {
             return None;
         }
         if params.temperature == 0.0 {
-            return Some(Weighing::default());
+            return Some(DrawParams::default());
         }
         if params.mirostat.is_some() {
             return None;
         }
         match Filter::first(params, vocab_size, self.xtc_acts()) {
             None if plain && params.dynatemp_range == 0.0 => {
-                Some(Weighing { temperature: params.temperature, uniform: Some(self.uniform()) })
+                Some(DrawParams { temperature: params.temperature, uniform: Some(self.uniform()) })
             }
-            Some(Filter::TopP) if plain => Some(Weighing::default()),
-            Some(Filter::TopK) if params.top_k as usize <= SHORTLIST_LEN => Some(Weighing::default()),
-            Some(Filter::MinP) => Some(Weighing::default()),
+            Some(Filter::TopP) if plain => Some(DrawParams::default()),
+            Some(Filter::TopK) if params.top_k as usize <= SHORTLIST_LEN => Some(DrawParams::default()),
+            Some(Filter::MinP) => Some(DrawParams::default()),
             _ => None,
         }
     }
@@ -136,8 +136,8 @@ pub struct Sampler {
     repetitions: Repetitions,
     candidates: Candidates,
     /// For mirostat; and a shortlist after penalties.
-    best: Vec<Ranked>,
-    weights: Weights,
+    best: Vec<RankedLogit>,
+    weights: SoftmaxWeights,
 }
 
 impl Sampler {
@@ -241,11 +241,11 @@ impl Sampler {
     /// stand among others that the list does not have.
     fn adjust_best(
         &mut self,
-        listed: &[Ranked],
+        listed: &[RankedLogit],
         whole: bool,
         draw: &Draw<'_>,
         history: &History,
-        best: &mut Vec<Ranked>,
+        best: &mut Vec<RankedLogit>,
     ) {
         let dry = draw.params.dry.as_ref().zip(history.tokens.as_ref());
         if let Some((dry, tokens)) = dry {
@@ -261,7 +261,7 @@ impl Sampler {
             if let Some((dry, _)) = dry {
                 logit = self.repetitions.applied(dry, id, logit);
             }
-            Ranked::new(logit, id)
+            RankedLogit::new(logit, id)
         }));
         if let Some(&last) = listed.last().filter(|_| !whole) {
             best.retain(|&lowered| lowered <= last);
@@ -272,7 +272,7 @@ impl Sampler {
     /// `best` are the best of the row that `list` is of, as they are after penalties.
     fn choose_listed(
         &mut self,
-        best: &[Ranked],
+        best: &[RankedLogit],
         list: &Shortlist,
         vocab_size: usize,
         draw: &Draw<'_>,

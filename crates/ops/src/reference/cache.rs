@@ -1,6 +1,6 @@
 //! Keys and values in blocks of host memory. Values are rounded to the cache's type when they are written.
 
-use crate::{KvLayer, KvLayout, KvPlace, OpError};
+use crate::{KvLayer, KvLayerLocation, KvLayout, OpError};
 
 /// The cache of [`crate::Reference`]: a layer's part of a block comes into being, filled with NaN, when it is first written.
 #[derive(Debug)]
@@ -8,7 +8,7 @@ pub struct HostKv {
     layout: KvLayout,
     groups: usize,
     /// By layer.
-    places: Vec<KvPlace>,
+    locations: Vec<KvLayerLocation>,
     blocks: Vec<Block>,
 }
 
@@ -28,7 +28,7 @@ impl HostKv {
         let groups = layout.groups();
         Ok(Self {
             layout: layout.clone(),
-            places: layout.places(&groups),
+            locations: layout.layer_locations(&groups),
             blocks: vec![Block::default(); layout.blocks],
             groups: groups.len(),
         })
@@ -42,11 +42,15 @@ impl HostKv {
         self.groups
     }
 
-    pub(super) fn layer(&self, op: &'static str, layer: usize) -> Result<(KvLayer, KvPlace), OpError> {
+    pub(super) fn layer(
+        &self,
+        op: &'static str,
+        layer: usize,
+    ) -> Result<(KvLayer, KvLayerLocation), OpError> {
         let len = self.layout.layers.len();
         let shape =
             self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
-        Ok((*shape, self.places[layer]))
+        Ok((*shape, self.locations[layer]))
     }
 
     pub(super) fn write(
@@ -57,17 +61,17 @@ impl HostKv {
         key: &[f32],
         value: &[f32],
     ) -> Result<(), OpError> {
-        let (shape, place) = self.layer(op, layer)?;
+        let (shape, location) = self.layer(op, layer)?;
         let (index, offset) = self.locate(op, slot)?;
         let token_values = key.len() + value.len();
         let block = &mut self.blocks[index];
-        if block.group != place.group {
-            *block = Block { group: place.group, parts: Vec::new() };
+        if block.group != location.group {
+            *block = Block { group: location.group, parts: Vec::new() };
         }
-        if block.parts.len() <= place.slot {
-            block.parts.resize(place.slot + 1, None);
+        if block.parts.len() <= location.slot {
+            block.parts.resize(location.slot + 1, None);
         }
-        let part = block.parts[place.slot]
+        let part = block.parts[location.slot]
             .get_or_insert_with(|| vec![f32::NAN; self.layout.block_tokens * token_values].into());
         let token = &mut part[offset * token_values..][..token_values];
         let (stored_key, stored_value) = token.split_at_mut(key.len());
@@ -94,7 +98,7 @@ impl HostKv {
             return Err(OpError::Index { op: OP, what: "block", index, len });
         }
         let block = &self.blocks[from];
-        let layers = self.places.iter().filter(|place| place.group == block.group).count();
+        let layers = self.locations.iter().filter(|location| location.group == block.group).count();
         if block.parts.iter().flatten().count() < layers {
             return Err(OpError::Unwritten { op: OP, block: from });
         }
@@ -109,11 +113,11 @@ impl HostKv {
         layer: usize,
         slot: usize,
     ) -> Result<(&[f32], &[f32]), OpError> {
-        let (shape, place) = self.layer(op, layer)?;
+        let (shape, location) = self.layer(op, layer)?;
         let (index, offset) = self.locate(op, slot)?;
         let width = shape.kv_heads * shape.head_dim;
-        let block = Some(&self.blocks[index]).filter(|block| block.group == place.group);
-        let part = block.and_then(|block| block.parts.get(place.slot)?.as_ref());
+        let block = Some(&self.blocks[index]).filter(|block| block.group == location.group);
+        let part = block.and_then(|block| block.parts.get(location.slot)?.as_ref());
         let part = part.ok_or(OpError::Unwritten { op, block: index })?;
         Ok(part[offset * 2 * width..][..2 * width].split_at(width))
     }

@@ -1,6 +1,6 @@
 //! The row data of the current step, copied and checked once, so that the ops may index without looking back.
 
-use crate::{OpError, Past, Step};
+use crate::{AttentionSpan, OpError, Step};
 
 #[derive(Debug, Default)]
 pub(super) struct Rows {
@@ -62,12 +62,12 @@ impl Rows {
         op: &'static str,
         r: usize,
         group: usize,
-        past: Past,
+        span: AttentionSpan,
         block_tokens: usize,
     ) -> Result<Vec<usize>, OpError> {
         let table = &self.tables[self.sequences[r] as usize * self.groups + group];
         let position = self.positions[r] as usize;
-        (past.first(position)..=position)
+        (span.first_position(position)..=position)
             .map(|position| {
                 let index = position / block_tokens;
                 let block = table.get(index).copied().ok_or(OpError::Index {

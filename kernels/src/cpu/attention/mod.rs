@@ -28,7 +28,7 @@ use super::step::Rows;
 use super::tensor::SharedRows;
 use super::{Isa, element};
 use merge::{Finish, Merge};
-use ops::{AttentionSpec, KvType, OpError, Past};
+use ops::{AttentionSpan, AttentionSpec, KvType, OpError};
 use split::{Query, Split, SplitScratch};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -92,7 +92,7 @@ pub(super) fn check(
     let is_same = |a: &u32, b: &u32| step.sequences[*a as usize] == step.sequences[*b as usize];
     for rows in step.order.chunk_by(is_same) {
         let (table, index) = (step.table(rows[0] as usize, view.group), last_position(step, rows) / tokens);
-        let first = first_position(step, rows, view.shape.past) / tokens;
+        let first = first_position(step, rows, view.shape.span) / tokens;
         let Some(read) = table.get(first..=index) else {
             let len = table.len();
             return Err(OpError::Index { op, what: "entry of the block table", index, len });
@@ -173,8 +173,8 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
 }
 
 /// That any of the rows sees.
-fn first_position(step: &Rows, rows: &[u32], past: Past) -> usize {
-    rows.iter().map(|&row| past.first(step.positions[row as usize] as usize)).min().unwrap_or(0)
+fn first_position(step: &Rows, rows: &[u32], span: AttentionSpan) -> usize {
+    rows.iter().map(|&row| span.first_position(step.positions[row as usize] as usize)).min().unwrap_or(0)
 }
 
 fn last_position(step: &Rows, rows: &[u32]) -> usize {
@@ -194,7 +194,7 @@ impl Call<'_> {
 
     /// The splits that hold what any of the rows sees.
     fn splits_of(&self, rows: &[u32]) -> Range<usize> {
-        let first = first_position(self.step, rows, self.view.shape.past);
+        let first = first_position(self.step, rows, self.view.shape.span);
         first / SPLIT..last_position(self.step, rows) / SPLIT + 1
     }
 
@@ -226,7 +226,7 @@ impl Call<'_> {
             .flat_map(|r| heads.clone().map(move |head| (r, head)))
             .map(|(r, head)| Query {
                 values: &self.queries[(r * self.spec.heads + head) * dim..][..dim],
-                keys: self.view.shape.past.first(self.step.positions[r] as usize)
+                keys: self.view.shape.span.first_position(self.step.positions[r] as usize)
                     ..self.step.positions[r] as usize + 1,
             })
             .collect()

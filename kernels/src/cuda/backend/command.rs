@@ -189,7 +189,7 @@ pub(super) enum Command {
     Shortlist {
         x: Floats,
         cols: u32,
-        weighings: Words,
+        draw_params: Words,
         work: Range,
     },
     Experts(ExpertCommand),
@@ -391,10 +391,10 @@ impl Kernels {
                     .argmaxes
                     .rows(stream, x.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("argmax")),
-                Command::Shortlist { x, cols, weighings, work } => {
+                Command::Shortlist { x, cols, draw_params, work } => {
                     let mut work = ViewMut::from_raw(work.address, work.len / size_of::<u64>());
                     self.shortlists
-                        .rows(stream, x.view(), cols as usize, weighings.view(), &mut work)
+                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
                         .map_err(device_error("shortlists"))
                 }
             }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::result;
 use memory::cuda::{Context, Device, GrowError, GrowingRange};
-use ops::{KvLayer, KvLayout, OpError, Past};
+use ops::{AttentionSpan, KvLayer, KvLayout, OpError};
 
 use crate::cuda::Stream;
 use crate::cuda::error::{Named, device_error};
@@ -111,9 +111,9 @@ impl Kv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let windows = layout.layers.iter().find_map(|layer| match layer.past {
-            Past::Full => None,
-            Past::Window { tokens } => Some(tokens),
+        let windows = layout.layers.iter().find_map(|layer| match layer.span {
+            AttentionSpan::Full => None,
+            AttentionSpan::Window { tokens } => Some(tokens),
         });
         if let Some(tokens) = windows {
             return Err(OpError::Window { op: OP, tokens });
@@ -337,13 +337,14 @@ mod tests {
 
     #[test]
     fn a_cache_takes_its_blocks_rounded_up_to_units() {
-        let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, past: Past::Full };
+        let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, span: AttentionSpan::Full };
         let layout = KvLayout { block_tokens: 16, blocks: 1000, layers: vec![layer; 36] };
         // 2.25 MiB a block, so 16 of them in a unit of 36 MiB.
         assert_eq!(kv_bytes(&layout), Some((63 * 36) << 20));
         let few = KvLayout { blocks: 3, ..layout.clone() };
         assert_eq!(kv_bytes(&few), Some(10 << 20), "four blocks are 9 MiB");
-        let beyond = KvLayer { kv_heads: usize::MAX, head_dim: 2, kind: KvType::F32, past: Past::Full };
+        let beyond =
+            KvLayer { kv_heads: usize::MAX, head_dim: 2, kind: KvType::F32, span: AttentionSpan::Full };
         assert_eq!(kv_bytes(&KvLayout { layers: vec![beyond], ..layout }), None);
     }
 }

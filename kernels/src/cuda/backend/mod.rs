@@ -68,7 +68,7 @@ pub struct Cuda {
     panels: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,
-    weighings: Upload,
+    draw_params: Upload,
     /// What shortlists are made in, and the records of them.
     shortlists: Arc<Buffer<u64>>,
     records: Vec<u64>,
@@ -87,7 +87,7 @@ impl Cuda {
         Ok(Self {
             device: device.clone(),
             step: Rows::new(&stream)?,
-            weighings: Upload::new(&stream)?,
+            draw_params: Upload::new(&stream)?,
             shortlists: Arc::new(Buffer::new(device, 0)?),
             records: Vec::new(),
             recorder: Recorder::new(device, stream),
@@ -133,7 +133,7 @@ impl Cuda {
             scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()
                 + self.plans.iter().map(DevicePlan::bytes).sum::<u64>()
                 + self.step.bytes()
-                + self.weighings.bytes(),
+                + self.draw_params.bytes(),
             graphs: graph_bytes(self.recorder.graph_launches()),
             modules: self.device.module_bytes() + DRIVER_BYTES,
         }

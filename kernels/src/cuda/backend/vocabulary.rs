@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ops::{
-    Activation, AttentionSpec, Backend, Experts, KvLayout, Linear, OpError, RopePairing, RopeSpec, Shortlist,
-    Step, Weighing, Weight,
+    Activation, AttentionSpec, Backend, DrawParams, Experts, KvLayout, Linear, OpError, RopePairing,
+    RopeSpec, Shortlist, Step, Weight,
 };
 use quant::DType;
 
@@ -32,7 +32,8 @@ impl Backend for Cuda {
     type Kv = Kv;
     type Rope = Rope;
 
-    const SHORTLISTS: bool = true;
+    const PREFERS_SHORTLISTS: bool = true;
+    const SUPPORTS_WINDOWS: bool = false;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
         const OP: &str = "tensor";
@@ -383,11 +384,11 @@ impl Backend for Cuda {
         &mut self,
         x: &Tensor,
         cols: usize,
-        weighings: &[Weighing],
+        draw_params: &[DrawParams],
         lists: &mut [Shortlist],
     ) -> Result<(), OpError> {
         const OP: &str = "shortlists";
-        let rows = weighings.len();
+        let rows = draw_params.len();
         x.check(OP, "columns", rows, cols)?;
         if lists.len() != rows {
             let (found, expected) = (lists.len(), rows);
@@ -404,17 +405,17 @@ impl Backend for Cuda {
         self.recorder.keep(self.shortlists.clone());
         let work = self.shortlists.view().address();
         let fill = |to: &mut [u32]| {
-            for (to, weighing) in to.chunks_exact_mut(shortlist::WEIGHING_WORDS).zip(weighings) {
+            for (to, weighing) in to.chunks_exact_mut(shortlist::WEIGHING_WORDS).zip(draw_params) {
                 to.copy_from_slice(&shortlist::weighing_words(weighing));
             }
         };
         let len = rows * shortlist::WEIGHING_WORDS;
-        self.weighings.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
+        self.draw_params.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
         let x = self.use_tensor(x, rows);
         self.push(Command::Shortlist {
             x,
             cols: cols as u32,
-            weighings: Words { address: self.weighings.address(), len },
+            draw_params: Words { address: self.draw_params.address(), len },
             work: command::Range { address: work, len: words * size_of::<u64>() },
         });
         self.recorder.flush()?;

@@ -38,14 +38,14 @@ pub fn exp_sum(logits: &[f32], max: f32) -> f64 {
     logits.chunks(BLOCK).map(|block| sum(block, |logit| exp(logit - max))).sum()
 }
 
-/// Weights of a draw, with partial sums so that a draw need not walk all of them.
+/// SoftmaxWeights of a draw, with partial sums so that a draw need not walk all of them.
 #[derive(Debug, Default)]
-pub struct Weights {
+pub struct SoftmaxWeights {
     values: Vec<f32>,
     blocks: Vec<f64>,
 }
 
-impl Weights {
+impl SoftmaxWeights {
     /// `e^((logit - max) / temperature)` of each.
     pub fn fill(&mut self, logits: impl Iterator<Item = f32>, max: f32, temperature: f32) {
         self.values.clear();
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn pick_inverts_the_running_sum() {
-        let mut weights = Weights::default();
+        let mut weights = SoftmaxWeights::default();
         let logits: Vec<f32> =
             (0..3000).map(|i| if i % 3 == 0 { f32::NEG_INFINITY } else { -((i % 5) as f32) }).collect();
         weights.fill(logits.iter().copied(), 0.0, 1.0);
