@@ -8,7 +8,7 @@ use loadgen::{
 };
 use serde_json::json;
 use service::Exit;
-use service::exit::{of_io, one_line};
+use service::exit::{exit_for_io_error, one_line};
 
 use crate::device_choice::Wanted;
 use crate::failure::{Failure, Outcome, Trying};
@@ -357,7 +357,7 @@ impl BenchFleet {
 
 fn of_fleet(error: FleetError) -> Failure {
     let exit = match &error {
-        FleetError::Start { source, .. } | FleetError::Read(source) => of_io(source),
+        FleetError::Start { source, .. } | FleetError::Read(source) => exit_for_io_error(source),
         _ => Exit::PeerLost,
     };
     Failure::new(exit, one_line(&error))

@@ -12,7 +12,7 @@ use ops::AttentionSpan;
 use quant::layout::planes;
 use serde::{Deserialize, Serialize};
 use service::Exit;
-use worker::Device;
+use worker::ComputeDevice;
 
 use crate::devices::{Gpu, Seen};
 use crate::failure::{Failure, Outcome};
@@ -49,7 +49,7 @@ impl Choice {
     }
 
     /// As processes name it to each other.
-    pub(crate) fn device(&self) -> Device {
+    pub(crate) fn device(&self) -> ComputeDevice {
         // A UUID comes from the driver, in the form in which it is read.
         self.gpu.as_ref().and_then(|gpu| gpu.uuid.parse().ok()).unwrap_or_default()
     }
@@ -143,8 +143,8 @@ impl FromStr for Wanted {
             return Ok(Self::Auto);
         }
         match text.parse() {
-            Ok(Device::Host) => Ok(Self::Host),
-            Ok(Device::Gpu(selector)) => Ok(Self::Gpu(selector)),
+            Ok(ComputeDevice::Host) => Ok(Self::Host),
+            Ok(ComputeDevice::Gpu(selector)) => Ok(Self::Gpu(selector)),
             Err(_) => Err(WantedError { text: text.to_owned() }),
         }
     }
@@ -162,7 +162,7 @@ impl fmt::Display for Wanted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
-            Self::Host => Device::Host.fmt(f),
+            Self::Host => ComputeDevice::Host.fmt(f),
             Self::Gpu(selector) => selector.fmt(f),
         }
     }
@@ -223,7 +223,7 @@ mod tests {
             (seen(vec![gpu(0)]), Some("no kernel"), "host (no kernel)"),
         ] {
             let choice = choose(Wanted::Auto, &seen, without_kernel).unwrap();
-            assert_eq!((choice.device(), choice.to_string().as_str()), (Device::Host, why));
+            assert_eq!((choice.device(), choice.to_string().as_str()), (ComputeDevice::Host, why));
         }
     }
 

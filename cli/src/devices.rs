@@ -12,7 +12,7 @@ use memory::cuda::driver::{DeviceFacts, Driver};
 use memory::cuda::open_driver;
 use serde::{Deserialize, Serialize};
 use service::exit::one_line;
-use service::{Bytes, Exit};
+use service::{ByteSize, Exit};
 
 use crate::failure::{Failure, Outcome, Trying};
 
@@ -68,8 +68,9 @@ fn text(seen: &Seen) -> String {
     }
     let line = |gpu: &Gpu| {
         let (major, minor) = (gpu.compute_capability / 10, gpu.compute_capability % 10);
-        let free = gpu.free_bytes.map(|free| format!(", {} free", Bytes(free).rounded())).unwrap_or_default();
-        let total = Bytes(gpu.total_bytes).rounded();
+        let free =
+            gpu.free_bytes.map(|free| format!(", {} free", ByteSize(free).rounded())).unwrap_or_default();
+        let total = ByteSize(gpu.total_bytes).rounded();
         let verdict = gpu.unusable.as_ref().map(|why| format!("; unusable: {why}")).unwrap_or_default();
         format!(
             "cuda:{}  {}  {}, compute capability {major}.{minor}, {total}{free}{verdict}",

@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
     let task = task(&arguments, types)?;
     service::logging::init("supervisor", Level::ERROR);
     block_on(async {
-        let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
+        let fleet = RunningFleet::start(&config, Notify::disabled(), Level::ERROR).await?;
         let result = fleet.finish(async |fleet| {
             fleet.ready().await?;
             let worker = Worker::connect(fleet).await?;

@@ -64,6 +64,8 @@ pub(crate) trait Trying<T> {
 
 impl<T> Trying<T> for std::io::Result<T> {
     fn trying(self, what: impl FnOnce() -> String) -> Outcome<T> {
-        self.map_err(|error| Failure::new(service::exit::of_io(&error), format!("{}: {error}", what())))
+        self.map_err(|error| {
+            Failure::new(service::exit::exit_for_io_error(&error), format!("{}: {error}", what()))
+        })
     }
 }

@@ -32,7 +32,7 @@ pub(crate) fn run_synth(arguments: SynthArguments) -> Outcome {
     let written = synth(&arguments.synth).map_err(|error| {
         let exit = match &error {
             SynthError::File { source, .. } if source.kind() == ErrorKind::NotFound => Exit::Usage,
-            SynthError::File { source, .. } => service::exit::of_io(source),
+            SynthError::File { source, .. } => service::exit::exit_for_io_error(source),
             SynthError::Format { .. } => Exit::Internal,
         };
         Failure::new(exit, one_line(&error))

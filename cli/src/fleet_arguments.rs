@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ops::KvTypes;
-use service::Bytes;
+use service::ByteSize;
 
 use crate::device_choice::Wanted;
 use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, ModelConfig};
@@ -39,7 +39,7 @@ pub(crate) struct WorkerArguments {
     ctx_size: Option<u32>,
     /// Memory for keys and values of each worker, such as 512MiB
     #[arg(long, value_name = "SIZE", conflicts_with = "kv_tokens")]
-    kv_bytes: Option<Bytes>,
+    kv_bytes: Option<ByteSize>,
     /// The same as a number of tokens
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     kv_tokens: Option<u32>,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
-use service::{Bytes, Exit, RuntimeDir};
+use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
 use toml::{Table, Value};
 
@@ -27,9 +27,9 @@ pub(crate) struct FleetConfig {
     /// Where the router serves HTTP and gRPC. Absent: on its socket in the runtime directory only.
     pub(crate) listen: Option<SocketAddr>,
     /// Host memory for weights, KV caches and workspaces together. Absent: what is available at the start.
-    pub(crate) host_budget: Option<Bytes>,
+    pub(crate) host_budget: Option<ByteSize>,
     /// The same for each GPU that the fleet uses. Absent: all its memory.
-    pub(crate) gpu_budget: Option<Bytes>,
+    pub(crate) gpu_budget: Option<ByteSize>,
     /// Who waits for workers, and who is refused.
     #[serde(default)]
     pub(crate) admission: router::AdmissionConfig,
@@ -51,7 +51,7 @@ pub(crate) struct ModelConfig {
     /// Of each worker. Absent: cores / workers of the fleet.
     pub(crate) threads: Option<u32>,
     pub(crate) ctx_size: Option<u32>,
-    pub(crate) kv_bytes: Option<Bytes>,
+    pub(crate) kv_bytes: Option<ByteSize>,
     pub(crate) kv_tokens: Option<u32>,
     /// "q8_0", or "q8_0,0-1=f16" with another type for some layers.
     #[serde(default, with = "worker::kv_types")]
@@ -166,7 +166,7 @@ impl FleetConfig {
 
     /// What it may take of the host's memory, if it started now.
     pub(crate) fn host_bytes(&self) -> u64 {
-        let available = || service::meminfo::available().unwrap_or(u64::MAX);
+        let available = || service::meminfo::available_bytes().unwrap_or(u64::MAX);
         self.host_budget.map_or_else(available, |budget| budget.0)
     }
 
@@ -183,7 +183,7 @@ impl FleetConfig {
         let device = |gpu: &Gpu| {
             let mut device = Table::new();
             device.insert("id".to_owned(), Value::String(gpu.uuid.clone()));
-            device.insert("budget".to_owned(), Value::String(Bytes(self.budget_of(gpu)).to_string()));
+            device.insert("budget".to_owned(), Value::String(ByteSize(self.budget_of(gpu)).to_string()));
             Value::Table(device)
         };
         if !gpus.is_empty() {
@@ -275,7 +275,7 @@ mod tests {
         assert!((17 << 20..24 << 20).contains(&more), "{more} bytes");
         assert!(drafted.demand.kv > alone.demand.kv);
         let reserved = drafted.plan().unwrap().worker_config["workspace-bytes"].clone();
-        assert_eq!(reserved.as_str(), Some(Bytes(drafted.demand.workspace.total()).to_string().as_str()));
+        assert_eq!(reserved.as_str(), Some(ByteSize(drafted.demand.workspace.total()).to_string().as_str()));
 
         let failure = sized(&text.replace("name = \"small\"", "name = \"other\"")).map(drop).unwrap_err();
         assert!(failure.message().contains("no model is called \"small\""), "{}", failure.message());
@@ -297,7 +297,7 @@ mod tests {
             runtime_dir: None,
             listen: None,
             host_budget: None,
-            gpu_budget: Some(Bytes(100 << 30)),
+            gpu_budget: Some(ByteSize(100 << 30)),
             admission: router::AdmissionConfig::default(),
             models: Vec::new(),
         };

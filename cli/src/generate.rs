@@ -119,7 +119,7 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
     service::logging::init("supervisor", Level::ERROR);
     let config = arguments.fleet.clone().config(&arguments.model, None);
     block_on(async {
-        let fleet = RunningFleet::start(&config, Notify::nobody(), Level::ERROR).await?;
+        let fleet = RunningFleet::start(&config, Notify::disabled(), Level::ERROR).await?;
         let summary = fleet
             .finish(async |fleet| {
                 fleet.ready().await?;

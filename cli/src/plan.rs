@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use service::{Bytes, Exit};
+use service::{ByteSize, Exit};
 
 use crate::failure::{Failure, Outcome};
 use crate::fleet_arguments::FleetArguments;
@@ -71,7 +71,7 @@ impl DevicePlan {
             return None;
         }
         let Some(mut left) = self.room().checked_sub(self.weights) else {
-            let over = Bytes(self.weights - self.room()).rounded();
+            let over = ByteSize(self.weights - self.room()).rounded();
             let percent = (self.room() as f64 / self.weights as f64 * 100.0).floor();
             return Some(format!(
                 "the weights alone are {over} too large: those of a quantisation with {percent}% of their size would fit"
@@ -85,7 +85,7 @@ impl DevicePlan {
         let mut advice = format!("{} of {} workers fit", fitting.count(), self.workers.len());
         let each = self.missing().div_ceil(self.workers.len().max(1) as u64);
         if self.workers.iter().all(|worker| each < worker.kv) {
-            let each = Bytes(each).rounded();
+            let each = ByteSize(each).rounded();
             // Writing to a string cannot fail.
             let _ = write!(advice, "; all do with {each} less for each (--kv-bytes, --ctx-size)");
         }
@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
             format!(
                 "{} lacks {}: {}",
                 device.name,
-                Bytes(device.missing()).rounded(),
+                ByteSize(device.missing()).rounded(),
                 device.advice().unwrap_or_default()
             ),
         )),
@@ -188,7 +188,7 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
 }
 
 fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
-    let rounded = |bytes: u64| Bytes(bytes).rounded();
+    let rounded = |bytes: u64| ByteSize(bytes).rounded();
     let mut text = String::new();
     // Writing to a string cannot fail.
     for SizedModel { name, workers, choice, weights, demand, .. } in models {

@@ -46,7 +46,7 @@ fn run<C: DeserializeOwned, E: HasExit>(arguments: Arguments, process: fn(C) -> 
     let outcome = service::config::load(&arguments.config)
         .map_err(Failure::from)
         .and_then(|config| process(config).map_err(Failure::from));
-    service::runtime_dir::leave_if_last();
+    service::runtime_dir::remove_dir_if_last_child();
     match outcome {
         Err(failure) if was_heard(&failure) => Err(failure.already_said()),
         outcome => outcome,

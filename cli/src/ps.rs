@@ -15,7 +15,7 @@ use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, Gener
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{StatsReply, StatsRequest};
 use serde_json::json;
-use service::{Bytes, RuntimeDir};
+use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
 use crate::failure::{Failure, Outcome, Trying};
@@ -133,9 +133,9 @@ impl Shown {
             "NAME", "PID", "STATE", "RESTARTS", "UPTIME", "OWN", "WEIGHTS", "DEVICE", "RESERVED"
         );
         for child in &status.children {
-            let own = child.memory.map_or_else(String::new, |m| Bytes(m.anonymous).rounded());
+            let own = child.memory.map_or_else(String::new, |m| ByteSize(m.anonymous).rounded());
             let weights = child.memory.filter(|m| m.weights_resident > 0);
-            let weights = weights.map_or_else(String::new, |m| Bytes(m.weights_resident).rounded());
+            let weights = weights.map_or_else(String::new, |m| ByteSize(m.weights_resident).rounded());
             let stats = self.workers.get(&child.name).filter(|stats| !stats.device.is_empty());
             let words = if child.pid == 0 { &child.last_end } else { &child.status_text };
             text += &format!(
@@ -148,15 +148,15 @@ impl Shown {
                 own,
                 weights,
                 stats.map_or("", |stats| short(&stats.device)),
-                stats.map_or_else(String::new, |stats| Bytes(reserved(stats)).rounded()),
+                stats.map_or_else(String::new, |stats| ByteSize(reserved(stats)).rounded()),
             );
         }
         for model in &status.models {
             let state = match model.state() {
                 ModelState::Loading => format!(
                     "loading {} of {}",
-                    Bytes(model.done_bytes).rounded(),
-                    Bytes(model.total_bytes).rounded()
+                    ByteSize(model.done_bytes).rounded(),
+                    ByteSize(model.total_bytes).rounded()
                 ),
                 ModelState::Ready => "ready".to_owned(),
                 ModelState::Failed => format!("failed: {}", model.failure),
@@ -168,7 +168,7 @@ impl Shown {
             text += &format!(
                 "weights {}: {} on {}, {}, {}\n",
                 generation.model,
-                Bytes(generation.allocation_bytes).rounded(),
+                ByteSize(generation.allocation_bytes).rounded(),
                 generation.device,
                 generation_state(generation),
                 integrity(generation)

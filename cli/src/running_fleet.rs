@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use proto::v1::inference_client::InferenceClient;
-use service::runtime_dir::{ClaimedRuntimeDir, sweep_dead};
+use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{ChildStatus, Fleet, FleetEvent, FleetStatus, ModelState, ModelStatus, Role, State};
 use tokio::sync::broadcast::error::RecvError;
@@ -53,8 +53,8 @@ impl RunningFleet {
         let inherited = service::listen::inherited_fds()?;
         let (mut activated, kept): (Vec<_>, Vec<_>) =
             inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET);
-        service::supervision::watch("supervisor", "supervisor", &notify, &shutdown)?;
-        sweep_dead();
+        service::supervision::watch_supervisor("supervisor", "supervisor", &notify, &shutdown)?;
+        remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
         let sized = config.sized()?;
@@ -222,7 +222,7 @@ pub(crate) fn find(runtime_dir: Option<&Path>) -> Outcome<RuntimeDir> {
     if let Some(path) = runtime_dir {
         return Ok(RuntimeDir::at(path));
     }
-    let mut running = service::runtime_dir::running();
+    let mut running = service::runtime_dir::running_fleets();
     match running.len() {
         1 => Ok(running.remove(0)),
         0 => Err(Failure::new(

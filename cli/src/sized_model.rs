@@ -12,9 +12,9 @@ use ops::{KvLayout, KvTypes};
 use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
-use service::{Bytes, Exit};
+use service::{ByteSize, Exit};
 use supervisor::ModelPlan;
-use worker::{Demand, Draft};
+use worker::{DraftSource, MemoryPlan};
 
 use crate::device_choice::{Choice, choose, without_kernel};
 use crate::devices::{Gpu, Seen};
@@ -38,8 +38,8 @@ pub(crate) struct SizedModel {
     pub(crate) choice: Choice,
     pub(crate) weights: Weights,
     /// Of each worker.
-    pub(crate) demand: Demand,
-    worker: worker::Config,
+    pub(crate) demand: MemoryPlan,
+    worker: worker::WorkerConfig,
     head: Head,
     pack: bool,
 }
@@ -122,7 +122,8 @@ impl SizedModel {
             Some(bytes) => bytes,
             None => kv_bytes(config, &description, choice.gpu.as_ref(), &weights)?,
         };
-        let mut worker = worker::Config::new(name, model_name, weights_socket, listen, kv_bytes, threads);
+        let mut worker =
+            worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
         worker.device = choice.device();
         worker.kv_type = config.kv_type.clone();
         worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
@@ -131,7 +132,7 @@ impl SizedModel {
             // Every running sequence moves in every step.
             worker.running_max = worker.running_max.min(worker.step_tokens);
         }
-        worker.draft = config.draft.clone().map_or_else(Draft::default, Draft::from);
+        worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
         worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
         let unfit = |error: ConfigError| {
             Failure::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
@@ -139,10 +140,10 @@ impl SizedModel {
         let mut dtypes: Vec<DType> = model.tensors().map(|(_, tensor)| tensor.dtype).collect();
         dtypes.sort_unstable();
         dtypes.dedup();
-        let demand = Demand::of(&worker, &description, &dtypes).map_err(unfit)?;
+        let demand = MemoryPlan::of(&worker, &description, &dtypes).map_err(unfit)?;
         // Whole units of the device, and the budget that buys as much.
-        worker.kv_bytes = worker.kv_bytes.max(Bytes(demand.kv));
-        worker.workspace_bytes = Some(Bytes(demand.workspace.total()));
+        worker.kv_bytes = worker.kv_bytes.max(ByteSize(demand.kv));
+        worker.workspace_bytes = Some(ByteSize(demand.workspace.total()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
         Ok(Self {
             name,
@@ -176,8 +177,8 @@ impl SizedModel {
     /// The model that drafts for this one.
     fn drafted_by(&self) -> Option<&str> {
         match &self.worker.draft {
-            Draft::Model(name) => Some(name),
-            Draft::Off | Draft::Lookup => None,
+            DraftSource::Model(name) => Some(name),
+            DraftSource::Off | DraftSource::Lookup => None,
         }
     }
 
@@ -189,14 +190,14 @@ impl SizedModel {
         engine::check_draft(&layers, &drafts)
             .map_err(|error| Failure::new(Exit::Usage, format!("{}: {error}", self.path.display())))?;
         self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
-        self.worker.workspace_bytes = Some(Bytes(self.demand.workspace.total()));
+        self.worker.workspace_bytes = Some(ByteSize(self.demand.workspace.total()));
         if config.kv_bytes.is_none() {
             // A block of the model's with one of the draft's beside it.
             let block_bytes = |layers| KvLayout { block_tokens: 1, blocks: 1, layers }.block_bytes() as u64;
             let own = block_bytes(layers);
             let both = own + block_bytes(drafts);
             self.demand.kv = self.demand.kv.saturating_mul(both) / own.max(1);
-            self.worker.kv_bytes = Bytes(self.demand.kv);
+            self.worker.kv_bytes = ByteSize(self.demand.kv);
         }
         Ok(())
     }
@@ -232,7 +233,7 @@ fn kv_bytes(
     description: &ModelDescription,
     gpu: Option<&Gpu>,
     weights: &Weights,
-) -> Outcome<Bytes> {
+) -> Outcome<ByteSize> {
     let context = config.ctx_size.map_or(description.context_length, |tokens| tokens as usize);
     let tokens = match config.kv_tokens {
         Some(tokens) => tokens as usize,
@@ -242,7 +243,7 @@ fn kv_bytes(
     let layout = engine.kv_layout(description.kv_layers(&config.kv_type)).map_err(|error| {
         Failure::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
     })?;
-    Ok(Bytes(layout.blocks as u64 * layout.block_bytes() as u64))
+    Ok(ByteSize(layout.blocks as u64 * layout.block_bytes() as u64))
 }
 
 fn kv_token_bytes(description: &ModelDescription, types: &KvTypes) -> u64 {

@@ -7,7 +7,7 @@ use proto::weights::v1::GetStatusRequest;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{StatsReply, StatsRequest};
-use service::Bytes;
+use service::ByteSize;
 
 use crate::failure::{Failure, Outcome};
 use crate::generate::Finished;
@@ -20,7 +20,7 @@ pub(crate) struct Measured {
 }
 
 pub(crate) struct Summary {
-    /// Bytes of tensors, and of the memory that holds them.
+    /// ByteSize of tensors, and of the memory that holds them.
     tensor_bytes: u64,
     weight_bytes: u64,
     workers: Vec<(u32, StatsReply)>,
@@ -62,15 +62,15 @@ impl fmt::Display for Summary {
             "\nweights     {} bytes held once for {} workers ({} with padding)",
             self.tensor_bytes,
             self.workers.len(),
-            Bytes(self.weight_bytes).rounded(),
+            ByteSize(self.weight_bytes).rounded(),
         )?;
         writeln!(f, "device      {}", self.device)?;
         for (index, stats) in &self.workers {
             writeln!(
                 f,
                 "worker-{index}    {} of its own ({} of it keys and values), attached in {:.1} ms",
-                Bytes(stats.own_bytes).rounded(),
-                Bytes(stats.kv_used_bytes).rounded(),
+                ByteSize(stats.own_bytes).rounded(),
+                ByteSize(stats.kv_used_bytes).rounded(),
                 stats.attach_ms,
             )?;
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use service::Bytes;
+use service::ByteSize;
 
 use crate::admission::Limits;
 
@@ -26,7 +26,7 @@ pub struct Config {
     pub admission: AdmissionConfig,
     /// Length of a request's body.
     #[serde(default = "body_max")]
-    pub body_max: Bytes,
+    pub body_max: ByteSize,
     /// The longest that a request may take, whatever deadline it names.
     #[serde(default = "request_timeout", with = "service::duration")]
     pub request_timeout: Duration,
@@ -112,8 +112,8 @@ fn streams_max() -> u32 {
 }
 
 /// A prompt of a million tokens as text, or of 256k token ids.
-fn body_max() -> Bytes {
-    Bytes::mib(8)
+fn body_max() -> ByteSize {
+    ByteSize::mib(8)
 }
 
 fn request_timeout() -> Duration {

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use service::exit::{HasExit, of_io};
+use service::exit::{HasExit, exit_for_io_error};
 use service::metrics::{Metrics, MetricsError};
 use service::{Exit, Notify, Shutdown};
 
@@ -55,7 +55,7 @@ impl HasExit for RunError {
             RunError::Listen { source, .. }
             | RunError::Runtime(source)
             | RunError::Signals(source)
-            | RunError::Inherited(source) => of_io(source),
+            | RunError::Inherited(source) => exit_for_io_error(source),
             RunError::Notify(error) => error.exit(),
             RunError::Inherit(error) => error.exit(),
             RunError::Socket(error) => error.exit(),
@@ -75,7 +75,7 @@ pub fn run(config: Config) -> Result<(), RunError> {
     runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(RunError::Signals)?;
         let notify = Notify::from_env()?;
-        let _supervisor = service::supervision::watch("router", "router", &notify, &shutdown)?;
+        let _supervisor = service::supervision::watch_supervisor("router", "router", &notify, &shutdown)?;
         let router = Router::bind(config, listener, Metrics::install()?).await?;
         let address =
             router.address().map_or("router.sock".to_owned(), |address| format!("http://{address}"));

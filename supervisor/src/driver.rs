@@ -12,7 +12,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use service::exit::{Exit, HasExit, of_io};
+use service::exit::{Exit, HasExit, exit_for_io_error};
 use service::grpc::{BindError, ConnectError};
 use service::listen::{InheritedFd, ListenError};
 use service::notify::NotifyError;
@@ -40,7 +40,7 @@ const EVENTS_QUEUED: usize = 256;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error(transparent)]
-    Config(#[from] config::ConfigError),
+    Config(#[from] config::ConfigFileError),
     #[error(transparent)]
     Bind(#[from] BindError),
     #[error(transparent)]
@@ -74,7 +74,7 @@ impl HasExit for StartError {
             StartError::FewDescriptors { .. } => Exit::OutOfResources,
             StartError::DescriptorLimit(source)
             | StartError::NotifySocket { source, .. }
-            | StartError::RuntimeDir(source) => of_io(source),
+            | StartError::RuntimeDir(source) => exit_for_io_error(source),
             StartError::Reflection(_) => Exit::Internal,
         }
     }

@@ -211,9 +211,9 @@ const WEIGHT_MAPPINGS: &str = "/memfd:ballast-weights";
 fn with_memory(mut children: Vec<wire::Child>) -> Vec<wire::Child> {
     for child in children.iter_mut().filter(|c| c.pid != 0) {
         // A process that has just ended has no memory to report.
-        let Ok(mappings) = smaps::of_process(child.pid) else { continue };
-        let all = smaps::total(&mappings, |_| true);
-        let weights = smaps::total(&mappings, |name| name.starts_with(WEIGHT_MAPPINGS));
+        let Ok(mappings) = smaps::mappings_of_process(child.pid) else { continue };
+        let all = smaps::sum_mappings(&mappings, |_| true);
+        let weights = smaps::sum_mappings(&mappings, |name| name.starts_with(WEIGHT_MAPPINGS));
         child.memory = Some(wire::Memory {
             resident: all.rss,
             proportional: all.pss,

@@ -222,7 +222,7 @@ mod tests {
         let (sender, mut receiver) = mpsc::channel(4);
         let (_ends, ends) = mpsc::channel(1);
         let task = tokio::spawn(forward(socket, ends, "x".into(), sender));
-        let notify = Notify::to(path.to_str().unwrap()).unwrap();
+        let notify = Notify::to_socket(path.to_str().unwrap()).unwrap();
         let file = tempfile::tempfile().unwrap();
         notify.fdstore("weights", &[file.as_fd(), file.as_fd()]).unwrap();
         let Some(Event::Notified { child, notification }) = receiver.recv().await else { panic!() };
@@ -245,7 +245,7 @@ mod tests {
         let path = directory.path().join("notify-x.sock");
         for _ in 0..100 {
             let socket = bind(&path).unwrap();
-            let notify = Notify::to(path.to_str().unwrap()).unwrap();
+            let notify = Notify::to_socket(path.to_str().unwrap()).unwrap();
             for _ in 0..WORDS {
                 notify.ready().unwrap();
             }

@@ -169,7 +169,7 @@ async fn a_notification_of_a_stranger_is_ignored() -> Result<()> {
     let mut fleet = world.start().await?;
     eventually("the workers are started", || async { Ok(world.pids(&fleet).await?.len() == 4) }).await?;
     let socket = fleet.directory().notify_socket("worker-0");
-    let stranger = Notify::to(socket.to_str().context("path")?)?;
+    let stranger = Notify::to_socket(socket.to_str().context("path")?)?;
     stranger.ready()?;
     stranger.status("I am worker-0")?;
     // Answered in order: what came before has been looked at.
@@ -428,7 +428,7 @@ async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
         }
         lines
     });
-    let parent = Notify::to(path.to_str().context("path")?)?;
+    let parent = Notify::to_socket(path.to_str().context("path")?)?;
     let kept = service::listen::InheritedFd {
         name: "manifest".to_owned(),
         fd: world.file_with("manifest")?.as_fd().try_clone_to_owned()?,
@@ -443,7 +443,7 @@ async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
     fleet.stopped().await;
 
     let world = World::new()?;
-    let parent = Notify::to(path.to_str().context("path")?)?;
+    let parent = Notify::to_socket(path.to_str().context("path")?)?;
     let mut fleet = world.start_under(parent, Vec::new()).await?;
     let heard = tokio::time::timeout(PATIENCE, heard).await??;
     let store = |name| format!("FDSTORE=1 FDNAME={name} FDPOLL=0");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use memory::manifest::HOST_DEVICE;
 use serde::Deserialize;
-use service::Bytes;
+use service::ByteSize;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -14,7 +14,7 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// What weights, KV caches and workspaces may take of the host's memory together. Without it: what is available
     /// when the weight-server starts.
-    pub host_budget: Option<Bytes>,
+    pub host_budget: Option<ByteSize>,
     /// GPUs that models may be loaded onto.
     #[serde(default)]
     pub devices: Vec<DeviceConfig>,
@@ -49,7 +49,7 @@ pub struct DeviceConfig {
     pub id: String,
     /// What weights, contexts, KV caches and workspaces may take of its memory together. The weight-server never loads the
     /// driver, so somebody who can ask has to tell it: `ballast serve` does.
-    pub budget: Bytes,
+    pub budget: ByteSize,
 }
 
 fn packed() -> bool {

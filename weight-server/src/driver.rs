@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use memory::lease_record::LeaseRecord;
 use proto::weights::v1::Reclaim;
-use service::Bytes;
+use service::ByteSize;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
@@ -494,10 +494,10 @@ impl Driver {
             Some(g) => format!(
                 "loading {}: {} of {}",
                 g.model,
-                Bytes(g.done_bytes).rounded(),
-                Bytes(g.contents.tensor_bytes).rounded()
+                ByteSize(g.done_bytes).rounded(),
+                ByteSize(g.contents.tensor_bytes).rounded()
             ),
-            None => format!("holding {} for {leases} leases", Bytes(bytes).rounded()),
+            None => format!("holding {} for {leases} leases", ByteSize(bytes).rounded()),
         }
     }
 }

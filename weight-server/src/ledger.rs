@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use service::Bytes;
+use service::ByteSize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum RowKey {
@@ -40,8 +40,8 @@ pub(crate) enum Shortage {
     Device { device: String, known: String },
     #[error(
         "{} are needed on {device}, {} of {} are free, {} are missing: unload a model, give workers less, or raise the budget",
-        Bytes(*.needed).rounded(), Bytes(*.free).rounded(), Bytes(*.capacity).rounded(),
-        Bytes(needed.saturating_sub(*.free)).rounded()
+        ByteSize(*.needed).rounded(), ByteSize(*.free).rounded(), ByteSize(*.capacity).rounded(),
+        ByteSize(needed.saturating_sub(*.free)).rounded()
     )]
     Bytes { device: String, needed: u64, free: u64, capacity: u64 },
     #[error(

@@ -48,7 +48,7 @@ use nix::fcntl::{Flock, FlockArg};
 use proto::weights::v1::weight_server_server::WeightServerServer;
 use service::listen::{InheritedFd, ListenError, inherited_fds};
 use service::notify::NotifyError;
-use service::supervision::{self, Supervisor};
+use service::supervision::{self, SupervisorState};
 use service::{Exit, HasExit, Notify, RuntimeDir, Shutdown};
 
 use adoption::Adopted;
@@ -104,9 +104,9 @@ impl HasExit for WeightServerError {
             Self::Notify(error) => error.exit(),
             Self::AdminSocket(error) => error.exit(),
             Self::RuntimeDir { source, .. } | Self::Accept(source) | Self::Runtime(source) => {
-                service::exit::of_io(source)
+                service::exit::exit_for_io_error(source)
             }
-            Self::HandoffSocket(SocketError::Io { source, .. }) => service::exit::of_io(source),
+            Self::HandoffSocket(SocketError::Io { source, .. }) => service::exit::exit_for_io_error(source),
             Self::InUse { .. } | Self::HandoffSocket(_) => Exit::AddressInUse,
             Self::Reflection(_) | Self::Admin(_) | Self::Task(_) => Exit::Internal,
         }
@@ -154,7 +154,7 @@ async fn serve(
 ) -> Result<(), WeightServerError> {
     let started = Instant::now();
     let shutdown = Shutdown::install().map_err(WeightServerError::Runtime)?;
-    let supervisor = supervision::watch("weight-server", "weight-server", &notify, &shutdown)?;
+    let supervisor = supervision::watch_supervisor("weight-server", "weight-server", &notify, &shutdown)?;
     let (inputs, queue) = Inputs::channel();
     let vault = Vault::start(notify.clone(), inputs.clone()).map_err(WeightServerError::Runtime)?;
     let violations = Arc::new(Violations::default());
@@ -269,10 +269,10 @@ fn report(adopted: &Adopted, vault: &Vault) {
 }
 
 /// A new supervisor starts with an empty vault.
-async fn follow_vault(mut supervisor: tokio::sync::watch::Receiver<Supervisor>, inputs: Inputs) {
+async fn follow_vault(mut supervisor: tokio::sync::watch::Receiver<SupervisorState>, inputs: Inputs) {
     while supervisor.changed().await.is_ok() {
         let now = *supervisor.borrow_and_update();
-        if matches!(now, Supervisor::Present { .. }) {
+        if matches!(now, SupervisorState::Present { .. }) {
             inputs.send(Input::NewVault).await;
         }
     }

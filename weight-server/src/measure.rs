@@ -12,7 +12,7 @@ const MIN_FDS: u64 = 64;
 ///
 /// Where that cannot be told (no /proc), nothing is refused for it: backing memory fails with an error of its own.
 pub(crate) fn available_bytes() -> u64 {
-    service::meminfo::available().unwrap_or_else(|error| {
+    service::meminfo::available_bytes().unwrap_or_else(|error| {
         tracing::debug!(%error, "cannot tell how much memory is available");
         u64::MAX
     })

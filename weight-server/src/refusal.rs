@@ -2,7 +2,7 @@
 
 use memory::handoff::PROTOCOL;
 use memory::manifest::FORMAT;
-use service::Bytes;
+use service::ByteSize;
 
 use crate::ledger::Shortage;
 
@@ -31,7 +31,7 @@ pub(crate) enum LoadFailure {
     Ledger(#[from] Shortage),
     #[error(
         "{} are needed, the machine has {} available: free memory, or raise the cgroup's limit",
-        Bytes(*.needed).rounded(), Bytes(*.available).rounded()
+        ByteSize(*.needed).rounded(), ByteSize(*.available).rounded()
     )]
     Machine { needed: u64, available: u64 },
     #[error("the load was called off: the model was unloaded meanwhile")]
@@ -72,7 +72,7 @@ pub(crate) enum Refusal {
     Ledger(#[from] Shortage),
     #[error(
         "{shortage}; beside a workspace of {}, a KV cache of at most {} fits",
-        Bytes(*.workspace).rounded(), Bytes(*.kv_fits).rounded()
+        ByteSize(*.workspace).rounded(), ByteSize(*.kv_fits).rounded()
     )]
     LeaseTooLarge { shortage: Shortage, workspace: u64, kv_fits: u64 },
     #[error(

@@ -18,18 +18,18 @@ use quant::DType;
 use service::exit::HasExit;
 use service::{Exit, Notify};
 
-use crate::backend::{self, Place, TensorError};
-use crate::config::{Config, Draft};
-use crate::timeline::Timeline;
-use crate::vocabulary::{self, VocabularyError};
+use crate::backend::{self, DeviceRuntime, TensorImportError};
+use crate::config::{DraftSource, WorkerConfig};
+use crate::draft_vocabulary::{self, DraftVocabularyError};
+use crate::startup_timeline::StartupTimeline;
 
 /// How long to go on asking for a model that the weight-server does not know yet, or a weight-server that is restarted:
 /// in a fleet that comes up, workers may be first. A load in progress is waited for as long as it moves.
-const PATIENCE: Duration = Duration::from_secs(30);
-const RETRY: Duration = Duration::from_millis(50);
+const RETRY_FOR: Duration = Duration::from_secs(30);
+const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
 #[derive(Debug, thiserror::Error)]
-pub enum AttachError {
+pub enum WorkerAttachError {
     #[error(transparent)]
     Driver(#[from] OpenDriverError),
     #[error(transparent)]
@@ -45,7 +45,7 @@ pub enum AttachError {
     #[error("the model's metadata")]
     Metadata(#[from] gguf::MetadataError),
     #[error(transparent)]
-    Tensor(#[from] TensorError),
+    Tensor(#[from] TensorImportError),
     #[error(
         "the model has layers that see a window of {tokens} tokens, for which the GPU has no kernel: run the model with \
          --device host"
@@ -60,37 +60,40 @@ pub enum AttachError {
     #[error(transparent)]
     Start(#[from] StartError),
     #[error(transparent)]
-    Vocabulary(#[from] VocabularyError),
+    Vocabulary(#[from] DraftVocabularyError),
     #[error("the worker cannot be described")]
     Fingerprint(#[from] FingerprintError),
 }
 
-impl HasExit for AttachError {
+impl HasExit for WorkerAttachError {
     fn exit(&self) -> Exit {
         match self {
-            AttachError::Driver(OpenDriverError::Init(_)) | AttachError::Device(DeviceError::Refused(_)) => {
-                Exit::Internal
-            }
-            AttachError::Driver(_) | AttachError::Device(_) => Exit::Usage,
-            AttachError::NoRoom { .. } => Exit::OutOfResources,
-            AttachError::Context { .. } => Exit::Internal,
-            AttachError::Attach { source: memory::attach::AttachError::Refused { reason, .. }, .. } => {
-                match reason {
-                    RefusalReason::UnknownModel => Exit::Usage,
-                    RefusalReason::LoadFailed => Exit::ModelRefused,
-                    RefusalReason::Ledger => Exit::OutOfResources,
-                    _ => Exit::PeerLost,
-                }
-            }
-            AttachError::Attach { .. } => Exit::PeerLost,
-            AttachError::Metadata(_) | AttachError::Tensor(_) | AttachError::Weights(_) => Exit::ModelRefused,
-            AttachError::Build(BuildModelError::Backend(error)) | AttachError::Backend(error) => of_op(error),
-            AttachError::Build(_) | AttachError::Vocabulary(_) | AttachError::Window { .. } => {
+            WorkerAttachError::Driver(OpenDriverError::Init(_))
+            | WorkerAttachError::Device(DeviceError::Refused(_)) => Exit::Internal,
+            WorkerAttachError::Driver(_) | WorkerAttachError::Device(_) => Exit::Usage,
+            WorkerAttachError::NoRoom { .. } => Exit::OutOfResources,
+            WorkerAttachError::Context { .. } => Exit::Internal,
+            WorkerAttachError::Attach {
+                source: memory::attach::AttachError::Refused { reason, .. }, ..
+            } => match reason {
+                RefusalReason::UnknownModel => Exit::Usage,
+                RefusalReason::LoadFailed => Exit::ModelRefused,
+                RefusalReason::Ledger => Exit::OutOfResources,
+                _ => Exit::PeerLost,
+            },
+            WorkerAttachError::Attach { .. } => Exit::PeerLost,
+            WorkerAttachError::Metadata(_) | WorkerAttachError::Tensor(_) | WorkerAttachError::Weights(_) => {
                 Exit::ModelRefused
             }
-            AttachError::Start(StartError::Config(_)) => Exit::Usage,
-            AttachError::Start(StartError::Kv { source, .. }) => of_op(source),
-            AttachError::Fingerprint(_) => Exit::Internal,
+            WorkerAttachError::Build(BuildModelError::Backend(error)) | WorkerAttachError::Backend(error) => {
+                of_op(error)
+            }
+            WorkerAttachError::Build(_)
+            | WorkerAttachError::Vocabulary(_)
+            | WorkerAttachError::Window { .. } => Exit::ModelRefused,
+            WorkerAttachError::Start(StartError::Config(_)) => Exit::Usage,
+            WorkerAttachError::Start(StartError::Kv { source, .. }) => of_op(source),
+            WorkerAttachError::Fingerprint(_) => Exit::Internal,
         }
     }
 }
@@ -104,8 +107,8 @@ fn of_op(error: &OpError) -> Exit {
 
 /// Everything about the attached model that does not change any more.
 #[derive(Debug)]
-pub(crate) struct Facts {
-    pub(crate) model: String,
+pub(crate) struct AttachedModelInfo {
+    pub(crate) name: String,
     pub(crate) digest: [u8; 32],
     pub(crate) generation: u64,
     /// Text form of the fingerprint.
@@ -124,56 +127,56 @@ pub(crate) struct Facts {
     /// Taking descriptors and mapping them.
     pub(crate) attach: Duration,
     /// From the process's start to the engine.
-    pub(crate) timeline: Timeline,
+    pub(crate) timeline: StartupTimeline,
 }
 
 /// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the leases end.
-pub(crate) struct Resident<B: Backend> {
+pub(crate) struct AttachedEngine<B: Backend> {
     pub(crate) engine: Engine<B>,
     /// Of the model, and of the one that drafts for it.
     pub(crate) leases: Vec<Arc<Lease>>,
-    pub(crate) facts: Facts,
+    pub(crate) info: AttachedModelInfo,
 }
 
 /// Asks for the configured model, and waits for it. All that the worker will take of the device is reserved with the grant:
 /// nothing of it is taken before.
-pub(crate) fn reserve<P: Place>(
+pub(crate) fn request_grant<P: DeviceRuntime>(
     device: String,
-    config: &Config,
+    config: &WorkerConfig,
     token: Option<Bytes>,
     notify: &Notify,
-) -> Result<Granted, AttachError> {
+) -> Result<Granted, WorkerAttachError> {
     let reserved = (config.kv_bytes.0, config.context() + config.workspace());
-    wait_for_model::<P>(device, config, &config.model, reserved, token, notify)
+    wait_for_grant::<P>(device, config, &config.model, reserved, token, notify)
 }
 
 /// Maps the configured model and builds its engine.
-pub(crate) fn bring_up<P: Place>(
-    place: &P,
+pub(crate) fn build_engine<P: DeviceRuntime>(
+    runtime: &P,
     granted: Granted,
-    mut timeline: Timeline,
-    config: &Config,
+    mut timeline: StartupTimeline,
+    config: &WorkerConfig,
     token: Option<Bytes>,
     notify: &Notify,
-) -> Result<Resident<P::Compute>, AttachError> {
+) -> Result<AttachedEngine<P::Compute>, WorkerAttachError> {
     let engine_config = config.engine();
-    let Mapped { manifest, metadata, described, table, lease, handoff } =
-        map(place, config, &config.model, granted)?;
+    let MappedModel { manifest, metadata, described, table, lease, handoff } =
+        map_model(runtime, config, &config.model, granted)?;
     let mut leases = vec![Arc::new(lease)];
     timeline.mark("import");
-    let mut compute = place.compute().map_err(AttachError::Backend)?;
+    let mut compute = runtime.compute().map_err(WorkerAttachError::Backend)?;
     let limits = engine_config.model_limits(described.vocab_size);
     let model = models::build(&metadata, table, &mut compute, limits)?;
     timeline.mark("model");
     let drafter: Option<Box<dyn Drafter<P::Compute>>> = match &config.draft {
-        Draft::Off => None,
-        Draft::Lookup => Some(Box::new(Lookup::default())),
-        Draft::Model(name) => {
+        DraftSource::Off => None,
+        DraftSource::Lookup => Some(Box::new(Lookup::default())),
+        DraftSource::Model(name) => {
             // All that the worker takes is reserved with its own model.
-            let granted = wait_for_model::<P>(place.device(), config, name, (0, 0), token, notify)?;
-            let draft = map(place, config, name, granted)?;
+            let granted = wait_for_grant::<P>(runtime.device(), config, name, (0, 0), token, notify)?;
+            let draft = map_model(runtime, config, name, granted)?;
             leases.push(Arc::new(draft.lease));
-            vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
+            draft_vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
             let small = models::build(&draft.metadata, draft.table, &mut compute, config.draft_limits())?;
             // A small step takes as long as its weights take to be read.
             let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
@@ -183,58 +186,58 @@ pub(crate) fn bring_up<P: Place>(
         }
     };
     let (context_tokens, vocabulary) = (model.context_length(), model.vocab_size());
-    let fingerprint = backend::fingerprint(manifest.digest, place, &compute, &config.kv_type)?;
+    let fingerprint = backend::fingerprint(manifest.digest, runtime, &compute, &config.kv_type)?;
     let engine = match drafter {
         None => Engine::new(model, compute, &engine_config)?,
         Some(drafter) => Engine::drafting(model, drafter, compute, &engine_config)?,
     };
     timeline.mark("kv");
-    let facts = Facts {
-        model: manifest.model.clone(),
+    let info = AttachedModelInfo {
+        name: manifest.model.clone(),
         digest: manifest.digest,
         generation: manifest.generation,
         fingerprint: fingerprint.to_string().into(),
-        backend: place.describe(),
-        device: place.device(),
+        backend: runtime.describe(),
+        device: runtime.device(),
         context_tokens: config.context_tokens.map_or(context_tokens, |cut| cut.min(context_tokens)),
         vocabulary,
         weight_bytes: manifest.tensor_bytes(),
-        context_bytes: place.context_bytes(),
+        context_bytes: runtime.context_bytes(),
         workspace_bytes: config.workspace(),
         gguf: manifest.gguf_metadata.clone(),
         attach: handoff,
         timeline,
     };
     tracing::info!(
-        model = %facts.model,
-        device = %facts.device,
-        weight_bytes = facts.weight_bytes,
+        model = %info.name,
+        device = %info.device,
+        weight_bytes = info.weight_bytes,
         attach_ms = handoff.as_secs_f64() * 1e3,
-        context_bytes = facts.context_bytes,
-        timeline = %facts.timeline,
+        context_bytes = info.context_bytes,
+        timeline = %info.timeline,
         "attached"
     );
-    Ok(Resident { engine, leases, facts })
+    Ok(AttachedEngine { engine, leases, info })
 }
 
 /// A model whose weights are mapped.
-struct Mapped<P: Place> {
+struct MappedModel<P: DeviceRuntime> {
     manifest: Manifest,
     metadata: gguf::Metadata,
     described: ModelDescription,
-    /// Before the lease, as in [`Resident`].
+    /// Before the lease, as in [`AttachedEngine`].
     table: WeightTable<P::Compute>,
     lease: Lease,
     handoff: Duration,
 }
 
-fn map<P: Place>(
-    place: &P,
-    config: &Config,
+fn map_model<P: DeviceRuntime>(
+    runtime: &P,
+    config: &WorkerConfig,
     model: &str,
     granted: Granted,
-) -> Result<Mapped<P>, AttachError> {
-    let attached = place.import(granted).map_err(|source| failed(config, model, source))?;
+) -> Result<MappedModel<P>, WorkerAttachError> {
+    let attached = runtime.import(granted).map_err(|source| attach_failed(config, model, source))?;
     let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
     let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
     let mut table = WeightTable::new();
@@ -249,25 +252,25 @@ fn map<P: Place>(
     if !P::Compute::SUPPORTS_WINDOWS
         && let Some(tokens) = described.attention_spans.iter().find_map(|span| span.window_tokens())
     {
-        return Err(AttachError::Window { tokens });
+        return Err(WorkerAttachError::Window { tokens });
     }
-    Ok(Mapped { manifest, metadata, described, table, lease, handoff })
+    Ok(MappedModel { manifest, metadata, described, table, lease, handoff })
 }
 
 /// Rows that one step of the engine scores at most.
-pub(crate) fn score_rows_max(config: &Config, facts: &Facts) -> usize {
-    config.engine().score_rows_max(facts.vocabulary)
+pub(crate) fn score_rows_max(config: &WorkerConfig, info: &AttachedModelInfo) -> usize {
+    config.engine().score_rows_max(info.vocabulary)
 }
 
 /// Asks until the model is there. Reserved with the grant are bytes for keys and values, and for everything else.
-fn wait_for_model<P: Place>(
+fn wait_for_grant<P: DeviceRuntime>(
     device: String,
-    config: &Config,
+    config: &WorkerConfig,
     model: &str,
     (kv_bytes, workspace_bytes): (u64, u64),
     token: Option<Bytes>,
     notify: &Notify,
-) -> Result<Granted, AttachError> {
+) -> Result<Granted, WorkerAttachError> {
     let request = AttachRequest {
         model: model.to_owned(),
         device,
@@ -282,24 +285,30 @@ fn wait_for_model<P: Place>(
         let granted = memory::attach::take(&config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
                 moved = Instant::now();
-                tell(notify, model, progress);
+                report_progress(notify, model, progress);
             }
         });
         match granted {
             Ok(granted) => return Ok(granted),
-            Err(error) if may_pass(&error) && moved.elapsed() < PATIENCE => std::thread::sleep(RETRY),
-            Err(source) => return Err(failed(config, model, source)),
+            Err(error) if is_transient(&error) && moved.elapsed() < RETRY_FOR => {
+                std::thread::sleep(RETRY_PERIOD)
+            }
+            Err(source) => return Err(attach_failed(config, model, source)),
         }
     }
 }
 
-fn failed(config: &Config, model: &str, source: memory::attach::AttachError) -> AttachError {
+fn attach_failed(
+    config: &WorkerConfig,
+    model: &str,
+    source: memory::attach::AttachError,
+) -> WorkerAttachError {
     let socket = config.weights_socket.display().to_string();
-    AttachError::Attach { model: model.to_owned(), socket, source }
+    WorkerAttachError::Attach { model: model.to_owned(), socket, source }
 }
 
 /// Whether the same request may succeed a little later.
-fn may_pass(error: &memory::attach::AttachError) -> bool {
+fn is_transient(error: &memory::attach::AttachError) -> bool {
     use memory::attach::AttachError as E;
     match error {
         E::Refused { reason, .. } => matches!(
@@ -315,7 +324,7 @@ fn may_pass(error: &memory::attach::AttachError) -> bool {
     }
 }
 
-fn tell(notify: &Notify, model: &str, progress: LoadingProgress) {
+fn report_progress(notify: &Notify, model: &str, progress: LoadingProgress) {
     let percent = progress.done_bytes.saturating_mul(100).checked_div(progress.total_bytes).unwrap_or(0);
     let text = match progress.jobs_ahead {
         0 => format!("waiting for {model}: {percent}% loaded"),

@@ -1,4 +1,4 @@
-//! What differs between devices: [`Place`] is where a worker computes, one implementation for each kind of device.
+//! What differs between devices: [`DeviceRuntime`] is where a worker computes, one implementation for each kind of device.
 //!
 //! Everything else in this crate is generic over the backend; which one it is, is decided where the configured device is
 //! looked at (`run::engine_thread`), and nowhere else.
@@ -14,15 +14,15 @@ use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
 use quant::layout::{LAYOUT_GGML, planes};
 
-use crate::demand::Workspace;
-use crate::timeline::Lazy;
+use crate::memory_plan::Workspace;
+use crate::startup_timeline::LazyInit;
 
 #[cfg(feature = "cuda")]
-pub(crate) use gpu::{FoundGpu, Gpu};
-pub(crate) use host::Host;
+pub(crate) use gpu::{DetectedGpu, GpuRuntime};
+pub(crate) use host::HostRuntime;
 
 /// A device that is ready to compute.
-pub(crate) trait Place: Sized {
+pub(crate) trait DeviceRuntime: Sized {
     type Compute: Backend;
 
     /// The layout of tensor bytes that its kernels read.
@@ -41,30 +41,30 @@ pub(crate) trait Place: Sized {
     fn describe(&self) -> String;
 
     /// Maps what was granted, read-only: each tensor's data, in the manifest's order.
-    fn import(&self, granted: Granted) -> Result<Attached<Vec<Data<Self>>>, AttachError>;
+    fn import(&self, granted: Granted) -> Result<Attached<Vec<TensorData<Self>>>, AttachError>;
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
 
-    fn measure(compute: &Self::Compute) -> Measured;
+    fn measure(compute: &Self::Compute) -> BackendUsage;
 }
 
 /// What only the backend itself knows of what it has taken so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Measured {
+pub(crate) struct BackendUsage {
     /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
     /// measured.
     pub(crate) workspace_used: Option<Workspace>,
-    pub(crate) lazy: Lazy,
+    pub(crate) lazy: LazyInit,
 }
 
-/// How [`Place::measure`] looks to those who know only the backend.
-pub(crate) type Measure<B> = fn(&B) -> Measured;
+/// How [`DeviceRuntime::measure`] looks to those who know only the backend.
+pub(crate) type MeasureBackend<B> = fn(&B) -> BackendUsage;
 
-/// A tensor's bytes as a place's backend addresses them.
-pub(crate) type Data<P> = <<P as Place>::Compute as Backend>::Data;
+/// A tensor's bytes as a runtime's backend addresses them.
+pub(crate) type TensorData<P> = <<P as DeviceRuntime>::Compute as Backend>::Data;
 
 #[derive(Debug, thiserror::Error)]
-pub enum TensorError {
+pub enum TensorImportError {
     #[error("tensor {tensor} has the unknown type {dtype}")]
     Type { tensor: String, dtype: u32 },
     #[error(
@@ -78,35 +78,36 @@ pub enum TensorError {
 }
 
 /// What decides a worker's tokens beside the request: its streams can go on at any worker with an equal value.
-pub(crate) fn fingerprint<P: Place>(
+pub(crate) fn fingerprint<P: DeviceRuntime>(
     digest: [u8; 32],
-    place: &P,
+    runtime: &P,
     compute: &P::Compute,
     kv_types: &KvTypes,
 ) -> Result<Fingerprint, FingerprintError> {
     // As it is written elsewhere, in the letters that a fingerprint has.
     let kv = kv_types.to_string().replace(',', "+").replace('=', ".");
-    Fingerprint::new(digest, P::LAYOUT, &place.isa(compute))?.with("kv", &kv)
+    Fingerprint::new(digest, P::LAYOUT, &runtime.isa(compute))?.with("kv", &kv)
 }
 
 /// A tensor of the manifest with its data.
-pub(crate) fn weight<P: Place>(
+pub(crate) fn weight<P: DeviceRuntime>(
     tensor: &TensorEntry,
-    data: Data<P>,
-) -> Result<Weight<P::Compute>, TensorError> {
+    data: TensorData<P>,
+) -> Result<Weight<P::Compute>, TensorImportError> {
     let name = || tensor.name.clone();
     let dtype = DType::from_id(tensor.dtype)
-        .map_err(|_| TensorError::Type { tensor: name(), dtype: tensor.dtype })?;
+        .map_err(|_| TensorImportError::Type { tensor: name(), dtype: tensor.dtype })?;
     if P::LAYOUT != LAYOUT_GGML && planes(dtype).is_none() {
-        return Err(TensorError::NoKernel { tensor: name(), dtype });
+        return Err(TensorImportError::NoKernel { tensor: name(), dtype });
     }
     // Types without blocks are the same in every layout.
     let any = planes(dtype).is_some_and(<[_]>::is_empty) && tensor.layout == LAYOUT_GGML;
     if tensor.layout != P::LAYOUT && !any {
         let (layout, expected) = (tensor.layout, P::LAYOUT);
-        return Err(TensorError::Layout { tensor: name(), layout, expected });
+        return Err(TensorImportError::Layout { tensor: name(), layout, expected });
     }
-    let dim = |&dim: &u64| usize::try_from(dim).map_err(|_| TensorError::Dimension { tensor: name(), dim });
+    let dim =
+        |&dim: &u64| usize::try_from(dim).map_err(|_| TensorImportError::Dimension { tensor: name(), dim });
     let dims = tensor.shape.iter().map(dim).collect::<Result<_, _>>()?;
     Ok(Weight { dtype, dims, layout: tensor.layout, data })
 }

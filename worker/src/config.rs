@@ -9,11 +9,11 @@ use memory::cuda::{DeviceSelector, SelectorError};
 use memory::manifest::HOST_DEVICE;
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
-use service::Bytes;
+use service::ByteSize;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Config {
+pub struct WorkerConfig {
     /// As logs, metrics and the supervisor call it, for example "worker-0".
     pub name: String,
     /// As the weight-server calls it.
@@ -23,15 +23,15 @@ pub struct Config {
     /// The socket to serve on; the router looks for `worker-<N>.sock` in the runtime directory.
     pub listen: PathBuf,
     #[serde(default)]
-    pub device: Device,
+    pub device: ComputeDevice,
     /// What the KV cache may take. Reserved at the weight-server, used as sequences grow.
-    pub kv_bytes: Bytes,
+    pub kv_bytes: ByteSize,
     /// What keys and values are stored as: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
     #[serde(default, with = "crate::kv_types")]
     pub kv_type: KvTypes,
     /// What activations, logits and the kernels' own memory may take, reserved with it. Absent: enough for small steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub workspace_bytes: Option<Bytes>,
+    pub workspace_bytes: Option<ByteSize>,
     /// Threads that compute.
     pub threads: usize,
     /// Cuts the model's context length.
@@ -47,8 +47,8 @@ pub struct Config {
     #[serde(default = "queue_max")]
     pub queue_max: usize,
     /// Where guesses at the next tokens come from.
-    #[serde(default, skip_serializing_if = "Draft::is_off")]
-    pub draft: Draft,
+    #[serde(default, skip_serializing_if = "DraftSource::is_off")]
+    pub draft: DraftSource,
     /// Most tokens that are guessed at once; fewer where guesses are wrong or the batch is full.
     #[serde(default = "draft_depth")]
     pub draft_depth: usize,
@@ -60,7 +60,7 @@ pub struct Config {
 /// Where the weights lie and the model computes: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Device {
+pub enum ComputeDevice {
     #[default]
     Host,
     Gpu(DeviceSelector),
@@ -70,20 +70,20 @@ pub enum Device {
 /// with the same vocabulary, as the weight-server calls it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
-pub enum Draft {
+pub enum DraftSource {
     #[default]
     Off,
     Lookup,
     Model(String),
 }
 
-impl Draft {
+impl DraftSource {
     pub fn is_off(&self) -> bool {
         *self == Self::Off
     }
 }
 
-impl From<String> for Draft {
+impl From<String> for DraftSource {
     fn from(text: String) -> Self {
         match text.as_str() {
             "off" => Self::Off,
@@ -93,17 +93,17 @@ impl From<String> for Draft {
     }
 }
 
-impl From<Draft> for String {
-    fn from(draft: Draft) -> Self {
+impl From<DraftSource> for String {
+    fn from(draft: DraftSource) -> Self {
         match draft {
-            Draft::Off => "off".to_owned(),
-            Draft::Lookup => "lookup".to_owned(),
-            Draft::Model(name) => name,
+            DraftSource::Off => "off".to_owned(),
+            DraftSource::Lookup => "lookup".to_owned(),
+            DraftSource::Model(name) => name,
         }
     }
 }
 
-impl FromStr for Device {
+impl FromStr for ComputeDevice {
     type Err = SelectorError;
 
     fn from_str(text: &str) -> Result<Self, SelectorError> {
@@ -111,7 +111,7 @@ impl FromStr for Device {
     }
 }
 
-impl TryFrom<String> for Device {
+impl TryFrom<String> for ComputeDevice {
     type Error = SelectorError;
 
     fn try_from(text: String) -> Result<Self, SelectorError> {
@@ -119,7 +119,7 @@ impl TryFrom<String> for Device {
     }
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for ComputeDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str(HOST_DEVICE),
@@ -128,20 +128,20 @@ impl fmt::Display for Device {
     }
 }
 
-impl From<Device> for String {
-    fn from(device: Device) -> Self {
+impl From<ComputeDevice> for String {
+    fn from(device: ComputeDevice) -> Self {
         device.to_string()
     }
 }
 
-impl Config {
+impl WorkerConfig {
     /// Defaults for everything but the places and the budget.
     pub fn new(
         name: String,
         model: String,
         weights_socket: PathBuf,
         listen: PathBuf,
-        kv_bytes: Bytes,
+        kv_bytes: ByteSize,
         threads: usize,
     ) -> Self {
         Self {
@@ -149,7 +149,7 @@ impl Config {
             model,
             weights_socket,
             listen,
-            device: Device::default(),
+            device: ComputeDevice::default(),
             kv_bytes,
             kv_type: KvTypes::default(),
             workspace_bytes: None,
@@ -158,7 +158,7 @@ impl Config {
             step_tokens: step_tokens(),
             running_max: running_max(),
             queue_max: queue_max(),
-            draft: Draft::default(),
+            draft: DraftSource::default(),
             draft_depth: draft_depth(),
             drain: drain(),
         }
@@ -194,9 +194,9 @@ mod tests {
     #[test]
     fn devices_are_written_as_they_are_read() {
         for text in ["host", "cuda:3", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
-            assert_eq!(text.parse::<Device>().map(|device| device.to_string()).as_deref(), Ok(text));
+            assert_eq!(text.parse::<ComputeDevice>().map(|device| device.to_string()).as_deref(), Ok(text));
         }
-        let error = "cpu".parse::<Device>().unwrap_err();
+        let error = "cpu".parse::<ComputeDevice>().unwrap_err();
         assert!(error.to_string().contains("\"cpu\" names no GPU"), "{error}");
     }
 }

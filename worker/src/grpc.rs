@@ -15,63 +15,64 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tonic_health::server::HealthReporter;
 
-use crate::attach::Facts;
-use crate::config::Config;
-use crate::demand::Workspace;
-use crate::grammars::Grammars;
-use crate::outlet::Item;
-use crate::stats::own_bytes;
-use crate::stepper::{Handle, Snapshot};
-use crate::timeline::{Later, Stage, milliseconds};
+use crate::attach::AttachedModelInfo;
+use crate::config::WorkerConfig;
+use crate::engine_loop::{EngineHandle, EngineSnapshot};
+use crate::grammar_compiler::GrammarCompiler;
+use crate::memory_plan::Workspace;
+use crate::process_memory::anonymous_rss_bytes;
+use crate::startup_timeline::{PostReadyStages, StartupStage, milliseconds};
+use crate::token_channel::StreamItem;
 use crate::wire::{
-    ScoreFrames, admitted, generate_frame, kv_event_frames, request, score_request, source, unavailable,
+    ScoreFrames, admitted, generate_frame, grammar_source, kv_event_frames, request_from_wire,
+    score_request_from_wire, unavailable,
 };
 
 /// A piece of the GGUF metadata section.
-const PIECE_BYTES_MAX: usize = 1 << 20;
+const METADATA_CHUNK_BYTES: usize = 1 << 20;
 
 /// What a worker has once its weights are attached.
-pub(crate) struct Serving {
-    pub(crate) handle: Handle,
-    pub(crate) facts: Facts,
+pub(crate) struct ServingEngine {
+    pub(crate) handle: EngineHandle,
+    pub(crate) info: AttachedModelInfo,
 }
 
 /// What serves, and the grammars of its requests.
-pub(crate) struct Live {
-    serving: Serving,
-    grammars: Grammars,
+pub(crate) struct ServingState {
+    serving: ServingEngine,
+    grammars: GrammarCompiler,
 }
 
 /// Set once, when the weights are attached.
-pub(crate) type WhenServing = Arc<OnceLock<Live>>;
+pub(crate) type ServingCell = Arc<OnceLock<ServingState>>;
 
 #[derive(Clone)]
-pub(crate) struct Service {
-    pub(crate) config: Arc<Config>,
-    pub(crate) serving: WhenServing,
+pub(crate) struct WorkerService {
+    pub(crate) config: Arc<WorkerConfig>,
+    pub(crate) serving: ServingCell,
     pub(crate) health: HealthReporter,
 }
 
-type Frames<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type FrameStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl Worker for Service {
-    type GenerateStream = Frames<wire::GenerateFrame>;
-    type ScoreStream = Frames<wire::ScoreFrame>;
-    type GetMetadataStream = Frames<wire::MetadataFrame>;
-    type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
+impl Worker for WorkerService {
+    type GenerateStream = FrameStream<wire::GenerateFrame>;
+    type ScoreStream = FrameStream<wire::ScoreFrame>;
+    type GetMetadataStream = FrameStream<wire::MetadataFrame>;
+    type SubscribeKvEventsStream = FrameStream<wire::KvEventsFrame>;
 
     async fn generate(
         &self,
         wire: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let Live { serving: Serving { handle, facts }, grammars } = self.live()?;
+        let ServingState { serving: ServingEngine { handle, info }, grammars } = self.serving_state()?;
         let mut wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, facts)?;
-        let source = wire.grammar.take().map(source).transpose()?;
+        check_fingerprint(&wire.fingerprint, info)?;
+        let source = wire.grammar.take().map(grammar_source).transpose()?;
         let id = handle.next_id();
         tracing::debug!(%id, request = %wire.request_id, tokens = wire.tokens.len(), "generate");
-        let request = request(wire, id, handle.now())?;
+        let request = request_from_wire(wire, id, handle.now())?;
         let constraint = match source {
             Some(source) => {
                 let prior_output = &request.prompt[request.prompt.len() - request.prior_output..];
@@ -92,20 +93,20 @@ impl Worker for Service {
         &self,
         wire: Request<wire::CheckGrammarRequest>,
     ) -> Result<Response<wire::CheckGrammarReply>, Status> {
-        let Live { serving: Serving { facts, .. }, grammars } = self.live()?;
+        let ServingState { serving: ServingEngine { info, .. }, grammars } = self.serving_state()?;
         let wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, facts)?;
+        check_fingerprint(&wire.fingerprint, info)?;
         // With the first mask, so that one that ends before it begins is found too.
-        grammars.compile(source(wire.grammar.unwrap_or_default())?, Vec::new()).await?;
+        grammars.compile(grammar_source(wire.grammar.unwrap_or_default())?, Vec::new()).await?;
         Ok(Response::new(wire::CheckGrammarReply {}))
     }
 
     async fn score(&self, wire: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
-        let Serving { handle, facts } = &self.live()?.serving;
+        let ServingEngine { handle, info } = &self.serving_state()?.serving;
         let wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, facts)?;
-        let outputs = handle.score(score_request(wire, handle.next_id(), handle.now())?).await?;
-        let scoring = Scoring { outputs, frames: ScoreFrames::default(), end: None };
+        check_fingerprint(&wire.fingerprint, info)?;
+        let outputs = handle.score(score_request_from_wire(wire, handle.next_id(), handle.now())?).await?;
+        let scoring = ScoreStream { outputs, frames: ScoreFrames::default(), end: None };
         let frames = stream::unfold(scoring, async |mut scoring| Some((scoring.next().await?, scoring)));
         Ok(Response::new(Box::pin(frames)))
     }
@@ -114,13 +115,13 @@ impl Worker for Service {
         &self,
         _: Request<wire::GetMetadataRequest>,
     ) -> Result<Response<Self::GetMetadataStream>, Status> {
-        let Serving { handle, facts } = &self.live()?.serving;
-        let gguf = facts.gguf.clone();
-        let first = metadata_frame::Frame::Description(self.description(facts, handle.snapshot().stats));
+        let ServingEngine { handle, info } = &self.serving_state()?.serving;
+        let gguf = info.gguf.clone();
+        let first = metadata_frame::Frame::Description(self.description(info, handle.snapshot().stats));
         // Slices of the mapping, not copies.
-        let pieces = (0..gguf.len())
-            .step_by(PIECE_BYTES_MAX)
-            .map(move |at| metadata_frame::Frame::Gguf(gguf.slice(at..gguf.len().min(at + PIECE_BYTES_MAX))));
+        let pieces = (0..gguf.len()).step_by(METADATA_CHUNK_BYTES).map(move |at| {
+            metadata_frame::Frame::Gguf(gguf.slice(at..gguf.len().min(at + METADATA_CHUNK_BYTES)))
+        });
         let frames = std::iter::once(first).chain(pieces);
         let frames = frames.map(|frame| Ok(wire::MetadataFrame { frame: Some(frame) }));
         Ok(Response::new(Box::pin(stream::iter(frames))))
@@ -130,9 +131,9 @@ impl Worker for Service {
         &self,
         wire: Request<wire::SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        let Serving { handle, facts } = &self.live()?.serving;
+        let ServingEngine { handle, info } = &self.serving_state()?.serving;
         let wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, facts)?;
+        check_fingerprint(&wire.fingerprint, info)?;
         let log = handle.kv_log();
         let from = if wire.log == log { wire.from } else { NOTHING_KNOWN };
         let updates = stream::try_unfold(handle.follow(from)?, async |mut follower| {
@@ -148,7 +149,7 @@ impl Worker for Service {
         &self,
         _: Request<wire::ResetPrefixesRequest>,
     ) -> Result<Response<wire::ResetPrefixesReply>, Status> {
-        if self.live()?.serving.handle.reset_prefixes().await? {
+        if self.serving_state()?.serving.handle.reset_prefixes().await? {
             Ok(Response::new(wire::ResetPrefixesReply {}))
         } else {
             Err(Status::failed_precondition("requests hold blocks of the cache: try again when none runs"))
@@ -156,8 +157,8 @@ impl Worker for Service {
     }
 
     async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
-        let own_bytes = own_bytes().map_err(|error| Status::internal(error.to_string()))?;
-        let Some(Live { serving: Serving { handle, facts }, .. }) = self.serving.get() else {
+        let own_bytes = anonymous_rss_bytes().map_err(|error| Status::internal(error.to_string()))?;
+        let Some(ServingState { serving: ServingEngine { handle, info }, .. }) = self.serving.get() else {
             return Ok(Response::new(wire::StatsReply { own_bytes, ..Default::default() }));
         };
         let now = handle.snapshot();
@@ -167,8 +168,8 @@ impl Worker for Service {
         let tokens = |blocks: usize| (blocks * stats.kv_block_tokens / stats.kv_groups.max(1)) as u64;
         Ok(Response::new(wire::StatsReply {
             draining: now.draining,
-            attach_ms: facts.attach.as_secs_f64() * 1e3,
-            weight_bytes: facts.weight_bytes,
+            attach_ms: info.attach.as_secs_f64() * 1e3,
+            weight_bytes: info.weight_bytes,
             own_bytes,
             running: stats.running as u32,
             waiting: stats.waiting as u32,
@@ -190,12 +191,12 @@ impl Worker for Service {
             draft_failures: stats.drafts.failures,
             forks: stats.forks,
             late_rows: stats.late_rows,
-            device: facts.device.clone(),
-            context_bytes: facts.context_bytes,
+            device: info.device.clone(),
+            context_bytes: info.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,
-            workspace_bytes: facts.workspace_bytes,
-            timeline: timeline(facts, &now),
-            ready_ms: milliseconds(facts.timeline.total()),
+            workspace_bytes: info.workspace_bytes,
+            timeline: timeline(info, &now),
+            ready_ms: milliseconds(info.timeline.total()),
             kv_mapped_bytes: Some(now.kv.bytes),
             workspace_used: now.measured.workspace_used.map(workspace),
             kv_events: stats.kv_events,
@@ -208,11 +209,12 @@ impl Worker for Service {
     }
 }
 
-impl Service {
+impl WorkerService {
     /// Weights are attached: requests are taken from now on.
-    pub(crate) async fn begin(&self, serving: Serving) {
-        let grammars = Grammars::new(serving.facts.gguf.clone(), self.config.threads, serving.handle.waker());
-        if self.serving.set(Live { serving, grammars }).is_ok() {
+    pub(crate) async fn start_serving(&self, serving: ServingEngine) {
+        let grammars =
+            GrammarCompiler::new(serving.info.gguf.clone(), self.config.threads, serving.handle.waker());
+        if self.serving.set(ServingState { serving, grammars }).is_ok() {
             self.health.set_serving::<WorkerServer<Self>>().await;
         }
     }
@@ -226,29 +228,29 @@ impl Service {
         }
     }
 
-    fn live(&self) -> Result<&Live, Status> {
+    fn serving_state(&self) -> Result<&ServingState, Status> {
         self.serving.get().ok_or_else(|| unavailable("the weights are not attached yet"))
     }
 
-    fn description(&self, facts: &Facts, stats: EngineStats) -> wire::Description {
+    fn description(&self, info: &AttachedModelInfo, stats: EngineStats) -> wire::Description {
         let bounds = Bounds::of_queue(self.config.queue_max);
         wire::Description {
             worker: self.config.name.clone(),
             pid: std::process::id(),
-            model: facts.model.clone(),
-            digest: facts.digest.to_vec().into(),
-            generation: facts.generation,
-            fingerprint: facts.fingerprint.clone(),
-            backend: facts.backend.clone(),
-            context_tokens: u32::try_from(facts.context_tokens).unwrap_or(u32::MAX),
-            vocabulary: facts.vocabulary as u32,
+            model: info.name.clone(),
+            digest: info.digest.to_vec().into(),
+            generation: info.generation,
+            fingerprint: info.fingerprint.clone(),
+            backend: info.backend.clone(),
+            context_tokens: u32::try_from(info.context_tokens).unwrap_or(u32::MAX),
+            vocabulary: info.vocabulary as u32,
             running_max: self.config.running_max as u32,
             queue_max: bounds.places(0) as u32,
             batch_queue_max: bounds.places(1) as u32,
             tenant_queue_max: bounds.tenant_queue_max as u32,
-            weight_bytes: facts.weight_bytes,
-            gguf_bytes: facts.gguf.len() as u64,
-            attach_ms: facts.attach.as_secs_f64() * 1e3,
+            weight_bytes: info.weight_bytes,
+            gguf_bytes: info.gguf.len() as u64,
+            attach_ms: info.attach.as_secs_f64() * 1e3,
             kv_blocks: stats.kv_blocks as u64,
             kv_block_tokens: stats.kv_block_tokens as u32,
         }
@@ -256,10 +258,12 @@ impl Service {
 }
 
 /// Stages until the engine was there, and those of its first work once there is some.
-fn timeline(facts: &Facts, now: &Snapshot) -> Vec<wire::Stage> {
-    let later = Later { first_step: now.first_step, lazy: now.measured.lazy };
-    let stages = facts.timeline.stages().iter().copied().chain(later.stages());
-    stages.map(|Stage { name, took }| wire::Stage { name: name.to_owned(), ms: milliseconds(took) }).collect()
+fn timeline(info: &AttachedModelInfo, now: &EngineSnapshot) -> Vec<wire::Stage> {
+    let later = PostReadyStages { first_step: now.first_step, lazy: now.measured.lazy };
+    let stages = info.timeline.stages().iter().copied().chain(later.stages());
+    stages
+        .map(|StartupStage { name, took }| wire::Stage { name: name.to_owned(), ms: milliseconds(took) })
+        .collect()
 }
 
 fn workspace(used: Workspace) -> wire::Workspace {
@@ -269,22 +273,22 @@ fn workspace(used: Workspace) -> wire::Workspace {
 }
 
 /// A socket's name says little after a restart: the caller says whom it means.
-fn check_fingerprint(meant: &[u8], facts: &Facts) -> Result<(), Status> {
-    if meant == facts.fingerprint {
+fn check_fingerprint(meant: &[u8], info: &AttachedModelInfo) -> Result<(), Status> {
+    if meant == info.fingerprint {
         return Ok(());
     }
-    let own = String::from_utf8_lossy(&facts.fingerprint);
+    let own = String::from_utf8_lossy(&info.fingerprint);
     Err(Status::failed_precondition(format!("this worker is another one: {own}")))
 }
 
 /// A score's outputs on their way to frames.
-struct Scoring {
-    outputs: mpsc::Receiver<Item>,
+struct ScoreStream {
+    outputs: mpsc::Receiver<StreamItem>,
     frames: ScoreFrames,
     end: Option<Result<(), Status>>,
 }
 
-impl Scoring {
+impl ScoreStream {
     async fn next(&mut self) -> Option<Result<wire::ScoreFrame, Status>> {
         // Fills a frame with what there is; what comes later goes into the next.
         while self.end.is_none() && !self.frames.is_full() {

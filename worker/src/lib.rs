@@ -8,7 +8,7 @@
 //! stepper   the engine's loop: commands in, frames out, one step at a time   /
 //!   handle    how calls give it commands, and wait for it
 //!   follower  tells a call what the cache holds
-//! outlet    bounded queue of frames from the stepper to one call
+//! channel    bounded queue of frames from the stepper to one call
 //! grpc      ballast.worker.v1 on the worker's socket
 //! grammars  what requests may draw: compiled first
 //! masks     what a request's grammar allows next, computed beside the steps
@@ -30,23 +30,23 @@
 mod attach;
 mod backend;
 mod config;
-mod contained;
-mod crew;
-mod demand;
-mod grammars;
+mod draft_vocabulary;
+mod engine_loop;
+mod grammar_compiler;
+mod grammar_constraint;
 mod grpc;
 pub mod kv_types;
-mod masks;
-mod outlet;
+mod memory_plan;
+mod panic_isolation;
+mod process_memory;
 mod run;
-mod stats;
-mod stepper;
-mod timeline;
-mod vocabulary;
+mod startup_timeline;
+mod token_channel;
 mod wire;
+mod worker_pool;
 
-pub use attach::AttachError;
-pub use config::{Config, Device, Draft, draft_depth};
-pub use demand::{Demand, Workspace};
-pub use run::{RunError, run, serve};
-pub use vocabulary::VocabularyError;
+pub use attach::WorkerAttachError;
+pub use config::{ComputeDevice, DraftSource, WorkerConfig, draft_depth};
+pub use draft_vocabulary::DraftVocabularyError;
+pub use memory_plan::{MemoryPlan, Workspace};
+pub use run::{WorkerRunError, run, serve};

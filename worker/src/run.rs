@@ -14,28 +14,28 @@ use memory::cuda::OpenDriverError;
 use memory::lease::{Lease, LeaseStatus};
 use proto::weights::v1::RefusalReason;
 use proto::worker::v1::worker_server::WorkerServer;
-use service::exit::{HasExit, of_io};
+use service::exit::{HasExit, exit_for_io_error};
 use service::{Exit, Notify, Shutdown};
 use tokio::sync::oneshot;
 
-use crate::attach::{AttachError, Facts, Resident, bring_up, reserve};
+use crate::attach::{AttachedEngine, AttachedModelInfo, WorkerAttachError, build_engine, request_grant};
 #[cfg(feature = "cuda")]
-use crate::backend::{FoundGpu, Gpu};
-use crate::backend::{Host, Place};
-use crate::config::{Config, Device};
-use crate::grpc::{Service, Serving};
-use crate::stepper::{StepperError, stepper};
-use crate::timeline::Timeline;
+use crate::backend::{DetectedGpu, GpuRuntime};
+use crate::backend::{DeviceRuntime, HostRuntime};
+use crate::config::{ComputeDevice, WorkerConfig};
+use crate::engine_loop::{EngineLoopError, engine_loop};
+use crate::grpc::{ServingEngine, WorkerService};
+use crate::startup_timeline::StartupTimeline;
 
 /// Longest attach token.
-const TOKEN_BYTES_MAX: u64 = 256;
+const ATTACH_TOKEN_BYTES_MAX: u64 = 256;
 /// Between the last frame of a drained worker and the end of its connections.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 /// How often the lease is looked at for the log; the worker serves whatever it says.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]
-pub enum RunError {
+pub enum WorkerRunError {
     #[error("cannot start the runtime of the worker")]
     Runtime(#[source] io::Error),
     #[error("cannot start the engine's thread")]
@@ -55,7 +55,7 @@ pub enum RunError {
     #[error("the gRPC server failed")]
     Serve(#[source] tonic::transport::Error),
     #[error(transparent)]
-    Attach(#[from] AttachError),
+    Attach(#[from] WorkerAttachError),
     #[error(
         "{device} failed under this worker, which ends; the weights are mapped read-only, others that use them go on"
     )]
@@ -69,61 +69,68 @@ pub enum RunError {
     EngineLost,
 }
 
-impl HasExit for RunError {
+impl HasExit for WorkerRunError {
     fn exit(&self) -> Exit {
         match self {
-            RunError::Runtime(source) | RunError::Thread(source) | RunError::Signals(source) => of_io(source),
-            RunError::Token(_) => Exit::Usage,
-            RunError::Notify(error) => error.exit(),
-            RunError::Inherit(error) => error.exit(),
-            RunError::Socket(error) => error.exit(),
-            RunError::Attach(error) => error.exit(),
-            RunError::Quarantined { .. } => Exit::PeerLost,
-            RunError::Reflection(_)
-            | RunError::Serve(_)
-            | RunError::Engine { .. }
-            | RunError::Integrity(_)
-            | RunError::EngineLost => Exit::Internal,
+            WorkerRunError::Runtime(source)
+            | WorkerRunError::Thread(source)
+            | WorkerRunError::Signals(source) => exit_for_io_error(source),
+            WorkerRunError::Token(_) => Exit::Usage,
+            WorkerRunError::Notify(error) => error.exit(),
+            WorkerRunError::Inherit(error) => error.exit(),
+            WorkerRunError::Socket(error) => error.exit(),
+            WorkerRunError::Attach(error) => error.exit(),
+            WorkerRunError::Quarantined { .. } => Exit::PeerLost,
+            WorkerRunError::Reflection(_)
+            | WorkerRunError::Serve(_)
+            | WorkerRunError::Engine { .. }
+            | WorkerRunError::Integrity(_)
+            | WorkerRunError::EngineLost => Exit::Internal,
         }
     }
 }
 
 /// Runs the worker until it has drained.
-pub fn run(config: Config) -> Result<(), RunError> {
+pub fn run(config: WorkerConfig) -> Result<(), WorkerRunError> {
     service::logging::init(&config.name, tracing::Level::INFO);
     let token = read_token()?;
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Runtime)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(WorkerRunError::Runtime)?;
     runtime.block_on(async {
-        let shutdown = Shutdown::install().map_err(RunError::Signals)?;
+        let shutdown = Shutdown::install().map_err(WorkerRunError::Signals)?;
         let notify = Notify::from_env()?;
-        let _supervisor = service::supervision::watch("worker", &config.name, &notify, &shutdown)?;
+        let _supervisor = service::supervision::watch_supervisor("worker", &config.name, &notify, &shutdown)?;
         serve(config, token, &notify, &shutdown).await
     })
 }
 
 /// One per worker start, from a pipe that the supervisor filled; none without a supervisor.
-fn read_token() -> Result<Option<Bytes>, RunError> {
+fn read_token() -> Result<Option<Bytes>, WorkerRunError> {
     let Some(fd) = service::listen::fd_from_env(service::env::ATTACH_TOKEN_FD)? else { return Ok(None) };
     let mut token = Vec::new();
-    std::fs::File::from(fd).take(TOKEN_BYTES_MAX).read_to_end(&mut token).map_err(RunError::Token)?;
+    std::fs::File::from(fd)
+        .take(ATTACH_TOKEN_BYTES_MAX)
+        .read_to_end(&mut token)
+        .map_err(WorkerRunError::Token)?;
     Ok(Some(token.into()))
 }
 
 /// The worker without its process: serves until `shutdown` is requested and the streams have ended or are cut.
 pub async fn serve(
-    config: Config,
+    config: WorkerConfig,
     token: Option<Bytes>,
     notify: &Notify,
     shutdown: &Shutdown,
-) -> Result<(), RunError> {
-    let timeline = Timeline::start();
+) -> Result<(), WorkerRunError> {
+    let timeline = StartupTimeline::start();
     let listener = service::grpc::bind(&config.listen)?;
     let (mut health, health_service) = service::grpc::health();
-    health.set_not_serving::<WorkerServer<Service>>().await;
+    health.set_not_serving::<WorkerServer<WorkerService>>().await;
     let config = Arc::new(config);
     let service =
-        Service { config: config.clone(), serving: Arc::new(OnceLock::new()), health: health.clone() };
+        WorkerService { config: config.clone(), serving: Arc::new(OnceLock::new()), health: health.clone() };
     let server = service::grpc::server()
         .add_service(
             WorkerServer::new(service.clone())
@@ -142,23 +149,23 @@ pub async fn serve(
             // Nobody waits for it any more once the process is stopping.
             drop(ended.send(engine_thread(timeline, &config, token, &notify, attached)));
         };
-        std::thread::Builder::new().name("engine".to_owned()).spawn(body).map_err(RunError::Thread)?;
+        std::thread::Builder::new().name("engine".to_owned()).spawn(body).map_err(WorkerRunError::Thread)?;
     }
 
     let beginning = async {
         // Without a sender the attach failed, and `when_ended` says why.
         if let Ok(Ready { serving, leases }) = when_attached.await {
-            let Facts { model, attach, timeline, .. } = &serving.facts;
+            let AttachedModelInfo { name: model, attach, timeline, .. } = &serving.info;
             let text = format!(
                 "serving {model}, attached in {:.1} ms, {:.0} ms after its start",
                 attach.as_secs_f64() * 1e3,
                 timeline.since_start().as_secs_f64() * 1e3,
             );
-            service.begin(serving).await;
+            service.start_serving(serving).await;
             notify.status(&text)?;
             futures::future::try_join_all(leases.into_iter().map(watch_lease)).await?;
         }
-        std::future::pending::<Result<std::convert::Infallible, RunError>>().await
+        std::future::pending::<Result<std::convert::Infallible, WorkerRunError>>().await
     };
     let drained = {
         let (service, notify, requested) = (service.clone(), notify.clone(), shutdown.requested());
@@ -171,7 +178,9 @@ pub async fn serve(
             let cut = service.drain_within(grace).await;
             tracing::info!(cut, "drained");
             // Ends the watches: the server waits for open streams.
-            health.clear_service_status(<WorkerServer<Service> as tonic::server::NamedService>::NAME).await;
+            health
+                .clear_service_status(<WorkerServer<WorkerService> as tonic::server::NamedService>::NAME)
+                .await;
         }
     };
     let (flushed, when_flushed) = oneshot::channel::<()>();
@@ -182,12 +191,12 @@ pub async fn serve(
     // The engine's thread is not joined: the end of the process ends it, in the middle of a step too, and tells the
     // weight-server that nothing is mapped here any more.
     tokio::select! {
-        served = service::grpc::serve(server, listener, stop) => served.map_err(RunError::Serve),
+        served = service::grpc::serve(server, listener, stop) => served.map_err(WorkerRunError::Serve),
         _ = async { drop(when_flushed.await); tokio::time::sleep(FLUSH_WAIT).await } => Ok(()),
         () = shutdown.forced() => Ok(()),
         ended = when_ended => Err(match ended {
             Ok(Err(error)) => error,
-            Ok(Ok(())) | Err(_) => RunError::EngineLost,
+            Ok(Ok(())) | Err(_) => WorkerRunError::EngineLost,
         }),
         never = beginning => never.map(|never| match never {}),
     }
@@ -195,72 +204,75 @@ pub async fn serve(
 
 /// What the engine's thread announces once it can step.
 struct Ready {
-    serving: Serving,
+    serving: ServingEngine,
     leases: Vec<Weak<Lease>>,
 }
 
-/// The one place that knows which devices there are; from here on everything is generic over the backend.
+/// The one runtime that knows which devices there are; from here on everything is generic over the backend.
 fn engine_thread(
-    mut timeline: Timeline,
-    config: &Config,
+    mut timeline: StartupTimeline,
+    config: &WorkerConfig,
     token: Option<Bytes>,
     notify: &Notify,
     attached: oneshot::Sender<Ready>,
-) -> Result<(), RunError> {
+) -> Result<(), WorkerRunError> {
     // Until the engine exists.
     timeline.mark("sockets");
     match config.device {
-        Device::Host => {
-            let place = Host::new(config.threads);
-            let granted = reserve::<Host>(place.device(), config, token.clone(), notify)?;
+        ComputeDevice::Host => {
+            let runtime = HostRuntime::new(config.threads);
+            let granted = request_grant::<HostRuntime>(runtime.device(), config, token.clone(), notify)?;
             timeline.mark("wait");
-            run_on(&place, granted, timeline, config, token, notify, attached)
+            run_on(&runtime, granted, timeline, config, token, notify, attached)
         }
         #[cfg(feature = "cuda")]
-        Device::Gpu(wanted) => {
-            let found = FoundGpu::open(wanted)?;
+        ComputeDevice::Gpu(wanted) => {
+            let found = DetectedGpu::open(wanted)?;
             timeline.mark("driver");
-            let granted = reserve::<Gpu>(found.device(), config, token.clone(), notify)?;
+            let granted = request_grant::<GpuRuntime>(found.device(), config, token.clone(), notify)?;
             timeline.mark("wait");
-            let place = found.enter(&granted)?;
+            let runtime = found.enter(&granted)?;
             timeline.mark("context");
-            run_on(&place, granted, timeline, config, token, notify, attached)
+            run_on(&runtime, granted, timeline, config, token, notify, attached)
         }
         #[cfg(not(feature = "cuda"))]
-        Device::Gpu(_) => Err(AttachError::from(OpenDriverError::NotBuilt).into()),
+        ComputeDevice::Gpu(_) => Err(WorkerAttachError::from(OpenDriverError::NotBuilt).into()),
     }
 }
 
-fn run_on<P: Place>(
-    place: &P,
+fn run_on<P: DeviceRuntime>(
+    runtime: &P,
     granted: Granted,
-    timeline: Timeline,
-    config: &Config,
+    timeline: StartupTimeline,
+    config: &WorkerConfig,
     token: Option<Bytes>,
     notify: &Notify,
     attached: oneshot::Sender<Ready>,
-) -> Result<(), RunError> {
-    let Resident { engine, leases, facts } = bring_up(place, granted, timeline, config, token, notify)?;
-    let score_rows_max = crate::attach::score_rows_max(config, &facts);
-    let (handle, stepper) = stepper(engine, score_rows_max, P::measure, facts.timeline.clone());
-    let ready =
-        Ready { serving: Serving { handle, facts }, leases: leases.iter().map(Arc::downgrade).collect() };
+) -> Result<(), WorkerRunError> {
+    let AttachedEngine { engine, leases, info } =
+        build_engine(runtime, granted, timeline, config, token, notify)?;
+    let score_rows_max = crate::attach::score_rows_max(config, &info);
+    let (handle, engine_loop) = engine_loop(engine, score_rows_max, P::measure, info.timeline.clone());
+    let ready = Ready {
+        serving: ServingEngine { handle, info },
+        leases: leases.iter().map(Arc::downgrade).collect(),
+    };
     if attached.send(ready).is_err() {
         // Stopped meanwhile: the weights go before the leases.
-        drop(stepper);
+        drop(engine_loop);
         return Ok(());
     }
     // Consumes the engine; the leases end after it.
-    let stepped = stepper.run();
+    let stepped = engine_loop.run();
     drop(leases);
     stepped.map_err(|error| match error {
-        StepperError::Step(source) => RunError::Engine { device: place.describe(), source },
-        StepperError::Integrity(source) => RunError::Integrity(source),
+        EngineLoopError::Step(source) => WorkerRunError::Engine { device: runtime.describe(), source },
+        EngineLoopError::Integrity(source) => WorkerRunError::Integrity(source),
     })
 }
 
 /// Says in the log what becomes of the lease. The worker serves in every state, unless the weights are not to be trusted.
-async fn watch_lease(lease: Weak<Lease>) -> Result<(), RunError> {
+async fn watch_lease(lease: Weak<Lease>) -> Result<(), WorkerRunError> {
     let mut last = LeaseStatus::Held;
     while let Some(lease) = lease.upgrade() {
         let status = lease.status();
@@ -271,7 +283,7 @@ async fn watch_lease(lease: Weak<Lease>) -> Result<(), RunError> {
             LeaseStatus::Held => tracing::info!("the lease is held by the new weight-server"),
             LeaseStatus::Broken { .. } => tracing::warn!("the weight-server is gone, serving on"),
             LeaseStatus::Lost { reason: RefusalReason::Quarantined, text } => {
-                return Err(RunError::Quarantined { text: text.clone() });
+                return Err(WorkerRunError::Quarantined { text: text.clone() });
             }
             LeaseStatus::Lost { text, .. } => {
                 tracing::error!(reason = %text, "the weight-server does not know the lease, serving on unaccounted");

@@ -10,16 +10,16 @@ use engine::{
     SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput,
     Usage,
 };
-use grammar::Source;
+use grammar::GrammarSource;
 use proto::v1::grammar::Kind;
 use proto::v1::{self as public};
 use proto::worker::v1::{self as wire, generate_frame, kv_event, score_frame};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
-use crate::grammars::GrammarError;
-use crate::outlet::Cut;
-use crate::stepper::SubmitError;
+use crate::engine_loop::SubmitError;
+use crate::grammar_compiler::GrammarError;
+use crate::token_channel::StreamAbort;
 
 /// A frame of logits.
 const FRAME_BYTES_MAX: usize = 1 << 20;
@@ -28,7 +28,7 @@ const FRAME_EVENTS_MAX: usize = 8192;
 
 /// A field that no request of the engine can be made of.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum FieldError {
+pub(crate) enum RequestFieldError {
     #[error("prompt_tokens is {prompt_tokens}, but there are {tokens} tokens")]
     PromptTokens { prompt_tokens: u32, tokens: usize },
     #[error("top_logprobs is {asked}, allowed are 0 to {TOP_LOGPROBS_MAX}")]
@@ -42,17 +42,17 @@ pub(crate) enum FieldError {
 }
 
 /// `now` is the engine's clock.
-pub(crate) fn request(
+pub(crate) fn request_from_wire(
     wire: wire::GenerateRequest,
     id: RequestId,
     now: Duration,
-) -> Result<Request, FieldError> {
+) -> Result<Request, RequestFieldError> {
     let tokens = wire.tokens.len();
     let prior_output = tokens
         .checked_sub(wire.prompt_tokens as usize)
-        .ok_or(FieldError::PromptTokens { prompt_tokens: wire.prompt_tokens, tokens })?;
+        .ok_or(RequestFieldError::PromptTokens { prompt_tokens: wire.prompt_tokens, tokens })?;
     let sampler_state = SamplerState::from_bytes(&wire.sampler_state)
-        .ok_or(FieldError::SamplerState { bytes: wire.sampler_state.len() })?;
+        .ok_or(RequestFieldError::SamplerState { bytes: wire.sampler_state.len() })?;
     Ok(Request {
         id,
         prompt: wire.tokens,
@@ -73,11 +73,11 @@ pub(crate) fn request(
     })
 }
 
-pub(crate) fn score_request(
+pub(crate) fn score_request_from_wire(
     wire: wire::ScoreRequest,
     id: RequestId,
     now: Duration,
-) -> Result<ScoreRequest, FieldError> {
+) -> Result<ScoreRequest, RequestFieldError> {
     let kind = match wire.top_logprobs {
         None => ScoreKind::Logits,
         Some(top) => ScoreKind::Logprobs { top: top_logprobs(top)? },
@@ -85,21 +85,24 @@ pub(crate) fn score_request(
     Ok(ScoreRequest { id, tokens: wire.tokens, kind, deadline: deadline(wire.deadline_ms, now), priority: 0 })
 }
 
-fn top_logprobs(asked: u32) -> Result<u8, FieldError> {
-    u8::try_from(asked).map_err(|_| FieldError::TopLogprobs { asked })
+fn top_logprobs(asked: u32) -> Result<u8, RequestFieldError> {
+    u8::try_from(asked).map_err(|_| RequestFieldError::TopLogprobs { asked })
 }
 
 fn deadline(deadline_ms: u64, now: Duration) -> Option<Duration> {
     (deadline_ms > 0).then(|| now.saturating_add(Duration::from_millis(deadline_ms)))
 }
 
-fn sampling(wire: public::Sampling, breakers: wire::DryBreakers) -> Result<SamplingParams, FieldError> {
+fn sampling(
+    wire: public::Sampling,
+    breakers: wire::DryBreakers,
+) -> Result<SamplingParams, RequestFieldError> {
     let neutral = SamplingParams::default();
     let version = match wire.mirostat.unwrap_or(0) {
         0 => None,
         1 => Some(MirostatVersion::One),
         2 => Some(MirostatVersion::Two),
-        asked => return Err(FieldError::Mirostat { asked }),
+        asked => return Err(RequestFieldError::Mirostat { asked }),
     };
     let mut logit_bias: Vec<(u32, f32)> = wire.logit_bias.into_iter().collect();
     // A map has no order of its own.
@@ -230,36 +233,36 @@ impl ScoreFrames {
 }
 
 /// Where a request may be refused for its grammar, this says so: the grammar has other names on other surfaces.
-const FIELD: &str = "ballast-field";
+const FIELD_KEY: &str = "ballast-field";
 /// Seconds until a refused request would find room.
-const RETRY_AFTER: &str = "retry-after";
+const RETRY_AFTER_KEY: &str = "retry-after";
 /// Whose bound a full queue's is, where it is not everybody's.
-const BOUND: &str = "ballast-bound";
+const BOUND_KEY: &str = "ballast-bound";
 /// What waits for a step or a compiler moves within this time, and a worker that stops is replaced within it.
-const SOON: Duration = Duration::from_secs(1);
+const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A refusal that passes.
-pub(crate) fn passing(mut status: Status, after: Duration) -> Status {
-    status.metadata_mut().insert(RETRY_AFTER, MetadataValue::from(after.as_secs()));
+pub(crate) fn retryable(mut status: Status, after: Duration) -> Status {
+    status.metadata_mut().insert(RETRY_AFTER_KEY, MetadataValue::from(after.as_secs()));
     status
 }
 
 /// Not ready, or not any more.
 pub(crate) fn unavailable(message: impl Into<String>) -> Status {
-    passing(Status::unavailable(message), SOON)
+    retryable(Status::unavailable(message), DEFAULT_RETRY_AFTER)
 }
 
-pub(crate) fn source(wire: public::Grammar) -> Result<Source, FieldError> {
+pub(crate) fn grammar_source(wire: public::Grammar) -> Result<GrammarSource, RequestFieldError> {
     let lenient = wire.lenient;
-    Ok(match wire.kind.ok_or(FieldError::EmptyGrammar)? {
-        Kind::JsonSchema(schema) => Source::JsonSchema { schema, lenient },
+    Ok(match wire.kind.ok_or(RequestFieldError::EmptyGrammar)? {
+        Kind::JsonSchema(schema) => GrammarSource::JsonSchema { schema, lenient },
         Kind::JsonObject(public::JsonObject {}) => {
-            Source::JsonSchema { schema: r#"{"type": "object"}"#.to_owned(), lenient }
+            GrammarSource::JsonSchema { schema: r#"{"type": "object"}"#.to_owned(), lenient }
         }
-        Kind::Regex(regex) => Source::Regex(regex),
-        Kind::Lark(lark) => Source::Lark(lark),
-        Kind::Gbnf(gbnf) => Source::Gbnf(gbnf),
-        Kind::Choice(choice) => Source::Choice(choice.words),
+        Kind::Regex(regex) => GrammarSource::Regex(regex),
+        Kind::Lark(lark) => GrammarSource::Lark(lark),
+        Kind::Gbnf(gbnf) => GrammarSource::Gbnf(gbnf),
+        Kind::Choice(choice) => GrammarSource::Choice(choice.words),
     })
 }
 
@@ -269,22 +272,24 @@ impl From<GrammarError> for Status {
         match error {
             GrammarError::Refused(_) | GrammarError::PriorOutput(_) => {
                 let mut status = Status::invalid_argument(message);
-                status.metadata_mut().insert(FIELD, MetadataValue::from_static("grammar"));
+                status.metadata_mut().insert(FIELD_KEY, MetadataValue::from_static("grammar"));
                 status
             }
-            GrammarError::Crowded | GrammarError::Late => passing(Status::resource_exhausted(message), SOON),
+            GrammarError::QueueFull | GrammarError::QueueTimeout => {
+                retryable(Status::resource_exhausted(message), DEFAULT_RETRY_AFTER)
+            }
             GrammarError::Stopped => unavailable(message),
             // The last two would cost the next worker a thread as well: they do not pass.
             GrammarError::Vocabulary { .. }
             | GrammarError::Thread(_)
-            | GrammarError::Overdue
-            | GrammarError::Broken => Status::internal(message),
+            | GrammarError::TimedOut
+            | GrammarError::Panicked => Status::internal(message),
         }
     }
 }
 
-impl From<FieldError> for Status {
-    fn from(error: FieldError) -> Self {
+impl From<RequestFieldError> for Status {
+    fn from(error: RequestFieldError) -> Self {
         Status::invalid_argument(error.to_string())
     }
 }
@@ -317,15 +322,15 @@ impl From<SubmitError> for Status {
         let message = error.to_string();
         match error {
             SubmitError::Refused(RefuseReason::QueueFull { retry_after, .. }) => {
-                passing(Status::resource_exhausted(message), retry_after)
+                retryable(Status::resource_exhausted(message), retry_after)
             }
             SubmitError::Refused(RefuseReason::TenantQueueFull { retry_after, .. }) => {
-                let mut status = passing(Status::resource_exhausted(message), retry_after);
-                status.metadata_mut().insert(BOUND, MetadataValue::from_static("tenant"));
+                let mut status = retryable(Status::resource_exhausted(message), retry_after);
+                status.metadata_mut().insert(BOUND_KEY, MetadataValue::from_static("tenant"));
                 status
             }
-            SubmitError::Crowded | SubmitError::Followed => {
-                passing(Status::resource_exhausted(message), SOON)
+            SubmitError::CommandQueueFull | SubmitError::TooManySubscribers => {
+                retryable(Status::resource_exhausted(message), DEFAULT_RETRY_AFTER)
             }
             SubmitError::Refused(RefuseReason::Draining) | SubmitError::Stopped => unavailable(message),
             SubmitError::Refused(RefuseReason::DuplicateId(_)) => Status::internal(message),
@@ -334,14 +339,16 @@ impl From<SubmitError> for Status {
     }
 }
 
-impl From<Cut> for Status {
-    fn from(cut: Cut) -> Self {
+impl From<StreamAbort> for Status {
+    fn from(cut: StreamAbort) -> Self {
         let message = cut.to_string();
         match cut {
-            Cut::Deadline => Status::deadline_exceeded(message),
-            Cut::Drained | Cut::DeviceLost { .. } => Status::unavailable(message),
-            Cut::TooSlow | Cut::Overflow => Status::aborted(message),
-            Cut::StepFailed { .. } | Cut::BadLogits(_) | Cut::Grammar(_) => Status::internal(message),
+            StreamAbort::Deadline => Status::deadline_exceeded(message),
+            StreamAbort::Drained | StreamAbort::DeviceLost { .. } => Status::unavailable(message),
+            StreamAbort::TooSlow | StreamAbort::ChannelFull => Status::aborted(message),
+            StreamAbort::StepFailed { .. } | StreamAbort::BadLogits(_) | StreamAbort::Grammar(_) => {
+                Status::internal(message)
+            }
         }
     }
 }
@@ -357,11 +364,11 @@ mod tests {
     #[test]
     fn prior_output_is_what_follows_the_prompt() {
         let wire = wire::GenerateRequest { tokens: vec![1, 2, 3, 4], prompt_tokens: 3, ..Default::default() };
-        assert_eq!(request(wire.clone(), id(), Duration::ZERO).unwrap().prior_output, 1);
+        assert_eq!(request_from_wire(wire.clone(), id(), Duration::ZERO).unwrap().prior_output, 1);
         let wrong = wire::GenerateRequest { prompt_tokens: 5, ..wire };
         assert_eq!(
-            request(wrong, id(), Duration::ZERO),
-            Err(FieldError::PromptTokens { prompt_tokens: 5, tokens: 4 })
+            request_from_wire(wrong, id(), Duration::ZERO),
+            Err(RequestFieldError::PromptTokens { prompt_tokens: 5, tokens: 4 })
         );
     }
 
@@ -369,18 +376,24 @@ mod tests {
     fn what_the_engine_cannot_hold_is_refused() {
         let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
         let top = wire::GenerateRequest { top_logprobs: Some(256), ..wire.clone() };
-        assert_eq!(request(top, id(), Duration::ZERO), Err(FieldError::TopLogprobs { asked: 256 }));
+        assert_eq!(
+            request_from_wire(top, id(), Duration::ZERO),
+            Err(RequestFieldError::TopLogprobs { asked: 256 })
+        );
         let state = wire::GenerateRequest { sampler_state: vec![0; 33].into(), ..wire };
-        assert_eq!(request(state, id(), Duration::ZERO), Err(FieldError::SamplerState { bytes: 33 }));
+        assert_eq!(
+            request_from_wire(state, id(), Duration::ZERO),
+            Err(RequestFieldError::SamplerState { bytes: 33 })
+        );
     }
 
     #[test]
     fn a_deadline_counts_from_now_and_zero_is_none() {
         let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
         let now = Duration::from_secs(5);
-        assert_eq!(request(wire.clone(), id(), now).unwrap().deadline, None);
+        assert_eq!(request_from_wire(wire.clone(), id(), now).unwrap().deadline, None);
         let wire = wire::GenerateRequest { deadline_ms: 20, ..wire };
-        assert_eq!(request(wire, id(), now).unwrap().deadline, Some(Duration::from_millis(5020)));
+        assert_eq!(request_from_wire(wire, id(), now).unwrap().deadline, Some(Duration::from_millis(5020)));
     }
 
     #[test]
@@ -393,7 +406,7 @@ mod tests {
             cache_salt: "secret".to_owned(),
             ..Default::default()
         };
-        let request = request(wire, id(), Duration::ZERO).unwrap();
+        let request = request_from_wire(wire, id(), Duration::ZERO).unwrap();
         assert_eq!((request.tenant, request.priority, &request.scope.salt[..]), (7, -2, &b"secret"[..]));
     }
 
@@ -407,20 +420,24 @@ mod tests {
         for (status, code, seconds, bound) in [
             (refused(full), ResourceExhausted, Some("7"), None),
             (refused(own), ResourceExhausted, Some("7"), Some("tenant")),
-            (SubmitError::Crowded.into(), ResourceExhausted, Some("1"), None),
-            (SubmitError::Followed.into(), ResourceExhausted, Some("1"), None),
+            (SubmitError::CommandQueueFull.into(), ResourceExhausted, Some("1"), None),
+            (SubmitError::TooManySubscribers.into(), ResourceExhausted, Some("1"), None),
             (refused(RefuseReason::Draining), Unavailable, Some("1"), None),
             (SubmitError::Stopped.into(), Unavailable, Some("1"), None),
-            (GrammarError::Crowded.into(), ResourceExhausted, Some("1"), None),
-            (GrammarError::Late.into(), ResourceExhausted, Some("1"), None),
+            (GrammarError::QueueFull.into(), ResourceExhausted, Some("1"), None),
+            (GrammarError::QueueTimeout.into(), ResourceExhausted, Some("1"), None),
             (GrammarError::Stopped.into(), Unavailable, Some("1"), None),
-            (GrammarError::Overdue.into(), Internal, None, None),
-            (GrammarError::Broken.into(), Internal, None, None),
+            (GrammarError::TimedOut.into(), Internal, None, None),
+            (GrammarError::Panicked.into(), Internal, None, None),
             (refused(RefuseReason::EmptyPrompt), InvalidArgument, None, None),
-            (FieldError::EmptyGrammar.into(), InvalidArgument, None, None),
+            (RequestFieldError::EmptyGrammar.into(), InvalidArgument, None, None),
         ] {
             let said = |key: &str| status.metadata().get(key).map(|value| value.to_str().unwrap());
-            assert_eq!((status.code(), said(RETRY_AFTER), said(BOUND)), (code, seconds, bound), "{status}");
+            assert_eq!(
+                (status.code(), said(RETRY_AFTER_KEY), said(BOUND_KEY)),
+                (code, seconds, bound),
+                "{status}"
+            );
         }
     }
 

@@ -59,14 +59,14 @@ fn processor() -> Tried<Finding> {
 }
 
 fn memory() -> Tried<Finding> {
-    let (host, available) = (meminfo::host()?, meminfo::available()?);
+    let (host, available) = (meminfo::host_memory()?, meminfo::available_bytes()?);
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let limit = match meminfo::cgroup() {
+    let limit = match meminfo::tightest_cgroup_limit() {
         Some(cgroup) => format!(", {:.1} GiB allowed by the cgroup", gib(cgroup.max)),
         None => String::new(),
     };
-    let text = format!("{:.1} GiB, {:.1} available{limit}", gib(host.total), gib(available));
-    Ok(ok("memory", text).with("total_bytes", host.total).with("available_bytes", available))
+    let text = format!("{:.1} GiB, {:.1} available{limit}", gib(host.total_bytes), gib(available));
+    Ok(ok("memory", text).with("total_bytes", host.total_bytes).with("available_bytes", available))
 }
 
 fn descriptors() -> Tried<Finding> {

@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use grammar::{Grammar, Next, Source, Vocabulary};
+use grammar::{CompiledGrammar, GrammarSource, GrammarVocabulary, MatcherStatus};
 use text::Tokenizer;
 
 const TOKENS: usize = 4_000;
@@ -42,27 +42,27 @@ fn measure(file: &Path) {
     let length = opened.metadata().unwrap().len();
     let header = gguf::Header::read(std::io::BufReader::new(opened), length).unwrap();
     let tokenizer = Tokenizer::from_metadata(header.metadata()).unwrap();
-    let vocabulary = Vocabulary::new(&tokenizer).unwrap();
+    let vocabulary = GrammarVocabulary::new(&tokenizer).unwrap();
     let record = r#"{"type": "object", "properties": {"name": {"type": "string", "maxLength": 40}, "kind": {"enum": ["function", "class"]},
         "line": {"type": "integer", "minimum": 1, "maximum": 99999}, "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
         "made": {"type": "string", "format": "date-time"}}, "required": ["name", "kind", "line"], "additionalProperties": false}"#;
-    let schema = |schema: &str| Source::JsonSchema { schema: schema.to_owned(), lenient: false };
+    let schema = |schema: &str| GrammarSource::JsonSchema { schema: schema.to_owned(), lenient: false };
     for (kind, source) in [
         ("schema of a record", schema(record)),
         ("any JSON object", schema(r#"{"type": "object"}"#)),
         (
             "regex of an address",
-            Source::Regex(r"[a-z0-9._-]{1,30}@([a-z0-9-]{1,20}\.){1,3}[a-z]{2,6}".to_owned()),
+            GrammarSource::Regex(r"[a-z0-9._-]{1,30}@([a-z0-9-]{1,20}\.){1,3}[a-z]{2,6}".to_owned()),
         ),
         (
             "recursive GBNF",
-            Source::Gbnf(
+            GrammarSource::Gbnf(
                 "root ::= sum\nsum ::= term ([+-] term)*\nterm ::= [0-9]+ | \"(\" sum \")\"".to_owned(),
             ),
         ),
     ] {
         let begin = Instant::now();
-        let grammar = Grammar::compile(&source, &vocabulary).unwrap();
+        let grammar = CompiledGrammar::compile(&source, &vocabulary).unwrap();
         let compiled = begin.elapsed();
         let mut times = masks(&tokenizer, &grammar);
         times.sort_unstable();
@@ -79,18 +79,18 @@ fn measure(file: &Path) {
     }
 }
 
-fn masks(tokenizer: &Tokenizer, grammar: &Grammar) -> Vec<Duration> {
+fn masks(tokenizer: &Tokenizer, grammar: &CompiledGrammar) -> Vec<Duration> {
     let mut times = Vec::with_capacity(TOKENS);
     let mut mask = Vec::new();
     let mut random = 1_u64;
     while times.len() < TOKENS {
         let mut matcher = grammar.matcher();
-        let mut next = matcher.allowed(&mut mask).unwrap();
+        let mut next = matcher.compute_mask(&mut mask).unwrap();
         for _ in 0..OUTPUT_MAX {
             let tokens: Vec<u32> = (0..mask.len() as u32 * 32)
                 .filter(|&t| mask[t as usize / 32] >> (t % 32) & 1 == 1 && !tokenizer.is_end_of_generation(t))
                 .collect();
-            if next == Next::End || tokens.is_empty() {
+            if next == MatcherStatus::Finished || tokens.is_empty() {
                 break;
             }
             // A linear congruential generator.
@@ -98,7 +98,7 @@ fn masks(tokenizer: &Tokenizer, grammar: &Grammar) -> Vec<Duration> {
             let token = tokens[(random >> 33) as usize % tokens.len()];
             let begin = Instant::now();
             matcher.accept(token).unwrap();
-            next = matcher.allowed(&mut mask).unwrap();
+            next = matcher.compute_mask(&mut mask).unwrap();
             times.push(begin.elapsed());
         }
     }

@@ -14,16 +14,16 @@ macro_rules! date {
 }
 
 /// What a text of a format also matches.
-const ALSO: [(&str, &str); 3] = [
+const FORMAT_PATTERNS: [(&str, &str); 3] = [
     ("date", date!()),
     ("date-time", concat!(date!(), "[-0-9]*[tT][0-9:]{6}[0-5]")),
     ("time", "^[0-9:]{6}[0-5]"),
 ];
 
 /// Completes the schema that has these keywords, not the schemas in it.
-pub(crate) fn complete(keywords: &mut Map<String, Value>) {
+pub(crate) fn add_format_patterns(keywords: &mut Map<String, Value>) {
     let Some(format) = keywords.get("format").and_then(Value::as_str) else { return };
-    let Some((_, pattern)) = ALSO.iter().find(|(name, _)| *name == format) else { return };
+    let Some((_, pattern)) = FORMAT_PATTERNS.iter().find(|(name, _)| *name == format) else { return };
     let also = json!({"pattern": pattern});
     match keywords.get_mut("allOf") {
         Some(Value::Array(all)) => all.push(also),

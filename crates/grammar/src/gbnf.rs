@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fmt::Write;
 
 /// Parts of a rule that does not recur, with those of the rules in it: as a regular expression it is written out.
-const EXPANDED_MAX: usize = 100_000;
+const EXPANDED_PARTS_MAX: usize = 100_000;
 
 /// A GBNF source that is none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -18,15 +18,15 @@ pub enum GbnfError {
     #[error("line {line}: the rule {name:?} is not defined")]
     UnknownRule { line: usize, name: String },
     #[error("the rule {name:?} is defined twice")]
-    Twice { name: String },
+    DuplicateRule { name: String },
     #[error("there is no rule \"root\"")]
     NoRoot,
-    #[error("written out, the rules have more than {EXPANDED_MAX} parts")]
+    #[error("written out, the rules have more than {EXPANDED_PARTS_MAX} parts")]
     TooLarge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Token {
+enum GbnfToken {
     Name(String),
     Assign,
     Text(String),
@@ -40,38 +40,38 @@ enum Token {
 }
 
 #[derive(Debug)]
-enum Item {
+enum GbnfItem {
     Rule(usize),
     Text(String),
     Class(String),
-    Group(Vec<Vec<Item>>),
-    Repeat(Box<Item>, String),
+    Group(Vec<Vec<GbnfItem>>),
+    Repeat(Box<GbnfItem>, String),
 }
 
 #[derive(Debug)]
 pub(crate) struct Gbnf {
     /// Alternatives of sequences, by number of the rule.
-    rules: Vec<Vec<Vec<Item>>>,
+    rules: Vec<Vec<Vec<GbnfItem>>>,
     root: usize,
 }
 
 impl Gbnf {
     pub(crate) fn parse(source: &str) -> Result<Self, GbnfError> {
-        let tokens = tokens(source)?;
+        let tokens = tokenize(source)?;
         let mut names: HashMap<&str, usize> = HashMap::new();
         for pair in tokens.windows(2) {
-            if let [(_, Token::Name(name)), (_, Token::Assign)] = pair {
+            if let [(_, GbnfToken::Name(name)), (_, GbnfToken::Assign)] = pair {
                 let number = names.len();
                 if names.insert(name, number).is_some() {
-                    return Err(GbnfError::Twice { name: name.clone() });
+                    return Err(GbnfError::DuplicateRule { name: name.clone() });
                 }
             }
         }
         let root = *names.get("root").ok_or(GbnfError::NoRoot)?;
-        let mut parser = Parser { tokens: &tokens, at: 0, names: &names };
+        let mut parser = GbnfParser { tokens: &tokens, at: 0, names: &names };
         let mut rules = Vec::with_capacity(names.len());
         while parser.at < tokens.len() {
-            let begins = matches!(parser.ahead(), (Some(Token::Name(_)), Some(Token::Assign)));
+            let begins = matches!(parser.peek_two(), (Some(GbnfToken::Name(_)), Some(GbnfToken::Assign)));
             if !begins {
                 return Err(parser.error("a rule is expected: name ::= ..."));
             }
@@ -79,7 +79,7 @@ impl Gbnf {
             rules.push(parser.alternatives()?);
         }
         let gbnf = Self { rules, root };
-        match gbnf.regular().iter().flatten().any(|&parts| parts > EXPANDED_MAX) {
+        match gbnf.count_regular_parts().iter().flatten().any(|&parts| parts > EXPANDED_PARTS_MAX) {
             true => Err(GbnfError::TooLarge),
             false => Ok(gbnf),
         }
@@ -90,7 +90,7 @@ impl Gbnf {
     }
 
     pub(crate) fn to_lark(&self) -> String {
-        let regular = self.regular();
+        let regular = self.count_regular_parts();
         let name = |rule: usize| format!("{}{rule}", if regular[rule].is_some() { "T" } else { "r" });
         let mut lark = format!("start: {}\n", name(self.root));
         for (number, alternatives) in self.rules.iter().enumerate() {
@@ -103,12 +103,12 @@ impl Gbnf {
 
     /// The rules that lead to no rule that leads back to itself, with the parts that they have written out. Rules are
     /// settled once all that they mention are: what is on a circle, or leads to one, never is.
-    fn regular(&self) -> Vec<Option<usize>> {
-        let mut mentioned_by = vec![Vec::new(); self.rules.len()];
+    fn count_regular_parts(&self) -> Vec<Option<usize>> {
+        let mut referenced_by = vec![Vec::new(); self.rules.len()];
         let mut open = vec![0_usize; self.rules.len()];
         for (number, alternatives) in self.rules.iter().enumerate() {
-            each_mention(alternatives, &mut |rule| {
-                mentioned_by[rule].push(number);
+            for_each_reference(alternatives, &mut |rule| {
+                referenced_by[rule].push(number);
                 open[number] += 1;
             });
         }
@@ -116,14 +116,14 @@ impl Gbnf {
         let mut settled: Vec<usize> = (0..open.len()).filter(|&rule| open[rule] == 0).collect();
         while let Some(rule) = settled.pop() {
             let mut parts = 1_usize;
-            each_mention(&self.rules[rule], &mut |mentioned| {
-                parts = parts.saturating_add(regular[mentioned].unwrap_or(1));
+            for_each_reference(&self.rules[rule], &mut |referenced| {
+                parts = parts.saturating_add(regular[referenced].unwrap_or(1));
             });
             regular[rule] = Some(parts);
-            for &mentioning in &mentioned_by[rule] {
-                open[mentioning] -= 1;
-                if open[mentioning] == 0 {
-                    settled.push(mentioning);
+            for &referencing in &referenced_by[rule] {
+                open[referencing] -= 1;
+                if open[referencing] == 0 {
+                    settled.push(referencing);
                 }
             }
         }
@@ -131,22 +131,24 @@ impl Gbnf {
     }
 }
 
-fn each_mention(alternatives: &[Vec<Item>], see: &mut impl FnMut(usize)) {
+fn for_each_reference(alternatives: &[Vec<GbnfItem>], visit: &mut impl FnMut(usize)) {
     for item in alternatives.iter().flatten() {
-        see_item(item, see);
+        visit_item(item, visit);
     }
 }
 
-fn see_item(item: &Item, see: &mut impl FnMut(usize)) {
+fn visit_item(item: &GbnfItem, visit: &mut impl FnMut(usize)) {
     match item {
-        Item::Rule(rule) => see(*rule),
-        Item::Group(alternatives) => alternatives.iter().flatten().for_each(|item| see_item(item, see)),
-        Item::Repeat(item, _) => see_item(item, see),
-        Item::Text(_) | Item::Class(_) => {}
+        GbnfItem::Rule(rule) => visit(*rule),
+        GbnfItem::Group(alternatives) => {
+            alternatives.iter().flatten().for_each(|item| visit_item(item, visit))
+        }
+        GbnfItem::Repeat(item, _) => visit_item(item, visit),
+        GbnfItem::Text(_) | GbnfItem::Class(_) => {}
     }
 }
 
-fn write_alternatives(lark: &mut String, alternatives: &[Vec<Item>], name: &impl Fn(usize) -> String) {
+fn write_alternatives(lark: &mut String, alternatives: &[Vec<GbnfItem>], name: &impl Fn(usize) -> String) {
     for (index, sequence) in alternatives.iter().enumerate() {
         if index > 0 {
             lark.push_str(" | ");
@@ -163,19 +165,19 @@ fn write_alternatives(lark: &mut String, alternatives: &[Vec<Item>], name: &impl
     }
 }
 
-fn write_item(lark: &mut String, item: &Item, name: &impl Fn(usize) -> String) {
+fn write_item(lark: &mut String, item: &GbnfItem, name: &impl Fn(usize) -> String) {
     match item {
-        Item::Rule(rule) => lark.push_str(&name(*rule)),
-        Item::Text(text) => lark.push_str(&quoted(text)),
-        Item::Class(class) => {
+        GbnfItem::Rule(rule) => lark.push_str(&name(*rule)),
+        GbnfItem::Text(text) => lark.push_str(&quote_lark(text)),
+        GbnfItem::Class(class) => {
             let _ = write!(lark, "/{class}/");
         }
-        Item::Group(alternatives) => {
+        GbnfItem::Group(alternatives) => {
             lark.push('(');
             write_alternatives(lark, alternatives, name);
             lark.push(')');
         }
-        Item::Repeat(item, repeat) => {
+        GbnfItem::Repeat(item, repeat) => {
             write_item(lark, item, name);
             lark.push_str(repeat);
         }
@@ -183,7 +185,7 @@ fn write_item(lark: &mut String, item: &Item, name: &impl Fn(usize) -> String) {
 }
 
 /// A Lark string: JSON's syntax without raw control characters.
-pub(crate) fn quoted(text: &str) -> String {
+pub(crate) fn quote_lark(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len() + 2);
     quoted.push('"');
     for character in text.chars() {
@@ -199,14 +201,14 @@ pub(crate) fn quoted(text: &str) -> String {
     quoted
 }
 
-struct Parser<'a> {
-    tokens: &'a [(usize, Token)],
+struct GbnfParser<'a> {
+    tokens: &'a [(usize, GbnfToken)],
     at: usize,
     names: &'a HashMap<&'a str, usize>,
 }
 
-impl Parser<'_> {
-    fn ahead(&self) -> (Option<&Token>, Option<&Token>) {
+impl GbnfParser<'_> {
+    fn peek_two(&self) -> (Option<&GbnfToken>, Option<&GbnfToken>) {
         let token = |at: usize| self.tokens.get(at).map(|(_, token)| token);
         (token(self.at), token(self.at + 1))
     }
@@ -219,9 +221,9 @@ impl Parser<'_> {
         GbnfError::Syntax { line: self.line(), problem }
     }
 
-    fn alternatives(&mut self) -> Result<Vec<Vec<Item>>, GbnfError> {
+    fn alternatives(&mut self) -> Result<Vec<Vec<GbnfItem>>, GbnfError> {
         let mut alternatives = vec![self.sequence()?];
-        while self.ahead().0 == Some(&Token::Bar) {
+        while self.peek_two().0 == Some(&GbnfToken::Bar) {
             self.at += 1;
             alternatives.push(self.sequence()?);
         }
@@ -229,33 +231,33 @@ impl Parser<'_> {
     }
 
     /// Up to a bar, a closing parenthesis, the next rule or the end.
-    fn sequence(&mut self) -> Result<Vec<Item>, GbnfError> {
-        let mut items: Vec<Item> = Vec::new();
+    fn sequence(&mut self) -> Result<Vec<GbnfItem>, GbnfError> {
+        let mut items: Vec<GbnfItem> = Vec::new();
         loop {
-            let item = match self.ahead() {
-                (Some(Token::Name(_)), Some(Token::Assign)) => return Ok(items),
-                (Some(Token::Name(name)), _) => match self.names.get(name.as_str()) {
-                    Some(&rule) => Item::Rule(rule),
+            let item = match self.peek_two() {
+                (Some(GbnfToken::Name(_)), Some(GbnfToken::Assign)) => return Ok(items),
+                (Some(GbnfToken::Name(name)), _) => match self.names.get(name.as_str()) {
+                    Some(&rule) => GbnfItem::Rule(rule),
                     None => return Err(GbnfError::UnknownRule { line: self.line(), name: name.clone() }),
                 },
-                (Some(Token::Text(text)), _) => Item::Text(text.clone()),
-                (Some(Token::Class(class)), _) => Item::Class(class.clone()),
-                (Some(Token::Repeat(repeat)), _) => match items.pop() {
-                    Some(Item::Repeat(..)) | None => {
+                (Some(GbnfToken::Text(text)), _) => GbnfItem::Text(text.clone()),
+                (Some(GbnfToken::Class(class)), _) => GbnfItem::Class(class.clone()),
+                (Some(GbnfToken::Repeat(repeat)), _) => match items.pop() {
+                    Some(GbnfItem::Repeat(..)) | None => {
                         return Err(self.error("a repetition needs one thing before it"));
                     }
-                    Some(item) => Item::Repeat(Box::new(item), repeat.clone()),
+                    Some(item) => GbnfItem::Repeat(Box::new(item), repeat.clone()),
                 },
-                (Some(Token::Open), _) => {
+                (Some(GbnfToken::Open), _) => {
                     self.at += 1;
                     let group = self.alternatives()?;
-                    if self.ahead().0 != Some(&Token::Close) {
+                    if self.peek_two().0 != Some(&GbnfToken::Close) {
                         return Err(self.error("a parenthesis is not closed"));
                     }
-                    Item::Group(group)
+                    GbnfItem::Group(group)
                 }
-                (Some(Token::Assign), _) => return Err(self.error("::= without a name before it")),
-                (Some(Token::Bar | Token::Close) | None, _) => return Ok(items),
+                (Some(GbnfToken::Assign), _) => return Err(self.error("::= without a name before it")),
+                (Some(GbnfToken::Bar | GbnfToken::Close) | None, _) => return Ok(items),
             };
             self.at += 1;
             items.push(item);
@@ -263,7 +265,7 @@ impl Parser<'_> {
     }
 }
 
-fn tokens(source: &str) -> Result<Vec<(usize, Token)>, GbnfError> {
+fn tokenize(source: &str) -> Result<Vec<(usize, GbnfToken)>, GbnfError> {
     let mut tokens = Vec::new();
     let mut line = 1;
     let mut rest = source;
@@ -276,30 +278,32 @@ fn tokens(source: &str) -> Result<Vec<(usize, Token)>, GbnfError> {
             }
             _ if first.is_whitespace() => (None, first.len_utf8()),
             '#' => (None, rest.find('\n').unwrap_or(rest.len())),
-            ':' if rest.starts_with("::=") => (Some(Token::Assign), 3),
-            '|' => (Some(Token::Bar), 1),
-            '(' => (Some(Token::Open), 1),
-            ')' => (Some(Token::Close), 1),
-            '*' | '+' | '?' => (Some(Token::Repeat(first.to_string())), 1),
+            ':' if rest.starts_with("::=") => (Some(GbnfToken::Assign), 3),
+            '|' => (Some(GbnfToken::Bar), 1),
+            '(' => (Some(GbnfToken::Open), 1),
+            ')' => (Some(GbnfToken::Close), 1),
+            '*' | '+' | '?' => (Some(GbnfToken::Repeat(first.to_string())), 1),
             '{' => {
                 let end = rest.find('}').ok_or_else(|| error("a brace is not closed"))?;
                 (
-                    Some(Token::Repeat(repeat(&rest[1..end]).ok_or_else(|| error("{m}, {m,} or {m,n}"))?)),
+                    Some(GbnfToken::Repeat(
+                        parse_repeat(&rest[1..end]).ok_or_else(|| error("{m}, {m,} or {m,n}"))?,
+                    )),
                     end + 1,
                 )
             }
-            '.' => (Some(Token::Class(r"[\x{0}-\x{10FFFF}]".to_owned())), 1),
+            '.' => (Some(GbnfToken::Class(r"[\x{0}-\x{10FFFF}]".to_owned())), 1),
             '"' => {
-                let (text, bytes) = text(&rest[1..]).map_err(error)?;
-                (Some(Token::Text(text)), bytes + 1)
+                let (text, bytes) = parse_string(&rest[1..]).map_err(error)?;
+                (Some(GbnfToken::Text(text)), bytes + 1)
             }
             '[' => {
-                let (class, bytes) = class(&rest[1..]).map_err(error)?;
-                (Some(Token::Class(class)), bytes + 1)
+                let (class, bytes) = parse_class(&rest[1..]).map_err(error)?;
+                (Some(GbnfToken::Class(class)), bytes + 1)
             }
             _ if is_name(first) => {
                 let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
-                (Some(Token::Name(rest[..end].to_owned())), end)
+                (Some(GbnfToken::Name(rest[..end].to_owned())), end)
             }
             '<' | '!' => return Err(error("tokens of the vocabulary (<...>) are not supported")),
             _ => return Err(error("an unexpected character")),
@@ -316,7 +320,7 @@ fn is_name(character: char) -> bool {
 }
 
 /// The inside of braces.
-fn repeat(inside: &str) -> Option<String> {
+fn parse_repeat(inside: &str) -> Option<String> {
     let number = |text: &str| text.trim().parse::<u16>().ok();
     match inside.split_once(',') {
         None => number(inside).map(|count| format!("{{{count}}}")),
@@ -329,7 +333,7 @@ fn repeat(inside: &str) -> Option<String> {
 }
 
 /// A string after its opening quote, and the bytes up to the closing one.
-fn text(source: &str) -> Result<(String, usize), &'static str> {
+fn parse_string(source: &str) -> Result<(String, usize), &'static str> {
     let mut text = String::new();
     let mut at = 0;
     loop {
@@ -337,7 +341,7 @@ fn text(source: &str) -> Result<(String, usize), &'static str> {
             None | Some('\n') => return Err("a string is not closed"),
             Some('"') => return Ok((text, at + 1)),
             Some(_) => {
-                let (character, bytes) = character(&source[at..])?;
+                let (character, bytes) = parse_character(&source[at..])?;
                 text.push(character);
                 at += bytes;
             }
@@ -346,7 +350,7 @@ fn text(source: &str) -> Result<(String, usize), &'static str> {
 }
 
 /// A class after its opening bracket, and the bytes up to the closing one.
-fn class(source: &str) -> Result<(String, usize), &'static str> {
+fn parse_class(source: &str) -> Result<(String, usize), &'static str> {
     let negated = source.starts_with('^');
     let mut class = if negated { "[^".to_owned() } else { "[".to_owned() };
     let mut at = usize::from(negated);
@@ -360,12 +364,12 @@ fn class(source: &str) -> Result<(String, usize), &'static str> {
                 return Ok((class, at + 1));
             }
             Some(_) => {
-                let (low, bytes) = character(&source[at..])?;
+                let (low, bytes) = parse_character(&source[at..])?;
                 at += bytes;
                 let _ = write!(class, "\\x{{{:x}}}", u32::from(low));
                 let range = source[at..].strip_prefix('-').filter(|rest| !rest.starts_with(']'));
                 if let Some(rest) = range {
-                    let (high, bytes) = character(rest)?;
+                    let (high, bytes) = parse_character(rest)?;
                     at += 1 + bytes;
                     if high < low {
                         return Err("a range in a class is backwards");
@@ -378,7 +382,7 @@ fn class(source: &str) -> Result<(String, usize), &'static str> {
 }
 
 /// One character, escaped or not, and its bytes.
-fn character(source: &str) -> Result<(char, usize), &'static str> {
+fn parse_character(source: &str) -> Result<(char, usize), &'static str> {
     let mut characters = source.chars();
     let first = characters.next().ok_or("something is not closed")?;
     if first != '\\' {

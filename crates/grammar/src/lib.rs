@@ -1,9 +1,9 @@
 //! Structured output: which tokens a JSON schema, a regular expression or a grammar allows next.
 //!
 //! ```text
-//! text::Tokenizer --> Vocabulary --+
-//!                                  +--> Grammar --matcher--> Matcher --allowed--> one bit for each token
-//! Source (schema, regex, ...) -----+                             <----accept---- the token that was drawn
+//! text::Tokenizer --> GrammarVocabulary --+
+//!                                  +--> CompiledGrammar --matcher--> Matcher --allowed--> one bit for each token
+//! GrammarSource (schema, regex, ...) -----+                             <----accept---- the token that was drawn
 //! ```
 //!
 //! Everything here is a plain value; whoever serves requests decides on which thread it works. Sources come from clients:
@@ -14,19 +14,19 @@
 
 mod formats;
 mod gbnf;
+mod grammar_source;
 mod matcher;
 mod schema;
-mod source;
 mod vocabulary;
 
 pub use gbnf::GbnfError;
-pub use matcher::{Grammar, MatchError, Matcher, Next};
+pub use grammar_source::{CompileError, GrammarSource, NESTING_MAX, SOURCE_BYTES_MAX};
+pub use matcher::{CompiledGrammar, MatchError, Matcher, MatcherStatus};
 pub use schema::SchemaError;
-pub use source::{CompileError, NESTING_MAX, SOURCE_BYTES_MAX, Source};
-pub use vocabulary::{Vocabulary, VocabularyError};
+pub use vocabulary::{GrammarVocabulary, GrammarVocabularyError};
 
 /// llguidance sets a panic hook when it is first used. Whoever wants one of their own before it calls this first.
-pub fn set_hooks() {
+pub fn install_panic_hook() {
     // Nothing fails: it is only there to be the first use.
     drop(llguidance::panic_utils::catch_unwind(|| Ok(())));
 }

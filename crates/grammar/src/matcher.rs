@@ -3,14 +3,14 @@
 use llguidance::TokenParser;
 use llguidance::api::StopReason;
 
-use crate::source::{CompileError, Source};
-use crate::vocabulary::Vocabulary;
+use crate::grammar_source::{CompileError, GrammarSource};
+use crate::vocabulary::GrammarVocabulary;
 
 /// Characters of a compiler's message that a client is shown.
 const REASON_CHARS_MAX: usize = 400;
 
 /// A grammar at its beginning.
-pub struct Grammar {
+pub struct CompiledGrammar {
     start: TokenParser,
 }
 
@@ -21,11 +21,11 @@ pub struct Matcher {
 
 /// What may follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum MatcherStatus {
     /// The tokens of the mask; among them those that end the generation, where the grammar may end.
-    Tokens,
+    Active,
     /// Nothing: the output is whole.
-    End,
+    Finished,
 }
 
 /// Why a matcher cannot go on.
@@ -39,14 +39,16 @@ pub enum MatchError {
     DeadEnd,
 }
 
-impl Grammar {
+impl CompiledGrammar {
     /// Takes stack in proportion to the source's nesting: some MiB at its bounds.
-    pub fn compile(source: &Source, vocabulary: &Vocabulary) -> Result<Self, CompileError> {
-        let mut start =
-            vocabulary.factory.create_parser(source.checked()?).map_err(|error| refused(&error))?;
+    pub fn compile(source: &GrammarSource, vocabulary: &GrammarVocabulary) -> Result<Self, CompileError> {
+        let mut start = vocabulary
+            .factory
+            .create_parser(source.to_top_level_grammar()?)
+            .map_err(|error| compiler_error(&error))?;
         start.start_without_prompt();
         let grammar = Self { start };
-        match grammar.matcher().allowed(&mut Vec::new()) {
+        match grammar.matcher().compute_mask(&mut Vec::new()) {
             Ok(_) => Ok(grammar),
             Err(MatchError::TooComplex) => {
                 Err(CompileError::Refused { reason: MatchError::TooComplex.to_string() })
@@ -63,36 +65,36 @@ impl Grammar {
 
 impl Matcher {
     /// Fills `mask`: bit `t % 32` of word `t / 32` says whether token `t` may follow.
-    pub fn allowed(&mut self, mask: &mut Vec<u32>) -> Result<Next, MatchError> {
+    pub fn compute_mask(&mut self, mask: &mut Vec<u32>) -> Result<MatcherStatus, MatchError> {
         mask.clear();
         match self.inner.stop_reason() {
             StopReason::NotStopped => {}
-            StopReason::EndOfSentence | StopReason::NoExtension => return Ok(Next::End),
-            _ => return Err(self.lost(MatchError::DeadEnd)),
+            StopReason::EndOfSentence | StopReason::NoExtension => return Ok(MatcherStatus::Finished),
+            _ => return Err(self.limit_error_or(MatchError::DeadEnd)),
         }
         match self.inner.compute_mask() {
             Ok(tokens) => {
                 mask.extend_from_slice(tokens.as_slice());
-                Ok(Next::Tokens)
+                Ok(MatcherStatus::Active)
             }
-            Err(_) => Err(self.lost(MatchError::DeadEnd)),
+            Err(_) => Err(self.limit_error_or(MatchError::DeadEnd)),
         }
     }
 
     /// The token was drawn.
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
         let accepted = self.inner.consume_token(token).and_then(|_| self.inner.check_stop());
-        accepted.map(drop).map_err(|_| self.lost(MatchError::Token { token }))
+        accepted.map(drop).map_err(|_| self.limit_error_or(MatchError::Token { token }))
     }
 
     /// The bound that was reached, if one was: after it nothing else is told reliably.
-    fn lost(&self, otherwise: MatchError) -> MatchError {
+    fn limit_error_or(&self, otherwise: MatchError) -> MatchError {
         if self.inner.parser.get_error().is_some() { MatchError::TooComplex } else { otherwise }
     }
 }
 
 /// One line of what the compiler says: it quotes the source at length.
-fn refused(error: &dyn std::fmt::Display) -> CompileError {
+fn compiler_error(error: &dyn std::fmt::Display) -> CompileError {
     let text = error.to_string();
     let text = text.split("<backtrace>").next().unwrap_or_default();
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -102,5 +104,5 @@ fn refused(error: &dyn std::fmt::Display) -> CompileError {
 const _: fn() = || {
     fn moves_between_threads<T: Send>() {}
     moves_between_threads::<Matcher>();
-    moves_between_threads::<Grammar>();
+    moves_between_threads::<CompiledGrammar>();
 };

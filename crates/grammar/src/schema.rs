@@ -47,7 +47,7 @@ pub enum SchemaError {
 
 /// What a keyword's value must be.
 #[derive(Clone, Copy)]
-enum Form {
+enum KeywordForm {
     Schema,
     Schemas,
     /// `items` of older drafts.
@@ -70,85 +70,85 @@ enum Form {
     Annotation,
 }
 
-const KEYWORDS: &[(&str, Form)] = &[
-    ("$ref", Form::Text),
-    ("$defs", Form::NamedSchemas),
-    ("definitions", Form::NamedSchemas),
-    ("allOf", Form::Schemas),
-    ("anyOf", Form::Schemas),
-    ("oneOf", Form::Schemas),
-    ("const", Form::Constant),
-    ("enum", Form::Constants),
-    ("type", Form::TextOrTexts),
-    ("items", Form::SchemaOrSchemas),
-    ("additionalItems", Form::Schema),
-    ("prefixItems", Form::Schemas),
-    ("minItems", Form::Count),
-    ("maxItems", Form::Count),
-    ("properties", Form::NamedSchemas),
-    ("patternProperties", Form::NamedSchemas),
-    ("additionalProperties", Form::Schema),
-    ("required", Form::Texts),
-    ("minProperties", Form::Count),
-    ("maxProperties", Form::Count),
-    ("minLength", Form::Count),
-    ("maxLength", Form::Count),
-    ("pattern", Form::Text),
-    ("format", Form::Text),
-    ("minimum", Form::Number),
-    ("maximum", Form::Number),
-    ("exclusiveMinimum", Form::NumberOrBoolean),
-    ("exclusiveMaximum", Form::NumberOrBoolean),
-    ("multipleOf", Form::AboveZero),
-    ("uniqueItems", Form::NotEnforcedIfTrue),
-    ("not", Form::NotEnforced),
-    ("if", Form::NotEnforced),
-    ("then", Form::NotEnforced),
-    ("else", Form::NotEnforced),
-    ("contains", Form::NotEnforced),
-    ("minContains", Form::NotEnforced),
-    ("maxContains", Form::NotEnforced),
-    ("propertyNames", Form::NotEnforced),
-    ("dependencies", Form::NotEnforced),
-    ("dependentRequired", Form::NotEnforced),
-    ("dependentSchemas", Form::NotEnforced),
-    ("unevaluatedItems", Form::NotEnforced),
-    ("unevaluatedProperties", Form::NotEnforced),
-    ("$dynamicRef", Form::NotEnforced),
-    ("$dynamicAnchor", Form::NotEnforced),
-    ("$recursiveRef", Form::NotEnforced),
-    ("$recursiveAnchor", Form::NotEnforced),
+const KEYWORDS: &[(&str, KeywordForm)] = &[
+    ("$ref", KeywordForm::Text),
+    ("$defs", KeywordForm::NamedSchemas),
+    ("definitions", KeywordForm::NamedSchemas),
+    ("allOf", KeywordForm::Schemas),
+    ("anyOf", KeywordForm::Schemas),
+    ("oneOf", KeywordForm::Schemas),
+    ("const", KeywordForm::Constant),
+    ("enum", KeywordForm::Constants),
+    ("type", KeywordForm::TextOrTexts),
+    ("items", KeywordForm::SchemaOrSchemas),
+    ("additionalItems", KeywordForm::Schema),
+    ("prefixItems", KeywordForm::Schemas),
+    ("minItems", KeywordForm::Count),
+    ("maxItems", KeywordForm::Count),
+    ("properties", KeywordForm::NamedSchemas),
+    ("patternProperties", KeywordForm::NamedSchemas),
+    ("additionalProperties", KeywordForm::Schema),
+    ("required", KeywordForm::Texts),
+    ("minProperties", KeywordForm::Count),
+    ("maxProperties", KeywordForm::Count),
+    ("minLength", KeywordForm::Count),
+    ("maxLength", KeywordForm::Count),
+    ("pattern", KeywordForm::Text),
+    ("format", KeywordForm::Text),
+    ("minimum", KeywordForm::Number),
+    ("maximum", KeywordForm::Number),
+    ("exclusiveMinimum", KeywordForm::NumberOrBoolean),
+    ("exclusiveMaximum", KeywordForm::NumberOrBoolean),
+    ("multipleOf", KeywordForm::AboveZero),
+    ("uniqueItems", KeywordForm::NotEnforcedIfTrue),
+    ("not", KeywordForm::NotEnforced),
+    ("if", KeywordForm::NotEnforced),
+    ("then", KeywordForm::NotEnforced),
+    ("else", KeywordForm::NotEnforced),
+    ("contains", KeywordForm::NotEnforced),
+    ("minContains", KeywordForm::NotEnforced),
+    ("maxContains", KeywordForm::NotEnforced),
+    ("propertyNames", KeywordForm::NotEnforced),
+    ("dependencies", KeywordForm::NotEnforced),
+    ("dependentRequired", KeywordForm::NotEnforced),
+    ("dependentSchemas", KeywordForm::NotEnforced),
+    ("unevaluatedItems", KeywordForm::NotEnforced),
+    ("unevaluatedProperties", KeywordForm::NotEnforced),
+    ("$dynamicRef", KeywordForm::NotEnforced),
+    ("$dynamicAnchor", KeywordForm::NotEnforced),
+    ("$recursiveRef", KeywordForm::NotEnforced),
+    ("$recursiveAnchor", KeywordForm::NotEnforced),
     // OpenAPI's, which widens what may be there.
-    ("nullable", Form::NotEnforcedIfTrue),
+    ("nullable", KeywordForm::NotEnforcedIfTrue),
     // OpenAPI's: which of `oneOf` it is; the schemas there say so themselves.
-    ("discriminator", Form::Annotation),
-    ("$schema", Form::Text),
-    ("$id", Form::Text),
-    ("id", Form::Text),
-    ("$anchor", Form::Annotation),
-    ("$comment", Form::Annotation),
-    ("$vocabulary", Form::Annotation),
-    ("title", Form::Annotation),
-    ("description", Form::Annotation),
-    ("default", Form::Annotation),
-    ("example", Form::Annotation),
-    ("examples", Form::Annotation),
-    ("deprecated", Form::Annotation),
-    ("readOnly", Form::Annotation),
-    ("writeOnly", Form::Annotation),
-    ("contentMediaType", Form::Annotation),
-    ("contentEncoding", Form::Annotation),
-    ("contentSchema", Form::Annotation),
+    ("discriminator", KeywordForm::Annotation),
+    ("$schema", KeywordForm::Text),
+    ("$id", KeywordForm::Text),
+    ("id", KeywordForm::Text),
+    ("$anchor", KeywordForm::Annotation),
+    ("$comment", KeywordForm::Annotation),
+    ("$vocabulary", KeywordForm::Annotation),
+    ("title", KeywordForm::Annotation),
+    ("description", KeywordForm::Annotation),
+    ("default", KeywordForm::Annotation),
+    ("example", KeywordForm::Annotation),
+    ("examples", KeywordForm::Annotation),
+    ("deprecated", KeywordForm::Annotation),
+    ("readOnly", KeywordForm::Annotation),
+    ("writeOnly", KeywordForm::Annotation),
+    ("contentMediaType", KeywordForm::Annotation),
+    ("contentEncoding", KeywordForm::Annotation),
+    ("contentSchema", KeywordForm::Annotation),
 ];
 
 /// Also takes out what asks for nothing, and completes formats. `lenient`: what is unknown or cannot be enforced is let through.
-pub(crate) fn check(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
-    Check::new(lenient).schema(schema)
+pub(crate) fn check_schema(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
+    SchemaChecker::new(lenient).schema(schema)
 }
 
 /// The bounds of the schemas in a Lark source, all together. What is no JSON the compiler refuses, or it stands in a string.
-pub(crate) fn check_embedded(lark: &str) -> Result<(), SchemaError> {
-    let mut check = Check::new(true);
+pub(crate) fn check_embedded_schemas(lark: &str) -> Result<(), SchemaError> {
+    let mut check = SchemaChecker::new(true);
     for (at, keyword) in lark.match_indices("%json") {
         let mut values = Deserializer::from_str(&lark[at + keyword.len()..]).into_iter::<Value>();
         if let Some(Ok(mut schema)) = values.next() {
@@ -159,7 +159,7 @@ pub(crate) fn check_embedded(lark: &str) -> Result<(), SchemaError> {
 }
 
 /// Recursive: the JSON parser bounds the depth at 128.
-struct Check {
+struct SchemaChecker {
     lenient: bool,
     path: String,
     properties: usize,
@@ -167,7 +167,7 @@ struct Check {
     multiple: u64,
 }
 
-impl Check {
+impl SchemaChecker {
     fn new(lenient: bool) -> Self {
         Self { lenient, path: String::from("#"), properties: 0, patterns: 0, multiple: 1 }
     }
@@ -184,7 +184,9 @@ impl Check {
         keywords.retain(|name, value| {
             let neutral = *value == Value::Bool(false);
             !(neutral
-                && KEYWORDS.iter().any(|(k, form)| k == name && matches!(form, Form::NotEnforcedIfTrue)))
+                && KEYWORDS
+                    .iter()
+                    .any(|(k, form)| k == name && matches!(form, KeywordForm::NotEnforcedIfTrue)))
         });
         for (name, value) in &mut *keywords {
             match KEYWORDS.iter().find(|(keyword, _)| keyword == name) {
@@ -195,7 +197,7 @@ impl Check {
                 }
             }
         }
-        formats::complete(keywords);
+        formats::add_format_patterns(keywords);
         Ok(())
     }
 
@@ -216,7 +218,12 @@ impl Check {
         Ok(())
     }
 
-    fn value(&mut self, keyword: &'static str, form: Form, value: &mut Value) -> Result<(), SchemaError> {
+    fn value(
+        &mut self,
+        keyword: &'static str,
+        form: KeywordForm,
+        value: &mut Value,
+    ) -> Result<(), SchemaError> {
         self.count(keyword, value)?;
         let before = self.patterns;
         self.form(keyword, form, value)?;
@@ -226,58 +233,72 @@ impl Check {
         Ok(())
     }
 
-    fn form(&mut self, keyword: &'static str, form: Form, value: &mut Value) -> Result<(), SchemaError> {
+    fn form(
+        &mut self,
+        keyword: &'static str,
+        form: KeywordForm,
+        value: &mut Value,
+    ) -> Result<(), SchemaError> {
         let expected = match (form, value) {
-            (Form::Schema | Form::SchemaOrSchemas, value @ (Value::Object(_) | Value::Bool(_))) => {
+            (
+                KeywordForm::Schema | KeywordForm::SchemaOrSchemas,
+                value @ (Value::Object(_) | Value::Bool(_)),
+            ) => {
                 return self.schema(value);
             }
-            (Form::Schemas | Form::SchemaOrSchemas, Value::Array(schemas)) => {
+            (KeywordForm::Schemas | KeywordForm::SchemaOrSchemas, Value::Array(schemas)) => {
                 for (index, schema) in schemas.iter_mut().enumerate() {
                     self.inside(&index.to_string(), |check| check.schema(schema))?;
                 }
                 return Ok(());
             }
-            (Form::NamedSchemas, Value::Object(schemas)) => {
+            (KeywordForm::NamedSchemas, Value::Object(schemas)) => {
                 for (name, schema) in schemas {
                     self.inside(name, |check| check.schema(schema))?;
                 }
                 return Ok(());
             }
-            (Form::Count, value) if value.is_number() => {
+            (KeywordForm::Count, value) if value.is_number() => {
                 if value.as_u64().is_some_and(|count| count <= COUNT_MAX) {
                     return Ok(());
                 }
                 return Err(SchemaError::Count { at: self.at(), keyword, value: value.to_string() });
             }
-            (Form::AboveZero, value) if value.as_f64().is_some_and(|number| number > 0.0) => {
+            (KeywordForm::AboveZero, value) if value.as_f64().is_some_and(|number| number > 0.0) => {
                 self.exact(value)?;
                 return self.multiple(value);
             }
-            (Form::Number | Form::NumberOrBoolean, value) if value.is_number() => return self.exact(value),
-            (Form::NumberOrBoolean, Value::Bool(_)) => return Ok(()),
-            (Form::Text | Form::TextOrTexts, Value::String(_)) => return Ok(()),
-            (Form::Texts | Form::TextOrTexts, Value::Array(texts)) if texts.iter().all(Value::is_string) => {
+            (KeywordForm::Number | KeywordForm::NumberOrBoolean, value) if value.is_number() => {
+                return self.exact(value);
+            }
+            (KeywordForm::NumberOrBoolean, Value::Bool(_)) => return Ok(()),
+            (KeywordForm::Text | KeywordForm::TextOrTexts, Value::String(_)) => return Ok(()),
+            (KeywordForm::Texts | KeywordForm::TextOrTexts, Value::Array(texts))
+                if texts.iter().all(Value::is_string) =>
+            {
                 return Ok(());
             }
-            (Form::Constant, value) => return self.exact(value),
-            (Form::Constants, Value::Array(values)) => return values.iter().try_for_each(|v| self.exact(v)),
-            (Form::NotEnforced | Form::NotEnforcedIfTrue, _) if self.lenient => return Ok(()),
-            (Form::NotEnforced | Form::NotEnforcedIfTrue, _) => {
+            (KeywordForm::Constant, value) => return self.exact(value),
+            (KeywordForm::Constants, Value::Array(values)) => {
+                return values.iter().try_for_each(|v| self.exact(v));
+            }
+            (KeywordForm::NotEnforced | KeywordForm::NotEnforcedIfTrue, _) if self.lenient => return Ok(()),
+            (KeywordForm::NotEnforced | KeywordForm::NotEnforcedIfTrue, _) => {
                 return Err(SchemaError::NotEnforced { at: self.at(), keyword });
             }
-            (Form::Annotation, _) => return Ok(()),
-            (Form::Schema, _) => "a schema",
-            (Form::Schemas, _) => "an array of schemas",
-            (Form::SchemaOrSchemas, _) => "a schema or an array of schemas",
-            (Form::NamedSchemas, _) => "an object of schemas",
-            (Form::Count, _) => "an integer",
-            (Form::Number, _) => "a number",
-            (Form::NumberOrBoolean, _) => "a number or a boolean",
-            (Form::AboveZero, _) => "a number above 0",
-            (Form::Text, _) => "a string",
-            (Form::Texts, _) => "an array of strings",
-            (Form::TextOrTexts, _) => "a string or an array of strings",
-            (Form::Constants, _) => "an array",
+            (KeywordForm::Annotation, _) => return Ok(()),
+            (KeywordForm::Schema, _) => "a schema",
+            (KeywordForm::Schemas, _) => "an array of schemas",
+            (KeywordForm::SchemaOrSchemas, _) => "a schema or an array of schemas",
+            (KeywordForm::NamedSchemas, _) => "an object of schemas",
+            (KeywordForm::Count, _) => "an integer",
+            (KeywordForm::Number, _) => "a number",
+            (KeywordForm::NumberOrBoolean, _) => "a number or a boolean",
+            (KeywordForm::AboveZero, _) => "a number above 0",
+            (KeywordForm::Text, _) => "a string",
+            (KeywordForm::Texts, _) => "an array of strings",
+            (KeywordForm::TextOrTexts, _) => "a string or an array of strings",
+            (KeywordForm::Constants, _) => "an array",
         };
         Err(SchemaError::Type { at: self.at(), keyword, expected })
     }
@@ -334,7 +355,7 @@ mod tests {
     use serde_json::json;
 
     fn refused(mut schema: Value) -> String {
-        check(&mut schema, false).unwrap_err().to_string()
+        check_schema(&mut schema, false).unwrap_err().to_string()
     }
 
     #[test]
@@ -376,10 +397,10 @@ mod tests {
             let named: Map<String, Value> = (0..count).map(|name| (name.to_string(), json!({}))).collect();
             json!({"items": {"properties": named}})
         };
-        assert_eq!(check(&mut properties(2_000), false), Ok(()));
+        assert_eq!(check_schema(&mut properties(2_000), false), Ok(()));
         assert!(refused(properties(2_001)).contains("more than 2000 properties"));
         let all = |count| json!({"allOf": vec![json!({"pattern": "a"}); count]});
-        assert_eq!(check(&mut all(8), false), Ok(()));
+        assert_eq!(check_schema(&mut all(8), false), Ok(()));
         assert!(refused(all(9)).contains("more than 8 patterns"));
         assert!(
             refused(json!({"anyOf": vec![json!({"pattern": "a"}); 201]})).contains("more than 200 patterns")
@@ -393,7 +414,7 @@ mod tests {
             json!({"anyOf": schemas})
         };
         for few in [any(&[2.0, 5.0, 60.0, 0.25, 1000.0]), any(&[1e5, 0.01]), any(&[1e-7, 1e-300])] {
-            assert_eq!(check(&mut few.clone(), false), Ok(()), "{few}");
+            assert_eq!(check_schema(&mut few.clone(), false), Ok(()), "{few}");
         }
         for many in [any(&[100_001.0]), any(&[997.0, 991.0]), any(&[0.123456]), any(&[1e15])] {
             let error = refused(many.clone());
@@ -412,10 +433,10 @@ mod tests {
     #[test]
     fn what_is_not_enforced_passes_where_that_was_asked_for_and_what_asks_for_nothing_always() {
         let mut schema = json!({"not": {}, "maxlength": 3, "items": {"uniqueItems": true}});
-        assert_eq!(check(&mut schema, true), Ok(()));
+        assert_eq!(check_schema(&mut schema, true), Ok(()));
         let mut schema =
             json!({"type": "array", "uniqueItems": false, "x-order": 1, "title": 5, "items": true});
-        assert_eq!(check(&mut schema, false), Ok(()));
+        assert_eq!(check_schema(&mut schema, false), Ok(()));
         assert_eq!(schema, json!({"type": "array", "x-order": 1, "title": 5, "items": true}));
     }
 }

@@ -12,13 +12,13 @@ use llguidance::toktrie::{
 use text::{TokenKind, Tokenizer};
 
 /// A byte that no text has, before the name of a token that is no text.
-const SPECIAL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
+const SPECIAL_MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 /// Longer tokens (runs of blanks, in some vocabularies) are never allowed: the trie is no deeper.
 const TOKEN_BYTES_MAX: usize = 200;
 
 /// Work and memory of one matcher. A mask takes some 50 us on average and tens of milliseconds at most; of hostile grammars
 /// (rules repeated some ten thousand times) half a second was seen.
-const LIMITS: ParserLimits = ParserLimits {
+const PARSER_LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 200_000,
@@ -30,19 +30,19 @@ const LIMITS: ParserLimits = ParserLimits {
     verbose_errors: false,
 };
 
-pub struct Vocabulary {
+pub struct GrammarVocabulary {
     pub(crate) factory: ParserFactory,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum VocabularyError {
+pub enum GrammarVocabularyError {
     #[error("the vocabulary cannot be made ready for grammars: {reason}")]
-    Unfit { reason: String },
+    Unusable { reason: String },
 }
 
-impl Vocabulary {
-    pub fn new(tokenizer: &Tokenizer) -> Result<Self, VocabularyError> {
-        let words: Vec<Vec<u8>> = (0..tokenizer.len() as u32).map(|id| word(tokenizer, id)).collect();
+impl GrammarVocabulary {
+    pub fn new(tokenizer: &Tokenizer) -> Result<Self, GrammarVocabularyError> {
+        let words: Vec<Vec<u8>> = (0..tokenizer.len() as u32).map(|id| trie_word(tokenizer, id)).collect();
         let ends = tokenizer.end_of_generation();
         let first = ends.first().copied().unwrap_or(INVALID_TOKEN);
         let mut trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, first), &words);
@@ -52,25 +52,25 @@ impl Vocabulary {
         let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let slices = SlicedBiasComputer::general_slices();
         let mut factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &slices)
-            .map_err(|error| VocabularyError::Unfit { reason: error.to_string() })?;
+            .map_err(|error| GrammarVocabularyError::Unusable { reason: error.to_string() })?;
         factory.quiet();
-        *factory.limits_mut() = LIMITS;
+        *factory.limits_mut() = PARSER_LIMITS;
         Ok(Self { factory })
     }
 }
 
 /// What a token adds to the text, as the detokenizer shows it: control tokens add nothing and can only be named.
-fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
+fn trie_word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     let bytes = tokenizer.token_bytes(id).unwrap_or_default();
     match tokenizer.kind(id) {
         _ if bytes.is_empty() || bytes.len() > TOKEN_BYTES_MAX => Vec::new(),
         Some(TokenKind::Normal | TokenKind::UserDefined | TokenKind::Byte) => bytes.to_vec(),
-        Some(TokenKind::Control | TokenKind::Unknown) => [&[SPECIAL], bytes].concat(),
+        Some(TokenKind::Control | TokenKind::Unknown) => [&[SPECIAL_MARKER], bytes].concat(),
         Some(TokenKind::Unused) | None => Vec::new(),
     }
 }
 
 const _: fn() = || {
     fn moves_between_threads<T: Send>() {}
-    moves_between_threads::<Vocabulary>();
+    moves_between_threads::<GrammarVocabulary>();
 };

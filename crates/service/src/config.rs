@@ -1,6 +1,6 @@
 //! Reading and writing the TOML files of a fleet. One struct per process; an unknown key is an error.
 //!
-//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`; sizes are [`crate::Bytes`], durations use
+//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`; sizes are [`crate::ByteSize`], durations use
 //! `#[serde(with = "service::duration")]`.
 
 use std::io;
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::exit::{Exit, HasExit, of_io};
+use crate::exit::{Exit, HasExit, exit_for_io_error};
 
 /// A configuration file is read whole; one larger than this is not a configuration file.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub enum ConfigFileError {
     #[error("cannot read configuration {}", path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("configuration {} has {bytes} bytes, more than {CONFIG_BYTES_MAX}", path.display())]
@@ -30,28 +30,28 @@ pub enum ConfigError {
     Encode { path: PathBuf, source: toml::ser::Error },
 }
 
-impl HasExit for ConfigError {
+impl HasExit for ConfigFileError {
     fn exit(&self) -> Exit {
         match self {
-            ConfigError::Write { source, .. } => of_io(source),
+            ConfigFileError::Write { source, .. } => exit_for_io_error(source),
             _ => Exit::Usage,
         }
     }
 }
 
 /// Reads `path` into `T`.
-pub fn load<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
-    let read = |source| ConfigError::Read { path: path.to_owned(), source };
+pub fn load<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigFileError> {
+    let read = |source| ConfigFileError::Read { path: path.to_owned(), source };
     let bytes = std::fs::metadata(path).map_err(read)?.len();
     if bytes > CONFIG_BYTES_MAX {
-        return Err(ConfigError::TooLarge { path: path.to_owned(), bytes });
+        return Err(ConfigFileError::TooLarge { path: path.to_owned(), bytes });
     }
     parse(&std::fs::read_to_string(path).map_err(read)?, path)
 }
 
 /// The same from text; `path` is only used in messages.
-pub fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
-    let syntax = |error: &toml::de::Error| ConfigError::Syntax {
+pub fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigFileError> {
+    let syntax = |error: &toml::de::Error| ConfigFileError::Syntax {
         path: path.to_owned(),
         line: line_of(text, error),
         reason: error.message().to_owned(),
@@ -63,7 +63,7 @@ pub fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigEr
         match key.as_str() {
             // A missing key of the root table has no path; its message names the key.
             "." => syntax(&inner),
-            _ => ConfigError::Key {
+            _ => ConfigFileError::Key {
                 path: path.to_owned(),
                 line: line_of(text, &inner),
                 key,
@@ -79,13 +79,13 @@ fn line_of(text: &str, error: &toml::de::Error) -> usize {
 }
 
 /// Writes `value` so that [`load`] reads it back; replaces the file in one step.
-pub fn store<T: Serialize>(path: &Path, value: &T) -> Result<(), ConfigError> {
+pub fn store<T: Serialize>(path: &Path, value: &T) -> Result<(), ConfigFileError> {
     let text =
-        toml::to_string(value).map_err(|source| ConfigError::Encode { path: path.to_owned(), source })?;
+        toml::to_string(value).map_err(|source| ConfigFileError::Encode { path: path.to_owned(), source })?;
     let partial = path.with_extension("toml.partial");
     std::fs::write(&partial, text)
         .and_then(|()| std::fs::rename(&partial, path))
-        .map_err(|source| ConfigError::Write { path: path.to_owned(), source })
+        .map_err(|source| ConfigFileError::Write { path: path.to_owned(), source })
 }
 
 #[cfg(test)]
@@ -95,13 +95,13 @@ mod tests {
     use serde::Deserialize;
 
     use super::*;
-    use crate::Bytes;
+    use crate::ByteSize;
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     #[serde(deny_unknown_fields, rename_all = "kebab-case")]
     struct Example {
         model: PathBuf,
-        kv_bytes: Bytes,
+        kv_bytes: ByteSize,
         #[serde(with = "crate::duration")]
         grace: Duration,
         #[serde(default)]
@@ -127,7 +127,7 @@ mod tests {
         let path = directory.path().join("x.toml");
         let config = Example {
             model: "a.gguf".into(),
-            kv_bytes: Bytes::mib(64),
+            kv_bytes: ByteSize::mib(64),
             grace: Duration::from_secs(5),
             nested: vec![Nested { port: 1 }],
         };

@@ -16,13 +16,13 @@ const UNITS_NS: [(&str, u64); 6] = [
 /// Why a text is no duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a duration; write a number with ns, us, ms, s, min or h, such as \"1.5s\"")]
-pub struct DurationError {
+pub struct ParseDurationError {
     text: String,
 }
 
 /// Reads "250ms", "1.5s", "10min". A number without a unit is refused: nobody can tell seconds from milliseconds.
-pub fn parse(text: &str) -> Result<Duration, DurationError> {
-    let malformed = || DurationError { text: text.to_owned() };
+pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
+    let malformed = || ParseDurationError { text: text.to_owned() };
     let trimmed = text.trim();
     let digits_end = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
     let (number, unit) = (&trimmed[..digits_end], trimmed[digits_end..].trim());

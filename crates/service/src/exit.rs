@@ -64,7 +64,7 @@ pub trait HasExit: std::error::Error {
 }
 
 /// The code for a plain I/O error: resources and addresses have codes of their own.
-pub fn of_io(error: &std::io::Error) -> Exit {
+pub fn exit_for_io_error(error: &std::io::Error) -> Exit {
     use std::io::ErrorKind as Kind;
     match error.kind() {
         Kind::OutOfMemory | Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge => {
@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn running_out_of_descriptors_is_a_resource_failure() {
         let emfile = std::io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
-        assert_eq!(of_io(&emfile), Exit::OutOfResources);
-        assert_eq!(of_io(&std::io::ErrorKind::AddrInUse.into()), Exit::AddressInUse);
+        assert_eq!(exit_for_io_error(&emfile), Exit::OutOfResources);
+        assert_eq!(exit_for_io_error(&std::io::ErrorKind::AddrInUse.into()), Exit::AddressInUse);
     }
 }

@@ -11,7 +11,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::{Channel, Endpoint, Server, server::Router};
 use tonic_health::server::HealthReporter;
 
-use crate::exit::{Exit, HasExit, of_io};
+use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
 
 /// Largest message that a service takes or sends. Larger things (vocabularies, logits) are streams of frames below it.
@@ -41,7 +41,7 @@ pub enum BindError {
 impl HasExit for BindError {
     fn exit(&self) -> Exit {
         match self {
-            BindError::Bind { source, .. } => of_io(source),
+            BindError::Bind { source, .. } => exit_for_io_error(source),
             _ => Exit::AddressInUse,
         }
     }

@@ -8,7 +8,7 @@
 //! config::load(path)                  TOML; unknown keys are errors that name file, line and key
 //! listen::inherited_fds()             what the vault kept from an earlier incarnation
 //! Shutdown::install()                 SIGTERM and SIGINT start a drain, a deadline or a second signal ends it
-//! supervision::watch(&shutdown)       the supervisor's death starts a drain too, unless a successor adopts us
+//! supervision::watch_supervisor(&shutdown)       the supervisor's death starts a drain too, unless a successor adopts us
 //! grpc::bind(path)                    sockets first ...
 //! notify.ready()                      ... then READY=1
 //! exit::Exit                          what the process says with its exit code
@@ -21,7 +21,7 @@ pub mod duration;
 pub mod env;
 pub mod exit;
 pub mod grpc;
-mod inherit;
+mod inherited_fd;
 pub mod listen;
 pub mod logging;
 pub mod meminfo;
@@ -37,4 +37,4 @@ pub use exit::{Exit, HasExit};
 pub use notify::Notify;
 pub use runtime_dir::RuntimeDir;
 pub use shutdown::Shutdown;
-pub use size::Bytes;
+pub use size::ByteSize;

@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 
 use crate::env;
-use crate::exit::{Exit, HasExit, of_io};
-use crate::inherit::take_fd;
+use crate::exit::{Exit, HasExit, exit_for_io_error};
+use crate::inherited_fd::take_fd;
 
 /// The first inherited descriptor has this number, by convention of sd_listen_fds(3).
 pub const LISTEN_FDS_START: RawFd = 3;
@@ -35,14 +35,16 @@ pub enum ListenError {
 impl HasExit for ListenError {
     fn exit(&self) -> Exit {
         match self {
-            ListenError::Take { source, .. } | ListenError::Variable { source, .. } => of_io(source),
+            ListenError::Take { source, .. } | ListenError::Variable { source, .. } => {
+                exit_for_io_error(source)
+            }
             _ => Exit::Usage,
         }
     }
 }
 
 /// What the environment announces, checked but not yet taken. Pure, so that tests need no real descriptors.
-fn announced(
+fn parse_announced_fds(
     pid: Option<&str>,
     count: Option<&str>,
     names: Option<&str>,
@@ -71,7 +73,7 @@ fn announced(
 /// Takes all descriptors announced to this process; empty if there are none. Call once, early, before threads start.
 pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
     let variable = |name| std::env::var(name).ok();
-    let announced = announced(
+    let announced = parse_announced_fds(
         variable(env::LISTEN_PID).as_deref(),
         variable(env::LISTEN_FDS).as_deref(),
         variable(env::LISTEN_FDNAMES).as_deref(),
@@ -102,22 +104,25 @@ mod tests {
 
     #[test]
     fn descriptors_for_another_process_are_ignored() {
-        assert!(announced(Some("7"), Some("2"), Some("a:b"), 8).unwrap().is_empty());
-        assert!(announced(None, Some("2"), Some("a:b"), 8).unwrap().is_empty());
+        assert!(parse_announced_fds(Some("7"), Some("2"), Some("a:b"), 8).unwrap().is_empty());
+        assert!(parse_announced_fds(None, Some("2"), Some("a:b"), 8).unwrap().is_empty());
     }
 
     #[test]
     fn names_are_matched_with_numbers_from_three() {
-        let fds = announced(Some("8"), Some("2"), Some("manifest:lease"), 8).unwrap();
+        let fds = parse_announced_fds(Some("8"), Some("2"), Some("manifest:lease"), 8).unwrap();
         assert_eq!(fds, [(3, "manifest".to_owned()), (4, "lease".to_owned())]);
     }
 
     #[test]
     fn inconsistent_announcements_are_errors() {
-        assert!(matches!(announced(Some("8"), Some("x"), None, 8), Err(ListenError::Count { .. })));
-        assert!(matches!(announced(Some("8"), Some("9999999"), None, 8), Err(ListenError::Count { .. })));
+        assert!(matches!(parse_announced_fds(Some("8"), Some("x"), None, 8), Err(ListenError::Count { .. })));
         assert!(matches!(
-            announced(Some("8"), Some("3"), Some("a:b"), 8),
+            parse_announced_fds(Some("8"), Some("9999999"), None, 8),
+            Err(ListenError::Count { .. })
+        ));
+        assert!(matches!(
+            parse_announced_fds(Some("8"), Some("3"), Some("a:b"), 8),
             Err(ListenError::Names { fds: 3, names: 2 })
         ));
     }

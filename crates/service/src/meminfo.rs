@@ -6,27 +6,27 @@ use std::path::{Path, PathBuf};
 /// Host memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostMemory {
-    pub total: u64,
+    pub total_bytes: u64,
     /// What can be had without swapping, page cache included (proc_meminfo(5)).
-    pub available: u64,
+    pub available_bytes: u64,
 }
 
 /// A limit of the cgroup of this process, or of one above it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CgroupMemory {
+pub struct CgroupMemoryLimit {
     pub max: u64,
     pub current: u64,
     /// Of `current`: pages of files that nobody used lately, given back before anyone is refused.
     pub inactive_file: u64,
 }
 
-impl CgroupMemory {
-    pub fn available(self) -> u64 {
+impl CgroupMemoryLimit {
+    pub fn available_bytes(self) -> u64 {
         self.max.saturating_sub(self.current.saturating_sub(self.inactive_file))
     }
 }
 
-pub fn host() -> io::Result<HostMemory> {
+pub fn host_memory() -> io::Result<HostMemory> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
     parse_meminfo(&text).ok_or_else(|| io::Error::other("/proc/meminfo has no MemTotal or MemAvailable"))
 }
@@ -36,11 +36,11 @@ fn parse_meminfo(text: &str) -> Option<HostMemory> {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
     };
-    Some(HostMemory { total: field("MemTotal")?, available: field("MemAvailable")? })
+    Some(HostMemory { total_bytes: field("MemTotal")?, available_bytes: field("MemAvailable")? })
 }
 
 /// Where a version of cgroups keeps the memory of a group.
-struct Files {
+struct CgroupFiles {
     /// What the line of the group in /proc/self/cgroup begins with, behind the number of the hierarchy.
     membership: &'static str,
     mount: &'static str,
@@ -50,14 +50,14 @@ struct Files {
     inactive_file: &'static str,
 }
 
-const V2: Files = Files {
+const V2: CgroupFiles = CgroupFiles {
     membership: ":",
     mount: "/sys/fs/cgroup",
     max: "memory.max",
     current: "memory.current",
     inactive_file: "inactive_file",
 };
-const V1: Files = Files {
+const V1: CgroupFiles = CgroupFiles {
     membership: "memory:",
     mount: "/sys/fs/cgroup/memory",
     max: "memory.limit_in_bytes",
@@ -66,20 +66,20 @@ const V1: Files = Files {
 };
 
 /// What version 1 calls its largest limit, which is none, is i64::MAX rounded down to a page; pages have at most 64 KiB.
-const UNLIMITED: u64 = i64::MAX as u64 & !0xffff;
+const V1_UNLIMITED: u64 = i64::MAX as u64 & !0xffff;
 
 /// The tightest memory limit on the way from this process' cgroup to the root; `None` where nothing is limited.
-pub fn cgroup() -> Option<CgroupMemory> {
+pub fn tightest_cgroup_limit() -> Option<CgroupMemoryLimit> {
     let memberships = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let of = |files: &Files| {
+    let of = |files: &CgroupFiles| {
         let own =
             memberships.lines().find_map(|line| line.split_once(':')?.1.strip_prefix(files.membership))?;
-        cgroup_at(files, Path::new(files.mount), Path::new(own.trim_start_matches('/')))
+        tightest_limit_at(files, Path::new(files.mount), Path::new(own.trim_start_matches('/')))
     };
     of(&V2).or_else(|| of(&V1))
 }
 
-fn cgroup_at(files: &Files, root: &Path, own: &Path) -> Option<CgroupMemory> {
+fn tightest_limit_at(files: &CgroupFiles, root: &Path, own: &Path) -> Option<CgroupMemoryLimit> {
     let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let inactive_file = |directory: &Path| {
         let stat = std::fs::read_to_string(directory.join("memory.stat")).ok()?;
@@ -89,20 +89,20 @@ fn cgroup_at(files: &Files, root: &Path, own: &Path) -> Option<CgroupMemory> {
         .filter_map(|group| {
             let directory = root.join(group);
             // "max" is no number: not limited here.
-            Some(CgroupMemory {
+            Some(CgroupMemoryLimit {
                 max: number(directory.join(files.max))?,
                 current: number(directory.join(files.current))?,
                 inactive_file: inactive_file(&directory).unwrap_or(0),
             })
         })
-        .filter(|memory| memory.max < UNLIMITED)
-        .min_by_key(|memory| memory.available())
+        .filter(|memory| memory.max < V1_UNLIMITED)
+        .min_by_key(|memory| memory.available_bytes())
 }
 
 /// What may be allocated now: the host's available memory or what the cgroup leaves, whichever is less.
-pub fn available() -> io::Result<u64> {
-    let host = host()?.available;
-    Ok(cgroup().map_or(host, |cgroup| host.min(cgroup.available())))
+pub fn available_bytes() -> io::Result<u64> {
+    let host = host_memory()?.available_bytes;
+    Ok(tightest_cgroup_limit().map_or(host, |cgroup| host.min(cgroup.available_bytes())))
 }
 
 #[cfg(test)]
@@ -113,10 +113,10 @@ mod tests {
     fn meminfo_is_read_in_bytes() {
         let text = "MemTotal:       24573896 kB\nMemFree:  1 kB\nMemAvailable:   23511040 kB\n";
         let memory = parse_meminfo(text).unwrap();
-        assert_eq!((memory.total, memory.available), (24_573_896 << 10, 23_511_040 << 10));
+        assert_eq!((memory.total_bytes, memory.available_bytes), (24_573_896 << 10, 23_511_040 << 10));
         assert_eq!(parse_meminfo("MemTotal: 12 kB\n"), None);
-        let here = host().unwrap();
-        assert!(here.available <= here.total && here.available > 0);
+        let here = host_memory().unwrap();
+        assert!(here.available_bytes <= here.total_bytes && here.available_bytes > 0);
     }
 
     #[test]
@@ -137,9 +137,9 @@ mod tests {
                 let stat = format!("file 77\n{} {inactive}\nunevictable 0\n", files.inactive_file);
                 std::fs::write(directory.join("memory.stat"), stat).unwrap();
             }
-            let limit = cgroup_at(&files, root.path(), Path::new("a/b")).unwrap();
-            assert_eq!((limit.max, limit.available()), (1000, 140));
-            assert_eq!(cgroup_at(&files, root.path(), Path::new("c")), None);
+            let limit = tightest_limit_at(&files, root.path(), Path::new("a/b")).unwrap();
+            assert_eq!((limit.max, limit.available_bytes()), (1000, 140));
+            assert_eq!(tightest_limit_at(&files, root.path(), Path::new("c")), None);
         }
     }
 }

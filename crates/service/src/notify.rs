@@ -55,11 +55,11 @@ impl HasExit for NotifyError {
 /// Sends notifications to whoever started this process. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Notify {
-    parent: Option<Arc<Parent>>,
+    parent: Option<Arc<NotifyParent>>,
 }
 
 #[derive(Debug)]
-struct Parent {
+struct NotifyParent {
     socket: UnixDatagram,
     address: UnixAddr,
     path: String,
@@ -71,18 +71,18 @@ impl Notify {
     /// Talks to the socket that `NOTIFY_SOCKET` names; to nobody if it is not set.
     pub fn from_env() -> Result<Self, NotifyError> {
         match std::env::var(env::NOTIFY_SOCKET) {
-            Ok(path) if !path.is_empty() => Self::to(&path),
-            _ => Ok(Self::nobody()),
+            Ok(path) if !path.is_empty() => Self::to_socket(&path),
+            _ => Ok(Self::disabled()),
         }
     }
 
     /// Talks to nobody: every call succeeds.
-    pub fn nobody() -> Self {
+    pub fn disabled() -> Self {
         Self { parent: None }
     }
 
     /// Talks to this socket: an absolute path, or `@name` for an abstract one.
-    pub fn to(path: &str) -> Result<Self, NotifyError> {
+    pub fn to_socket(path: &str) -> Result<Self, NotifyError> {
         let address = match path.as_bytes() {
             [b'/', ..] => UnixAddr::new(path),
             [b'@', name @ ..] => UnixAddr::new_abstract(name),
@@ -92,7 +92,7 @@ impl Notify {
         let socket = UnixDatagram::unbound().map_err(NotifyError::Socket)?;
         socket.set_write_timeout(Some(SEND_TIMEOUT)).map_err(NotifyError::Socket)?;
         let path = path.to_owned();
-        Ok(Self { parent: Some(Arc::new(Parent { socket, address, path, status: Mutex::default() })) })
+        Ok(Self { parent: Some(Arc::new(NotifyParent { socket, address, path, status: Mutex::default() })) })
     }
 
     /// Whether anybody listens: without a parent there is no vault either.
@@ -235,7 +235,7 @@ mod tests {
         let path = directory.path().join("notify.sock");
         let socket = UnixDatagram::bind(&path).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
-        let notify = Notify::to(path.to_str().unwrap()).unwrap();
+        let notify = Notify::to_socket(path.to_str().unwrap()).unwrap();
         (directory, socket, notify)
     }
 
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn without_a_parent_everything_succeeds() {
-        let notify = Notify::nobody();
+        let notify = Notify::disabled();
         notify.ready().unwrap();
         notify.barrier(Duration::ZERO).unwrap();
     }

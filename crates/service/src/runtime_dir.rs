@@ -22,18 +22,18 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::exit::{Exit, HasExit, of_io};
+use crate::exit::{Exit, HasExit, exit_for_io_error};
 
 /// sun_path has 108 bytes, one of them for the final zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest socket name that a fleet binds in its directory; `worker-<N>` has at most 10 digits.
 const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
 /// Owner only: the directory is the first access check of every socket in it.
-const MODE: u32 = 0o700;
-const LOCK: &str = "supervisor.lock";
+const DIRECTORY_MODE: u32 = 0o700;
+const LOCK_FILE: &str = "supervisor.lock";
 /// Content of the lock file in a directory that a supervisor has made.
-const MADE: &str = "made by ballast\n";
-const EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
+const CREATED_MARKER: &str = "made by ballast\n";
+const FLEET_FILE_EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeDirError {
@@ -55,7 +55,9 @@ pub enum RuntimeDirError {
 impl HasExit for RuntimeDirError {
     fn exit(&self) -> Exit {
         match self {
-            RuntimeDirError::Create { source, .. } | RuntimeDirError::Lock { source, .. } => of_io(source),
+            RuntimeDirError::Create { source, .. } | RuntimeDirError::Lock { source, .. } => {
+                exit_for_io_error(source)
+            }
             _ => Exit::AddressInUse,
         }
     }
@@ -125,7 +127,7 @@ impl RuntimeDir {
 
     /// Records a running child, so that a successor, or whoever cleans up, can tell whether it still lives.
     pub fn record_child(&self, child: &str, pid: u32) -> io::Result<()> {
-        let started = start_time(pid).unwrap_or(0);
+        let started = process_start_ticks(pid).unwrap_or(0);
         fs::write(self.pid_record(child), format!("{pid} {started}\n"))
     }
 
@@ -149,7 +151,7 @@ impl RuntimeDir {
             let Some((pid, started)) = text.trim().split_once(' ') else { continue };
             let (Ok(pid), Ok(started)) = (pid.parse::<u32>(), started.parse::<u64>()) else { continue };
             // The start time tells the child from a later process with the same number.
-            if start_time(pid) == Some(started) {
+            if process_start_ticks(pid) == Some(started) {
                 living.push((name.to_owned(), pid));
             }
         }
@@ -158,31 +160,31 @@ impl RuntimeDir {
     }
 
     /// A child is on its way out: the last one of a fleet whose supervisor is gone removes the directory.
-    fn leave(&self, child: &str) {
-        let Ok(lock) = File::open(self.path.join(LOCK)) else { return };
+    fn remove_child_and_dir_if_last(&self, child: &str) {
+        let Ok(lock) = File::open(self.path.join(LOCK_FILE)) else { return };
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return;
         }
         self.forget_child(child);
         if self.living_children().is_ok_and(|living| living.is_empty()) {
-            self.clear();
+            self.remove_fleet_files();
         }
     }
 
     /// Removes what a fleet puts here, then the directory if nothing else is in it.
-    fn clear(&self) {
-        let lock = self.path.join(LOCK);
-        let made = fs::read_to_string(&lock).is_ok_and(|content| content == MADE);
+    fn remove_fleet_files(&self) {
+        let lock = self.path.join(LOCK_FILE);
+        let was_created = fs::read_to_string(&lock).is_ok_and(|content| content == CREATED_MARKER);
         let Ok(entries) = fs::read_dir(&self.path) else { return };
         let ours = entries.filter_map(Result::ok).map(|entry| entry.path()).filter(|path| {
-            path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e))
+            path.extension().and_then(|e| e.to_str()).is_some_and(|e| FLEET_FILE_EXTENSIONS.contains(&e))
         });
         for path in ours.chain([lock]) {
             if let Err(error) = fs::remove_file(&path) {
                 tracing::debug!(path = %path.display(), %error, "cannot remove");
             }
         }
-        if made {
+        if was_created {
             // Not empty means that somebody else put something here: then it stays.
             let _: io::Result<()> = fs::remove_dir(&self.path);
         }
@@ -209,7 +211,7 @@ impl ClaimedRuntimeDir {
             return Err(RuntimeDirError::TooLong { path, bytes });
         }
         let create = |source| RuntimeDirError::Create { path: path.clone(), source };
-        let made = match DirBuilder::new().mode(MODE).create(&path) {
+        let was_created = match DirBuilder::new().mode(DIRECTORY_MODE).create(&path) {
             Ok(()) => true,
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 let metadata = fs::metadata(&path).map_err(create)?;
@@ -218,13 +220,13 @@ impl ClaimedRuntimeDir {
                     return Err(RuntimeDirError::ForeignOwner { path, owner });
                 }
                 if metadata.permissions().mode() & 0o077 != 0 {
-                    fs::set_permissions(&path, fs::Permissions::from_mode(MODE)).map_err(create)?;
+                    fs::set_permissions(&path, fs::Permissions::from_mode(DIRECTORY_MODE)).map_err(create)?;
                 }
                 false
             }
             Err(error) => return Err(create(error)),
         };
-        let lock_path = path.join(LOCK);
+        let lock_path = path.join(LOCK_FILE);
         let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
         let mut lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -232,8 +234,8 @@ impl ClaimedRuntimeDir {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path }),
             Err(errno) => return Err(failed(errno.into())),
         }
-        if made {
-            lock.write_all(MADE.as_bytes()).map_err(failed)?;
+        if was_created {
+            lock.write_all(CREATED_MARKER.as_bytes()).map_err(failed)?;
         }
         Ok(Self { directory: RuntimeDir { path }, _lock: lock })
     }
@@ -244,7 +246,7 @@ impl ClaimedRuntimeDir {
 
     /// Removes the fleet's files and gives the directory up.
     pub fn remove(self) {
-        self.directory.clear();
+        self.directory.remove_fleet_files();
     }
 }
 
@@ -259,14 +261,14 @@ fn default_path() -> PathBuf {
 
 /// Called by a child after everything else: if its supervisor is dead and no other child lives, the runtime directory is
 /// removed. Where the directory is, and the name of the child, stand in the notify socket's path.
-pub fn leave_if_last() {
+pub fn remove_dir_if_last_child() {
     if std::env::var_os(crate::env::LIVENESS_FD).is_none() {
         return;
     }
     let Some(socket) = std::env::var_os(crate::env::NOTIFY_SOCKET).map(PathBuf::from) else { return };
     let child = socket.file_stem().and_then(|s| s.to_str()).and_then(|s| s.strip_prefix("notify-"));
     if let (Some(directory), Some(child)) = (socket.parent(), child) {
-        RuntimeDir::at(directory).leave(child);
+        RuntimeDir::at(directory).remove_child_and_dir_if_last(child);
     }
 }
 
@@ -284,24 +286,24 @@ fn default_directories() -> Vec<(RuntimeDir, u32)> {
 }
 
 /// The fleets of this user in default directories, as far as their supervisors answer.
-pub fn running() -> Vec<RuntimeDir> {
+pub fn running_fleets() -> Vec<RuntimeDir> {
     let directories = default_directories().into_iter().map(|(directory, _)| directory);
     directories.filter(|d| std::os::unix::net::UnixStream::connect(d.supervisor_socket()).is_ok()).collect()
 }
 
 /// Removes default directories that dead fleets left behind. A directory counts as dead when nobody holds its lock and no
 /// recorded child lives.
-pub fn sweep_dead() {
+pub fn remove_dead_dirs() {
     for (directory, pid) in default_directories() {
         // A live process of that number may be about to take the lock.
-        if start_time(pid).is_none() {
-            directory.leave("");
+        if process_start_ticks(pid).is_none() {
+            directory.remove_child_and_dir_if_last("");
         }
     }
 }
 
 /// Start time of a live process in clock ticks since boot (field 22 of /proc/PID/stat); `None` if it's gone or a zombie.
-fn start_time(pid: u32) -> Option<u64> {
+fn process_start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses and may hold anything, also parentheses.
     let after_name = &stat[stat.rfind(')')? + 1..];
@@ -371,17 +373,17 @@ mod tests {
         let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         directory.record_child("worker-0", std::process::id()).unwrap();
         directory.record_child("worker-1", other.id()).unwrap();
-        directory.leave("worker-0");
+        directory.remove_child_and_dir_if_last("worker-0");
         assert!(
             directory.pid_record("worker-0").exists(),
             "the supervisor holds the lock: nothing is removed"
         );
         drop(claimed);
-        directory.leave("worker-0");
+        directory.remove_child_and_dir_if_last("worker-0");
         assert_eq!(directory.living_children().unwrap(), [("worker-1".to_owned(), other.id())]);
         other.kill().unwrap();
         other.wait().unwrap();
-        directory.leave("worker-0");
+        directory.remove_child_and_dir_if_last("worker-0");
         assert!(!path.exists());
     }
 
@@ -399,11 +401,11 @@ mod tests {
     #[test]
     fn start_time_is_stable_and_ends_with_the_process() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let started = start_time(child.id());
+        let started = process_start_ticks(child.id());
         assert!(started.is_some());
-        assert_eq!(started, start_time(child.id()));
+        assert_eq!(started, process_start_ticks(child.id()));
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(start_time(child.id()), None);
+        assert_eq!(process_start_ticks(child.id()), None);
     }
 }

@@ -18,7 +18,7 @@ pub struct Shutdown {
 
 /// The drain did not end by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DrainCut {
+pub enum DrainInterrupted {
     #[error("work in flight did not end within {grace:?}")]
     Deadline { grace: Duration },
     #[error("a second signal asked to stop at once")]
@@ -73,11 +73,11 @@ impl Shutdown {
     }
 
     /// Gives `drain` until the deadline or the second signal.
-    pub async fn within<F: Future>(&self, grace: Duration, drain: F) -> Result<F::Output, DrainCut> {
+    pub async fn within<F: Future>(&self, grace: Duration, drain: F) -> Result<F::Output, DrainInterrupted> {
         tokio::select! {
             output = drain => Ok(output),
-            () = tokio::time::sleep(grace) => Err(DrainCut::Deadline { grace }),
-            () = self.forced() => Err(DrainCut::SecondSignal),
+            () = tokio::time::sleep(grace) => Err(DrainInterrupted::Deadline { grace }),
+            () = self.forced() => Err(DrainInterrupted::SecondSignal),
         }
     }
 }
@@ -92,10 +92,10 @@ mod tests {
         let grace = Duration::from_millis(10);
         assert_eq!(shutdown.within(Duration::from_secs(5), async { 3 }).await, Ok(3));
         let stuck = std::future::pending::<()>();
-        assert_eq!(shutdown.within(grace, stuck).await, Err(DrainCut::Deadline { grace }));
+        assert_eq!(shutdown.within(grace, stuck).await, Err(DrainInterrupted::Deadline { grace }));
         shutdown.force.cancel();
         let stuck = std::future::pending::<()>();
-        assert_eq!(shutdown.within(Duration::from_secs(5), stuck).await, Err(DrainCut::SecondSignal));
+        assert_eq!(shutdown.within(Duration::from_secs(5), stuck).await, Err(DrainInterrupted::SecondSignal));
     }
 
     #[tokio::test]

@@ -10,20 +10,20 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// A number of bytes. Reads "512MiB", "1.5 GiB", "4096" or a bare integer; prints the largest unit that is exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Bytes(pub u64);
+pub struct ByteSize(pub u64);
 
 const UNITS: [(&str, u32); 5] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0)];
 
 /// Why a text is no size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SizeError {
+pub enum ParseSizeError {
     #[error("{text:?} is not a size; write a number of bytes, or a number with KiB, MiB, GiB or TiB")]
     Malformed { text: String },
     #[error("{text:?} is more than 2^63 bytes")]
     TooLarge { text: String },
 }
 
-impl Bytes {
+impl ByteSize {
     pub const fn kib(n: u64) -> Self {
         Self(n << 10)
     }
@@ -50,7 +50,7 @@ impl Bytes {
     }
 }
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match UNITS
             .into_iter()
@@ -62,12 +62,12 @@ impl fmt::Display for Bytes {
     }
 }
 
-impl FromStr for Bytes {
-    type Err = SizeError;
+impl FromStr for ByteSize {
+    type Err = ParseSizeError;
 
-    fn from_str(text: &str) -> Result<Self, SizeError> {
-        let malformed = || SizeError::Malformed { text: text.to_owned() };
-        let too_large = || SizeError::TooLarge { text: text.to_owned() };
+    fn from_str(text: &str) -> Result<Self, ParseSizeError> {
+        let malformed = || ParseSizeError::Malformed { text: text.to_owned() };
+        let too_large = || ParseSizeError::TooLarge { text: text.to_owned() };
         let trimmed = text.trim();
         let digits_end = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = (&trimmed[..digits_end], trimmed[digits_end..].trim());
@@ -76,7 +76,11 @@ impl FromStr for Bytes {
             _ => UNITS.into_iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).ok_or_else(malformed)?.1,
         };
         if let Ok(whole) = number.parse::<u64>() {
-            return whole.checked_mul(1 << shift).filter(|&b| b < 1 << 63).map(Bytes).ok_or_else(too_large);
+            return whole
+                .checked_mul(1 << shift)
+                .filter(|&b| b < 1 << 63)
+                .map(ByteSize)
+                .ok_or_else(too_large);
         }
         // A fraction of a unit is convenient ("1.5GiB"); a fraction of a byte is a mistake.
         if !number.contains('.') && !number.is_empty() {
@@ -89,41 +93,41 @@ impl FromStr for Bytes {
         if value.fract() != 0.0 && shift == 0 {
             return Err(malformed());
         }
-        Ok(Bytes(value as u64))
+        Ok(ByteSize(value as u64))
     }
 }
 
-impl Serialize for Bytes {
+impl Serialize for ByteSize {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Bytes {
+impl<'de> Deserialize<'de> for ByteSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(BytesVisitor)
+        deserializer.deserialize_any(ByteSizeVisitor)
     }
 }
 
-struct BytesVisitor;
+struct ByteSizeVisitor;
 
-impl de::Visitor<'_> for BytesVisitor {
-    type Value = Bytes;
+impl de::Visitor<'_> for ByteSizeVisitor {
+    type Value = ByteSize;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a size such as \"512MiB\"")
     }
 
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Bytes, E> {
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
         text.parse().map_err(E::custom)
     }
 
-    fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<Bytes, E> {
-        Ok(Bytes(bytes))
+    fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<ByteSize, E> {
+        Ok(ByteSize(bytes))
     }
 
-    fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<Bytes, E> {
-        u64::try_from(bytes).map(Bytes).map_err(|_| E::custom("a size is not negative"))
+    fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<ByteSize, E> {
+        u64::try_from(bytes).map(ByteSize).map_err(|_| E::custom("a size is not negative"))
     }
 }
 
@@ -143,33 +147,33 @@ mod tests {
             ("1.5GiB", 3 << 29),
             ("2TiB", 2 << 40),
         ] {
-            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+            assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
         }
     }
 
     #[test]
     fn ambiguous_and_absurd_sizes_are_refused() {
         for text in ["", "MiB", "12MB", "-1", "1e9", "1.5", "1..5KiB", "99999999999999999999", "8388608TiB"] {
-            assert!(text.parse::<Bytes>().is_err(), "{text}");
+            assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
     }
 
     #[test]
     fn people_see_three_digits() {
-        assert_eq!(Bytes(7_523_744).rounded(), "7.18 MiB");
-        assert_eq!(Bytes(12).rounded(), "12 B");
-        assert_eq!(Bytes::gib(115).rounded(), "115 GiB");
+        assert_eq!(ByteSize(7_523_744).rounded(), "7.18 MiB");
+        assert_eq!(ByteSize(12).rounded(), "12 B");
+        assert_eq!(ByteSize::gib(115).rounded(), "115 GiB");
     }
 
     proptest! {
         #[test]
         fn every_printed_size_reads_back(bytes in 0u64..1 << 63) {
-            prop_assert_eq!(Bytes(bytes).to_string().parse(), Ok(Bytes(bytes)));
+            prop_assert_eq!(ByteSize(bytes).to_string().parse(), Ok(ByteSize(bytes)));
         }
 
         #[test]
         fn no_text_panics(text in "\\PC{0,24}") {
-            let _: Result<Bytes, _> = text.parse();
+            let _: Result<ByteSize, _> = text.parse();
         }
     }
 }

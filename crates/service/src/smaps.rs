@@ -7,7 +7,7 @@ use std::io;
 
 /// One mapping, or the sum of several. Bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mapping {
+pub struct ProcessMapping {
     /// The last column of the header line: a path, `[heap]`, or empty for anonymous memory.
     pub name: String,
     /// Length of the address range.
@@ -19,8 +19,8 @@ pub struct Mapping {
     pub swap: u64,
 }
 
-impl Mapping {
-    fn add(&mut self, other: &Mapping) {
+impl ProcessMapping {
+    fn add(&mut self, other: &ProcessMapping) {
         self.size += other.size;
         self.rss += other.rss;
         self.pss += other.pss;
@@ -39,11 +39,11 @@ pub struct SmapsError {
 }
 
 /// All mappings in address order.
-pub fn parse(text: &str) -> Result<Vec<Mapping>, SmapsError> {
-    let mut mappings: Vec<Mapping> = Vec::new();
+pub fn parse(text: &str) -> Result<Vec<ProcessMapping>, SmapsError> {
+    let mut mappings: Vec<ProcessMapping> = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let malformed = || SmapsError { line: index + 1, text: line.to_owned() };
-        if let Some(mapping) = header(line) {
+        if let Some(mapping) = parse_header(line) {
             mappings.push(mapping);
             continue;
         }
@@ -65,7 +65,7 @@ pub fn parse(text: &str) -> Result<Vec<Mapping>, SmapsError> {
 }
 
 /// "start-end perms offset device inode [name]".
-fn header(line: &str) -> Option<Mapping> {
+fn parse_header(line: &str) -> Option<ProcessMapping> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
     let size = u64::from_str_radix(end, 16).ok()?.checked_sub(u64::from_str_radix(start, 16).ok()?)?;
@@ -74,12 +74,12 @@ fn header(line: &str) -> Option<Mapping> {
     for _ in 0..4 {
         name = name.trim_start().split_once(' ').map_or("", |(_, after)| after);
     }
-    Some(Mapping { name: name.trim().to_owned(), size, ..Mapping::default() })
+    Some(ProcessMapping { name: name.trim().to_owned(), size, ..ProcessMapping::default() })
 }
 
 /// The sum over the mappings whose name `belongs` accepts; its name is empty.
-pub fn total(mappings: &[Mapping], belongs: impl Fn(&str) -> bool) -> Mapping {
-    let mut sum = Mapping::default();
+pub fn sum_mappings(mappings: &[ProcessMapping], belongs: impl Fn(&str) -> bool) -> ProcessMapping {
+    let mut sum = ProcessMapping::default();
     for mapping in mappings.iter().filter(|m| belongs(&m.name)) {
         sum.add(mapping);
     }
@@ -87,15 +87,15 @@ pub fn total(mappings: &[Mapping], belongs: impl Fn(&str) -> bool) -> Mapping {
 }
 
 /// All mappings of a process. Slow for large processes (the kernel walks the page tables): not for a hot path.
-pub fn of_process(pid: u32) -> io::Result<Vec<Mapping>> {
+pub fn mappings_of_process(pid: u32) -> io::Result<Vec<ProcessMapping>> {
     parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?).map_err(io::Error::other)
 }
 
 /// The sum over all mappings of a process, added up by the kernel.
-pub fn rollup_of_process(pid: u32) -> io::Result<Mapping> {
+pub fn rollup_of_process(pid: u32) -> io::Result<ProcessMapping> {
     let parsed = parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?);
     let mappings = parsed.map_err(io::Error::other)?;
-    Ok(total(&mappings, |_| true))
+    Ok(sum_mappings(&mappings, |_| true))
 }
 
 #[cfg(test)]
@@ -126,9 +126,9 @@ Swap:                  4 kB
         assert_eq!(mappings.len(), 2);
         assert_eq!(mappings[0].name, "/memfd:ballast-weights 3 (deleted)");
         assert_eq!(mappings[0].size, 4 << 20);
-        let weights = total(&mappings, |name| name.starts_with("/memfd:ballast-weights"));
+        let weights = sum_mappings(&mappings, |name| name.starts_with("/memfd:ballast-weights"));
         assert_eq!((weights.rss, weights.pss, weights.anonymous), (2 << 20, 512 << 10, 0));
-        let rest = total(&mappings, |name| name.is_empty());
+        let rest = sum_mappings(&mappings, |name| name.is_empty());
         assert_eq!((rest.size, rest.anonymous, rest.swap, rest.private_dirty), (8192, 8192, 4096, 8192));
     }
 
@@ -136,7 +136,7 @@ Swap:                  4 kB
     fn our_own_smaps_parses_and_agrees_with_the_rollup() {
         let pid = std::process::id();
         let block = vec![1u8; 8 << 20];
-        let sum = total(&of_process(pid).unwrap(), |_| true);
+        let sum = sum_mappings(&mappings_of_process(pid).unwrap(), |_| true);
         let rollup = rollup_of_process(pid).unwrap();
         drop(block);
         assert!(sum.anonymous >= 8 << 20, "{sum:?}");

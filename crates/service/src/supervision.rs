@@ -26,10 +26,10 @@ use crate::env;
 use crate::listen::{ListenError, fd_from_env};
 use crate::{Notify, Shutdown};
 
-/// How long an orphan works on while it waits for a successor.
+/// How long an offer works on while it waits for a successor.
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
-/// How often an orphan offers itself.
-const OFFER_EVERY: Duration = Duration::from_millis(100);
+/// How often an offer offers itself.
+const OFFER_PERIOD: Duration = Duration::from_millis(100);
 /// How long a successor may take to answer one offer.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 /// What a supervisor answers to an offer that it takes.
@@ -37,7 +37,7 @@ pub const ADOPTED: u8 = b'a';
 
 /// Who supervises this process now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Supervisor {
+pub enum SupervisorState {
     /// Started by hand or by systemd: nobody to lose.
     None,
     /// The supervisor with this number, counted from 0. After a change the vault of the new one is empty: whoever
@@ -50,26 +50,27 @@ pub enum Supervisor {
 /// Watches the supervisor of this process, in a task of its own; the receiver shows who it is. Where the parent wants to
 /// hear that this process is alive (WATCHDOG_USEC), it does from now on, as long as the runtime makes progress. Must be
 /// called inside a tokio runtime, once.
-pub fn watch(
+pub fn watch_supervisor(
     role: &str,
     name: &str,
     notify: &Notify,
     shutdown: &Shutdown,
-) -> Result<watch::Receiver<Supervisor>, ListenError> {
+) -> Result<watch::Receiver<SupervisorState>, ListenError> {
     if let Some(interval) = watchdog_interval() {
         tokio::spawn(feed_watchdog(interval / 3, notify.clone()));
     }
     let Some(fd) = fd_from_env(env::LIVENESS_FD)? else {
-        return Ok(watch::channel(Supervisor::None).1);
+        return Ok(watch::channel(SupervisorState::None).1);
     };
     let failed =
         |source| ListenError::Variable { variable: env::LIVENESS_FD, value: "taken".to_owned(), source };
     let liveness = StdUnixStream::from(fd);
     liveness.set_nonblocking(true).map_err(failed)?;
     let liveness = UnixStream::from_std(liveness).map_err(failed)?;
-    let (state, receiver) = watch::channel(Supervisor::Present { epoch: 0 });
-    let orphan = Orphan { offer: format!("ADOPT=1\nROLE={role}\nNAME={name}"), notify: notify.clone() };
-    tokio::spawn(follow(liveness, orphan, state, shutdown.clone()));
+    let (state, receiver) = watch::channel(SupervisorState::Present { epoch: 0 });
+    let offer =
+        AdoptionOffer { message: format!("ADOPT=1\nROLE={role}\nNAME={name}"), notify: notify.clone() };
+    tokio::spawn(follow_supervisors(liveness, offer, state, shutdown.clone()));
     Ok(receiver)
 }
 
@@ -90,25 +91,25 @@ async fn feed_watchdog(every: Duration, notify: Notify) {
     }
 }
 
-struct Orphan {
-    offer: String,
+struct AdoptionOffer {
+    message: String,
     notify: Notify,
 }
 
-async fn follow(
+async fn follow_supervisors(
     mut liveness: UnixStream,
-    orphan: Orphan,
-    state: watch::Sender<Supervisor>,
+    offer: AdoptionOffer,
+    state: watch::Sender<SupervisorState>,
     shutdown: Shutdown,
 ) {
     for epoch in 1.. {
-        end_of_file(&mut liveness).await;
-        state.send_replace(Supervisor::Lost);
+        wait_for_end_of_file(&mut liveness).await;
+        state.send_replace(SupervisorState::Lost);
         if shutdown.is_requested() {
             return;
         }
         tracing::warn!(wait = ?SUCCESSOR_WAIT, "the supervisor is gone, waiting for a successor");
-        match orphan.find_successor().await {
+        match offer.find_successor().await {
             Some(adopted) => liveness = adopted,
             None => {
                 tracing::warn!("no successor came, stopping");
@@ -116,27 +117,27 @@ async fn follow(
             }
         }
         tracing::info!("adopted by a successor");
-        if let Err(error) = orphan.notify.repeat_status() {
+        if let Err(error) = offer.notify.repeat_status() {
             tracing::debug!(%error, "the successor did not hear the status");
         }
-        state.send_replace(Supervisor::Present { epoch });
+        state.send_replace(SupervisorState::Present { epoch });
     }
 }
 
 /// Anything but data ends the connection, errors too.
-async fn end_of_file(liveness: &mut UnixStream) {
+async fn wait_for_end_of_file(liveness: &mut UnixStream) {
     let mut byte = [0u8; 1];
     while matches!(liveness.read(&mut byte).await, Ok(1)) {}
 }
 
-impl Orphan {
+impl AdoptionOffer {
     async fn find_successor(&self) -> Option<UnixStream> {
         let deadline = Instant::now() + SUCCESSOR_WAIT;
         while Instant::now() < deadline {
             if let Some(adopted) = self.offer_once().await {
                 return Some(adopted);
             }
-            tokio::time::sleep(OFFER_EVERY).await;
+            tokio::time::sleep(OFFER_PERIOD).await;
         }
         None
     }
@@ -144,7 +145,7 @@ impl Orphan {
     async fn offer_once(&self) -> Option<UnixStream> {
         let (ours, theirs) = StdUnixStream::pair().ok()?;
         // Nobody is bound to the path until a successor is: the send fails at once.
-        self.notify.send(&self.offer, &[theirs.as_raw_fd()]).ok()?;
+        self.notify.send(&self.message, &[theirs.as_raw_fd()]).ok()?;
         drop(theirs);
         ours.set_nonblocking(true).ok()?;
         let mut ours = UnixStream::from_std(ours).ok()?;

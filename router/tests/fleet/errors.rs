@@ -181,7 +181,7 @@ async fn unknown_models_routes_and_methods_have_their_own_errors() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_over_the_limit_is_413() {
     let fleet = Harness::with_config(&says("x"), &[Behaviour::default()], |config| {
-        config.body_max = service::Bytes::kib(4);
+        config.body_max = service::ByteSize::kib(4);
     })
     .await;
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x".repeat(5000)})).await;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use service::supervision::Supervisor;
+use service::supervision::SupervisorState;
 use service::{Notify, RuntimeDir, Shutdown};
 
 use super::weights;
@@ -40,14 +40,15 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {
     service::logging::init(&config.name, tracing::Level::ERROR);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
     runtime.block_on(run(config)).expect("child");
-    service::runtime_dir::leave_if_last();
+    service::runtime_dir::remove_dir_if_last_child();
 }
 
 async fn run(config: Config) -> Result<()> {
     let inherited = service::listen::inherited_fds()?;
     let notify = Notify::from_env()?;
     let shutdown = Shutdown::install()?;
-    let mut supervisor = service::supervision::watch(&config.role, &config.name, &notify, &shutdown)?;
+    let mut supervisor =
+        service::supervision::watch_supervisor(&config.role, &config.name, &notify, &shutdown)?;
     let _kept = match config.role.as_str() {
         "weight-server" => {
             let directory = RuntimeDir::at(&config.runtime_dir);
@@ -65,7 +66,7 @@ async fn run(config: Config) -> Result<()> {
             let (notify, copies) = (notify.clone(), clone_all(&files)?);
             tokio::spawn(async move {
                 while supervisor.changed().await.is_ok() {
-                    if matches!(*supervisor.borrow(), Supervisor::Present { .. }) {
+                    if matches!(*supervisor.borrow(), SupervisorState::Present { .. }) {
                         for (name, file) in &copies {
                             notify.fdstore(name, &[file.as_fd()]).expect("store again");
                         }

@@ -117,7 +117,7 @@ impl World {
     }
 
     pub(crate) async fn start(&self) -> Result<Fleet> {
-        self.start_under(Notify::nobody(), Vec::new()).await
+        self.start_under(Notify::disabled(), Vec::new()).await
     }
 
     pub(crate) async fn start_under(&self, parent: Notify, kept: Vec<InheritedFd>) -> Result<Fleet> {
@@ -239,7 +239,7 @@ pub(crate) fn supervisor_main(mut arguments: impl Iterator<Item = OsString>) {
     runtime.block_on(async {
         let shutdown = Shutdown::install().expect("signals");
         let claimed = ClaimedRuntimeDir::claim(Some(&behaviours.runtime_dir)).expect("runtime directory");
-        let fleet = Fleet::start(plan(&behaviours), claimed, Notify::nobody(), Vec::new()).await;
+        let fleet = Fleet::start(plan(&behaviours), claimed, Notify::disabled(), Vec::new()).await;
         let mut fleet = fleet.expect("fleet");
         tokio::select! {
             () = shutdown.requested() => fleet.stop().await,

@@ -7,25 +7,25 @@ use memory::cuda::{Device, DeviceSelector, open_driver};
 use ops::OpError;
 use quant::layout::LAYOUT_TILES;
 
-use super::{Measured, Place};
-use crate::attach::AttachError;
-use crate::demand::context_bytes;
-use crate::timeline::Lazy;
+use super::{BackendUsage, DeviceRuntime};
+use crate::attach::WorkerAttachError;
+use crate::memory_plan::context_bytes;
+use crate::startup_timeline::LazyInit;
 
 /// The driver has been started; nothing of the device's memory is taken.
-pub(crate) struct FoundGpu {
+pub(crate) struct DetectedGpu {
     memory: Device,
     nvml: Option<Nvml>,
 }
 
-pub(crate) struct Gpu {
+pub(crate) struct GpuRuntime {
     memory: Device,
     kernels: KernelDevice,
     context_bytes: u64,
 }
 
-impl FoundGpu {
-    pub(crate) fn open(wanted: DeviceSelector) -> Result<Self, AttachError> {
+impl DetectedGpu {
+    pub(crate) fn open(wanted: DeviceSelector) -> Result<Self, WorkerAttachError> {
         // Both start slowly, and know nothing of each other.
         let (driver, nvml) = std::thread::scope(|scope| {
             let nvml = scope.spawn(Nvml::open);
@@ -40,7 +40,7 @@ impl FoundGpu {
 
     /// Makes a context, which the lease has reserved. Others may load and start meanwhile: what the device as a whole has less
     /// afterwards says nothing of this process.
-    pub(crate) fn enter(self, _lease: &Granted) -> Result<Gpu, AttachError> {
+    pub(crate) fn enter(self, _lease: &Granted) -> Result<GpuRuntime, WorkerAttachError> {
         let Self { memory, nvml } = self;
         let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
         let before = counted();
@@ -48,18 +48,18 @@ impl FoundGpu {
             let (device, no_room) = (memory.uuid().to_string(), error.is_lack_of_memory());
             let source = Box::new(error);
             if no_room {
-                AttachError::NoRoom { device, source }
+                WorkerAttachError::NoRoom { device, source }
             } else {
-                AttachError::Context { device, source }
+                WorkerAttachError::Context { device, source }
             }
         };
         let kernels = KernelDevice::open_memory(&memory).map_err(failed)?;
         let context_bytes = context_bytes(before, counted());
-        Ok(Gpu { memory, kernels, context_bytes })
+        Ok(GpuRuntime { memory, kernels, context_bytes })
     }
 }
 
-impl Place for Gpu {
+impl DeviceRuntime for GpuRuntime {
     type Compute = Cuda;
 
     const LAYOUT: u32 = LAYOUT_TILES;
@@ -88,8 +88,8 @@ impl Place for Gpu {
         Cuda::new(&self.kernels)
     }
 
-    fn measure(compute: &Cuda) -> Measured {
-        let lazy = Lazy { modules: compute.device().module_time(), graphs: compute.graph_time() };
-        Measured { workspace_used: Some(compute.device_bytes().into()), lazy }
+    fn measure(compute: &Cuda) -> BackendUsage {
+        let lazy = LazyInit { modules: compute.device().module_time(), graphs: compute.graph_time() };
+        BackendUsage { workspace_used: Some(compute.device_bytes().into()), lazy }
     }
 }

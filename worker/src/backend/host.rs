@@ -7,19 +7,19 @@ use memory::manifest::HOST_DEVICE;
 use ops::OpError;
 use quant::layout::LAYOUT_GGML;
 
-use super::{Measured, Place};
+use super::{BackendUsage, DeviceRuntime};
 
-pub(crate) struct Host {
+pub(crate) struct HostRuntime {
     threads: usize,
 }
 
-impl Host {
+impl HostRuntime {
     pub(crate) fn new(threads: usize) -> Self {
         Self { threads: threads.max(1) }
     }
 }
 
-impl Place for Host {
+impl DeviceRuntime for HostRuntime {
     type Compute = Cpu;
 
     const LAYOUT: u32 = LAYOUT_GGML;
@@ -49,7 +49,7 @@ impl Place for Host {
         Cpu::new(self.threads)
     }
 
-    fn measure(_: &Cpu) -> Measured {
-        Measured::default()
+    fn measure(_: &Cpu) -> BackendUsage {
+        BackendUsage::default()
     }
 }

@@ -2,13 +2,13 @@
 
 use proto::worker::v1 as wire;
 use service::exit::HasExit;
-use worker::{Draft, RunError};
+use worker::{DraftSource, WorkerRunError};
 
-use crate::giver::MODEL;
-use crate::harness::{Generated, Worker, config, fleet, fleet_with, spawn};
+use crate::fake_weight_server::MODEL;
+use crate::harness::{Generated, TestWorker, config, fleet, fleet_with, spawn};
 
 /// A text that repeats itself, greedy and drawn, with the log-probabilities.
-fn requests(worker: &Worker) -> Vec<wire::GenerateRequest> {
+fn requests(worker: &TestWorker) -> Vec<wire::GenerateRequest> {
     let prompt: Vec<u32> = (0..48).map(|i| 300 + i % 12).collect();
     (0..6)
         .map(|seed| {
@@ -24,7 +24,7 @@ fn requests(worker: &Worker) -> Vec<wire::GenerateRequest> {
         .collect()
 }
 
-async fn answers(worker: &mut Worker) -> Vec<Generated> {
+async fn answers(worker: &mut TestWorker) -> Vec<Generated> {
     let mut answers = Vec::new();
     for request in requests(worker) {
         answers.push(worker.generate(request).await.unwrap());
@@ -34,13 +34,14 @@ async fn answers(worker: &mut Worker) -> Vec<Generated> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn drafts_change_no_token_and_are_counted() {
-    let (_directory, _giver, mut plain) = fleet().await;
+    let (_directory, _weight_server, mut plain) = fleet().await;
     let expected = answers(&mut plain).await;
     assert!(plain.stats().await.drafted.is_empty());
-    for draft in [Draft::Lookup, Draft::Model(MODEL.to_owned())] {
-        let leases = 1 + usize::from(draft != Draft::Lookup);
-        let (_directory, giver, mut drafting) = fleet_with(|config| config.draft = draft.clone()).await;
-        let attached = giver.attached.load(std::sync::atomic::Ordering::Relaxed);
+    for draft in [DraftSource::Lookup, DraftSource::Model(MODEL.to_owned())] {
+        let leases = 1 + usize::from(draft != DraftSource::Lookup);
+        let (_directory, weight_server, mut drafting) =
+            fleet_with(|config| config.draft = draft.clone()).await;
+        let attached = weight_server.attached.load(std::sync::atomic::Ordering::Relaxed);
         assert_eq!(attached, leases, "{draft:?}");
         assert_eq!(drafting.fingerprint, plain.fingerprint, "streams may go on at either");
         for (got, expected) in answers(&mut drafting).await.iter().zip(&expected) {
@@ -57,10 +58,10 @@ async fn drafts_change_no_token_and_are_counted() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_depth_beyond_what_is_possible_is_a_fault_of_the_configuration() {
-    let (directory, _giver, _worker) = fleet().await;
+    let (directory, _weight_server, _worker) = fleet().await;
     let mut config = config(directory.path(), 1);
-    (config.draft, config.draft_depth) = (Draft::Lookup, 17);
+    (config.draft, config.draft_depth) = (DraftSource::Lookup, 17);
     let (_shutdown, thread) = spawn(config);
     let error = tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap_err();
-    assert!(matches!(error, RunError::Attach(_)) && error.exit() == service::Exit::Usage, "{error:?}");
+    assert!(matches!(error, WorkerRunError::Attach(_)) && error.exit() == service::Exit::Usage, "{error:?}");
 }

@@ -8,10 +8,10 @@ use proto::worker::v1::{self as wire, generate_frame};
 use tonic::Code;
 
 use crate::figures::{FIGURES, NO_NUMBERS};
-use crate::harness::{Generated, Worker, fleet, fleet_with};
+use crate::harness::{Generated, TestWorker, fleet, fleet_with};
 
 /// llama.cpp's greedy output for the demo model, up to the first step whose two best logits are closer than `GAP`.
-struct Golden {
+struct RecordedOutput {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
 }
@@ -19,7 +19,7 @@ struct Golden {
 /// Below it, llama.cpp's own rounding of activations decides.
 const GAP: f64 = 0.3;
 
-fn golden() -> Vec<Golden> {
+fn golden() -> Vec<RecordedOutput> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/pycoder-7m-q8_0.greedy.jsonl");
     let ids = |value: &serde_json::Value| {
         value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect::<Vec<_>>()
@@ -28,14 +28,14 @@ fn golden() -> Vec<Golden> {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
         let gaps = line["gap"].as_array().unwrap();
         let sure = gaps.iter().take_while(|gap| gap.as_f64().unwrap() >= GAP).count();
-        Golden { prompt: ids(&line["prompt_tokens"]), tokens: ids(&line["tokens"])[..sure].to_vec() }
+        RecordedOutput { prompt: ids(&line["prompt_tokens"]), tokens: ids(&line["tokens"])[..sure].to_vec() }
     };
     std::fs::read_to_string(path).unwrap().lines().map(line).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn greedy_tokens_are_the_recorded_ones() {
-    let (_directory, _giver, worker) = fleet().await;
+    let (_directory, _weight_server, worker) = fleet().await;
     let golden = golden();
     assert!(golden.iter().map(|line| line.tokens.len()).sum::<usize>() > 200, "the record says something");
     let all = golden.iter().map(|line| {
@@ -49,8 +49,8 @@ async fn greedy_tokens_are_the_recorded_ones() {
     }
 }
 
-fn clone(worker: &Worker) -> Worker {
-    Worker {
+fn clone(worker: &TestWorker) -> TestWorker {
+    TestWorker {
         client: worker.client.clone(),
         channel: worker.channel.clone(),
         socket: worker.socket.clone(),
@@ -62,8 +62,8 @@ fn clone(worker: &Worker) -> Worker {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sampled_tokens_do_not_depend_on_company_or_chunks() {
-    let (_directory, _giver, mut alone) = fleet().await;
-    let request = |worker: &Worker, seed| {
+    let (_directory, _weight_server, mut alone) = fleet().await;
+    let request = |worker: &TestWorker, seed| {
         let mut request = worker.greedy(&golden()[13].prompt, 24);
         request.top_logprobs = Some(3);
         let sampling = request.sampling.as_mut().unwrap();
@@ -75,7 +75,7 @@ async fn sampled_tokens_do_not_depend_on_company_or_chunks() {
         expected.push(alone.generate(request(&alone, seed)).await.unwrap());
     }
     assert!(expected.iter().any(|e| e.tokens != expected[0].tokens), "seeds matter");
-    let (_directory, _giver, crowd) = fleet_with(|config| {
+    let (_directory, _weight_server, crowd) = fleet_with(|config| {
         (config.step_tokens, config.running_max, config.threads) = (7, 3, 1);
     })
     .await;
@@ -90,7 +90,7 @@ async fn sampled_tokens_do_not_depend_on_company_or_chunks() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stop_token_is_named_and_not_sent() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let prompt = golden()[11].prompt.clone();
     let whole = worker.generate(worker.greedy(&prompt, 20)).await.unwrap();
     let stop = whole.tokens[9];
@@ -105,7 +105,7 @@ async fn a_stop_token_is_named_and_not_sent() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resumed_stream_goes_on_with_the_same_tokens() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let mut request = worker.greedy(&golden()[3].prompt, 30);
     let sampling = request.sampling.as_mut().unwrap();
     (sampling.temperature, sampling.frequency_penalty) = (Some(0.8), Some(0.7));
@@ -123,7 +123,7 @@ async fn a_resumed_stream_goes_on_with_the_same_tokens() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reader_that_leaves_frees_its_blocks() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     for _ in 0..3 {
         let mut frames = worker.client.generate(worker.greedy(&[1, 2, 3], 400)).await.unwrap().into_inner();
         let first = frames.message().await.unwrap().unwrap().frame.unwrap();
@@ -139,7 +139,7 @@ async fn a_reader_that_leaves_frees_its_blocks() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reader_that_lags_is_held_and_does_not_hold_up_others() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let mut lagging = worker.lagging_client().await;
     let mut frames = lagging.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap().into_inner();
     let whole = worker.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap();
@@ -158,7 +158,7 @@ async fn a_reader_that_lags_is_held_and_does_not_hold_up_others() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn refusals_are_statuses_before_the_first_frame() {
-    let (_directory, _giver, mut worker) = fleet_with(|config| {
+    let (_directory, _weight_server, mut worker) = fleet_with(|config| {
         (config.running_max, config.queue_max) = (1, 1);
     })
     .await;
@@ -228,7 +228,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_ends_a_stream_by_its_name() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let request = wire::GenerateRequest { deadline_ms: 5, ..worker.greedy(&[1, 2], 480) };
     let generated = worker.generate(request).await.unwrap();
     assert_eq!(generated.cut.unwrap().code(), Code::DeadlineExceeded);

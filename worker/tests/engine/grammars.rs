@@ -5,9 +5,9 @@ use proto::v1::{FinishReason, Grammar, Words};
 use proto::worker::v1 as wire;
 use tonic::Code;
 
-use crate::harness::{Worker, fleet};
+use crate::harness::{TestWorker, fleet};
 
-fn constrained(worker: &Worker, kind: Kind) -> wire::GenerateRequest {
+fn constrained(worker: &TestWorker, kind: Kind) -> wire::GenerateRequest {
     let mut request = worker.greedy(&[1, 2, 3], 300);
     let sampling = request.sampling.as_mut().unwrap();
     (sampling.temperature, sampling.seed) = (Some(1.0), Some(11));
@@ -17,7 +17,7 @@ fn constrained(worker: &Worker, kind: Kind) -> wire::GenerateRequest {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resumed_stream_goes_on_in_the_middle_of_its_grammar() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let schema =
         r#"{"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 4, "maxItems": 6}"#;
     let mut request = constrained(&worker, Kind::JsonSchema(schema.to_owned()));
@@ -53,7 +53,7 @@ fn check(request: &wire::GenerateRequest) -> wire::CheckGrammarRequest {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_that_is_none_is_refused_by_name() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     for (kind, word) in [
         (Kind::JsonSchema(r#"{"type": 5}"#.to_owned()), "#/type"),
         (Kind::JsonSchema(r#"{"type": "integer", "minimum": 5, "maximum": 3}"#.to_owned()), "minimum (5)"),
@@ -90,7 +90,7 @@ perm::_: "" %if is_ones([0:3]) | perm::set_bit(0) %if bit_clear(0) | "b" perm::s
 /// A release build aborts on panic; there and here the thread is lost and the worker is not.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_that_breaks_the_compiler_fails_alone() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     for _ in 0..3 {
         let status = worker.generate(constrained(&worker, Kind::Lark(BREAKS.to_owned()))).await.unwrap_err();
         assert_eq!(status.code(), Code::Internal, "{status}");
@@ -103,7 +103,7 @@ async fn a_grammar_that_breaks_the_compiler_fails_alone() {
 /// Which of the last characters were an "a": states without end, which random text comes through.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_that_becomes_too_complex_ends_its_request_and_nothing_else() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let kind =
         Kind::Lark("start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/".to_owned());
     let generated = worker.generate(constrained(&worker, kind)).await.unwrap();

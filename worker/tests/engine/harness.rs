@@ -7,32 +7,39 @@ use std::time::{Duration, Instant};
 use proto::v1::Sampling;
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{self as wire, generate_frame, metadata_frame};
-use service::{Bytes, Notify, Shutdown};
+use service::{ByteSize, Notify, Shutdown};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
-use worker::{Config, RunError};
+use worker::{WorkerConfig, WorkerRunError};
 
-use crate::giver::{Giver, MODEL, ModelFile};
+use crate::fake_weight_server::{DemoModelFile, FakeWeightServer, MODEL};
 
 /// For a machine under load; what is waited for takes milliseconds.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub(crate) struct Worker {
+pub(crate) struct TestWorker {
     pub(crate) client: WorkerClient<Channel>,
     pub(crate) channel: Channel,
     pub(crate) socket: PathBuf,
     pub(crate) fingerprint: bytes::Bytes,
     pub(crate) shutdown: Shutdown,
-    pub(crate) thread: Option<JoinHandle<Result<(), RunError>>>,
+    pub(crate) thread: Option<JoinHandle<Result<(), WorkerRunError>>>,
 }
 
-pub(crate) fn config(directory: &Path, index: u32) -> Config {
+pub(crate) fn config(directory: &Path, index: u32) -> WorkerConfig {
     let directory = service::RuntimeDir::at(directory);
     let (name, model) = (format!("worker-{index}"), MODEL.to_owned());
-    Config::new(name, model, directory.weights_socket(), directory.worker_socket(index), Bytes::mib(16), 2)
+    WorkerConfig::new(
+        name,
+        model,
+        directory.weights_socket(),
+        directory.worker_socket(index),
+        ByteSize::mib(16),
+        2,
+    )
 }
 
-pub(crate) fn spawn(config: Config) -> (Shutdown, JoinHandle<Result<(), RunError>>) {
+pub(crate) fn spawn(config: WorkerConfig) -> (Shutdown, JoinHandle<Result<(), WorkerRunError>>) {
     let shutdown = Shutdown::default();
     let stop = shutdown.clone();
     let thread = std::thread::spawn(move || {
@@ -43,15 +50,15 @@ pub(crate) fn spawn(config: Config) -> (Shutdown, JoinHandle<Result<(), RunError
     (shutdown, thread)
 }
 
-impl Worker {
-    pub(crate) async fn start(config: Config) -> Self {
+impl TestWorker {
+    pub(crate) async fn start(config: WorkerConfig) -> Self {
         let socket = config.listen.clone();
         let (shutdown, thread) = spawn(config);
         let start = Instant::now();
         let channel = loop {
             match service::grpc::connect(&socket).await {
                 Ok(channel) => break channel,
-                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+                Err(error) => assert!(start.elapsed() < TIMEOUT, "{error}"),
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         };
@@ -66,7 +73,7 @@ impl Worker {
             if worker.has_ended() {
                 panic!("the worker ended: {:?}", worker.thread.take().map(|thread| thread.join()));
             }
-            assert!(start.elapsed() < PATIENCE, "the worker did not attach");
+            assert!(start.elapsed() < TIMEOUT, "the worker did not attach");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         worker
@@ -128,19 +135,19 @@ impl Worker {
             if holds(&stats) {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "{what} did not come: {stats:?}");
+            assert!(start.elapsed() < TIMEOUT, "{what} did not come: {stats:?}");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
 
-    pub(crate) async fn stop(mut self) -> Result<(), RunError> {
+    pub(crate) async fn stop(mut self) -> Result<(), WorkerRunError> {
         self.shutdown.request();
         let thread = self.thread.take().unwrap();
         tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap()
     }
 }
 
-impl Drop for Worker {
+impl Drop for TestWorker {
     fn drop(&mut self) {
         self.shutdown.request();
     }
@@ -180,17 +187,19 @@ impl Generated {
     }
 }
 
-/// A giver that serves the demo model and a worker that has attached it.
-pub(crate) async fn fleet() -> (tempfile::TempDir, Giver, Worker) {
+/// A weight_server that serves the demo model and a worker that has attached it.
+pub(crate) async fn fleet() -> (tempfile::TempDir, FakeWeightServer, TestWorker) {
     fleet_with(|_| ()).await
 }
 
-pub(crate) async fn fleet_with(change: impl FnOnce(&mut Config)) -> (tempfile::TempDir, Giver, Worker) {
+pub(crate) async fn fleet_with(
+    change: impl FnOnce(&mut WorkerConfig),
+) -> (tempfile::TempDir, FakeWeightServer, TestWorker) {
     let directory = tempfile::tempdir().unwrap();
-    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
-    giver.start();
+    let mut weight_server = FakeWeightServer::new(directory.path(), &DemoModelFile::demo());
+    weight_server.start();
     let mut config = config(directory.path(), 0);
     change(&mut config);
-    let worker = Worker::start(config).await;
-    (directory, giver, worker)
+    let worker = TestWorker::start(config).await;
+    (directory, weight_server, worker)
 }

@@ -10,10 +10,10 @@ use proto::worker::v1::{self as wire, kv_event};
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::harness::{PATIENCE, Worker, fleet, fleet_with};
+use crate::harness::{TIMEOUT, TestWorker, fleet, fleet_with};
 
 /// An index as a router would keep it.
-struct Follower {
+struct KvCacheReplica {
     frames: Streaming<wire::KvEventsFrame>,
     log: u64,
     next: u64,
@@ -31,20 +31,20 @@ async fn subscribe(
     Ok(client.subscribe_kv_events(request).await?.into_inner())
 }
 
-impl Follower {
-    async fn new(worker: &mut Worker) -> Self {
+impl KvCacheReplica {
+    async fn new(worker: &mut TestWorker) -> Self {
         let frames = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap();
         Self { frames, log: 0, next: 0, known: HashSet::new(), cleared: 0 }
     }
 
     /// With what it knows, to go on from there.
-    async fn again(&mut self, worker: &mut Worker) {
+    async fn again(&mut self, worker: &mut TestWorker) {
         let from = (self.log, self.next);
         self.frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
     }
 
     async fn read(&mut self) -> Result<(), Status> {
-        let frame = tokio::time::timeout(PATIENCE, self.frames.message()).await.expect("a frame in time")?;
+        let frame = tokio::time::timeout(TIMEOUT, self.frames.message()).await.expect("a frame in time")?;
         let frame = frame.expect("the stream ends with a status only");
         for event in frame.events {
             match event.event.unwrap() {
@@ -66,7 +66,7 @@ impl Follower {
     }
 
     /// To where the cache stands while nobody generates.
-    async fn catch_up(&mut self, worker: &mut Worker) {
+    async fn catch_up(&mut self, worker: &mut TestWorker) {
         let next = worker.stats().await.kv_events;
         while self.next != next {
             self.read().await.unwrap();
@@ -74,12 +74,12 @@ impl Follower {
     }
 }
 
-async fn block_tokens(worker: &mut Worker) -> usize {
+async fn block_tokens(worker: &mut TestWorker) -> usize {
     worker.metadata().await.unwrap().0.kv_block_tokens as usize
 }
 
 /// Names of the full blocks of what has been computed: all of prompt and output but the last token.
-async fn run(worker: &mut Worker, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
+async fn run(worker: &mut TestWorker, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
     let block_tokens = block_tokens(worker).await;
     let request = wire::GenerateRequest { cache_salt: salt.into(), ..worker.greedy(prompt, 40) };
     let generated = worker.generate(request).await.unwrap();
@@ -97,11 +97,11 @@ fn prompt(number: u32) -> Vec<u32> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_request_leaves_is_told_to_all_who_follow() {
-    let (_directory, _giver, mut worker) = fleet().await;
-    let mut first = Follower::new(&mut worker).await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
+    let mut first = KvCacheReplica::new(&mut worker).await;
     first.read().await.unwrap();
     assert_eq!((first.known.len(), first.next, first.cleared), (0, 1, 1), "the cache is empty");
-    let mut second = Follower::new(&mut worker).await;
+    let mut second = KvCacheReplica::new(&mut worker).await;
     let plain = run(&mut worker, &prompt(0), "").await;
     let salted = run(&mut worker, &prompt(0), "secret").await;
     assert!(plain.len() > 3 && plain.is_disjoint(&salted));
@@ -110,17 +110,17 @@ async fn what_a_request_leaves_is_told_to_all_who_follow() {
         follower.catch_up(&mut worker).await;
         assert_eq!((&follower.known, follower.cleared), (&all, 1), "nothing but that");
     }
-    let mut late = Follower::new(&mut worker).await;
+    let mut late = KvCacheReplica::new(&mut worker).await;
     late.read().await.unwrap();
     assert_eq!((late.known, late.next, late.log), (all, first.next, first.log), "a snapshot");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
-    let (_directory, _giver, mut worker) =
-        fleet_with(|config| config.kv_bytes = service::Bytes::mib(4)).await;
+    let (_directory, _weight_server, mut worker) =
+        fleet_with(|config| config.kv_bytes = service::ByteSize::mib(4)).await;
     let blocks = worker.metadata().await.unwrap().0.kv_blocks;
-    let mut follower = Follower::new(&mut worker).await;
+    let mut follower = KvCacheReplica::new(&mut worker).await;
     let first = run(&mut worker, &prompt(0), "").await;
     follower.catch_up(&mut worker).await;
     assert_eq!(follower.known, first);
@@ -146,7 +146,7 @@ async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
     for from in [behind, restarted, ahead] {
         let frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
         let known = HashSet::from([Bytes::from_static(b"of another time")]);
-        let mut again = Follower { frames, log: 0, next: 0, known, cleared: 0 };
+        let mut again = KvCacheReplica { frames, log: 0, next: 0, known, cleared: 0 };
         again.read().await.unwrap();
         assert_eq!((&again.known, again.next, again.cleared), (&follower.known, follower.next, 1));
     }
@@ -156,12 +156,12 @@ async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn followers_who_do_not_read_hold_nothing_up() {
-    let (_directory, _giver, mut worker) =
-        fleet_with(|config| config.kv_bytes = service::Bytes::mib(4)).await;
-    let mut lagging = Follower::new(&mut worker).await;
+    let (_directory, _weight_server, mut worker) =
+        fleet_with(|config| config.kv_bytes = service::ByteSize::mib(4)).await;
+    let mut lagging = KvCacheReplica::new(&mut worker).await;
     lagging.frames =
         subscribe(&mut worker.lagging_client().await, &worker.fingerprint, (0, 0)).await.unwrap();
-    let mut following = Follower::new(&mut worker).await;
+    let mut following = KvCacheReplica::new(&mut worker).await;
     for number in 0..20 {
         let next = run(&mut worker, &prompt(number), "").await;
         following.catch_up(&mut worker).await;
@@ -182,17 +182,17 @@ async fn followers_who_do_not_read_hold_nothing_up() {
         Err(status) => status,
     };
     assert_eq!(status.code(), Code::Unavailable);
-    tokio::time::timeout(PATIENCE, worker.stop()).await.expect("nobody is waited for").unwrap();
+    tokio::time::timeout(TIMEOUT, worker.stop()).await.expect("nobody is waited for").unwrap();
     drop(unread);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_more_follow_than_there_are_places_for() {
     const PLACES: usize = 16;
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let mut followers = Vec::new();
     for _ in 0..PLACES {
-        followers.push(Follower::new(&mut worker).await);
+        followers.push(KvCacheReplica::new(&mut worker).await);
     }
     let refused = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
@@ -203,13 +203,13 @@ async fn no_more_follow_than_there_are_places_for() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, has_place).await.expect("a place is given back");
+    tokio::time::timeout(TIMEOUT, has_place).await.expect("a place is given back");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reset_is_refused_while_blocks_are_held_and_told_as_one_event() {
-    let (_directory, _giver, mut worker) = fleet().await;
-    let mut follower = Follower::new(&mut worker).await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
+    let mut follower = KvCacheReplica::new(&mut worker).await;
     let left = run(&mut worker, &prompt(0), "").await;
     follower.catch_up(&mut worker).await;
     assert_eq!((&follower.known, follower.cleared), (&left, 1));

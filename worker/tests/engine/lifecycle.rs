@@ -8,22 +8,22 @@ use service::{Exit, HasExit};
 use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
-use crate::giver::{Giver, MODEL, ModelFile};
-use crate::harness::{Generated, PATIENCE, Worker, config, fleet, spawn};
+use crate::fake_weight_server::{DemoModelFile, FakeWeightServer, MODEL};
+use crate::harness::{Generated, TIMEOUT, TestWorker, config, fleet, spawn};
 
 const SERVING: i32 = 1;
 const NOT_SERVING: i32 = 2;
 
-async fn health(worker: &Worker) -> i32 {
+async fn health(worker: &TestWorker) -> i32 {
     let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
     HealthClient::new(worker.channel.clone()).check(request).await.unwrap().into_inner().status
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_says_what_it_serves() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let (description, gguf) = worker.metadata().await.unwrap();
-    let file = ModelFile::demo();
+    let file = DemoModelFile::demo();
     assert_eq!((description.worker.as_str(), description.model.as_str()), ("worker-0", MODEL));
     assert_eq!(gguf, file.header.metadata().bytes()[..]);
     assert_eq!(description.digest, vec![9; 32]);
@@ -41,7 +41,7 @@ async fn a_worker_says_what_it_serves() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stages_of_a_start_add_up_to_when_the_worker_was_ready_and_work_adds_its_own() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let ready = ["exec", "sockets", "wait", "import", "model", "kv"];
     let stats = worker.stats().await;
     let names = |stats: &wire::StatsReply| -> Vec<String> {
@@ -62,13 +62,13 @@ async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
     let directory = tempfile::tempdir().unwrap();
     let config = config(directory.path(), 0);
     let socket = config.listen.clone();
-    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
+    let mut weight_server = FakeWeightServer::new(directory.path(), &DemoModelFile::demo());
     let late = async {
         let start = Instant::now();
         let channel = loop {
             match service::grpc::connect(&socket).await {
                 Ok(channel) => break channel,
-                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+                Err(error) => assert!(start.elapsed() < TIMEOUT, "{error}"),
             }
         };
         let mut client = wire::worker_client::WorkerClient::new(channel.clone());
@@ -77,32 +77,32 @@ async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
         let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
         let health = HealthClient::new(channel).check(request).await.unwrap().into_inner().status;
         assert_eq!(health, NOT_SERVING);
-        giver.start();
+        weight_server.start();
     };
-    let (mut worker, ()) = tokio::join!(Worker::start(config), late);
+    let (mut worker, ()) = tokio::join!(TestWorker::start(config), late);
     assert_eq!(worker.generate(worker.greedy(&[1], 2)).await.unwrap().tokens.len(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_serves_on_without_its_weight_server_and_claims_its_lease_from_the_next() {
-    let (_directory, mut giver, mut worker) = fleet().await;
+    let (_directory, mut weight_server, mut worker) = fleet().await;
     let before = worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens;
-    giver.kill();
+    weight_server.kill();
     let orphaned = worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens;
     assert_eq!(orphaned, before);
-    giver.start();
+    weight_server.start();
     let start = Instant::now();
-    while giver.reclaimed.load(Ordering::SeqCst) == 0 {
-        assert!(start.elapsed() < PATIENCE, "the lease was not claimed again");
+    while weight_server.reclaimed.load(Ordering::SeqCst) == 0 {
+        assert!(start.elapsed() < TIMEOUT, "the lease was not claimed again");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(giver.attached.load(Ordering::SeqCst), 1, "nothing was attached twice");
+    assert_eq!(weight_server.attached.load(Ordering::SeqCst), 1, "nothing was attached twice");
     assert_eq!(worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens, before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drain_lets_streams_end_and_takes_no_more() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let request = worker.greedy(&[1, 2], 200);
     let mut frames = worker.client.generate(request.clone()).await.unwrap().into_inner();
     frames.message().await.unwrap();
@@ -121,8 +121,8 @@ async fn a_drain_lets_streams_end_and_takes_no_more() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
-    let (directory, _giver, mut first) = fleet().await;
-    let mut second = Worker::start(config(directory.path(), 1)).await;
+    let (directory, _weight_server, mut first) = fleet().await;
+    let mut second = TestWorker::start(config(directory.path(), 1)).await;
     assert_eq!(first.fingerprint, second.fingerprint);
     let mut request = first.greedy(&[7, 8, 9], 400);
     request.sampling.as_mut().unwrap().temperature = Some(0.7);
@@ -143,7 +143,7 @@ async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stopping_worker_finishes_its_streams_and_leaves_nothing() {
-    let (directory, _giver, mut worker) = fleet().await;
+    let (directory, _weight_server, mut worker) = fleet().await;
     let mut frames = worker.client.generate(worker.greedy(&[1, 2], 100)).await.unwrap().into_inner();
     frames.message().await.unwrap();
     // A watching router must not keep the worker alive.
@@ -169,10 +169,10 @@ async fn a_stopping_worker_finishes_its_streams_and_leaves_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_cannot_have_its_budget_says_so() {
     let directory = tempfile::tempdir().unwrap();
-    let mut giver = Giver::new(directory.path(), &ModelFile::demo());
-    giver.start();
+    let mut weight_server = FakeWeightServer::new(directory.path(), &DemoModelFile::demo());
+    weight_server.start();
     let mut small = config(directory.path(), 0);
-    small.kv_bytes = service::Bytes(100);
+    small.kv_bytes = service::ByteSize(100);
     let (_shutdown, thread) = spawn(small);
     let error = tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap_err();
     assert_eq!(error.exit(), Exit::Usage);

@@ -3,10 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod drafts;
+mod fake_weight_server;
 #[path = "../../../router/tests/fleet/figures.rs"]
 mod figures;
 mod generate;
-mod giver;
 mod grammars;
 mod harness;
 mod kv_events;

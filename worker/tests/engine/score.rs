@@ -6,8 +6,8 @@ use ops::{Backend, KvLayout, KvTypes, Step, Weight};
 use proto::worker::v1::{self as wire, score_frame};
 use tonic::Code;
 
-use crate::giver::ModelFile;
-use crate::harness::{Worker, fleet, fleet_with};
+use crate::fake_weight_server::DemoModelFile;
+use crate::harness::{TestWorker, fleet, fleet_with};
 
 const TOKENS: [u32; 40] = {
     let mut tokens = [0; 40];
@@ -21,7 +21,7 @@ const TOKENS: [u32; 40] = {
 
 /// Logits of every position, from one step of the model.
 fn logits(tokens: &[u32]) -> Vec<f32> {
-    let file = ModelFile::demo();
+    let file = DemoModelFile::demo();
     let mut backend = Cpu::new(1).unwrap();
     let mut table = WeightTable::new();
     for tensor in file.header.tensors() {
@@ -57,11 +57,11 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
     host
 }
 
-fn model_vocabulary(file: &ModelFile) -> usize {
+fn model_vocabulary(file: &DemoModelFile) -> usize {
     file.header.tensor("token_embd.weight").unwrap().dims[1] as usize
 }
 
-async fn score(worker: &Worker, request: wire::ScoreRequest) -> Vec<score_frame::Frame> {
+async fn score(worker: &TestWorker, request: wire::ScoreRequest) -> Vec<score_frame::Frame> {
     let mut frames = worker.client.clone().score(request).await.unwrap().into_inner();
     let mut all = Vec::new();
     while let Some(frame) = frames.message().await.unwrap() {
@@ -70,7 +70,7 @@ async fn score(worker: &Worker, request: wire::ScoreRequest) -> Vec<score_frame:
     all
 }
 
-fn request(worker: &Worker) -> wire::ScoreRequest {
+fn request(worker: &TestWorker) -> wire::ScoreRequest {
     wire::ScoreRequest {
         fingerprint: worker.fingerprint.clone(),
         tokens: TOKENS.to_vec(),
@@ -82,11 +82,11 @@ fn request(worker: &Worker) -> wire::ScoreRequest {
 async fn scored_logits_are_the_models_bits() {
     let expected = logits(&TOKENS);
     for step_tokens in [512, 64] {
-        let narrow = |config: &mut worker::Config| {
+        let narrow = |config: &mut worker::WorkerConfig| {
             config.step_tokens = step_tokens;
             config.running_max = config.running_max.min(step_tokens);
         };
-        let (_directory, _giver, mut worker) = fleet_with(narrow).await;
+        let (_directory, _weight_server, mut worker) = fleet_with(narrow).await;
         let mut bytes = Vec::new();
         for frame in score(&worker, request(&worker)).await {
             let score_frame::Frame::Logits(piece) = frame else { panic!("logits") };
@@ -103,7 +103,7 @@ async fn scored_logits_are_the_models_bits() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn scored_log_probabilities_are_those_of_the_logits() {
-    let (_directory, _giver, worker) = fleet().await;
+    let (_directory, _weight_server, worker) = fleet().await;
     let expected = logits(&TOKENS);
     let vocabulary = expected.len() / TOKENS.len();
     let frames = score(&worker, wire::ScoreRequest { top_logprobs: Some(2), ..request(&worker) }).await;
@@ -127,7 +127,7 @@ async fn scored_log_probabilities_are_those_of_the_logits() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_score_that_nobody_reads_is_cancelled() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let tokens = TOKENS.repeat(12);
     let frames = worker.client.score(wire::ScoreRequest { tokens, ..request(&worker) }).await.unwrap();
     drop(frames);
@@ -140,7 +140,7 @@ async fn a_score_that_nobody_reads_is_cancelled() {
 /// What is scored cannot be found again, so an idle worker keeps none of its keys and values; a prompt stays.
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_of_the_cache_goes_back_when_nothing_runs() {
-    let (_directory, _giver, mut worker) = fleet().await;
+    let (_directory, _weight_server, mut worker) = fleet().await;
     let tokens = TOKENS.repeat(12);
     let mut frames =
         worker.client.score(wire::ScoreRequest { tokens, ..request(&worker) }).await.unwrap().into_inner();

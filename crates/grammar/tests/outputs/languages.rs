@@ -1,51 +1,53 @@
 //! Regular expressions, Lark, GBNF and choices: the whole output is of the language that was written down.
 
-use grammar::{Grammar, Source};
+use grammar::{CompiledGrammar, GrammarSource};
 use proptest::prelude::*;
 use regex_automata::meta::Regex;
 use serde_json::json;
 
 use crate::cases;
-use crate::model::{MODELS, Model, Output, generate, takes};
 use crate::schemas::strict;
+use crate::token_chooser::{GeneratedOutput, TOKEN_CHOOSERS, TokenChooser, accepts_text, generate};
 use crate::vocabularies::{DEMO, compile};
 
 /// `None` if it did not come to its end.
-fn output(grammar: &Grammar, model: Model, seed: u64) -> Option<String> {
+fn output(grammar: &CompiledGrammar, model: TokenChooser, seed: u64) -> Option<String> {
     match generate(&DEMO, model, grammar.matcher(), seed, 600).unwrap() {
-        Output::Whole(tokens) => Some(String::from_utf8(DEMO.text(&tokens)).unwrap()),
-        Output::Begun(_) => None,
+        GeneratedOutput::Finished(tokens) => Some(String::from_utf8(DEMO.text(&tokens)).unwrap()),
+        GeneratedOutput::Truncated(_) => None,
     }
 }
 
 /// A language that all the notations can say.
 #[derive(Clone, Debug)]
-enum Piece {
+enum SyntaxNode {
     Text(String),
     Range { from: char, to: char, others: bool },
     Digit,
-    Sequence(Vec<Piece>),
-    Either(Vec<Piece>),
-    Repeat { piece: Box<Piece>, least: u8, more: u8 },
+    Sequence(Vec<SyntaxNode>),
+    Either(Vec<SyntaxNode>),
+    Repeat { piece: Box<SyntaxNode>, least: u8, more: u8 },
 }
 
-impl Piece {
-    fn list(pieces: &[Piece], between: &str, write: fn(&Piece) -> String) -> String {
+impl SyntaxNode {
+    fn list(pieces: &[SyntaxNode], between: &str, write: fn(&SyntaxNode) -> String) -> String {
         let pieces: Vec<String> = pieces.iter().map(write).collect();
         pieces.join(between)
     }
 
     fn regex(&self) -> String {
         match self {
-            Piece::Text(text) => text
+            SyntaxNode::Text(text) => text
                 .chars()
                 .map(|c| if c.is_ascii_punctuation() { format!("\\{c}") } else { c.to_string() })
                 .collect(),
-            Piece::Range { from, to, others } => format!("[{}{from}-{to}]", if *others { "^" } else { "" }),
-            Piece::Digit => "\\d".to_owned(),
-            Piece::Sequence(pieces) => Self::list(pieces, "", Self::regex),
-            Piece::Either(pieces) => format!("({})", Self::list(pieces, "|", Self::regex)),
-            Piece::Repeat { piece, least, more } => {
+            SyntaxNode::Range { from, to, others } => {
+                format!("[{}{from}-{to}]", if *others { "^" } else { "" })
+            }
+            SyntaxNode::Digit => "\\d".to_owned(),
+            SyntaxNode::Sequence(pieces) => Self::list(pieces, "", Self::regex),
+            SyntaxNode::Either(pieces) => format!("({})", Self::list(pieces, "|", Self::regex)),
+            SyntaxNode::Repeat { piece, least, more } => {
                 format!("(?:{}){{{least},{}}}", piece.regex(), least + more)
             }
         }
@@ -54,40 +56,50 @@ impl Piece {
     fn gbnf(&self) -> String {
         match self {
             // GBNF's own escapes are those of Rust here.
-            Piece::Text(text) => format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"")),
-            Piece::Range { from, to, others } => format!("[{}{from}-{to}]", if *others { "^" } else { "" }),
-            Piece::Digit => "[0-9]".to_owned(),
-            Piece::Sequence(pieces) => format!("({})", Self::list(pieces, " ", Self::gbnf)),
-            Piece::Either(pieces) => format!("({})", Self::list(pieces, " | ", Self::gbnf)),
-            Piece::Repeat { piece, least, more } => format!("({}){{{least},{}}}", piece.gbnf(), least + more),
+            SyntaxNode::Text(text) => format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"")),
+            SyntaxNode::Range { from, to, others } => {
+                format!("[{}{from}-{to}]", if *others { "^" } else { "" })
+            }
+            SyntaxNode::Digit => "[0-9]".to_owned(),
+            SyntaxNode::Sequence(pieces) => format!("({})", Self::list(pieces, " ", Self::gbnf)),
+            SyntaxNode::Either(pieces) => format!("({})", Self::list(pieces, " | ", Self::gbnf)),
+            SyntaxNode::Repeat { piece, least, more } => {
+                format!("({}){{{least},{}}}", piece.gbnf(), least + more)
+            }
         }
     }
 
     /// As a terminal: in rules, Lark's terminals take as much as they can.
     fn lark(&self) -> String {
         match self {
-            Piece::Text(text) => json!(text).to_string(),
-            Piece::Range { .. } => format!("/{}/", self.regex()),
-            Piece::Digit => "/[0-9]/".to_owned(),
-            Piece::Sequence(pieces) => format!("({})", Self::list(pieces, " ", Self::lark)),
-            Piece::Either(pieces) => format!("({})", Self::list(pieces, " | ", Self::lark)),
-            Piece::Repeat { piece, least, more } => format!("({})~{least}..{}", piece.lark(), least + more),
+            SyntaxNode::Text(text) => json!(text).to_string(),
+            SyntaxNode::Range { .. } => format!("/{}/", self.regex()),
+            SyntaxNode::Digit => "/[0-9]/".to_owned(),
+            SyntaxNode::Sequence(pieces) => format!("({})", Self::list(pieces, " ", Self::lark)),
+            SyntaxNode::Either(pieces) => format!("({})", Self::list(pieces, " | ", Self::lark)),
+            SyntaxNode::Repeat { piece, least, more } => {
+                format!("({})~{least}..{}", piece.lark(), least + more)
+            }
         }
     }
 }
 
-fn pieces() -> impl Strategy<Value = Piece> {
+fn pieces() -> impl Strategy<Value = SyntaxNode> {
     let range = prop::sample::select(vec![('a', 'f'), ('A', 'Z'), ('0', '4'), ('à', 'ö'), (' ', '.')]);
     let leaf = prop_oneof![
-        "[a-z\"\\\\.+*()\\[\\]{}é ]{1,5}".prop_map(Piece::Text),
-        (range, prop::bool::weighted(0.2)).prop_map(|((from, to), others)| Piece::Range { from, to, others }),
-        Just(Piece::Digit),
+        "[a-z\"\\\\.+*()\\[\\]{}é ]{1,5}".prop_map(SyntaxNode::Text),
+        (range, prop::bool::weighted(0.2)).prop_map(|((from, to), others)| SyntaxNode::Range {
+            from,
+            to,
+            others
+        }),
+        Just(SyntaxNode::Digit),
     ];
     leaf.prop_recursive(4, 16, 4, |inner| {
         prop_oneof![
-            prop::collection::vec(inner.clone(), 1..4).prop_map(Piece::Sequence),
-            prop::collection::vec(inner.clone(), 1..4).prop_map(Piece::Either),
-            (inner, 0..3_u8, 0..4_u8).prop_map(|(piece, least, more)| Piece::Repeat {
+            prop::collection::vec(inner.clone(), 1..4).prop_map(SyntaxNode::Sequence),
+            prop::collection::vec(inner.clone(), 1..4).prop_map(SyntaxNode::Either),
+            (inner, 0..3_u8, 0..4_u8).prop_map(|(piece, least, more)| SyntaxNode::Repeat {
                 piece: Box::new(piece),
                 least,
                 more: more + u8::from(least == 0 && more == 0),
@@ -104,12 +116,12 @@ proptest! {
         let regex = piece.regex();
         let whole = Regex::new(&format!("^(?s:{})$", regex.replace("\\d", "[0-9]"))).unwrap();
         for source in [
-            Source::Regex(regex),
-            Source::Gbnf(format!("root ::= {}", piece.gbnf())),
-            Source::Lark(format!("start: ALL\nALL: {}", piece.lark())),
+            GrammarSource::Regex(regex),
+            GrammarSource::Gbnf(format!("root ::= {}", piece.gbnf())),
+            GrammarSource::Lark(format!("start: ALL\nALL: {}", piece.lark())),
         ] {
             let grammar = compile(&source).map_err(|error| TestCaseError::fail(format!("{source:?}: {error}")))?;
-            for model in MODELS {
+            for model in TOKEN_CHOOSERS {
                 let output = output(&grammar, model, seed);
                 let output = output.ok_or_else(|| TestCaseError::fail(format!("{model:?} does not end: {source:?}")))?;
                 prop_assert!(whole.is_match(&output), "{:?} wrote {:?} under {:?}", model, output, source);
@@ -121,36 +133,36 @@ proptest! {
 #[test]
 fn regex_lark_gbnf_and_choice_say_what_the_output_is() {
     type Holds = fn(&str) -> bool;
-    let cases: [(Source, Holds); 6] = [
-        (Source::Regex(r"(\d{3}-){2}\d{4}".into()), |text| {
+    let cases: [(GrammarSource, Holds); 6] = [
+        (GrammarSource::Regex(r"(\d{3}-){2}\d{4}".into()), |text| {
             text.len() == 12 && text.chars().enumerate().all(|(at, c)| if at == 3 || at == 7 { c == '-' } else { c.is_ascii_digit() })
         }),
-        (Source::Choice(vec!["yes".into(), "no \"never\"".into(), "ünter\n".into()]), |text| {
+        (GrammarSource::Choice(vec!["yes".into(), "no \"never\"".into(), "ünter\n".into()]), |text| {
             ["yes", "no \"never\"", "ünter\n"].contains(&text)
         }),
-        (Source::Lark("start: \"<\" (NAME \",\")~1..3 \">\"\nNAME: /[a-c]{2}/".into()), |text| {
+        (GrammarSource::Lark("start: \"<\" (NAME \",\")~1..3 \">\"\nNAME: /[a-c]{2}/".into()), |text| {
             text.starts_with('<') && text.ends_with(",>") && text.len() <= 12
         }),
-        (Source::Gbnf("root ::= pair (\",\" ws pair){0,3}\npair ::= [a-f]+ \"=\" num\nnum ::= \"-\"? [0-9]{1,3}\nws ::= [ \\t]{0,2}".into()), |text| {
+        (GrammarSource::Gbnf("root ::= pair (\",\" ws pair){0,3}\npair ::= [a-f]+ \"=\" num\nnum ::= \"-\"? [0-9]{1,3}\nws ::= [ \\t]{0,2}".into()), |text| {
             text.split(',').all(|pair| pair.trim_start_matches([' ', '\t']).split_once('=').is_some_and(|(name, number)| {
                 !name.is_empty() && name.chars().all(|c| ('a'..='f').contains(&c)) && number.parse::<i32>().is_ok()
             }))
         }),
         // Recursive: brackets in balance.
-        (Source::Gbnf("root ::= list\nlist ::= \"[\" (item (\",\" item){0,2})? \"]\"\nitem ::= [0-9]{1,2} | list".into()), |text| {
+        (GrammarSource::Gbnf("root ::= list\nlist ::= \"[\" (item (\",\" item){0,2})? \"]\"\nitem ::= [0-9]{1,2} | list".into()), |text| {
             let mut depth = 0_i32;
             text.chars().all(|c| {
                 depth += i32::from(c == '[') - i32::from(c == ']');
                 depth >= 0 && "[],0123456789".contains(c)
             }) && depth == 0
         }),
-        (Source::Gbnf("root ::= \"a\" opt \"b\"\nopt ::= (\"x\" | )".into()), |text| text == "ab" || text == "axb"),
+        (GrammarSource::Gbnf("root ::= \"a\" opt \"b\"\nopt ::= (\"x\" | )".into()), |text| text == "ab" || text == "axb"),
     ];
     for (source, holds) in cases {
         let grammar = compile(&source).map_err(|error| format!("{source:?}: {error}")).unwrap();
         let mut ended = 0;
         for seed in 0..20 {
-            if let Some(output) = output(&grammar, Model::Indifferent, seed) {
+            if let Some(output) = output(&grammar, TokenChooser::Indifferent, seed) {
                 assert!(holds(&output), "{source:?} gave {output:?}");
                 ended += 1;
             }
@@ -176,11 +188,11 @@ fn texts_of_the_language_are_accepted_and_others_are_not() {
         (format("date-time"), "\"1999-12-31t00:00:00+01:30\"", "\"1999-12-31T23:59:60Z\""),
         (format("time"), "\"00:00:00-02:00\"", "\"23:59:60Z\""),
         (object, r#"{"name": "Ann \"A\" é", "age": 41}"#, r#"{"age": 41}"#),
-        (Source::JsonSchema { schema: "true".into(), lenient: false }, "[1, {\"a\": null}]", "[1, }"),
-        (Source::Gbnf("root ::= [a-z]* \"end\"".into()), "the end".trim_start_matches("the "), "en"),
-        (Source::Regex("(ab|c)*d".into()), "ababcd", "abad"),
+        (GrammarSource::JsonSchema { schema: "true".into(), lenient: false }, "[1, {\"a\": null}]", "[1, }"),
+        (GrammarSource::Gbnf("root ::= [a-z]* \"end\"".into()), "the end".trim_start_matches("the "), "en"),
+        (GrammarSource::Regex("(ab|c)*d".into()), "ababcd", "abad"),
     ] {
-        let accepts = |text| takes(&DEMO, compile(&source).unwrap().matcher(), text);
+        let accepts = |text| accepts_text(&DEMO, compile(&source).unwrap().matcher(), text);
         assert!(accepts(good), "{source:?} {good:?}");
         assert!(!accepts(bad), "{source:?} {bad:?}");
     }

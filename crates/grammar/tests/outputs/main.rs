@@ -3,9 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod languages;
-mod model;
 mod refusals;
 mod schemas;
+mod token_chooser;
 mod vocabularies;
 
 use proptest::test_runner::{Config, RngSeed};

@@ -1,12 +1,12 @@
 //! Sources that give no grammar: refused with a reason, never a panic.
 
-use grammar::{MatchError, Source};
+use grammar::{GrammarSource, MatchError};
 use proptest::prelude::*;
 use serde_json::json;
 
 use crate::cases;
-use crate::model::{Model, generate};
 use crate::schemas::strict;
+use crate::token_chooser::{TokenChooser, generate};
 use crate::vocabularies::{DEMO, compile};
 
 proptest! {
@@ -16,12 +16,12 @@ proptest! {
     #[test]
     fn hostile_sources_are_refused_or_compiled(text in "[\\[\\]{}()a-z0-9:|*+?.\"\\\\/^$,\n -]{0,60}") {
         for source in [
-            Source::Regex(text.clone()),
-            Source::Lark(text.clone()),
-            Source::Lark(format!("start: {text}")),
-            Source::Gbnf(format!("root ::= {text}")),
-            Source::JsonSchema { schema: text.clone(), lenient: true },
-            Source::Choice(vec![text.clone()]),
+            GrammarSource::Regex(text.clone()),
+            GrammarSource::Lark(text.clone()),
+            GrammarSource::Lark(format!("start: {text}")),
+            GrammarSource::Gbnf(format!("root ::= {text}")),
+            GrammarSource::JsonSchema { schema: text.clone(), lenient: true },
+            GrammarSource::Choice(vec![text.clone()]),
         ] {
             let refused = compile(&source).err().map(|error| error.to_string()).unwrap_or_default();
             // llguidance catches its panics, where panics can be caught.
@@ -35,33 +35,35 @@ fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
     let deep = |open: &str, close: &str| format!("{}a{}", open.repeat(200), close.repeat(200));
     for (source, expected) in [
         (strict(&json!({"type": "strin"})), "strin"),
-        (Source::JsonSchema { schema: "{".into(), lenient: false }, "not JSON"),
-        (Source::JsonSchema { schema: "3".into(), lenient: false }, "object or a boolean"),
-        (Source::JsonSchema { schema: "false".into(), lenient: false }, "matches"),
+        (GrammarSource::JsonSchema { schema: "{".into(), lenient: false }, "not JSON"),
+        (GrammarSource::JsonSchema { schema: "3".into(), lenient: false }, "object or a boolean"),
+        (GrammarSource::JsonSchema { schema: "false".into(), lenient: false }, "matches"),
         (strict(&json!({"type": "integer", "minimum": 5, "maximum": 4})), "minimum"),
         (strict(&json!({"type": "object", "unevaluatedProperties": false})), "unevaluatedProperties"),
         (strict(&json!({"type": "array", "uniqueItems": true})), "uniqueItems"),
-        (Source::Regex("(".into()), "regex"),
-        (Source::Regex(String::new()), "empty"),
-        (Source::Regex(deep("(", ")")), "deeper"),
-        (Source::Lark("start: other".into()), "other"),
-        (Source::Lark(deep("start: (", ")")), "deeper"),
-        (Source::Lark("start: %json {\"multipleOf\": 764913} | \"a\"".into()), "multipleOf"),
+        (GrammarSource::Regex("(".into()), "regex"),
+        (GrammarSource::Regex(String::new()), "empty"),
+        (GrammarSource::Regex(deep("(", ")")), "deeper"),
+        (GrammarSource::Lark("start: other".into()), "other"),
+        (GrammarSource::Lark(deep("start: (", ")")), "deeper"),
+        (GrammarSource::Lark("start: %json {\"multipleOf\": 764913} | \"a\"".into()), "multipleOf"),
         (
-            Source::Lark("start: %json {\"multipleOf\": 997} | %json {\"multipleOf\": 991}".into()),
+            GrammarSource::Lark("start: %json {\"multipleOf\": 997} | %json {\"multipleOf\": 991}".into()),
             "multipleOf",
         ),
-        (Source::Gbnf("root ::= x".into()), "\"x\""),
-        (Source::Choice(vec![]), "empty"),
-        (Source::Regex("a".repeat(300 << 10)), "bytes"),
+        (GrammarSource::Gbnf("root ::= x".into()), "\"x\""),
+        (GrammarSource::Choice(vec![]), "empty"),
+        (GrammarSource::Regex("a".repeat(300 << 10)), "bytes"),
     ] {
         let error = compile(&source).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(error.to_lowercase().contains(&expected.to_lowercase()), "{expected}: {error:?}");
         assert!(error.len() < 600 && !error.contains("backtrace"), "{error}");
     }
-    assert!(compile(&Source::Lark("start: \"<\" %json {\"multipleOf\": 100} \">\"".into())).is_ok());
-    let lenient =
-        Source::JsonSchema { schema: r#"{"type": "array", "uniqueItems": true}"#.into(), lenient: true };
+    assert!(compile(&GrammarSource::Lark("start: \"<\" %json {\"multipleOf\": 100} \">\"".into())).is_ok());
+    let lenient = GrammarSource::JsonSchema {
+        schema: r#"{"type": "array", "uniqueItems": true}"#.into(),
+        lenient: true,
+    };
     assert!(compile(&lenient).is_ok());
 }
 
@@ -110,9 +112,9 @@ fn what_becomes_too_complex_on_the_way_says_so() {
         "start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/",
         "start: A\nA: /(.|\\n)*a(.|\\n){300}[0-9]/",
     ] {
-        let grammar = compile(&Source::Lark(lark.to_owned())).unwrap();
+        let grammar = compile(&GrammarSource::Lark(lark.to_owned())).unwrap();
         for seed in 0..3 {
-            let output = generate(&DEMO, Model::Indifferent, grammar.matcher(), seed, 600);
+            let output = generate(&DEMO, TokenChooser::Indifferent, grammar.matcher(), seed, 600);
             assert_eq!(output.err(), Some(MatchError::TooComplex), "{lark}");
         }
     }

@@ -3,15 +3,15 @@
 use std::cell::Cell;
 
 use boon::{Compiler, SchemaIndex, Schemas};
-use grammar::{Grammar, Source};
+use grammar::{CompiledGrammar, GrammarSource};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Map, Value, json};
 use text::EncodeOptions;
 
 use crate::cases;
-use crate::model::{MODELS, Model, Output, generate, takes};
-use crate::vocabularies::{DEMO, Words, all, compile};
+use crate::token_chooser::{GeneratedOutput, TOKEN_CHOOSERS, TokenChooser, accepts_text, generate};
+use crate::vocabularies::{DEMO, NamedTokenizer, all, compile};
 
 struct Validator {
     schemas: Schemas,
@@ -33,19 +33,24 @@ impl Validator {
     }
 }
 
-pub(crate) fn strict(schema: &Value) -> Source {
-    Source::JsonSchema { schema: schema.to_string(), lenient: false }
+pub(crate) fn strict(schema: &Value) -> GrammarSource {
+    GrammarSource::JsonSchema { schema: schema.to_string(), lenient: false }
 }
 
 /// `None`: it did not come to its end, but could still be JSON.
-fn output(words: &Words, model: Model, grammar: &Grammar, seed: u64) -> Result<Option<Value>, String> {
+fn output(
+    words: &NamedTokenizer,
+    model: TokenChooser,
+    grammar: &CompiledGrammar,
+    seed: u64,
+) -> Result<Option<Value>, String> {
     let output = generate(words, model, grammar.matcher(), seed, 400).map_err(|error| error.to_string())?;
-    let (Output::Whole(tokens) | Output::Begun(tokens)) = &output;
+    let (GeneratedOutput::Finished(tokens) | GeneratedOutput::Truncated(tokens)) = &output;
     let text = words.text(tokens);
     match (serde_json::from_slice(&text), output) {
-        (Ok(value), Output::Whole(_)) => Ok(Some(value)),
-        (Ok(_), Output::Begun(_)) => Ok(None),
-        (Err(error), Output::Begun(_)) if error.is_eof() => Ok(None),
+        (Ok(value), GeneratedOutput::Finished(_)) => Ok(Some(value)),
+        (Ok(_), GeneratedOutput::Truncated(_)) => Ok(None),
+        (Err(error), GeneratedOutput::Truncated(_)) if error.is_eof() => Ok(None),
         (Err(error), _) => Err(format!("{error}: {:?}", String::from_utf8_lossy(&text))),
     }
 }
@@ -202,7 +207,7 @@ fn outputs_under_generated_schemas_are_json_that_validates() {
             }
         };
         let validator = Validator::of(&schema);
-        for model in MODELS {
+        for model in TOKEN_CHOOSERS {
             for seed in seed..seed.saturating_add(2) {
                 let value = output(&DEMO, model, &grammar, seed)
                     .map_err(|error| TestCaseError::fail(format!("{model:?} under {schema}: {error}")))?;
@@ -217,7 +222,7 @@ fn outputs_under_generated_schemas_are_json_that_validates() {
                 }
                 let text = value.to_string();
                 prop_assert!(
-                    !usual(&text) || takes(&DEMO, grammar.matcher(), &text),
+                    !usual(&text) || accepts_text(&DEMO, grammar.matcher(), &text),
                     "{text} under {schema}"
                 );
             }
@@ -252,10 +257,10 @@ fn outputs_validate_with_every_vocabulary() {
         let vocabulary = words.vocabulary();
         let mut ended = 0;
         for schema in [&tree, &any_object] {
-            let grammar = Grammar::compile(&strict(schema), &vocabulary).unwrap();
+            let grammar = CompiledGrammar::compile(&strict(schema), &vocabulary).unwrap();
             let validator = Validator::of(schema);
             for seed in 0..6 {
-                let model = MODELS[seed as usize % 2];
+                let model = TOKEN_CHOOSERS[seed as usize % 2];
                 if let Some(value) = output(&words, model, &grammar, seed).unwrap() {
                     assert_eq!(validator.check(&value), Ok(()), "{}: {value}", words.name);
                     ended += 1;
@@ -275,7 +280,7 @@ fn a_matcher_built_again_from_its_tokens_goes_on_the_same() {
     for (count, &token) in tokens.iter().enumerate() {
         let mut rebuilt = grammar.matcher();
         tokens[..count].iter().for_each(|&token| rebuilt.accept(token).unwrap());
-        assert_eq!(grown.allowed(&mut mask), rebuilt.allowed(&mut again));
+        assert_eq!(grown.compute_mask(&mut mask), rebuilt.compute_mask(&mut again));
         assert_eq!(mask, again, "after {count} tokens");
         grown.accept(token).unwrap();
     }

@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use grammar::{CompileError, Grammar, Source, Vocabulary};
+use grammar::{CompileError, CompiledGrammar, GrammarSource, GrammarVocabulary};
 use text::Tokenizer;
 
-pub(crate) struct Words {
+pub(crate) struct NamedTokenizer {
     pub(crate) name: String,
     pub(crate) tokenizer: Tokenizer,
 }
 
-impl Words {
+impl NamedTokenizer {
     fn read(path: &Path) -> Self {
         let file = std::fs::File::open(path).unwrap();
         let length = file.metadata().unwrap().len();
@@ -20,8 +20,8 @@ impl Words {
         Self { name, tokenizer: Tokenizer::from_metadata(header.metadata()).unwrap() }
     }
 
-    pub(crate) fn vocabulary(&self) -> Vocabulary {
-        Vocabulary::new(&self.tokenizer).unwrap()
+    pub(crate) fn vocabulary(&self) -> GrammarVocabulary {
+        GrammarVocabulary::new(&self.tokenizer).unwrap()
     }
 
     pub(crate) fn text(&self, output: &[u32]) -> Vec<u8> {
@@ -34,15 +34,16 @@ fn demo(name: &str) -> PathBuf {
 }
 
 /// The demo model's: byte-level, 8,192 tokens.
-pub(crate) static DEMO: LazyLock<Words> = LazyLock::new(|| Words::read(&demo("pycoder-7m-q8_0.gguf")));
+pub(crate) static DEMO: LazyLock<NamedTokenizer> =
+    LazyLock::new(|| NamedTokenizer::read(&demo("pycoder-7m-q8_0.gguf")));
 
 /// Of several models; the test says what it skips.
-pub(crate) fn all() -> Vec<Words> {
-    let mut all = vec![Words::read(&demo("pycoder-22m-q4_k_m.gguf"))];
+pub(crate) fn all() -> Vec<NamedTokenizer> {
+    let mut all = vec![NamedTokenizer::read(&demo("pycoder-22m-q4_k_m.gguf"))];
     match std::env::var_os("BALLAST_TEST_DATA") {
         Some(folder) => {
             for name in ["qwen3", "llama3", "tekken", "mistral-spm", "gemma"] {
-                all.push(Words::read(
+                all.push(NamedTokenizer::read(
                     &Path::new(&folder).join("data/vocab").join(name).with_extension("gguf"),
                 ));
             }
@@ -53,10 +54,10 @@ pub(crate) fn all() -> Vec<Words> {
 }
 
 thread_local! {
-    static DEMO_VOCABULARY: Vocabulary = DEMO.vocabulary();
+    static DEMO_VOCABULARY: GrammarVocabulary = DEMO.vocabulary();
 }
 
 /// With the demo model's vocabulary.
-pub(crate) fn compile(source: &Source) -> Result<Grammar, CompileError> {
-    DEMO_VOCABULARY.with(|vocabulary| Grammar::compile(source, vocabulary))
+pub(crate) fn compile(source: &GrammarSource) -> Result<CompiledGrammar, CompileError> {
+    DEMO_VOCABULARY.with(|vocabulary| CompiledGrammar::compile(source, vocabulary))
 }

@@ -17,7 +17,7 @@ const RULES_MAX: usize = 4_000;
 const JSON_WHITESPACE: &str = r"([ ]|\r?\n{1,2}[ \t]{0,20})";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum GrammarSource {
     /// `lenient`: keywords that cannot be enforced are ignored, instead of refused.
     JsonSchema { schema: String, lenient: bool },
     /// Rust's syntax, with `\d`, `\w` and `\s` of ASCII; the whole output must match.
@@ -53,8 +53,8 @@ pub enum CompileError {
     NothingMatches,
 }
 
-impl Source {
-    pub(crate) fn checked(&self) -> Result<TopLevelGrammar, CompileError> {
+impl GrammarSource {
+    pub(crate) fn to_top_level_grammar(&self) -> Result<TopLevelGrammar, CompileError> {
         let bytes = match self {
             Self::JsonSchema { schema: text, .. }
             | Self::Regex(text)
@@ -68,7 +68,7 @@ impl Source {
         match self {
             Self::JsonSchema { schema, lenient } => {
                 let mut schema: Value = serde_json::from_str(schema)?;
-                schema::check(&mut schema, *lenient)?;
+                schema::check_schema(&mut schema, *lenient)?;
                 let mut keywords = match schema {
                     Value::Object(keywords) => keywords,
                     Value::Bool(true) => Map::new(),
@@ -90,7 +90,7 @@ impl Source {
                 if lark.lines().filter(|line| line.contains(':')).count() > RULES_MAX {
                     return Err(CompileError::TooManyRules);
                 }
-                schema::check_embedded(lark)?;
+                schema::check_embedded_schemas(lark)?;
                 Ok(TopLevelGrammar::from_lark(lark.clone()))
             }
             Self::Gbnf(gbnf) => {
@@ -105,7 +105,7 @@ impl Source {
                 if choices.is_empty() {
                     return Err(CompileError::Empty);
                 }
-                let choices: Vec<String> = choices.iter().map(|choice| gbnf::quoted(choice)).collect();
+                let choices: Vec<String> = choices.iter().map(|choice| gbnf::quote_lark(choice)).collect();
                 Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
             }
         }

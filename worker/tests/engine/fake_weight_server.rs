@@ -14,12 +14,12 @@ use memory::seqpacket::{Connection, Listener};
 use proto::weights::v1::{self as wire, server_frame, worker_frame};
 
 /// A whole model file in memory.
-pub(crate) struct ModelFile {
+pub(crate) struct DemoModelFile {
     pub(crate) header: gguf::Header,
     pub(crate) bytes: Bytes,
 }
 
-impl ModelFile {
+impl DemoModelFile {
     /// The demo model of the repository.
     pub(crate) fn demo() -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/pycoder-7m-q8_0.gguf");
@@ -29,20 +29,20 @@ impl ModelFile {
     }
 }
 
-pub(crate) struct Giver {
+pub(crate) struct FakeWeightServer {
     pub(crate) socket: PathBuf,
-    model: Arc<Model>,
-    running: Option<Running>,
+    model: Arc<ServedModel>,
+    running: Option<ServerThreads>,
     pub(crate) attached: Arc<AtomicUsize>,
     pub(crate) reclaimed: Arc<AtomicUsize>,
 }
 
-struct Model {
+struct ServedModel {
     manifest: SealedMemfd,
     weights: SealedMemfd,
 }
 
-struct Running {
+struct ServerThreads {
     stop: Arc<AtomicBool>,
     acceptor: JoinHandle<()>,
     connections: Arc<Mutex<Vec<Connection>>>,
@@ -52,9 +52,9 @@ pub(crate) const MODEL: &str = "demo";
 const GRANULE_BYTES: usize = 2 << 20;
 const ACCEPT_POLL: std::time::Duration = std::time::Duration::from_millis(1);
 
-impl Giver {
+impl FakeWeightServer {
     /// Has the model, but does not serve yet.
-    pub(crate) fn new(directory: &Path, file: &ModelFile) -> Self {
+    pub(crate) fn new(directory: &Path, file: &DemoModelFile) -> Self {
         let data = &file.bytes[file.header.data_start() as usize..];
         let mut contents = data.to_vec();
         contents.resize(data.len().next_multiple_of(GRANULE_BYTES), 0);
@@ -86,7 +86,7 @@ impl Giver {
         let manifest = manifest.to_memfd().unwrap();
         Self {
             socket: directory.join("weights.sock"),
-            model: Arc::new(Model { manifest, weights }),
+            model: Arc::new(ServedModel { manifest, weights }),
             running: None,
             attached: Arc::default(),
             reclaimed: Arc::default(),
@@ -112,16 +112,16 @@ impl Giver {
                     };
                     connections.lock().unwrap().push(connection.try_clone().unwrap());
                     let (model, attached, reclaimed) = (model.clone(), attached.clone(), reclaimed.clone());
-                    std::thread::spawn(move || give(&connection, &model, &attached, &reclaimed));
+                    std::thread::spawn(move || serve_worker(&connection, &model, &attached, &reclaimed));
                 }
             })
         };
-        self.running = Some(Running { stop, acceptor, connections });
+        self.running = Some(ServerThreads { stop, acceptor, connections });
     }
 
     /// As a dead process: nobody listens, every connection is closed.
     pub(crate) fn kill(&mut self) {
-        let Some(Running { stop, acceptor, connections }) = self.running.take() else { return };
+        let Some(ServerThreads { stop, acceptor, connections }) = self.running.take() else { return };
         stop.store(true, Ordering::SeqCst);
         acceptor.join().unwrap();
         for connection in connections.lock().unwrap().drain(..) {
@@ -130,16 +130,16 @@ impl Giver {
     }
 }
 
-impl Drop for Giver {
+impl Drop for FakeWeightServer {
     fn drop(&mut self) {
         self.kill();
     }
 }
 
 /// Serves one worker; returns when its connection ends.
-fn give(
+fn serve_worker(
     connection: &Connection,
-    model: &Model,
+    model: &ServedModel,
     attached: &AtomicUsize,
     reclaimed: &AtomicUsize,
 ) -> Option<()> {

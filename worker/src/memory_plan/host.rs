@@ -7,7 +7,7 @@ use ops::KvLayout;
 use quant::DType;
 
 use super::Workspace;
-use crate::config::Config;
+use crate::config::WorkerConfig;
 
 /// The process with its threads (3 MiB when idle), requests and what is on its way to clients, compiled grammars of usual size,
 /// and what the allocator keeps of what was freed.
@@ -25,7 +25,7 @@ const BLOCK_BYTES: usize = 160;
 
 /// Of a worker with this model.
 pub(super) fn workspace(
-    config: &Config,
+    config: &WorkerConfig,
     layout: &KvLayout,
     model: &ModelDescription,
     dtypes: &[DType],
@@ -45,7 +45,7 @@ pub(super) fn workspace(
 
 /// What steps of one model take, of the worker's own or of one that drafts for it.
 pub(super) fn of_model(
-    config: &Config,
+    config: &WorkerConfig,
     limits: Limits,
     model: &ModelDescription,
     dtypes: &[DType],

@@ -11,36 +11,37 @@ use engine::RefuseReason;
 use engine::events::Update;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
-use super::handle::tell;
-use super::{Command, Handle, Snapshot, SubmitError};
+use super::handle::send_command;
+use super::{EngineCommand, EngineHandle, EngineSnapshot, SubmitError};
 
 /// Each may hold an update (a name of 33 bytes for every block of the cache at most), and each asks the engine between steps.
-pub(super) const FOLLOWERS_MAX: usize = 16;
+pub(super) const KV_SUBSCRIBERS_MAX: usize = 16;
 
 /// Does not keep the engine alive.
-pub(crate) struct Follower {
-    commands: Weak<SyncSender<Command>>,
-    snapshot: watch::Receiver<Snapshot>,
+pub(crate) struct KvEventSubscriber {
+    commands: Weak<SyncSender<EngineCommand>>,
+    snapshot: watch::Receiver<EngineSnapshot>,
     /// Number of the first event that is not known.
     next: u64,
     _place: OwnedSemaphorePermit,
 }
 
-impl Handle {
+impl EngineHandle {
     /// What a follower's numbers are of.
     pub(crate) fn kv_log(&self) -> u64 {
         self.kv_log
     }
 
     /// From event `from` on, or from a snapshot where these are gone.
-    pub(crate) fn follow(&self, from: u64) -> Result<Follower, SubmitError> {
-        let place = self.followers.clone().try_acquire_owned().map_err(|_| SubmitError::Followed)?;
+    pub(crate) fn follow(&self, from: u64) -> Result<KvEventSubscriber, SubmitError> {
+        let place =
+            self.followers.clone().try_acquire_owned().map_err(|_| SubmitError::TooManySubscribers)?;
         let (commands, snapshot) = (Arc::downgrade(&self.commands), self.snapshot.clone());
-        Ok(Follower { commands, snapshot, next: from, _place: place })
+        Ok(KvEventSubscriber { commands, snapshot, next: from, _place: place })
     }
 }
 
-impl Follower {
+impl KvEventSubscriber {
     /// Waits until there is something new. An error is the end: the worker drains, or its engine has stopped.
     pub(crate) async fn next(&mut self) -> Result<Update, SubmitError> {
         let next = self.next;
@@ -51,7 +52,7 @@ impl Follower {
         }
         let (answer, answered) = oneshot::channel();
         let commands = self.commands.upgrade().ok_or(SubmitError::Stopped)?;
-        tell(&commands, Command::KvEvents { from: next, answer }).await;
+        send_command(&commands, EngineCommand::KvEvents { from: next, answer }).await;
         drop(commands);
         let update = answered.await.map_err(|_| SubmitError::Stopped)?;
         self.next = update.next;

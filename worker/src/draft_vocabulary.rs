@@ -3,12 +3,12 @@
 use gguf::{KeyError, Metadata, Strings};
 
 /// The texts of all tokens, in order of id.
-const TOKENS: &str = "tokenizer.ggml.tokens";
+const TOKEN_CAPACITY: &str = "tokenizer.ggml.tokens";
 /// Families pad their vocabularies to widths of their own; the tokens beyond are never drawn.
 const PADDING_MAX: usize = 512;
 
 #[derive(Debug, thiserror::Error)]
-pub enum VocabularyError {
+pub enum DraftVocabularyError {
     #[error("model {model:?}")]
     Key { model: String, source: KeyError },
     #[error(
@@ -22,14 +22,14 @@ pub enum VocabularyError {
 }
 
 /// A model's name and metadata.
-pub(crate) type Named<'a> = (&'a str, &'a Metadata);
+pub(crate) type NamedMetadata<'a> = (&'a str, &'a Metadata);
 
 /// Both must have the same text for every id that both have.
-pub(crate) fn check(model: Named<'_>, draft: Named<'_>) -> Result<(), VocabularyError> {
+pub(crate) fn check(model: NamedMetadata<'_>, draft: NamedMetadata<'_>) -> Result<(), DraftVocabularyError> {
     let ((name, _), (draft_name, _)) = (model, draft);
     let (tokens, drafted) = (texts(model)?, texts(draft)?);
     if tokens.len().abs_diff(drafted.len()) > PADDING_MAX {
-        return Err(VocabularyError::Size {
+        return Err(DraftVocabularyError::Size {
             model: name.to_owned(),
             draft: draft_name.to_owned(),
             tokens: tokens.len(),
@@ -38,7 +38,7 @@ pub(crate) fn check(model: Named<'_>, draft: Named<'_>) -> Result<(), Vocabulary
     }
     match tokens.iter().zip(&drafted).enumerate().find(|(_, (expected, found))| expected != found) {
         None => Ok(()),
-        Some((id, (expected, found))) => Err(VocabularyError::Token {
+        Some((id, (expected, found))) => Err(DraftVocabularyError::Token {
             model: name.to_owned(),
             draft: draft_name.to_owned(),
             id,
@@ -48,9 +48,9 @@ pub(crate) fn check(model: Named<'_>, draft: Named<'_>) -> Result<(), Vocabulary
     }
 }
 
-fn texts<'a>((name, metadata): Named<'a>) -> Result<Vec<&'a [u8]>, VocabularyError> {
-    let texts = metadata.require::<Strings<'_>>(TOKENS);
-    let texts = texts.map_err(|source| VocabularyError::Key { model: name.to_owned(), source })?;
+fn texts<'a>((name, metadata): NamedMetadata<'a>) -> Result<Vec<&'a [u8]>, DraftVocabularyError> {
+    let texts = metadata.require::<Strings<'_>>(TOKEN_CAPACITY);
+    let texts = texts.map_err(|source| DraftVocabularyError::Key { model: name.to_owned(), source })?;
     Ok(texts.iter().collect())
 }
 
@@ -62,7 +62,7 @@ mod tests {
 
     fn metadata(tokens: &[&str]) -> Metadata {
         let mut builder = MetadataBuilder::default();
-        builder.put(TOKENS, tokens).unwrap();
+        builder.put(TOKEN_CAPACITY, tokens).unwrap();
         Metadata::parse(builder.bytes().to_vec()).unwrap()
     }
 

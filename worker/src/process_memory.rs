@@ -4,12 +4,12 @@
 use std::io;
 
 /// Anonymous resident memory of this process in bytes.
-pub(crate) fn own_bytes() -> io::Result<u64> {
+pub(crate) fn anonymous_rss_bytes() -> io::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
-    rss_anon(&status).ok_or_else(|| io::Error::other("/proc/self/status has no RssAnon"))
+    parse_rss_anon(&status).ok_or_else(|| io::Error::other("/proc/self/status has no RssAnon"))
 }
 
-fn rss_anon(status: &str) -> Option<u64> {
+fn parse_rss_anon(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
     line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -20,11 +20,14 @@ mod tests {
 
     #[test]
     fn the_kernels_counter_is_read() {
-        assert_eq!(rss_anon("VmRSS:\t 9 kB\nRssAnon:\t    1234 kB\nRssFile:\t 1 kB\n"), Some(1234 * 1024));
-        assert_eq!(rss_anon("VmRSS:\t 9 kB\n"), None);
+        assert_eq!(
+            parse_rss_anon("VmRSS:\t 9 kB\nRssAnon:\t    1234 kB\nRssFile:\t 1 kB\n"),
+            Some(1234 * 1024)
+        );
+        assert_eq!(parse_rss_anon("VmRSS:\t 9 kB\n"), None);
         // Other tests of this process give memory back meanwhile, but not so much.
-        let (before, mut blocks) = (own_bytes().unwrap(), Vec::new());
-        while own_bytes().unwrap() < before + (7 << 20) && blocks.len() < 64 {
+        let (before, mut blocks) = (anonymous_rss_bytes().unwrap(), Vec::new());
+        while anonymous_rss_bytes().unwrap() < before + (7 << 20) && blocks.len() < 64 {
             blocks.push(vec![1u8; 8 << 20]);
         }
         assert!(blocks.len() < 64, "{} blocks of 8 MiB are not counted", blocks.len());

@@ -1,9 +1,9 @@
 //! The engine's thread: takes commands between steps, steps while there is work, sleeps while there is none.
 //!
-//! It alone owns the engine. Calls talk to it through [`Handle`]: a bounded queue of commands in, an [`Outlet`] per call
-//! out, and a snapshot of figures for whoever asks. A call that goes away closes its outlet, which is looked at before
+//! It alone owns the engine. Calls talk to it through [`EngineHandle`]: a bounded queue of commands in, an [`TokenChannel`] per call
+//! out, and a snapshot of figures for whoever asks. A call that goes away closes its channel, which is looked at before
 //! every step: its KV blocks are free within one step. Where the engine waits for something that another thread computes,
-//! that thread wakes it ([`Waker`]).
+//! that thread wakes it ([`EngineWaker`]).
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -21,39 +21,39 @@ use engine::{
 use ops::Backend;
 use tokio::sync::{Semaphore, oneshot, watch};
 
-use crate::backend::{Measure, Measured};
-use crate::outlet::{Cut, Item, Outlet, Overflow, Pace};
-use crate::timeline::{Later, Lazy, Timeline};
+use crate::backend::{BackendUsage, MeasureBackend};
+use crate::startup_timeline::{LazyInit, PostReadyStages, StartupTimeline};
+use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem, TokenChannel};
 
-mod follower;
 mod handle;
+mod kv_subscriber;
 
-use follower::FOLLOWERS_MAX;
-pub(crate) use handle::{Handle, SubmitError, Waker};
+pub(crate) use handle::{EngineHandle, EngineWaker, SubmitError};
+use kv_subscriber::KV_SUBSCRIBERS_MAX;
 
 /// Commands that wait for the end of a step; more are refused.
 const COMMANDS_MAX: usize = 256;
 /// An engine that has been idle for so long gives back memory that holds nothing, and has its blocks checked.
 const IDLE: Duration = Duration::from_secs(1);
 /// What is kept of prompts is forgotten when no request has found it for so long, up to twice that.
-const PROMPTS_KEPT: Duration = Duration::from_secs(300);
+const PREFIX_RETENTION: Duration = Duration::from_secs(300);
 /// How often it is looked how well blocks are filled: every running sequence has to be asked.
-const KV_USE_EVERY: Duration = Duration::from_millis(100);
+const KV_USAGE_PERIOD: Duration = Duration::from_millis(100);
 /// While every request is held or late, readers are looked after this often, and what is late is looked for: a lost wake-up
-/// ([`Waker::wake`]) costs no more.
-const HELD_POLL: Duration = Duration::from_millis(2);
+/// ([`EngineWaker::wake`]) costs no more.
+const PAUSED_POLL: Duration = Duration::from_millis(2);
 
-enum Command {
+enum EngineCommand {
     Generate {
         request: Box<Request>,
         constraint: Option<Box<dyn Constraint>>,
-        outlet: Outlet,
-        answer: Answer,
+        channel: TokenChannel,
+        answer: SubmitReply,
     },
     Score {
         request: ScoreRequest,
-        outlet: Outlet,
-        answer: Answer,
+        channel: TokenChannel,
+        answer: SubmitReply,
     },
     /// A follower of the cache asks for what came from event `from` on.
     KvEvents {
@@ -65,16 +65,16 @@ enum Command {
         answer: oneshot::Sender<bool>,
     },
     Drain,
-    CutAll,
+    AbortAll,
     /// Something that a request waited for is there: the next step sees it.
     Wake,
 }
 
-type Answer = oneshot::Sender<Result<Queued, RefuseReason>>;
+type SubmitReply = oneshot::Sender<Result<Queued, RefuseReason>>;
 
 /// Figures of now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Snapshot {
+pub(crate) struct EngineSnapshot {
     pub(crate) stats: EngineStats,
     /// Streams that have not ended.
     pub(crate) streams: usize,
@@ -83,12 +83,12 @@ pub(crate) struct Snapshot {
     pub(crate) first_step: Duration,
     /// As it was when last looked at.
     pub(crate) kv: KvUse,
-    pub(crate) measured: Measured,
+    pub(crate) measured: BackendUsage,
 }
 
 /// Why an engine's thread ended before its callers were gone.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum StepperError {
+pub(crate) enum EngineLoopError {
     #[error(transparent)]
     Step(#[from] StepError),
     #[error(transparent)]
@@ -96,45 +96,45 @@ pub(crate) enum StepperError {
 }
 
 /// The thread's side.
-pub(crate) struct Stepper<B: Backend> {
+pub(crate) struct EngineLoop<B: Backend> {
     engine: Engine<B>,
-    measure: Measure<B>,
+    measure: MeasureBackend<B>,
     /// Until it was ready.
-    timeline: Timeline,
+    timeline: StartupTimeline,
     epoch: Instant,
-    commands: Receiver<Command>,
+    commands: Receiver<EngineCommand>,
     woken: Arc<AtomicBool>,
-    snapshot: watch::Sender<Snapshot>,
-    streams: HashMap<RequestId, Outlet>,
+    snapshot: watch::Sender<EngineSnapshot>,
+    streams: HashMap<RequestId, TokenChannel>,
     outputs: Vec<Output>,
     draining: bool,
     first_step: Duration,
     kv: KvUse,
-    kv_looked_at: Duration,
+    kv_usage_sampled_at: Duration,
     /// When prompts were last forgotten that nobody had found.
-    forgotten_at: Duration,
-    /// [`PROMPTS_KEPT`]; shorter in tests.
-    prompts_kept: Duration,
+    last_prefix_expiry: Duration,
+    /// [`PREFIX_RETENTION`]; shorter in tests.
+    prefix_retention: Duration,
 }
 
 /// `score_rows_max`: rows that one step scores at most.
-pub(crate) fn stepper<B: Backend>(
+pub(crate) fn engine_loop<B: Backend>(
     engine: Engine<B>,
     score_rows_max: usize,
-    measure: Measure<B>,
-    timeline: Timeline,
-) -> (Handle, Stepper<B>) {
+    measure: MeasureBackend<B>,
+    timeline: StartupTimeline,
+) -> (EngineHandle, EngineLoop<B>) {
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
-    let first = Snapshot {
+    let first = EngineSnapshot {
         stats: engine.stats(),
         kv: engine.kv_use(),
         measured: measure(engine.backend()),
-        ..Snapshot::default()
+        ..EngineSnapshot::default()
     };
     let (snapshot, snapshot_receiver) = watch::channel(first);
     let epoch = Instant::now();
     let woken = Arc::new(AtomicBool::new(false));
-    let handle = Handle {
+    let handle = EngineHandle {
         commands: Arc::new(command_sender),
         woken: woken.clone(),
         snapshot: snapshot_receiver,
@@ -143,9 +143,9 @@ pub(crate) fn stepper<B: Backend>(
         requests: AtomicU64::new(0),
         // Random: the number of an earlier process is not taken for one of this one.
         kv_log: RandomState::new().hash_one(std::process::id()),
-        followers: Arc::new(Semaphore::new(FOLLOWERS_MAX)),
+        followers: Arc::new(Semaphore::new(KV_SUBSCRIBERS_MAX)),
     };
-    let stepper = Stepper {
+    let engine_loop = EngineLoop {
         engine,
         measure,
         timeline,
@@ -158,16 +158,16 @@ pub(crate) fn stepper<B: Backend>(
         draining: false,
         first_step: Duration::ZERO,
         kv: KvUse::default(),
-        kv_looked_at: Duration::ZERO,
-        forgotten_at: Duration::ZERO,
-        prompts_kept: PROMPTS_KEPT,
+        kv_usage_sampled_at: Duration::ZERO,
+        last_prefix_expiry: Duration::ZERO,
+        prefix_retention: PREFIX_RETENTION,
     };
-    (handle, stepper)
+    (handle, engine_loop)
 }
 
-impl<B: Backend> Stepper<B> {
+impl<B: Backend> EngineLoop<B> {
     /// Until every handle is gone, or the device is.
-    pub(crate) fn run(mut self) -> Result<(), StepperError> {
+    pub(crate) fn run(mut self) -> Result<(), EngineLoopError> {
         loop {
             if !self.engine.has_work() {
                 match self.idle()? {
@@ -178,8 +178,8 @@ impl<B: Backend> Stepper<B> {
             while let Ok(command) = self.commands.try_recv() {
                 self.handle(command);
             }
-            self.look_after_readers();
-            self.forget_prompts(self.epoch.elapsed());
+            self.apply_backpressure();
+            self.expire_prefixes(self.epoch.elapsed());
             let idle = self.step()?;
             if idle && self.engine.has_work() && !self.wait_for_command() {
                 return Ok(());
@@ -188,7 +188,7 @@ impl<B: Backend> Stepper<B> {
     }
 
     /// Sleeps until a command comes, and gives back memory meanwhile. None: nobody can send commands any more.
-    fn idle(&mut self) -> Result<Option<Command>, StepperError> {
+    fn idle(&mut self) -> Result<Option<EngineCommand>, EngineLoopError> {
         let mut wait = IDLE;
         loop {
             match self.commands.recv_timeout(wait) {
@@ -200,18 +200,18 @@ impl<B: Backend> Stepper<B> {
                 self.engine.check_integrity()?;
                 self.release_memory();
             }
-            self.forget_prompts(self.epoch.elapsed());
+            self.expire_prefixes(self.epoch.elapsed());
             if self.engine.stats().kv_blocks_cached == 0 {
                 return Ok(self.commands.recv().ok());
             }
-            wait = self.prompts_kept;
+            wait = self.prefix_retention;
         }
     }
 
     /// When it is time, whether the engine is idle or not: a request now and then does not keep what others have left.
-    fn forget_prompts(&mut self, now: Duration) {
-        if now.saturating_sub(self.forgotten_at) >= self.prompts_kept {
-            self.forgotten_at = now;
+    fn expire_prefixes(&mut self, now: Duration) {
+        if now.saturating_sub(self.last_prefix_expiry) >= self.prefix_retention {
+            self.last_prefix_expiry = now;
             self.engine.forget_unused_prefixes();
             self.release_memory();
         }
@@ -239,7 +239,7 @@ impl<B: Backend> Stepper<B> {
             self.engine.observe(report, self.epoch.elapsed() - now);
         }
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {
-            self.note_first(lazy, now);
+            self.record_first_step(lazy, now);
         }
         // Before the outputs: whoever has read a stream's end finds its blocks free.
         self.publish();
@@ -253,10 +253,14 @@ impl<B: Backend> Stepper<B> {
                 let detail = service::exit::one_line(&error);
                 tracing::error!(%detail, "a step failed");
                 let fatal = error.is_fatal();
-                let cut = if fatal { Cut::DeviceLost { detail } } else { Cut::StepFailed { detail } };
+                let cut = if fatal {
+                    StreamAbort::DeviceLost { detail }
+                } else {
+                    StreamAbort::StepFailed { detail }
+                };
                 self.deliver(Some(&cut));
                 if fatal {
-                    self.cut_all(&cut);
+                    self.abort_all(&cut);
                 }
                 self.publish();
                 if fatal { Err(error) } else { Ok(false) }
@@ -265,7 +269,7 @@ impl<B: Backend> Stepper<B> {
     }
 
     /// Completes the time line after a step that began at `started`, and says it when there is something new in it.
-    fn note_first(&mut self, before: Lazy, started: Duration) {
+    fn record_first_step(&mut self, before: LazyInit, started: Duration) {
         let lazy = (self.measure)(self.engine.backend()).lazy;
         let is_first = self.first_step.is_zero();
         if is_first {
@@ -273,7 +277,7 @@ impl<B: Backend> Stepper<B> {
             self.first_step = took.saturating_sub(lazy.total() - before.total());
         }
         if is_first || (before.graphs.is_zero() && !lazy.graphs.is_zero()) {
-            let later = Later { first_step: self.first_step, lazy };
+            let later = PostReadyStages { first_step: self.first_step, lazy };
             tracing::info!("time line: {}; {later}", self.timeline);
         }
     }
@@ -281,7 +285,7 @@ impl<B: Backend> Stepper<B> {
     /// Every request is held, or waits for its constraint, or for blocks of such. False: nobody can send commands any more.
     fn wait_for_command(&mut self) -> bool {
         let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
-        match self.commands.recv_timeout(due.map_or(HELD_POLL, |due| due.min(HELD_POLL))) {
+        match self.commands.recv_timeout(due.map_or(PAUSED_POLL, |due| due.min(PAUSED_POLL))) {
             Ok(command) => self.handle(command),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return false,
@@ -289,35 +293,35 @@ impl<B: Backend> Stepper<B> {
         true
     }
 
-    fn handle(&mut self, command: Command) {
+    fn handle(&mut self, command: EngineCommand) {
         match command {
-            Command::Generate { request, constraint, outlet, answer } => {
+            EngineCommand::Generate { request, constraint, channel, answer } => {
                 let id = request.id;
                 let queued = self.engine.submit_constrained(*request, constraint);
-                self.queued(id, queued, outlet, answer);
+                self.queued(id, queued, channel, answer);
             }
-            Command::Score { request, outlet, answer } => {
+            EngineCommand::Score { request, channel, answer } => {
                 let id = request.id;
                 let queued = self.engine.submit_score(request);
-                self.queued(id, queued, outlet, answer);
+                self.queued(id, queued, channel, answer);
             }
-            Command::KvEvents { from, answer } => {
+            EngineCommand::KvEvents { from, answer } => {
                 // A follower that has gone needs none.
                 if !answer.is_closed() {
                     drop(answer.send(self.engine.kv_events(from)));
                 }
             }
-            Command::ResetPrefixes { answer } => {
+            EngineCommand::ResetPrefixes { answer } => {
                 // Whoever asked may have gone; it is done all the same.
                 let _: Result<(), bool> = answer.send(self.engine.reset_prefix_cache());
             }
-            Command::Drain => {
+            EngineCommand::Drain => {
                 self.engine.drain();
                 self.draining = true;
             }
-            Command::CutAll => self.cut_all(&Cut::Drained),
+            EngineCommand::AbortAll => self.abort_all(&StreamAbort::Drained),
             // Before the step looks at what it was waked for.
-            Command::Wake => self.woken.store(false, Ordering::Release),
+            EngineCommand::Wake => self.woken.store(false, Ordering::Release),
         }
         self.publish();
     }
@@ -326,34 +330,34 @@ impl<B: Backend> Stepper<B> {
         &mut self,
         id: RequestId,
         queued: Result<Queued, RefuseReason>,
-        outlet: Outlet,
-        answer: Answer,
+        channel: TokenChannel,
+        answer: SubmitReply,
     ) {
         if queued.is_ok() {
-            self.streams.insert(id, outlet);
+            self.streams.insert(id, channel);
         }
-        // A caller that is gone by now has dropped its receiver too, and the outlet shows it.
+        // A caller that is gone by now has dropped its receiver too, and the channel shows it.
         drop(answer.send(queued));
     }
 
     /// Cancels what nobody reads any more, holds what is read too slowly.
-    fn look_after_readers(&mut self) {
+    fn apply_backpressure(&mut self) {
         let now = self.epoch.elapsed();
         let mut gone = Vec::new();
-        for (&id, outlet) in &mut self.streams {
-            if outlet.is_closed() {
+        for (&id, channel) in &mut self.streams {
+            if channel.is_closed() {
                 gone.push((id, None));
                 continue;
             }
-            match outlet.pace(now) {
-                Pace::Keep => {}
-                Pace::Hold => {
+            match channel.flow_control(now) {
+                FlowControl::Unchanged => {}
+                FlowControl::Pause => {
                     self.engine.hold(id, true);
                 }
-                Pace::Resume => {
+                FlowControl::Resume => {
                     self.engine.hold(id, false);
                 }
-                Pace::Cut => gone.push((id, Some(Cut::TooSlow))),
+                FlowControl::Abort => gone.push((id, Some(StreamAbort::TooSlow))),
             }
         }
         for (id, cut) in gone {
@@ -361,16 +365,16 @@ impl<B: Backend> Stepper<B> {
         }
     }
 
-    fn cancel(&mut self, id: RequestId, cut: Option<Cut>) {
-        let outlet = self.streams.remove(&id);
+    fn cancel(&mut self, id: RequestId, cut: Option<StreamAbort>) {
+        let channel = self.streams.remove(&id);
         let mut unread = Vec::new();
         self.engine.cancel(id, &mut unread);
-        if let (Some(outlet), Some(cut)) = (outlet, cut) {
-            outlet.end(Err(cut));
+        if let (Some(channel), Some(cut)) = (channel, cut) {
+            channel.finish(Err(cut));
         }
     }
 
-    fn cut_all(&mut self, cut: &Cut) {
+    fn abort_all(&mut self, cut: &StreamAbort) {
         let ids: Vec<RequestId> = self.streams.keys().copied().collect();
         for id in ids {
             self.cancel(id, Some(cut.clone()));
@@ -378,19 +382,19 @@ impl<B: Backend> Stepper<B> {
     }
 
     /// `failure` is what became of the step, if it failed.
-    fn deliver(&mut self, failure: Option<&Cut>) {
+    fn deliver(&mut self, failure: Option<&StreamAbort>) {
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
             let id = output_id(&output);
             if let Output::Finished { reason, .. } = output {
-                if let Some(outlet) = self.streams.remove(&id) {
-                    outlet.end(last_word(output, reason, failure));
+                if let Some(channel) = self.streams.remove(&id) {
+                    channel.finish(final_item(output, reason, failure));
                 }
                 continue;
             }
-            let sent = self.streams.get_mut(&id).map_or(Ok(()), |outlet| outlet.send(output));
-            if sent == Err(Overflow) {
-                self.cancel(id, Some(Cut::Overflow));
+            let sent = self.streams.get_mut(&id).map_or(Ok(()), |channel| channel.send(output));
+            if sent == Err(ChannelFull) {
+                self.cancel(id, Some(StreamAbort::ChannelFull));
             }
         }
         self.outputs = outputs;
@@ -398,10 +402,10 @@ impl<B: Backend> Stepper<B> {
 
     fn publish(&mut self) {
         let now = self.epoch.elapsed();
-        if !self.engine.has_work() || now.saturating_sub(self.kv_looked_at) >= KV_USE_EVERY {
-            (self.kv, self.kv_looked_at) = (self.engine.kv_use(), now);
+        if !self.engine.has_work() || now.saturating_sub(self.kv_usage_sampled_at) >= KV_USAGE_PERIOD {
+            (self.kv, self.kv_usage_sampled_at) = (self.engine.kv_use(), now);
         }
-        let now = Snapshot {
+        let now = EngineSnapshot {
             stats: self.engine.stats(),
             streams: self.streams.len(),
             draining: self.draining,
@@ -427,18 +431,18 @@ fn output_id(output: &Output) -> RequestId {
     }
 }
 
-fn last_word(output: Output, reason: FinishReason, failure: Option<&Cut>) -> Item {
+fn final_item(output: Output, reason: FinishReason, failure: Option<&StreamAbort>) -> StreamItem {
     match reason {
         FinishReason::Stop(_) | FinishReason::Complete | FinishReason::Length | FinishReason::Scored => {
             Ok(output)
         }
-        FinishReason::Deadline => Err(Cut::Deadline),
-        FinishReason::Cancelled => Err(Cut::Drained),
+        FinishReason::Deadline => Err(StreamAbort::Deadline),
+        FinishReason::Cancelled => Err(StreamAbort::Drained),
         FinishReason::StepFailed => {
-            Err(failure.cloned().unwrap_or(Cut::StepFailed { detail: String::new() }))
+            Err(failure.cloned().unwrap_or(StreamAbort::StepFailed { detail: String::new() }))
         }
-        FinishReason::BadLogits(error) => Err(Cut::BadLogits(error)),
-        FinishReason::Constraint(error) => Err(Cut::Grammar(error)),
+        FinishReason::BadLogits(error) => Err(StreamAbort::BadLogits(error)),
+        FinishReason::Constraint(error) => Err(StreamAbort::Grammar(error)),
     }
 }
 

@@ -5,7 +5,7 @@ use engine::{ConfigError, EngineConfig, KvBudget};
 use models::{Limits, ModelDescription};
 use quant::DType;
 
-use crate::config::{Config, Device, Draft};
+use crate::config::{ComputeDevice, DraftSource, WorkerConfig};
 
 mod host;
 
@@ -29,7 +29,7 @@ const GPU_WORKSPACE_BYTES: u64 = 192 << 20;
 
 /// In bytes of the worker's device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Demand {
+pub struct MemoryPlan {
     /// Taken by every process on a GPU; 0 on the host.
     pub context: u64,
     /// Keys and values, when the cache is full.
@@ -68,18 +68,22 @@ impl Workspace {
     }
 }
 
-impl Demand {
+impl MemoryPlan {
     /// Of a worker with this configuration. `dtypes` are the types of the model's tensors, each once.
-    pub fn of(config: &Config, model: &ModelDescription, dtypes: &[DType]) -> Result<Self, ConfigError> {
+    pub fn of(
+        config: &WorkerConfig,
+        model: &ModelDescription,
+        dtypes: &[DType],
+    ) -> Result<Self, ConfigError> {
         let engine = config.engine();
         config.kv_type.check(model.layers)?;
         let layout = engine.kv_layout(model.kv_layers(&config.kv_type))?;
         let kv = layout.blocks as u64 * layout.block_bytes() as u64;
         Ok(match config.device {
-            Device::Host => {
+            ComputeDevice::Host => {
                 Self { context: 0, kv, workspace: host::workspace(config, &layout, model, dtypes) }
             }
-            Device::Gpu(_) => Self {
+            ComputeDevice::Gpu(_) => Self {
                 context: CONTEXT_BYTES,
                 kv: kv_on_gpu(&layout),
                 workspace: workspace_on_gpu(engine.model_limits(model.vocab_size), model, dtypes),
@@ -89,10 +93,10 @@ impl Demand {
 
     /// With another model in the worker that drafts for its own. What that keeps of tokens is part of the worker's keys and
     /// values.
-    pub fn with_draft(self, config: &Config, draft: &ModelDescription, dtypes: &[DType]) -> Self {
+    pub fn with_draft(self, config: &WorkerConfig, draft: &ModelDescription, dtypes: &[DType]) -> Self {
         let workspace = match config.device {
-            Device::Host => host::of_model(config, config.draft_limits(), draft, dtypes),
-            Device::Gpu(_) => workspace_on_gpu(config.draft_limits(), draft, dtypes),
+            ComputeDevice::Host => host::of_model(config, config.draft_limits(), draft, dtypes),
+            ComputeDevice::Gpu(_) => workspace_on_gpu(config.draft_limits(), draft, dtypes),
         };
         Self { workspace: self.workspace.shared_with(workspace), ..self }
     }
@@ -155,22 +159,22 @@ fn workspace_on_gpu(_: Limits, _: &ModelDescription, _: &[DType]) -> Workspace {
     Workspace { activations: GPU_WORKSPACE_BYTES, ..Workspace::default() }
 }
 
-impl Config {
+impl WorkerConfig {
     /// Reserved before there is one to be measured.
     pub(crate) fn context(&self) -> u64 {
         match self.device {
-            Device::Host => 0,
-            Device::Gpu(_) => CONTEXT_BYTES,
+            ComputeDevice::Host => 0,
+            ComputeDevice::Gpu(_) => CONTEXT_BYTES,
         }
     }
 
     /// What is reserved beside context, keys and values, of all models in the process.
     pub(crate) fn workspace(&self) -> u64 {
         let default = match self.device {
-            Device::Host => HOST_WORKSPACE_BYTES,
-            Device::Gpu(_) => GPU_WORKSPACE_BYTES,
+            ComputeDevice::Host => HOST_WORKSPACE_BYTES,
+            ComputeDevice::Gpu(_) => GPU_WORKSPACE_BYTES,
         };
-        let draft = if matches!(self.draft, Draft::Model(_)) { DRAFT_WORKSPACE_BYTES } else { 0 };
+        let draft = if matches!(self.draft, DraftSource::Model(_)) { DRAFT_WORKSPACE_BYTES } else { 0 };
         self.workspace_bytes.map_or(default + draft, |bytes| bytes.0)
     }
 

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 const TICKS_PER_SECOND: f64 = 100.0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stage {
+pub(crate) struct StartupStage {
     pub(crate) name: &'static str,
     pub(crate) took: Duration,
 }
 
 /// What is done when it is first needed, and what that has taken so far. Nothing on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Lazy {
+pub(crate) struct LazyInit {
     /// Loading kernels.
     pub(crate) modules: Duration,
     /// Recording steps that came again.
@@ -23,39 +23,39 @@ pub(crate) struct Lazy {
 
 /// What follows when the worker is ready, as far as it has come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Later {
+pub(crate) struct PostReadyStages {
     /// Without what is counted in `lazy`. Zero before.
     pub(crate) first_step: Duration,
-    pub(crate) lazy: Lazy,
+    pub(crate) lazy: LazyInit,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Timeline {
+pub(crate) struct StartupTimeline {
     /// When the process was started.
     origin: Instant,
     /// When the last stage ended.
     last: Instant,
-    stages: Vec<Stage>,
+    stages: Vec<StartupStage>,
 }
 
-impl Timeline {
+impl StartupTimeline {
     /// To be called early: what came before is the stage "exec", known to 10 ms.
     pub(crate) fn start() -> Self {
         let now = Instant::now();
         let age = process_age().unwrap_or_default();
         // A machine that has just booted may have no such instant.
         let origin = now.checked_sub(age).unwrap_or(now);
-        Self { origin, last: now, stages: vec![Stage { name: "exec", took: now - origin }] }
+        Self { origin, last: now, stages: vec![StartupStage { name: "exec", took: now - origin }] }
     }
 
     /// What has happened since the last mark was this.
     pub(crate) fn mark(&mut self, name: &'static str) {
         let now = Instant::now();
-        self.stages.push(Stage { name, took: now - self.last });
+        self.stages.push(StartupStage { name, took: now - self.last });
         self.last = now;
     }
 
-    pub(crate) fn stages(&self) -> &[Stage] {
+    pub(crate) fn stages(&self) -> &[StartupStage] {
         &self.stages
     }
 
@@ -70,37 +70,37 @@ impl Timeline {
 }
 
 /// "exec 10.0 ms, driver 101.2 ms, ...: ready after 201.3 ms".
-impl fmt::Display for Timeline {
+impl fmt::Display for StartupTimeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write(f, self.stages.iter().copied())?;
         write!(f, ": ready after {:.1} ms", milliseconds(self.total()))
     }
 }
 
-impl Lazy {
+impl LazyInit {
     pub(crate) fn total(self) -> Duration {
         self.modules + self.graphs
     }
 }
 
-impl Later {
-    pub(crate) fn stages(self) -> impl Iterator<Item = Stage> {
-        let Self { first_step, lazy: Lazy { modules, graphs } } = self;
+impl PostReadyStages {
+    pub(crate) fn stages(self) -> impl Iterator<Item = StartupStage> {
+        let Self { first_step, lazy: LazyInit { modules, graphs } } = self;
         [("modules", modules), ("first_step", first_step), ("graphs", graphs)]
             .into_iter()
-            .map(|(name, took)| Stage { name, took })
+            .map(|(name, took)| StartupStage { name, took })
             .filter(|stage| !stage.took.is_zero())
     }
 }
 
-impl fmt::Display for Later {
+impl fmt::Display for PostReadyStages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write(f, self.stages())
     }
 }
 
-fn write(f: &mut fmt::Formatter<'_>, stages: impl Iterator<Item = Stage>) -> fmt::Result {
-    for (at, Stage { name, took }) in stages.enumerate() {
+fn write(f: &mut fmt::Formatter<'_>, stages: impl Iterator<Item = StartupStage>) -> fmt::Result {
+    for (at, StartupStage { name, took }) in stages.enumerate() {
         let comma = if at == 0 { "" } else { ", " };
         write!(f, "{comma}{name} {:.1} ms", milliseconds(took))?;
     }
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn stages_add_up_to_the_total() {
-        let mut timeline = Timeline::start();
+        let mut timeline = StartupTimeline::start();
         std::thread::sleep(Duration::from_millis(2));
         timeline.mark("driver");
         timeline.mark("context");
@@ -142,12 +142,12 @@ mod tests {
     #[test]
     fn what_has_not_been_needed_yet_is_no_stage() {
         let ms = Duration::from_millis;
-        let mut later = Later { first_step: ms(7), lazy: Lazy::default() };
+        let mut later = PostReadyStages { first_step: ms(7), lazy: LazyInit::default() };
         assert_eq!(later.to_string(), "first_step 7.0 ms");
-        later.lazy = Lazy { modules: ms(12), graphs: Duration::from_micros(250) };
+        later.lazy = LazyInit { modules: ms(12), graphs: Duration::from_micros(250) };
         assert_eq!(later.to_string(), "modules 12.0 ms, first_step 7.0 ms, graphs 0.2 ms");
         assert_eq!(later.lazy.total(), Duration::from_micros(12_250));
-        assert_eq!(Later::default().stages().count(), 0);
+        assert_eq!(PostReadyStages::default().stages().count(), 0);
     }
 
     #[test]
