@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use engine::events::Update;
-use engine::integrity::IntegrityError;
+use engine::kv::events::Update;
+use engine::schedule::integrity::IntegrityError;
 use engine::{
     Constraint, Engine, EngineStats, FinishReason, KvUse, Output, Queued, RefuseReason, Request, RequestId,
     ScoreRequest, StepError,

@@ -4,8 +4,8 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use engine::admission::Bounds;
-use engine::events::NOTHING_KNOWN;
+use engine::kv::events::NOTHING_KNOWN;
+use engine::schedule::admission::Bounds;
 use engine::{EngineStats, Output};
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};

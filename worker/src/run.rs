@@ -62,7 +62,7 @@ pub enum WorkerRunError {
     Engine { device: String, source: engine::StepError },
     /// Blocks could be shared wrongly from here on: better no text than wrong text.
     #[error("the books of the KV cache do not add up while nobody uses it; this worker ends")]
-    Integrity(#[source] engine::integrity::IntegrityError),
+    Integrity(#[source] engine::IntegrityError),
     #[error("the weights were found damaged, this worker attaches them anew: {text}")]
     Quarantined { text: String },
     #[error("the engine's thread ended without a reason")]

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use engine::events::{Event, NOTHING_KNOWN, Update};
-use engine::pool::Name;
+use engine::kv::block_key::Name;
+use engine::kv::events::{Event, NOTHING_KNOWN, Update};
 use engine::{
     Dry, DryBreakers, FinishReason, Mirostat, MirostatVersion, Output, RefuseReason, Request, RequestId,
     SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX, TokenOutput,

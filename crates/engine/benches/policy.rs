@@ -2,9 +2,14 @@
 //! sequences under 200 us, a lookup over 32,768 tokens under 300 us.
 
 use divan::Bencher;
-use engine::sampler::{Draw, History, LogProbs, Sampler};
-use engine::scheduler::{ChunkOutputs, Limits, Scheduler, Slot};
-use engine::sequence::{Kind, NewSequence};
+use engine::sample::draw::Draw;
+use engine::sample::history::History;
+use engine::sample::logprobs::LogProbs;
+use engine::sample::sampler::Sampler;
+use engine::schedule::scheduler::Scheduler;
+use engine::schedule::sequence::{Kind, NewSequence};
+use engine::schedule::sequence_id::Slot;
+use engine::schedule::step_plan::{ChunkOutputs, Limits};
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use prefix::Scope;
 
@@ -37,7 +42,7 @@ fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> Slot {
 fn step(scheduler: &mut Scheduler, slots: &mut Vec<Slot>) {
     slots.clear();
     scheduler.schedule(usize::MAX);
-    let last = |chunk: &&engine::scheduler::Chunk| chunk.outputs == ChunkOutputs::Last;
+    let last = |chunk: &&engine::schedule::step_plan::Chunk| chunk.outputs == ChunkOutputs::Last;
     slots.extend(scheduler.plan().chunks.iter().filter(last).map(|chunk| chunk.slot));
     scheduler.commit();
     slots.iter().for_each(|&slot| scheduler.push_token(slot, 7));

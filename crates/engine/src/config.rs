@@ -1,6 +1,6 @@
 //! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
-use crate::draft::DRAFT_DEPTH_MAX;
+use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use ops::{AttentionSpan, KvLayer, KvLayout, KvTypes, KvTypesError};
 use std::time::Duration;
 

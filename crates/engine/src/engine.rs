@@ -1,23 +1,31 @@
 //! [`Engine`]: requests in, steps of the model, outputs out.
 
-use crate::admission::{Admission, Bounds};
-use crate::api::{EngineStats, FinishReason, KvUse, Output, Request, RequestId, ScoreRequest, StepReport};
-use crate::batch::{Batch, OutputRow};
-use crate::blocks::GroupKind;
-use crate::books::Books;
 use crate::config::{ConfigError, EngineConfig, check_draft};
-use crate::draft::{DraftStats, Drafter, Speculation};
-use crate::integrity::IntegrityError;
-use crate::late::LateRows;
-use crate::output_rows::OutputRows;
-use crate::pool::BlockId;
-use crate::row_time::RowTime;
-use crate::sampler::Sampler;
-use crate::scheduler::{Limits, Scheduler, Slot};
-use crate::sequence::{Kind, NewSequence};
-use crate::task::{Drawn, Row, Task, Work};
-use crate::validate::Capacity;
-use crate::{Constraint, Queued, RefuseReason, events};
+use crate::draft::drafter::Drafter;
+use crate::draft::speculation::{DraftStats, Speculation};
+use crate::error::{StartError, StepError};
+use crate::integrity::Books;
+use crate::kv::block_key::BlockId;
+use crate::kv::events::Update;
+use crate::kv::group::GroupKind;
+use crate::request::input::{Request, RequestId, ScoreRequest};
+use crate::request::output::{FinishReason, Output};
+use crate::request::refusal::{Queued, RefuseReason};
+use crate::request::state::{Drawn, Task, Work};
+use crate::request::validate::Capacity;
+use crate::sample::constraint::Constraint;
+use crate::sample::deferred_logits::LateRows;
+use crate::sample::output_rows::{OutputRows, Row};
+use crate::sample::sampler::Sampler;
+use crate::schedule::admission::{Admission, Bounds};
+use crate::schedule::batch::{Batch, OutputRow};
+use crate::schedule::integrity::IntegrityError;
+use crate::schedule::prefill_rate::RowTime;
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence::{Kind, NewSequence};
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::Limits;
+use crate::stats::{EngineStats, KvUse, StepReport};
 use models::Model;
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
@@ -27,32 +35,6 @@ use std::time::Duration;
 
 /// Of requests that name none.
 const NO_TENANT: u64 = 0;
-
-/// Why an engine could not start.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    #[error("engine configuration refused")]
-    Config(#[from] ConfigError),
-    #[error("no room for the KV cache of {blocks} blocks, {bytes} bytes")]
-    Kv { blocks: usize, bytes: u64, source: OpError },
-}
-
-/// The model could not compute a step. The requests that were part of it have ended with `StepFailed`; the others and
-/// the engine itself go on, unless the device is gone.
-#[derive(Debug, thiserror::Error)]
-#[error("step of {rows} rows failed, {requests} requests lost")]
-pub struct StepError {
-    pub rows: usize,
-    pub requests: usize,
-    pub source: OpError,
-}
-
-impl StepError {
-    /// No later step can succeed: the process should end.
-    pub fn is_fatal(&self) -> bool {
-        matches!(self.source, OpError::Device { .. })
-    }
-}
 
 pub struct Engine<B: Backend> {
     model: Box<dyn Model<B>>,
@@ -355,7 +337,7 @@ impl<B: Backend> Engine<B> {
     }
 
     /// What became findable in the cache, and ceased to be, from event `from` on. Between steps.
-    pub fn kv_events(&self, from: u64) -> events::Update {
+    pub fn kv_events(&self, from: u64) -> Update {
         self.scheduler.pool().events_since(from)
     }
 

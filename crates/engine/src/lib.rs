@@ -14,39 +14,31 @@
 
 #![forbid(unsafe_code)]
 
-pub mod admission;
-mod api;
-mod batch;
-pub mod blocks;
-mod books;
 mod config;
-mod constraint;
 pub mod draft;
 mod engine;
-pub mod events;
-pub mod integrity;
-mod late;
-mod output_rows;
-mod params;
-mod plan;
-pub mod pool;
-pub mod queue;
-mod refusal;
-mod row_time;
-pub mod sampler;
-pub mod scheduler;
-pub mod sequence;
-mod task;
-mod validate;
+mod error;
+mod integrity;
+pub mod kv;
+mod request;
+pub mod sample;
+pub mod schedule;
+mod stats;
 
-pub use api::{
-    EngineStats, FinishReason, KvUse, Output, Request, RequestId, SamplerState, ScoreKind, ScoreRequest,
-    StepReport, StopConditions, TOP_LOGPROBS_MAX, TokenOutput, Usage,
-};
 pub use config::{ConfigError, EngineConfig, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS, check_draft};
-pub use constraint::{Allowed, Constraint, ConstraintError};
-pub use draft::{DRAFT_DEPTH_MAX, DraftModel, DraftStats, Drafter, Lookup};
-pub use engine::{Engine, StartError, StepError};
-pub use params::{Dry, DryBreakers, Mirostat, MirostatVersion, ParamError, SamplingParams};
-pub use refusal::{Queued, RefuseReason};
-pub use sampler::SampleError;
+pub use draft::draft_model::DraftModel;
+pub use draft::draft_tokens::DRAFT_DEPTH_MAX;
+pub use draft::drafter::Drafter;
+pub use draft::prompt_lookup::Lookup;
+pub use draft::speculation::DraftStats;
+pub use engine::Engine;
+pub use error::{StartError, StepError};
+pub use request::input::{Request, RequestId, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX};
+pub use request::output::{FinishReason, Output, TokenOutput, Usage};
+pub use request::refusal::{Queued, RefuseReason};
+pub use sample::constraint::{Allowed, Constraint, ConstraintError};
+pub use sample::error::SampleError;
+pub use sample::params::{Dry, DryBreakers, Mirostat, MirostatVersion, ParamError, SamplingParams};
+pub use sample::sampler_state::SamplerState;
+pub use schedule::integrity::IntegrityError;
+pub use stats::{EngineStats, KvUse, StepReport};

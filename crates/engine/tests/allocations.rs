@@ -11,8 +11,10 @@ use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::time::Duration;
 
-use engine::scheduler::{ChunkOutputs, Limits, Scheduler, Slot};
-use engine::sequence::{Kind, NewSequence};
+use engine::schedule::scheduler::Scheduler;
+use engine::schedule::sequence::{Kind, NewSequence};
+use engine::schedule::sequence_id::Slot;
+use engine::schedule::step_plan::{ChunkOutputs, Limits};
 use prefix::Scope;
 
 const BLOCK_TOKENS: usize = 16;

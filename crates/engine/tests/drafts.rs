@@ -7,7 +7,7 @@ mod drafters;
 mod fake;
 
 use drafters::{Guess, KINDS, Scripted, drafter};
-use engine::draft::DRAFT_DEPTH_MAX;
+use engine::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use engine::{
     ConfigError, DraftModel, Drafter, Engine, EngineConfig, EngineStats, FinishReason, KvBudget, Output,
     Request, RequestId, SamplingParams, StartError,

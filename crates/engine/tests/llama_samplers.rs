@@ -9,7 +9,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sampler::{Draw, History, Purpose, Sampler, Stream};
+use engine::sample::draw::Draw;
+use engine::sample::history::History;
+use engine::sample::random::{Purpose, Stream};
+use engine::sample::sampler::Sampler;
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;

@@ -1,7 +1,8 @@
 //! The block pool against a small model of it: vectors and linear search instead of links and an index.
 
-use engine::events::{Event, NOTHING_KNOWN};
-use engine::pool::{BlockId, BlockPool, Name, TRASH};
+use engine::kv::block_key::{BlockId, Name, TRASH};
+use engine::kv::block_pool::BlockPool;
+use engine::kv::events::{Event, NOTHING_KNOWN};
 use prefix::BlockHash;
 use proptest::prelude::*;
 use std::collections::HashSet;

@@ -2,8 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::queue::{AGED_EVERY, Queue, Rank};
-use engine::scheduler::Slot;
+use engine::schedule::sequence_id::Slot;
+use engine::schedule::waiting_queue::{AGED_EVERY, Queue, Rank};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 

@@ -9,8 +9,8 @@ mod drafters;
 mod fake;
 
 use drafters::{KINDS, drafter};
-use engine::events::{Event, NOTHING_KNOWN};
-use engine::pool::Name;
+use engine::kv::block_key::Name;
+use engine::kv::events::{Event, NOTHING_KNOWN};
 use engine::{
     Engine, EngineConfig, FinishReason, KvBudget, Output, RefuseReason, Request, RequestId, SamplingParams,
     ScoreKind, ScoreRequest,

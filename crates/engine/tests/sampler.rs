@@ -2,7 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sampler::{Draw, History, LogProbs, SampleError, Sampler};
+use engine::sample::draw::Draw;
+use engine::sample::error::SampleError;
+use engine::sample::history::History;
+use engine::sample::logprobs::LogProbs;
+use engine::sample::sampler::Sampler;
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use proptest::prelude::*;
 

@@ -2,10 +2,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::blocks::GroupKind;
-use engine::queue::AGED_EVERY;
-use engine::scheduler::{Chunk, ChunkOutputs, FOLLOWERS_PASSED_MAX, Limits, Scheduler, Slot};
-use engine::sequence::{Kind, NewSequence, State};
+use engine::kv::group::GroupKind;
+use engine::schedule::scheduler::{FOLLOWERS_PASSED_MAX, Scheduler};
+use engine::schedule::sequence::{Kind, NewSequence, State};
+use engine::schedule::sequence_id::Slot;
+use engine::schedule::step_plan::{Chunk, ChunkOutputs, Limits};
+use engine::schedule::waiting_queue::AGED_EVERY;
 use prefix::Scope;
 
 const BLOCK: usize = 4;

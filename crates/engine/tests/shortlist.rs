@@ -3,7 +3,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sampler::{Draw, History, Sampler};
+use engine::sample::draw::Draw;
+use engine::sample::history::History;
+use engine::sample::sampler::Sampler;
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
 use ops::softmax::SoftmaxWeights;
 use ops::{SHORTLIST_LEN, Shortlist};

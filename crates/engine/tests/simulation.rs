@@ -5,7 +5,7 @@
 
 mod storm;
 
-use engine::{admission, blocks, draft, events, pool, queue, scheduler, sequence};
+use engine::{draft, kv, schedule};
 use storm::{STEPS_PER_SEED, Summary};
 
 fn run(seeds: impl Iterator<Item = u64>) -> Summary {

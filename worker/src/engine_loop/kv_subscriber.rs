@@ -8,7 +8,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Weak};
 
 use engine::RefuseReason;
-use engine::events::Update;
+use engine::kv::events::Update;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use super::handle::send_command;

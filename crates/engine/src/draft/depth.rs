@@ -6,7 +6,7 @@
 //!
 //! Nothing here can change a token, so costs may be measured by the clock.
 
-use super::DRAFT_DEPTH_MAX;
+use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 
 /// How often the drafts of one sequence were right lately.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,8 +1,12 @@
 //! From a plan to a plan with drafts, and from what came of them to the next depths. A plain value: who drafts is an
 //! argument.
 
-use super::{Acceptance, DRAFT_DEPTH_MAX, Draft, Drafter, StepCost, Wanted, Work, depth};
-use crate::scheduler::{ChunkOutputs, Scheduler, Slot};
+use crate::draft::depth::{Acceptance, StepCost, Work, depth};
+use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, Draft};
+use crate::draft::drafter::{Drafter, Wanted};
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::ChunkOutputs;
 use ops::{Backend, OpError};
 use std::time::Duration;
 

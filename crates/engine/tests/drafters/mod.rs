@@ -1,8 +1,11 @@
 //! Drafters that know the answers, and say what a test wants of them.
 
 use crate::fake::{FakeModel, VOCAB, oracle};
-use engine::draft::{Draft, Wanted, Work};
-use engine::scheduler::{Scheduler, Slot};
+use engine::draft::depth::Work;
+use engine::draft::draft_tokens::Draft;
+use engine::draft::drafter::Wanted;
+use engine::schedule::scheduler::Scheduler;
+use engine::schedule::sequence_id::Slot;
 use engine::{DraftModel, Drafter, EngineConfig, Lookup, Request};
 use ops::{Backend, OpError, Reference};
 

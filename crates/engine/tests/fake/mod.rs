@@ -3,7 +3,10 @@
 //! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token
 //! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
 
-use engine::sampler::{Draw, History, LogProbs, Sampler};
+use engine::sample::draw::Draw;
+use engine::sample::history::History;
+use engine::sample::logprobs::LogProbs;
+use engine::sample::sampler::Sampler;
 use engine::{Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplerState, SamplingParams};
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};

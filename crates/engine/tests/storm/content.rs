@@ -1,9 +1,10 @@
 //! What the places of every block hold, as a model would leave them, and what its rows would read.
 
 use super::{Storm, mix, next_key};
-use crate::blocks::GroupKind;
-use crate::pool::{BlockId, TRASH};
-use crate::scheduler::{Chunk, Slot};
+use crate::kv::block_key::{BlockId, TRASH};
+use crate::kv::group::GroupKind;
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::Chunk;
 use std::collections::HashMap;
 use std::ops::Range;
 

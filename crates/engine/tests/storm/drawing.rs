@@ -4,9 +4,13 @@
 //! bookkeeping of drafts the storm keeps its own.
 
 use super::{Live, Random, Storm, next_key};
-use crate::draft::{Draft, Drafter, Wanted, Work};
-use crate::scheduler::{Chunk, ChunkOutputs, Fork, Scheduler, Slot};
-use crate::sequence::{Kind, State};
+use crate::draft::depth::Work;
+use crate::draft::draft_tokens::Draft;
+use crate::draft::drafter::{Drafter, Wanted};
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence::{Kind, State};
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::{Chunk, ChunkOutputs, Fork};
 use ops::{OpError, Reference};
 use std::time::Duration;
 

@@ -4,8 +4,9 @@
 //! They have random numbers of their own: what a seed does is the same without them.
 
 use super::{Random, Summary, mix};
-use crate::events::{Event, NOTHING_KNOWN};
-use crate::pool::{BlockPool, Name};
+use crate::kv::block_key::Name;
+use crate::kv::block_pool::BlockPool;
+use crate::kv::events::{Event, NOTHING_KNOWN};
 use std::collections::HashSet;
 
 /// Steps between two looks of each, on average.

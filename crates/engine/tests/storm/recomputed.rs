@@ -2,11 +2,13 @@
 
 use super::content::reads;
 use super::{Live, Storm};
-use crate::blocks::GroupKind;
-use crate::events::{Event, NOTHING_KNOWN};
-use crate::pool::{BlockPool, Name};
-use crate::scheduler::{Chunk, Slot};
-use crate::sequence::Kind;
+use crate::kv::block_key::Name;
+use crate::kv::block_pool::BlockPool;
+use crate::kv::events::{Event, NOTHING_KNOWN};
+use crate::kv::group::GroupKind;
+use crate::schedule::sequence::Kind;
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::Chunk;
 use prefix::BlockHash;
 use std::collections::HashSet;
 

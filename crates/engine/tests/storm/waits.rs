@@ -1,9 +1,9 @@
 //! What the queue promises to those who wait, as its head states it.
 
 use super::{Live, Storm};
-use crate::queue::{AGED_EVERY, Rank};
-use crate::scheduler::Slot;
-use crate::sequence::{Kind, State};
+use crate::schedule::sequence::{Kind, State};
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::waiting_queue::{AGED_EVERY, Rank};
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,0 +1,30 @@
+//! Tokens that are drafted for one sequence.
+
+/// Most tokens that are drafted for one sequence in a step: the gain of one more falls with each, and every stream keeps
+/// room for that many outputs of a step.
+pub const DRAFT_DEPTH_MAX: usize = 16;
+
+/// Drafted tokens of one sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Draft {
+    tokens: [u32; DRAFT_DEPTH_MAX],
+    len: usize,
+}
+
+impl Draft {
+    /// Tokens beyond [`DRAFT_DEPTH_MAX`] are dropped.
+    pub fn push(&mut self, token: u32) {
+        if let Some(place) = self.tokens.get_mut(self.len) {
+            *place = token;
+            self.len += 1;
+        }
+    }
+
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens[..self.len]
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+}

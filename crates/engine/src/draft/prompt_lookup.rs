@@ -1,0 +1,208 @@
+//! Drafts from a sequence's own text: what followed the last time that its end occurred in prompt or output.
+//!
+//! Of the earlier places with the same last [`MATCH_MIN`] tokens the one that agrees longest wins, the latest among
+//! equals; as many tokens are copied as agreed, so that a chance match risks little and a long copy runs far. No
+//! weights, a few hundred nanoseconds a token: it costs nothing where nothing repeats.
+
+use crate::draft::depth::Work;
+use crate::draft::draft_tokens::Draft;
+use crate::draft::drafter::{Drafter, Wanted};
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence::Sequence;
+use crate::schedule::sequence_id::Slot;
+use ops::{Backend, OpError};
+
+/// Fewest equal tokens that make a match; shorter ones are right too seldom.
+const MATCH_MIN: usize = 3;
+/// Beyond that, longer is not better.
+const MATCH_MAX: usize = 32;
+/// Earlier places that are compared.
+const PLACES_MAX: usize = 24;
+/// Tokens that are indexed in one step, so that a long prompt stalls nobody.
+const INDEXED_MAX: usize = 8192;
+/// Bits of the table of last places: a few pages for a short text, 256 KiB for the longest.
+const TABLE_BITS: std::ops::RangeInclusive<u32> = 8..=16;
+
+/// The longest earlier occurrence of each sequence's end.
+#[derive(Debug, Default)]
+pub struct Lookup {
+    /// By slot.
+    texts: Vec<Option<Text>>,
+}
+
+impl<B: Backend> Drafter<B> for Lookup {
+    fn propose(
+        &mut self,
+        _: &mut B,
+        scheduler: &Scheduler,
+        wanted: &[Wanted],
+        drafts: &mut [Draft],
+    ) -> Result<Work, OpError> {
+        for (wanted, draft) in wanted.iter().zip(drafts) {
+            if let Some(sequence) = scheduler.sequence(wanted.slot) {
+                self.text(wanted.slot, sequence).propose(sequence.tokens(), wanted.depth, draft);
+            }
+        }
+        Ok(Work::default())
+    }
+
+    fn forget(&mut self, slot: Slot) {
+        if let Some(text) = self.texts.get_mut(slot.0 as usize) {
+            *text = None;
+        }
+    }
+}
+
+impl Lookup {
+    fn text(&mut self, slot: Slot, sequence: &Sequence) -> &mut Text {
+        let index = slot.0 as usize;
+        if self.texts.len() <= index {
+            self.texts.resize_with(index + 1, || None);
+        }
+        let new = || Text::new(sequence.tokens().len(), sequence.tokens_max());
+        self.texts[index].get_or_insert_with(new)
+    }
+}
+
+/// Where each run of [`MATCH_MIN`] tokens ended last, and where before that.
+#[derive(Debug)]
+struct Text {
+    /// Place + 1 of the last run with this hash; 0: none.
+    last: Vec<u32>,
+    /// For each place, place + 1 of the run before it with the same hash.
+    previous: Vec<u32>,
+}
+
+impl Text {
+    /// Of a text with `tokens` tokens now and `tokens_max` in the end, until when nothing is allocated.
+    fn new(tokens: usize, tokens_max: usize) -> Self {
+        let bits = tokens.next_power_of_two().ilog2().clamp(*TABLE_BITS.start(), *TABLE_BITS.end());
+        Self { last: vec![0; 1 << bits], previous: Vec::with_capacity(tokens_max) }
+    }
+
+    fn propose(&mut self, tokens: &[u32], depth: usize, draft: &mut Draft) {
+        // The last token is not indexed yet: it is what is looked for.
+        let known = tokens.len().saturating_sub(1);
+        self.index(&tokens[..known]);
+        let Some(found) = self.find(tokens) else { return };
+        // A run that reaches the text's end repeats itself.
+        for step in 0..depth.min(found.agreed) {
+            draft.push(match tokens.get(found.next + step) {
+                Some(&token) => token,
+                None => draft.tokens()[step - (tokens.len() - found.next)],
+            });
+        }
+    }
+
+    fn index(&mut self, tokens: &[u32]) {
+        let from = self.previous.len();
+        for place in from..tokens.len().min(from + INDEXED_MAX) {
+            let before = match self.bucket(&tokens[..=place]) {
+                Some(bucket) => std::mem::replace(&mut self.last[bucket], place as u32 + 1),
+                None => 0,
+            };
+            self.previous.push(before);
+        }
+    }
+
+    fn find(&self, tokens: &[u32]) -> Option<Match> {
+        let mut best: Option<Match> = None;
+        let mut at = self.last[self.bucket(tokens)?] as usize;
+        for _ in 0..PLACES_MAX {
+            let Some(place) = at.checked_sub(1) else { break };
+            let agreed = agreed(&tokens[..=place], tokens);
+            if agreed >= MATCH_MIN && best.is_none_or(|best| agreed > best.agreed) {
+                best = Some(Match { next: place + 1, agreed });
+            }
+            if agreed == MATCH_MAX {
+                break;
+            }
+            at = self.previous[place] as usize;
+        }
+        best
+    }
+
+    /// Of the last run of `tokens`.
+    fn bucket(&self, tokens: &[u32]) -> Option<usize> {
+        let (_, run) = tokens.split_last_chunk::<MATCH_MIN>()?;
+        let hash = run.iter().fold(0u64, |hash, &token| {
+            (hash ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
+        });
+        Some((hash.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - self.last.len().ilog2())) as usize)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Match {
+    /// What followed stands from here.
+    next: usize,
+    /// Tokens before that agree with the end of the text.
+    agreed: usize,
+}
+
+/// Equal tokens at the ends of both.
+fn agreed(earlier: &[u32], all: &[u32]) -> usize {
+    let pairs = earlier.iter().rev().zip(all.iter().rev());
+    pairs.take(MATCH_MAX).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn propose(tokens: &[u32], depth: usize) -> Vec<u32> {
+        let mut draft = Draft::default();
+        Text::new(tokens.len(), tokens.len()).propose(tokens, depth, &mut draft);
+        draft.tokens().to_vec()
+    }
+
+    #[test]
+    fn what_followed_last_time_is_proposed_as_far_as_the_match_is_long() {
+        let text = [9, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3];
+        assert_eq!(propose(&text, 8), [4, 5, 6]);
+        assert_eq!(propose(&text, 2), [4, 5]);
+        assert_eq!(propose(&text[..12], 8), [0; 0], "two tokens are no match");
+        assert_eq!(propose(&[], 8), [0; 0]);
+        assert_eq!(propose(&[1, 1], 8), [0; 0]);
+    }
+
+    #[test]
+    fn the_longest_match_wins_and_then_the_latest() {
+        let longest = [5, 1, 2, 3, 7, 7, 6, 1, 2, 3, 8, 8, 5, 1, 2, 3];
+        assert_eq!(propose(&longest, 2), [7, 7]);
+        let latest = [5, 1, 2, 3, 7, 7, 6, 1, 2, 3, 8, 8, 4, 1, 2, 3];
+        assert_eq!(propose(&latest, 2), [8, 8]);
+    }
+
+    #[test]
+    fn a_run_that_reaches_the_end_repeats_itself() {
+        assert_eq!(propose(&[1, 2, 1, 2, 1, 2, 1, 2], 5), [1, 2, 1, 2, 1]);
+        assert_eq!(propose(&[4; 10], 16), [4; 9]);
+    }
+
+    #[test]
+    fn an_index_that_grows_proposes_what_a_fresh_one_does() {
+        let text: Vec<u32> = (0..4000u32).map(|i| i.wrapping_mul(i) / 7 % 5).collect();
+        let mut grown = Text::new(1, 1);
+        for end in 0..text.len() {
+            let mut draft = Draft::default();
+            grown.propose(&text[..end], 8, &mut draft);
+            assert!(draft.tokens().len() <= 8);
+            if end % 97 == 0 {
+                // The tables differ in size, so other places may be among the first compared; a match is one in both.
+                assert_eq!(draft.tokens().is_empty(), propose(&text[..end], 8).is_empty(), "{end}");
+            }
+        }
+        assert_eq!(grown.previous.len(), text.len() - 2);
+    }
+
+    #[test]
+    fn a_long_prompt_is_indexed_in_pieces() {
+        let text: Vec<u32> = (0..3 * INDEXED_MAX as u32 + 5).collect();
+        let mut index = Text::new(text.len(), text.len());
+        for done in 1..5 {
+            index.propose(&text, 4, &mut Draft::default());
+            assert_eq!(index.previous.len(), (done * INDEXED_MAX).min(text.len() - 1));
+        }
+    }
+}

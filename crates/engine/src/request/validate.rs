@@ -1,0 +1,123 @@
+//! What is checked of a request before it is queued, and how long its sequence may get.
+
+use crate::kv::group::GroupKind;
+use crate::request::input::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
+use crate::request::refusal::RefuseReason;
+use crate::sample::history::History;
+use crate::sample::params::ParamError;
+
+/// What requests are measured against.
+#[derive(Clone, Debug)]
+pub(crate) struct Capacity {
+    pub(crate) vocab_size: usize,
+    pub(crate) context_tokens: usize,
+    pub(crate) block_tokens: usize,
+    /// Usable ones.
+    pub(crate) blocks: usize,
+    /// Each of which has blocks of its own for every sequence.
+    pub(crate) groups: Vec<GroupKind>,
+    /// Most rows of a step.
+    pub(crate) step_tokens: usize,
+}
+
+/// Entries of `stop_tokens`; bounds the work per token.
+const STOP_TOKENS_MAX: usize = 256;
+
+impl Capacity {
+    /// The length at which the request's sequence ends, and what its draws remember.
+    pub(crate) fn check(&self, request: &Request) -> Result<(usize, History), RefuseReason> {
+        let Request { prompt, prior_output, stop, .. } = request;
+        self.check_tokens("prompt", prompt)?;
+        self.check_tokens("stop_tokens", &stop.stop_tokens)?;
+        request.sampling.check(self.vocab_size)?;
+        check_top(request.logprobs.unwrap_or(0))?;
+        if stop.stop_tokens.len() > STOP_TOKENS_MAX {
+            let (count, max) = (stop.stop_tokens.len(), STOP_TOKENS_MAX);
+            return Err(ParamError::TooMany { field: "stop_tokens", count, max }.into());
+        }
+        let prompt_tokens = prompt.len();
+        if prompt_tokens == 0 {
+            return Err(RefuseReason::EmptyPrompt);
+        }
+        if *prior_output >= prompt_tokens {
+            return Err(RefuseReason::PriorOutput { prior_output: *prior_output, prompt_tokens });
+        }
+        if prompt_tokens >= self.context_tokens {
+            return Err(RefuseReason::PromptTooLong { prompt_tokens, context_tokens: self.context_tokens });
+        }
+        let wanted = match stop.max_tokens {
+            Some(max_tokens) if max_tokens as usize <= *prior_output => {
+                return Err(RefuseReason::NothingToGenerate { prior_output: *prior_output, max_tokens });
+            }
+            Some(max_tokens) => prompt_tokens - prior_output + max_tokens as usize,
+            // One token more than the cache holds: the last one is drawn and never computed.
+            None => self.tokens_max() + 1,
+        };
+        let tokens_max = wanted.min(self.context_tokens).max(prompt_tokens + 1);
+        self.check_fits(tokens_max - 1)?;
+        let (prompt, output) = prompt.split_at(prompt_tokens - prior_output);
+        let history = History::new(&request.sampling, prompt, output, &request.sampler_state)?;
+        Ok((tokens_max, history))
+    }
+
+    pub(crate) fn check_score(&self, request: &ScoreRequest) -> Result<(), RefuseReason> {
+        let prompt_tokens = request.tokens.len();
+        self.check_tokens("tokens", &request.tokens)?;
+        if let ScoreKind::Logprobs { top } = request.kind {
+            check_top(top)?;
+        }
+        if prompt_tokens == 0 {
+            return Err(RefuseReason::EmptyPrompt);
+        }
+        if prompt_tokens > self.context_tokens {
+            return Err(RefuseReason::PromptTooLong { prompt_tokens, context_tokens: self.context_tokens });
+        }
+        self.check_fits(prompt_tokens)
+    }
+
+    /// `tokens` have their keys and values in the cache at once.
+    fn check_fits(&self, tokens: usize) -> Result<(), RefuseReason> {
+        let needed = self.blocks_of(tokens.div_ceil(self.block_tokens));
+        if needed > self.blocks {
+            let (block_tokens, blocks) = (self.block_tokens, self.blocks);
+            return Err(RefuseReason::NeverFits { tokens, needed, block_tokens, blocks });
+        }
+        Ok(())
+    }
+
+    /// Blocks that a sequence with so many blocks of tokens takes at most, if it is alone.
+    fn blocks_of(&self, entries: usize) -> usize {
+        self.groups.iter().map(|group| group.at_once(entries, self.step_tokens, self.block_tokens)).sum()
+    }
+
+    /// Tokens in all the blocks of the longest sequence that fits alone, as far as the context goes.
+    fn tokens_max(&self) -> usize {
+        // More tokens never take fewer blocks.
+        let (mut fit, mut beyond) = (0, self.context_tokens.div_ceil(self.block_tokens) + 1);
+        while beyond - fit > 1 {
+            let entries = fit.midpoint(beyond);
+            match self.blocks_of(entries) <= self.blocks {
+                true => fit = entries,
+                false => beyond = entries,
+            }
+        }
+        fit * self.block_tokens
+    }
+
+    fn check_tokens(&self, field: &'static str, tokens: &[u32]) -> Result<(), RefuseReason> {
+        match tokens.iter().position(|&token| token as usize >= self.vocab_size) {
+            None => Ok(()),
+            Some(index) => {
+                Err(RefuseReason::TokenId { field, index, token: tokens[index], vocab_size: self.vocab_size })
+            }
+        }
+    }
+}
+
+fn check_top(top: u8) -> Result<(), ParamError> {
+    if top > TOP_LOGPROBS_MAX {
+        let (value, max) = (f32::from(top), f32::from(TOP_LOGPROBS_MAX));
+        return Err(ParamError::Range { field: "logprobs", value, min: 0.0, max });
+    }
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! What of a step's logits comes to the host: a token where the device can tell what its request draws, else the row.
+//!
+//! Both say the same: a token drawn from a shortlist is the token that the sampler draws from the row.
+
+use crate::sample::draw::Draw;
+use crate::sample::history::History;
+use crate::sample::sampler::Sampler;
+use ops::{Backend, DrawParams, NO_ARGMAX, OpError, Shortlist};
+use std::ops::Range;
+
+/// Of one step, in the order of its outputs. Buffers are kept between steps, until they are released.
+#[derive(Debug, Default)]
+pub(crate) struct OutputRows {
+    /// By output, or [`NO_ARGMAX`]: then its row is in `logits`.
+    drawn: Vec<u32>,
+    /// As long as the last of the rows that are needed.
+    logits: Vec<f32>,
+    draw_params: Vec<DrawParams>,
+    lists: Vec<Shortlist>,
+}
+
+impl OutputRows {
+    /// Begins a step of `outputs`.
+    pub(crate) fn start(&mut self, outputs: usize) {
+        self.drawn.clear();
+        self.drawn.resize(outputs, NO_ARGMAX);
+    }
+
+    /// Between steps: gives back what the largest step took.
+    pub(crate) fn release(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Takes a run of outputs; `draws` are theirs, as [`crate::task::Task::draw`] has them.
+    pub(crate) fn take<'a, B: Backend>(
+        &mut self,
+        backend: &mut B,
+        sampler: &mut Sampler,
+        vocab_size: usize,
+        run: Range<usize>,
+        logits: &B::Tensor,
+        draws: impl Iterator<Item = Option<(Draw<'a>, &'a History)>> + Clone,
+    ) -> Result<(), OpError> {
+        let drawn = &mut self.drawn[run.clone()];
+        let is_greedy = |draw: Option<(Draw<'_>, &History)>| {
+            draw.is_some_and(|(draw, history)| draw.params.temperature == 0.0 && draw.is_plain(history))
+        };
+        if draws.clone().all(is_greedy) {
+            backend.argmax(logits, run.len(), vocab_size, drawn)?;
+        } else if B::PREFERS_SHORTLISTS && draws.clone().any(|draw| weighing(vocab_size, draw).is_some()) {
+            self.draw_params.clear();
+            self.draw_params.extend(draws.clone().map(|draw| weighing(vocab_size, draw).unwrap_or_default()));
+            if self.lists.len() < run.len() {
+                self.lists.resize(run.len(), Shortlist::default());
+            }
+            let lists = &mut self.lists[..run.len()];
+            backend.shortlists(logits, vocab_size, &self.draw_params, lists)?;
+            for ((drawn, list), draw) in drawn.iter_mut().zip(lists).zip(draws) {
+                let token = draw
+                    .and_then(|(draw, history)| sampler.sample_shortlist(list, vocab_size, &draw, history));
+                *drawn = token.unwrap_or(NO_ARGMAX);
+            }
+        }
+        self.read(backend, vocab_size, run, logits)
+    }
+
+    /// The rows of the run that no token stands for, neighbours together.
+    fn read<B: Backend>(
+        &mut self,
+        backend: &mut B,
+        vocab_size: usize,
+        run: Range<usize>,
+        logits: &B::Tensor,
+    ) -> Result<(), OpError> {
+        let mut at = run.start;
+        for same in self.drawn[run.clone()].chunk_by(|a, b| (*a == NO_ARGMAX) == (*b == NO_ARGMAX)) {
+            let rows = at..at + same.len();
+            at = rows.end;
+            if same[0] == NO_ARGMAX {
+                let values = rows.start * vocab_size..rows.end * vocab_size;
+                if self.logits.len() < values.end {
+                    self.logits.resize(values.end, 0.0);
+                }
+                let here = rows.start - run.start..rows.end - run.start;
+                backend.read_rows(logits, here, &mut self.logits[values])?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn row(&self, output: usize, vocab_size: usize) -> Row<'_> {
+        match self.drawn[output] {
+            NO_ARGMAX => Row::Logits(&self.logits[output * vocab_size..][..vocab_size]),
+            token => Row::Drawn(token),
+        }
+    }
+}
+
+fn weighing(vocab_size: usize, draw: Option<(Draw<'_>, &History)>) -> Option<DrawParams> {
+    draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
+}
+
+/// What the model said of the token after a row's.
+#[derive(Clone, Copy)]
+pub(crate) enum Row<'a> {
+    Logits(&'a [f32]),
+    /// The token of the request's [`Task::draw`].
+    Drawn(u32),
+}

@@ -1,0 +1,98 @@
+//! The row data of one step, made from a plan: what [`ops::Step`] borrows. Buffers are kept between steps.
+
+use crate::kv::block_key::BlockId;
+use crate::schedule::scheduler::Scheduler;
+use crate::schedule::sequence::Sequence;
+use crate::schedule::sequence_id::Slot;
+use crate::schedule::step_plan::{Chunk, ChunkOutputs};
+use ops::Step;
+
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    sequences: Vec<u32>,
+    /// Of each row, one for each group of layers.
+    kv_slots: Vec<u32>,
+    outputs: Vec<u32>,
+    /// Whose rows the outputs are, in the same order.
+    wanted: Vec<OutputRow>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutputRow {
+    pub(crate) slot: Slot,
+    pub(crate) position: usize,
+    /// The row's token if it is a guess: the row counts only if its sequence turns out to have this token there.
+    pub(crate) drafted: Option<u32>,
+}
+
+impl Batch {
+    /// Fills the batch from the scheduler's plan; `drafts` are the tokens of its drafted rows, a slice for each chunk that
+    /// has some.
+    pub(crate) fn fill<'a>(
+        &mut self,
+        scheduler: &Scheduler,
+        block_tokens: usize,
+        mut drafts: impl Iterator<Item = &'a [u32]>,
+    ) {
+        self.tokens.clear();
+        self.positions.clear();
+        self.sequences.clear();
+        self.kv_slots.clear();
+        self.outputs.clear();
+        self.wanted.clear();
+        for (index, chunk) in scheduler.plan().chunks.iter().enumerate() {
+            if let Some(sequence) = scheduler.sequence(chunk.slot) {
+                let drafts = if chunk.drafts > 0 { drafts.next().unwrap_or_default() } else { &[] };
+                self.append(index, chunk, sequence, block_tokens, drafts);
+            }
+        }
+    }
+
+    fn append(
+        &mut self,
+        index: usize,
+        chunk: &Chunk,
+        sequence: &Sequence,
+        block_tokens: usize,
+        drafts: &[u32],
+    ) {
+        debug_assert_eq!(chunk.drafts, drafts.len());
+        let end = chunk.start + chunk.rows;
+        self.tokens.extend_from_slice(&sequence.tokens()[chunk.start..end]);
+        self.tokens.extend_from_slice(drafts);
+        for position in chunk.start..end + drafts.len() {
+            let drafted = position.checked_sub(end).map(|draft| drafts[draft]);
+            if drafted.is_some()
+                || chunk.outputs == ChunkOutputs::All
+                || (chunk.outputs == ChunkOutputs::Last && position + 1 == end)
+            {
+                self.outputs.push(self.positions.len() as u32);
+                self.wanted.push(OutputRow { slot: chunk.slot, position, drafted });
+            }
+            self.positions.push(position as u32);
+            self.sequences.push(index as u32);
+            let (entry, place) = (position / block_tokens, (position % block_tokens) as u32);
+            self.kv_slots
+                .extend(sequence.blocks().tables().map(|table| table[entry] * block_tokens as u32 + place));
+        }
+    }
+
+    /// `tables` are those of the plan's sequences, in order, and of each those of all groups.
+    pub(crate) fn step<'a>(&'a self, tables: &'a [&'a [BlockId]]) -> Step<'a> {
+        Step {
+            tokens: &self.tokens,
+            positions: &self.positions,
+            sequences: &self.sequences,
+            kv_slots: &self.kv_slots,
+            tables,
+            outputs: &self.outputs,
+        }
+    }
+
+    /// Of each output, in order.
+    pub(crate) fn wanted(&self) -> &[OutputRow] {
+        &self.wanted
+    }
+}

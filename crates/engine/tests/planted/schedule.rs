@@ -1,0 +1,159 @@
+//! The engine's scheduling, with doubles of admission, queue and scheduler.
+
+#[path = "../../src/schedule/budget.rs"]
+pub(crate) mod budget;
+#[path = "../../src/schedule/integrity.rs"]
+pub(crate) mod integrity;
+#[path = "../../src/schedule/admission.rs"]
+pub(crate) mod real_admission;
+#[path = "../../src/schedule/scheduler.rs"]
+pub(crate) mod real_scheduler;
+#[path = "../../src/schedule/waiting_queue.rs"]
+pub(crate) mod real_waiting_queue;
+#[path = "../../src/schedule/sequence.rs"]
+pub(crate) mod sequence;
+#[path = "../../src/schedule/sequence_id.rs"]
+pub(crate) mod sequence_id;
+#[path = "../../src/schedule/step_plan.rs"]
+pub(crate) mod step_plan;
+
+/// The double of `engine::schedule::admission`.
+pub(crate) mod admission {
+    use crate::schedule::real_admission;
+    pub(crate) use crate::schedule::real_admission::{Bounds, Full};
+    use crate::{Bug, is, now_and_then};
+    use std::time::Duration;
+
+    /// Nobody's.
+    const OTHER: u64 = u64::MAX;
+
+    #[derive(Debug)]
+    pub struct Admission(real_admission::Admission);
+
+    fn leaver(tenant: u64) -> u64 {
+        if is(Bug::TenantLeak) && now_and_then(100) { OTHER } else { tenant }
+    }
+
+    impl Admission {
+        pub fn new(bounds: Bounds) -> Self {
+            Self(real_admission::Admission::new(bounds))
+        }
+
+        pub fn places(&self, priority: i32) -> usize {
+            self.0.places(priority)
+        }
+
+        pub fn enter(&mut self, priority: i32, tenant: u64) -> Result<(), Full> {
+            self.0.enter(priority, tenant)
+        }
+
+        pub fn leave(&mut self, tenant: u64) {
+            self.0.leave(leaver(tenant));
+        }
+
+        pub fn admitted(&mut self, tenant: u64, now: Duration) {
+            self.0.admitted(leaver(tenant), now);
+        }
+
+        pub fn waiting(&self) -> usize {
+            self.0.waiting()
+        }
+    }
+}
+
+/// The double of `engine::schedule::scheduler`.
+pub(crate) mod scheduler {
+    use crate::kv::group::GroupKind;
+    use crate::schedule::real_scheduler;
+    use crate::schedule::sequence_id::Slot;
+    use crate::schedule::step_plan::Limits;
+    use crate::{Bug, is, now_and_then};
+    use std::ops::{Deref, DerefMut};
+
+    #[derive(Debug)]
+    pub struct Scheduler(real_scheduler::Scheduler);
+
+    impl Scheduler {
+        pub fn with_groups(limits: Limits, blocks: usize, groups: Vec<GroupKind>) -> Self {
+            Self(real_scheduler::Scheduler::with_groups(limits, blocks, groups))
+        }
+
+        pub fn accept(&mut self, slot: Slot, position: usize, token: u32) -> bool {
+            let drawn = self.sequence(slot).and_then(|sequence| sequence.tokens().get(position).copied());
+            // Another guess is taken for what was drawn: the row behind it is one of another text.
+            let wrong = drawn.filter(|&drawn| drawn != token && is(Bug::OneDraftTooMany) && now_and_then(20));
+            self.0.accept(slot, position, wrong.unwrap_or(token))
+        }
+    }
+
+    impl Deref for Scheduler {
+        type Target = real_scheduler::Scheduler;
+
+        fn deref(&self) -> &Self::Target {
+            &self.0
+        }
+    }
+
+    impl DerefMut for Scheduler {
+        fn deref_mut(&mut self) -> &mut Self::Target {
+            &mut self.0
+        }
+    }
+}
+
+/// The double of `engine::schedule::waiting_queue`.
+pub(crate) mod waiting_queue {
+    use crate::schedule::real_waiting_queue;
+    pub(crate) use crate::schedule::real_waiting_queue::{AGED_EVERY, Next, QueueIntegrityError, Rank};
+    use crate::schedule::sequence_id::Slot;
+    use crate::{Bug, is, now_and_then};
+
+    #[derive(Debug, Default)]
+    pub struct Queue(real_waiting_queue::Queue);
+
+    impl Queue {
+        pub fn len(&self) -> usize {
+            self.0.len()
+        }
+
+        pub fn is_empty(&self) -> bool {
+            self.0.is_empty()
+        }
+
+        pub fn rank(&mut self, priority: i32, tenant: u64, cost: u64) -> Rank {
+            self.0.rank(priority, tenant, cost)
+        }
+
+        pub fn enter(&mut self, rank: Rank, slot: Slot) {
+            self.0.enter(rank, slot);
+        }
+
+        pub fn leave(&mut self, rank: Rank) {
+            self.0.leave(rank);
+        }
+
+        pub fn at(&self, rank: Rank) -> Option<Slot> {
+            self.0.at(rank)
+        }
+
+        pub fn ahead(&self, rank: Rank) -> usize {
+            self.0.ahead(rank)
+        }
+
+        pub fn check_integrity(&self) -> Result<(), QueueIntegrityError> {
+            self.0.check_integrity()
+        }
+
+        pub fn next(&self, passed: Option<Rank>) -> Option<Next> {
+            let first = self.0.next(passed)?;
+            let second = || self.0.next(Some(first.rank));
+            let overtakes = is(Bug::Overtakes) && now_and_then(20);
+            Some(if overtakes { second().unwrap_or(first) } else { first })
+        }
+
+        pub fn admit(&mut self, next: Next) -> Rank {
+            let rank = self.0.admit(next);
+            if is(Bug::LostPlace) && !next.by_age { self.0.rank(0, 0, 1) } else { rank }
+        }
+    }
+}
