@@ -13,22 +13,22 @@ namespace {
 constexpr int THREADS = 1024;
 constexpr uint32_t NO_BEST = 0xFFFFFFFF;
 
-struct Best {
+struct Candidate {
     float value;
     uint32_t index;
 };
 
 // Whether `b` comes before `a`. A NaN comes first.
-__device__ bool before(const Best &b, const Best &a) {
+__device__ bool before(const Candidate &b, const Candidate &a) {
     bool b_nan = b.value != b.value, a_nan = a.value != a.value;
     if (a_nan || b_nan) return b_nan && !a_nan;
     return b.value > a.value || (b.value == a.value && b.index < a.index);
 }
 
-__device__ Best best_of_warp(Best best) {
+__device__ Candidate best_of_warp(Candidate best) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-        Best other = {__shfl_xor_sync(~0u, best.value, distance), __shfl_xor_sync(~0u, best.index, distance)};
+        Candidate other = {__shfl_xor_sync(~0u, best.value, distance), __shfl_xor_sync(~0u, best.index, distance)};
         if (before(other, best)) best = other;
     }
     return best;
@@ -37,11 +37,11 @@ __device__ Best best_of_warp(Best best) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x, uint32_t cols, uint32_t *out) {
-    __shared__ Best of_warps[THREADS / 32];
-    wait_for_predecessor();
-    let_successor_start();
+    __shared__ Candidate warp_best[THREADS / 32];
+    wait_for_previous_kernel();
+    launch_next_kernel();
     x += size_t(blockIdx.x) * cols;
-    Best best = {-INFINITY, NO_BEST - 1};
+    Candidate best = {-INFINITY, NO_BEST - 1};
     // Four independent loads at a time.
     constexpr int ROUND = 4;
     for (uint32_t first = threadIdx.x; first < cols; first += ROUND * THREADS) {
@@ -50,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x
         for (int k = 0; k < ROUND; k++) v[k] = first + k * THREADS < cols ? x[first + k * THREADS] : -INFINITY;
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
-            Best other = {v[k], first + k * THREADS};
+            Candidate other = {v[k], first + k * THREADS};
             if (first + k * THREADS < cols && before(other, best)) best = other;
         }
     }
     best = best_of_warp(best);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
+    if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    best = best_of_warp(of_warps[threadIdx.x]);
+    best = best_of_warp(warp_best[threadIdx.x]);
     if (threadIdx.x == 0) out[blockIdx.x] = isfinite(best.value) ? best.index : NO_BEST;
 }

@@ -4,63 +4,63 @@
 // position order in tiles of 64. Tiles are grouped into splits of S keys at absolute multiples of S, where S depends on
 // the row's own position alone: 64 below 2,048, twice that for every doubling, so that a row has at most 32 splits. Inside
 // a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights rounded to f16, sums in f32; the
-// sum of weights is one more column of the product. Splits are merged in ascending order by `Total::take`.
+// sum of weights is one more column of the product. Splits are merge_dimension in ascending order by `SplitMerge::update`.
 //
-//   attention_split_*  decode rows and short chunks (attention/split.cuh); writes partials
-//   attention_merge    merges the partials of a row and head; *_q8_0 and its like also round the row into panels, as
+//   attention_split_kv_*  decode rows and short chunks (attention/split_kv.cuh); writes partials
+//   attention_merge    merges the partials of a row and head; *_q8_0 and its like also round the row into act_tiles, as
 //                      quantize.cu does
-//   attention_chunk_*  long chunks (attention/chunk.cuh)
-//   attention_plain_*  f32 caches and shapes without a tile kernel (attention/plain.cuh)
+//   attention_prefill_*  long chunks (attention/prefill.cuh)
+//   attention_scalar_*  f32 caches and shapes without a tile kernel (attention/scalar.cuh)
 //
 // Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu, attention_q8_0.cu), loaded where there is
-// such a cache; partials of all are merged by the kernels here.
+// such a cache; partials of all are merge_dimension by the kernels here.
 //
 // Query heads of a kv head stand in one tile: pair i is token i / group, head i % group. Keys beyond a tile's last token
 // are not loaded (zeros instead): what stands there may be unmapped or not finite.
-// Limit: decode, bytes of the cache; chunks, tensor cores and the f32 work between two products. Measured on an H200 with 32
+// Limit: decode, bytes of the cache; chunks, tensor cores and the f32 splits between two products. Measured on an H200 with 32
 // heads on 8 of 128: one row at 16,000 keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
 
-#include "attention/chunk.cuh"
-#include "attention/halves.cuh"
-#include "attention/plain.cuh"
-#include "attention/split.cuh"
+#include "attention/prefill.cuh"
+#include "attention/kv_16bit.cuh"
+#include "attention/scalar.cuh"
+#include "attention/split_kv.cuh"
 #include "linear/quantize.cuh"
 
 namespace {
 
 template <int DIM>
-using F16 = Halves<InF16, DIM>;
+using F16 = Kv16Bit<MmaF16, DIM>;
 
 }  // namespace
 
-SPLIT(64, F16<64>)
-SPLIT(96, F16<96>)
-SPLIT(128, F16<128>)
-CHUNK(64, F16<64>)
-CHUNK(96, F16<96>)
-CHUNK(128, F16<128>)
-PLAIN(f16, StoredFloats<__half>)
-PLAIN(f32, StoredFloats<float>)
+SPLIT_KV_KERNEL(64, F16<64>)
+SPLIT_KV_KERNEL(96, F16<96>)
+SPLIT_KV_KERNEL(128, F16<128>)
+PREFILL_KERNEL(64, F16<64>)
+PREFILL_KERNEL(96, F16<96>)
+PREFILL_KERNEL(128, F16<128>)
+SCALAR_KERNEL(f16, KvReaderFloat<__half>)
+SCALAR_KERNEL(f32, KvReaderFloat<float>)
 
 namespace {
 
-// The merged value of dimension `i` of a row and head, whose factors the lanes of a warp work out together: at most 32 splits,
+// The merge_dimension value of dimension `i` of a row and head, whose factors the lanes of a warp splits out together: at most 32 splits,
 // one a lane.
-__device__ __forceinline__ float merged(const float *partial_sums, const float2 *partial_weights, const Merge &merge, size_t head, int heads, int dim, int i) {
+__device__ __forceinline__ float merge_dimension(const float *partial_sums, const float2 *partial_weights, const PartialMerge &merge, size_t head, int heads, int dim, int i) {
     // Partials of a round, all asked for before the first is used.
     constexpr int ROUND = 16;
     const int lane = threadIdx.x % 32, splits = merge.splits;
     const size_t step = size_t(merge.stride) * heads * dim;
     const float *sums = partial_sums + (size_t(merge.partial) * heads + head) * dim + i;
     float part[ROUND];
-    auto ask = [&](int round) {
+    auto load_round = [&](int round) {
 #pragma unroll
         for (int k = 0; k < ROUND; k++) part[k] = round + k < splits && i < dim ? sums[(round + k) * step] : 0.0f;
     };
-    ask(0);
-    float2 own = make_float2(NONE, 0.0f);
+    load_round(0);
+    float2 own = make_float2(NO_SCORE, 0.0f);
     if (lane < splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
-    // The largest score up to and including this lane's split, then the factors of `Total::take`.
+    // The largest score up to and including this lane's split, then the factors of `SplitMerge::update`.
     float largest = own.x;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ float merged(const float *partial_sums, const float2 
         if (lane >= distance) largest = fmaxf(largest, below);
     }
     float before = __shfl_up_sync(~0u, largest, 1);
-    if (lane == 0) before = NONE;
+    if (lane == 0) before = NO_SCORE;
     float old_factor = exp2_fast(before - largest), new_factor = exp2_fast(own.x - largest);
 
     float sum = 0.0f, weight = 0.0f;
@@ -76,62 +76,62 @@ __device__ __forceinline__ float merged(const float *partial_sums, const float2 
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
             if (round + k < splits) {
-                Total total;
+                SplitMerge total;
                 total.old_factor = __shfl_sync(~0u, old_factor, round + k);
                 total.new_factor = __shfl_sync(~0u, new_factor, round + k);
                 weight = total.merge(weight, __shfl_sync(~0u, own.y, round + k));
                 sum = total.merge(sum, part[k]);
             }
         }
-        if (round + ROUND < splits) ask(round + ROUND);
+        if (round + ROUND < splits) load_round(round + ROUND);
     }
     return __fdiv_rn(sum, weight);
 }
 
-// A block per row and 256 columns of the output, which are whole heads; all rows of the step are merged.
-template <class Rounding>
-__device__ void merge_and_round(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim,
-                                float *out, uint8_t *panels) {
-    __shared__ float made[TILE_COLS];
+// A block per row and 256 columns of the output, which are whole heads; all rows of the step are merge_dimension.
+template <class Quantizer>
+__device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges, const uint32_t *count, int heads, int dim,
+                                float *out, uint8_t *act_tiles) {
+    __shared__ float merged_values[TILE_COLS];
     const uint32_t rows = *count;
-    const Merge merge = merges[blockIdx.x];
+    const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const int col = blockIdx.y * TILE_COLS + threadIdx.x;
-    float value = merged(partial_sums, partial_weights, merge, col / dim, heads, dim, col % dim);
+    float value = merge_dimension(partial_sums, partial_weights, merge, col / dim, heads, dim, col % dim);
     out[size_t(merge.row) * heads * dim + col] = value;
-    made[threadIdx.x] = value;
+    merged_values[threadIdx.x] = value;
     __syncthreads();
     if (threadIdx.x >= 32) return;
     float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = made[threadIdx.x * 8 + i];
-    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), heads * dim / TILE_COLS, merge.row, blockIdx.y));
+    for (int i = 0; i < 8; i++) v[i] = merged_values[threadIdx.x * 8 + i];
+    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), heads * dim / TILE_COLS, merge.row, blockIdx.y));
 }
 
 }  // namespace
 
 // One block per row and head, a thread per dimension.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_merge(const float *partial_sums, const float2 *partial_weights, const Merge *merges, const uint32_t *count, int heads, int dim, float *out) {
+    attention_merge(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges, const uint32_t *count, int heads, int dim, float *out) {
     const uint32_t rows = *count;
-    const Merge merge = merges[blockIdx.x];
+    const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t head = blockIdx.y;
     const int i = threadIdx.x;
-    float value = merged(partial_sums, partial_weights, merge, head, heads, dim, i);
+    float value = merge_dimension(partial_sums, partial_weights, merge, head, heads, dim, i);
     if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = value;
 }
 
-#define MERGE(SUFFIX, ROUNDING)                                                                                                \
+#define MERGE_KERNEL(SUFFIX, QUANTIZER)                                                                                                \
     extern "C" __global__ void __launch_bounds__(TILE_COLS)                                                                    \
-        attention_merge##SUFFIX(const float *partial_sums, const float2 *partial_weights, const Merge *merges,                 \
-                                const uint32_t *count, int heads, int dim, float *out, uint8_t *panels) {                      \
-        merge_and_round<ROUNDING>(partial_sums, partial_weights, merges, count, heads, dim, out, panels);                      \
+        attention_merge##SUFFIX(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,                 \
+                                const uint32_t *count, int heads, int dim, float *out, uint8_t *act_tiles) {                      \
+        merge_and_quantize<QUANTIZER>(partial_sums, partial_weights, merges, count, heads, dim, out, act_tiles);                      \
     }
-MERGE(_q8_0, RoundPer32<Scaling::PER_32>)
-MERGE(_q8_1, RoundPer32<Scaling::PER_32_SUMS>)
-MERGE(_q8_k, RoundPer256)
+MERGE_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
+MERGE_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
+MERGE_KERNEL(_q8_k, QuantizePer256)

@@ -1,14 +1,14 @@
 // attention.cu over keys and values of q8_0: a product's operand is scale times byte, rounded to f16.
 
-#include "attention/bytes.cuh"
-#include "attention/chunk.cuh"
-#include "attention/plain.cuh"
-#include "attention/split.cuh"
+#include "attention/kv_q8_0.cuh"
+#include "attention/prefill.cuh"
+#include "attention/scalar.cuh"
+#include "attention/split_kv.cuh"
 
-SPLIT(64, Bytes<64>)
-SPLIT(96, Bytes<96>)
-SPLIT(128, Bytes<128>)
-CHUNK(64, Bytes<64>)
-CHUNK(96, Bytes<96>)
-CHUNK(128, Bytes<128>)
-PLAIN(q8_0, StoredBytes)
+SPLIT_KV_KERNEL(64, KvQ8_0<64>)
+SPLIT_KV_KERNEL(96, KvQ8_0<96>)
+SPLIT_KV_KERNEL(128, KvQ8_0<128>)
+PREFILL_KERNEL(64, KvQ8_0<64>)
+PREFILL_KERNEL(96, KvQ8_0<96>)
+PREFILL_KERNEL(128, KvQ8_0<128>)
+SCALAR_KERNEL(q8_0, KvReaderQ8_0)

@@ -4,7 +4,7 @@
 // between blocks they are scrambled. So all threads sum blocks, 64 at a time, and eight lanes of the first warp walk the
 // scrambles of the previous 64 meanwhile.
 //
-// Limit: bytes read once at memory speed; one multiplication of 32 x 32 bits per 8 bytes. The walk costs a piece 1,024 x
+// Limit: bytes read once at memory speed; one multiplication of 32 x 32 bits per 8 bytes. The walk costs a plane_offset 1,024 x
 // ~50 cycles, so a range needs some hundred pieces to be read at full speed. Measured on an H200: 1 GiB at 3.7 TB/s, 64 MiB
 // at 1.3 TB/s.
 
@@ -70,14 +70,14 @@ __device__ uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t s
 
 }  // namespace
 
-// One thread block per piece; pieces of at most 240 bytes (another algorithm) are left to the host. `bytes` is aligned
-// to 8. `out[piece]` is the low and the high half.
+// One thread block per plane_offset; pieces of at most 240 bytes (another algorithm) are left to the host. `bytes` is aligned
+// to 8. `out[plane_offset]` is the low and the high half.
 extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint8_t *__restrict__ bytes, uint64_t total, uint64_t *__restrict__ out) {
     __shared__ uint64_t sums[2][BLOCKS_AT_ONCE][8];
     __shared__ uint64_t final_acc[8];
     __shared__ uint64_t keys[24];
     load_keys(keys);
-    const uint8_t *piece = bytes + blockIdx.x * PIECE_BYTES;
+    const uint8_t *plane_offset = bytes + blockIdx.x * PIECE_BYTES;
     uint64_t len = min(total - blockIdx.x * PIECE_BYTES, PIECE_BYTES);
     int lane = threadIdx.x % 8, group = threadIdx.x / 8;
     int whole_blocks = (len - 1) / BLOCK_BYTES;
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
         int block = batch * BLOCKS_AT_ONCE + group;
         if (batch < batches) {
             uint64_t values[STRIPES];
-            const uint64_t *data = reinterpret_cast<const uint64_t *>(piece + uint64_t(block) * BLOCK_BYTES);
+            const uint64_t *data = reinterpret_cast<const uint64_t *>(plane_offset + uint64_t(block) * BLOCK_BYTES);
 #pragma unroll
             for (int s = 0; s < STRIPES; s++) values[s] = block < whole_blocks ? data[8 * s + lane] : 0;
             uint64_t sum = 0;
@@ -110,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
     }
     if (threadIdx.x >= 32) return;
     // The whole first warp takes part in the exchange; only its first group's sums count.
-    const uint8_t *rest = piece + uint64_t(whole_blocks) * BLOCK_BYTES;
+    const uint8_t *rest = plane_offset + uint64_t(whole_blocks) * BLOCK_BYTES;
     int stripes = (len - 1 - uint64_t(whole_blocks) * BLOCK_BYTES) / STRIPE_BYTES;
     for (int s = 0; s < stripes; s++) acc += stripe_term(bytes8(rest + STRIPE_BYTES * s + 8 * lane), bytes8(SECRET + 8 * (s + lane)));
-    acc += stripe_term(bytes8(piece + len - STRIPE_BYTES + 8 * lane), bytes8(SECRET + 121 + 8 * lane));
+    acc += stripe_term(bytes8(plane_offset + len - STRIPE_BYTES + 8 * lane), bytes8(SECRET + 121 + 8 * lane));
     if (group == 0) final_acc[lane] = acc;
     __syncwarp();
     if (threadIdx.x < 2) {

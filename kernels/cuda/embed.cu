@@ -71,10 +71,10 @@ __device__ float decode(int type, const uint8_t *b, int e) {
 
 // Grid: (tiles of a row, tokens); 256 threads. A token beyond the table is left out.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
-    embed_tiles(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles, const uint32_t *tokens, float *out, int cols, int rows) {
+    embed_quantized(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles, const uint32_t *tokens, float *out, int cols, int rows) {
     __shared__ __align__(16) uint8_t raw[ROW_BYTES_MAX];
-    let_successor_start();
-    wait_for_predecessor();
+    launch_next_kernel();
+    wait_for_previous_kernel();
     uint32_t token = tokens[blockIdx.y];
     if (token >= static_cast<uint32_t>(rows)) return;
     int row = token % TILE_ROWS;
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
         int bytes = planes.len[plane] * planes.blocks[plane];
         for (int i = threadIdx.x * 2; i < bytes; i += 2 * TILE_COLS) {
             int at = planes.base[plane] + row * bytes + i;
-            Source source = source_of(planes, at);
+            BlockByte source = find_block_byte(planes, at);
             *reinterpret_cast<uint16_t *>(raw + source.block * planes.block_bytes + source.byte) = *reinterpret_cast<const uint16_t *>(tile + at);
         }
     }
@@ -96,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
 }
 
 // The same for plain types.
-extern "C" __global__ void __launch_bounds__(TILE_COLS) embed_rows(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
-    let_successor_start();
-    wait_for_predecessor();
+extern "C" __global__ void __launch_bounds__(TILE_COLS) embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
     uint32_t token = tokens[blockIdx.y];
     int col = blockIdx.x * TILE_COLS + threadIdx.x;
     if (token >= static_cast<uint32_t>(rows) || col >= cols) return;

@@ -1,14 +1,14 @@
 // Mixture of experts around its products (experts_*.cu): which experts a row goes through, which rows an expert works on,
 // and the sum of what they made.
 //
-//   expert_choose   a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
-//                   order (a tie goes to the lower index), their probabilities divided by their sum
-//   expert_group    one block: (row, rank) pairs in order of experts, cut into groups of pairs of one expert
-//   expert_round_*  the rows of pairs as panels, in that order: quantize.cu's work
-//   expert_combine  out[r] = sum of probability times contribution, in rank order
-//   expert_product_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
+//   expert_topk_softmax   a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
+//                   sorted_pairs (a tie goes to the lower index), their probabilities divided by their sum
+//   expert_sort_pairs    one block: (row, rank) pairs in sorted_pairs of experts, cut into groups of pairs of one expert
+//   expert_quantize_*  the rows of pairs as act_tiles, in that sorted_pairs: quantize.cu's params
+//   expert_combine  out[r] = sum of probability times contribution, in rank sorted_pairs
+//   expert_matvec_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
 //
-// Pair p is rank p % used of row p / used; its slot is its place in the order of experts. Grouping decides who reads an
+// Pair p is rank p % used of row p / used; its slot is its place in the sorted_pairs of experts. Grouping decides who reads an
 // expert's weights together, never a result.
 // Limit: latency; expert_combine: bytes, 4 (used + 1) per value.
 
@@ -25,10 +25,10 @@ namespace {
 // Smallest divisor when probabilities are renormalised (the smallest normal f16, as ops::choose_experts has it).
 constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 // Of a lane: up to 512 experts.
-constexpr int PER_LANE = 16;
+constexpr int EXPERTS_PER_LANE = 16;
 constexpr int GROUP_THREADS = 1024;
-constexpr int ROUND_WARPS = 8;
-constexpr int EXPERTS_MAX = 32 * PER_LANE;
+constexpr int QUANTIZE_WARPS = 8;
+constexpr int EXPERTS_MAX = 32 * EXPERTS_PER_LANE;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -36,9 +36,9 @@ __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // A lane takes columns lane, lane + 32, ...; lanes are added by a butterfly.
 template <typename T>
-__device__ void float_product(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token, int rows, int cols, float *out) {
-    wait_for_predecessor();
-    let_successor_start();
+__device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token, int rows, int cols, float *out) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     size_t pair = blockIdx.y;
@@ -50,15 +50,15 @@ __device__ void float_product(const T *weights, const float *x, const uint32_t *
     if (lane == 0) out[pair * rows + row] = sum;
 }
 
-// Rounds the rows of `x` into panels of slots: a warp per slot and tile of columns.
-template <class Rounding>
-__device__ void round_slots(const float *x, const uint32_t *order, int slots, int pairs_per_token, int cols, uint8_t *panels) {
-    wait_for_predecessor();
-    let_successor_start();
+// Rounds the rows of `x` into act_tiles of slots: a warp per slot and tile of columns.
+template <class Quantizer>
+__device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token, int cols, uint8_t *act_tiles) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-    int at = blockIdx.x * ROUND_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
+    int at = blockIdx.x * QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
     if (slot >= slots) return;
-    uint32_t pair = order[slot];
+    uint32_t pair = sorted_pairs[slot];
     if (pair == NO_PAIR) return;
     int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
@@ -67,38 +67,38 @@ __device__ void round_slots(const float *x, const uint32_t *order, int slots, in
         a = from[0], b = from[1];
     }
     float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, slot, tile));
+    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(128)
-    expert_choose(const float *logits, int rows, int count, int used, uint32_t *experts, float *shares) {
-    wait_for_predecessor();
-    let_successor_start();
+    expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts, float *expert_weights) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     logits += size_t(row) * count;
-    float probability[PER_LANE];
+    float probability[EXPERTS_PER_LANE];
     float largest = -INFINITY;
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) {
+    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
         int expert = k * 32 + lane;
         probability[k] = expert < count ? logits[expert] : -INFINITY;
         largest = fmaxf(largest, probability[k]);
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-    double weights[PER_LANE], total = 0.0;
+    double weights[EXPERTS_PER_LANE], total = 0.0;
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) {
+    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
         weights[k] = k * 32 + lane < count ? exp(double(probability[k] - largest)) : 0.0;
         total += weights[k];
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) probability[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
+    for (int k = 0; k < EXPERTS_PER_LANE; k++) probability[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
 
     float own = 0.0f, sum = 0.0f;
     uint32_t own_expert = 0;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128)
         float best = -2.0f;
         uint32_t best_expert = 0;
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) {
+        for (int k = 0; k < EXPERTS_PER_LANE; k++) {
             float key = probability[k] != probability[k] ? 2.0f : probability[k];
             if (key > best) best = key, best_expert = k * 32 + lane;
         }
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(128)
         }
         float chosen = best == 2.0f ? NAN : best;
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++)
+        for (int k = 0; k < EXPERTS_PER_LANE; k++)
             if (k * 32 + lane == int(best_expert)) probability[k] = -1.5f;
         sum += chosen;
         if (lane == rank % 32) own = chosen, own_expert = best_expert;
@@ -128,31 +128,31 @@ extern "C" __global__ void __launch_bounds__(128)
             int first = rank / 32 * 32;
             if (first + lane <= rank) {
                 experts[size_t(row) * used + first + lane] = own_expert;
-                shares[size_t(row) * used + first + lane] = own;
+                expert_weights[size_t(row) * used + first + lane] = own;
             }
         }
     }
     __syncwarp();
     float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
     for (int rank = lane; rank < used; rank += 32) {
-        float *share = shares + size_t(row) * used + rank;
-        *share = __fdiv_rn(*share, divisor);
+        float *expert_weight = expert_weights + size_t(row) * used + rank;
+        *expert_weight = __fdiv_rn(*expert_weight, divisor);
     }
 }
 
-// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `order` gets the pair of each of `slots`
+// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `sorted_pairs` gets the pair of each of `slots`
 // slots, or NO_PAIR; `groups` the experts' groups of at most `group_pairs`, `*group_count` how many there are.
 //
 // A warp counts a run of pairs, and gives them places once everybody has counted.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_group(const uint32_t *experts, int pairs, int count, int group_pairs,
-                                                                         int align, int slots, uint32_t *order, Group *groups, uint32_t *group_count) {
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs,
+                                                                         int align, int slots, uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
     constexpr int WARPS = GROUP_THREADS / 32;
     // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's next one.
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run, last = min(first + run, pairs);
     // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it there are here)`.
@@ -204,43 +204,43 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_group(const u
         first_slot[e] = slot;
         for (uint32_t g = 0; g < own_groups; g++)
             groups[group + g] = {uint32_t(e), slot + g * group_pairs, min(total - g * group_pairs, uint32_t(group_pairs))};
-        for (uint32_t i = total; i < padded; i++) order[slot + i] = NO_PAIR;
+        for (uint32_t i = total; i < padded; i++) sorted_pairs[slot + i] = NO_PAIR;
     }
     if (threadIdx.x == 0) *group_count = uint32_t(all >> 32);
-    for (int i = int(uint32_t(all)) + threadIdx.x; i < slots; i += GROUP_THREADS) order[i] = NO_PAIR;
+    for (int i = int(uint32_t(all)) + threadIdx.x; i < slots; i += GROUP_THREADS) sorted_pairs[i] = NO_PAIR;
     __syncthreads();
-    walk([&](int pair, uint32_t expert, uint32_t place) { order[first_slot[expert] + place] = pair; });
+    walk([&](int pair, uint32_t expert, uint32_t place) { sorted_pairs[first_slot[expert] + place] = pair; });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    expert_combine(const float *contributions, const float *shares, int used, int cols, float *out) {
-    wait_for_predecessor();
-    let_successor_start();
+    expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     size_t row = blockIdx.x;
     int col = blockIdx.y * 256 + threadIdx.x;
     if (col >= cols) return;
     contributions += row * used * cols + col;
-    shares += row * used;
+    expert_weights += row * used;
     float sum = 0.0f;
 #pragma unroll 8
-    for (int rank = 0; rank < used; rank++) sum += shares[rank] * contributions[size_t(rank) * cols];
+    for (int rank = 0; rank < used; rank++) sum += expert_weights[rank] * contributions[size_t(rank) * cols];
     out[row * cols + col] = sum;
 }
 
-#define ROUND_SLOTS(NAME, ROUNDING)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * ROUND_WARPS) expert_round_##NAME(const float *x, const uint32_t *order, int slots, \
-                                                                                      int pairs_per_token, int cols, uint8_t *panels) { \
-        round_slots<ROUNDING>(x, order, slots, pairs_per_token, cols, panels);                                                  \
+#define QUANTIZE_PAIRS_KERNEL(NAME, QUANTIZER)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS) expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, \
+                                                                                      int pairs_per_token, int cols, uint8_t *act_tiles) { \
+        quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, act_tiles);                                                  \
     }
-ROUND_SLOTS(q8_0, RoundPer32<Scaling::PER_32>)
-ROUND_SLOTS(q8_1, RoundPer32<Scaling::PER_32_SUMS>)
-ROUND_SLOTS(q8_k, RoundPer256)
+QUANTIZE_PAIRS_KERNEL(q8_0, QuantizePer32<ActivationFormat::Q8_0>)
+QUANTIZE_PAIRS_KERNEL(q8_1, QuantizePer32<ActivationFormat::Q8_1>)
+QUANTIZE_PAIRS_KERNEL(q8_k, QuantizePer256)
 
-#define FLOAT_PRODUCT(NAME, TYPE)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) expert_product_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
+#define FLOAT_MATVEC_KERNEL(NAME, TYPE)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) expert_matvec_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
                                                                             int pairs_per_token, int rows, int cols, float *out) { \
-        float_product<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);                                             \
+        float_matvec<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);                                             \
     }
-FLOAT_PRODUCT(f32, float)
-FLOAT_PRODUCT(f16, __half)
-FLOAT_PRODUCT(bf16, __nv_bfloat16)
+FLOAT_MATVEC_KERNEL(f32, float)
+FLOAT_MATVEC_KERNEL(f16, __half)
+FLOAT_MATVEC_KERNEL(bf16, __nv_bfloat16)

@@ -3,8 +3,8 @@
 #include "numeric.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const float *from = x + size_t(rows[blockIdx.x]) * cols;
     float *to = out + size_t(blockIdx.x) * cols;
     for (int i = threadIdx.x; i < cols; i += 256) to[i] = from[i];

@@ -13,8 +13,8 @@ constexpr int THREADS = 256;
 
 template <typename T>
 __device__ void write_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
     uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
     int cols = kv_heads * head_dim;
@@ -29,8 +29,8 @@ __device__ void write_row(KvLayer kv, const float *keys, const float *values, co
 
 // A warp has 32 values that share a scale.
 __device__ void write_q8_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
     uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (head_dim + 31) / 32;

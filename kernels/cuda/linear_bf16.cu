@@ -7,4 +7,4 @@
 FLOAT_KERNELS(bf16, BF16)
 
 // Three blocks of it fit a multiprocessor.
-MATMUL(bf16, 8_short, BF16, 1, 1, 2, 1, 1)
+MATMUL_KERNEL(bf16, 8_short, BF16, 1, 1, 2, 1, 1)

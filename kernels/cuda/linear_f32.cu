@@ -12,10 +12,10 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int TOKENS = 4;
 
-// Columns k to k + 3 of a row, 0 beyond it. WHOLE: rows are multiples of four long.
-template <bool WHOLE>
+// Columns k to k + 3 of a row, 0 beyond it. ALIGNED: rows are multiples of four long.
+template <bool ALIGNED>
 __device__ float4 load4(const float *row, int k, int cols) {
-    if constexpr (WHOLE) return *reinterpret_cast<const float4 *>(row + k);
+    if constexpr (ALIGNED) return *reinterpret_cast<const float4 *>(row + k);
     float v[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -23,8 +23,8 @@ __device__ float4 load4(const float *row, int k, int cols) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-template <bool WHOLE>
-__device__ void run(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, int tokens) {
+template <bool ALIGNED>
+__device__ void multiply_rows(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, int tokens) {
     int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TOKENS;
     if (row >= rows) return;
     const float *w = weights + static_cast<size_t>(row) * cols, *v[TOKENS];
@@ -33,16 +33,16 @@ __device__ void run(const float *weights, const float *x, const float *bias, flo
     for (int t = 0; t < TOKENS; t++) v[t] = x + static_cast<size_t>(min(first + t, tokens - 1)) * cols;
     float sum[TOKENS] = {};
     for (int k = 4 * lane; k < cols; k += 128) {
-        float4 a = load4<WHOLE>(w, k, cols), b[TOKENS];
+        float4 a = load4<ALIGNED>(w, k, cols), b[TOKENS];
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) b[t] = load4<WHOLE>(v[t], k, cols);
+        for (int t = 0; t < TOKENS; t++) b[t] = load4<ALIGNED>(v[t], k, cols);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
             float &s = sum[t];
             s = fmaf(a.x, b[t].x, s);
-            if (WHOLE || k + 1 < cols) s = fmaf(a.y, b[t].y, s);
-            if (WHOLE || k + 2 < cols) s = fmaf(a.z, b[t].z, s);
-            if (WHOLE || k + 3 < cols) s = fmaf(a.w, b[t].w, s);
+            if (ALIGNED || k + 1 < cols) s = fmaf(a.y, b[t].y, s);
+            if (ALIGNED || k + 2 < cols) s = fmaf(a.z, b[t].z, s);
+            if (ALIGNED || k + 3 < cols) s = fmaf(a.w, b[t].w, s);
         }
     }
 #pragma unroll
@@ -60,11 +60,11 @@ __device__ void run(const float *weights, const float *x, const float *bias, flo
 // `bias` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     linear_f32(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, int tokens) {
-    let_successor_start();
-    wait_for_predecessor();
+    launch_next_kernel();
+    wait_for_previous_kernel();
     if (cols % 4 == 0) {
-        run<true>(weights, x, bias, out, cols, rows, tokens);
+        multiply_rows<true>(weights, x, bias, out, cols, rows, tokens);
     } else {
-        run<false>(weights, x, bias, out, cols, rows, tokens);
+        multiply_rows<false>(weights, x, bias, out, cols, rows, tokens);
     }
 }

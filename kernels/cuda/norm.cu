@@ -2,12 +2,12 @@
 //
 //   rms_norm        one thread block per row
 //   add_rms_norm    x += y first: the residual stream and the norm of the next block in one pass
-//   *_q8_0, ...     the same, and the row rounded into a panel: quantize.cu's work, while the values are in registers
+//   *_q8_0, ...     the same, and the row rounded into a act_tile: quantize.cu's work, while the values are in registers
 //   rms_norm_heads  one warp per head, in place
-//   add             x += y alone
+//   add_residual             x += y alone
 //
-// A row is summed by the same number of threads however many rows there are: thread t takes runs t, t + THREADS, ... of eight
-// values, warps add by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
+// A row is summed by the same number of threads however many rows there are: thread t takes vectors t, t + THREADS, ... of eight
+// values, warps add_residual by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
 // a load, a reduction and a store, some 2 us.
 
 #include "linear/quantize.cuh"
@@ -17,9 +17,9 @@ namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-constexpr int RUN = 8;
+constexpr int VECTOR = 8;
 // Runs that a thread keeps between its two passes: rows of up to 16,384 values. As in norm.rs.
-constexpr int KEPT = 4;
+constexpr int VECTORS_PER_THREAD = 4;
 
 __device__ float block_sum(float x) {
     __shared__ float sums[WARPS];
@@ -36,75 +36,75 @@ __device__ float norm_factor(float squares, int cols, float eps) {
     return __frcp_rn(__fsqrt_rn(__fdiv_rn(squares, static_cast<float>(cols)) + eps));
 }
 
-__device__ void load(float (&v)[RUN], const float *from) {
+__device__ void load(float (&v)[VECTOR], const float *from) {
     float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-__device__ void store(float *to, const float (&v)[RUN]) {
+__device__ void store(float *to, const float (&v)[VECTOR]) {
     reinterpret_cast<float4 *>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
     reinterpret_cast<float4 *>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
 // No rounding.
-struct Keep {
-    static constexpr bool ROUNDS = false;
+struct NoQuantizer {
+    static constexpr bool QUANTIZES = false;
 };
 
-template <class Rounding>
-struct Into : Rounding {
-    static constexpr bool ROUNDS = true;
+template <class Quantizer>
+struct WithQuantizer : Quantizer {
+    static constexpr bool QUANTIZES = true;
 };
 
-// Rounding takes rows of whole runs that a thread can keep: norm.rs sees to that.
-template <bool ADD, class Rounding>
-__device__ void norm_row(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *panels) {
-    wait_for_predecessor();
-    let_successor_start();
+// Quantizer takes rows of whole vectors that a thread can keep: norm.rs sees to that.
+template <bool ADD, class Quantizer>
+__device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
     x += row, out += row;
     if (ADD) y += row;
     float squares = 0.0f;
-    if (Rounding::ROUNDS || (cols % RUN == 0 && cols <= RUN * KEPT * THREADS)) {
-        int runs = cols / RUN;
-        float kept[KEPT][RUN];
+    if (Quantizer::QUANTIZES || (cols % VECTOR == 0 && cols <= VECTOR * VECTORS_PER_THREAD * THREADS)) {
+        int vectors = cols / VECTOR;
+        float kept[VECTORS_PER_THREAD][VECTOR];
 #pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            int run = k * THREADS + threadIdx.x;
-            if (run >= runs) continue;
-            load(kept[k], x + run * RUN);
+        for (int k = 0; k < VECTORS_PER_THREAD; k++) {
+            int vector = k * THREADS + threadIdx.x;
+            if (vector >= vectors) continue;
+            load(kept[k], x + vector * VECTOR);
             if (ADD) {
-                float added[RUN];
-                load(added, y + run * RUN);
+                float added[VECTOR];
+                load(added, y + vector * VECTOR);
 #pragma unroll
-                for (int i = 0; i < RUN; i++) kept[k][i] += added[i];
-                store(x + run * RUN, kept[k]);
+                for (int i = 0; i < VECTOR; i++) kept[k][i] += added[i];
+                store(x + vector * VECTOR, kept[k]);
             }
 #pragma unroll
-            for (int i = 0; i < RUN; i++) squares = fmaf(kept[k][i], kept[k][i], squares);
+            for (int i = 0; i < VECTOR; i++) squares = fmaf(kept[k][i], kept[k][i], squares);
         }
         float factor = norm_factor(block_sum(squares), cols, eps);
 #pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            int run = k * THREADS + threadIdx.x;
-            // A warp's runs are one tile of columns: it goes on together, or not at all.
-            if (run / 32 * 32 >= runs) continue;
-            float made[RUN] = {};
-            if (run < runs) {
-                float w[RUN];
-                load(w, weight + run * RUN);
+        for (int k = 0; k < VECTORS_PER_THREAD; k++) {
+            int vector = k * THREADS + threadIdx.x;
+            // A warp's vectors are one tile of columns: it goes on together, or not at all.
+            if (vector / 32 * 32 >= vectors) continue;
+            float normalized[VECTOR] = {};
+            if (vector < vectors) {
+                float w[VECTOR];
+                load(w, weight + vector * VECTOR);
 #pragma unroll
-                for (int i = 0; i < RUN; i++) made[i] = kept[k][i] * factor * w[i];
-                store(out + run * RUN, made);
+                for (int i = 0; i < VECTOR; i++) normalized[i] = kept[k][i] * factor * w[i];
+                store(out + vector * VECTOR, normalized);
             }
-            if constexpr (Rounding::ROUNDS) {
+            if constexpr (Quantizer::QUANTIZES) {
                 int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-                Rounding::put(made, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, blockIdx.x, run / 32));
+                Quantizer::store(normalized, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, blockIdx.x, vector / 32));
             }
         }
         return;
     }
-    if constexpr (!Rounding::ROUNDS) {
+    if constexpr (!Quantizer::QUANTIZES) {
         for (int i = threadIdx.x; i < cols; i += THREADS) {
             float v = x[i];
             if (ADD) x[i] = v = v + y[i];
@@ -117,24 +117,24 @@ __device__ void norm_row(float *x, const float *y, const float *weight, float ep
 
 }  // namespace
 
-#define NORMS(SUFFIX, ROUNDING)                                                                                                \
+#define NORM_KERNELS(SUFFIX, QUANTIZER)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
-        rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols, uint8_t *panels) {                    \
-        norm_row<false, ROUNDING>(x, nullptr, weight, eps, out, cols, panels);                                                 \
+        rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {                    \
+        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, act_tiles);                                                 \
     }                                                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
-        add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *panels) { \
-        norm_row<true, ROUNDING>(x, y, weight, eps, out, cols, panels);                                                        \
+        add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) { \
+        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, act_tiles);                                                        \
     }
-NORMS(, Keep)
-NORMS(_q8_0, Into<RoundPer32<Scaling::PER_32>>)
-NORMS(_q8_1, Into<RoundPer32<Scaling::PER_32_SUMS>>)
-NORMS(_q8_k, Into<RoundPer256>)
+NORM_KERNELS(, NoQuantizer)
+NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
+NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)
+NORM_KERNELS(_q8_k, WithQuantizer<QuantizePer256>)
 
 // `heads` over all rows; a head is `head_dim` values of x.
 extern "C" __global__ void __launch_bounds__(128) rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int head = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= heads) return;
     x += size_t(head) * head_dim;
@@ -144,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(128) rms_norm_heads(float *x, const
     for (int i = lane; i < head_dim; i += 32) x[i] = x[i] * factor * weight[i];
 }
 
-extern "C" __global__ void __launch_bounds__(256) add(float *x, const float *y, uint64_t values) {
-    wait_for_predecessor();
-    let_successor_start();
+extern "C" __global__ void __launch_bounds__(256) add_residual(float *x, const float *y, uint64_t values) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
     if (i < values) x[i] += y[i];
 }

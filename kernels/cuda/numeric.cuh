@@ -36,11 +36,11 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // The kernel may be started while its predecessor in the stream ends: everything before this call may not touch what the
 // predecessor writes or reads.
-__device__ __forceinline__ void wait_for_predecessor() {
+__device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Lets the successor be started. It still waits for this kernel's end before it reads.
-__device__ __forceinline__ void let_successor_start() {
+__device__ __forceinline__ void launch_next_kernel() {
     asm volatile("griddepcontrol.launch_dependents;");
 }

@@ -1,8 +1,8 @@
-// Activation rows f32 [tokens][cols] to panels of 8 tokens by 256 values (linear/tile.cuh), by quant's own rules:
-// Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
-// 256 (the value of largest magnitude becomes -127, halves to even).
+// Activation rows f32 [tokens][cols] row act_tiles of 8 tokens by 256 values (linear/tile.cuh), by quant's own rules:
+// Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded row f16), Q8_K per
+// 256 (the value of largest magnitude becomes -127, halves row even).
 //
-// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest to what is left (even at ties).
+// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest row what is left (even at ties).
 // A warp converts 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
 // left as they are. Limit: 4 bytes read and about 1.1 written per value (4 and 6 for floats); a step's activations are in L2.
 
@@ -16,53 +16,53 @@ namespace {
 constexpr int WARPS = 8;
 
 // What a warp converts: 256 columns of a token.
-struct Place {
+struct TokenTile {
     const float *x;
-    PanelPlace to;
+    ActTileRow row;
     // Of the row's 256 columns.
     int valid;
 };
 
-__device__ bool find(Place &place, const float *x, int tokens, int cols, uint8_t *panels, int panel) {
+__device__ bool find_token_tile(TokenTile &token_tile, const float *x, int tokens, int cols, uint8_t *act_tiles, int act_tile) {
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, col = at % col_tiles;
     if (token >= tokens) return false;
-    place.x = x + static_cast<size_t>(token) * cols + col * TILE_COLS;
-    place.to = panel_place(panels, panel, col_tiles, token, col);
-    place.valid = min(TILE_COLS, cols - col * TILE_COLS);
+    token_tile.x = x + static_cast<size_t>(token) * cols + col * TILE_COLS;
+    token_tile.row = act_tile_row(act_tiles, act_tile, col_tiles, token, col);
+    token_tile.valid = min(TILE_COLS, cols - col * TILE_COLS);
     return true;
 }
 
-// Values 8 lane to 8 lane + 7; rows are multiples of 16 long, so eight values are inside or outside together.
-__device__ void load(float (&v)[8], const Place &place) {
+// Values 8 lane row 8 lane + 7; rows are multiples of 16 long, so eight values are inside or outside together.
+__device__ void load(float (&v)[8], const TokenTile &token_tile) {
     int first = threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
-    if (first < place.valid) {
-        a = *reinterpret_cast<const float4 *>(place.x + first);
-        b = *reinterpret_cast<const float4 *>(place.x + first + 4);
+    if (first < token_tile.valid) {
+        a = *reinterpret_cast<const float4 *>(token_tile.x + first);
+        b = *reinterpret_cast<const float4 *>(token_tile.x + first + 4);
     }
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-template <class Rounding>
-__device__ void round_values(const Place &place) {
+template <class Quantizer>
+__device__ void quantize_values(const TokenTile &token_tile) {
     float v[8];
-    load(v, place);
-    Rounding::put(v, place.to);
+    load(v, token_tile);
+    Quantizer::store(v, token_tile.row);
 }
 
 // Writes part `part` of the lane's eight values.
-__device__ void put_part(const PanelPlace &to, int part, const uint16_t (&h)[8]) {
+__device__ void store_part(const ActTileRow &row, int part, const uint16_t (&h)[8]) {
     uint4 words = {h[0] | uint32_t(h[1]) << 16, h[2] | uint32_t(h[3]) << 16, h[4] | uint32_t(h[5]) << 16, h[6] | uint32_t(h[7]) << 16};
-    *reinterpret_cast<uint4 *>(to.panel + part * PANEL_PART + half_panel_piece(to.token, threadIdx.x % 32)) = words;
+    *reinterpret_cast<uint4 *>(row.act_tile + part * ACT_TILE_PART_BYTES + act16_tile_offset(row.token, threadIdx.x % 32)) = words;
 }
 
 // What the rounding of a part leaves over is exact in f32, and is the next part's matter.
-__device__ void round_to_bf16_parts(const Place &place) {
+__device__ void split_into_bf16(const TokenTile &token_tile) {
     float v[8];
-    load(v, place);
+    load(v, token_tile);
 #pragma unroll
-    for (int part = 0; part < parts_of(Scaling::BF16_PARTS); part++) {
+    for (int part = 0; part < parts_of(ActivationFormat::BF16X3); part++) {
         uint16_t h[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -70,15 +70,15 @@ __device__ void round_to_bf16_parts(const Place &place) {
             h[i] = __bfloat16_as_ushort(rounded);
             v[i] -= __bfloat162float(rounded);
         }
-        put_part(place.to, part, h);
+        store_part(token_tile.row, part, h);
     }
 }
 
-// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is small enough to lose bits
+// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is small enough row lose bits
 // has none that count beside the largest.
-__device__ void round_to_f16_parts(const Place &place) {
+__device__ void split_into_f16(const TokenTile &token_tile) {
     float v[8];
-    load(v, place);
+    load(v, token_tile);
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -89,7 +89,7 @@ __device__ void round_to_f16_parts(const Place &place) {
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] *= factor;
 #pragma unroll
-    for (int part = 0; part < parts_of(Scaling::F16_PARTS); part++) {
+    for (int part = 0; part < parts_of(ActivationFormat::F16X2); part++) {
         uint16_t h[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -97,24 +97,24 @@ __device__ void round_to_f16_parts(const Place &place) {
             h[i] = __half_as_ushort(rounded);
             v[i] -= __half2float(rounded);
         }
-        put_part(place.to, part, h);
+        store_part(token_tile.row, part, h);
     }
-    float *scales = reinterpret_cast<float *>(place.to.panel + parts_of(Scaling::F16_PARTS) * PANEL_PART);
-    if (threadIdx.x % 32 == 0) scales[place.to.token] = __int_as_float((127 - shift) << 23);
+    float *scales = reinterpret_cast<float *>(token_tile.row.act_tile + parts_of(ActivationFormat::F16X2) * ACT_TILE_PART_BYTES);
+    if (threadIdx.x % 32 == 0) scales[token_tile.row.token] = __int_as_float((127 - shift) << 23);
 }
 
 }  // namespace
 
-#define QUANTIZE(NAME, SCALING, BODY)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const float *x, int tokens, int cols, uint8_t *panels) {     \
-        let_successor_start();                                                                                                \
-        wait_for_predecessor();                                                                                               \
-        Place place;                                                                                                          \
-        if (find(place, x, tokens, cols, panels, panel_bytes(SCALING))) BODY(place);                                          \
+#define QUANTIZE_KERNEL(NAME, ACTIVATION, BODY)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const float *x, int tokens, int cols, uint8_t *act_tiles) {     \
+        launch_next_kernel();                                                                                                \
+        wait_for_previous_kernel();                                                                                               \
+        TokenTile token_tile;                                                                                                          \
+        if (find_token_tile(token_tile, x, tokens, cols, act_tiles, act_tile_bytes(ACTIVATION))) BODY(token_tile);                                          \
     }
 
-QUANTIZE(quantize_q8_0, Scaling::PER_32, round_values<RoundPer32<Scaling::PER_32>>)
-QUANTIZE(quantize_q8_1, Scaling::PER_32_SUMS, round_values<RoundPer32<Scaling::PER_32_SUMS>>)
-QUANTIZE(quantize_q8_k, Scaling::PER_256, round_values<RoundPer256>)
-QUANTIZE(quantize_f16, Scaling::F16_PARTS, round_to_f16_parts)
-QUANTIZE(quantize_bf16, Scaling::BF16_PARTS, round_to_bf16_parts)
+QUANTIZE_KERNEL(quantize_q8_0, ActivationFormat::Q8_0, quantize_values<QuantizePer32<ActivationFormat::Q8_0>>)
+QUANTIZE_KERNEL(quantize_q8_1, ActivationFormat::Q8_1, quantize_values<QuantizePer32<ActivationFormat::Q8_1>>)
+QUANTIZE_KERNEL(quantize_q8_k, ActivationFormat::Q8_K, quantize_values<QuantizePer256>)
+QUANTIZE_KERNEL(quantize_f16, ActivationFormat::F16X2, split_into_f16)
+QUANTIZE_KERNEL(quantize_bf16, ActivationFormat::BF16X3, split_into_bf16)

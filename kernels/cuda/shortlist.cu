@@ -3,9 +3,9 @@
 // (falling value, then rising index), the exponential and the order of sums are those of ops::rank and ops::weights.
 //
 // Four kernels. `groups` finds the highest value of each of 2,048 groups of a row's values. The 256th highest of these is a
-// floor, found by `floor`, that at least 256 values reach, and hardly more than 300, since neighbours are in different groups.
+// threshold_key, candidates by `threshold_key`, that at least 256 values reach, and hardly more than 300, since neighbours are in different groups.
 // `find` collects them and adds up the weights. `finish` sorts them and draws. A row of which more than 1,024 values reach the
-// floor, all equal ones say, gets no list: the host reads it.
+// threshold_key, all equal ones say, gets no list: the host reads it.
 //
 // Limit: latency: of loads from the second-level cache, where logits are that were just made, of chains of f64 additions
 // and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for 16, 59 for 64 (31% of the copy rate, read twice); 4 to
@@ -21,7 +21,7 @@ constexpr int THREADS = 256;
 constexpr int LEN = 256;
 constexpr int GROUPS = 2048;
 constexpr int OWN_GROUPS = GROUPS / THREADS;
-constexpr int FOUND_MAX = 1024;
+constexpr int CANDIDATES_MAX = 1024;
 // Of ops::weights: values of a partial sum, and running sums that it is made of.
 constexpr int BLOCK = 1024;
 constexpr int LANES = 8;
@@ -30,24 +30,24 @@ constexpr int SUMS = 4;
 // So that the warp's lanes hit different banks.
 constexpr int PADDED = BLOCK + LANES;
 constexpr int SUMS_MAX = 1024;
-// Words of a row's weighing, and of its record: count, sum, drawn token, best values.
+// Words of a row's weighing, and of its result: count, sum, drawn token, best values.
 constexpr int WEIGHING = 4;
-constexpr int RECORD = 3 + LEN;
+constexpr int RESULT_WORDS = 3 + LEN;
 constexpr uint32_t NOT_DRAWN = 0xFFFFFFFF;
 constexpr uint32_t POSITIVE_INFINITY = 0xFF800000;
 constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFF;
 
 // Integers in the order of values; both zeros are one. NaN becomes the highest, and 0 is below all.
-__device__ uint32_t key_of(float value) {
+__device__ uint32_t sort_key(float value) {
     if (value != value) return 0xFFFFFFFF;
     uint32_t bits = __float_as_uint(value + 0.0f);
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
-__device__ float value_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFF : ~key); }
+__device__ float sort_key_value(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFF : ~key); }
 
 // ops::weights::exp, operation by operation.
-__device__ float weight(float value, float max, float temperature) {
+__device__ float softmax_weight(float value, float max, float temperature) {
     constexpr float LOWEST = -87.0f, ROUND = 12582912.0f;
     float x = (value - max) / temperature;
     float clamped = fmaxf(x, LOWEST);
@@ -66,20 +66,20 @@ __device__ float weight(float value, float max, float temperature) {
 }
 
 // What is known of a row before its values are looked at again.
-struct Head {
+struct RowThreshold {
     uint32_t highest;
-    uint32_t floor;
+    uint32_t threshold_key;
 };
 
 // A row without a highest number: it holds a NaN or infinity, or nothing else than minus infinity.
-__device__ bool is_broken(uint32_t highest) { return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY; }
+__device__ bool has_no_finite_max(uint32_t highest) { return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY; }
 
 }  // namespace
 
 // Group g of a row has its values g, g + GROUPS, g + 2 GROUPS ...
-extern "C" __global__ void __launch_bounds__(THREADS) shortlist_groups(const float *x, uint32_t cols, uint32_t *groups) {
-    wait_for_predecessor();
-    let_successor_start();
+extern "C" __global__ void __launch_bounds__(THREADS) shortlist_group_max(const float *x, uint32_t cols, uint32_t *groups) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.y;
     const uint32_t group = blockIdx.x * THREADS + threadIdx.x;
     x += row * cols;
@@ -92,22 +92,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) shortlist_groups(const flo
         for (int k = 0; k < ROUND; k++) v[k] = first + k * GROUPS < cols ? x[first + k * GROUPS] : -INFINITY;
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
-            if (first + k * GROUPS < cols) highest = max(highest, key_of(v[k]));
+            if (first + k * GROUPS < cols) highest = max(highest, sort_key(v[k]));
         }
     }
     groups[row * GROUPS + group] = highest;
 }
 
-// One block per row. The floor is the LEN-th highest of the groups without its last bits, found bit by bit; 0 if there are
+// One block per row. The threshold_key is the LEN-th highest of the groups without its last bits, candidates bit by bit; 0 if there are
 // fewer groups.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_floor(const uint32_t *groups, Head *heads, uint32_t *counts) {
+    shortlist_threshold(const uint32_t *groups, RowThreshold *thresholds, uint32_t *counts) {
     // As precise as an f32 with 11 bits behind the point.
     constexpr int LAST_BIT = 12;
     __shared__ uint32_t reaching[32];
     __shared__ uint32_t highest;
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.x;
     uint32_t own[OWN_GROUPS], own_highest = 0;
     if (threadIdx.x < 32) reaching[threadIdx.x] = 0;
@@ -120,31 +120,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     own_highest = __reduce_max_sync(~0u, own_highest);
     __syncthreads();
     if (threadIdx.x % 32 == 0) atomicMax(&highest, own_highest);
-    uint32_t floor = 0;
+    uint32_t threshold_key = 0;
     for (int bit = 31; bit >= LAST_BIT; bit--) {
-        const uint32_t higher = floor | 1u << bit;
+        const uint32_t higher = threshold_key | 1u << bit;
         uint32_t count = 0;
 #pragma unroll
         for (int k = 0; k < OWN_GROUPS; k++) count += own[k] >= higher;
         count = __reduce_add_sync(~0u, count);
         if (threadIdx.x % 32 == 0) atomicAdd(&reaching[bit], count);
         __syncthreads();
-        if (reaching[bit] >= LEN) floor = higher;
+        if (reaching[bit] >= LEN) threshold_key = higher;
     }
     if (threadIdx.x == 0) {
-        heads[row] = {highest, floor};
+        thresholds[row] = {highest, threshold_key};
         counts[row] = 0;
     }
 }
 
 // Block (b, row) looks at SUMS partial sums of the row, from b * SUMS on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_find(const float *x, uint32_t cols, const uint32_t *weighings, const Head *heads, uint32_t *counts,
-                   uint64_t *found, double *sums) {
+    shortlist_collect(const float *x, uint32_t cols, const uint32_t *weighings, const RowThreshold *thresholds, uint32_t *counts,
+                   uint64_t *candidates, double *sums) {
     constexpr int OWN = SUMS * BLOCK / THREADS;
     __shared__ float weights[SUMS * PADDED];
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.y;
     const uint32_t first = blockIdx.x * SUMS * BLOCK;
     x += row * cols;
@@ -154,19 +154,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const uint32_t id = first + k * THREADS + threadIdx.x;
         v[k] = id < cols ? x[id] : -INFINITY;
     }
-    const Head head = heads[row];
-    if (is_broken(head.highest)) return;
-    const float max = value_of(head.highest), temperature = __uint_as_float(weighings[row * WEIGHING]);
+    const RowThreshold threshold = thresholds[row];
+    if (has_no_finite_max(threshold.highest)) return;
+    const float max = sort_key_value(threshold.highest), temperature = __uint_as_float(weighings[row * WEIGHING]);
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
         const int at = k * THREADS + threadIdx.x;
-        const uint32_t id = first + at, key = key_of(v[k]);
-        if (id < cols && key >= head.floor) {
+        const uint32_t id = first + at, key = sort_key(v[k]);
+        if (id < cols && key >= threshold.threshold_key) {
             const uint32_t place = atomicAdd(&counts[row], 1);
-            if (place < FOUND_MAX) found[row * FOUND_MAX + place] = uint64_t(~key) << 32 | id;
+            if (place < CANDIDATES_MAX) candidates[row * CANDIDATES_MAX + place] = uint64_t(~key) << 32 | id;
         }
         // What is beyond the row's end adds nothing.
-        weights[at / BLOCK * PADDED + at % BLOCK] = weight(v[k], max, temperature);
+        weights[at / BLOCK * PADDED + at % BLOCK] = softmax_weight(v[k], max, temperature);
     }
     __syncthreads();
     if (threadIdx.x >= 32) return;
@@ -186,15 +186,15 @@ namespace {
 // Steps of a chain of f64 additions between two looks at what came of it.
 constexpr int ROUND = 16;
 
-// The best of what was found, in order.
-__device__ void list_best(const uint64_t *found, uint32_t count, uint64_t *record) {
-    __shared__ uint64_t keys[FOUND_MAX];
-    const uint32_t listed = count > FOUND_MAX ? 0 : min(count, LEN);
-    if (threadIdx.x == 0) record[0] = listed;
+// The best of what was candidates, in order.
+__device__ void sort_candidates(const uint64_t *candidates, uint32_t count, uint64_t *result) {
+    __shared__ uint64_t keys[CANDIDATES_MAX];
+    const uint32_t listed = count > CANDIDATES_MAX ? 0 : min(count, LEN);
+    if (threadIdx.x == 0) result[0] = listed;
     if (listed == 0) return;
     uint32_t len = 2;
     while (len < count) len *= 2;
-    for (uint32_t i = threadIdx.x; i < len; i += THREADS) keys[i] = i < count ? found[i] : ~uint64_t(0);
+    for (uint32_t i = threadIdx.x; i < len; i += THREADS) keys[i] = i < count ? candidates[i] : ~uint64_t(0);
     __syncthreads();
     // Bitonic: every run of `size` becomes sorted, up and down in turns.
     for (uint32_t size = 2; size <= len; size *= 2) {
@@ -210,45 +210,45 @@ __device__ void list_best(const uint64_t *found, uint32_t count, uint64_t *recor
             __syncthreads();
         }
     }
-    for (uint32_t i = threadIdx.x; i < listed; i += THREADS) record[3 + i] = keys[i];
+    for (uint32_t i = threadIdx.x; i < listed; i += THREADS) result[3 + i] = keys[i];
 }
 
-// A partial sum, and what of the target is left for its weights.
-struct Chosen {
+// A partial sum, and what of the target is remainder for its weights.
+struct ChosenBlock {
     uint32_t block;
-    double left;
+    double remainder;
 };
 
-// The first part of ops::weights::Weights::pick. `partial` has zeros up to a multiple of ROUND. One thread of the block.
-__device__ Chosen choose(const double *partial, uint32_t blocks, double left) {
-    Chosen chosen = {0, left};
+// The first part of ops::weights::Weights::choose_in_block. `partial` has zeros up to a multiple of ROUND. One thread of the block.
+__device__ ChosenBlock choose_block(const double *partial, uint32_t blocks, double remainder) {
+    ChosenBlock chosen_block = {0, remainder};
     for (uint32_t start = 0; start < blocks; start += ROUND) {
-        double lefts[ROUND + 1];
-        lefts[0] = left;
+        double remainders[ROUND + 1];
+        remainders[0] = remainder;
 #pragma unroll
-        for (int k = 0; k < ROUND; k++) lefts[k + 1] = lefts[k] - partial[start + k];
+        for (int k = 0; k < ROUND; k++) remainders[k + 1] = remainders[k] - partial[start + k];
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
             const double sum = partial[start + k];
             if (sum > 0.0) {
-                if (lefts[k] < sum) return {start + k, lefts[k]};
-                chosen = {start + k, lefts[k + 1]};
+                if (remainders[k] < sum) return {start + k, remainders[k]};
+                chosen_block = {start + k, remainders[k + 1]};
             }
         }
-        left = lefts[ROUND];
+        remainder = remainders[ROUND];
     }
-    return chosen;
+    return chosen_block;
 }
 
 // The second part: the first place where the running sum of the weights exceeds `target`, which is not negative; else the last
 // that adds something. One thread of the block.
-__device__ uint32_t pick(const float *weights, double target) {
+__device__ uint32_t choose_in_block(const float *weights, double target) {
     double sum = 0.0;
     for (uint32_t start = 0; start < BLOCK; start += ROUND) {
         double sums[ROUND];
 #pragma unroll
         for (int k = 0; k < ROUND; k++) sums[k] = sum += double(weights[start + k]);
-        // Sums never fall: where one exceeds the target for the first time, a weight has been added.
+        // Sums never fall: where one exceeds the target for the first time, a softmax_weight has been added.
         if (target < sum) {
 #pragma unroll
             for (int k = 0; k < ROUND; k++) {
@@ -262,11 +262,11 @@ __device__ uint32_t pick(const float *weights, double target) {
     return 0;
 }
 
-__device__ void draw(const float *x, uint32_t cols, const uint32_t *weighing, float max, const double *sums,
-                     uint64_t *record) {
+__device__ void draw_token(const float *x, uint32_t cols, const uint32_t *weighing, float max, const double *sums,
+                     uint64_t *result) {
     __shared__ double partial[SUMS_MAX];
     __shared__ float weights[BLOCK];
-    __shared__ Chosen chosen;
+    __shared__ ChosenBlock chosen_block;
     const uint32_t blocks = (cols + BLOCK - 1) / BLOCK;
     for (uint32_t i = threadIdx.x; i < SUMS_MAX; i += THREADS) partial[i] = i < blocks ? sums[i] : 0.0;
     __syncthreads();
@@ -277,45 +277,45 @@ __device__ void draw(const float *x, uint32_t cols, const uint32_t *weighing, fl
 #pragma unroll
             for (int k = 0; k < ROUND; k++) total += partial[start + k];
         }
-        record[1] = __double_as_longlong(total);
+        result[1] = __double_as_longlong(total);
         const double uniform = __longlong_as_double(uint64_t(weighing[3]) << 32 | weighing[2]);
-        if (wanted) chosen = choose(partial, blocks, uniform * total);
+        if (wanted) chosen_block = choose_block(partial, blocks, uniform * total);
     }
     uint32_t drawn = NOT_DRAWN;
     if (wanted) {
         __syncthreads();
-        const uint32_t start = chosen.block * BLOCK;
+        const uint32_t start = chosen_block.block * BLOCK;
         const float temperature = __uint_as_float(weighing[0]);
         for (uint32_t i = threadIdx.x; i < BLOCK; i += THREADS) {
             const float value = start + i < cols ? x[start + i] : -INFINITY;
-            weights[i] = weight(value, max, temperature);
+            weights[i] = softmax_weight(value, max, temperature);
         }
         __syncthreads();
-        if (threadIdx.x == 0) drawn = start + pick(weights, chosen.left);
+        if (threadIdx.x == 0) drawn = start + choose_in_block(weights, chosen_block.remainder);
     }
-    if (threadIdx.x == 0) record[2] = drawn;
+    if (threadIdx.x == 0) result[2] = drawn;
 }
 
 }  // namespace
 
 // Two blocks per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_finish(const float *x, uint32_t cols, const uint32_t *weighings, const Head *heads, const uint32_t *counts,
-                     const uint64_t *found, const double *sums, uint64_t *records) {
-    wait_for_predecessor();
-    let_successor_start();
+    shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *weighings, const RowThreshold *thresholds, const uint32_t *counts,
+                     const uint64_t *candidates, const double *sums, uint64_t *results) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.x, blocks = (cols + BLOCK - 1) / BLOCK;
     const bool lists = blockIdx.y == 0;
-    uint64_t *record = records + row * RECORD;
-    const Head head = heads[row];
-    if (is_broken(head.highest)) {
+    uint64_t *result = results + row * RESULT_WORDS;
+    const RowThreshold threshold = thresholds[row];
+    if (has_no_finite_max(threshold.highest)) {
         if (threadIdx.x == 0) {
-            record[lists ? 0 : 1] = 0;
-            if (!lists) record[2] = NOT_DRAWN;
+            result[lists ? 0 : 1] = 0;
+            if (!lists) result[2] = NOT_DRAWN;
         }
     } else if (lists) {
-        list_best(found + row * FOUND_MAX, counts[row], record);
+        sort_candidates(candidates + row * CANDIDATES_MAX, counts[row], result);
     } else {
-        draw(x + row * cols, cols, weighings + row * WEIGHING, value_of(head.highest), sums + row * blocks, record);
+        draw_token(x + row * cols, cols, weighings + row * WEIGHING, sort_key_value(threshold.highest), sums + row * blocks, result);
     }
 }

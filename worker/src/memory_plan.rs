@@ -124,8 +124,8 @@ fn kv_on_gpu(layout: &ops::KvLayout) -> u64 {
 
 #[cfg(feature = "cuda")]
 fn workspace_on_gpu(limits: Limits, model: &ModelDescription, dtypes: &[DType]) -> Workspace {
-    use kernels::cuda::{WorkerShape, predict};
-    let shape = WorkerShape {
+    use kernels::cuda::{CudaWorkerShape, predict_device_bytes};
+    let shape = CudaWorkerShape {
         layers: model.layers,
         embedding: model.embedding_length,
         heads: model.heads,
@@ -137,7 +137,7 @@ fn workspace_on_gpu(limits: Limits, model: &ModelDescription, dtypes: &[DType]) 
         tensors: model.workspace_tensors(limits).collect(),
         dtypes: dtypes.to_vec(),
     };
-    predict(&shape).into()
+    predict_device_bytes(&shape).into()
 }
 
 #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-// What the kernels of attention share: the shape of their work, products on tensor cores, the running softmax of a split and
+// What the kernels of attention share: the shape of their splits, products on tensor cores, the running softmax of a split and
 // the merge of splits. The order of sums stands in the head of attention.cu.
 //
 // A kernel is made for a Cache: how keys and values stand in memory and in a stage of shared memory, and how they become
@@ -17,13 +17,13 @@ namespace {
 constexpr int TILE = 64;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-// Halves between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
+// Kv16Bit between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
 constexpr int PAD = 8;
 constexpr int PAD_BYTES = 16;
-constexpr float NONE = -INFINITY;
+constexpr float NO_SCORE = -INFINITY;
 
 // Consecutive tokens of one sequence.
-struct Item {
+struct QueryTile {
     uint32_t row;
     uint32_t tokens;
     // Of the first token.
@@ -34,21 +34,21 @@ struct Item {
     uint32_t split_shift;
 };
 
-// One split of an item.
-struct alignas(16) Work {
-    Item item;
+// One split of an query_tile.
+struct alignas(16) KvSplit {
+    QueryTile query_tile;
     uint32_t split;
-    // Number of the partial of the item's first token; those of the others follow.
+    // Number of the partial of the query_tile's first token; those of the others follow.
     uint32_t partial;
     uint32_t unused;
 };
 
 // One row whose partials are to be merged.
-struct alignas(16) Merge {
+struct alignas(16) PartialMerge {
     uint32_t row, partial, stride, splits;
 };
 
-struct Queries {
+struct AttentionQueries {
     const float *values;
     int heads;
     // Query heads per kv head.
@@ -60,17 +60,17 @@ struct Queries {
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Starts a copy of 16 bytes; zeros instead if not `valid`.
-__device__ __forceinline__ void copy_piece(void *to, const void *from, bool valid) {
+__device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
 
 // The same of 4 or 8 bytes.
 template <int BYTES>
-__device__ __forceinline__ void copy_few(void *to, const void *from, bool valid) {
+__device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0));
 }
 
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
 template <int LEFT>
 __device__ __forceinline__ void wait_copies() {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const
 }
 
 // What products multiply: c += a b, 16 x 16 by 16 x 8, sums in f32.
-struct InF16 {
+struct MmaF16 {
     static constexpr uint32_t ONES = 0x3C003C00;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -108,7 +108,7 @@ struct InF16 {
 };
 
 // Values beyond f16's range stay what they are; queries and weights have 8 bits.
-struct InBf16 {
+struct MmaBf16 {
     static constexpr uint32_t ONES = 0x3F803F80;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -124,28 +124,28 @@ struct InBf16 {
 };
 
 // A running softmax over the tiles of one split, of one row.
-struct Softmax {
-    float largest = NONE;
+struct OnlineSoftmax {
+    float largest = NO_SCORE;
     // What the largest score so far counts from: 0 while there is none.
-    float from = 0.0f;
+    float base = 0.0f;
 
     // Takes the largest score of a tile; returns the factor on what was summed before.
-    __device__ __forceinline__ float raise(float tile_largest) {
+    __device__ __forceinline__ float update_max(float tile_largest) {
         float before = largest;
         largest = fmaxf(before, tile_largest);
-        from = largest == NONE ? 0.0f : largest;
-        return exp2_fast(before - from);
+      base = largest == NO_SCORE ? 0.0f : largest;
+        return exp2_fast(before - base);
     }
 
-    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - from); }
+    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - base); }
 };
 
 // Merged splits of one row. The first split always has keys of the row, later ones may have none.
-struct Total {
-    float largest = NONE;
+struct SplitMerge {
+    float largest = NO_SCORE;
     float old_factor, new_factor;
 
-    __device__ __forceinline__ void take(float split_largest) {
+    __device__ __forceinline__ void update(float split_largest) {
         float before = largest;
         largest = fmaxf(before, split_largest);
         old_factor = exp2_fast(before - largest);
@@ -155,31 +155,31 @@ struct Total {
     __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
 };
 
-// Rounds `pairs` pairs of an item for products, scaled; the rest of `rows` rows become zero.
+// Rounds `pairs` pairs of an query_tile for products, scaled; the rest of `rows` rows become zero.
 template <class Cache>
-__device__ __forceinline__ void load_queries(__half *to, const Queries &queries, const Item &item, uint32_t kv_head, int pairs, int rows) {
+__device__ __forceinline__ void load_queries(__half *to, const AttentionQueries &queries, const QueryTile &query_tile, uint32_t kv_head, int pairs, int rows) {
     for (int index = threadIdx.x; index < rows * (Cache::DIM / 4); index += THREADS) {
         int pair = index / (Cache::DIM / 4), dim = index % (Cache::DIM / 4) * 4;
         float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (pair < pairs) {
-            size_t row = item.row + pair / queries.group;
+            size_t row = query_tile.row + pair / queries.group;
             size_t head = kv_head * queries.group + pair % queries.group;
             q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * Cache::DIM + dim);
         }
         float s = queries.scale;
-        using Product = typename Cache::Product;
-        Cache::put_query(to + pair * Cache::PITCH, dim, Product::pack(q.x * s, q.y * s), Product::pack(q.z * s, q.w * s));
+        using Mma = typename Cache::Mma;
+        Cache::store_query(to + pair * Cache::PITCH, dim, Mma::pack(q.x * s, q.y * s), Mma::pack(q.z * s, q.w * s));
     }
 }
 
 // Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half, 2 and 3 of the right one.
-__device__ __forceinline__ const __half *down_then_right(const __half *corner, int pitch) {
+__device__ __forceinline__ const __half *fragment_address_a(const __half *corner, int pitch) {
     int lane = threadIdx.x % 32;
     return corner + (lane % 16) * pitch + lane / 16 * 8;
 }
 
 // Matrices 0 and 1 are the left and right half of rows 0-7, 2 and 3 of rows 8-15.
-__device__ __forceinline__ const __half *right_then_down(const __half *corner, int pitch) {
+__device__ __forceinline__ const __half *fragment_address_b(const __half *corner, int pitch) {
     int lane = threadIdx.x % 32;
     return corner + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
 }

@@ -2,15 +2,15 @@
 
 #pragma once
 
-#include "product.cuh"
-#include "tiles.cuh"
+#include "matvec.cuh"
+#include "matmul.cuh"
 
 #define EXPERT_KERNELS(NAME, FORMAT)                                            \
     extern "C" __global__ void __launch_bounds__(experts::THREADS)              \
-        expert_product_##NAME(const __grid_constant__ ExpertProductWork work) { \
-        experts::product<FORMAT>(work);                                         \
+        expert_matvec_##NAME(const __grid_constant__ ExpertMatvecParams params) { \
+        experts::matvec<FORMAT>(params);                                         \
     }                                                                           \
     extern "C" __global__ void __launch_bounds__(32 * experts::ROW_TILES, 2)    \
-        expert_tiles_##NAME(const __grid_constant__ ExpertTileWork work) {      \
-        experts::tiles<FORMAT>(work);                                           \
+        expert_matmul_##NAME(const __grid_constant__ ExpertMatmulParams params) {      \
+        experts::matmul<FORMAT>(params);                                           \
     }

@@ -42,7 +42,7 @@ __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uin
 }
 
 // What the predecessor in the stream wrote may be read from here on.
-__device__ inline void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The successor may start; it waits itself for this kernel's end before it reads what is written here.
-__device__ inline void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ inline void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -13,8 +13,8 @@ __device__ inline uint32_t byte_of(uint32_t word, int i) { return word >> 8 * i 
 __device__ inline int signed_byte_of(uint32_t word, int i) { return static_cast<int8_t>(word >> 8 * i); }
 __device__ inline uint32_t word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Scale of token `token` in a panel's [8 tokens], and its sums per 16 values.
-constexpr int PANEL_SUMS = PANEL_QUANTS + 32;
+// Scale of token `token` in a act_tile's [8 tokens], and its sums per 16 values.
+constexpr int ACT_TILE_SUMS = ACT_TILE_QUANT_BYTES + 32;
 
 __device__ inline int dot16(uint4 w, uint4 a, int sum) {
     sum = dot4_s8(w.x, a.x, sum);
@@ -31,9 +31,9 @@ __device__ inline float scaled(float da, float d, int products) { return __fmul_
 
 // Minimums times sums on the tensor cores: 16 sub-blocks of 16, the sums' low bytes unsigned and high bytes signed.
 // `upper` and `lower` are the minimums of sub-blocks 4t to 4t + 3 of rows g and g + 8.
-__device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower, const uint8_t *panel) {
+__device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower, const uint8_t *act_tile) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint2 sums = *reinterpret_cast<const uint2 *>(panel + PANEL_SUMS + g * 32 + t * 8);
+    uint2 sums = *reinterpret_cast<const uint2 *>(act_tile + ACT_TILE_SUMS + g * 32 + t * 8);
     int high[4];
     mma16_u8(high, upper, lower, __byte_perm(sums.x, sums.y, 0x7531));
 #pragma unroll
@@ -43,57 +43,57 @@ __device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t 
 
 // Q4_K and Q5_K: eight sub-blocks of 32 with 6-bit scales and minimums.
 template <int BITS>
-struct AffineK {
-    static constexpr Scaling SCALING = Scaling::PER_256;
-    static constexpr int FIFTHS = TILE_ROWS * 128;
-    static constexpr int HEADS = FIFTHS + (BITS == 5 ? TILE_ROWS * 32 : 0);
-    static constexpr int TILE_BYTES = HEADS + TILE_ROWS * 16;
+struct AffineKQuant {
+    static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
+    static constexpr int HIGH_BITS = TILE_ROWS * 128;
+    static constexpr int SCALE_HEADERS = HIGH_BITS + (BITS == 5 ? TILE_ROWS * 32 : 0);
+    static constexpr int TILE_BYTES = SCALE_HEADERS + TILE_ROWS * 16;
 
-    struct Head {
+    struct ScaleHeader {
         float d, dmin;
         // Of sub-blocks 0 to 3 and 4 to 7, a byte each.
         uint32_t scales[2], minimums[2];
     };
 
-    static __device__ Head head(const uint8_t *tile, int row) {
-        uint4 h = load16(tile + HEADS + row * 16);
+    static __device__ ScaleHeader header(const uint8_t *tile, int row) {
+        uint4 h = load16(tile + SCALE_HEADERS + row * 16);
         return {half_to_float(h.x & 0xFFFF),
                 half_to_float(h.x >> 16),
                 {h.y & 0x3F3F3F3F, (h.w & 0x0F0F0F0F) | (h.y >> 2 & 0x30303030)},
                 {h.z & 0x3F3F3F3F, (h.w >> 4 & 0x0F0F0F0F) | (h.z >> 2 & 0x30303030)}};
     }
 
-    // Sub-block s of four quants; `w` has its nibbles (the high ones if s is odd), `fifth` its top bits in bits s.
-    static __device__ uint32_t expand(uint32_t w, uint32_t fifth, int s) {
+    // Sub-block s of four quants; `w` has its nibbles (the high ones if s is odd), `high_bits` its top bits in bits s.
+    static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int s) {
         uint32_t q = (s % 2 ? w >> 4 : w) & 0x0F0F0F0F;
-        if constexpr (BITS == 5) q |= (s < 4 ? fifth << (4 - s) : fifth >> (s - 4)) & 0x10101010;
+        if constexpr (BITS == 5) q |= (s < 4 ? high_bits << (4 - s) : high_bits >> (s - 4)) & 0x10101010;
         return q;
     }
 
-    static __device__ uint4 expand16(uint4 w, uint4 fifth, int s) {
-        return {expand(w.x, fifth.x, s), expand(w.y, fifth.y, s), expand(w.z, fifth.z, s), expand(w.w, fifth.w, s)};
+    static __device__ uint4 expand16(uint4 w, uint4 high_bits, int s) {
+        return {expand(w.x, high_bits.x, s), expand(w.y, high_bits.y, s), expand(w.z, high_bits.z, s), expand(w.w, high_bits.w, s)};
     }
 
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *record, int stride, float (&value)[M]) {
-        Head h = head(tile, row);
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
+        ScaleHeader h = header(tile, row);
         int products[M] = {}, minimums[M] = {};
-        uint4 fifth[2] = {};
+        uint4 high_bits[2] = {};
         if constexpr (BITS == 5) {
-            fifth[0] = load16(tile + FIFTHS + piece<32>(row, 0));
-            fifth[1] = load16(tile + FIFTHS + piece<32>(row, 1));
+            high_bits[0] = load16(tile + HIGH_BITS + plane_offset<32>(row, 0));
+            high_bits[1] = load16(tile + HIGH_BITS + plane_offset<32>(row, 1));
         }
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {
             int sums[M][2] = {};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint4 q = load16(tile + piece<128>(row, 2 * pair + half));
+                uint4 q = load16(tile + plane_offset<128>(row, 2 * pair + half));
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    uint4 w = expand16(q, fifth[half], 2 * pair + k);
+                    uint4 w = expand16(q, high_bits[half], 2 * pair + k);
 #pragma unroll
-                    for (int m = 0; m < M; m++) sums[m][k] = dot16(w, load16(record + m * stride + 64 * pair + 32 * k + 16 * half), sums[m][k]);
+                    for (int m = 0; m < M; m++) sums[m][k] = dot16(w, load16(act_row + m * stride + 64 * pair + 32 * k + 16 * half), sums[m][k]);
                 }
             }
 #pragma unroll
@@ -105,10 +105,10 @@ struct AffineK {
         }
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            const uint8_t *token = record + m * stride;
+            const uint8_t *token = act_row + m * stride;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint4 sums = load16(token + record_sums(SCALING) + 16 * half);
+                uint4 sums = load16(token + act_row_sums(ACTIVATION) + 16 * half);
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     // Two sub-blocks' minimums, twice each: a sub-block of 32 has two sums of 16.
@@ -117,21 +117,21 @@ struct AffineK {
                     minimums[m] = __dp2a_hi(int(word_of(sums, 2 * k + 1)), int(twice), minimums[m]);
                 }
             }
-            float da = *reinterpret_cast<const float *>(token + RECORD_SCALES);
+            float da = *reinterpret_cast<const float *>(token + ACT_ROW_SCALES);
             value[m] = affine(da, h.d, h.dmin, products[m], minimums[m]);
         }
     }
 
-    template <int MT, int NT, class Take>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, Take take) {
+    template <int MT, int NT, class Accumulate>
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        Head heads[MT][2];
-        uint32_t fifth[MT][4] = {};
+        ScaleHeader headers[MT][2];
+        uint32_t high_bits[MT][4] = {};
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            heads[mt][0] = head(tile + mt * tile_stride, g);
-            heads[mt][1] = head(tile + mt * tile_stride, g + 8);
-            if constexpr (BITS == 5) load_matrices(fifth[mt], tile + mt * tile_stride + FIFTHS + piece<32>(lane % 16, lane / 16));
+            headers[mt][0] = header(tile + mt * tile_stride, g);
+            headers[mt][1] = header(tile + mt * tile_stride, g + 8);
+            if constexpr (BITS == 5) load_matrices(high_bits[mt], tile + mt * tile_stride + HIGH_BITS + plane_offset<32>(lane % 16, lane / 16));
         }
         int products[MT][NT][4] = {};
 #pragma unroll
@@ -140,16 +140,16 @@ struct AffineK {
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
                 uint32_t q[4];
-                load_matrices(q, tile + mt * tile_stride + piece<128>(lane % 16, 2 * pair + lane / 16));
+                load_matrices(q, tile + mt * tile_stride + plane_offset<128>(lane % 16, 2 * pair + lane / 16));
 #pragma unroll
                 for (int k = 0; k < 2; k++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) a[mt][k][i] = expand(q[i], fifth[mt][i], 2 * pair + k);
+                    for (int i = 0; i < 4; i++) a[mt][k][i] = expand(q[i], high_bits[mt][i], 2 * pair + k);
             }
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 uint32_t b[4];
-                load_matrices(b, panel + nt * panel_stride + panel_piece(lane % 8, 4 * pair + lane / 8));
+                load_matrices(b, act_tile + nt * act_tile_stride + act_tile_offset(lane % 8, 4 * pair + lane / 8));
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     int s = 2 * pair + k;
@@ -158,7 +158,7 @@ struct AffineK {
                         int sum[4];
                         mma_u8(sum, a[mt][k], b[2 * k], b[2 * k + 1], 0);
 #pragma unroll
-                        for (int i = 0; i < 4; i++) products[mt][nt][i] += int(byte_of(heads[mt][i / 2].scales[s / 4], s % 4)) * sum[i];
+                        for (int i = 0; i < 4; i++) products[mt][nt][i] += int(byte_of(headers[mt][i / 2].scales[s / 4], s % 4)) * sum[i];
                     }
                 }
             }
@@ -169,42 +169,42 @@ struct AffineK {
             uint32_t minimums[2];
 #pragma unroll
             for (int r = 0; r < 2; r++)
-                minimums[r] = __byte_perm(t < 2 ? heads[mt][r].minimums[0] : heads[mt][r].minimums[1], 0, t % 2 ? 0x3322 : 0x1100);
+                minimums[r] = __byte_perm(t < 2 ? headers[mt][r].minimums[0] : headers[mt][r].minimums[1], 0, t % 2 ? 0x3322 : 0x1100);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 int mins[4];
-                minimum_products(mins, minimums[0], minimums[1], panel + nt * panel_stride);
-                float2 da = reinterpret_cast<const float2 *>(panel + nt * panel_stride + PANEL_QUANTS)[t];
+                minimum_products(mins, minimums[0], minimums[1], act_tile + nt * act_tile_stride);
+                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride + ACT_TILE_QUANT_BYTES)[t];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    take(mt, nt, i, affine(i % 2 ? da.y : da.x, heads[mt][i / 2].d, heads[mt][i / 2].dmin, products[mt][nt][i], mins[i]));
+                    accumulate(mt, nt, i, affine(i % 2 ? da.y : da.x, headers[mt][i / 2].d, headers[mt][i / 2].dmin, products[mt][nt][i], mins[i]));
             }
         }
     }
 };
 
-using Q4_K = AffineK<4>;
-using Q5_K = AffineK<5>;
+using Q4_K = AffineKQuant<4>;
+using Q5_K = AffineKQuant<5>;
 static_assert(Q4_K::TILE_BYTES == 16 * 144 && Q5_K::TILE_BYTES == 16 * 176);
 
 // Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. Run j (0 to 3) of 32 values of half h (0 or 1) shares its bytes with the
-// other runs of its half; half e of a run is sub-block 8h + 2j + e. `Type` says where the bytes are:
+// other runs of its half; half e of a run is sub-block 8h + 2j + e. `Layout` says where the bytes are:
 //   WORDS                    pieces that runs of half e are made of
-//   word_place(row, h, e, i) where piece i is in the tile
+//   word_offset(row, h, e, i) where plane_offset i is in the tile
 //   expand(words, h, j)      four quants of run j, times 2^SHIFT
-//   head(tile, row)          scale, sub-scales (and minimums), a byte per sub-block
-template <class Type>
-struct Runs {
-    static constexpr Scaling SCALING = Scaling::PER_256;
+//   header(tile, row)          scale, sub-scales (and minimums), a byte per sub-block
+template <class Layout>
+struct SubBlock16KQuant {
+    static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
 
-    static __device__ uint4 expand16(const uint4 (&words)[Type::WORDS], int h, int j) {
+    static __device__ uint4 expand16(const uint4 (&words)[Layout::WORDS], int h, int j) {
         uint32_t out[4];
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-            uint32_t four[Type::WORDS];
+            uint32_t four[Layout::WORDS];
 #pragma unroll
-            for (int i = 0; i < Type::WORDS; i++) four[i] = word_of(words[i], w);
-            out[w] = Type::expand(four, h, j);
+            for (int i = 0; i < Layout::WORDS; i++) four[i] = word_of(words[i], w);
+            out[w] = Layout::expand(four, h, j);
         }
         return {out[0], out[1], out[2], out[3]};
     }
@@ -213,55 +213,55 @@ struct Runs {
     static __device__ int sub_scale(const uint32_t (&scales)[4], int s) { return signed_byte_of(scales[s / 4], s % 4); }
 
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *record, int stride, float (&value)[M]) {
-        auto head = Type::head(tile, row);
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
+        auto header = Layout::header(tile, row);
         int products[M] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                uint4 words[Type::WORDS];
+                uint4 words[Layout::WORDS];
 #pragma unroll
-                for (int i = 0; i < Type::WORDS; i++) words[i] = load16(tile + Type::word_place(row, h, e, i));
+                for (int i = 0; i < Layout::WORDS; i++) words[i] = load16(tile + Layout::word_offset(row, h, e, i));
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     int s = 8 * h + 2 * j + e;
                     uint4 w = expand16(words, h, j);
 #pragma unroll
-                    for (int m = 0; m < M; m++) products[m] += sub_scale(head.scales, s) * dot16(w, load16(record + m * stride + 16 * s), 0);
+                    for (int m = 0; m < M; m++) products[m] += sub_scale(header.scales, s) * dot16(w, load16(act_row + m * stride + 16 * s), 0);
                 }
             }
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            const uint8_t *token = record + m * stride;
-            float da = *reinterpret_cast<const float *>(token + RECORD_SCALES);
-            if constexpr (Type::MINIMUMS) {
+            const uint8_t *token = act_row + m * stride;
+            float da = *reinterpret_cast<const float *>(token + ACT_ROW_SCALES);
+            if constexpr (Layout::MINIMUMS) {
                 int minimums = 0;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    uint4 sums = load16(token + record_sums(SCALING) + 16 * half);
+                    uint4 sums = load16(token + act_row_sums(ACTIVATION) + 16 * half);
 #pragma unroll
                     for (int k = 0; k < 2; k++) {
-                        int four = int(head.minimums[2 * half + k]);
+                        int four = int(header.minimums[2 * half + k]);
                         minimums = __dp2a_lo(int(word_of(sums, 2 * k)), four, minimums);
                         minimums = __dp2a_hi(int(word_of(sums, 2 * k + 1)), four, minimums);
                     }
                 }
-                value[m] = affine(da, head.d, head.dmin, products[m] >> Type::SHIFT, minimums);
+                value[m] = affine(da, header.d, header.dmin, products[m] >> Layout::SHIFT, minimums);
             } else {
-                value[m] = scaled(da, head.d, products[m] >> Type::SHIFT);
+                value[m] = scaled(da, header.d, products[m] >> Layout::SHIFT);
             }
         }
     }
 
-    template <int MT, int NT, class Take>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, Take take) {
+    template <int MT, int NT, class Accumulate>
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        decltype(Type::head(tile, 0)) heads[MT][2];
+        decltype(Layout::header(tile, 0)) headers[MT][2];
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) heads[mt][r] = Type::head(tile + mt * tile_stride, g + 8 * r);
+            for (int r = 0; r < 2; r++) headers[mt][r] = Layout::header(tile + mt * tile_stride, g + 8 * r);
         int products[MT][NT][4] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -271,22 +271,22 @@ struct Runs {
                 uint32_t a[MT][4][2];
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
-                    uint32_t words[2][Type::WORDS];
+                    uint32_t words[2][Layout::WORDS];
 #pragma unroll
-                    for (int i = 0; i < Type::WORDS; i++) {
+                    for (int i = 0; i < Layout::WORDS; i++) {
                         uint32_t rows[2];
-                        load_matrices(rows, tile + mt * tile_stride + Type::word_place(lane % 16, h, e, i));
+                        load_matrices(rows, tile + mt * tile_stride + Layout::word_offset(lane % 16, h, e, i));
                         words[0][i] = rows[0], words[1][i] = rows[1];
                     }
 #pragma unroll
                     for (int j = 0; j < 4; j++)
 #pragma unroll
-                        for (int r = 0; r < 2; r++) a[mt][j][r] = Type::expand(words[r], h, j);
+                        for (int r = 0; r < 2; r++) a[mt][j][r] = Layout::expand(words[r], h, j);
                 }
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) {
                     uint32_t b[4];
-                    load_matrices(b, panel + nt * panel_stride + panel_piece(lane % 8, 8 * h + e + 2 * (lane / 8)));
+                    load_matrices(b, act_tile + nt * act_tile_stride + act_tile_offset(lane % 8, 8 * h + e + 2 * (lane / 8)));
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         int s = 8 * h + 2 * j + e;
@@ -295,7 +295,7 @@ struct Runs {
                             int sum[4];
                             mma16_s8(sum, a[mt][j][0], a[mt][j][1], b[j]);
 #pragma unroll
-                            for (int i = 0; i < 4; i++) products[mt][nt][i] += sub_scale(heads[mt][i / 2].scales, s) * sum[i];
+                            for (int i = 0; i < 4; i++) products[mt][nt][i] += sub_scale(headers[mt][i / 2].scales, s) * sum[i];
                         }
                     }
                 }
@@ -303,27 +303,27 @@ struct Runs {
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
             uint32_t minimums[2] = {};
-            if constexpr (Type::MINIMUMS) {
+            if constexpr (Layout::MINIMUMS) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    const uint32_t *all = heads[mt][r].minimums;
+                    const uint32_t *all = headers[mt][r].minimums;
                     minimums[r] = t == 0 ? all[0] : t == 1 ? all[1] : t == 2 ? all[2] : all[3];
                 }
             }
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
-                float2 da = reinterpret_cast<const float2 *>(panel + nt * panel_stride + PANEL_QUANTS)[t];
+                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride + ACT_TILE_QUANT_BYTES)[t];
                 int mins[4] = {};
-                if constexpr (Type::MINIMUMS) minimum_products(mins, minimums[0], minimums[1], panel + nt * panel_stride);
+                if constexpr (Layout::MINIMUMS) minimum_products(mins, minimums[0], minimums[1], act_tile + nt * act_tile_stride);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const auto &head = heads[mt][i / 2];
+                    const auto &header = headers[mt][i / 2];
                     float d = i % 2 ? da.y : da.x;
-                    int sum = products[mt][nt][i] >> Type::SHIFT;
-                    if constexpr (Type::MINIMUMS) {
-                        take(mt, nt, i, affine(d, head.d, head.dmin, sum, mins[i]));
+                    int sum = products[mt][nt][i] >> Layout::SHIFT;
+                    if constexpr (Layout::MINIMUMS) {
+                        accumulate(mt, nt, i, affine(d, header.d, header.dmin, sum, mins[i]));
                     } else {
-                        take(mt, nt, i, scaled(d, head.d, sum));
+                        accumulate(mt, nt, i, scaled(d, header.d, sum));
                     }
                 }
             }
@@ -332,28 +332,28 @@ struct Runs {
 };
 
 // A row's four bytes of sub-scales per word, and what they stand under.
-struct ScaleHead {
+struct SubScaleHeader {
     float d;
     uint32_t scales[4];
 };
 
-struct ScaleMinimumHead {
+struct SubScaleMinimumHeader {
     float d, dmin;
     uint32_t scales[4], minimums[4];
 };
 
 // 8-bit signed sub-scales; quants are 4 (q - 32): flipping the top bit centres them.
-struct Q6_K_Type {
+struct Q6_K_Layout {
     static constexpr int HIGHS = TILE_ROWS * 128;
-    static constexpr int SUBS = HIGHS + TILE_ROWS * 64;
-    static constexpr int SCALES = SUBS + TILE_ROWS * 16;
+    static constexpr int SUB_SCALES = HIGHS + TILE_ROWS * 64;
+    static constexpr int SCALES = SUB_SCALES + TILE_ROWS * 16;
     static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 2;
     static constexpr int WORDS = 3, SHIFT = 2;
     static constexpr bool MINIMUMS = false;
 
     // Low nibbles of runs 0 and 2, of runs 1 and 3, and the high bits of all.
-    static __device__ int word_place(int row, int h, int e, int i) {
-        return i < 2 ? piece<128>(row, 4 * h + 2 * i + e) : HIGHS + piece<64>(row, 2 * h + e);
+    static __device__ int word_offset(int row, int h, int e, int i) {
+        return i < 2 ? plane_offset<128>(row, 4 * h + 2 * i + e) : HIGHS + plane_offset<64>(row, 2 * h + e);
     }
 
     static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) {
@@ -362,49 +362,49 @@ struct Q6_K_Type {
         return (nibbles | (high << (6 - 2 * j) & 0xC0C0C0C0)) ^ 0x80808080;
     }
 
-    static __device__ ScaleHead head(const uint8_t *tile, int row) {
-        uint4 subs = load16(tile + SUBS + row * 16);
-        return {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {subs.x, subs.y, subs.z, subs.w}};
+    static __device__ SubScaleHeader header(const uint8_t *tile, int row) {
+        uint4 sub_scales = load16(tile + SUB_SCALES + row * 16);
+        return {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {sub_scales.x, sub_scales.y, sub_scales.z, sub_scales.w}};
     }
 };
 
 // 4-bit sub-scales and minimums; quants 0 to 3.
-struct Q2_K_Type {
-    static constexpr int SUBS = TILE_ROWS * 64;
-    static constexpr int SCALES = SUBS + TILE_ROWS * 16;
+struct Q2_K_Layout {
+    static constexpr int SUB_SCALES = TILE_ROWS * 64;
+    static constexpr int SCALES = SUB_SCALES + TILE_ROWS * 16;
     static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 4;
     static constexpr int WORDS = 1, SHIFT = 0;
     static constexpr bool MINIMUMS = true;
 
-    static __device__ int word_place(int row, int h, int e, int) { return piece<64>(row, 2 * h + e); }
+    static __device__ int word_offset(int row, int h, int e, int) { return plane_offset<64>(row, 2 * h + e); }
 
     static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) { return words[0] >> 2 * j & 0x03030303; }
 
-    static __device__ ScaleMinimumHead head(const uint8_t *tile, int row) {
-        uint4 subs = load16(tile + SUBS + row * 16);
+    static __device__ SubScaleMinimumHeader header(const uint8_t *tile, int row) {
+        uint4 sub_scales = load16(tile + SUB_SCALES + row * 16);
         uint32_t scales = reinterpret_cast<const uint32_t *>(tile + SCALES)[row];
-        ScaleMinimumHead head = {half_to_float(scales & 0xFFFF), half_to_float(scales >> 16), {}, {}};
+        SubScaleMinimumHeader header = {half_to_float(scales & 0xFFFF), half_to_float(scales >> 16), {}, {}};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            head.scales[i] = word_of(subs, i) & 0x0F0F0F0F;
-            head.minimums[i] = word_of(subs, i) >> 4 & 0x0F0F0F0F;
+            header.scales[i] = word_of(sub_scales, i) & 0x0F0F0F0F;
+            header.minimums[i] = word_of(sub_scales, i) >> 4 & 0x0F0F0F0F;
         }
-        return head;
+        return header;
     }
 };
 
 // 6-bit signed sub-scales, here 4 (s - 32); quants are 32 (q - 4).
-struct Q3_K_Type {
-    static constexpr int MASKS = TILE_ROWS * 64;
-    static constexpr int SUBS = MASKS + TILE_ROWS * 32;
-    static constexpr int SCALES = SUBS + TILE_ROWS * 12;
+struct Q3_K_Layout {
+    static constexpr int HIGH_BIT_MASKS = TILE_ROWS * 64;
+    static constexpr int SUB_SCALES = HIGH_BIT_MASKS + TILE_ROWS * 32;
+    static constexpr int SCALES = SUB_SCALES + TILE_ROWS * 12;
     static constexpr int TILE_BYTES = SCALES + TILE_ROWS * 2;
     static constexpr int WORDS = 2, SHIFT = 7;
     static constexpr bool MINIMUMS = false;
 
     // Two bits of all runs of the half, and the third bits of all runs of both.
-    static __device__ int word_place(int row, int h, int e, int i) {
-        return i == 0 ? piece<64>(row, 2 * h + e) : MASKS + piece<32>(row, e);
+    static __device__ int word_offset(int row, int h, int e, int i) {
+        return i == 0 ? plane_offset<64>(row, 2 * h + e) : HIGH_BIT_MASKS + plane_offset<32>(row, e);
     }
 
     static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int h, int j) {
@@ -412,26 +412,26 @@ struct Q3_K_Type {
         return (low | (words[1] << (7 - 4 * h - j) & 0x80808080)) ^ 0x80808080;
     }
 
-    static __device__ ScaleHead head(const uint8_t *tile, int row) {
-        const uint32_t *packed = reinterpret_cast<const uint32_t *>(tile + SUBS + row * 12);
-        ScaleHead head = {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {}};
+    static __device__ SubScaleHeader header(const uint8_t *tile, int row) {
+        const uint32_t *packed = reinterpret_cast<const uint32_t *>(tile + SUB_SCALES + row * 12);
+        SubScaleHeader header = {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {}};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t low = (i < 2 ? packed[i] : packed[i - 2] >> 4) & 0x0F0F0F0F;
             uint32_t high = packed[2] >> 2 * i & 0x03030303;
-            head.scales[i] = (low << 2 | high << 6) ^ 0x80808080;
+            header.scales[i] = (low << 2 | high << 6) ^ 0x80808080;
         }
-        return head;
+        return header;
     }
 };
 
-struct Q6_K : Runs<Q6_K_Type> {
-    static constexpr int TILE_BYTES = Q6_K_Type::TILE_BYTES;
+struct Q6_K : SubBlock16KQuant<Q6_K_Layout> {
+    static constexpr int TILE_BYTES = Q6_K_Layout::TILE_BYTES;
 };
-struct Q2_K : Runs<Q2_K_Type> {
-    static constexpr int TILE_BYTES = Q2_K_Type::TILE_BYTES;
+struct Q2_K : SubBlock16KQuant<Q2_K_Layout> {
+    static constexpr int TILE_BYTES = Q2_K_Layout::TILE_BYTES;
 };
-struct Q3_K : Runs<Q3_K_Type> {
-    static constexpr int TILE_BYTES = Q3_K_Type::TILE_BYTES;
+struct Q3_K : SubBlock16KQuant<Q3_K_Layout> {
+    static constexpr int TILE_BYTES = Q3_K_Layout::TILE_BYTES;
 };
 static_assert(Q6_K::TILE_BYTES == 16 * 210 && Q2_K::TILE_BYTES == 16 * 84 && Q3_K::TILE_BYTES == 16 * 110);

@@ -12,28 +12,28 @@
 
 // BITS of a quant; MINIMUM: unsigned quants and a minimum, otherwise centred ones.
 template <int BITS, bool MINIMUM>
-struct Legacy {
-    static constexpr Scaling SCALING = MINIMUM ? Scaling::PER_32_SUMS : Scaling::PER_32;
+struct LegacyQuant {
+    static constexpr ActivationFormat ACTIVATION = MINIMUM ? ActivationFormat::Q8_1 : ActivationFormat::Q8_0;
     static constexpr int BLOCKS = 8;
     static constexpr int QUANT_BYTES = BITS == 8 ? 256 : 128;
-    static constexpr int FIFTH_BYTES = BITS == 5 ? 32 : 0;
+    static constexpr int HIGH_BIT_BYTES = BITS == 5 ? 32 : 0;
     static constexpr int SCALE_BYTES = MINIMUM ? 32 : 16;
-    static constexpr int FIFTHS = TILE_ROWS * QUANT_BYTES;
-    static constexpr int SCALES = FIFTHS + TILE_ROWS * FIFTH_BYTES;
+    static constexpr int HIGH_BITS = TILE_ROWS * QUANT_BYTES;
+    static constexpr int SCALES = HIGH_BITS + TILE_ROWS * HIGH_BIT_BYTES;
     static constexpr int TILE_BYTES = SCALES + TILE_ROWS * SCALE_BYTES;
     static constexpr bool SIGNED = !MINIMUM;
     static constexpr float UNIT = MINIMUM || BITS == 8 ? 1.0f : BITS == 4 ? 1.0f / 16 : 1.0f / 8;
 
-    // Four quants as bytes: nibble HIGH of the bytes of `w`, and bits `at` to `at` + 3 of `fifth`.
+    // Four quants as bytes: nibble HIGH of the bytes of `w`, and bits `at` to `at` + 3 of `high_bits`.
     template <bool HIGH>
-    static __device__ uint32_t expand(uint32_t w, uint32_t fifth, int at) {
+    static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int at) {
         if constexpr (BITS == 8) return w;
         if constexpr (BITS == 4) {
             if constexpr (MINIMUM) return (HIGH ? w >> 4 : w) & 0x0F0F0F0F;
             return ((HIGH ? w : w << 4) & 0xF0F0F0F0) ^ 0x80808080;
         }
         // Bit i to bit 8 i: no two of the shifted copies meet.
-        uint32_t spread = ((fifth >> at & 15) * 0x00204081) & 0x01010101;
+        uint32_t spread = ((high_bits >> at & 15) * 0x00204081) & 0x01010101;
         if constexpr (MINIMUM) return ((HIGH ? w >> 4 : w) & 0x0F0F0F0F) | spread << 4;
         return (((HIGH ? w >> 1 : w << 3) & 0x78787878) | spread << 7) ^ 0x80808080;
     }
@@ -46,7 +46,7 @@ struct Legacy {
     // Scales (and minima) of blocks 4 half to 4 half + 3 of a row, as f32.
     static __device__ void scales(const uint8_t *tile, int row, int half, float (&d)[4], float (&m)[4]) {
         if constexpr (MINIMUM) {
-            uint4 s = load16(tile + SCALES + piece<32>(row, half));
+            uint4 s = load16(tile + SCALES + plane_offset<32>(row, half));
             const uint32_t words[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -64,14 +64,14 @@ struct Legacy {
         }
     }
 
-    static __device__ uint32_t fifths(const uint8_t *tile, int row, int block) {
+    static __device__ uint32_t load_high_bits(const uint8_t *tile, int row, int block) {
         if constexpr (BITS != 5) return 0;
-        return *reinterpret_cast<const uint32_t *>(tile + FIFTHS + piece<32>(row, block / 4) + block % 4 * 4);
+        return *reinterpret_cast<const uint32_t *>(tile + HIGH_BITS + plane_offset<32>(row, block / 4) + block % 4 * 4);
     }
 
-    // The value of one row's 256 columns for each of M tokens, whose records stand `stride` bytes apart.
+    // The value of one row's 256 columns for each of M tokens, whose act_rows stand `stride` bytes apart.
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *record, int stride, float (&value)[M]) {
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
 #pragma unroll
         for (int m = 0; m < M; m++) value[m] = 0;
 #pragma unroll
@@ -83,22 +83,22 @@ struct Legacy {
                 int b = 4 * half + i;
                 uint32_t w[8];
                 if constexpr (BITS == 8) {
-                    uint4 low = load16(tile + piece<256>(row, 2 * b)), high = load16(tile + piece<256>(row, 2 * b + 1));
+                    uint4 low = load16(tile + plane_offset<256>(row, 2 * b)), high = load16(tile + plane_offset<256>(row, 2 * b + 1));
                     w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
                     w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
                 } else {
-                    uint4 q = load16(tile + piece<128>(row, b));
-                    uint32_t fifth = fifths(tile, row, b);
+                    uint4 q = load16(tile + plane_offset<128>(row, b));
+                    uint32_t high_bits = load_high_bits(tile, row, b);
                     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        w[j] = expand<false>(words[j], fifth, 4 * j);
-                        w[j + 4] = expand<true>(words[j], fifth, 16 + 4 * j);
+                        w[j] = expand<false>(words[j], high_bits, 4 * j);
+                        w[j + 4] = expand<true>(words[j], high_bits, 16 + 4 * j);
                     }
                 }
 #pragma unroll
                 for (int m = 0; m < M; m++) {
-                    const uint8_t *token = record + m * stride;
+                    const uint8_t *token = act_row + m * stride;
                     uint4 low = load16(token + 32 * b), high = load16(token + 32 * b + 16);
                     int sum = dot4(w[0], low.x, 0);
                     sum = dot4(w[1], low.y, sum);
@@ -108,10 +108,10 @@ struct Legacy {
                     sum = dot4(w[5], high.y, sum);
                     sum = dot4(w[6], high.z, sum);
                     sum = dot4(w[7], high.w, sum);
-                    float scale = reinterpret_cast<const float *>(token + RECORD_SCALES)[b];
+                    float scale = reinterpret_cast<const float *>(token + ACT_ROW_SCALES)[b];
                     value[m] = fmaf(__int2float_rn(sum), d[i] * scale, value[m]);
                     if constexpr (MINIMUM) {
-                        float s = reinterpret_cast<const float *>(token + record_sums(SCALING))[b];
+                        float s = reinterpret_cast<const float *>(token + act_row_sums(ACTIVATION))[b];
                         value[m] = fmaf(minimum[i], s, value[m]);
                     }
                 }
@@ -119,10 +119,10 @@ struct Legacy {
         }
     }
 
-    // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT panels, `panel_stride` apart, given to
-    // `take(mt, nt, i, value)` where i counts the four elements that the lane holds.
-    template <int MT, int NT, class Take>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *panel, int panel_stride, Take take) {
+    // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT act_tiles, `act_tile_stride` apart, given to
+    // `accumulate(mt, nt, i, value)` where i counts the four elements that the lane holds.
+    template <int MT, int NT, class Accumulate>
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         float value[MT][NT][4] = {};
 #pragma unroll
@@ -138,17 +138,17 @@ struct Legacy {
                 int b = 4 * half + 2 * pair;
                 uint32_t a[MT][2][4];
 #pragma unroll
-                for (int mt = 0; mt < MT; mt++) operands(tile + mt * tile_stride, b, a[mt]);
+                for (int mt = 0; mt < MT; mt++) load_fragments(tile + mt * tile_stride, b, a[mt]);
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) {
-                    const uint8_t *p = panel + nt * panel_stride;
+                    const uint8_t *p = act_tile + nt * act_tile_stride;
                     uint32_t bq[4];
-                    load_matrices(bq, p + panel_piece(lane % 8, 2 * b + lane / 8));
+                    load_matrices(bq, p + act_tile_offset(lane % 8, 2 * b + lane / 8));
 #pragma unroll
                     for (int k = 0; k < 2; k++) {
-                        float2 scale = reinterpret_cast<const float2 *>(p + PANEL_QUANTS)[(b + k) * 4 + t];
+                        float2 scale = reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES)[(b + k) * 4 + t];
                         float2 s = {};
-                        if constexpr (MINIMUM) s = reinterpret_cast<const float2 *>(p + PANEL_QUANTS + 256)[(b + k) * 4 + t];
+                        if constexpr (MINIMUM) s = reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES + 256)[(b + k) * 4 + t];
 #pragma unroll
                         for (int mt = 0; mt < MT; mt++) {
                             int sum[4];
@@ -174,23 +174,23 @@ struct Legacy {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) take(mt, nt, i, value[mt][nt][i]);
+                for (int i = 0; i < 4; i++) accumulate(mt, nt, i, value[mt][nt][i]);
     }
 
-    // A operands of blocks b and b + 1.
-    static __device__ void operands(const uint8_t *tile, int b, uint32_t (&a)[2][4]) {
+    // A load_fragments of blocks b and b + 1.
+    static __device__ void load_fragments(const uint8_t *tile, int b, uint32_t (&a)[2][4]) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (BITS == 8) {
-            // Rows 0 to 7 and 8 to 15 of the first piece, then of the second.
+            // Rows 0 to 7 and 8 to 15 of the first plane_offset, then of the second.
             int row = lane % 16;
-            load_matrices(a[0], tile + piece<256>(row, 2 * b + lane / 16));
-            load_matrices(a[1], tile + piece<256>(row, 2 * b + 2 + lane / 16));
+            load_matrices(a[0], tile + plane_offset<256>(row, 2 * b + lane / 16));
+            load_matrices(a[1], tile + plane_offset<256>(row, 2 * b + 2 + lane / 16));
         } else {
             uint32_t q[4];
-            load_matrices(q, tile + piece<128>(lane % 16, b + lane / 16));
+            load_matrices(q, tile + plane_offset<128>(lane % 16, b + lane / 16));
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                uint32_t upper = fifths(tile, g, b + k), lower = fifths(tile, g + 8, b + k);
+                uint32_t upper = load_high_bits(tile, g, b + k), lower = load_high_bits(tile, g + 8, b + k);
                 a[k][0] = expand<false>(q[2 * k], upper, 4 * t);
                 a[k][1] = expand<false>(q[2 * k + 1], lower, 4 * t);
                 a[k][2] = expand<true>(q[2 * k], upper, 16 + 4 * t);
@@ -200,10 +200,10 @@ struct Legacy {
     }
 };
 
-using Q8_0 = Legacy<8, false>;
-using Q4_0 = Legacy<4, false>;
-using Q4_1 = Legacy<4, true>;
-using Q5_0 = Legacy<5, false>;
-using Q5_1 = Legacy<5, true>;
+using Q8_0 = LegacyQuant<8, false>;
+using Q4_0 = LegacyQuant<4, false>;
+using Q4_1 = LegacyQuant<4, true>;
+using Q5_0 = LegacyQuant<5, false>;
+using Q5_1 = LegacyQuant<5, true>;
 static_assert(Q8_0::TILE_BYTES == 16 * 8 * 34 && Q4_0::TILE_BYTES == 16 * 8 * 18 && Q4_1::TILE_BYTES == 16 * 8 * 20);
 static_assert(Q5_0::TILE_BYTES == 16 * 8 * 22 && Q5_1::TILE_BYTES == 16 * 8 * 24);

@@ -1,7 +1,7 @@
-// Five tokens and more: tensor cores, WM x WN x WK warps of MT row tiles by NT panels each.
+// Five tokens and more: tensor cores, WM x WN x WK warps of MT row tiles by NT act_tiles each.
 //
-// A stage brings WK tiles of MT * WM row tiles and WK panels of NT * WN token groups; blocks walk the stages of all their
-// items without a gap. The WK warps of one place compute the values of WK successive runs of 256 columns, which are then
+// A stage brings WK tiles of MT * WM row tiles and WK act_tiles of NT * WN token groups; blocks walk the stages of all their
+// output_tiles without a gap. The WK warps of one row_tile compute the values of WK successive runs of 256 columns, which are then
 // added in ascending order: the order of matvec.cuh, whatever the numbers are.
 //
 // Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the tensor cores: per 16 x 8
@@ -15,151 +15,151 @@
 #pragma once
 
 #include "async_copy.cuh"
-#include "work.cuh"
+#include "params.cuh"
 
 namespace matmul {
 
 template <class Format, int MT, int NT, int WM, int WN, int WK>
-struct Shape {
+struct BlockShape {
     static constexpr int THREADS = 32 * WM * WN * WK;
     static constexpr int ROW_TILES = MT * WM;
-    static constexpr int PANELS = NT * WN;
-    static constexpr int PANEL = panel_bytes(Format::SCALING);
+    static constexpr int ACT_TILES = NT * WN;
+    static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
     // Rows as in the file are brought one by one; 16 bytes more between them spread them over the banks.
-    static constexpr bool ROWS = parts_of(Format::SCALING) > 0;
+    static constexpr bool ROWS = parts_of(Format::ACTIVATION) > 0;
     static constexpr int ROW_STRIDE = WK * Format::TILE_BYTES + 16;
     static constexpr int TILE_STRIDE = ROWS ? TILE_ROWS * ROW_STRIDE : WK * Format::TILE_BYTES;
-    static constexpr int PANEL_STRIDE = WK * PANEL;
-    static constexpr int STAGE = ROW_TILES * TILE_STRIDE + PANELS * PANEL_STRIDE;
+    static constexpr int ACT_TILE_STRIDE = WK * ACT_TILE_BYTES;
+    static constexpr int STAGE = ROW_TILES * TILE_STRIDE + ACT_TILES * ACT_TILE_STRIDE;
     // Values that wait for their sum, where more than one warp adds to an element.
-    static constexpr int VALUES = ROW_TILES * PANELS * 128;
-    static constexpr int EXCHANGE = WK > 1 ? 2 * WK * VALUES * 4 : 0;
+    static constexpr int VALUES = ROW_TILES * ACT_TILES * 128;
+    static constexpr int PARTIAL_SUM_BYTES = WK > 1 ? 2 * WK * VALUES * 4 : 0;
 };
 
 template <class Format, int MT, int NT, int WM, int WN, int WK>
-__device__ void run(const Work &work, int stages) {
-    using S = Shape<Format, MT, NT, WM, WN, WK>;
+__device__ void multiply(const LinearParams &params, int stages) {
+    using Block = BlockShape<Format, MT, NT, WM, WN, WK>;
     extern __shared__ __align__(128) uint8_t shared[];
-    float *exchange = reinterpret_cast<float *>(shared + stages * S::STAGE);
-    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + stages * S::STAGE + S::EXCHANGE);
+    float *partial_sums = reinterpret_cast<float *>(shared + stages * Block::STAGE);
+    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + stages * Block::STAGE + Block::PARTIAL_SUM_BYTES);
 
-    int col_tiles = work.col_tiles;
-    int panels = (work.tokens + PANEL_TOKENS - 1) / PANEL_TOKENS;
-    int token_groups = (panels + S::PANELS - 1) / S::PANELS;
-    int items = groups_of_all<S::ROW_TILES>(work) * token_groups;
+    int col_tiles = params.col_tiles;
+    int act_tiles = (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
+    int token_groups = (act_tiles + Block::ACT_TILES - 1) / Block::ACT_TILES;
+    int output_tiles = count_row_tile_groups<Block::ROW_TILES>(params) * token_groups;
     int steps = (col_tiles + WK - 1) / WK;
-    int first_item = static_cast<int64_t>(blockIdx.x) * items / gridDim.x;
-    int last_item = static_cast<int64_t>(blockIdx.x + 1) * items / gridDim.x;
+    int first_output_tile = static_cast<int64_t>(blockIdx.x) * output_tiles / gridDim.x;
+    int last_output_tile = static_cast<int64_t>(blockIdx.x + 1) * output_tiles / gridDim.x;
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256 columns of it, or a panel.
-    // Runs go to the warps in turn: the copies of a warp's lanes start one after the other. Tiles and panels beyond the
+    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256 columns of it, or a act_tile.
+    // SubBlock16KQuant go to the warps in rotate_pair: the copies of a warp's lanes start one after the other. Tiles and act_tiles beyond the
     // matrix or the tokens are left as they are, and what is computed of them is not stored.
-    constexpr int WARPS = WM * WN * WK, RUNS = S::ROWS ? S::ROW_TILES * TILE_ROWS : S::ROW_TILES;
-    static_assert(RUNS + S::PANELS <= S::THREADS);
-    int own_run = lane * WARPS + warp;
-    int next_item = first_item, next_step = 0, next_slot = 0, runs_there = 0, panels_there = 0;
+    constexpr int WARPS = WM * WN * WK, WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
+    static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
+    int own_copy = lane * WARPS + warp;
+    int next_output_tile = first_output_tile, next_step = 0, next_stage = 0, weight_copies_here = 0, act_tiles_here = 0;
     const uint8_t *from = nullptr;
-    auto bring = [&] {
-        if (own_run >= RUNS + S::PANELS || next_item >= last_item) return;
+    auto load_next_stage = [&] {
+        if (own_copy >= WEIGHT_COPIES + Block::ACT_TILES || next_output_tile >= last_output_tile) return;
         if (next_step == 0) {
-            Place place = place_of_group<S::ROW_TILES>(work, next_item / token_groups);
-            int panel = next_item % token_groups * S::PANELS, run = own_run;
-            panels_there = min(S::PANELS, panels - panel);
-            if constexpr (S::ROWS) {
-                runs_there = min(RUNS, work.rows[place.matrix] - place.first * TILE_ROWS);
-                from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * TILE_ROWS + run) * work.cols * 2;
+            RowTile row_tile = find_row_tile<Block::ROW_TILES>(params, next_output_tile / token_groups);
+            int act_tile = next_output_tile % token_groups * Block::ACT_TILES, copy = own_copy;
+            act_tiles_here = min(Block::ACT_TILES, act_tiles - act_tile);
+            if constexpr (Block::ROWS) {
+                weight_copies_here = min(WEIGHT_COPIES, params.rows[row_tile.matrix] - row_tile.first * TILE_ROWS);
+                from = params.weights[row_tile.matrix] + (static_cast<size_t>(row_tile.first) * TILE_ROWS + copy) * params.cols * 2;
             } else {
-                runs_there = min(RUNS, row_tiles(work, place.matrix) - place.first);
-                from = work.weights[place.matrix] + static_cast<size_t>(place.first + run) * col_tiles * Format::TILE_BYTES;
+                weight_copies_here = min(WEIGHT_COPIES, row_tiles(params, row_tile.matrix) - row_tile.first);
+                from = params.weights[row_tile.matrix] + static_cast<size_t>(row_tile.first + copy) * col_tiles * Format::TILE_BYTES;
             }
-            if (own_run >= RUNS) from = work.panels + static_cast<size_t>(panel + run - RUNS) * col_tiles * S::PANEL;
+            if (own_copy >= WEIGHT_COPIES) from = params.act_tiles + static_cast<size_t>(act_tile + copy - WEIGHT_COPIES) * col_tiles * Block::ACT_TILE_BYTES;
         }
         int cols = min(WK, col_tiles - next_step * WK);
-        int run_bytes = S::ROWS ? min(WK * TILE_COLS, work.cols - next_step * WK * TILE_COLS) * 2 : cols * Format::TILE_BYTES;
-        uint64_t *barrier = barriers + next_slot;
-        uint8_t *stage = shared + next_slot * S::STAGE;
-        if (own_run == 0) barrier_expect(barrier, runs_there * run_bytes + panels_there * cols * S::PANEL);
-        if (own_run < RUNS) {
-            if (own_run < runs_there) bulk_copy(stage + own_run * (S::ROWS ? S::ROW_STRIDE : S::TILE_STRIDE), from, run_bytes, barrier);
-            from += WK * (S::ROWS ? TILE_COLS * 2 : Format::TILE_BYTES);
+        int weight_copy_bytes = Block::ROWS ? min(WK * TILE_COLS, params.cols - next_step * WK * TILE_COLS) * 2 : cols * Format::TILE_BYTES;
+        uint64_t *barrier = barriers + next_stage;
+        uint8_t *stage = shared + next_stage * Block::STAGE;
+        if (own_copy == 0) barrier_expect(barrier, weight_copies_here * weight_copy_bytes + act_tiles_here * cols * Block::ACT_TILE_BYTES);
+        if (own_copy < WEIGHT_COPIES) {
+            if (own_copy < weight_copies_here) bulk_copy(stage + own_copy * (Block::ROWS ? Block::ROW_STRIDE : Block::TILE_STRIDE), from, weight_copy_bytes, barrier);
+            from += WK * (Block::ROWS ? TILE_COLS * 2 : Format::TILE_BYTES);
         } else {
-            int panel = own_run - RUNS;
-            if (panel < panels_there) bulk_copy(stage + S::ROW_TILES * S::TILE_STRIDE + panel * S::PANEL_STRIDE, from, cols * S::PANEL, barrier);
-            from += WK * S::PANEL;
+            int act_tile = own_copy - WEIGHT_COPIES;
+            if (act_tile < act_tiles_here) bulk_copy(stage + Block::ROW_TILES * Block::TILE_STRIDE + act_tile * Block::ACT_TILE_STRIDE, from, cols * Block::ACT_TILE_BYTES, barrier);
+            from += WK * Block::ACT_TILE_BYTES;
         }
-        if (++next_step == steps) next_step = 0, next_item++;
-        if (++next_slot == stages) next_slot = 0;
+        if (++next_step == steps) next_step = 0, next_output_tile++;
+        if (++next_stage == stages) next_stage = 0;
     };
 
     if (threadIdx.x == 0) {
-        for (int slot = 0; slot < stages; slot++) barrier_init(barriers + slot);
+        for (int stage_index = 0; stage_index < stages; stage_index++) barrier_init(barriers + stage_index);
         barrier_init_done();
     }
     __syncthreads();
     // The weights of the first stages need not wait for the predecessor, the activations do.
-    if (own_run < RUNS)
-        for (int slot = 0; slot < stages; slot++) bring();
-    let_successor_start();
-    wait_for_predecessor();
-    if (own_run >= RUNS)
-        for (int slot = 0; slot < stages; slot++) bring();
+    if (own_copy < WEIGHT_COPIES)
+        for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    if (own_copy >= WEIGHT_COPIES)
+        for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
     __syncwarp();
 
     int wk = warp % WK, wn = warp / WK % WN, wm = warp / WK / WN;
-    int slot = 0, phase = 0, parity = 0;
-    for (int item = first_item; item < last_item; item++) {
-        constexpr int SUMS = WK > 1 ? (S::VALUES + S::THREADS - 1) / S::THREADS : 1;
+    int stage_index = 0, phase = 0, parity = 0;
+    for (int output_tile = first_output_tile; output_tile < last_output_tile; output_tile++) {
+        constexpr int SUMS = WK > 1 ? (Block::VALUES + Block::THREADS - 1) / Block::THREADS : 1;
         float sums[SUMS] = {};
         float own[WK == 1 ? MT : 1][NT][4] = {};
         for (int step = 0; step < steps; step++) {
             int cols = min(WK, col_tiles - step * WK);
-            float *values = exchange + parity * WK * S::VALUES;
-            barrier_wait(barriers + slot, phase);
+            float *values = partial_sums + parity * WK * Block::VALUES;
+            barrier_wait(barriers + stage_index, phase);
             if (wk < cols) {
-                const uint8_t *stage = shared + slot * S::STAGE;
-                const uint8_t *tile = stage + wm * MT * S::TILE_STRIDE + wk * Format::TILE_BYTES;
-                const uint8_t *panel = stage + S::ROW_TILES * S::TILE_STRIDE + wn * NT * S::PANEL_STRIDE + wk * S::PANEL;
-                auto take = [&](int mt, int nt, int i, float value) {
+                const uint8_t *stage = shared + stage_index * Block::STAGE;
+                const uint8_t *tile = stage + wm * MT * Block::TILE_STRIDE + wk * Format::TILE_BYTES;
+                const uint8_t *act_tile = stage + Block::ROW_TILES * Block::TILE_STRIDE + wn * NT * Block::ACT_TILE_STRIDE + wk * Block::ACT_TILE_BYTES;
+                auto accumulate = [&](int mt, int nt, int i, float value) {
                     if constexpr (WK == 1) {
                         own[mt][nt][i] += value;
                     } else {
-                        values[wk * S::VALUES + (((wm * MT + mt) * S::PANELS + wn * NT + nt) * 4 + i) * 32 + lane] = value;
+                        values[wk * Block::VALUES + (((wm * MT + mt) * Block::ACT_TILES + wn * NT + nt) * 4 + i) * 32 + lane] = value;
                     }
                 };
-                if constexpr (S::ROWS) {
-                    int valid = work.cols - (step * WK + wk) * TILE_COLS;
-                    Format::template products<MT, NT>(tile, S::TILE_STRIDE, panel, S::PANEL_STRIDE, valid, take);
+                if constexpr (Block::ROWS) {
+                    int valid = params.cols - (step * WK + wk) * TILE_COLS;
+                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE, valid, accumulate);
                 } else {
-                    Format::template products<MT, NT>(tile, S::TILE_STRIDE, panel, S::PANEL_STRIDE, take);
+                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE, accumulate);
                 }
             }
             __syncthreads();
-            bring();
+            load_next_stage();
             if constexpr (WK > 1) {
                 for (int k = 0; k < cols; k++)
 #pragma unroll
                     for (int j = 0; j < SUMS; j++) {
-                        int at = j * S::THREADS + threadIdx.x;
-                        if (at < S::VALUES) sums[j] += values[k * S::VALUES + at];
+                        int at = j * Block::THREADS + threadIdx.x;
+                        if (at < Block::VALUES) sums[j] += values[k * Block::VALUES + at];
                     }
                 parity ^= 1;
             }
-            if (++slot == stages) slot = 0, phase ^= 1;
+            if (++stage_index == stages) stage_index = 0, phase ^= 1;
         }
-        Place place = place_of_group<S::ROW_TILES>(work, item / token_groups);
-        int first_row = place.first * TILE_ROWS, first_token = item % token_groups * S::PANELS * PANEL_TOKENS;
-        auto put = [&](int tile, int panel, int i, int l, float value) {
-            int row = tile * TILE_ROWS + l / 4 + i / 2 * 8, token = panel * PANEL_TOKENS + l % 4 * 2 + i % 2;
+        RowTile row_tile = find_row_tile<Block::ROW_TILES>(params, output_tile / token_groups);
+        int first_row = row_tile.first * TILE_ROWS, first_token = output_tile % token_groups * Block::ACT_TILES * ACT_TILE_TOKENS;
+        auto store_element = [&](int tile, int act_tile, int i, int l, float value) {
+            int row = tile * TILE_ROWS + l / 4 + i / 2 * 8, token = act_tile * ACT_TILE_TOKENS + l % 4 * 2 + i % 2;
             // Row tiles of a group never reach into the next matrix: its rows are checked, not the group's.
-            store(work, place.matrix, first_row + row, first_token + token, value);
+            store_output(params, row_tile.matrix, first_row + row, first_token + token, value);
         };
         if constexpr (WK > 1) {
 #pragma unroll
             for (int j = 0; j < SUMS; j++) {
-                int at = j * S::THREADS + threadIdx.x, element = at / 32;
-                if (at < S::VALUES) put(element / 4 / S::PANELS, element / 4 % S::PANELS, element % 4, at % 32, sums[j]);
+                int at = j * Block::THREADS + threadIdx.x, element = at / 32;
+                if (at < Block::VALUES) store_element(element / 4 / Block::ACT_TILES, element / 4 % Block::ACT_TILES, element % 4, at % 32, sums[j]);
             }
         } else {
 #pragma unroll
@@ -167,7 +167,7 @@ __device__ void run(const Work &work, int stages) {
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) put(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
+                    for (int i = 0; i < 4; i++) store_element(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
         }
     }
 }

@@ -1,6 +1,6 @@
 // One to four tokens: a lane computes the value of one row's 256 columns, 16 rows by two tiles per warp.
 //
-// Each warp has a ring of slots of two tiles, which bulk copies keep full without any instruction of the other lanes; its
+// Each warp has a pipeline of slots of two tiles, which bulk copies keep full without any instruction of the other lanes; its
 // first slots are on their way before the predecessor kernel has ended. Values of a row are added in ascending order of
 // columns once all of them stand in shared memory: the order that matmul.cuh has too.
 //
@@ -13,94 +13,94 @@
 #pragma once
 
 #include "async_copy.cuh"
-#include "work.cuh"
+#include "params.cuh"
 
 namespace matvec {
 
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILES_PER_UNIT = 2;
+constexpr int TILES_PER_STAGE = 2;
 
-// Row tiles whose values are collected before they are added: enough that every warp has a unit.
-__device__ inline int tiles_per_batch(int units_per_tile) { return units_per_tile >= WARPS ? 1 : (WARPS + units_per_tile - 1) / units_per_tile; }
+// Row tiles whose values are collected before they are added: enough that every warp has a tile_pair.
+__device__ inline int tiles_per_batch(int pairs_per_row_tile) { return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile; }
 
 template <class Format, int M>
-__device__ void run(const Work &work, int depth) {
+__device__ void multiply(const LinearParams &params, int stages) {
     extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int RECORD = record_bytes(Format::SCALING);
-    constexpr int SLOT = TILES_PER_UNIT * Format::TILE_BYTES;
-    int col_tiles = work.col_tiles;
-    int units_per_tile = (col_tiles + TILES_PER_UNIT - 1) / TILES_PER_UNIT;
-    int batch_tiles = tiles_per_batch(units_per_tile);
-    uint8_t *ring = shared;
-    uint8_t *records = ring + WARPS * depth * SLOT;
-    float *values = reinterpret_cast<float *>(records + M * col_tiles * RECORD);
+    constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
+    constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
+    int col_tiles = params.col_tiles;
+    int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
+    int batch_tiles = tiles_per_batch(pairs_per_row_tile);
+    uint8_t *pipeline = shared;
+    uint8_t *act_rows = pipeline + WARPS * stages * STAGE_BYTES;
+    float *values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
     int values_per_batch = batch_tiles * col_tiles * TILE_ROWS * M;
     uint64_t *barriers = reinterpret_cast<uint64_t *>(values + 2 * values_per_batch);
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    ring += warp * depth * SLOT;
-    barriers += warp * depth;
-    int total = groups_of_all<1>(work);
+    pipeline += warp * stages * STAGE_BYTES;
+    barriers += warp * stages;
+    int total = count_row_tile_groups<1>(params);
     int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
     int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
-    int units = tiles * units_per_tile;
+    int tile_pairs = tiles * pairs_per_row_tile;
 
-    auto issue = [&](int unit, int slot) {
-        Place place = place_of_group<1>(work, first_tile + unit / units_per_tile);
-        int col = unit % units_per_tile * TILES_PER_UNIT;
-        uint32_t bytes = min(TILES_PER_UNIT, col_tiles - col) * Format::TILE_BYTES;
-        const uint8_t *from = work.weights[place.matrix] + (static_cast<size_t>(place.first) * col_tiles + col) * Format::TILE_BYTES;
-        barrier_expect(barriers + slot, bytes);
-        bulk_copy(ring + slot * SLOT, from, bytes, barriers + slot);
+    auto load_stage = [&](int tile_pair, int stage) {
+        RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
+        int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
+        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
+        const uint8_t *from = params.weights[row_tile.matrix] + (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
+        barrier_expect(barriers + stage, bytes);
+        bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
     };
     if (lane == 0) {
-        for (int slot = 0; slot < depth; slot++) barrier_init(barriers + slot);
+        for (int stage = 0; stage < stages; stage++) barrier_init(barriers + stage);
         barrier_init_done();
-        for (int slot = 0; slot < depth && warp + slot * WARPS < units; slot++) issue(warp + slot * WARPS, slot);
+        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++) load_stage(warp + stage * WARPS, stage);
     }
-    let_successor_start();
-    wait_for_predecessor();
+    launch_next_kernel();
+    wait_for_previous_kernel();
 
-    // Records of the tokens, out of the panels.
-    for (int at = threadIdx.x; at < M * col_tiles * (RECORD / 16); at += THREADS) {
-        int p = at % (RECORD / 16), record = at / (RECORD / 16), col = record % col_tiles, m = record / col_tiles;
-        const uint8_t *panel = work.panels + static_cast<size_t>(col) * panel_bytes(Format::SCALING);
+    // Records of the tokens, out of the act_tiles.
+    for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
+        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles, m = act_row / col_tiles;
+        const uint8_t *act_tile = params.act_tiles + static_cast<size_t>(col) * act_tile_bytes(Format::ACTIVATION);
         uint4 v;
         if (p < 16) {
-            v = load16(panel + panel_piece(m, p));
-        } else if constexpr (Format::SCALING == Scaling::PER_256) {
+            v = load16(act_tile + act_tile_offset(m, p));
+        } else if constexpr (Format::ACTIVATION == ActivationFormat::Q8_K) {
             if (p == 16) {
-                v = {reinterpret_cast<const uint32_t *>(panel + PANEL_QUANTS)[m], 0, 0, 0};
+                v = {reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES)[m], 0, 0, 0};
             } else {
-                v = load16(panel + PANEL_QUANTS + 32 + m * 32 + (p - 17) * 16);
+                v = load16(act_tile + ACT_TILE_QUANT_BYTES + 32 + m * 32 + (p - 17) * 16);
             }
         } else {
             // Four blocks' scales or sums, eight tokens apart.
-            const uint32_t *scales = reinterpret_cast<const uint32_t *>(panel + PANEL_QUANTS) + (p - 16) * 32 + m;
+            const uint32_t *scales = reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES) + (p - 16) * 32 + m;
             v = {scales[0], scales[8], scales[16], scales[24]};
         }
-        *reinterpret_cast<uint4 *>(records + record * RECORD + p * 16) = v;
+        *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = v;
     }
     __syncthreads();
 
     int row = lane % TILE_ROWS, second = lane / TILE_ROWS;
-    int unit = warp, slot = 0, phase = 0;
+    int tile_pair = warp, stage = 0, phase = 0;
     for (int batch = 0, parity = 0; batch < tiles; batch += batch_tiles, parity ^= 1) {
         int batch_end = min(batch + batch_tiles, tiles);
         float *batch_values = values + parity * values_per_batch;
-        for (; unit < batch_end * units_per_tile; unit += WARPS) {
-            int tile = unit / units_per_tile - batch, col = unit % units_per_tile * TILES_PER_UNIT + second;
-            barrier_wait(barriers + slot, phase);
+        for (; tile_pair < batch_end * pairs_per_row_tile; tile_pair += WARPS) {
+            int tile = tile_pair / pairs_per_row_tile - batch, col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
+            barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
-                Format::template dot<M>(ring + slot * SLOT + second * Format::TILE_BYTES, row, records + col * RECORD, col_tiles * RECORD, value);
+                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row, act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
 #pragma unroll
                 for (int m = 0; m < M; m++) batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
             }
             __syncwarp();
-            if (lane == 0 && unit + depth * WARPS < units) issue(unit + depth * WARPS, slot);
-            if (++slot == depth) slot = 0, phase ^= 1;
+            if (lane == 0 && tile_pair + stages * WARPS < tile_pairs) load_stage(tile_pair + stages * WARPS, stage);
+            if (++stage == stages) stage = 0, phase ^= 1;
         }
         // One barrier a batch is enough: a buffer is written again after the next one, which everybody reaches only when
         // the sums below are done.
@@ -111,8 +111,8 @@ __device__ void run(const Work &work, int depth) {
             float sum = 0;
 #pragma unroll 8
             for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-            Place place = place_of_group<1>(work, first_tile + batch + tile);
-            store(work, place.matrix, place.first * TILE_ROWS + r, m, sum);
+            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
+            store_output(params, row_tile.matrix, row_tile.first * TILE_ROWS + r, m, sum);
         }
     }
 }

@@ -18,11 +18,11 @@ struct TilePlanes {
 };
 
 // Raw byte of the tile's byte `at`: block of the tile's columns, byte of the block; and the row.
-struct Source {
+struct BlockByte {
     int row, block, byte;
 };
 
-__device__ inline Source source_of(const TilePlanes &p, int at) {
+__device__ inline BlockByte find_block_byte(const TilePlanes &p, int at) {
     int plane = 0;
     while (plane + 1 < p.planes && at >= p.base[plane + 1]) plane++;
     int row_bytes = p.len[plane] * p.blocks[plane];

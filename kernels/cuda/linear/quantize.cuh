@@ -1,4 +1,4 @@
-// Rounding 256 values of one token, eight per lane of a warp, into a panel (tile.cuh), by quant's own rules:
+// Quantizer 256 values of one token, eight per lane of a warp, into a act_tile (tile.cuh), by quant's own rules:
 // Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
 // 256 (the value of largest magnitude becomes -127, halves to even).
 //
@@ -9,32 +9,32 @@
 
 #include "tile.cuh"
 
-struct PanelPlace {
-    uint8_t *panel;
-    // Of the panel.
+struct ActTileRow {
+    uint8_t *act_tile;
+    // Of the act_tile.
     int token;
 };
 
-// The panel of `token` and column tile `col`.
-__device__ inline PanelPlace panel_place(uint8_t *panels, int bytes, int col_tiles, int token, int col) {
-    return {panels + (static_cast<size_t>(token / PANEL_TOKENS) * col_tiles + col) * bytes, token % PANEL_TOKENS};
+// The act_tile of `token` and column tile `col`.
+__device__ inline ActTileRow act_tile_row(uint8_t *act_tiles, int bytes, int col_tiles, int token, int col) {
+    return {act_tiles + (static_cast<size_t>(token / ACT_TILE_TOKENS) * col_tiles + col) * bytes, token % ACT_TILE_TOKENS};
 }
 
-// Eight quants of a lane are half a piece.
-__device__ inline void put_quants(const PanelPlace &place, const int (&q)[8]) {
+// Eight quants of a lane are half a plane_offset.
+__device__ inline void store_quants(const ActTileRow &row, const int (&q)[8]) {
     int lane = threadIdx.x % 32;
     auto pack = [](int a, int b, int c, int d) { return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24; };
     uint2 bytes = {uint32_t(pack(q[0], q[1], q[2], q[3])), uint32_t(pack(q[4], q[5], q[6], q[7]))};
-    *reinterpret_cast<uint2 *>(place.panel + panel_piece(place.token, lane / 2) + lane % 2 * 8) = bytes;
+    *reinterpret_cast<uint2 *>(row.act_tile + act_tile_offset(row.token, lane / 2) + lane % 2 * 8) = bytes;
 }
 
 __device__ inline float rounded_to_half(float x) { return __half2float(__float2half_rn(x)); }
 
-template <Scaling KIND>
-struct RoundPer32 {
-    static constexpr Scaling SCALING = KIND;
+template <ActivationFormat KIND>
+struct QuantizePer32 {
+    static constexpr ActivationFormat ACTIVATION = KIND;
 
-    static __device__ void put(const float (&v)[8], const PanelPlace &place) {
+    static __device__ void store(const float (&v)[8], const ActTileRow &row) {
         float largest = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -47,23 +47,23 @@ struct RoundPer32 {
             q[i] = int(roundf(v[i] * inverse));
             sum += q[i];
         }
-        put_quants(place, q);
+        store_quants(row, q);
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         int lane = threadIdx.x % 32;
         if (lane % 4 == 0) {
-            float *scales = reinterpret_cast<float *>(place.panel + PANEL_QUANTS);
-            int at = lane / 4 * PANEL_TOKENS + place.token;
+            float *scales = reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES);
+            int at = lane / 4 * ACT_TILE_TOKENS + row.token;
             scales[at] = rounded_to_half(d);
-            if constexpr (SCALING == Scaling::PER_32_SUMS) scales[64 + at] = rounded_to_half(float(sum) * d);
+            if constexpr (ACTIVATION == ActivationFormat::Q8_1) scales[64 + at] = rounded_to_half(float(sum) * d);
         }
     }
 };
 
-struct RoundPer256 {
-    static constexpr Scaling SCALING = Scaling::PER_256;
+struct QuantizePer256 {
+    static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
 
-    static __device__ void put(const float (&v)[8], const PanelPlace &place) {
+    static __device__ void store(const float (&v)[8], const ActTileRow &row) {
         int lane = threadIdx.x % 32;
         // The first of the values of largest magnitude, with its sign.
         float max = 0;
@@ -84,9 +84,9 @@ struct RoundPer256 {
             q[i] = int(fminf(rintf(inverse * v[i]), 127.0f));
             sum += q[i];
         }
-        put_quants(place, q);
+        store_quants(row, q);
         sum += __shfl_xor_sync(~0u, sum, 1);
-        if (lane % 2 == 0) reinterpret_cast<int16_t *>(place.panel + PANEL_QUANTS + 32)[place.token * 16 + lane / 2] = int16_t(sum);
-        if (lane == 0) reinterpret_cast<float *>(place.panel + PANEL_QUANTS)[place.token] = max == 0 ? 0.0f : 1.0f / inverse;
+        if (lane % 2 == 0) reinterpret_cast<int16_t *>(row.act_tile + ACT_TILE_QUANT_BYTES + 32)[row.token * 16 + lane / 2] = int16_t(sum);
+        if (lane == 0) reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] = max == 0 ? 0.0f : 1.0f / inverse;
     }
 };

@@ -3,15 +3,15 @@
 use ops::NO_ARGMAX;
 
 use super::module::{arguments, image};
-use super::norm::same;
+use super::norm::ensure_same_len;
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 /// As argmax.cu.
 const THREADS: u32 = 1024;
 
-pub struct Argmaxes(Family);
+pub struct ArgmaxKernels(Family);
 
-impl Argmaxes {
+impl ArgmaxKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "argmax", image!("argmax")))
     }
@@ -26,8 +26,8 @@ impl Argmaxes {
         out: &mut ViewMut<'_, u32>,
     ) -> Result<(), CudaError> {
         let rows = out.len();
-        same("rows to choose from", x.len(), rows * cols)?;
-        same("columns to choose from", cols.clamp(1, NO_ARGMAX as usize - 1), cols)?;
+        ensure_same_len("rows to choose from", x.len(), rows * cols)?;
+        ensure_same_len("columns to choose from", cols.clamp(1, NO_ARGMAX as usize - 1), cols)?;
         if rows == 0 {
             return Ok(());
         }

@@ -16,9 +16,9 @@ const THREADS: u32 = 512;
 
 const KERNEL: &CStr = c"checksum_pieces";
 
-pub struct Checksums(Family);
+pub struct ChecksumKernels(Family);
 
-impl Checksums {
+impl ChecksumKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "checksum", image!("checksum")))
     }

@@ -12,9 +12,9 @@ const OP: &str = "embed";
 /// A grid's second dimension.
 const TOKENS_MAX: usize = 65_535;
 
-pub struct Embed(Family);
+pub struct EmbedKernels(Family);
 
-impl Embed {
+impl EmbedKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "embed", image!("embed")))
     }
@@ -60,10 +60,10 @@ impl Embed {
         let (cols, rows) = (cols as i32, rows as i32);
         let (table, tokens, out) = (table.address(), tokens.address(), out.address());
         let is_plain = planes(shape.dtype()).is_none_or(<[_]>::is_empty);
-        let kernel = self.0.kernel(if is_plain { c"embed_rows" } else { c"embed_tiles" });
+        let kernel = self.0.kernel(if is_plain { c"embed_float" } else { c"embed_quantized" });
         let kernel = kernel.map_err(device_error(OP))?;
-        // SAFETY: embed_tiles takes (TilePlanes, int, const uint8_t *, const uint32_t *, float *, int, int), embed_rows the
-        // same without planes; block (c, t) reads the 256 columns of one row below `rows` and writes those of row t of
+        // SAFETY: embed_quantized takes (TilePlanes, int, const uint8_t *, const uint32_t *, float *, int, int), embed_float the
+        // ensure_same_len without planes; block (c, t) reads the 256 columns of one row below `rows` and writes those of row t of
         // `out`: lengths were checked.
         unsafe {
             if is_plain {

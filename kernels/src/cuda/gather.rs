@@ -1,15 +1,15 @@
 //! Launcher of gather.cu: rows picked out of a matrix.
 
 use super::module::{arguments, image};
-use super::norm::rows_of;
+use super::norm::count_rows;
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 /// As gather.cu.
 const THREADS: u32 = 256;
 
-pub struct Gathers(Family);
+pub struct GatherKernels(Family);
 
-impl Gathers {
+impl GatherKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "gather", image!("gather")))
     }
@@ -26,8 +26,8 @@ impl Gathers {
         cols: usize,
         out: &mut ViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
-        rows_of("x of a gather", x.len(), cols)?;
-        super::norm::same("output of a gather", out.len(), rows.len() * cols)?;
+        count_rows("x of a gather", x.len(), cols)?;
+        super::norm::ensure_same_len("output of a gather", out.len(), rows.len() * cols)?;
         if out.is_empty() {
             return Ok(());
         }

@@ -3,7 +3,7 @@
 use ops::KvType;
 
 use super::module::{arguments, image};
-use super::norm::same;
+use super::norm::ensure_same_len;
 use super::{CudaError, Device, Family, Launch, Stream, View};
 
 /// As kv_write.cu.
@@ -57,9 +57,9 @@ impl KvLayerAddress {
     }
 }
 
-pub struct KvWrites(Family);
+pub struct KvWriteKernels(Family);
 
-impl KvWrites {
+impl KvWriteKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "kv_write", image!("kv_write")))
     }
@@ -82,8 +82,8 @@ impl KvWrites {
         head_dim: usize,
     ) -> Result<(), CudaError> {
         let rows = slots.len();
-        same("keys", keys.len(), rows * kv_heads * head_dim)?;
-        same("values", values.len(), keys.len())?;
+        ensure_same_len("keys", keys.len(), rows * kv_heads * head_dim)?;
+        ensure_same_len("values", values.len(), keys.len())?;
         if rows == 0 {
             return Ok(());
         }

@@ -17,25 +17,28 @@ mod device;
 pub mod embed;
 mod error;
 pub mod experts;
-pub mod gated;
 pub mod gather;
-pub mod heads;
 pub mod kv_write;
 pub mod linear;
 pub mod loading;
 mod module;
 pub mod norm;
+pub mod norm_rope_kv;
 mod pinned;
 mod planes;
 pub mod quantize;
+pub mod quantized_output;
 pub mod repack;
 pub mod rope;
-pub mod rounded;
 pub mod shortlist;
+pub mod silu_and_mul;
 mod stream;
 
 pub use archs::runs_on;
-pub use backend::{Cuda, Data, DeviceBytes, Kv, Rope, Tensor, WorkerShape, kv_bytes, predict};
+pub use backend::{
+    Cuda, CudaKv, CudaRope, CudaTensor, CudaWorkerShape, DeviceBytes, WeightData, kv_bytes,
+    predict_device_bytes,
+};
 pub use buffer::{Buffer, View, ViewMut};
 pub use device::{Device, device_count};
 pub use error::CudaError;

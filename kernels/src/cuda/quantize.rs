@@ -12,15 +12,15 @@ use super::{Device, Family, Launch, Stream, View, ViewMut};
 
 const OP: &str = "quantize";
 
-/// Tokens that share a panel, as in linear/tile.cuh.
-pub const PANEL_TOKENS: usize = 8;
+/// Tokens that share a act_tile, as in linear/tile.cuh.
+pub const ACT_TILE_TOKENS: usize = 8;
 const WARPS: u32 = 8;
 /// Rows of F16 and BF16 weights are multiples of this long.
 pub const HALVES: usize = 16;
 
 /// Rows of activations ready for [`super::linear::Linear`]: a view with what it holds.
 #[derive(Clone, Copy)]
-pub struct Activations<'a> {
+pub struct QuantizedActivations<'a> {
     pub(super) format: DType,
     pub(super) tokens: usize,
     pub(super) cols: usize,
@@ -29,22 +29,22 @@ pub struct Activations<'a> {
 
 /// Bytes that `tokens` rows need; none if `format` is not what some weight type names as its activation.
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
-    let panel = match format {
+    let act_tile = match format {
         DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
         // Two or three 16-bit parts of a value.
-        DType::F16 => PANEL_TOKENS * (TILE_COLS * 2 * 2 + 4),
-        DType::BF16 => PANEL_TOKENS * TILE_COLS * 3 * 2,
-        DType::Q8_0 => PANEL_TOKENS * (TILE_COLS + 8 * 4),
-        DType::Q8_1 => PANEL_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
-        DType::Q8_K => PANEL_TOKENS * (TILE_COLS + 4 + 16 * 2),
+        DType::F16 => ACT_TILE_TOKENS * (TILE_COLS * 2 * 2 + 4),
+        DType::BF16 => ACT_TILE_TOKENS * TILE_COLS * 3 * 2,
+        DType::Q8_0 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4),
+        DType::Q8_1 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
+        DType::Q8_K => ACT_TILE_TOKENS * (TILE_COLS + 4 + 16 * 2),
         _ => return None,
     };
-    tokens.div_ceil(PANEL_TOKENS).checked_mul(cols.div_ceil(TILE_COLS))?.checked_mul(panel)
+    tokens.div_ceil(ACT_TILE_TOKENS).checked_mul(cols.div_ceil(TILE_COLS))?.checked_mul(act_tile)
 }
 
-pub struct Quantize(Family);
+pub struct QuantizeKernels(Family);
 
-impl Quantize {
+impl QuantizeKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "quantize", image!("quantize")))
     }
@@ -59,7 +59,7 @@ impl Quantize {
         tokens: usize,
         cols: usize,
         out: &'a mut ViewMut<'_, u8>,
-    ) -> Result<Activations<'a>, OpError> {
+    ) -> Result<QuantizedActivations<'a>, OpError> {
         let kernel = match format {
             DType::F32 => c"",
             DType::F16 => c"quantize_f16",
@@ -101,12 +101,12 @@ impl Quantize {
             let kernel = self.0.kernel(kernel).map_err(device_error(OP))?;
             let (x, tokens, cols, out) = (x.address(), tokens as i32, cols as i32, out.address());
             // SAFETY: (const float *, int, int, uint8_t *); a warp reads 256 values of one row inside `x` and writes its
-            // token's part of one panel inside `out`: lengths and alignment were checked.
+            // token's part of one act_tile inside `out`: lengths and alignment were checked.
             unsafe { kernel.launch(stream, launch, arguments![x, tokens, cols, out]) }
                 .map_err(device_error(OP))?;
         }
         // SAFETY: the range is inside `out`, which stays borrowed for 'a.
         let data = unsafe { View::from_raw(out.address(), bytes) };
-        Ok(Activations { format, tokens, cols, data })
+        Ok(QuantizedActivations { format, tokens, cols, data })
     }
 }

@@ -10,11 +10,11 @@ use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 const THREADS: u32 = 256;
 
-const REPACK: &CStr = c"repack_tiles";
+const REPACK: &CStr = c"repack_rows_to_tiles";
 
-pub struct Repack(Family);
+pub struct RepackKernels(Family);
 
-impl Repack {
+impl RepackKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "repack", image!("repack")))
     }
@@ -52,7 +52,7 @@ impl Repack {
         if planes(shape.dtype()).is_none_or(<[_]>::is_empty) {
             return raw.copy_from(stream, tiles);
         }
-        self.launch(stream, c"restore_rows", shape, raw.address(), tiles.address())
+        self.launch(stream, c"unpack_tiles_to_rows", shape, raw.address(), tiles.address())
     }
 
     fn launch(

@@ -3,24 +3,24 @@
 use ops::RopePairing;
 
 use super::module::{arguments, image};
-use super::norm::{rows_of, same};
+use super::norm::{count_rows, ensure_same_len};
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
 /// As rope.cu.
 const THREADS: u32 = 256;
 
-pub struct Ropes(Family);
+pub struct RopeKernels(Family);
 
 /// How the pairs of a head turn.
 #[derive(Clone, Copy)]
-pub struct Turn<'a> {
+pub struct RopeAngles<'a> {
     pub pairing: RopePairing,
     /// One per pair.
     pub inverse_frequencies: View<'a, f32>,
     pub magnitude: f32,
 }
 
-impl Ropes {
+impl RopeKernels {
     pub fn new(device: &Device) -> Self {
         Self(Family::new(device, "rope", image!("rope")))
     }
@@ -31,15 +31,15 @@ impl Ropes {
         stream: &Stream,
         x: &mut ViewMut<'_, f32>,
         positions: View<'_, u32>,
-        turn: Turn<'_>,
+        turn: RopeAngles<'_>,
         head_dim: usize,
     ) -> Result<(), CudaError> {
         let (rows, pairs) = (positions.len(), turn.inverse_frequencies.len());
         if rows == 0 || pairs == 0 {
             return Ok(());
         }
-        let heads = rows_of("rows of a rotation", x.len(), rows * head_dim)?;
-        same("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
+        let heads = count_rows("rows of a rotation", x.len(), rows * head_dim)?;
+        ensure_same_len("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
         let grid = (rows as u32, 1, 1);
         let launch = Launch { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
         let (x, positions, frequencies) =

@@ -1,25 +1,25 @@
-//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu, gated.cu, rope.cu, quantize.cu,
-//! gather.cu, embed.cu, heads.cu and kv_write.cu. What they read was often written just before and is in the L2 cache, here as
+//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu, silu_and_mul.cu, rope.cu, quantize.cu,
+//! gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu. What they read was often written just before and is in the L2 cache, here as
 //! in a step, so rates of few rows are beyond the memory's.
 
 use anyhow::{Context, Result};
-use kernels::cuda::embed::Embed;
-use kernels::cuda::gated::Gates;
-use kernels::cuda::gather::Gathers;
-use kernels::cuda::heads::{HeadRows, HeadsToCache};
-use kernels::cuda::kv_write::{KvLayerAddress, KvWrites, head_bytes};
-use kernels::cuda::norm::Norms;
-use kernels::cuda::quantize::{Quantize, activation_bytes};
-use kernels::cuda::rope::{Ropes, Turn};
-use kernels::cuda::rounded::Rounded;
+use kernels::cuda::embed::EmbedKernels;
+use kernels::cuda::gather::GatherKernels;
+use kernels::cuda::kv_write::{KvLayerAddress, KvWriteKernels, head_bytes};
+use kernels::cuda::norm::NormKernels;
+use kernels::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
+use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
+use kernels::cuda::quantized_output::QuantizedOutput;
+use kernels::cuda::rope::{RopeAngles, RopeKernels};
+use kernels::cuda::silu_and_mul::SiluKernels;
 use kernels::cuda::{Buffer, View};
 use ops::{KvType, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
-use crate::random::Random;
+use crate::random::TestRng;
 
 const EMBEDDING: usize = 4096;
 const HIDDEN: usize = 12_288;
@@ -30,7 +30,7 @@ const VOCABULARY: usize = 32_000;
 const EPS: f32 = 1e-6;
 const BLOCK_TOKENS: usize = 16;
 
-pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     for rows in [1, 64, 2048] {
         of_rows(gpu, rows)?;
         of_heads(gpu, rows)?;
@@ -40,7 +40,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
 
 /// `bytes` of a row are read and written.
 fn line(
-    gpu: &Gpu,
+    gpu: &TestGpu,
     what: &str,
     rows: usize,
     bytes: usize,
@@ -52,15 +52,15 @@ fn line(
     Ok(())
 }
 
-fn floats(gpu: &Gpu, random: &mut Random, len: usize) -> Result<Buffer<f32>> {
+fn floats(gpu: &TestGpu, random: &mut TestRng, len: usize) -> Result<Buffer<f32>> {
     Ok(Buffer::from_host(&gpu.stream, &random.values(len))?)
 }
 
-fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
-    let mut random = Random::new(41);
+fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
+    let mut random = TestRng::new(41);
     let (norms, gates, quantize) =
-        (Norms::new(&gpu.device), Gates::new(&gpu.device), Quantize::new(&gpu.device));
-    let (gathers, embed) = (Gathers::new(&gpu.device), Embed::new(&gpu.device));
+        (NormKernels::new(&gpu.device), SiluKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
+    let (gathers, embed) = (GatherKernels::new(&gpu.device), EmbedKernels::new(&gpu.device));
     let stream = &gpu.stream;
     let mut x = floats(gpu, &mut random, rows * EMBEDDING)?;
     let y = floats(gpu, &mut random, rows * EMBEDDING)?;
@@ -71,10 +71,10 @@ fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
         Ok(norms.rows(stream, x.view(), weight.view(), EPS, &mut out.view_mut(), None)?)
     })?;
     for format in [DType::Q8_K, DType::Q8_0] {
-        let mut panels = panels(gpu, format, rows, EMBEDDING)?;
+        let mut act_tiles = act_tiles(gpu, format, rows, EMBEDDING)?;
         line(gpu, &format!("sum and norm, rounded to {format}"), rows, 4 * row + EMBEDDING, |_| {
-            let rounded = Some(Rounded { format, panels: panels.view_mut() });
-            Ok(norms.sum_rows(
+            let rounded = Some(QuantizedOutput { format, act_tiles: act_tiles.view_mut() });
+            Ok(norms.add_rows(
                 stream,
                 &mut x.view_mut(),
                 y.view(),
@@ -85,7 +85,7 @@ fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
             )?)
         })?;
         line(gpu, &format!("quantize to {format}"), rows, row + EMBEDDING, |_| {
-            quantize.launch(stream, format, y.view(), rows, EMBEDDING, &mut panels.view_mut())?;
+            quantize.launch(stream, format, y.view(), rows, EMBEDDING, &mut act_tiles.view_mut())?;
             Ok(())
         })?;
     }
@@ -95,10 +95,10 @@ fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
     line(gpu, "gate", rows, 3 * HIDDEN * size_of::<f32>(), |_| {
         Ok(gates.silu(stream, gate.view(), up.view(), &mut gated.view_mut())?)
     })?;
-    let mut rounded = panels(gpu, DType::Q8_K, rows, HIDDEN)?;
+    let mut rounded = act_tiles(gpu, DType::Q8_K, rows, HIDDEN)?;
     line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
-        let rounded = Rounded { format: DType::Q8_K, panels: rounded.view_mut() };
-        Ok(gates.silu_rounded(stream, gate.view(), up.view(), HIDDEN, &mut gated.view_mut(), &rounded)?)
+        let rounded = QuantizedOutput { format: DType::Q8_K, act_tiles: rounded.view_mut() };
+        Ok(gates.silu_quantized(stream, gate.view(), up.view(), HIDDEN, &mut gated.view_mut(), &rounded)?)
     })?;
     let picked: Vec<u32> = (0..rows as u32).rev().collect();
     let picked = Buffer::from_host(stream, &picked)?;
@@ -121,24 +121,25 @@ fn of_rows(gpu: &Gpu, rows: usize) -> Result<()> {
     Ok(())
 }
 
-fn panels(gpu: &Gpu, format: DType, rows: usize, cols: usize) -> Result<Buffer<u8>> {
-    let bytes = activation_bytes(format, rows, cols).context("bytes of panels")?;
+fn act_tiles(gpu: &TestGpu, format: DType, rows: usize, cols: usize) -> Result<Buffer<u8>> {
+    let bytes = activation_bytes(format, rows, cols).context("bytes of act_tiles")?;
     Ok(Buffer::new(&gpu.device, bytes)?)
 }
 
 /// Of attention: what happens to a row's heads until its keys and values are in the cache.
-fn of_heads(gpu: &Gpu, rows: usize) -> Result<()> {
-    let mut random = Random::new(42);
+fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
+    let mut random = TestRng::new(42);
     let stream = &gpu.stream;
-    let (norms, ropes) = (Norms::new(&gpu.device), Ropes::new(&gpu.device));
-    let (heads_to_cache, writes) = (HeadsToCache::new(&gpu.device), KvWrites::new(&gpu.device));
+    let (norms, ropes) = (NormKernels::new(&gpu.device), RopeKernels::new(&gpu.device));
+    let (heads_to_cache, writes) = (NormRopeKvKernels::new(&gpu.device), KvWriteKernels::new(&gpu.device));
     let mut queries = floats(gpu, &mut random, rows * HEADS * HEAD_DIM)?;
     let mut keys = floats(gpu, &mut random, rows * KV_HEADS * HEAD_DIM)?;
     let values = floats(gpu, &mut random, rows * KV_HEADS * HEAD_DIM)?;
     let weight = floats(gpu, &mut random, HEAD_DIM)?;
     let frequencies = floats(gpu, &mut random, HEAD_DIM / 2)?;
     let positions = Buffer::from_host(stream, &(0..rows as u32).collect::<Vec<_>>())?;
-    let turn = Turn { pairing: RopePairing::Halves, inverse_frequencies: frequencies.view(), magnitude: 1.0 };
+    let turn =
+        RopeAngles { pairing: RopePairing::Halves, inverse_frequencies: frequencies.view(), magnitude: 1.0 };
     let row = HEAD_DIM * size_of::<f32>();
     line(gpu, "norms of query heads", rows, 2 * HEADS * row, |_| {
         Ok(norms.heads(stream, &mut queries.view_mut(), weight.view(), EPS)?)
@@ -171,7 +172,7 @@ fn of_heads(gpu: &Gpu, rows: usize) -> Result<()> {
         })?;
         let bytes = (2 * HEADS + 3 * KV_HEADS) * row + cached;
         line(gpu, &format!("heads, and to a cache of {kind}"), rows, bytes, |_| {
-            let mut heads = HeadRows {
+            let mut heads = NormRopeKvOperands {
                 queries: queries.view_mut(),
                 keys: keys.view_mut(),
                 values: values.view(),

@@ -1,4 +1,4 @@
-//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut into steps, whatever
+//! attention.cu against `ops::Reference`, and against itself: the ensure_same_len bits however rows are cut into steps, whatever
 //! shares a step, and however the cache is cut into blocks (I5).
 
 use std::ops::Range;
@@ -7,9 +7,9 @@ use anyhow::{Result, ensure};
 use kernels::cuda::Cuda;
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::ops::{close, filled, values};
-use crate::random::Random;
+use crate::random::TestRng;
 
 /// Queries and weights are rounded to f16 on the tensor cores, in a cache of bf16 to that, which has 8 bits instead of 11; of
 /// q8_0, scale times byte as well. Scores reach hundreds here: worked out in f64 over draws like these, such rounding alone is
@@ -25,7 +25,7 @@ fn tile_tolerance(kind: KvType) -> f32 {
 
 const PLAIN_TOLERANCE: f32 = 3e-6;
 
-struct Paged {
+struct PagedAttention {
     spec: AttentionSpec,
     kind: KvType,
     lengths: Vec<usize>,
@@ -38,8 +38,8 @@ fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
     AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() }
 }
 
-impl Paged {
-    fn new(random: &mut Random, spec: AttentionSpec, kind: KvType, lengths: &[usize]) -> Self {
+impl PagedAttention {
+    fn new(random: &mut TestRng, spec: AttentionSpec, kind: KvType, lengths: &[usize]) -> Self {
         let (width, kv_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let mut rows = |width: usize| -> Vec<Vec<f32>> {
             lengths.iter().map(|len| random.values(len * width)).collect()
@@ -130,8 +130,8 @@ pub(crate) fn begin<B: Backend>(
     Ok(positions.len())
 }
 
-pub(crate) fn it_is_that_of_the_reference(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(11);
+pub(crate) fn it_is_that_of_the_reference(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(11);
     let shapes = [
         (4, 2, 64, true),
         (8, 2, 128, true),
@@ -147,7 +147,7 @@ pub(crate) fn it_is_that_of_the_reference(gpu: &Gpu) -> Result<()> {
     for kind in KvType::ALL {
         for (heads, kv_heads, head_dim, tiles) in shapes {
             let lengths = if gpu.small { [1, 40, 16, 81, 70, 65, 64] } else { [1, 40, 16, 300, 257, 65, 64] };
-            let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+            let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
             let step: Vec<_> = [1, 40, 3, 80, 1, 1, 2]
                 .iter()
                 .zip(lengths)
@@ -165,8 +165,8 @@ pub(crate) fn it_is_that_of_the_reference(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(12);
+pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(12);
     for (kind, len, scale, tolerance) in [
         (KvType::F16, 9_000, 1.0, tile_tolerance(KvType::F16)),
         (KvType::F16, 700, 30.0, 0.1),
@@ -178,7 +178,7 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &Gpu) -> Result<
         (KvType::F32, 700, 200.0, 1e-3),
     ] {
         let len = if gpu.small { len.min(130) } else { len };
-        let mut paged = Paged::new(&mut random, spec(4, 1, 64), kind, &[len]);
+        let mut paged = PagedAttention::new(&mut random, spec(4, 1, 64), kind, &[len]);
         paged.queries[0].iter_mut().for_each(|x| *x *= scale);
         // Both the split kernel and the chunk kernel.
         let steps = [vec![(0, len - 1..len)], vec![(0, len - 2..len)], vec![(0, len - 66..len)]];
@@ -195,15 +195,15 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &Gpu) -> Result<
 }
 
 /// Values near the ends of what a type stores, and keys so small that only their number tells them from nothing.
-pub(crate) fn it_has_the_range_of_its_type(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(17);
+pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(17);
     for (kind, factors) in
         [(KvType::F16, [500.0, 1e-4]), (KvType::Bf16, [1e30, 1e-30]), (KvType::Q8_0, [500.0, 1e-5])]
     {
         for (factor, head_dim) in
             factors.into_iter().flat_map(|factor| [(factor, 64), (factor, 96), (factor, 40)])
         {
-            let mut paged = Paged::new(&mut random, spec(4, 2, head_dim), kind, &[90, 33]);
+            let mut paged = PagedAttention::new(&mut random, spec(4, 2, head_dim), kind, &[90, 33]);
             paged.values.iter_mut().flatten().for_each(|x| *x *= factor);
             if factor < 1.0 {
                 paged.keys.iter_mut().flatten().for_each(|x| *x *= factor);
@@ -224,8 +224,8 @@ pub(crate) fn it_has_the_range_of_its_type(gpu: &Gpu) -> Result<()> {
 }
 
 /// Positions at which the length of splits changes are among those cut at and run over.
-pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(13);
+pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(13);
     for (heads, kv_heads, head_dim, kind) in [
         (4, 1, 64, KvType::F16),
         (8, 2, 128, KvType::F16),
@@ -245,7 +245,7 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Res
             (true, false) => [4_300, 130, 2_100],
             (false, false) => [330, 130, 70],
         };
-        let paged = Paged::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+        let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
         let width = heads * head_dim;
         let mut cuda = Cuda::new(&gpu.device)?;
         // Each sequence as one chunk, alone.
@@ -294,7 +294,7 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &Gpu) -> Res
 }
 
 /// Blocks far apart: units of the cache are mapped as they are written.
-pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
+pub(crate) fn the_cache_grows_as_it_is_written(gpu: &TestGpu) -> Result<()> {
     let mut cuda = Cuda::new(&gpu.device)?;
     let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, span: AttentionSpan::Full };
     // 1 TiB: only a reservation can be that large.
@@ -302,7 +302,7 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
     let mut kv = cuda.kv(&layout)?;
     let unit = kv.mapped_bytes();
     ensure!((1..=64 << 20).contains(&unit), "{unit} bytes at the start");
-    let mut random = Random::new(14);
+    let mut random = TestRng::new(14);
     let (mut largest, shape) = (0, spec(4, 2, 64));
     let mut first: Option<Vec<f32>> = None;
     let (keys, queries) = (random.values(2 * 128), random.values(2 * 256));
@@ -377,7 +377,7 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     for (name, heads, kv_heads, head_dim) in
         [("8B", 32, 8, 128), ("0.6B", 16, 8, 128), ("30B-A3B", 32, 4, 128), ("llama-1B", 32, 8, 64)]
     {
@@ -420,7 +420,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
 
 /// Seconds of one layer's attention of `rows` sequences with the last `chunk` tokens of `context` each.
 fn measure(
-    gpu: &Gpu,
+    gpu: &TestGpu,
     heads: usize,
     layer: KvLayer,
     rows: usize,
@@ -442,7 +442,7 @@ fn measure(
     let tables: Vec<Vec<u32>> =
         (0..rows).map(|row| (0..table_len).map(|i| (1 + i * rows + row) as u32).collect()).collect();
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
-    let mut random = Random::new(16);
+    let mut random = TestRng::new(16);
     let written =
         filled(&mut cuda, context, kv_heads * head_dim, &random.values(context * kv_heads * head_dim))?;
     for row in 0..rows {

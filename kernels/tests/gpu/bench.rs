@@ -2,11 +2,11 @@
 
 use kernels::cuda::Event;
 
-use crate::Gpu;
+use crate::TestGpu;
 
 /// Seconds of one call of `work`, the best of several replays of `calls` calls, which are given their number.
 pub(crate) fn time(
-    gpu: &Gpu,
+    gpu: &TestGpu,
     calls: usize,
     mut work: impl FnMut(usize) -> anyhow::Result<()>,
 ) -> anyhow::Result<f64> {

@@ -4,18 +4,18 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use kernels::cuda::Buffer;
-use kernels::cuda::checksum::{Checksums, PIECE_BYTES};
+use kernels::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use kernels::cuda::loading::sum_all;
 use quant::DType;
 use quant::layout::Tiles;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
-use crate::random::Random;
+use crate::random::TestRng;
 
-pub(crate) fn pieces_hash_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
-    let checksums = Checksums::new(&gpu.device);
+pub(crate) fn pieces_hash_as_on_the_host(gpu: &TestGpu) -> anyhow::Result<()> {
+    let checksums = ChecksumKernels::new(&gpu.device);
     let lengths = [
         0,
         1,
@@ -38,7 +38,7 @@ pub(crate) fn pieces_hash_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
         PIECE_BYTES + 241,
         3 * PIECE_BYTES + 12_345,
     ];
-    let contents = lengths.map(|len| Random::new(len as u64).bytes(len));
+    let contents = lengths.map(|len| TestRng::new(len as u64).bytes(len));
     let buffers: Vec<Buffer<u8>> =
         contents.iter().map(|bytes| Buffer::from_host(&gpu.stream, bytes)).collect::<Result<_, _>>()?;
     let views: Vec<_> = buffers.iter().map(Buffer::view).collect();
@@ -51,8 +51,8 @@ pub(crate) fn pieces_hash_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
-    let checksums = Checksums::new(&gpu.device);
+pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
+    let checksums = ChecksumKernels::new(&gpu.device);
     for mib in [64, 1024] {
         let mut bytes = Buffer::<u8>::new(&gpu.device, mib << 20)?;
         bytes.view_mut().fill_bytes(&gpu.stream, 0x5A)?;
@@ -69,7 +69,7 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
 }
 
 /// All tensors of qwen3-8b in Q4_K_M, as the verifier of a model sums them up: from its first call until the sums are there.
-fn whole_model(gpu: &Gpu, checksums: &Checksums) -> anyhow::Result<()> {
+fn whole_model(gpu: &TestGpu, checksums: &ChecksumKernels) -> anyhow::Result<()> {
     const LAYERS: usize = 36;
     /// Of a tensor in the model's memory.
     const ALIGNMENT: usize = 256;

@@ -1,17 +1,17 @@
-//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be computed. One list of cases; each is
-//! another way to bring the same tokens through the model.
+//! I5 on whole models: the logits of a sequence are the ensure_same_len bits however its tokens came to be computed. One list of cases; each is
+//! another way to bring the ensure_same_len tokens through the model.
 
 use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use kernels::cuda::{Cuda, Kv};
+use kernels::cuda::{Cuda, CudaKv};
 use models::testing::ModelFile;
 use models::{Limits, Model, build};
 use ops::{Backend, KvLayout, KvTypes, Step};
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
 const BLOCK_TOKENS: usize = 16;
 const TOKENS: usize = 150;
@@ -27,20 +27,20 @@ const SMALL: [&str; 2] = ["llama.Q8_0", "qwen3.Q4_K_M"];
 const KV_TYPES: [&str; 4] = ["f16,0=q8_0,1=bf16", "f32", "f16", "q8_0"];
 
 /// Some tokens of one sequence in a step.
-struct Part<'a> {
+struct SequencePart<'a> {
     table: &'a [u32],
     first: usize,
     tokens: &'a [u32],
 }
 
-struct Run {
+struct ModelRun {
     cuda: Cuda,
     model: Box<dyn Model<Cuda>>,
-    kv: Kv,
+    kv: CudaKv,
 }
 
-impl Run {
-    fn new(gpu: &Gpu, file: &ModelFile, types: &KvTypes) -> Result<Self> {
+impl ModelRun {
+    fn new(gpu: &TestGpu, file: &ModelFile, types: &KvTypes) -> Result<Self> {
         let mut cuda = Cuda::new(&gpu.device)?;
         // Small enough that steps are computed in several runs of rows, and logits too.
         let limits = Limits { rows_max: 300, outputs_max: 300 };
@@ -51,7 +51,7 @@ impl Run {
     }
 
     /// The logits of all rows.
-    fn step(&mut self, parts: &[Part<'_>]) -> Result<Vec<Vec<f32>>> {
+    fn step(&mut self, parts: &[SequencePart<'_>]) -> Result<Vec<Vec<f32>>> {
         let (mut tokens, mut positions, mut sequences, mut slots) = (vec![], vec![], vec![], vec![]);
         for (sequence, part) in parts.iter().enumerate() {
             for (position, &token) in (part.first..).zip(part.tokens) {
@@ -81,7 +81,7 @@ impl Run {
     }
 
     fn one(&mut self, table: &[u32], tokens: &[u32], range: Range<usize>) -> Result<Vec<Vec<f32>>> {
-        self.step(&[Part { table, first: range.start, tokens: &tokens[range] }])
+        self.step(&[SequencePart { table, first: range.start, tokens: &tokens[range] }])
     }
 }
 
@@ -91,9 +91,9 @@ fn blocks(first: usize) -> Vec<u32> {
 }
 
 /// A way to compute the logits of `tokens`.
-type Way = fn(&mut Run, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
+type ComputePath = fn(&mut ModelRun, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
 
-const WAYS: [(&str, Way); 8] = [
+const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
     ("token by token", |run, tokens, _| {
         let table = blocks(0);
         (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
@@ -114,9 +114,9 @@ const WAYS: [(&str, Way); 8] = [
         let mut at = 0;
         for (size, others) in [(40, 90), (1, 1), (1, 30), (60, 1), (TOKENS - 102, 1)] {
             let made = run.step(&[
-                Part { table: &first, first: at.min(20), tokens: &other[..others] },
-                Part { table: &own, first: at, tokens: &tokens[at..at + size] },
-                Part { table: &second, first: 0, tokens: &other[..17] },
+                SequencePart { table: &first, first: at.min(20), tokens: &other[..others] },
+                SequencePart { table: &own, first: at, tokens: &tokens[at..at + size] },
+                SequencePart { table: &second, first: 0, tokens: &other[..17] },
             ])?;
             rows.extend(made[others..others + size].iter().cloned());
             at += size;
@@ -154,7 +154,7 @@ const WAYS: [(&str, Way); 8] = [
             let right = (at % 4).min(TOKENS - at - 1);
             let drafts: Vec<u32> =
                 tokens[at..at + right + 1].iter().chain(&other[..3]).copied().take(TOKENS - at).collect();
-            let made = run.step(&[Part { table: &table, first: at, tokens: &drafts }])?;
+            let made = run.step(&[SequencePart { table: &table, first: at, tokens: &drafts }])?;
             rows.extend(made[..right + 1].iter().cloned());
             at += right + 1;
         }
@@ -163,7 +163,7 @@ const WAYS: [(&str, Way); 8] = [
     ("computed again in other blocks", |run, tokens, other| {
         let first = blocks(0);
         run.one(&first, tokens, 0..100)?;
-        run.step(&[Part { table: &first, first: 0, tokens: &other[..100] }])?;
+        run.step(&[SequencePart { table: &first, first: 0, tokens: &other[..100] }])?;
         let table = blocks(30);
         let mut rows = run.one(&table, tokens, 0..77)?;
         run.cuda.trim(&mut run.kv, BLOCKS)?;
@@ -177,14 +177,14 @@ const WAYS: [(&str, Way); 8] = [
     }),
 ];
 
-pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(41);
+pub(crate) fn every_way_gives_the_same_logits(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(41);
     for name in MODELS.into_iter().filter(|name| !gpu.small || SMALL.contains(name)) {
         let file = ModelFile::open(&Path::new("crates/models/tests/data").join(format!("{name}.gguf")))
             .with_context(|| name.to_owned())?;
         for types in KV_TYPES.into_iter().take(if gpu.small { 1 } else { KV_TYPES.len() }) {
             let types: KvTypes = types.parse()?;
-            let mut whole = Run::new(gpu, &file, &types)?;
+            let mut whole = ModelRun::new(gpu, &file, &types)?;
             let vocabulary = whole.model.vocab_size() as u64;
             let mut draw =
                 || -> Vec<u32> { (0..TOKENS).map(|_| (random.bits() % vocabulary) as u32).collect() };
@@ -193,8 +193,8 @@ pub(crate) fn every_way_gives_the_same_logits(gpu: &Gpu) -> Result<()> {
             ensure!(expected.concat().iter().all(|logit| logit.is_finite()), "{name}: a logit is not finite");
             // Hundreds of steps.
             let long = |way: &str| matches!(way, "token by token" | "without graphs");
-            for (way, compute) in WAYS.into_iter().filter(|(way, _)| !gpu.small || !long(way)) {
-                let found = compute(&mut Run::new(gpu, &file, &types)?, &tokens, &other)?;
+            for (way, compute) in COMPUTE_PATHS.into_iter().filter(|(way, _)| !gpu.small || !long(way)) {
+                let found = compute(&mut ModelRun::new(gpu, &file, &types)?, &tokens, &other)?;
                 ensure!(found.len() == expected.len(), "{name}, {types}, {way}: {} rows", found.len());
                 let bits = |row: &Vec<f32>| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 let differs = found.iter().zip(&expected).position(|(a, b)| bits(a) != bits(b));

@@ -4,19 +4,19 @@ use std::collections::HashSet;
 
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use kernels::cuda::experts::{ExpertKernels, Grouped, Grouping, Routing, Stack};
-use kernels::cuda::quantize::{Quantize, activation_bytes};
+use kernels::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
+use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
 use kernels::cuda::{Buffer, Cuda};
 use ops::{Activation, Backend, Experts, Reference};
 use quant::DType;
 use quant::layout::Tiles;
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
 use crate::ops::{close, filled, values, weight};
-use crate::random::Random;
+use crate::random::TestRng;
 
-struct Case {
+struct ExpertsCase {
     types: [DType; 3],
     n_in: usize,
     hidden: usize,
@@ -27,9 +27,9 @@ struct Case {
     x: Vec<f32>,
 }
 
-impl Case {
+impl ExpertsCase {
     fn new(
-        random: &mut Random,
+        random: &mut TestRng,
         types: [DType; 3],
         n_in: usize,
         hidden: usize,
@@ -73,9 +73,9 @@ impl Case {
     }
 }
 
-pub(crate) fn they_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
+pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     use DType::{BF16, F16, F32, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0};
-    let mut random = Random::new(31);
+    let mut random = TestRng::new(31);
     for (types, n_in, hidden, count, used, rows) in [
         ([Q8_0; 3], 64, 96, 5, 2, 7),
         ([Q4_0; 3], 96, 64, 4, 4, 3),
@@ -90,7 +90,7 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
         ([F16, F16, BF16], 64, 24, 6, 2, 9),
     ] {
         let rows = if gpu.small { rows.min(6) } else { rows };
-        let case = Case::new(&mut random, types, n_in, hidden, count, used, rows)?;
+        let case = ExpertsCase::new(&mut random, types, n_in, hidden, count, used, rows)?;
         let what = format!("{types:?}, {count} of {n_in} x {hidden}, {used} used, {rows} rows");
         let mut cuda = Cuda::new(&gpu.device)?;
         let found = case.run(&mut cuda, 0..rows)?;
@@ -108,15 +108,15 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
 }
 
 /// Gate and up of a layer of qwen3-30b-a3b: experts' matrices that are read, at the rate of the memory and of integers.
-pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     const COUNT: usize = 128;
     const USED: usize = 8;
     const N_IN: usize = 2048;
     const HIDDEN: usize = 768;
     // The experts of one row fit into the L2 cache; those of so many do not.
     const ROUTINGS: usize = 16;
-    let (kernels, quantize) = (ExpertKernels::new(&gpu.device), Quantize::new(&gpu.device));
-    let mut random = Random::new(32);
+    let (kernels, quantize) = (ExpertKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
+    let mut random = TestRng::new(32);
     let noise = random.bytes(16 << 20);
     for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K] {
         let shape = Tiles::new(dtype, N_IN, HIDDEN)?;
@@ -125,7 +125,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
         let weights = [Buffer::from_host(&gpu.stream, &bytes)?, Buffer::from_host(&gpu.stream, &bytes)?];
         for rows in [1, 8, 32, 64, 512] {
             let pairs = rows * USED;
-            let grouping = Grouping::of(pairs, COUNT);
+            let grouping = PairGrouping::of(pairs, COUNT);
             let slots = grouping.slots(pairs, COUNT);
             let (mut groups, mut read) = (Vec::new(), 0);
             for _ in 0..ROUTINGS {
@@ -133,7 +133,7 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
                 let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
                 let mut shares = Buffer::<f32>::new(&gpu.device, pairs)?;
                 let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
-                let mut routing = Routing {
+                let mut routing = ExpertRouting {
                     experts: experts.view_mut(),
                     shares: shares.view_mut(),
                     grouping,
@@ -144,26 +144,26 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
                 groups.push(words);
             }
             // Slots have rows of their own.
-            let tokens = if grouping == Grouping::Few { rows } else { slots };
+            let tokens = if grouping == PairGrouping::Matvec { rows } else { slots };
             let x = Buffer::from_host(&gpu.stream, &random.values(tokens * N_IN))?;
-            let panels = activation_bytes(format, tokens, N_IN).context("bytes")?;
-            let mut panels = Buffer::<u8>::new(&gpu.device, panels)?;
-            let mut panels = panels.view_mut();
-            let x = quantize.launch(&gpu.stream, format, x.view(), tokens, N_IN, &mut panels)?;
-            let outs = if grouping == Grouping::Few { pairs } else { slots };
+            let act_tiles = activation_bytes(format, tokens, N_IN).context("bytes")?;
+            let mut act_tiles = Buffer::<u8>::new(&gpu.device, act_tiles)?;
+            let mut act_tiles = act_tiles.view_mut();
+            let x = quantize.launch(&gpu.stream, format, x.view(), tokens, N_IN, &mut act_tiles)?;
+            let outs = if grouping == PairGrouping::Matvec { pairs } else { slots };
             let mut gate = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
             let mut up = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
             let seconds = time(gpu, ROUTINGS, |call| {
-                let groups = Grouped { pairs, count: COUNT, groups: groups[call].view() };
+                let groups = GroupedPairs { pairs, count: COUNT, groups: groups[call].view() };
                 let mut stacks = [
-                    Stack { shape, tiles: weights[0].view(), out: gate.view_mut() },
-                    Stack { shape, tiles: weights[1].view(), out: up.view_mut() },
+                    ExpertWeights { shape, tiles: weights[0].view(), out: gate.view_mut() },
+                    ExpertWeights { shape, tiles: weights[1].view(), out: up.view_mut() },
                 ];
                 // SAFETY: `route` has made these groups, grouped as the method needs.
                 unsafe {
                     match grouping {
-                        Grouping::Few => kernels.product(&gpu.stream, x, USED, groups, &mut stacks)?,
-                        Grouping::Many => kernels.tiles(&gpu.stream, x, groups, false, &mut stacks)?,
+                        PairGrouping::Matvec => kernels.matvec(&gpu.stream, x, USED, groups, &mut stacks)?,
+                        PairGrouping::Matmul => kernels.matmul(&gpu.stream, x, groups, false, &mut stacks)?,
                     }
                 }
                 Ok(())

@@ -1,34 +1,34 @@
-//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself: the same bits everywhere. Ops are
+//! What one launch does for several ops (backend/fusion.rs), against the ensure_same_len ops each by itself: the ensure_same_len bits everywhere. OpRunner are
 //! collected until somebody waits, so waiting behind each keeps them apart.
 
 use std::ops::Range;
 
 use anyhow::{Result, ensure};
 use bytes::Bytes;
-use kernels::cuda::{Cuda, Tensor};
+use kernels::cuda::{Cuda, CudaTensor};
 use ops::{
     Activation, AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Linear, RopePairing,
     RopeSpec, Weight,
 };
 use quant::DType;
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::attention::begin;
 use crate::ops::{filled, values, weight};
-use crate::random::Random;
+use crate::random::TestRng;
 
 /// Rows of a matrix: no whole tile of them.
 const OUT: usize = 41;
 const EPS: f32 = 1e-5;
 
-struct Ops {
+struct OpRunner {
     cuda: Cuda,
     apart: bool,
-    random: Random,
+    random: TestRng,
     results: Vec<(&'static str, Vec<f32>)>,
 }
 
-impl Ops {
+impl OpRunner {
     /// Ends an op.
     fn end(&mut self) -> Result<()> {
         if self.apart {
@@ -37,7 +37,7 @@ impl Ops {
         Ok(())
     }
 
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<CudaTensor> {
         let host = self.random.values(rows * cols);
         filled(&mut self.cuda, rows, cols, &host)
     }
@@ -55,17 +55,17 @@ impl Ops {
         Ok(Linear { weight: Weight { dtype, dims: vec![cols, OUT], layout: 0, data }, bias: None })
     }
 
-    fn take(&mut self, what: &'static str, x: &Tensor, rows: usize, cols: usize) -> Result<()> {
+    fn take(&mut self, what: &'static str, x: &CudaTensor, rows: usize, cols: usize) -> Result<()> {
         let found = values(&mut self.cuda, x, rows, cols)?;
         self.results.push((what, found));
         Ok(())
     }
 }
 
-/// The same ops together and apart, with the same values.
-fn compare(pair: &mut [Ops; 2], what: &str, work: impl Fn(&mut Ops) -> Result<()>) -> Result<()> {
+/// The ensure_same_len ops together and apart, with the ensure_same_len values.
+fn compare(pair: &mut [OpRunner; 2], what: &str, work: impl Fn(&mut OpRunner) -> Result<()>) -> Result<()> {
     for ops in pair.iter_mut() {
-        ops.random = Random::new(71);
+        ops.random = TestRng::new(71);
         ops.results.clear();
         work(ops)?;
     }
@@ -80,15 +80,15 @@ fn compare(pair: &mut [Ops; 2], what: &str, work: impl Fn(&mut Ops) -> Result<()
     Ok(())
 }
 
-fn pair(gpu: &Gpu) -> Result<[Ops; 2]> {
-    let ops = |apart| -> Result<Ops> {
-        Ok(Ops { cuda: Cuda::new(&gpu.device)?, apart, random: Random::new(71), results: Vec::new() })
+fn pair(gpu: &TestGpu) -> Result<[OpRunner; 2]> {
+    let ops = |apart| -> Result<OpRunner> {
+        Ok(OpRunner { cuda: Cuda::new(&gpu.device)?, apart, random: TestRng::new(71), results: Vec::new() })
     };
     Ok([ops(false)?, ops(true)?])
 }
 
-/// Norms and gates whose rows are rounded for the matrices behind them.
-pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &Gpu) -> Result<()> {
+/// NormKernels and gates whose rows are rounded for the matrices behind them.
+pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     let rows: &[usize] = if gpu.small { &[1, 5, 33] } else { &[1, 2, 4, 5, 33, 70, 139] };
     // One for each form that activations are rounded to.
@@ -104,7 +104,7 @@ pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-fn rounded_rows(ops: &mut Ops, dtype: DType, rows: usize, cols: usize) -> Result<()> {
+fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> Result<()> {
     let (mut x, y) = (ops.tensor(rows, cols)?, ops.tensor(rows, cols)?);
     let (norm, matrix, other) = (ops.vector(cols), ops.matrix(dtype, cols)?, ops.matrix(dtype, cols)?);
     let (mut normed, mut sum, mut gated) =
@@ -140,7 +140,7 @@ fn rounded_rows(ops: &mut Ops, dtype: DType, rows: usize, cols: usize) -> Result
 }
 
 /// What stands in a layer between its two groups of matrices.
-struct Block {
+struct AttentionBlock {
     spec: AttentionSpec,
     kind: KvType,
     /// Whether query and key heads have norms.
@@ -159,8 +159,8 @@ const BEFORE: [usize; 2] = [2_100, 3];
 const STEPS: [&[(usize, Range<usize>)]; 3] =
     [&[(0, 2_100..2_101), (1, 3..4)], &[(0, 2_101..2_104), (1, 4..40)], &[(1, 40..110)]];
 
-/// Norms and rotations of heads with the cache's write, and attention whose rows are rounded.
-pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &Gpu) -> Result<()> {
+/// NormKernels and rotations of heads with the cache's write, and attention whose rows are rounded.
+pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     for kind in [KvType::F32, KvType::F16, KvType::Bf16, KvType::Q8_0] {
         for (heads, kv_heads, head_dim, norms, pairing, pairs, dtype) in [
@@ -173,7 +173,7 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &Gpu) -> Result<()> 
             (2, 1, 5, false, RopePairing::Adjacent, 1, DType::F32),
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
-            let block = Block { spec, kind, norms, pairing, pairs, dtype };
+            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype };
             // Its scales are of 32 values.
             if kind != KvType::Q8_0 || head_dim % 32 == 0 {
                 let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
@@ -184,7 +184,7 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &Gpu) -> Result<()> 
     Ok(())
 }
 
-fn attention_block(ops: &mut Ops, block: &Block) -> Result<()> {
+fn attention_block(ops: &mut OpRunner, block: &AttentionBlock) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, .. } = block.spec;
     let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
     let (query_norm, key_norm) = (ops.vector(head_dim), ops.vector(head_dim));

@@ -1,16 +1,16 @@
-//! kv_write.cu and heads.cu: a cache holds the bytes that the host's rounding gives, where kernels look for them, and nothing
+//! kv_write.cu and norm_rope_kv.cu: a cache holds the bytes that the host's rounding gives, where kernels look for them, and nothing
 //! else is written.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::Buffer;
-use kernels::cuda::heads::{HeadRows, HeadsToCache};
-use kernels::cuda::kv_write::{KvLayerAddress, KvWrites, head_bytes};
-use kernels::cuda::rope::Turn;
+use kernels::cuda::kv_write::{KvLayerAddress, KvWriteKernels, head_bytes};
+use kernels::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
+use kernels::cuda::rope::RopeAngles;
 use ops::{KvType, RopePairing};
 use quant::{Block, BlockQ8_0};
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
 const KV_HEADS: usize = 3;
 const BLOCKS: usize = 4;
@@ -19,13 +19,13 @@ const UNTOUCHED: u8 = 0xAA;
 
 /// One layer's cache of a type.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
+struct CacheShape {
     kind: KvType,
     head_dim: usize,
     block_tokens: usize,
 }
 
-impl Shape {
+impl CacheShape {
     fn head_bytes(self) -> Result<usize> {
         let bytes = head_bytes(self.kind, self.head_dim, self.block_tokens);
         Ok(bytes.ok_or_else(|| anyhow::anyhow!("{self:?} is too large"))? as usize)
@@ -83,7 +83,7 @@ impl Shape {
 }
 
 /// Values of all magnitudes, halves of steps, and whole parts of nothing.
-fn rows(random: &mut Random, rows: usize, head_dim: usize) -> Vec<f32> {
+fn rows(random: &mut TestRng, rows: usize, head_dim: usize) -> Vec<f32> {
     let special =
         [0.0, -0.0, 1.0, -1.0, 63.5, -0.5, 1e-3, -1e-8, 6e-8, 1e-40, -1e-45, 65_504.0, -7e4, 8.3e6, f32::MAX];
     let mut x = random.values(rows * KV_HEADS * head_dim);
@@ -98,14 +98,14 @@ fn rows(random: &mut Random, rows: usize, head_dim: usize) -> Vec<f32> {
     x
 }
 
-pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &Gpu) -> Result<()> {
-    let (writes, heads) = (KvWrites::new(&gpu.device), HeadsToCache::new(&gpu.device));
-    let mut random = Random::new(51);
+pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
+    let (writes, heads) = (KvWriteKernels::new(&gpu.device), NormRopeKvKernels::new(&gpu.device));
+    let mut random = TestRng::new(51);
     for kind in KvType::ALL {
         for (head_dim, block_tokens) in
             [(64, 16), (96, 16), (128, 16), (128, 1), (96, 7), (80, 24), (5, 16), (1, 3)]
         {
-            let shape = Shape { kind, head_dim, block_tokens };
+            let shape = CacheShape { kind, head_dim, block_tokens };
             let tokens = (BLOCKS * block_tokens) as u32;
             // Every second slot, from the last one down; what lies between stays as it is.
             let slots: Vec<u32> = (0..tokens).rev().step_by(2).collect();
@@ -133,12 +133,12 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &Gpu) -> Result<()> {
                     let mut queries = Buffer::from_host(stream, &vec![0.0; count * head_dim])?;
                     let mut own_keys = Buffer::from_host(stream, &keys)?;
                     let none = Buffer::<f32>::new(&gpu.device, 0)?;
-                    let turn = Turn {
+                    let turn = RopeAngles {
                         pairing: RopePairing::Halves,
                         inverse_frequencies: none.view(),
                         magnitude: 1.0,
                     };
-                    let mut rows = HeadRows {
+                    let mut rows = NormRopeKvOperands {
                         queries: queries.view_mut(),
                         keys: own_keys.view_mut(),
                         values: device_values.view(),

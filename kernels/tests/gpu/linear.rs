@@ -1,17 +1,17 @@
 //! linear_*.cu against the canonical order on the host, bit by bit.
 
 use anyhow::{Context, ensure};
-use kernels::cuda::embed::Embed;
-use kernels::cuda::linear::{Linear, Method, Product, TileShape};
-use kernels::cuda::quantize::{Quantize, activation_bytes};
-use kernels::cuda::repack::Repack;
+use kernels::cuda::embed::EmbedKernels;
+use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct};
+use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
+use kernels::cuda::repack::RepackKernels;
 use kernels::cuda::{Buffer, View};
 use quant::layout::{TILE_COLS, Tiles};
 use quant::{Activations, DType};
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
-use crate::random::Random;
+use crate::random::TestRng;
 
 const TYPES: [DType; 10] = [
     DType::Q8_0,
@@ -27,15 +27,15 @@ const TYPES: [DType; 10] = [
 ];
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn methods(dtype: DType, tokens: usize) -> Vec<Method> {
+fn methods(dtype: DType, tokens: usize) -> Vec<LinearMethod> {
     if dtype == DType::F32 {
-        return vec![Method::Plain];
+        return vec![LinearMethod::Scalar];
     }
-    let vector = (tokens <= 4 && TYPES.contains(&dtype)).then_some(Method::Vector(tokens));
-    vector.into_iter().chain(TileShape::all(dtype).iter().copied().map(Method::Tiles)).collect()
+    let vector = (tokens <= 4 && TYPES.contains(&dtype)).then_some(LinearMethod::Matvec(tokens));
+    vector.into_iter().chain(MatmulShape::all(dtype).iter().copied().map(LinearMethod::Matmul)).collect()
 }
 
-struct Case {
+struct LinearCase {
     shape: Tiles,
     raw: Vec<u8>,
     tiles: Buffer<u8>,
@@ -43,8 +43,14 @@ struct Case {
     device_bias: Buffer<f32>,
 }
 
-impl Case {
-    fn new(gpu: &Gpu, random: &mut Random, dtype: DType, cols: usize, rows: usize) -> anyhow::Result<Self> {
+impl LinearCase {
+    fn new(
+        gpu: &TestGpu,
+        random: &mut TestRng,
+        dtype: DType,
+        cols: usize,
+        rows: usize,
+    ) -> anyhow::Result<Self> {
         let shape = Tiles::new(dtype, cols, rows)?;
         let mut raw = vec![0; shape.raw_bytes()];
         quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
@@ -52,10 +58,15 @@ impl Case {
         Self::from_raw(gpu, shape, raw, bias)
     }
 
-    fn from_raw(gpu: &Gpu, shape: Tiles, raw: Vec<u8>, bias: Vec<f32>) -> anyhow::Result<Self> {
+    fn from_raw(gpu: &TestGpu, shape: Tiles, raw: Vec<u8>, bias: Vec<f32>) -> anyhow::Result<Self> {
         let mut tiles = Buffer::new(&gpu.device, shape.bytes())?;
         let device_raw = Buffer::from_host(&gpu.stream, &raw)?;
-        Repack::new(&gpu.device).repack(&gpu.stream, &shape, device_raw.view(), &mut tiles.view_mut())?;
+        RepackKernels::new(&gpu.device).repack(
+            &gpu.stream,
+            &shape,
+            device_raw.view(),
+            &mut tiles.view_mut(),
+        )?;
         gpu.stream.synchronize()?;
         let device_bias = Buffer::from_host(&gpu.stream, &bias)?;
         Ok(Self { shape, raw, tiles, bias, device_bias })
@@ -74,9 +85,9 @@ impl Case {
         Ok(out)
     }
 
-    fn product<'a>(&'a self, out: &'a mut Buffer<f32>) -> Product<'a> {
+    fn product<'a>(&'a self, out: &'a mut Buffer<f32>) -> MatrixProduct<'a> {
         let bias = Some(self.device_bias.view());
-        Product { shape: self.shape, tiles: self.tiles.view(), bias, out: out.view_mut() }
+        MatrixProduct { shape: self.shape, tiles: self.tiles.view(), bias, out: out.view_mut() }
     }
 }
 
@@ -122,14 +133,20 @@ fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32
 }
 
 /// Quantised activations on the device.
-struct Input {
+struct LinearInput {
     data: Buffer<u8>,
     x: Vec<f32>,
     device_x: Buffer<f32>,
 }
 
-impl Input {
-    fn new(gpu: &Gpu, random: &mut Random, dtype: DType, tokens: usize, cols: usize) -> anyhow::Result<Self> {
+impl LinearInput {
+    fn new(
+        gpu: &TestGpu,
+        random: &mut TestRng,
+        dtype: DType,
+        tokens: usize,
+        cols: usize,
+    ) -> anyhow::Result<Self> {
         let x = random.values(tokens * cols);
         let format = dtype.activation().context("no activation")?;
         let bytes = activation_bytes(format, tokens, cols).context("no activation bytes")?;
@@ -138,18 +155,18 @@ impl Input {
 
     fn run(
         &mut self,
-        gpu: &Gpu,
-        linear: &Linear,
+        gpu: &TestGpu,
+        linear: &LinearKernels,
         tokens: usize,
-        method: Method,
-        products: &mut [Product<'_>],
+        method: LinearMethod,
+        products: &mut [MatrixProduct<'_>],
     ) -> anyhow::Result<()> {
         let (dtype, cols) = (products[0].shape.dtype(), products[0].shape.cols());
         let format = dtype.activation().context("no activation")?;
-        let quantize = Quantize::new(&gpu.device);
+        let quantize = QuantizeKernels::new(&gpu.device);
         let mut scratch = self.data.view_mut();
         let x = quantize.launch(&gpu.stream, format, self.device_x.view(), tokens, cols, &mut scratch)?;
-        linear.launch_by(&gpu.stream, method, x, products)?;
+        linear.launch_with(&gpu.stream, method, x, products)?;
         gpu.stream.synchronize()?;
         Ok(())
     }
@@ -171,9 +188,9 @@ fn ensure_bits(what: &str, found: &[f32], expected: &[f32]) -> anyhow::Result<()
     Ok(())
 }
 
-pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result<()> {
-    let linear = Linear::new(&gpu.device);
-    let mut random = Random::new(5);
+pub(crate) fn every_method_gives_the_canonical_bits(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(5);
     let mut failures = Vec::new();
     for dtype in TYPES {
         for (blocks, rows, tokens) in [
@@ -191,8 +208,8 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
         .filter(|shape| !gpu.small || [1, 4, 9, 70].contains(&shape.2))
         {
             let cols = blocks * dtype.block_len().max(96);
-            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
-            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
+            let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             let expected = case.expected(&input.x)?;
             for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
@@ -210,13 +227,13 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &Gpu) -> anyhow::Result
 }
 
 /// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So near, not equal.
-pub(crate) fn floats_are_near_the_reference(gpu: &Gpu) -> anyhow::Result<()> {
-    let linear = Linear::new(&gpu.device);
-    let mut random = Random::new(9);
+pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(9);
     for dtype in FLOATS {
         for (cols, rows, tokens) in [(16, 1, 1), (48, 17, 2), (256, 40, 9), (912, 100, 33), (2048, 70, 139)] {
-            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
-            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
+            let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
@@ -246,13 +263,13 @@ pub(crate) fn floats_are_near_the_reference(gpu: &Gpu) -> anyhow::Result<()> {
 }
 
 /// Rows of the embedding table, out of tiles, as the host decodes them.
-pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result<()> {
-    let embed = Embed::new(&gpu.device);
-    let mut random = Random::new(10);
+pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Result<()> {
+    let embed = EmbedKernels::new(&gpu.device);
+    let mut random = TestRng::new(10);
     for dtype in TYPES.into_iter().chain(FLOATS) {
         for blocks in [1, 3, 11] {
             let (cols, rows) = (blocks * dtype.block_len().max(32), 75);
-            let case = Case::new(gpu, &mut random, dtype, cols, rows)?;
+            let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
             let tokens: Vec<u32> = (0..40).map(|_| (random.bits() % rows as u64) as u32).collect();
             let device_tokens = Buffer::from_host(&gpu.stream, &tokens)?;
             let mut out = Buffer::<f32>::new(&gpu.device, tokens.len() * cols)?;
@@ -275,19 +292,19 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &Gpu) -> anyhow::Result
 }
 
 /// At a real size: row r of a batch is what row r alone gives.
-pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<()> {
-    let linear = Linear::new(&gpu.device);
-    let mut random = Random::new(6);
+pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(6);
     let (cols, rows, tokens_max) = if gpu.small { (512, 24, 17) } else { (2816, 1040, 150) };
     for dtype in TYPES.into_iter().chain(FLOATS) {
         let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
         quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
-        let case = Case::from_raw(gpu, Tiles::new(dtype, cols, rows)?, raw, random.values(rows))?;
-        let mut input = Input::new(gpu, &mut random, dtype, tokens_max, cols)?;
+        let case = LinearCase::from_raw(gpu, Tiles::new(dtype, cols, rows)?, raw, random.values(rows))?;
+        let mut input = LinearInput::new(gpu, &mut random, dtype, tokens_max, cols)?;
         let x = input.device_x.to_host(&gpu.stream)?;
         let mut alone = Vec::new();
         for token in 0..tokens_max {
-            let mut one = Input::new(gpu, &mut random, dtype, 1, cols)?;
+            let mut one = LinearInput::new(gpu, &mut random, dtype, 1, cols)?;
             one.device_x = Buffer::from_host(&gpu.stream, &x[token * cols..][..cols])?;
             let mut out = Buffer::<f32>::new(&gpu.device, rows)?;
             one.run(gpu, &linear, 1, linear.method(dtype, 65, 1), &mut [case.product(&mut out)])?;
@@ -306,23 +323,23 @@ pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &Gpu) -> anyhow::Result<(
     Ok(())
 }
 
-pub(crate) fn matrices_of_one_launch(gpu: &Gpu) -> anyhow::Result<()> {
-    let linear = Linear::new(&gpu.device);
-    let mut random = Random::new(7);
+pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(7);
     let cols = 1024;
     for dtype in TYPES {
-        let cases: Vec<Case> = [100, 16, 33, 250]
+        let cases: Vec<LinearCase> = [100, 16, 33, 250]
             .into_iter()
-            .map(|rows| Case::new(gpu, &mut random, dtype, cols, rows))
+            .map(|rows| LinearCase::new(gpu, &mut random, dtype, cols, rows))
             .collect::<Result<_, _>>()?;
         for tokens in [1, 4, 6, 20, 40, 130].into_iter().take(if gpu.small { 3 } else { 6 }) {
-            let mut input = Input::new(gpu, &mut random, dtype, tokens, cols)?;
+            let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             for method in methods(dtype, tokens) {
                 let mut outs: Vec<Buffer<f32>> = cases
                     .iter()
                     .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
                     .collect::<Result<_, _>>()?;
-                let mut products: Vec<Product<'_>> =
+                let mut products: Vec<MatrixProduct<'_>> =
                     cases.iter().zip(&mut outs).map(|(case, out)| case.product(out)).collect();
                 input.run(gpu, &linear, tokens, method, &mut products)?;
                 drop(products);
@@ -339,9 +356,9 @@ pub(crate) fn matrices_of_one_launch(gpu: &Gpu) -> anyhow::Result<()> {
 /// Rounds of weights, so that none is still in the 60 MB of L2 when its turn comes again.
 const COLD_BYTES: usize = 300 << 20;
 
-pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
-    let linear = Linear::new(&gpu.device);
-    let mut random = Random::new(8);
+pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(8);
     let noise = Buffer::from_host(&gpu.stream, &random.bytes(16 << 20))?;
     let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
     println!("type   cols   rows tokens method          us    GB/s   TOPS");
@@ -364,8 +381,8 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                 if rows > 100_000 && tokens > 64 {
                     continue;
                 }
-                let input = Input::new(gpu, &mut random, dtype, tokens.min(64), cols)?;
-                let mut input = Input {
+                let input = LinearInput::new(gpu, &mut random, dtype, tokens.min(64), cols)?;
+                let mut input = LinearInput {
                     data: Buffer::new(
                         &gpu.device,
                         activation_bytes(dtype.activation().context("activation")?, tokens, cols)
@@ -384,7 +401,7 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                     x: Vec::new(),
                 };
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
-                let quantize = Quantize::new(&gpu.device);
+                let quantize = QuantizeKernels::new(&gpu.device);
                 let mut scratch = input.data.view_mut();
                 let format = dtype.activation().context("activation")?;
                 let x = quantize.launch(
@@ -398,7 +415,7 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                 let chosen = [linear.method(dtype, rows.div_ceil(16), tokens)];
                 let all = methods(dtype, tokens);
                 for &method in if full { all.as_slice() } else { chosen.as_slice() } {
-                    if let Method::Tiles(shape) = method
+                    if let LinearMethod::Matmul(shape) = method
                         && (shape.tokens * 8 < tokens || (tokens * 16 < shape.tokens))
                     {
                         continue;
@@ -409,13 +426,13 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
                             .view()
                             .slice(call % copies * shape.bytes(), shape.bytes())
                             .context("copy")?;
-                        let mut products = [Product { shape, tiles, bias: None, out: out.view_mut() }];
-                        Ok(linear.launch_by(&gpu.stream, method, x, &mut products)?)
+                        let mut products = [MatrixProduct { shape, tiles, bias: None, out: out.view_mut() }];
+                        Ok(linear.launch_with(&gpu.stream, method, x, &mut products)?)
                     })?;
                     let name = match method {
-                        Method::Vector(_) => "vector".to_owned(),
-                        Method::Plain => "plain".to_owned(),
-                        Method::Tiles(shape) => format!("tiles {}", shape.tokens),
+                        LinearMethod::Matvec(_) => "vector".to_owned(),
+                        LinearMethod::Scalar => "plain".to_owned(),
+                        LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens),
                     };
                     println!(
                         "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",

@@ -4,34 +4,36 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use kernels::cuda::checksum::PIECE_BYTES;
-use kernels::cuda::loading::{Destination, PART_BYTES, Part, Ring, Upload, ring_bytes};
+use kernels::cuda::loading::{
+    ModelUpload, PART_BYTES, StagingRing, TensorDestination, TensorPart, ring_bytes,
+};
 use memory::cuda::{Device, DeviceSelector, HostPages, PinnedPages, WritableModel};
 use memory::pack::{PackPlan, Packing};
 use quant::DType;
 use quant::layout::{TILE_ROWS, Tiles};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
 const NO_PATIENCE: Duration = Duration::ZERO;
 
-fn device(gpu: &Gpu) -> anyhow::Result<Device> {
+fn device(gpu: &TestGpu) -> anyhow::Result<Device> {
     Ok(Device::open(memory::cuda::open_driver()?, DeviceSelector::Uuid(gpu.device.uuid()))?)
 }
 
-fn ring(gpu: &Gpu, device: &Device) -> anyhow::Result<Ring> {
+fn ring(gpu: &TestGpu, device: &Device) -> anyhow::Result<StagingRing> {
     let pages = HostPages::new(ring_bytes(u64::MAX))?;
-    Ok(Ring::new(&gpu.device, PinnedPages::pin(device, pages)?)?)
+    Ok(StagingRing::new(&gpu.device, PinnedPages::pin(device, pages)?)?)
 }
 
-fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Destination>)> {
+fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<TensorDestination>)> {
     let sizes: Vec<u64> = tensors.iter().map(|tiles| tiles.bytes() as u64).collect();
     let mut plan = PackPlan::new(&sizes, Packing::Slabs)?;
     for bytes in &mut plan.allocations {
         *bytes = device.allocated_bytes(*bytes).context("too large")?;
     }
-    let destination = |(place, tiles): (&memory::pack::Placement, &Tiles)| Destination {
+    let destination = |(place, tiles): (&memory::pack::Placement, &Tiles)| TensorDestination {
         allocation: place.allocation,
         offset: place.offset,
         tiles: *tiles,
@@ -41,14 +43,14 @@ fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Des
 }
 
 /// Parts of at most `limit` bytes.
-fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<Part> {
+fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
     let step = match tiles.tile_bytes() {
         0 => PIECE_BYTES,
         // A tensor without rows has no parts.
         _ => (TILE_ROWS * tiles.raw_bytes() / tiles.rows().max(1)).max(1),
     };
     let length = (limit / step).max(1) * step;
-    let part = |start: usize| Part {
+    let part = |start: usize| TensorPart {
         tensor,
         start: start as u64,
         bytes: length.min(tiles.raw_bytes() - start),
@@ -58,7 +60,7 @@ fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<Part> {
     (0..tiles.raw_bytes()).step_by(length).map(part).collect()
 }
 
-pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &Gpu) -> anyhow::Result<()> {
+pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow::Result<()> {
     let device = device(gpu)?;
     let context = device.context()?;
     let shapes = [
@@ -80,10 +82,10 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &Gpu) -> anyhow::Res
     for limit in [PART_BYTES, 3 << 20, 200_000] {
         let (plan, destinations) = plan(&device, &tensors)?;
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
-        let mut upload = Upload::new(&gpu.device, &ring, &mut model, &destinations)?;
+        let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
         let mut raws = Vec::new();
         for (index, tiles) in tensors.iter().enumerate() {
-            let raw = Random::new(index as u64 + 7).bytes(tiles.raw_bytes());
+            let raw = TestRng::new(index as u64 + 7).bytes(tiles.raw_bytes());
             for part in parts(index, tiles, limit) {
                 let mut slot = ring.take()?.context("a closed ring")?;
                 let source = &raw[part.start as usize..][..part.bytes];
@@ -105,24 +107,27 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &Gpu) -> anyhow::Res
     Ok(())
 }
 
-pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &Gpu) -> anyhow::Result<()> {
+pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &TestGpu) -> anyhow::Result<()> {
     let device = device(gpu)?;
     let context = device.context()?;
     let tensors = [Tiles::new(DType::Q8_0, 1024, 64)?];
     let (plan, destinations) = plan(&device, &tensors)?;
     let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
     let ring = ring(gpu, &device)?;
-    let outside = Destination { offset: plan.allocations[0], ..destinations[0] };
-    ensure!(Upload::new(&gpu.device, &ring, &mut model, &[outside]).is_err(), "outside of the allocation");
-    let mut upload = Upload::new(&gpu.device, &ring, &mut model, &destinations)?;
+    let outside = TensorDestination { offset: plan.allocations[0], ..destinations[0] };
+    ensure!(
+        ModelUpload::new(&gpu.device, &ring, &mut model, &[outside]).is_err(),
+        "outside of the allocation"
+    );
+    let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
     let rows = |rows: usize| rows * tensors[0].raw_bytes() / 64;
     let wrong = [
-        Part { tensor: 0, start: rows(16) as u64, bytes: rows(16), at: 0 },
-        Part { tensor: 0, start: 0, bytes: rows(15), at: 0 },
-        Part { tensor: 0, start: 0, bytes: rows(80), at: 0 },
-        Part { tensor: 0, start: 0, bytes: 0, at: 0 },
-        Part { tensor: 0, start: 0, bytes: rows(16), at: PART_BYTES + 8192 },
-        Part { tensor: 1, start: 0, bytes: rows(16), at: 0 },
+        TensorPart { tensor: 0, start: rows(16) as u64, bytes: rows(16), at: 0 },
+        TensorPart { tensor: 0, start: 0, bytes: rows(15), at: 0 },
+        TensorPart { tensor: 0, start: 0, bytes: rows(80), at: 0 },
+        TensorPart { tensor: 0, start: 0, bytes: 0, at: 0 },
+        TensorPart { tensor: 0, start: 0, bytes: rows(16), at: PART_BYTES + 8192 },
+        TensorPart { tensor: 1, start: 0, bytes: rows(16), at: 0 },
     ];
     for part in wrong {
         let slot = ring.take()?.context("a closed ring")?;
@@ -133,7 +138,7 @@ pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &Gpu) -> anyho
 }
 
 /// Slots that are full already: what the device does without anybody reading.
-pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
+pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
     let device = device(gpu)?;
     let context = device.context()?;
     for dtype in [DType::Q4_K, DType::Q8_0, DType::F16] {
@@ -145,7 +150,7 @@ pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
         let ring = ring(gpu, &device)?;
         let pinned = started.elapsed();
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
-        let mut upload = Upload::new(&gpu.device, &ring, &mut model, &destinations)?;
+        let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
         let allocated = started.elapsed();
         for (index, tiles) in tensors.iter().enumerate() {
             for part in parts(index, tiles, PART_BYTES) {

@@ -1,7 +1,7 @@
 //! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
-//!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow
+//!   gpu small [FILTER]     the ensure_same_len on smaller shapes, for compute-sanitizer, which makes kernels slow
 //!   gpu list [FILTER]      the names of the tests
 //!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
 
@@ -59,13 +59,13 @@ fn main() -> anyhow::Result<()> {
         device => device?,
     };
     let stream = Stream::new(&device)?;
-    let gpu = Gpu { device, stream, small: mode == "small" };
+    let gpu = TestGpu { device, stream, small: mode == "small" };
     match mode.as_str() {
         memory::ONE => return memory::one(&gpu, &filter),
         "list" => {}
         _ => println!("{} ({})", gpu.device.name(), gpu.device.uuid()),
     }
-    let cases: &[(&str, Case)] = match mode.as_str() {
+    let cases: &[(&str, TestFn)] = match mode.as_str() {
         "bench" => &[
             ("attention", attention::bench),
             ("throughput", throughput::bench),
@@ -114,7 +114,7 @@ fn main() -> anyhow::Result<()> {
             ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
             ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
             ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
-            ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
+            ("exact: every way gives the ensure_same_len logits", exact::every_way_gives_the_same_logits),
             ("models: goldens", models::goldens),
             ("models: transcripts", models::transcripts),
         ],
@@ -141,10 +141,10 @@ fn main() -> anyhow::Result<()> {
 }
 
 #[cfg(feature = "cuda")]
-type Case = fn(&Gpu) -> anyhow::Result<()>;
+type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
 
 #[cfg(feature = "cuda")]
-struct Gpu {
+struct TestGpu {
     device: kernels::cuda::Device,
     stream: kernels::cuda::Stream,
     /// Shapes are to be small ones.

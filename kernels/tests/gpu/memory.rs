@@ -6,33 +6,35 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use kernels::cuda::{Cuda, DeviceBytes, WorkerShape, predict};
+use kernels::cuda::{Cuda, CudaWorkerShape, DeviceBytes, predict_device_bytes};
 use models::{Limits, TensorHead, build, validate};
 use ops::{Backend, KvLayout, KvTypes};
 use quant::DType;
 
-use crate::Gpu;
-use crate::throughput::{BLOCK_TOKENS, Mix, PRESETS, Preset, Wanted, metadata, step, tensors, weights};
+use crate::TestGpu;
+use crate::throughput::{
+    BLOCK_TOKENS, MODEL_PRESETS, ModelPreset, QuantMix, StepOutput, metadata, step, tensors, weights,
+};
 
 /// The argument of a process that measures one case.
 pub(crate) const ONE: &str = "memory-of";
 
 const MIB: u64 = 1 << 20;
 
-/// Preset, types, name of these, and tokens of a step.
-type Measured = (&'static Preset, Mix, &'static str, usize);
+/// ModelPreset, types, name of these, and tokens of a step.
+type MemoryCase = (&'static ModelPreset, QuantMix, &'static str, usize);
 
-fn cases() -> impl Iterator<Item = Measured> {
+fn cases() -> impl Iterator<Item = MemoryCase> {
     let models = [
-        (&PRESETS[0], Mix::Q4KM, "Q4_K_M"),
-        (&PRESETS[0], Mix::Q80, "Q8_0"),
-        (&PRESETS[1], Mix::Q80, "Q8_0"),
-        (&PRESETS[2], Mix::Q4KM, "Q4_K_M"),
+        (&MODEL_PRESETS[0], QuantMix::Q4KM, "Q4_K_M"),
+        (&MODEL_PRESETS[0], QuantMix::Q80, "Q8_0"),
+        (&MODEL_PRESETS[1], QuantMix::Q80, "Q8_0"),
+        (&MODEL_PRESETS[2], QuantMix::Q4KM, "Q4_K_M"),
     ];
     models.into_iter().flat_map(|(preset, mix, name)| [512, 2048].map(|tokens| (preset, mix, name, tokens)))
 }
 
-pub(crate) fn bench(_: &Gpu) -> Result<()> {
+pub(crate) fn bench(_: &TestGpu) -> Result<()> {
     println!("MiB as measured, counted / predicted: tensors, scratch, graphs, modules and driver, all");
     for index in 0..cases().count() {
         let status = Command::new(std::env::current_exe()?).args([ONE, &index.to_string()]).status()?;
@@ -42,11 +44,11 @@ pub(crate) fn bench(_: &Gpu) -> Result<()> {
 }
 
 /// What a further worker of an 8B model may take.
-fn allowed(preset: &Preset, step_tokens: usize) -> Option<u64> {
+fn allowed(preset: &ModelPreset, step_tokens: usize) -> Option<u64> {
     (preset.name == "qwen3-8b").then_some(if step_tokens <= 512 { 64 * MIB } else { 192 * MIB })
 }
 
-pub(crate) fn one(gpu: &Gpu, index: &str) -> Result<()> {
+pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     let (preset, mix, types, step_tokens) = cases().nth(index.parse()?).context("no such case")?;
     let limits = Limits { rows_max: step_tokens, outputs_max: 77 };
     let weights = weights(gpu, preset, mix)?;
@@ -60,16 +62,16 @@ pub(crate) fn one(gpu: &Gpu, index: &str) -> Result<()> {
     let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
     let one: Vec<u32> = (0..1024).collect();
     // Prompts of one sequence and of many, then steps of as many sizes as there are graphs, and what is read of them.
-    step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], Wanted::Best, &mut logits)?;
+    step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], StepOutput::Best, &mut logits)?;
     for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
         let mut parts = whole.clone();
-        for wanted in [Wanted::Best, Wanted::Best, Wanted::Logits, Wanted::Shortlists] {
+        for wanted in [StepOutput::Best, StepOutput::Best, StepOutput::Logits, StepOutput::ShortlistKernels] {
             step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?;
             parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
         }
     }
     let taken = before.saturating_sub(gpu.device.memory_free_bytes()?) as u64 - kv.mapped_bytes();
-    let (counted, predicted) = (cuda.device_bytes(), predict(&shape(preset, mix, limits)?));
+    let (counted, predicted) = (cuda.device_bytes(), predict_device_bytes(&shape(preset, mix, limits)?));
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
     let parts = |of: &DeviceBytes| [of.tensors, of.scratch, of.graphs, of.modules, of.total()];
     let line: Vec<String> = parts(&counted)
@@ -85,7 +87,7 @@ pub(crate) fn one(gpu: &Gpu, index: &str) -> Result<()> {
 }
 
 /// As a plan makes it of the head of a file.
-fn shape(preset: &Preset, mix: Mix, limits: Limits) -> Result<WorkerShape> {
+fn shape(preset: &ModelPreset, mix: QuantMix, limits: Limits) -> Result<CudaWorkerShape> {
     let tensors = tensors(preset, mix);
     let dims: Vec<Vec<u64>> =
         tensors.iter().map(|(_, _, dims)| dims.iter().map(|&dim| dim as u64).collect()).collect();
@@ -95,7 +97,7 @@ fn shape(preset: &Preset, mix: Mix, limits: Limits) -> Result<WorkerShape> {
     let mut dtypes: Vec<DType> = tensors.iter().map(|(_, dtype, _)| *dtype).collect();
     dtypes.sort_unstable();
     dtypes.dedup();
-    Ok(WorkerShape {
+    Ok(CudaWorkerShape {
         layers: model.layers,
         embedding: model.embedding_length,
         heads: model.heads,

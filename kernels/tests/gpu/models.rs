@@ -8,13 +8,13 @@ use anyhow::{Result, ensure};
 use kernels::cuda::Cuda;
 use models::testing::{Arithmetic, Golden, check_transcripts};
 
-use crate::Gpu;
+use crate::TestGpu;
 
 const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
 /// llama.cpp's own rounding of activations decides below this gap.
 const GAP_MIN: f32 = 0.3;
 
-pub(crate) fn goldens(gpu: &Gpu) -> Result<()> {
+pub(crate) fn goldens(gpu: &TestGpu) -> Result<()> {
     let mut folders = vec![Path::new("crates/models/tests/data").to_owned()];
     folders.extend(std::env::var_os("BALLAST_TEST_DATA").map(|data| Path::new(&data).join("data/golden")));
     let (mut checked, mut failed) = (0, 0);
@@ -44,7 +44,7 @@ pub(crate) fn goldens(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn transcripts(gpu: &Gpu) -> Result<()> {
+pub(crate) fn transcripts(gpu: &TestGpu) -> Result<()> {
     for name in ["pycoder-7m-q8_0", "pycoder-22m-q4_k_m"] {
         let model = Path::new("demo").join(name).with_extension("gguf");
         let transcripts = Path::new("demo").join(name).with_extension("greedy.jsonl");

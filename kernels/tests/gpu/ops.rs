@@ -6,8 +6,8 @@ use kernels::cuda::Cuda;
 use ops::{Activation, Backend, Reference, RopePairing, RopeSpec, Step, Weight};
 use quant::DType;
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
 pub(crate) fn filled<B: Backend>(b: &mut B, rows: usize, cols: usize, host: &[f32]) -> Result<B::Tensor> {
     let mut tensor = b.tensor(rows, cols)?;
@@ -78,8 +78,8 @@ fn norms<B: Backend<Data: From<Bytes>>>(
     Ok(all)
 }
 
-pub(crate) fn norms_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(1);
+pub(crate) fn norms_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(1);
     for (rows, head, heads) in
         [(1, 64, 4), (3, 20, 3), (70, 128, 8), (2, 7, 1), (5, 128, 32), (2, 96, 100), (3, 1, 1)]
     {
@@ -104,8 +104,8 @@ fn gate<B: Backend>(b: &mut B, rows: usize, cols: usize, x: &[f32], y: &[f32]) -
     values(b, &out, rows, cols)
 }
 
-pub(crate) fn gates_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(2);
+pub(crate) fn gates_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(2);
     for (rows, cols, scale) in [(1, 33, 1.0), (5, 256, 20.0), (40, 1000, 200.0), (1, 1, 1.0)] {
         let x: Vec<f32> = random.values(rows * cols).into_iter().map(|x| x * scale).collect();
         let y = random.values(rows * cols);
@@ -137,8 +137,8 @@ fn rotated<B: Backend>(
     Ok(out)
 }
 
-pub(crate) fn rotations_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(3);
+pub(crate) fn rotations_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(3);
     for pairing in [RopePairing::Adjacent, RopePairing::Halves] {
         for (head_dim, pairs, rows, last) in [
             (64, 32, 3, 100),
@@ -160,8 +160,8 @@ pub(crate) fn rotations_are_those_of_the_reference(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(4);
+pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(4);
     let mut cuda = Cuda::new(&gpu.device)?;
     for (rows, cols, outputs, run) in [
         (5, 37, vec![0, 1, 4], 0..3),
@@ -186,8 +186,8 @@ pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &Gpu) -> Result<()> {
 }
 
 /// As the body that `ops` gives it, also among equals and with values that are no numbers.
-pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(7);
+pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(7);
     let (mut cuda, mut reference) = (Cuda::new(&gpu.device)?, Reference::new());
     for (rows, cols) in [(1, 1), (3, 31), (2, 1024), (70, 1025), (5, 4096), (4, 151_936)] {
         let mut host = random.values(rows * cols);
@@ -213,8 +213,8 @@ pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &Gpu) -> Result<()> {
 }
 
 /// Tensors larger than what is read in one piece, and rows that are not asked for.
-pub(crate) fn what_is_written_is_read(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(5);
+pub(crate) fn what_is_written_is_read(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(5);
     let mut cuda = Cuda::new(&gpu.device)?;
     let (rows, cols) = (3, 700_001);
     let host = random.values(rows * cols);
@@ -226,8 +226,8 @@ pub(crate) fn what_is_written_is_read(gpu: &Gpu) -> Result<()> {
 }
 
 /// A list of ops that comes again is replayed as a graph, on the data of the step at hand.
-pub(crate) fn replayed_steps_are_those_run_one_by_one(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(6);
+pub(crate) fn replayed_steps_are_those_run_one_by_one(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(6);
     let (rows, cols) = (7, 256);
     let w = floats(&random.values(cols));
     let frequencies = (0..32).map(|i| 0.9_f32.powi(i)).collect();

@@ -1,16 +1,16 @@
-//! quantize.cu against quant's activation functions: the same bits.
+//! quantize.cu against quant's activation functions: the ensure_same_len bits.
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;
-use kernels::cuda::quantize::{PANEL_TOKENS, Quantize, activation_bytes};
+use kernels::cuda::quantize::{ACT_TILE_TOKENS, QuantizeKernels, activation_bytes};
 use quant::DType;
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
-pub(crate) fn activations_are_those_of_the_host(gpu: &Gpu) -> anyhow::Result<()> {
-    let quantize = Quantize::new(&gpu.device);
-    let mut random = Random::new(4);
+pub(crate) fn activations_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result<()> {
+    let quantize = QuantizeKernels::new(&gpu.device);
+    let mut random = TestRng::new(4);
     for (format, cols, tokens) in [
         (DType::Q8_0, 32, 1),
         (DType::Q8_0, 4096, 9),
@@ -45,11 +45,11 @@ pub(crate) fn activations_are_those_of_the_host(gpu: &Gpu) -> anyhow::Result<()>
 fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Result<Vec<u8>> {
     let col_tiles = cols.div_ceil(256);
     let panel_bytes = activation_bytes(format, 1, 1).unwrap_or(0);
-    let mut out = vec![0; tokens.div_ceil(PANEL_TOKENS) * col_tiles * panel_bytes];
+    let mut out = vec![0; tokens.div_ceil(ACT_TILE_TOKENS) * col_tiles * panel_bytes];
     for (token, x) in x.chunks_exact(cols).enumerate() {
-        let slot = token % PANEL_TOKENS;
+        let slot = token % ACT_TILE_TOKENS;
         let mut put = |value: usize, at: usize, bytes: &[u8]| {
-            let panel = (token / PANEL_TOKENS * col_tiles + value / 256) * panel_bytes;
+            let panel = (token / ACT_TILE_TOKENS * col_tiles + value / 256) * panel_bytes;
             out[panel + at..panel + at + bytes.len()].copy_from_slice(bytes);
         };
         let quant_at = |value: usize| slot * 256 + ((value % 256 / 16) ^ slot) * 16 + value % 16;

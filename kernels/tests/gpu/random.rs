@@ -1,9 +1,9 @@
 //! Reproducible values.
 
 /// xorshift64*: enough for test data.
-pub(crate) struct Random(u64);
+pub(crate) struct TestRng(u64);
 
-impl Random {
+impl TestRng {
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }

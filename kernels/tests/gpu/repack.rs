@@ -2,17 +2,17 @@
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;
-use kernels::cuda::repack::Repack;
+use kernels::cuda::repack::RepackKernels;
 use quant::DType;
 use quant::layout::{Tiles, planes};
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
-use crate::random::Random;
+use crate::random::TestRng;
 
-pub(crate) fn tiles_are_those_of_the_host(gpu: &Gpu) -> anyhow::Result<()> {
-    let repack = Repack::new(&gpu.device);
-    let mut random = Random::new(3);
+pub(crate) fn tiles_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result<()> {
+    let repack = RepackKernels::new(&gpu.device);
+    let mut random = TestRng::new(3);
     for dtype in DType::ALL.into_iter().filter(|&dtype| planes(dtype).is_some()) {
         for (blocks, rows) in [(1, 1), (3, 17), (8, 16), (9, 50), (32, 33)] {
             let shape = Tiles::new(dtype, blocks * dtype.block_len(), rows)?;
@@ -33,8 +33,8 @@ pub(crate) fn tiles_are_those_of_the_host(gpu: &Gpu) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn bench(gpu: &Gpu) -> anyhow::Result<()> {
-    let repack = Repack::new(&gpu.device);
+pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
+    let repack = RepackKernels::new(&gpu.device);
     for dtype in [DType::Q8_0, DType::Q4_0, DType::Q4_K, DType::Q6_K] {
         let shape = Tiles::new(dtype, 4096, 12_288)?;
         let mut raw = Buffer::<u8>::new(&gpu.device, shape.raw_bytes())?;

@@ -1,14 +1,14 @@
-//! Shortlists of rows of logits: those of the device against the body that `ops` gives them, bit by bit.
+//! ShortlistKernels of rows of logits: those of the device against the body that `ops` gives them, bit by bit.
 
 use anyhow::{Result, ensure};
-use kernels::cuda::shortlist::{self, Shortlists};
+use kernels::cuda::shortlist::{self, ShortlistKernels};
 use kernels::cuda::{Buffer, Cuda};
 use ops::{Backend, DrawParams, Reference, Shortlist};
 
-use crate::Gpu;
+use crate::TestGpu;
 use crate::bench::time;
 use crate::ops::filled;
-use crate::random::Random;
+use crate::random::TestRng;
 
 fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Result<Vec<Shortlist>> {
     let (rows, cols) = (draw_params.len(), host.len() / draw_params.len());
@@ -19,7 +19,7 @@ fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Res
 }
 
 /// A temperature and mostly a token to draw.
-fn weighing(random: &mut Random) -> DrawParams {
+fn weighing(random: &mut TestRng) -> DrawParams {
     let temperature = [1.0, 0.8, 0.05, 1.7, 1e-30][(random.bits() % 5) as usize];
     let uniform = (random.bits() >> 11) as f64 / (1_u64 << 53) as f64;
     let extremes = [uniform, uniform, 0.0, 1.0 - f64::EPSILON / 2.0];
@@ -28,7 +28,7 @@ fn weighing(random: &mut Random) -> DrawParams {
 }
 
 /// Rows of all kinds: smooth, of few values, sure of a token, with much or little ruled out, and broken.
-fn row(random: &mut Random, kind: usize, cols: usize) -> Vec<f32> {
+fn row(random: &mut TestRng, kind: usize, cols: usize) -> Vec<f32> {
     let mut row: Vec<f32> = random.values(cols).into_iter().map(|value| 3.0 * value).collect();
     let mut at = || (random.bits() % cols as u64) as usize;
     match kind {
@@ -53,8 +53,8 @@ fn row(random: &mut Random, kind: usize, cols: usize) -> Vec<f32> {
 }
 const KINDS: usize = 13;
 
-pub(crate) fn they_are_those_of_the_host(gpu: &Gpu) -> Result<()> {
-    let mut random = Random::new(31);
+pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(31);
     let (mut cuda, mut reference) = (Cuda::new(&gpu.device)?, Reference::new());
     let vocabularies: &[usize] = if gpu.small { &[32_000] } else { &[32_000, 128_256, 151_936, 262_144] };
     let sizes = [1, 2, 255, 256, 257, 1000, 1024, 1025, 2047, 2049, 4096, 4097, 10_007];
@@ -65,7 +65,7 @@ pub(crate) fn they_are_those_of_the_host(gpu: &Gpu) -> Result<()> {
         let found = lists(&mut cuda, &rows.concat(), &draw_params)?;
         let expected = lists(&mut reference, &rows.concat(), &draw_params)?;
         for (kind, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            same(&format!("row of kind {kind} of {cols}"), &rows[kind], found, expected)?;
+            ensure_same_len(&format!("row of kind {kind} of {cols}"), &rows[kind], found, expected)?;
         }
         for kind in [0, 3] {
             let alone = lists(&mut cuda, &rows[kind], &draw_params[kind..=kind])?;
@@ -80,7 +80,7 @@ pub(crate) fn they_are_those_of_the_host(gpu: &Gpu) -> Result<()> {
 }
 
 /// The device may leave the best ones out where too many are equal to or near the last of them; never what it can tell.
-fn same(what: &str, row: &[f32], found: &Shortlist, expected: &Shortlist) -> Result<()> {
+fn ensure_same_len(what: &str, row: &[f32], found: &Shortlist, expected: &Shortlist) -> Result<()> {
     ensure!(
         found.drawn() == expected.drawn(),
         "{what}: {:?}, expected {:?}",
@@ -107,10 +107,10 @@ fn same(what: &str, row: &[f32], found: &Shortlist, expected: &Shortlist) -> Res
 }
 
 /// Rows that are read one by one, behind others that are not.
-pub(crate) fn single_rows_are_read(gpu: &Gpu) -> Result<()> {
+pub(crate) fn single_rows_are_read(gpu: &TestGpu) -> Result<()> {
     let mut cuda = Cuda::new(&gpu.device)?;
     let (rows, cols) = (5, 33_001);
-    let host = Random::new(32).values(rows * cols);
+    let host = TestRng::new(32).values(rows * cols);
     let x = filled(&mut cuda, rows, cols, &host)?;
     for run in [0..1, 2..4, 4..5, 3..3, 0..5] {
         let mut found = vec![f32::NAN; run.len() * cols];
@@ -122,16 +122,16 @@ pub(crate) fn single_rows_are_read(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-/// Of logits of a real vocabulary, drawing or not, against the argmax of the same rows.
-pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
-    let kernels = Shortlists::new(&gpu.device);
-    let argmaxes = kernels::cuda::argmax::Argmaxes::new(&gpu.device);
+/// Of logits of a real vocabulary, drawing or not, against the argmax of the ensure_same_len rows.
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
+    let kernels = ShortlistKernels::new(&gpu.device);
+    let argmaxes = kernels::cuda::argmax::ArgmaxKernels::new(&gpu.device);
     let cols = 151_936;
-    let mut random = Random::new(33);
+    let mut random = TestRng::new(33);
     for rows in [1, 16, 64] {
         let x = Buffer::from_host(&gpu.stream, &random.values(rows * cols))?;
         let mut best = Buffer::<u32>::new(&gpu.device, rows)?;
-        let mut work = Buffer::<u64>::new(&gpu.device, shortlist::words(rows, cols))?;
+        let mut work = Buffer::<u64>::new(&gpu.device, shortlist::work_words(rows, cols))?;
         let seconds =
             time(gpu, 20, |_| Ok(argmaxes.rows(&gpu.stream, x.view(), cols, &mut best.view_mut())?))?;
         println!("argmax    {rows:2} rows of {cols}: {:6.1} us", seconds * 1e6);

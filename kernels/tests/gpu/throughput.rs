@@ -5,20 +5,20 @@ use std::time::Instant;
 
 use anyhow::Result;
 use gguf::{Metadata, MetadataBuilder};
-use kernels::cuda::{Buffer, Cuda, Data};
+use kernels::cuda::{Buffer, Cuda, WeightData};
 use models::{Limits, Model, WeightTable, build};
 use ops::{Backend, DrawParams, KvLayout, KvTypes, Shortlist, Step, Weight};
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
 
-use crate::Gpu;
-use crate::random::Random;
+use crate::TestGpu;
+use crate::random::TestRng;
 
 pub(crate) const BLOCK_TOKENS: usize = 16;
 /// Tokens of a prompt in one step.
 const STEP_TOKENS: usize = 2048;
 
-pub(crate) struct Preset {
+pub(crate) struct ModelPreset {
     pub(crate) name: &'static str,
     layers: usize,
     embedding: usize,
@@ -30,8 +30,8 @@ pub(crate) struct Preset {
     tied: bool,
 }
 
-pub(crate) const PRESETS: [Preset; 3] = [
-    Preset {
+pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
+    ModelPreset {
         name: "qwen3-8b",
         layers: 36,
         embedding: 4096,
@@ -42,7 +42,7 @@ pub(crate) const PRESETS: [Preset; 3] = [
         experts: 0,
         tied: false,
     },
-    Preset {
+    ModelPreset {
         name: "qwen3-0.6b",
         layers: 28,
         embedding: 1024,
@@ -53,7 +53,7 @@ pub(crate) const PRESETS: [Preset; 3] = [
         experts: 0,
         tied: true,
     },
-    Preset {
+    ModelPreset {
         name: "qwen3-30b-a3b",
         layers: 48,
         embedding: 2048,
@@ -69,13 +69,13 @@ const HEAD_DIM: usize = 128;
 
 /// Which type a tensor has.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Mix {
+pub(crate) enum QuantMix {
     Q80,
     /// As llama.cpp chooses: half of the sensitive matrices in Q6_K.
     Q4KM,
 }
 
-impl Mix {
+impl QuantMix {
     fn of(self, tensor: &str, layer: usize, layers: usize) -> DType {
         let more = layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2;
         match self {
@@ -87,9 +87,9 @@ impl Mix {
     }
 }
 
-pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
-    for preset in &PRESETS {
-        for (mix, name) in [(Mix::Q4KM, "Q4_K_M"), (Mix::Q80, "Q8_0")] {
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
+    for preset in &MODEL_PRESETS {
+        for (mix, name) in [(QuantMix::Q4KM, "Q4_K_M"), (QuantMix::Q80, "Q8_0")] {
             run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
         }
     }
@@ -97,10 +97,11 @@ pub(crate) fn bench(gpu: &Gpu) -> Result<()> {
 }
 
 /// Steps whose tokens are drawn: by rows of logits that are read, by shortlists, and the best ones for comparison.
-pub(crate) fn sampled(gpu: &Gpu) -> Result<()> {
-    for (preset, mix, name) in
-        [(&PRESETS[0], Mix::Q4KM, "qwen3-8b Q4_K_M"), (&PRESETS[1], Mix::Q80, "qwen3-0.6b Q8_0")]
-    {
+pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
+    for (preset, mix, name) in [
+        (&MODEL_PRESETS[0], QuantMix::Q4KM, "qwen3-8b Q4_K_M"),
+        (&MODEL_PRESETS[1], QuantMix::Q80, "qwen3-0.6b Q8_0"),
+    ] {
         let mut cuda = Cuda::new(&gpu.device)?;
         let limits = Limits { rows_max: STEP_TOKENS, outputs_max: 64 };
         let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
@@ -114,13 +115,15 @@ pub(crate) fn sampled(gpu: &Gpu) -> Result<()> {
             .collect();
         for start in (0..512).step_by(STEP_TOKENS / sequences) {
             let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
-            step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Nothing, &mut logits)?;
+            step(&mut cuda, &mut *model, &mut kv, &parts, StepOutput::Nothing, &mut logits)?;
         }
         for rows in [1, 8, 32, 64] {
             let mut line = format!("{name}: {rows:2} rows at 512:");
-            for (wanted, what) in
-                [(Wanted::Logits, "rows read"), (Wanted::Shortlists, "shortlists"), (Wanted::Best, "best")]
-            {
+            for (wanted, what) in [
+                (StepOutput::Logits, "rows read"),
+                (StepOutput::ShortlistKernels, "shortlists"),
+                (StepOutput::Best, "best"),
+            ] {
                 let mut times = Vec::new();
                 for at in 512..544 {
                     let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
@@ -135,7 +138,7 @@ pub(crate) fn sampled(gpu: &Gpu) -> Result<()> {
     Ok(())
 }
 
-fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
+fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result<()> {
     let started = Instant::now();
     let mut cuda = Cuda::new(&gpu.device)?;
     let limits = Limits { rows_max: STEP_TOKENS, outputs_max: 64 };
@@ -153,28 +156,28 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
     })?;
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
 
-    for (len, past) in [(512, 0), (2048, 0), (2048, 14_336)] {
+    for (len, span) in [(512, 0), (2048, 0), (2048, 14_336)] {
         // One sequence; what is before the chunk was never computed, only written once.
         let table: Vec<u32> = (1..=table_len as u32).collect();
-        if past > 0 {
-            for start in (0..past).step_by(STEP_TOKENS) {
+        if span > 0 {
+            for start in (0..span).step_by(STEP_TOKENS) {
                 step(
                     &mut cuda,
                     &mut *model,
                     &mut kv,
                     &[(&table, start, STEP_TOKENS)],
-                    Wanted::Nothing,
+                    StepOutput::Nothing,
                     &mut logits,
                 )?;
             }
         }
         let mut best = f64::INFINITY;
         for _ in 0..4 {
-            let parts = [(&table, past, len)];
-            best = best.min(step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Logits, &mut logits)?);
+            let parts = [(&table, span, len)];
+            best = best.min(step(&mut cuda, &mut *model, &mut kv, &parts, StepOutput::Logits, &mut logits)?);
         }
         println!(
-            "{name}: prompt {len:5} after {past:6} {:9.2} ms {:8.0} tok/s",
+            "{name}: prompt {len:5} after {span:6} {:9.2} ms {:8.0} tok/s",
             best * 1e3,
             len as f64 / best
         );
@@ -184,11 +187,11 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
         .collect();
     for start in (0..512).step_by(STEP_TOKENS / sequences) {
         let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
-        step(&mut cuda, &mut *model, &mut kv, &parts, Wanted::Nothing, &mut logits)?;
+        step(&mut cuda, &mut *model, &mut kv, &parts, StepOutput::Nothing, &mut logits)?;
     }
     for rows in [1, 2, 4, 8, 16, 32, 64] {
         let mut medians = Vec::new();
-        for wanted in [Wanted::Logits, Wanted::Best] {
+        for wanted in [StepOutput::Logits, StepOutput::Best] {
             let mut times = Vec::new();
             for at in 512..536 {
                 let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
@@ -209,7 +212,14 @@ fn run(gpu: &Gpu, preset: &Preset, mix: Mix, name: &str) -> Result<()> {
         let table: Vec<u32> = (1..=table_len as u32).collect();
         let mut times = Vec::new();
         for at in 16_350..16_366 {
-            times.push(step(&mut cuda, &mut *model, &mut kv, &[(&table, at, 1)], Wanted::Best, &mut logits)?);
+            times.push(step(
+                &mut cuda,
+                &mut *model,
+                &mut kv,
+                &[(&table, at, 1)],
+                StepOutput::Best,
+                &mut logits,
+            )?);
         }
         println!("{name}:  1 row at 16k {:8.3} ms a step", median(times) * 1e3);
     }
@@ -223,14 +233,14 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 /// What is read of a step.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Wanted {
+pub(crate) enum StepOutput {
     Nothing,
     /// The logits of each sequence's last token.
     Logits,
     /// Its best token, found on the device.
     Best,
     /// What a sampler needs of its logits, found on the device; a token is drawn there from all of them.
-    Shortlists,
+    ShortlistKernels,
 }
 
 /// Seconds of one step of consecutive tokens of some sequences.
@@ -239,14 +249,14 @@ pub(crate) fn step(
     model: &mut dyn Model<Cuda>,
     kv: &mut <Cuda as Backend>::Kv,
     parts: &[(&Vec<u32>, usize, usize)],
-    wanted: Wanted,
+    wanted: StepOutput,
     logits: &mut [f32],
 ) -> Result<f64> {
     let (mut tokens, mut positions, mut sequences, mut slots, mut outputs) =
         (vec![], vec![], vec![], vec![], vec![]);
     for (sequence, &(table, start, len)) in parts.iter().enumerate() {
         for position in start..start + len {
-            // Sequences that are alike would go through the same experts.
+            // Sequences that are alike would go through the ensure_same_len experts.
             tokens.push(((position * 7919 + sequence * 104_729) % 100_000) as u32);
             positions.push(position as u32);
             sequences.push(sequence as u32);
@@ -254,7 +264,7 @@ pub(crate) fn step(
                 table[position / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32,
             );
         }
-        if wanted != Wanted::Nothing {
+        if wanted != StepOutput::Nothing {
             outputs.push(tokens.len() as u32 - 1);
         }
     }
@@ -272,8 +282,10 @@ pub(crate) fn step(
     let draw_params = vec![DrawParams { temperature: 0.8, uniform: Some(0.5) }; outputs.len()];
     let mut lists = vec![Shortlist::default(); outputs.len()];
     let mut take = |cuda: &mut Cuda, run: std::ops::Range<usize>, of_run: &_| match wanted {
-        Wanted::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
-        Wanted::Shortlists => cuda.shortlists(of_run, vocabulary, &draw_params[run.clone()], &mut lists[run]),
+        StepOutput::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
+        StepOutput::ShortlistKernels => {
+            cuda.shortlists(of_run, vocabulary, &draw_params[run.clone()], &mut lists[run])
+        }
         _ => cuda.read(of_run, run.len(), &mut logits[run.start * vocabulary..run.end * vocabulary]),
     };
     cuda.wait()?;
@@ -283,7 +295,7 @@ pub(crate) fn step(
     Ok(start.elapsed().as_secs_f64())
 }
 
-pub(crate) fn metadata(preset: &Preset) -> Result<Metadata> {
+pub(crate) fn metadata(preset: &ModelPreset) -> Result<Metadata> {
     let arch = if preset.experts > 0 { "qwen3moe" } else { "qwen3" };
     let mut builder = MetadataBuilder::default();
     builder.put("general.architecture", arch)?;
@@ -311,8 +323,8 @@ pub(crate) fn metadata(preset: &Preset) -> Result<Metadata> {
 }
 
 /// Name, type and dimensions of each tensor.
-pub(crate) fn tensors(preset: &Preset, mix: Mix) -> Vec<(String, DType, Vec<usize>)> {
-    let Preset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, tied, .. } = *preset;
+pub(crate) fn tensors(preset: &ModelPreset, mix: QuantMix) -> Vec<(String, DType, Vec<usize>)> {
+    let ModelPreset { layers, embedding, heads, kv_heads, hidden, vocabulary, experts, tied, .. } = *preset;
     let named = |name: &str, layer, dims: &[usize]| {
         (format!("{name}.weight"), mix.of(name, layer, layers), dims.to_vec())
     };
@@ -353,9 +365,9 @@ pub(crate) fn tensors(preset: &Preset, mix: Mix) -> Vec<(String, DType, Vec<usiz
     tensors
 }
 
-pub(crate) fn weights(gpu: &Gpu, preset: &Preset, mix: Mix) -> Result<WeightTable<Cuda>> {
+pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Result<WeightTable<Cuda>> {
     let mut table = WeightTable::new();
-    let mut random = Random::new(21);
+    let mut random = TestRng::new(21);
     for (name, dtype, dims) in tensors(preset, mix) {
         let weight = match dims[..] {
             [len] => {
@@ -371,8 +383,8 @@ pub(crate) fn weights(gpu: &Gpu, preset: &Preset, mix: Mix) -> Result<WeightTabl
     Ok(table)
 }
 
-/// Random values in one group of rows, copied to all others: speed does not depend on their being different.
-fn matrix(gpu: &Gpu, random: &mut Random, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
+/// TestRng values in one group of rows, copied to all others: speed does not depend on their being different.
+fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
     let (cols, rows) = (dims[0], dims[1..].iter().product());
     let shape = Tiles::new(dtype, cols, rows)?;
     let group = Tiles::new(dtype, cols, TILE_ROWS)?;
@@ -402,7 +414,7 @@ fn matrix(gpu: &Gpu, random: &mut Random, dtype: DType, dims: Vec<usize>) -> Res
     Ok(Weight { dtype, dims, layout: LAYOUT_TILES, data })
 }
 
-fn device_data<T: Send + Sync + 'static>(address: u64, len: usize, owner: Arc<T>) -> Data {
+fn device_data<T: Send + Sync + 'static>(address: u64, len: usize, owner: Arc<T>) -> WeightData {
     // SAFETY: the whole of a buffer that the owner keeps, which waits for the device when it goes.
-    unsafe { Data::on_device(address, len, owner) }
+    unsafe { WeightData::on_device(address, len, owner) }
 }

@@ -1,9 +1,9 @@
 //! A load onto a GPU: several readers, one thread that gives their parts to the device in order.
 //!
 //! ```text
-//! readers --> Slot (pinned) --> reorder --> Upload --> sums
+//! readers --> HostSlot (pinned) --> reorder --> ModelUpload --> sums
 //!   ^                                         |
-//!   +---------------- Ring <------------------+
+//!   +---------------- StagingRing <------------------+
 //! ```
 //! A reader takes a slot first and the next part second, so whoever has a part can bring it: the part that is due is never
 //! behind others in want of a slot.
@@ -19,7 +19,8 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use kernels::cuda::loading::{
-    self, Destination, EDGE_BYTES, Part, Ring, STAGING_BYTES, Slot, Sums, Upload, ring_bytes,
+    self, EDGE_BYTES, HostSlot, ModelChecksums, ModelUpload, STAGING_BYTES, StagingRing, TensorDestination,
+    TensorPart, ring_bytes,
 };
 use memory::cuda::{
     Context, Device, DeviceSelector, DeviceTensor, DeviceUuid, HostPages, ImportedModel, PinnedPages,
@@ -49,14 +50,14 @@ pub(super) struct Gpu {
 
 /// A GPU that a model is to be loaded onto.
 pub(super) struct GpuLoad {
-    ring: Ring,
+    ring: StagingRing,
     pinned_bytes: u64,
     /// The model's files, to be read around the page cache; those that can.
     direct: Vec<Option<File>>,
     gpu: Gpu,
 }
 
-type Arrival = Result<(usize, Slot, Part), GpuError>;
+type Arrival = Result<(usize, HostSlot, TensorPart), GpuError>;
 
 impl Gpu {
     /// Loads the driver and makes the context: devices are opened, threads started, so this comes before the sandbox.
@@ -96,7 +97,7 @@ impl GpuLoad {
         let driver = started.elapsed();
         debug_assert!(ring_bytes(bytes) as u64 <= PINNED_BYTES, "was reserved");
         let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuError::Pages)?)?;
-        let ring = Ring::new(&gpu.kernels, pinned)?;
+        let ring = StagingRing::new(&gpu.kernels, pinned)?;
         tracing::info!(
             driver_ms = driver.as_millis() as u64,
             pin_ms = (started.elapsed() - driver).as_millis() as u64,
@@ -169,22 +170,22 @@ impl GpuLoad {
     ) -> Result<Filled<OwnedFd>, GpuError> {
         let Gpu { context, kernels } = &self.gpu;
         let mut model = WritableModel::allocate(context, &plan.pack.allocations, MEMORY_PATIENCE)?;
-        let destinations: Vec<Destination> = plan
+        let destinations: Vec<TensorDestination> = plan
             .pack
             .placements
             .iter()
             .zip(&plan.tiles)
-            .map(|(place, tiles)| Destination {
+            .map(|(place, tiles)| TensorDestination {
                 allocation: place.allocation,
                 offset: place.offset,
                 tiles: *tiles,
             })
             .collect();
-        let mut upload = Upload::new(kernels, &self.ring, &mut model, &destinations)?;
+        let mut upload = ModelUpload::new(kernels, &self.ring, &mut model, &destinations)?;
         let allocated = started.elapsed();
         submit_all(&mut upload, plan, arrivals, progress)?;
         let read = started.elapsed();
-        let Sums { raw, laid_out } = upload.finish()?;
+        let ModelChecksums { raw, laid_out } = upload.finish()?;
         let allocations = model.finish()?;
         let bytes: u64 = plan.sources.iter().map(|source| source.bytes).sum();
         tracing::info!(
@@ -239,16 +240,16 @@ fn bring(
     plan: &Plan,
     reader: &FileReader,
     part: &FilePart,
-    mut slot: Slot,
-) -> Result<(Slot, Part), GpuError> {
+    mut slot: HostSlot,
+) -> Result<(HostSlot, TensorPart), GpuError> {
     let at = reader.read(&plan.sources[part.tensor], part, slot.bytes_mut())?;
     let FilePart { tensor, start, bytes, .. } = *part;
-    Ok((slot, Part { tensor, start, bytes, at }))
+    Ok((slot, TensorPart { tensor, start, bytes, at }))
 }
 
 /// Gives all parts to the device in their order, whatever the order in which they arrive.
 fn submit_all(
-    upload: &mut Upload<'_>,
+    upload: &mut ModelUpload<'_>,
     plan: &Plan,
     arrivals: &Receiver<Arrival>,
     progress: &Progress,

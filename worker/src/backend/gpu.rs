@@ -1,6 +1,6 @@
 //! A GPU: weights in imported device memory, kernels of the CUDA backend.
 
-use kernels::cuda::{Cuda, CudaError, Data, Device as KernelDevice};
+use kernels::cuda::{Cuda, CudaError, Device as KernelDevice, WeightData};
 use memory::attach::{Attached, Granted};
 use memory::cuda::nvml::Nvml;
 use memory::cuda::{Device, DeviceSelector, open_driver};
@@ -80,8 +80,10 @@ impl DeviceRuntime for GpuRuntime {
         format!("{} ({})", self.memory.facts().name, self.memory.uuid())
     }
 
-    fn import(&self, granted: Granted) -> Result<Attached<Vec<Data>>, memory::attach::AttachError> {
-        Ok(granted.import_cuda(&self.memory)?.map(|tensors| tensors.into_iter().map(Data::from).collect()))
+    fn import(&self, granted: Granted) -> Result<Attached<Vec<WeightData>>, memory::attach::AttachError> {
+        Ok(granted
+            .import_cuda(&self.memory)?
+            .map(|tensors| tensors.into_iter().map(WeightData::from).collect()))
     }
 
     fn compute(&self) -> Result<Cuda, OpError> {

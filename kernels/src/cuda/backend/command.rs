@@ -1,4 +1,4 @@
-//! [`Command`]: one op as the device will run it, by addresses. Commands are collected first and given to the device
+//! [`KernelCommand`]: one op as the device will run it, by addresses. CommandList are collected first and given to the device
 //! together, so that a list that comes again and again can be replayed as a graph.
 
 use ops::{AttentionSpec, KvType, RopePairing};
@@ -6,50 +6,50 @@ use quant::DType;
 use quant::layout::Tiles;
 
 use super::expert_command::ExpertCommand;
-use super::fusion::fused;
-use super::step::Words;
-use crate::cuda::argmax::Argmaxes;
-use crate::cuda::attention::{self, Attentions, PlanAddress};
-use crate::cuda::embed::Embed;
+use super::fusion::count_fusible;
+use super::step::WordRange;
+use crate::cuda::argmax::ArgmaxKernels;
+use crate::cuda::attention::{self, AttentionKernels, AttentionPlanAddress};
+use crate::cuda::embed::EmbedKernels;
 use crate::cuda::error::device_error;
 use crate::cuda::experts::ExpertKernels;
-use crate::cuda::gated::Gates;
-use crate::cuda::gather::Gathers;
-use crate::cuda::heads::HeadsToCache;
-use crate::cuda::kv_write::{KvLayerAddress, KvWrites};
-use crate::cuda::linear::{Linear, MATRICES_MAX, Product};
-use crate::cuda::norm::Norms;
-use crate::cuda::quantize::{Activations, Quantize};
-use crate::cuda::rope::{Ropes, Turn};
-use crate::cuda::shortlist::Shortlists;
+use crate::cuda::gather::GatherKernels;
+use crate::cuda::kv_write::{KvLayerAddress, KvWriteKernels};
+use crate::cuda::linear::{LinearKernels, MATRICES_MAX, MatrixProduct};
+use crate::cuda::norm::NormKernels;
+use crate::cuda::norm_rope_kv::NormRopeKvKernels;
+use crate::cuda::quantize::{QuantizeKernels, QuantizedActivations};
+use crate::cuda::rope::{RopeAngles, RopeKernels};
+use crate::cuda::shortlist::ShortlistKernels;
+use crate::cuda::silu_and_mul::SiluKernels;
 use crate::cuda::{Device, Stream, View, ViewMut};
 use ops::OpError;
 
 /// Bytes on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Range {
+pub(super) struct ByteRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
 /// f32 values on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Floats {
+pub(super) struct FloatRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
 /// An f32 that is compared and hashed by its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Bits(u32);
+pub(super) struct F32Bits(u32);
 
-impl From<f32> for Bits {
+impl From<f32> for F32Bits {
     fn from(value: f32) -> Self {
         Self(value.to_bits())
     }
 }
 
-impl Bits {
+impl F32Bits {
     pub(super) fn value(self) -> f32 {
         f32::from_bits(self.0)
     }
@@ -57,31 +57,31 @@ impl Bits {
 
 /// A matrix of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Matrix {
+pub(super) struct WeightMatrix {
     pub(super) dtype: DType,
-    pub(super) range: Range,
+    pub(super) range: ByteRange,
     pub(super) cols: u32,
     pub(super) rows: u32,
 }
 
 /// Quantised activations in scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Panels {
+pub(super) struct ActivationTiles {
     pub(super) format: DType,
-    pub(super) range: Range,
+    pub(super) range: ByteRange,
     pub(super) tokens: u32,
     pub(super) cols: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
+pub(super) struct AttentionShape {
     pub(super) heads: u32,
     pub(super) kv_heads: u32,
     pub(super) head_dim: u32,
-    pub(super) scale: Bits,
+    pub(super) scale: F32Bits,
 }
 
-impl Shape {
+impl AttentionShape {
     pub(super) fn spec(self) -> AttentionSpec {
         AttentionSpec {
             heads: self.heads as usize,
@@ -97,143 +97,143 @@ impl Shape {
 pub(super) struct AttentionOperands {
     pub(super) layer: KvLayerAddress,
     pub(super) kind: KvType,
-    pub(super) shape: Shape,
-    pub(super) queries: Floats,
+    pub(super) shape: AttentionShape,
+    pub(super) queries: FloatRange,
     pub(super) tables: u64,
-    pub(super) out: Floats,
+    pub(super) out: FloatRange,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Command {
+pub(super) enum KernelCommand {
     Norm {
-        x: Floats,
-        weight: Floats,
-        eps: Bits,
-        out: Floats,
+        x: FloatRange,
+        weight: FloatRange,
+        eps: F32Bits,
+        out: FloatRange,
     },
     AddNorm {
-        x: Floats,
-        y: Floats,
-        weight: Floats,
-        eps: Bits,
-        out: Floats,
+        x: FloatRange,
+        y: FloatRange,
+        weight: FloatRange,
+        eps: F32Bits,
+        out: FloatRange,
     },
     NormHeads {
-        x: Floats,
-        weight: Floats,
-        eps: Bits,
+        x: FloatRange,
+        weight: FloatRange,
+        eps: F32Bits,
     },
     Add {
-        x: Floats,
-        y: Floats,
+        x: FloatRange,
+        y: FloatRange,
     },
     Embed {
-        table: Matrix,
-        tokens: Words,
-        out: Floats,
+        table: WeightMatrix,
+        tokens: WordRange,
+        out: FloatRange,
     },
     Quantize {
-        x: Floats,
-        panels: Panels,
+        x: FloatRange,
+        activation_tiles: ActivationTiles,
     },
     Product {
-        panels: Panels,
-        matrix: Matrix,
-        bias: Option<Floats>,
-        out: Floats,
+        activation_tiles: ActivationTiles,
+        matrix: WeightMatrix,
+        bias: Option<FloatRange>,
+        out: FloatRange,
     },
     Rope {
-        x: Floats,
-        positions: Words,
+        x: FloatRange,
+        positions: WordRange,
         adjacent: bool,
-        frequencies: Floats,
-        magnitude: Bits,
+        frequencies: FloatRange,
+        magnitude: F32Bits,
         head_dim: u32,
     },
     KvWrite {
         layer: KvLayerAddress,
         kind: KvType,
-        keys: Floats,
-        values: Floats,
-        slots: Words,
+        keys: FloatRange,
+        values: FloatRange,
+        slots: WordRange,
         kv_heads: u32,
         head_dim: u32,
     },
     /// `plan` is an index into the list's plans.
-    AttentionTiles {
+    AttentionPaged {
         operands: AttentionOperands,
         plan: u32,
     },
-    AttentionPlain {
+    AttentionScalar {
         operands: AttentionOperands,
-        table_starts: Words,
-        positions: Words,
+        table_starts: WordRange,
+        positions: WordRange,
     },
     Gated {
-        gate: Floats,
-        up: Floats,
-        out: Floats,
+        gate: FloatRange,
+        up: FloatRange,
+        out: FloatRange,
     },
     Gather {
-        x: Floats,
-        rows: Words,
+        x: FloatRange,
+        rows: WordRange,
         cols: u32,
-        out: Floats,
+        out: FloatRange,
     },
     Argmax {
-        x: Floats,
+        x: FloatRange,
         cols: u32,
-        out: Words,
+        out: WordRange,
     },
     /// `work` is of u64 words.
     Shortlist {
-        x: Floats,
+        x: FloatRange,
         cols: u32,
-        draw_params: Words,
-        work: Range,
+        draw_params: WordRange,
+        work: ByteRange,
     },
     Experts(ExpertCommand),
 }
 
-/// Commands with what they refer to.
+/// CommandList with what they refer to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct Commands {
-    pub(super) list: Vec<Command>,
-    pub(super) plans: Vec<PlanAddress>,
+pub(super) struct CommandList {
+    pub(super) list: Vec<KernelCommand>,
+    pub(super) plans: Vec<AttentionPlanAddress>,
 }
 
 /// The launchers.
-pub(super) struct Kernels {
-    pub(super) norms: Norms,
-    ropes: Ropes,
-    kv_writes: KvWrites,
-    pub(super) attentions: Attentions,
-    pub(super) gates: Gates,
-    pub(super) heads: HeadsToCache,
-    gathers: Gathers,
-    argmaxes: Argmaxes,
-    shortlists: Shortlists,
-    embed: Embed,
-    quantize: Quantize,
-    linear: Linear,
+pub(super) struct KernelSet {
+    pub(super) norms: NormKernels,
+    ropes: RopeKernels,
+    kv_writes: KvWriteKernels,
+    pub(super) attentions: AttentionKernels,
+    pub(super) gates: SiluKernels,
+    pub(super) heads: NormRopeKvKernels,
+    gathers: GatherKernels,
+    argmaxes: ArgmaxKernels,
+    shortlists: ShortlistKernels,
+    embed: EmbedKernels,
+    quantize: QuantizeKernels,
+    linear: LinearKernels,
     experts: ExpertKernels,
 }
 
-impl Kernels {
+impl KernelSet {
     pub(super) fn new(device: &Device) -> Self {
         Self {
-            norms: Norms::new(device),
-            ropes: Ropes::new(device),
-            kv_writes: KvWrites::new(device),
-            attentions: Attentions::new(device),
-            gates: Gates::new(device),
-            heads: HeadsToCache::new(device),
-            gathers: Gathers::new(device),
-            argmaxes: Argmaxes::new(device),
-            shortlists: Shortlists::new(device),
-            embed: Embed::new(device),
-            quantize: Quantize::new(device),
-            linear: Linear::new(device),
+            norms: NormKernels::new(device),
+            ropes: RopeKernels::new(device),
+            kv_writes: KvWriteKernels::new(device),
+            attentions: AttentionKernels::new(device),
+            gates: SiluKernels::new(device),
+            heads: NormRopeKvKernels::new(device),
+            gathers: GatherKernels::new(device),
+            argmaxes: ArgmaxKernels::new(device),
+            shortlists: ShortlistKernels::new(device),
+            embed: EmbedKernels::new(device),
+            quantize: QuantizeKernels::new(device),
+            linear: LinearKernels::new(device),
             experts: ExpertKernels::new(device),
         }
     }
@@ -242,32 +242,32 @@ impl Kernels {
     ///
     /// # Safety
     /// Every range of the commands is device memory of its type that lives until the work has ended; ranges that a command
-    /// writes do not overlap others of it, except where an op works in place; indices among a step's words are below the
+    /// writes do not overlap others of it, except where an op splits in place; indices among a step's words are below the
     /// lengths of what they index.
-    pub(super) unsafe fn give(&self, stream: &Stream, commands: &Commands) -> Result<(), OpError> {
+    pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
         let mut rest = commands.list.as_slice();
         while !rest.is_empty() {
-            let taken = fused(rest, &commands.plans);
+            let taken = count_fusible(rest, &commands.plans);
             let (these, behind) = rest.split_at(taken);
             // SAFETY: this function's contract.
-            unsafe { self.give_fused(stream, these, &commands.plans)? };
+            unsafe { self.enqueue_fused(stream, these, &commands.plans)? };
             rest = behind;
         }
         Ok(())
     }
 
     /// # Safety
-    /// As [`Self::give`].
+    /// As [`Self::enqueue`].
     pub(super) unsafe fn products(
         &self,
         stream: &Stream,
-        panels: Panels,
-        commands: &[Command],
+        activation_tiles: ActivationTiles,
+        commands: &[KernelCommand],
     ) -> Result<(), OpError> {
         let mut products = Vec::with_capacity(MATRICES_MAX);
         for command in commands {
-            if let Command::Product { matrix, bias, out, .. } = *command {
-                products.push(Product {
+            if let KernelCommand::Product { matrix, bias, out, .. } = *command {
+                products.push(MatrixProduct {
                     shape: matrix.tiles()?,
                     // SAFETY: the caller's contract.
                     tiles: unsafe { matrix.range.view() },
@@ -279,28 +279,28 @@ impl Kernels {
             }
         }
         // SAFETY: as above.
-        let x = unsafe { panels.activations() };
+        let x = unsafe { activation_tiles.activations() };
         self.linear.launch(stream, x, &mut products)
     }
 
     /// # Safety
-    /// As [`Self::give`].
-    pub(super) unsafe fn give_one(
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_one(
         &self,
         stream: &Stream,
-        command: &Command,
-        plans: &[PlanAddress],
+        command: &KernelCommand,
+        plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
         // SAFETY: for all views below, the caller's contract.
         unsafe {
             match *command {
-                Command::Norm { x, weight, eps, out } => self
+                KernelCommand::Norm { x, weight, eps, out } => self
                     .norms
                     .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut(), None)
                     .map_err(device_error("rms_norm")),
-                Command::AddNorm { x, y, weight, eps, out } => self
+                KernelCommand::AddNorm { x, y, weight, eps, out } => self
                     .norms
-                    .sum_rows(
+                    .add_rows(
                         stream,
                         &mut x.view_mut(),
                         y.view(),
@@ -310,33 +310,33 @@ impl Kernels {
                         None,
                     )
                     .map_err(device_error("add_rms_norm")),
-                Command::NormHeads { x, weight, eps } => self
+                KernelCommand::NormHeads { x, weight, eps } => self
                     .norms
                     .heads(stream, &mut x.view_mut(), weight.view(), eps.value())
                     .map_err(device_error("rms_norm_heads")),
-                Command::Add { x, y } => {
+                KernelCommand::Add { x, y } => {
                     self.norms.add(stream, &mut x.view_mut(), y.view()).map_err(device_error("add"))
                 }
-                Command::Embed { table, tokens, out } => self.embed.launch(
+                KernelCommand::Embed { table, tokens, out } => self.embed.launch(
                     stream,
                     &table.tiles()?,
                     table.range.view(),
                     tokens.view(),
                     &mut out.view_mut(),
                 ),
-                Command::Quantize { x, panels } => {
-                    let (tokens, cols) = (panels.tokens as usize, panels.cols as usize);
-                    let mut out = panels.range.view_mut();
+                KernelCommand::Quantize { x, activation_tiles } => {
+                    let (tokens, cols) = (activation_tiles.tokens as usize, activation_tiles.cols as usize);
+                    let mut out = activation_tiles.range.view_mut();
                     self.quantize
-                        .launch(stream, panels.format, x.view(), tokens, cols, &mut out)
+                        .launch(stream, activation_tiles.format, x.view(), tokens, cols, &mut out)
                         .map(|_activations| ())
                 }
-                Command::Product { panels, .. } => {
-                    self.products(stream, panels, std::slice::from_ref(command))
+                KernelCommand::Product { activation_tiles, .. } => {
+                    self.products(stream, activation_tiles, std::slice::from_ref(command))
                 }
-                Command::Rope { x, positions, adjacent, frequencies, magnitude, head_dim } => {
+                KernelCommand::Rope { x, positions, adjacent, frequencies, magnitude, head_dim } => {
                     let pairing = if adjacent { RopePairing::Adjacent } else { RopePairing::Halves };
-                    let turn = Turn {
+                    let turn = RopeAngles {
                         pairing,
                         inverse_frequencies: frequencies.view(),
                         magnitude: magnitude.value(),
@@ -345,7 +345,7 @@ impl Kernels {
                         .launch(stream, &mut x.view_mut(), positions.view(), turn, head_dim as usize)
                         .map_err(device_error("rope"))
                 }
-                Command::KvWrite { layer, kind, keys, values, slots, kv_heads, head_dim } => self
+                KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, head_dim } => self
                     .kv_writes
                     .launch(
                         stream,
@@ -358,40 +358,40 @@ impl Kernels {
                         head_dim as usize,
                     )
                     .map_err(device_error("kv_write")),
-                Command::AttentionTiles { operands, plan } => self
+                KernelCommand::AttentionPaged { operands, plan } => self
                     .attentions
-                    .tiles(
+                    .paged(
                         stream,
-                        &operands.call(),
+                        &operands.inputs(),
                         &plans[plan as usize],
                         &mut operands.out.view_mut(),
                         None,
                     )
                     .map_err(device_error("attention")),
-                Command::AttentionPlain { operands, table_starts, positions } => self
+                KernelCommand::AttentionScalar { operands, table_starts, positions } => self
                     .attentions
-                    .plain(
+                    .scalar(
                         stream,
-                        &operands.call(),
+                        &operands.inputs(),
                         table_starts.view(),
                         positions.view(),
                         &mut operands.out.view_mut(),
                     )
                     .map_err(device_error("attention")),
-                Command::Gated { gate, up, out } => self
+                KernelCommand::Gated { gate, up, out } => self
                     .gates
                     .silu(stream, gate.view(), up.view(), &mut out.view_mut())
                     .map_err(device_error("gated")),
-                Command::Experts(command) => command.give(&self.experts, stream),
-                Command::Gather { x, rows, cols, out } => self
+                KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
+                KernelCommand::Gather { x, rows, cols, out } => self
                     .gathers
                     .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("gather_outputs")),
-                Command::Argmax { x, cols, out } => self
+                KernelCommand::Argmax { x, cols, out } => self
                     .argmaxes
                     .rows(stream, x.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("argmax")),
-                Command::Shortlist { x, cols, draw_params, work } => {
+                KernelCommand::Shortlist { x, cols, draw_params, work } => {
                     let mut work = ViewMut::from_raw(work.address, work.len / size_of::<u64>());
                     self.shortlists
                         .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
@@ -402,19 +402,19 @@ impl Kernels {
     }
 }
 
-impl Matrix {
+impl WeightMatrix {
     pub(super) fn tiles(&self) -> Result<Tiles, OpError> {
-        // The same numbers made a valid shape when the command was.
+        // The ensure_same_len numbers made a valid shape when the command was.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
     }
 }
 
-impl Panels {
+impl ActivationTiles {
     /// # Safety
-    /// As [`Kernels::give`].
-    pub(super) unsafe fn activations<'a>(&self) -> Activations<'a> {
-        Activations {
+    /// As [`KernelSet::enqueue`].
+    pub(super) unsafe fn activations<'a>(&self) -> QuantizedActivations<'a> {
+        QuantizedActivations {
             format: self.format,
             tokens: self.tokens as usize,
             cols: self.cols as usize,
@@ -426,9 +426,9 @@ impl Panels {
 
 impl AttentionOperands {
     /// # Safety
-    /// As [`Kernels::give`].
-    pub(super) unsafe fn call<'a>(&self) -> attention::Call<'a> {
-        attention::Call {
+    /// As [`KernelSet::enqueue`].
+    pub(super) unsafe fn inputs<'a>(&self) -> attention::AttentionInputs<'a> {
+        attention::AttentionInputs {
             layer: self.layer,
             kind: self.kind,
             spec: self.shape.spec(),
@@ -440,7 +440,7 @@ impl AttentionOperands {
     }
 }
 
-impl Range {
+impl ByteRange {
     /// # Safety
     /// As [`View::from_raw`].
     pub(super) unsafe fn view<'a>(self) -> View<'a, u8> {
@@ -456,7 +456,7 @@ impl Range {
     }
 }
 
-impl Floats {
+impl FloatRange {
     /// # Safety
     /// As [`View::from_raw`].
     pub(super) unsafe fn view<'a>(self) -> View<'a, f32> {
@@ -472,7 +472,7 @@ impl Floats {
     }
 }
 
-impl Floats {
+impl FloatRange {
     /// `len` values from `start` on, which lie in the range.
     pub(super) fn part(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);
@@ -480,7 +480,7 @@ impl Floats {
     }
 }
 
-impl Words {
+impl WordRange {
     /// # Safety
     /// As [`ViewMut::from_raw`].
     pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, u32> {

@@ -1,4 +1,4 @@
-//! [`Data`]: the bytes of a weight. On the device, whoever owns them; or still on the host, as a file has them, to be brought
+//! [`WeightData`]: the bytes of a weight. On the device, whoever owns them; or still on the host, as a file has them, to be brought
 //! over when they are first used.
 
 use std::any::Any;
@@ -9,36 +9,36 @@ use ops::{OpError, Weight};
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES, LayoutError, Tiles};
 
 use super::Cuda;
-use super::command::Range;
+use super::command::ByteRange;
 use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
 /// Cheap to clone; keeps its memory.
 #[derive(Clone)]
-pub struct Data(Place);
+pub struct WeightData(WeightLocation);
 
 #[derive(Clone)]
-enum Place {
-    Device { range: Range, owner: Arc<dyn Any + Send + Sync> },
-    Host(Arc<HostData>),
+enum WeightLocation {
+    Device { range: ByteRange, owner: Arc<dyn Any + Send + Sync> },
+    Host(Arc<HostWeight>),
 }
 
-struct HostData {
+struct HostWeight {
     bytes: Bytes,
     tiles: OnceLock<Buffer<u8>>,
 }
 
-impl Data {
+impl WeightData {
     /// # Safety
     /// `len` bytes at `address` are readable by kernels of the backend's device as long as `owner` lives, and it ends only
     /// when the work that was given them has ended.
     pub unsafe fn on_device(address: u64, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self(Place::Device { range: Range { address, len }, owner })
+        Self(WeightLocation::Device { range: ByteRange { address, len }, owner })
     }
 }
 
 /// A tensor that another process loaded: the value keeps the model mapped.
-impl From<memory::cuda::DeviceTensor> for Data {
+impl From<memory::cuda::DeviceTensor> for WeightData {
     fn from(tensor: memory::cuda::DeviceTensor) -> Self {
         let (address, len) = (tensor.address(), tensor.bytes as usize);
         // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The backend keeps owners until
@@ -48,42 +48,44 @@ impl From<memory::cuda::DeviceTensor> for Data {
 }
 
 /// Bytes in the file's layout.
-impl From<Bytes> for Data {
+impl From<Bytes> for WeightData {
     fn from(bytes: Bytes) -> Self {
-        Self(Place::Host(Arc::new(HostData { bytes, tiles: OnceLock::new() })))
+        Self(WeightLocation::Host(Arc::new(HostWeight { bytes, tiles: OnceLock::new() })))
     }
 }
 
 /// A weight that is on the device, in the layout that kernels read.
 #[derive(Clone)]
-pub(super) struct Resident {
-    pub(super) range: Range,
+pub(super) struct ResidentWeight {
+    pub(super) range: ByteRange,
     pub(super) tiles: Tiles,
     pub(super) owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Brings a weight to the device if it is not there, and checks its size. All matrices of a stack stand in it one after the
+/// Brings a weight to the device if it is not there, and checks its size. All matrices of a expert_weights stand in it one after the
 /// other, as if their rows were of one matrix.
-pub(super) fn resident(
+pub(super) fn make_resident(
     op: &'static str,
     stream: &Stream,
     weight: &Weight<Cuda>,
-) -> Result<Resident, OpError> {
+) -> Result<ResidentWeight, OpError> {
     let tiles = Tiles::new(weight.dtype, weight.cols(), weight.rows())
         .map_err(|error| layout_error(op, weight, &error))?;
-    let (range, owner): (Range, Arc<dyn Any + Send + Sync>) = match (&weight.data.0, weight.layout) {
-        (Place::Device { range, owner }, LAYOUT_TILES) => (*range, owner.clone()),
-        // Types without blocks are the same in both layouts.
-        (Place::Device { range, owner }, LAYOUT_GGML) if tiles.tile_bytes() == 0 => (*range, owner.clone()),
-        (Place::Host(host), LAYOUT_GGML) => {
+    let (range, owner): (ByteRange, Arc<dyn Any + Send + Sync>) = match (&weight.data.0, weight.layout) {
+        (WeightLocation::Device { range, owner }, LAYOUT_TILES) => (*range, owner.clone()),
+        // Types without blocks are the ensure_same_len in both layouts.
+        (WeightLocation::Device { range, owner }, LAYOUT_GGML) if tiles.tile_bytes() == 0 => {
+            (*range, owner.clone())
+        }
+        (WeightLocation::Host(host), LAYOUT_GGML) => {
             let buffer = match host.tiles.get() {
                 Some(buffer) => buffer,
                 None => {
-                    let made = bring(op, stream, weight, &host.bytes, &tiles)?;
+                    let made = upload(op, stream, weight, &host.bytes, &tiles)?;
                     host.tiles.get_or_init(|| made)
                 }
             };
-            (Range { address: buffer.view().address(), len: buffer.len() }, host.clone())
+            (ByteRange { address: buffer.view().address(), len: buffer.len() }, host.clone())
         }
         (_, layout) => return Err(OpError::Layout { op, layout }),
     };
@@ -91,48 +93,54 @@ pub(super) fn resident(
     if range.len != expected {
         return Err(OpError::Shape { op, what: "bytes of the weight", found: range.len, expected });
     }
-    Ok(Resident { range, tiles, owner })
+    Ok(ResidentWeight { range, tiles, owner })
 }
 
-/// Matrix `index` of a stack in the third dimension: a view.
-pub(super) fn expert(op: &'static str, stack: &Weight<Cuda>, index: usize) -> Result<Weight<Cuda>, OpError> {
-    let matrix_rows = stack.dims.get(1).copied().unwrap_or(1);
-    let len = stack.rows() / matrix_rows.max(1);
+/// WeightMatrix `index` of a expert_weights in the third dimension: a view.
+pub(super) fn expert(
+    op: &'static str,
+    expert_weights: &Weight<Cuda>,
+    index: usize,
+) -> Result<Weight<Cuda>, OpError> {
+    let matrix_rows = expert_weights.dims.get(1).copied().unwrap_or(1);
+    let len = expert_weights.rows() / matrix_rows.max(1);
     if index >= len {
         return Err(OpError::Index { op, what: "expert", index, len });
     }
-    let shape =
-        |rows| Tiles::new(stack.dtype, stack.cols(), rows).map_err(|error| layout_error(op, stack, &error));
-    let (whole, one) = (shape(stack.rows())?, shape(matrix_rows)?);
-    let place = match &stack.data.0 {
-        Place::Device { range, owner } => {
+    let shape = |rows| {
+        Tiles::new(expert_weights.dtype, expert_weights.cols(), rows)
+            .map_err(|error| layout_error(op, expert_weights, &error))
+    };
+    let (whole, one) = (shape(expert_weights.rows())?, shape(matrix_rows)?);
+    let place = match &expert_weights.data.0 {
+        WeightLocation::Device { range, owner } => {
             // Tiles hold rows of one matrix only if matrices are whole tiles.
             let expected = one.bytes() * len;
             if range.len != expected || whole.bytes() != expected {
                 return Err(OpError::Shape { op, what: "bytes of the weight", found: range.len, expected });
             }
             let address = range.address + (index * one.bytes()) as u64;
-            Place::Device { range: Range { address, len: one.bytes() }, owner: owner.clone() }
+            WeightLocation::Device { range: ByteRange { address, len: one.bytes() }, owner: owner.clone() }
         }
-        Place::Host(host) => {
+        WeightLocation::Host(host) => {
             let (found, expected) = (host.bytes.len(), one.raw_bytes() * len);
             if found != expected {
                 return Err(OpError::Shape { op, what: "bytes of the weight", found, expected });
             }
             let bytes = host.bytes.slice(index * one.raw_bytes()..(index + 1) * one.raw_bytes());
             return Ok(Weight {
-                dtype: stack.dtype,
-                dims: stack.dims[..stack.dims.len().min(2)].to_vec(),
-                layout: stack.layout,
+                dtype: expert_weights.dtype,
+                dims: expert_weights.dims[..expert_weights.dims.len().min(2)].to_vec(),
+                layout: expert_weights.layout,
                 data: bytes.into(),
             });
         }
     };
-    let dims = stack.dims[..stack.dims.len().min(2)].to_vec();
-    Ok(Weight { dtype: stack.dtype, dims, layout: stack.layout, data: Data(place) })
+    let dims = expert_weights.dims[..expert_weights.dims.len().min(2)].to_vec();
+    Ok(Weight { dtype: expert_weights.dtype, dims, layout: expert_weights.layout, data: WeightData(place) })
 }
 
-fn bring(
+fn upload(
     op: &'static str,
     stream: &Stream,
     weight: &Weight<Cuda>,

@@ -2,79 +2,79 @@
 
 use ops::OpError;
 
-use super::command::{Floats, Matrix, Panels};
-use super::step::Words;
+use super::command::{ActivationTiles, FloatRange, WeightMatrix};
+use super::step::WordRange;
 use crate::cuda::Stream;
-use crate::cuda::experts::{ExpertKernels, Grouped, Grouping, Routing, Stack};
-use crate::cuda::rounded::Rounded;
+use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
+use crate::cuda::quantized_output::QuantizedOutput;
 
 /// Pairs of (row, rank) in order of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Groups {
+pub(super) struct ExpertGroups {
     pub(super) pairs: u32,
     /// Experts.
     pub(super) count: u32,
-    pub(super) grouping: Grouping,
-    pub(super) words: Words,
+    pub(super) grouping: PairGrouping,
+    pub(super) words: WordRange,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum ExpertCommand {
     Route {
-        logits: Floats,
+        logits: FloatRange,
         used: u32,
-        experts: Words,
-        shares: Floats,
-        groups: Groups,
+        experts: WordRange,
+        shares: FloatRange,
+        groups: ExpertGroups,
     },
     /// Few pairs of an expert.
-    Product {
-        panels: Panels,
+    Matvec {
+        activation_tiles: ActivationTiles,
         pairs_per_token: u32,
-        groups: Groups,
-        first: (Matrix, Floats),
-        second: Option<(Matrix, Floats)>,
+        groups: ExpertGroups,
+        first: (WeightMatrix, FloatRange),
+        second: Option<(WeightMatrix, FloatRange)>,
     },
-    /// Rows of `x` to panels in order of slots, for [`Self::Tiles`].
-    Round {
-        x: Floats,
+    /// StepRows of `x` to activation_tiles in order of slots, for [`Self::Matmul`].
+    Quantize {
+        x: FloatRange,
         pairs_per_token: u32,
-        groups: Groups,
-        panels: Panels,
+        groups: ExpertGroups,
+        activation_tiles: ActivationTiles,
     },
     /// Many pairs of an expert.
-    Tiles {
-        panels: Panels,
-        groups: Groups,
+    Matmul {
+        activation_tiles: ActivationTiles,
+        groups: ExpertGroups,
         by_pair: bool,
-        first: (Matrix, Floats),
-        second: Option<(Matrix, Floats)>,
+        first: (WeightMatrix, FloatRange),
+        second: Option<(WeightMatrix, FloatRange)>,
     },
     Floats {
-        x: Floats,
-        experts: Words,
+        x: FloatRange,
+        experts: WordRange,
         pairs_per_token: u32,
         count: u32,
-        stack: Matrix,
-        out: Floats,
+        expert_weights: WeightMatrix,
+        out: FloatRange,
     },
     Combine {
-        contributions: Floats,
-        shares: Floats,
+        contributions: FloatRange,
+        shares: FloatRange,
         used: u32,
-        out: Floats,
+        out: FloatRange,
     },
 }
 
 impl ExpertCommand {
     /// # Safety
-    /// As [`super::command::Kernels::give`]; and groups are those of the `Route` before.
-    pub(super) unsafe fn give(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
+    /// As [`super::command::KernelSet::enqueue`]; and groups are those of the `Route` before.
+    pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
             match *self {
                 Self::Route { logits, used, experts, shares, groups } => {
-                    let mut routing = Routing {
+                    let mut routing = ExpertRouting {
                         experts: experts.view_mut(),
                         shares: shares.view_mut(),
                         grouping: groups.grouping,
@@ -82,28 +82,44 @@ impl ExpertCommand {
                     };
                     kernels.route(stream, logits.view(), groups.count as usize, used as usize, &mut routing)
                 }
-                Self::Product { panels, pairs_per_token, groups, first, second } => {
-                    let mut stacks = stacks(groups.count, first, second)?;
-                    let x = panels.activations();
-                    kernels.product(stream, x, pairs_per_token as usize, groups.grouped(), &mut stacks)
+                Self::Matvec { activation_tiles, pairs_per_token, groups, first, second } => {
+                    let mut expert_weight_list = expert_weight_list(groups.count, first, second)?;
+                    let x = activation_tiles.activations();
+                    kernels.matvec(
+                        stream,
+                        x,
+                        pairs_per_token as usize,
+                        groups.grouped(),
+                        &mut expert_weight_list,
+                    )
                 }
-                Self::Round { x, pairs_per_token, groups, panels } => {
-                    let rounded = Rounded { format: panels.format, panels: panels.range.view_mut() };
-                    let (cols, per_token) = (panels.cols as usize, pairs_per_token as usize);
-                    kernels.round(stream, x.view(), cols, per_token, groups.grouped(), &rounded)
+                Self::Quantize { x, pairs_per_token, groups, activation_tiles } => {
+                    let quantized = QuantizedOutput {
+                        format: activation_tiles.format,
+                        act_tiles: activation_tiles.range.view_mut(),
+                    };
+                    let (cols, per_token) = (activation_tiles.cols as usize, pairs_per_token as usize);
+                    kernels.quantize(stream, x.view(), cols, per_token, groups.grouped(), &quantized)
                 }
-                Self::Tiles { panels, groups, by_pair, first, second } => {
-                    let mut stacks = stacks(groups.count, first, second)?;
-                    kernels.tiles(stream, panels.activations(), groups.grouped(), by_pair, &mut stacks)
+                Self::Matmul { activation_tiles, groups, by_pair, first, second } => {
+                    let mut expert_weight_list = expert_weight_list(groups.count, first, second)?;
+                    kernels.matmul(
+                        stream,
+                        activation_tiles.activations(),
+                        groups.grouped(),
+                        by_pair,
+                        &mut expert_weight_list,
+                    )
                 }
-                Self::Floats { x, experts, pairs_per_token, count, stack, out } => kernels.float_product(
-                    stream,
-                    x.view(),
-                    experts.view(),
-                    pairs_per_token as usize,
-                    count as usize,
-                    &mut stack.of_experts(count, out)?,
-                ),
+                Self::Floats { x, experts, pairs_per_token, count, expert_weights, out } => kernels
+                    .float_matvec(
+                        stream,
+                        x.view(),
+                        experts.view(),
+                        pairs_per_token as usize,
+                        count as usize,
+                        &mut expert_weights.expert_slice(count, out)?,
+                    ),
                 Self::Combine { contributions, shares, used, out } => kernels.combine(
                     stream,
                     contributions.view(),
@@ -116,37 +132,37 @@ impl ExpertCommand {
     }
 }
 
-impl Groups {
+impl ExpertGroups {
     /// # Safety
-    /// As [`ExpertCommand::give`].
-    unsafe fn grouped<'a>(&self) -> Grouped<'a> {
+    /// As [`ExpertCommand::enqueue`].
+    unsafe fn grouped<'a>(&self) -> GroupedPairs<'a> {
         // SAFETY: the caller's contract.
         let groups = unsafe { self.words.view() };
-        Grouped { pairs: self.pairs as usize, count: self.count as usize, groups }
+        GroupedPairs { pairs: self.pairs as usize, count: self.count as usize, groups }
     }
 }
 
 /// # Safety
-/// As [`ExpertCommand::give`].
-unsafe fn stacks<'a>(
+/// As [`ExpertCommand::enqueue`].
+unsafe fn expert_weight_list<'a>(
     count: u32,
-    first: (Matrix, Floats),
-    second: Option<(Matrix, Floats)>,
-) -> Result<Vec<Stack<'a>>, OpError> {
+    first: (WeightMatrix, FloatRange),
+    second: Option<(WeightMatrix, FloatRange)>,
+) -> Result<Vec<ExpertWeights<'a>>, OpError> {
     let all = [Some(first), second].into_iter().flatten();
     // SAFETY: the caller's contract.
-    all.map(|(matrix, out)| unsafe { matrix.of_experts(count, out) }).collect()
+    all.map(|(matrix, out)| unsafe { matrix.expert_slice(count, out) }).collect()
 }
 
-impl Matrix {
+impl WeightMatrix {
     /// One of `count` experts' matrices that this one is made of, and where its products go.
     ///
     /// # Safety
-    /// As [`ExpertCommand::give`].
-    unsafe fn of_experts<'a>(&self, count: u32, out: Floats) -> Result<Stack<'a>, OpError> {
+    /// As [`ExpertCommand::enqueue`].
+    unsafe fn expert_slice<'a>(&self, count: u32, out: FloatRange) -> Result<ExpertWeights<'a>, OpError> {
         let rows = self.rows / count.max(1);
-        let shape = Matrix { rows, ..*self }.tiles()?;
+        let shape = WeightMatrix { rows, ..*self }.tiles()?;
         // SAFETY: the caller's contract.
-        Ok(unsafe { Stack { shape, tiles: self.range.view(), out: out.view_mut() } })
+        Ok(unsafe { ExpertWeights { shape, tiles: self.range.view(), out: out.view_mut() } })
     }
 }

@@ -6,14 +6,14 @@ use ops::{Activation, Experts, OpError};
 use quant::DType;
 use quant::layout::TILE_ROWS;
 
-use super::command::{Command, Floats, Matrix, Panels, Range};
-use super::expert_command::{ExpertCommand, Groups};
-use super::step::Words;
+use super::command::{ActivationTiles, ByteRange, FloatRange, KernelCommand, WeightMatrix};
+use super::expert_command::{ExpertCommand, ExpertGroups};
+use super::step::WordRange;
 use super::vocabulary::silu_only;
-use super::{Cuda, Tensor};
+use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
-use crate::cuda::experts::Grouping;
+use crate::cuda::experts::PairGrouping;
 
 const OP: &str = "experts";
 
@@ -23,28 +23,28 @@ pub(super) const PAIRS_MAX: usize = 4096;
 /// Parts of the scratch memory start at multiples of this.
 const ALIGN: usize = 256;
 
-/// Scratch memory of so many pairs.
-struct Scratch {
-    experts: Words,
-    shares: Floats,
+/// ExpertScratch memory of so many pairs.
+struct ExpertScratch {
+    experts: WordRange,
+    shares: FloatRange,
     /// Of groups.
-    words: Words,
-    gate: Floats,
-    up: Floats,
-    contributions: Floats,
+    words: WordRange,
+    gate: FloatRange,
+    up: FloatRange,
+    contributions: FloatRange,
 }
 
 /// A pair's expert matrices, and what goes in and comes out.
 #[derive(Clone, Copy)]
-struct Products {
-    groups: Groups,
-    experts: Words,
-    side: Side,
+struct ProductInputs {
+    groups: ExpertGroups,
+    experts: WordRange,
+    side: ProductSide,
 }
 
 /// Which of a layer's products.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
+enum ProductSide {
     /// From rows to pairs, of which a row has so many.
     In { used: usize },
     /// From pairs to pairs.
@@ -56,9 +56,9 @@ impl Cuda {
         &mut self,
         layer: &Experts<Self>,
         activation: Activation,
-        router: &Tensor,
-        x: &Tensor,
-        out: &mut Tensor,
+        router: &CudaTensor,
+        x: &CudaTensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         silu_only(OP, activation)?;
@@ -69,31 +69,31 @@ impl Cuda {
         if rows == 0 || used == 0 {
             return Ok(());
         }
-        let gate = self.stack(&layer.gate, n_in, hidden, count)?;
-        let up = self.stack(&layer.up, n_in, hidden, count)?;
-        let down = self.stack(&layer.down, hidden, n_in, count)?;
+        let gate = self.expert_weights(&layer.gate, n_in, hidden, count)?;
+        let up = self.expert_weights(&layer.up, n_in, hidden, count)?;
+        let down = self.expert_weights(&layer.down, hidden, n_in, count)?;
         let (router, x, out) =
             (self.use_tensor(router, rows), self.use_tensor(x, rows), self.use_tensor(out, rows));
         let rows_max = (PAIRS_MAX / used).clamp(1, rows);
         for first in (0..rows).step_by(rows_max) {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
-            let part = |floats: Floats, cols: usize| floats.part(first * cols, rows * cols);
-            // Products of floats take pairs in their own order.
-            let floats = [gate, up, down].iter().any(|stack| is_float(stack.dtype));
-            let grouping = if floats { Grouping::Few } else { Grouping::of(pairs, count) };
+            let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
+            // ProductInputs of floats take pairs in their own order.
+            let floats = [gate, up, down].iter().any(|expert_weights| is_float(expert_weights.dtype));
+            let grouping = if floats { PairGrouping::Matvec } else { PairGrouping::of(pairs, count) };
             let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
-            let Scratch { experts, shares, words, contributions, .. } = scratch;
-            let groups = Groups { pairs: pairs as u32, count: count as u32, grouping, words };
+            let ExpertScratch { experts, shares, words, contributions, .. } = scratch;
+            let groups = ExpertGroups { pairs: pairs as u32, count: count as u32, grouping, words };
             let logits = part(router, count);
-            self.push(Command::Experts(ExpertCommand::Route {
+            self.push(KernelCommand::Experts(ExpertCommand::Route {
                 logits,
                 used: used as u32,
                 experts,
                 shares,
                 groups,
             }));
-            let of_rows = Products { groups, experts, side: Side::In { used } };
+            let of_rows = ProductInputs { groups, experts, side: ProductSide::In { used } };
             let input = part(x, n_in);
             if gate.dtype == up.dtype {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate), (up, scratch.up)])?;
@@ -102,24 +102,24 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
             // Value by value: in place. Slots that no pair has hold what they held.
-            self.push(Command::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
-            let of_pairs = Products { side: Side::Out, ..of_rows };
+            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
+            let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
             let combine =
                 ExpertCommand::Combine { contributions, shares, used: used as u32, out: part(out, n_in) };
-            self.push(Command::Experts(combine));
+            self.push(KernelCommand::Experts(combine));
         }
         Ok(())
     }
 
     /// All experts' matrices of `[cols, rows]`, as one matrix.
-    fn stack(
+    fn expert_weights(
         &mut self,
         weight: &ops::Weight<Self>,
         cols: usize,
         rows: usize,
         count: usize,
-    ) -> Result<Matrix, OpError> {
+    ) -> Result<WeightMatrix, OpError> {
         let matrix = self.matrix(OP, weight)?;
         for (what, found, expected) in [
             ("columns of an expert", matrix.cols as usize, cols),
@@ -142,57 +142,68 @@ impl Cuda {
         Ok(matrix)
     }
 
-    /// Products of `x`, rows of `cols` values, with one or two stacks of one type.
+    /// ProductInputs of `x`, rows of `cols` values, with one or two expert_weight_list of one type.
     fn expert_products(
         &mut self,
-        x: Floats,
+        x: FloatRange,
         cols: usize,
-        of: Products,
-        stacks: &[(Matrix, Floats)],
+        of: ProductInputs,
+        expert_weight_list: &[(WeightMatrix, FloatRange)],
     ) -> Result<(), OpError> {
-        let Some((first, _)) = stacks.first() else { return Ok(()) };
+        let Some((first, _)) = expert_weight_list.first() else { return Ok(()) };
         let dtype = first.dtype;
-        let Products { groups, experts, side } = of;
+        let ProductInputs { groups, experts, side } = of;
         let pairs_per_token = match side {
-            Side::In { used } => used,
-            Side::Out => 1,
+            ProductSide::In { used } => used,
+            ProductSide::Out => 1,
         };
         let (pairs, per_token) = (groups.pairs as usize, pairs_per_token as u32);
         if is_float(dtype) {
-            for &(stack, out) in stacks {
+            for &(expert_weights, out) in expert_weight_list {
                 let count = groups.count;
-                let floats =
-                    ExpertCommand::Floats { x, experts, pairs_per_token: per_token, count, stack, out };
-                self.push(Command::Experts(floats));
+                let floats = ExpertCommand::Floats {
+                    x,
+                    experts,
+                    pairs_per_token: per_token,
+                    count,
+                    expert_weights,
+                    out,
+                };
+                self.push(KernelCommand::Experts(floats));
             }
             return Ok(());
         }
         let format = dtype.activation().ok_or(OpError::Type { op: OP, dtype })?;
-        let (first, second) = (stacks[0], stacks.get(1).copied());
+        let (first, second) = (expert_weight_list[0], expert_weight_list.get(1).copied());
         match groups.grouping {
-            Grouping::Few => {
-                let panels = self.panels(OP, format, pairs / pairs_per_token, cols)?;
-                self.push(Command::Quantize { x, panels });
-                let product =
-                    ExpertCommand::Product { panels, pairs_per_token: per_token, groups, first, second };
-                self.push(Command::Experts(product));
+            PairGrouping::Matvec => {
+                let activation_tiles = self.activation_tiles(OP, format, pairs / pairs_per_token, cols)?;
+                self.push(KernelCommand::Quantize { x, activation_tiles });
+                let product = ExpertCommand::Matvec {
+                    activation_tiles,
+                    pairs_per_token: per_token,
+                    groups,
+                    first,
+                    second,
+                };
+                self.push(KernelCommand::Experts(product));
             }
-            Grouping::Many => {
-                let slots = Grouping::Many.slots(pairs, groups.count as usize);
-                let panels: Panels = self.panels(OP, format, slots, cols)?;
+            PairGrouping::Matmul => {
+                let slots = PairGrouping::Matmul.slots(pairs, groups.count as usize);
+                let activation_tiles: ActivationTiles = self.activation_tiles(OP, format, slots, cols)?;
                 self.push(match side {
-                    Side::In { .. } => Command::Experts(ExpertCommand::Round {
+                    ProductSide::In { .. } => KernelCommand::Experts(ExpertCommand::Quantize {
                         x,
                         pairs_per_token: per_token,
                         groups,
-                        panels,
+                        activation_tiles,
                     }),
                     // In order of slots since the products before.
-                    Side::Out => Command::Quantize { x, panels },
+                    ProductSide::Out => KernelCommand::Quantize { x, activation_tiles },
                 });
-                let by_pair = side == Side::Out;
-                let tiles = ExpertCommand::Tiles { panels, groups, by_pair, first, second };
-                self.push(Command::Experts(tiles));
+                let by_pair = side == ProductSide::Out;
+                let tiles = ExpertCommand::Matmul { activation_tiles, groups, by_pair, first, second };
+                self.push(KernelCommand::Experts(tiles));
             }
         }
         Ok(())
@@ -202,10 +213,10 @@ impl Cuda {
         &mut self,
         pairs: usize,
         count: usize,
-        grouping: Grouping,
+        grouping: PairGrouping,
         hidden: usize,
         n_in: usize,
-    ) -> Result<Scratch, OpError> {
+    ) -> Result<ExpertScratch, OpError> {
         let values = scratch_values(pairs, count, grouping, hidden, n_in);
         let total = values.into_iter().map(part_bytes).sum();
         if total > self.expert_scratch.len() {
@@ -215,14 +226,14 @@ impl Cuda {
         self.recorder.keep(self.expert_scratch.clone());
         let mut address = self.expert_scratch.view().address();
         let mut parts = values.iter().map(|&len| {
-            let part = Range { address, len };
+            let part = ByteRange { address, len };
             address += part_bytes(len) as u64;
             part
         });
-        let mut next = || parts.next().unwrap_or(Range { address: 0, len: 0 });
-        let words = |part: Range| Words { address: part.address, len: part.len };
-        let floats = |part: Range| Floats { address: part.address, len: part.len };
-        Ok(Scratch {
+        let mut next = || parts.next().unwrap_or(ByteRange { address: 0, len: 0 });
+        let words = |part: ByteRange| WordRange { address: part.address, len: part.len };
+        let floats = |part: ByteRange| FloatRange { address: part.address, len: part.len };
+        Ok(ExpertScratch {
             experts: words(next()),
             shares: floats(next()),
             words: words(next()),
@@ -237,8 +248,14 @@ fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// Words or floats of experts, shares, groups, gate, up and contributions.
-fn scratch_values(pairs: usize, count: usize, grouping: Grouping, hidden: usize, n_in: usize) -> [usize; 6] {
+/// WordRange or floats of experts, shares, groups, gate, up and contributions.
+fn scratch_values(
+    pairs: usize,
+    count: usize,
+    grouping: PairGrouping,
+    hidden: usize,
+    n_in: usize,
+) -> [usize; 6] {
     let slots = grouping.slots(pairs, count);
     [pairs, pairs, grouping.words(pairs, count), slots * hidden, slots * hidden, pairs * n_in]
 }
@@ -247,8 +264,8 @@ fn part_bytes(values: usize) -> usize {
     (values * size_of::<f32>()).next_multiple_of(ALIGN)
 }
 
-/// Scratch memory for experts of quantised matrices.
+/// ExpertScratch memory for experts of quantised matrices.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
-    let values = scratch_values(pairs, count, Grouping::of(pairs, count), hidden, n_in);
+    let values = scratch_values(pairs, count, PairGrouping::of(pairs, count), hidden, n_in);
     values.into_iter().map(part_bytes).sum()
 }

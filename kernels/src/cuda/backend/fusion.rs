@@ -1,38 +1,40 @@
 //! Which commands become one launch. A launch costs more than a microsecond of an otherwise idle device, and a decode step has
-//! hundreds, so commands that follow each other in every model are given to kernels that do all of them. Those write the same
-//! bits to the same places as one command after the other.
+//! hundreds, so commands that follow each other in every model are given to kernels that do all of them. Those write the ensure_same_len
+//! bits to the ensure_same_len places as one command after the other.
 
 use ops::{OpError, RopePairing};
 
-use super::command::{Command, Kernels, Panels};
+use super::command::{ActivationTiles, KernelCommand, KernelSet};
 use crate::cuda::Stream;
-use crate::cuda::attention::{Attentions, PlanAddress};
+use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
 use crate::cuda::error::device_error;
-use crate::cuda::heads::{HeadRows, HeadsToCache};
 use crate::cuda::linear::MATRICES_MAX;
-use crate::cuda::norm::Norms;
-use crate::cuda::rope::Turn;
-use crate::cuda::rounded::Rounded;
+use crate::cuda::norm::NormKernels;
+use crate::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
+use crate::cuda::quantized_output::QuantizedOutput;
+use crate::cuda::rope::RopeAngles;
 
 /// How many commands at the start of `list`, which is not empty, one launch does.
-pub(super) fn fused(list: &[Command], plans: &[PlanAddress]) -> usize {
-    if let Some(Command::Product { panels, matrix, .. }) = list.first() {
-        let together = |other: &&Command| matches!(other, Command::Product { panels: p, matrix: m, .. } if p == panels && m.dtype == matrix.dtype);
+pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
+    if let Some(KernelCommand::Product { activation_tiles, matrix, .. }) = list.first() {
+        let together = |other: &&KernelCommand| matches!(other, KernelCommand::Product { activation_tiles: p, matrix: m, .. } if p == activation_tiles && m.dtype == matrix.dtype);
         return list.iter().take(MATRICES_MAX).take_while(together).count();
     }
-    if is_head_rows(list) {
-        return if matches!(list[0], Command::Rope { .. }) { 3 } else { 5 };
+    if is_norm_rope_kv(list) {
+        return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
     }
-    if let [first, Command::Quantize { x, panels }, ..] = list
-        && Rounded::has(panels.format)
+    if let [first, KernelCommand::Quantize { x, activation_tiles }, ..] = list
+        && QuantizedOutput::has(activation_tiles.format)
     {
-        let cols = panels.cols as usize;
+        let cols = activation_tiles.cols as usize;
         let made = match *first {
-            Command::Norm { out, .. } | Command::AddNorm { out, .. } => Norms::can_round(cols).then_some(out),
-            Command::Gated { out, .. } => Some(out),
-            Command::AttentionTiles { operands, plan } => {
+            KernelCommand::Norm { out, .. } | KernelCommand::AddNorm { out, .. } => {
+                NormKernels::can_quantize(cols).then_some(out)
+            }
+            KernelCommand::Gated { out, .. } => Some(out),
+            KernelCommand::AttentionPaged { operands, plan } => {
                 let plan = &plans[plan as usize];
-                Attentions::can_round(&operands.shape.spec(), plan).then_some(operands.out)
+                AttentionKernels::can_quantize(&operands.shape.spec(), plan).then_some(operands.out)
             }
             _ => None,
         };
@@ -44,11 +46,11 @@ pub(super) fn fused(list: &[Command], plans: &[PlanAddress]) -> usize {
 }
 
 /// `[norm of queries, norm of keys,] rotation of queries, rotation of keys, cache` of one step's heads.
-fn is_head_rows(list: &[Command]) -> bool {
+fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
     let (normed, rest) = match list {
         [
-            Command::NormHeads { x: queries, eps: first, weight: query_weight },
-            Command::NormHeads { x: keys, eps: second, weight: key_weight },
+            KernelCommand::NormHeads { x: queries, eps: first, weight: query_weight },
+            KernelCommand::NormHeads { x: keys, eps: second, weight: key_weight },
             rest @ ..,
         ] if first == second && query_weight.len == key_weight.len => {
             (Some((queries, keys, query_weight.len)), rest)
@@ -56,8 +58,8 @@ fn is_head_rows(list: &[Command]) -> bool {
         rest => (None, rest),
     };
     let [
-        Command::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
-        Command::Rope {
+        KernelCommand::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
+        KernelCommand::Rope {
             x: other,
             positions: other_positions,
             adjacent: other_adjacent,
@@ -65,7 +67,7 @@ fn is_head_rows(list: &[Command]) -> bool {
             magnitude: other_magnitude,
             head_dim: other_dim,
         },
-        Command::KvWrite { keys, head_dim: kv_dim, .. },
+        KernelCommand::KvWrite { keys, head_dim: kv_dim, .. },
         ..,
     ] = rest
     else {
@@ -73,93 +75,100 @@ fn is_head_rows(list: &[Command]) -> bool {
     };
     let same_turn = (positions, adjacent, frequencies, magnitude, head_dim)
         == (other_positions, other_adjacent, other_frequencies, other_magnitude, other_dim);
-    let same_heads = other == keys && head_dim == kv_dim && HeadsToCache::has(*head_dim as usize);
+    let same_heads = other == keys && head_dim == kv_dim && NormRopeKvKernels::has(*head_dim as usize);
     let norms_fit = normed.is_none_or(|normed| normed == (queries, keys, *head_dim as usize));
     same_turn && same_heads && norms_fit && queries != keys
 }
 
-impl Kernels {
-    /// Gives commands that [`fused`] found to belong together.
+impl KernelSet {
+    /// Gives commands that [`count_fusible`] found to belong together.
     ///
     /// # Safety
-    /// As [`Self::give`].
-    pub(super) unsafe fn give_fused(
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_fused(
         &self,
         stream: &Stream,
-        commands: &[Command],
-        plans: &[PlanAddress],
+        commands: &[KernelCommand],
+        plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             match commands {
-                [Command::Product { panels, .. }, ..] => self.products(stream, *panels, commands),
-                [one] => self.give_one(stream, one, plans),
-                [first, Command::Quantize { panels, .. }] => self.give_rounded(stream, first, *panels, plans),
+                [KernelCommand::Product { activation_tiles, .. }, ..] => {
+                    self.products(stream, *activation_tiles, commands)
+                }
+                [one] => self.enqueue_one(stream, one, plans),
+                [first, KernelCommand::Quantize { activation_tiles, .. }] => {
+                    self.enqueue_quantized(stream, first, *activation_tiles, plans)
+                }
                 [
-                    Command::NormHeads { weight: query, eps, .. },
-                    Command::NormHeads { weight: key, .. },
-                    Command::Rope { .. },
+                    KernelCommand::NormHeads { weight: query, eps, .. },
+                    KernelCommand::NormHeads { weight: key, .. },
+                    KernelCommand::Rope { .. },
                     ..,
                 ] => {
                     let norms = Some((query.view(), key.view(), eps.value()));
-                    self.give_head_rows(stream, &commands[2..], norms)
+                    self.enqueue_norm_rope_kv(stream, &commands[2..], norms)
                 }
-                _ => self.give_head_rows(stream, commands, None),
+                _ => self.enqueue_norm_rope_kv(stream, commands, None),
             }
         }
     }
 
     /// # Safety
-    /// As [`Self::give`].
-    unsafe fn give_rounded(
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_quantized(
         &self,
         stream: &Stream,
-        command: &Command,
-        panels: Panels,
-        plans: &[PlanAddress],
+        command: &KernelCommand,
+        activation_tiles: ActivationTiles,
+        plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
-            let rounded = Rounded { format: panels.format, panels: panels.range.view_mut() };
+            let quantized = QuantizedOutput {
+                format: activation_tiles.format,
+                act_tiles: activation_tiles.range.view_mut(),
+            };
             match *command {
-                Command::Norm { x, weight, eps, out } => self
+                KernelCommand::Norm { x, weight, eps, out } => self
                     .norms
-                    .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut(), Some(rounded))
+                    .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut(), Some(quantized))
                     .map_err(device_error("rms_norm")),
-                Command::AddNorm { x, y, weight, eps, out } => self
+                KernelCommand::AddNorm { x, y, weight, eps, out } => self
                     .norms
-                    .sum_rows(
+                    .add_rows(
                         stream,
                         &mut x.view_mut(),
                         y.view(),
                         weight.view(),
                         eps.value(),
                         &mut out.view_mut(),
-                        Some(rounded),
+                        Some(quantized),
                     )
                     .map_err(device_error("add_rms_norm")),
-                Command::Gated { gate, up, out } => self
+                KernelCommand::Gated { gate, up, out } => self
                     .gates
-                    .silu_rounded(
+                    .silu_quantized(
                         stream,
                         gate.view(),
                         up.view(),
-                        panels.cols as usize,
+                        activation_tiles.cols as usize,
                         &mut out.view_mut(),
-                        &rounded,
+                        &quantized,
                     )
                     .map_err(device_error("gated")),
-                Command::AttentionTiles { operands, plan } => self
+                KernelCommand::AttentionPaged { operands, plan } => self
                     .attentions
-                    .tiles(
+                    .paged(
                         stream,
-                        &operands.call(),
+                        &operands.inputs(),
                         &plans[plan as usize],
                         &mut operands.out.view_mut(),
-                        Some(rounded),
+                        Some(quantized),
                     )
                     .map_err(device_error("attention")),
-                ref other => self.give_one(stream, other, plans),
+                ref other => self.enqueue_one(stream, other, plans),
             }
         }
     }
@@ -167,17 +176,17 @@ impl Kernels {
     /// Two rotations and the cache.
     ///
     /// # Safety
-    /// As [`Self::give`].
-    unsafe fn give_head_rows(
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_norm_rope_kv(
         &self,
         stream: &Stream,
-        commands: &[Command],
+        commands: &[KernelCommand],
         norms: Option<(crate::cuda::View<'_, f32>, crate::cuda::View<'_, f32>, f32)>,
     ) -> Result<(), OpError> {
         let [
-            Command::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
-            Command::Rope { .. },
-            Command::KvWrite { layer, kind, keys, values, slots, kv_heads, .. },
+            KernelCommand::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
+            KernelCommand::Rope { .. },
+            KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, .. },
         ] = *commands
         else {
             return Ok(());
@@ -186,8 +195,8 @@ impl Kernels {
         // SAFETY: this function's contract.
         unsafe {
             let turn =
-                Turn { pairing, inverse_frequencies: frequencies.view(), magnitude: magnitude.value() };
-            let mut rows = HeadRows {
+                RopeAngles { pairing, inverse_frequencies: frequencies.view(), magnitude: magnitude.value() };
+            let mut rows = NormRopeKvOperands {
                 queries: queries.view_mut(),
                 keys: keys.view_mut(),
                 values: values.view(),

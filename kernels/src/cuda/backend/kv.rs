@@ -25,10 +25,10 @@ const ALIGN: u64 = 256;
 /// Device memory comes in multiples of this on every GPU so far; the driver is asked before it is taken.
 const GRANULARITY: u64 = 2 << 20;
 
-pub struct Kv {
+pub struct CudaKv {
     layout: KvLayout,
-    shape: Units,
-    memory: Arc<Mutex<Memory>>,
+    shape: UnitLayout,
+    memory: Arc<Mutex<MappedKv>>,
     address: u64,
     /// By layer, then by block.
     written: Vec<Vec<bool>>,
@@ -37,7 +37,7 @@ pub struct Kv {
 }
 
 /// How a cache is cut into units.
-struct Units {
+struct UnitLayout {
     /// Of one; the driver's granularity may add to it.
     bytes: u64,
     /// A unit has two to the power of this many blocks.
@@ -48,23 +48,23 @@ struct Units {
 }
 
 /// Shared with the commands in flight, so that it is unmapped only after them.
-struct Memory {
+struct MappedKv {
     range: GrowingRange,
     context: Context,
-    /// Units that should be there soon.
+    /// UnitLayout that should be there soon.
     ahead: u64,
 }
 
 /// For the backend: the units of a cache that will soon be needed.
-pub(super) struct Ahead(Weak<Mutex<Memory>>);
+pub(super) struct UnitPrefetch(Weak<Mutex<MappedKv>>);
 
 /// Device memory of a cache of which every block has been written. None if it is beyond all memory.
 pub fn kv_bytes(layout: &KvLayout) -> Option<u64> {
-    let units = Units::new(layout)?;
+    let units = UnitLayout::new(layout)?;
     units.bytes.checked_next_multiple_of(GRANULARITY)?.checked_mul(units.count)
 }
 
-impl Units {
+impl UnitLayout {
     fn new(layout: &KvLayout) -> Option<Self> {
         let sum = |layers: Vec<u64>| layers.into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(bytes));
         let block_bytes = sum(layer_bytes(layout, 1)?)?.max(1);
@@ -80,20 +80,20 @@ impl Units {
         Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, layer_offsets })
     }
 
-    /// Units that hold the first `blocks` blocks.
+    /// UnitLayout that hold the first `blocks` blocks.
     fn of_blocks(&self, blocks: usize) -> u64 {
         (blocks as u64).div_ceil(1 << self.shift)
     }
 }
 
-impl Memory {
+impl MappedKv {
     fn grow_to(&mut self, op: &'static str, units: u64) -> Result<(), OpError> {
         let bytes = units.saturating_sub(self.range.units()).saturating_mul(self.range.unit_bytes());
         self.range.grow_to(&self.context, units).map_err(|error| grow_error(op, bytes, error))
     }
 }
 
-impl Ahead {
+impl UnitPrefetch {
     /// Maps what will soon be needed; that there is no memory for it is said when it is needed. None if the cache is gone.
     pub(super) fn map(&self) -> Option<()> {
         let memory = self.0.upgrade()?;
@@ -106,7 +106,7 @@ impl Ahead {
     }
 }
 
-impl Kv {
+impl CudaKv {
     pub(super) fn new(device: &Device, layout: &KvLayout) -> Result<Self, OpError> {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
@@ -119,12 +119,12 @@ impl Kv {
             return Err(OpError::Window { op: OP, tokens });
         }
         let too_large = no_room(OP, u64::MAX, None);
-        let shape = Units::new(layout).ok_or(too_large)?;
+        let shape = UnitLayout::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
         let range = GrowingRange::reserve(device, shape.bytes, shape.count).map_err(failed)?;
         let context = device.context().map_err(|refusal| failed(GrowError::Refused(refusal)))?;
         let address = range.address();
-        let mut memory = Memory { range, context, ahead: 0 };
+        let mut memory = MappedKv { range, context, ahead: 0 };
         memory.grow_to(OP, 1)?;
         Ok(Self {
             layout: layout.clone(),
@@ -136,11 +136,11 @@ impl Kv {
         })
     }
 
-    pub(super) fn ahead(&self) -> Ahead {
-        Ahead(Arc::downgrade(&self.memory))
+    pub(super) fn ahead(&self) -> UnitPrefetch {
+        UnitPrefetch(Arc::downgrade(&self.memory))
     }
 
-    fn memory(&self) -> MutexGuard<'_, Memory> {
+    fn memory(&self) -> MutexGuard<'_, MappedKv> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

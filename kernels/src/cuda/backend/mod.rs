@@ -3,10 +3,10 @@
 //!
 //! ```text
 //! begin      rows of a step, checked and sent to the device          step, upload
-//! ops        shapes checked, weights made resident, command pushed   vocabulary, data, tensor, command
+//! ops        shapes checked, weights made make_resident, command pushed   vocabulary, data, tensor, command
 //! attention  which kernel computes which rows                        plan, attention_plan
 //! read       everything collected goes to the device, as a graph     recorder
-//!            when the same list came before
+//!            when the ensure_same_len list came before
 //! ```
 
 mod attention_plan;
@@ -36,39 +36,39 @@ use quant::DType;
 use super::error::device_error;
 use super::quantize::activation_bytes;
 use super::{Buffer, CudaError, Device, Stream};
-use attention_plan::{DevicePlan, PlanShape};
-use command::{Command, Floats, Matrix, Panels, Range};
-use data::{Resident, resident};
+use attention_plan::{AttentionPlanShape, DeviceAttentionPlan};
+use command::{ActivationTiles, ByteRange, FloatRange, KernelCommand, WeightMatrix};
+use data::{ResidentWeight, make_resident};
 use readback::Readback;
 use recorder::Recorder;
-use step::Rows;
-use upload::Upload;
+use step::StepRows;
+use upload::StepUpload;
 use usage::{DRIVER_BYTES, allocated, graph_bytes};
 
-pub use data::Data;
-use kv::Ahead;
-pub use kv::{Kv, kv_bytes};
-pub use rope::Rope;
-pub use tensor::Tensor;
-pub use usage::{DeviceBytes, WorkerShape, predict};
+pub use data::WeightData;
+use kv::UnitPrefetch;
+pub use kv::{CudaKv, kv_bytes};
+pub use rope::CudaRope;
+pub use tensor::CudaTensor;
+pub use usage::{CudaWorkerShape, DeviceBytes, predict_device_bytes};
 
-/// Rows whose best value is looked for at once.
+/// StepRows whose best value is looked for at once.
 const BEST_ROWS: usize = 64;
 
 /// The GPU backend. Ops are collected and run when something is read.
 pub struct Cuda {
     device: Device,
     recorder: Recorder,
-    step: Rows,
+    step: StepRows,
     /// Steps begun so far.
     steps: u64,
-    plans: Vec<DevicePlan>,
-    caches: Vec<Ahead>,
+    plans: Vec<DeviceAttentionPlan>,
+    caches: Vec<UnitPrefetch>,
     /// Quantised activations of one op at a time.
-    panels: Arc<Buffer<u8>>,
+    activation_tiles: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,
-    draw_params: Upload,
+    draw_params: StepUpload,
     /// What shortlists are made in, and the records of them.
     shortlists: Arc<Buffer<u64>>,
     records: Vec<u64>,
@@ -86,15 +86,15 @@ impl Cuda {
         let stream = Stream::new(device)?;
         Ok(Self {
             device: device.clone(),
-            step: Rows::new(&stream)?,
-            draw_params: Upload::new(&stream)?,
+            step: StepRows::new(&stream)?,
+            draw_params: StepUpload::new(&stream)?,
             shortlists: Arc::new(Buffer::new(device, 0)?),
             records: Vec::new(),
             recorder: Recorder::new(device, stream),
             steps: 0,
             plans: Vec::new(),
             caches: Vec::new(),
-            panels: Arc::new(Buffer::new(device, 0)?),
+            activation_tiles: Arc::new(Buffer::new(device, 0)?),
             expert_scratch: Arc::new(Buffer::new(device, 0)?),
             best: Arc::new(Buffer::new(device, BEST_ROWS)?),
             readback: Readback::new(device),
@@ -126,12 +126,16 @@ impl Cuda {
     /// Device memory that is there now for this backend.
     pub fn device_bytes(&self) -> DeviceBytes {
         let lists = self.shortlists.len() * size_of::<u64>();
-        let scratch =
-            [self.panels.len(), self.expert_scratch.len(), self.best.len() * size_of::<u32>(), lists];
+        let scratch = [
+            self.activation_tiles.len(),
+            self.expert_scratch.len(),
+            self.best.len() * size_of::<u32>(),
+            lists,
+        ];
         DeviceBytes {
             tensors: self.tensor_bytes.load(Ordering::Relaxed),
             scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()
-                + self.plans.iter().map(DevicePlan::bytes).sum::<u64>()
+                + self.plans.iter().map(DeviceAttentionPlan::bytes).sum::<u64>()
                 + self.step.bytes()
                 + self.draw_params.bytes(),
             graphs: graph_bytes(self.recorder.graph_launches()),
@@ -151,13 +155,13 @@ impl Cuda {
     }
 
     /// A command over memory that lives: the ranges of tensors and weights whose owners were kept, or of this value.
-    fn push(&mut self, command: Command) {
+    fn push(&mut self, command: KernelCommand) {
         // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory, and keep the owners of the
         // first three; caches and scratch memory go only after the device was waited for. Lengths and indices were checked.
         unsafe { self.recorder.push(command) };
     }
 
-    fn use_tensor(&mut self, tensor: &Tensor, rows: usize) -> Floats {
+    fn use_tensor(&mut self, tensor: &CudaTensor, rows: usize) -> FloatRange {
         self.recorder.keep(tensor.owner());
         tensor.rows(rows)
     }
@@ -169,7 +173,7 @@ impl Cuda {
         what: &'static str,
         weight: &Weight<Self>,
         len: usize,
-    ) -> Result<Floats, OpError> {
+    ) -> Result<FloatRange, OpError> {
         for (what, found, expected) in [("rows of a vector", weight.rows(), 1), (what, weight.cols(), len)] {
             if found != expected {
                 return Err(OpError::Shape { op, what, found, expected });
@@ -178,33 +182,33 @@ impl Cuda {
         if weight.dtype != DType::F32 {
             return Err(OpError::Type { op, dtype: weight.dtype });
         }
-        let Resident { range, owner, .. } = resident(op, self.recorder.stream(), weight)?;
+        let ResidentWeight { range, owner, .. } = make_resident(op, self.recorder.stream(), weight)?;
         self.recorder.keep(owner);
-        Ok(Floats { address: range.address, len })
+        Ok(FloatRange { address: range.address, len })
     }
 
-    fn matrix(&mut self, op: &'static str, weight: &Weight<Self>) -> Result<Matrix, OpError> {
-        let Resident { range, tiles, owner } = resident(op, self.recorder.stream(), weight)?;
+    fn matrix(&mut self, op: &'static str, weight: &Weight<Self>) -> Result<WeightMatrix, OpError> {
+        let ResidentWeight { range, tiles, owner } = make_resident(op, self.recorder.stream(), weight)?;
         self.recorder.keep(owner);
-        Ok(Matrix { dtype: weight.dtype, range, cols: tiles.cols() as u32, rows: tiles.rows() as u32 })
+        Ok(WeightMatrix { dtype: weight.dtype, range, cols: tiles.cols() as u32, rows: tiles.rows() as u32 })
     }
 
-    /// Scratch memory for `rows` rows of activations in `format`.
-    fn panels(
+    /// ExpertScratch memory for `rows` rows of activations in `format`.
+    fn activation_tiles(
         &mut self,
         op: &'static str,
         format: DType,
         rows: usize,
         cols: usize,
-    ) -> Result<Panels, OpError> {
+    ) -> Result<ActivationTiles, OpError> {
         let len = activation_bytes(format, rows, cols).ok_or(OpError::Type { op, dtype: format })?;
-        if len > self.panels.len() {
+        if len > self.activation_tiles.len() {
             let buffer = Buffer::new(&self.device, len).map_err(device_error(op))?;
-            self.panels = Arc::new(buffer);
+            self.activation_tiles = Arc::new(buffer);
         }
-        self.recorder.keep(self.panels.clone());
-        let range = Range { address: self.panels.view().address(), len };
-        Ok(Panels { format, range, tokens: rows as u32, cols: cols as u32 })
+        self.recorder.keep(self.activation_tiles.clone());
+        let range = ByteRange { address: self.activation_tiles.view().address(), len };
+        Ok(ActivationTiles { format, range, tokens: rows as u32, cols: cols as u32 })
     }
 
     fn kv_device(&self, op: &'static str) -> Result<&memory::cuda::Device, OpError> {
@@ -214,11 +218,11 @@ impl Cuda {
 
 impl Cuda {
     /// The plans of this step for one shape of items, as indices for commands.
-    fn attention_plans(&mut self, shape: PlanShape) -> Result<Vec<u32>, OpError> {
+    fn plan_attention(&mut self, shape: AttentionPlanShape) -> Result<Vec<u32>, OpError> {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
             None => {
-                self.plans.push(DevicePlan::new(self.recorder.stream(), shape)?);
+                self.plans.push(DeviceAttentionPlan::new(self.recorder.stream(), shape)?);
                 self.plans.len() - 1
             }
         };
@@ -229,7 +233,7 @@ impl Cuda {
 
     /// Waits for all ops, and fills `host` from what they left at `address`: as many values of a tensor, or of scratch
     /// memory.
-    fn bring<T: bytemuck::Pod>(
+    fn read_to_host<T: bytemuck::Pod>(
         &mut self,
         op: &'static str,
         address: u64,
@@ -238,7 +242,8 @@ impl Cuda {
         // The device is busy meanwhile.
         self.caches.retain(|cache| cache.map().is_some());
         // SAFETY: the callers checked lengths against what they own.
-        unsafe { self.readback.bring(self.recorder.stream(), address, host) }.map_err(device_error(op))?;
+        unsafe { self.readback.read_to_host(self.recorder.stream(), address, host) }
+            .map_err(device_error(op))?;
         self.recorder.wait()
     }
 }

@@ -1,6 +1,6 @@
 //! Which kernel computes the attention of which rows of a step: a pure function of positions, sequences and table starts.
 //!
-//! Any plan gives the same bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
+//! Any plan gives the ensure_same_len bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
 //! go to the chunk kernel when they are long; decode rows and short runs are split along their keys, so that a few rows
 //! fill the device. A plan ends where the room for partial results does: the rows behind it get plans of their own.
 
@@ -9,12 +9,12 @@ const TILE: u32 = 64;
 /// Splits that a row has at most: a split grows with the position.
 pub(super) const SPLITS_MAX: u32 = 32;
 /// Tokens of a run from which on the chunk kernel takes it. Shorter ones leave most of the device idle there.
-const CHUNK_TOKENS_MIN: usize = 64;
+const PREFILL_TOKENS_MIN: usize = 64;
 
-/// `Item` of attention.cu.
+/// `QueryTile` of attention.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Item {
+pub(super) struct QueryTile {
     pub(super) row: u32,
     pub(super) tokens: u32,
     pub(super) position: u32,
@@ -22,20 +22,20 @@ pub(super) struct Item {
     pub(super) split_shift: u32,
 }
 
-/// `Work` of attention.cu.
+/// `KvSplit` of attention.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Work {
-    pub(super) item: Item,
+pub(super) struct KvSplit {
+    pub(super) queries: QueryTile,
     pub(super) split: u32,
     pub(super) partial: u32,
     pub(super) unused: u32,
 }
 
-/// `Merge` of attention.cu.
+/// `PartialMerge` of attention.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct Merge {
+pub(super) struct PartialMerge {
     pub(super) row: u32,
     pub(super) partial: u32,
     pub(super) stride: u32,
@@ -43,22 +43,22 @@ pub(super) struct Merge {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub(super) works: Vec<Work>,
-    pub(super) merges: Vec<Merge>,
-    pub(super) chunks: Vec<Item>,
+pub(super) struct AttentionPlan {
+    pub(super) splits: Vec<KvSplit>,
+    pub(super) merges: Vec<PartialMerge>,
+    pub(super) prefill_tiles: Vec<QueryTile>,
     /// Partial results of one row and split.
     pub(super) partials: u32,
-    /// Whether a split of `works` has more than one tile.
-    pub(super) long_splits: bool,
+    /// Whether a split of `splits` has more than one tile.
+    pub(super) has_multi_tile_splits: bool,
 }
 
 /// What a plan may use.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
-    /// Tokens of one item of the split kernel, and of the chunk kernel.
+pub(super) struct AttentionPlanLimits {
+    /// Tokens of one queries of the split kernel, and of the chunk kernel.
     pub(super) split_tokens: usize,
-    pub(super) chunk_tokens: usize,
+    pub(super) prefill_tokens: usize,
     pub(super) partials_max: u32,
 }
 
@@ -67,21 +67,21 @@ pub(super) fn split_shift(position: u32) -> u32 {
     (position / (TILE * SPLITS_MAX) + 1).next_power_of_two().trailing_zeros()
 }
 
-impl Plan {
-    /// Rows as in [`ops::Step`], from row `start` on; `table_starts[r]` is where row r's block ids start. Returns the first
+impl AttentionPlan {
+    /// StepRows as in [`ops::Step`], from row `start` on; `table_starts[r]` is where row r's block ids start. Returns the first
     /// row that has no place in this plan.
-    pub(super) fn make(
+    pub(super) fn build(
         &mut self,
         mut start: usize,
         positions: &[u32],
         table_starts: &[u32],
-        bounds: Bounds,
+        limits: AttentionPlanLimits,
     ) -> usize {
-        self.works.clear();
+        self.splits.clear();
         self.merges.clear();
-        self.chunks.clear();
+        self.prefill_tiles.clear();
         self.partials = 0;
-        self.long_splits = false;
+        self.has_multi_tile_splits = false;
         while start < positions.len() {
             let shift = split_shift(positions[start]);
             let continues = |row: usize| {
@@ -90,7 +90,7 @@ impl Plan {
                     && split_shift(positions[row]) == shift
             };
             let end = (start + 1..positions.len()).find(|&row| !continues(row)).unwrap_or(positions.len());
-            let run = Item {
+            let run = QueryTile {
                 row: start as u32,
                 tokens: (end - start) as u32,
                 position: positions[start],
@@ -98,11 +98,11 @@ impl Plan {
                 split_shift: shift,
             };
             // No row of the run has more splits than its last one.
-            let partials = run.tokens * splits(positions[end - 1], shift);
-            if end - start >= CHUNK_TOKENS_MIN || partials > bounds.partials_max {
-                self.chunks.extend(pieces(run, bounds.chunk_tokens));
-            } else if self.partials + partials <= bounds.partials_max {
-                self.split(run, bounds.split_tokens);
+            let partials = run.tokens * count_splits(positions[end - 1], shift);
+            if end - start >= PREFILL_TOKENS_MIN || partials > limits.partials_max {
+                self.prefill_tiles.extend(split_into_tiles(run, limits.prefill_tokens));
+            } else if self.partials + partials <= limits.partials_max {
+                self.split(run, limits.split_tokens);
             } else {
                 break;
             }
@@ -111,30 +111,31 @@ impl Plan {
         start
     }
 
-    fn split(&mut self, run: Item, tokens: usize) {
-        self.long_splits |= run.split_shift > 0;
-        for item in pieces(run, tokens) {
-            let splits = splits(item.position + item.tokens - 1, item.split_shift);
+    fn split(&mut self, run: QueryTile, tokens: usize) {
+        self.has_multi_tile_splits |= run.split_shift > 0;
+        for queries in split_into_tiles(run, tokens) {
+            let splits = count_splits(queries.position + queries.tokens - 1, queries.split_shift);
             let first = self.partials;
-            let work = |split| Work { item, split, partial: first + split * item.tokens, unused: 0 };
-            self.works.extend((0..splits).map(work));
-            self.merges.extend((0..item.tokens).map(|token| Merge {
-                row: item.row + token,
+            let kv_split =
+                |split| KvSplit { queries, split, partial: first + split * queries.tokens, unused: 0 };
+            self.splits.extend((0..splits).map(kv_split));
+            self.merges.extend((0..queries.tokens).map(|token| PartialMerge {
+                row: queries.row + token,
                 partial: first + token,
-                stride: item.tokens,
-                splits: self::splits(item.position + token, item.split_shift),
+                stride: queries.tokens,
+                splits: count_splits(queries.position + token, queries.split_shift),
             }));
-            self.partials += splits * item.tokens;
+            self.partials += splits * queries.tokens;
         }
     }
 }
 
-fn splits(position: u32, shift: u32) -> u32 {
+fn count_splits(position: u32, shift: u32) -> u32 {
     position / (TILE << shift) + 1
 }
 
-fn pieces(run: Item, tokens: usize) -> impl Iterator<Item = Item> {
-    (0..run.tokens).step_by(tokens.max(1)).map(move |first| Item {
+fn split_into_tiles(run: QueryTile, tokens: usize) -> impl Iterator<Item = QueryTile> {
+    (0..run.tokens).step_by(tokens.max(1)).map(move |first| QueryTile {
         row: run.row + first,
         tokens: (run.tokens - first).min(tokens as u32),
         position: run.position + first,
@@ -147,14 +148,15 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const BOUNDS: Bounds = Bounds { split_tokens: 4, chunk_tokens: 16, partials_max: 400 };
+    const LIMITS: AttentionPlanLimits =
+        AttentionPlanLimits { split_tokens: 4, prefill_tokens: 16, partials_max: 400 };
 
     #[test]
     fn a_row_has_at_most_32_splits_of_at_least_a_tile() {
         for position in (0..70_000).chain((0..1000).map(|i| 4_000_000 + i)) {
             let shift = split_shift(position);
-            assert!(splits(position, shift) <= SPLITS_MAX, "position {position}");
-            assert!(shift == 0 || splits(position, shift - 1) > SPLITS_MAX, "position {position}");
+            assert!(count_splits(position, shift) <= SPLITS_MAX, "position {position}");
+            assert!(shift == 0 || count_splits(position, shift - 1) > SPLITS_MAX, "position {position}");
         }
     }
 
@@ -162,18 +164,21 @@ mod tests {
     fn a_decode_row_is_split_and_a_prompt_is_not() {
         let positions: Vec<u32> = std::iter::once(700).chain(0..100).collect();
         let starts: Vec<u32> = std::iter::once(5).chain((0..100).map(|_| 60)).collect();
-        let mut plan = Plan::default();
-        assert_eq!(plan.make(0, &positions, &starts, BOUNDS), positions.len());
-        let item = Item { row: 0, tokens: 1, position: 700, table: 5, split_shift: 0 };
-        assert!(plan.works.iter().all(|work| work.item == item));
-        assert_eq!((plan.works.len(), plan.partials), (11, 11));
-        assert_eq!(plan.merges, [Merge { row: 0, partial: 0, stride: 1, splits: 11 }]);
-        assert_eq!(plan.chunks.len(), 7);
-        assert_eq!(plan.chunks[6], Item { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0 });
+        let mut plan = AttentionPlan::default();
+        assert_eq!(plan.build(0, &positions, &starts, LIMITS), positions.len());
+        let queries = QueryTile { row: 0, tokens: 1, position: 700, table: 5, split_shift: 0 };
+        assert!(plan.splits.iter().all(|kv_split| kv_split.queries == queries));
+        assert_eq!((plan.splits.len(), plan.partials), (11, 11));
+        assert_eq!(plan.merges, [PartialMerge { row: 0, partial: 0, stride: 1, splits: 11 }]);
+        assert_eq!(plan.prefill_tiles.len(), 7);
+        assert_eq!(
+            plan.prefill_tiles[6],
+            QueryTile { row: 97, tokens: 4, position: 96, table: 60, split_shift: 0 }
+        );
     }
 
     proptest! {
-        /// Every row is in one item; an item's tokens follow each other and have splits of one length; partials of
+        /// Every row is in one queries; an queries's tokens follow each other and have splits of one length; partials of
         /// different rows and splits do not meet.
         #[test]
         fn every_row_is_computed_once(runs in prop::collection::vec((0_u32..9000, 1_u32..200), 1..12)) {
@@ -185,8 +190,8 @@ mod tests {
             let mut seen = vec![0; positions.len()];
             let mut first = 0;
             while first < positions.len() {
-                let mut plan = Plan::default();
-                let end = plan.make(first, &positions, &starts, BOUNDS);
+                let mut plan = AttentionPlan::default();
+                let end = plan.build(first, &positions, &starts, LIMITS);
                 prop_assert!(end > first);
                 first = end;
                 check(&plan, &positions, &starts, &mut seen)?;
@@ -196,35 +201,44 @@ mod tests {
     }
 
     /// Counts the rows of a plan in `seen`.
-    fn check(plan: &Plan, positions: &[u32], starts: &[u32], seen: &mut [u32]) -> Result<(), TestCaseError> {
-        prop_assert!(plan.partials <= BOUNDS.partials_max);
-        let split: Vec<Item> =
-            plan.works.iter().filter(|work| work.split == 0).map(|work| work.item).collect();
-        for (items, tokens) in [(&split, 4), (&plan.chunks, 16)] {
-            for item in items {
-                prop_assert!(item.tokens as usize <= tokens);
-                for token in 0..item.tokens {
-                    let row = (item.row + token) as usize;
+    fn check(
+        plan: &AttentionPlan,
+        positions: &[u32],
+        starts: &[u32],
+        seen: &mut [u32],
+    ) -> Result<(), TestCaseError> {
+        prop_assert!(plan.partials <= LIMITS.partials_max);
+        let split: Vec<QueryTile> = plan
+            .splits
+            .iter()
+            .filter(|kv_split| kv_split.split == 0)
+            .map(|kv_split| kv_split.queries)
+            .collect();
+        for (query_tiles, tokens) in [(&split, 4), (&plan.prefill_tiles, 16)] {
+            for queries in query_tiles {
+                prop_assert!(queries.tokens as usize <= tokens);
+                for token in 0..queries.tokens {
+                    let row = (queries.row + token) as usize;
                     seen[row] += 1;
-                    prop_assert_eq!(positions[row], item.position + token);
-                    prop_assert_eq!(starts[row], item.table);
-                    prop_assert_eq!(split_shift(positions[row]), item.split_shift);
+                    prop_assert_eq!(positions[row], queries.position + token);
+                    prop_assert_eq!(starts[row], queries.table);
+                    prop_assert_eq!(split_shift(positions[row]), queries.split_shift);
                 }
             }
         }
         let mut partials = vec![0; plan.partials as usize];
         for merge in &plan.merges {
             let shift = split_shift(positions[merge.row as usize]);
-            prop_assert_eq!(merge.splits, splits(positions[merge.row as usize], shift));
+            prop_assert_eq!(merge.splits, count_splits(positions[merge.row as usize], shift));
             for split in 0..merge.splits {
                 partials[(merge.partial + split * merge.stride) as usize] += 1;
             }
         }
         prop_assert!(partials.iter().all(|&times| times <= 1));
         let mut written = vec![0; plan.partials as usize];
-        for work in &plan.works {
-            for token in 0..work.item.tokens {
-                written[(work.partial + token) as usize] += 1;
+        for kv_split in &plan.splits {
+            for token in 0..kv_split.queries.tokens {
+                written[(kv_split.partial + token) as usize] += 1;
             }
         }
         prop_assert!(written.iter().all(|&times| times == 1));

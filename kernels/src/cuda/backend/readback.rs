@@ -7,7 +7,7 @@ use crate::cuda::error::Named;
 use crate::cuda::pinned::Pinned;
 use crate::cuda::{CudaError, Device, Event, Stream};
 
-/// Words of a piece: small enough that the last one's copy, which nothing hides, is short.
+/// WordRange of a piece: small enough that the last one's copy, which nothing hides, is short.
 const PIECE_WORDS: usize = 1 << 17;
 /// Pieces on their way at once: 10 MiB, the logits that a model computes at once.
 const PIECES: usize = 20;
@@ -18,16 +18,16 @@ const PIECES_OF_THREAD: usize = 2;
 pub(super) struct Readback {
     device: Device,
     /// Made as far as they are needed.
-    slots: Vec<Slot>,
+    slots: Vec<ReadbackSlot>,
 }
 
-struct Slot {
+struct ReadbackSlot {
     staging: Pinned<u32>,
     /// The copy into `staging` has ended.
     arrived: Event,
 }
 
-impl Slot {
+impl ReadbackSlot {
     /// Waits for the piece and copies it.
     fn take(&self, to: &mut [u32]) -> Result<(), CudaError> {
         self.arrived.synchronize()?;
@@ -45,7 +45,7 @@ impl Readback {
     ///
     /// # Safety
     /// As many values stand at `address` on the device until this returns.
-    pub(super) unsafe fn bring<T: Pod>(
+    pub(super) unsafe fn read_to_host<T: Pod>(
         &mut self,
         stream: &Stream,
         address: u64,
@@ -56,7 +56,7 @@ impl Readback {
             let mut pieces: Vec<&mut [u32]> = round.chunks_mut(PIECE_WORDS).collect();
             while self.slots.len() < pieces.len() {
                 let staging = Pinned::new(&self.device, PIECE_WORDS)?;
-                self.slots.push(Slot { staging, arrived: Event::new(&self.device)? });
+                self.slots.push(ReadbackSlot { staging, arrived: Event::new(&self.device)? });
             }
             for (slot, piece) in self.slots.iter_mut().zip(&pieces) {
                 let staging = &mut slot.staging.as_mut_slice()[..piece.len()];
@@ -73,14 +73,15 @@ impl Readback {
     }
 }
 
-fn take_all(device: &Device, slots: &[Slot], pieces: &mut [&mut [u32]]) -> Result<(), CudaError> {
+fn take_all(device: &Device, slots: &[ReadbackSlot], pieces: &mut [&mut [u32]]) -> Result<(), CudaError> {
     let threads = (pieces.len() / PIECES_OF_THREAD).clamp(1, THREADS);
     // Every thread has pieces from the beginning to the end, in the order in which they arrive.
-    let mut shares: Vec<Vec<(&Slot, &mut [u32])>> = (0..threads).map(|_| Vec::new()).collect();
+    let mut shares: Vec<Vec<(&ReadbackSlot, &mut [u32])>> = (0..threads).map(|_| Vec::new()).collect();
     for (at, (slot, piece)) in slots.iter().zip(pieces).enumerate() {
         shares[at % threads].push((slot, piece));
     }
-    let take = |share: Vec<(&Slot, &mut [u32])>| share.into_iter().try_for_each(|(slot, to)| slot.take(to));
+    let take =
+        |share: Vec<(&ReadbackSlot, &mut [u32])>| share.into_iter().try_for_each(|(slot, to)| slot.take(to));
     let Some(own) = shares.pop() else { return Ok(()) };
     std::thread::scope(|scope| {
         let copy = |share| move || device.bind().and_then(|()| take(share));

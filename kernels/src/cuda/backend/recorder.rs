@@ -1,7 +1,7 @@
-//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the same list came
+//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the ensure_same_len list came
 //! before, one by one otherwise.
 //!
-//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the same
+//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the ensure_same_len
 //! whenever the number of rows and the bounds of the attention plan are. A graph is launched only for a list equal to the
 //! one it was captured from; addresses in it are thus those of memory that this step's own owners keep.
 
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use ops::OpError;
 
-use super::command::{Command, Commands, Kernels};
-use crate::cuda::attention::PlanAddress;
+use super::command::{CommandList, KernelCommand, KernelSet};
+use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
@@ -25,26 +25,26 @@ const SEEN_MAX: usize = 256;
 /// Owners of work in flight before the device is waited for.
 const IN_FLIGHT_MAX: usize = 1 << 15;
 
-pub(super) type Owner = Arc<dyn Any + Send + Sync>;
+pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
 pub(super) struct Recorder {
     stream: Stream,
-    kernels: Kernels,
-    pending: Commands,
+    kernels: KernelSet,
+    pending: CommandList,
     /// What keeps the memory of `pending`, and of work in flight.
-    owners: Vec<Owner>,
-    in_flight: Vec<Owner>,
+    owners: Vec<MemoryOwner>,
+    in_flight: Vec<MemoryOwner>,
     /// The most recently used last.
-    graphs: Vec<Captured>,
+    graphs: Vec<CapturedGraph>,
     seen: VecDeque<u64>,
     use_graphs: bool,
     /// What making graphs has taken so far.
     graph_time: Duration,
 }
 
-struct Captured {
+struct CapturedGraph {
     hash: u64,
-    commands: Commands,
+    commands: CommandList,
     graph: Graph,
 }
 
@@ -52,8 +52,8 @@ impl Recorder {
     pub(super) fn new(device: &Device, stream: Stream) -> Self {
         Self {
             stream,
-            kernels: Kernels::new(device),
-            pending: Commands::default(),
+            kernels: KernelSet::new(device),
+            pending: CommandList::default(),
             owners: Vec::new(),
             in_flight: Vec::new(),
             graphs: Vec::new(),
@@ -87,17 +87,17 @@ impl Recorder {
     }
 
     /// # Safety
-    /// As [`Kernels::give`], where memory needs to live only as long as the owners given with [`Self::keep`].
-    pub(super) unsafe fn push(&mut self, command: Command) {
+    /// As [`KernelSet::enqueue`], where memory needs to live only as long as the owners given with [`Self::keep`].
+    pub(super) unsafe fn push(&mut self, command: KernelCommand) {
         self.pending.list.push(command);
     }
 
-    pub(super) fn keep(&mut self, owner: Owner) {
+    pub(super) fn keep(&mut self, owner: MemoryOwner) {
         self.owners.push(owner);
     }
 
-    /// The index of a plan for [`Command::AttentionTiles`].
-    pub(super) fn plan(&mut self, plan: PlanAddress) -> u32 {
+    /// The index of a plan for [`KernelCommand::AttentionPaged`].
+    pub(super) fn plan(&mut self, plan: AttentionPlanAddress) -> u32 {
         let plans = &mut self.pending.plans;
         let index = plans.iter().position(|known| *known == plan).unwrap_or_else(|| {
             plans.push(plan);
@@ -114,7 +114,7 @@ impl Recorder {
         if self.in_flight.len() > IN_FLIGHT_MAX {
             self.wait()?;
         }
-        let given = self.give();
+        let given = self.enqueue();
         self.in_flight.append(&mut self.owners);
         self.pending.list.clear();
         self.pending.plans.clear();
@@ -128,8 +128,8 @@ impl Recorder {
         Ok(())
     }
 
-    fn give(&mut self) -> Result<(), OpError> {
-        let hash = mixed(&self.pending);
+    fn enqueue(&mut self) -> Result<(), OpError> {
+        let hash = hash_commands(&self.pending);
         if let Some(at) =
             self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
         {
@@ -147,11 +147,11 @@ impl Recorder {
             }
             self.seen.push_back(hash);
             // SAFETY: the contract of `push`; owners are kept until the work has been waited for.
-            return unsafe { self.kernels.give(&self.stream, &self.pending) };
+            return unsafe { self.kernels.enqueue(&self.stream, &self.pending) };
         }
         let started = Instant::now();
         // SAFETY: as above.
-        let work = || unsafe { self.kernels.give(&self.stream, &self.pending) }.map_err(CaptureError::Op);
+        let work = || unsafe { self.kernels.enqueue(&self.stream, &self.pending) }.map_err(CaptureError::Op);
         if self.graphs.len() == GRAPHS_MAX {
             self.graphs.remove(0);
         }
@@ -160,7 +160,7 @@ impl Recorder {
         self.graph_time += started.elapsed();
         // SAFETY: the contract of `push`; these are the commands it was captured from.
         let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
-        self.graphs.push(Captured { hash, commands: self.pending.clone(), graph });
+        self.graphs.push(CapturedGraph { hash, commands: self.pending.clone(), graph });
         launched
     }
 }
@@ -193,11 +193,11 @@ impl CaptureError {
 }
 
 /// A hash for 40 KB a step: one multiplication per word, no defence against crafted input, since equality decides.
-fn mixed(commands: &Commands) -> u64 {
+fn hash_commands(commands: &CommandList) -> u64 {
     #[derive(Default)]
-    struct Mix(u64);
+    struct MixHasher(u64);
 
-    impl Hasher for Mix {
+    impl Hasher for MixHasher {
         fn write(&mut self, bytes: &[u8]) {
             for chunk in bytes.chunks(8) {
                 let mut word = [0; 8];
@@ -227,7 +227,7 @@ fn mixed(commands: &Commands) -> u64 {
         }
     }
 
-    let mut mix = Mix::default();
+    let mut mix = MixHasher::default();
     commands.hash(&mut mix);
     mix.finish()
 }

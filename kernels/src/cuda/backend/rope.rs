@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use ops::{RopePairing, RopeSpec};
 
-use super::command::Floats;
+use super::command::FloatRange;
 use crate::cuda::{Buffer, CudaError, Stream};
 
-pub struct Rope {
+pub struct CudaRope {
     pub(super) pairing: RopePairing,
     pub(super) magnitude: f32,
     frequencies: Arc<Buffer<f32>>,
 }
 
-impl Rope {
+impl CudaRope {
     pub(super) fn new(stream: &Stream, spec: &RopeSpec) -> Result<Self, CudaError> {
         let frequencies = Arc::new(Buffer::from_host(stream, &spec.inverse_frequencies)?);
         Ok(Self { pairing: spec.pairing, magnitude: spec.magnitude, frequencies })
@@ -27,7 +27,7 @@ impl Rope {
         self.frequencies.clone()
     }
 
-    pub(super) fn frequencies(&self) -> Floats {
-        Floats { address: self.frequencies.view().address(), len: self.pairs() }
+    pub(super) fn frequencies(&self) -> FloatRange {
+        FloatRange { address: self.frequencies.view().address(), len: self.pairs() }
     }
 }

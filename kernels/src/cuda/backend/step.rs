@@ -4,18 +4,18 @@ use std::ops::Range;
 
 use ops::{OpError, Step};
 
-use super::upload::Upload;
+use super::upload::StepUpload;
 use crate::cuda::error::device_error;
 use crate::cuda::{CudaError, Stream};
 
 /// Where a step's words stand on the device, all of them u32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct Words {
+pub(super) struct WordRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
-pub(super) struct Rows {
+pub(super) struct StepRows {
     pub(super) positions: Vec<u32>,
     /// Where each row's block ids start in `blocks`.
     pub(super) table_starts: Vec<u32>,
@@ -29,10 +29,10 @@ pub(super) struct Rows {
     token_max: u32,
     slot_max: u32,
     outputs: usize,
-    upload: Upload,
+    upload: StepUpload,
 }
 
-impl Rows {
+impl StepRows {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         Ok(Self {
             positions: Vec::new(),
@@ -44,7 +44,7 @@ impl Rows {
             token_max: 0,
             slot_max: 0,
             outputs: 0,
-            upload: Upload::new(stream)?,
+            upload: StepUpload::new(stream)?,
         })
     }
 
@@ -150,24 +150,24 @@ impl Rows {
         }))
     }
 
-    pub(super) fn tokens_on_device(&self) -> Words {
+    pub(super) fn tokens_on_device(&self) -> WordRange {
         self.section(0, self.len())
     }
 
-    pub(super) fn positions_on_device(&self) -> Words {
+    pub(super) fn positions_on_device(&self) -> WordRange {
         self.section(self.len(), self.len())
     }
 
-    pub(super) fn slots_on_device(&self) -> Words {
+    pub(super) fn slots_on_device(&self) -> WordRange {
         self.section(2 * self.len(), self.len())
     }
 
-    pub(super) fn table_starts_on_device(&self) -> Words {
+    pub(super) fn table_starts_on_device(&self) -> WordRange {
         self.section(3 * self.len(), self.len())
     }
 
     /// A run of the outputs, which are [`Self::outputs`] in all.
-    pub(super) fn outputs_on_device(&self, run: Range<usize>) -> Words {
+    pub(super) fn outputs_on_device(&self, run: Range<usize>) -> WordRange {
         self.section(4 * self.len() + run.start, run.len())
     }
 
@@ -181,7 +181,7 @@ impl Rows {
         self.upload.bytes()
     }
 
-    fn section(&self, start: usize, len: usize) -> Words {
-        Words { address: self.upload.address() + (start * size_of::<u32>()) as u64, len }
+    fn section(&self, start: usize, len: usize) -> WordRange {
+        WordRange { address: self.upload.address() + (start * size_of::<u32>()) as u64, len }
     }
 }

@@ -5,36 +5,41 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ops::OpError;
 
-use super::command::Floats;
+use super::command::FloatRange;
 use super::usage::allocated;
 use crate::cuda::Buffer;
 
 /// `[rows_max, cols]` values, row-major.
-pub struct Tensor {
+pub struct CudaTensor {
     values: Arc<Buffer<f32>>,
     rows_max: usize,
     cols: usize,
-    _counted: Counted,
+    _counted: CountedBytes,
 }
 
 /// A part of a sum that is there as long as this value.
-struct Counted {
+struct CountedBytes {
     bytes: u64,
     total: Arc<AtomicU64>,
 }
 
-impl Drop for Counted {
+impl Drop for CountedBytes {
     fn drop(&mut self) {
         self.total.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
-impl Tensor {
-    /// Counted in `total`.
+impl CudaTensor {
+    /// CountedBytes in `total`.
     pub(super) fn new(values: Buffer<f32>, rows_max: usize, cols: usize, total: &Arc<AtomicU64>) -> Self {
         let bytes = allocated((values.len() * size_of::<f32>()) as u64);
         total.fetch_add(bytes, Ordering::Relaxed);
-        Self { values: Arc::new(values), rows_max, cols, _counted: Counted { bytes, total: total.clone() } }
+        Self {
+            values: Arc::new(values),
+            rows_max,
+            cols,
+            _counted: CountedBytes { bytes, total: total.clone() },
+        }
     }
 
     pub(super) fn cols(&self) -> usize {
@@ -47,8 +52,8 @@ impl Tensor {
     }
 
     /// The first `rows` rows, which a check found to be there.
-    pub(super) fn rows(&self, rows: usize) -> Floats {
-        Floats { address: self.values.view().address(), len: rows * self.cols }
+    pub(super) fn rows(&self, rows: usize) -> FloatRange {
+        FloatRange { address: self.values.view().address(), len: rows * self.cols }
     }
 
     /// There is room for `rows` rows of exactly `cols` columns; `what` names the columns.
@@ -68,7 +73,7 @@ impl Tensor {
         Ok(())
     }
 
-    /// Rows are whole heads of `head_dim` values.
+    /// StepRows are whole heads of `head_dim` values.
     pub(super) fn check_heads(
         &self,
         op: &'static str,

@@ -1,19 +1,19 @@
-//! [`Upload`]: words that go to the device once a step, to an address that changes only when they outgrow it.
+//! [`StepUpload`]: words that go to the device once a step, to an address that changes only when they outgrow it.
 
 use crate::cuda::error::Named;
 use crate::cuda::{Buffer, CudaError, Event, Stream, pinned::Pinned};
 
-/// Words of the smallest buffer.
+/// WordRange of the smallest buffer.
 const WORDS_MIN: usize = 1 << 12;
 
-pub(super) struct Upload {
+pub(super) struct StepUpload {
     staging: Pinned<u32>,
     device: Buffer<u32>,
     /// The last copy out of `staging`.
     copied: Event,
 }
 
-impl Upload {
+impl StepUpload {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         Self::with_words(stream, WORDS_MIN)
     }

@@ -5,7 +5,7 @@ use quant::DType;
 use super::attention_plan::PARTIALS_MAX;
 use super::experts::{PAIRS_MAX, scratch_bytes};
 use super::recorder::GRAPHS_MAX;
-use crate::cuda::experts::Grouping;
+use crate::cuda::experts::PairGrouping;
 use crate::cuda::quantize::activation_bytes;
 
 /// What a launch in a graph takes (measured on an H200).
@@ -16,7 +16,7 @@ const UNIT_BYTES: u64 = 2 << 20;
 const MODULES_BYTES: u64 = UNIT_BYTES;
 /// What the driver takes for streams, events and the first launches (as above), without saying so.
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
-/// Rows of steps, block tables and attention plans, of the step at hand, and shortlists of its logits.
+/// StepRows of steps, block tables and attention plans, of the step at hand, and shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
 /// Launches of one layer, when norms, gates and merges round what they make; and before and behind the layers.
 const LAUNCHES_OF_LAYER: u64 = 9;
@@ -27,7 +27,7 @@ const LAUNCHES_AROUND: u64 = 8;
 pub struct DeviceBytes {
     /// Activations and logits.
     pub tensors: u64,
-    /// Rounded activations, partial results of attention, what experts need between their products, row data of steps.
+    /// QuantizedOutput activations, partial results of attention, what experts need between their products, row data of steps.
     pub scratch: u64,
     pub graphs: u64,
     /// Modules, and what else the driver keeps for this process beside its context.
@@ -42,7 +42,7 @@ impl DeviceBytes {
 
 /// What decides how much a worker takes. `models::ModelDescription` and `models::Limits` have all of it.
 #[derive(Clone, Debug)]
-pub struct WorkerShape {
+pub struct CudaWorkerShape {
     pub layers: usize,
     pub embedding: usize,
     pub heads: usize,
@@ -59,16 +59,16 @@ pub struct WorkerShape {
 }
 
 /// What [`super::Cuda::device_bytes`] will say once all sizes of steps have been there.
-pub fn predict(shape: &WorkerShape) -> DeviceBytes {
+pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let rows = shape.rows_at_once;
     let width = shape.heads * shape.head_dim;
     let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
-    let panels = |format: DType| match format {
-        // Rows as they are.
+    let activation_tiles = |format: DType| match format {
+        // StepRows as they are.
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
-            let slots = Grouping::of(pairs, shape.experts).slots(pairs, shape.experts);
+            let slots = PairGrouping::of(pairs, shape.experts).slots(pairs, shape.experts);
             [(rows, shape.embedding.max(width)), (slots, shape.embedding.max(shape.feed_forward))]
                 .map(|(rows, cols)| activation_bytes(format, rows, cols).unwrap_or(0))
                 .into_iter()
@@ -77,7 +77,7 @@ pub fn predict(shape: &WorkerShape) -> DeviceBytes {
         }
         _ => activation_bytes(format, rows, shape.embedding.max(width).max(shape.feed_forward)).unwrap_or(0),
     };
-    let panels = formats.map(panels).max().unwrap_or(0) as u64;
+    let activation_tiles = formats.map(activation_tiles).max().unwrap_or(0) as u64;
     let experts = match shape.experts {
         0 => 0,
         count => scratch_bytes(expert_pairs(shape), count, shape.feed_forward, shape.embedding) as u64,
@@ -87,13 +87,13 @@ pub fn predict(shape: &WorkerShape) -> DeviceBytes {
     let launches = LAUNCHES_OF_LAYER * shape.layers as u64 + LAUNCHES_AROUND;
     DeviceBytes {
         tensors: shape.tensors.iter().map(|&bytes| allocated(bytes)).sum(),
-        scratch: allocated(panels) + allocated(experts) + attention + STEP_BYTES,
+        scratch: allocated(activation_tiles) + allocated(experts) + attention + STEP_BYTES,
         graphs: graph_bytes(GRAPHS_MAX as u64 * launches),
         modules: MODULES_BYTES + DRIVER_BYTES,
     }
 }
 
-fn expert_pairs(shape: &WorkerShape) -> usize {
+fn expert_pairs(shape: &CudaWorkerShape) -> usize {
     let used = shape.experts_used.max(1);
     (PAIRS_MAX / used).clamp(1, shape.rows_at_once.max(1)) * used
 }
@@ -114,11 +114,11 @@ mod tests {
     use super::*;
 
     /// qwen3-8b as Q4_K_M with logits of 16 rows at once.
-    fn shape(rows_at_once: usize) -> WorkerShape {
+    fn shape(rows_at_once: usize) -> CudaWorkerShape {
         let widths = [4096, 4096, 4096, 4096, 1024, 1024, 4096, 12_288, 12_288, 12_288];
         let rows = widths.map(|width| 4 * width * rows_at_once as u64);
         let outputs = [4096, 151_936].map(|width| 4 * width * 16);
-        WorkerShape {
+        CudaWorkerShape {
             layers: 36,
             embedding: 4096,
             heads: 32,
@@ -134,9 +134,9 @@ mod tests {
 
     #[test]
     fn a_second_worker_costs_little() {
-        let small = predict(&shape(128));
+        let small = predict_device_bytes(&shape(128));
         assert!(small.total() <= 64 << 20, "{small:?} is {}", small.total());
-        let large = predict(&shape(512));
+        let large = predict_device_bytes(&shape(512));
         assert!(large.total() <= 192 << 20, "{large:?} is {}", large.total());
     }
 }

@@ -1,4 +1,4 @@
-//! The ops: each checks its shapes by name, makes its weights resident, and becomes commands.
+//! The ops: each checks its shapes by name, makes its weights make_resident, and becomes commands.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use ops::{
 };
 use quant::DType;
 
-use super::attention_plan::PlanShape;
-use super::command::{self, AttentionOperands, Command, Panels, Shape};
-use super::step::Words;
-use super::{Cuda, Data, Kv, Rope, Tensor, data};
+use super::attention_plan::AttentionPlanShape;
+use super::command::{self, ActivationTiles, AttentionOperands, AttentionShape, KernelCommand};
+use super::step::WordRange;
+use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
 use crate::cuda::Buffer;
-use crate::cuda::attention::Method;
+use crate::cuda::attention::AttentionMethod;
 use crate::cuda::error::device_error;
 use crate::cuda::shortlist;
 
@@ -27,52 +27,52 @@ pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), 
 }
 
 impl Backend for Cuda {
-    type Data = Data;
-    type Tensor = Tensor;
-    type Kv = Kv;
-    type Rope = Rope;
+    type Data = WeightData;
+    type Tensor = CudaTensor;
+    type Kv = CudaKv;
+    type Rope = CudaRope;
 
     const PREFERS_SHORTLISTS: bool = true;
     const SUPPORTS_WINDOWS: bool = false;
 
-    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
+    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<CudaTensor, OpError> {
         const OP: &str = "tensor";
         let bytes = (rows_max as u64).saturating_mul(cols as u64).saturating_mul(size_of::<f32>() as u64);
         let values = rows_max.checked_mul(cols).filter(|_| bytes < u64::MAX);
         let values = values.ok_or(OpError::Memory { op: OP, what: "a tensor", bytes, free: None })?;
         let buffer = Buffer::new(&self.device, values).map_err(device_error(OP))?;
-        Ok(Tensor::new(buffer, rows_max, cols, &self.tensor_bytes))
+        Ok(CudaTensor::new(buffer, rows_max, cols, &self.tensor_bytes))
     }
 
-    fn kv(&mut self, layout: &KvLayout) -> Result<Kv, OpError> {
-        let kv = Kv::new(self.kv_device("kv")?, layout)?;
+    fn kv(&mut self, layout: &KvLayout) -> Result<CudaKv, OpError> {
+        let kv = CudaKv::new(self.kv_device("kv")?, layout)?;
         self.caches.push(kv.ahead());
         Ok(kv)
     }
 
-    fn kv_bytes(&self, kv: &Kv) -> u64 {
+    fn kv_bytes(&self, kv: &CudaKv) -> u64 {
         kv.mapped_bytes()
     }
 
-    fn kv_copy(&mut self, kv: &mut Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+    fn kv_copy(&mut self, kv: &mut CudaKv, copies: &[(u32, u32)]) -> Result<(), OpError> {
         // What was collected comes first: it may write what is copied.
         self.recorder.flush()?;
         self.recorder.keep(kv.owner());
         kv.copy(self.recorder.stream(), copies)
     }
 
-    fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
-        Rope::new(self.recorder.stream(), spec).map_err(device_error("rope_table"))
+    fn rope_table(&mut self, spec: &RopeSpec) -> Result<CudaRope, OpError> {
+        CudaRope::new(self.recorder.stream(), spec).map_err(device_error("rope_table"))
     }
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
-        // Commands of the step before refer to its rows.
+        // CommandList of the step before refer to its rows.
         self.recorder.flush()?;
         self.steps += 1;
         self.step.set(self.recorder.stream(), step)
     }
 
-    fn embed(&mut self, table: &Weight<Self>, out: &mut Tensor, rows: usize) -> Result<(), OpError> {
+    fn embed(&mut self, table: &Weight<Self>, out: &mut CudaTensor, rows: usize) -> Result<(), OpError> {
         const OP: &str = "embed";
         self.step.check(OP, rows)?;
         out.check(OP, "columns of out", rows, table.cols())?;
@@ -82,16 +82,16 @@ impl Backend for Cuda {
         }
         let table = self.matrix(OP, table)?;
         let out = self.use_tensor(out, rows);
-        self.push(Command::Embed { table, tokens: self.step.tokens_on_device(), out });
+        self.push(KernelCommand::Embed { table, tokens: self.step.tokens_on_device(), out });
         Ok(())
     }
 
     fn rms_norm(
         &mut self,
-        x: &Tensor,
+        x: &CudaTensor,
         weight: &Weight<Self>,
         eps: f32,
-        out: &mut Tensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "rms_norm";
@@ -99,13 +99,13 @@ impl Backend for Cuda {
         x.check(OP, "columns of x", rows, weight.len)?;
         out.check(OP, "columns of out", rows, weight.len)?;
         let (x, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
-        self.push(Command::Norm { x, weight, eps: eps.into(), out });
+        self.push(KernelCommand::Norm { x, weight, eps: eps.into(), out });
         Ok(())
     }
 
     fn rms_norm_heads(
         &mut self,
-        x: &mut Tensor,
+        x: &mut CudaTensor,
         weight: &Weight<Self>,
         eps: f32,
         rows: usize,
@@ -114,26 +114,26 @@ impl Backend for Cuda {
         let weight = self.vector(OP, "values of a head", weight, weight.cols())?;
         x.check_heads(OP, "columns of x", rows, weight.len)?;
         let x = self.use_tensor(x, rows);
-        self.push(Command::NormHeads { x, weight, eps: eps.into() });
+        self.push(KernelCommand::NormHeads { x, weight, eps: eps.into() });
         Ok(())
     }
 
-    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), OpError> {
+    fn add(&mut self, x: &mut CudaTensor, y: &CudaTensor, rows: usize) -> Result<(), OpError> {
         const OP: &str = "add";
         x.check(OP, "columns of x", rows, y.cols())?;
         y.check(OP, "columns of y", rows, x.cols())?;
         let (x, y) = (self.use_tensor(x, rows), self.use_tensor(y, rows));
-        self.push(Command::Add { x, y });
+        self.push(KernelCommand::Add { x, y });
         Ok(())
     }
 
     fn add_rms_norm(
         &mut self,
-        x: &mut Tensor,
-        y: &Tensor,
+        x: &mut CudaTensor,
+        y: &CudaTensor,
         weight: &Weight<Self>,
         eps: f32,
-        out: &mut Tensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "add_rms_norm";
@@ -142,15 +142,15 @@ impl Backend for Cuda {
         y.check(OP, "columns of y", rows, weight.len)?;
         out.check(OP, "columns of out", rows, weight.len)?;
         let (x, y, out) = (self.use_tensor(x, rows), self.use_tensor(y, rows), self.use_tensor(out, rows));
-        self.push(Command::AddNorm { x, y, weight, eps: eps.into(), out });
+        self.push(KernelCommand::AddNorm { x, y, weight, eps: eps.into(), out });
         Ok(())
     }
 
     fn linear(
         &mut self,
         layer: &Linear<Self>,
-        x: &Tensor,
-        out: &mut Tensor,
+        x: &CudaTensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         self.linears(x, &mut [(layer, out)], rows)
@@ -158,13 +158,13 @@ impl Backend for Cuda {
 
     fn linears(
         &mut self,
-        x: &Tensor,
-        layers: &mut [(&Linear<Self>, &mut Tensor)],
+        x: &CudaTensor,
+        layers: &mut [(&Linear<Self>, &mut CudaTensor)],
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
-        let mut quantized: Option<Panels> = None;
-        // Layers of one type stand together: they share launches, and their rounded input.
+        let mut quantized: Option<ActivationTiles> = None;
+        // Layers of one type stand together: they share launches, and their quantized input.
         let mut order: Vec<usize> = (0..layers.len()).collect();
         order.sort_by_key(|&at| {
             let dtype = layers[at].0.weight.dtype;
@@ -182,25 +182,32 @@ impl Backend for Cuda {
             };
             let matrix = self.matrix(OP, &layer.weight)?;
             let (input, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
-            let panels = match quantized {
-                Some(panels) if panels.format == format => panels,
+            let activation_tiles = match quantized {
+                Some(activation_tiles) if activation_tiles.format == format => activation_tiles,
                 // F32 weights take rows as they are.
                 _ if format == DType::F32 => {
-                    let range = command::Range { address: input.address, len: input.len * size_of::<f32>() };
-                    Panels { format, range, tokens: rows as u32, cols: x.cols() as u32 }
+                    let range =
+                        command::ByteRange { address: input.address, len: input.len * size_of::<f32>() };
+                    ActivationTiles { format, range, tokens: rows as u32, cols: x.cols() as u32 }
                 }
                 _ => {
-                    let panels = self.panels(OP, format, rows, x.cols())?;
-                    self.push(Command::Quantize { x: input, panels });
-                    *quantized.insert(panels)
+                    let activation_tiles = self.activation_tiles(OP, format, rows, x.cols())?;
+                    self.push(KernelCommand::Quantize { x: input, activation_tiles });
+                    *quantized.insert(activation_tiles)
                 }
             };
-            self.push(Command::Product { panels, matrix, bias, out });
+            self.push(KernelCommand::Product { activation_tiles, matrix, bias, out });
         }
         Ok(())
     }
 
-    fn rope(&mut self, x: &mut Tensor, rope: &Rope, head_dim: usize, rows: usize) -> Result<(), OpError> {
+    fn rope(
+        &mut self,
+        x: &mut CudaTensor,
+        rope: &CudaRope,
+        head_dim: usize,
+        rows: usize,
+    ) -> Result<(), OpError> {
         const OP: &str = "rope";
         self.step.check(OP, rows)?;
         x.check_heads(OP, "columns of x", rows, head_dim)?;
@@ -210,7 +217,7 @@ impl Backend for Cuda {
         }
         self.recorder.keep(rope.owner());
         let x = self.use_tensor(x, rows);
-        self.push(Command::Rope {
+        self.push(KernelCommand::Rope {
             x,
             positions: self.step.positions_on_device(),
             adjacent: rope.pairing == RopePairing::Adjacent,
@@ -223,10 +230,10 @@ impl Backend for Cuda {
 
     fn kv_write(
         &mut self,
-        kv: &mut Kv,
+        kv: &mut CudaKv,
         layer: usize,
-        keys: &Tensor,
-        values: &Tensor,
+        keys: &CudaTensor,
+        values: &CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "kv_write";
@@ -241,7 +248,7 @@ impl Backend for Cuda {
         kv.prepare(OP, layer, self.step.kv_slots(), self.step.slot_max())?;
         self.recorder.keep(kv.owner());
         let (keys, values) = (self.use_tensor(keys, rows), self.use_tensor(values, rows));
-        self.push(Command::KvWrite {
+        self.push(KernelCommand::KvWrite {
             layer: address,
             kind: shape.kind,
             keys,
@@ -255,11 +262,11 @@ impl Backend for Cuda {
 
     fn attention(
         &mut self,
-        kv: &Kv,
+        kv: &CudaKv,
         layer: usize,
-        queries: &Tensor,
+        queries: &CudaTensor,
         spec: &AttentionSpec,
-        out: &mut Tensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "attention";
@@ -285,7 +292,7 @@ impl Backend for Cuda {
         let operands = AttentionOperands {
             layer: address,
             kind: shape.kind,
-            shape: Shape {
+            shape: AttentionShape {
                 heads: spec.heads as u32,
                 kv_heads: spec.kv_heads as u32,
                 head_dim: spec.head_dim as u32,
@@ -295,15 +302,15 @@ impl Backend for Cuda {
             tables: self.step.tables_on_device(),
             out: self.use_tensor(out, rows),
         };
-        match Method::of(spec, shape.kind) {
-            Method::Tiles { split_tokens, chunk_tokens } => {
+        match AttentionMethod::of(spec, shape.kind) {
+            AttentionMethod::TensorCores { split_tokens, prefill_tokens } => {
                 let (heads, head_dim) = (spec.heads, spec.head_dim);
-                let shape = PlanShape { split_tokens, chunk_tokens, heads, head_dim };
-                for plan in self.attention_plans(shape)? {
-                    self.push(Command::AttentionTiles { operands, plan });
+                let shape = AttentionPlanShape { split_tokens, prefill_tokens, heads, head_dim };
+                for plan in self.plan_attention(shape)? {
+                    self.push(KernelCommand::AttentionPaged { operands, plan });
                 }
             }
-            Method::Plain => self.push(Command::AttentionPlain {
+            AttentionMethod::Scalar => self.push(KernelCommand::AttentionScalar {
                 operands,
                 table_starts: self.step.table_starts_on_device(),
                 positions: self.step.positions_on_device(),
@@ -315,9 +322,9 @@ impl Backend for Cuda {
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        out: &mut Tensor,
+        gate: &CudaTensor,
+        up: &CudaTensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "gated";
@@ -328,27 +335,32 @@ impl Backend for Cuda {
         silu_only(OP, activation)?;
         let (gate, up, out) =
             (self.use_tensor(gate, rows), self.use_tensor(up, rows), self.use_tensor(out, rows));
-        self.push(Command::Gated { gate, up, out });
+        self.push(KernelCommand::Gated { gate, up, out });
         Ok(())
     }
 
-    fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
-        data::expert("expert", stack, index)
+    fn expert(&self, expert_weights: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError> {
+        data::expert("expert", expert_weights, index)
     }
 
     fn experts(
         &mut self,
         layer: &Experts<Self>,
         activation: Activation,
-        router: &Tensor,
-        x: &Tensor,
-        out: &mut Tensor,
+        router: &CudaTensor,
+        x: &CudaTensor,
+        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         self.experts_on_device(layer, activation, router, x, out, rows)
     }
 
-    fn gather_outputs(&mut self, x: &Tensor, outputs: Range<usize>, out: &mut Tensor) -> Result<(), OpError> {
+    fn gather_outputs(
+        &mut self,
+        x: &CudaTensor,
+        outputs: Range<usize>,
+        out: &mut CudaTensor,
+    ) -> Result<(), OpError> {
         const OP: &str = "gather_outputs";
         x.check(OP, "columns of x", self.step.len(), out.cols())?;
         out.check(OP, "columns of out", outputs.len(), x.cols())?;
@@ -358,11 +370,11 @@ impl Backend for Cuda {
         }
         let cols = x.cols() as u32;
         let (x, out) = (self.use_tensor(x, self.step.len()), self.use_tensor(out, outputs.len()));
-        self.push(Command::Gather { x, rows: self.step.outputs_on_device(outputs), cols, out });
+        self.push(KernelCommand::Gather { x, rows: self.step.outputs_on_device(outputs), cols, out });
         Ok(())
     }
 
-    fn argmax(&mut self, x: &Tensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
+    fn argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
         const OP: &str = "argmax";
         x.check(OP, "columns", rows, cols)?;
         if best.len() != rows {
@@ -373,16 +385,16 @@ impl Backend for Cuda {
             self.best = Arc::new(Buffer::new(&self.device, rows).map_err(device_error(OP))?);
         }
         self.recorder.keep(self.best.clone());
-        let at = Words { address: self.best.view().address(), len: rows };
+        let at = WordRange { address: self.best.view().address(), len: rows };
         let x = self.use_tensor(x, rows);
-        self.push(Command::Argmax { x, cols: cols as u32, out: at });
+        self.push(KernelCommand::Argmax { x, cols: cols as u32, out: at });
         self.recorder.flush()?;
-        self.bring(OP, at.address, best)
+        self.read_to_host(OP, at.address, best)
     }
 
     fn shortlists(
         &mut self,
-        x: &Tensor,
+        x: &CudaTensor,
         cols: usize,
         draw_params: &[DrawParams],
         lists: &mut [Shortlist],
@@ -398,7 +410,7 @@ impl Backend for Cuda {
         if rows == 0 || !(1..=shortlist::COLS_MAX).contains(&cols) {
             return Ok(());
         }
-        let words = shortlist::words(rows, cols);
+        let words = shortlist::work_words(rows, cols);
         if words > self.shortlists.len() {
             self.shortlists = Arc::new(Buffer::new(&self.device, words).map_err(device_error(OP))?);
         }
@@ -412,30 +424,30 @@ impl Backend for Cuda {
         let len = rows * shortlist::WEIGHING_WORDS;
         self.draw_params.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
         let x = self.use_tensor(x, rows);
-        self.push(Command::Shortlist {
+        self.push(KernelCommand::Shortlist {
             x,
             cols: cols as u32,
-            draw_params: Words { address: self.draw_params.address(), len },
-            work: command::Range { address: work, len: words * size_of::<u64>() },
+            draw_params: WordRange { address: self.draw_params.address(), len },
+            work: command::ByteRange { address: work, len: words * size_of::<u64>() },
         });
         self.recorder.flush()?;
         let mut records = std::mem::take(&mut self.records);
-        records.resize(rows * shortlist::RECORD_WORDS, 0);
-        let brought = self.bring(OP, work, &mut records);
-        for (record, list) in records.chunks_exact(shortlist::RECORD_WORDS).zip(lists) {
-            shortlist::decode(record, list);
+        records.resize(rows * shortlist::RESULT_WORDS, 0);
+        let brought = self.read_to_host(OP, work, &mut records);
+        for (record, list) in records.chunks_exact(shortlist::RESULT_WORDS).zip(lists) {
+            shortlist::decode_result(record, list);
         }
         self.records = records;
         brought
     }
 
-    fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
+    fn trim(&mut self, kv: &mut CudaKv, blocks: usize) -> Result<(), OpError> {
         self.recorder.flush()?;
         let recorder = &mut self.recorder;
         kv.trim(blocks, || recorder.wait())
     }
 
-    fn write(&mut self, x: &mut Tensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
+    fn write(&mut self, x: &mut CudaTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
         const OP: &str = "write";
         x.check_host(OP, rows, host.len())?;
         self.recorder.flush()?;
@@ -444,11 +456,11 @@ impl Backend for Cuda {
         values.copy_from_host(self.recorder.stream(), host).map_err(device_error(OP))
     }
 
-    fn read_rows(&mut self, x: &Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
+    fn read_rows(&mut self, x: &CudaTensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
         const OP: &str = "read";
         let (first, len) = (rows.start.min(rows.end) * x.cols(), host.len());
         x.check_host(OP, rows.end, first + len)?;
         self.recorder.flush()?;
-        self.bring(OP, x.rows(rows.end).part(first, len).address, host)
+        self.read_to_host(OP, x.rows(rows.end).part(first, len).address, host)
     }
 }

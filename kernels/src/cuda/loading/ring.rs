@@ -1,4 +1,4 @@
-//! [`Ring`]: pinned host memory that readers fill and the device copies from.
+//! [`StagingRing`]: pinned host memory that readers fill and the device copies from.
 //!
 //! All of it is pinned at once, before the first copy: while the driver pins, it starts no copies, and threads that pin
 //! wait for each other (24 slots one by one, each when it was first needed, took 47 ms of a load of 165 ms).
@@ -35,7 +35,7 @@ pub fn ring_bytes(model_bytes: u64) -> usize {
 
 /// One piece of pinned memory, page-aligned. Each has its own staging buffer on the device (`upload`), and is done with when
 /// that is.
-pub struct Slot {
+pub struct HostSlot {
     /// Its place in the ring.
     pub(super) index: usize,
     /// What was last made of its bytes.
@@ -43,7 +43,7 @@ pub struct Slot {
     memory: PinnedPart,
 }
 
-impl Slot {
+impl HostSlot {
     /// No copy uses it: slots come out of a ring only when all work on their bytes has ended.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.memory.as_mut_slice()
@@ -54,7 +54,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for HostSlot {
     fn drop(&mut self) {
         // Pinned memory may go only when nothing is copied out of it. Where waiting fails the context is gone.
         let _ = self.done.synchronize();
@@ -62,24 +62,24 @@ impl Drop for Slot {
 }
 
 /// Slots in the order in which they are done with.
-pub struct Ring {
+pub struct StagingRing {
     slots: usize,
-    state: Mutex<State>,
+    state: Mutex<RingState>,
     returned: Condvar,
 }
 
-struct State {
-    free: VecDeque<Slot>,
+struct RingState {
+    free: VecDeque<HostSlot>,
     closed: bool,
 }
 
-impl Ring {
+impl StagingRing {
     /// `pages` as [`ring_bytes`] says.
     pub fn new(device: &Device, pages: PinnedPages) -> Result<Self, CudaError> {
-        let slot = |(index, memory)| Ok(Slot { index, done: Event::new(device)?, memory });
-        let free: VecDeque<Slot> =
+        let slot = |(index, memory)| Ok(HostSlot { index, done: Event::new(device)?, memory });
+        let free: VecDeque<HostSlot> =
             pages.cut(SLOT_BYTES).into_iter().enumerate().map(slot).collect::<Result<_, CudaError>>()?;
-        let (slots, state) = (free.len(), State { free, closed: false });
+        let (slots, state) = (free.len(), RingState { free, closed: false });
         Ok(Self { slots, state: Mutex::new(state), returned: Condvar::new() })
     }
 
@@ -88,7 +88,7 @@ impl Ring {
     }
 
     /// A slot to fill, when there is one; none once the ring is closed.
-    pub fn take(&self) -> Result<Option<Slot>, CudaError> {
+    pub fn take(&self) -> Result<Option<HostSlot>, CudaError> {
         let mut state = self.lock();
         let slot = loop {
             if state.closed {
@@ -107,7 +107,7 @@ impl Ring {
     }
 
     /// All work on the slot's bytes has been started; it is taken again when that has ended.
-    pub fn put_back(&self, slot: Slot) {
+    pub fn put_back(&self, slot: HostSlot) {
         self.lock().free.push_back(slot);
         self.returned.notify_one();
     }
@@ -118,7 +118,7 @@ impl Ring {
         self.returned.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RingState> {
         // Nothing that holds the lock can panic half way through a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

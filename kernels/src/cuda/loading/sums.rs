@@ -1,9 +1,9 @@
-//! Checksums of many ranges of device memory: all launched first, then read back together.
+//! ChecksumKernels of many ranges of device memory: all launched first, then read back together.
 
 use memory::cuda::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::cuda::checksum::{Checksums, PIECE_BYTES, SHORT_BYTES};
+use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, Stream, View};
 
 /// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of 100: many run at once.
@@ -13,20 +13,20 @@ const STREAMS: usize = 16;
 const TAIL_STRIDE: usize = 256;
 
 /// Results of pieces, on the device.
-pub(super) struct PieceSums {
+pub(super) struct PieceChecksums {
     halves: Buffer<[u64; 2]>,
     tails: Buffer<u8>,
-    ranges: Vec<Range>,
+    ranges: Vec<ChecksumRange>,
 }
 
 #[derive(Clone, Copy)]
-struct Range {
+struct ChecksumRange {
     bytes: u64,
     /// Of its first piece in `halves`.
     first: usize,
 }
 
-impl Range {
+impl ChecksumRange {
     fn pieces(self) -> usize {
         (self.bytes as usize).div_ceil(PIECE_BYTES)
     }
@@ -39,12 +39,12 @@ impl Range {
     }
 }
 
-impl PieceSums {
+impl PieceChecksums {
     pub(super) fn new(device: &Device, sizes: impl Iterator<Item = u64>) -> Result<Self, CudaError> {
         let mut first = 0;
-        let ranges: Vec<Range> = sizes
+        let ranges: Vec<ChecksumRange> = sizes
             .map(|bytes| {
-                let range = Range { bytes, first };
+                let range = ChecksumRange { bytes, first };
                 first += range.pieces();
                 range
             })
@@ -56,7 +56,7 @@ impl PieceSums {
     /// Hashes `bytes`, which start with piece `piece` of range `index` and hold whole pieces or the range's end.
     pub(super) fn launch(
         &mut self,
-        checksums: &Checksums,
+        checksums: &ChecksumKernels,
         stream: &Stream,
         index: usize,
         piece: usize,
@@ -87,7 +87,7 @@ impl PieceSums {
     pub(super) fn read(&self, stream: &Stream) -> Result<Vec<Vec<u128>>, CudaError> {
         let halves = self.halves.to_host(stream)?;
         let tails = self.tails.to_host(stream)?;
-        let sums = |(index, range): (usize, &Range)| {
+        let sums = |(index, range): (usize, &ChecksumRange)| {
             let halves = &halves[range.first..range.first + range.pieces()];
             let mut pieces: Vec<u128> =
                 halves.iter().map(|[low, high]| u128::from(*high) << 64 | u128::from(*low)).collect();
@@ -102,14 +102,14 @@ impl PieceSums {
     }
 }
 
-/// Checksums of the pieces of each range.
+/// ChecksumKernels of the pieces of each range.
 pub fn sum_all(
-    checksums: &Checksums,
+    checksums: &ChecksumKernels,
     device: &Device,
     ranges: &[View<'_, u8>],
 ) -> Result<Vec<Vec<u128>>, CudaError> {
     let streams: Vec<Stream> = (0..STREAMS).map(|_| Stream::new(device)).collect::<Result<_, _>>()?;
-    let mut sums = PieceSums::new(device, ranges.iter().map(|range| range.len() as u64))?;
+    let mut sums = PieceChecksums::new(device, ranges.iter().map(|range| range.len() as u64))?;
     for (index, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
         sums.launch(checksums, &streams[index % STREAMS], index, 0, *range)?;
     }
@@ -117,7 +117,7 @@ pub fn sum_all(
     sums.read(&streams[0])
 }
 
-/// Checksums of the pieces of each tensor, as they are on the device now.
+/// ChecksumKernels of the pieces of each tensor, as they are on the device now.
 pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, CudaError> {
     device.bind()?;
     let view = |tensor: &DeviceTensor| {
@@ -125,5 +125,5 @@ pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>
         // all work it gives, here and, where it fails, by dropping its buffers.
         unsafe { View::from_raw(tensor.address(), tensor.bytes as usize) }
     };
-    sum_all(&Checksums::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())
+    sum_all(&ChecksumKernels::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())
 }

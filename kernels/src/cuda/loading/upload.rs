@@ -1,4 +1,4 @@
-//! [`Upload`]: takes filled slots in order and turns them into a model on the device.
+//! [`ModelUpload`]: takes filled slots in order and turns them into a model on the device.
 
 use std::marker::PhantomData;
 
@@ -6,11 +6,11 @@ use cudarc::driver::result;
 use memory::cuda::WritableModel;
 use quant::layout::{LayoutError, TILE_ROWS, Tiles};
 
-use super::ring::{PART_BYTES, Ring, SLOTS, Slot};
-use super::sums::{PieceSums, sum_all};
-use crate::cuda::checksum::{Checksums, PIECE_BYTES};
+use super::ring::{HostSlot, PART_BYTES, SLOTS, StagingRing};
+use super::sums::{PieceChecksums, sum_all};
+use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::error::Named;
-use crate::cuda::repack::Repack;
+use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
 
 /// Device memory that an upload takes beside the model, at most.
@@ -18,7 +18,7 @@ pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
 
 /// Where a tensor goes, and how it is laid out.
 #[derive(Debug, Clone, Copy)]
-pub struct Destination {
+pub struct TensorDestination {
     pub allocation: usize,
     pub offset: u64,
     pub tiles: Tiles,
@@ -26,16 +26,16 @@ pub struct Destination {
 
 /// What a slot holds: `bytes` of a tensor from byte `start` of its file form on, at `at` in the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct TensorPart {
     pub tensor: usize,
     pub start: u64,
     pub bytes: usize,
     pub at: usize,
 }
 
-/// Checksums of the pieces of each tensor.
+/// ChecksumKernels of the pieces of each tensor.
 #[derive(Debug)]
-pub struct Sums {
+pub struct ModelChecksums {
     /// Of the bytes that came.
     pub raw: Vec<Vec<u128>>,
     /// Of the bytes that kernels read.
@@ -49,7 +49,7 @@ pub enum UploadError {
     #[error(
         "tensor {tensor}: destination of {bytes} bytes at {offset} lies outside of allocation {allocation}"
     )]
-    Destination { tensor: usize, allocation: usize, offset: u64, bytes: usize },
+    TensorDestination { tensor: usize, allocation: usize, offset: u64, bytes: usize },
     #[error("the model's memory is on another device than its upload")]
     Device,
     #[error("tensor {tensor}: {bytes} bytes came at {start}, byte {due} was due")]
@@ -63,24 +63,24 @@ pub enum UploadError {
 }
 
 /// Fills a model. The model can be neither dropped nor finished before this is, and this waits for the device.
-pub struct Upload<'m> {
+pub struct ModelUpload<'m> {
     device: Device,
-    targets: Vec<Target>,
+    targets: Vec<UploadTarget>,
     /// From the host. One stream for all of them, which waits for nothing: a slot comes out of its ring when its staging
     /// buffer may be filled anew.
     copies: Stream,
     /// By the index of the slot.
-    staging: Vec<Staging>,
+    staging: Vec<StagingBuffer>,
     /// Not in its ring yet: the next part may carry over the end of this one.
-    last: Option<Slot>,
-    ring: &'m Ring,
-    checksums: Checksums,
-    repack: Repack,
-    raw: PieceSums,
+    last: Option<HostSlot>,
+    ring: &'m StagingRing,
+    checksums: ChecksumKernels,
+    repack: RepackKernels,
+    raw: PieceChecksums,
     model: PhantomData<&'m mut WritableModel>,
 }
 
-struct Target {
+struct UploadTarget {
     address: u64,
     tiles: Tiles,
     /// Bytes of the file form that have come.
@@ -88,7 +88,7 @@ struct Target {
 }
 
 /// A part on the device: carried bytes end, and the part begins, at `PIECE_BYTES`.
-struct Staging {
+struct StagingBuffer {
     /// What is done with the part once it is here.
     stream: Stream,
     memory: Buffer<u8>,
@@ -100,7 +100,7 @@ struct Staging {
     carried: Event,
 }
 
-impl Target {
+impl UploadTarget {
     fn row_bytes(&self) -> usize {
         self.tiles.raw_bytes() / self.tiles.rows().max(1)
     }
@@ -111,38 +111,39 @@ impl Target {
     }
 }
 
-impl<'m> Upload<'m> {
+impl<'m> ModelUpload<'m> {
     pub fn new(
         device: &Device,
-        ring: &'m Ring,
+        ring: &'m StagingRing,
         model: &'m mut WritableModel,
-        destinations: &[Destination],
+        destinations: &[TensorDestination],
     ) -> Result<Self, UploadError> {
         if model.device().uuid().0 != device.uuid().0 {
             return Err(UploadError::Device);
         }
         device.bind()?;
-        let target = |(tensor, to): (usize, &Destination)| {
+        let target = |(tensor, to): (usize, &TensorDestination)| {
             let bytes = to.tiles.bytes();
             let end = to.offset.checked_add(bytes as u64);
             let start = model.addresses().get(to.allocation);
             match (start, end, model.bytes(to.allocation)) {
                 (Some(start), Some(end), Some(size)) if end <= size => {
-                    Ok(Target { address: start + to.offset, tiles: to.tiles, came: 0 })
+                    Ok(UploadTarget { address: start + to.offset, tiles: to.tiles, came: 0 })
                 }
                 _ => {
-                    let Destination { allocation, offset, .. } = *to;
-                    Err(UploadError::Destination { tensor, allocation, offset, bytes })
+                    let TensorDestination { allocation, offset, .. } = *to;
+                    Err(UploadError::TensorDestination { tensor, allocation, offset, bytes })
                 }
             }
         };
-        let targets: Vec<Target> = destinations.iter().enumerate().map(target).collect::<Result<_, _>>()?;
+        let targets: Vec<UploadTarget> =
+            destinations.iter().enumerate().map(target).collect::<Result<_, _>>()?;
         let staging =
-            (0..ring.slots()).map(|_| Staging::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
-        let (checksums, repack) = (Checksums::new(device), Repack::new(device));
+            (0..ring.slots()).map(|_| StagingBuffer::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
+        let (checksums, repack) = (ChecksumKernels::new(device), RepackKernels::new(device));
         checksums.load()?;
         repack.load()?;
-        let raw = PieceSums::new(device, targets.iter().map(|target| target.tiles.raw_bytes() as u64))?;
+        let raw = PieceChecksums::new(device, targets.iter().map(|target| target.tiles.raw_bytes() as u64))?;
         Ok(Self {
             device: device.clone(),
             targets,
@@ -159,7 +160,7 @@ impl<'m> Upload<'m> {
 
     /// Starts everything that is to be done with a part; the slot then goes back to its ring. Parts of a tensor come in order,
     /// one tensor after the other.
-    pub fn submit(&mut self, slot: Slot, part: Part) -> Result<(), UploadError> {
+    pub fn submit(&mut self, slot: HostSlot, part: TensorPart) -> Result<(), UploadError> {
         if let Err(error) = self.start(&slot, part) {
             // A copy may have been started whose slot does not know of it: the slot goes when nothing runs.
             let _ = self.device.synchronize();
@@ -169,8 +170,8 @@ impl<'m> Upload<'m> {
         Ok(())
     }
 
-    fn start(&mut self, slot: &Slot, part: Part) -> Result<(), UploadError> {
-        let Part { tensor, start, bytes, at } = part;
+    fn start(&mut self, slot: &HostSlot, part: TensorPart) -> Result<(), UploadError> {
+        let TensorPart { tensor, start, bytes, at } = part;
         let source = at.checked_add(bytes).and_then(|end| slot.bytes().get(at..end));
         let target = self.targets.get_mut(tensor).filter(|target| target.came == start);
         let (Some(source), Some(target)) = (source.filter(|_| bytes <= PART_BYTES), target) else {
@@ -222,7 +223,7 @@ impl<'m> Upload<'m> {
     }
 
     /// Waits for everything, and hashes what kernels will read.
-    pub fn finish(mut self) -> Result<Sums, UploadError> {
+    pub fn finish(mut self) -> Result<ModelChecksums, UploadError> {
         for (tensor, target) in self.targets.iter().enumerate() {
             let bytes = target.tiles.raw_bytes() as u64;
             if target.came != bytes {
@@ -234,24 +235,24 @@ impl<'m> Upload<'m> {
             self.ring.put_back(last);
         }
         let raw = self.raw.read(&self.staging[0].stream)?;
-        let view = |target: &Target| {
+        let view = |target: &UploadTarget| {
             // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work that it gives.
             unsafe { View::from_raw(target.address, target.tiles.bytes()) }
         };
         let views: Vec<View<'_, u8>> = self.targets.iter().map(view).collect();
         let laid_out = sum_all(&self.checksums, &self.device, &views)?;
-        Ok(Sums { raw, laid_out })
+        Ok(ModelChecksums { raw, laid_out })
     }
 }
 
-impl Drop for Upload<'_> {
+impl Drop for ModelUpload<'_> {
     fn drop(&mut self) {
         // Nothing may be written to the model's addresses once it is free to go. Where this fails the context is gone.
         let _ = self.device.synchronize();
     }
 }
 
-impl Staging {
+impl StagingBuffer {
     fn new(device: &Device) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(device)?,
@@ -265,7 +266,12 @@ impl Staging {
 
 /// Copies the last `carry` bytes of buffer `before` to where the part of buffer `now` begins. What `before` is given from
 /// then on waits for that.
-fn carry_over(staging: &mut [Staging], before: usize, now: usize, carry: usize) -> Result<(), CudaError> {
+fn carry_over(
+    staging: &mut [StagingBuffer],
+    before: usize,
+    now: usize,
+    carry: usize,
+) -> Result<(), CudaError> {
     let Ok([before, now]) = staging.get_disjoint_mut([before, now]) else {
         // There are several, and these are neighbours.
         return Ok(());
@@ -285,9 +291,9 @@ fn carry_over(staging: &mut [Staging], before: usize, now: usize, carry: usize) 
 
 /// Writes a part to its place in the model.
 fn lay_out(
-    repack: &Repack,
+    repack: &RepackKernels,
     stream: &Stream,
-    target: &Target,
+    target: &UploadTarget,
     start: usize,
     raw: View<'_, u8>,
 ) -> Result<(), UploadError> {

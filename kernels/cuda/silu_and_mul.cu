@@ -1,4 +1,4 @@
-// out = gate / (1 + exp(-gate)) * up, value by value; *_q8_0 and its like also round the rows into panels: quantize.cu's work,
+// out = gate / (1 + exp(-gate)) * up, value by value; *_q8_0 and its like also round the rows into act_tiles: quantize.cu's work,
 // while the values are in registers. Limit: bytes, 12 per value.
 
 #include "linear/quantize.cuh"
@@ -13,10 +13,10 @@ __device__ float silu(float gate, float up) { return __fdiv_rn(gate, 1.0f + exp_
 __device__ float4 silu(float4 g, float4 u) { return make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w)); }
 
 // A warp per token and tile of columns.
-template <class Rounding>
-__device__ void gate_rows(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *panels) {
-    wait_for_predecessor();
-    let_successor_start();
+template <class Quantizer>
+__device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
     if (token >= tokens) return;
@@ -30,32 +30,32 @@ __device__ void gate_rows(const float *gate, const float *up, float *out, int to
         reinterpret_cast<float4 *>(out)[first + 1] = b;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
-    Rounding::put(v, panel_place(panels, panel_bytes(Rounding::SCALING), col_tiles, token, tile));
+    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, token, tile));
 }
 
 }  // namespace
 
 // `vectors` of four values.
-extern "C" __global__ void __launch_bounds__(256) silu_gated(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
-    wait_for_predecessor();
-    let_successor_start();
+extern "C" __global__ void __launch_bounds__(256) silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
     if (i < vectors) out[i] = silu(gate[i], up[i]);
 }
 
 // For numbers of values that are no multiple of four.
-extern "C" __global__ void __launch_bounds__(256) silu_gated_odd(const float *gate, const float *up, float *out, uint64_t values) {
-    wait_for_predecessor();
-    let_successor_start();
+extern "C" __global__ void __launch_bounds__(256) silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
     if (i < values) out[i] = silu(gate[i], up[i]);
 }
 
-#define GATED(SUFFIX, ROUNDING)                                                                                       \
+#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                                       \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                          \
-        silu_gated##SUFFIX(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *panels) {   \
-        gate_rows<ROUNDING>(gate, up, out, tokens, cols, panels);                                                     \
+        silu_and_mul##SUFFIX(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) {   \
+        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, act_tiles);                                                     \
     }
-GATED(_q8_0, RoundPer32<Scaling::PER_32>)
-GATED(_q8_1, RoundPer32<Scaling::PER_32_SUMS>)
-GATED(_q8_k, RoundPer256)
+SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
+SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
+SILU_KERNEL(_q8_k, QuantizePer256)

@@ -3,74 +3,74 @@
 
 #pragma once
 
-#include "ring.cuh"
+#include "kv_pipeline.cuh"
 
 namespace {
 
 template <class Cache>
-__device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count, float *partial_sums, float2 *partial_weights) {
-    using Product = typename Cache::Product;
+__device__ void attention_split_kv(const KvLayer &kv, const AttentionQueries &queries, const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+    using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
-    constexpr int P_PITCH = TILE + PAD;
+    constexpr int WEIGHT_PITCH = TILE + PAD;
     // Column tiles of the output that a warp has.
     constexpr int COLS = DIM / 8 / WARPS;
     extern __shared__ __align__(16) uint8_t shared[];
-    __half *const query_tile = reinterpret_cast<__half *>(shared + stage_count * Cache::STAGE_BYTES);
-    __half *const weight_tile = query_tile + 16 * PITCH;
+    __half *const query_rows = reinterpret_cast<__half *>(shared + stage_count * Cache::STAGE_BYTES);
+    __half *const weight_tile = query_rows + 16 * PITCH;
     __shared__ float largest_by_warp[WARPS][16];
-    __shared__ typename Ring<Cache>::Look places;
+    __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
 
     // Plans and tables were sent before the step's first kernel: they may be read before the predecessor has ended.
-    const uint32_t count = *work_count;
-    const Work job = work[blockIdx.x];
+    const uint32_t count = *split_count;
+    const KvSplit split = splits[blockIdx.x];
     if (blockIdx.x >= count) return;
-    const Item &item = job.item;
+    const QueryTile &query_tile = split.query_tile;
     const uint32_t kv_head = blockIdx.y;
-    const int pairs = item.tokens * queries.group;
-    const uint32_t first = job.split * (TILE << item.split_shift), last = item.position + item.tokens - 1;
+    const int pairs = query_tile.tokens * queries.group;
+    const uint32_t first = split.split * (TILE << query_tile.split_shift), last = query_tile.position + query_tile.tokens - 1;
     // The last split ends at the last token.
-    const int tiles = min(1u << item.split_shift, (last - first) / TILE + 1);
+    const int tiles = min(1u << query_tile.split_shift, (last - first) / TILE + 1);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Ring<Cache> ring{{kv, tables + item.table, kv_head, first, last}, places, shared, tiles};
-    ring.look_up();
+    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, tiles};
+    pipeline.prefetch();
     __syncthreads();
 
-    wait_for_predecessor();
-    let_successor_start();
-    ring.load(0);
-    load_queries<Cache>(query_tile, queries, item, kv_head, pairs, 16);
+    wait_for_previous_kernel();
+    launch_next_kernel();
+    pipeline.load_tile(0);
+    load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
     __syncthreads();
     uint32_t query[DIM / 16][4];
 #pragma unroll
-    for (int k = 0; k < DIM / 16; k++) load_matrices(query[k], down_then_right(query_tile + 16 * k, PITCH));
+    for (int k = 0; k < DIM / 16; k++) load_matrices(query[k], fragment_address_a(query_rows + 16 * k, PITCH));
 
     // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
     uint32_t position[2];
-    Softmax softmax[2];
+    OnlineSoftmax softmax[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) position[half] = item.position + min((lane / 4 + 8 * half) / queries.group, int(item.tokens) - 1);
+    for (int half = 0; half < 2; half++) position[half] = query_tile.position + min((lane / 4 + 8 * half) / queries.group, int(query_tile.tokens) - 1);
     float sums[COLS][4] = {};
     float weight_sum[4] = {};
 
     for (int tile = 0; tile < tiles; tile++) {
-        const uint8_t *stage = ring.take(tile);
+        const uint8_t *stage = pipeline.wait(tile);
 
         // Scores of this warp's 16 keys.
         float scores[2][4] = {};
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++) {
             uint32_t key[4];
-            Cache::key_operands(key, stage, warp * 16, k);
-            Product::multiply(scores[0], query[k], key[0], key[1]);
-            Product::multiply(scores[1], query[k], key[2], key[3]);
+            Cache::load_key_fragment(key, stage, warp * 16, k);
+            Mma::multiply(scores[0], query[k], key[0], key[1]);
+            Mma::multiply(scores[1], query[k], key[2], key[3]);
         }
-        float largest[2] = {NONE, NONE};
+        float largest[2] = {NO_SCORE, NO_SCORE};
 #pragma unroll
         for (int n = 0; n < 2; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 uint32_t key = first + tile * TILE + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
-                if (key > position[i / 2]) scores[n][i] = NONE;
+                if (key > position[i / 2]) scores[n][i] = NO_SCORE;
                 largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
             }
         }
@@ -88,14 +88,14 @@ __device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint
             float of_tile = largest_by_warp[0][row];
 #pragma unroll
             for (int w = 1; w < WARPS; w++) of_tile = fmaxf(of_tile, largest_by_warp[w][row]);
-            factor[half] = softmax[half].raise(of_tile);
+            factor[half] = softmax[half].update_max(of_tile);
         }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint32_t both = Product::pack(softmax[half].weight(scores[n][2 * half]), softmax[half].weight(scores[n][2 * half + 1]));
-                __half *to = weight_tile + (lane / 4 + 8 * half) * P_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
+                uint32_t both = Mma::pack(softmax[half].weight(scores[n][2 * half]), softmax[half].weight(scores[n][2 * half + 1]));
+                __half *to = weight_tile + (lane / 4 + 8 * half) * WEIGHT_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
                 *reinterpret_cast<uint32_t *>(to) = both;
             }
         }
@@ -109,9 +109,9 @@ __device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++) {
             uint32_t weights[4];
-            load_matrices(weights, down_then_right(weight_tile + 16 * k, P_PITCH));
-            Product::multiply(weight_sum, weights, Product::ONES, Product::ONES);
-            Cache::add_values(sums, weights, stage, warp, k);
+            load_matrices(weights, fragment_address_a(weight_tile + 16 * k, WEIGHT_PITCH));
+            Mma::multiply(weight_sum, weights, Mma::ONES, Mma::ONES);
+            Cache::accumulate_values(sums, weights, stage, warp, k);
         }
         // The next round overwrites this stage, the weights and the warps' maxima.
         __syncthreads();
@@ -121,10 +121,10 @@ __device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint
     for (int half = 0; half < 2; half++) {
         int pair = lane / 4 + 8 * half;
         if (pair >= pairs) continue;
-        size_t number = job.partial + pair / queries.group;
+        size_t number = split.partial + pair / queries.group;
         size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
         if (warp == 0 && lane % 4 == 0) partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
-        Cache::put_sums(partial_sums + index * DIM, sums, half, warp, lane);
+        Cache::store_sums(partial_sums + index * DIM, sums, half, warp, lane);
     }
 }
 
@@ -133,12 +133,12 @@ __device__ void split_rows(const KvLayer &kv, const Queries &queries, const uint
 // Blocks that registers leave room for on a multiprocessor; 0: the compiler's choice. With heads of 64, and splits of one
 // tile, shared memory has room for more than the 5 blocks of that choice: on an H200, 64 rows at 1,000 keys took 57.7 us so,
 // and take 54.9. Larger heads would spill; asking for no more blocks than they have made them slower by up to a tenth.
-#define SPLIT_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
+#define SPLIT_KV_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
 
-#define SPLIT(DIM, CACHE)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_BLOCKS(DIM))                                                 \
-        attention_split_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ Queries queries,                   \
-                              const uint32_t *tables, const Work *work, const uint32_t *work_count, int stage_count,         \
+#define SPLIT_KV_KERNEL(DIM, CACHE)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM))                                                 \
+        attention_split_kv_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ AttentionQueries queries,                   \
+                              const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count,         \
                               float *partial_sums, float2 *partial_weights) {                                                \
-        split_rows<CACHE>(kv, queries, tables, work, work_count, stage_count, partial_sums, partial_weights);                \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, partial_sums, partial_weights);                \
     }

@@ -7,13 +7,13 @@
 
 namespace {
 
-template <class Stored>
-__device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+template <class KvReader>
+__device__ void attention_scalar(KvLayer kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
     // The query, then the sums.
     extern __shared__ __align__(16) float values[];
     __shared__ float weights[TILE];
-    wait_for_predecessor();
-    let_successor_start();
+    wait_for_previous_kernel();
+    launch_next_kernel();
     const uint32_t row = blockIdx.x, head = blockIdx.y, kv_head = head / queries.group;
     const uint32_t position = positions[row];
     const uint32_t *table = tables + table_starts[row];
@@ -24,7 +24,7 @@ __device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *
         sums[i] = 0.0f;
     }
     __syncthreads();
-    Total total;
+    SplitMerge total;
     float total_weight = 0.0f;
     for (uint32_t first = 0; first <= position; first += TILE) {
         int keys = min(position - first + 1, uint32_t(TILE));
@@ -33,11 +33,11 @@ __device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *
         float score = 0.0f;
         if (int(key) < keys) {
             uint32_t at = first + key, block = table[at / kv.block_tokens];
-            const Stored from(kv, kv.keys(block, kv_head), at % kv.block_tokens, dim);
+            const KvReader from(kv, kv.keys(block, kv_head), at % kv.block_tokens, dim);
             for (int i = threadIdx.x % 2; i < dim; i += 2) score = fmaf(values[i], from[i], score);
         }
         score += __shfl_xor_sync(~0u, score, 1);
-        if (threadIdx.x % 2 == 0) weights[key] = int(key) < keys ? score : NONE;
+        if (threadIdx.x % 2 == 0) weights[key] = int(key) < keys ? score : NO_SCORE;
         __syncthreads();
         float largest = weights[0];
         for (int i = 1; i < TILE; i++) largest = fmaxf(largest, weights[i]);
@@ -46,13 +46,13 @@ __device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *
         __syncthreads();
         float tile_weight = 0.0f;
         for (int i = 0; i < TILE; i++) tile_weight += weights[i];
-        total.take(largest);
+        total.update(largest);
         total_weight = total.merge(total_weight, tile_weight);
         for (int i = threadIdx.x; i < dim; i += THREADS) {
             float sum = 0.0f;
             for (int k = 0; k < keys; k++) {
                 uint32_t at = first + k, block = table[at / kv.block_tokens];
-                const Stored from(kv, kv.keys(block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
+                const KvReader from(kv, kv.keys(block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
                 sum = fmaf(weights[k], from[i], sum);
             }
             sums[i] = total.merge(sums[i], sum);
@@ -64,9 +64,9 @@ __device__ void plain_row(KvLayer kv, Queries queries, int dim, const uint32_t *
 
 }  // namespace
 
-#define PLAIN(SUFFIX, STORED)                                                                                                \
+#define SCALAR_KERNEL(SUFFIX, KV_READER)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
-        attention_plain_##SUFFIX(KvLayer kv, Queries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
+        attention_scalar_##SUFFIX(KvLayer kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
                                  const uint32_t *positions, float *out) {                                                    \
-        plain_row<STORED>(kv, queries, dim, tables, table_starts, positions, out);                                           \
+        attention_scalar<KV_READER>(kv, queries, dim, tables, table_starts, positions, out);                                           \
     }

@@ -30,14 +30,14 @@ __device__ inline void sine_cosine(double x, double *sine, double *cosine) {
     }
 }
 
-__device__ inline void angle(uint32_t position, float inverse_frequency, float magnitude, float *cosine, float *sine) {
+__device__ inline void rope_angle(uint32_t position, float inverse_frequency, float magnitude, float *cosine, float *sine) {
     double s, c;
     sine_cosine(double(position) * double(inverse_frequency), &s, &c);
     *sine = float(s * double(magnitude));
     *cosine = float(c * double(magnitude));
 }
 
-__device__ inline void turn(float &first, float &second, float cosine, float sine) {
+__device__ inline void rotate_pair(float &first, float &second, float cosine, float sine) {
     float a = first, b = second;
     first = a * cosine - b * sine;
     second = a * sine + b * cosine;

@@ -3,10 +3,10 @@
 //
 // A stage of shared memory holds what memory does: the bytes of a tile's keys, then its values', rows of DIM with a pad, then
 // the scales of both. Rows of a split become operands in registers; in a chunk four warps need all of them, so that a tile is
-// made into halves once.
+// dequantized into f16_tiles once.
 //
 // Inside 16 dimensions a product counts as word 0 of 4 bytes has it: dimensions 4 c and 4 c + 1 are its 2 c and 2 c + 1,
-// 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. Queries stand in that order, and the keys of chunks.
+// 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. AttentionQueries stand in that order, and the keys of chunks.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Two bytes of a word as halves; the word has them 128 more than they are, and so unsigned. Halves from 1,024 on count in ones,
+// Two bytes of a word as f16_tiles; the word has them 128 more than they are, and so unsigned. Kv16Bit from 1,024 on count in ones,
 // so that their last bits are such a byte.
 __device__ __forceinline__ __half2 as_halves(uint32_t bytes, uint32_t selector) {
     uint32_t magic = __byte_perm(bytes, 0x64646464, selector), offset = 0x64806480;
@@ -30,48 +30,48 @@ __device__ __forceinline__ uint2 scaled(uint32_t word, __half2 scale) {
 }
 
 template <int HEAD_DIM>
-struct Bytes {
-    using Product = InF16;
+struct KvQ8_0 {
+    using Mma = MmaF16;
     static constexpr int DIM = HEAD_DIM;
-    // Of halves: queries, and keys and values of chunks.
+    // Of f16_tiles: queries, and keys and values of chunks.
     static constexpr int PITCH = DIM + PAD;
     static constexpr int ROW = DIM + PAD_BYTES;
-    static constexpr int PIECES = DIM / 16;
+    static constexpr int VECTORS = DIM / 16;
     static constexpr int SCALES = q8_scales(DIM);
     static constexpr int SCALE_BYTES = SCALES * sizeof(__half);
     static constexpr int VALUES = TILE * ROW;
     static constexpr int KEY_SCALES = 2 * TILE * ROW;
     static constexpr int VALUE_SCALES = KEY_SCALES + TILE * SCALE_BYTES;
     static constexpr int STAGE_BYTES = VALUE_SCALES + TILE * SCALE_BYTES;
-    static constexpr int MADE_BYTES = 2 * TILE * PITCH * sizeof(__half);
+    static constexpr int DEQUANTIZED_BYTES = 2 * TILE * PITCH * sizeof(__half);
 
-    struct Place {
+    struct KeyAddress {
         const uint8_t *bytes, *scales;
     };
 
-    static __device__ __forceinline__ Place place(const KvLayer &kv, uint32_t block, uint32_t head, uint32_t token) {
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayer &kv, uint32_t block, uint32_t head, uint32_t token) {
         const uint8_t *keys = kv.keys(block, head);
         return {keys + size_t(token) * DIM, keys + q8_scales_at(kv.block_tokens, DIM) + token * SCALE_BYTES};
     }
 
-    static __device__ __forceinline__ void load(uint8_t *stage, const Place *places, uint32_t head_bytes, int valid) {
-        constexpr int ROUNDS = TILE * PIECES / THREADS;
-        static_assert(TILE * PIECES % THREADS == 0 && 2 * TILE == THREADS);
+    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses, uint32_t head_bytes, int valid) {
+        constexpr int ROUNDS = TILE * VECTORS / THREADS;
+        static_assert(TILE * VECTORS % THREADS == 0 && 2 * TILE == THREADS);
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
             int index = round * THREADS + threadIdx.x;
-            int token = index / PIECES, piece = index % PIECES;
-            const uint8_t *from = places[token].bytes + piece * 16;
-            uint8_t *to = stage + token * ROW + piece * 16;
-            copy_piece(to, from, token < valid);
-            copy_piece(to + VALUES, from + head_bytes, token < valid);
+            int token = index / VECTORS, vector = index % VECTORS;
+            const uint8_t *from = addresses[token].bytes + vector * 16;
+            uint8_t *to = stage + token * ROW + vector * 16;
+            copy_async_16(to, from, token < valid);
+            copy_async_16(to + VALUES, from + head_bytes, token < valid);
         }
         int token = threadIdx.x % TILE, is_value = threadIdx.x / TILE;
-        const uint8_t *from = places[token].scales + (is_value ? head_bytes : 0);
-        copy_few<SCALE_BYTES>(stage + KEY_SCALES + threadIdx.x * SCALE_BYTES, from, token < valid);
+        const uint8_t *from = addresses[token].scales + (is_value ? head_bytes : 0);
+        copy_async<SCALE_BYTES>(stage + KEY_SCALES + threadIdx.x * SCALE_BYTES, from, token < valid);
     }
 
-    static __device__ __forceinline__ void put_query(__half *row, int dim, uint32_t low, uint32_t high) {
+    static __device__ __forceinline__ void store_query(__half *row, int dim, uint32_t low, uint32_t high) {
         __half *to = row + dim / 16 * 16 + dim % 16 / 2;
         *reinterpret_cast<uint32_t *>(to) = low;
         *reinterpret_cast<uint32_t *>(to + 8) = high;
@@ -81,7 +81,7 @@ struct Bytes {
         return reinterpret_cast<const __half *>(scales)[token * SCALES + dim / 32];
     }
 
-    static __device__ __forceinline__ void key_operands(uint32_t (&b)[4], const uint8_t *stage, int first, int k) {
+    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage, int first, int k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -92,17 +92,17 @@ struct Bytes {
         }
     }
 
-    // The dimension that column `index` of a warp's column tile `n` is. Where a warp has 2 or 4 tiles, a thread's dimensions are
+    // The dimension that output_column `index` of a warp's output_column tile `n` is. Where a warp has 2 or 4 tiles, a thread's dimensions are
     // neighbours, that one load has; else a tile's are.
     template <int COLS>
-    static __device__ __forceinline__ int column(int n, int warp, int index) {
+    static __device__ __forceinline__ int output_column(int n, int warp, int index) {
         return warp * COLS * 8 + (COLS % 2 ? 8 * n + index : COLS * index + n);
     }
 
-    // One byte of a value for each column tile.
+    // One byte of a value for each output_column tile.
     template <int COLS>
-    static __device__ __forceinline__ uint32_t value_word(const uint8_t *row, int warp, int index) {
-        const uint8_t *from = row + column<COLS>(0, warp, index);
+    static __device__ __forceinline__ uint32_t load_value_bytes(const uint8_t *row, int warp, int index) {
+        const uint8_t *from = row + output_column<COLS>(0, warp, index);
         if constexpr (COLS == 4) return *reinterpret_cast<const uint32_t *>(from);
         if constexpr (COLS == 2) return *reinterpret_cast<const uint16_t *>(from);
         return from[0] | from[8] << 8 | from[16] << 16;
@@ -110,7 +110,7 @@ struct Bytes {
 
     template <int COLS>
     static __device__ __forceinline__ void
-    add_values(float (&sums)[COLS][4], const uint32_t (&weights)[4], const uint8_t *stage, int warp, int k) {
+    accumulate_values(float (&sums)[COLS][4], const uint32_t (&weights)[4], const uint8_t *stage, int warp, int k) {
         static_assert(COLS >= 2 && COLS <= 4);
         const int lane = threadIdx.x % 32;
         uint32_t b[COLS][2];
@@ -119,30 +119,30 @@ struct Bytes {
             // Two keys that stand in one register of an operand.
             const int key = 16 * k + lane % 4 * 2 + 8 * half;
             const uint8_t *row = stage + VALUES + key * ROW;
-            uint32_t first = value_word<COLS>(row, warp, lane / 4), second = value_word<COLS>(row + ROW, warp, lane / 4);
+            uint32_t first = load_value_bytes<COLS>(row, warp, lane / 4), second = load_value_bytes<COLS>(row + ROW, warp, lane / 4);
             uint32_t pairs[2] = {__byte_perm(first, second, 0x5140) ^ 0x80808080, __byte_perm(first, second, 0x7362) ^ 0x80808080};
 #pragma unroll
             for (int n = 0; n < COLS; n++) {
-                // The column tiles of a warp with 2 or 4 have one scale.
+                // The output_column tiles of a warp with 2 or 4 have one scale.
                 const int dim = warp * COLS * 8 + (COLS % 2 ? 8 * n : 0);
                 __half2 scales = __halves2half2(scale(stage + VALUE_SCALES, key, dim), scale(stage + VALUE_SCALES, key + 1, dim));
                 b[n][half] = bits(__hmul2(as_halves(pairs[n / 2], n % 2 ? 0x4342 : 0x4140), scales));
             }
         }
 #pragma unroll
-        for (int n = 0; n < COLS; n++) Product::multiply(sums[n], weights, b[n][0], b[n][1]);
+        for (int n = 0; n < COLS; n++) Mma::multiply(sums[n], weights, b[n][0], b[n][1]);
     }
 
     template <int COLS>
-    static __device__ __forceinline__ void put_sums(float *row, const float (&sums)[COLS][4], int half, int warp, int lane) {
+    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half, int warp, int lane) {
         // A thread has columns 2 c and 2 c + 1 of each tile.
         const int index = lane % 4 * 2;
         if constexpr (COLS % 2) {
 #pragma unroll
             for (int n = 0; n < COLS; n++)
-                *reinterpret_cast<float2 *>(row + column<COLS>(n, warp, index)) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+                *reinterpret_cast<float2 *>(row + output_column<COLS>(n, warp, index)) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
         } else {
-            float2 *to = reinterpret_cast<float2 *>(row + column<COLS>(0, warp, index));
+            float2 *to = reinterpret_cast<float2 *>(row + output_column<COLS>(0, warp, index));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -152,27 +152,27 @@ struct Bytes {
         }
     }
 
-    // Makes a stage into halves of pitch PITCH: keys, then values.
-    static __device__ __forceinline__ const __half *halves(const uint8_t *stage, __half *made) {
-        constexpr int ROUNDS = TILE * PIECES / THREADS;
+    // Makes a stage into f16_tiles of pitch PITCH: keys, then values.
+    static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *dequantized) {
+        constexpr int ROUNDS = TILE * VECTORS / THREADS;
 #pragma unroll
         for (int round = 0; round < 2 * ROUNDS; round++) {
             const bool is_value = round >= ROUNDS;
             int index = round % ROUNDS * THREADS + threadIdx.x;
-            int token = index / PIECES, piece = index % PIECES;
-            uint4 bytes = *reinterpret_cast<const uint4 *>(stage + (is_value ? VALUES : 0) + token * ROW + piece * 16);
-            __half2 d = __half2half2(scale(stage + (is_value ? VALUE_SCALES : KEY_SCALES), token, 16 * piece));
+            int token = index / VECTORS, vector = index % VECTORS;
+            uint4 bytes = *reinterpret_cast<const uint4 *>(stage + (is_value ? VALUES : 0) + token * ROW + vector * 16);
+            __half2 d = __half2half2(scale(stage + (is_value ? VALUE_SCALES : KEY_SCALES), token, 16 * vector));
             uint2 a = scaled(bytes.x, d), b = scaled(bytes.y, d), c = scaled(bytes.z, d), e = scaled(bytes.w, d);
             uint4 low = is_value ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.x, b.x, c.x, e.x);
             uint4 high = is_value ? make_uint4(c.x, c.y, e.x, e.y) : make_uint4(a.y, b.y, c.y, e.y);
-            uint4 *to = reinterpret_cast<uint4 *>(made + (is_value ? TILE * PITCH : 0) + token * PITCH + piece * 16);
-            // Halves of eight pieces fall into different banks.
-            const bool turned = piece & 4;
-            to[turned] = turned ? high : low;
-            to[!turned] = turned ? low : high;
+            uint4 *to = reinterpret_cast<uint4 *>(dequantized + (is_value ? TILE * PITCH : 0) + token * PITCH + vector * 16);
+            // Kv16Bit of eight pieces fall into different banks.
+            const bool swapped = vector & 4;
+            to[swapped] = swapped ? high : low;
+            to[!swapped] = swapped ? low : high;
         }
         __syncthreads();
-        return made;
+        return dequantized;
     }
 };
 

@@ -1,21 +1,21 @@
-//! Launcher of heads.cu: norms and rotations of query and key heads, and keys and values into the cache, in one pass.
+//! Launcher of norm_rope_kv.cu: norms and rotations of query and key heads, and keys and values into the cache, in one pass.
 
 use ops::KvType;
 
 use super::kv_write::KvLayerAddress;
 use super::module::{arguments, image};
-use super::norm::same;
-use super::rope::Turn;
+use super::norm::ensure_same_len;
+use super::rope::RopeAngles;
 use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
 
-/// As heads.cu.
+/// As norm_rope_kv.cu.
 const WARPS: usize = 8;
 const HEAD_DIM_MAX: usize = 256;
 
-pub struct HeadsToCache(Family);
+pub struct NormRopeKvKernels(Family);
 
-/// What a step's heads go through. Norms have one epsilon.
-pub struct HeadRows<'a> {
+/// What a step's heads go through. NormKernels have one epsilon.
+pub struct NormRopeKvOperands<'a> {
     pub queries: ViewMut<'a, f32>,
     pub keys: ViewMut<'a, f32>,
     pub values: View<'a, f32>,
@@ -23,12 +23,12 @@ pub struct HeadRows<'a> {
     pub norms: Option<(View<'a, f32>, View<'a, f32>, f32)>,
     pub positions: View<'a, u32>,
     pub slots: View<'a, u32>,
-    pub turn: Turn<'a>,
+    pub turn: RopeAngles<'a>,
     pub head_dim: usize,
     pub kv_heads: usize,
 }
 
-/// `Heads` of heads.cu.
+/// `Heads` of norm_rope_kv.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Heads {
@@ -49,9 +49,9 @@ struct Heads {
     adjacent: i32,
 }
 
-impl HeadsToCache {
+impl NormRopeKvKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "heads", image!("heads")))
+        Self(Family::new(device, "norm_rope_kv", image!("norm_rope_kv")))
     }
 
     /// Whether there is a kernel for heads of so many values.
@@ -67,20 +67,20 @@ impl HeadsToCache {
         stream: &Stream,
         layer: KvLayerAddress,
         kind: KvType,
-        rows: &mut HeadRows<'_>,
+        rows: &mut NormRopeKvOperands<'_>,
     ) -> Result<(), CudaError> {
-        let HeadRows { head_dim, kv_heads, turn, .. } = *rows;
+        let NormRopeKvOperands { head_dim, kv_heads, turn, .. } = *rows;
         let (count, pairs) = (rows.slots.len(), turn.inverse_frequencies.len());
         let heads = rows.queries.len() / (count * head_dim).max(1);
-        same("query heads", rows.queries.len(), count * heads * head_dim)?;
-        same("key heads", rows.keys.len(), count * kv_heads * head_dim)?;
-        same("value heads", rows.values.len(), rows.keys.len())?;
-        same("positions", rows.positions.len(), count)?;
-        same("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
-        same("values of a head", head_dim.min(HEAD_DIM_MAX), head_dim)?;
+        ensure_same_len("query heads", rows.queries.len(), count * heads * head_dim)?;
+        ensure_same_len("key heads", rows.keys.len(), count * kv_heads * head_dim)?;
+        ensure_same_len("value heads", rows.values.len(), rows.keys.len())?;
+        ensure_same_len("positions", rows.positions.len(), count)?;
+        ensure_same_len("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
+        ensure_same_len("values of a head", head_dim.min(HEAD_DIM_MAX), head_dim)?;
         if let Some((query, key, _)) = rows.norms {
-            same("weight of a norm of heads", query.len(), head_dim)?;
-            same("weight of a norm of heads", key.len(), head_dim)?;
+            ensure_same_len("weight of a norm of heads", query.len(), head_dim)?;
+            ensure_same_len("weight of a norm of heads", key.len(), head_dim)?;
         }
         if count == 0 {
             return Ok(());
@@ -107,10 +107,10 @@ impl HeadsToCache {
         let grid = (count as u32, (heads + 2 * kv_heads).div_ceil(WARPS) as u32, 1);
         let launch = Launch { grid, block: 32 * WARPS as u32, shared_bytes: 0, overlaps_predecessor: true };
         let kernel = self.0.kernel(match kind {
-            KvType::F32 => c"heads_to_cache_f32",
-            KvType::F16 => c"heads_to_cache_f16",
-            KvType::Bf16 => c"heads_to_cache_bf16",
-            KvType::Q8_0 => c"heads_to_cache_q8_0",
+            KvType::F32 => c"norm_rope_kv_write_f32",
+            KvType::F16 => c"norm_rope_kv_write_f16",
+            KvType::Bf16 => c"norm_rope_kv_write_bf16",
+            KvType::Q8_0 => c"norm_rope_kv_write_q8_0",
         })?;
         // SAFETY: (KvLayer, Heads); a warp works on one head of one row, inside lengths that were checked, and the slot of
         // its row by this function's contract.

@@ -7,18 +7,18 @@
 namespace {
 
 // Where the keys of tiles stand: a thread for each of 64 keys looks it up, its block two tiles
-// before it is asked for and the place one, so that nobody waits for the table.
+// before it is asked for and the keys one, so that nobody waits for the table.
 template <class Cache>
-struct Places {
+struct KeyAddresses {
     const KvLayer &kv;
     const uint32_t *table;
     uint32_t head, first, last;
 
-    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's place.
+    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's keys.
     __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
 
-    __device__ __forceinline__ void put(typename Cache::Place *places, int tile, uint32_t block) const {
-        if (threadIdx.x < TILE) places[threadIdx.x] = Cache::place(kv, block, head, position(tile) % kv.block_tokens);
+    __device__ __forceinline__ void store(typename Cache::KeyAddress *addresses, int tile, uint32_t block) const {
+        if (threadIdx.x < TILE) addresses[threadIdx.x] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
     }
 
     // Keys of a tile that there are.
@@ -28,49 +28,49 @@ struct Places {
 };
 
 template <class Cache>
-struct Ring {
+struct KvPipeline {
     static constexpr int STAGES = 2;
-    using Look = typename Cache::Place[STAGES][TILE];
+    using AddressBuffer = typename Cache::KeyAddress[STAGES][TILE];
 
-    const Places<Cache> place;
-    Look &places;
+    const KeyAddresses<Cache> keys;
+    AddressBuffer &addresses;
     // Where a block has one tile at most, there is memory for one.
     uint8_t *stages;
     int tiles;
-    // Of the tile behind those that have places.
+    // Of the tile behind those that have addresses.
     uint32_t block;
 
-    // Finds the places of the first tiles. The block's threads meet before the first `load`.
-    __device__ __forceinline__ void look_up() {
+    // Finds the addresses of the first tiles. The block's threads meet before the first `load`.
+    __device__ __forceinline__ void prefetch() {
         uint32_t blocks[STAGES];
 #pragma unroll
-        for (int tile = 0; tile < STAGES; tile++) blocks[tile] = place.block(tile);
-        block = place.block(STAGES);
+        for (int tile = 0; tile < STAGES; tile++) blocks[tile] = keys.block(tile);
+        block = keys.block(STAGES);
 #pragma unroll
-        for (int tile = 0; tile < STAGES; tile++) place.put(places[tile], tile, blocks[tile]);
+        for (int tile = 0; tile < STAGES; tile++) keys.store(addresses[tile], tile, blocks[tile]);
     }
 
     // The stage of `tile`, once it is there. The threads have met since they used the tile before.
-    __device__ __forceinline__ const uint8_t *take(int tile) {
+    __device__ __forceinline__ const uint8_t *wait(int tile) {
         const int next = tile + 1;
         if (next < tiles) {
-            load(next);
+           load_tile(next);
             wait_copies<1>();
         } else {
             wait_copies<0>();
         }
         __syncthreads();
         if (next < tiles) {
-            place.put(places[tile % STAGES], next + 1, block);
-            block = place.block(next + 2);
+            keys.store(addresses[tile % STAGES], next + 1, block);
+            block = keys.block(next + 2);
         }
         return stages + tile % STAGES * Cache::STAGE_BYTES;
     }
 
     // Starts the copies of a tile.
-    __device__ __forceinline__ void load(int tile) {
-        Cache::load(stages + tile % STAGES * Cache::STAGE_BYTES, places[tile % STAGES], place.kv.head_bytes, place.valid(tile));
-        end_copy_group();
+    __device__ __forceinline__ void load_tile(int tile) {
+        Cache::load(stages + tile % STAGES * Cache::STAGE_BYTES, addresses[tile % STAGES], keys.kv.head_bytes, keys.valid(tile));
+        commit_copies();
     }
 };
 

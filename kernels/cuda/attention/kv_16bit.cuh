@@ -1,0 +1,86 @@
+// Keys and values of two bytes, f16 or bf16, which tensor cores multiply as they are: a stage of shared memory holds the
+// keys of a tile, then its values, rows of DIM with a pad.
+
+#pragma once
+
+#include "tiles.cuh"
+
+namespace {
+
+template <class MmaType, int HEAD_DIM>
+struct Kv16Bit {
+    using Mma = MmaType;
+    static constexpr int DIM = HEAD_DIM;
+    static constexpr int PITCH = DIM + PAD;
+    static constexpr int VECTORS = DIM / 8;
+    static constexpr int STAGE_BYTES = 2 * TILE * PITCH * sizeof(__half);
+    // Chunks need no memory for keys and values beside the stages.
+    static constexpr int DEQUANTIZED_BYTES = 0;
+
+    // Of a token's keys.
+    using KeyAddress = const uint8_t *;
+
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayer &kv, uint32_t block, uint32_t head, uint32_t token) {
+        return kv.keys(block, head) + size_t(token) * (DIM * sizeof(__half));
+    }
+
+    // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond `valid` become zero.
+    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses, uint32_t head_bytes, int valid) {
+        constexpr int ROUNDS = TILE * VECTORS / THREADS;
+        static_assert(TILE * VECTORS % THREADS == 0);
+        __half *keys = reinterpret_cast<__half *>(stage), *values = keys + TILE * PITCH;
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            int index = round * THREADS + threadIdx.x;
+            int token = index / VECTORS, vector = index % VECTORS;
+            const uint8_t *from = addresses[token] + vector * 16;
+            copy_async_16(keys + token * PITCH + vector * 8, from, token < valid);
+            copy_async_16(values + token * PITCH + vector * 8, from + head_bytes, token < valid);
+        }
+    }
+
+    // Four dimensions of a query.
+    static __device__ __forceinline__ void store_query(__half *row, int dim, uint32_t low, uint32_t high) {
+        *reinterpret_cast<uint2 *>(row + dim) = make_uint2(low, high);
+    }
+
+    // Keys `first` to `first + 15` of a stage, dimensions 16 k to 16 k + 15, for two products.
+    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage, int first, int k) {
+        load_matrices(b, fragment_address_b(reinterpret_cast<const __half *>(stage) + first * PITCH + 16 * k, PITCH));
+    }
+
+    // Adds the share of 16 keys to a warp's dimensions: a quarter of them.
+    template <int COLS>
+    static __device__ __forceinline__ void
+    accumulate_values(float (&sums)[COLS][4], const uint32_t (&weights)[4], const uint8_t *stage, int warp, int k) {
+        const __half *values = reinterpret_cast<const __half *>(stage) + TILE * PITCH;
+        const __half *corner = values + 16 * k * PITCH + warp * COLS * 8;
+#pragma unroll
+        for (int n = 0; n < COLS; n += 2) {
+            // An odd last column tile is loaded with its left neighbour.
+            constexpr int BACK = COLS % 2;
+            const int at = n + 1 < COLS ? n : n - BACK;
+            uint32_t value[4];
+            load_matrices_transposed(value, fragment_address_a(corner + at * 8, PITCH));
+            if (n + 1 < COLS) {
+                Mma::multiply(sums[n], weights, value[0], value[1]);
+                Mma::multiply(sums[n + 1], weights, value[2], value[3]);
+            } else {
+                Mma::multiply(sums[n], weights, value[2 * BACK], value[2 * BACK + 1]);
+            }
+        }
+    }
+
+    // What a thread has of a row after `accumulate_values`.
+    template <int COLS>
+    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half, int warp, int lane) {
+        float *to = row + warp * COLS * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < COLS; n++) *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+    }
+
+    // The halves of a stage, of pitch PITCH: keys, then values.
+    static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *) { return reinterpret_cast<const __half *>(stage); }
+};
+
+}  // namespace

@@ -1,0 +1,122 @@
+// out = matrix of a stage_index's expert times the activations of the stage_index, many slots at a time: the products of linear/matmul.cuh,
+// bit for bit, with the matrix picked on the device.
+//
+// Slots are pairs in sorted_pairs of experts, each expert's begun with a act_tile of its own (experts.cu: expert_sort_pairs). An output_tile is one
+// group of at most 64 slots of an expert, ROW_TILES tiles of 16 rows, and one of up to two stacks of matrices; block b takes
+// output_tiles b, b + blocks, ... Stages of 256 columns come through a ring; a warp has one tile of rows and all act_tiles of the group,
+// so that weights are made operands once for up to 64 slots, and a group takes as long as it has act_tiles. Values of 256 columns
+// are added in ascending sorted_pairs.
+// Limit: weight bytes over memory bandwidth up to about 8 slots an expert, then the operations around the tensor cores, as in
+// linear/matmul.cuh. Measured on an H200, 128 experts, gate and up of 2048 x 768 in Q4_K: 4 slots an expert 2.6 TB/s of
+// weights, 8 2.4, 32 187 TOPS, 128 236. Blocks of 16 tiles, one a multiprocessor, were 8% slower.
+#pragma once
+
+#include "../linear/async_copy.cuh"
+#include "../linear/tile.cuh"
+#include "params.cuh"
+
+// As `TileWork` in experts.rs. Panels are those of slots; without `sorted_pairs`, outputs are those of slots too.
+struct ExpertMatmulParams : ExpertParams {
+    int stacks;
+    // Stages of the ring.
+    int stages;
+};
+
+namespace experts {
+
+// Warps of a block, of which a multiprocessor has two.
+constexpr int ROW_TILES = 8;
+constexpr int GROUP_ACT_TILES = 8;
+
+// Code of its own for each number of act_tiles: branches between act_tiles would keep their operations apart (a fifth slower).
+template <class Format, int NT, class Accumulate>
+__device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t *act_tile, Accumulate accumulate) {
+    if constexpr (NT > 1) {
+        if (act_tiles < NT) return multiply_tiles<Format, NT - 1>(act_tiles, tile, act_tile, accumulate);
+    }
+    Format::template products<1, NT>(tile, 0, act_tile, act_tile_bytes(Format::ACTIVATION), accumulate);
+}
+
+template <class Format>
+__device__ void matmul(const ExpertMatmulParams &params) {
+    extern __shared__ __align__(16) uint8_t shared[];
+    constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
+    constexpr int ACT_TILES_OFFSET = ROW_TILES * Format::TILE_BYTES, STAGE_BYTES = ACT_TILES_OFFSET + GROUP_ACT_TILES * ACT_TILE_BYTES;
+    static_assert(ROW_TILES >= GROUP_ACT_TILES);
+    const int col_tiles = params.col_tiles, stages = params.stages;
+    const int row_tiles = params.rows / TILE_ROWS, row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint64_t *const full = reinterpret_cast<uint64_t *>(shared + stages * STAGE_BYTES), *const empty = full + stages;
+    if (threadIdx.x == 0) {
+        for (int stage_index = 0; stage_index < stages; stage_index++) {
+            barrier_init(full + stage_index, ROW_TILES);
+            barrier_init(empty + stage_index, ROW_TILES);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    launch_next_kernel();
+
+    const int output_tiles = *params.group_count * row_blocks * params.stacks;
+    // Of each warp's first lane: the next stage, of which it brings the warp's own tile and one act_tile. A warp's copies start
+    // one after the other, so every warp starts some.
+    int next_output_tile = blockIdx.x, next_col = 0, next_stage = 0, next_phase = 0;
+    const uint8_t *weight_tile_source = nullptr, *act_tile_source = nullptr;
+    auto load_next_stage = [&] {
+        if (next_output_tile >= output_tiles) return;
+        if (next_col == 0) {
+            const ExpertGroup group = params.groups[next_output_tile / (row_blocks * params.stacks)];
+            const int stack = next_output_tile / row_blocks % params.stacks, tile = next_output_tile % row_blocks * ROW_TILES + warp;
+            weight_tile_source = tile < row_tiles ? params.weights[stack] + (size_t(group.expert) * row_tiles + tile) * col_tiles * Format::TILE_BYTES : nullptr;
+            act_tile_source = warp * ACT_TILE_TOKENS < int(group.pairs) ? params.act_tiles + (size_t(group.first / ACT_TILE_TOKENS) + warp) * col_tiles * ACT_TILE_BYTES : nullptr;
+        }
+        // The first time, nobody has to have been there.
+        barrier_wait(empty + next_stage, next_phase ^ 1);
+        uint8_t *stage = shared + next_stage * STAGE_BYTES;
+        barrier_expect(full + next_stage, (weight_tile_source ? Format::TILE_BYTES : 0) + (act_tile_source ? ACT_TILE_BYTES : 0));
+        if (weight_tile_source) bulk_copy(stage + warp * Format::TILE_BYTES, weight_tile_source + size_t(next_col) * Format::TILE_BYTES, Format::TILE_BYTES, full + next_stage);
+        if (act_tile_source) bulk_copy(stage + ACT_TILES_OFFSET + warp * ACT_TILE_BYTES, act_tile_source + size_t(next_col) * ACT_TILE_BYTES, ACT_TILE_BYTES, full + next_stage);
+        if (++next_col == col_tiles) next_col = 0, next_output_tile += gridDim.x;
+        if (++next_stage == stages) next_stage = 0, next_phase ^= 1;
+    };
+    if (lane == 0)
+        for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
+    __syncwarp();
+
+    // A stage is brought anew when the next one is done, so that a warp seldom waits for the others.
+    int stage_index = 0, phase = 0, stages_before_refill = stages > 2 ? 1 : 0;
+    for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
+        const ExpertGroup group = params.groups[output_tile / (row_blocks * params.stacks)];
+        const int stack = output_tile / row_blocks % params.stacks, first = output_tile % row_blocks * ROW_TILES;
+        const int row_tiles_here = min(ROW_TILES, row_tiles - first), act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
+        float own[GROUP_ACT_TILES][4] = {};
+        for (int col = 0; col < col_tiles; col++) {
+            barrier_wait(full + stage_index, phase);
+            const uint8_t *stage = shared + stage_index * STAGE_BYTES;
+            auto accumulate = [&](int, int act_tile, int i, float value) { own[act_tile][i] += value; };
+            if (warp < row_tiles_here) multiply_tiles<Format, GROUP_ACT_TILES>(act_tiles, stage + warp * Format::TILE_BYTES, stage + ACT_TILES_OFFSET, accumulate);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(empty + stage_index);
+                if (stages_before_refill-- <= 0) load_next_stage();
+            }
+            __syncwarp();
+            if (++stage_index == stages) stage_index = 0, phase ^= 1;
+        }
+        if (warp >= row_tiles_here) continue;
+        float *const out = params.out[stack] + (first + warp) * TILE_ROWS;
+#pragma unroll
+        for (int act_tile = 0; act_tile < GROUP_ACT_TILES; act_tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int row = lane / 4 + i / 2 * 8, at = act_tile * ACT_TILE_TOKENS + lane % 4 * 2 + i % 2;
+                if (at >= int(group.pairs)) continue;
+                uint32_t to = group.first + at;
+                if (params.sorted_pairs != nullptr) to = params.sorted_pairs[to];
+                out[size_t(to) * params.rows + row] = own[act_tile][i];
+            }
+    }
+}
+
+}  // namespace experts

@@ -1,0 +1,117 @@
+// What happens to p step's query, key and value heads between their products and attention, in one pass: the norm of each query
+// and key head (where the model has one), the rotation of norm.cu and rope.cu, and keys and values into the cache as
+// kv_write.cu stores them. The same bits as those kernels one after the other.
+//
+// A warp per head, eight heads of one row p block; the angles of the row are formed while the predecessor ends.
+// Limit: at few rows the latency of p load and p store, some 2 us; else bytes.
+
+#include <cuda_fp16.h>
+
+#include "rope_angles.cuh"
+#include "kv_layer.cuh"
+#include "kv_store.cuh"
+#include "numeric.cuh"
+
+namespace {
+
+constexpr int WARPS = 8;
+// As in heads.rs.
+constexpr int HEAD_DIM_MAX = 256;
+
+}  // namespace
+
+// As `NormRopeKvParams` in heads.rs.
+struct NormRopeKvParams {
+    float *queries, *keys;
+    const float *values;
+    // Of the norms; both or none.
+    const float *query_weight, *key_weight;
+    const uint32_t *positions, *slots;
+    const float *inverse_frequencies;
+    float eps, magnitude;
+    int heads, kv_heads, head_dim, pairs;
+    int adjacent;
+};
+
+namespace {
+
+// A head of one token in the cache, as one warp stores it.
+template <typename T>
+struct KvWriterFloat {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+        T *to = reinterpret_cast<T *>(head) + size_t(token) * dim;
+        for (int i = threadIdx.x % 32; i < dim; i += 32) store(values[i], to + i);
+    }
+};
+
+struct KvWriterQ8_0 {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+        const int lane = threadIdx.x % 32;
+        for (int part = 0; 32 * part < dim; part++) {
+            int count = min(dim - 32 * part, 32);
+            store_q8(lane < count ? values[32 * part + lane] : 0.0f, count, head, kv.block_tokens, token, dim, part);
+        }
+    }
+};
+
+template <class KvWriter>
+__device__ __forceinline__ void norm_rope_kv_write(const KvLayer &kv, const NormRopeKvParams &p) {
+    __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
+    __shared__ float rotated[WARPS][HEAD_DIM_MAX];
+    const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Positions, slots and frequencies were there before the step's first kernel.
+    for (int pair = threadIdx.x; pair < p.pairs; pair += 32 * WARPS) {
+        rope_angle(p.positions[row], p.inverse_frequencies[pair], p.magnitude, &cosines[pair], &sines[pair]);
+    }
+    const uint32_t slot = p.slots[row], block = slot / kv.block_tokens, token = slot % kv.block_tokens;
+    __syncthreads();
+    wait_for_previous_kernel();
+    launch_next_kernel();
+
+    int head = blockIdx.y * WARPS + warp;
+    if (head >= p.heads + 2 * p.kv_heads) return;
+    const bool is_query = head < p.heads, is_value = head >= p.heads + p.kv_heads;
+    if (!is_query) head = (head - p.heads) % p.kv_heads;
+    const size_t at = (size_t(row) * (is_query ? p.heads : p.kv_heads) + head) * p.head_dim;
+    float *values = rotated[warp];
+    if (is_value) {
+        for (int i = lane; i < p.head_dim; i += 32) values[i] = p.values[at + i];
+    } else {
+        float *x = (is_query ? p.queries : p.keys) + at;
+        const float *weight = is_query ? p.query_weight : p.key_weight;
+        if (weight != nullptr) {
+            float squares = 0.0f;
+            for (int i = lane; i < p.head_dim; i += 32) {
+                float v = x[i];
+                values[i] = v;
+                squares = fmaf(v, v, squares);
+            }
+            float mean = __fdiv_rn(warp_sum(squares), static_cast<float>(p.head_dim));
+            float factor = __frcp_rn(__fsqrt_rn(mean + p.eps));
+            for (int i = lane; i < p.head_dim; i += 32) values[i] = values[i] * factor * weight[i];
+        } else {
+            for (int i = lane; i < p.head_dim; i += 32) values[i] = x[i];
+        }
+        __syncwarp();
+        for (int pair = lane; pair < p.pairs; pair += 32) {
+            int first = p.adjacent ? 2 * pair : pair, second = p.adjacent ? 2 * pair + 1 : pair + p.pairs;
+            rotate_pair(values[first], values[second], cosines[pair], sines[pair]);
+        }
+        __syncwarp();
+        for (int i = lane; i < p.head_dim; i += 32) x[i] = values[i];
+        if (is_query) return;
+    }
+    KvWriter::store_head(values, kv, kv.keys(block, head) + (is_value ? kv.head_bytes : 0), token, p.head_dim);
+}
+
+}  // namespace
+
+#define NORM_ROPE_KV_KERNEL(SUFFIX, KV_WRITER)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                   \
+        norm_rope_kv_write_##SUFFIX(const __grid_constant__ KvLayer kv, const __grid_constant__ NormRopeKvParams p) {                         \
+        norm_rope_kv_write<KV_WRITER>(kv, p);                                                                                         \
+    }
+NORM_ROPE_KV_KERNEL(f32, KvWriterFloat<float>)
+NORM_ROPE_KV_KERNEL(f16, KvWriterFloat<__half>)
+NORM_ROPE_KV_KERNEL(bf16, KvWriterFloat<__nv_bfloat16>)
+NORM_ROPE_KV_KERNEL(q8_0, KvWriterQ8_0)
