@@ -11,13 +11,13 @@ use reqwest::{RequestBuilder, Response};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use crate::harness::http::Http;
-use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, device, on_the_host};
+use crate::harness::http::HttpClient;
+use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, device, runs_on_host};
 
 /// Streams on the worker.
 const PLACES: usize = 3;
 
-fn fleet(queue_max: u32) -> (Fleet, Http) {
+fn fleet(queue_max: u32) -> (TestFleet, HttpClient) {
     let admission = format!(
         "[admission]\nqueue-max = {queue_max}\ntenant-queue-max = {queue_max}\n\
          interactive-floor = 0\nbatch-floor = 0\n"
@@ -26,7 +26,7 @@ fn fleet(queue_max: u32) -> (Fleet, Http) {
 }
 
 /// With these tables, and these lines of the model.
-fn fleet_of(tables: &str, lines: &str) -> (Fleet, Http) {
+fn fleet_of(tables: &str, lines: &str) -> (TestFleet, HttpClient) {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let text = format!(
         "{tables}[[models]]\nname = \"demo\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n{lines}",
@@ -43,19 +43,19 @@ fn fleet_of(tables: &str, lines: &str) -> (Fleet, Http) {
         "--runtime-dir",
     ]);
     command.arg(directory.path()).stdout(std::process::Stdio::piped());
-    let fleet = Fleet::start_by(directory, command);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start_command(directory, command);
+    let http = HttpClient::connect(&fleet);
     (fleet, http)
 }
 
-fn ask(http: &Http, tenant: &str, fields: Value) -> RequestBuilder {
+fn ask(http: &HttpClient, tenant: &str, fields: Value) -> RequestBuilder {
     let mut body = json!({"prompt": "x", "max_tokens": 4, "stream": true, "ignore_eos": true, "seed": 1});
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     http.client.post(format!("{}/v1/completions", http.url)).header("x-ballast-tenant", tenant).json(&body)
 }
 
 /// Holds every place until it is dropped; its first tokens have come.
-async fn full(http: &Http) -> Response {
+async fn full(http: &HttpClient) -> Response {
     let mut response = ask(http, "holder", json!({"n": 16, "max_tokens": 3000})).send().await.unwrap();
     assert_eq!(response.status(), 200);
     assert!(response.chunk().await.unwrap().is_some());
@@ -65,24 +65,24 @@ async fn full(http: &Http) -> Response {
 async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let started = std::time::Instant::now();
     while !condition().await {
-        assert!(started.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(started.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-async fn metric(http: &Http, name: &str) -> Option<usize> {
+async fn metric(http: &HttpClient, name: &str) -> Option<usize> {
     let text = http.client.get(format!("{}/metrics", http.url)).send().await.unwrap().text().await.unwrap();
     let line = text.lines().find(|line| line.starts_with(name))?;
     line.rsplit(' ').next()?.parse().ok()
 }
 
-async fn until_waiting(http: &Http, count: usize) {
+async fn until_waiting(http: &HttpClient, count: usize) {
     let name = "ballast:num_requests_queued{model_name=\"demo\",class=\"default\"}";
     eventually("the queue's length", async || metric(http, name).await == Some(count)).await;
 }
 
 /// A request that waits in the queue as number `place`.
-async fn queued(http: &Http, tenant: &str, place: usize) -> JoinHandle<Response> {
+async fn queued(http: &HttpClient, tenant: &str, place: usize) -> JoinHandle<Response> {
     let request = ask(http, tenant, json!({}));
     let queued = tokio::spawn(async move { request.send().await.unwrap() });
     until_waiting(http, place).await;
@@ -90,9 +90,9 @@ async fn queued(http: &Http, tenant: &str, place: usize) -> JoinHandle<Response>
 }
 
 async fn answer(queued: JoinHandle<Response>) -> String {
-    let response = tokio::time::timeout(PATIENCE, queued).await.expect("an answer in time").unwrap();
+    let response = tokio::time::timeout(TIMEOUT, queued).await.expect("an answer in time").unwrap();
     assert_eq!(response.status(), 200);
-    tokio::time::timeout(PATIENCE, response.text()).await.expect("a whole answer in time").unwrap()
+    tokio::time::timeout(TIMEOUT, response.text()).await.expect("a whole answer in time").unwrap()
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
         let next = queued(&http, "holder", 1).await;
         let mut urgent = ask(&http, "other", json!({"service_tier": "priority"})).send().await.unwrap();
         assert_eq!(urgent.status(), 200);
-        let first = tokio::time::timeout(PATIENCE, urgent.chunk()).await.expect("its first token in time");
+        let first = tokio::time::timeout(TIMEOUT, urgent.chunk()).await.expect("its first token in time");
         assert!(first.unwrap().is_some());
         assert_eq!(metric(&http, held).await, Some(68), "nobody had to end for it");
         assert!(!next.is_finished(), "the next ordinary one waits");
@@ -242,7 +242,7 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
 #[test]
 fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
     // A GPU's comes in units that are larger than this one.
-    if !on_the_host("a_request_beyond_the_whole_cache_is_refused_with_the_numbers") {
+    if !runs_on_host("a_request_beyond_the_whole_cache_is_refused_with_the_numbers") {
         return;
     }
     let (fleet, http) = small_cache();
@@ -257,9 +257,9 @@ fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
     fleet.stop();
 }
 
-fn small_cache() -> (Fleet, Http) {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--kv-tokens", "512"]);
-    let http = Http::of(&fleet);
+fn small_cache() -> (TestFleet, HttpClient) {
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--kv-tokens", "512"]);
+    let http = HttpClient::connect(&fleet);
     (fleet, http)
 }
 

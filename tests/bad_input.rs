@@ -1,6 +1,6 @@
 //! Everything a user can get wrong: one line that says what to do, and the documented exit code.
 
-use crate::harness::{Fleet, PATIENCE, ballast, demo_7m, demo_22m, device, executable, proc, text};
+use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, demo_22m, device, executable, proc, text};
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -126,7 +126,7 @@ fn a_runtime_directory_too_long_for_a_socket_is_refused() {
 
 #[test]
 fn two_fleets_cannot_share_a_runtime_directory() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1"]);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1"]);
     let output = ballast()
         .arg("serve")
         .arg(demo_7m())
@@ -220,15 +220,13 @@ fn a_file_changed_while_it_is_loaded_is_refused() {
         .unwrap();
     let root = child.id();
     crate::harness::eventually("a loader runs", || {
-        proc::children_of_tree(root)
-            .into_iter()
-            .find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
+        proc::descendants(root).into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
     });
     // Appending changes size and mtime; the inode stays.
     let mut file = std::fs::OpenOptions::new().append(true).open(&copy).unwrap();
     file.write_all(b"one line more").unwrap();
     let started = std::time::Instant::now();
     let output = child.wait_with_output().unwrap();
-    assert!(started.elapsed() < PATIENCE);
+    assert!(started.elapsed() < TIMEOUT);
     check(&output, MODEL_REFUSED, &["changing.gguf", "changed"]);
 }

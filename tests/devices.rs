@@ -1,7 +1,7 @@
 //! Which device a model goes to, what it will take there, and what a machine can do.
 
 use crate::harness::api::runtime;
-use crate::harness::{Fleet, ballast, demo_7m, demo_22m, device, synth, text};
+use crate::harness::{TestFleet, ballast, demo_7m, demo_22m, device, synth, text};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{GetStatusRequest, LedgerRowKind};
 use serde_json::Value;
@@ -23,7 +23,7 @@ pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
 }
 
 /// Rows of the ledger of one kind, in bytes.
-fn ledger(fleet: &Fleet, kind: LedgerRowKind) -> Vec<u64> {
+fn ledger(fleet: &TestFleet, kind: LedgerRowKind) -> Vec<u64> {
     let socket = fleet.runtime_dir().join("weights-admin.sock");
     let status = runtime().block_on(async {
         let channel = service::grpc::connect(&socket).await.unwrap();
@@ -42,7 +42,7 @@ fn a_plan_is_what_the_ledger_holds_later() {
         (synth("qwen3-moe-tiny", "q8_0"), &["--workers", "3", "--kv-tokens", "2048"]),
     ] {
         let planned = plan(&model, arguments);
-        let fleet = Fleet::start(&model, arguments);
+        let fleet = TestFleet::start(&model, arguments);
         let planned = &planned["models"][0];
         let close = |what: &str, planned: &Value, found: u64| {
             let planned = planned.as_u64().unwrap();

@@ -5,9 +5,9 @@
 //! held to it on every device that these tests run on. Requests are of all kinds at once: greedy and sampled, with
 //! penalties, of several choices, within grammars, more and less urgent.
 
-use crate::harness::api::{Ask, Continuation, connect, generate, generate_all, runtime};
-use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
+use crate::harness::api::{Continuation, TestRequest, connect, generate, generate_all, runtime};
+use crate::harness::http::HttpClient;
+use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
 use proto::v1::Sampling;
 use proto::v1::grammar::Kind;
 use std::path::Path;
@@ -15,26 +15,26 @@ use std::time::Duration;
 
 /// How the requests come to a fleet.
 #[derive(Debug, Clone, Copy)]
-enum Way {
+enum RequestSchedule {
     /// Each after the one before it has ended.
-    Alone,
-    Together,
+    Sequential,
+    Concurrent,
     /// Shuffled and with pauses, by this seed.
-    Arriving(u64),
+    Staggered(u64),
     /// The same without log probabilities: no row of logits has to come to the host, a device may draw the tokens itself.
-    Silent,
+    WithoutLogprobs,
     /// All at once, and a worker dies when the first tokens have come: its streams go on at another.
-    Bereft,
+    WorkerKilled,
 }
 
-use Way::{Alone, Arriving, Bereft, Silent, Together};
+use RequestSchedule::{Concurrent, Sequential, Staggered, WithoutLogprobs, WorkerKilled};
 
 /// A fleet, and what is done with it one after the other.
-struct Case {
+struct ServingCase {
     name: &'static str,
     /// Those that end in .gguf are files of the tree.
     arguments: &'static [&'static str],
-    ways: &'static [Way],
+    ways: &'static [RequestSchedule],
     /// Counters that must have moved: else the case has shown nothing. On the host, where a cache is as small as it is asked
     /// for, all cases of a small one must have preempted; on a GPU it comes in whole units, and whoever drafts may be done
     /// before they are full.
@@ -48,111 +48,111 @@ const RESUMES: &str = "ballast:stream_resumes_total";
 const ACCEPTED: &str = "ballast:spec_decode_num_accepted_tokens_total";
 
 /// The first way of the first case is what all others are compared with.
-const CASES: &[Case] = &[
-    Case {
+const CASES: &[ServingCase] = &[
+    ServingCase {
         // What has been asked before is found in the prefix cache.
         name: "alone, in any order, with prefix hits",
         arguments: &["--workers", "1", "--threads", "1"],
-        ways: &[Alone, Arriving(1), Arriving(2), Arriving(3)],
+        ways: &[Sequential, Staggered(1), Staggered(2), Staggered(3)],
         moved: &[HITS, FORKS],
     },
-    Case {
+    ServingCase {
         name: "together in large steps",
         arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "512"],
-        ways: &[Together, Silent],
+        ways: &[Concurrent, WithoutLogprobs],
         moved: &[],
     },
-    Case {
+    ServingCase {
         name: "prompts in chunks of an odd size",
         arguments: &["--workers", "1", "--threads", "2", "--step-tokens", "33"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[],
     },
-    Case {
+    ServingCase {
         name: "two workers",
         arguments: &["--workers", "2", "--threads", "1", "--step-tokens", "64"],
-        ways: &[Together, Arriving(4)],
+        ways: &[Concurrent, Staggered(4)],
         moved: &[],
     },
-    Case {
+    ServingCase {
         name: "three workers",
         arguments: &["--workers", "3", "--threads", "2", "--step-tokens", "128"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[],
     },
-    Case {
+    ServingCase {
         // 768 tokens hold a few of these requests at a time, and the longest alone.
         name: "preempted and computed again",
         arguments: &["--workers", "1", "--kv-tokens", "768"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[PREEMPTIONS],
     },
-    Case {
+    ServingCase {
         name: "resumed in the middle",
         arguments: &["--workers", "2", "--threads", "1"],
-        ways: &[Bereft],
+        ways: &[WorkerKilled],
         moved: &[RESUMES],
     },
-    Case {
+    ServingCase {
         name: "drafts looked up in the text",
         arguments: &["--workers", "1", "--threads", "1", "--draft", "lookup"],
-        ways: &[Together, Silent],
+        ways: &[Concurrent, WithoutLogprobs],
         moved: &[ACCEPTED, FORKS],
     },
-    Case {
+    ServingCase {
         name: "drafts looked up in the text, in chunks of an odd size, in a small cache",
         arguments: &["--workers", "1", "--draft", "lookup", "--kv-tokens", "768", "--step-tokens", "65"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[ACCEPTED],
     },
 ];
 
 /// The same promise with a smaller model that drafts. Choices are not forked then, so the same tokens show forks, too.
-const DRAFTED_CASES: &[Case] = &[
-    Case {
+const DRAFTED_CASES: &[ServingCase] = &[
+    ServingCase {
         name: "nobody drafts",
         arguments: &["--workers", "1", "--threads", "1"],
-        ways: &[Alone],
+        ways: &[Sequential],
         moved: &[FORKS],
     },
-    Case {
+    ServingCase {
         name: "a smaller model drafts",
         arguments: &["--workers", "1", "--threads", "1", "--draft", "demo/pycoder-7m-q8_0.gguf"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[ACCEPTED],
     },
-    Case {
+    ServingCase {
         name: "a smaller model drafts, preempted and computed again",
         arguments: &["--workers", "1", "--draft", "demo/pycoder-7m-q8_0.gguf", "--kv-tokens", "768"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[ACCEPTED],
     },
-    Case {
+    ServingCase {
         name: "a smaller model drafts, resumed in the middle",
         arguments: &["--workers", "2", "--threads", "1", "--draft", "demo/pycoder-7m-q8_0.gguf"],
-        ways: &[Bereft],
+        ways: &[WorkerKilled],
         moved: &[RESUMES],
     },
 ];
 
 /// The same promise where keys and values are not floats, whose tokens are their own.
-const Q8_0_CASES: &[Case] = &[
-    Case {
+const Q8_0_CASES: &[ServingCase] = &[
+    ServingCase {
         name: "q8_0 keys and values, alone, in any order, with prefix hits",
         arguments: &["--kv-type", "q8_0", "--workers", "1", "--threads", "1"],
-        ways: &[Alone, Arriving(5)],
+        ways: &[Sequential, Staggered(5)],
         moved: &[HITS],
     },
-    Case {
+    ServingCase {
         name: "q8_0 keys and values, in chunks of an odd size, preempted and computed again",
         arguments: &["--kv-type", "q8_0", "--workers", "1", "--step-tokens", "33", "--kv-tokens", "768"],
-        ways: &[Together],
+        ways: &[Concurrent],
         moved: &[PREEMPTIONS],
     },
-    Case {
+    ServingCase {
         name: "q8_0 keys and values, resumed in the middle",
         arguments: &["--kv-type", "q8_0", "--workers", "2", "--threads", "1"],
-        ways: &[Bereft],
+        ways: &[WorkerKilled],
         moved: &[RESUMES],
     },
 ];
@@ -172,14 +172,14 @@ const GRAMMAR_TOKENS: u32 = 48;
 const PENALISED_EVERY: usize = 5;
 
 /// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
-fn requests() -> Vec<Ask> {
-    let mut random = Random(0x5eed);
+fn requests() -> Vec<TestRequest> {
+    let mut random = XorShift64(0x5eed);
     (0..REQUESTS)
         .map(|index| {
             let length = 1 + random.below(150);
             let tokens = 8 + random.below(24) as u32;
             let grammar = (index % SPECIAL_EVERY == 2).then(|| grammar(index / SPECIAL_EVERY));
-            Ask {
+            TestRequest {
                 prompt: (0..length).map(|_| 6 + random.below(8000) as u32).collect(),
                 max_tokens: match grammar {
                     Some(_) => GRAMMAR_TOKENS,
@@ -192,7 +192,7 @@ fn requests() -> Vec<Ask> {
                     0 => penalties(index / PENALISED_EVERY),
                     _ => Sampling::default(),
                 },
-                silent: false,
+                without_logprobs: false,
                 choices: if index % SPECIAL_EVERY == 5 { CHOICES } else { 1 },
                 grammar,
                 priority: [0, 0, 1, 0, -1][index % 5],
@@ -228,9 +228,9 @@ fn grammar(number: usize) -> Kind {
 }
 
 /// xorshift64*: a fixed sequence, so that a failure repeats.
-struct Random(u64);
+struct XorShift64(u64);
 
-impl Random {
+impl XorShift64 {
     fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -239,10 +239,10 @@ impl Random {
     }
 }
 
-impl Way {
-    async fn serve(self, fleet: &Fleet, asks: &[Ask]) -> Vec<Continuation> {
+impl RequestSchedule {
+    async fn serve(self, fleet: &TestFleet, asks: &[TestRequest]) -> Vec<Continuation> {
         let found = match self {
-            Alone => {
+            Sequential => {
                 let mut client = connect(&fleet.grpc).await;
                 let mut found = Vec::new();
                 for ask in asks {
@@ -250,25 +250,30 @@ impl Way {
                 }
                 found
             }
-            Together => generate_all(&fleet.grpc, asks).await,
-            Silent => {
-                let silent = |ask: &Ask| Ask { silent: true, ..ask.clone() };
-                generate_all(&fleet.grpc, &asks.iter().map(silent).collect::<Vec<_>>()).await
+            Concurrent => generate_all(&fleet.grpc, asks).await,
+            WithoutLogprobs => {
+                let without_logprobs =
+                    |ask: &TestRequest| TestRequest { without_logprobs: true, ..ask.clone() };
+                generate_all(&fleet.grpc, &asks.iter().map(without_logprobs).collect::<Vec<_>>()).await
             }
-            Arriving(seed) => arriving(fleet, asks, seed).await,
-            Bereft => {
-                let victim = fleet.by_role("worker")[0].pid;
-                let kill = || proc::signal(victim, "KILL");
-                fleet.generate_and_harm(asks, kill).await
+            Staggered(seed) => arriving(fleet, asks, seed).await,
+            WorkerKilled => {
+                let victim = fleet.processes_by_role("worker")[0].pid;
+                let kill = || proc::send_signal(victim, "KILL");
+                fleet.generate_during_fault(asks, kill).await
             }
         };
         found.into_iter().map(|result| result.unwrap()).collect()
     }
 }
 
-async fn arriving(fleet: &Fleet, asks: &[Ask], seed: u64) -> Vec<Result<Continuation, tonic::Status>> {
+async fn arriving(
+    fleet: &TestFleet,
+    asks: &[TestRequest],
+    seed: u64,
+) -> Vec<Result<Continuation, tonic::Status>> {
     let mut order: Vec<usize> = (0..asks.len()).collect();
-    let mut random = Random(seed);
+    let mut random = XorShift64(seed);
     for last in (1..order.len()).rev() {
         order.swap(last, random.below(last as u64 + 1) as usize);
     }
@@ -302,7 +307,7 @@ fn i5_same_tokens_with_keys_and_values_of_q8_0() {
     same_tokens(&demo_7m(), Q8_0_CASES);
 }
 
-fn same_tokens(model: &Path, cases: &[Case]) {
+fn same_tokens(model: &Path, cases: &[ServingCase]) {
     let asks = requests();
     let mut expected: Option<Vec<Continuation>> = None;
     for case in cases {
@@ -311,8 +316,8 @@ fn same_tokens(model: &Path, cases: &[Case]) {
             false => (*argument).to_owned(),
         };
         let arguments: Vec<String> = case.arguments.iter().map(in_place).collect();
-        let fleet = Fleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
-        let http = Http::of(&fleet);
+        let fleet = TestFleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        let http = HttpClient::connect(&fleet);
         for way in case.ways {
             let found = runtime().block_on(way.serve(&fleet, &asks));
             let expected = expected.get_or_insert_with(|| found.clone());
@@ -322,7 +327,7 @@ fn same_tokens(model: &Path, cases: &[Case]) {
                 let tokens_max = (ask.max_tokens * ask.choices) as usize;
                 assert!(tokens == tokens_max || ask.grammar.is_some() && tokens > 0, "{how}: {tokens}");
                 assert_eq!(expected.tokens, found.tokens, "{how}: tokens");
-                if !matches!(way, Silent) {
+                if !matches!(way, WithoutLogprobs) {
                     assert_eq!(expected.logprob_bits, found.logprob_bits, "{how}: log probabilities");
                     assert_eq!(found.tokens.len(), found.logprob_bits.len(), "{how}");
                 }

@@ -1,41 +1,41 @@
 //! `kill -9` of every process at a bad moment. What each death may and may not do stands in docs/RELIABILITY.md.
 
-use crate::harness::api::{Ask, Continuation, generate, generate_all, runtime};
-use crate::harness::{Fleet, demo_7m, device, eventually, proc, serve, synth, text};
+use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
+use crate::harness::{TestFleet, demo_7m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
 /// Long enough to be killed in the middle.
 const LONG: u32 = 400;
 
-fn ask(seed: u64) -> Ask {
-    Ask {
+fn ask(seed: u64) -> TestRequest {
+    TestRequest {
         prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
         max_tokens: LONG,
         temperature: 0.7,
         seed,
-        ..Ask::default()
+        ..TestRequest::default()
     }
 }
 
-fn asks(count: u64) -> Vec<Ask> {
+fn asks(count: u64) -> Vec<TestRequest> {
     (0..count).map(ask).collect()
 }
 
-fn harmed(
-    fleet: &Fleet,
-    asks: &[Ask],
-    harm: impl FnOnce() + Send,
+fn generate_during_fault(
+    fleet: &TestFleet,
+    asks: &[TestRequest],
+    inject_fault: impl FnOnce() + Send,
 ) -> Vec<Result<Continuation, tonic::Status>> {
-    runtime().block_on(fleet.generate_and_harm(asks, harm))
+    runtime().block_on(fleet.generate_during_fault(asks, inject_fault))
 }
 
 #[test]
 fn i6_streams_of_a_killed_worker_are_completed_by_another() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let asks = asks(6);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks));
-    let victim = fleet.by_role("worker")[0].clone();
-    let found = harmed(&fleet, &asks, || proc::signal(victim.pid, "KILL"));
+    let victim = fleet.processes_by_role("worker")[0].clone();
+    let found = generate_during_fault(&fleet, &asks, || proc::send_signal(victim.pid, "KILL"));
     let mut resumed = 0;
     for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
         let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
@@ -47,7 +47,7 @@ fn i6_streams_of_a_killed_worker_are_completed_by_another() {
     assert!(resumed > 0, "no stream was on the killed worker");
     let back = eventually("the worker is back", || {
         fleet
-            .by_role("worker")
+            .processes_by_role("worker")
             .into_iter()
             .find(|w| w.name == victim.name && w.pid != victim.pid && w.state == "ready")
     });
@@ -57,9 +57,9 @@ fn i6_streams_of_a_killed_worker_are_completed_by_another() {
 
 #[test]
 fn i6_a_stream_that_nobody_can_complete_ends_with_an_explicit_error() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let victim = fleet.one("worker");
-    let found = harmed(&fleet, &[ask(1)], || proc::signal(victim.pid, "KILL"));
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let victim = fleet.only_process("worker");
+    let found = generate_during_fault(&fleet, &[ask(1)], || proc::send_signal(victim.pid, "KILL"));
     // Either the restarted worker took over within the router's patience, or the client is told.
     match &found[0] {
         Ok(done) => assert_eq!((done.tokens.len(), done.resumes), (LONG as usize, 1)),
@@ -76,29 +76,32 @@ fn i3_a_killed_weight_server_disturbs_no_stream_and_its_successor_needs_no_file(
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     std::fs::copy(demo_7m(), &model).unwrap();
-    let fleet = Fleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    let fleet = TestFleet::start(&model, &["--workers", "2", "--threads", "1"]);
     std::fs::remove_file(&model).unwrap();
-    let before = fleet.one("weight-server");
-    let workers: Vec<u32> = fleet.by_role("worker").iter().map(|w| w.pid).collect();
+    let before = fleet.only_process("weight-server");
+    let workers: Vec<u32> = fleet.processes_by_role("worker").iter().map(|w| w.pid).collect();
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(4)));
-    let found = harmed(&fleet, &asks(4), || proc::signal(before.pid, "KILL"));
+    let found = generate_during_fault(&fleet, &asks(4), || proc::send_signal(before.pid, "KILL"));
     for (expected, found) in expected.iter().zip(&found) {
         let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
         assert_eq!((&expected.tokens, 0), (&found.tokens, found.resumes));
     }
     eventually("the weight-server is back", || {
-        fleet.by_role("weight-server").into_iter().find(|p| p.pid != before.pid && p.state == "ready")
+        fleet
+            .processes_by_role("weight-server")
+            .into_iter()
+            .find(|p| p.pid != before.pid && p.state == "ready")
     });
     assert_eq!(
         workers,
-        fleet.by_role("worker").iter().map(|w| w.pid).collect::<Vec<_>>(),
+        fleet.processes_by_role("worker").iter().map(|w| w.pid).collect::<Vec<_>>(),
         "workers were restarted"
     );
 
     // A new worker attaches to the adopted weights; the file is gone.
-    proc::signal(workers[0], "KILL");
+    proc::send_signal(workers[0], "KILL");
     eventually("a new worker serves", || {
-        let now = fleet.by_role("worker");
+        let now = fleet.processes_by_role("worker");
         now.iter().all(|w| w.state == "ready" && w.pid != workers[0]).then_some(())
     });
     let again = runtime().block_on(generate_all(&fleet.grpc, &asks(4)));
@@ -113,7 +116,7 @@ fn i3_weights_survive_the_death_of_weight_server_and_all_workers_together() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     std::fs::copy(demo_7m(), &model).unwrap();
-    let fleet = Fleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    let fleet = TestFleet::start(&model, &["--workers", "2", "--threads", "1"]);
     std::fs::remove_file(&model).unwrap();
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(2)));
     let killed: Vec<u32> = fleet
@@ -123,7 +126,7 @@ fn i3_weights_survive_the_death_of_weight_server_and_all_workers_together() {
         .map(|p| p.pid)
         .collect();
     for pid in &killed {
-        proc::signal(*pid, "KILL");
+        proc::send_signal(*pid, "KILL");
     }
     eventually("the fleet is back", || {
         let now = fleet.processes();
@@ -152,22 +155,24 @@ fn a_killed_loader_is_an_error_to_whoever_asked_and_leaves_no_memory() {
         .unwrap();
     // The loader reads 640 MB: it can be caught in the middle.
     let loader = eventually("a loader runs", || {
-        let ballast_children = proc::children_of_tree(child.id());
+        let ballast_children = proc::descendants(child.id());
         ballast_children.into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
     });
-    proc::signal(loader, "KILL");
+    proc::send_signal(loader, "KILL");
     let status = eventually("serve ends", || child.try_wait().unwrap());
     let mut said = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
     assert!(!status.success());
     assert!(said.contains("loader"), "{said}");
-    eventually("nothing is left", || proc::processes_naming(&mark).is_empty().then_some(()));
+    eventually("nothing is left", || proc::processes_with_argument(&mark).is_empty().then_some(()));
 }
 
 #[test]
 fn streams_of_other_workers_do_not_notice_a_killed_worker() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let found = harmed(&fleet, &asks(4), || proc::signal(fleet.by_role("worker")[1].pid, "KILL"));
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let found = generate_during_fault(&fleet, &asks(4), || {
+        proc::send_signal(fleet.processes_by_role("worker")[1].pid, "KILL")
+    });
     assert!(
         found.iter().all(|r| r.as_ref().is_ok_and(|done| done.tokens.len() == LONG as usize)),
         "{found:?}"
@@ -178,15 +183,15 @@ fn streams_of_other_workers_do_not_notice_a_killed_worker() {
 
 #[test]
 fn a_killed_router_is_back_and_its_connections_are_reset() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let victim = fleet.one("router");
-    let found = harmed(&fleet, &[ask(1)], || proc::signal(victim.pid, "KILL"));
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let victim = fleet.only_process("router");
+    let found = generate_during_fault(&fleet, &[ask(1)], || proc::send_signal(victim.pid, "KILL"));
     assert!(found[0].is_err(), "the stream of a dead router cannot end well");
     let done = eventually("the router serves again on its old address", || {
         runtime().block_on(async {
             let mut client =
                 proto::v1::inference_client::InferenceClient::connect(fleet.grpc.clone()).await.ok()?;
-            generate(&mut client, &Ask { max_tokens: 4, ..ask(2) }, |_| {}).await.ok()
+            generate(&mut client, &TestRequest { max_tokens: 4, ..ask(2) }, |_| {}).await.ok()
         })
     });
     assert_eq!(done.tokens.len(), 4);
@@ -196,15 +201,15 @@ fn a_killed_router_is_back_and_its_connections_are_reset() {
 #[test]
 fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights() {
     let directory = tempfile::tempdir().unwrap();
-    let mut first = Fleet::start_in(directory, &demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let pids = |fleet: &Fleet| {
+    let mut first = TestFleet::start_in(directory, &demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let pids = |fleet: &TestFleet| {
         let mut pids: Vec<u32> =
             fleet.processes().iter().filter(|p| p.role != "supervisor").map(|p| p.pid).collect();
         pids.sort_unstable();
         pids
     };
     let before = pids(&first);
-    proc::signal(first.supervisor.id(), "KILL");
+    proc::send_signal(first.supervisor.id(), "KILL");
     let _ = first.supervisor.wait();
     let mut successor =
         serve(first.runtime_dir(), &demo_7m(), &["--workers", "2", "--threads", "1"]).spawn().unwrap();
@@ -213,30 +218,33 @@ fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights()
     assert_eq!(before, pids(&first), "children were restarted");
 
     // The vault moved too: the weight-server can die now.
-    proc::signal(first.one("weight-server").pid, "KILL");
+    proc::send_signal(first.only_process("weight-server").pid, "KILL");
     eventually("the weight-server is back", || {
-        first.by_role("weight-server").into_iter().find(|p| !before.contains(&p.pid) && p.state == "ready")
+        first
+            .processes_by_role("weight-server")
+            .into_iter()
+            .find(|p| !before.contains(&p.pid) && p.state == "ready")
     });
-    let done = runtime().block_on(generate_all(&first.grpc, &[Ask { max_tokens: 8, ..ask(1) }]));
+    let done = runtime().block_on(generate_all(&first.grpc, &[TestRequest { max_tokens: 8, ..ask(1) }]));
     assert_eq!(done[0].as_ref().unwrap().tokens.len(), 8);
     first.stop();
 }
 
 #[test]
 fn without_a_successor_everything_ends_within_its_patience() {
-    let mut fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let mut fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let pids: Vec<u32> = fleet.processes().iter().map(|p| p.pid).collect();
-    proc::signal(fleet.supervisor.id(), "KILL");
+    proc::send_signal(fleet.supervisor.id(), "KILL");
     let _ = fleet.supervisor.wait();
     let died = Instant::now();
-    eventually("all children end", || pids.iter().all(|pid| !proc::alive(*pid)).then_some(()));
+    eventually("all children end", || pids.iter().all(|pid| !proc::is_alive(*pid)).then_some(()));
     assert!(died.elapsed() > Duration::from_secs(5), "children must leave a successor some time");
 }
 
 #[test]
 fn i4_load_and_unload_return_to_the_baseline() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let server = fleet.one("weight-server").pid;
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let server = fleet.only_process("weight-server").pid;
     let baseline = proc::open_files(server).len();
     let folder = tempfile::tempdir().unwrap();
     for round in 0..20 {
@@ -244,7 +252,7 @@ fn i4_load_and_unload_return_to_the_baseline() {
         std::fs::copy(demo_7m(), &model).unwrap();
         let load = ["load", model.to_str().unwrap(), "--name", "second", "--device", &device()];
         for arguments in [&load[..], &["unload", "second"]] {
-            let output = fleet.order(arguments);
+            let output = fleet.run_command(arguments);
             assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
         }
     }

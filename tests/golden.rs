@@ -10,21 +10,21 @@ use std::path::{Path, PathBuf};
 const GAP_QUANTISED: f64 = 0.3;
 const GAP_F16: f64 = 0.01;
 
-struct Recorded {
+struct RecordedContinuation {
     prompt: String,
     prompt_tokens: Vec<u32>,
     tokens: Vec<u32>,
     gap: Vec<f64>,
 }
 
-fn recorded(file: &Path) -> Vec<Recorded> {
+fn recorded(file: &Path) -> Vec<RecordedContinuation> {
     let ids = |value: &Value| -> Vec<u32> {
         value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
     };
     let lines = std::fs::read_to_string(file).unwrap();
     let parse = |line: &str| {
         let line: Value = serde_json::from_str(line).unwrap();
-        Recorded {
+        RecordedContinuation {
             prompt: line["prompt"].as_str().unwrap().to_owned(),
             prompt_tokens: ids(&line["prompt_tokens"]),
             tokens: ids(&line["tokens"]),
@@ -68,7 +68,7 @@ fn argmax(logits: &[f32]) -> u32 {
 }
 
 /// Greedy continuations of all prompts, by `ballast generate --prompts`.
-fn generate_all(model: &Path, prompts: &[Recorded], folder: &Path) -> Vec<Value> {
+fn generate_all(model: &Path, prompts: &[RecordedContinuation], folder: &Path) -> Vec<Value> {
     let file = folder.join("prompts.jsonl");
     let lines: Vec<String> = prompts.iter().map(|p| serde_json::to_string(&p.prompt).unwrap()).collect();
     std::fs::write(&file, lines.join("\n")).unwrap();

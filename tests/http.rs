@@ -1,13 +1,13 @@
 //! The OpenAI-compatible surface of a real fleet, as clients use it.
 
-use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m, eventually};
+use crate::harness::http::HttpClient;
+use crate::harness::{TestFleet, demo_7m, eventually};
 use serde_json::{Value, json};
 
 #[test]
 fn the_openai_surface_serves_completions() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     assert_eq!(http.get("/health").0, 200);
     assert_eq!(http.get("/ready").0, 200);
     let models: Value = serde_json::from_str(&http.get("/v1/models").1).unwrap();
@@ -55,8 +55,8 @@ fn the_openai_surface_serves_completions() {
 
 #[test]
 fn i8_bad_requests_name_the_field() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     let cases = [
         (json!({"prompt": "x", "temperature": -1}), 400, "temperature"),
         (json!({"prompt": "x", "top_p": 0}), 400, "top_p"),
@@ -84,8 +84,8 @@ fn i8_bad_requests_name_the_field() {
 
 #[test]
 fn a_client_that_goes_away_frees_its_blocks() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     http.runtime.block_on(async {
         let body = json!({"prompt": "x", "max_tokens": 3000, "stream": true, "temperature": 1, "seed": 1});
         let mut reply =

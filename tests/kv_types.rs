@@ -9,12 +9,12 @@ const USAGE: i32 = 2;
 const TYPES: [&str; 5] = ["f32", "f16", "bf16", "q8_0", "q8_0,0-1=f16"];
 
 #[derive(Debug)]
-struct Evaluated {
+struct Evaluation {
     perplexity: f64,
     token_bytes: u64,
 }
 
-fn evaluate(model: &Path, file: &Path, kv_type: &str) -> Evaluated {
+fn evaluate(model: &Path, file: &Path, kv_type: &str) -> Evaluation {
     let output = ballast()
         .arg("eval")
         .arg(model)
@@ -27,7 +27,7 @@ fn evaluate(model: &Path, file: &Path, kv_type: &str) -> Evaluated {
     assert!(output.status.success(), "{kv_type}: {stderr}");
     let line: Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(line["kv_type"], kv_type);
-    Evaluated {
+    Evaluation {
         perplexity: line["perplexity"].as_f64().unwrap(),
         token_bytes: line["kv_token_bytes"].as_u64().unwrap(),
     }

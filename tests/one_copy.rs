@@ -1,7 +1,7 @@
 //! Weights exist once: what /proc/PID/smaps of a fleet says about a model of more than 512 MiB.
 
-use crate::harness::api::{Ask, generate_all, runtime};
-use crate::harness::{Fleet, on_the_host, proc, synth};
+use crate::harness::api::{TestRequest, generate_all, runtime};
+use crate::harness::{TestFleet, proc, runs_on_host, synth};
 
 const WORKERS: usize = 4;
 
@@ -11,32 +11,32 @@ const OTHER_MEMORY_MAX: u64 = 40 << 20;
 /// How weight memfds are named in /proc/PID/smaps.
 const WEIGHT_MAPPING: &str = "/memfd:ballast-weights";
 
-fn ask(seed: u64) -> Ask {
-    Ask {
+fn ask(seed: u64) -> TestRequest {
+    TestRequest {
         prompt: (0..40).map(|i| (i * 31 + seed as u32 * 7) % 1000).collect(),
         max_tokens: 4,
         temperature: 0.0,
         seed,
-        ..Ask::default()
+        ..TestRequest::default()
     }
 }
 
 #[test]
 fn i1_weights_exist_once_for_four_workers() {
-    if !on_the_host("i1_weights_exist_once_for_four_workers") {
+    if !runs_on_host("i1_weights_exist_once_for_four_workers") {
         return;
     }
     let model = synth("qwen3-0.6b", "q8_0");
     let file_bytes = std::fs::metadata(&model).unwrap().len();
     assert!(file_bytes >= 512 << 20, "{file_bytes} bytes");
     let arguments = ["--workers", "4", "--threads", "1", "--kv-tokens", "2048"];
-    let fleet = Fleet::start(&model, &arguments);
-    let asks: Vec<Ask> = (0..8).map(ask).collect();
+    let fleet = TestFleet::start(&model, &arguments);
+    let asks: Vec<TestRequest> = (0..8).map(ask).collect();
     for result in runtime().block_on(generate_all(&fleet.grpc, &asks)) {
         assert_eq!(result.unwrap().tokens.len(), 4);
     }
 
-    let workers = fleet.by_role("worker");
+    let workers = fleet.processes_by_role("worker");
     assert_eq!(workers.len(), WORKERS);
     let mut weight_bytes = 0;
     let mut pss_sum = 0;
@@ -71,12 +71,12 @@ fn i1_weights_exist_once_for_four_workers() {
 
 #[test]
 fn four_hundred_allocations_are_handed_over_in_several_batches() {
-    if !on_the_host("four_hundred_allocations_are_handed_over_in_several_batches") {
+    if !runs_on_host("four_hundred_allocations_are_handed_over_in_several_batches") {
         return;
     }
     let model = synth("qwen3-many", "q8_0");
-    let fleet = Fleet::start(&model, &["--workers", "2", "--no-pack"]);
-    for worker in fleet.by_role("worker") {
+    let fleet = TestFleet::start(&model, &["--workers", "2", "--no-pack"]);
+    for worker in fleet.processes_by_role("worker") {
         let weights =
             proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();
         assert!(weights >= 400, "{}: {weights} mappings", worker.name);

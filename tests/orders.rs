@@ -4,29 +4,29 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m, demo_22m, device, eventually, text};
+use crate::harness::http::HttpClient;
+use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, text};
 
-fn load(fleet: &Fleet, model: &Path, more: &[&str]) {
+fn load(fleet: &TestFleet, model: &Path, more: &[&str]) {
     let device = device();
     let mut order = vec!["load", model.to_str().unwrap(), "--threads", "1", "--device", &device];
     order.extend(["--kv-tokens", "1024"].iter().chain(more));
-    let output = fleet.order(&order);
+    let output = fleet.run_command(&order);
     assert!(output.status.success(), "{order:?}: {}", text(&output).1);
 }
 
-fn unload(fleet: &Fleet, name: &str) {
-    let output = fleet.order(&["unload", name]);
+fn unload(fleet: &TestFleet, name: &str) {
+    let output = fleet.run_command(&["unload", name]);
     assert!(output.status.success(), "{name}: {}", text(&output).1);
 }
 
-fn ask(http: &Http, model: &str) -> (u16, String) {
+fn ask(http: &HttpClient, model: &str) -> (u16, String) {
     let body = json!({"model": model, "prompt": "def add(a, b):\n", "max_tokens": 48, "temperature": 0});
     http.post("/v1/completions", &body)
 }
 
 /// Its greedy text, as soon as it is served.
-fn answer(http: &Http, model: &str) -> String {
+fn answer(http: &HttpClient, model: &str) -> String {
     let served = || ask(http, model);
     let whole = eventually(model, || Some(served()).filter(|(status, _)| *status == 200));
     let whole: Value = serde_json::from_str(&whole.1).unwrap();
@@ -44,8 +44,8 @@ fn copy(model: &Path, folder: &Path, name: &str) -> std::path::PathBuf {
 #[test]
 fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
     let folder = tempfile::tempdir().unwrap();
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     load(&fleet, &copy(&demo_22m(), folder.path(), "a.gguf"), &["--name", "first"]);
     load(&fleet, &copy(&demo_22m(), folder.path(), "b.gguf"), &["--name", "second"]);
     let text = answer(&http, "first");
@@ -60,8 +60,8 @@ fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
 fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
     let folder = tempfile::tempdir().unwrap();
     let small = copy(&demo_7m(), folder.path(), "small.gguf");
-    let fleet = Fleet::start(&demo_22m(), &["--workers", "1", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_22m(), &["--workers", "1", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     let text_alone = answer(&http, "pycoder-22m-q4_k_m");
     let draft = ["--draft", small.to_str().unwrap()];
     for name in ["loads", "finds"] {
@@ -71,7 +71,7 @@ fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
         let drafted = format!("ballast:spec_decode_num_draft_tokens_total{{model_name=\"{name}\"");
         eventually("tokens are drafted", || http.metric(&drafted).filter(|&tokens| tokens > 0.0));
     }
-    let status = fleet.try_status().unwrap();
+    let status = fleet.try_ps_lines().unwrap();
     let copies = status.iter().filter(|line| line["name"] == "model:small").count();
     assert_eq!(copies, 1, "{status:?}");
     fleet.stop();
@@ -79,8 +79,8 @@ fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
 
 #[test]
 fn prompts_are_forgotten_when_that_is_ordered() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     let body = json!({"prompt": "def add(a, b):\n".repeat(8), "max_tokens": 8, "n": 4, "temperature": 1});
     http.post_json("/v1/completions", &body);
     let cached = || -> f64 {
@@ -89,7 +89,7 @@ fn prompts_are_forgotten_when_that_is_ordered() {
         lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     };
     eventually("the prompt is kept", || (cached() > 0.0).then_some(()));
-    let output = fleet.order(&["reset-prefixes"]);
+    let output = fleet.run_command(&["reset-prefix-cache"]);
     assert!(output.status.success(), "{}", text(&output).1);
     eventually("nothing is kept", || (cached() == 0.0).then_some(()));
     fleet.stop();

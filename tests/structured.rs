@@ -1,7 +1,7 @@
 //! Structured output and samplers through a whole fleet: what a client asks for is what it gets, whatever the model says.
 
-use crate::harness::http::Http;
-use crate::harness::{Fleet, demo_7m};
+use crate::harness::http::HttpClient;
+use crate::harness::{TestFleet, demo_7m};
 use serde_json::{Value, json};
 
 fn text(answer: &Value, choice: usize) -> &str {
@@ -11,8 +11,8 @@ fn text(answer: &Value, choice: usize) -> &str {
 
 #[test]
 fn output_is_what_the_grammar_says() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
     let ask = |more: Value| {
         let mut body = json!({"prompt": "def answer():\n    return ", "max_tokens": 200, "seed": 4});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -87,8 +87,8 @@ fn output_is_what_the_grammar_says() {
 
 #[test]
 fn samplers_of_all_kinds_are_served_and_repeatable() {
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1", "--threads", "2"]);
-    let http = Http::of(&fleet);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "2"]);
+    let http = HttpClient::connect(&fleet);
     for more in [
         json!({"dynatemp_range": 0.5, "typical_p": 0.9, "top_n_sigma": 2.0}),
         json!({"xtc_probability": 0.5, "xtc_threshold": 0.1}),

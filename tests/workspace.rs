@@ -1,8 +1,8 @@
 //! What a worker on the host takes beside weights, keys and values, against what was planned for it.
 
 use crate::devices::plan;
-use crate::harness::api::{Ask, connect, generate, generate_all, runtime};
-use crate::harness::{Fleet, eventually, on_the_host, proc, synth};
+use crate::harness::api::{TestRequest, connect, generate, generate_all, runtime};
+use crate::harness::{TestFleet, eventually, proc, runs_on_host, synth};
 use proto::v1::grammar::Kind;
 
 /// A plan is a bound: rows of late masks, for one, are rarely all there. But no more than so many times what is found.
@@ -11,15 +11,15 @@ const PLANNED_TIMES_MAX: u64 = 3;
 /// As many as an ordinary class of requests gets of a worker's seats, but for the one that keeps the worker from idling.
 const STREAMS: u64 = 67;
 
-fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> Ask {
+fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> TestRequest {
     let prompt = (0..prompt_tokens).map(|i| (i * 31 + seed as u32 * 977) % 100_000).collect();
     // Drawn from whole rows on the host, after copies of them.
-    Ask { prompt, max_tokens, temperature: 1.1, seed, ..Ask::default() }
+    TestRequest { prompt, max_tokens, temperature: 1.1, seed, ..TestRequest::default() }
 }
 
 /// Anonymous memory of the only worker beside its cache.
-fn found(fleet: &Fleet) -> Option<u64> {
-    let status = fleet.try_status()?;
+fn found(fleet: &TestFleet) -> Option<u64> {
+    let status = fleet.try_ps_lines()?;
     let line = status.iter().find(|line| line["role"] == "worker")?;
     let mapped = line["device_memory"]["kv_mapped"].as_u64()?;
     let mappings = proc::mappings(line["pid"].as_u64()? as u32);
@@ -28,7 +28,7 @@ fn found(fleet: &Fleet) -> Option<u64> {
 
 #[test]
 fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
-    if !on_the_host("i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back") {
+    if !runs_on_host("i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back") {
         return;
     }
     let model = synth("qwen3-wide", "q8_0");
@@ -37,9 +37,9 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     let part = |name: &str| worker[name].as_u64().unwrap();
     let planned = part("activations") + part("scratch") + part("process");
     assert_eq!(planned + part("kv"), part("total"), "{worker}");
-    let fleet = Fleet::start(&model, &arguments);
+    let fleet = TestFleet::start(&model, &arguments);
     let runtime = runtime();
-    let all = |asks: Vec<Ask>| {
+    let all = |asks: Vec<TestRequest>| {
         for done in runtime.block_on(generate_all(&fleet.grpc, &asks)) {
             done.unwrap();
         }
@@ -52,7 +52,9 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     });
     all((5..5 + STREAMS).map(|seed| ask(seed, 16, 8)).collect());
     let word = Kind::Regex("[a-z]{4,8}".to_owned());
-    all((0..STREAMS / 2).map(|seed| Ask { grammar: Some(word.clone()), ..ask(seed, 16, 8) }).collect());
+    all((0..STREAMS / 2)
+        .map(|seed| TestRequest { grammar: Some(word.clone()), ..ask(seed, 16, 8) })
+        .collect());
     let busy = found(&fleet).unwrap();
     assert!(!lasting.is_finished(), "an idle worker gives memory back");
     let mib = |bytes: u64| bytes >> 20;

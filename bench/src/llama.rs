@@ -1,6 +1,6 @@
 //! llama.cpp in this process: prompt and decode speed of some streams, as its own batched benchmark measures them.
 
-use crate::{Shape, Speed};
+use crate::{Workload, TokenRates};
 use anyhow::{Context, Result};
 use llama_cpp_2::context::params::LlamaContextParams;
 use llama_cpp_2::llama_backend::LlamaBackend;
@@ -30,7 +30,7 @@ impl Peer {
         Ok(Self { backend, model, threads: i32::try_from(threads)? })
     }
 
-    pub(crate) fn measure(&self, shape: Shape) -> Result<Speed> {
+    pub(crate) fn measure(&self, shape: Workload) -> Result<TokenRates> {
         let context_tokens = u32::try_from(shape.streams * (shape.prompt_tokens + shape.tokens + 1))?;
         let params = LlamaContextParams::default()
             .with_n_ctx(NonZeroU32::new(context_tokens))
@@ -80,7 +80,7 @@ impl Peer {
             }
         }
         let decode_seconds = started.elapsed().as_secs_f64();
-        Ok(Speed {
+        Ok(TokenRates {
             prompt: (shape.streams * shape.prompt_tokens) as f64 / prompt_seconds,
             decode: (shape.streams * shape.tokens) as f64 / decode_seconds,
         })

@@ -13,7 +13,7 @@ use std::process::Command;
 mod llama;
 
 #[derive(Parser)]
-struct Arguments {
+struct CompareArguments {
     /// The ballast executable.
     #[arg(long)]
     ballast: PathBuf,
@@ -35,7 +35,7 @@ struct Arguments {
 
 /// What is measured: `streams` sequences of `prompt_tokens`, each continued by `tokens`.
 #[derive(Clone, Copy)]
-struct Shape {
+struct Workload {
     streams: usize,
     prompt_tokens: usize,
     tokens: usize,
@@ -43,12 +43,12 @@ struct Shape {
 
 /// Tokens a second over all streams.
 #[derive(Clone, Copy)]
-struct Speed {
+struct TokenRates {
     prompt: f64,
     decode: f64,
 }
 
-impl Shape {
+impl Workload {
     /// Token ids of one prompt; different in every stream, so that no prefix is shared.
     fn prompt(self, stream: usize, vocabulary: u32) -> Vec<u32> {
         (0..self.prompt_tokens)
@@ -58,11 +58,11 @@ impl Shape {
 }
 
 fn main() -> Result<()> {
-    let arguments = Arguments::parse();
+    let arguments = CompareArguments::parse();
     let peer = llama::Peer::load(&arguments.model, arguments.threads)?;
     println!("| streams | measure | ballast | llama.cpp | ratio |\n|---|---|---|---|---|");
     for &streams in &arguments.streams {
-        let shape = Shape { streams, prompt_tokens: arguments.prompt_tokens, tokens: arguments.tokens };
+        let shape = Workload { streams, prompt_tokens: arguments.prompt_tokens, tokens: arguments.tokens };
         let mut ours = Vec::new();
         let mut theirs = Vec::new();
         for _ in 0..arguments.rounds {
@@ -70,7 +70,7 @@ fn main() -> Result<()> {
             ours.push(measure_ballast(&arguments.ballast, &arguments.model, arguments.threads, shape)?);
         }
         for (name, part) in
-            [("prompt tok/s", (|s| s.prompt) as fn(&Speed) -> f64), ("decode tok/s", |s| s.decode)]
+            [("prompt tok/s", (|s| s.prompt) as fn(&TokenRates) -> f64), ("decode tok/s", |s| s.decode)]
         {
             let ballast = median(ours.iter().map(part));
             let llama = median(theirs.iter().map(part));
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
 }
 
 /// One fleet of one worker, measured from outside by the executable's own load generator.
-fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Shape) -> Result<Speed> {
+fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Workload) -> Result<TokenRates> {
     let output = Command::new(executable)
         .args(["bench", "throughput"])
         .arg(model)
@@ -96,7 +96,7 @@ fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Shape
     let line: serde_json::Value =
         serde_json::from_slice(&output.stdout).context("ballast bench printed no JSON")?;
     let field = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
-    Ok(Speed { prompt: field("prompt_tokens_per_second")?, decode: field("decode_tokens_per_second")? })
+    Ok(TokenRates { prompt: field("prompt_tokens_per_second")?, decode: field("decode_tokens_per_second")? })
 }
 
 fn median(values: impl Iterator<Item = f64>) -> f64 {

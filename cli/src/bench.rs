@@ -10,22 +10,22 @@ use serde_json::json;
 use service::Exit;
 use service::exit::{exit_for_io_error, one_line};
 
-use crate::device_choice::Wanted;
-use crate::failure::{Failure, Outcome, Trying};
-use crate::generate::say;
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::device_choice::DeviceOption;
+use crate::generate::print_stdout;
 use crate::running_fleet::block_on;
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct BenchArguments {
     #[command(subcommand)]
-    what: What,
+    what: BenchCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum What {
+enum BenchCommand {
     /// Prompt and decode speed of some streams that begin at once
     Throughput(ThroughputArguments),
-    /// What it costs that processes come and go: attach, one worker more, a dead worker back
+    /// BenchCommand it costs that processes come and go: attach, one worker more, a dead worker back
     Lives(LivesArguments),
     /// The same prompts with drafts and without, in turns: speed, and how many drafts were right
     Drafts(DraftsArguments),
@@ -38,7 +38,7 @@ enum What {
 #[derive(clap::Args)]
 struct ThroughputArguments {
     #[command(flatten)]
-    fleet: BenchFleet,
+    fleet: BenchFleetArguments,
     #[arg(long, value_name = "N", default_value_t = 16)]
     streams: u32,
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -50,7 +50,7 @@ struct ThroughputArguments {
 #[derive(clap::Args)]
 struct LivesArguments {
     #[command(flatten)]
-    fleet: BenchFleet,
+    fleet: BenchFleetArguments,
     /// Workers added, and workers killed
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: u32,
@@ -59,7 +59,7 @@ struct LivesArguments {
 #[derive(clap::Args)]
 struct DraftsArguments {
     #[command(flatten)]
-    fleet: BenchFleet,
+    fleet: BenchFleetArguments,
     /// Who drafts: the text itself, or a smaller model
     #[arg(long, value_name = "lookup|MODEL.gguf")]
     draft: String,
@@ -80,7 +80,7 @@ struct DraftsArguments {
 #[derive(clap::Args)]
 struct StructuredArguments {
     #[command(flatten)]
-    fleet: BenchFleet,
+    fleet: BenchFleetArguments,
     #[arg(long, value_name = "N", default_value_t = 8)]
     streams: u32,
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -94,7 +94,7 @@ struct StructuredArguments {
 #[derive(clap::Args)]
 struct BurstArguments {
     #[command(flatten)]
-    fleet: BenchFleet,
+    fleet: BenchFleetArguments,
     #[arg(long, value_name = "N", default_value_t = 16)]
     requests: u32,
     /// Tokens that all prompts begin with
@@ -110,7 +110,7 @@ struct BurstArguments {
 }
 
 #[derive(clap::Args)]
-struct BenchFleet {
+struct BenchFleetArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
@@ -126,49 +126,49 @@ struct BenchFleet {
     #[arg(long, value_name = "TOKENS")]
     step_tokens: Option<u32>,
     /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
-    #[arg(long, default_value_t = Wanted::Auto)]
-    device: Wanted,
+    #[arg(long, default_value_t = DeviceOption::Auto)]
+    device: DeviceOption,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: BenchArguments) -> CliResult {
     block_on(async {
         match arguments.what {
-            What::Throughput(arguments) => throughput(arguments).await,
-            What::Lives(arguments) => lives(arguments).await,
-            What::Drafts(arguments) => drafts(arguments).await,
-            What::Structured(arguments) => structured(arguments).await,
-            What::Burst(arguments) => burst(arguments).await,
+            BenchCommand::Throughput(arguments) => throughput(arguments).await,
+            BenchCommand::Lives(arguments) => lives(arguments).await,
+            BenchCommand::Drafts(arguments) => drafts(arguments).await,
+            BenchCommand::Structured(arguments) => structured(arguments).await,
+            BenchCommand::Burst(arguments) => burst(arguments).await,
         }
     })
 }
 
-async fn throughput(arguments: ThroughputArguments) -> Outcome {
+async fn throughput(arguments: ThroughputArguments) -> CliResult {
     let ThroughputArguments { fleet: options, streams, prompt_tokens, tokens } = arguments;
     let load = Load { streams, prompt_tokens, tokens, schema: None };
     let fleet = options.start()?;
     let measured = async {
-        let client = fleet.client().await.map_err(of_fleet)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
+        let client = fleet.client().await.map_err(fleet_error)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
         // The first steps fault in pages of weights and KV cache; that is not what is measured.
-        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(of_load)?;
-        run_load(&client, load, vocabulary, 1).await.map_err(of_load)
+        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(load_error)?;
+        run_load(&client, load, vocabulary, 1).await.map_err(load_error)
     };
     let report = measured.await;
-    fleet.stop().await.map_err(of_fleet)?;
+    fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
-    let Speed { prompt, decode } = Speed::of(&report);
+    let Throughput { prompt, decode } = Throughput::of(&report);
     match options.json {
         true => {
             let mut line = serde_json::to_value(&report)
-                .map_err(|error| Failure::new(Exit::Internal, format!("cannot write as JSON: {error}")))?;
+                .map_err(|error| CliError::new(Exit::Internal, format!("cannot write as JSON: {error}")))?;
             line["prompt_tokens_per_second"] = json!(prompt);
             line["decode_tokens_per_second"] = json!(decode);
-            say(&format!("{line}\n"))
+            print_stdout(&format!("{line}\n"))
         }
-        false => say(&format!(
+        false => print_stdout(&format!(
             "{streams} streams of {prompt_tokens} + {tokens} tokens: prompts {prompt:.1} tokens/s, decode {decode:.1} tokens/s\n\
              first token {:.1} ms (p99 {:.1}), between tokens {:.2} ms (p99 {:.2})\n",
             report.first_token.p50_ms,
@@ -180,12 +180,12 @@ async fn throughput(arguments: ThroughputArguments) -> Outcome {
 }
 
 /// Tokens per second of all streams together.
-struct Speed {
+struct Throughput {
     prompt: f64,
     decode: f64,
 }
 
-impl Speed {
+impl Throughput {
     /// Prompts are computed until the last stream has its first token; what follows is decoding.
     fn of(report: &LoadReport) -> Self {
         let Load { streams, prompt_tokens, tokens, .. } = report.load;
@@ -198,7 +198,7 @@ impl Speed {
     }
 }
 
-async fn lives(arguments: LivesArguments) -> Outcome {
+async fn lives(arguments: LivesArguments) -> CliResult {
     let LivesArguments { fleet: options, rounds } = arguments;
     let fleet = options.start()?;
     let measured = async {
@@ -213,11 +213,11 @@ async fn lives(arguments: LivesArguments) -> Outcome {
         Ok((attach_ms, added, back))
     };
     let measured: Result<_, LifeError> = measured.await;
-    fleet.stop().await.map_err(of_fleet)?;
-    let (attach_ms, added, back) = measured.map_err(of_life)?;
+    fleet.stop().await.map_err(fleet_error)?;
+    let (attach_ms, added, back) = measured.map_err(lifecycle_error)?;
     if options.json {
         let line = json!({"attach_ms": attach_ms, "one_more_worker": added, "dead_worker_back": back});
-        return say(&format!("{line}\n"));
+        return print_stdout(&format!("{line}\n"));
     }
     let mut text = format!("attach: {attach_ms:.2?} ms\n");
     for (what, lives) in [("one worker more", &added), ("a dead worker back", &back)] {
@@ -228,24 +228,24 @@ async fn lives(arguments: LivesArguments) -> Outcome {
             );
         }
     }
-    say(&text)
+    print_stdout(&text)
 }
 
-async fn drafts(arguments: DraftsArguments) -> Outcome {
+async fn drafts(arguments: DraftsArguments) -> CliResult {
     let DraftsArguments { fleet: options, draft, prompts, tokens, temperature, streams, rounds } = arguments;
     let prompts = crate::prompts::read(&prompts)?;
     let load = DraftLoad { prompts, tokens, temperature, at_once: streams, rounds };
     let plain = options.start()?;
     let drafting = options.start_with("drafting", &["--draft".to_owned(), draft])?;
     let measured = loadgen::drafts_against_plain(&plain, &drafting, &load).await;
-    plain.stop().await.map_err(of_fleet)?;
-    drafting.stop().await.map_err(of_fleet)?;
-    let report = measured.map_err(of_drafts)?;
+    plain.stop().await.map_err(fleet_error)?;
+    drafting.stop().await.map_err(fleet_error)?;
+    let report = measured.map_err(draft_error)?;
     if options.json {
-        return say(&format!("{}\n", json!(report)));
+        return print_stdout(&format!("{}\n", json!(report)));
     }
     let (drafted, accepted): (u64, u64) = (report.drafted.iter().sum(), report.accepted.iter().sum());
-    say(&format!(
+    print_stdout(&format!(
         "plain {:.1?} tokens/s, with drafts {:.1?}: {:.2} times as fast; output equal\n\
          {drafted} tokens drafted, {accepted} right; by place {:?} of {:?}\n",
         report.plain_tokens_per_s,
@@ -256,20 +256,20 @@ async fn drafts(arguments: DraftsArguments) -> Outcome {
     ))
 }
 
-async fn structured(arguments: StructuredArguments) -> Outcome {
+async fn structured(arguments: StructuredArguments) -> CliResult {
     let StructuredArguments { fleet: options, streams, prompt_tokens, tokens, rounds } = arguments;
     let load = Load { streams, prompt_tokens, tokens, schema: None };
     let fleet = options.start()?;
     let measured = async {
-        let client = fleet.client().await.map_err(of_fleet)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
-        loadgen::structured_against_free(&client, load, vocabulary, rounds).await.map_err(of_load)
+        let client = fleet.client().await.map_err(fleet_error)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
+        loadgen::structured_against_free(&client, load, vocabulary, rounds).await.map_err(load_error)
     };
     let report = measured.await;
-    fleet.stop().await.map_err(of_fleet)?;
+    fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
     if options.json {
-        return say(&format!("{}\n", json!(report)));
+        return print_stdout(&format!("{}\n", json!(report)));
     }
     let mut text = String::new();
     for (name, decode) in [("free", &report.free), ("with a schema", &report.constrained)] {
@@ -281,25 +281,25 @@ async fn structured(arguments: StructuredArguments) -> Outcome {
             decode.tokens_per_s,
         );
     }
-    say(&format!("{text}a schema makes it {:.3} times as long\n", report.slow_down))
+    print_stdout(&format!("{text}a schema makes it {:.3} times as long\n", report.slow_down))
 }
 
-async fn burst(arguments: BurstArguments) -> Outcome {
+async fn burst(arguments: BurstArguments) -> CliResult {
     let BurstArguments { fleet: options, requests, prefix_tokens, own_tokens, tokens, rounds } = arguments;
     let burst = Burst { requests, prefix_tokens, own_tokens, tokens };
     let fleet = options.start()?;
     let measured = async {
-        let client = fleet.client().await.map_err(of_fleet)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(of_life)?;
-        loadgen::shared_against_apart(&client, burst, vocabulary, rounds).await.map_err(of_load)
+        let client = fleet.client().await.map_err(fleet_error)?;
+        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
+        loadgen::shared_against_apart(&client, burst, vocabulary, rounds).await.map_err(load_error)
     };
     let report = measured.await;
-    fleet.stop().await.map_err(of_fleet)?;
+    fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
     if options.json {
-        return say(&format!("{}\n", json!(report)));
+        return print_stdout(&format!("{}\n", json!(report)));
     }
-    say(&format!(
+    print_stdout(&format!(
         "{requests} requests of {prefix_tokens} shared + {own_tokens} tokens, {tokens} out: shared {:.3?} s, not shared {:.3?}: \
          {:.1} times as fast, {:.1} by rows\n\
          first tokens: shared {:.3?} s, not shared {:.3?}: {:.1} times as fast, {:.1} by rows\n",
@@ -314,27 +314,27 @@ async fn burst(arguments: BurstArguments) -> Outcome {
     ))
 }
 
-fn of_load(error: LoadError) -> Failure {
-    Failure::new(Exit::PeerLost, one_line(&error))
+fn load_error(error: LoadError) -> CliError {
+    CliError::new(Exit::PeerLost, one_line(&error))
 }
 
-fn of_drafts(error: DraftError) -> Failure {
+fn draft_error(error: DraftError) -> CliError {
     match error {
-        DraftError::Fleet(error) => of_fleet(error),
-        DraftError::Life(error) => of_life(error),
-        error @ DraftError::Stream { .. } => Failure::new(Exit::PeerLost, one_line(&error)),
-        error @ DraftError::Different { .. } => Failure::new(Exit::Internal, one_line(&error)),
+        DraftError::Fleet(error) => fleet_error(error),
+        DraftError::Life(error) => lifecycle_error(error),
+        error @ DraftError::Stream { .. } => CliError::new(Exit::PeerLost, one_line(&error)),
+        error @ DraftError::Different { .. } => CliError::new(Exit::Internal, one_line(&error)),
     }
 }
 
-impl BenchFleet {
-    fn start(&self) -> Outcome<MeasuredFleet> {
+impl BenchFleetArguments {
+    fn start(&self) -> CliResult<MeasuredFleet> {
         self.start_with("fleet", &[])
     }
 
     /// `name` tells the fleets of one bench apart, `more` are further arguments of `ballast serve`.
-    fn start_with(&self, name: &str, more: &[String]) -> Outcome<MeasuredFleet> {
-        let executable = std::env::current_exe().trying(|| "cannot find this executable".to_owned())?;
+    fn start_with(&self, name: &str, more: &[String]) -> CliResult<MeasuredFleet> {
+        let executable = std::env::current_exe().with_context(|| "cannot find this executable".to_owned())?;
         let mut arguments = vec!["--device".to_owned(), self.device.to_string()];
         for (name, value) in [
             ("--threads", self.threads),
@@ -351,21 +351,21 @@ impl BenchFleet {
             workers: self.workers,
             arguments,
         };
-        MeasuredFleet::start(&options).map_err(of_fleet)
+        MeasuredFleet::start(&options).map_err(fleet_error)
     }
 }
 
-fn of_fleet(error: FleetError) -> Failure {
+fn fleet_error(error: FleetError) -> CliError {
     let exit = match &error {
         FleetError::Start { source, .. } | FleetError::Read(source) => exit_for_io_error(source),
         _ => Exit::PeerLost,
     };
-    Failure::new(exit, one_line(&error))
+    CliError::new(exit, one_line(&error))
 }
 
-fn of_life(error: LifeError) -> Failure {
+fn lifecycle_error(error: LifeError) -> CliError {
     match error {
-        LifeError::Fleet(error) => of_fleet(error),
-        error => Failure::new(Exit::PeerLost, one_line(&error)),
+        LifeError::Fleet(error) => fleet_error(error),
+        error => CliError::new(Exit::PeerLost, one_line(&error)),
     }
 }

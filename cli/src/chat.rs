@@ -10,13 +10,13 @@ use service::{Exit, Notify};
 use tokio::sync::mpsc;
 use tracing::Level;
 
-use crate::failure::{Failure, Outcome};
+use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
-use crate::generate::{SamplingArguments, say};
+use crate::generate::{SamplingArguments, print_stdout};
 use crate::running_fleet::{RunningFleet, block_on};
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct ChatArguments {
     /// The model file; it must have a chat template
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
@@ -29,7 +29,7 @@ pub(crate) struct Arguments {
     fleet: FleetArguments,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: ChatArguments) -> CliResult {
     service::logging::init("supervisor", Level::ERROR);
     let config = arguments.fleet.clone().config(&arguments.model, None);
     block_on(async {
@@ -44,16 +44,16 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
 }
 
 /// Turns until the end of standard input.
-async fn converse(fleet: &RunningFleet, arguments: &Arguments) -> Outcome {
+async fn converse(fleet: &RunningFleet, arguments: &ChatArguments) -> CliResult {
     let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
     let mut messages: Vec<ChatMessage> =
         arguments.system.iter().map(|text| message("system", text.clone())).collect();
     let mut lines = lines_of_stdin();
     loop {
         if std::io::stdin().is_terminal() {
-            say("> ")?;
+            print_stdout("> ")?;
         }
-        let Some(line) = lines.recv().await else { return say("\n") };
+        let Some(line) = lines.recv().await else { return print_stdout("\n") };
         if line.trim().is_empty() {
             continue;
         }
@@ -64,25 +64,29 @@ async fn converse(fleet: &RunningFleet, arguments: &Arguments) -> Outcome {
 }
 
 /// Streams one answer to standard output.
-async fn answer(fleet: &RunningFleet, arguments: &Arguments, messages: Vec<ChatMessage>) -> Outcome<String> {
-    let refused = |status: tonic::Status| Failure::answer("the fleet", &status);
+async fn answer(
+    fleet: &RunningFleet,
+    arguments: &ChatArguments,
+    messages: Vec<ChatMessage>,
+) -> CliResult<String> {
+    let refused = |status: tonic::Status| CliError::from_status("the fleet", &status);
     let request = arguments.sampling.request(Prompt::Chat(Chat { messages }));
     let mut frames = fleet.client()?.generate(request).await.map_err(refused)?.into_inner();
     let mut text = String::new();
     while let Some(frame) = frames.message().await.map_err(refused)? {
         match frame.frame {
             Some(Frame::Piece(piece)) => {
-                say(&piece.text)?;
+                print_stdout(&piece.text)?;
                 text.push_str(&piece.text);
             }
             Some(Frame::Finished(_)) => {
-                say("\n")?;
+                print_stdout("\n")?;
                 return Ok(text);
             }
             Some(Frame::Started(_)) | None => {}
         }
     }
-    Err(Failure::new(Exit::PeerLost, "the stream ended without its end"))
+    Err(CliError::new(Exit::PeerLost, "the stream ended without its end"))
 }
 
 /// Standard input blocks: it is read on a thread of its own, one line ahead.

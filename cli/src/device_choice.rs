@@ -5,7 +5,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use gguf::Model;
+use gguf::GgufModel;
 use memory::cuda::DeviceSelector;
 use models::ModelDescription;
 use ops::AttentionSpan;
@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 use service::Exit;
 use worker::ComputeDevice;
 
-use crate::devices::{Gpu, Seen};
-use crate::failure::{Failure, Outcome};
+use crate::cli_error::{CliError, CliResult};
+use crate::devices::{GpuInfo, GpuInventory};
 
 /// What `--device` and the key `device` say: auto, host, cuda:N, or a GPU's UUID.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub(crate) enum Wanted {
+pub(crate) enum DeviceOption {
     /// The first GPU that can run the model, else the host.
     #[default]
     Auto,
@@ -30,20 +30,20 @@ pub(crate) enum Wanted {
 
 #[derive(Debug, thiserror::Error)]
 #[error("{text:?} is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it")]
-pub(crate) struct WantedError {
+pub(crate) struct ParseDeviceError {
     text: String,
 }
 
 /// What became of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Choice {
+pub(crate) struct DeviceChoice {
     /// The GPU; none is the host.
-    pub(crate) gpu: Option<Gpu>,
+    pub(crate) gpu: Option<GpuInfo>,
     /// Why, where the user left it open.
     pub(crate) why: Option<String>,
 }
 
-impl Choice {
+impl DeviceChoice {
     pub(crate) fn host(why: Option<String>) -> Self {
         Self { gpu: None, why }
     }
@@ -56,10 +56,10 @@ impl Choice {
 }
 
 /// "cuda:0 NVIDIA H200 (GPU-...)", or "host (why)".
-impl fmt::Display for Choice {
+impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.gpu {
-            Some(Gpu { ordinal, name, uuid, .. }) => write!(f, "cuda:{ordinal} {name} ({uuid})")?,
+            Some(GpuInfo { ordinal, name, uuid, .. }) => write!(f, "cuda:{ordinal} {name} ({uuid})")?,
             None => f.write_str("host")?,
         }
         self.why.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
@@ -68,7 +68,7 @@ impl fmt::Display for Choice {
 
 /// What of the model no kernel for GPUs computes: its first tensor of a type that none reads, or its first layer that sees
 /// a window of the past.
-pub(crate) fn without_kernel(model: &Model, description: &ModelDescription) -> Option<String> {
+pub(crate) fn without_kernel(model: &GgufModel, description: &ModelDescription) -> Option<String> {
     if let Some((_, tensor)) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none()) {
         return Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype));
     }
@@ -81,13 +81,17 @@ pub(crate) fn without_kernel(model: &Model, description: &ModelDescription) -> O
 }
 
 /// `without_kernel` says why the model cannot run on a GPU.
-pub(crate) fn choose(wanted: Wanted, seen: &Seen, without_kernel: Option<&str>) -> Outcome<Choice> {
+pub(crate) fn choose(
+    wanted: DeviceOption,
+    seen: &GpuInventory,
+    without_kernel: Option<&str>,
+) -> CliResult<DeviceChoice> {
     match wanted {
-        Wanted::Host => Ok(Choice::host(None)),
-        Wanted::Auto => Ok(automatic(seen, without_kernel)),
-        Wanted::Gpu(selector) => {
+        DeviceOption::Host => Ok(DeviceChoice::host(None)),
+        DeviceOption::Auto => Ok(automatic(seen, without_kernel)),
+        DeviceOption::Gpu(selector) => {
             let refused = |exit, why: &str| {
-                Failure::new(
+                CliError::new(
                     exit,
                     format!("{selector} cannot be used: {why}; --device host runs without a GPU"),
                 )
@@ -103,30 +107,34 @@ pub(crate) fn choose(wanted: Wanted, seen: &Seen, without_kernel: Option<&str>) 
             }
             match without_kernel {
                 Some(why) => Err(refused(Exit::ModelRefused, why)),
-                None => Ok(Choice { gpu: Some(gpu.clone()), why: None }),
+                None => Ok(DeviceChoice { gpu: Some(gpu.clone()), why: None }),
             }
         }
     }
 }
 
-fn automatic(seen: &Seen, without_kernel: Option<&str>) -> Choice {
+fn automatic(seen: &GpuInventory, without_kernel: Option<&str>) -> DeviceChoice {
     let reason = seen.problem.as_deref().or(without_kernel);
     let first_lame = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
     match (reason, seen.gpus.iter().find(|gpu| gpu.unusable.is_none())) {
-        (None, Some(gpu)) => Choice { gpu: Some(gpu.clone()), why: Some("the first usable GPU".to_owned()) },
-        (Some(reason), _) => Choice::host(Some(reason.to_owned())),
-        (None, None) => Choice::host(Some(first_lame().unwrap_or("this process sees no GPU").to_owned())),
+        (None, Some(gpu)) => {
+            DeviceChoice { gpu: Some(gpu.clone()), why: Some("the first usable GPU".to_owned()) }
+        }
+        (Some(reason), _) => DeviceChoice::host(Some(reason.to_owned())),
+        (None, None) => {
+            DeviceChoice::host(Some(first_lame().unwrap_or("this process sees no GPU").to_owned()))
+        }
     }
 }
 
-fn means(selector: DeviceSelector, gpu: &Gpu) -> bool {
+fn means(selector: DeviceSelector, gpu: &GpuInfo) -> bool {
     match selector {
         DeviceSelector::Ordinal(ordinal) => gpu.ordinal == ordinal,
         DeviceSelector::Uuid(uuid) => gpu.uuid == uuid.to_string(),
     }
 }
 
-fn present(gpus: &[Gpu]) -> String {
+fn present(gpus: &[GpuInfo]) -> String {
     let names: Vec<String> =
         gpus.iter().map(|gpu| format!("cuda:{} {} ({})", gpu.ordinal, gpu.name, gpu.uuid)).collect();
     match names.is_empty() {
@@ -135,30 +143,30 @@ fn present(gpus: &[Gpu]) -> String {
     }
 }
 
-impl FromStr for Wanted {
-    type Err = WantedError;
+impl FromStr for DeviceOption {
+    type Err = ParseDeviceError;
 
-    fn from_str(text: &str) -> Result<Self, WantedError> {
+    fn from_str(text: &str) -> Result<Self, ParseDeviceError> {
         if text == "auto" {
             return Ok(Self::Auto);
         }
         match text.parse() {
             Ok(ComputeDevice::Host) => Ok(Self::Host),
             Ok(ComputeDevice::Gpu(selector)) => Ok(Self::Gpu(selector)),
-            Err(_) => Err(WantedError { text: text.to_owned() }),
+            Err(_) => Err(ParseDeviceError { text: text.to_owned() }),
         }
     }
 }
 
-impl TryFrom<String> for Wanted {
-    type Error = WantedError;
+impl TryFrom<String> for DeviceOption {
+    type Error = ParseDeviceError;
 
-    fn try_from(text: String) -> Result<Self, WantedError> {
+    fn try_from(text: String) -> Result<Self, ParseDeviceError> {
         text.parse()
     }
 }
 
-impl fmt::Display for Wanted {
+impl fmt::Display for DeviceOption {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
@@ -168,8 +176,8 @@ impl fmt::Display for Wanted {
     }
 }
 
-impl From<Wanted> for String {
-    fn from(wanted: Wanted) -> Self {
+impl From<DeviceOption> for String {
+    fn from(wanted: DeviceOption) -> Self {
         wanted.to_string()
     }
 }
@@ -178,8 +186,8 @@ impl From<Wanted> for String {
 mod tests {
     use super::*;
 
-    fn gpu(ordinal: u32) -> Gpu {
-        Gpu {
+    fn gpu(ordinal: u32) -> GpuInfo {
+        GpuInfo {
             ordinal,
             uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
             name: "NVIDIA H200".to_owned(),
@@ -191,25 +199,25 @@ mod tests {
         }
     }
 
-    fn lame(ordinal: u32) -> Gpu {
-        Gpu { unusable: Some("it is lame".to_owned()), ..gpu(ordinal) }
+    fn lame(ordinal: u32) -> GpuInfo {
+        GpuInfo { unusable: Some("it is lame".to_owned()), ..gpu(ordinal) }
     }
 
-    fn seen(gpus: Vec<Gpu>) -> Seen {
-        Seen { gpus, problem: None }
+    fn seen(gpus: Vec<GpuInfo>) -> GpuInventory {
+        GpuInventory { gpus, problem: None }
     }
 
-    fn blind() -> Seen {
-        Seen { gpus: Vec::new(), problem: Some("no driver".to_owned()) }
+    fn blind() -> GpuInventory {
+        GpuInventory { gpus: Vec::new(), problem: Some("no driver".to_owned()) }
     }
 
-    fn wanted(text: &str) -> Wanted {
+    fn wanted(text: &str) -> DeviceOption {
         text.parse().unwrap()
     }
 
     #[test]
     fn auto_takes_the_first_gpu_that_works() {
-        let choice = choose(Wanted::Auto, &seen(vec![lame(0), gpu(1), gpu(2)]), None).unwrap();
+        let choice = choose(DeviceOption::Auto, &seen(vec![lame(0), gpu(1), gpu(2)]), None).unwrap();
         assert_eq!(choice.device().to_string(), gpu(1).uuid);
         assert!(choice.to_string().starts_with("cuda:1 NVIDIA H200 (GPU-"), "{choice}");
     }
@@ -222,7 +230,7 @@ mod tests {
             (seen(vec![lame(0)]), None, "host (it is lame)"),
             (seen(vec![gpu(0)]), Some("no kernel"), "host (no kernel)"),
         ] {
-            let choice = choose(Wanted::Auto, &seen, without_kernel).unwrap();
+            let choice = choose(DeviceOption::Auto, &seen, without_kernel).unwrap();
             assert_eq!((choice.device(), choice.to_string().as_str()), (ComputeDevice::Host, why));
         }
     }
@@ -253,7 +261,10 @@ mod tests {
 
     #[test]
     fn the_host_needs_no_look_at_gpus() {
-        assert_eq!(choose(Wanted::Host, &blind(), Some("no kernel")).unwrap(), Choice::host(None));
+        assert_eq!(
+            choose(DeviceOption::Host, &blind(), Some("no kernel")).unwrap(),
+            DeviceChoice::host(None)
+        );
     }
 
     #[test]
@@ -262,7 +273,7 @@ mod tests {
             assert_eq!(wanted(text).to_string(), text);
         }
         for text in ["", "cpu", "cuda", "cuda:", "cuda:-1", "gpu0", "GPU-00"] {
-            let error = text.parse::<Wanted>().unwrap_err().to_string();
+            let error = text.parse::<DeviceOption>().unwrap_err().to_string();
             assert!(
                 error.ends_with("is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it"),
                 "{error}"

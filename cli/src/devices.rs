@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 use service::exit::one_line;
 use service::{ByteSize, Exit};
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 
 /// A driver without persistence mode may take seconds to start, and many GPUs many of them.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct DevicesArguments {
     /// All of it as one JSON object
     #[arg(long)]
     json: bool,
@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
 
 /// A GPU, as far as choosing one and accounting for its memory need to know it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Gpu {
+pub(crate) struct GpuInfo {
     /// N of "cuda:N"; CUDA_VISIBLE_DEVICES decides what is counted.
     pub(crate) ordinal: u32,
     pub(crate) uuid: String,
@@ -46,27 +46,27 @@ pub(crate) struct Gpu {
 
 /// What a process of this executable and environment finds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Seen {
-    pub(crate) gpus: Vec<Gpu>,
+pub(crate) struct GpuInventory {
+    pub(crate) gpus: Vec<GpuInfo>,
     /// Why there are none to be seen.
     pub(crate) problem: Option<String>,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
-    let seen = look();
+pub(crate) fn run(arguments: DevicesArguments) -> CliResult {
+    let seen = probe_gpus();
     let text = match arguments.json {
         true => serde_json::to_string(&seen)
-            .map_err(|error| Failure::new(Exit::Internal, format!("cannot write as JSON: {error}")))?,
+            .map_err(|error| CliError::new(Exit::Internal, format!("cannot write as JSON: {error}")))?,
         false => text(&seen),
     };
-    writeln!(std::io::stdout(), "{text}").trying(|| "cannot write".to_owned())
+    writeln!(std::io::stdout(), "{text}").with_context(|| "cannot write".to_owned())
 }
 
-fn text(seen: &Seen) -> String {
+fn text(seen: &GpuInventory) -> String {
     if let Some(problem) = &seen.problem {
         return format!("no GPU: {problem}");
     }
-    let line = |gpu: &Gpu| {
+    let line = |gpu: &GpuInfo| {
         let (major, minor) = (gpu.compute_capability / 10, gpu.compute_capability % 10);
         let free =
             gpu.free_bytes.map(|free| format!(", {} free", ByteSize(free).rounded())).unwrap_or_default();
@@ -81,12 +81,12 @@ fn text(seen: &Seen) -> String {
 }
 
 /// Asks a child, which is gone when this returns.
-pub(crate) fn seen() -> Outcome<Seen> {
+pub(crate) fn discover_gpus() -> CliResult<GpuInventory> {
     if cfg!(not(feature = "cuda")) {
         // There is nothing to load.
-        return Ok(look());
+        return Ok(probe_gpus());
     }
-    let failed = |text: String| Failure::new(Exit::Internal, format!("cannot look for GPUs: {text}"));
+    let failed = |text: String| CliError::new(Exit::Internal, format!("cannot look for GPUs: {text}"));
     let mut child = Command::new("/proc/self/exe")
         .args(["devices", "--json"])
         .stdin(Stdio::null())
@@ -101,7 +101,7 @@ pub(crate) fn seen() -> Outcome<Seen> {
         // Nobody listens any more after the patience is over.
         let _ = sender.send(read.unwrap_or(Ok(0)).map(|_| text));
     });
-    let answer = answer.recv_timeout(PATIENCE);
+    let answer = answer.recv_timeout(TIMEOUT);
     // It has ended, or it never will.
     let _ = child.kill();
     let ended = child.wait().map_err(|error| failed(error.to_string()))?;
@@ -110,13 +110,14 @@ pub(crate) fn seen() -> Outcome<Seen> {
             serde_json::from_str(&text).map_err(|_| failed(format!("the driver ended it ({ended})")))
         }
         Ok(Err(error)) => Err(failed(error.to_string())),
-        Err(_) => Err(failed(format!("the driver does not answer within {} s", PATIENCE.as_secs()))),
+        Err(_) => Err(failed(format!("the driver does not answer within {} s", TIMEOUT.as_secs()))),
     }
 }
 
 /// What this process sees; loads the driver.
-fn look() -> Seen {
-    let blind = |error: &dyn std::error::Error| Seen { gpus: Vec::new(), problem: Some(one_line(error)) };
+fn probe_gpus() -> GpuInventory {
+    let blind =
+        |error: &dyn std::error::Error| GpuInventory { gpus: Vec::new(), problem: Some(one_line(error)) };
     let driver = match open_driver() {
         Ok(driver) => driver,
         Err(error) => return blind(&error),
@@ -125,19 +126,19 @@ fn look() -> Seen {
     match memory::cuda::devices(&*driver) {
         Ok(found) => {
             let gpus = found.iter().map(|facts| gpu(&*driver, facts, free_bytes(facts))).collect();
-            Seen { gpus, problem: None }
+            GpuInventory { gpus, problem: None }
         }
         Err(refusal) => blind(&refusal),
     }
 }
 
-fn gpu(driver: &dyn Driver, facts: &DeviceFacts, free_bytes: Option<u64>) -> Gpu {
+fn gpu(driver: &dyn Driver, facts: &DeviceFacts, free_bytes: Option<u64>) -> GpuInfo {
     let unusable = match (facts.vmm, facts.posix_fd) {
         (false, _) => Some("no virtual memory management, so weights cannot be shared".to_owned()),
         (true, false) => Some("no file descriptors for its memory, so weights cannot be shared".to_owned()),
         (true, true) => driver.granularity(facts.ordinal).err().map(|refusal| refusal.to_string()),
     };
-    Gpu {
+    GpuInfo {
         ordinal: facts.ordinal,
         uuid: facts.uuid.to_string(),
         name: facts.name.clone(),
@@ -180,8 +181,8 @@ fn without_code(_: u32) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn h200(ordinal: u32) -> Gpu {
-        Gpu {
+    fn h200(ordinal: u32) -> GpuInfo {
+        GpuInfo {
             ordinal,
             uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
             name: "NVIDIA H200".to_owned(),
@@ -195,11 +196,11 @@ mod tests {
 
     #[test]
     fn what_is_seen_survives_its_line_of_json() {
-        let lame = Gpu { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
-        let seen = Seen { gpus: vec![h200(0), lame], problem: None };
+        let lame = GpuInfo { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
+        let seen = GpuInventory { gpus: vec![h200(0), lame], problem: None };
         let line = serde_json::to_string(&seen).unwrap();
         assert!(!line.contains('\n'), "{line}");
-        assert_eq!(serde_json::from_str::<Seen>(&line).unwrap(), seen);
+        assert_eq!(serde_json::from_str::<GpuInventory>(&line).unwrap(), seen);
         let text = text(&seen);
         assert!(text.contains("cuda:0  GPU-00112233-4455-6677-8899-aabbccddee00  NVIDIA H200"), "{text}");
         assert!(text.ends_with("unusable: no"), "{text}");
@@ -207,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_process_without_a_gpu_says_why() {
-        let seen = look();
+        let seen = probe_gpus();
         assert_eq!(seen.problem.is_some(), seen.gpus.is_empty());
     }
 }

@@ -15,12 +15,12 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use service::Exit;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 
 pub(crate) use hand_off::{PeerArguments, run_peer};
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct DoctorArguments {
     /// All findings as one JSON object
     #[arg(long)]
     json: bool,
@@ -53,7 +53,7 @@ impl Finding {
     }
 
     /// The outcome of something that was tried.
-    fn tried(part: &str, check: &'static str, outcome: Tried<Self>) -> Self {
+    fn from_result(part: &str, check: &'static str, outcome: CheckResult<Self>) -> Self {
         outcome
             .unwrap_or_else(|error| Self::new(part, check, Verdict::Failed, service::exit::one_line(&*error)))
     }
@@ -65,17 +65,17 @@ impl Finding {
 }
 
 /// Whatever went wrong becomes the text of a finding.
-type Tried<T> = Result<T, Box<dyn std::error::Error>>;
+type CheckResult<T> = Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: DoctorArguments) -> CliResult {
     let mut findings = host::examine();
     findings.extend(gpus());
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).count();
     let text = if arguments.json { json_report(&findings) } else { text_report(&findings) };
-    std::io::stdout().write_all(text.as_bytes()).trying(|| "cannot write".to_owned())?;
+    std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())?;
     match failed {
         0 => Ok(()),
-        count => Err(Failure::new(
+        count => Err(CliError::new(
             Exit::Internal,
             format!("this machine fails {count} of {} checks", findings.len()),
         )),
@@ -133,7 +133,7 @@ mod tests {
         let error: Box<dyn std::error::Error> = std::io::Error::other("no luck").into();
         let findings = [
             Finding::new("host", "copy", Verdict::Ok, "12.0 GB/s").with("bytes_per_second", 12e9),
-            Finding::tried("cuda:0", "hand-off", Err(error)),
+            Finding::from_result("cuda:0", "hand-off", Err(error)),
         ];
         assert_eq!(
             text_report(&findings),

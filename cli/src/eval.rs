@@ -15,7 +15,7 @@ use text::EncodeOptions;
 use tonic::transport::Channel;
 use tracing::Level;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_arguments::FleetArguments;
 use crate::gguf_file;
 use crate::running_fleet::{RunningFleet, block_on};
@@ -24,7 +24,7 @@ use crate::running_fleet::{RunningFleet, block_on};
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct EvalArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
@@ -50,19 +50,19 @@ pub(crate) struct Arguments {
     fleet: FleetArguments,
 }
 
-enum Task {
+enum EvalTask {
     Logits { tokens: Vec<u32>, out: PathBuf },
-    Perplexity { tokens: Vec<u32>, begin: Option<u32>, kv: KvCost },
+    Perplexity { tokens: Vec<u32>, begin: Option<u32>, kv: KvCacheCost },
 }
 
 /// What keys and values are stored as, and what a token's take.
 #[derive(Clone)]
-struct KvCost {
+struct KvCacheCost {
     types: KvTypes,
     token_bytes: usize,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: EvalArguments) -> CliResult {
     let config = arguments.fleet.clone().with_one_worker().config(&arguments.model, None);
     let types = config.models.first().map_or_else(KvTypes::default, |model| model.kv_type.clone());
     let task = task(&arguments, types)?;
@@ -71,10 +71,10 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
         let fleet = RunningFleet::start(&config, Notify::disabled(), Level::ERROR).await?;
         let result = fleet.finish(async |fleet| {
             fleet.ready().await?;
-            let worker = Worker::connect(fleet).await?;
+            let worker = ScoringClient::connect(fleet).await?;
             match &task {
-                Task::Logits { tokens, out } => worker.write_logits(tokens, out).await.map(|()| None),
-                Task::Perplexity { tokens, begin, kv } => {
+                EvalTask::Logits { tokens, out } => worker.write_logits(tokens, out).await.map(|()| None),
+                EvalTask::Perplexity { tokens, begin, kv } => {
                     let perplexity = worker.perplexity(tokens, *begin).await?;
                     Ok(Some((perplexity, kv)))
                 }
@@ -87,9 +87,9 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
     })
 }
 
-fn task(arguments: &Arguments, types: KvTypes) -> Outcome<Task> {
-    let usage = |path: &Path, text: String| Failure::new(Exit::Usage, format!("{}: {text}", path.display()));
-    let read = |path: &Path| -> Outcome<String> {
+fn task(arguments: &EvalArguments, types: KvTypes) -> CliResult<EvalTask> {
+    let usage = |path: &Path, text: String| CliError::new(Exit::Usage, format!("{}: {text}", path.display()));
+    let read = |path: &Path| -> CliResult<String> {
         let bytes = std::fs::metadata(path).map_err(|error| usage(path, error.to_string()))?.len();
         if bytes > FILE_BYTES_MAX {
             return Err(usage(path, format!("{bytes} bytes are more than {FILE_BYTES_MAX}; split it")));
@@ -103,7 +103,7 @@ fn task(arguments: &Arguments, types: KvTypes) -> Outcome<Task> {
             if tokens.is_empty() {
                 return Err(usage(path, "no tokens: nothing to compute".to_owned()));
             }
-            Ok(Task::Logits { tokens, out: out.clone() })
+            Ok(EvalTask::Logits { tokens, out: out.clone() })
         }
         (_, _, Some(path)) => {
             let text = read(path)?;
@@ -117,14 +117,14 @@ fn task(arguments: &Arguments, types: KvTypes) -> Outcome<Task> {
             let begin = tokenizer.bos().filter(|bos| tokens.first() == Some(bos));
             let layers = gguf_file::describe(&arguments.model, &model)?.kv_layers(&types);
             let token_bytes = layers.iter().map(KvLayer::token_bytes).sum();
-            Ok(Task::Perplexity { tokens, begin, kv: KvCost { types, token_bytes } })
+            Ok(EvalTask::Perplexity { tokens, begin, kv: KvCacheCost { types, token_bytes } })
         }
-        _ => Err(Failure::new(Exit::Usage, "give --tokens FILE --logits-out FILE, or --text FILE")),
+        _ => Err(CliError::new(Exit::Usage, "give --tokens FILE --logits-out FILE, or --text FILE")),
     }
 }
 
 /// The only worker of the fleet.
-struct Worker {
+struct ScoringClient {
     client: WorkerClient<Channel>,
     description: Description,
 }
@@ -137,15 +137,15 @@ struct Perplexity {
     window_tokens: usize,
 }
 
-impl Worker {
-    async fn connect(fleet: &RunningFleet) -> Outcome<Self> {
-        let refused = |status: tonic::Status| Failure::answer("the worker", &status);
+impl ScoringClient {
+    async fn connect(fleet: &RunningFleet) -> CliResult<Self> {
+        let refused = |status: tonic::Status| CliError::from_status("the worker", &status);
         let channel = service::grpc::connect(&fleet.directory().worker_socket(0)).await?;
         let mut client = WorkerClient::new(channel);
         let mut frames = client.get_metadata(GetMetadataRequest {}).await.map_err(refused)?.into_inner();
         match frames.message().await.map_err(refused)?.and_then(|f| f.frame) {
             Some(MetadataFrame::Description(description)) => Ok(Self { client, description }),
-            _ => Err(Failure::new(Exit::PeerLost, "the worker does not describe its model")),
+            _ => Err(CliError::new(Exit::PeerLost, "the worker does not describe its model")),
         }
     }
 
@@ -154,9 +154,9 @@ impl Worker {
         &self,
         tokens: &[u32],
         top_logprobs: Option<u32>,
-        mut take: impl FnMut(ScoreFrame) -> Outcome,
-    ) -> Outcome {
-        let refused = |status: tonic::Status| Failure::answer("the worker", &status);
+        mut take: impl FnMut(ScoreFrame) -> CliResult,
+    ) -> CliResult {
+        let refused = |status: tonic::Status| CliError::from_status("the worker", &status);
         let request = ScoreRequest {
             fingerprint: self.description.fingerprint.clone(),
             tokens: tokens.to_vec(),
@@ -170,21 +170,21 @@ impl Worker {
         Ok(())
     }
 
-    async fn write_logits(&self, tokens: &[u32], path: &Path) -> Outcome {
+    async fn write_logits(&self, tokens: &[u32], path: &Path) -> CliResult {
         let failed = || format!("cannot write {}", path.display());
-        let mut file = BufWriter::new(File::create(path).trying(failed)?);
+        let mut file = BufWriter::new(File::create(path).with_context(failed)?);
         let mut bytes = 0u64;
         self.score(tokens, None, |frame| {
             let ScoreFrame::Logits(part) = frame else { return Ok(()) };
             bytes += part.len() as u64;
-            file.write_all(&part).trying(failed)
+            file.write_all(&part).with_context(failed)
         })
         .await?;
-        file.flush().trying(failed)?;
+        file.flush().with_context(failed)?;
         let expected = tokens.len() as u64 * u64::from(self.description.vocabulary) * size_of::<f32>() as u64;
         match bytes == expected {
             true => Ok(()),
-            false => Err(Failure::new(
+            false => Err(CliError::new(
                 Exit::PeerLost,
                 format!("the worker sent {bytes} bytes of logits instead of {expected}"),
             )),
@@ -192,7 +192,7 @@ impl Worker {
     }
 
     /// Windows of the model's context length, each beginning anew (with BOS where the model wants one).
-    async fn perplexity(&self, tokens: &[u32], begin: Option<u32>) -> Outcome<Perplexity> {
+    async fn perplexity(&self, tokens: &[u32], begin: Option<u32>) -> CliResult<Perplexity> {
         let window_tokens = self.description.context_tokens as usize;
         let text = &tokens[usize::from(begin.is_some())..];
         let per_window = window_tokens.saturating_sub(usize::from(begin.is_some())).max(2);
@@ -216,9 +216,9 @@ impl Worker {
 }
 
 impl Perplexity {
-    fn print(&self, kv: &KvCost, json: bool) -> Outcome {
+    fn print(&self, kv: &KvCacheCost, json: bool) -> CliResult {
         let Self { value, predicted, windows, window_tokens } = self;
-        let KvCost { types, token_bytes } = kv;
+        let KvCacheCost { types, token_bytes } = kv;
         let line = match json {
             true => serde_json::json!({
                 "perplexity": value, "tokens": predicted, "windows": windows, "window_tokens": window_tokens,
@@ -230,6 +230,6 @@ impl Perplexity {
                  as {types}, {token_bytes} bytes a token"
             ),
         };
-        writeln!(std::io::stdout(), "{line}").trying(|| "cannot write".to_owned())
+        writeln!(std::io::stdout(), "{line}").with_context(|| "cannot write".to_owned())
     }
 }

@@ -5,44 +5,44 @@ use std::io::ErrorKind;
 use service::Exit;
 use service::exit::one_line;
 
-use crate::failure::{Failure, Outcome};
-use crate::generate::say;
-use crate::inspect::{InspectArgs, inspect};
-use crate::synth::{SynthArgs, SynthError, synth};
+use crate::cli_error::{CliError, CliResult};
+use crate::generate::print_stdout;
+use crate::inspect::{InspectArguments, inspect};
+use crate::synth::{SynthError, SynthOptions, synth};
 
 #[derive(clap::Args)]
 pub(crate) struct SynthArguments {
     #[command(flatten)]
-    synth: SynthArgs,
+    synth: SynthOptions,
     /// Print what was written as one JSON object
     #[arg(long)]
     json: bool,
 }
 
-pub(crate) fn run_inspect(arguments: InspectArgs) -> Outcome {
+pub(crate) fn run_inspect(arguments: InspectArguments) -> CliResult {
     let report =
-        inspect(&arguments.model).map_err(|error| Failure::new(Exit::ModelRefused, one_line(&error)))?;
+        inspect(&arguments.model).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))?;
     match arguments.json {
-        true => say(&format!("{}\n", serde_json::to_string(&report).map_err(unprintable)?)),
-        false => say(&report.to_string()),
+        true => print_stdout(&format!("{}\n", serde_json::to_string(&report).map_err(unprintable)?)),
+        false => print_stdout(&report.to_string()),
     }
 }
 
-pub(crate) fn run_synth(arguments: SynthArguments) -> Outcome {
+pub(crate) fn run_synth(arguments: SynthArguments) -> CliResult {
     let written = synth(&arguments.synth).map_err(|error| {
         let exit = match &error {
             SynthError::File { source, .. } if source.kind() == ErrorKind::NotFound => Exit::Usage,
             SynthError::File { source, .. } => service::exit::exit_for_io_error(source),
             SynthError::Format { .. } => Exit::Internal,
         };
-        Failure::new(exit, one_line(&error))
+        CliError::new(exit, one_line(&error))
     })?;
     match arguments.json {
-        true => say(&format!("{}\n", serde_json::to_string(&written).map_err(unprintable)?)),
-        false => say(&format!("{written}\n")),
+        true => print_stdout(&format!("{}\n", serde_json::to_string(&written).map_err(unprintable)?)),
+        false => print_stdout(&format!("{written}\n")),
     }
 }
 
-fn unprintable(error: serde_json::Error) -> Failure {
-    Failure::new(Exit::Internal, format!("cannot write as JSON: {error}"))
+fn unprintable(error: serde_json::Error) -> CliError {
+    CliError::new(Exit::Internal, format!("cannot write as JSON: {error}"))
 }

@@ -7,8 +7,8 @@ use clap::Args;
 use ops::KvTypes;
 use service::ByteSize;
 
-use crate::device_choice::Wanted;
-use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, ModelConfig};
+use crate::device_choice::DeviceOption;
+use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, FleetModelConfig};
 
 /// In the place of a draft model: the text itself.
 const LOOKUP: &str = "lookup";
@@ -29,8 +29,8 @@ pub(crate) struct FleetArguments {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WorkerArguments {
     /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
-    #[arg(long, default_value_t = Wanted::Auto)]
-    device: Wanted,
+    #[arg(long, default_value_t = DeviceOption::Auto)]
+    device: DeviceOption,
     /// Threads of each worker [default: cores / workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -61,16 +61,16 @@ pub(crate) struct WorkerArguments {
 
 impl WorkerArguments {
     /// The model that drafts, if it is another one: its weights alone.
-    pub(crate) fn draft_model(&self) -> Option<ModelConfig> {
+    pub(crate) fn draft_model(&self) -> Option<FleetModelConfig> {
         let path = self.draft.as_deref().filter(|path| *path != Path::new(LOOKUP))?;
         let model = self.model(path, 0);
         // Its own keys and values are never kept: it has no worker.
         let kv_type = KvTypes::default();
-        Some(ModelConfig { draft: None, kv_bytes: None, kv_tokens: None, kv_type, ..model })
+        Some(FleetModelConfig { draft: None, kv_bytes: None, kv_tokens: None, kv_type, ..model })
     }
 
-    pub(crate) fn model(&self, path: &Path, workers: u32) -> ModelConfig {
-        ModelConfig {
+    pub(crate) fn model(&self, path: &Path, workers: u32) -> FleetModelConfig {
+        FleetModelConfig {
             name: model_name(path),
             path: path.to_owned(),
             device: self.device,

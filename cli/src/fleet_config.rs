@@ -11,9 +11,9 @@ use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
 use toml::{Table, Value};
 
-use crate::device_choice::Wanted;
-use crate::devices::{self, Gpu, Seen};
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::device_choice::DeviceOption;
+use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::sized_model::SizedModel;
 
 /// Two show what the fleet is for: one copy of the weights, and a stream that survives the death of a worker.
@@ -34,18 +34,18 @@ pub(crate) struct FleetConfig {
     #[serde(default)]
     pub(crate) admission: router::AdmissionConfig,
     #[serde(default)]
-    pub(crate) models: Vec<ModelConfig>,
+    pub(crate) models: Vec<FleetModelConfig>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct ModelConfig {
+pub(crate) struct FleetModelConfig {
     /// What requests and workers call it.
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     /// auto, host, cuda:N, or a GPU's UUID.
     #[serde(default)]
-    pub(crate) device: Wanted,
+    pub(crate) device: DeviceOption,
     #[serde(default = "default_workers")]
     pub(crate) workers: u32,
     /// Of each worker. Absent: cores / workers of the fleet.
@@ -75,19 +75,19 @@ fn packed() -> bool {
 
 impl FleetConfig {
     /// Reads `ballast.toml`. Relative model paths are relative to it; a runtime directory from the command line comes first.
-    pub(crate) fn load(path: &Path, runtime_dir: Option<&Path>) -> Outcome<Self> {
+    pub(crate) fn load(path: &Path, runtime_dir: Option<&Path>) -> CliResult<Self> {
         let mut config: FleetConfig = service::config::load(path)?;
         let base = path.parent().unwrap_or(Path::new(""));
         for model in &mut config.models {
             model.path = base.join(&model.path);
         }
         if let Err(error) = config.admission.check() {
-            return Err(Failure::new(Exit::Usage, format!("configuration {}: {error}", path.display())));
+            return Err(CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display())));
         }
-        let named = |model: &ModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
+        let named = |model: &FleetModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
         if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
             let text = format!("configuration {}: two models are called {:?}", path.display(), twice.name);
-            return Err(Failure::new(Exit::Usage, text));
+            return Err(CliError::new(Exit::Usage, text));
         }
         if let Some(runtime_dir) = runtime_dir {
             config.runtime_dir = Some(runtime_dir.to_owned());
@@ -96,7 +96,7 @@ impl FleetConfig {
     }
 
     /// Looks at the machine's GPUs if any model may go there, and at the head of every model file.
-    pub(crate) fn sized(&self) -> Outcome<Vec<SizedModel>> {
+    pub(crate) fn sized(&self) -> CliResult<Vec<SizedModel>> {
         let seen = devices_for(self.models.iter().map(|model| model.device))?;
         let workers = self.models.iter().map(|m| m.workers).sum();
         SizedModel::all(&self.models, workers, &seen)
@@ -109,8 +109,8 @@ impl FleetConfig {
         socket: Option<OwnedFd>,
         log: tracing::Level,
         sized: &[SizedModel],
-    ) -> Outcome<Plan> {
-        let models = sized.iter().map(SizedModel::plan).collect::<Outcome<Vec<ModelPlan>>>()?;
+    ) -> CliResult<Plan> {
+        let models = sized.iter().map(SizedModel::plan).collect::<CliResult<Vec<ModelPlan>>>()?;
         let of_workers = directory.clone();
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -140,27 +140,29 @@ impl FleetConfig {
         &self,
         directory: &RuntimeDir,
         socket: Option<OwnedFd>,
-    ) -> Outcome<(Option<SocketAddr>, Option<OwnedFd>)> {
+    ) -> CliResult<(Option<SocketAddr>, Option<OwnedFd>)> {
         if let Some(socket) = socket {
             let listener = TcpListener::from(socket);
-            let address = listener.local_addr().trying(|| "the socket of socket activation".to_owned())?;
+            let address =
+                listener.local_addr().with_context(|| "the socket of socket activation".to_owned())?;
             return Ok((Some(address), Some(listener.into())));
         }
         let Some(wanted) = self.listen else { return Ok((None, None)) };
-        let living = directory.living_children().trying(|| "cannot read the runtime directory".to_owned())?;
+        let living =
+            directory.living_children().with_context(|| "cannot read the runtime directory".to_owned())?;
         let router = Role::Router.subcommand();
         if living.iter().any(|(name, _)| name == router) {
             let present: router::Config = service::config::load(&directory.config(router))?;
             return Ok((present.listen, None));
         }
         let what = || format!("cannot listen on {wanted}; choose another address with --listen");
-        let listener = TcpListener::bind(wanted).trying(what)?;
-        let address = listener.local_addr().trying(what)?;
+        let listener = TcpListener::bind(wanted).with_context(what)?;
+        let address = listener.local_addr().with_context(what)?;
         Ok((Some(address), Some(listener.into())))
     }
 
     /// What the fleet may take of a GPU.
-    pub(crate) fn budget_of(&self, gpu: &Gpu) -> u64 {
+    pub(crate) fn budget_of(&self, gpu: &GpuInfo) -> u64 {
         self.gpu_budget.map_or(gpu.total_bytes, |budget| budget.0.min(gpu.total_bytes))
     }
 
@@ -170,17 +172,17 @@ impl FleetConfig {
         self.host_budget.map_or_else(available, |budget| budget.0)
     }
 
-    fn weight_server<'a>(&self, directory: &RuntimeDir, gpus: impl Iterator<Item = &'a Gpu>) -> Table {
+    fn weight_server<'a>(&self, directory: &RuntimeDir, gpus: impl Iterator<Item = &'a GpuInfo>) -> Table {
         let mut table = Table::new();
         let runtime_dir = directory.path().to_string_lossy().into_owned();
         table.insert("runtime-dir".to_owned(), Value::String(runtime_dir));
         if let Some(budget) = self.host_budget {
             table.insert("host-budget".to_owned(), Value::String(budget.to_string()));
         }
-        let mut gpus: Vec<&Gpu> = gpus.collect();
+        let mut gpus: Vec<&GpuInfo> = gpus.collect();
         gpus.sort_by_key(|gpu| gpu.ordinal);
         gpus.dedup();
-        let device = |gpu: &Gpu| {
+        let device = |gpu: &GpuInfo| {
             let mut device = Table::new();
             device.insert("id".to_owned(), Value::String(gpu.uuid.clone()));
             device.insert("budget".to_owned(), Value::String(ByteSize(self.budget_of(gpu)).to_string()));
@@ -194,16 +196,16 @@ impl FleetConfig {
 }
 
 /// The GPUs of this machine, if anybody may want one.
-pub(crate) fn devices_for(wanted: impl IntoIterator<Item = Wanted>) -> Outcome<Seen> {
-    match wanted.into_iter().all(|wanted| wanted == Wanted::Host) {
-        true => Ok(Seen::default()),
-        false => devices::seen(),
+pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> CliResult<GpuInventory> {
+    match wanted.into_iter().all(|wanted| wanted == DeviceOption::Host) {
+        true => Ok(GpuInventory::default()),
+        false => devices::discover_gpus(),
     }
 }
 
-pub(crate) fn table(config: &impl Serialize) -> Outcome<Table> {
+pub(crate) fn table(config: &impl Serialize) -> CliResult<Table> {
     Table::try_from(config)
-        .map_err(|error| Failure::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
+        .map_err(|error| CliError::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
 }
 
 #[cfg(test)]
@@ -245,10 +247,11 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/ballast.toml");
         let config = FleetConfig::load(&path, None).unwrap();
         assert!(config.models.iter().all(|model| model.path.exists()), "{:?}", config.models);
-        let on_host = |model: &ModelConfig| ModelConfig { device: Wanted::Host, ..model.clone() };
-        let models: Vec<ModelConfig> = config.models.iter().map(on_host).collect();
+        let on_host =
+            |model: &FleetModelConfig| FleetModelConfig { device: DeviceOption::Host, ..model.clone() };
+        let models: Vec<FleetModelConfig> = config.models.iter().map(on_host).collect();
         let workers = models.iter().map(|m| m.workers).sum();
-        for sized in SizedModel::all(&models, workers, &Seen::default()).unwrap() {
+        for sized in SizedModel::all(&models, workers, &GpuInventory::default()).unwrap() {
             sized.plan().unwrap();
         }
     }
@@ -283,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_gpu_becomes_a_device_of_the_weight_server() {
-        let gpu = Gpu {
+        let gpu = GpuInfo {
             ordinal: 0,
             uuid: "GPU-00112233-4455-6677-8899-aabbccddeeff".to_owned(),
             name: "NVIDIA H200".to_owned(),

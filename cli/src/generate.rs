@@ -14,17 +14,17 @@ use tokio::sync::{Semaphore, mpsc};
 use tonic::transport::Channel;
 use tracing::Level;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_arguments::FleetArguments;
 use crate::prompts;
 use crate::running_fleet::{RunningFleet, block_on};
-use crate::summary::{Measured, Summary};
+use crate::summary::{GenerationRun, RunSummary};
 
 /// Prompts in flight at once. One worker takes 64 and lets 256 wait.
 const IN_FLIGHT_MAX: usize = 256;
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct GenerateArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
@@ -96,13 +96,13 @@ impl SamplingArguments {
 }
 
 /// What has become of one prompt so far.
-enum Progress {
+enum GenerationEvent {
     Text(String),
-    Done(Box<Finished>),
+    Done(Box<PromptCompletion>),
 }
 
 #[derive(Default)]
-pub(crate) struct Finished {
+pub(crate) struct PromptCompletion {
     pub(crate) prompt_tokens: Vec<u32>,
     pub(crate) tokens: Vec<u32>,
     pub(crate) text: String,
@@ -111,7 +111,7 @@ pub(crate) struct Finished {
     pub(crate) first_token_ms: f64,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: GenerateArguments) -> CliResult {
     let texts = match (&arguments.prompts, &arguments.prompt) {
         (Some(file), _) => prompts::read(file)?,
         (None, prompt) => prompt.iter().cloned().collect(),
@@ -125,8 +125,8 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
                 fleet.ready().await?;
                 let ready = Instant::now();
                 let finished = generate_all(fleet, &texts, &arguments).await?;
-                let measured = Measured { elapsed: ready.elapsed(), finished };
-                Summary::collect(fleet, measured).await
+                let measured = GenerationRun { elapsed: ready.elapsed(), finished };
+                RunSummary::collect(fleet, measured).await
             })
             .await?;
         eprint!("{summary}");
@@ -138,8 +138,8 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
 async fn generate_all(
     fleet: &RunningFleet,
     texts: &[String],
-    arguments: &Arguments,
-) -> Outcome<Vec<Finished>> {
+    arguments: &GenerateArguments,
+) -> CliResult<Vec<PromptCompletion>> {
     let client = fleet.client()?;
     let places = Arc::new(Semaphore::new(IN_FLIGHT_MAX));
     let mut streams = Vec::with_capacity(texts.len());
@@ -168,22 +168,22 @@ async fn generate_all(
 async fn print(
     index: usize,
     prompt: &str,
-    mut progress: mpsc::UnboundedReceiver<Progress>,
-    arguments: &Arguments,
-) -> Outcome<Option<Finished>> {
+    mut progress: mpsc::UnboundedReceiver<GenerationEvent>,
+    arguments: &GenerateArguments,
+) -> CliResult<Option<PromptCompletion>> {
     let several = arguments.prompts.is_some();
     // People see what is continued; programs get the continuation alone.
     if !arguments.json && (several || std::io::stdout().is_terminal()) {
-        say(prompt)?;
+        print_stdout(prompt)?;
     }
     while let Some(progress) = progress.recv().await {
         match progress {
-            Progress::Text(text) if !arguments.json => say(&text)?,
-            Progress::Text(_) => {}
-            Progress::Done(done) => {
+            GenerationEvent::Text(text) if !arguments.json => print_stdout(&text)?,
+            GenerationEvent::Text(_) => {}
+            GenerationEvent::Done(done) => {
                 match arguments.json {
-                    true => say(&format!("{}\n", done.json(index)))?,
-                    false => say(if several { "\n\n" } else { "\n" })?,
+                    true => print_stdout(&format!("{}\n", done.json(index)))?,
+                    false => print_stdout(if several { "\n\n" } else { "\n" })?,
                 }
                 return Ok(Some(*done));
             }
@@ -193,24 +193,24 @@ async fn print(
 }
 
 /// Writes to standard output at once: text is to be seen as it comes.
-pub(crate) fn say(text: &str) -> Outcome {
+pub(crate) fn print_stdout(text: &str) -> CliResult {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         // Whoever was reading has seen enough.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(Failure::new(Exit::Ok, "")),
-        written => written.trying(|| "cannot write".to_owned()),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(CliError::new(Exit::Ok, "")),
+        written => written.with_context(|| "cannot write".to_owned()),
     }
 }
 
-fn why_it_ended(index: usize, task: Result<Outcome, tokio::task::JoinError>) -> Failure {
+fn why_it_ended(index: usize, task: Result<CliResult, tokio::task::JoinError>) -> CliError {
     match task {
         Ok(Err(failure)) => {
-            Failure::new(failure.exit, format!("prompt {}: {}", index + 1, failure.message()))
+            CliError::new(failure.exit, format!("prompt {}: {}", index + 1, failure.message()))
         }
         Ok(Ok(())) => {
-            Failure::new(Exit::PeerLost, format!("prompt {}: the stream ended without its end", index + 1))
+            CliError::new(Exit::PeerLost, format!("prompt {}: the stream ended without its end", index + 1))
         }
-        Err(error) => Failure::new(Exit::Internal, format!("prompt {}: {error}", index + 1)),
+        Err(error) => CliError::new(Exit::Internal, format!("prompt {}: {error}", index + 1)),
     }
 }
 
@@ -218,11 +218,11 @@ fn why_it_ended(index: usize, task: Result<Outcome, tokio::task::JoinError>) -> 
 async fn continue_one(
     mut client: InferenceClient<Channel>,
     request: GenerateRequest,
-    progress: &mpsc::UnboundedSender<Progress>,
-) -> Outcome {
-    let refused = |status: tonic::Status| Failure::answer("the fleet", &status);
+    progress: &mpsc::UnboundedSender<GenerationEvent>,
+) -> CliResult {
+    let refused = |status: tonic::Status| CliError::from_status("the fleet", &status);
     let mut frames = client.generate(request).await.map_err(refused)?.into_inner();
-    let mut done = Finished::default();
+    let mut done = PromptCompletion::default();
     while let Some(frame) = frames.message().await.map_err(refused)? {
         match frame.frame {
             Some(Frame::Started(started)) => {
@@ -233,7 +233,7 @@ async fn continue_one(
                 done.tokens.extend(piece.tokens);
                 done.text.push_str(&piece.text);
                 // Nobody listens any more when the command is being interrupted.
-                let _: Result<(), _> = progress.send(Progress::Text(piece.text));
+                let _: Result<(), _> = progress.send(GenerationEvent::Text(piece.text));
             }
             Some(Frame::Finished(finished)) => {
                 done.reason = match finished.reason() {
@@ -242,16 +242,16 @@ async fn continue_one(
                     FinishReason::Unspecified => "unknown",
                 };
                 done.first_token_ms = finished.usage.map_or(0.0, |usage| usage.first_token_ms);
-                let _: Result<(), _> = progress.send(Progress::Done(Box::new(done)));
+                let _: Result<(), _> = progress.send(GenerationEvent::Done(Box::new(done)));
                 return Ok(());
             }
             None => {}
         }
     }
-    Err(Failure::new(Exit::PeerLost, "the stream ended without its end"))
+    Err(CliError::new(Exit::PeerLost, "the stream ended without its end"))
 }
 
-impl Finished {
+impl PromptCompletion {
     fn json(&self, index: usize) -> serde_json::Value {
         json!({
             "index": index,

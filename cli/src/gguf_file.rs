@@ -2,25 +2,25 @@
 
 use std::path::Path;
 
-use gguf::Model;
+use gguf::GgufModel;
 use models::{ModelDescription, TensorHead};
 use service::Exit;
 use service::exit::one_line;
 use text::Tokenizer;
 
-use crate::failure::{Failure, Outcome};
+use crate::cli_error::{CliError, CliResult};
 
 /// Opens a model and checks its header; tensor data is not touched.
-pub(crate) fn open(path: &Path) -> Outcome<Model> {
-    Model::open(path).map_err(|error| Failure::new(Exit::ModelRefused, one_line(&error)))
+pub(crate) fn open(path: &Path) -> CliResult<GgufModel> {
+    GgufModel::open(path).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))
 }
 
-fn refused(path: &Path, error: &dyn std::error::Error) -> Failure {
-    Failure::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
+fn refused(path: &Path, error: &dyn std::error::Error) -> CliError {
+    CliError::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
 }
 
 /// Checks that this executable can run the model, and tells its shape.
-pub(crate) fn describe(path: &Path, model: &Model) -> Outcome<ModelDescription> {
+pub(crate) fn describe(path: &Path, model: &GgufModel) -> CliResult<ModelDescription> {
     let heads = model.tensors().map(|(_, tensor)| TensorHead {
         name: &tensor.name,
         dtype: tensor.dtype,
@@ -29,6 +29,6 @@ pub(crate) fn describe(path: &Path, model: &Model) -> Outcome<ModelDescription> 
     models::validate(model.metadata(), heads).map_err(|error| refused(path, &error))
 }
 
-pub(crate) fn tokenizer(path: &Path, model: &Model) -> Outcome<Tokenizer> {
+pub(crate) fn tokenizer(path: &Path, model: &GgufModel) -> CliResult<Tokenizer> {
     Tokenizer::from_metadata(model.metadata()).map_err(|error| refused(path, &error))
 }

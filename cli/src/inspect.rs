@@ -1,6 +1,6 @@
 //! `ballast inspect`: what a GGUF file or split set says about itself, read from its header alone.
 
-use gguf::{Array, Model, OpenError, Value, check_model};
+use gguf::{Array, GgufModel, OpenError, Value, check_model};
 use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ const LINE_CHARS: usize = 90;
 
 /// Show header, metadata, tensors and sizes of a model file.
 #[derive(Debug, clap::Args)]
-pub(crate) struct InspectArgs {
+pub(crate) struct InspectArguments {
     /// A GGUF file, or the first of a split set.
     pub(crate) model: PathBuf,
     /// Print one JSON object.
@@ -25,7 +25,7 @@ pub(crate) struct InspectArgs {
 
 /// Everything that is shown. The JSON form has these names.
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
+pub(crate) struct InspectReport {
     files: Vec<FileRow>,
     architecture: Option<String>,
     /// Why the model would be refused although its files are sound.
@@ -70,8 +70,8 @@ struct TensorRow {
     bytes: u64,
 }
 
-pub(crate) fn inspect(path: &Path) -> Result<Report, OpenError> {
-    let model = Model::open(path)?;
+pub(crate) fn inspect(path: &Path) -> Result<InspectReport, OpenError> {
+    let model = GgufModel::open(path)?;
     let files = model.files().iter().map(|file| FileRow {
         path: file.path.clone(),
         bytes: file.header.file_len(),
@@ -89,7 +89,7 @@ pub(crate) fn inspect(path: &Path) -> Result<Report, OpenError> {
         bytes: tensor.bytes,
     });
     let metadata = model.metadata().iter().map(|(key, value)| (key.to_owned(), to_json(value)));
-    Ok(Report {
+    Ok(InspectReport {
         files: files.collect(),
         architecture: model.metadata().architecture().ok().map(str::to_owned),
         refused: check_model(model.metadata()).err().map(|error| error.to_string()),
@@ -102,7 +102,7 @@ pub(crate) fn inspect(path: &Path) -> Result<Report, OpenError> {
 }
 
 /// Sums per type, the largest first.
-fn types(model: &Model) -> Vec<TypeRow> {
+fn types(model: &GgufModel) -> Vec<TypeRow> {
     let mut by_type = BTreeMap::new();
     for (_, tensor) in model.tensors() {
         let dtype = tensor.dtype.name();
@@ -151,7 +151,7 @@ fn array_to_json(array: Array<'_>) -> Json {
     json!({ "array_of": array.element.to_string(), "length": array.len, "start": start })
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for InspectReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for file in &self.files {
             let FileRow { path, bytes, version, alignment, data_start, .. } = file;
@@ -206,7 +206,7 @@ fn shortened(value: &Json) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gguf::{Layout, MetadataBuilder, Writer};
+    use gguf::{GgufWriter, MetadataBuilder, TensorLayout};
     use quant::DType;
 
     #[test]
@@ -217,10 +217,10 @@ mod tests {
         metadata.put("llama.attention.layer_norm_rms_epsilon", 1e-6_f32).unwrap();
         metadata.put("llama.sections", &[1_i32, 2][..]).unwrap();
         metadata.put("tokenizer.ggml.scores", &[0.5_f32; 100][..]).unwrap();
-        let mut layout = Layout::default();
+        let mut layout = TensorLayout::default();
         layout.add("a", DType::Q8_0, &[32, 2]).unwrap();
         layout.add("b", DType::F32, &[4]).unwrap();
-        let mut writer = Writer::start(Vec::new(), &metadata, layout).unwrap();
+        let mut writer = GgufWriter::start(Vec::new(), &metadata, layout).unwrap();
         writer.write(&[0; 84]).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.gguf");

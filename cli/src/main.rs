@@ -7,15 +7,15 @@
 mod arguments;
 mod bench;
 mod chat;
+mod cli_error;
 mod device_choice;
 mod devices;
 mod doctor;
 mod eval;
-mod failure;
 mod file_tools;
 mod fleet_arguments;
+mod fleet_commands;
 mod fleet_config;
-mod fleet_orders;
 mod generate;
 mod gguf_file;
 mod inspect;
@@ -32,7 +32,7 @@ mod tokenize;
 
 use std::process::ExitCode;
 
-use arguments::{Arguments, Command};
+use arguments::{Cli, CliCommand};
 use clap::Parser;
 use service::Exit;
 
@@ -43,31 +43,31 @@ fn main() -> ExitCode {
         eprintln!("ballast: {}", service::exit::one_line(&supervisor::shim::exec(raw)));
         return Exit::Internal.into();
     }
-    let outcome = match Arguments::parse().command {
-        Command::Serve(arguments) => serve::run(arguments),
-        Command::Generate(arguments) => generate::run(arguments),
-        Command::Chat(arguments) => chat::run(arguments),
-        Command::Tokenize(arguments) => tokenize::run(arguments),
-        Command::Eval(arguments) => eval::run(arguments),
-        Command::Inspect(arguments) => file_tools::run_inspect(arguments),
-        Command::Synth(arguments) => file_tools::run_synth(arguments),
-        Command::Devices(arguments) => devices::run(arguments),
-        Command::Doctor(arguments) => doctor::run(arguments),
-        Command::DoctorPeer(arguments) => doctor::run_peer(arguments),
-        Command::Plan(arguments) => plan::run(arguments),
-        Command::Bench(arguments) => bench::run(arguments),
-        Command::Ps(arguments) => ps::run(arguments),
-        Command::Load(arguments) => fleet_orders::load(arguments),
-        Command::Unload(arguments) => fleet_orders::unload(arguments),
-        Command::AddWorker(arguments) => fleet_orders::add_worker(arguments),
-        Command::RemoveWorker(arguments) => fleet_orders::remove_worker(arguments),
-        Command::Restart(arguments) => fleet_orders::restart(arguments),
-        Command::ResetPrefixes(place) => fleet_orders::reset_prefixes(place),
-        Command::WeightServer(arguments) => process::weight_server(arguments),
-        Command::Loader => process::loader(),
-        Command::Worker(arguments) => process::worker(arguments),
-        Command::Router(arguments) => process::router(arguments),
-        Command::Supervisor(arguments) => serve::run_supervisor(arguments),
+    let outcome = match Cli::parse().command {
+        CliCommand::Serve(arguments) => serve::run(arguments),
+        CliCommand::Generate(arguments) => generate::run(arguments),
+        CliCommand::Chat(arguments) => chat::run(arguments),
+        CliCommand::Tokenize(arguments) => tokenize::run(arguments),
+        CliCommand::Eval(arguments) => eval::run(arguments),
+        CliCommand::Inspect(arguments) => file_tools::run_inspect(arguments),
+        CliCommand::Synth(arguments) => file_tools::run_synth(arguments),
+        CliCommand::Devices(arguments) => devices::run(arguments),
+        CliCommand::Doctor(arguments) => doctor::run(arguments),
+        CliCommand::DoctorPeer(arguments) => doctor::run_peer(arguments),
+        CliCommand::Plan(arguments) => plan::run(arguments),
+        CliCommand::Bench(arguments) => bench::run(arguments),
+        CliCommand::Ps(arguments) => ps::run(arguments),
+        CliCommand::Load(arguments) => fleet_commands::load(arguments),
+        CliCommand::Unload(arguments) => fleet_commands::unload(arguments),
+        CliCommand::AddWorker(arguments) => fleet_commands::add_worker(arguments),
+        CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),
+        CliCommand::Restart(arguments) => fleet_commands::restart(arguments),
+        CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
+        CliCommand::WeightServer(arguments) => process::weight_server(arguments),
+        CliCommand::Loader => process::loader(),
+        CliCommand::Worker(arguments) => process::worker(arguments),
+        CliCommand::Router(arguments) => process::router(arguments),
+        CliCommand::Supervisor(arguments) => serve::run_supervisor(arguments),
     };
     match outcome {
         Ok(()) => Exit::Ok.into(),

@@ -8,14 +8,14 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 use service::{ByteSize, Exit};
 
-use crate::failure::{Failure, Outcome};
+use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
-use crate::generate::say;
+use crate::generate::print_stdout;
 use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct PlanArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
     model: Option<PathBuf>,
@@ -31,7 +31,7 @@ pub(crate) struct Arguments {
 
 /// A device, and what the fleet takes of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct DevicePlan {
+struct DeviceMemoryPlan {
     /// "host", or a UUID.
     id: String,
     /// For people.
@@ -41,17 +41,17 @@ struct DevicePlan {
     /// What nobody holds at the moment, where somebody says.
     free: Option<u64>,
     weights: u64,
-    workers: Vec<WorkerPlan>,
+    workers: Vec<WorkerMemory>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct WorkerPlan {
+struct WorkerMemory {
     bytes: u64,
     /// Keys and values: what a user can choose of it.
     kv: u64,
 }
 
-impl DevicePlan {
+impl DeviceMemoryPlan {
     fn needed(&self) -> u64 {
         self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>()
     }
@@ -93,22 +93,22 @@ impl DevicePlan {
     }
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: PlanArguments) -> CliResult {
     let config = match (&arguments.config, &arguments.model) {
         (Some(path), _) => FleetConfig::load(path, None)?,
         (None, Some(model)) => arguments.fleet.config(model, None),
-        (None, None) => return Err(Failure::new(Exit::Usage, "name a model file or --config FILE.toml")),
+        (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
     let models = config.sized()?;
     let devices = devices(&config, &models);
-    say(&match arguments.json {
+    print_stdout(&match arguments.json {
         true => format!("{}\n", report(&models, &devices)),
         false => text(&models, &devices),
     })?;
-    let unfit = |device: &&DevicePlan| device.missing() > 0;
+    let unfit = |device: &&DeviceMemoryPlan| device.missing() > 0;
     match devices.iter().find(unfit) {
         None => Ok(()),
-        Some(device) => Err(Failure::new(
+        Some(device) => Err(CliError::new(
             Exit::OutOfResources,
             format!(
                 "{} lacks {}: {}",
@@ -120,8 +120,8 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
     }
 }
 
-fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DevicePlan> {
-    let mut devices: Vec<DevicePlan> = Vec::new();
+fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan> {
+    let mut devices: Vec<DeviceMemoryPlan> = Vec::new();
     for model in models {
         let id = model.choice.device().to_string();
         let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
@@ -131,17 +131,17 @@ fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DevicePlan> {
                 }
                 None => ("host".to_owned(), config.host_bytes(), None),
             };
-            devices.push(DevicePlan { id, name, budget, free, weights: 0, workers: Vec::new() });
+            devices.push(DeviceMemoryPlan { id, name, budget, free, weights: 0, workers: Vec::new() });
             devices.len() - 1
         });
         devices[at].weights += model.weights.total();
-        let worker = WorkerPlan { bytes: model.demand.total(), kv: model.demand.kv };
+        let worker = WorkerMemory { bytes: model.demand.total(), kv: model.demand.kv };
         devices[at].workers.extend((0..model.workers).map(|_| worker));
     }
     devices
 }
 
-fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
+fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
     let model = |model: &SizedModel| {
         let SizedModel { name, path, workers, choice, weights, demand, .. } = model;
         json!({
@@ -169,7 +169,7 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
             },
         })
     };
-    let device = |device: &DevicePlan| {
+    let device = |device: &DeviceMemoryPlan| {
         json!({
             "device": device.id,
             "name": device.name,
@@ -187,7 +187,7 @@ fn report(models: &[SizedModel], devices: &[DevicePlan]) -> Value {
     })
 }
 
-fn text(models: &[SizedModel], devices: &[DevicePlan]) -> String {
+fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
     let rounded = |bytes: u64| ByteSize(bytes).rounded();
     let mut text = String::new();
     // Writing to a string cannot fail.
@@ -249,9 +249,16 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     /// Half of each worker is keys and values.
-    fn device(budget: u64, weights: u64, workers: &[u64]) -> DevicePlan {
-        let workers = workers.iter().map(|&bytes| WorkerPlan { bytes, kv: bytes / 2 }).collect();
-        DevicePlan { id: "host".to_owned(), name: "host".to_owned(), budget, free: None, weights, workers }
+    fn device(budget: u64, weights: u64, workers: &[u64]) -> DeviceMemoryPlan {
+        let workers = workers.iter().map(|&bytes| WorkerMemory { bytes, kv: bytes / 2 }).collect();
+        DeviceMemoryPlan {
+            id: "host".to_owned(),
+            name: "host".to_owned(),
+            budget,
+            free: None,
+            weights,
+            workers,
+        }
     }
 
     #[test]
@@ -277,11 +284,11 @@ mod tests {
     #[test]
     fn what_others_hold_is_not_there() {
         let alone = device(10 * GIB, 4 * GIB, &[3 * GIB, 3 * GIB]);
-        let beside = DevicePlan { free: Some(7 * GIB), ..alone.clone() };
+        let beside = DeviceMemoryPlan { free: Some(7 * GIB), ..alone.clone() };
         assert_eq!((alone.missing(), beside.missing()), (0, 3 * GIB));
         assert!(beside.advice().unwrap().starts_with("1 of 2 workers fit"), "{beside:?}");
         assert!(text(&[], &[beside]).contains("10.0 GiB of 7.00 GiB that are free, 3.00 GiB too much"));
-        let roomy = DevicePlan { free: Some(70 * GIB), ..alone };
+        let roomy = DeviceMemoryPlan { free: Some(70 * GIB), ..alone };
         assert!(text(&[], &[roomy]).contains("10.0 GiB of 10.0 GiB, fits"));
     }
 

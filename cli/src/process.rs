@@ -9,30 +9,30 @@ use service::Notify;
 use service::exit::HasExit;
 use tracing::Level;
 
-use crate::failure::{Failure, Outcome};
+use crate::cli_error::{CliError, CliResult};
 
 #[derive(Args)]
-pub(crate) struct Arguments {
+pub(crate) struct ProcessArguments {
     /// Configuration of this process
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }
 
-pub(crate) fn weight_server(arguments: Arguments) -> Outcome {
+pub(crate) fn weight_server(arguments: ProcessArguments) -> CliResult {
     service::logging::init("weight-server", Level::INFO);
     run(arguments, weight_server::run)
 }
 
-pub(crate) fn worker(arguments: Arguments) -> Outcome {
+pub(crate) fn worker(arguments: ProcessArguments) -> CliResult {
     run(arguments, worker::run)
 }
 
-pub(crate) fn router(arguments: Arguments) -> Outcome {
+pub(crate) fn router(arguments: ProcessArguments) -> CliResult {
     run(arguments, router::run)
 }
 
 /// The loader takes its orders from standard input, a socket to the weight-server; what goes wrong is told there.
-pub(crate) fn loader() -> Outcome {
+pub(crate) fn loader() -> CliResult {
     service::logging::init("loader", Level::INFO);
     Ok(weight_server::loader::run()?)
 }
@@ -42,19 +42,22 @@ const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
 
 /// Runs the process to its end. Whoever supervises it hears why it failed, and so says it to whoever wants to know;
 /// without a supervisor the process says it itself.
-fn run<C: DeserializeOwned, E: HasExit>(arguments: Arguments, process: fn(C) -> Result<(), E>) -> Outcome {
+fn run<C: DeserializeOwned, E: HasExit>(
+    arguments: ProcessArguments,
+    process: fn(C) -> Result<(), E>,
+) -> CliResult {
     let outcome = service::config::load(&arguments.config)
-        .map_err(Failure::from)
-        .and_then(|config| process(config).map_err(Failure::from));
+        .map_err(CliError::from)
+        .and_then(|config| process(config).map_err(CliError::from));
     service::runtime_dir::remove_dir_if_last_child();
     match outcome {
-        Err(failure) if was_heard(&failure) => Err(failure.already_said()),
+        Err(failure) if was_heard(&failure) => Err(failure.without_message()),
         outcome => outcome,
     }
 }
 
 /// Tells the failure to the supervisor, as the last status.
-fn was_heard(failure: &Failure) -> bool {
+fn was_heard(failure: &CliError) -> bool {
     let Ok(notify) = Notify::from_env() else { return false };
     notify.has_parent()
         && notify.status(failure.message()).and_then(|()| notify.barrier(LAST_WORDS_WAIT)).is_ok()

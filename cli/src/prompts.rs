@@ -4,19 +4,19 @@ use std::path::Path;
 
 use service::Exit;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 
 /// A file of prompts is read whole.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-pub(crate) fn read(path: &Path) -> Outcome<Vec<String>> {
-    let usage = |text: String| Failure::new(Exit::Usage, format!("prompts file {}: {text}", path.display()));
+pub(crate) fn read(path: &Path) -> CliResult<Vec<String>> {
+    let usage = |text: String| CliError::new(Exit::Usage, format!("prompts file {}: {text}", path.display()));
     let bytes = std::fs::metadata(path).map_err(|error| usage(error.to_string()))?.len();
     if bytes > FILE_BYTES_MAX {
         return Err(usage(format!("{bytes} bytes are more than {FILE_BYTES_MAX}; split it")));
     }
-    let text =
-        std::fs::read_to_string(path).trying(|| format!("cannot read prompts file {}", path.display()))?;
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("cannot read prompts file {}", path.display()))?;
     parse(&text).map_err(usage)
 }
 

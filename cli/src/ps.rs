@@ -18,14 +18,14 @@ use serde_json::json;
 use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
-use crate::failure::{Failure, Outcome, Trying};
-use crate::running_fleet::{block_on, find};
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::running_fleet::{block_on, find_fleet};
 
 /// A process that is in trouble does not answer; it is shown without its own figures.
 const ANSWER_WAIT: Duration = Duration::from_secs(2);
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct PsArguments {
     /// Directory of the fleet [default: the only one that runs]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
@@ -34,29 +34,32 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: PsArguments) -> CliResult {
     block_on(async {
-        let directory = find(arguments.runtime_dir.as_deref())?;
+        let directory = find_fleet(arguments.runtime_dir.as_deref())?;
         let mut client = connect(&directory).await?;
         let status = client
             .get_status(GetStatusRequest { memory: true })
             .await
-            .map_err(|status| Failure::answer("the supervisor", &status))?
+            .map_err(|status| CliError::from_status("the supervisor", &status))?
             .into_inner();
-        let shown =
-            Shown { workers: workers(&directory).await, generations: generations(&directory).await, status };
+        let shown = FleetSnapshot {
+            workers: workers(&directory).await,
+            generations: generations(&directory).await,
+            status,
+        };
         let text = if arguments.json { shown.json_lines() } else { shown.table() };
-        std::io::stdout().write_all(text.as_bytes()).trying(|| "cannot write".to_owned())
+        std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())
     })
 }
 
 /// A client of the supervisor in this directory.
-pub(crate) async fn connect(directory: &RuntimeDir) -> Outcome<FleetClient<Channel>> {
+pub(crate) async fn connect(directory: &RuntimeDir) -> CliResult<FleetClient<Channel>> {
     Ok(FleetClient::new(service::grpc::connect(&directory.supervisor_socket()).await?))
 }
 
 /// Everything that is known of a fleet.
-struct Shown {
+struct FleetSnapshot {
     status: Status,
     /// By name.
     workers: HashMap<String, StatsReply>,
@@ -86,7 +89,7 @@ async fn generations(directory: &RuntimeDir) -> Vec<Generation> {
     tokio::time::timeout(ANSWER_WAIT, ask).await.ok().flatten().unwrap_or_default()
 }
 
-impl Shown {
+impl FleetSnapshot {
     fn json_lines(&self) -> String {
         let status = &self.status;
         let memory = service::smaps::rollup_of_process(status.supervisor_pid).unwrap_or_default();

@@ -12,8 +12,8 @@ use supervisor::{ChildStatus, Fleet, FleetEvent, FleetStatus, ModelState, ModelS
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
 
-use crate::device_choice::Choice;
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 
 /// A fleet that is starting may be slow, but not silent: this long without a byte loaded or a child changing is the end.
@@ -24,13 +24,13 @@ const HTTP_SOCKET: &str = "http";
 const ASK_ROUTER: Duration = Duration::from_millis(10);
 
 /// Runs a command that works with a fleet, on a runtime of its own.
-pub(crate) fn block_on<T>(work: impl Future<Output = Outcome<T>>) -> Outcome<T> {
+pub(crate) fn block_on<T>(work: impl Future<Output = CliResult<T>>) -> CliResult<T> {
     supervisor::raise_descriptor_limit()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
-        .trying(|| "cannot start a runtime".to_owned())?;
+        .with_context(|| "cannot start a runtime".to_owned())?;
     let outcome = runtime.block_on(work);
     // A thread that waits for standard input must not hold up the end.
     runtime.shutdown_background();
@@ -42,14 +42,14 @@ pub(crate) struct RunningFleet {
     pub(crate) shutdown: Shutdown,
     models: HashMap<String, u32>,
     /// Where each model went, in the configuration's order.
-    pub(crate) devices: Vec<(String, Choice)>,
+    pub(crate) devices: Vec<(String, DeviceChoice)>,
     progress: ProgressBar,
 }
 
 impl RunningFleet {
     /// Starts the processes. `notify` is who started us, `log` how much the children say.
-    pub(crate) async fn start(config: &FleetConfig, notify: Notify, log: tracing::Level) -> Outcome<Self> {
-        let shutdown = Shutdown::install().trying(|| "cannot listen to signals".to_owned())?;
+    pub(crate) async fn start(config: &FleetConfig, notify: Notify, log: tracing::Level) -> CliResult<Self> {
+        let shutdown = Shutdown::install().with_context(|| "cannot listen to signals".to_owned())?;
         let inherited = service::listen::inherited_fds()?;
         let (mut activated, kept): (Vec<_>, Vec<_>) =
             inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET);
@@ -72,7 +72,7 @@ impl RunningFleet {
     }
 
     /// A client of the router's public API.
-    pub(crate) fn client(&self) -> Outcome<InferenceClient<Channel>> {
+    pub(crate) fn client(&self) -> CliResult<InferenceClient<Channel>> {
         let channel = service::grpc::connect_lazy(&self.directory().router_socket())?;
         Ok(InferenceClient::new(channel)
             .max_decoding_message_size(service::grpc::MESSAGE_BYTES_MAX)
@@ -80,19 +80,22 @@ impl RunningFleet {
     }
 
     /// Does the work and stops the fleet, whatever came of it. Ctrl-C ends the work.
-    pub(crate) async fn finish<T>(mut self, work: impl AsyncFnOnce(&mut Self) -> Outcome<T>) -> Outcome<T> {
+    pub(crate) async fn finish<T>(
+        mut self,
+        work: impl AsyncFnOnce(&mut Self) -> CliResult<T>,
+    ) -> CliResult<T> {
         let requested = self.shutdown.requested();
         let outcome = tokio::select! {
             outcome = work(&mut self) => outcome,
-            () = requested => Err(Failure::interrupted()),
+            () = requested => Err(CliError::interrupted()),
         };
         self.progress.finish_and_clear();
         self.stop().await;
         outcome
     }
 
-    pub(crate) async fn status(&self) -> Outcome<FleetStatus> {
-        self.fleet.status().await.map_err(|error| Failure::new(Exit::Internal, error.to_string()))
+    pub(crate) async fn status(&self) -> CliResult<FleetStatus> {
+        self.fleet.status().await.map_err(|error| CliError::new(Exit::Internal, error.to_string()))
     }
 
     /// Returns when the fleet has been stopped by an order.
@@ -114,7 +117,7 @@ impl RunningFleet {
     }
 
     /// Waits until the router serves every model with all its workers.
-    pub(crate) async fn ready(&mut self) -> Outcome {
+    pub(crate) async fn ready(&mut self) -> CliResult {
         let mut events = self.fleet.events();
         let mut client = self.client()?;
         self.check_all().await?;
@@ -134,7 +137,7 @@ impl RunningFleet {
                         last_change = Instant::now();
                         self.check_all().await?;
                     }
-                    Err(RecvError::Closed) => return Err(Failure::new(Exit::Internal, "the fleet has ended")),
+                    Err(RecvError::Closed) => return Err(CliError::new(Exit::Internal, "the fleet has ended")),
                 },
                 _ = ask.tick() => {
                     if self.is_served(&mut client).await {
@@ -161,12 +164,12 @@ impl RunningFleet {
 
     /// Whether anything has gone wrong that waiting does not cure. A model that cannot be loaded is told first: its workers
     /// fail because of it.
-    async fn check_all(&self) -> Outcome {
+    async fn check_all(&self) -> CliResult {
         let status = self.status().await?;
         for model in &status.models {
             if let ModelState::Failed(failure) = &model.state {
                 let text = format!("cannot load {}: {}", model.path.display(), failure.text);
-                return Err(Failure::new(failure.exit, text));
+                return Err(CliError::new(failure.exit, text));
             }
         }
         let is_ready =
@@ -175,7 +178,7 @@ impl RunningFleet {
         status.children.iter().filter(may_fail).try_for_each(check_child)
     }
 
-    async fn stalled(&self) -> Failure {
+    async fn stalled(&self) -> CliError {
         let mut waiting = Vec::new();
         if let Ok(status) = self.fleet.status().await {
             let not_running = |c: &&ChildStatus| !matches!(c.state, State::Running { .. });
@@ -185,7 +188,7 @@ impl RunningFleet {
             true => "the router does not find the workers".to_owned(),
             false => format!("still waiting for {}", waiting.join(", ")),
         };
-        Failure::new(
+        CliError::new(
             Exit::PeerLost,
             format!(
                 "the fleet does not start: no progress for {PROGRESS_WAIT:?}, {on_whom}; BALLAST_LOG=debug says more"
@@ -195,7 +198,7 @@ impl RunningFleet {
 }
 
 /// A child that cannot start ends the command, except for what a restart may cure.
-fn check_child(child: &ChildStatus) -> Outcome {
+fn check_child(child: &ChildStatus) -> CliResult {
     let Some(last_end) = &child.last_end else { return Ok(()) };
     let exit = last_end.exit().unwrap_or(Exit::Internal);
     let hopeless = matches!(child.state, State::Failed(_))
@@ -207,7 +210,7 @@ fn check_child(child: &ChildStatus) -> Outcome {
         (Role::Worker, Some(model)) => format!("{} cannot serve {model}", child.name),
         _ => format!("the {} cannot start", child.name),
     };
-    Err(Failure::new(exit, format!("{who}: {}", last_end_words(last_end))))
+    Err(CliError::new(exit, format!("{who}: {}", last_end_words(last_end))))
 }
 
 fn last_end_words(last_end: &supervisor::LastEnd) -> String {
@@ -218,14 +221,14 @@ fn last_end_words(last_end: &supervisor::LastEnd) -> String {
 }
 
 /// The directory of the fleet that a command talks to: the named one, or the only one that runs.
-pub(crate) fn find(runtime_dir: Option<&Path>) -> Outcome<RuntimeDir> {
+pub(crate) fn find_fleet(runtime_dir: Option<&Path>) -> CliResult<RuntimeDir> {
     if let Some(path) = runtime_dir {
         return Ok(RuntimeDir::at(path));
     }
     let mut running = service::runtime_dir::running_fleets();
     match running.len() {
         1 => Ok(running.remove(0)),
-        0 => Err(Failure::new(
+        0 => Err(CliError::new(
             Exit::PeerLost,
             "no fleet of this user is running; start one with `ballast serve MODEL`",
         )),
@@ -233,7 +236,7 @@ pub(crate) fn find(runtime_dir: Option<&Path>) -> Outcome<RuntimeDir> {
             let paths: Vec<String> = running.iter().map(|d| d.path().display().to_string()).collect();
             let text =
                 format!("several fleets are running: choose one with --runtime-dir: {}", paths.join(" "));
-            Err(Failure::new(Exit::Usage, text))
+            Err(CliError::new(Exit::Usage, text))
         }
     }
 }

@@ -10,7 +10,7 @@ use supervisor::{FleetEvent, ModelState, ModelStatus, Role, State};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
 use crate::running_fleet::{RunningFleet, block_on};
@@ -19,7 +19,7 @@ use crate::running_fleet::{RunningFleet, block_on};
 const DEFAULT_LISTEN: &str = "127.0.0.1:8080";
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct ServeArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
     model: Option<PathBuf>,
@@ -43,11 +43,11 @@ pub(crate) struct SupervisorArguments {
     config: PathBuf,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     let mut config = match (&arguments.config, &arguments.model) {
         (Some(path), _) => FleetConfig::load(path, arguments.fleet.runtime_dir())?,
         (None, Some(model)) => arguments.fleet.config(model, None),
-        (None, None) => return Err(Failure::new(Exit::Usage, "name a model file or --config FILE.toml")),
+        (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
     let default = || DEFAULT_LISTEN.parse().ok();
     config.listen = arguments.listen.or(config.listen).or_else(default);
@@ -84,7 +84,7 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
     }
 }
 
-pub(crate) fn run_supervisor(arguments: SupervisorArguments) -> Outcome {
+pub(crate) fn run_supervisor(arguments: SupervisorArguments) -> CliResult {
     let config = FleetConfig::load(&arguments.config, None)?;
     service::logging::init("supervisor", Level::INFO);
     foreground(&config, Level::INFO, RunningFleet::ready)
@@ -94,8 +94,8 @@ pub(crate) fn run_supervisor(arguments: SupervisorArguments) -> Outcome {
 fn foreground(
     config: &FleetConfig,
     log: Level,
-    started: impl AsyncFnOnce(&mut RunningFleet) -> Outcome,
-) -> Outcome {
+    started: impl AsyncFnOnce(&mut RunningFleet) -> CliResult,
+) -> CliResult {
     block_on(async {
         let notify = Notify::from_env()?;
         let fleet = RunningFleet::start(config, notify.clone(), log).await?;
@@ -116,7 +116,7 @@ fn foreground(
 }
 
 /// Says where requests go. Standard output is for whoever started us, so it is flushed at once.
-async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
+async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
     let status = fleet.status().await?;
     let url = format!("http://{}", status.http_address);
     let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
@@ -143,5 +143,5 @@ async fn announce(fleet: &RunningFleet, json: bool) -> Outcome {
         }
     };
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{text}").and_then(|()| out.flush()).trying(|| "cannot write".to_owned())
+    writeln!(out, "{text}").and_then(|()| out.flush()).with_context(|| "cannot write".to_owned())
 }

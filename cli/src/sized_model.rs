@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use engine::{ConfigError, EngineConfig, KvBudget};
-use gguf::Model;
+use gguf::GgufModel;
 use memory::pack::{PackPlan, Packing};
 use models::ModelDescription;
 use ops::{KvLayout, KvTypes};
@@ -16,10 +16,10 @@ use service::{ByteSize, Exit};
 use supervisor::ModelPlan;
 use worker::{DraftSource, MemoryPlan};
 
-use crate::device_choice::{Choice, choose, without_kernel};
-use crate::devices::{Gpu, Seen};
-use crate::failure::{Failure, Outcome, Trying};
-use crate::fleet_config::{ModelConfig, table};
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::device_choice::{DeviceChoice, choose, without_kernel};
+use crate::devices::{GpuInfo, GpuInventory};
+use crate::fleet_config::{FleetModelConfig, table};
 use crate::gguf_file;
 
 /// Without a budget: four sequences of full length, or this many tokens (2.3 GiB for an 8B model with 8 KV heads).
@@ -35,18 +35,18 @@ pub(crate) struct SizedModel {
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     pub(crate) workers: u32,
-    pub(crate) choice: Choice,
-    pub(crate) weights: Weights,
+    pub(crate) choice: DeviceChoice,
+    pub(crate) weights: WeightSizes,
     /// Of each worker.
     pub(crate) demand: MemoryPlan,
     worker: worker::WorkerConfig,
-    head: Head,
+    head: ModelFileSummary,
     pack: bool,
 }
 
 /// What the head of a file says of a model.
 #[derive(Clone)]
-struct Head {
+struct ModelFileSummary {
     description: ModelDescription,
     /// Of its tensors, each once.
     dtypes: Vec<DType>,
@@ -54,7 +54,7 @@ struct Head {
 
 /// What the weight-server will hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Weights {
+pub(crate) struct WeightSizes {
     /// In the layout of the device.
     pub(crate) tensor_bytes: u64,
     /// With packing and padding.
@@ -65,10 +65,10 @@ pub(crate) struct Weights {
     on_host: bool,
 }
 
-impl Weights {
-    fn of(path: &Path, model: &Model, choice: &Choice, pack: bool) -> Outcome<Self> {
+impl WeightSizes {
+    fn of(path: &Path, model: &GgufModel, choice: &DeviceChoice, pack: bool) -> CliResult<Self> {
         let refused = |error: &dyn std::error::Error| {
-            Failure::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
+            CliError::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
         };
         let mut sizes = Vec::new();
         let mut manifest_bytes = model.metadata().bytes().len() as u64;
@@ -100,16 +100,16 @@ impl Weights {
 
 impl SizedModel {
     /// Checks the head of the model file and sizes what its workers need.
-    fn of(config: &ModelConfig, fleet_workers: u32, seen: &Seen) -> Outcome<Self> {
+    fn of(config: &FleetModelConfig, fleet_workers: u32, seen: &GpuInventory) -> CliResult<Self> {
         // Processes of the fleet have working directories of their own.
-        let path =
-            std::path::absolute(&config.path).trying(|| format!("cannot find {}", config.path.display()))?;
+        let path = std::path::absolute(&config.path)
+            .with_context(|| format!("cannot find {}", config.path.display()))?;
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
         check_context(config, &description)?;
         let unfit = without_kernel(&model, &description);
         let choice = choose(config.device, seen, unfit.as_deref())?;
-        let weights = Weights::of(&path, &model, &choice, config.pack)?;
+        let weights = WeightSizes::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // A worker on a GPU computes there; its threads serve.
         let threads = match config.threads {
@@ -135,7 +135,7 @@ impl SizedModel {
         worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
         worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
         let unfit = |error: ConfigError| {
-            Failure::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
+            CliError::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
         };
         let mut dtypes: Vec<DType> = model.tensors().map(|(_, tensor)| tensor.dtype).collect();
         dtypes.sort_unstable();
@@ -153,20 +153,24 @@ impl SizedModel {
             weights,
             demand,
             worker,
-            head: Head { description, dtypes },
+            head: ModelFileSummary { description, dtypes },
             pack,
         })
     }
 
     /// Sizes the models of a fleet together: some draft for others. `fleet_workers` is the number in the whole fleet.
-    pub(crate) fn all(models: &[ModelConfig], fleet_workers: u32, seen: &Seen) -> Outcome<Vec<Self>> {
+    pub(crate) fn all(
+        models: &[FleetModelConfig],
+        fleet_workers: u32,
+        seen: &GpuInventory,
+    ) -> CliResult<Vec<Self>> {
         let size = |model| Self::of(model, fleet_workers, seen);
-        let mut sized = models.iter().map(size).collect::<Outcome<Vec<Self>>>()?;
+        let mut sized = models.iter().map(size).collect::<CliResult<Vec<Self>>>()?;
         for (index, config) in models.iter().enumerate() {
             let Some(name) = sized[index].drafted_by() else { continue };
             let Some(draft) = sized.iter().find(|model| model.name == name) else {
                 let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
-                return Err(Failure::new(Exit::Usage, text));
+                return Err(CliError::new(Exit::Usage, text));
             };
             let draft = draft.head.clone();
             sized[index].make_room_for(&draft, config)?;
@@ -184,11 +188,11 @@ impl SizedModel {
 
     /// What `draft`, which drafts for this model, takes of each worker. It keeps keys and values of the same tokens, stored as
     /// the model's own: as many fit as without it, unless the budget is in bytes.
-    fn make_room_for(&mut self, draft: &Head, config: &ModelConfig) -> Outcome<()> {
+    fn make_room_for(&mut self, draft: &ModelFileSummary, config: &FleetModelConfig) -> CliResult<()> {
         let layers = self.head.description.kv_layers(&config.kv_type);
         let drafts = draft.description.kv_layers(&config.kv_type.rest().into());
         engine::check_draft(&layers, &drafts)
-            .map_err(|error| Failure::new(Exit::Usage, format!("{}: {error}", self.path.display())))?;
+            .map_err(|error| CliError::new(Exit::Usage, format!("{}: {error}", self.path.display())))?;
         self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
         self.worker.workspace_bytes = Some(ByteSize(self.demand.workspace.total()));
         if config.kv_bytes.is_none() {
@@ -202,7 +206,7 @@ impl SizedModel {
         Ok(())
     }
 
-    pub(crate) fn plan(&self) -> Outcome<ModelPlan> {
+    pub(crate) fn plan(&self) -> CliResult<ModelPlan> {
         Ok(ModelPlan {
             name: self.name.clone(),
             path: self.path.clone(),
@@ -215,25 +219,25 @@ impl SizedModel {
 }
 
 /// Who asks for more than there is would find out by the first long prompt. (What drafts has no sequences of its own.)
-fn check_context(config: &ModelConfig, description: &ModelDescription) -> Outcome {
+fn check_context(config: &FleetModelConfig, description: &ModelDescription) -> CliResult {
     let most = description.context_length;
     match config.ctx_size.filter(|&asked| config.workers > 0 && asked as usize > most) {
         None => Ok(()),
         Some(asked) => {
             let path = config.path.display();
             let message = format!("{path}: --ctx-size is {asked}, the model's context has {most} tokens");
-            Err(Failure::new(Exit::Usage, message))
+            Err(CliError::new(Exit::Usage, message))
         }
     }
 }
 
 /// Room for some long sequences or many short ones: a budget is always a number, never "what is free".
 fn kv_bytes(
-    config: &ModelConfig,
+    config: &FleetModelConfig,
     description: &ModelDescription,
-    gpu: Option<&Gpu>,
-    weights: &Weights,
-) -> Outcome<ByteSize> {
+    gpu: Option<&GpuInfo>,
+    weights: &WeightSizes,
+) -> CliResult<ByteSize> {
     let context = config.ctx_size.map_or(description.context_length, |tokens| tokens as usize);
     let tokens = match config.kv_tokens {
         Some(tokens) => tokens as usize,
@@ -241,7 +245,7 @@ fn kv_bytes(
     };
     let engine = EngineConfig::new(KvBudget::Tokens(tokens));
     let layout = engine.kv_layout(description.kv_layers(&config.kv_type)).map_err(|error| {
-        Failure::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
+        CliError::new(Exit::Usage, format!("--kv-tokens {tokens} and --ctx-size {context}: {error}"))
     })?;
     Ok(ByteSize(layout.blocks as u64 * layout.block_bytes() as u64))
 }
@@ -251,11 +255,11 @@ fn kv_token_bytes(description: &ModelDescription, types: &KvTypes) -> u64 {
 }
 
 fn default_kv_tokens(
-    config: &ModelConfig,
+    config: &FleetModelConfig,
     description: &ModelDescription,
     context: usize,
-    gpu: Option<&Gpu>,
-    weights: &Weights,
+    gpu: Option<&GpuInfo>,
+    weights: &WeightSizes,
 ) -> usize {
     let most = match gpu {
         None => DEFAULT_KV_TOKENS_MAX,

@@ -9,33 +9,34 @@ use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{StatsReply, StatsRequest};
 use service::ByteSize;
 
-use crate::failure::{Failure, Outcome};
-use crate::generate::Finished;
+use crate::cli_error::{CliError, CliResult};
+use crate::generate::PromptCompletion;
 use crate::running_fleet::RunningFleet;
 
-pub(crate) struct Measured {
+pub(crate) struct GenerationRun {
     /// From the fleet's being ready to the last token.
     pub(crate) elapsed: Duration,
-    pub(crate) finished: Vec<Finished>,
+    pub(crate) finished: Vec<PromptCompletion>,
 }
 
-pub(crate) struct Summary {
+pub(crate) struct RunSummary {
     /// ByteSize of tensors, and of the memory that holds them.
     tensor_bytes: u64,
     weight_bytes: u64,
     workers: Vec<(u32, StatsReply)>,
     /// Of the only model.
     device: String,
-    measured: Measured,
+    measured: GenerationRun,
 }
 
-impl Summary {
+impl RunSummary {
     /// Asks weight-server and workers, while they run.
-    pub(crate) async fn collect(fleet: &RunningFleet, measured: Measured) -> Outcome<Self> {
+    pub(crate) async fn collect(fleet: &RunningFleet, measured: GenerationRun) -> CliResult<Self> {
         let directory = fleet.directory();
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
         let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
-        let status = status.map_err(|status| Failure::answer("the weight-server", &status))?.into_inner();
+        let status =
+            status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner();
         let mut workers = Vec::new();
         // A worker that has just died has nothing to tell.
         for (index, socket) in directory.worker_sockets().unwrap_or_default() {
@@ -54,9 +55,9 @@ impl Summary {
     }
 }
 
-impl fmt::Display for Summary {
+impl fmt::Display for RunSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measured { elapsed, finished } = &self.measured;
+        let GenerationRun { elapsed, finished } = &self.measured;
         writeln!(
             f,
             "\nweights     {} bytes held once for {} workers ({} with padding)",

@@ -9,7 +9,7 @@ mod shapes;
 mod vocabulary;
 
 use blocks::Random;
-use gguf::{Layout, MetadataBuilder, WriteError, Writer};
+use gguf::{GgufWriter, MetadataBuilder, TensorLayout, WriteError};
 use quant::DType;
 use recipe::Recipe;
 use serde::Serialize;
@@ -24,15 +24,15 @@ const PIECE_BYTES: usize = 4 << 20;
 
 /// Write a file of random weights with the shape of a real model.
 #[derive(Debug, clap::Args)]
-pub(crate) struct SynthArgs {
-    /// Shape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b, llama3-70b; for tests
+pub(crate) struct SynthOptions {
+    /// ModelShape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b, llama3-70b; for tests
     /// also qwen3-tiny, llama3-tiny, qwen3-moe-tiny, qwen3-many with more than 400 small tensors, and qwen3-wide with two
     /// layers of qwen3-0.6b.
-    #[arg(value_parser = Shape::find)]
-    shape: &'static Shape,
+    #[arg(value_parser = ModelShape::find)]
+    shape: &'static ModelShape,
     /// Types of the weights: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k_m, q4_k_m, q5_k_m, q6_k.
-    #[arg(value_parser = Recipe::find)]
-    quant: &'static Recipe,
+    #[arg(value_parser = QuantRecipe::find)]
+    quant: &'static QuantRecipe,
     /// The file to write.
     out: PathBuf,
     /// Files of another seed have other weights.
@@ -51,7 +51,7 @@ pub(crate) enum SynthError {
 
 /// What was written.
 #[derive(Debug, Serialize)]
-pub(crate) struct Synthesized {
+pub(crate) struct SynthReport {
     shape: &'static str,
     quant: &'static str,
     seed: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Synthesized {
     seconds: f64,
 }
 
-impl std::fmt::Display for Synthesized {
+impl std::fmt::Display for SynthReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { shape, quant, path, tensors, parameters, bytes, seconds, .. } = self;
         let rate = *bytes as f64 / seconds / 1e6;
@@ -76,7 +76,7 @@ impl std::fmt::Display for Synthesized {
 }
 
 /// Writes beside the target first: a file that exists is whole.
-pub(crate) fn synth(args: &SynthArgs) -> Result<Synthesized, SynthError> {
+pub(crate) fn synth(args: &SynthOptions) -> Result<SynthReport, SynthError> {
     let started = Instant::now();
     let mut partial = args.out.clone().into_os_string();
     partial.push(".partial");
@@ -89,14 +89,14 @@ pub(crate) fn synth(args: &SynthArgs) -> Result<Synthesized, SynthError> {
     written
 }
 
-fn write_file(args: &SynthArgs, partial: &Path, started: Instant) -> Result<Synthesized, SynthError> {
+fn write_file(args: &SynthOptions, partial: &Path, started: Instant) -> Result<SynthReport, SynthError> {
     let file_error = |source| SynthError::File { path: args.out.clone(), source };
     let file = File::create(partial).map_err(file_error)?;
     let (layout, out) = write_model(args.shape, args.quant, args.seed, BufWriter::new(file))
         .map_err(|source| SynthError::Format { path: args.out.clone(), source })?;
     let bytes = out.get_ref().metadata().map_err(file_error)?.len();
     std::fs::rename(partial, &args.out).map_err(file_error)?;
-    Ok(Synthesized {
+    Ok(SynthReport {
         shape: args.shape.name,
         quant: args.quant.name,
         seed: args.seed,
@@ -109,17 +109,17 @@ fn write_file(args: &SynthArgs, partial: &Path, started: Instant) -> Result<Synt
 }
 
 fn write_model<W: io::Write>(
-    shape: &Shape,
-    recipe: &Recipe,
+    shape: &ModelShape,
+    recipe: &QuantRecipe,
     seed: u64,
     out: W,
-) -> Result<(Layout, W), WriteError> {
+) -> Result<(TensorLayout, W), WriteError> {
     let metadata = metadata(shape, recipe)?;
     let layout = layout(shape, recipe)?;
-    let mut writer = Writer::start(out, &metadata, layout.clone())?;
+    let mut writer = GgufWriter::start(out, &metadata, layout.clone())?;
     let mut piece = Vec::new();
     for (index, tensor) in layout.tensors().iter().enumerate() {
-        let mut random = Random::new(seed, index as u64);
+        let mut random = WeightRng::new(seed, index as u64);
         if tensor.dims.len() == 1 {
             let ones: Vec<u8> = (0..tensor.values()).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
             writer.write(&ones)?;
@@ -140,7 +140,7 @@ fn write_model<W: io::Write>(
 }
 
 /// The keys that converters write for such a model.
-fn metadata(shape: &Shape, recipe: &Recipe) -> Result<MetadataBuilder, WriteError> {
+fn metadata(shape: &ModelShape, recipe: &QuantRecipe) -> Result<MetadataBuilder, WriteError> {
     let mut metadata = MetadataBuilder::default();
     let architecture = shape.architecture();
     metadata.put("general.architecture", architecture)?;
@@ -157,8 +157,8 @@ fn metadata(shape: &Shape, recipe: &Recipe) -> Result<MetadataBuilder, WriteErro
 }
 
 /// Tensors in the order that llama.cpp's quantiser writes them.
-fn layout(shape: &Shape, recipe: &Recipe) -> Result<Layout, WriteError> {
-    let mut layout = Layout::default();
+fn layout(shape: &ModelShape, recipe: &QuantRecipe) -> Result<TensorLayout, WriteError> {
+    let mut layout = TensorLayout::default();
     for tensor in shape.tensors() {
         let dtype = match tensor.role {
             None => DType::F32,
@@ -175,7 +175,7 @@ mod tests {
     use gguf::{Header, check_model};
 
     fn model(shape: &str, recipe: &str, seed: u64) -> Vec<u8> {
-        let (shape, recipe) = (Shape::find(shape).unwrap(), Recipe::find(recipe).unwrap());
+        let (shape, recipe) = (ModelShape::find(shape).unwrap(), QuantRecipe::find(recipe).unwrap());
         write_model(shape, recipe, seed, Vec::new()).unwrap().1
     }
 
@@ -229,7 +229,8 @@ mod tests {
             ("llama3-8b", 8030),
             ("llama3-70b", 70_553),
         ] {
-            let layout = layout(Shape::find(shape).unwrap(), Recipe::find("q8_0").unwrap()).unwrap();
+            let layout =
+                layout(ModelShape::find(shape).unwrap(), QuantRecipe::find("q8_0").unwrap()).unwrap();
             let parameters: u64 = layout.tensors().iter().map(|tensor| tensor.values()).sum();
             assert!((parameters / 1_000_000).abs_diff(millions) <= 1, "{shape}: {parameters}");
         }
@@ -238,7 +239,8 @@ mod tests {
     #[test]
     fn k_mixtures_are_those_of_llama_cpp() {
         let types = |shape, recipe, suffix: &str| -> String {
-            let layout = layout(Shape::find(shape).unwrap(), Recipe::find(recipe).unwrap()).unwrap();
+            let layout =
+                layout(ModelShape::find(shape).unwrap(), QuantRecipe::find(recipe).unwrap()).unwrap();
             let matches = |name: &str| name == suffix || name.ends_with(&format!(".{suffix}"));
             let of = layout.tensors().iter().filter(|tensor| matches(&tensor.name));
             of.map(|tensor| tensor.dtype.name().trim_start_matches('Q').trim_end_matches("_K")).collect()

@@ -7,11 +7,11 @@ use service::Exit;
 use service::exit::one_line;
 use text::EncodeOptions;
 
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::{gguf_file, prompts};
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct TokenizeArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
@@ -29,7 +29,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Outcome {
+pub(crate) fn run(arguments: TokenizeArguments) -> CliResult {
     let texts = match (&arguments.prompts, arguments.prompt) {
         (Some(file), _) => prompts::read(file)?,
         (None, prompt) => prompt.into_iter().collect(),
@@ -41,13 +41,13 @@ pub(crate) fn run(arguments: Arguments) -> Outcome {
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     for (index, text) in texts.iter().enumerate() {
         let tokens = tokenizer.encode(text, options).map_err(|error| {
-            Failure::new(Exit::Usage, format!("text {}: {}", index + 1, one_line(&error)))
+            CliError::new(Exit::Usage, format!("text {}: {}", index + 1, one_line(&error)))
         })?;
         let line = match arguments.json {
             true => serde_json::json!({ "tokens": tokens }).to_string(),
             false => tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
         };
-        writeln!(out, "{line}").trying(|| "cannot write".to_owned())?;
+        writeln!(out, "{line}").with_context(|| "cannot write".to_owned())?;
     }
-    out.flush().trying(|| "cannot write".to_owned())
+    out.flush().with_context(|| "cannot write".to_owned())
 }

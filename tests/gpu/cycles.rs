@@ -1,7 +1,7 @@
 //! Load, attach, kill, unload, a hundred times: device memory and descriptors are where they were.
 
 use super::Gpu;
-use crate::harness::{Fleet, demo_7m, device, eventually, proc, text};
+use crate::harness::{TestFleet, demo_7m, device, eventually, proc, text};
 use std::path::{Path, PathBuf};
 
 /// Side by side, each with a model of its own.
@@ -13,7 +13,7 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     let Some(gpu) = Gpu::here("i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives") else {
         return;
     };
-    let fleet = Fleet::start(&demo_7m(), &["--workers", "1"]);
+    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1"]);
     // A file is loaded once: lanes have one each.
     let folder = tempfile::tempdir().unwrap();
     let models: Vec<PathBuf> =
@@ -24,7 +24,7 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     // Once before, so that what is made on first use is there.
     live_and_die(&fleet, &models[0]);
     let descriptors = || {
-        let holders = ["weight-server", "supervisor"].map(|role| fleet.one(role).pid);
+        let holders = ["weight-server", "supervisor"].map(|role| fleet.only_process(role).pid);
         holders.map(|pid| proc::open_files(pid).len())
     };
     let (baseline, descriptors_before) = (gpu.used(), descriptors());
@@ -43,14 +43,14 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     fleet.stop();
 }
 
-fn live_and_die(fleet: &Fleet, model: &Path) {
+fn live_and_die(fleet: &TestFleet, model: &Path) {
     let name = model.file_stem().unwrap().to_str().unwrap();
     let order = |arguments: &[&str]| {
-        let output = fleet.order(arguments);
+        let output = fleet.run_command(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
     };
-    order(&["load", model.to_str().unwrap(), "--name", name, "--workers", "1", "--device", &device()]);
+    run_command(&["load", model.to_str().unwrap(), "--name", name, "--workers", "1", "--device", &device()]);
     let worker = eventually("the worker serves", || fleet.serving(name).first().copied());
-    proc::signal(worker, "KILL");
-    order(&["unload", name]);
+    proc::send_signal(worker, "KILL");
+    run_command(&["unload", name]);
 }

@@ -3,7 +3,7 @@
 use super::{Gpu, MIB, asks};
 use crate::devices::plan;
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{Fleet, eventually, synth, text};
+use crate::harness::{TestFleet, eventually, synth, text};
 use serde_json::Value;
 
 /// Of a worker beside its context and its KV cache, by the tokens of a step.
@@ -28,7 +28,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         let arguments = ["--workers", "1", "--kv-tokens", "8192", "--step-tokens", step_tokens];
         let planned = &plan(&model, &arguments)["models"][0]["worker"];
         let baseline = gpu.used();
-        let fleet = Fleet::start(&model, &arguments);
+        let fleet = TestFleet::start(&model, &arguments);
         work(&fleet);
         let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, FULL, 32)));
         assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 32);
@@ -37,7 +37,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         });
         let one = gpu.used();
         is_as_planned(planned, &alone["device_memory"]);
-        let added = fleet.order(&["add-worker"]);
+        let added = fleet.run_command(&["add-worker"]);
         assert!(added.status.success(), "{}", text(&added).1);
         eventually("both workers serve", || (fleet.serving("qwen3-0.6b-q8_0").len() == 2).then_some(()));
         work(&fleet);
@@ -46,8 +46,8 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
             status.iter().map(|line| line["device_memory"]["kv_mapped"].clone()).collect()
         };
         let (status, two) = eventually("the caches stand still", || {
-            let (before, two) = (fleet.try_status()?, gpu.used());
-            let status = fleet.try_status()?;
+            let (before, two) = (fleet.try_ps_lines()?, gpu.used());
+            let status = fleet.try_ps_lines()?;
             (mapped(&before) == mapped(&status)).then_some((status, two))
         });
 
@@ -127,7 +127,7 @@ fn is_as_planned(planned: &Value, found: &Value) {
 }
 
 /// Prompts that fill steps, and batches of several sizes, so that all that grows has grown.
-fn work(fleet: &Fleet) {
+fn work(fleet: &TestFleet) {
     for (count, prompt_tokens) in [(2, 3000), (16, 100)] {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(count, prompt_tokens, 32))) {
             assert_eq!(done.unwrap().tokens.len(), 32);

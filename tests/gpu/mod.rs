@@ -10,8 +10,8 @@ mod memory;
 mod start;
 mod stray_write;
 
-use crate::harness::api::Ask;
-use crate::harness::{Fleet, ballast, device, eventually, text};
+use crate::harness::api::TestRequest;
+use crate::harness::{TestFleet, ballast, device, eventually, text};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -57,27 +57,27 @@ impl Gpu {
     }
 }
 
-fn asks(count: u64, prompt_tokens: u32, max_tokens: u32) -> Vec<Ask> {
-    let ask = |seed: u64| Ask {
+fn asks(count: u64, prompt_tokens: u32, max_tokens: u32) -> Vec<TestRequest> {
+    let ask = |seed: u64| TestRequest {
         prompt: (0..prompt_tokens).map(|i| (10 + i * 13 + seed as u32 * 7) % 1000).collect(),
         max_tokens,
         temperature: 0.7,
         seed,
-        ..Ask::default()
+        ..TestRequest::default()
     };
     (0..count).map(ask).collect()
 }
 
-impl Fleet {
+impl TestFleet {
     /// The line of `ballast ps --json` with this name.
     fn line(&self, name: &str) -> Option<Value> {
-        self.try_status()?.into_iter().find(|line| line["name"] == name)
+        self.try_ps_lines()?.into_iter().find(|line| line["name"] == name)
     }
 
     /// Waits until the weights of the only model have been checked by a process that has read all of them.
     fn wait_until_verified(&self) {
         eventually("the adopted weights are verified", || {
-            let lines = self.try_status()?;
+            let lines = self.try_ps_lines()?;
             let generation = lines.iter().find(|line| line["role"] == "generation")?;
             assert_ne!(generation["integrity"], "quarantined", "{generation}");
             (generation["integrity"] == "verified").then_some(())
@@ -86,7 +86,7 @@ impl Fleet {
 
     /// Workers that have attached their weights.
     fn serving(&self, model: &str) -> Vec<u32> {
-        let lines = self.try_status().unwrap_or_default();
+        let lines = self.try_ps_lines().unwrap_or_default();
         let serves = |line: &&Value| {
             let words = line["status"].as_str().unwrap_or_default();
             line["role"] == "worker" && line["model"] == model && words.starts_with("serving")

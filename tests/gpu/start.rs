@@ -2,7 +2,7 @@
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{Fleet, ballast, demo_7m, device, eventually, serve, synth, text};
+use crate::harness::{TestFleet, ballast, demo_7m, device, eventually, serve, synth, text};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -55,16 +55,16 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
         assert!(times[times.len() / 2] < FIRST_TOKEN_MAX_MS, "{what}: {times:?}");
     }
 
-    let fleet = Fleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
+    let fleet = TestFleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
     time_line(&fleet, "worker-0", "was there before its model");
-    assert!(fleet.order(&["add-worker"]).status.success());
+    assert!(fleet.run_command(&["add-worker"]).status.success());
     eventually("both workers serve", || (fleet.serving("qwen3-8b-q4_k_m").len() == 2).then_some(()));
     time_line(&fleet, "worker-1", "found its model there");
     fleet.stop();
 }
 
 /// Has a worker compute, and checks that every stage of its start was measured.
-fn time_line(fleet: &Fleet, worker: &str, which: &str) {
+fn time_line(fleet: &TestFleet, worker: &str, which: &str) {
     let line = eventually("a step has been recorded", || {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(2, 100, 16))) {
             assert_eq!(done.unwrap().tokens.len(), 16);
@@ -151,7 +151,7 @@ fn pinned_rate() -> f64 {
 
 /// A fleet that loads a large model again and again, and its log.
 struct Loads {
-    fleet: Fleet,
+    fleet: TestFleet,
     log: PathBuf,
 }
 
@@ -161,20 +161,20 @@ impl Loads {
         let log = directory.path().join("log");
         let mut command = serve(directory.path(), &demo_7m(), &["--workers", "1"]);
         command.env("BALLAST_LOG", "info").stderr(File::create(&log).unwrap());
-        Self { fleet: Fleet::start_by(directory, command), log }
+        Self { fleet: TestFleet::start_command(directory, command), log }
     }
 
     /// Bytes a second of reading and copying, by the loader's own clock.
     fn rates(&self, model: &Path, prepare: impl Fn(&Path)) -> Vec<f64> {
         let order = |arguments: &[&str]| {
-            let output = self.fleet.order(arguments);
+            let output = self.fleet.run_command(arguments);
             assert!(output.status.success(), "{}", text(&output).1);
         };
         let one = |_| {
             prepare(model);
             let path = model.to_str().unwrap();
-            order(&["load", path, "--name", "big", "--workers", "0", "--device", &device()]);
-            order(&["unload", "big"]);
+            run_command(&["load", path, "--name", "big", "--workers", "0", "--device", &device()]);
+            run_command(&["unload", "big"]);
             let said = std::fs::read_to_string(&self.log).unwrap();
             let filled = said.lines().rfind(|line| line.contains("filled the GPU's memory"));
             let rate = filled.and_then(|line| line.split("gigabytes_per_second=").nth(1));

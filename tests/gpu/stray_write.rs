@@ -4,7 +4,7 @@
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{Fleet, demo_7m, eventually, in_tree, proc, serve};
+use crate::harness::{TestFleet, demo_7m, eventually, in_tree, proc, serve};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,15 +17,15 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2"]);
     command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
-    let fleet = Fleet::start_by(directory, command);
+    let fleet = TestFleet::start_command(directory, command);
 
     // Long enough for the order to reach the worker in the middle.
     let asks = asks(6, 40, 1800);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks));
-    let workers = fleet.by_role("worker");
+    let workers = fleet.processes_by_role("worker");
     let (victim, sibling) = (workers[0].clone(), workers[1].clone());
     let give_order = || std::fs::write(order.path(), victim.pid.to_string()).unwrap();
-    let found = runtime().block_on(fleet.generate_and_harm(&asks, give_order));
+    let found = runtime().block_on(fleet.generate_during_fault(&asks, give_order));
     let mut resumed = 0;
     for (expected, found) in expected.iter().zip(&found) {
         let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
@@ -44,7 +44,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     assert_eq!(fleet.line(&sibling.name).unwrap()["pid"], sibling.pid, "the sibling was restarted");
 
     // A new owner checks all bytes again.
-    proc::signal(fleet.one("weight-server").pid, "KILL");
+    proc::send_signal(fleet.only_process("weight-server").pid, "KILL");
     fleet.wait_until_verified();
     let again = runtime().block_on(generate_all(&fleet.grpc, &asks));
     for (expected, again) in expected.iter().zip(&again) {

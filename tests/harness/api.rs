@@ -7,7 +7,7 @@ use proto::v1::inference_client::InferenceClient;
 use proto::v1::{GenerateRequest, Grammar, Sampling, TokenIds};
 use tonic::transport::Channel;
 
-use super::{Fleet, PATIENCE};
+use super::{TIMEOUT, TestFleet};
 
 /// What one request produced, its choices one behind the other. Log probabilities as bits: equal means equal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(crate) struct Continuation {
 
 /// What is asked for.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ask {
+pub(crate) struct TestRequest {
     pub(crate) prompt: Vec<u32>,
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
@@ -28,7 +28,7 @@ pub(crate) struct Ask {
     /// What else is said about drawing tokens.
     pub(crate) sampling: Sampling,
     /// Log probabilities are not wanted.
-    pub(crate) silent: bool,
+    pub(crate) without_logprobs: bool,
     /// Continuations of the prompt; 0 means 1.
     pub(crate) choices: u32,
     /// What the output must be. It ends there, or at `max_tokens`; any other goes on to `max_tokens`.
@@ -36,7 +36,7 @@ pub(crate) struct Ask {
     pub(crate) priority: i32,
 }
 
-impl Ask {
+impl TestRequest {
     fn request(&self) -> GenerateRequest {
         GenerateRequest {
             prompt: Some(Prompt::Tokens(TokenIds { ids: self.prompt.clone() })),
@@ -50,7 +50,7 @@ impl Ask {
             grammar: self.grammar.clone().map(|kind| Grammar { kind: Some(kind), ..Grammar::default() }),
             n: self.choices,
             priority: self.priority,
-            top_logprobs: (!self.silent).then_some(0),
+            top_logprobs: (!self.without_logprobs).then_some(0),
             ..GenerateRequest::default()
         }
     }
@@ -63,7 +63,7 @@ pub(crate) async fn connect(url: &str) -> InferenceClient<Channel> {
 /// Runs one request to its end. `on_token` sees the number of tokens so far, of all choices together.
 pub(crate) async fn generate(
     client: &mut InferenceClient<Channel>,
-    ask: &Ask,
+    ask: &TestRequest,
     mut on_token: impl FnMut(usize),
 ) -> Result<Continuation, tonic::Status> {
     let mut stream = client.generate(ask.request()).await?.into_inner();
@@ -100,7 +100,10 @@ pub(crate) async fn generate(
 }
 
 /// All requests at once, results in the order of the requests.
-pub(crate) async fn generate_all(url: &str, asks: &[Ask]) -> Vec<Result<Continuation, tonic::Status>> {
+pub(crate) async fn generate_all(
+    url: &str,
+    asks: &[TestRequest],
+) -> Vec<Result<Continuation, tonic::Status>> {
     let client = connect(url).await;
     let tasks: Vec<_> = asks
         .iter()
@@ -116,12 +119,12 @@ pub(crate) async fn generate_all(url: &str, asks: &[Ask]) -> Vec<Result<Continua
     results
 }
 
-impl Fleet {
-    /// Runs the asks, and does `harm` when some stream has had its first tokens. Results in the order of the asks.
-    pub(crate) async fn generate_and_harm(
+impl TestFleet {
+    /// Runs the asks, and does `inject_fault` when some stream has had its first tokens. Results in the order of the asks.
+    pub(crate) async fn generate_during_fault(
         &self,
-        asks: &[Ask],
-        harm: impl FnOnce() + Send,
+        asks: &[TestRequest],
+        inject_fault: impl FnOnce() + Send,
     ) -> Vec<Result<Continuation, tonic::Status>> {
         let (started, mut any_started) = tokio::sync::mpsc::unbounded_channel();
         let client = connect(&self.grpc).await;
@@ -139,11 +142,11 @@ impl Fleet {
                 })
             })
             .collect();
-        tokio::time::timeout(PATIENCE, any_started.recv()).await.expect("no stream started");
-        tokio::task::block_in_place(harm);
+        tokio::time::timeout(TIMEOUT, any_started.recv()).await.expect("no stream started");
+        tokio::task::block_in_place(inject_fault);
         let mut results = Vec::new();
         for task in tasks {
-            results.push(tokio::time::timeout(PATIENCE, task).await.expect("a stream hangs").unwrap());
+            results.push(tokio::time::timeout(TIMEOUT, task).await.expect("a stream hangs").unwrap());
         }
         results
     }

@@ -2,19 +2,19 @@
 
 use serde_json::Value;
 
-use super::Fleet;
+use super::TestFleet;
 use super::api::runtime;
 
 /// A client of one fleet, with blocking calls for tests.
-pub(crate) struct Http {
+pub(crate) struct HttpClient {
     pub(crate) runtime: tokio::runtime::Runtime,
     pub(crate) client: reqwest::Client,
     pub(crate) url: String,
 }
 
-impl Http {
-    pub(crate) fn of(fleet: &Fleet) -> Http {
-        Http { runtime: runtime(), client: reqwest::Client::new(), url: fleet.http.clone() }
+impl HttpClient {
+    pub(crate) fn of(fleet: &TestFleet) -> HttpClient {
+        HttpClient { runtime: runtime(), client: reqwest::Client::new(), url: fleet.http.clone() }
     }
 
     pub(crate) fn get(&self, path: &str) -> (u16, String) {

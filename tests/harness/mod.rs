@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long anything that should take well under a second may take on a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What cargo knew when it built this, unless a machine without the build says otherwise (`scripts/gpu-run`).
 fn place(variable: &str, built: &str) -> PathBuf {
@@ -35,7 +35,7 @@ pub(crate) fn device() -> String {
 }
 
 /// False, after saying loudly what is skipped, where fleets run on a GPU.
-pub(crate) fn on_the_host(test: &str) -> bool {
+pub(crate) fn runs_on_host(test: &str) -> bool {
     let host = device() == HOST;
     if !host {
         eprintln!("SKIPPED: {test} looks at memory of the host");
@@ -98,13 +98,13 @@ pub(crate) fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>
         if let Some(value) = condition() {
             return value;
         }
-        assert!(started.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(started.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
 /// `ballast serve` in a runtime directory of its own. Dropping it kills whatever is left of it.
-pub(crate) struct Fleet {
+pub(crate) struct TestFleet {
     pub(crate) supervisor: Child,
     pub(crate) http: String,
     pub(crate) grpc: String,
@@ -113,7 +113,7 @@ pub(crate) struct Fleet {
 
 /// One line of `ballast ps --json`.
 #[derive(Debug, Clone)]
-pub(crate) struct Process {
+pub(crate) struct FleetProcess {
     pub(crate) name: String,
     pub(crate) role: String,
     pub(crate) pid: u32,
@@ -121,58 +121,58 @@ pub(crate) struct Process {
     pub(crate) restarts: u64,
 }
 
-impl Fleet {
-    pub(crate) fn start(model: &Path, arguments: &[&str]) -> Fleet {
+impl TestFleet {
+    pub(crate) fn start(model: &Path, arguments: &[&str]) -> TestFleet {
         let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
         Self::start_in(directory, model, arguments)
     }
 
     /// Waits for the line that `serve --json` prints when requests are served.
-    pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> Fleet {
+    pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> TestFleet {
         let command = serve(directory.path(), model, arguments);
-        Self::start_by(directory, command)
+        Self::start_command(directory, command)
     }
 
     /// The same for a command of `serve` that the test has completed.
-    pub(crate) fn start_by(directory: tempfile::TempDir, mut command: Command) -> Fleet {
+    pub(crate) fn start_command(directory: tempfile::TempDir, mut command: Command) -> TestFleet {
         let mut supervisor = command.spawn().unwrap();
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
-        Fleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
+        TestFleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
     }
 
     pub(crate) fn runtime_dir(&self) -> &Path {
         self.directory.path()
     }
 
-    pub(crate) fn processes(&self) -> Vec<Process> {
+    pub(crate) fn processes(&self) -> Vec<FleetProcess> {
         self.try_processes().expect("ballast ps")
     }
 
-    pub(crate) fn try_processes(&self) -> Option<Vec<Process>> {
-        let lines = self.try_status()?;
-        Some(lines.iter().filter_map(Process::parse).collect())
+    pub(crate) fn try_processes(&self) -> Option<Vec<FleetProcess>> {
+        let lines = self.try_ps_lines()?;
+        Some(lines.iter().filter_map(FleetProcess::parse).collect())
     }
 
     /// Every line of `ballast ps --json`.
-    pub(crate) fn try_status(&self) -> Option<Vec<Value>> {
-        let output = self.order(&["ps", "--json"]);
+    pub(crate) fn try_ps_lines(&self) -> Option<Vec<Value>> {
+        let output = self.run_command(&["ps", "--json"]);
         let lines = || text(&output).0.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         output.status.success().then(lines)
     }
 
     /// Runs a command that talks to this fleet.
-    pub(crate) fn order(&self, arguments: &[&str]) -> Output {
+    pub(crate) fn run_command(&self, arguments: &[&str]) -> Output {
         ballast().args(arguments).arg("--runtime-dir").arg(self.runtime_dir()).output().unwrap()
     }
 
-    pub(crate) fn by_role(&self, role: &str) -> Vec<Process> {
+    pub(crate) fn processes_by_role(&self, role: &str) -> Vec<FleetProcess> {
         self.processes().into_iter().filter(|process| process.role == role).collect()
     }
 
-    pub(crate) fn one(&self, role: &str) -> Process {
-        let mut found = self.by_role(role);
+    pub(crate) fn only_process(&self, role: &str) -> FleetProcess {
+        let mut found = self.processes_by_role(role);
         assert_eq!(found.len(), 1, "{role}: {found:?}");
         found.remove(0)
     }
@@ -180,11 +180,11 @@ impl Fleet {
     /// Asks for the end as Ctrl-C does, and checks that nothing is left behind.
     pub(crate) fn stop(mut self) {
         let pids: Vec<u32> = self.processes().iter().map(|process| process.pid).collect();
-        proc::signal(self.supervisor.id(), "INT");
+        proc::send_signal(self.supervisor.id(), "INT");
         let status = eventually("the supervisor ends", || self.supervisor.try_wait().unwrap());
         assert!(status.success(), "serve ended with {status}");
         for pid in pids {
-            assert!(!proc::alive(pid), "process {pid} was left behind");
+            assert!(!proc::is_alive(pid), "process {pid} was left behind");
         }
         let left: Vec<_> = std::fs::read_dir(self.runtime_dir())
             .map(|entries| entries.flatten().map(|entry| entry.file_name()).collect())
@@ -196,23 +196,23 @@ impl Fleet {
     }
 }
 
-impl Drop for Fleet {
+impl Drop for TestFleet {
     fn drop(&mut self) {
         let pids: Vec<u32> = self.try_processes().unwrap_or_default().iter().map(|p| p.pid).collect();
-        proc::signal(self.supervisor.id(), "KILL");
+        proc::send_signal(self.supervisor.id(), "KILL");
         let _ = self.supervisor.wait();
         for pid in pids {
-            proc::signal(pid, "KILL");
+            proc::send_signal(pid, "KILL");
         }
     }
 }
 
-impl Process {
+impl FleetProcess {
     /// None for a line of something that is no process.
-    fn parse(line: &Value) -> Option<Process> {
+    fn parse(line: &Value) -> Option<FleetProcess> {
         line.get("pid")?;
         let field = |name: &str| line.get(name).unwrap_or_else(|| panic!("no {name} in {line}"));
-        Some(Process {
+        Some(FleetProcess {
             name: field("name").as_str().unwrap().to_owned(),
             role: field("role").as_str().unwrap().to_owned(),
             pid: u32::try_from(field("pid").as_u64().unwrap()).unwrap(),

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-pub(crate) fn signal(pid: u32, name: &str) {
+pub(crate) fn send_signal(pid: u32, name: &str) {
     let _ = Command::new("kill")
         .args([&format!("-{name}"), &pid.to_string()])
         .stderr(std::process::Stdio::null())
@@ -10,7 +10,7 @@ pub(crate) fn signal(pid: u32, name: &str) {
 }
 
 /// Whether the process exists and is not a zombie.
-pub(crate) fn alive(pid: u32) -> bool {
+pub(crate) fn is_alive(pid: u32) -> bool {
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')),
         Err(_) => false,
@@ -19,7 +19,7 @@ pub(crate) fn alive(pid: u32) -> bool {
 
 /// One mapping of /proc/PID/smaps; sizes in bytes.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Mapping {
+pub(crate) struct SmapsEntry {
     pub(crate) name: String,
     pub(crate) size: u64,
     pub(crate) pss: u64,
@@ -27,16 +27,16 @@ pub(crate) struct Mapping {
     pub(crate) swap: u64,
 }
 
-pub(crate) fn mappings(pid: u32) -> Vec<Mapping> {
+pub(crate) fn mappings(pid: u32) -> Vec<SmapsEntry> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
-    let mut mappings: Vec<Mapping> = Vec::new();
+    let mut mappings: Vec<SmapsEntry> = Vec::new();
     for line in text.lines() {
         let mut words = line.split_whitespace();
         let first = words.next().unwrap_or_default();
         if first.contains('-') && !first.ends_with(':') {
             // address perms offset device inode [name]
             let name = words.skip(4).collect::<Vec<_>>().join(" ");
-            mappings.push(Mapping { name, ..Mapping::default() });
+            mappings.push(SmapsEntry { name, ..SmapsEntry::default() });
         } else if let Some(current) = mappings.last_mut() {
             let bytes = words.next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) * 1024;
             match first {
@@ -62,13 +62,13 @@ pub(crate) fn open_files(pid: u32) -> Vec<String> {
 }
 
 /// Processes, apart from this test, whose environment or arguments name `text`.
-pub(crate) fn processes_naming(text: &str) -> Vec<u32> {
+pub(crate) fn processes_with_argument(text: &str) -> Vec<u32> {
     let own = std::process::id();
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     entries
         .flatten()
         .filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok())
-        .filter(|pid| *pid != own && alive(*pid))
+        .filter(|pid| *pid != own && is_alive(*pid))
         .filter(|pid| {
             std::fs::read(format!("/proc/{pid}/cmdline"))
                 .is_ok_and(|arguments| String::from_utf8_lossy(&arguments).contains(text))
@@ -82,7 +82,7 @@ pub(crate) fn arguments(pid: u32) -> Vec<String> {
 }
 
 /// All descendants of a process.
-pub(crate) fn children_of_tree(root: u32) -> Vec<u32> {
+pub(crate) fn descendants(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut next = 0;
     while next < found.len() {

@@ -1,6 +1,6 @@
 //! Whether two models speak of the same tokens: one can draft for the other only then.
 
-use gguf::{KeyError, Metadata, Strings};
+use gguf::{KeyError, Metadata, StringArray};
 
 /// The texts of all tokens, in order of id.
 const TOKEN_CAPACITY: &str = "tokenizer.ggml.tokens";

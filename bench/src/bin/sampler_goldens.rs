@@ -158,7 +158,7 @@ fn main() -> Result<()> {
     let model = LlamaModel::load_from_file(&backend, &path, &vocabulary).with_context(|| path.clone())?;
 
     println!("{HEAD}");
-    let mut random = Random(20_240_229);
+    let mut random = LinearCongruential(20_240_229);
     let rows = [
         ("random", random.logits(40, -2.5, 2.5), [&DISTINCT[..], &MIROSTAT].concat()),
         // Negative ones only: penalties multiply them.
@@ -202,9 +202,9 @@ fn ruled_out(mut logits: Vec<f32>) -> Vec<f32> {
 }
 
 /// Knuth's linear congruence, upper half.
-struct Random(u64);
+struct LinearCongruential(u64);
 
-impl Random {
+impl LinearCongruential {
     fn logits(&mut self, count: usize, low: f32, high: f32) -> Vec<f32> {
         let mut next = || {
             self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -216,9 +216,9 @@ impl Random {
 
 /// Options as `name=value`, separated by spaces.
 #[derive(Clone, Copy)]
-struct Case<'a>(&'a str);
+struct SamplerCase<'a>(&'a str);
 
-impl<'a> Case<'a> {
+impl<'a> SamplerCase<'a> {
     fn text(self, name: &str) -> Option<&'a str> {
         self.0.split(' ').find_map(|option| option.strip_prefix(name)?.strip_prefix('='))
     }
@@ -237,7 +237,7 @@ impl<'a> Case<'a> {
 }
 
 fn write(model: &LlamaModel, row: &str, logits: &[f32], text: &str) -> Result<()> {
-    let case = Case(text);
+    let case = SamplerCase(text);
     let breakers = breakers(model, case)?;
     let sequences = token_sequences(model, &breakers, logits.len())?;
     let mut line = format!("{row} {text}");
@@ -269,7 +269,7 @@ fn write(model: &LlamaModel, row: &str, logits: &[f32], text: &str) -> Result<()
 /// In the order of the default chain. An option that is not there leaves its sampler out.
 fn chain(
     model: &LlamaModel,
-    case: Case<'_>,
+    case: SamplerCase<'_>,
     vocab_size: usize,
     breakers: &[String],
 ) -> Result<Vec<LlamaSampler>> {
@@ -319,7 +319,7 @@ fn chain(
 }
 
 /// DRY's breakers as texts: an option names each by the tokens that it is made of.
-fn breakers(model: &LlamaModel, case: Case<'_>) -> Result<Vec<String>> {
+fn breakers(model: &LlamaModel, case: SamplerCase<'_>) -> Result<Vec<String>> {
     let text =
         |tokens: &str| tokens.split('.').map(|token| piece(model, LlamaToken(token.parse()?))).collect();
     case.list("break").into_iter().map(text).collect()

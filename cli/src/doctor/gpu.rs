@@ -14,8 +14,8 @@ use memory::cuda::{
 use memory::import::take_manifest;
 use memory::manifest::{Device as ManifestDevice, DeviceKind, Manifest};
 
-use super::hand_off::{self, ALLOCATION_BYTES, HandOff};
-use super::{Finding, Tried, Verdict, rate};
+use super::hand_off::{self, ALLOCATION_BYTES, HandOffTimes};
+use super::{CheckResult, Finding, Verdict, rate};
 
 const DRIVER: &str = "driver";
 
@@ -32,10 +32,10 @@ pub(super) fn examine() -> Vec<Finding> {
             let text = format!("{error}: the host backend serves");
             return vec![Finding::new(DRIVER, "cuda", Verdict::Note, text)];
         }
-        Err(error) => return vec![Finding::tried(DRIVER, "cuda", Err(error.into()))],
+        Err(error) => return vec![Finding::from_result(DRIVER, "cuda", Err(error.into()))],
     };
     let nvml = Nvml::open();
-    let mut findings = vec![Finding::tried(DRIVER, "cuda", version(&*driver, nvml.as_ref().ok()))];
+    let mut findings = vec![Finding::from_result(DRIVER, "cuda", version(&*driver, nvml.as_ref().ok()))];
     if let Err(error) = &nvml {
         let text = format!("{}: persistence mode is unknown", service::exit::one_line(error));
         findings.push(Finding::new(DRIVER, "nvml", Verdict::Note, text));
@@ -49,12 +49,12 @@ pub(super) fn examine() -> Vec<Finding> {
                 findings.extend(examine_device(&driver, nvml.as_ref().ok(), facts));
             }
         }
-        Err(refusal) => findings.push(Finding::tried(DRIVER, "devices", Err(refusal.into()))),
+        Err(refusal) => findings.push(Finding::from_result(DRIVER, "devices", Err(refusal.into()))),
     }
     findings
 }
 
-fn version(driver: &dyn Driver, nvml: Option<&Nvml>) -> Tried<Finding> {
+fn version(driver: &dyn Driver, nvml: Option<&Nvml>) -> CheckResult<Finding> {
     let version = driver.version()?;
     let cuda = format!("{}.{}", version / 1000, version % 1000 / 10);
     let package = nvml.and_then(|nvml| nvml.driver_version().ok());
@@ -69,12 +69,12 @@ fn examine_device(driver: &Arc<dyn Driver>, nvml: Option<&Nvml>, facts: &DeviceF
     let part = format!("cuda:{}", facts.ordinal);
     let mut findings = vec![identity(&part, facts), sharing(&part, facts)];
     if let Some(nvml) = nvml {
-        findings.push(Finding::tried(&part, "persistence", persistence(&part, nvml, facts)));
+        findings.push(Finding::from_result(&part, "persistence", persistence(&part, nvml, facts)));
     }
     if facts.vmm && facts.posix_fd {
-        findings.push(Finding::tried(&part, "hand-off", hand_over(&part, driver, facts)));
+        findings.push(Finding::from_result(&part, "hand-off", hand_over(&part, driver, facts)));
     }
-    findings.push(Finding::tried(&part, "copy", copy(&part, driver, facts)));
+    findings.push(Finding::from_result(&part, "copy", copy(&part, driver, facts)));
     findings
 }
 
@@ -106,7 +106,7 @@ fn sharing(part: &str, facts: &DeviceFacts) -> Finding {
     Finding::new(part, "sharing", verdict, text).with("vmm", facts.vmm).with("posix_fd", facts.posix_fd)
 }
 
-fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> Tried<Finding> {
+fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> CheckResult<Finding> {
     let on = nvml.persistence_mode(facts.uuid)?;
     Ok(if on {
         Finding::new(part, "persistence", Verdict::Ok, "persistence mode is on")
@@ -118,7 +118,7 @@ fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> Tried<Finding> {
     .with("on", on))
 }
 
-fn hand_over(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> Tried<Finding> {
+fn hand_over(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> CheckResult<Finding> {
     let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let hand_off = over_device(&device)?;
     let text = format!(
@@ -133,23 +133,23 @@ fn hand_over(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> Tried
         .with("granularity_bytes", device.granularity()))
 }
 
-fn over_device(device: &Device) -> Tried<HandOff> {
+fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     let context = device.context()?;
-    let borrowed = hand_off::borrow(&device.uuid().to_string())?;
+    let received = hand_off::receive_from_child(&device.uuid().to_string())?;
     let started = Instant::now();
-    let (manifest, fds) = take_manifest(borrowed.fds)?;
+    let (manifest, fds) = take_manifest(received.fds)?;
     let model = ImportedModel::import(device, &manifest, fds)?;
     let import = started.elapsed();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let mut found = vec![0; ALLOCATION_BYTES[index] as usize];
         tensor.read(&context, 0, &mut found)?;
-        hand_off::compare(&tensor.name, &found, &hand_off::contents(borrowed.seed, index))?;
+        hand_off::compare(&tensor.name, &found, &hand_off::contents(received.seed, index))?;
     }
-    Ok(HandOff { loading: borrowed.loading, import })
+    Ok(HandOffTimes { loading: received.loading, import })
 }
 
 /// The child's side.
-pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> Tried<(Manifest, Vec<OwnedFd>)> {
+pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
     let device = Device::open(open_driver()?, *wanted)?;
     let context = device.context()?;
     let mut model = WritableModel::allocate(&context, &ALLOCATION_BYTES, Duration::ZERO)?;
@@ -169,14 +169,14 @@ pub(super) fn ring_bytes() -> usize {
     loading::ring_bytes(u64::MAX)
 }
 
-fn copy(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> Tried<Finding> {
+fn copy(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> CheckResult<Finding> {
     let memory = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let device = KernelDevice::open_memory(&memory)?;
     let stream = Stream::new(&device)?;
     // As much as a load pins, and given to the device as a load gives it: what is refused here is refused there.
     let pinned = PinnedPages::pin(&memory, HostPages::new(ring_bytes())?)?.cut(PART_BYTES);
     let mut part_of_target = Buffer::new(&device, PART_BYTES)?;
-    let mut to_device = || -> Tried<f64> {
+    let mut to_device = || -> CheckResult<f64> {
         let started = Instant::now();
         for _ in 0..COPY_ROUNDS {
             for host in &pinned {

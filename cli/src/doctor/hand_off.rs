@@ -18,8 +18,8 @@ use memory::seqpacket::Connection;
 use proto::weights::v1::FdBatch;
 use service::Exit;
 
-use super::Tried;
-use crate::failure::{Failure, Outcome};
+use super::CheckResult;
+use crate::cli_error::{CliError, CliResult};
 
 pub(crate) const PEER: &str = "doctor-peer";
 
@@ -27,7 +27,7 @@ pub(crate) const PEER: &str = "doctor-peer";
 pub(super) const ALLOCATION_BYTES: [u64; 4] = [2 << 20, 32 << 20, 2 << 20, 4 << 20];
 
 /// A driver may take seconds to start on a machine without persistence mode.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The child's side; started by the doctor alone, with a socket as its standard input.
 #[derive(clap::Args)]
@@ -39,7 +39,7 @@ pub(crate) struct PeerArguments {
 }
 
 /// How a hand-off went.
-pub(super) struct HandOff {
+pub(super) struct HandOffTimes {
     /// From the start of the child to the last descriptor.
     pub(super) loading: Duration,
     pub(super) import: Duration,
@@ -49,13 +49,13 @@ pub(super) fn bytes() -> u64 {
     ALLOCATION_BYTES.iter().sum()
 }
 
-pub(crate) fn run_peer(arguments: PeerArguments) -> Outcome {
-    lend(&arguments).map_err(|error| Failure::new(Exit::Internal, service::exit::one_line(&*error)))
+pub(crate) fn run_peer(arguments: PeerArguments) -> CliResult {
+    send_model(&arguments).map_err(|error| CliError::new(Exit::Internal, service::exit::one_line(&*error)))
 }
 
-fn lend(arguments: &PeerArguments) -> Tried<()> {
+fn send_model(arguments: &PeerArguments) -> CheckResult<()> {
     let socket = Connection::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-    socket.set_timeouts(Some(PATIENCE), Some(PATIENCE))?;
+    socket.set_timeouts(Some(TIMEOUT), Some(TIMEOUT))?;
     let (manifest, allocations) = match arguments.device.as_str() {
         "host" => load_host(arguments.seed)?,
         #[cfg(feature = "cuda")]
@@ -74,7 +74,7 @@ fn lend(arguments: &PeerArguments) -> Tried<()> {
     Ok(())
 }
 
-fn load_host(seed: u64) -> Tried<(Manifest, Vec<OwnedFd>)> {
+fn load_host(seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
     let mut memfds = Vec::new();
     for (index, bytes) in ALLOCATION_BYTES.into_iter().enumerate() {
         let mut allocation = HostAllocation::create("ballast-doctor", bytes)?;
@@ -136,34 +136,34 @@ pub(super) fn contents(seed: u64, index: usize) -> Vec<u8> {
 }
 
 /// Host memory that another process loaded.
-pub(super) fn over_host() -> Tried<HandOff> {
-    let borrowed = borrow("host")?;
-    let written = File::from(borrowed.fds[1].try_clone()?).write_at(&[0], 0);
+pub(super) fn over_host() -> CheckResult<HandOffTimes> {
+    let received = receive_from_child("host")?;
+    let written = File::from(received.fds[1].try_clone()?).write_at(&[0], 0);
     if written.is_ok() {
         return Err("a sealed memfd took a write".into());
     }
     let started = Instant::now();
-    let (manifest, fds) = take_manifest(borrowed.fds)?;
+    let (manifest, fds) = take_manifest(received.fds)?;
     let (tensors, _) = import_host(&manifest, fds)?;
     let import = started.elapsed();
     for (index, tensor) in tensors.iter().enumerate() {
-        compare(&tensor.name, &tensor.bytes, &contents(borrowed.seed, index))?;
+        compare(&tensor.name, &tensor.bytes, &contents(received.seed, index))?;
     }
-    Ok(HandOff { loading: borrowed.loading, import })
+    Ok(HandOffTimes { loading: received.loading, import })
 }
 
 /// Descriptors whose maker is dead.
-pub(super) struct Borrowed {
+pub(super) struct ReceivedModel {
     pub(super) seed: u64,
     pub(super) fds: Vec<OwnedFd>,
     pub(super) loading: Duration,
 }
 
-pub(super) fn borrow(device: &str) -> Tried<Borrowed> {
+pub(super) fn receive_from_child(device: &str) -> CheckResult<ReceivedModel> {
     let started = Instant::now();
     let seed = SystemTime::now().duration_since(UNIX_EPOCH)?.subsec_nanos().into();
     let (socket, theirs) = Connection::pair()?;
-    socket.set_timeouts(Some(PATIENCE), Some(PATIENCE))?;
+    socket.set_timeouts(Some(TIMEOUT), Some(TIMEOUT))?;
     let child = Command::new("/proc/self/exe")
         .args([PEER, device, &format!("{seed}")])
         .stdin(OwnedFd::from(theirs))
@@ -175,10 +175,10 @@ pub(super) fn borrow(device: &str) -> Tried<Borrowed> {
         let (batch, fds) = socket.receive::<FdBatch>()?;
         collector.accept(&batch, fds)?;
     }
-    Ok(Borrowed { seed, fds: collector.into_fds(), loading: started.elapsed() })
+    Ok(ReceivedModel { seed, fds: collector.into_fds(), loading: started.elapsed() })
 }
 
-pub(super) fn compare(name: &str, found: &[u8], expected: &[u8]) -> Tried<()> {
+pub(super) fn compare(name: &str, found: &[u8], expected: &[u8]) -> CheckResult<()> {
     if found == expected { Ok(()) } else { Err(format!("{name} does not hold what was written").into()) }
 }
 

@@ -7,7 +7,7 @@ use kernels::cpu::Isa;
 use memory::host::{HostAllocation, WINDOW_BYTES};
 use service::meminfo;
 
-use super::{Finding, Tried, Verdict, hand_off, rate};
+use super::{CheckResult, Finding, Verdict, hand_off, rate};
 
 const HOST: &str = "host";
 
@@ -19,7 +19,7 @@ const COPY_BYTES: usize = 256 << 20;
 const COPY_ROUNDS: u32 = 4;
 
 pub(super) fn examine() -> Vec<Finding> {
-    let tried = |check, outcome: fn() -> Tried<Finding>| Finding::tried(HOST, check, outcome());
+    let tried = |check, outcome: fn() -> CheckResult<Finding>| Finding::from_result(HOST, check, outcome());
     vec![
         tried("kernel", kernel),
         tried("processor", processor),
@@ -41,13 +41,13 @@ fn note(check: &'static str, text: impl Into<String>) -> Finding {
     Finding::new(HOST, check, Verdict::Note, text)
 }
 
-fn kernel() -> Tried<Finding> {
+fn kernel() -> CheckResult<Finding> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let release = release.trim();
     Ok(ok("kernel", format!("Linux {release} on {}", std::env::consts::ARCH)).with("release", release))
 }
 
-fn processor() -> Tried<Finding> {
+fn processor() -> CheckResult<Finding> {
     let (isa, threads) = (Isa::best().name(), std::thread::available_parallelism()?.get());
     let finding = match isa {
         "portable" => {
@@ -58,7 +58,7 @@ fn processor() -> Tried<Finding> {
     Ok(finding.with("threads", threads).with("isa", isa))
 }
 
-fn memory() -> Tried<Finding> {
+fn memory() -> CheckResult<Finding> {
     let (host, available) = (meminfo::host_memory()?, meminfo::available_bytes()?);
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let limit = match meminfo::tightest_cgroup_limit() {
@@ -69,7 +69,7 @@ fn memory() -> Tried<Finding> {
     Ok(ok("memory", text).with("total_bytes", host.total_bytes).with("available_bytes", available))
 }
 
-fn descriptors() -> Tried<Finding> {
+fn descriptors() -> CheckResult<Finding> {
     // The supervisor raises the soft limit to the hard one.
     let hard = hard_limit("Max open files")?;
     let finding = match hard {
@@ -85,7 +85,7 @@ fn descriptors() -> Tried<Finding> {
     Ok(finding.with("hard_limit", hard))
 }
 
-fn locked_memory() -> Tried<Finding> {
+fn locked_memory() -> CheckResult<Finding> {
     let hard = hard_limit("Max locked memory")?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let (limit, pinned) = (hard.unwrap_or(u64::MAX), pinned_by_loads());
@@ -119,7 +119,7 @@ fn pinned_by_loads() -> u64 {
 }
 
 /// A hard limit of this process; none where it is unlimited.
-fn hard_limit(name: &str) -> Tried<Option<u64>> {
+fn hard_limit(name: &str) -> CheckResult<Option<u64>> {
     let limits = std::fs::read_to_string("/proc/self/limits")?;
     let line = limits.lines().find_map(|line| line.strip_prefix(name));
     let hard = line
@@ -128,7 +128,7 @@ fn hard_limit(name: &str) -> Tried<Option<u64>> {
     Ok(if hard == "unlimited" { None } else { Some(hard.parse()?) })
 }
 
-fn seals() -> Tried<Finding> {
+fn seals() -> CheckResult<Finding> {
     let mut allocation = HostAllocation::create("ballast-doctor", WINDOW_BYTES)?;
     let (slice, backing) = allocation.parts();
     backing.ensure(0, WINDOW_BYTES)?;
@@ -150,7 +150,7 @@ fn seals() -> Tried<Finding> {
     .with("shared", shared))
 }
 
-fn huge_pages() -> Tried<Finding> {
+fn huge_pages() -> CheckResult<Finding> {
     let mut allocation = HostAllocation::create("ballast-doctor", WINDOW_BYTES)?;
     let (slice, backing) = allocation.parts();
     backing.ensure(0, WINDOW_BYTES)?;
@@ -190,7 +190,7 @@ fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
 }
 
-fn hand_over() -> Tried<Finding> {
+fn hand_over() -> CheckResult<Finding> {
     let hand_off = hand_off::over_host()?;
     let text = format!(
         "{} MiB of a killed process are readable here and not writable; mapped in {:.2} ms",
@@ -203,7 +203,7 @@ fn hand_over() -> Tried<Finding> {
         .with("import_seconds", hand_off.import.as_secs_f64()))
 }
 
-fn copy() -> Tried<Finding> {
+fn copy() -> CheckResult<Finding> {
     let source = vec![1u8; COPY_BYTES];
     let mut target = vec![0u8; COPY_BYTES];
     target.copy_from_slice(&source);

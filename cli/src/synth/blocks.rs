@@ -1,4 +1,4 @@
-//! Random blocks of every type that can be computed with, made without a quantiser: random bits are the quants, and the
+//! WeightRng blocks of every type that can be computed with, made without a quantiser: random bits are the quants, and the
 //! scale fields are set so that the values have mean 0 and the wanted deviation.
 
 use bytemuck::{AnyBitPattern, NoUninit};
@@ -9,9 +9,9 @@ use quant::{
 };
 
 /// SplitMix64: one multiplication-xor round per eight bytes, and every seed is a good one.
-pub(super) struct Random(u64);
+pub(super) struct WeightRng(u64);
 
-impl Random {
+impl WeightRng {
     /// The sequence of one tensor of one file.
     pub(super) fn new(seed: u64, tensor: u64) -> Self {
         let mut start = Self(seed ^ tensor.rotate_left(32));
@@ -44,7 +44,7 @@ impl Random {
 
 /// Fills `out`, whole blocks of `dtype`, with values of the given deviation. Types without blocks here stay random bits,
 /// and no recipe has them.
-pub(super) fn fill(dtype: DType, deviation: f32, random: &mut Random, out: &mut [u8]) {
+pub(super) fn fill(dtype: DType, deviation: f32, random: &mut WeightRng, out: &mut [u8]) {
     match dtype {
         DType::F32 => each(out, |value: &mut [u8; 4]| *value = random.uniform(deviation).to_le_bytes()),
         DType::F16 => {

@@ -1,11 +1,11 @@
 //! Which type each weight of a file gets: llama.cpp's mixtures, so that files have the sizes of published ones.
 
-use super::shapes::{Family, Role, Shape};
+use super::shapes::{ModelFamily, ModelShape, WeightRole};
 use quant::DType;
 
 /// A mixture by its name, with its number in `general.file_type`.
 #[derive(Debug)]
-pub(super) struct Recipe {
+pub(super) struct QuantRecipe {
     pub(super) name: &'static str,
     pub(super) file_type: u32,
     /// The type of everything that no rule names.
@@ -14,61 +14,66 @@ pub(super) struct Recipe {
 
 #[derive(Debug, thiserror::Error)]
 #[error("no quantisation is called {name}; there are {}", RECIPES.iter().map(|recipe| recipe.name).collect::<Vec<_>>().join(", "))]
-pub(super) struct UnknownRecipe {
+pub(super) struct UnknownQuantRecipe {
     name: String,
 }
 
-pub(super) static RECIPES: &[Recipe] = &[
-    Recipe { name: "f32", file_type: 0, base: DType::F32 },
-    Recipe { name: "f16", file_type: 1, base: DType::F16 },
-    Recipe { name: "bf16", file_type: 32, base: DType::BF16 },
-    Recipe { name: "q8_0", file_type: 7, base: DType::Q8_0 },
-    Recipe { name: "q4_0", file_type: 2, base: DType::Q4_0 },
-    Recipe { name: "q4_1", file_type: 3, base: DType::Q4_1 },
-    Recipe { name: "q5_0", file_type: 8, base: DType::Q5_0 },
-    Recipe { name: "q5_1", file_type: 9, base: DType::Q5_1 },
-    Recipe { name: "q2_k", file_type: 10, base: DType::Q2_K },
-    Recipe { name: "q3_k_m", file_type: 12, base: DType::Q3_K },
-    Recipe { name: "q4_k_m", file_type: 15, base: DType::Q4_K },
-    Recipe { name: "q5_k_m", file_type: 17, base: DType::Q5_K },
-    Recipe { name: "q6_k", file_type: 18, base: DType::Q6_K },
+pub(super) static RECIPES: &[QuantRecipe] = &[
+    QuantRecipe { name: "f32", file_type: 0, base: DType::F32 },
+    QuantRecipe { name: "f16", file_type: 1, base: DType::F16 },
+    QuantRecipe { name: "bf16", file_type: 32, base: DType::BF16 },
+    QuantRecipe { name: "q8_0", file_type: 7, base: DType::Q8_0 },
+    QuantRecipe { name: "q4_0", file_type: 2, base: DType::Q4_0 },
+    QuantRecipe { name: "q4_1", file_type: 3, base: DType::Q4_1 },
+    QuantRecipe { name: "q5_0", file_type: 8, base: DType::Q5_0 },
+    QuantRecipe { name: "q5_1", file_type: 9, base: DType::Q5_1 },
+    QuantRecipe { name: "q2_k", file_type: 10, base: DType::Q2_K },
+    QuantRecipe { name: "q3_k_m", file_type: 12, base: DType::Q3_K },
+    QuantRecipe { name: "q4_k_m", file_type: 15, base: DType::Q4_K },
+    QuantRecipe { name: "q5_k_m", file_type: 17, base: DType::Q5_K },
+    QuantRecipe { name: "q6_k", file_type: 18, base: DType::Q6_K },
 ];
 
-impl Recipe {
-    pub(super) fn find(name: &str) -> Result<&'static Self, UnknownRecipe> {
+impl QuantRecipe {
+    pub(super) fn find(name: &str) -> Result<&'static Self, UnknownQuantRecipe> {
         let name = name.to_lowercase();
-        RECIPES.iter().find(|recipe| recipe.name == name).ok_or(UnknownRecipe { name })
+        RECIPES.iter().find(|recipe| recipe.name == name).ok_or(UnknownQuantRecipe { name })
     }
 
     /// The type of a weight with rows of `row` values.
-    pub(super) fn dtype(&self, role: Role, row: u64, shape: &Shape) -> DType {
+    pub(super) fn dtype(&self, role: WeightRole, row: u64, shape: &ModelShape) -> DType {
         fitting(self.wanted(role, shape), row)
     }
 
-    fn wanted(&self, role: Role, shape: &Shape) -> DType {
+    fn wanted(&self, role: WeightRole, shape: &ModelShape) -> DType {
         let layers = shape.layers;
         // Llama 70B shares each value head among eight query heads: a better type costs little there.
-        let shares_widely = shape.family == Family::Llama3 && layers == 80;
+        let shares_widely = shape.family == ModelFamily::Llama3 && layers == 80;
         match (self.base, role) {
             (DType::F32 | DType::F16 | DType::BF16 | DType::Q8_0, _) => self.base,
-            (_, Role::Output) => DType::Q6_K,
-            (_, Role::Embedding) if shape.tied => DType::Q6_K,
-            (DType::Q2_K, Role::AttentionV { .. }) if shape.heads / shape.kv_heads >= 4 => DType::Q4_K,
-            (DType::Q2_K, Role::AttentionV { .. } | Role::AttentionOutput | Role::FeedForwardDown { .. }) => {
-                DType::Q3_K
-            }
-            (DType::Q3_K, Role::AttentionV { layer }) if layer < 2 => DType::Q5_K,
-            (DType::Q3_K, Role::AttentionV { .. }) if shares_widely => DType::Q5_K,
-            (DType::Q3_K, Role::FeedForwardDown { layer }) if layer < layers / 16 => DType::Q5_K,
-            (DType::Q3_K, Role::AttentionV { .. } | Role::AttentionOutput | Role::FeedForwardDown { .. }) => {
-                DType::Q4_K
-            }
-            (DType::Q4_K | DType::Q5_K, Role::AttentionV { layer } | Role::FeedForwardDown { layer })
-                if deserves_more_bits(layer, layers) =>
-            {
-                DType::Q6_K
-            }
-            (DType::Q4_K, Role::AttentionV { .. }) if shares_widely => DType::Q5_K,
+            (_, WeightRole::Output) => DType::Q6_K,
+            (_, WeightRole::Embedding) if shape.tied => DType::Q6_K,
+            (DType::Q2_K, WeightRole::AttentionV { .. }) if shape.heads / shape.kv_heads >= 4 => DType::Q4_K,
+            (
+                DType::Q2_K,
+                WeightRole::AttentionV { .. }
+                | WeightRole::AttentionOutput
+                | WeightRole::FeedForwardDown { .. },
+            ) => DType::Q3_K,
+            (DType::Q3_K, WeightRole::AttentionV { layer }) if layer < 2 => DType::Q5_K,
+            (DType::Q3_K, WeightRole::AttentionV { .. }) if shares_widely => DType::Q5_K,
+            (DType::Q3_K, WeightRole::FeedForwardDown { layer }) if layer < layers / 16 => DType::Q5_K,
+            (
+                DType::Q3_K,
+                WeightRole::AttentionV { .. }
+                | WeightRole::AttentionOutput
+                | WeightRole::FeedForwardDown { .. },
+            ) => DType::Q4_K,
+            (
+                DType::Q4_K | DType::Q5_K,
+                WeightRole::AttentionV { layer } | WeightRole::FeedForwardDown { layer },
+            ) if deserves_more_bits(layer, layers) => DType::Q6_K,
+            (DType::Q4_K, WeightRole::AttentionV { .. }) if shares_widely => DType::Q5_K,
             _ => self.base,
         }
     }

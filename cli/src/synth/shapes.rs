@@ -2,9 +2,9 @@
 
 /// One model's numbers.
 #[derive(Debug)]
-pub(super) struct Shape {
+pub(super) struct ModelShape {
     pub(super) name: &'static str,
-    pub(super) family: Family,
+    pub(super) family: ModelFamily,
     pub(super) layers: u64,
     pub(super) embedding: u64,
     pub(super) feed_forward: u64,
@@ -24,14 +24,14 @@ pub(super) struct Shape {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Family {
+pub(super) enum ModelFamily {
     Llama3,
     Qwen3,
 }
 
 /// What a weight is for: types are chosen by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum WeightRole {
     Embedding,
     Output,
     AttentionV { layer: u64 },
@@ -44,7 +44,7 @@ pub(super) enum Role {
 pub(super) struct ShapeTensor {
     pub(super) name: String,
     pub(super) dims: Vec<u64>,
-    pub(super) role: Option<Role>,
+    pub(super) role: Option<WeightRole>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -53,9 +53,9 @@ pub(super) struct UnknownShape {
     name: String,
 }
 
-const QWEN3: Shape = Shape {
+const QWEN3: ModelShape = ModelShape {
     name: "qwen3",
-    family: Family::Qwen3,
+    family: ModelFamily::Qwen3,
     layers: 28,
     embedding: 1024,
     feed_forward: 3072,
@@ -71,9 +71,9 @@ const QWEN3: Shape = Shape {
     epsilon: 1e-6,
 };
 
-const LLAMA3: Shape = Shape {
+const LLAMA3: ModelShape = ModelShape {
     name: "llama3",
-    family: Family::Llama3,
+    family: ModelFamily::Llama3,
     layers: 32,
     embedding: 4096,
     feed_forward: 14_336,
@@ -87,7 +87,7 @@ const LLAMA3: Shape = Shape {
 };
 
 /// Two layers of rows of 256, so that every type fits.
-const TINY: Shape = Shape {
+const TINY: ModelShape = ModelShape {
     layers: 2,
     embedding: 256,
     feed_forward: 512,
@@ -100,12 +100,12 @@ const TINY: Shape = Shape {
     ..QWEN3
 };
 
-static SHAPES: [Shape; 12] = [
-    Shape { name: "qwen3-0.6b", tied: true, ..QWEN3 },
-    Shape { name: "qwen3-1.7b", tied: true, embedding: 2048, feed_forward: 6144, ..QWEN3 },
-    Shape { name: "qwen3-8b", layers: 36, embedding: 4096, feed_forward: 12_288, heads: 32, ..QWEN3 },
-    Shape { name: "qwen3-32b", layers: 64, embedding: 5120, feed_forward: 25_600, heads: 64, ..QWEN3 },
-    Shape {
+static SHAPES: [ModelShape; 12] = [
+    ModelShape { name: "qwen3-0.6b", tied: true, ..QWEN3 },
+    ModelShape { name: "qwen3-1.7b", tied: true, embedding: 2048, feed_forward: 6144, ..QWEN3 },
+    ModelShape { name: "qwen3-8b", layers: 36, embedding: 4096, feed_forward: 12_288, heads: 32, ..QWEN3 },
+    ModelShape { name: "qwen3-32b", layers: 64, embedding: 5120, feed_forward: 25_600, heads: 64, ..QWEN3 },
+    ModelShape {
         name: "qwen3-30b-a3b",
         layers: 48,
         embedding: 2048,
@@ -115,15 +115,21 @@ static SHAPES: [Shape; 12] = [
         experts: Some((128, 8, 768)),
         ..QWEN3
     },
-    Shape { name: "llama3-8b", ..LLAMA3 },
-    Shape { name: "llama3-70b", layers: 80, embedding: 8192, feed_forward: 28_672, heads: 64, ..LLAMA3 },
-    Shape { name: "qwen3-tiny", tied: true, ..TINY },
-    Shape { name: "llama3-tiny", family: Family::Llama3, rope_base: 500_000.0, epsilon: 1e-5, ..TINY },
-    Shape { name: "qwen3-moe-tiny", experts: Some((8, 2, 256)), ..TINY },
+    ModelShape { name: "llama3-8b", ..LLAMA3 },
+    ModelShape { name: "llama3-70b", layers: 80, embedding: 8192, feed_forward: 28_672, heads: 64, ..LLAMA3 },
+    ModelShape { name: "qwen3-tiny", tied: true, ..TINY },
+    ModelShape {
+        name: "llama3-tiny",
+        family: ModelFamily::Llama3,
+        rope_base: 500_000.0,
+        epsilon: 1e-5,
+        ..TINY
+    },
+    ModelShape { name: "qwen3-moe-tiny", experts: Some((8, 2, 256)), ..TINY },
     // What a worker needs for the steps of a real model, with little to compute.
-    Shape { name: "qwen3-wide", layers: 2, tied: true, ..QWEN3 },
+    ModelShape { name: "qwen3-wide", layers: 2, tied: true, ..QWEN3 },
     // 37 layers of 11 tensors: hand-off in several batches, in a few megabytes. K types do not fit its rows of 128.
-    Shape {
+    ModelShape {
         name: "qwen3-many",
         layers: 37,
         embedding: 128,
@@ -135,16 +141,16 @@ static SHAPES: [Shape; 12] = [
     },
 ];
 
-impl Shape {
+impl ModelShape {
     pub(super) fn find(name: &str) -> Result<&'static Self, UnknownShape> {
         SHAPES.iter().find(|shape| shape.name == name).ok_or_else(|| UnknownShape { name: name.into() })
     }
 
     pub(super) fn architecture(&self) -> &'static str {
         match (self.family, self.experts) {
-            (Family::Llama3, _) => "llama",
-            (Family::Qwen3, None) => "qwen3",
-            (Family::Qwen3, Some(_)) => "qwen3moe",
+            (ModelFamily::Llama3, _) => "llama",
+            (ModelFamily::Qwen3, None) => "qwen3",
+            (ModelFamily::Qwen3, Some(_)) => "qwen3moe",
         }
     }
 
@@ -160,7 +166,7 @@ impl Shape {
             ("attention.key_length", self.head_size),
             ("attention.value_length", self.head_size),
         ];
-        if self.family == Family::Llama3 {
+        if self.family == ModelFamily::Llama3 {
             counts.push(("rope.dimension_count", self.head_size));
             counts.push(("vocab_size", self.vocabulary));
         }
@@ -179,35 +185,35 @@ impl Shape {
         };
         let (embedding, head) = (self.embedding, self.head_size);
         if !self.tied {
-            add("output".into(), &[embedding, self.vocabulary], Some(Role::Output));
+            add("output".into(), &[embedding, self.vocabulary], Some(WeightRole::Output));
         }
         add("output_norm".into(), &[embedding], None);
-        add("token_embd".into(), &[embedding, self.vocabulary], Some(Role::Embedding));
+        add("token_embd".into(), &[embedding, self.vocabulary], Some(WeightRole::Embedding));
         for layer in 0..self.layers {
             let mut add = |name: &str, dims: &[u64], role| add(format!("blk.{layer}.{name}"), dims, role);
-            add("attn_k", &[embedding, self.kv_heads * head], Some(Role::Other));
-            if self.family == Family::Qwen3 {
+            add("attn_k", &[embedding, self.kv_heads * head], Some(WeightRole::Other));
+            if self.family == ModelFamily::Qwen3 {
                 add("attn_k_norm", &[head], None);
             }
             add("attn_norm", &[embedding], None);
-            add("attn_output", &[self.heads * head, embedding], Some(Role::AttentionOutput));
-            add("attn_q", &[embedding, self.heads * head], Some(Role::Other));
-            if self.family == Family::Qwen3 {
+            add("attn_output", &[self.heads * head, embedding], Some(WeightRole::AttentionOutput));
+            add("attn_q", &[embedding, self.heads * head], Some(WeightRole::Other));
+            if self.family == ModelFamily::Qwen3 {
                 add("attn_q_norm", &[head], None);
             }
-            add("attn_v", &[embedding, self.kv_heads * head], Some(Role::AttentionV { layer }));
-            let down = Some(Role::FeedForwardDown { layer });
+            add("attn_v", &[embedding, self.kv_heads * head], Some(WeightRole::AttentionV { layer }));
+            let down = Some(WeightRole::FeedForwardDown { layer });
             if let Some((experts, _, feed_forward)) = self.experts {
                 add("ffn_down_exps", &[feed_forward, embedding, experts], down);
-                add("ffn_gate_exps", &[embedding, feed_forward, experts], Some(Role::Other));
+                add("ffn_gate_exps", &[embedding, feed_forward, experts], Some(WeightRole::Other));
                 add("ffn_gate_inp", &[embedding, experts], None);
                 add("ffn_norm", &[embedding], None);
-                add("ffn_up_exps", &[embedding, feed_forward, experts], Some(Role::Other));
+                add("ffn_up_exps", &[embedding, feed_forward, experts], Some(WeightRole::Other));
             } else {
                 add("ffn_down", &[self.feed_forward, embedding], down);
-                add("ffn_gate", &[embedding, self.feed_forward], Some(Role::Other));
+                add("ffn_gate", &[embedding, self.feed_forward], Some(WeightRole::Other));
                 add("ffn_norm", &[embedding], None);
-                add("ffn_up", &[embedding, self.feed_forward], Some(Role::Other));
+                add("ffn_up", &[embedding, self.feed_forward], Some(WeightRole::Other));
             }
         }
         tensors

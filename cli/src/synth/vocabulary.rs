@@ -1,7 +1,7 @@
 //! A vocabulary of the right size that any text can be tokenised with: all bytes, a few merges, the family's special
 //! tokens where the real model has them, and made-up words that only a random model writes.
 
-use super::shapes::{Family, Shape};
+use super::shapes::{ModelFamily, ModelShape};
 use gguf::{MetadataBuilder, WriteError};
 
 /// Token types of GGUF.
@@ -45,10 +45,10 @@ const LLAMA3_SPECIALS: [&str; 8] = [
     "<|end_header_id|>",
 ];
 
-pub(super) fn put(shape: &Shape, metadata: &mut MetadataBuilder) -> Result<(), WriteError> {
+pub(super) fn put(shape: &ModelShape, metadata: &mut MetadataBuilder) -> Result<(), WriteError> {
     let (specials, pre, template): (&[&str], _, _) = match shape.family {
-        Family::Qwen3 => (&QWEN3_SPECIALS, "qwen2", CHATML),
-        Family::Llama3 => (&LLAMA3_SPECIALS, "llama-bpe", LLAMA3),
+        ModelFamily::Qwen3 => (&QWEN3_SPECIALS, "qwen2", CHATML),
+        ModelFamily::Llama3 => (&LLAMA3_SPECIALS, "llama-bpe", LLAMA3),
     };
     let first_special = shape.first_special as usize;
     let last_special = first_special + specials.len();
@@ -64,13 +64,13 @@ pub(super) fn put(shape: &Shape, metadata: &mut MetadataBuilder) -> Result<(), W
     metadata.put("tokenizer.ggml.merges", &merges[..])?;
     let first_special = first_special as u32;
     match shape.family {
-        Family::Qwen3 => {
+        ModelFamily::Qwen3 => {
             metadata.put("tokenizer.ggml.bos_token_id", first_special)?;
             metadata.put("tokenizer.ggml.eos_token_id", first_special + 2)?;
             metadata.put("tokenizer.ggml.padding_token_id", first_special)?;
             metadata.put("tokenizer.ggml.add_bos_token", false)?;
         }
-        Family::Llama3 => {
+        ModelFamily::Llama3 => {
             metadata.put("tokenizer.ggml.bos_token_id", first_special)?;
             metadata.put("tokenizer.ggml.eos_token_id", first_special + 1)?;
             metadata.put("tokenizer.ggml.eot_token_id", first_special + 5)?;
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn tokens_are_unique_and_stand_where_the_real_ones_do() {
-        let shape = Shape::find("qwen3-0.6b").unwrap();
+        let shape = ModelShape::find("qwen3-0.6b").unwrap();
         let tokens = tokens(shape.vocabulary as usize, shape.first_special as usize, &QWEN3_SPECIALS);
         assert_eq!(tokens.len(), 151_936);
         assert_eq!(tokens.iter().collect::<HashSet<_>>().len(), tokens.len());

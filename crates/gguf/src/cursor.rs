@@ -5,7 +5,7 @@ use std::io::{self, Read};
 
 /// Why bytes could not be had.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub enum HeaderReadError {
     #[error(
         "{needed} bytes are needed at byte {offset}, but only {remaining} are left: the file is cut off or damaged"
     )]
@@ -20,17 +20,17 @@ pub enum ReadError {
 pub(crate) trait Cursor {
     fn offset(&self) -> u64;
     fn remaining(&self) -> u64;
-    fn take(&mut self, len: u64) -> Result<&[u8], ReadError>;
+    fn take(&mut self, len: u64) -> Result<&[u8], HeaderReadError>;
 
-    fn u32(&mut self) -> Result<u32, ReadError> {
+    fn u32(&mut self) -> Result<u32, HeaderReadError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, ReadError> {
+    fn u64(&mut self) -> Result<u64, HeaderReadError> {
         self.array().map(u64::from_le_bytes)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], ReadError> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], HeaderReadError> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N as u64)?);
         Ok(array)
@@ -58,10 +58,10 @@ impl Cursor for SliceCursor<'_> {
         (self.bytes.len() - self.offset) as u64
     }
 
-    fn take(&mut self, len: u64) -> Result<&[u8], ReadError> {
+    fn take(&mut self, len: u64) -> Result<&[u8], HeaderReadError> {
         let remaining = self.remaining();
         if len > remaining {
-            return Err(ReadError::Truncated { offset: self.offset as u64, needed: len, remaining });
+            return Err(HeaderReadError::Truncated { offset: self.offset as u64, needed: len, remaining });
         }
         let start = self.offset;
         self.offset += len as usize;
@@ -89,16 +89,16 @@ impl<R: Read> FileCursor<R> {
     }
 
     /// Reads until `end` bytes are buffered. `end` is within the file and within [`MAX_HEADER_BYTES`].
-    fn fill(&mut self, end: usize) -> Result<(), ReadError> {
+    fn fill(&mut self, end: usize) -> Result<(), HeaderReadError> {
         let ahead = end.max(self.buffer.len() + READ_AHEAD_BYTES).min(self.file_len as usize);
         let start = self.buffer.len();
         let read = self.source.by_ref().take((ahead - start) as u64).read_to_end(&mut self.buffer);
-        read.map_err(|source| ReadError::Io { offset: start as u64, source })?;
+        read.map_err(|source| HeaderReadError::Io { offset: start as u64, source })?;
         if self.buffer.len() < end {
             // The file is shorter than its length said: it has changed since.
             let remaining = (self.buffer.len() - self.offset) as u64;
             let needed = (end - self.offset) as u64;
-            return Err(ReadError::Truncated { offset: self.offset as u64, needed, remaining });
+            return Err(HeaderReadError::Truncated { offset: self.offset as u64, needed, remaining });
         }
         Ok(())
     }
@@ -113,14 +113,14 @@ impl<R: Read> Cursor for FileCursor<R> {
         self.file_len - self.offset as u64
     }
 
-    fn take(&mut self, len: u64) -> Result<&[u8], ReadError> {
+    fn take(&mut self, len: u64) -> Result<&[u8], HeaderReadError> {
         let (offset, remaining) = (self.offset(), self.remaining());
         if len > remaining {
-            return Err(ReadError::Truncated { offset, needed: len, remaining });
+            return Err(HeaderReadError::Truncated { offset, needed: len, remaining });
         }
         // No overflow: the sum is at most the file's length.
         if offset + len > MAX_HEADER_BYTES {
-            return Err(ReadError::HeaderTooLong { offset });
+            return Err(HeaderReadError::HeaderTooLong { offset });
         }
         let start = self.offset;
         let end = start + len as usize;

@@ -1,12 +1,12 @@
 //! [`Header`]: everything of a file before its tensor data, checked as a whole.
 
-use crate::cursor::{Cursor, FileCursor, ReadError};
+use crate::cursor::{Cursor, FileCursor, HeaderReadError};
 use crate::limits::{
     ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_ALIGNMENT, MAX_KEYS, MAX_TENSORS, MIN_PAIR_BYTES,
     MIN_TENSOR_BYTES,
 };
-use crate::metadata::{Index, Metadata, MetadataError};
-use crate::tensor::{TensorError, TensorInfo};
+use crate::metadata::{Metadata, MetadataError, MetadataIndex};
+use crate::tensor::{TensorInfo, TensorInfoError};
 use crate::value::{Value, ValueType};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ pub enum HeaderError {
     #[error("GGUF version {found} is not supported, only 2 and 3 are: convert the model again")]
     Version { found: u32 },
     #[error("the fixed part at the file's start")]
-    ReadCounts(#[source] ReadError),
+    ReadCounts(#[source] HeaderReadError),
     #[error("the file claims {count} keys, and can have at most {most} ({remaining} bytes are left)")]
     KeyCount { count: u64, most: u64, remaining: u64 },
     #[error("the file claims {count} tensors, and can have at most {most} ({remaining} bytes are left)")]
@@ -34,7 +34,7 @@ pub enum HeaderError {
     #[error("{ALIGNMENT_KEY} is {found}, and must be a power of two up to {MAX_ALIGNMENT}")]
     Alignment { found: u32 },
     #[error("in the tensor table")]
-    Tensor(#[from] TensorError),
+    Tensor(#[from] TensorInfoError),
     #[error("tensor {name} occurs twice in the tensor table")]
     DuplicateTensor { name: String },
     #[error("the sizes of the tensors up to {name} add up to more than 64 bits can count")]
@@ -66,10 +66,10 @@ impl Header {
     /// held against `file_len` and not read.
     pub fn read(source: impl Read, file_len: u64) -> Result<Self, HeaderError> {
         let mut cursor = FileCursor::new(source, file_len);
-        let Counts { version, keys, tensors } = read_counts(&mut cursor)?;
+        let HeaderCounts { version, keys, tensors } = read_counts(&mut cursor)?;
 
         let section_start = cursor.offset();
-        let mut index = Index::default();
+        let mut index = MetadataIndex::default();
         for _ in 0..keys {
             index.read_pair(&mut cursor, section_start)?;
         }
@@ -77,7 +77,7 @@ impl Header {
 
         // The count was bounded by the bytes that were left before the keys took theirs.
         check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, cursor.remaining()).map_err(
-            |Excess { count, most, remaining }| HeaderError::TensorCount { count, most, remaining },
+            |ExcessCount { count, most, remaining }| HeaderError::TensorCount { count, most, remaining },
         )?;
         let mut table = Vec::with_capacity(tensors as usize);
         for tensor in 0..tensors {
@@ -135,13 +135,13 @@ impl Header {
     }
 }
 
-struct Counts {
+struct HeaderCounts {
     version: u32,
     keys: u64,
     tensors: u64,
 }
 
-fn read_counts(cursor: &mut impl Cursor) -> Result<Counts, HeaderError> {
+fn read_counts(cursor: &mut impl Cursor) -> Result<HeaderCounts, HeaderError> {
     let found: [u8; 4] = cursor.array().map_err(HeaderError::ReadCounts)?;
     if found != MAGIC {
         return Err(HeaderError::Magic { found });
@@ -157,22 +157,23 @@ fn read_counts(cursor: &mut impl Cursor) -> Result<Counts, HeaderError> {
     let keys = cursor.u64().map_err(HeaderError::ReadCounts)?;
     let remaining = cursor.remaining();
     check_count(keys, MAX_KEYS, MIN_PAIR_BYTES, remaining)
-        .map_err(|Excess { count, most, remaining }| HeaderError::KeyCount { count, most, remaining })?;
-    check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, remaining)
-        .map_err(|Excess { count, most, remaining }| HeaderError::TensorCount { count, most, remaining })?;
-    Ok(Counts { version, keys, tensors })
+        .map_err(|ExcessCount { count, most, remaining }| HeaderError::KeyCount { count, most, remaining })?;
+    check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, remaining).map_err(
+        |ExcessCount { count, most, remaining }| HeaderError::TensorCount { count, most, remaining },
+    )?;
+    Ok(HeaderCounts { version, keys, tensors })
 }
 
-struct Excess {
+struct ExcessCount {
     count: u64,
     most: u64,
     remaining: u64,
 }
 
 /// A count is at most what we take and what the bytes that are left can hold.
-fn check_count(count: u64, limit: u64, least_bytes: u64, remaining: u64) -> Result<(), Excess> {
+fn check_count(count: u64, limit: u64, least_bytes: u64, remaining: u64) -> Result<(), ExcessCount> {
     let most = limit.min(remaining / least_bytes);
-    if count > most { Err(Excess { count, most, remaining }) } else { Ok(()) }
+    if count > most { Err(ExcessCount { count, most, remaining }) } else { Ok(()) }
 }
 
 fn read_alignment(metadata: &Metadata) -> Result<u32, HeaderError> {

@@ -4,9 +4,9 @@
 //! can contain, and errors name key, tensor and byte offset. Files are hostile input: nothing here panics on one, and
 //! memory stays below a small multiple of the bytes read.
 //!
-//! [`Header::read`] takes one file, [`Model::open`] a file or a whole split set, [`Metadata::parse`] the key-value section
+//! [`Header::read`] takes one file, [`GgufModel::open`] a file or a whole split set, [`Metadata::parse`] the key-value section
 //! alone, as it travels in a manifest. [`check_model`] holds well-known keys against what engines can stand.
-//! [`Layout`] and [`Writer`] write files as a stream.
+//! [`TensorLayout`] and [`GgufWriter`] write files as a stream.
 
 #![forbid(unsafe_code)]
 
@@ -26,8 +26,8 @@ pub use header::{Header, HeaderError};
 pub use limits::*;
 pub use metadata::{KeyError, Metadata, MetadataError};
 pub use model_check::{ModelCheckError, check_model};
-pub use split::{Model, ModelFile, OpenError, SplitName};
-pub use tensor::{TensorError, TensorInfo};
-pub use value::{Array, FromValue, Strings, Value, ValueType};
+pub use split::{GgufFile, GgufModel, OpenError, SplitName};
+pub use tensor::{TensorInfo, TensorInfoError};
+pub use value::{Array, FromValue, StringArray, Value, ValueType};
 pub use write_metadata::{MetadataBuilder, ToValue};
-pub use writer::{Layout, WriteError, Writer};
+pub use writer::{GgufWriter, TensorLayout, WriteError};

@@ -1,6 +1,6 @@
 //! [`Metadata`]: the key-value section, kept as its bytes with an index of where each value stands.
 
-use crate::cursor::{Cursor, ReadError, SliceCursor};
+use crate::cursor::{Cursor, HeaderReadError, SliceCursor};
 use crate::limits::{MAX_KEY_BYTES, MAX_KEYS};
 use crate::value::{Array, FromValue, Value, ValueType};
 use bytes::Bytes;
@@ -11,9 +11,9 @@ use std::ops::Range;
 #[derive(Debug, thiserror::Error)]
 pub enum MetadataError {
     #[error("key {index} (counted from 0)")]
-    ReadKey { index: u64, source: ReadError },
+    ReadKey { index: u64, source: HeaderReadError },
     #[error("value of key {key}")]
-    ReadValue { key: String, source: ReadError },
+    ReadValue { key: String, source: HeaderReadError },
     #[error("there are more than {MAX_KEYS} keys before byte {offset}")]
     TooManyKeys { offset: u64 },
     #[error("key {index} at byte {offset} is empty")]
@@ -51,12 +51,12 @@ pub enum KeyError {
 #[derive(Clone, Debug)]
 pub struct Metadata {
     bytes: Bytes,
-    entries: Vec<Entry>,
+    entries: Vec<KeyValue>,
     by_key: HashMap<String, usize>,
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct KeyValue {
     key: String,
     value: ValueAt,
 }
@@ -73,7 +73,7 @@ impl Metadata {
     pub fn parse(bytes: impl Into<Bytes>) -> Result<Self, MetadataError> {
         let bytes = bytes.into();
         let mut cursor = SliceCursor::new(&bytes);
-        let mut index = Index::default();
+        let mut index = MetadataIndex::default();
         while cursor.remaining() > 0 {
             index.read_pair(&mut cursor, 0)?;
         }
@@ -160,12 +160,12 @@ fn describe(value: Value<'_>) -> String {
 
 /// The index while it is built.
 #[derive(Default)]
-pub(crate) struct Index {
-    entries: Vec<Entry>,
+pub(crate) struct MetadataIndex {
+    entries: Vec<KeyValue>,
     by_key: HashMap<String, usize>,
 }
 
-impl Index {
+impl MetadataIndex {
     /// `section_start` is the cursor's offset at which the section began.
     pub(crate) fn read_pair(
         &mut self,
@@ -182,7 +182,7 @@ impl Index {
         }
         let value = read_value(cursor, &key, section_start)?;
         self.by_key.insert(key.clone(), self.entries.len());
-        self.entries.push(Entry { key, value });
+        self.entries.push(KeyValue { key, value });
         Ok(())
     }
 

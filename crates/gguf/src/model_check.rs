@@ -3,7 +3,7 @@
 //! A file that only describes something else (a vocabulary, a projector) lacks these keys and passes.
 
 use crate::metadata::{KeyError, Metadata};
-use crate::value::Strings;
+use crate::value::StringArray;
 
 /// Layers of a model; the largest known have 126.
 const MAX_LAYERS: u32 = 512;
@@ -119,7 +119,7 @@ fn check_heads(
 }
 
 fn check_vocabulary(metadata: &Metadata) -> Result<(), ModelCheckError> {
-    let Some(tokens) = metadata.get::<Strings<'_>>("tokenizer.ggml.tokens")? else { return Ok(()) };
+    let Some(tokens) = metadata.get::<StringArray<'_>>("tokenizer.ggml.tokens")? else { return Ok(()) };
     let count = tokens.len();
     if count > MAX_TOKENS as usize {
         let (found, most) = (count as u64, MAX_TOKENS.into());
@@ -137,7 +137,7 @@ fn check_vocabulary(metadata: &Metadata) -> Result<(), ModelCheckError> {
     check_len("tokenizer.ggml.scores", metadata.get::<Vec<f32>>("tokenizer.ggml.scores")?.map(|x| x.len()))?;
     let types = metadata.get::<Vec<i32>>("tokenizer.ggml.token_type")?.map(|x| x.len());
     check_len("tokenizer.ggml.token_type", types)?;
-    metadata.get::<Strings<'_>>("tokenizer.ggml.merges")?;
+    metadata.get::<StringArray<'_>>("tokenizer.ggml.merges")?;
     check_token_ids(metadata, count)
 }
 

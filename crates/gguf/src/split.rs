@@ -46,12 +46,12 @@ pub struct SplitName {
 
 /// A model's files with their headers. At least one; the first has the model's metadata.
 #[derive(Clone, Debug)]
-pub struct Model {
-    files: Vec<ModelFile>,
+pub struct GgufModel {
+    files: Vec<GgufFile>,
 }
 
 #[derive(Clone, Debug)]
-pub struct ModelFile {
+pub struct GgufFile {
     pub path: PathBuf,
     pub header: Header,
 }
@@ -76,7 +76,7 @@ impl SplitName {
     }
 }
 
-impl Model {
+impl GgufModel {
     /// Opens a file, and the rest of its set if it is the first of one. The files are closed again.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         Self::open_with(path, |path| {
@@ -94,7 +94,7 @@ impl Model {
         let mut read = |path: PathBuf| {
             let (file, len) = open(&path).map_err(|source| OpenError::Io { path: path.clone(), source })?;
             match Header::read(file, len) {
-                Ok(header) => Ok(ModelFile { path, header }),
+                Ok(header) => Ok(GgufFile { path, header }),
                 Err(source) => Err(OpenError::Header { path, source }),
             }
         };
@@ -112,7 +112,7 @@ impl Model {
         Ok(Self { files })
     }
 
-    pub fn files(&self) -> &[ModelFile] {
+    pub fn files(&self) -> &[GgufFile] {
         &self.files
     }
 
@@ -139,13 +139,13 @@ impl Model {
     }
 }
 
-fn split_key(file: &ModelFile, key: &str) -> Result<Option<u32>, OpenError> {
+fn split_key(file: &GgufFile, key: &str) -> Result<Option<u32>, OpenError> {
     let value = file.header.metadata().get(key);
     value.map_err(|source| OpenError::SplitKey { path: file.path.clone(), source })
 }
 
 /// The paths of files 2 to `count`, from the name of the first.
-fn sibling_paths(first: &ModelFile, count: u32) -> Result<Vec<PathBuf>, OpenError> {
+fn sibling_paths(first: &GgufFile, count: u32) -> Result<Vec<PathBuf>, OpenError> {
     let path = &first.path;
     if count > MAX_SPLIT_FILES {
         return Err(OpenError::SplitCount { path: path.clone(), count });
@@ -161,7 +161,7 @@ fn sibling_paths(first: &ModelFile, count: u32) -> Result<Vec<PathBuf>, OpenErro
     Ok((2..=count).map(|number| path.with_file_name(name.sibling(number))).collect())
 }
 
-fn check_set(files: &[ModelFile], count: u32) -> Result<(), OpenError> {
+fn check_set(files: &[GgufFile], count: u32) -> Result<(), OpenError> {
     let mut owners = HashMap::new();
     for (file, expected) in files.iter().zip(0..) {
         let path = || file.path.clone();

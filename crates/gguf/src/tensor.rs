@@ -1,6 +1,6 @@
 //! One entry of the tensor table, checked by itself.
 
-use crate::cursor::{Cursor, ReadError};
+use crate::cursor::{Cursor, HeaderReadError};
 use crate::limits::{MAX_DIMS, MAX_TENSOR_NAME_BYTES};
 use quant::{DType, SizeError, UnknownDType};
 
@@ -19,11 +19,11 @@ pub struct TensorInfo {
 
 /// What is wrong with an entry of the tensor table. Offsets count from the start of the file.
 #[derive(Debug, thiserror::Error)]
-pub enum TensorError {
+pub enum TensorInfoError {
     #[error("tensor {index} (counted from 0)")]
-    ReadName { index: u64, source: ReadError },
+    ReadName { index: u64, source: HeaderReadError },
     #[error("tensor {name}")]
-    Read { name: String, source: ReadError },
+    Read { name: String, source: HeaderReadError },
     #[error("tensor {index} at byte {offset} has no name")]
     EmptyName { index: u64, offset: u64 },
     #[error(
@@ -62,20 +62,20 @@ impl TensorInfo {
         self.dims.iter().skip(1).product()
     }
 
-    pub(crate) fn read(cursor: &mut impl Cursor, index: u64) -> Result<Self, TensorError> {
+    pub(crate) fn read(cursor: &mut impl Cursor, index: u64) -> Result<Self, TensorInfoError> {
         let name = read_name(cursor, index)?;
-        let read_error = |source| TensorError::Read { name: name.clone(), source };
+        let read_error = |source| TensorInfoError::Read { name: name.clone(), source };
         let offset = cursor.offset();
         let count = cursor.u32().map_err(read_error)?;
         if count > MAX_DIMS {
-            return Err(TensorError::TooManyDims { name, offset, count });
+            return Err(TensorInfoError::TooManyDims { name, offset, count });
         }
         let mut dims = Vec::with_capacity(MAX_DIMS as usize);
         for _ in 0..count {
             let offset = cursor.offset();
             let dim = cursor.u64().map_err(read_error)?;
             if let dim @ ..0 = dim.cast_signed() {
-                return Err(TensorError::NegativeDim { name, offset, dim });
+                return Err(TensorInfoError::NegativeDim { name, offset, dim });
             }
             dims.push(dim);
         }
@@ -86,7 +86,7 @@ impl TensorInfo {
         let type_offset = cursor.offset();
         let id = cursor.u32().map_err(read_error)?;
         let offset = cursor.u64().map_err(read_error)?;
-        let dtype = DType::from_id(id).map_err(|source| TensorError::Type {
+        let dtype = DType::from_id(id).map_err(|source| TensorInfoError::Type {
             name: name.clone(),
             offset: type_offset,
             source,
@@ -97,9 +97,9 @@ impl TensorInfo {
 }
 
 /// Size of a tensor, with every product checked before it is formed.
-pub(crate) fn tensor_bytes(name: &str, dtype: DType, dims: &[u64]) -> Result<u64, TensorError> {
+pub(crate) fn tensor_bytes(name: &str, dtype: DType, dims: &[u64]) -> Result<u64, TensorInfoError> {
     let row = dims.first().copied().unwrap_or(1);
-    dtype.row_bytes(row).map_err(|source| TensorError::Row { name: name.into(), row, source })?;
+    dtype.row_bytes(row).map_err(|source| TensorInfoError::Row { name: name.into(), row, source })?;
     let values = if dims.contains(&0) {
         Some(0)
     } else {
@@ -107,21 +107,21 @@ pub(crate) fn tensor_bytes(name: &str, dtype: DType, dims: &[u64]) -> Result<u64
     };
     let values = values
         .filter(|&values| i64::try_from(values).is_ok())
-        .ok_or_else(|| TensorError::TooManyValues { name: name.into(), dims: dims.to_vec() })?;
-    dtype.row_bytes(values).map_err(|source| TensorError::Bytes { name: name.into(), source })
+        .ok_or_else(|| TensorInfoError::TooManyValues { name: name.into(), dims: dims.to_vec() })?;
+    dtype.row_bytes(values).map_err(|source| TensorInfoError::Bytes { name: name.into(), source })
 }
 
-fn read_name(cursor: &mut impl Cursor, index: u64) -> Result<String, TensorError> {
+fn read_name(cursor: &mut impl Cursor, index: u64) -> Result<String, TensorInfoError> {
     let offset = cursor.offset();
-    let read_error = |source| TensorError::ReadName { index, source };
+    let read_error = |source| TensorInfoError::ReadName { index, source };
     let len = cursor.u64().map_err(read_error)?;
     if len == 0 {
-        return Err(TensorError::EmptyName { index, offset });
+        return Err(TensorInfoError::EmptyName { index, offset });
     }
     if len > MAX_TENSOR_NAME_BYTES {
-        return Err(TensorError::LongName { index, offset, len });
+        return Err(TensorInfoError::LongName { index, offset, len });
     }
     let bytes = cursor.take(len).map_err(read_error)?;
-    let name = std::str::from_utf8(bytes).map_err(|_| TensorError::NameEncoding { index, offset })?;
+    let name = std::str::from_utf8(bytes).map_err(|_| TensorInfoError::NameEncoding { index, offset })?;
     Ok(name.to_owned())
 }

@@ -74,7 +74,7 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// A value as it stands in the file. Strings are bytes: nothing promises that they are UTF-8.
+/// A value as it stands in the file. StringArray are bytes: nothing promises that they are UTF-8.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     U8(u8),
@@ -288,9 +288,9 @@ impl<'a> FromValue<'a> for &'a [u8] {
 
 /// An array of strings, not copied.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Strings<'a>(Array<'a>);
+pub struct StringArray<'a>(Array<'a>);
 
-impl<'a> Strings<'a> {
+impl<'a> StringArray<'a> {
     pub fn len(&self) -> usize {
         self.0.len
     }
@@ -307,7 +307,7 @@ impl<'a> Strings<'a> {
     }
 }
 
-impl<'a> FromValue<'a> for Strings<'a> {
+impl<'a> FromValue<'a> for StringArray<'a> {
     const WANTED: &'static str = "array of strings";
 
     fn from_value(value: Value<'a>) -> Option<Self> {

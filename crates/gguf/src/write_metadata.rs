@@ -6,7 +6,7 @@ use crate::value::{Value, ValueType};
 use crate::writer::WriteError;
 use std::collections::HashSet;
 
-/// The section that a [`crate::Writer`] begins its file with.
+/// The section that a [`crate::GgufWriter`] begins its file with.
 #[derive(Clone, Debug, Default)]
 pub struct MetadataBuilder {
     bytes: Vec<u8>,

@@ -1,7 +1,7 @@
-//! [`Layout`] places tensors, [`Writer`] streams their data behind the header: a model is never in memory as a whole.
+//! [`TensorLayout`] places tensors, [`GgufWriter`] streams their data behind the header: a model is never in memory as a whole.
 
 use crate::limits::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS};
-use crate::tensor::{TensorError, TensorInfo, tensor_bytes};
+use crate::tensor::{TensorInfo, TensorInfoError, tensor_bytes};
 use crate::write_metadata::{MetadataBuilder, string};
 use quant::DType;
 use std::collections::HashSet;
@@ -28,7 +28,7 @@ pub enum WriteError {
     #[error("tensor {name} has {count} dimensions, and 1 to {MAX_DIMS} are possible")]
     Dims { name: String, count: usize },
     #[error(transparent)]
-    Tensor(#[from] TensorError),
+    Tensor(#[from] TensorInfoError),
     #[error("the tensors up to {name} have more bytes than 64 bits can count")]
     TotalBytes { name: String },
     #[error("the data goes on beyond the last tensor by {excess} bytes")]
@@ -41,14 +41,14 @@ pub enum WriteError {
 
 /// Tensors in the order in which their data will be written.
 #[derive(Clone, Debug, Default)]
-pub struct Layout {
+pub struct TensorLayout {
     tensors: Vec<TensorInfo>,
     names: HashSet<String>,
     /// Padded end of the last tensor.
     end: u64,
 }
 
-impl Layout {
+impl TensorLayout {
     /// Places a tensor behind the last one. `dims[0]` is the row length.
     pub fn add(&mut self, name: &str, dtype: DType, dims: &[u64]) -> Result<(), WriteError> {
         let valid = !name.is_empty() && name.len() as u64 <= MAX_TENSOR_NAME_BYTES;
@@ -82,17 +82,17 @@ impl Layout {
 }
 
 /// Takes the data of a layout's tensors in order, in pieces of any size, and puts the padding between them.
-pub struct Writer<W> {
+pub struct GgufWriter<W> {
     out: W,
-    layout: Layout,
+    layout: TensorLayout,
     /// The tensor that is being written, and how much of it has been.
     current: usize,
     current_bytes: u64,
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> GgufWriter<W> {
     /// Writes the header.
-    pub fn start(mut out: W, metadata: &MetadataBuilder, layout: Layout) -> Result<Self, WriteError> {
+    pub fn start(mut out: W, metadata: &MetadataBuilder, layout: TensorLayout) -> Result<Self, WriteError> {
         let mut header = Vec::new();
         header.extend(MAGIC);
         header.extend(VERSION.to_le_bytes());

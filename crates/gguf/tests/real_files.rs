@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use gguf::{Header, Metadata, Model, Strings, check_model};
+use gguf::{GgufModel, Header, Metadata, StringArray, check_model};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -37,9 +37,9 @@ fn every_vocabulary_parses_fast_and_again_from_its_metadata_alone() {
         for ((key, value), (again_key, again)) in header.metadata().iter().zip(metadata.iter()) {
             assert_eq!((key, value), (again_key, again), "{name}");
         }
-        let found: Strings<'_> = metadata.require("tokenizer.ggml.tokens").unwrap();
+        let found: StringArray<'_> = metadata.require("tokenizer.ggml.tokens").unwrap();
         assert_eq!((found.len(), found.iter().count()), (tokens, tokens), "{name}");
-        let found: Option<Strings<'_>> = metadata.get("tokenizer.ggml.merges").unwrap();
+        let found: Option<StringArray<'_>> = metadata.get("tokenizer.ggml.merges").unwrap();
         assert_eq!(found.map(|merges| merges.iter().count()), merges, "{name}");
     }
 }
@@ -54,7 +54,7 @@ fn every_small_model_parses_and_passes_the_checks() {
     }
     assert!(files.len() > 50, "only {} models found", files.len());
     for path in &files {
-        let model = Model::open(path).unwrap_or_else(|error| panic!("{}: {error:?}", path.display()));
+        let model = GgufModel::open(path).unwrap_or_else(|error| panic!("{}: {error:?}", path.display()));
         check_model(model.metadata()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let header = &model.files()[0].header;
         let last = header.tensors().last().unwrap();
@@ -83,7 +83,7 @@ fn encoders_give_the_bytes_that_ggml_gives() {
         ("llama-linear.BF16.gguf", "llama-linear.gguf"),
     ] {
         let (quantised, source) =
-            (Tensors::open(&folder.join(quantised)), Tensors::open(&folder.join(source)));
+            (LoadedTensors::open(&folder.join(quantised)), LoadedTensors::open(&folder.join(source)));
         let mut dtypes = quantised.model.tensors().map(|(_, tensor)| tensor.dtype);
         let wanted = dtypes.find(|dtype| !matches!(dtype, quant::DType::F32 | quant::DType::Q6_K)).unwrap();
         let mut compared = 0;
@@ -101,11 +101,11 @@ fn encoders_give_the_bytes_that_ggml_gives() {
 #[test]
 fn k_encoders_lose_as_little_as_ggml() {
     let Some(folder) = data("data/golden") else { return };
-    let source = Tensors::open(&folder.join("llama.gguf"));
+    let source = LoadedTensors::open(&folder.join("llama.gguf"));
     for name in
         ["llama.Q2_K.gguf", "llama.Q3_K_M.gguf", "llama.Q4_K_M.gguf", "llama.Q5_K_M.gguf", "llama.Q6_K.gguf"]
     {
-        let quantised = Tensors::open(&folder.join(name));
+        let quantised = LoadedTensors::open(&folder.join(name));
         for (_, tensor) in quantised.model.tensors().filter(|(_, tensor)| tensor.dims.len() == 2) {
             let x = source.values(&tensor.name);
             let mut encoded = vec![0; tensor.bytes as usize];
@@ -126,14 +126,14 @@ fn error(x: &[f32], y: &[f32]) -> f64 {
 }
 
 /// A small model with its file in memory.
-struct Tensors {
-    model: Model,
+struct LoadedTensors {
+    model: GgufModel,
     file: Vec<u8>,
 }
 
-impl Tensors {
+impl LoadedTensors {
     fn open(path: &Path) -> Self {
-        Self { model: Model::open(path).unwrap(), file: std::fs::read(path).unwrap() }
+        Self { model: GgufModel::open(path).unwrap(), file: std::fs::read(path).unwrap() }
     }
 
     fn bytes(&self, name: &str) -> &[u8] {

@@ -3,7 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use gguf::{
-    Header, KeyError, Layout, Metadata, MetadataBuilder, Strings, Value, WriteError, Writer, check_model,
+    GgufWriter, Header, KeyError, Metadata, MetadataBuilder, StringArray, TensorLayout, Value, WriteError,
+    check_model,
 };
 use proptest::prelude::*;
 use quant::DType;
@@ -30,13 +31,13 @@ fn sample() -> Vec<u8> {
     }
     metadata.put("u64", u64::MAX).unwrap();
     metadata.put("i64", i64::MIN).unwrap();
-    let mut layout = Layout::default();
+    let mut layout = TensorLayout::default();
     layout.add("token_embd.weight", DType::Q8_0, &[64, 3]).unwrap();
     layout.add("blk.0.attn_norm.weight", DType::F32, &[5]).unwrap();
     layout.add("blk.0.empty.weight", DType::F32, &[5, 0]).unwrap();
     layout.add("blk.0.ffn_down_exps.weight", DType::F16, &[3, 2, 2]).unwrap();
     let data: Vec<u8> = (0..204 + 20 + 24).map(|byte| byte as u8).collect();
-    let mut writer = Writer::start(Vec::new(), &metadata, layout).unwrap();
+    let mut writer = GgufWriter::start(Vec::new(), &metadata, layout).unwrap();
     for piece in data.chunks(7) {
         writer.write(piece).unwrap();
     }
@@ -58,7 +59,7 @@ fn written_files_read_back() {
     assert_eq!(metadata.per_layer::<u32>("llama.attention.head_count_kv", 2), Ok(Some(vec![2, 4])));
     assert_eq!(metadata.get::<bool>("tokenizer.ggml.add_bos_token"), Ok(Some(true)));
     assert_eq!(metadata.get::<u32>("no.such.key"), Ok(None));
-    let tokens: Strings<'_> = metadata.require("tokenizer.ggml.tokens").unwrap();
+    let tokens: StringArray<'_> = metadata.require("tokenizer.ggml.tokens").unwrap();
     assert_eq!(tokens.iter().collect::<Vec<_>>(), [&b"a"[..], b"\0b", "ünï".as_bytes()]);
 
     let mut expected = (0..204 + 20 + 24).map(|byte| byte as u8);
@@ -101,19 +102,19 @@ fn the_writer_refuses_what_the_reader_would() {
     assert!(matches!(metadata.put("a", 1_u32), Err(WriteError::DuplicateKey { .. })));
     assert!(matches!(metadata.put("", 1_u32), Err(WriteError::Key { .. })));
     assert!(matches!(metadata.put("general.alignment", 64_u32), Err(WriteError::Alignment)));
-    let mut layout = Layout::default();
+    let mut layout = TensorLayout::default();
     layout.add("t", DType::Q8_0, &[32]).unwrap();
     assert!(matches!(layout.add("t", DType::F32, &[1]), Err(WriteError::DuplicateTensor { .. })));
     assert!(matches!(layout.add("u", DType::Q8_0, &[33]), Err(WriteError::Tensor(_))));
     assert!(matches!(layout.add("u", DType::F32, &[]), Err(WriteError::Dims { count: 0, .. })));
     assert!(matches!(layout.add(&"n".repeat(64), DType::F32, &[1]), Err(WriteError::TensorName { .. })));
 
-    let mut writer = Writer::start(Vec::new(), &metadata, layout).unwrap();
+    let mut writer = GgufWriter::start(Vec::new(), &metadata, layout).unwrap();
     writer.write(&[0; 33]).unwrap();
     assert!(matches!(writer.write(&[0; 2]), Err(WriteError::TooMuchData { excess: 1 })));
-    let mut layout = Layout::default();
+    let mut layout = TensorLayout::default();
     layout.add("t", DType::Q8_0, &[32]).unwrap();
-    let mut writer = Writer::start(Vec::new(), &metadata, layout).unwrap();
+    let mut writer = GgufWriter::start(Vec::new(), &metadata, layout).unwrap();
     writer.write(&[0; 33]).unwrap();
     assert!(matches!(writer.finish(), Err(WriteError::TooLittleData { written: 33, expected: 64 })));
 }

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use gguf::{Layout, MetadataBuilder, Model, OpenError, SplitName, Writer};
+use gguf::{GgufModel, GgufWriter, MetadataBuilder, OpenError, SplitName, TensorLayout};
 use quant::DType;
 use std::collections::HashMap;
 use std::io;
@@ -17,19 +17,19 @@ fn shard(number: u16, count: u16, total: i32, tensors: &[&str]) -> Vec<u8> {
     metadata.put("split.no", number).unwrap();
     metadata.put("split.count", count).unwrap();
     metadata.put("split.tensors.count", total).unwrap();
-    let mut layout = Layout::default();
+    let mut layout = TensorLayout::default();
     for name in tensors {
         layout.add(name, DType::F32, &[1]).unwrap();
     }
-    let mut writer = Writer::start(Vec::new(), &metadata, layout).unwrap();
+    let mut writer = GgufWriter::start(Vec::new(), &metadata, layout).unwrap();
     writer.write(&vec![0; 4 * tensors.len()]).unwrap();
     writer.finish().unwrap()
 }
 
-fn open(path: &str, files: &[(&str, Vec<u8>)]) -> Result<Model, OpenError> {
+fn open(path: &str, files: &[(&str, Vec<u8>)]) -> Result<GgufModel, OpenError> {
     let files: HashMap<PathBuf, &[u8]> =
         files.iter().map(|(name, bytes)| (PathBuf::from("/m").join(name), &bytes[..])).collect();
-    Model::open_with(Path::new(path), |path| {
+    GgufModel::open_with(Path::new(path), |path| {
         let bytes = *files.get(path).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         Ok((bytes, bytes.len() as u64))
     })

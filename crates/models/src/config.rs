@@ -1,7 +1,7 @@
 //! Hyper-parameters from metadata: typed, bounded, and every refusal names the key.
 
 use crate::{decoder::DecoderConfig, rope::RopeConfig};
-use gguf::{KeyError, Metadata, Strings, Value};
+use gguf::{KeyError, Metadata, StringArray, Value};
 use ops::{Activation, AttentionSpan, RopePairing};
 use std::ops::RangeInclusive;
 
@@ -170,7 +170,7 @@ impl<'a> Keys<'a> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         match self.optional_count("vocab_size", 1..=VOCAB_MAX)? {
             Some(size) => Ok(size),
-            None => match self.metadata.get::<Strings<'_>>(TOKENS)? {
+            None => match self.metadata.get::<StringArray<'_>>(TOKENS)? {
                 Some(tokens) => self.within("vocab_size", tokens.len(), &(1..=VOCAB_MAX)),
                 None => self.required("vocab_size", None),
             },

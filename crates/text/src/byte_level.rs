@@ -5,25 +5,25 @@ use std::borrow::Cow;
 use hashbrown::HashMap;
 use unicode_normalization::{IsNormalized, UnicodeNormalization, is_nfc_quick};
 
-use crate::merge::{Joined, Merger, Symbol};
+use crate::merge::{MergedPair, Merger, Symbol};
 use crate::pretokenizers::PreTokenizer;
 use crate::splitter::Splitter;
-use crate::token_table::{Index, Strings};
+use crate::token_table::{StringArena, TokenIndex};
 use crate::tokenizer::{EncodeError, LoadTokenizerError};
-use crate::vocabulary::Vocabulary;
+use crate::vocabulary::RawVocabulary;
 
 /// Pairs of token ids that join, with their rank and what they give.
 #[derive(Debug)]
 pub(crate) struct Merges {
-    pairs: HashMap<u64, Joined>,
+    pairs: HashMap<u64, MergedPair>,
 }
 
 impl Merges {
     /// `spell` appends the bytes that a part of a merge is written as in `strings`, or says that it cannot.
     pub(crate) fn new(
-        vocabulary: &Vocabulary<'_>,
-        strings: &Strings,
-        index: &Index,
+        vocabulary: &RawVocabulary<'_>,
+        strings: &StringArena,
+        index: &TokenIndex,
         spell: impl Fn(&str, &mut Vec<u8>) -> bool,
     ) -> Result<Self, LoadTokenizerError> {
         let mut pairs = HashMap::with_capacity(vocabulary.merges.len());
@@ -44,12 +44,12 @@ impl Merges {
                 merge: merge.chars().take(80).collect(),
             })?;
             // A pair that comes twice keeps its first rank, as a scan of the list would.
-            pairs.entry(key).or_insert(Joined { priority: rank as u32, id });
+            pairs.entry(key).or_insert(MergedPair { priority: rank as u32, id });
         }
         Ok(Self { pairs })
     }
 
-    pub(crate) fn join(&self, left: Symbol, right: Symbol) -> Option<Joined> {
+    pub(crate) fn join(&self, left: Symbol, right: Symbol) -> Option<MergedPair> {
         self.pairs.get(&key(left.id, right.id)).copied()
     }
 }
@@ -64,7 +64,7 @@ pub(crate) struct ByteLevel {
     nfc: bool,
     ignore_merges: bool,
     /// Tokens that text may become, by their bytes.
-    index: Index,
+    index: TokenIndex,
     /// The token of each single byte.
     bytes: [Option<u32>; 256],
     merges: Merges,
@@ -73,10 +73,10 @@ pub(crate) struct ByteLevel {
 impl ByteLevel {
     /// `strings` are the tokens' bytes, `index` those of them that merging may produce.
     pub(crate) fn new(
-        vocabulary: &Vocabulary<'_>,
+        vocabulary: &RawVocabulary<'_>,
         pre: &PreTokenizer,
-        strings: &Strings,
-        index: Index,
+        strings: &StringArena,
+        index: TokenIndex,
     ) -> Result<Self, LoadTokenizerError> {
         let splitter = Splitter::new(pre).map_err(|source| LoadTokenizerError::Expression { source })?;
         let mut bytes = [None; 256];
@@ -90,7 +90,7 @@ impl ByteLevel {
     pub(crate) fn encode(
         &self,
         text: &str,
-        strings: &Strings,
+        strings: &StringArena,
         merger: &mut Merger,
         out: &mut Vec<u32>,
     ) -> Result<(), EncodeError> {
@@ -110,7 +110,7 @@ impl ByteLevel {
     fn encode_piece(
         &self,
         piece: &[u8],
-        strings: &Strings,
+        strings: &StringArena,
         merger: &mut Merger,
         out: &mut Vec<u32>,
     ) -> Result<(), EncodeError> {

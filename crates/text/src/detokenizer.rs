@@ -94,7 +94,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::vocabulary::Vocabulary;
+    use crate::vocabulary::RawVocabulary;
 
     /// Token `b` is byte `b`; 256 is "<s>", 257 "▁a".
     fn byte_tokenizer() -> Arc<Tokenizer> {
@@ -104,8 +104,14 @@ mod tests {
         tokens.extend(["<s>", "▁a"]);
         kinds.extend([TokenKind::Control, TokenKind::Normal]);
         let scores = vec![0.0; tokens.len()];
-        let vocabulary =
-            Vocabulary { model: "llama", tokens, kinds, scores, bos: Some(256), ..Vocabulary::default() };
+        let vocabulary = RawVocabulary {
+            model: "llama",
+            tokens,
+            kinds,
+            scores,
+            bos: Some(256),
+            ..RawVocabulary::default()
+        };
         Arc::new(Tokenizer::new(&vocabulary).unwrap())
     }
 

@@ -4,7 +4,7 @@
 //! llama.cpp, a text counts only if the file itself marks the token as control: Qwen3 has an ordinary token `</s>`,
 //! and a model that writes HTML must not stop there.
 
-use crate::vocabulary::{TokenKind, Vocabulary};
+use crate::vocabulary::{RawVocabulary, TokenKind};
 
 const END_MARKERS: &[&str] = &[
     "<|eot_id|>",
@@ -44,7 +44,7 @@ const NOT_AN_END_BESIDE: &[(&str, &[&str])] = &[
 ];
 
 /// Sorted ids.
-pub(crate) fn tokens(vocabulary: &Vocabulary<'_>, kinds: &[TokenKind]) -> Vec<u32> {
+pub(crate) fn tokens(vocabulary: &RawVocabulary<'_>, kinds: &[TokenKind]) -> Vec<u32> {
     let specials: Vec<(u32, &str)> = (0..)
         .zip(vocabulary.tokens.iter().copied())
         .zip(kinds)
@@ -81,7 +81,7 @@ mod tests {
     fn ends(tokens: &[(&'static str, TokenKind)], eos: Option<u32>) -> Vec<u32> {
         let kinds: Vec<_> = tokens.iter().map(|(_, kind)| *kind).collect();
         let tokens = tokens.iter().map(|(text, _)| *text).collect();
-        super::tokens(&Vocabulary { tokens, eos, ..Vocabulary::default() }, &kinds)
+        super::tokens(&RawVocabulary { tokens, eos, ..RawVocabulary::default() }, &kinds)
     }
 
     #[test]

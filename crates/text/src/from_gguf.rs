@@ -1,10 +1,10 @@
-//! The tokenizer keys of a GGUF file as a [`Vocabulary`]. Nothing is copied but the tables of references.
+//! The tokenizer keys of a GGUF file as a [`RawVocabulary`]. Nothing is copied but the tables of references.
 
 use gguf::Metadata;
 
 use crate::chat::{ChatTemplate, LoadTemplateError};
 use crate::tokenizer::{LoadTokenizerError, Tokenizer};
-use crate::vocabulary::{TokenKind, Vocabulary};
+use crate::vocabulary::{RawVocabulary, TokenKind};
 
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
@@ -31,13 +31,13 @@ impl ChatTemplate {
     }
 }
 
-fn vocabulary(metadata: &Metadata) -> Result<Vocabulary<'_>, LoadTokenizerError> {
+fn vocabulary(metadata: &Metadata) -> Result<RawVocabulary<'_>, LoadTokenizerError> {
     let tokens = strings(metadata, TOKENS)?.ok_or(LoadTokenizerError::MissingKey { key: TOKENS })?;
     let kinds = metadata.get::<Vec<i32>>(TOKEN_TYPE)?.unwrap_or_default();
     let kinds = kinds.into_iter().enumerate().map(|(id, number)| {
         TokenKind::from_number(number).ok_or(LoadTokenizerError::BadTokenType { id, number })
     });
-    Ok(Vocabulary {
+    Ok(RawVocabulary {
         model: metadata
             .get("tokenizer.ggml.model")?
             .ok_or(LoadTokenizerError::MissingKey { key: "tokenizer.ggml.model" })?,
@@ -64,7 +64,7 @@ fn strings<'a>(
     metadata: &'a Metadata,
     key: &'static str,
 ) -> Result<Option<Vec<&'a str>>, LoadTokenizerError> {
-    let Some(strings) = metadata.get::<gguf::Strings<'_>>(key)? else { return Ok(None) };
+    let Some(strings) = metadata.get::<gguf::StringArray<'_>>(key)? else { return Ok(None) };
     let text =
         |(index, bytes)| std::str::from_utf8(bytes).map_err(|_| LoadTokenizerError::NotUtf8 { key, index });
     strings.iter().enumerate().map(text).collect::<Result<_, _>>().map(Some)

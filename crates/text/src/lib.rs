@@ -6,7 +6,7 @@
 //! refused with an error that says what and where.
 //!
 //! ```text
-//! gguf::Metadata --from_gguf--> Vocabulary --> Tokenizer --encode--> ids --Detokenizer--> text --StopMatcher--> text
+//! gguf::Metadata --from_gguf--> RawVocabulary --> Tokenizer --encode--> ids --Detokenizer--> text --StopMatcher--> text
 //!                \-----------------------------> ChatTemplate --render--> prompt text --Tokenizer::encode_chat--> ids
 //! ```
 
@@ -32,4 +32,4 @@ pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, RenderError};
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};
 pub use tokenizer::{EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, Tokenizer};
-pub use vocabulary::{TokenKind, Vocabulary};
+pub use vocabulary::{RawVocabulary, TokenKind};

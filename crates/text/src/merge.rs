@@ -22,14 +22,14 @@ pub(crate) struct Symbol {
 
 /// What joining two neighbours would give.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Joined {
+pub(crate) struct MergedPair {
     /// Lower joins first.
     pub(crate) priority: u32,
     pub(crate) id: u32,
 }
 
 #[derive(Debug)]
-struct Node {
+struct MergeNode {
     symbol: Symbol,
     previous: u32,
     next: u32,
@@ -37,7 +37,7 @@ struct Node {
 
 /// A pair as it stood when it was queued; `right` and `end` tell whether it still stands so.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct MergeCandidate {
     priority: u32,
     left: u32,
     right: u32,
@@ -48,8 +48,8 @@ struct Candidate {
 /// Working memory, kept from one piece of a text to the next.
 #[derive(Debug, Default)]
 pub(crate) struct Merger {
-    nodes: Vec<Node>,
-    queue: BinaryHeap<Reverse<Candidate>>,
+    nodes: Vec<MergeNode>,
+    queue: BinaryHeap<Reverse<MergeCandidate>>,
 }
 
 impl Merger {
@@ -65,11 +65,11 @@ impl Merger {
         if let Some(last) = self.nodes.last_mut() {
             last.next = position;
         }
-        self.nodes.push(Node { symbol, previous: position.wrapping_sub(1), next: NONE });
+        self.nodes.push(MergeNode { symbol, previous: position.wrapping_sub(1), next: NONE });
     }
 
     /// Joins until no pair is left that `join` knows.
-    pub(crate) fn run(&mut self, join: impl Fn(Symbol, Symbol) -> Option<Joined>) {
+    pub(crate) fn run(&mut self, join: impl Fn(Symbol, Symbol) -> Option<MergedPair>) {
         // Reuses the queue's buffer; building the heap at once is linear, pushing one by one would not be.
         let mut initial = std::mem::take(&mut self.queue).into_vec();
         initial.extend(
@@ -106,11 +106,11 @@ impl Merger {
         &self,
         left: u32,
         right: u32,
-        join: impl Fn(Symbol, Symbol) -> Option<Joined>,
-    ) -> Option<Candidate> {
+        join: impl Fn(Symbol, Symbol) -> Option<MergedPair>,
+    ) -> Option<MergeCandidate> {
         let second = self.nodes[right as usize].symbol;
         let joined = join(self.nodes[left as usize].symbol, second)?;
-        Some(Candidate { priority: joined.priority, left, right, end: second.end, id: joined.id })
+        Some(MergeCandidate { priority: joined.priority, left, right, end: second.end, id: joined.id })
     }
 
     /// The symbols that are left, in order.
@@ -138,7 +138,7 @@ mod tests {
         }
         merger.run(|left, right| {
             let rank = table.iter().position(|&(l, r, _)| (l, r) == (left.id, right.id))?;
-            Some(Joined { priority: rank as u32, id: table[rank].2 })
+            Some(MergedPair { priority: rank as u32, id: table[rank].2 })
         });
         merger.symbols().map(|s| s.id).collect()
     }
@@ -165,7 +165,7 @@ mod tests {
             ids in prop::collection::vec(0u32..4, 0..40),
             table in prop::collection::vec((0u32..8, 0u32..8), 0..20),
         ) {
-            // Joined symbols get numbers of their own, so that a table can build on its own results.
+            // MergedPair symbols get numbers of their own, so that a table can build on its own results.
             let table: Vec<_> = table.iter().enumerate().map(|(i, &(l, r))| (l, r, 4 + (i as u32 % 6))).collect();
             prop_assert_eq!(merged(&ids, &table), naive(&ids, &table));
         }

@@ -6,16 +6,16 @@
 //! Characters without a token are spelled in byte tokens `<0xXX>`.
 
 use crate::byte_level::Merges;
-use crate::merge::{Joined, Merger, NO_TOKEN, Symbol};
-use crate::token_table::{Index, Strings};
+use crate::merge::{MergedPair, Merger, NO_TOKEN, Symbol};
+use crate::token_table::{StringArena, TokenIndex};
 use crate::tokenizer::{EncodeError, LoadTokenizerError};
-use crate::vocabulary::{TokenKind, Vocabulary};
+use crate::vocabulary::{RawVocabulary, TokenKind};
 
 /// U+2581, which stands for a space in these vocabularies.
 pub(crate) const SPACE_MARK: &str = "\u{2581}";
 
 #[derive(Debug)]
-enum Ranking {
+enum MergeRanking {
     /// By token: lower joins first.
     Scores(Vec<u32>),
     Pairs(Merges),
@@ -24,9 +24,9 @@ enum Ranking {
 #[derive(Debug)]
 pub(crate) struct Sentencepiece {
     /// Tokens as written in the file, with U+2581.
-    texts: Strings,
-    index: Index,
-    ranking: Ranking,
+    texts: StringArena,
+    index: TokenIndex,
+    ranking: MergeRanking,
     bytes: [Option<u32>; 256],
     unknown: Option<u32>,
     add_space_prefix: bool,
@@ -58,7 +58,7 @@ fn priority_of(score: f32) -> u32 {
 
 impl Sentencepiece {
     pub(crate) fn by_score(
-        vocabulary: &Vocabulary<'_>,
+        vocabulary: &RawVocabulary<'_>,
         kinds: &[TokenKind],
     ) -> Result<Self, LoadTokenizerError> {
         let (tokens, scores) = (vocabulary.tokens.len(), vocabulary.scores.len());
@@ -72,34 +72,35 @@ impl Sentencepiece {
         if let Some(id) = vocabulary.scores.iter().position(|score| score.is_nan()) {
             return Err(LoadTokenizerError::BadScore { id });
         }
-        let ranking = Ranking::Scores(vocabulary.scores.iter().map(|&score| priority_of(score)).collect());
+        let ranking =
+            MergeRanking::Scores(vocabulary.scores.iter().map(|&score| priority_of(score)).collect());
         Self::new(vocabulary, kinds, ranking, vocabulary.add_space_prefix.unwrap_or(true), false)
     }
 
     pub(crate) fn by_pairs(
-        vocabulary: &Vocabulary<'_>,
+        vocabulary: &RawVocabulary<'_>,
         kinds: &[TokenKind],
     ) -> Result<Self, LoadTokenizerError> {
-        let no_pairs = Ranking::Scores(Vec::new());
+        let no_pairs = MergeRanking::Scores(Vec::new());
         let mut model = Self::new(vocabulary, kinds, no_pairs, false, true)?;
         let merges = Merges::new(vocabulary, &model.texts, &model.index, |part, out| {
             out.extend_from_slice(part.as_bytes());
             true
         })?;
-        model.ranking = Ranking::Pairs(merges);
+        model.ranking = MergeRanking::Pairs(merges);
         Ok(model)
     }
 
     fn new(
-        vocabulary: &Vocabulary<'_>,
+        vocabulary: &RawVocabulary<'_>,
         kinds: &[TokenKind],
-        ranking: Ranking,
+        ranking: MergeRanking,
         add_space_prefix: bool,
         split_newlines: bool,
     ) -> Result<Self, LoadTokenizerError> {
         let total = vocabulary.tokens.iter().map(|text| text.len()).sum();
-        let mut texts = Strings::with_capacity(vocabulary.tokens.len(), total);
-        let mut index = Index::with_capacity(vocabulary.tokens.len());
+        let mut texts = StringArena::with_capacity(vocabulary.tokens.len(), total);
+        let mut index = TokenIndex::with_capacity(vocabulary.tokens.len());
         let mut bytes = [None; 256];
         let mut split_words = true;
         for ((id, text), kind) in (0..).zip(&vocabulary.tokens).zip(kinds) {
@@ -172,11 +173,11 @@ impl Sentencepiece {
             merger.push(Symbol { id: find(start, end).unwrap_or(NO_TOKEN), start, end });
         }
         match &self.ranking {
-            Ranking::Scores(priorities) => merger.run(|left, right| {
+            MergeRanking::Scores(priorities) => merger.run(|left, right| {
                 let id = find(left.start, right.end)?;
-                Some(Joined { priority: priorities[id as usize], id })
+                Some(MergedPair { priority: priorities[id as usize], id })
             }),
-            Ranking::Pairs(merges) => merger.run(|left, right| merges.join(left, right)),
+            MergeRanking::Pairs(merges) => merger.run(|left, right| merges.join(left, right)),
         }
         for symbol in merger.symbols() {
             match symbol.id {
@@ -231,7 +232,7 @@ mod tests {
         let scores = vec![0.0, 0.0, 0.0, -1.0, -2.0];
         let add_space_prefix = Some(false);
         let vocabulary =
-            Vocabulary { model: "llama", tokens, scores, add_space_prefix, ..Vocabulary::default() };
+            RawVocabulary { model: "llama", tokens, scores, add_space_prefix, ..RawVocabulary::default() };
         let mut ids = vec![];
         let model = Sentencepiece::by_score(&vocabulary, &kinds).unwrap();
         model.encode("a b b", &mut Merger::default(), &mut ids).unwrap();

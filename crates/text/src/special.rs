@@ -18,17 +18,17 @@ pub(crate) enum Fragment<'t> {
 
 #[derive(Debug)]
 pub(crate) struct SpecialTokens {
-    all: Finder,
-    user_defined: Finder,
+    all: TextMatcher,
+    user_defined: TextMatcher,
 }
 
 #[derive(Debug)]
-struct Finder {
+struct TextMatcher {
     texts: AhoCorasick,
     ids: Vec<u32>,
 }
 
-impl Finder {
+impl TextMatcher {
     fn new<'a>(tokens: impl Iterator<Item = (u32, &'a str)>) -> Result<Self, LoadTokenizerError> {
         let (ids, texts): (Vec<u32>, Vec<&str>) = tokens.unzip();
         let texts = AhoCorasick::builder()
@@ -49,8 +49,12 @@ impl SpecialTokens {
                 .map(|(token, _)| token)
         };
         Ok(Self {
-            all: Finder::new(of_kinds(&[TokenKind::Control, TokenKind::Unknown, TokenKind::UserDefined]))?,
-            user_defined: Finder::new(of_kinds(&[TokenKind::UserDefined]))?,
+            all: TextMatcher::new(of_kinds(&[
+                TokenKind::Control,
+                TokenKind::Unknown,
+                TokenKind::UserDefined,
+            ]))?,
+            user_defined: TextMatcher::new(of_kinds(&[TokenKind::UserDefined]))?,
         })
     }
 

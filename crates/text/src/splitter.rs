@@ -17,23 +17,23 @@ const BLANKS: usize = 1;
 
 #[derive(Debug)]
 pub(crate) struct Splitter {
-    steps: Vec<Step>,
+    steps: Vec<SplitStep>,
 }
 
 #[derive(Debug)]
-struct Step {
+struct SplitStep {
     /// Pattern 0 is the expression without [`BLANK_TAIL`]; pattern 1 ([`BLANKS`]) stands in for that, if it was there.
     regex: Regex,
 }
 
 impl Splitter {
     pub(crate) fn new(pre: &PreTokenizer) -> Result<Self, Box<regex_automata::meta::BuildError>> {
-        let step = |expression: &&str| -> Result<Step, Box<regex_automata::meta::BuildError>> {
+        let step = |expression: &&str| -> Result<SplitStep, Box<regex_automata::meta::BuildError>> {
             let regex = match expression.strip_suffix(BLANK_TAIL) {
                 Some(head) => Regex::new_many(&[head, r"\s+"])?,
                 None => Regex::new(expression)?,
             };
-            Ok(Step { regex })
+            Ok(SplitStep { regex })
         };
         Ok(Self { steps: pre.expressions.iter().map(step).collect::<Result<_, _>>()? })
     }
@@ -51,7 +51,7 @@ impl Splitter {
     }
 }
 
-impl Step {
+impl SplitStep {
     /// Matches and the gaps between them are pieces.
     fn split(&self, text: &str, piece: Range<usize>, mut emit: impl FnMut(Range<usize>)) {
         // The piece alone is the haystack: what stands after it must not be seen.
@@ -121,7 +121,7 @@ mod tests {
 
     /// A line with the expressions of a pre-tokenizer, or one with a text and its pieces for the last such.
     #[derive(serde::Deserialize)]
-    struct Golden {
+    struct GoldenSplit {
         pre: String,
         regex: Option<Vec<String>>,
         text: Option<String>,
@@ -132,7 +132,7 @@ mod tests {
         let mut checked = 0;
         let mut current = splitter("gpt-2");
         for line in std::fs::read_to_string(file).unwrap().lines() {
-            let golden: Golden = serde_json::from_str(line).unwrap();
+            let golden: GoldenSplit = serde_json::from_str(line).unwrap();
             if let Some(expressions) = golden.regex {
                 assert_eq!(find(&golden.pre).unwrap().expressions, expressions, "{}", golden.pre);
                 current = splitter(&golden.pre);

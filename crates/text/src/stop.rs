@@ -1,4 +1,4 @@
-//! Stop strings across token borders: text streams in, and only what could still become a stop string is held back.
+//! StopString strings across token borders: text streams in, and only what could still become a stop string is held back.
 //!
 //! The first stop string to be complete wins; of several that end at the same byte, the longest. That rule depends on
 //! the text alone, not on how it was cut into tokens, so a resumed or speculating stream ends at the same place.
@@ -20,7 +20,7 @@ pub enum StopStringError {
 
 /// One stop string with its Knuth-Morris-Pratt automaton: linear whatever model and client make up.
 #[derive(Debug)]
-struct Stop {
+struct StopString {
     text: Box<[u8]>,
     /// At `n`: length of the longest proper prefix of the text that ends its first `n + 1` bytes.
     border: Box<[u16]>,
@@ -28,7 +28,7 @@ struct Stop {
     matched: usize,
 }
 
-impl Stop {
+impl StopString {
     fn new(text: String) -> Self {
         let text = text.into_bytes().into_boxed_slice();
         let mut border = vec![0u16; text.len()].into_boxed_slice();
@@ -57,13 +57,13 @@ impl Stop {
 pub struct StopProgress {
     /// Text that is safe to send.
     pub emit: String,
-    /// Index of the stop string that ended the output; nothing comes after it.
+    /// TokenIndex of the stop string that ended the output; nothing comes after it.
     pub matched: Option<usize>,
 }
 
 #[derive(Debug)]
 pub struct StopMatcher {
-    stops: Vec<Stop>,
+    stops: Vec<StopString>,
     /// Shorter than the longest stop string between two pushes.
     held: String,
     ended: bool,
@@ -83,7 +83,11 @@ impl StopMatcher {
                 _ => {}
             }
         }
-        Ok(Self { stops: stops.into_iter().map(Stop::new).collect(), held: String::new(), ended: false })
+        Ok(Self {
+            stops: stops.into_iter().map(StopString::new).collect(),
+            held: String::new(),
+            ended: false,
+        })
     }
 
     /// Takes the next text. After a match everything is swallowed.

@@ -1,4 +1,4 @@
-//! Strings by number and numbers by string, in one arena: a vocabulary of 150,000 tokens is three allocations, so a
+//! StringArena by number and numbers by string, in one arena: a vocabulary of 150,000 tokens is three allocations, so a
 //! router starts without a pause.
 
 use std::hash::BuildHasher;
@@ -7,13 +7,13 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 
 /// Byte strings numbered from zero, back to back in one buffer.
 #[derive(Debug, Default)]
-pub(crate) struct Strings {
+pub(crate) struct StringArena {
     bytes: Vec<u8>,
     /// End offset of each string; lengths are bounded by `MAX_VOCABULARY_BYTES`, far below 4 GiB.
     ends: Vec<u32>,
 }
 
-impl Strings {
+impl StringArena {
     pub(crate) fn with_capacity(strings: usize, bytes: usize) -> Self {
         Self { bytes: Vec::with_capacity(bytes), ends: Vec::with_capacity(strings) }
     }
@@ -31,7 +31,7 @@ impl Strings {
         Some(&self.bytes[start..end])
     }
 
-    fn at(&self, slot: &Slot) -> &[u8] {
+    fn at(&self, slot: &TokenSpan) -> &[u8] {
         &self.bytes[slot.start as usize..][..slot.bytes as usize]
     }
 }
@@ -39,40 +39,41 @@ impl Strings {
 /// Where a string stands, beside its number: a look-up then touches no table of offsets, and loading a vocabulary is
 /// a million look-ups that miss the caches.
 #[derive(Debug)]
-struct Slot {
+struct TokenSpan {
     id: u32,
     start: u32,
     bytes: u32,
 }
 
-/// String to number over some of the strings of one [`Strings`].
+/// String to number over some of the strings of one [`StringArena`].
 #[derive(Debug, Default)]
-pub(crate) struct Index {
-    table: HashTable<Slot>,
+pub(crate) struct TokenIndex {
+    table: HashTable<TokenSpan>,
     hasher: DefaultHashBuilder,
     longest: usize,
 }
 
-impl Index {
+impl TokenIndex {
     pub(crate) fn with_capacity(strings: usize) -> Self {
         Self { table: HashTable::with_capacity(strings), ..Self::default() }
     }
 
     /// Adds the last string of `strings`, or says which earlier number has the same text.
-    pub(crate) fn insert_last(&mut self, strings: &Strings) -> Result<(), u32> {
+    pub(crate) fn insert_last(&mut self, strings: &StringArena) -> Result<(), u32> {
         let Some(id) = strings.ends.len().checked_sub(1).map(|last| last as u32) else { return Ok(()) };
         let text = strings.get(id).unwrap_or_default();
         if let Some(earlier) = self.find(strings, text) {
             return Err(earlier);
         }
         let hash = self.hasher.hash_one(text);
-        let slot = Slot { id, start: (strings.bytes.len() - text.len()) as u32, bytes: text.len() as u32 };
+        let slot =
+            TokenSpan { id, start: (strings.bytes.len() - text.len()) as u32, bytes: text.len() as u32 };
         self.table.insert_unique(hash, slot, |other| self.hasher.hash_one(strings.at(other)));
         self.longest = self.longest.max(text.len());
         Ok(())
     }
 
-    pub(crate) fn find(&self, strings: &Strings, text: &[u8]) -> Option<u32> {
+    pub(crate) fn find(&self, strings: &StringArena, text: &[u8]) -> Option<u32> {
         // Merging asks about every pair of neighbours, however long they have grown.
         if text.len() > self.longest {
             return None;

@@ -30,7 +30,7 @@ impl TokenKind {
 
 /// The `tokenizer.ggml.*` keys of a file; a field is named after its key.
 #[derive(Debug, Clone, Default)]
-pub struct Vocabulary<'a> {
+pub struct RawVocabulary<'a> {
     /// `tokenizer.ggml.model`: the algorithm.
     pub model: &'a str,
     /// `tokenizer.ggml.pre`: how text is cut before merging; byte-level models only.

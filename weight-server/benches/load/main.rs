@@ -66,12 +66,13 @@ fn start_server(directory: &Path, options: &str) {
 /// Tensors of one shape, of bytes that repeat nowhere near each other.
 fn write_model(path: &Path, dtype: DType, dims: &[u64], tensors: u64) {
     let metadata = gguf::MetadataBuilder::default();
-    let mut layout = gguf::Layout::default();
+    let mut layout = gguf::TensorLayout::default();
     for index in 0..tensors {
         layout.add(&format!("blk.{index}.weight"), dtype, dims).unwrap();
     }
     let mut writer =
-        gguf::Writer::start(BufWriter::new(std::fs::File::create(path).unwrap()), &metadata, layout).unwrap();
+        gguf::GgufWriter::start(BufWriter::new(std::fs::File::create(path).unwrap()), &metadata, layout)
+            .unwrap();
     let bytes = dtype.row_bytes(dims[0]).unwrap() * dims.iter().skip(1).product::<u64>();
     let tensor: Vec<u8> = (0..bytes).map(|at| (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect();
     for _ in 0..tensors {

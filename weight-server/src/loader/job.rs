@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use gguf::Model;
+use gguf::GgufModel;
 use memory::host::HostAllocation;
 use memory::manifest::{Allocation, Device, FileIdentity, Manifest, TensorEntry};
 use memory::memfd::{MemfdError, SealedMemfd};
@@ -64,7 +64,7 @@ pub(super) enum LoadError {
 /// A job whose files have a valid header: what it takes is known, nothing is allocated yet.
 pub(crate) struct Prepared {
     job: Job,
-    model: Model,
+    model: GgufModel,
     pub(crate) plan: Plan,
 }
 
@@ -97,7 +97,7 @@ impl Job {
     pub(crate) fn prepare(self) -> Result<Prepared, LoadError> {
         self.check_unchanged()?;
         let first = self.files.first().map(|(identity, _)| identity.path.clone()).unwrap_or_default();
-        let model = Model::open_with(&first, |path| self.open(path))?;
+        let model = GgufModel::open_with(&first, |path| self.open(path))?;
         gguf::check_model(model.metadata())
             .map_err(|source| LoadError::Model { path: first.clone(), source })?;
         let sources: Vec<Source> = model

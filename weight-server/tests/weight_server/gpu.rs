@@ -52,12 +52,12 @@ fn bytes_of(index: usize, bytes: u64) -> Vec<u8> {
 fn make_model(path: &Path) {
     let mut metadata = gguf::MetadataBuilder::default();
     metadata.put("general.name", "test").unwrap();
-    let mut layout = gguf::Layout::default();
+    let mut layout = gguf::TensorLayout::default();
     for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
         layout.add(&format!("tensor.{index}"), dtype, &[cols, rows]).unwrap();
     }
     let file = std::io::BufWriter::new(std::fs::File::create(path).unwrap());
-    let mut writer = gguf::Writer::start(file, &metadata, layout).unwrap();
+    let mut writer = gguf::GgufWriter::start(file, &metadata, layout).unwrap();
     for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
         writer.write(&bytes_of(index, dtype.row_bytes(cols).unwrap() * rows)).unwrap();
     }

@@ -249,13 +249,13 @@ fn split_model_is_loaded_from_all_its_files() {
         metadata.put("split.no", number - 1).unwrap();
         metadata.put("split.count", 2u16).unwrap();
         metadata.put("split.tensors.count", 3i32).unwrap();
-        let mut layout = gguf::Layout::default();
+        let mut layout = gguf::TensorLayout::default();
         for (name, values) in tensors {
             layout.add(name, quant::DType::F32, &[*values]).unwrap();
         }
         let path = fleet.path(&format!("m-{number:05}-of-00002.gguf"));
         let mut writer =
-            gguf::Writer::start(std::fs::File::create(&path).unwrap(), &metadata, layout).unwrap();
+            gguf::GgufWriter::start(std::fs::File::create(&path).unwrap(), &metadata, layout).unwrap();
         for (_, values) in tensors {
             writer.write(&pattern(number.into(), values * 4).collect::<Vec<u8>>()).unwrap();
         }

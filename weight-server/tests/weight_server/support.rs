@@ -200,12 +200,12 @@ pub(crate) fn pattern(index: usize, bytes: u64) -> impl Iterator<Item = u8> {
 pub(crate) fn make_model(path: &Path, tensors: &[u64]) {
     let mut metadata = gguf::MetadataBuilder::default();
     metadata.put("general.name", "test").unwrap();
-    let mut layout = gguf::Layout::default();
+    let mut layout = gguf::TensorLayout::default();
     for (index, values) in tensors.iter().enumerate() {
         layout.add(&format!("tensor.{index}"), quant::DType::F32, &[*values]).unwrap();
     }
     let file = std::io::BufWriter::new(File::create(path).unwrap());
-    let mut writer = gguf::Writer::start(file, &metadata, layout).unwrap();
+    let mut writer = gguf::GgufWriter::start(file, &metadata, layout).unwrap();
     for (index, values) in tensors.iter().enumerate() {
         writer.write(&pattern(index, values * 4).collect::<Vec<u8>>()).unwrap();
     }

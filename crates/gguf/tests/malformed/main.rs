@@ -28,22 +28,22 @@ fn malformed_fixed_parts_are_refused() {
     );
     check(
         "version 0",
-        File { version: 0, ..File::default() }.bytes(),
+        RawGguf { version: 0, ..RawGguf::default() }.bytes(),
         "GGUF version 0 is not supported, only 2 and 3 are: convert the model again",
     );
     check(
         "CVE-2025-66960: version 1 with its shorter counts",
-        File { version: 1, ..File::default() }.bytes(),
+        RawGguf { version: 1, ..RawGguf::default() }.bytes(),
         "GGUF version 1 is not supported, only 2 and 3 are: convert the model again",
     );
     check(
         "version of the future",
-        File { version: 4, ..File::default() }.bytes(),
+        RawGguf { version: 4, ..RawGguf::default() }.bytes(),
         "GGUF version 4 is not supported, only 2 and 3 are: convert the model again",
     );
     check(
         "big-endian",
-        File { version: 3_u32.swap_bytes(), ..File::default() }.bytes(),
+        RawGguf { version: 3_u32.swap_bytes(), ..RawGguf::default() }.bytes(),
         "the file is big-endian (version field 0x03000000): convert it to little-endian first",
     );
     check(
@@ -53,32 +53,32 @@ fn malformed_fixed_parts_are_refused() {
     );
     check(
         "CVE-2024-23605: number of keys whose product wraps",
-        File { keys: Some(u64::MAX / 64 + 2), ..File::default() }.bytes(),
+        RawGguf { keys: Some(u64::MAX / 64 + 2), ..RawGguf::default() }.bytes(),
         "the file claims 288230376151711745 keys, and can have at most 0 (0 bytes are left)",
     );
     check(
         "CVE-2024-25664: number of keys -1",
-        File { keys: Some(u64::MAX), ..File::default() }.bytes(),
+        RawGguf { keys: Some(u64::MAX), ..RawGguf::default() }.bytes(),
         "the file claims 18446744073709551615 keys, and can have at most 0 (0 bytes are left)",
     );
     check(
         "CVE-2024-21836: number of tensors whose product wraps",
-        File { tensors: Some(u64::MAX / 80 + 2), ..File::default() }.bytes(),
+        RawGguf { tensors: Some(u64::MAX / 80 + 2), ..RawGguf::default() }.bytes(),
         "the file claims 230584300921369397 tensors, and can have at most 0 (0 bytes are left)",
     );
     check(
         "CVE-2024-25666: number of tensors -1",
-        File { tensors: Some(u64::MAX), ..File::default() }.bytes(),
+        RawGguf { tensors: Some(u64::MAX), ..RawGguf::default() }.bytes(),
         "the file claims 18446744073709551615 tensors, and can have at most 0 (0 bytes are left)",
     );
     check(
         "CVE-2025-0315: more keys than any model has, with room for them",
-        File { keys: Some(100_000), data: vec![0; 4 << 20], ..File::default() }.bytes(),
+        RawGguf { keys: Some(100_000), data: vec![0; 4 << 20], ..RawGguf::default() }.bytes(),
         "the file claims 100000 keys, and can have at most 16384 (4194304 bytes are left)",
     );
     check(
         "more tensors than any model has, with room for them",
-        File { tensors: Some(150_000), data: vec![0; 8 << 20], ..File::default() }.bytes(),
+        RawGguf { tensors: Some(150_000), data: vec![0; 8 << 20], ..RawGguf::default() }.bytes(),
         "the file claims 150000 tensors, and can have at most 131072 (8388608 bytes are left)",
     );
 }

@@ -1,7 +1,7 @@
 //! Malformed keys and values.
 
 use crate::check;
-use crate::raw::{ARRAY, File, STRING, U8, U32, array, key, pair};
+use crate::raw::{ARRAY, RawGguf, STRING, U8, U32, array, key, pair};
 
 #[test]
 fn malformed_metadata_is_refused() {
@@ -99,7 +99,7 @@ fn malformed_metadata_is_refused() {
     let twice = vec![pair("a", U32, &[0; 4]), pair("a", U8, &[0; 10])];
     check(
         "duplicate key",
-        File { pairs: twice, ..File::default() }.bytes(),
+        RawGguf { pairs: twice, ..RawGguf::default() }.bytes(),
         "in the metadata: key a at byte 41 occurs twice",
     );
 }
@@ -134,5 +134,5 @@ fn impossible_alignments_are_refused() {
 }
 
 fn check_pair(case: &str, pair: Vec<u8>, expected: &str) {
-    check(case, File { pairs: vec![pair], ..File::default() }.bytes(), expected);
+    check(case, RawGguf { pairs: vec![pair], ..RawGguf::default() }.bytes(), expected);
 }

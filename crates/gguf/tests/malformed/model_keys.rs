@@ -1,7 +1,7 @@
 //! Sound files whose keys describe a model that no engine should run.
 
 use crate::chain;
-use crate::raw::{File, STRING, U8, U32, array, pair};
+use crate::raw::{RawGguf, STRING, U8, U32, array, pair};
 use gguf::{Header, check_model};
 
 #[test]
@@ -12,34 +12,38 @@ fn implausible_models_are_refused() {
     let model = |case, pairs: Vec<Vec<u8>>, expected| {
         check_file_model(
             case,
-            File { pairs: [vec![architecture(), layers()], pairs].concat(), ..File::default() },
+            RawGguf { pairs: [vec![architecture(), layers()], pairs].concat(), ..RawGguf::default() },
             expected,
         );
     };
     let vocabulary = |case, pairs: Vec<Vec<u8>>, expected| {
         let tokens = array("tokenizer.ggml.tokens", STRING, 2, &[text("a"), text("b")].concat());
-        check_file_model(case, File { pairs: [vec![tokens], pairs].concat(), ..File::default() }, expected);
+        check_file_model(
+            case,
+            RawGguf { pairs: [vec![tokens], pairs].concat(), ..RawGguf::default() },
+            expected,
+        );
     };
     check_file_model(
         "llama.cpp#25821: 513 layers",
-        File { pairs: vec![architecture(), llama("block_count", 513)], ..File::default() },
+        RawGguf { pairs: vec![architecture(), llama("block_count", 513)], ..RawGguf::default() },
         "key llama.block_count is 513, and at most 512 is taken",
     );
     check_file_model(
         "no layers",
-        File { pairs: vec![architecture(), llama("block_count", 0)], ..File::default() },
+        RawGguf { pairs: vec![architecture(), llama("block_count", 0)], ..RawGguf::default() },
         "key llama.block_count is 0",
     );
     check_file_model(
         "architecture that is no text",
-        File { pairs: vec![pair("general.architecture", U32, &[0; 4])], ..File::default() },
+        RawGguf { pairs: vec![pair("general.architecture", U32, &[0; 4])], ..RawGguf::default() },
         "key general.architecture is of type u32, and its value cannot be taken as UTF-8 string",
     );
     check_file_model(
         "layers as text",
-        File {
+        RawGguf {
             pairs: vec![architecture(), pair("llama.block_count", STRING, &text("2"))],
-            ..File::default()
+            ..RawGguf::default()
         },
         "key llama.block_count is of type string, and its value cannot be taken as u32",
     );
@@ -127,13 +131,13 @@ fn implausible_models_are_refused() {
     let long = [70_000_u64.to_le_bytes().to_vec(), vec![b'x'; 70_000]].concat();
     check_file_model(
         "token of 70,000 bytes",
-        File { pairs: vec![array("tokenizer.ggml.tokens", STRING, 1, &long)], ..File::default() },
+        RawGguf { pairs: vec![array("tokenizer.ggml.tokens", STRING, 1, &long)], ..RawGguf::default() },
         "token 0 has a text of 70000 bytes, and at most 65536 are taken",
     );
     let many = array("tokenizer.ggml.tokens", STRING, 1 << 21, &vec![0; 8 << 21]);
     check_file_model(
         "two million tokens",
-        File { pairs: vec![many], ..File::default() },
+        RawGguf { pairs: vec![many], ..RawGguf::default() },
         "key tokenizer.ggml.tokens is 2097152, and at most 1048576 is taken",
     );
 }
@@ -142,7 +146,7 @@ fn text(value: &str) -> Vec<u8> {
     [&(value.len() as u64).to_le_bytes(), value.as_bytes()].concat()
 }
 
-fn check_file_model(case: &str, file: File, expected: &str) {
+fn check_file_model(case: &str, file: RawGguf, expected: &str) {
     let bytes = file.bytes();
     let header = Header::read(&bytes[..], bytes.len() as u64).unwrap();
     assert_eq!(chain(&check_model(header.metadata()).expect_err(case)), expected, "{case}");

@@ -14,7 +14,7 @@ pub(crate) const I8: u32 = 24;
 pub(crate) const F64: u32 = 28;
 
 #[derive(Clone, Debug)]
-pub(crate) struct File {
+pub(crate) struct RawGguf {
     pub(crate) version: u32,
     /// Instead of the number of `tensor_entries`.
     pub(crate) tensors: Option<u64>,
@@ -26,13 +26,13 @@ pub(crate) struct File {
     pub(crate) data: Vec<u8>,
 }
 
-impl Default for File {
+impl Default for RawGguf {
     fn default() -> Self {
         Self { version: 3, tensors: None, keys: None, pairs: vec![], tensor_entries: vec![], data: vec![] }
     }
 }
 
-impl File {
+impl RawGguf {
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut out = b"GGUF".to_vec();
         out.extend(self.version.to_le_bytes());

@@ -1,7 +1,7 @@
 //! Malformed tensor tables.
 
 use crate::check;
-use crate::raw::{F32, F64, File, I8, Q4_0, Q8_0, tensor};
+use crate::raw::{F32, F64, I8, Q4_0, Q8_0, RawGguf, tensor};
 use gguf::Header;
 
 #[test]
@@ -173,7 +173,7 @@ fn misplaced_tensors_are_refused() {
     );
     check(
         "CVE-2026-27940: a size that fits and wraps in the final sum",
-        File { tensor_entries: vec![tensor("a", &[(1 << 61) - 1], F64, 0)], ..File::default() }.bytes(),
+        RawGguf { tensor_entries: vec![tensor("a", &[(1 << 61) - 1], F64, 0)], ..RawGguf::default() }.bytes(),
         "the sizes of the tensors up to a add up to more than 64 bits can count",
     );
 }
@@ -185,7 +185,7 @@ fn q8_0_rows_and_empty_tensors_are_accepted() {
         tensor("empty", &[32, 0], F32, 160),
         tensor("scalar", &[], F32, 160),
     ];
-    let file = File { tensor_entries: entries, data: vec![0; 164], ..File::default() }.bytes();
+    let file = RawGguf { tensor_entries: entries, data: vec![0; 164], ..RawGguf::default() }.bytes();
     let header = Header::read(&file[..], file.len() as u64).unwrap();
     let sizes: Vec<_> = header.tensors().iter().map(|tensor| (tensor.values(), tensor.bytes)).collect();
     assert_eq!(sizes, [(128, 136), (0, 0), (1, 4)]);
@@ -194,7 +194,7 @@ fn q8_0_rows_and_empty_tensors_are_accepted() {
 fn check_tensor(case: &str, entry: Vec<u8>, data: usize, expected: &str) {
     check(
         case,
-        File { tensor_entries: vec![entry], data: vec![0; data], ..File::default() }.bytes(),
+        RawGguf { tensor_entries: vec![entry], data: vec![0; data], ..RawGguf::default() }.bytes(),
         expected,
     );
 }
@@ -202,5 +202,9 @@ fn check_tensor(case: &str, entry: Vec<u8>, data: usize, expected: &str) {
 /// Tensors of type I8 as (name, bytes, offset).
 fn check_tensors(case: &str, tensors: &[(&str, u64, u64)], data: usize, expected: &str) {
     let entries = tensors.iter().map(|(name, bytes, offset)| tensor(name, &[*bytes], I8, *offset)).collect();
-    check(case, File { tensor_entries: entries, data: vec![0; data], ..File::default() }.bytes(), expected);
+    check(
+        case,
+        RawGguf { tensor_entries: entries, data: vec![0; data], ..RawGguf::default() }.bytes(),
+        expected,
+    );
 }

@@ -11,7 +11,7 @@ use super::template::RenderError;
 
 /// What a template renders faithfully.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Accepts {
+pub(crate) struct AcceptedContent {
     strings: bool,
     parts: bool,
     /// An assistant message that only calls tools may have no content. If not, it gets an empty one.
@@ -20,7 +20,7 @@ pub(crate) struct Accepts {
 
 const PROBE: &str = "ballast-content-probe";
 
-impl Accepts {
+impl AcceptedContent {
     pub(crate) const EVERYTHING: Self = Self { strings: true, parts: true, null: true };
 
     /// `render` renders a conversation of the given messages, unchanged.
@@ -47,7 +47,7 @@ impl Accepts {
 }
 
 /// The message as the template shall see it.
-pub(crate) fn adapt(index: usize, message: &Value, accepts: Accepts) -> Result<Value, RenderError> {
+pub(crate) fn adapt(index: usize, message: &Value, accepts: AcceptedContent) -> Result<Value, RenderError> {
     let invalid = |problem| RenderError::InvalidMessage { index, problem };
     let message = message.as_object().ok_or(invalid("it is not an object"))?;
     if !message.get("role").is_some_and(Value::is_string) {
@@ -99,8 +99,8 @@ fn parse_arguments(call: &mut Value) {
 mod tests {
     use super::*;
 
-    const STRINGS: Accepts = Accepts { strings: true, parts: false, null: false };
-    const PARTS: Accepts = Accepts { strings: false, parts: true, null: true };
+    const STRINGS: AcceptedContent = AcceptedContent { strings: true, parts: false, null: false };
+    const PARTS: AcceptedContent = AcceptedContent { strings: false, parts: true, null: true };
 
     #[test]
     fn content_takes_the_shape_that_the_template_accepts() {
@@ -114,20 +114,20 @@ mod tests {
         assert_eq!(adapted(&text, PARTS), json!([{"type": "text", "text": "ab"}]));
         assert_eq!(adapted(&Value::Null, STRINGS), json!(""));
         for content in [text, parts, Value::Null] {
-            assert_eq!(adapted(&content, Accepts::EVERYTHING), content);
+            assert_eq!(adapted(&content, AcceptedContent::EVERYTHING), content);
         }
     }
 
     #[test]
     fn images_and_shapeless_messages_are_refused_by_position() {
         let image = json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]});
-        let error = adapt(3, &image, Accepts::EVERYTHING).unwrap_err();
+        let error = adapt(3, &image, AcceptedContent::EVERYTHING).unwrap_err();
         assert!(
             matches!(error, RenderError::UnsupportedPart { index: 3, ref kind } if kind == "image_url"),
             "{error}"
         );
         for message in [json!("hi"), json!({"content": "x"}), json!({"role": "user", "content": 5})] {
-            let error = adapt(1, &message, Accepts::EVERYTHING).unwrap_err();
+            let error = adapt(1, &message, AcceptedContent::EVERYTHING).unwrap_err();
             assert!(matches!(error, RenderError::InvalidMessage { index: 1, .. }), "{error}");
         }
     }
@@ -135,9 +135,9 @@ mod tests {
     #[test]
     fn arguments_of_tool_calls_become_objects() {
         let call = |arguments: Value| json!({"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]});
-        let adapted = adapt(0, &call(json!("{\"b\": 1, \"a\": 2}")), Accepts::EVERYTHING).unwrap();
+        let adapted = adapt(0, &call(json!("{\"b\": 1, \"a\": 2}")), AcceptedContent::EVERYTHING).unwrap();
         assert_eq!(adapted, call(json!({"b": 1, "a": 2})));
         let broken = call(json!("{"));
-        assert_eq!(adapt(0, &broken, Accepts::EVERYTHING).unwrap(), broken);
+        assert_eq!(adapt(0, &broken, AcceptedContent::EVERYTHING).unwrap(), broken);
     }
 }

@@ -10,25 +10,25 @@ const MAX_DATE_BYTES: usize = 256;
 
 /// What a template said in `raise_exception`: the conversation does not fit the model, which is the client's affair.
 #[derive(Debug)]
-struct Raised(String);
+struct RaisedException(String);
 
-impl fmt::Display for Raised {
+impl fmt::Display for RaisedException {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Raised {}
+impl std::error::Error for RaisedException {}
 
 pub(crate) fn raise_exception(message: String) -> Result<String, Error> {
-    Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+    Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(RaisedException(message)))
 }
 
 /// The message of the `raise_exception` that made rendering fail, if one did.
 pub(crate) fn raised(error: &Error) -> Option<&str> {
     let mut source = error.source();
     while let Some(current) = source {
-        if let Some(Raised(message)) = current.downcast_ref() {
+        if let Some(RaisedException(message)) = current.downcast_ref() {
             return Some(message);
         }
         source = current.source();

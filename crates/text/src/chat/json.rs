@@ -36,8 +36,14 @@ pub(crate) fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
         json.sort_all_objects();
     }
     let mut out = Vec::new();
-    let style =
-        PythonStyle { indent, item, key, ensure_ascii: ensure_ascii == Some(true), depth: 0, filled: false };
+    let style = PythonJsonFormatter {
+        indent,
+        item,
+        key,
+        ensure_ascii: ensure_ascii == Some(true),
+        depth: 0,
+        filled: false,
+    };
     json.serialize(&mut Serializer::with_formatter(&mut out, style)).map_err(failed)?;
     String::from_utf8(out)
         .map_err(|source| Error::new(ErrorKind::BadSerialization, "tojson").with_source(source))
@@ -61,7 +67,7 @@ fn indent(kwargs: &Kwargs) -> Result<Option<String>, Error> {
     }
 }
 
-struct PythonStyle<'a> {
+struct PythonJsonFormatter<'a> {
     indent: Option<String>,
     item: &'a str,
     key: &'a str,
@@ -71,7 +77,7 @@ struct PythonStyle<'a> {
     filled: bool,
 }
 
-impl PythonStyle<'_> {
+impl PythonJsonFormatter<'_> {
     fn line<W: ?Sized + io::Write>(&self, writer: &mut W) -> io::Result<()> {
         let Some(indent) = &self.indent else { return Ok(()) };
         writer.write_all(b"\n")?;
@@ -101,7 +107,7 @@ impl PythonStyle<'_> {
     }
 }
 
-impl Formatter for PythonStyle<'_> {
+impl Formatter for PythonJsonFormatter<'_> {
     fn begin_array<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
         self.open(writer, b"[")
     }

@@ -6,7 +6,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
-use super::content::{Accepts, adapt};
+use super::content::{AcceptedContent, adapt};
 use super::{functions, json};
 
 /// Longest template source; the longest known are near 30 KiB.
@@ -88,7 +88,7 @@ pub struct ChatInput<'a> {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_use: bool,
-    accepts: Accepts,
+    accepts: AcceptedContent,
     bos: String,
     eos: String,
 }
@@ -123,8 +123,8 @@ impl ChatTemplate {
         }
         let has_tool_use = tool_use.is_some();
         let (bos, eos) = (bos.to_owned(), eos.to_owned());
-        let mut template = Self { environment, has_tool_use, accepts: Accepts::EVERYTHING, bos, eos };
-        template.accepts = Accepts::probe(|messages| template.probe(messages));
+        let mut template = Self { environment, has_tool_use, accepts: AcceptedContent::EVERYTHING, bos, eos };
+        template.accepts = AcceptedContent::probe(|messages| template.probe(messages));
         Ok(template)
     }
 
@@ -157,7 +157,7 @@ impl ChatTemplate {
         let strftime_now =
             minijinja::Value::from_function(move |format: &str| functions::strftime_at(now, format));
         let variables = minijinja::context! { strftime_now, ..minijinja::Value::from(minijinja::value::Serde(variables)) };
-        let mut output = Bounded::default();
+        let mut output = BoundedOutput::default();
         let rendered = self
             .environment
             .get_template(name)
@@ -191,12 +191,12 @@ impl ChatTemplate {
 
 /// Output that stops growing at [`MAX_OUTPUT_BYTES`].
 #[derive(Default)]
-struct Bounded {
+struct BoundedOutput {
     bytes: Vec<u8>,
     full: bool,
 }
 
-impl io::Write for Bounded {
+impl io::Write for BoundedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.bytes.len() + bytes.len() > MAX_OUTPUT_BYTES {
             self.full = true;

@@ -1,12 +1,12 @@
-//! Makes a [`Tokenizer`] of a [`Vocabulary`], or says what is wrong with it.
+//! Makes a [`Tokenizer`] of a [`RawVocabulary`], or says what is wrong with it.
 
-use super::{Model, Tokenizer};
+use super::{Tokenizer, TokenizerModel};
 use crate::byte_alphabet::decode_into;
 use crate::byte_level::ByteLevel;
 use crate::sentencepiece::{SPACE_MARK, Sentencepiece, byte_of};
 use crate::special::SpecialTokens;
-use crate::token_table::{Index, Strings};
-use crate::vocabulary::{TokenKind, Vocabulary};
+use crate::token_table::{StringArena, TokenIndex};
+use crate::vocabulary::{RawVocabulary, TokenKind};
 use crate::{end_of_generation, pretokenizers};
 
 /// Most tokens in a vocabulary; the largest known have 262,144.
@@ -62,7 +62,7 @@ fn supported_pre() -> String {
 }
 
 impl Tokenizer {
-    pub fn new(vocabulary: &Vocabulary<'_>) -> Result<Self, LoadTokenizerError> {
+    pub fn new(vocabulary: &RawVocabulary<'_>) -> Result<Self, LoadTokenizerError> {
         let tokens = vocabulary.tokens.len();
         let text_bytes = vocabulary.tokens.iter().map(|text| text.len()).sum();
         if tokens == 0 {
@@ -97,15 +97,15 @@ impl Tokenizer {
                     .ok_or_else(|| LoadTokenizerError::UnknownPre { pre: pre.to_owned() })?;
                 let (bytes, index) = byte_level_strings(vocabulary, &kinds, text_bytes)?;
                 let model = ByteLevel::new(vocabulary, pre, &bytes, index)?;
-                (bytes, Model::ByteLevel(model), pre.add_bos)
+                (bytes, TokenizerModel::ByteLevel(model), pre.add_bos)
             }
             "llama" => {
                 let model = Sentencepiece::by_score(vocabulary, &kinds)?;
-                (marked_strings(vocabulary, &kinds, text_bytes), Model::Sentencepiece(model), true)
+                (marked_strings(vocabulary, &kinds, text_bytes), TokenizerModel::Sentencepiece(model), true)
             }
             "gemma4" => {
                 let model = Sentencepiece::by_pairs(vocabulary, &kinds)?;
-                (marked_strings(vocabulary, &kinds, text_bytes), Model::Sentencepiece(model), true)
+                (marked_strings(vocabulary, &kinds, text_bytes), TokenizerModel::Sentencepiece(model), true)
             }
             other => return Err(LoadTokenizerError::UnknownModel { model: other.to_owned() }),
         };
@@ -135,7 +135,7 @@ impl Tokenizer {
     }
 }
 
-fn check_ids(vocabulary: &Vocabulary<'_>) -> Result<(), LoadTokenizerError> {
+fn check_ids(vocabulary: &RawVocabulary<'_>) -> Result<(), LoadTokenizerError> {
     let tokens = vocabulary.tokens.len();
     for (key, id) in [
         ("tokenizer.ggml.bos_token_id", vocabulary.bos),
@@ -156,12 +156,12 @@ fn check_ids(vocabulary: &Vocabulary<'_>) -> Result<(), LoadTokenizerError> {
 
 /// Token bytes of a byte-level vocabulary, and those of them that merging may produce.
 fn byte_level_strings(
-    vocabulary: &Vocabulary<'_>,
+    vocabulary: &RawVocabulary<'_>,
     kinds: &[TokenKind],
     text_bytes: usize,
-) -> Result<(Strings, Index), LoadTokenizerError> {
-    let mut strings = Strings::with_capacity(kinds.len(), text_bytes);
-    let mut index = Index::with_capacity(kinds.len());
+) -> Result<(StringArena, TokenIndex), LoadTokenizerError> {
+    let mut strings = StringArena::with_capacity(kinds.len(), text_bytes);
+    let mut index = TokenIndex::with_capacity(kinds.len());
     for ((id, text), kind) in (0..).zip(&vocabulary.tokens).zip(kinds) {
         let mut in_alphabet = false;
         strings.push_with(|out| match kind {
@@ -186,8 +186,8 @@ fn byte_level_strings(
 }
 
 /// Token bytes of a vocabulary written with U+2581.
-fn marked_strings(vocabulary: &Vocabulary<'_>, kinds: &[TokenKind], text_bytes: usize) -> Strings {
-    let mut strings = Strings::with_capacity(kinds.len(), text_bytes);
+fn marked_strings(vocabulary: &RawVocabulary<'_>, kinds: &[TokenKind], text_bytes: usize) -> StringArena {
+    let mut strings = StringArena::with_capacity(kinds.len(), text_bytes);
     for (text, kind) in vocabulary.tokens.iter().zip(kinds) {
         strings.push_with(|out| match (kind, byte_of(text)) {
             (TokenKind::Byte, Some(byte)) => out.push(byte),

@@ -8,7 +8,7 @@ use crate::byte_level::ByteLevel;
 use crate::merge::Merger;
 use crate::sentencepiece::Sentencepiece;
 use crate::special::{Fragment, SpecialTokens};
-use crate::token_table::Strings;
+use crate::token_table::StringArena;
 use crate::vocabulary::TokenKind;
 
 pub use load::LoadTokenizerError;
@@ -35,17 +35,17 @@ pub enum EncodeError {
 }
 
 #[derive(Debug)]
-enum Model {
+enum TokenizerModel {
     ByteLevel(ByteLevel),
     Sentencepiece(Sentencepiece),
 }
 
 pub struct Tokenizer {
     /// What each token contributes to text.
-    bytes: Strings,
+    bytes: StringArena,
     kinds: Vec<TokenKind>,
     special: SpecialTokens,
-    model: Model,
+    model: TokenizerModel,
     bos: Option<u32>,
     eos: Option<u32>,
     add_bos: bool,
@@ -71,10 +71,10 @@ impl Tokenizer {
         for fragment in self.special.split(text, options.parse_special) {
             match (fragment, &self.model) {
                 (Fragment::Token(id), _) => ids.push(id),
-                (Fragment::Text(text), Model::ByteLevel(model)) => {
+                (Fragment::Text(text), TokenizerModel::ByteLevel(model)) => {
                     model.encode(text, &self.bytes, &mut merger, &mut ids)?;
                 }
-                (Fragment::Text(text), Model::Sentencepiece(model)) => {
+                (Fragment::Text(text), TokenizerModel::Sentencepiece(model)) => {
                     model.encode(text, &mut merger, &mut ids)?
                 }
             }
@@ -131,7 +131,7 @@ impl Tokenizer {
 
     /// Whether encoding put a space before the text that decoding from its start has to take away again.
     pub(crate) fn adds_space_prefix(&self) -> bool {
-        matches!(&self.model, Model::Sentencepiece(model) if model.adds_space_prefix())
+        matches!(&self.model, TokenizerModel::Sentencepiece(model) if model.adds_space_prefix())
     }
 }
 

@@ -21,5 +21,5 @@ pub(crate) fn full_data(folder: &str) -> Option<PathBuf> {
 }
 
 pub(crate) fn file_metadata(path: &Path) -> gguf::Metadata {
-    gguf::Model::open(path).unwrap().metadata().clone()
+    gguf::GgufModel::open(path).unwrap().metadata().clone()
 }

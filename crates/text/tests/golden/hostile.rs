@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::files::{file_metadata, tree_data};
 use text::{
-    EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, TokenKind, Tokenizer, Vocabulary,
+    EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, RawVocabulary, TokenKind, Tokenizer,
 };
 
 fn tokenizer(name: &str) -> Tokenizer {
@@ -60,18 +60,18 @@ fn input_above_the_bound_is_refused() {
     assert!(matches!(error, EncodeError::TooLong { bytes } if bytes == MAX_INPUT_BYTES + 1));
 }
 
-fn small() -> Vocabulary<'static> {
-    Vocabulary {
+fn small() -> RawVocabulary<'static> {
+    RawVocabulary {
         model: "gpt2",
         pre: Some("gpt-2"),
         tokens: vec!["a", "b", "ab", "<s>"],
         kinds: vec![TokenKind::Normal, TokenKind::Normal, TokenKind::Normal, TokenKind::Control],
         merges: vec!["a b"],
-        ..Vocabulary::default()
+        ..RawVocabulary::default()
     }
 }
 
-fn refused(change: impl FnOnce(&mut Vocabulary<'static>)) -> LoadTokenizerError {
+fn refused(change: impl FnOnce(&mut RawVocabulary<'static>)) -> LoadTokenizerError {
     let mut vocabulary = small();
     change(&mut vocabulary);
     Tokenizer::new(&vocabulary).unwrap_err()
@@ -92,7 +92,7 @@ fn contradictory_vocabularies_are_refused_by_name() {
     for merge in ["a", "a c", "b a", "", " ", "a  b"] {
         assert!(matches!(refused(|v| v.merges.push(merge)), E::BadMerge { rank: 1, .. }), "{merge:?}");
     }
-    let spm = |v: &mut Vocabulary<'static>| (v.model, v.bos, v.scores) = ("llama", Some(3), vec![0.0; 4]);
+    let spm = |v: &mut RawVocabulary<'static>| (v.model, v.bos, v.scores) = ("llama", Some(3), vec![0.0; 4]);
     assert!(matches!(
         refused(|v| {
             spm(v);
@@ -139,7 +139,7 @@ proptest! {
         flags in prop::collection::vec(prop::option::of(prop::bool::weighted(0.2)), 3),
         text in "[abĠ▁ <>é\n0x4]{0,20}",
     ) {
-        let vocabulary = Vocabulary {
+        let vocabulary = RawVocabulary {
             model,
             pre,
             tokens: tokens.iter().map(String::as_str).collect(),

@@ -1,4 +1,4 @@
-//! Expected ids of real and cut-down vocabularies, made by HF `tokenizers` (tests/data/README.md).
+//! ExpectedPrompt ids of real and cut-down vocabularies, made by HF `tokenizers` (tests/data/README.md).
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use text::{DetokenizeOptions, Detokenizer, EncodeOptions, Tokenizer};
 
 #[derive(Deserialize)]
-struct Vector {
+struct GoldenIds {
     text: String,
     parse_special: bool,
     add_special: bool,
@@ -29,7 +29,7 @@ fn check(folder: &Path, name: &str) -> usize {
 fn check_lines(tokenizer: &Tokenizer, name: &str, lines: &str) -> usize {
     let mut wrong = vec![];
     for (number, line) in (1..).zip(lines.lines()) {
-        let vector: Vector = serde_json::from_str(line).unwrap();
+        let vector: GoldenIds = serde_json::from_str(line).unwrap();
         let options = EncodeOptions { add_special: vector.add_special, parse_special: vector.parse_special };
         let ids = tokenizer.encode(&vector.text, options).unwrap();
         if ids != vector.ids {
@@ -66,7 +66,7 @@ fn gemma_3_gives_the_expected_ids_by_scores() {
     const USER_DEFINED: i32 = 4;
     let Some(folder) = full_data("data/vocab") else { return };
     let merging = file_metadata(&folder.join("gemma.gguf"));
-    let tokens = merging.require::<gguf::Strings<'_>>("tokenizer.ggml.tokens").unwrap();
+    let tokens = merging.require::<gguf::StringArray<'_>>("tokenizer.ggml.tokens").unwrap();
     // The earlier a token, the better: lists of merges are made of scores in this order.
     let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
     let mut types: Vec<i32> = merging.require("tokenizer.ggml.token_type").unwrap();
@@ -121,7 +121,7 @@ fn full_vocabularies_give_the_text_back() {
     for name in ["llama3", "tekken", "mistral-spm", "gemma"] {
         let tokenizer = Arc::new(tokenizer(&folder, name));
         for line in std::fs::read_to_string(folder.join(format!("{name}.jsonl"))).unwrap().lines() {
-            let text = serde_json::from_str::<Vector>(line).unwrap().text;
+            let text = serde_json::from_str::<GoldenIds>(line).unwrap().text;
             let ids = tokenizer.encode(&text, EncodeOptions::default()).unwrap();
             // U+2581 in a text cannot be told from a space; tekken's file has user-defined tokens with marks of blanks.
             if !text.contains('\u{2581}') {

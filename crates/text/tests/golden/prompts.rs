@@ -9,7 +9,7 @@ use text::{ChatInput, ChatTemplate, LoadTemplateError, RenderError, Tokenizer};
 const NOW: i64 = 1_719_979_509;
 
 #[derive(Deserialize)]
-struct Expected {
+struct ExpectedPrompt {
     template: String,
     input: Map<String, Value>,
     prompt: Option<String>,
@@ -37,7 +37,7 @@ fn check(name: &str, template: &ChatTemplate) {
     let lines = std::fs::read_to_string(tree_data().join("prompts.jsonl")).unwrap();
     let mut checked = 0;
     for line in lines.lines() {
-        let expected: Expected = serde_json::from_str(line).unwrap();
+        let expected: ExpectedPrompt = serde_json::from_str(line).unwrap();
         if expected.template != name {
             continue;
         }

@@ -9,13 +9,13 @@ use proto::worker::v1::ResetPrefixesRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
 
-use crate::device_choice::Wanted;
-use crate::devices::Seen;
-use crate::failure::{Failure, Outcome, Trying};
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::device_choice::DeviceOption;
+use crate::devices::GpuInventory;
 use crate::fleet_arguments::{WorkerArguments, model_name};
 use crate::fleet_config::devices_for;
 use crate::ps;
-use crate::running_fleet::{block_on, find};
+use crate::running_fleet::{block_on, find_fleet};
 use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
@@ -32,7 +32,7 @@ pub(crate) struct LoadArguments {
     #[command(flatten)]
     worker: WorkerArguments,
     #[command(flatten)]
-    fleet: FleetPlace,
+    fleet: FleetSelector,
 }
 
 #[derive(clap::Args)]
@@ -40,7 +40,7 @@ pub(crate) struct UnloadArguments {
     /// The model's name, as `ballast ps` shows it
     name: String,
     #[command(flatten)]
-    fleet: FleetPlace,
+    fleet: FleetSelector,
 }
 
 #[derive(clap::Args)]
@@ -49,7 +49,7 @@ pub(crate) struct AddWorkerArguments {
     #[arg(default_value = "")]
     model: String,
     #[command(flatten)]
-    fleet: FleetPlace,
+    fleet: FleetSelector,
 }
 
 /// One child, by the name that `ballast ps` shows.
@@ -57,37 +57,37 @@ pub(crate) struct AddWorkerArguments {
 pub(crate) struct ChildArguments {
     name: String,
     #[command(flatten)]
-    fleet: FleetPlace,
+    fleet: FleetSelector,
 }
 
 #[derive(clap::Args)]
-pub(crate) struct FleetPlace {
+pub(crate) struct FleetSelector {
     /// Directory of the fleet [default: the only one that runs]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
 }
 
-type Client = proto::fleet::v1::fleet_client::FleetClient<tonic::transport::Channel>;
+type SupervisorClient = proto::fleet::v1::fleet_client::FleetClient<tonic::transport::Channel>;
 
 /// Gives one order to the supervisor; `what` names it in an error.
-fn order(
-    place: &FleetPlace,
+fn call_supervisor(
+    place: &FleetSelector,
     what: &str,
-    give: impl AsyncFnOnce(&mut Client) -> Result<(), tonic::Status>,
-) -> Outcome {
+    give: impl AsyncFnOnce(&mut SupervisorClient) -> Result<(), tonic::Status>,
+) -> CliResult {
     block_on(async {
-        let mut client = ps::connect(&find(place.runtime_dir.as_deref())?).await?;
-        give(&mut client).await.map_err(|status| Failure::answer(what, &status))
+        let mut client = ps::connect(&find_fleet(place.runtime_dir.as_deref())?).await?;
+        give(&mut client).await.map_err(|status| CliError::from_status(what, &status))
     })
 }
 
-pub(crate) fn load(arguments: LoadArguments) -> Outcome {
+pub(crate) fn load(arguments: LoadArguments) -> CliResult {
     let LoadArguments { model, name, workers, worker, fleet } = arguments;
     let mut models = vec![worker.model(&model, workers)];
     models[0].name = name.unwrap_or(model_name(&model));
     models.extend(worker.draft_model());
     let mut seen = devices_for(models.iter().map(|model| model.device))?;
-    if models[0].device == Wanted::Auto && !seen.gpus.is_empty() {
+    if models[0].device == DeviceOption::Auto && !seen.gpus.is_empty() {
         seen = known_to_fleet(seen, &fleet)?;
     }
     let sized = SizedModel::all(&models, workers, &seen)?;
@@ -96,7 +96,7 @@ pub(crate) fn load(arguments: LoadArguments) -> Outcome {
     sized[..1].iter().try_for_each(|model| load_one(&fleet, model, false))
 }
 
-fn load_one(place: &FleetPlace, model: &SizedModel, may_be_there: bool) -> Outcome {
+fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> CliResult {
     let plan = model.plan()?;
     let request = wire::LoadModelRequest {
         name: plan.name,
@@ -106,7 +106,7 @@ fn load_one(place: &FleetPlace, model: &SizedModel, may_be_there: bool) -> Outco
         device: plan.device,
         no_packing: !plan.pack,
     };
-    order(place, &format!("cannot load {}", plan.path.display()), async |client| {
+    call_supervisor(place, &format!("cannot load {}", plan.path.display()), async |client| {
         let mut events = match client.load_model(request).await {
             Err(status) if may_be_there && status.code() == tonic::Code::AlreadyExists => return Ok(()),
             answer => answer?.into_inner(),
@@ -121,12 +121,12 @@ fn load_one(place: &FleetPlace, model: &SizedModel, may_be_there: bool) -> Outco
 }
 
 /// The GPUs that the fleet may use: those of its weight-server's ledger.
-fn known_to_fleet(mut seen: Seen, place: &FleetPlace) -> Outcome<Seen> {
-    let directory = find(place.runtime_dir.as_deref())?;
+fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
+    let directory = find_fleet(place.runtime_dir.as_deref())?;
     let status = block_on(async {
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
         let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
-        Ok(status.map_err(|status| Failure::answer("the weight-server", &status))?.into_inner())
+        Ok(status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner())
     })?;
     let devices = status.ledger.map(|ledger| ledger.devices).unwrap_or_default();
     seen.gpus.retain(|gpu| devices.iter().any(|device| device.device == gpu.uuid));
@@ -136,38 +136,38 @@ fn known_to_fleet(mut seen: Seen, place: &FleetPlace) -> Outcome<Seen> {
     Ok(seen)
 }
 
-pub(crate) fn unload(arguments: UnloadArguments) -> Outcome {
+pub(crate) fn unload(arguments: UnloadArguments) -> CliResult {
     let name = arguments.name;
-    order(&arguments.fleet, &format!("cannot unload {name}"), async |client| {
+    call_supervisor(&arguments.fleet, &format!("cannot unload {name}"), async |client| {
         client.unload_model(wire::UnloadModelRequest { name: name.clone() }).await.map(drop)
     })
 }
 
-pub(crate) fn add_worker(arguments: AddWorkerArguments) -> Outcome {
-    order(&arguments.fleet, "cannot add a worker", async |client| {
+pub(crate) fn add_worker(arguments: AddWorkerArguments) -> CliResult {
+    call_supervisor(&arguments.fleet, "cannot add a worker", async |client| {
         client.add_worker(wire::AddWorkerRequest { model: arguments.model.clone() }).await.map(drop)
     })
 }
 
-pub(crate) fn remove_worker(arguments: ChildArguments) -> Outcome {
+pub(crate) fn remove_worker(arguments: ChildArguments) -> CliResult {
     let name = arguments.name;
-    order(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
+    call_supervisor(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
         client.remove_worker(wire::RemoveWorkerRequest { name: name.clone() }).await.map(drop)
     })
 }
 
-pub(crate) fn restart(arguments: ChildArguments) -> Outcome {
+pub(crate) fn restart(arguments: ChildArguments) -> CliResult {
     let name = arguments.name;
-    order(&arguments.fleet, &format!("cannot restart {name}"), async |client| {
+    call_supervisor(&arguments.fleet, &format!("cannot restart {name}"), async |client| {
         client.restart_child(wire::RestartChildRequest { name: name.clone() }).await.map(drop)
     })
 }
 
 /// Asks every worker, and says which of them did not.
-pub(crate) fn reset_prefixes(place: FleetPlace) -> Outcome {
-    let directory = find(place.runtime_dir.as_deref())?;
+pub(crate) fn reset_prefix_cache(place: FleetSelector) -> CliResult {
+    let directory = find_fleet(place.runtime_dir.as_deref())?;
     let sockets =
-        directory.worker_sockets().trying(|| format!("cannot list {}", directory.path().display()))?;
+        directory.worker_sockets().with_context(|| format!("cannot list {}", directory.path().display()))?;
     block_on(async {
         let mut refusals = Vec::new();
         for (index, socket) in sockets {
@@ -176,6 +176,6 @@ pub(crate) fn reset_prefixes(place: FleetPlace) -> Outcome {
                 refusals.push(format!("worker-{index}: {}", status.message()));
             }
         }
-        if refusals.is_empty() { Ok(()) } else { Err(Failure::new(Exit::PeerLost, refusals.join(", "))) }
+        if refusals.is_empty() { Ok(()) } else { Err(CliError::new(Exit::PeerLost, refusals.join(", "))) }
     })
 }

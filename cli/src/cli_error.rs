@@ -4,15 +4,15 @@ use service::Exit;
 use service::exit::{HasExit, one_line};
 
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct CliError {
     pub(crate) exit: Exit,
     /// "what: why; what to do". Empty: nothing more is to be said.
     message: String,
 }
 
-pub(crate) type Outcome<T = ()> = Result<T, Failure>;
+pub(crate) type CliResult<T = ()> = Result<T, CliError>;
 
-impl Failure {
+impl CliError {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, message: message.into() }
     }
@@ -23,7 +23,7 @@ impl Failure {
     }
 
     /// An answer of another process to something that was asked of it.
-    pub(crate) fn answer(what: &str, status: &tonic::Status) -> Self {
+    pub(crate) fn from_status(what: &str, status: &tonic::Status) -> Self {
         let exit = match status.code() {
             tonic::Code::InvalidArgument | tonic::Code::NotFound | tonic::Code::AlreadyExists => Exit::Usage,
             tonic::Code::FailedPrecondition => Exit::ModelRefused,
@@ -41,7 +41,7 @@ impl Failure {
     }
 
     /// Somebody else tells it.
-    pub(crate) fn already_said(self) -> Self {
+    pub(crate) fn without_message(self) -> Self {
         Self::new(self.exit, "")
     }
 
@@ -51,21 +51,21 @@ impl Failure {
 }
 
 /// Errors of our own crates say what, why and what to do themselves.
-impl<E: HasExit> From<E> for Failure {
+impl<E: HasExit> From<E> for CliError {
     fn from(error: E) -> Self {
         Self::new(error.exit(), one_line(&error))
     }
 }
 
 /// For errors of the operating system: what was tried stands before it.
-pub(crate) trait Trying<T> {
-    fn trying(self, what: impl FnOnce() -> String) -> Outcome<T>;
+pub(crate) trait IoContext<T> {
+    fn with_context(self, what: impl FnOnce() -> String) -> CliResult<T>;
 }
 
-impl<T> Trying<T> for std::io::Result<T> {
-    fn trying(self, what: impl FnOnce() -> String) -> Outcome<T> {
+impl<T> IoContext<T> for std::io::Result<T> {
+    fn with_context(self, what: impl FnOnce() -> String) -> CliResult<T> {
         self.map_err(|error| {
-            Failure::new(service::exit::exit_for_io_error(&error), format!("{}: {error}", what()))
+            CliError::new(service::exit::exit_for_io_error(&error), format!("{}: {error}", what()))
         })
     }
 }
