@@ -239,7 +239,7 @@ mod tests {
         let offset = json["files"][0]["data_start"].as_u64().unwrap() + 96;
         let row = json!({"name": "b", "type": "F32", "dims": [4], "file": 0, "offset": offset, "bytes": 16});
         assert_eq!(json["tensors"][1], row);
-        let refused = "key llama.block_count is 600, and at most 512 is taken";
+        let refused = "key llama.block_count is 600; the limit is 512";
         assert_eq!(json["refused"], refused);
         let text = report.to_string();
         for part in ["m.gguf\n", refused, "100 of \"f32\", from [0.5,", "  llama.block_count = 600\n"] {

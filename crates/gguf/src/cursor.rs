@@ -1,22 +1,22 @@
-//! Reading forward with every length checked: from a file that is buffered as it is parsed, or from bytes at hand.
+//! Reads bytes in order and checks every length first: from a file, or from a slice in memory.
 
 use crate::limits::{MAX_HEADER_BYTES, READ_AHEAD_BYTES};
 use std::io::{self, Read};
 
-/// Why bytes could not be had.
+/// Why the next bytes of a header could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderReadError {
     #[error(
         "{needed} bytes are needed at byte {offset}, but only {remaining} are left: the file is cut off or damaged"
     )]
     Truncated { offset: u64, needed: u64, remaining: u64 },
-    #[error("the header goes on beyond byte {offset}, and at most {MAX_HEADER_BYTES} bytes are taken")]
+    #[error("the header is longer than {MAX_HEADER_BYTES} bytes (still incomplete at byte {offset})")]
     HeaderTooLong { offset: u64 },
     #[error("cannot read at byte {offset}")]
     Io { offset: u64, source: io::Error },
 }
 
-/// Something that gives its bytes in order. `take` refuses before anything is allocated for what is not there.
+/// A source of bytes that is read in order. `take` checks the length before it allocates anything.
 pub(crate) trait Cursor {
     fn offset(&self) -> u64;
     fn remaining(&self) -> u64;
@@ -37,7 +37,7 @@ pub(crate) trait Cursor {
     }
 }
 
-/// Bytes at hand.
+/// A cursor over bytes in memory.
 pub(crate) struct SliceCursor<'a> {
     bytes: &'a [u8],
     offset: usize,
@@ -69,7 +69,7 @@ impl Cursor for SliceCursor<'_> {
     }
 }
 
-/// A file, of which everything read so far is kept.
+/// A cursor over a file. It keeps all bytes that it has read.
 pub(crate) struct FileCursor<R> {
     source: R,
     file_len: u64,
@@ -82,20 +82,21 @@ impl<R: Read> FileCursor<R> {
         Self { source, file_len, buffer: Vec::new(), offset: 0 }
     }
 
-    /// All bytes up to the cursor.
+    /// Returns all bytes up to the cursor's position.
     pub(crate) fn into_bytes(mut self) -> Vec<u8> {
         self.buffer.truncate(self.offset);
         self.buffer
     }
 
-    /// Reads until `end` bytes are buffered. `end` is within the file and within [`MAX_HEADER_BYTES`].
+    /// Reads until `end` bytes are buffered. `end` is within the file and within
+    /// [`MAX_HEADER_BYTES`].
     fn fill(&mut self, end: usize) -> Result<(), HeaderReadError> {
         let ahead = end.max(self.buffer.len() + READ_AHEAD_BYTES).min(self.file_len as usize);
         let start = self.buffer.len();
         let read = self.source.by_ref().take((ahead - start) as u64).read_to_end(&mut self.buffer);
         read.map_err(|source| HeaderReadError::Io { offset: start as u64, source })?;
         if self.buffer.len() < end {
-            // The file is shorter than its length said: it has changed since.
+            // The file has become shorter since its length was read.
             let remaining = (self.buffer.len() - self.offset) as u64;
             let needed = (end - self.offset) as u64;
             return Err(HeaderReadError::Truncated { offset: self.offset as u64, needed, remaining });
@@ -118,7 +119,7 @@ impl<R: Read> Cursor for FileCursor<R> {
         if len > remaining {
             return Err(HeaderReadError::Truncated { offset, needed: len, remaining });
         }
-        // No overflow: the sum is at most the file's length.
+        // This cannot overflow: the sum is at most the file's length.
         if offset + len > MAX_HEADER_BYTES {
             return Err(HeaderReadError::HeaderTooLong { offset });
         }

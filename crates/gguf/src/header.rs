@@ -1,4 +1,4 @@
-//! [`Header`]: everything of a file before its tensor data, checked as a whole.
+//! [`Header`]: everything before a file's tensor data, read and checked.
 
 use crate::cursor::{Cursor, FileCursor, HeaderReadError};
 use crate::limits::{
@@ -15,40 +15,42 @@ use std::io::Read;
 /// Why a file's header was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
-    #[error("the file begins with {found:02x?}, not with \"GGUF\": it is no GGUF file")]
+    #[error("not a GGUF file: it begins with {found:02x?} instead of \"GGUF\"")]
     Magic { found: [u8; 4] },
     #[error("the file is big-endian (version field {found:#010x}): convert it to little-endian first")]
     BigEndian { found: u32 },
     #[error("GGUF version {found} is not supported, only 2 and 3 are: convert the model again")]
     Version { found: u32 },
-    #[error("the fixed part at the file's start")]
+    #[error("cannot read the counts at the start of the file")]
     ReadCounts(#[source] HeaderReadError),
-    #[error("the file claims {count} keys, and can have at most {most} ({remaining} bytes are left)")]
+    #[error("the file claims {count} keys, but at most {most} fit ({remaining} bytes are left)")]
     KeyCount { count: u64, most: u64, remaining: u64 },
-    #[error("the file claims {count} tensors, and can have at most {most} ({remaining} bytes are left)")]
+    #[error("the file claims {count} tensors, but at most {most} fit ({remaining} bytes are left)")]
     TensorCount { count: u64, most: u64, remaining: u64 },
     #[error("in the metadata")]
     Metadata(#[from] MetadataError),
-    #[error("{ALIGNMENT_KEY} is of type {found}, and must be u32")]
+    #[error("{ALIGNMENT_KEY} has type {found} but must be u32")]
     AlignmentType { found: ValueType },
-    #[error("{ALIGNMENT_KEY} is {found}, and must be a power of two up to {MAX_ALIGNMENT}")]
+    #[error("{ALIGNMENT_KEY} is {found} but must be a power of two up to {MAX_ALIGNMENT}")]
     Alignment { found: u32 },
     #[error("in the tensor table")]
     Tensor(#[from] TensorInfoError),
     #[error("tensor {name} occurs twice in the tensor table")]
     DuplicateTensor { name: String },
-    #[error("the sizes of the tensors up to {name} add up to more than 64 bits can count")]
+    #[error("the total size of the tensors up to {name} overflows 64 bits")]
     TotalBytes { name: String },
     #[error(
         "tensor {name} is at offset {found} of the tensor data, but the tensors before it end at {expected}"
     )]
     TensorOffset { name: String, expected: u64, found: u64 },
-    #[error("tensor {name} ends at byte {end}, but the file has {file_len} bytes: it is cut off")]
+    #[error("tensor {name} ends at byte {end}, but the file has {file_len} bytes: it is truncated")]
     TensorBeyondEnd { name: String, end: u64, file_len: u64 },
 }
 
-/// A file's header. Holding one means that every tensor lies inside the file, none overlaps another, and the
-/// metadata can be read without further checks of lengths.
+/// A file's header, already checked:
+///
+/// 1. Every tensor lies inside the file, and no two tensors overlap.
+/// 2. Every length in the metadata is valid, so reading a value needs no further checks.
 #[derive(Clone, Debug)]
 pub struct Header {
     version: u32,
@@ -62,8 +64,9 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads forward from the start of a file of `file_len` bytes, somewhat further than the header. The tensor data is
-    /// held against `file_len` and not read.
+    /// Reads the header from the start of a file of `file_len` bytes. It may read a little further
+    /// than the header. It checks tensor positions against `file_len` and does not read tensor
+    /// data.
     pub fn read(source: impl Read, file_len: u64) -> Result<Self, HeaderError> {
         let mut cursor = FileCursor::new(source, file_len);
         let HeaderCounts { version, keys, tensors } = read_counts(&mut cursor)?;
@@ -75,7 +78,7 @@ impl Header {
         }
         let section_end = cursor.offset();
 
-        // The count was bounded by the bytes that were left before the keys took theirs.
+        // This count was checked before the keys were read; they have used up bytes since.
         check_count(tensors, MAX_TENSORS, MIN_TENSOR_BYTES, cursor.remaining()).map_err(
             |ExcessCount { count, most, remaining }| HeaderError::TensorCount { count, most, remaining },
         )?;
@@ -87,7 +90,7 @@ impl Header {
         let bytes = Bytes::from(cursor.into_bytes());
         let metadata = index.over(bytes.slice(section_start as usize..section_end as usize));
         let alignment = read_alignment(&metadata)?;
-        // Both are far below 2^63: the header is bounded, and so is the alignment.
+        // This cannot overflow: header length and alignment are bounded far below 2^63.
         let data_start = (bytes.len() as u64).next_multiple_of(alignment.into());
         let by_name = check_table(&table, alignment, data_start, file_len)?;
         Ok(Self { version, alignment, bytes, metadata, tensors: table, by_name, data_start, file_len })
@@ -97,12 +100,12 @@ impl Header {
         self.version
     }
 
-    /// Bytes that tensors' offsets are multiples of.
+    /// Alignment of tensor data in bytes: every tensor's offset is a multiple of it.
     pub fn alignment(&self) -> u32 {
         self.alignment
     }
 
-    /// The header as it stands in the file, without the padding after it.
+    /// The header's bytes as stored in the file, without the padding after it.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
@@ -111,7 +114,7 @@ impl Header {
         &self.metadata
     }
 
-    /// Tensors in the order of the table, which is the order of their data.
+    /// All tensors in the order of the table, which is also the order of their data.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
@@ -120,12 +123,12 @@ impl Header {
         self.by_name.get(name).map(|&index| &self.tensors[index])
     }
 
-    /// Where the tensor data begins, counted from the start of the file.
+    /// Offset of the tensor data from the start of the file.
     pub fn data_start(&self) -> u64 {
         self.data_start
     }
 
-    /// Where the file has `tensor`'s first byte.
+    /// Offset of `tensor`'s first byte from the start of the file.
     pub fn file_offset(&self, tensor: &TensorInfo) -> u64 {
         self.data_start + tensor.offset
     }
@@ -170,7 +173,7 @@ struct ExcessCount {
     remaining: u64,
 }
 
-/// A count is at most what we take and what the bytes that are left can hold.
+/// Refuses a count above `limit`, and one whose entries cannot fit into the remaining bytes.
 fn check_count(count: u64, limit: u64, least_bytes: u64, remaining: u64) -> Result<(), ExcessCount> {
     let most = limit.min(remaining / least_bytes);
     if count > most { Err(ExcessCount { count, most, remaining }) } else { Ok(()) }
@@ -188,7 +191,8 @@ fn read_alignment(metadata: &Metadata) -> Result<u32, HeaderError> {
     Ok(found)
 }
 
-/// Tensors must follow each other in the table's order, each padded to the alignment, and end inside the file.
+/// Checks that tensors follow each other in table order, padded to the alignment, and end inside
+/// the file.
 fn check_table(
     tensors: &[TensorInfo],
     alignment: u32,

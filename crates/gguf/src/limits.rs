@@ -1,44 +1,47 @@
-//! What a header may have at most, and the numbers of the format.
+//! Limits that the reader enforces, and constants of the GGUF format.
 
 /// The first four bytes of a file.
 pub const MAGIC: [u8; 4] = *b"GGUF";
 
-/// Bytes up to the tensor data. The largest known vocabularies (262,144 tokens with scores, types and merges) take
-/// about 20 MB; a header is held in memory, so this also bounds what a hostile file can make a reader allocate.
+/// Most bytes before the tensor data. The largest known vocabularies (262,144 tokens with scores,
+/// types and merges) take about 20 MB. A header is held in memory, so this limit also bounds what a
+/// hostile file can make the reader allocate.
 pub const MAX_HEADER_BYTES: u64 = 256 << 20;
 
-/// Key-value pairs. Real files have 20 to 60.
+/// Most key-value pairs. Real files have 20 to 60.
 pub const MAX_KEYS: u64 = 1 << 14;
 
-/// Tensors of one file. Files that store each expert of each layer by itself come to some 50,000.
+/// Most tensors in one file. Files that store each expert of each layer as a tensor have about
+/// 50,000.
 pub const MAX_TENSORS: u64 = 1 << 17;
 
-/// Bytes of a key, from the GGUF specification.
+/// Most bytes in a key, from the GGUF specification.
 pub const MAX_KEY_BYTES: u64 = (1 << 16) - 1;
 
-/// Bytes of a tensor's name: ggml keeps it in 64 bytes with a terminator.
+/// Most bytes in a tensor's name: ggml stores it in 64 bytes with a terminator.
 pub const MAX_TENSOR_NAME_BYTES: u64 = 63;
 
-/// Dimensions of a tensor.
+/// Most dimensions of a tensor.
 pub const MAX_DIMS: u32 = 4;
 
-/// Files of a split model: the count is stored as u16, and the name has five digits.
+/// Most files of a split model. The format allows more: it stores the count as u16.
 pub const MAX_SPLIT_FILES: u32 = 1 << 10;
 
-/// The key of a file's alignment, a u32.
+/// Key of the file's alignment; the value is a u32.
 pub(crate) const ALIGNMENT_KEY: &str = "general.alignment";
 
-/// Where tensors start unless `general.alignment` says otherwise, in bytes.
+/// Alignment of tensors in bytes where `general.alignment` is absent.
 pub const DEFAULT_ALIGNMENT: u32 = 32;
 
-/// The largest alignment taken, in bytes. Offsets are padded to it; a page or a huge page is the most that makes sense.
+/// Largest alignment that the reader accepts, in bytes: the size of a huge page. A larger one has
+/// no use.
 pub const MAX_ALIGNMENT: u32 = 1 << 21;
 
-/// A pair has at least a key length, one byte of key, a type and one byte of value.
+/// Smallest possible pair: key length, one byte of key, type, one byte of value.
 pub(crate) const MIN_PAIR_BYTES: u64 = 8 + 1 + 4 + 1;
 
-/// A tensor has at least a name length, one byte of name, a number of dimensions, a type and an offset.
+/// Smallest possible tensor entry: name length, one byte of name, dimension count, type, offset.
 pub(crate) const MIN_TENSOR_BYTES: u64 = 8 + 1 + 4 + 4 + 8;
 
-/// How much a file is read ahead, in bytes.
+/// How many bytes the reader reads ahead.
 pub(crate) const READ_AHEAD_BYTES: usize = 1 << 18;

@@ -1,4 +1,5 @@
-//! [`Metadata`]: the key-value section, kept as its bytes with an index of where each value stands.
+//! [`Metadata`]: the key-value section of a file. It keeps the raw bytes and an index of where each
+//! value is.
 
 use crate::cursor::{Cursor, HeaderReadError, SliceCursor};
 use crate::limits::{MAX_KEY_BYTES, MAX_KEYS};
@@ -7,31 +8,32 @@ use bytes::Bytes;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// What is wrong with a key-value section. Offsets count from the start of the file, or of the section if that came alone.
+/// What is wrong with a metadata section. Offsets count from the start of the file, or from the
+/// start of the section if [`Metadata::parse`] read it alone.
 #[derive(Debug, thiserror::Error)]
 pub enum MetadataError {
-    #[error("key {index} (counted from 0)")]
+    #[error("cannot read key number {index}")]
     ReadKey { index: u64, source: HeaderReadError },
-    #[error("value of key {key}")]
+    #[error("cannot read the value of key {key}")]
     ReadValue { key: String, source: HeaderReadError },
     #[error("there are more than {MAX_KEYS} keys before byte {offset}")]
     TooManyKeys { offset: u64 },
     #[error("key {index} at byte {offset} is empty")]
     EmptyKey { index: u64, offset: u64 },
-    #[error("key {index} at byte {offset} claims {len} bytes, and a key has at most {MAX_KEY_BYTES}")]
+    #[error("key {index} at byte {offset} claims {len} bytes; the limit is {MAX_KEY_BYTES}")]
     LongKey { index: u64, offset: u64, len: u64 },
     #[error("key {index} at byte {offset} is not UTF-8")]
     KeyEncoding { index: u64, offset: u64 },
     #[error("key {key} at byte {offset} occurs twice")]
     DuplicateKey { key: String, offset: u64 },
-    #[error("key {key} has value type {id} at byte {offset}, and types go from 0 to 12")]
+    #[error("key {key} has the unknown value type {id} at byte {offset} (known: 0 to 12)")]
     UnknownType { key: String, offset: u64, id: u32 },
     #[error("key {key} is an array of arrays at byte {offset}, which is not supported")]
     NestedArray { key: String, offset: u64 },
-    #[error("key {key} has a string of {len} bytes at byte {offset}, where only {remaining} are left")]
+    #[error("key {key} has a string of {len} bytes at byte {offset}, but only {remaining} are left")]
     LongString { key: String, offset: u64, len: u64, remaining: u64 },
     #[error(
-        "key {key} has an array of {len} values of type {element} at byte {offset}, where only {remaining} bytes are left"
+        "key {key} has an array of {len} values of type {element} at byte {offset}, but only {remaining} bytes are left"
     )]
     LongArray { key: String, offset: u64, element: ValueType, len: u64, remaining: u64 },
 }
@@ -41,13 +43,13 @@ pub enum MetadataError {
 pub enum KeyError {
     #[error("key {key} is missing")]
     Missing { key: String },
-    #[error("key {key} is of type {found}, and its value cannot be taken as {wanted}")]
+    #[error("key {key} has type {found} and cannot be read as {wanted}")]
     Type { key: String, wanted: &'static str, found: String },
-    #[error("key {key} has {found} values, and {wanted} are needed")]
+    #[error("key {key} has {found} values, but {wanted} are needed")]
     Count { key: String, wanted: usize, found: usize },
 }
 
-/// All keys of a file in their order. Cloning shares the bytes.
+/// All keys of a file, in file order. Clones share the bytes.
 #[derive(Clone, Debug)]
 pub struct Metadata {
     bytes: Bytes,
@@ -61,7 +63,7 @@ struct KeyValue {
     value: ValueAt,
 }
 
-/// Where a value stands in the section.
+/// Position of a value in the section.
 #[derive(Clone, Debug)]
 enum ValueAt {
     Single { value_type: ValueType, range: Range<usize> },
@@ -69,7 +71,7 @@ enum ValueAt {
 }
 
 impl Metadata {
-    /// Parses a section that stands alone, up to its last byte. Nothing is copied.
+    /// Parses a section that is not part of a file. Copies nothing.
     pub fn parse(bytes: impl Into<Bytes>) -> Result<Self, MetadataError> {
         let bytes = bytes.into();
         let mut cursor = SliceCursor::new(&bytes);
@@ -80,7 +82,7 @@ impl Metadata {
         Ok(index.over(bytes))
     }
 
-    /// The section as it stands in the file.
+    /// The section's bytes as stored in the file.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
@@ -93,7 +95,7 @@ impl Metadata {
         self.entries.is_empty()
     }
 
-    /// Keys and values in the file's order.
+    /// All keys and values, in file order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Value<'_>)> {
         self.entries.iter().filter_map(|entry| Some((entry.key.as_str(), self.value_at(&entry.value)?)))
     }
@@ -102,7 +104,7 @@ impl Metadata {
         self.by_key.get(key).and_then(|&index| self.value_at(&self.entries[index].value))
     }
 
-    /// The value of a key that need not be there; one of another type is an error.
+    /// Value of an optional key. A value of another type is an error.
     pub fn get<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, KeyError> {
         let Some(value) = self.value(key) else { return Ok(None) };
         match T::from_value(value) {
@@ -111,12 +113,13 @@ impl Metadata {
         }
     }
 
-    /// The value of a key that must be there.
+    /// Value of a required key.
     pub fn require<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<T, KeyError> {
         self.get(key)?.ok_or_else(|| KeyError::Missing { key: key.into() })
     }
 
-    /// One value per layer: stored as an array of exactly `layers`, or once for all of them.
+    /// One value for each layer. The file stores either an array of exactly `layers` values, or one
+    /// value for all layers.
     pub fn per_layer<'a, T>(&'a self, key: &str, layers: usize) -> Result<Option<Vec<T>>, KeyError>
     where
         T: FromValue<'a> + Clone,
@@ -132,7 +135,8 @@ impl Metadata {
         Ok(Some(values))
     }
 
-    /// `general.architecture`, the prefix of the keys that describe the model.
+    /// Value of `general.architecture`, which is also the prefix of the keys that describe the
+    /// model.
     pub fn architecture(&self) -> Result<&str, KeyError> {
         self.require("general.architecture")
     }
@@ -150,7 +154,7 @@ impl Metadata {
     }
 }
 
-/// The type of a value for errors, with the type of an array's elements.
+/// Names the type of a value for error texts; for an array, with its length and element type.
 fn describe(value: Value<'_>) -> String {
     match value {
         Value::Array(array) => format!("array of {} {}", array.len, array.element),
@@ -158,7 +162,7 @@ fn describe(value: Value<'_>) -> String {
     }
 }
 
-/// The index while it is built.
+/// The index of a section, while the section is being read.
 #[derive(Default)]
 pub(crate) struct MetadataIndex {
     entries: Vec<KeyValue>,
@@ -166,7 +170,8 @@ pub(crate) struct MetadataIndex {
 }
 
 impl MetadataIndex {
-    /// `section_start` is the cursor's offset at which the section began.
+    /// Reads one key-value pair. `section_start` is the cursor's offset at the start of the
+    /// section.
     pub(crate) fn read_pair(
         &mut self,
         cursor: &mut impl Cursor,
@@ -225,7 +230,8 @@ fn read_value(cursor: &mut impl Cursor, key: &str, section_start: u64) -> Result
     let len = cursor.u64().map_err(read_error)?;
     let start = cursor.offset();
     let remaining = cursor.remaining();
-    // A string has at least its length. With this bound the walk below is no longer than what the file can hold.
+    // A string takes at least the 8 bytes of its length. This bounds the loop below by the size of
+    // the file.
     let least = element.fixed_bytes().unwrap_or(8);
     let bytes = len.checked_mul(least).filter(|&bytes| bytes <= remaining).ok_or_else(|| {
         MetadataError::LongArray { key: key.into(), offset: len_offset, element, len, remaining }
@@ -247,7 +253,7 @@ fn read_type(cursor: &mut impl Cursor, key: &str) -> Result<ValueType, MetadataE
     ValueType::from_id(id).ok_or_else(|| MetadataError::UnknownType { key: key.into(), offset, id })
 }
 
-/// Steps over a scalar or a string.
+/// Skips one scalar or string.
 fn skip_one(cursor: &mut impl Cursor, key: &str, value_type: ValueType) -> Result<(), MetadataError> {
     let read_error = |source| MetadataError::ReadValue { key: key.into(), source };
     let offset = cursor.offset();

@@ -1,47 +1,47 @@
-//! [`check_model`]: well-known keys whose values size loops and tables, held against sane bounds before anyone uses them.
+//! [`check_model`]: checks the metadata values that an engine uses as sizes and divisors.
 //!
-//! A file that only describes something else (a vocabulary, a projector) lacks these keys and passes.
+//! A file without these keys (a vocabulary, a projector) passes.
 
 use crate::metadata::{KeyError, Metadata};
 use crate::value::StringArray;
 
-/// Layers of a model; the largest known have 126.
+/// Most layers of a model; the largest known have 126.
 const MAX_LAYERS: u32 = 512;
-/// Experts of a layer; the largest known have 512.
+/// Most experts of a layer; the largest known have 512.
 const MAX_EXPERTS: u32 = 1024;
-/// Tokens of a vocabulary; the largest known have 262,144.
+/// Most tokens of a vocabulary; the largest known have 262,144.
 const MAX_TOKENS: u32 = 1 << 20;
-/// Bytes of one token's text; whitespace tokens come to some hundred.
+/// Most bytes of one token's text; tokens of blanks have some hundred.
 const MAX_TOKEN_BYTES: usize = 1 << 16;
 
-/// Which well-known key has a value that no engine should run.
+/// Why no engine should run a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModelCheckError {
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error("key {key} is 0")]
     Zero { key: String },
-    #[error("key {key} is {found}, and at most {most} is taken")]
+    #[error("key {key} is {found}; the limit is {most}")]
     TooLarge { key: String, found: u64, most: u64 },
-    #[error("{key} is {found}, and the model has {experts} experts")]
+    #[error("{key} is {found}, but the model has {experts} experts")]
     ExpertsUsed { key: String, found: u32, experts: u32 },
-    #[error("{heads} attention heads cannot share {kv_heads} key-value heads (layer {layer})")]
+    #[error("layer {layer}: {heads} attention heads are no multiple of {kv_heads} KV heads")]
     HeadGroups { layer: usize, heads: u32, kv_heads: u32 },
     #[error(
-        "the embedding of {embedding} values does not divide into {heads} heads, and no attention.key_length is given"
+        "the embedding of {embedding} values does not divide into {heads} heads, and attention.key_length is missing"
     )]
     HeadSize { embedding: u32, heads: u32 },
-    #[error("rope.dimension_count is {found}, and must be even and at most the head size")]
+    #[error("rope.dimension_count is {found} but must be even and at most the head size")]
     RopeDims { found: u32 },
-    #[error("token {token} has a text of {len} bytes, and at most {MAX_TOKEN_BYTES} are taken")]
+    #[error("token {token} has a text of {len} bytes; the limit is {MAX_TOKEN_BYTES}")]
     LongToken { token: usize, len: usize },
-    #[error("key {key} has {found} values, and the vocabulary has {tokens} tokens")]
+    #[error("key {key} has {found} values, but the vocabulary has {tokens} tokens")]
     VocabularyArray { key: &'static str, found: usize, tokens: usize },
-    #[error("key {key} names token {found}, and the vocabulary has {tokens} tokens")]
+    #[error("key {key} names token {found}, but the vocabulary has {tokens} tokens")]
     TokenId { key: String, found: u64, tokens: usize },
 }
 
-/// Refuses values that index or divide: layers, experts, heads, rope dimensions, and the arrays of the vocabulary.
+/// Checks layer count, experts, heads, RoPE dimensions, and the arrays of the vocabulary.
 pub fn check_model(metadata: &Metadata) -> Result<(), ModelCheckError> {
     check_vocabulary(metadata)?;
     let Some(architecture) = metadata.get::<&str>("general.architecture")? else { return Ok(()) };
@@ -55,7 +55,7 @@ pub fn check_model(metadata: &Metadata) -> Result<(), ModelCheckError> {
     check_heads(metadata, &key, layers as usize, embedding)
 }
 
-/// A count that must not be 0 where it is given.
+/// Reads an optional count, which must not be 0.
 fn positive(metadata: &Metadata, key: &str, most: u32) -> Result<Option<u32>, ModelCheckError> {
     match metadata.get::<u32>(key)? {
         Some(0) => Err(ModelCheckError::Zero { key: key.into() }),
@@ -88,14 +88,15 @@ fn check_heads(
 ) -> Result<(), ModelCheckError> {
     let heads_key = key("attention.head_count");
     let Some(heads) = metadata.per_layer::<u32>(&heads_key, layers)? else { return Ok(()) };
-    // An array may have zeros, for layers without attention; one value for all layers may not be zero.
+    // An array may contain zeros for layers without attention. One value for all layers may not be
+    // zero.
     if metadata.get::<u32>(&heads_key).is_ok() && heads.contains(&0) {
         return Err(ModelCheckError::Zero { key: heads_key });
     }
     let kv_heads = metadata.per_layer::<u32>(&key("attention.head_count_kv"), layers)?;
     let kv_heads = kv_heads.unwrap_or_else(|| heads.clone());
     for (layer, (&heads, &kv_heads)) in heads.iter().zip(&kv_heads).enumerate() {
-        // A layer without key-value heads has no attention.
+        // A layer without KV heads has no attention.
         if kv_heads != 0 && heads % kv_heads != 0 {
             return Err(ModelCheckError::HeadGroups { layer, heads, kv_heads });
         }
@@ -141,14 +142,14 @@ fn check_vocabulary(metadata: &Metadata) -> Result<(), ModelCheckError> {
     check_token_ids(metadata, count)
 }
 
-/// Every `tokenizer.ggml.*_token_id` names a token.
+/// Checks that every `tokenizer.ggml.*_token_id` is an id of the vocabulary.
 fn check_token_ids(metadata: &Metadata, tokens: usize) -> Result<(), ModelCheckError> {
     for (key, _) in metadata.iter() {
         if !(key.starts_with("tokenizer.ggml.") && key.ends_with("_token_id")) {
             continue;
         }
         let found: u64 = metadata.require(key)?;
-        // Writers store u32::MAX (-1) where a model has no such token.
+        // Converters store u32::MAX (-1) if a model has no such token.
         if found >= tokens as u64 && found != u64::from(u32::MAX) {
             return Err(ModelCheckError::TokenId { key: key.into(), found, tokens });
         }

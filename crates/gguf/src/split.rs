@@ -1,4 +1,5 @@
-//! A model of one file or of several (`NAME-00001-of-00003.gguf`), opened and checked as one.
+//! [`GgufModel`]: a model of one file or of a split set (`NAME-00001-of-00003.gguf`), opened and
+//! checked as one.
 
 use crate::header::{Header, HeaderError};
 use crate::limits::MAX_SPLIT_FILES;
@@ -9,47 +10,49 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Why a model's files were not opened.
+/// Why a model could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("cannot open {}", path.display())]
     Io { path: PathBuf, source: io::Error },
-    #[error("{} is refused", path.display())]
+    #[error("{} is not a valid model file", path.display())]
     Header { path: PathBuf, source: HeaderError },
     #[error("{}: split metadata", path.display())]
     SplitKey { path: PathBuf, source: KeyError },
     #[error("{} is one of {count} files of a split model, but its name is not NAME-00001-of-{count:05}.gguf", path.display())]
     SplitName { path: PathBuf, count: u32 },
-    #[error("{} is part {} of a split model: open the first, {}", path.display(), number, first.display())]
+    #[error("{} is part {} of a split model; open the first part, {}", path.display(), number, first.display())]
     NotFirst { path: PathBuf, number: u32, first: PathBuf },
-    #[error("{} claims to be split into {count} files, and at most {MAX_SPLIT_FILES} are taken", path.display())]
+    #[error("{} claims to be split into {count} files; the limit is {MAX_SPLIT_FILES}", path.display())]
     SplitCount { path: PathBuf, count: u32 },
-    #[error("{} says split.no {found}, and by its name it is {expected}", path.display())]
+    #[error("{} has split.no {found}, but its name says {expected}", path.display())]
     SplitNumber { path: PathBuf, expected: u32, found: u32 },
-    #[error("{} says split.count {found}, and the first file says {expected}", path.display())]
+    #[error("{} has split.count {found}, but the first file has {expected}", path.display())]
     SplitCountDiffers { path: PathBuf, expected: u32, found: u32 },
-    #[error("tensor {name} is in {} and in {}", first.display(), second.display())]
+    #[error("tensor {name} is both in {} and in {}", first.display(), second.display())]
     DuplicateTensor { name: String, first: PathBuf, second: PathBuf },
-    #[error("the files have {found} tensors together, and split.tensors.count in {} says {expected}", path.display())]
+    #[error("the files contain {found} tensors, but split.tensors.count in {} is {expected}", path.display())]
     TensorCount { path: PathBuf, expected: u64, found: u64 },
 }
 
 /// The parts of a split file's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SplitName {
-    /// Everything before `-00001-of-00003.gguf`.
+    /// The part before `-00001-of-00003.gguf`.
     pub prefix: String,
     /// From 1.
     pub number: u32,
     pub count: u32,
 }
 
-/// A model's files with their headers. At least one; the first has the model's metadata.
+/// The files of a model with their headers. There is at least one; the first holds the model's
+/// metadata.
 #[derive(Clone, Debug)]
 pub struct GgufModel {
     files: Vec<GgufFile>,
 }
 
+/// One file of a model.
 #[derive(Clone, Debug)]
 pub struct GgufFile {
     pub path: PathBuf,
@@ -57,7 +60,7 @@ pub struct GgufFile {
 }
 
 impl SplitName {
-    /// Takes a file name apart; none if it is not one of a split set.
+    /// Parses a file name. Returns `None` if it is not the name of a split file.
     pub fn parse(name: &str) -> Option<Self> {
         let stem = name.strip_suffix(".gguf")?;
         let (rest, count) = stem.rsplit_once("-of-")?;
@@ -70,14 +73,15 @@ impl SplitName {
         (1..=count).contains(&number).then(|| Self { prefix: prefix.into(), number, count })
     }
 
-    /// The name of another file of the set.
+    /// Name of another file of the set.
     pub fn sibling(&self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
     }
 }
 
 impl GgufModel {
-    /// Opens a file, and the rest of its set if it is the first of one. The files are closed again.
+    /// Reads the headers of a model's files. `path` is the only file or the first of a split set.
+    /// The files are closed again.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         Self::open_with(path, |path| {
             let file = File::open(path)?;
@@ -86,7 +90,8 @@ impl GgufModel {
         })
     }
 
-    /// As [`Self::open`], with files opened by the caller, who may keep them. `open` gives the file and its length.
+    /// Like [`Self::open`], but `open` opens each file and returns it with its length, so that a
+    /// caller can keep the files.
     pub fn open_with<R: Read>(
         path: &Path,
         mut open: impl FnMut(&Path) -> io::Result<(R, u64)>,
@@ -116,24 +121,24 @@ impl GgufModel {
         &self.files
     }
 
-    /// The metadata of the model, which is that of its first file.
+    /// Metadata of the model: that of its first file.
     pub fn metadata(&self) -> &Metadata {
         self.files[0].header.metadata()
     }
 
-    /// Tensors of all files in order, each with the number of its file.
+    /// Tensors of all files in order, each with the index of its file.
     pub fn tensors(&self) -> impl Iterator<Item = (usize, &TensorInfo)> {
         let numbered = self.files.iter().enumerate();
         numbered.flat_map(|(file, part)| part.header.tensors().iter().map(move |tensor| (file, tensor)))
     }
 
-    /// The tensor of that name, with the number of its file.
+    /// Finds a tensor by name; returns it with the index of its file.
     pub fn tensor(&self, name: &str) -> Option<(usize, &TensorInfo)> {
         let mut numbered = self.files.iter().enumerate();
         numbered.find_map(|(file, part)| part.header.tensor(name).map(|tensor| (file, tensor)))
     }
 
-    /// Bytes of all tensors, without padding.
+    /// Total bytes of all tensors, without padding.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors().map(|(_, tensor)| tensor.bytes).sum()
     }
@@ -144,7 +149,7 @@ fn split_key(file: &GgufFile, key: &str) -> Result<Option<u32>, OpenError> {
     value.map_err(|source| OpenError::SplitKey { path: file.path.clone(), source })
 }
 
-/// The paths of files 2 to `count`, from the name of the first.
+/// Paths of files 2 to `count`, derived from the name of the first.
 fn sibling_paths(first: &GgufFile, count: u32) -> Result<Vec<PathBuf>, OpenError> {
     let path = &first.path;
     if count > MAX_SPLIT_FILES {
@@ -161,6 +166,7 @@ fn sibling_paths(first: &GgufFile, count: u32) -> Result<Vec<PathBuf>, OpenError
     Ok((2..=count).map(|number| path.with_file_name(name.sibling(number))).collect())
 }
 
+/// Checks that the files belong together: split numbers, counts, and unique tensor names.
 fn check_set(files: &[GgufFile], count: u32) -> Result<(), OpenError> {
     let mut owners = HashMap::new();
     for (file, expected) in files.iter().zip(0..) {

@@ -1,63 +1,63 @@
-//! One entry of the tensor table, checked by itself.
+//! [`TensorInfo`]: one entry of the tensor table.
 
 use crate::cursor::{Cursor, HeaderReadError};
 use crate::limits::{MAX_DIMS, MAX_TENSOR_NAME_BYTES};
 use quant::{DType, SizeError, UnknownDType};
 
-/// A tensor as the table describes it.
+/// A tensor's entry in the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     pub name: String,
     pub dtype: DType,
-    /// `dims[0]` is the row length; 1 to 4 dimensions as stored.
+    /// One to four dimensions; `dims[0]` is the row length.
     pub dims: Vec<u64>,
-    /// From the start of its file's tensor data.
+    /// Offset from the start of the file's tensor data.
     pub offset: u64,
-    /// Without padding.
+    /// Size without padding.
     pub bytes: u64,
 }
 
 /// What is wrong with an entry of the tensor table. Offsets count from the start of the file.
 #[derive(Debug, thiserror::Error)]
 pub enum TensorInfoError {
-    #[error("tensor {index} (counted from 0)")]
+    #[error("cannot read tensor number {index}")]
     ReadName { index: u64, source: HeaderReadError },
-    #[error("tensor {name}")]
+    #[error("cannot read tensor {name}")]
     Read { name: String, source: HeaderReadError },
     #[error("tensor {index} at byte {offset} has no name")]
     EmptyName { index: u64, offset: u64 },
     #[error(
-        "tensor {index} at byte {offset} claims a name of {len} bytes, and a name has at most {MAX_TENSOR_NAME_BYTES}"
+        "tensor {index} at byte {offset} claims a name of {len} bytes; the limit is {MAX_TENSOR_NAME_BYTES}"
     )]
     LongName { index: u64, offset: u64, len: u64 },
     #[error("the name of tensor {index} at byte {offset} is not UTF-8")]
     NameEncoding { index: u64, offset: u64 },
-    #[error("tensor {name} has {count} dimensions at byte {offset}, and at most {MAX_DIMS} are possible")]
+    #[error("tensor {name} has {count} dimensions at byte {offset}; the limit is {MAX_DIMS}")]
     TooManyDims { name: String, offset: u64, count: u32 },
     #[error("tensor {name} has the negative dimension {dim} at byte {offset}")]
     NegativeDim { name: String, offset: u64, dim: i64 },
-    #[error("tensor {name} of dimensions {dims:?} has more values than 63 bits can count")]
+    #[error("tensor {name} of dimensions {dims:?} overflows 63 bits with its number of values")]
     TooManyValues { name: String, dims: Vec<u64> },
     #[error("tensor {name} has an unknown type at byte {offset}")]
     Type { name: String, offset: u64, source: UnknownDType },
     #[error("tensor {name}: rows of {row} values do not fit its type")]
     Row { name: String, row: u64, source: SizeError },
-    #[error("tensor {name}: size in bytes")]
+    #[error("cannot compute the size of tensor {name}")]
     Bytes { name: String, source: SizeError },
 }
 
 impl TensorInfo {
-    /// Product of all dimensions.
+    /// Number of values: the product of all dimensions.
     pub fn values(&self) -> u64 {
         self.dims.iter().product()
     }
 
-    /// Row length.
+    /// Values in a row.
     pub fn row_values(&self) -> u64 {
         self.dims.first().copied().unwrap_or(1)
     }
 
-    /// Number of rows over all further dimensions.
+    /// Number of rows: the product of all dimensions but the first.
     pub fn rows(&self) -> u64 {
         self.dims.iter().skip(1).product()
     }
@@ -80,7 +80,7 @@ impl TensorInfo {
             dims.push(dim);
         }
         if dims.is_empty() {
-            // A scalar.
+            // A tensor without dimensions is a scalar.
             dims.push(1);
         }
         let type_offset = cursor.offset();
@@ -96,7 +96,7 @@ impl TensorInfo {
     }
 }
 
-/// Size of a tensor, with every product checked before it is formed.
+/// Computes a tensor's size in bytes and checks every product for overflow.
 pub(crate) fn tensor_bytes(name: &str, dtype: DType, dims: &[u64]) -> Result<u64, TensorInfoError> {
     let row = dims.first().copied().unwrap_or(1);
     dtype.row_bytes(row).map_err(|source| TensorInfoError::Row { name: name.into(), row, source })?;

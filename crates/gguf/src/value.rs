@@ -1,8 +1,8 @@
-//! Values of keys: their types, their stored form, and what they convert to.
+//! Metadata values: their types, how files store them, and how callers read them.
 
 use std::fmt;
 
-/// The type of a value, or of an array's elements, with its number in files.
+/// Type of a value or of an array's elements. The number is the one that files store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ValueType {
@@ -42,7 +42,7 @@ impl ValueType {
         Self::ALL.get(id as usize).copied()
     }
 
-    /// Bytes of one value; none for strings and arrays, which say it themselves.
+    /// Size of one value in bytes; `None` for strings and arrays, which store their own length.
     pub(crate) fn fixed_bytes(self) -> Option<u64> {
         match self {
             Self::U8 | Self::I8 | Self::Bool => Some(1),
@@ -74,7 +74,8 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// A value as it stands in the file. StringArray are bytes: nothing promises that they are UTF-8.
+/// A value as stored in the file. Strings are bytes, because files may contain strings that are not
+/// UTF-8.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     U8(u8),
@@ -92,7 +93,7 @@ pub enum Value<'a> {
     F64(f64),
 }
 
-/// The elements of an array, checked to be whole.
+/// An array. All its elements are known to be complete.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Array<'a> {
     pub element: ValueType,
@@ -130,7 +131,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// Decodes the scalar or string at the start of `bytes`; none if it is not whole.
+    /// Decodes the scalar or string at the start of `bytes`; `None` if it is incomplete.
     pub(crate) fn split_first(value_type: ValueType, bytes: &'a [u8]) -> Option<(Self, &'a [u8])> {
         fn fixed<const N: usize>(bytes: &[u8]) -> Option<([u8; N], &[u8])> {
             bytes.split_first_chunk().map(|(value, rest)| (*value, rest))
@@ -165,7 +166,7 @@ impl<'a> Value<'a> {
         })
     }
 
-    /// Any whole number, of whatever width it is stored in; `true` is 1.
+    /// The value as an integer, whatever its stored width; `true` is 1.
     fn integer(&self) -> Option<i128> {
         Some(match *self {
             Self::U8(value) => value.into(),
@@ -182,9 +183,10 @@ impl<'a> Value<'a> {
     }
 }
 
-/// What a key's value may be asked as. Whole numbers convert between widths when the value fits; nothing else converts.
+/// A type that a metadata value can be read as. Integers convert between widths if the value fits;
+/// nothing else converts.
 pub trait FromValue<'a>: Sized {
-    /// What the caller wanted, for errors.
+    /// Name of the wanted type, for error texts.
     const WANTED: &'static str;
 
     fn from_value(value: Value<'a>) -> Option<Self>;
@@ -286,7 +288,7 @@ impl<'a> FromValue<'a> for &'a [u8] {
     }
 }
 
-/// An array of strings, not copied.
+/// An array of strings that borrows the file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StringArray<'a>(Array<'a>);
 

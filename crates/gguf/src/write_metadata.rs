@@ -1,4 +1,4 @@
-//! [`MetadataBuilder`]: key-value pairs in their stored form, in the order they are put.
+//! [`MetadataBuilder`]: encodes key-value pairs as a file stores them, in insertion order.
 
 use crate::limits::{ALIGNMENT_KEY, MAX_KEY_BYTES, MAX_KEYS};
 use crate::metadata::Metadata;
@@ -6,7 +6,7 @@ use crate::value::{Value, ValueType};
 use crate::writer::WriteError;
 use std::collections::HashSet;
 
-/// The section that a [`crate::GgufWriter`] begins its file with.
+/// The metadata section that a [`crate::GgufWriter`] writes first.
 #[derive(Clone, Debug, Default)]
 pub struct MetadataBuilder {
     bytes: Vec<u8>,
@@ -14,7 +14,8 @@ pub struct MetadataBuilder {
 }
 
 impl MetadataBuilder {
-    /// Adds a pair. Each key once, and no `general.alignment`: files are written with the default one.
+    /// Adds a pair. Refuses a duplicate key, and `general.alignment`, because files are written
+    /// with the default alignment.
     pub fn put(&mut self, key: &str, value: impl ToValue) -> Result<(), WriteError> {
         if key == ALIGNMENT_KEY {
             return Err(WriteError::Alignment);
@@ -31,7 +32,7 @@ impl MetadataBuilder {
         Ok(())
     }
 
-    /// Adds every pair of `metadata` whose key `keep` accepts, except `general.alignment`.
+    /// Copies every pair of `metadata` whose key `keep` accepts, except `general.alignment`.
     pub fn copy(&mut self, metadata: &Metadata, keep: impl Fn(&str) -> bool) -> Result<(), WriteError> {
         for (key, value) in metadata.iter().filter(|(key, _)| *key != ALIGNMENT_KEY && keep(key)) {
             self.put(key, value)?;
@@ -47,15 +48,15 @@ impl MetadataBuilder {
         self.keys.is_empty()
     }
 
-    /// The pairs as they stand in a file; [`Metadata::parse`] reads them.
+    /// The encoded pairs; [`Metadata::parse`] reads them.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-/// What can be stored as a value: a number, a string, or a slice of either as an array.
+/// A value that can be stored: a number, a bool, a string, or a slice of one of these as an array.
 pub trait ToValue {
-    /// Appends the type and the value.
+    /// Appends the type id and the encoded value.
     fn write(&self, out: &mut Vec<u8>);
 }
 

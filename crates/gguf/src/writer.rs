@@ -1,55 +1,61 @@
-//! [`TensorLayout`] places tensors, [`GgufWriter`] streams their data behind the header: a model is never in memory as a whole.
+//! [`TensorLayout`] assigns offsets to tensors; [`GgufWriter`] streams the file. The model is never
+//! in memory as a whole.
 
-use crate::limits::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS};
+use crate::limits::{
+    ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_KEY_BYTES, MAX_KEYS, MAX_TENSOR_NAME_BYTES,
+    MAX_TENSORS,
+};
 use crate::tensor::{TensorInfo, TensorInfoError, tensor_bytes};
 use crate::write_metadata::{MetadataBuilder, string};
 use quant::DType;
 use std::collections::HashSet;
 use std::io::{self, Write};
 
-/// The version written.
+/// GGUF version of the files that are written.
 const VERSION: u32 = 3;
 
-/// Why a file was not written.
+/// Why a file could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
-    #[error("key \"{key}\" is empty, too long, or one too many")]
-    Key { key: String },
     #[error(
-        "{ALIGNMENT_KEY} cannot be chosen: files are written with the default of {DEFAULT_ALIGNMENT} bytes"
+        "key \"{key}\" is empty, longer than {MAX_KEY_BYTES} bytes, or exceeds the limit of {MAX_KEYS} keys"
     )]
+    Key { key: String },
+    #[error("{ALIGNMENT_KEY} cannot be set: files are written with the default of {DEFAULT_ALIGNMENT} bytes")]
     Alignment,
-    #[error("key {key} is put twice")]
+    #[error("key {key} is added twice")]
     DuplicateKey { key: String },
-    #[error("tensor name \"{name}\" is empty, too long, or one too many")]
+    #[error(
+        "tensor name \"{name}\" is empty, longer than {MAX_TENSOR_NAME_BYTES} bytes, or exceeds the limit of {MAX_TENSORS} tensors"
+    )]
     TensorName { name: String },
     #[error("tensor {name} is added twice")]
     DuplicateTensor { name: String },
-    #[error("tensor {name} has {count} dimensions, and 1 to {MAX_DIMS} are possible")]
+    #[error("tensor {name} has {count} dimensions; it must have 1 to {MAX_DIMS}")]
     Dims { name: String, count: usize },
     #[error(transparent)]
     Tensor(#[from] TensorInfoError),
-    #[error("the tensors up to {name} have more bytes than 64 bits can count")]
+    #[error("the total size of the tensors up to {name} overflows 64 bits")]
     TotalBytes { name: String },
-    #[error("the data goes on beyond the last tensor by {excess} bytes")]
+    #[error("{excess} bytes of data follow the last tensor")]
     TooMuchData { excess: u64 },
-    #[error("the data ends at byte {written} of {expected}")]
+    #[error("the tensor data ends at byte {written} of {expected}")]
     TooLittleData { written: u64, expected: u64 },
     #[error("cannot write the file")]
     Io(#[from] io::Error),
 }
 
-/// Tensors in the order in which their data will be written.
+/// Tensors with their offsets, in the order in which their data will be written.
 #[derive(Clone, Debug, Default)]
 pub struct TensorLayout {
     tensors: Vec<TensorInfo>,
     names: HashSet<String>,
-    /// Padded end of the last tensor.
+    /// End of the last tensor, padded to the alignment.
     end: u64,
 }
 
 impl TensorLayout {
-    /// Places a tensor behind the last one. `dims[0]` is the row length.
+    /// Appends a tensor. `dims[0]` is the row length.
     pub fn add(&mut self, name: &str, dtype: DType, dims: &[u64]) -> Result<(), WriteError> {
         let valid = !name.is_empty() && name.len() as u64 <= MAX_TENSOR_NAME_BYTES;
         if !valid || self.tensors.len() as u64 >= MAX_TENSORS {
@@ -81,17 +87,18 @@ impl TensorLayout {
     }
 }
 
-/// Takes the data of a layout's tensors in order, in pieces of any size, and puts the padding between them.
+/// Writes a file: first the header, then tensor data in chunks of any size. It inserts the padding
+/// between tensors.
 pub struct GgufWriter<W> {
     out: W,
     layout: TensorLayout,
-    /// The tensor that is being written, and how much of it has been.
+    /// Index of the tensor being written, and how many of its bytes are written.
     current: usize,
     current_bytes: u64,
 }
 
 impl<W: Write> GgufWriter<W> {
-    /// Writes the header.
+    /// Writes the header, which includes the tensor table.
     pub fn start(mut out: W, metadata: &MetadataBuilder, layout: TensorLayout) -> Result<Self, WriteError> {
         let mut header = Vec::new();
         header.extend(MAGIC);
@@ -111,7 +118,8 @@ impl<W: Write> GgufWriter<W> {
         Ok(Self { out, layout, current: 0, current_bytes: 0 })
     }
 
-    /// Takes the next bytes of tensor data. A piece may end inside a tensor or run on into the next.
+    /// Writes the next bytes of tensor data. A chunk may end inside a tensor or continue into the
+    /// next one.
     pub fn write(&mut self, mut data: &[u8]) -> Result<(), WriteError> {
         while !data.is_empty() {
             let Some(tensor) = self.layout.tensors.get(self.current) else {
@@ -127,7 +135,7 @@ impl<W: Write> GgufWriter<W> {
         Ok(())
     }
 
-    /// Ends the file, which must be complete.
+    /// Finishes the file. Fails if tensor data is missing.
     pub fn finish(mut self) -> Result<W, WriteError> {
         self.pad_if_complete()?;
         if let Some(tensor) = self.layout.tensors.get(self.current) {
@@ -138,7 +146,8 @@ impl<W: Write> GgufWriter<W> {
         Ok(self.out)
     }
 
-    /// Steps to the next tensor that has bytes to come.
+    /// If the current tensor is complete, pads it and moves to the next tensor that still needs
+    /// bytes.
     fn pad_if_complete(&mut self) -> Result<(), WriteError> {
         while let Some(tensor) = self.layout.tensors.get(self.current) {
             if self.current_bytes < tensor.bytes {

@@ -70,7 +70,7 @@ fn damaged_sets_are_refused_by_file() {
     let opened = open("/m/m-00002-of-00003.gguf", &good()).unwrap_err();
     assert_eq!(
         opened.to_string(),
-        "/m/m-00002-of-00003.gguf is part 2 of a split model: open the first, /m/m-00001-of-00003.gguf"
+        "/m/m-00002-of-00003.gguf is part 2 of a split model; open the first part, /m/m-00001-of-00003.gguf"
     );
     let renamed = open("/m/model.gguf", &[("model.gguf", first())]).unwrap_err();
     assert_eq!(
@@ -79,27 +79,27 @@ fn damaged_sets_are_refused_by_file() {
     );
     let missing = open("/m/m-00001-of-00003.gguf", &good()[..2]).unwrap_err();
     assert_eq!(missing.to_string(), "cannot open /m/m-00003-of-00003.gguf");
-    check(&[(THIRD, first()[..30].to_vec())], "/m/m-00003-of-00003.gguf is refused");
+    check(&[(THIRD, first()[..30].to_vec())], "/m/m-00003-of-00003.gguf is not a valid model file");
     check(
         &[(SECOND, shard(2, 3, 3, &["a", "b"]))],
-        "/m/m-00002-of-00003.gguf says split.no 2, and by its name it is 1",
+        "/m/m-00002-of-00003.gguf has split.no 2, but its name says 1",
     );
     check(
         &[(SECOND, shard(1, 4, 3, &["a", "b"]))],
-        "/m/m-00002-of-00003.gguf says split.count 4, and the first file says 3",
+        "/m/m-00002-of-00003.gguf has split.count 4, but the first file has 3",
     );
     check(
         &[(THIRD, shard(2, 3, 3, &["a"]))],
-        "tensor a is in /m/m-00002-of-00003.gguf and in /m/m-00003-of-00003.gguf",
+        "tensor a is both in /m/m-00002-of-00003.gguf and in /m/m-00003-of-00003.gguf",
     );
     check(
         &[(FIRST, shard(0, 3, 4, &[]))],
-        "the files have 3 tensors together, and split.tensors.count in /m/m-00001-of-00003.gguf says 4",
+        "the files contain 3 tensors, but split.tensors.count in /m/m-00001-of-00003.gguf is 4",
     );
     let many = open("/m/m-00001-of-60000.gguf", &[("m-00001-of-60000.gguf", shard(0, 60_000, 3, &[]))]);
     assert_eq!(
         many.unwrap_err().to_string(),
-        "/m/m-00001-of-60000.gguf claims to be split into 60000 files, and at most 1024 are taken"
+        "/m/m-00001-of-60000.gguf claims to be split into 60000 files; the limit is 1024"
     );
 }
 

@@ -1,5 +1,6 @@
-//! Any bytes are a sound header or an error: no panic, no allocation beyond a small multiple of the input, and every
-//! value and tensor of an accepted header can be read.
+//! Fuzzes [`Header::read`]: any input gives a valid header or an error.
+//!
+//! Checks that nothing panics, and that every value and tensor of an accepted header can be read.
 
 #![no_main]
 
@@ -18,6 +19,6 @@ fuzz_target!(|file: &[u8]| {
         let start = header.file_offset(tensor) as usize;
         assert_eq!(file[start..][..tensor.bytes as usize].len() as u64, tensor.bytes, "{}", tensor.name);
     }
-    let again = Metadata::parse(header.metadata().bytes().clone()).expect("the section was parsed once");
+    let again = Metadata::parse(header.metadata().bytes().clone()).expect("a section that was read once parses again");
     assert_eq!(again.len(), header.metadata().len());
 });

@@ -19,12 +19,12 @@ fn malformed_fixed_parts_are_refused() {
     check(
         "empty file",
         vec![],
-        "the fixed part at the file's start: 4 bytes are needed at byte 0, but only 0 are left: the file is cut off or damaged",
+        "cannot read the counts at the start of the file: 4 bytes are needed at byte 0, but only 0 are left: the file is cut off or damaged",
     );
     check(
         "wrong magic",
         b"GGML\x03\0\0\0".to_vec(),
-        "the file begins with [47, 47, 4d, 4c], not with \"GGUF\": it is no GGUF file",
+        "not a GGUF file: it begins with [47, 47, 4d, 4c] instead of \"GGUF\"",
     );
     check(
         "version 0",
@@ -49,37 +49,37 @@ fn malformed_fixed_parts_are_refused() {
     check(
         "no counts",
         b"GGUF\x03\0\0\0\0\0".to_vec(),
-        "the fixed part at the file's start: 8 bytes are needed at byte 8, but only 2 are left: the file is cut off or damaged",
+        "cannot read the counts at the start of the file: 8 bytes are needed at byte 8, but only 2 are left: the file is cut off or damaged",
     );
     check(
         "CVE-2024-23605: number of keys whose product wraps",
         RawGguf { keys: Some(u64::MAX / 64 + 2), ..RawGguf::default() }.bytes(),
-        "the file claims 288230376151711745 keys, and can have at most 0 (0 bytes are left)",
+        "the file claims 288230376151711745 keys, but at most 0 fit (0 bytes are left)",
     );
     check(
         "CVE-2024-25664: number of keys -1",
         RawGguf { keys: Some(u64::MAX), ..RawGguf::default() }.bytes(),
-        "the file claims 18446744073709551615 keys, and can have at most 0 (0 bytes are left)",
+        "the file claims 18446744073709551615 keys, but at most 0 fit (0 bytes are left)",
     );
     check(
         "CVE-2024-21836: number of tensors whose product wraps",
         RawGguf { tensors: Some(u64::MAX / 80 + 2), ..RawGguf::default() }.bytes(),
-        "the file claims 230584300921369397 tensors, and can have at most 0 (0 bytes are left)",
+        "the file claims 230584300921369397 tensors, but at most 0 fit (0 bytes are left)",
     );
     check(
         "CVE-2024-25666: number of tensors -1",
         RawGguf { tensors: Some(u64::MAX), ..RawGguf::default() }.bytes(),
-        "the file claims 18446744073709551615 tensors, and can have at most 0 (0 bytes are left)",
+        "the file claims 18446744073709551615 tensors, but at most 0 fit (0 bytes are left)",
     );
     check(
         "CVE-2025-0315: more keys than any model has, with room for them",
         RawGguf { keys: Some(100_000), data: vec![0; 4 << 20], ..RawGguf::default() }.bytes(),
-        "the file claims 100000 keys, and can have at most 16384 (4194304 bytes are left)",
+        "the file claims 100000 keys, but at most 16384 fit (4194304 bytes are left)",
     );
     check(
         "more tensors than any model has, with room for them",
         RawGguf { tensors: Some(150_000), data: vec![0; 8 << 20], ..RawGguf::default() }.bytes(),
-        "the file claims 150000 tensors, and can have at most 131072 (8388608 bytes are left)",
+        "the file claims 150000 tensors, but at most 131072 fit (8388608 bytes are left)",
     );
 }
 

@@ -10,7 +10,7 @@ fn malformed_tensors_are_refused() {
         "cut in a name",
         [&40_u64.to_le_bytes()[..], &[b'n'; 30]].concat(),
         0,
-        "in the tensor table: tensor 0 (counted from 0): 40 bytes are needed at byte 32, but only 30 are left: the file is cut off or damaged",
+        "in the tensor table: cannot read tensor number 0: 40 bytes are needed at byte 32, but only 30 are left: the file is cut off or damaged",
     );
     check_tensor(
         "empty name",
@@ -22,13 +22,13 @@ fn malformed_tensors_are_refused() {
         "name of 64 bytes",
         tensor(&"n".repeat(64), &[32], F32, 0),
         128,
-        "in the tensor table: tensor 0 at byte 24 claims a name of 64 bytes, and a name has at most 63",
+        "in the tensor table: tensor 0 at byte 24 claims a name of 64 bytes; the limit is 63",
     );
     check_tensor(
         "name length that wraps",
         [u64::MAX.to_le_bytes().to_vec(), vec![0; 32]].concat(),
         0,
-        "in the tensor table: tensor 0 at byte 24 claims a name of 18446744073709551615 bytes, and a name has at most 63",
+        "in the tensor table: tensor 0 at byte 24 claims a name of 18446744073709551615 bytes; the limit is 63",
     );
     check_tensor(
         "name that is not UTF-8",
@@ -40,13 +40,13 @@ fn malformed_tensors_are_refused() {
         "CVE-2024-21802: five dimensions",
         tensor("t", &[1; 5], F32, 0),
         128,
-        "in the tensor table: tensor t has 5 dimensions at byte 33, and at most 4 are possible",
+        "in the tensor table: tensor t has 5 dimensions at byte 33; the limit is 4",
     );
     check_tensor(
         "dimensions 2^32-1",
         [tensor("t", &[], F32, 0)[..9].to_vec(), vec![0xff; 24]].concat(),
         0,
-        "in the tensor table: tensor t has 4294967295 dimensions at byte 33, and at most 4 are possible",
+        "in the tensor table: tensor t has 4294967295 dimensions at byte 33; the limit is 4",
     );
     check_tensor(
         "negative dimension",
@@ -58,19 +58,19 @@ fn malformed_tensors_are_refused() {
         "cut in the dimensions",
         tensor("t", &[32, 32], F32, 0)[..25].to_vec(),
         0,
-        "in the tensor table: tensor t: 8 bytes are needed at byte 45, but only 4 are left: the file is cut off or damaged",
+        "in the tensor table: cannot read tensor t: 8 bytes are needed at byte 45, but only 4 are left: the file is cut off or damaged",
     );
     check_tensor(
         "more values than i64 counts",
         tensor("t", &[1 << 31, 1 << 31, 2], F32, 0),
         128,
-        "in the tensor table: tensor t of dimensions [2147483648, 2147483648, 2] has more values than 63 bits can count",
+        "in the tensor table: tensor t of dimensions [2147483648, 2147483648, 2] overflows 63 bits with its number of values",
     );
     check_tensor(
         "product of dimensions that wraps to 0",
         tensor("t", &[1 << 32, 1 << 32, 1], F32, 0),
         128,
-        "in the tensor table: tensor t of dimensions [4294967296, 4294967296, 1] has more values than 63 bits can count",
+        "in the tensor table: tensor t of dimensions [4294967296, 4294967296, 1] overflows 63 bits with its number of values",
     );
     check_tensor(
         "CVE-2026-33298: bytes that wrap before the division",
@@ -82,7 +82,7 @@ fn malformed_tensors_are_refused() {
         "bytes that wrap over the rows",
         tensor("t", &[1 << 31, 1 << 31], F32, 0),
         128,
-        "in the tensor table: tensor t: size in bytes: 4611686018427387904 values of F32 have more bytes than 64 bits can count",
+        "in the tensor table: cannot compute the size of tensor t: 4611686018427387904 values of F32 have more bytes than 64 bits can count",
     );
     for id in [4, 5, 31, 32, 33, 36, 37, 38] {
         check_tensor(
@@ -156,25 +156,25 @@ fn misplaced_tensors_are_refused() {
         "CVE-2026-7482: tensor that ends beyond the file",
         &[("a", 32, 0), ("b", 32, 32)],
         63,
-        "tensor b ends at byte 160, but the file has 159 bytes: it is cut off",
+        "tensor b ends at byte 160, but the file has 159 bytes: it is truncated",
     );
     check_tensors(
         "no data at all",
         &[("a", 32, 0)],
         0,
-        "tensor a ends at byte 96, but the file has 57 bytes: it is cut off",
+        "tensor a ends at byte 96, but the file has 57 bytes: it is truncated",
     );
     let (big, end) = ((1 << 63) - 32, (1 << 63) - 32);
     check_tensors(
         "CVE-2025-53630: sum of sizes that wraps",
         &[("a", big, 0), ("b", big, end), ("c", 128, 2 * end)],
         64,
-        "tensor a ends at byte 9223372036854775904, but the file has 192 bytes: it is cut off",
+        "tensor a ends at byte 9223372036854775904, but the file has 192 bytes: it is truncated",
     );
     check(
         "CVE-2026-27940: a size that fits and wraps in the final sum",
         RawGguf { tensor_entries: vec![tensor("a", &[(1 << 61) - 1], F64, 0)], ..RawGguf::default() }.bytes(),
-        "the sizes of the tensors up to a add up to more than 64 bits can count",
+        "the total size of the tensors up to a overflows 64 bits",
     );
 }
 
