@@ -1,13 +1,14 @@
-//! The printable alphabet in which byte-level vocabularies are written (GPT-2's): every byte is one code point.
+//! GPT-2's byte alphabet: byte-level vocabularies write each byte as one printable code point.
 //!
-//! Bytes 33-126, 161-172 and 174-255 stand for themselves; the other 68, in increasing order, are U+0100, U+0101, ...
-//! (so a space is U+0120 and a newline U+010A).
+//! Bytes 33-126, 161-172 and 174-255 are written as themselves. The other 68 bytes, in increasing
+//! order, are written as U+0100, U+0101, and so on. A space is U+0120 and a newline is U+010A.
 
 const fn is_itself(byte: u8) -> bool {
     matches!(byte, 33..=126 | 161..=172 | 174..=255)
 }
 
-/// Code point - 0 .. code point - 0x143 to byte; `None` where the alphabet has a hole.
+/// Maps a code point below 0x144 to its byte; `None` for code points that the alphabet does not
+/// use.
 const BYTE_OF: [Option<u8>; 0x144] = {
     let mut table = [None; 0x144];
     let mut displaced = 0x100;
@@ -24,7 +25,8 @@ const BYTE_OF: [Option<u8>; 0x144] = {
     table
 };
 
-/// Appends the bytes that `text` stands for; false, with `out` unchanged, if a character is outside the alphabet.
+/// Appends the bytes that `text` encodes. Returns false and leaves `out` unchanged if a character
+/// is outside the alphabet.
 pub(crate) fn decode_into(text: &str, out: &mut Vec<u8>) -> bool {
     let before = out.len();
     for c in text.chars() {
@@ -56,6 +58,6 @@ mod tests {
         assert!(decode_into("ĠaĊÃ©", &mut out));
         assert_eq!(out, " a\né".as_bytes());
         assert!(!decode_into("a▁", &mut out), "U+2581 is outside the alphabet");
-        assert_eq!(out, " a\né".as_bytes(), "a refused text leaves nothing behind");
+        assert_eq!(out, " a\né".as_bytes(), "a text outside the alphabet appends nothing");
     }
 }

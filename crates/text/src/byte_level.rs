@@ -1,4 +1,5 @@
-//! Byte-level BPE (`tokenizer.ggml.model` "gpt2"): text is cut by a pre-tokenizer, a piece's bytes are merged by rank.
+//! Byte-level BPE (`tokenizer.ggml.model` "gpt2"): a pre-tokenizer splits the text, then the bytes
+//! of each piece are merged by rank.
 
 use std::borrow::Cow;
 
@@ -12,14 +13,15 @@ use crate::token_table::{StringArena, TokenIndex};
 use crate::tokenizer::{EncodeError, LoadTokenizerError};
 use crate::vocabulary::RawVocabulary;
 
-/// Pairs of token ids that join, with their rank and what they give.
+/// The merge rules: for a pair of token ids, its rank and the id of the merged token.
 #[derive(Debug)]
 pub(crate) struct Merges {
     pairs: HashMap<u64, MergedPair>,
 }
 
 impl Merges {
-    /// `spell` appends the bytes that a part of a merge is written as in `strings`, or says that it cannot.
+    /// Builds the rules from the vocabulary's list of merges. `spell` appends the bytes of one part
+    /// of a merge as `strings` stores them; it returns false if it cannot.
     pub(crate) fn new(
         vocabulary: &RawVocabulary<'_>,
         strings: &StringArena,
@@ -30,7 +32,8 @@ impl Merges {
         let mut bytes = Vec::new();
         for (rank, merge) in vocabulary.merges.iter().enumerate() {
             let mut pair = || {
-                // The left part may itself begin with a space.
+                // The left part may begin with a space, so the search for the separator starts
+                // behind its first character.
                 let first = merge.chars().next()?.len_utf8();
                 let (left, right) = merge.split_at(first + merge[first..].find(' ')?);
                 bytes.clear();
@@ -43,7 +46,7 @@ impl Merges {
                 rank,
                 merge: merge.chars().take(80).collect(),
             })?;
-            // A pair that comes twice keeps its first rank, as a scan of the list would.
+            // A duplicate pair keeps its first rank, as a scan of the list would find it.
             pairs.entry(key).or_insert(MergedPair { priority: rank as u32, id });
         }
         Ok(Self { pairs })
@@ -58,20 +61,22 @@ fn key(left: u32, right: u32) -> u64 {
     u64::from(left) << 32 | u64::from(right)
 }
 
+/// A byte-level BPE model.
 #[derive(Debug)]
 pub(crate) struct ByteLevel {
     splitter: Splitter,
     nfc: bool,
     ignore_merges: bool,
-    /// Tokens that text may become, by their bytes.
+    /// The tokens that encoding can produce, indexed by their bytes.
     index: TokenIndex,
-    /// The token of each single byte.
+    /// The token of each single byte, if the vocabulary has one.
     bytes: [Option<u32>; 256],
     merges: Merges,
 }
 
 impl ByteLevel {
-    /// `strings` are the tokens' bytes, `index` those of them that merging may produce.
+    /// `strings` holds the bytes of all tokens; `index` contains those tokens that merging may
+    /// produce.
     pub(crate) fn new(
         vocabulary: &RawVocabulary<'_>,
         pre: &PreTokenizer,

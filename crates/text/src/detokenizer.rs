@@ -1,27 +1,32 @@
-//! Ids to text as a stream: never half a character, lossy only for bytes that no later token could complete.
+//! Streaming detokenization: token ids to text.
+//!
+//! The output never contains half a character. A byte becomes U+FFFD only if no later token can
+//! complete it.
 
 use std::sync::Arc;
 
 use crate::tokenizer::Tokenizer;
 use crate::vocabulary::TokenKind;
 
-/// Which tokens show, and where the text begins.
+/// How a [`Detokenizer`] produces text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DetokenizeOptions {
-    /// Control and unknown tokens contribute nothing.
+    /// Control and unknown tokens produce no text.
     pub skip_special: bool,
-    /// The ids begin a text of their own (a chat reply, a whole document), as against going on where a prompt
-    /// ended. SentencePiece models encode a text with a space before it, which is then taken away again.
+    /// The ids start a new text (a chat reply, a whole document) instead of continuing a prompt.
+    /// SentencePiece models put a space before a text when they encode it; this removes that space
+    /// again.
     pub at_text_start: bool,
 }
 
-/// One stream of tokens. Feed with [`push`](Self::push), end with [`finish`](Self::finish).
+/// Detokenizes one stream. Call [`push`](Self::push) for each token and [`finish`](Self::finish) at
+/// the end.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
     strip_space: bool,
-    /// At most three bytes: the beginning of a character.
+    /// The first bytes of an incomplete character: at most three.
     pending: Vec<u8>,
 }
 
@@ -31,8 +36,8 @@ impl Detokenizer {
         Self { tokenizer, skip_special: options.skip_special, strip_space, pending: Vec::new() }
     }
 
-    /// The text that `id` completes, possibly empty. An id outside the vocabulary (a padding row of the embedding)
-    /// shows as U+FFFD.
+    /// Returns the text that `id` completes, possibly none. An id outside the vocabulary (a padding
+    /// row of the embedding) becomes U+FFFD.
     pub fn push(&mut self, id: u32) -> String {
         let bytes = match self.tokenizer.kind(id) {
             None => "\u{fffd}".as_bytes(),
@@ -51,21 +56,22 @@ impl Detokenizer {
         take_whole_characters(&mut self.pending)
     }
 
-    /// What was held back: nothing, or one U+FFFD for a character that never came to its end.
+    /// Returns what is still held back: nothing, or one U+FFFD for an incomplete character.
     pub fn finish(self) -> String {
         String::from_utf8_lossy(&self.pending).into_owned()
     }
 }
 
 impl Tokenizer {
-    /// The bytes of `ids` in a row, without regard to characters; unknown ids contribute nothing.
+    /// Concatenates the bytes of `ids`, which may split a character. Unknown ids contribute
+    /// nothing.
     pub fn decode_bytes(&self, ids: &[u32]) -> Vec<u8> {
         ids.iter().flat_map(|&id| self.token_bytes(id).unwrap_or_default()).copied().collect()
     }
 }
 
-/// Removes all but an incomplete last character from `bytes`; invalid sequences become U+FFFD, one for each maximal
-/// part, as `String::from_utf8_lossy` has it.
+/// Removes and returns all complete characters. Each maximal invalid sequence becomes one U+FFFD,
+/// as in `String::from_utf8_lossy`. An incomplete last character stays in `bytes`.
 fn take_whole_characters(bytes: &mut Vec<u8>) -> String {
     let mut text = String::with_capacity(bytes.len());
     let mut taken = 0;
@@ -96,7 +102,7 @@ mod tests {
     use super::*;
     use crate::vocabulary::RawVocabulary;
 
-    /// Token `b` is byte `b`; 256 is "<s>", 257 "▁a".
+    /// A vocabulary in which token `b` is byte `b`, 256 is "<s>", and 257 is "▁a".
     fn byte_tokenizer() -> Arc<Tokenizer> {
         let names: Vec<String> = (0..256).map(|byte| format!("<0x{byte:02X}>")).collect();
         let mut tokens: Vec<&str> = names.iter().map(String::as_str).collect();

@@ -1,8 +1,10 @@
-//! Which tokens end a generation: those the file names by key, and control tokens whose text is a known end marker.
+//! Finds the tokens that end a generation: those that the file names by key, and control tokens
+//! with a known end marker as text.
 //!
-//! Files often name only one of several (Llama 3's file says `<|end_of_text|>`, chats end with `<|eot_id|>`). Unlike
-//! llama.cpp, a text counts only if the file itself marks the token as control: Qwen3 has an ordinary token `</s>`,
-//! and a model that writes HTML must not stop there.
+//! A file often names only one of several. Llama 3's file names `<|end_of_text|>`, but chats end
+//! with `<|eot_id|>`. Unlike llama.cpp, this module considers a marker only if the file marks its
+//! token as control: Qwen3 has an ordinary token `</s>`, and a model that writes HTML must not stop
+//! there.
 
 use crate::vocabulary::{RawVocabulary, TokenKind};
 
@@ -35,7 +37,8 @@ const END_MARKERS: &[&str] = &[
     "<|file_sep|>",
 ];
 
-/// A marker that only separates messages where both others exist (harmony and its relatives).
+/// A marker that only separates messages if the vocabulary has both other tokens (harmony and
+/// related formats).
 const NOT_AN_END_BESIDE: &[(&str, &[&str])] = &[
     ("<|end|>", &["<|return|>", "<|call|>"]),
     ("<|end|>", &["<|calls|>", "<|flush|>"]),
@@ -43,7 +46,7 @@ const NOT_AN_END_BESIDE: &[(&str, &[&str])] = &[
     ("</s>", &["<|plamo:eos|>"]),
 ];
 
-/// Sorted ids.
+/// Returns the ids of all tokens that end a generation, sorted.
 pub(crate) fn tokens(vocabulary: &RawVocabulary<'_>, kinds: &[TokenKind]) -> Vec<u32> {
     let specials: Vec<(u32, &str)> = (0..)
         .zip(vocabulary.tokens.iter().copied())
@@ -89,7 +92,11 @@ mod tests {
         let tokens =
             [("</s>", TokenKind::Normal), ("<|im_end|>", TokenKind::Control), ("x", TokenKind::Normal)];
         assert_eq!(ends(&tokens, None), [1]);
-        assert_eq!(ends(&tokens, Some(2)), [1, 2], "what the file names counts whatever its text");
+        assert_eq!(
+            ends(&tokens, Some(2)),
+            [1, 2],
+            "a token that the file names by key counts, whatever its text"
+        );
     }
 
     #[test]

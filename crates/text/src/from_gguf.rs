@@ -1,4 +1,4 @@
-//! The tokenizer keys of a GGUF file as a [`RawVocabulary`]. Nothing is copied but the tables of references.
+//! Reads the tokenizer and chat-template keys of a GGUF file. Strings are borrowed, not copied.
 
 use gguf::Metadata;
 
@@ -19,7 +19,7 @@ impl Tokenizer {
 }
 
 impl ChatTemplate {
-    /// `tokenizer` is that of the same file.
+    /// Loads the file's chat template. `tokenizer` is the tokenizer of the same file.
     pub fn from_metadata(metadata: &Metadata, tokenizer: &Tokenizer) -> Result<Self, LoadTemplateError> {
         let source = metadata.get(CHAT_TEMPLATE)?.ok_or(LoadTemplateError::Missing)?;
         let tool_use = metadata.get(CHAT_TEMPLATE_TOOL_USE)?;

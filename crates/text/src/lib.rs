@@ -1,13 +1,16 @@
-//! Text on one side, token ids on the other: tokenizers as GGUF files describe them, the way back to text as a
-//! stream, stop strings across token borders, and chat templates.
+//! Converts between text and token ids: tokenizers loaded from GGUF files, streaming
+//! detokenization, stop strings, and chat templates.
 //!
-//! Everything here is a pure value: no I/O, no clock, no locks. Vocabularies and templates come from model files and
-//! text comes from clients, so both are hostile input: sizes are bounded by named constants, and what is refused is
-//! refused with an error that says what and where.
+//! All types here are plain values: no I/O, no clock, no locks. Vocabularies and templates come
+//! from model files, and text comes from clients. The crate treats both as hostile input: named
+//! constants bound all sizes, and errors say what is wrong and where.
 //!
 //! ```text
-//! gguf::Metadata --from_gguf--> RawVocabulary --> Tokenizer --encode--> ids --Detokenizer--> text --StopMatcher--> text
-//!                \-----------------------------> ChatTemplate --render--> prompt text --Tokenizer::encode_chat--> ids
+//! gguf::Metadata --from_gguf--> RawVocabulary --> Tokenizer --encode--> ids
+//!                                                                        |
+//!                text <--StopMatcher-- text <--Detokenizer--------------'
+//!
+//! gguf::Metadata --> ChatTemplate --render--> prompt text --Tokenizer::encode_chat--> ids
 //! ```
 
 #![forbid(unsafe_code)]

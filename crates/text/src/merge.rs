@@ -1,18 +1,21 @@
-//! The merging step that all BPE variants share: repeatedly join the neighbouring pair of lowest priority number, the
-//! leftmost of equals.
+//! The merge step that all BPE variants share: repeatedly merge the neighbouring pair with the
+//! lowest priority number, the leftmost of equal ones.
 //!
-//! A heap of candidate pairs over a linked list of symbols: n log n in the length of the text, whatever the text is
-//! (a megabyte of one letter is a legal prompt). The variants differ only in what a pair's priority is.
+//! A heap holds candidate pairs over a linked list of symbols. The time is O(n log n) in the length
+//! of the text, whatever the text is: a megabyte of one letter is a legal prompt. The variants
+//! differ only in how they compute a pair's priority.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// "This symbol is no token of the vocabulary": it never merges by id and is spelled in bytes at the end.
+/// Id of a symbol that is no token of the vocabulary. Such a symbol never merges by id, and is
+/// written as byte tokens at the end.
 pub(crate) const NO_TOKEN: u32 = u32::MAX;
-/// End of the linked list, and the mark of a symbol that was swallowed by its left neighbour.
+/// End of the linked list. It also marks a symbol that was merged into its left neighbour.
 const NONE: u32 = u32::MAX;
 
-/// A token, or a character without one, that covers `start..end` of the text being encoded.
+/// A token, or a character without a token. It covers `start..end` of the text that is being
+/// encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Symbol {
     pub(crate) id: u32,
@@ -20,10 +23,10 @@ pub(crate) struct Symbol {
     pub(crate) end: u32,
 }
 
-/// What joining two neighbours would give.
+/// The result of merging two neighbours.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MergedPair {
-    /// Lower joins first.
+    /// Pairs with a lower number merge first.
     pub(crate) priority: u32,
     pub(crate) id: u32,
 }
@@ -35,7 +38,7 @@ struct MergeNode {
     next: u32,
 }
 
-/// A pair as it stood when it was queued; `right` and `end` tell whether it still stands so.
+/// A pair when it was queued. `right` and `end` tell whether the pair is still current.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct MergeCandidate {
     priority: u32,
@@ -45,7 +48,7 @@ struct MergeCandidate {
     id: u32,
 }
 
-/// Working memory, kept from one piece of a text to the next.
+/// Merges symbols. It is reused for all pieces of a text, so that its buffers are allocated once.
 #[derive(Debug, Default)]
 pub(crate) struct Merger {
     nodes: Vec<MergeNode>,
@@ -58,8 +61,8 @@ impl Merger {
         self.queue.clear();
     }
 
-    /// Appends the next symbol of the piece. Symbols are contiguous and at most `MAX_INPUT_BYTES` many, so positions
-    /// fit in 32 bits.
+    /// Appends the next symbol of the piece. Symbols are contiguous, and there are at most
+    /// `MAX_INPUT_BYTES` of them, so positions fit into 32 bits.
     pub(crate) fn push(&mut self, symbol: Symbol) {
         let position = self.nodes.len() as u32;
         if let Some(last) = self.nodes.last_mut() {
@@ -68,9 +71,10 @@ impl Merger {
         self.nodes.push(MergeNode { symbol, previous: position.wrapping_sub(1), next: NONE });
     }
 
-    /// Joins until no pair is left that `join` knows.
+    /// Merges until `join` knows no remaining pair.
     pub(crate) fn run(&mut self, join: impl Fn(Symbol, Symbol) -> Option<MergedPair>) {
-        // Reuses the queue's buffer; building the heap at once is linear, pushing one by one would not be.
+        // Reuses the queue's buffer. Building a heap at once takes linear time; pushing one by one
+        // takes O(n log n).
         let mut initial = std::mem::take(&mut self.queue).into_vec();
         initial.extend(
             (1..self.nodes.len() as u32)
@@ -82,7 +86,7 @@ impl Merger {
         while let Some(Reverse(best)) = self.queue.pop() {
             let (left, right) = (best.left as usize, best.right as usize);
             if self.nodes[left].next != best.right || self.nodes[right].symbol.end != best.end {
-                continue; // one of the two has changed since
+                continue; // one of the two symbols has changed since
             }
             let after = self.nodes[right].next;
             self.nodes[right].next = NONE;
@@ -113,7 +117,7 @@ impl Merger {
         Some(MergeCandidate { priority: joined.priority, left, right, end: second.end, id: joined.id })
     }
 
-    /// The symbols that are left, in order.
+    /// The remaining symbols, in order.
     pub(crate) fn symbols(&self) -> impl Iterator<Item = Symbol> {
         let mut at = if self.nodes.is_empty() { NONE } else { 0 };
         std::iter::from_fn(move || {
@@ -130,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// Symbols are numbers; the table says which pairs join into what.
+    /// Merges numbers. An entry of the table says which pair merges into which number.
     fn merged(ids: &[u32], table: &[(u32, u32, u32)]) -> Vec<u32> {
         let mut merger = Merger::default();
         for (i, &id) in ids.iter().enumerate() {
@@ -143,7 +147,8 @@ mod tests {
         merger.symbols().map(|s| s.id).collect()
     }
 
-    /// The definition: scan for the lowest rank, leftmost first, join, start over.
+    /// The definition of BPE: find the leftmost pair with the lowest rank, merge it, and start
+    /// over.
     fn naive(ids: &[u32], table: &[(u32, u32, u32)]) -> Vec<u32> {
         let mut ids = ids.to_vec();
         loop {
@@ -165,7 +170,8 @@ mod tests {
             ids in prop::collection::vec(0u32..4, 0..40),
             table in prop::collection::vec((0u32..8, 0u32..8), 0..20),
         ) {
-            // MergedPair symbols get numbers of their own, so that a table can build on its own results.
+            // Merged symbols get numbers of their own, so that a rule can apply to the result of
+            // another rule.
             let table: Vec<_> = table.iter().enumerate().map(|(i, &(l, r))| (l, r, 4 + (i as u32 % 6))).collect();
             prop_assert_eq!(merged(&ids, &table), naive(&ids, &table));
         }

@@ -1,20 +1,22 @@
-//! The table of pre-tokenizers: how `tokenizer.ggml.pre` says that text is cut before merging. A new one is one row.
+//! The pre-tokenizers: how text is split before merging, by the value of `tokenizer.ggml.pre`. A
+//! new pre-tokenizer is one row of the table.
 //!
-//! The expressions are those of the models' own tokenizer.json, applied one after the other to the pieces that the
-//! former left; `splitter` runs them. A name that is not here is an error, never a default: a model fed wrongly cut
-//! text answers badly without anybody noticing.
+//! The expressions are those of the models' own tokenizer.json. Each expression is applied to the
+//! pieces that the previous one produced; `splitter` runs them. A name that is not in the table is
+//! an error. There is no default: a model whose input is split wrongly gives worse answers without
+//! any error.
 
-/// Everything that a `tokenizer.ggml.pre` name decides.
+/// The properties of one pre-tokenizer.
 #[derive(Debug)]
 pub(crate) struct PreTokenizer {
     pub(crate) names: &'static [&'static str],
     pub(crate) expressions: &'static [&'static str],
-    /// A piece that is a token is taken whole, even if merging would not arrive at it.
+    /// A piece that is a token as a whole becomes that token, even if merging would not produce it.
     pub(crate) ignore_merges: bool,
-    /// Text is put into normal form C first, as the models' own tokenizer.json says. (llama.cpp has no such step and
-    /// gives other ids for decomposed text.)
+    /// Text is normalized to NFC first, as the model's tokenizer.json says. llama.cpp has no such
+    /// step and produces other ids for decomposed text.
     pub(crate) nfc: bool,
-    /// Default where the file has no `add_bos_token`.
+    /// Whether to add BOS if the file has no `add_bos_token`.
     pub(crate) add_bos: bool,
 }
 
@@ -23,7 +25,8 @@ const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const PLAIN: PreTokenizer =
     PreTokenizer { names: &[], expressions: &[], ignore_merges: false, nfc: false, add_bos: false };
 
-/// Only rows that golden splits or golden ids of the original tokenizers check, and other names of those rows.
+/// Every row is checked against golden splits or golden ids of the original tokenizers. A row may
+/// have further names.
 pub(crate) const PRE_TOKENIZERS: &[PreTokenizer] = &[
     PreTokenizer {
         names: &["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"],
@@ -35,7 +38,7 @@ pub(crate) const PRE_TOKENIZERS: &[PreTokenizer] = &[
         ..PLAIN
     },
     PreTokenizer { names: &["qwen2"], expressions: &[QWEN_2], nfc: true, ..PLAIN },
-    // DeepSeek's distillations cut as Qwen does, but their tokenizer.json has no normalizer.
+    // DeepSeek's distilled models split as Qwen does, but their tokenizer.json has no normalizer.
     PreTokenizer { names: &["deepseek-r1-qwen"], expressions: &[QWEN_2], ..PLAIN },
     PreTokenizer {
         names: &["qwen35"],

@@ -1,9 +1,11 @@
-//! BPE over characters with U+2581 for the space: SentencePiece models ("llama", pairs ranked by the score of what
-//! they give) and raw-text models ("gemma4", pairs ranked by the list of merges).
+//! SentencePiece BPE: BPE over characters, with U+2581 in place of the space.
 //!
-//! By definition a whole prompt is one piece (gemma4 cuts at newlines). Where no token has a space after something
-//! else, no merge can cross the beginning of a word, and cutting there gives the same ids several times as fast.
-//! Characters without a token are spelled in byte tokens `<0xXX>`.
+//! Models of type "llama" rank a pair by the score of the merged token. Models of type "gemma4"
+//! rank pairs by a list of merges.
+//!
+//! By definition a whole prompt is one piece (gemma4 splits at newlines). If no token contains a
+//! space after another character, no merge can cross the start of a word. Splitting there gives the
+//! same ids several times faster. Characters without a token become byte tokens `<0xXX>`.
 
 use crate::byte_level::Merges;
 use crate::merge::{MergedPair, Merger, NO_TOKEN, Symbol};
@@ -11,19 +13,20 @@ use crate::token_table::{StringArena, TokenIndex};
 use crate::tokenizer::{EncodeError, LoadTokenizerError};
 use crate::vocabulary::{RawVocabulary, TokenKind};
 
-/// U+2581, which stands for a space in these vocabularies.
+/// U+2581, which represents a space in these vocabularies.
 pub(crate) const SPACE_MARK: &str = "\u{2581}";
 
 #[derive(Debug)]
 enum MergeRanking {
-    /// By token: lower joins first.
+    /// Priority of each token, by id; the lowest merges first.
     Scores(Vec<u32>),
     Pairs(Merges),
 }
 
+/// A SentencePiece BPE model.
 #[derive(Debug)]
 pub(crate) struct Sentencepiece {
-    /// Tokens as written in the file, with U+2581.
+    /// The tokens as the file stores them, with U+2581.
     texts: StringArena,
     index: TokenIndex,
     ranking: MergeRanking,
@@ -31,26 +34,26 @@ pub(crate) struct Sentencepiece {
     unknown: Option<u32>,
     add_space_prefix: bool,
     split_newlines: bool,
-    /// No token has a space after something else.
+    /// Text can be split at words, because no token contains a space after another character.
     split_words: bool,
 }
 
-/// The byte of a `<0xXX>` token.
+/// Parses the text of a byte token, `<0xXX>`.
 pub(crate) fn byte_of(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
-    // from_str_radix alone would take a sign for a digit.
+    // `from_str_radix` alone would accept a sign.
     let two_digits = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     two_digits.then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }
 
-/// Where a run of U+2581 begins after something else.
+/// Positions at which a run of U+2581 follows another character.
 fn word_starts(text: &str) -> impl Iterator<Item = usize> {
     text.match_indices(SPACE_MARK).map(|(at, _)| at).filter(|&at| at > 0 && !text[..at].ends_with(SPACE_MARK))
 }
 
-/// Higher scores first, as an unsigned number that sorts the other way round.
+/// Converts a score to a priority: a higher score gives a lower number.
 fn priority_of(score: f32) -> u32 {
-    // Adding zero turns -0.0 into 0.0: the two are equal scores.
+    // Adding zero turns -0.0 into 0.0, because the two are equal scores.
     let bits = (score + 0.0).to_bits();
     let ascending = if bits >> 31 == 0 { bits | 1 << 31 } else { !bits };
     !ascending
@@ -110,7 +113,7 @@ impl Sentencepiece {
                     let byte = byte_of(text).ok_or(LoadTokenizerError::BadByteToken { id })?;
                     bytes[usize::from(byte)] = Some(id);
                 }
-                // Ordinary text must never become a control token by merging its way there.
+                // Ordinary text must never merge into a control token.
                 TokenKind::Control | TokenKind::Unknown => {}
                 TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused if text.is_empty() => {}
                 TokenKind::Normal | TokenKind::UserDefined | TokenKind::Unused => {
@@ -129,7 +132,7 @@ impl Sentencepiece {
         self.add_space_prefix
     }
 
-    /// `text` is a run between special tokens, never empty.
+    /// Encodes the text between two special tokens, which is never empty.
     pub(crate) fn encode(
         &self,
         text: &str,
@@ -188,7 +191,8 @@ impl Sentencepiece {
         Ok(())
     }
 
-    /// One character in byte tokens, or the unknown token where the vocabulary lacks them.
+    /// Writes one character as byte tokens, or as the unknown token if the vocabulary lacks one of
+    /// them.
     fn spell(&self, character: &str, out: &mut Vec<u32>) -> Result<(), EncodeError> {
         let before = out.len();
         for byte in character.bytes() {
@@ -224,7 +228,7 @@ mod tests {
         assert_eq!(word_starts("▁▁a").count(), 0);
     }
 
-    /// Cutting at words must not be done where it could change ids: here "a b" is one token.
+    /// Splitting at words must not change ids: in this vocabulary "a b" is one token.
     #[test]
     fn token_across_words_is_found() {
         let tokens = vec!["a", "▁", "b", "▁b", "a▁b"];

@@ -1,15 +1,15 @@
-//! Cuts the texts of special tokens out of a text before anything else looks at it.
+//! Finds the texts of special tokens in a text, before the text is split and merged.
 //!
-//! The leftmost match wins, the longest of those (as HF `tokenizers` does). User-defined tokens are matched always,
-//! control and unknown tokens only where the caller vouches for the text (`parse_special`): what a client typed must
-//! not become a turn marker.
+//! The leftmost match wins; of several there, the longest, as in HF `tokenizers`. User-defined
+//! tokens always match. Control and unknown tokens match only if the caller trusts the text
+//! (`parse_special`), because a client's text must not become a turn marker.
 
 use aho_corasick::{AhoCorasick, MatchKind};
 
 use crate::tokenizer::LoadTokenizerError;
 use crate::vocabulary::TokenKind;
 
-/// A token cut out, or the text between two of them (never empty).
+/// A special token, or the text between two of them, which is never empty.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Fragment<'t> {
     Token(u32),

@@ -1,9 +1,9 @@
-//! Runs the expressions of a pre-tokenizer over a text, in time linear in the text.
+//! Splits a text with the expressions of a pre-tokenizer, in time linear in the text.
 //!
-//! The originals are written for backtracking engines and all end in `|\s+(?!\S)|\s+`: a run of blanks, less the last
-//! one if a word follows. Look-ahead is the only thing in them that an automaton cannot do, so that tail runs as a
-//! second pattern `\s+`, and the last blank is given back in code. The rest is unchanged and runs on
-//! `regex-automata`, whose time does not depend on what a client sends.
+//! The original expressions are written for backtracking engines and end in `|\s+(?!\S)|\s+`. That
+//! tail matches a run of blanks, without the last blank if a word follows. An automaton cannot look
+//! ahead, so the tail becomes a second pattern `\s+`, and the code gives the last blank back. The
+//! rest of each expression runs unchanged on `regex-automata`, whose time is linear for any input.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use regex_automata::{Anchored, Input, meta::Regex};
 use crate::pretokenizers::PreTokenizer;
 
 const BLANK_TAIL: &str = r"|\s+(?!\S)|\s+";
-/// The pattern that stands in for it.
+/// Index of the pattern that replaces [`BLANK_TAIL`].
 const BLANKS: usize = 1;
 
 #[derive(Debug)]
@@ -22,7 +22,8 @@ pub(crate) struct Splitter {
 
 #[derive(Debug)]
 struct SplitStep {
-    /// Pattern 0 is the expression without [`BLANK_TAIL`]; pattern 1 ([`BLANKS`]) stands in for that, if it was there.
+    /// Pattern 0 is the expression without [`BLANK_TAIL`]. Pattern 1 ([`BLANKS`]) replaces that
+    /// tail, if the expression has it.
     regex: Regex,
 }
 
@@ -38,7 +39,7 @@ impl Splitter {
         Ok(Self { steps: pre.expressions.iter().map(step).collect::<Result<_, _>>()? })
     }
 
-    /// Calls `emit` with every piece of `text` in order; together they are the text.
+    /// Calls `emit` for every piece of `text`, in order. The pieces together are the whole text.
     pub(crate) fn split(&self, text: &str, mut emit: impl FnMut(Range<usize>)) {
         let Some((last, former)) = self.steps.split_last() else { return emit(0..text.len()) };
         let mut pieces: Vec<Range<usize>> = std::iter::once(0..text.len()).collect();
@@ -52,13 +53,14 @@ impl Splitter {
 }
 
 impl SplitStep {
-    /// Matches and the gaps between them are pieces.
+    /// Splits one piece further. Both matches and the gaps between them become pieces.
     fn split(&self, text: &str, piece: Range<usize>, mut emit: impl FnMut(Range<usize>)) {
-        // The piece alone is the haystack: what stands after it must not be seen.
+        // Only the piece is searched: the expression must not see what follows it.
         let (base, text) = (piece.start, &text[piece]);
         let mut at = 0;
         while at < text.len() {
-            // Most expressions match at every position, and an anchored search needs no second pass for the start.
+            // Most expressions match at every position. An anchored search then needs no second
+            // pass to find the start.
             let here = Input::new(text).range(at..);
             let found =
                 self.regex.search(&here.clone().anchored(Anchored::Yes)).or_else(|| self.regex.search(&here));
@@ -119,7 +121,8 @@ mod tests {
         assert_eq!(names.len(), total);
     }
 
-    /// A line with the expressions of a pre-tokenizer, or one with a text and its pieces for the last such.
+    /// A line with the expressions of a pre-tokenizer, or a line with a text and its expected
+    /// pieces.
     #[derive(serde::Deserialize)]
     struct GoldenSplit {
         pre: String,

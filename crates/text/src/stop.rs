@@ -1,30 +1,34 @@
-//! StopString strings across token borders: text streams in, and only what could still become a stop string is held back.
+//! Stop strings that may span several tokens. Text is held back only while it may still become a
+//! stop string.
 //!
-//! The first stop string to be complete wins; of several that end at the same byte, the longest. That rule depends on
-//! the text alone, not on how it was cut into tokens, so a resumed or speculating stream ends at the same place.
+//! The first stop string that is complete wins; of several that end at the same byte, the longest
+//! wins. This depends on the text alone and not on how it was split into tokens, so a resumed
+//! stream and a stream with draft tokens end at the same place.
 
-/// Most stop strings of a request: each costs a comparison per byte of output.
+/// Most stop strings of a request. Each costs one comparison per byte of output.
 pub const MAX_STOP_STRINGS: usize = 64;
-/// Longest stop string in bytes: this much text may be held back.
+/// Most bytes of a stop string, which is also the most text that is held back.
 pub const MAX_STOP_STRING_BYTES: usize = 4096;
 
+/// Why a request's stop strings are invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum StopStringError {
-    #[error("{count} stop strings, at most {MAX_STOP_STRINGS} are allowed")]
+    #[error("{count} stop strings; the limit is {MAX_STOP_STRINGS}")]
     TooMany { count: usize },
     #[error("stop string {index} is empty")]
     Empty { index: usize },
-    #[error("stop string {index} has {bytes} bytes, at most {MAX_STOP_STRING_BYTES} are allowed")]
+    #[error("stop string {index} has {bytes} bytes; the limit is {MAX_STOP_STRING_BYTES}")]
     TooLong { index: usize, bytes: usize },
 }
 
-/// One stop string with its Knuth-Morris-Pratt automaton: linear whatever model and client make up.
+/// A stop string with its Knuth-Morris-Pratt automaton, which takes linear time for any output.
 #[derive(Debug)]
 struct StopString {
     text: Box<[u8]>,
-    /// At `n`: length of the longest proper prefix of the text that ends its first `n + 1` bytes.
+    /// At index `n`: length of the longest proper prefix of the text that is a suffix of its first
+    /// `n + 1` bytes.
     border: Box<[u16]>,
-    /// How much of the text the output ends with.
+    /// How many bytes of this stop string the output currently ends with.
     matched: usize,
 }
 
@@ -42,7 +46,7 @@ impl StopString {
         Self { text, border, matched: 0 }
     }
 
-    /// True when the output now ends with the whole text.
+    /// Adds one byte of output. Returns true if the output now ends with the whole stop string.
     fn advance(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.text[self.matched] != byte {
             self.matched = usize::from(self.border[self.matched - 1]);
@@ -52,19 +56,20 @@ impl StopString {
     }
 }
 
-/// What one piece of output led to.
+/// The result of [`StopMatcher::push`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct StopProgress {
-    /// Text that is safe to send.
+    /// Text that no longer can become part of a stop string.
     pub emit: String,
-    /// TokenIndex of the stop string that ended the output; nothing comes after it.
+    /// Index of the stop string that ended the output. Nothing follows it.
     pub matched: Option<usize>,
 }
 
+/// Searches streamed text for stop strings.
 #[derive(Debug)]
 pub struct StopMatcher {
     stops: Vec<StopString>,
-    /// Shorter than the longest stop string between two pushes.
+    /// Text held back. Between two calls of `push` it is shorter than the longest stop string.
     held: String,
     ended: bool,
 }
@@ -90,7 +95,7 @@ impl StopMatcher {
         })
     }
 
-    /// Takes the next text. After a match everything is swallowed.
+    /// Adds the next text. After a match it discards all further text.
     pub fn push(&mut self, text: &str) -> StopProgress {
         if self.ended {
             return StopProgress { emit: String::new(), matched: None };
@@ -107,13 +112,13 @@ impl StopMatcher {
                 return StopProgress { emit: std::mem::take(&mut self.held), matched: Some(index) };
             }
         }
-        // A stop string begins with a whole character, so this never cuts one.
+        // A stop string begins with a whole character, so the split is at a character boundary.
         let hold = self.stops.iter().map(|stop| stop.matched).max().unwrap_or(0);
         let kept = self.held.split_off(self.held.len() - hold);
         StopProgress { emit: std::mem::replace(&mut self.held, kept), matched: None }
     }
 
-    /// What was held back, now that nothing can follow.
+    /// Returns the text that is still held back; the output has ended.
     pub fn finish(self) -> String {
         self.held
     }
@@ -170,7 +175,8 @@ mod tests {
         assert_eq!(new(vec!["a".into(); 65]), StopStringError::TooMany { count: 65 });
     }
 
-    /// The definition, on the whole text: for every end in order, the longest stop string that ends there.
+    /// The definition, applied to the whole text: for every end in order, the longest stop string
+    /// that ends there.
     fn naive(text: &str, stops: &[String]) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let found = (0..stops.len())
@@ -198,7 +204,8 @@ mod tests {
                 pushed.push_str(piece);
                 matched = matched.or(progress.matched);
                 if matched.is_none() {
-                    // Exactly the longest end of the text that begins a stop string is held back.
+                    // Exactly the longest suffix of the text that begins a stop string is held
+                    // back.
                     let held = pushed.len() - sent.len();
                     let must = (0..=pushed.len())
                         .filter(|&n| stops.iter().any(|s| s.as_bytes().starts_with(&pushed.as_bytes()[pushed.len() - n..])))

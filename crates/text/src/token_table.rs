@@ -1,15 +1,15 @@
-//! StringArena by number and numbers by string, in one arena: a vocabulary of 150,000 tokens is three allocations, so a
-//! router starts without a pause.
+//! Maps between token ids and strings with few allocations. A vocabulary of 150,000 tokens takes
+//! three allocations, so that a router starts without delay.
 
 use std::hash::BuildHasher;
 
 use hashbrown::{DefaultHashBuilder, HashTable};
 
-/// Byte strings numbered from zero, back to back in one buffer.
+/// Byte strings in one buffer, with ids from zero.
 #[derive(Debug, Default)]
 pub(crate) struct StringArena {
     bytes: Vec<u8>,
-    /// End offset of each string; lengths are bounded by `MAX_VOCABULARY_BYTES`, far below 4 GiB.
+    /// End offset of each string. `MAX_VOCABULARY_BYTES` bounds them far below 4 GiB.
     ends: Vec<u32>,
 }
 
@@ -18,7 +18,7 @@ impl StringArena {
         Self { bytes: Vec::with_capacity(bytes), ends: Vec::with_capacity(strings) }
     }
 
-    /// Appends one string, written by `write` to the end of the buffer.
+    /// Appends one string. `write` appends its bytes to the buffer.
     pub(crate) fn push_with(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         write(&mut self.bytes);
         self.ends.push(self.bytes.len() as u32);
@@ -36,8 +36,8 @@ impl StringArena {
     }
 }
 
-/// Where a string stands, beside its number: a look-up then touches no table of offsets, and loading a vocabulary is
-/// a million look-ups that miss the caches.
+/// Position of a string, stored beside its id: a lookup then needs no table of offsets. Loading a
+/// vocabulary makes a million lookups that miss the CPU caches.
 #[derive(Debug)]
 struct TokenSpan {
     id: u32,
@@ -45,7 +45,7 @@ struct TokenSpan {
     bytes: u32,
 }
 
-/// String to number over some of the strings of one [`StringArena`].
+/// Maps strings to ids, for some of the strings of one [`StringArena`].
 #[derive(Debug, Default)]
 pub(crate) struct TokenIndex {
     table: HashTable<TokenSpan>,
@@ -58,7 +58,8 @@ impl TokenIndex {
         Self { table: HashTable::with_capacity(strings), ..Self::default() }
     }
 
-    /// Adds the last string of `strings`, or says which earlier number has the same text.
+    /// Adds the last string of `strings`. If an earlier string is equal, returns its id as the
+    /// error.
     pub(crate) fn insert_last(&mut self, strings: &StringArena) -> Result<(), u32> {
         let Some(id) = strings.ends.len().checked_sub(1).map(|last| last as u32) else { return Ok(()) };
         let text = strings.get(id).unwrap_or_default();
@@ -74,7 +75,7 @@ impl TokenIndex {
     }
 
     pub(crate) fn find(&self, strings: &StringArena, text: &[u8]) -> Option<u32> {
-        // Merging asks about every pair of neighbours, however long they have grown.
+        // Merging looks up every pair of neighbours, however long they have become.
         if text.len() > self.longest {
             return None;
         }

@@ -1,9 +1,10 @@
-//! What a model file says about its tokenizer, as plain borrowed data: the one input of [`crate::Tokenizer`].
+//! [`RawVocabulary`]: the tokenizer data of a model file, borrowed and unchecked. It is the only
+//! input of [`crate::Tokenizer`].
 //!
-//! Nothing is checked here; `Tokenizer::new` checks all of it, so that a vocabulary built by hand (tests, other
-//! sources) meets the same rules as one from a file.
+//! `Tokenizer::new` makes all checks, so a vocabulary built by hand obeys the same rules as one
+//! from a file.
 
-/// What a token is, numbered as `tokenizer.ggml.token_type` numbers it.
+/// Type of a token, with the numbers of `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenKind {
     Normal,
@@ -28,19 +29,19 @@ impl TokenKind {
     }
 }
 
-/// The `tokenizer.ggml.*` keys of a file; a field is named after its key.
+/// The `tokenizer.ggml.*` keys of a file; each field has the name of its key.
 #[derive(Debug, Clone, Default)]
 pub struct RawVocabulary<'a> {
-    /// `tokenizer.ggml.model`: the algorithm.
+    /// `tokenizer.ggml.model`: the tokenization algorithm.
     pub model: &'a str,
-    /// `tokenizer.ggml.pre`: how text is cut before merging; byte-level models only.
+    /// `tokenizer.ggml.pre`: the pre-tokenizer; byte-level models only.
     pub pre: Option<&'a str>,
     pub tokens: Vec<&'a str>,
-    /// As long as `tokens`, or empty: all normal.
+    /// One entry per token, or empty if all tokens are normal.
     pub kinds: Vec<TokenKind>,
-    /// As long as `tokens` for SentencePiece models, else ignored.
+    /// One entry per token for SentencePiece models; ignored for others.
     pub scores: Vec<f32>,
-    /// "left right" in order of rank; byte-level and raw-text models.
+    /// Merges as "left right", in rank order; byte-level and gemma4 models.
     pub merges: Vec<&'a str>,
     pub bos: Option<u32>,
     pub eos: Option<u32>,

@@ -1,20 +1,23 @@
-//! Brings a client's messages into the shape that a template was written for.
+//! Adapts a client's messages to the shape that a template accepts.
 //!
-//! Clients send content as a string, as a list of typed parts, or (beside tool calls) not at all; about a third of the
-//! templates take strings only, a few take lists only, many fail without content. Which, is found by rendering probes
-//! once, when the template is loaded. Arguments of earlier tool calls arrive as JSON in a string and are given to
-//! templates as objects, which is what most expect.
+//! Clients send content as a string, as a list of typed parts, or (with tool calls) not at all.
+//! About a third of the templates accept strings only, a few accept lists only, and many fail
+//! without content. Loading a template renders a few probe messages to find out which shapes it
+//! accepts.
+//!
+//! Arguments of earlier tool calls arrive as a string of JSON. Templates get them as objects, which
+//! is what most of them expect.
 
 use serde_json::{Map, Value, json};
 
 use super::template::RenderError;
 
-/// What a template renders faithfully.
+/// The shapes of message content that a template renders correctly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AcceptedContent {
     strings: bool,
     parts: bool,
-    /// An assistant message that only calls tools may have no content. If not, it gets an empty one.
+    /// An assistant message with tool calls may have no content. If false, it gets an empty string.
     null: bool,
 }
 
@@ -23,10 +26,10 @@ const PROBE: &str = "ballast-content-probe";
 impl AcceptedContent {
     pub(crate) const EVERYTHING: Self = Self { strings: true, parts: true, null: true };
 
-    /// `render` renders a conversation of the given messages, unchanged.
+    /// Finds the accepted shapes. `render` renders messages without adapting them.
     pub(crate) fn probe(render: impl Fn(&[Value]) -> Option<String>) -> Self {
         let user = |content: Value| json!({"role": "user", "content": content});
-        // A template that prints a list itself shows the keys of the part.
+        // A template that prints the list itself shows the keys of the part.
         let faithful =
             |text: Option<String>| text.is_some_and(|t| t.contains(PROBE) && !t.contains("ballast-part-key"));
         let parts = json!([{"type": "text", "text": PROBE, "ballast-part-key": true}]);
@@ -46,7 +49,7 @@ impl AcceptedContent {
     }
 }
 
-/// The message as the template shall see it.
+/// Returns the message in the shape that the template accepts. `index` is for error texts.
 pub(crate) fn adapt(index: usize, message: &Value, accepts: AcceptedContent) -> Result<Value, RenderError> {
     let invalid = |problem| RenderError::InvalidMessage { index, problem };
     let message = message.as_object().ok_or(invalid("it is not an object"))?;
@@ -84,7 +87,8 @@ fn text_of(index: usize, part: &Value) -> Result<&str, RenderError> {
     }
 }
 
-/// Leaves what is not the JSON of an object as it is: the template then prints it as a string.
+/// Parses the arguments of a tool call. A string that is not a JSON object stays as it is, and the
+/// template prints it as a string.
 fn parse_arguments(call: &mut Value) {
     let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments")) else {
         return;

@@ -1,14 +1,15 @@
-//! The two functions that Hugging Face gives to templates.
+//! The functions that Hugging Face provides to templates: `raise_exception` and `strftime_now`.
 
 use std::error::Error as _;
 use std::fmt;
 
 use minijinja::{Error, ErrorKind};
 
-/// Longest text that one `strftime_now` may give.
+/// Most bytes of a format for `strftime_now`.
 const MAX_DATE_BYTES: usize = 256;
 
-/// What a template said in `raise_exception`: the conversation does not fit the model, which is the client's affair.
+/// The message of a template's `raise_exception`: the conversation does not fit the model, which
+/// only the client can repair.
 #[derive(Debug)]
 struct RaisedException(String);
 
@@ -24,7 +25,7 @@ pub(crate) fn raise_exception(message: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(RaisedException(message)))
 }
 
-/// The message of the `raise_exception` that made rendering fail, if one did.
+/// Returns the message if `raise_exception` made rendering fail.
 pub(crate) fn raised(error: &Error) -> Option<&str> {
     let mut source = error.source();
     while let Some(current) = source {
@@ -36,7 +37,8 @@ pub(crate) fn raised(error: &Error) -> Option<&str> {
     None
 }
 
-/// `strftime_now(format)` at a given time, in UTC: a fleet gives the same prompt wherever its router runs.
+/// `strftime_now(format)` for a given time in UTC, so that the prompt does not depend on a router's
+/// time zone.
 pub(crate) fn strftime_at(unix_seconds: i64, format: &str) -> Result<String, Error> {
     let failed =
         |source: jiff::Error| Error::new(ErrorKind::InvalidOperation, "strftime_now").with_source(source);

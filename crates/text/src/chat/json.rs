@@ -1,6 +1,8 @@
-//! The `tojson` filter as templates expect it: Python's `json.dumps`, not HTML-safe JSON.
+//! The `tojson` filter as templates expect it: the output of Python's `json.dumps`, not HTML-safe
+//! JSON.
 //!
-//! Models were trained on that spelling (", " and ": ", non-ASCII kept, key order kept), so every byte counts.
+//! Models were trained on that format (", " and ": " as separators, non-ASCII text and key order
+//! kept), so the output must match byte for byte.
 
 use std::io;
 
@@ -9,7 +11,7 @@ use minijinja::{Error, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
-/// Widest indentation; a template that asks for more is making its output explode.
+/// Widest indentation, to bound the output of a hostile template.
 const MAX_INDENT: usize = 64;
 
 pub(crate) fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
@@ -22,7 +24,7 @@ pub(crate) fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let separators: Option<Vec<String>> = kwargs.get("separators")?;
     kwargs.assert_all_used()?;
     let (item, key) = match separators.as_deref() {
-        // With an indentation Python ends lines without a blank.
+        // With an indentation, Python's item separator has no trailing space.
         None if indent.is_some() => (",", ": "),
         None => (", ", ": "),
         Some([item, key]) => (item.as_str(), key.as_str()),
@@ -49,7 +51,7 @@ pub(crate) fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
         .map_err(|source| Error::new(ErrorKind::BadSerialization, "tojson").with_source(source))
 }
 
-/// `indent` is a number of blanks, a string, or none.
+/// Reads `indent`: a number of spaces, a string, or nothing.
 fn indent(kwargs: &Kwargs) -> Result<Option<String>, Error> {
     let Some(indent) = kwargs.get::<Option<Value>>("indent")?.filter(|value| !value.is_none()) else {
         return Ok(None);
@@ -73,7 +75,7 @@ struct PythonJsonFormatter<'a> {
     key: &'a str,
     ensure_ascii: bool,
     depth: usize,
-    /// Whether the list or object just being closed has entries: empty ones stay on one line.
+    /// Whether the list or object that is being closed has entries. Empty ones stay on one line.
     filled: bool,
 }
 

@@ -1,7 +1,9 @@
-//! Chat templates: a conversation to the prompt text that the model was trained on, by the Jinja template in its file.
+//! Chat templates: renders a conversation to the prompt text that the model was trained on, with
+//! the Jinja template in its file.
 //!
-//! A template is a program from a model file, so it runs with bounds on instructions, recursion and output. There is
-//! no built-in template to fall back on: a model asked in the wrong format answers badly without anybody noticing.
+//! A template is a program from a model file, so it runs with limits on instructions, recursion and
+//! output. There is no built-in default template: a model that is prompted in the wrong format
+//! gives worse answers without any error.
 
 mod content;
 mod functions;

@@ -1,4 +1,5 @@
-//! Loads and renders a chat template in the environment that Hugging Face's templates are written for.
+//! [`ChatTemplate`]: loads and renders a chat template in the environment that Hugging Face
+//! templates expect.
 
 use std::io;
 
@@ -9,49 +10,48 @@ use serde_json::{Map, Value, json};
 use super::content::{AcceptedContent, adapt};
 use super::{functions, json};
 
-/// Longest template source; the longest known are near 30 KiB.
+/// Most bytes of a template's source; the longest known templates have about 30 KiB.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
-/// Instructions of one rendering. Real templates take some hundreds for each message.
+/// Most instructions of one rendering. Real templates take some hundreds for each message.
 ///
-/// This bounds time and the number of values, not their size: a template that doubles a string forty times is far below
-/// it and asks for a terabyte. minijinja has no bound on memory and no hook for one, so a template is as trusted as the
-/// model whose weights it comes with; clients send values for it, never templates.
+/// This limits time and the number of values, but not their size: a template that doubles a string
+/// forty times stays far below it and asks for a terabyte. minijinja has no limit on memory and no
+/// hook for one. So a template is trusted as much as the model's weights; clients send values for
+/// it, never templates.
 const MAX_INSTRUCTIONS: u64 = 20_000_000;
-/// Longest prompt; as long as a tokenizer takes.
+/// Most bytes of a rendered prompt; the same as the tokenizer's limit.
 const MAX_OUTPUT_BYTES: usize = crate::MAX_INPUT_BYTES;
-/// Depth of macros, loops and includes in a template.
+/// Most nested macros, loops and includes in a template.
 const MAX_RECURSION: usize = 200;
 
-/// Names of the two templates that a file may bring.
+/// Names of the two templates that a file may contain.
 const DEFAULT: &str = "chat_template";
 const TOOL_USE: &str = "chat_template.tool_use";
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoadTemplateError {
-    #[error(
-        "the model has no chat template (tokenizer.chat_template): use plain completions, or configure a template \
-         for it"
-    )]
+    #[error("the model has no chat template (tokenizer.chat_template): use plain completions")]
     Missing,
-    #[error("the template keys of the file")]
+    #[error("cannot read the chat template keys of the file")]
     Metadata {
         #[from]
         source: gguf::KeyError,
     },
     #[error("{name} has {bytes} bytes, more than {MAX_TEMPLATE_BYTES}")]
     TooLong { name: &'static str, bytes: usize },
-    #[error("{name} is not a template that can be run")]
+    #[error("{name} is not a valid template")]
     Syntax { name: &'static str, source: minijinja::Error },
 }
 
-/// Why a conversation gave no prompt. All but `Template` and `TooMuchWork` are the client's to repair.
+/// Why a conversation could not be rendered. Only the client can repair these errors, except
+/// `Template` and `TooMuchWork`.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
     #[error("messages[{index}]: {problem}")]
     InvalidMessage { index: usize, problem: &'static str },
     #[error("messages[{index}]: content of type {kind:?} is not supported, only text is")]
     UnsupportedPart { index: usize, kind: String },
-    #[error("the template variable {name:?} is set by the server")]
+    #[error("the template variable {name:?} is reserved for the server")]
     ReservedVariable { name: String },
     #[error("the model's chat template refuses the conversation: {message}")]
     Refused { message: String },
@@ -68,22 +68,22 @@ fn detail(error: &minijinja::Error) -> String {
     format!("{}{line}", error.detail().map_or_else(|| error.kind().to_string(), str::to_owned))
 }
 
-/// One conversation to render.
+/// The input of one rendering.
 #[derive(Debug, Clone, Copy)]
 pub struct ChatInput<'a> {
-    /// Objects with a role, in the shape of OpenAI's API.
+    /// Messages in the format of the OpenAI API.
     pub messages: &'a [Value],
-    /// Empty if the model shall call none.
+    /// Tools that the model may call; may be empty.
     pub tools: &'a [Value],
-    /// End with the header of the reply that is to be generated.
+    /// End the prompt with the header of the assistant's reply.
     pub add_generation_prompt: bool,
-    /// Further variables (`chat_template_kwargs`), such as `enable_thinking`.
+    /// Further template variables (`chat_template_kwargs`), such as `enable_thinking`.
     pub variables: &'a Map<String, Value>,
-    /// What `strftime_now` tells.
+    /// The time that `strftime_now` returns.
     pub now_unix_seconds: i64,
 }
 
-/// The templates of a model. Immutable and shared, as a tokenizer is.
+/// The chat templates of a model. Immutable; can be shared between threads.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -94,8 +94,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// `bos` and `eos` are the texts of those tokens, empty if there are none. `tool_use` is the template for
-    /// conversations with tools, if the model has one of its own for them.
+    /// Loads the templates. `tool_use` is the template for conversations with tools, if the model
+    /// has one. `bos` and `eos` are the texts of those tokens, or empty.
     pub fn new(
         source: &str,
         tool_use: Option<&str>,
@@ -103,7 +103,7 @@ impl ChatTemplate {
         eos: &str,
     ) -> Result<Self, LoadTemplateError> {
         let mut environment = Environment::new();
-        // Cannot fail: the delimiters are the default ones.
+        // This cannot fail: the delimiters are the default ones.
         if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
             environment.set_syntax(syntax);
         }
@@ -189,7 +189,7 @@ impl ChatTemplate {
     }
 }
 
-/// Output that stops growing at [`MAX_OUTPUT_BYTES`].
+/// A writer that fails beyond [`MAX_OUTPUT_BYTES`].
 #[derive(Default)]
 struct BoundedOutput {
     bytes: Vec<u8>,
@@ -211,8 +211,8 @@ impl io::Write for BoundedOutput {
     }
 }
 
-/// `{% generation %}` marks the model's own words for training and prints nothing: it becomes `{% if true %}`, which
-/// keeps its trimming of blanks.
+/// Replaces `{% generation %}`, which marks the model's own words for training and prints nothing,
+/// by `{% if true %}`. The replacement keeps the trimming of blanks.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

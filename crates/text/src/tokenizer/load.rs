@@ -1,4 +1,4 @@
-//! Makes a [`Tokenizer`] of a [`RawVocabulary`], or says what is wrong with it.
+//! Builds a [`Tokenizer`] from a [`RawVocabulary`], with all checks.
 
 use super::{Tokenizer, TokenizerModel};
 use crate::byte_alphabet::decode_into;
@@ -11,15 +11,15 @@ use crate::{end_of_generation, pretokenizers};
 
 /// Most tokens in a vocabulary; the largest known have 262,144.
 const MAX_TOKENS: usize = 1 << 22;
-/// Most bytes in all token texts together: offsets into them are 32 bits.
+/// Most bytes of all token texts together. Offsets into them have 32 bits.
 const MAX_VOCABULARY_BYTES: usize = 1 << 30;
 
-/// Why a vocabulary cannot be used. Keys are those of the model file.
+/// Why a vocabulary cannot be used. Error texts name keys of the model file.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadTokenizerError {
-    #[error("the file has no {key}: it is not a model with a tokenizer, or was converted without one")]
+    #[error("the file has no {key}: it contains no tokenizer; convert the model again with its tokenizer")]
     MissingKey { key: &'static str },
-    #[error("the tokenizer keys of the file")]
+    #[error("cannot read the tokenizer keys of the file")]
     Metadata {
         #[from]
         source: gguf::KeyError,
@@ -36,23 +36,25 @@ pub enum LoadTokenizerError {
     TooManyTokens { tokens: usize },
     #[error("the texts of tokenizer.ggml.tokens have {bytes} bytes, more than {MAX_VOCABULARY_BYTES}")]
     TooManyBytes { bytes: usize },
-    #[error("tokenizer.ggml.tokens: {first} and {second} are the same text")]
+    #[error("tokenizer.ggml.tokens: tokens {first} and {second} have the same text")]
     DuplicateToken { first: u32, second: u32 },
-    #[error("tokenizer.ggml.token_type: token {id} has type {number}, known are 1 to 6")]
+    #[error("tokenizer.ggml.token_type: token {id} has the unknown type {number} (known: 1 to 6)")]
     BadTokenType { id: usize, number: i32 },
     #[error("tokenizer.ggml.tokens: byte token {id} is not written as <0xXX>")]
     BadByteToken { id: u32 },
     #[error("tokenizer.ggml.scores: the score of token {id} is not a number")]
     BadScore { id: usize },
-    #[error("tokenizer.ggml.merges: rank {rank}, {merge:?}, is not two tokens that join to a third")]
+    #[error(
+        "tokenizer.ggml.merges: rank {rank}, {merge:?}, does not consist of two tokens that merge into a third"
+    )]
     BadMerge { rank: usize, merge: String },
     #[error("{key} is {id}, but there are {tokens} tokens")]
     SpecialOutOfRange { key: &'static str, id: u32, tokens: usize },
-    #[error("{asked} asks for a token that {missing} does not name")]
+    #[error("{asked} is true, but {missing} is absent")]
     SpecialMissing { asked: &'static str, missing: &'static str },
-    #[error("the expressions of the pre-tokenizer cannot be compiled")]
+    #[error("cannot compile the expressions of the pre-tokenizer")]
     Expression { source: Box<regex_automata::meta::BuildError> },
-    #[error("the texts of the special tokens are too many or too long")]
+    #[error("cannot build a matcher for the texts of the special tokens")]
     SpecialTokens { source: aho_corasick::BuildError },
 }
 
@@ -76,7 +78,7 @@ impl Tokenizer {
         }
         let kinds = match vocabulary.kinds.len() {
             0 => vec![TokenKind::Normal; tokens],
-            // A vocabulary may be shorter than its types, as an embedding may be padded.
+            // The list of types may be longer than the vocabulary, as an embedding may be padded.
             found if found >= tokens => vocabulary.kinds[..tokens].to_vec(),
             found => {
                 return Err(LoadTokenizerError::LengthMismatch {
@@ -110,7 +112,7 @@ impl Tokenizer {
             other => return Err(LoadTokenizerError::UnknownModel { model: other.to_owned() }),
         };
 
-        // Gemma's files say false by mistake; its models do not work without.
+        // Gemma files say false by mistake; the models do not work without BOS.
         let add_bos = vocabulary.model == "gemma4" || vocabulary.add_bos.unwrap_or(default_add_bos);
         let add_eos = vocabulary.add_eos.unwrap_or(false);
         for (asked, adds, missing, id) in [
@@ -154,7 +156,8 @@ fn check_ids(vocabulary: &RawVocabulary<'_>) -> Result<(), LoadTokenizerError> {
     Ok(())
 }
 
-/// Token bytes of a byte-level vocabulary, and those of them that merging may produce.
+/// Returns the bytes of all tokens of a byte-level vocabulary, and an index of those that merging
+/// may produce.
 fn byte_level_strings(
     vocabulary: &RawVocabulary<'_>,
     kinds: &[TokenKind],
@@ -171,7 +174,7 @@ fn byte_level_strings(
                     out.extend_from_slice(text.as_bytes());
                 }
             }
-            // These are written as they are.
+            // The file stores these as plain text.
             TokenKind::Unknown | TokenKind::Control | TokenKind::UserDefined => {
                 out.extend_from_slice(text.as_bytes());
             }
@@ -185,7 +188,7 @@ fn byte_level_strings(
     Ok((strings, index))
 }
 
-/// Token bytes of a vocabulary written with U+2581.
+/// Returns the bytes of all tokens of a vocabulary that writes spaces as U+2581.
 fn marked_strings(vocabulary: &RawVocabulary<'_>, kinds: &[TokenKind], text_bytes: usize) -> StringArena {
     let mut strings = StringArena::with_capacity(kinds.len(), text_bytes);
     for (text, kind) in vocabulary.tokens.iter().zip(kinds) {

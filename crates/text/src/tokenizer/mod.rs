@@ -1,4 +1,5 @@
-//! A vocabulary made ready: text to ids, ids to bytes. Immutable and shared: build once, keep in an `Arc`.
+//! [`Tokenizer`]: encodes text to token ids, and returns the bytes of ids. It is immutable: build
+//! it once and share it in an `Arc`.
 
 mod load;
 
@@ -13,22 +14,24 @@ use crate::vocabulary::TokenKind;
 
 pub use load::LoadTokenizerError;
 
-/// Longest text that one `encode` takes: about 900,000 tokens of English. The working memory of the worst text (one
-/// piece of single bytes) is about 60 times its length.
+/// Most bytes of text that `encode` accepts: about 900,000 tokens of English. The working memory of
+/// the worst case (one piece of single bytes) is about 60 times the text.
 pub const MAX_INPUT_BYTES: usize = 4 << 20;
 
-/// How [`Tokenizer::encode`] reads a text.
+/// Options of [`Tokenizer::encode`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EncodeOptions {
-    /// Put BOS before and EOS after, as the file says.
+    /// Adds BOS before and EOS after the text, as the file says.
     pub add_special: bool,
-    /// Texts of control tokens become those tokens. Only for text whose author may write control tokens.
+    /// Texts of control tokens become those tokens. Only for text whose author may write control
+    /// tokens.
     pub parse_special: bool,
 }
 
+/// Why a text could not be encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
-    #[error("text of {bytes} bytes is longer than {MAX_INPUT_BYTES}")]
+    #[error("the text has {bytes} bytes; the limit is {MAX_INPUT_BYTES}")]
     TooLong { bytes: usize },
     #[error("the vocabulary has no token for byte 0x{byte:02x} and no unknown token")]
     NoTokenForByte { byte: u8 },
@@ -40,8 +43,9 @@ enum TokenizerModel {
     Sentencepiece(Sentencepiece),
 }
 
+/// A tokenizer that was loaded from a model file's vocabulary.
 pub struct Tokenizer {
-    /// What each token contributes to text.
+    /// The bytes that each token contributes to the text.
     bytes: StringArena,
     kinds: Vec<TokenKind>,
     special: SpecialTokens,
@@ -64,7 +68,7 @@ impl Tokenizer {
         if text.len() > MAX_INPUT_BYTES {
             return Err(EncodeError::TooLong { bytes: text.len() });
         }
-        // About four bytes a token in most languages.
+        // Most languages have about four bytes per token.
         let mut ids = Vec::with_capacity(text.len() / 4 + 8);
         ids.extend(self.bos.filter(|_| options.add_special && self.add_bos));
         let mut merger = Merger::default();
@@ -83,8 +87,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Ids of a rendered chat template: control tokens are parsed, and BOS is added only if the template did not
-    /// write it itself.
+    /// Encodes a rendered chat template. Parses control tokens, and adds BOS only if the template
+    /// has not written it.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, EncodeError> {
         let mut ids = self.encode(rendered, EncodeOptions { add_special: false, parse_special: true })?;
         if let Some(bos) = self.bos.filter(|bos| self.add_bos && ids.first() != Some(bos)) {
@@ -93,17 +97,18 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Number of tokens; the model's embedding may have more rows.
+    /// Number of tokens. The model's embedding may have more rows.
     pub fn len(&self) -> usize {
         self.kinds.len()
     }
 
-    /// Never true: a vocabulary without tokens is refused.
+    /// Always false: `Tokenizer::new` refuses a vocabulary without tokens.
     pub fn is_empty(&self) -> bool {
         self.kinds.is_empty()
     }
 
-    /// What the token contributes to text, control tokens with their name; `None` for an id outside the vocabulary.
+    /// Bytes that a token contributes to the text; for control tokens, their name. `None` for an id
+    /// outside the vocabulary.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.bytes.get(id)
     }
@@ -124,12 +129,12 @@ impl Tokenizer {
         self.end_of_generation.binary_search(&id).is_ok()
     }
 
-    /// All tokens that end a generation, sorted.
+    /// Ids of all tokens that end a generation, sorted.
     pub fn end_of_generation(&self) -> &[u32] {
         &self.end_of_generation
     }
 
-    /// Whether encoding put a space before the text that decoding from its start has to take away again.
+    /// Whether encoding puts a space before the text, which detokenization has to remove.
     pub(crate) fn adds_space_prefix(&self) -> bool {
         matches!(&self.model, TokenizerModel::Sentencepiece(model) if model.adds_space_prefix())
     }

@@ -1,4 +1,5 @@
-//! Files whose tokenizer keys are missing, of the wrong type, or not text.
+//! Loading fails with the key's name if tokenizer keys are missing, of the wrong type, or not
+//! UTF-8.
 
 use gguf::{Metadata, MetadataBuilder};
 use text::{LoadTokenizerError, Tokenizer};

@@ -1,4 +1,4 @@
-//! Texts and vocabularies that try to hurt: long runs, huge inputs, files that contradict themselves.
+//! Hostile input: long runs, huge texts, and vocabularies that contradict themselves.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,8 @@ fn a_megabyte_of_anything_takes_about_linear_time() {
                 assert!(!ids.is_empty());
                 start.elapsed()
             };
-            // The floor keeps a busy machine from failing the test; quadratic time would be 256 times as long.
+            // The lower bound keeps a busy machine from failing the test. Quadratic time would be
+            // 256 times as long.
             let short = time(1 << 16).max(Duration::from_millis(20));
             let long = time(1 << 20);
             assert!(long < short * 100, "{name}, {pattern:?}: 64 KiB in {short:?}, 1 MiB in {long:?}");
@@ -126,7 +127,7 @@ fn text_without_a_token_is_an_error_not_a_gap() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
-    /// Whatever a file says, the answer is an error or a tokenizer that works.
+    /// Any vocabulary gives an error or a working tokenizer.
     #[test]
     fn any_vocabulary_loads_or_is_refused(
         model in prop::sample::select(vec!["gpt2", "llama", "gemma4"]),

@@ -1,4 +1,5 @@
-//! ExpectedPrompt ids of real and cut-down vocabularies, made by HF `tokenizers` (tests/data/README.md).
+//! Compares token ids with those of HF `tokenizers`, for full and for reduced vocabularies
+//! (tests/data/README.md).
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -20,7 +21,7 @@ fn tokenizer(folder: &Path, name: &str) -> Tokenizer {
     Tokenizer::from_metadata(&file_metadata(&folder.join(format!("{name}.gguf")))).unwrap()
 }
 
-/// Checks every line of NAME.jsonl; gives their number.
+/// Checks every line of NAME.jsonl and returns the number of lines.
 fn check(folder: &Path, name: &str) -> usize {
     let lines = std::fs::read_to_string(folder.join(format!("{name}.jsonl"))).unwrap();
     check_lines(&tokenizer(folder, name), name, &lines)
@@ -59,15 +60,15 @@ fn full_vocabularies_give_the_expected_ids() {
     }
 }
 
-/// The vocabulary of Gemma 3 as its files have it: model "llama", a score for each token, no space put before a text, and
-/// runs of blanks as user-defined tokens.
+/// Gemma 3's vocabulary as its files store it: model "llama", one score per token, no space prefix,
+/// and runs of blanks as user-defined tokens.
 #[test]
 fn gemma_3_gives_the_expected_ids_by_scores() {
     const USER_DEFINED: i32 = 4;
     let Some(folder) = full_data("data/vocab") else { return };
     let merging = file_metadata(&folder.join("gemma.gguf"));
     let tokens = merging.require::<gguf::StringArray<'_>>("tokenizer.ggml.tokens").unwrap();
-    // The earlier a token, the better: lists of merges are made of scores in this order.
+    // An earlier token has a higher score; HF derives the list of merges from scores in this order.
     let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
     let mut types: Vec<i32> = merging.require("tokenizer.ggml.token_type").unwrap();
     for (id, token) in tokens.iter().enumerate() {
@@ -75,7 +76,7 @@ fn gemma_3_gives_the_expected_ids_by_scores() {
         if text.chars().count() > 1
             && ["\u{2581}", "\n", "\t"].iter().any(|&blank| text.replace(blank, "").is_empty())
         {
-            // SentencePiece scores what a user defined as zero.
+            // SentencePiece gives user-defined tokens the score zero.
             (types[id], scores[id]) = (USER_DEFINED, 0.0);
         }
     }
@@ -96,7 +97,7 @@ fn gemma_3_gives_the_expected_ids_by_scores() {
 fn full_vocabularies_end_generations_where_their_models_do() {
     let Some(folder) = full_data("data/vocab") else { return };
     for (name, ends) in [
-        // llama.cpp adds 128247, Qwen3's ordinary token "</s>".
+        // llama.cpp also has 128247 here, Qwen3's ordinary token "</s>".
         ("qwen3", &[151_643, 151_645, 151_662, 151_663, 151_664][..]),
         ("llama3", &[128_001, 128_009]),
         ("tekken", &[2]),
@@ -117,13 +118,14 @@ fn stream(tokenizer: &Arc<Tokenizer>, ids: &[u32]) -> String {
 #[test]
 fn full_vocabularies_give_the_text_back() {
     let Some(folder) = full_data("data/vocab") else { return };
-    // qwen3 is left out: it normalises.
+    // qwen3 is left out because it normalizes text.
     for name in ["llama3", "tekken", "mistral-spm", "gemma"] {
         let tokenizer = Arc::new(tokenizer(&folder, name));
         for line in std::fs::read_to_string(folder.join(format!("{name}.jsonl"))).unwrap().lines() {
             let text = serde_json::from_str::<GoldenIds>(line).unwrap().text;
             let ids = tokenizer.encode(&text, EncodeOptions::default()).unwrap();
-            // U+2581 in a text cannot be told from a space; tekken's file has user-defined tokens with marks of blanks.
+            // A U+2581 in the text decodes to a space. tekken's file has user-defined tokens that
+            // contain U+2581.
             if !text.contains('\u{2581}') {
                 assert_eq!(stream(&tokenizer, &ids), text, "{name}");
             }

@@ -1,4 +1,5 @@
-//! Tests of the public interface on golden data; tests/data/README.md says where the expected values come from.
+//! Tests of the public interface with golden data; tests/data/README.md names the source of the
+//! expected values.
 
 #![expect(clippy::unwrap_used, reason = "functions shared by tests are tests too")]
 

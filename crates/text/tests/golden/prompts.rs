@@ -1,4 +1,5 @@
-//! Prompts of real chat templates against Jinja2's (tests/data/README.md), and the bounds on hostile ones.
+//! Compares rendered chat templates with Jinja2's output (tests/data/README.md), and checks the
+//! limits on hostile templates.
 
 use crate::files::{file_metadata, full_data, tree_data};
 use serde::Deserialize;
@@ -126,7 +127,7 @@ fn message_that_only_calls_tools_needs_no_content() {
     ] {
         assert_eq!(render(&qwen3, &conversation(assistant)).unwrap(), expected);
     }
-    // Some templates ask for null to tell a call from a reply.
+    // Some templates test for null to distinguish a tool call from a reply.
     let asks = template("{{ messages[-1].content is none }}");
     let assistant = json!({"role": "assistant", "content": null, "tool_calls": [call]});
     assert_eq!(render(&asks, &conversation(assistant)).unwrap(), "True");
