@@ -55,7 +55,7 @@ pub(crate) enum CliCommand {
     /// Stop a process of a running fleet and start it again
     Restart(fleet_commands::ChildArguments),
     /// Have the workers of a running fleet forget the prompts that they keep
-    ResetPrefixCache(fleet_commands::FleetPlace),
+    ResetPrefixCache(fleet_commands::FleetSelector),
     /// One process of a fleet: holds the weights
     WeightServer(process::ProcessArguments),
     /// One process of a fleet: reads a model file; started by the weight-server only

@@ -8,12 +8,12 @@ mod recipe;
 mod shapes;
 mod vocabulary;
 
-use blocks::Random;
+use blocks::WeightRng;
 use gguf::{GgufWriter, MetadataBuilder, TensorLayout, WriteError};
 use quant::DType;
-use recipe::Recipe;
+use recipe::QuantRecipe;
 use serde::Serialize;
-use shapes::Shape;
+use shapes::ModelShape;
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::path::{Path, PathBuf};

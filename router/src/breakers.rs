@@ -62,20 +62,20 @@ fn encode(rest: &str, tokenizer: &Tokenizer) -> Option<Vec<u32>> {
 
 #[cfg(test)]
 mod tests {
-    use text::{TokenKind, Vocabulary};
+    use text::{RawVocabulary, TokenKind};
 
     use super::*;
 
     /// Single bytes, and "a:", "b\n", "\n\n".
     fn tokenizer() -> Tokenizer {
         let tokens = vec!["a", "b", ":", "Ċ", "a:", "bĊ", "ĊĊ"];
-        let vocabulary = Vocabulary {
+        let vocabulary = RawVocabulary {
             model: "gpt2",
             pre: Some("qwen2"),
             kinds: vec![TokenKind::Normal; tokens.len()],
             tokens,
             merges: vec!["a :", "b Ċ", "Ċ Ċ"],
-            ..Vocabulary::default()
+            ..RawVocabulary::default()
         };
         Tokenizer::new(&vocabulary).unwrap()
     }

@@ -45,7 +45,7 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
 
 fn live_and_die(fleet: &TestFleet, model: &Path) {
     let name = model.file_stem().unwrap().to_str().unwrap();
-    let order = |arguments: &[&str]| {
+    let run_command = |arguments: &[&str]| {
         let output = fleet.run_command(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
     };

@@ -166,7 +166,7 @@ impl Loads {
 
     /// Bytes a second of reading and copying, by the loader's own clock.
     fn rates(&self, model: &Path, prepare: impl Fn(&Path)) -> Vec<f64> {
-        let order = |arguments: &[&str]| {
+        let run_command = |arguments: &[&str]| {
             let output = self.fleet.run_command(arguments);
             assert!(output.status.success(), "{}", text(&output).1);
         };

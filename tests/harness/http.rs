@@ -13,7 +13,7 @@ pub(crate) struct HttpClient {
 }
 
 impl HttpClient {
-    pub(crate) fn of(fleet: &TestFleet) -> HttpClient {
+    pub(crate) fn connect(fleet: &TestFleet) -> HttpClient {
         HttpClient { runtime: runtime(), client: reqwest::Client::new(), url: fleet.http.clone() }
     }
 

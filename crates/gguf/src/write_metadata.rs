@@ -3,7 +3,7 @@
 use crate::limits::{ALIGNMENT_KEY, MAX_KEY_BYTES, MAX_KEYS};
 use crate::metadata::Metadata;
 use crate::value::{Value, ValueType};
-use crate::writer::WriteError;
+use crate::write_error::WriteError;
 use std::collections::HashSet;
 
 /// The metadata section that a [`crate::GgufWriter`] writes first.

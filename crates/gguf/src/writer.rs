@@ -1,49 +1,16 @@
 //! [`TensorLayout`] assigns offsets to tensors; [`GgufWriter`] streams the file. The model is never
 //! in memory as a whole.
 
-use crate::limits::{
-    ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_KEY_BYTES, MAX_KEYS, MAX_TENSOR_NAME_BYTES,
-    MAX_TENSORS,
-};
-use crate::tensor::{TensorInfo, TensorInfoError, tensor_bytes};
+use crate::limits::{DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS};
+use crate::tensor::{TensorInfo, tensor_bytes};
+use crate::write_error::WriteError;
 use crate::write_metadata::{MetadataBuilder, string};
 use quant::DType;
 use std::collections::HashSet;
-use std::io::{self, Write};
+use std::io::Write;
 
 /// GGUF version of the files that are written.
 const VERSION: u32 = 3;
-
-/// Why a file could not be written.
-#[derive(Debug, thiserror::Error)]
-pub enum WriteError {
-    #[error(
-        "key \"{key}\" is empty, longer than {MAX_KEY_BYTES} bytes, or exceeds the limit of {MAX_KEYS} keys"
-    )]
-    Key { key: String },
-    #[error("{ALIGNMENT_KEY} cannot be set: files are written with the default of {DEFAULT_ALIGNMENT} bytes")]
-    Alignment,
-    #[error("key {key} is added twice")]
-    DuplicateKey { key: String },
-    #[error(
-        "tensor name \"{name}\" is empty, longer than {MAX_TENSOR_NAME_BYTES} bytes, or exceeds the limit of {MAX_TENSORS} tensors"
-    )]
-    TensorName { name: String },
-    #[error("tensor {name} is added twice")]
-    DuplicateTensor { name: String },
-    #[error("tensor {name} has {count} dimensions; it must have 1 to {MAX_DIMS}")]
-    Dims { name: String, count: usize },
-    #[error(transparent)]
-    Tensor(#[from] TensorInfoError),
-    #[error("the total size of the tensors up to {name} overflows 64 bits")]
-    TotalBytes { name: String },
-    #[error("{excess} bytes of data follow the last tensor")]
-    TooMuchData { excess: u64 },
-    #[error("the tensor data ends at byte {written} of {expected}")]
-    TooLittleData { written: u64, expected: u64 },
-    #[error("cannot write the file")]
-    Io(#[from] io::Error),
-}
 
 /// Tensors with their offsets, in the order in which their data will be written.
 #[derive(Clone, Debug, Default)]

@@ -10,7 +10,7 @@ use crate::merge::{MergedPair, Merger, Symbol};
 use crate::pretokenizers::PreTokenizer;
 use crate::splitter::Splitter;
 use crate::token_table::{StringArena, TokenIndex};
-use crate::tokenizer::{EncodeError, LoadTokenizerError};
+use crate::tokenizer_error::{EncodeError, LoadTokenizerError};
 use crate::vocabulary::RawVocabulary;
 
 /// The merge rules: for a pair of token ids, its rank and the id of the merged token.

@@ -3,7 +3,8 @@
 use gguf::Metadata;
 
 use crate::chat::{ChatTemplate, LoadTemplateError};
-use crate::tokenizer::{LoadTokenizerError, Tokenizer};
+use crate::tokenizer::Tokenizer;
+use crate::tokenizer_error::LoadTokenizerError;
 use crate::vocabulary::{RawVocabulary, TokenKind};
 
 const TOKENS: &str = "tokenizer.ggml.tokens";

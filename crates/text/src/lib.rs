@@ -29,10 +29,12 @@ mod splitter;
 mod stop;
 mod token_table;
 mod tokenizer;
+mod tokenizer_error;
 mod vocabulary;
 
 pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, RenderError};
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};
-pub use tokenizer::{EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, Tokenizer};
+pub use tokenizer::{EncodeOptions, Tokenizer};
+pub use tokenizer_error::{EncodeError, LoadTokenizerError, MAX_INPUT_BYTES};
 pub use vocabulary::{RawVocabulary, TokenKind};

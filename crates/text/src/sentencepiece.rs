@@ -10,7 +10,7 @@
 use crate::byte_level::Merges;
 use crate::merge::{MergedPair, Merger, NO_TOKEN, Symbol};
 use crate::token_table::{StringArena, TokenIndex};
-use crate::tokenizer::{EncodeError, LoadTokenizerError};
+use crate::tokenizer_error::{EncodeError, LoadTokenizerError};
 use crate::vocabulary::{RawVocabulary, TokenKind};
 
 /// U+2581, which represents a space in these vocabularies.

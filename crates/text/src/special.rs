@@ -6,7 +6,7 @@
 
 use aho_corasick::{AhoCorasick, MatchKind};
 
-use crate::tokenizer::LoadTokenizerError;
+use crate::tokenizer_error::LoadTokenizerError;
 use crate::vocabulary::TokenKind;
 
 /// A special token, or the text between two of them, which is never empty.

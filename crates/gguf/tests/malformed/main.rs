@@ -11,7 +11,7 @@ mod raw;
 mod tensors;
 
 use gguf::Header;
-use raw::File;
+use raw::RawGguf;
 use std::error::Error;
 
 #[test]

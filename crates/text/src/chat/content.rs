@@ -10,7 +10,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::template::RenderError;
+use super::error::RenderError;
 
 /// The shapes of message content that a template renders correctly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

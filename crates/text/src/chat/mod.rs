@@ -6,8 +6,10 @@
 //! gives worse answers without any error.
 
 mod content;
+mod error;
 mod functions;
 mod json;
 mod template;
 
-pub use template::{ChatInput, ChatTemplate, LoadTemplateError, RenderError};
+pub use error::{LoadTemplateError, RenderError};
+pub use template::{ChatInput, ChatTemplate};

@@ -8,65 +8,15 @@ use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
 use super::content::{AcceptedContent, adapt};
+use super::error::{LoadTemplateError, MAX_INSTRUCTIONS, MAX_OUTPUT_BYTES, MAX_TEMPLATE_BYTES, RenderError};
 use super::{functions, json};
 
-/// Most bytes of a template's source; the longest known templates have about 30 KiB.
-const MAX_TEMPLATE_BYTES: usize = 1 << 20;
-/// Most instructions of one rendering. Real templates take some hundreds for each message.
-///
-/// This limits time and the number of values, but not their size: a template that doubles a string
-/// forty times stays far below it and asks for a terabyte. minijinja has no limit on memory and no
-/// hook for one. So a template is trusted as much as the model's weights; clients send values for
-/// it, never templates.
-const MAX_INSTRUCTIONS: u64 = 20_000_000;
-/// Most bytes of a rendered prompt; the same as the tokenizer's limit.
-const MAX_OUTPUT_BYTES: usize = crate::MAX_INPUT_BYTES;
 /// Most nested macros, loops and includes in a template.
 const MAX_RECURSION: usize = 200;
 
 /// Names of the two templates that a file may contain.
 const DEFAULT: &str = "chat_template";
 const TOOL_USE: &str = "chat_template.tool_use";
-
-#[derive(Debug, thiserror::Error)]
-pub enum LoadTemplateError {
-    #[error("the model has no chat template (tokenizer.chat_template): use plain completions")]
-    Missing,
-    #[error("cannot read the chat template keys of the file")]
-    Metadata {
-        #[from]
-        source: gguf::KeyError,
-    },
-    #[error("{name} has {bytes} bytes, more than {MAX_TEMPLATE_BYTES}")]
-    TooLong { name: &'static str, bytes: usize },
-    #[error("{name} is not a valid template")]
-    Syntax { name: &'static str, source: minijinja::Error },
-}
-
-/// Why a conversation could not be rendered. Only the client can repair these errors, except
-/// `Template` and `TooMuchWork`.
-#[derive(Debug, thiserror::Error)]
-pub enum RenderError {
-    #[error("messages[{index}]: {problem}")]
-    InvalidMessage { index: usize, problem: &'static str },
-    #[error("messages[{index}]: content of type {kind:?} is not supported, only text is")]
-    UnsupportedPart { index: usize, kind: String },
-    #[error("the template variable {name:?} is reserved for the server")]
-    ReservedVariable { name: String },
-    #[error("the model's chat template refuses the conversation: {message}")]
-    Refused { message: String },
-    #[error("the prompt would be longer than {MAX_OUTPUT_BYTES} bytes")]
-    TooLong,
-    #[error("the chat template ran for more than {MAX_INSTRUCTIONS} instructions")]
-    TooMuchWork { source: minijinja::Error },
-    #[error("the chat template failed: {}", detail(source))]
-    Template { source: minijinja::Error },
-}
-
-fn detail(error: &minijinja::Error) -> String {
-    let line = error.line().map(|line| format!(" at line {line}")).unwrap_or_default();
-    format!("{}{line}", error.detail().map_or_else(|| error.kind().to_string(), str::to_owned))
-}
 
 /// The input of one rendering.
 #[derive(Debug, Clone, Copy)]

@@ -1,0 +1,130 @@
+//! [`Tokenizer`]: encodes text to token ids, and returns the bytes of ids. It is immutable: build
+//! it once and share it in an `Arc`.
+
+use std::fmt;
+
+use crate::byte_level::ByteLevel;
+use crate::merge::Merger;
+use crate::sentencepiece::Sentencepiece;
+use crate::special::{Fragment, SpecialTokens};
+use crate::token_table::StringArena;
+use crate::tokenizer_error::{EncodeError, MAX_INPUT_BYTES};
+use crate::vocabulary::TokenKind;
+
+/// Options of [`Tokenizer::encode`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Adds BOS before and EOS after the text, as the file says.
+    pub add_special: bool,
+    /// Texts of control tokens become those tokens. Only for text whose author may write control
+    /// tokens.
+    pub parse_special: bool,
+}
+
+#[derive(Debug)]
+pub(super) enum TokenizerModel {
+    ByteLevel(ByteLevel),
+    Sentencepiece(Sentencepiece),
+}
+
+/// A tokenizer that was loaded from a model file's vocabulary.
+pub struct Tokenizer {
+    /// The bytes that each token contributes to the text.
+    pub(super) bytes: StringArena,
+    pub(super) kinds: Vec<TokenKind>,
+    pub(super) special: SpecialTokens,
+    pub(super) model: TokenizerModel,
+    pub(super) bos: Option<u32>,
+    pub(super) eos: Option<u32>,
+    pub(super) add_bos: bool,
+    pub(super) add_eos: bool,
+    pub(super) end_of_generation: Vec<u32>,
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer").field("tokens", &self.kinds.len()).finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    pub fn encode(&self, text: &str, options: EncodeOptions) -> Result<Vec<u32>, EncodeError> {
+        if text.len() > MAX_INPUT_BYTES {
+            return Err(EncodeError::TooLong { bytes: text.len() });
+        }
+        // Most languages have about four bytes per token.
+        let mut ids = Vec::with_capacity(text.len() / 4 + 8);
+        ids.extend(self.bos.filter(|_| options.add_special && self.add_bos));
+        let mut merger = Merger::default();
+        for fragment in self.special.split(text, options.parse_special) {
+            match (fragment, &self.model) {
+                (Fragment::Token(id), _) => ids.push(id),
+                (Fragment::Text(text), TokenizerModel::ByteLevel(model)) => {
+                    model.encode(text, &self.bytes, &mut merger, &mut ids)?;
+                }
+                (Fragment::Text(text), TokenizerModel::Sentencepiece(model)) => {
+                    model.encode(text, &mut merger, &mut ids)?
+                }
+            }
+        }
+        ids.extend(self.eos.filter(|_| options.add_special && self.add_eos));
+        Ok(ids)
+    }
+
+    /// Encodes a rendered chat template. Parses control tokens, and adds BOS only if the template
+    /// has not written it.
+    pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>, EncodeError> {
+        let mut ids = self.encode(rendered, EncodeOptions { add_special: false, parse_special: true })?;
+        if let Some(bos) = self.bos.filter(|bos| self.add_bos && ids.first() != Some(bos)) {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// Number of tokens. The model's embedding may have more rows.
+    pub fn len(&self) -> usize {
+        self.kinds.len()
+    }
+
+    /// Always false: `Tokenizer::new` refuses a vocabulary without tokens.
+    pub fn is_empty(&self) -> bool {
+        self.kinds.is_empty()
+    }
+
+    /// Bytes that a token contributes to the text; for control tokens, their name. `None` for an id
+    /// outside the vocabulary.
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.bytes.get(id)
+    }
+
+    pub fn kind(&self, id: u32) -> Option<TokenKind> {
+        self.kinds.get(id as usize).copied()
+    }
+
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+
+    pub fn is_end_of_generation(&self, id: u32) -> bool {
+        self.end_of_generation.binary_search(&id).is_ok()
+    }
+
+    /// Ids of all tokens that end a generation, sorted.
+    pub fn end_of_generation(&self) -> &[u32] {
+        &self.end_of_generation
+    }
+
+    /// Whether encoding puts a space before the text, which detokenization has to remove.
+    pub(crate) fn adds_space_prefix(&self) -> bool {
+        matches!(&self.model, TokenizerModel::Sentencepiece(model) if model.adds_space_prefix())
+    }
+}
+
+const _: fn() = || {
+    fn shared_between_threads<T: Send + Sync>() {}
+    shared_between_threads::<Tokenizer>();
+};
