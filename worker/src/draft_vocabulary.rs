@@ -49,7 +49,7 @@ pub(crate) fn check(model: NamedMetadata<'_>, draft: NamedMetadata<'_>) -> Resul
 }
 
 fn texts<'a>((name, metadata): NamedMetadata<'a>) -> Result<Vec<&'a [u8]>, DraftVocabularyError> {
-    let texts = metadata.require::<Strings<'_>>(TOKEN_CAPACITY);
+    let texts = metadata.require::<StringArray<'_>>(TOKEN_CAPACITY);
     let texts = texts.map_err(|source| DraftVocabularyError::Key { model: name.to_owned(), source })?;
     Ok(texts.iter().collect())
 }
