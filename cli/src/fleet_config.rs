@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit, RuntimeDir};
-use supervisor::{ModelPlan, Plan, Role, WorkerSlot};
+use supervisor::{ChildRole, FleetSpec, ModelSpec, WorkerSlot};
 use toml::{Table, Value};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
@@ -109,8 +109,8 @@ impl FleetConfig {
         socket: Option<OwnedFd>,
         log: tracing::Level,
         sized: &[SizedModel],
-    ) -> CliResult<Plan> {
-        let models = sized.iter().map(SizedModel::plan).collect::<CliResult<Vec<ModelPlan>>>()?;
+    ) -> CliResult<FleetSpec> {
+        let models = sized.iter().map(SizedModel::plan).collect::<CliResult<Vec<ModelSpec>>>()?;
         let of_workers = directory.clone();
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -123,7 +123,7 @@ impl FleetConfig {
         let (listen, router_socket) = self.listen(directory, socket)?;
         let mut router = router::Config::new(listen, runtime_dir);
         router.admission = self.admission;
-        Ok(Plan {
+        Ok(FleetSpec {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
             router: table(&router)?,
@@ -131,7 +131,7 @@ impl FleetConfig {
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
             models,
-            worker: Arc::new(worker),
+            complete_worker_config: Arc::new(worker),
         })
     }
 
@@ -150,7 +150,7 @@ impl FleetConfig {
         let Some(wanted) = self.listen else { return Ok((None, None)) };
         let living =
             directory.living_children().with_context(|| "cannot read the runtime directory".to_owned())?;
-        let router = Role::Router.subcommand();
+        let router = ChildRole::Router.subcommand();
         if living.iter().any(|(name, _)| name == router) {
             let present: router::Config = service::config::load(&directory.config(router))?;
             return Ok((present.listen, None));

@@ -100,7 +100,7 @@ impl FleetSnapshot {
             "state": "ready",
             "restarts": 0,
             "memory": {"resident": memory.rss, "proportional": memory.pss, "anonymous": memory.anonymous, "swap": memory.swap},
-            "vault_fds": status.vault_fds,
+            "stored_fds": status.stored_fds,
             "runtime_dir": status.runtime_dir,
         });
         let children = status.children.iter().map(|child| {
@@ -112,7 +112,7 @@ impl FleetSnapshot {
                 "restarts": child.crashes,
                 "uptime_ms": child.uptime_ms,
                 "status": child.status_text,
-                "last_end": child.last_end,
+                "last_termination": child.last_termination,
                 "model": child.model,
                 "memory": child.memory.map(memory_json),
                 "device": self.workers.get(&child.name).map(|stats| stats.device.clone()),
@@ -140,7 +140,7 @@ impl FleetSnapshot {
             let weights = child.memory.filter(|m| m.weights_resident > 0);
             let weights = weights.map_or_else(String::new, |m| ByteSize(m.weights_resident).rounded());
             let stats = self.workers.get(&child.name).filter(|stats| !stats.device.is_empty());
-            let words = if child.pid == 0 { &child.last_end } else { &child.status_text };
+            let words = if child.pid == 0 { &child.last_termination } else { &child.status_text };
             text += &format!(
                 "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  {words}\n",
                 child.name,
@@ -179,7 +179,7 @@ impl FleetSnapshot {
         }
         text += &format!(
             "supervisor {} in {}, {} descriptors in the vault\n",
-            status.supervisor_pid, status.runtime_dir, status.vault_fds
+            status.supervisor_pid, status.runtime_dir, status.stored_fds
         );
         text
     }

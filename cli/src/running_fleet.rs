@@ -8,7 +8,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use proto::v1::inference_client::InferenceClient;
 use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
-use supervisor::{ChildStatus, Fleet, FleetEvent, FleetStatus, ModelState, ModelStatus, Role, State};
+use supervisor::{
+    ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState, ModelStatus,
+};
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
 
@@ -38,7 +40,7 @@ pub(crate) fn block_on<T>(work: impl Future<Output = CliResult<T>>) -> CliResult
 }
 
 pub(crate) struct RunningFleet {
-    pub(crate) fleet: Fleet,
+    pub(crate) fleet: FleetHandle,
     pub(crate) shutdown: Shutdown,
     models: HashMap<String, u32>,
     /// Where each model went, in the configuration's order.
@@ -61,7 +63,7 @@ impl RunningFleet {
         let plan = config.plan(claimed.directory(), socket, log, &sized)?;
         let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
-        let fleet = Fleet::start(plan, claimed, notify, kept).await?;
+        let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
         let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes} of {total_bytes}");
         let progress = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Ok(Self { fleet, shutdown, models, devices, progress })
@@ -181,7 +183,7 @@ impl RunningFleet {
     async fn stalled(&self) -> CliError {
         let mut waiting = Vec::new();
         if let Ok(status) = self.fleet.status().await {
-            let not_running = |c: &&ChildStatus| !matches!(c.state, State::Running { .. });
+            let not_running = |c: &&ChildStatus| !matches!(c.state, ChildState::Running { .. });
             waiting.extend(status.children.iter().filter(not_running).map(|c| c.name.clone()));
         }
         let on_whom = match waiting.is_empty() {
@@ -199,23 +201,23 @@ impl RunningFleet {
 
 /// A child that cannot start ends the command, except for what a restart may cure.
 fn check_child(child: &ChildStatus) -> CliResult {
-    let Some(last_end) = &child.last_end else { return Ok(()) };
-    let exit = last_end.exit().unwrap_or(Exit::Internal);
-    let hopeless = matches!(child.state, State::Failed(_))
+    let Some(last_termination) = &child.last_termination else { return Ok(()) };
+    let exit = last_termination.exit().unwrap_or(Exit::Internal);
+    let hopeless = matches!(child.state, ChildState::Failed(_))
         || matches!(exit, Exit::Usage | Exit::ModelRefused | Exit::AddressInUse | Exit::OutOfResources);
     if !hopeless {
         return Ok(());
     }
     let who = match (child.role, &child.model) {
-        (Role::Worker, Some(model)) => format!("{} cannot serve {model}", child.name),
+        (ChildRole::Worker, Some(model)) => format!("{} cannot serve {model}", child.name),
         _ => format!("the {} cannot start", child.name),
     };
-    Err(CliError::new(exit, format!("{who}: {}", last_end_words(last_end))))
+    Err(CliError::new(exit, format!("{who}: {}", last_end_words(last_termination))))
 }
 
-fn last_end_words(last_end: &supervisor::LastEnd) -> String {
-    match last_end.words.as_str() {
-        "" => last_end.end.to_string(),
+fn last_end_words(last_termination: &supervisor::LastTermination) -> String {
+    match last_termination.status_text.as_str() {
+        "" => last_termination.termination.to_string(),
         words => words.to_owned(),
     }
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use service::{Exit, Notify};
-use supervisor::{FleetEvent, ModelState, ModelStatus, Role, State};
+use supervisor::{ChildRole, ChildState, FleetEvent, ModelState, ModelStatus};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
@@ -69,8 +69,8 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
         match events.recv().await {
             Ok(FleetEvent::Child(child)) => {
                 let before = told.insert(child.name.clone(), child.crashes).unwrap_or(0);
-                let given_up = matches!(child.state, State::Failed(_));
-                if let (true, Some(end)) = (child.crashes > before, &child.last_end) {
+                let given_up = matches!(child.state, ChildState::Failed(_));
+                if let (true, Some(end)) = (child.crashes > before, &child.last_termination) {
                     let then = if given_up { "given up; `ballast restart` tries again" } else { "restarted" };
                     eprintln!("{}: {end}; {then}", child.name);
                 }
@@ -120,7 +120,7 @@ async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
     let status = fleet.status().await?;
     let url = format!("http://{}", status.http_address);
     let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
-    let workers = status.children.iter().filter(|c| c.role == Role::Worker).count();
+    let workers = status.children.iter().filter(|c| c.role == ChildRole::Worker).count();
     let runtime_dir = fleet.directory().path().display().to_string();
     let text = match json {
         true => serde_json::json!({

@@ -13,7 +13,7 @@ use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
 use service::{ByteSize, Exit};
-use supervisor::ModelPlan;
+use supervisor::ModelSpec;
 use worker::{DraftSource, MemoryPlan};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
@@ -206,8 +206,8 @@ impl SizedModel {
         Ok(())
     }
 
-    pub(crate) fn plan(&self) -> CliResult<ModelPlan> {
-        Ok(ModelPlan {
+    pub(crate) fn plan(&self) -> CliResult<ModelSpec> {
+        Ok(ModelSpec {
             name: self.name.clone(),
             path: self.path.clone(),
             workers: self.workers,

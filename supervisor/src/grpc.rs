@@ -1,4 +1,4 @@
-//! ballast.fleet.v1 on supervisor.sock: orders and status for `ballast ps` and its like. The wire stays in this file.
+//! ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and its like. The wire stays in this file.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -13,32 +13,34 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::fleet::{ChildStatus, Command, FleetEvent, ModelState, ModelStatus, OrderError, Orders};
-use crate::plan::{ModelPlan, Role};
-use crate::state::State;
+use crate::commands::{CommandError, FleetCommand};
+use crate::fleet::CommandSender;
+use crate::spec::{ChildRole, ModelSpec};
+use crate::state::ChildState;
+use crate::status::{ChildStatus, FleetEvent, ModelState, ModelStatus};
 
 /// Events on their way to one client.
-const STREAM_QUEUED: usize = 16;
+const STREAM_CAPACITY: usize = 16;
 /// After the driver has ended, open calls (a stop order being answered, event streams) get this long to end.
 const LINGER: Duration = Duration::from_millis(200);
 
-struct Service {
-    orders: Orders,
+struct FleetApi {
+    commands: CommandSender,
     directory: RuntimeDir,
 }
 
-/// Serves until the driver has ended.
+/// Serves deadline the driver has ended.
 pub(crate) fn serve(
-    orders: Orders,
+    commands: CommandSender,
     directory: RuntimeDir,
     listener: UdsListener,
 ) -> Result<JoinHandle<()>, Status> {
-    let driver = orders.driver.clone();
+    let driver = commands.driver.clone();
     let (_, health) = service::grpc::health();
     let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)
         .map_err(|error| Status::internal(error.to_string()))?;
     let router = service::grpc::server()
-        .add_service(FleetServer::new(Service { orders, directory }))
+        .add_service(FleetServer::new(FleetApi { commands, directory }))
         .add_service(health)
         .add_service(reflection);
     let stop = {
@@ -60,12 +62,12 @@ pub(crate) fn serve(
 type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl FleetService for Service {
+impl FleetService for FleetApi {
     async fn get_status(
         &self,
         request: Request<wire::GetStatusRequest>,
     ) -> Result<Response<wire::Status>, Status> {
-        let status = self.orders.status().await?;
+        let status = self.commands.status().await?;
         let mut children: Vec<wire::Child> = status.children.into_iter().map(wire::Child::from).collect();
         if request.into_inner().memory {
             children = tokio::task::spawn_blocking(move || with_memory(children))
@@ -77,7 +79,7 @@ impl FleetService for Service {
             runtime_dir: self.directory.path().display().to_string(),
             children,
             models: status.models.into_iter().map(wire::Model::from).collect(),
-            vault_fds: u32::try_from(status.vault_fds).unwrap_or(u32::MAX),
+            stored_fds: u32::try_from(status.stored_fds).unwrap_or(u32::MAX),
             http_address: status.http_address,
         }))
     }
@@ -88,9 +90,9 @@ impl FleetService for Service {
         &self,
         _request: Request<wire::WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
-        let mut events = self.orders.events.subscribe();
-        let driver = self.orders.driver.clone();
-        let (sender, receiver) = mpsc::channel(STREAM_QUEUED);
+        let mut events = self.commands.events.subscribe();
+        let driver = self.commands.driver.clone();
+        let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
         tokio::spawn(async move {
             loop {
                 let event = tokio::select! {
@@ -100,7 +102,7 @@ impl FleetService for Service {
                 let event = match event {
                     Ok(event) => wire::Event::from(event),
                     Err(broadcast::error::RecvError::Lagged(missed)) => {
-                        wire::Event { kind: Some(wire::event::Kind::Missed(missed)) }
+                        wire::Event { kind: Some(wire::event::Kind::MissedEvents(missed)) }
                     }
                     Err(broadcast::error::RecvError::Closed) => return,
                 };
@@ -117,7 +119,7 @@ impl FleetService for Service {
         request: Request<wire::RestartChildRequest>,
     ) -> Result<Response<wire::RestartChildResponse>, Status> {
         let name = request.into_inner().name;
-        self.orders.ask(|reply| Command::Restart { name, reply }).await?;
+        self.commands.call(|reply| FleetCommand::Restart { name, reply }).await?;
         Ok(Response::new(wire::RestartChildResponse {}))
     }
 
@@ -132,7 +134,7 @@ impl FleetService for Service {
         let worker_config = worker_config
             .parse::<toml::Table>()
             .map_err(|error| Status::invalid_argument(format!("worker_config: {}", error.message())))?;
-        let plan = ModelPlan {
+        let spec = ModelSpec {
             name: name.clone(),
             path: path.into(),
             workers,
@@ -140,9 +142,9 @@ impl FleetService for Service {
             pack: !no_packing,
             worker_config,
         };
-        let mut events = self.orders.events.subscribe();
-        self.orders.ask(|reply| Command::LoadModel { model: plan, reply }).await?;
-        let (sender, receiver) = mpsc::channel(STREAM_QUEUED);
+        let mut events = self.commands.events.subscribe();
+        self.commands.call(|reply| FleetCommand::LoadModel { model: spec, reply }).await?;
+        let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
         tokio::spawn(async move {
             loop {
                 let model = match events.recv().await {
@@ -171,7 +173,7 @@ impl FleetService for Service {
         request: Request<wire::UnloadModelRequest>,
     ) -> Result<Response<wire::UnloadModelResponse>, Status> {
         let name = request.into_inner().name;
-        self.orders.ask(|reply| Command::UnloadModel { name, reply }).await?;
+        self.commands.call(|reply| FleetCommand::UnloadModel { name, reply }).await?;
         Ok(Response::new(wire::UnloadModelResponse {}))
     }
 
@@ -180,7 +182,7 @@ impl FleetService for Service {
         request: Request<wire::AddWorkerRequest>,
     ) -> Result<Response<wire::AddWorkerResponse>, Status> {
         let model = request.into_inner().model;
-        let name = self.orders.ask(|reply| Command::AddWorker { model, reply }).await?;
+        let name = self.commands.call(|reply| FleetCommand::AddWorker { model, reply }).await?;
         Ok(Response::new(wire::AddWorkerResponse { name }))
     }
 
@@ -189,7 +191,7 @@ impl FleetService for Service {
         request: Request<wire::RemoveWorkerRequest>,
     ) -> Result<Response<wire::RemoveWorkerResponse>, Status> {
         let name = request.into_inner().name;
-        self.orders.ask(|reply| Command::RemoveWorker { name, reply }).await?;
+        self.commands.call(|reply| FleetCommand::RemoveWorker { name, reply }).await?;
         Ok(Response::new(wire::RemoveWorkerResponse {}))
     }
 
@@ -197,12 +199,12 @@ impl FleetService for Service {
         &self,
         _request: Request<wire::StopFleetRequest>,
     ) -> Result<Response<wire::StopFleetResponse>, Status> {
-        self.orders.give(Command::Stop).await;
+        self.commands.send(FleetCommand::Stop).await;
         Ok(Response::new(wire::StopFleetResponse {}))
     }
 }
 
-/// The device of orders that name none.
+/// The device of commands that name none.
 const HOST_DEVICE: &str = "host";
 
 /// Weights are mapped from memfds of this name.
@@ -237,33 +239,33 @@ impl From<ChildStatus> for wire::Child {
             crashes: child.crashes,
             uptime_ms: u64::try_from(child.uptime.as_millis()).unwrap_or(u64::MAX),
             status_text: child.status_text,
-            last_end: child.last_end.map(|end| end.to_string()).unwrap_or_default(),
+            last_termination: child.last_termination.map(|end| end.to_string()).unwrap_or_default(),
             model: child.model.unwrap_or_default(),
             memory: None,
         }
     }
 }
 
-impl From<Role> for wire::Role {
-    fn from(role: Role) -> Self {
+impl From<ChildRole> for wire::Role {
+    fn from(role: ChildRole) -> Self {
         match role {
-            Role::WeightServer => wire::Role::WeightServer,
-            Role::Worker => wire::Role::Worker,
-            Role::Router => wire::Role::Router,
+            ChildRole::WeightServer => wire::Role::WeightServer,
+            ChildRole::Worker => wire::Role::Worker,
+            ChildRole::Router => wire::Role::Router,
         }
     }
 }
 
-impl From<State> for wire::ChildState {
-    fn from(state: State) -> Self {
+impl From<ChildState> for wire::ChildState {
+    fn from(state: ChildState) -> Self {
         match state {
-            State::Stopped => wire::ChildState::Stopped,
-            State::Orphaned { .. } => wire::ChildState::Orphaned,
-            State::Starting { .. } => wire::ChildState::Starting,
-            State::Running { .. } => wire::ChildState::Running,
-            State::Stopping { .. } | State::Killing { .. } => wire::ChildState::Stopping,
-            State::BackingOff { .. } => wire::ChildState::BackingOff,
-            State::Failed(_) => wire::ChildState::Failed,
+            ChildState::Stopped => wire::ChildState::Stopped,
+            ChildState::Orphaned { .. } => wire::ChildState::Orphaned,
+            ChildState::Starting { .. } => wire::ChildState::Starting,
+            ChildState::Running { .. } => wire::ChildState::Running,
+            ChildState::Stopping { .. } | ChildState::Killing { .. } => wire::ChildState::Stopping,
+            ChildState::BackingOff { .. } => wire::ChildState::BackingOff,
+            ChildState::Failed(_) => wire::ChildState::Failed,
         }
     }
 }
@@ -286,26 +288,26 @@ impl From<FleetEvent> for wire::Event {
     fn from(event: FleetEvent) -> Self {
         let kind = match event {
             FleetEvent::Child(child) => wire::event::Kind::Child(child.into()),
-            FleetEvent::ChildGone(name) => wire::event::Kind::ChildGone(name),
+            FleetEvent::ChildRemoved(name) => wire::event::Kind::ChildRemoved(name),
             FleetEvent::Model(model) => wire::event::Kind::Model(model.into()),
-            FleetEvent::ModelGone(name) => wire::event::Kind::ModelGone(name),
+            FleetEvent::ModelRemoved(name) => wire::event::Kind::ModelRemoved(name),
         };
         Self { kind: Some(kind) }
     }
 }
 
-impl From<OrderError> for Status {
-    fn from(error: OrderError) -> Self {
+impl From<CommandError> for Status {
+    fn from(error: CommandError) -> Self {
         let text = error.to_string();
         match error {
-            OrderError::UnknownChild { .. } | OrderError::UnknownModel { .. } => Status::not_found(text),
-            OrderError::NotAWorker { .. } | OrderError::AmbiguousModel { .. } => {
+            CommandError::UnknownChild { .. } | CommandError::UnknownModel { .. } => Status::not_found(text),
+            CommandError::NotAWorker { .. } | CommandError::AmbiguousModel { .. } => {
                 Status::invalid_argument(text)
             }
-            OrderError::NameTaken { .. } => Status::already_exists(text),
-            OrderError::NotStarted { .. } => Status::resource_exhausted(text),
-            OrderError::NotUnloaded { .. } => Status::failed_precondition(text),
-            OrderError::Stopping => Status::unavailable(text),
+            CommandError::NameTaken { .. } => Status::already_exists(text),
+            CommandError::StartFailed { .. } => Status::resource_exhausted(text),
+            CommandError::UnloadFailed { .. } => Status::failed_precondition(text),
+            CommandError::Stopping => Status::unavailable(text),
         }
     }
 }

@@ -6,7 +6,7 @@
 //!            \ commands                    | notifications                     / ends, progress
 //!             `----------------->  driver.rs: one task owns everything  <-----'
 //!                                    |            |            |
-//!                             state.rs (pure)   vault.rs    child.rs (fork, exec, signals)
+//!                             state.rs (pure)   store.rs    child.rs (fork, exec, signals)
 //! ```
 //!
 //! A child that crashes is started again at once the first time, then after growing pauses, and is given up (`Failed`,
@@ -17,21 +17,27 @@
 
 #![forbid(unsafe_code)]
 
-mod child;
-mod driver;
+mod attach_token;
+mod commands;
+mod event_loop;
+mod events;
+mod fd_store;
 mod fleet;
 mod grpc;
-mod models;
+mod notification;
 mod notify_server;
-mod plan;
+mod process;
 pub mod shim;
+mod spec;
 mod state;
-mod token;
-mod vault;
+mod status;
+mod weight_server_admin;
 
-pub use driver::{StartError, raise_descriptor_limit};
-pub use fleet::{
-    ChildStatus, Fleet, FleetEvent, FleetStatus, LastEnd, ModelFailure, ModelState, ModelStatus, OrderError,
+pub use commands::CommandError;
+pub use event_loop::{FleetStartError, raise_descriptor_limit};
+pub use fleet::FleetHandle;
+pub use spec::{ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, WorkerSlot};
+pub use state::{ChildState, FailureReason, Termination};
+pub use status::{
+    ChildStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState, ModelStatus,
 };
-pub use plan::{ChildPlan, CompleteWorker, ModelPlan, Plan, Role, WorkerSlot};
-pub use state::{End, FailCause, State};

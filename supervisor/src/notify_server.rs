@@ -6,7 +6,6 @@
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,61 +17,11 @@ use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::sync::mpsc;
 
-use crate::driver::Event;
+use crate::events::SupervisorEvent;
+use crate::notification::{Notification, NotifyMessage};
 
 /// Longer messages are dropped: the longest regular one is an FDNAME of 255 bytes, or a line of status.
-const MESSAGE_BYTES_MAX: usize = 4096;
-
-/// What a child says in one datagram.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Message {
-    pub(crate) ready: bool,
-    pub(crate) stopping: bool,
-    pub(crate) alive: bool,
-    pub(crate) stuck: bool,
-    pub(crate) status: Option<String>,
-    pub(crate) extend: Option<Duration>,
-    pub(crate) store: bool,
-    pub(crate) remove: bool,
-    pub(crate) fd_name: Option<String>,
-    pub(crate) barrier: bool,
-    /// An orphan offers itself.
-    pub(crate) adopt: bool,
-}
-
-impl Message {
-    /// Unknown lines are skipped, as systemd does: the protocol grows.
-    fn parse(text: &str) -> Self {
-        let mut message = Message::default();
-        for (key, value) in text.lines().filter_map(|line| line.split_once('=')) {
-            match (key, value) {
-                ("READY", "1") => message.ready = true,
-                ("STOPPING", "1") => message.stopping = true,
-                ("WATCHDOG", "1") => message.alive = true,
-                ("WATCHDOG", "trigger") => message.stuck = true,
-                ("STATUS", text) => message.status = Some(text.to_owned()),
-                ("EXTEND_TIMEOUT_USEC", usec) => {
-                    message.extend = usec.parse().ok().map(Duration::from_micros);
-                }
-                ("FDSTORE", "1") => message.store = true,
-                ("FDSTOREREMOVE", "1") => message.remove = true,
-                ("FDNAME", name) => message.fd_name = Some(name.to_owned()),
-                ("BARRIER", "1") => message.barrier = true,
-                ("ADOPT", "1") => message.adopt = true,
-                _ => {}
-            }
-        }
-        message
-    }
-}
-
-/// One datagram with its sender.
-#[derive(Debug)]
-pub(crate) struct Notification {
-    pub(crate) pid: u32,
-    pub(crate) message: Message,
-    pub(crate) fds: Vec<OwnedFd>,
-}
+const MAX_MESSAGE_BYTES: usize = 4096;
 
 /// Binds the socket of a child, over one that a dead supervisor has left.
 pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
@@ -95,9 +44,9 @@ pub(crate) async fn forward(
     socket: UnixDatagram,
     mut ends: mpsc::Receiver<u64>,
     child: Arc<str>,
-    driver: mpsc::Sender<Event>,
+    driver: mpsc::Sender<SupervisorEvent>,
 ) {
-    let to_driver = Forwarder { socket, child, driver };
+    let to_driver = NotificationForwarder { socket, child, driver };
     loop {
         let go_on = tokio::select! {
             received = to_driver.socket.async_io(Interest::READABLE, || receive(&to_driver.socket)) => {
@@ -111,18 +60,20 @@ pub(crate) async fn forward(
     }
 }
 
-struct Forwarder {
+struct NotificationForwarder {
     socket: UnixDatagram,
     child: Arc<str>,
-    driver: mpsc::Sender<Event>,
+    driver: mpsc::Sender<SupervisorEvent>,
 }
 
-impl Forwarder {
+impl NotificationForwarder {
     async fn said(&self, received: io::Result<Option<Notification>>) -> ControlFlow<()> {
         let child = &self.child;
         match received {
             Ok(Some(notification)) => {
-                return self.send(Event::Notified { child: child.clone(), notification }).await;
+                return self
+                    .send(SupervisorEvent::NotificationReceived { child: child.clone(), notification })
+                    .await;
             }
             Ok(None) => tracing::warn!(%child, "dropped a notification that is too long or lost descriptors"),
             Err(error) => {
@@ -145,10 +96,10 @@ impl Forwarder {
                 received => self.said(received).await?,
             }
         }
-        self.send(Event::Ended { child: self.child.clone(), start }).await
+        self.send(SupervisorEvent::ProcessExited { child: self.child.clone(), start }).await
     }
 
-    async fn send(&self, event: Event) -> ControlFlow<()> {
+    async fn send(&self, event: SupervisorEvent) -> ControlFlow<()> {
         match self.driver.send(event).await {
             Ok(()) => ControlFlow::Continue(()),
             Err(_) => ControlFlow::Break(()),
@@ -161,7 +112,7 @@ fn receive(socket: &UnixDatagram) -> io::Result<Option<Notification>> {
     const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_PER_MESSAGE_MAX), ScmCredentials(1));
     let mut space = [MaybeUninit::uninit(); SPACE];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut bytes = [0u8; MESSAGE_BYTES_MAX];
+    let mut bytes = [0u8; MAX_MESSAGE_BYTES];
     let received = recvmsg(
         socket,
         &mut [IoSliceMut::new(&mut bytes)],
@@ -182,7 +133,7 @@ fn receive(socket: &UnixDatagram) -> io::Result<Option<Notification>> {
         return Ok(None);
     }
     let text = String::from_utf8_lossy(&bytes[..received.bytes]);
-    Ok(pid.map(|pid| Notification { pid, message: Message::parse(&text), fds }))
+    Ok(pid.map(|pid| Notification { pid, message: NotifyMessage::parse(&text), fds }))
 }
 
 #[cfg(test)]
@@ -192,19 +143,6 @@ mod tests {
     use service::Notify;
 
     use super::*;
-
-    #[test]
-    fn lines_are_read_and_unknown_ones_skipped() {
-        let message =
-            Message::parse("READY=1\nX_FUTURE=2\nSTATUS=a=b\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0");
-        let expected = Message {
-            ready: true,
-            status: Some("a=b".to_owned()),
-            extend: Some(Duration::from_micros(5)),
-            ..Message::default()
-        };
-        assert_eq!(message, expected);
-    }
 
     #[tokio::test]
     async fn a_notification_carries_its_senders_process_id_and_descriptors() {
@@ -225,13 +163,18 @@ mod tests {
         let notify = Notify::to_socket(path.to_str().unwrap()).unwrap();
         let file = tempfile::tempfile().unwrap();
         notify.fdstore("weights", &[file.as_fd(), file.as_fd()]).unwrap();
-        let Some(Event::Notified { child, notification }) = receiver.recv().await else { panic!() };
+        let Some(SupervisorEvent::NotificationReceived { child, notification }) = receiver.recv().await
+        else {
+            panic!()
+        };
         assert_eq!((&*child, notification.pid, notification.fds.len()), ("x", std::process::id(), 2));
-        assert!(notification.message.store);
+        assert!(notification.message.store_fds);
         assert_eq!(notification.message.fd_name.as_deref(), Some("weights"));
-        notify.status(&"x".repeat(MESSAGE_BYTES_MAX)).unwrap();
+        notify.status(&"x".repeat(MAX_MESSAGE_BYTES)).unwrap();
         notify.ready().unwrap();
-        let Some(Event::Notified { notification, .. }) = receiver.recv().await else { panic!() };
+        let Some(SupervisorEvent::NotificationReceived { notification, .. }) = receiver.recv().await else {
+            panic!()
+        };
         assert!(notification.message.ready, "the overlong one is dropped, the next one arrives");
         drop(receiver);
         notify.ready().unwrap();
@@ -254,9 +197,9 @@ mod tests {
             let (sender, mut receiver) = mpsc::channel(1);
             let task = tokio::spawn(forward(socket, ended, "x".into(), sender));
             for _ in 0..WORDS {
-                assert!(matches!(receiver.recv().await, Some(Event::Notified { .. })));
+                assert!(matches!(receiver.recv().await, Some(SupervisorEvent::NotificationReceived { .. })));
             }
-            assert!(matches!(receiver.recv().await, Some(Event::Ended { start: 7, .. })));
+            assert!(matches!(receiver.recv().await, Some(SupervisorEvent::ProcessExited { start: 7, .. })));
             task.abort();
         }
     }

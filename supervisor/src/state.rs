@@ -25,7 +25,7 @@ use service::Exit;
 
 /// How patient the supervisor is with one kind of child.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Policy {
+pub(crate) struct RestartPolicy {
     /// From exec to READY=1. A child that needs longer says so (EXTEND_TIMEOUT_USEC).
     pub(crate) start_timeout: Duration,
     /// From SIGTERM to SIGKILL.
@@ -37,117 +37,117 @@ pub(crate) struct Policy {
     /// A child that was ready for this long has shown that it can live: its crash counts as a first one.
     pub(crate) healthy_after: Duration,
     /// Pause before the second start in a row; doubles from then on.
-    pub(crate) pause_first: Duration,
-    pub(crate) pause_max: Duration,
+    pub(crate) initial_backoff: Duration,
+    pub(crate) max_backoff: Duration,
     /// Crashes in a row after which it is given up.
-    pub(crate) crashes_in_a_row_max: u32,
+    pub(crate) max_consecutive_crashes: u32,
 }
 
 /// A child may ask for more time, but not for ever.
-const EXTENSION_MAX: Duration = Duration::from_secs(600);
+const MAX_TIMEOUT_EXTENSION: Duration = Duration::from_secs(600);
 
-impl Policy {
+impl RestartPolicy {
     /// Six crashes in a row take 6.2 seconds of pauses: long enough for a passing shortage, short enough to be told soon.
-    pub(crate) const DEFAULT: Policy = Policy {
+    pub(crate) const DEFAULT: RestartPolicy = RestartPolicy {
         start_timeout: Duration::from_secs(30),
         stop_grace: Duration::from_secs(10),
         watchdog: Duration::from_secs(30),
         adopt_timeout: Duration::from_secs(5),
         healthy_after: Duration::from_secs(5),
-        pause_first: Duration::from_millis(200),
-        pause_max: Duration::from_secs(30),
-        crashes_in_a_row_max: 6,
+        initial_backoff: Duration::from_millis(200),
+        max_backoff: Duration::from_secs(30),
+        max_consecutive_crashes: 6,
     };
 
     /// The first crash costs no pause.
-    fn pause(&self, crashes_in_a_row: u32) -> Duration {
-        match crashes_in_a_row {
+    fn backoff(&self, consecutive_crashes: u32) -> Duration {
+        match consecutive_crashes {
             0 | 1 => Duration::ZERO,
-            n => self.pause_first.saturating_mul(1 << (n - 2).min(20)).min(self.pause_max),
+            n => self.initial_backoff.saturating_mul(1 << (n - 2).min(20)).min(self.max_backoff),
         }
     }
 }
 
 /// How a process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
-    Code(i32),
+pub enum Termination {
+    ExitCode(i32),
     Signal(i32),
     /// It was not our child: the kernel told that it ended, not how.
     Unknown,
     /// It could not be started at all.
-    NotStarted(String),
+    SpawnFailed(String),
 }
 
-impl std::fmt::Display for End {
+impl std::fmt::Display for Termination {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            End::Code(code) => match Exit::from_code(*code) {
+            Termination::ExitCode(code) => match Exit::from_code(*code) {
                 Some(exit) => write!(f, "exit code {code} ({exit:?})"),
                 None => write!(f, "exit code {code}"),
             },
-            End::Signal(signal) => match nix::sys::signal::Signal::try_from(*signal) {
+            Termination::Signal(signal) => match nix::sys::signal::Signal::try_from(*signal) {
                 Ok(name) => write!(f, "killed by {name}"),
                 Err(_) => write!(f, "killed by signal {signal}"),
             },
-            End::Unknown => f.write_str("ended"),
-            End::NotStarted(why) => write!(f, "not started: {why}"),
+            Termination::Unknown => f.write_str("ended"),
+            Termination::SpawnFailed(why) => write!(f, "not started: {why}"),
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FailCause {
+pub enum FailureReason {
     /// It crashed again and again.
     CrashLoop,
     /// Its exit code says that another try must fail the same way.
-    Permanent(Exit),
+    PermanentError(Exit),
 }
 
 /// What follows when the process that is being stopped has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
-    Stay,
+pub enum AfterExit {
+    StayStopped,
     Start,
     /// It was killed for hanging: that is a crash.
-    Crash,
+    CountAsCrash,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum ChildState {
     Stopped,
-    Orphaned { until: Instant },
-    Starting { until: Instant },
-    Running { since: Instant, silent_until: Instant },
-    Stopping { until: Instant, next: Next },
-    Killing { next: Next },
-    BackingOff { until: Instant },
-    Failed(FailCause),
+    Orphaned { deadline: Instant },
+    Starting { deadline: Instant },
+    Running { since: Instant, watchdog_deadline: Instant },
+    Stopping { deadline: Instant, then: AfterExit },
+    Killing { then: AfterExit },
+    BackingOff { deadline: Instant },
+    Failed(FailureReason),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
-    /// Orders.
+pub(crate) enum ChildEvent {
+    /// CommandSender.
     Start,
     Stop,
     Restart,
     /// A process of a dead supervisor is known to live.
-    Orphan,
-    /// ... and has offered itself.
-    Adopted,
+    OrphanFound,
+    /// ... and has adopt_offered itself.
+    OrphanAdopted,
     /// What the child says.
     Ready,
-    Alive,
-    Stuck,
-    Extend(Duration),
+    WatchdogPing,
+    WatchdogTrigger,
+    ExtendTimeout(Duration),
     /// What the kernel says. Also reported when a Spawn failed.
-    Ended(End),
+    Exited(Termination),
     /// The deadline may have passed.
     Tick,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
+pub(crate) enum ChildAction {
     Spawn,
     /// SIGTERM to the process.
     Terminate,
@@ -156,19 +156,19 @@ pub(crate) enum Action {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Machine {
-    policy: Policy,
-    state: State,
+pub(crate) struct ChildStateMachine {
+    policy: RestartPolicy,
+    state: ChildState,
     crashes: u32,
-    crashes_in_a_row: u32,
+    consecutive_crashes: u32,
 }
 
-impl Machine {
-    pub(crate) fn new(policy: Policy) -> Self {
-        Self { policy, state: State::Stopped, crashes: 0, crashes_in_a_row: 0 }
+impl ChildStateMachine {
+    pub(crate) fn new(policy: RestartPolicy) -> Self {
+        Self { policy, state: ChildState::Stopped, crashes: 0, consecutive_crashes: 0 }
     }
 
-    pub(crate) fn state(&self) -> State {
+    pub(crate) fn state(&self) -> ChildState {
         self.state
     }
 
@@ -181,144 +181,173 @@ impl Machine {
     pub(crate) fn is_stopping(&self) -> bool {
         matches!(
             self.state,
-            State::Stopping { .. } | State::Killing { next: Next::Stay | Next::Start } | State::Stopped
+            ChildState::Stopping { .. }
+                | ChildState::Killing { then: AfterExit::StayStopped | AfterExit::Start }
+                | ChildState::Stopped
         )
     }
 
     pub(crate) fn has_process(&self) -> bool {
-        !matches!(self.state, State::Stopped | State::BackingOff { .. } | State::Failed(_))
+        !matches!(self.state, ChildState::Stopped | ChildState::BackingOff { .. } | ChildState::Failed(_))
     }
 
-    /// When the next Tick is due.
+    /// When the then Tick is due.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match self.state {
-            State::Orphaned { until }
-            | State::Starting { until }
-            | State::Stopping { until, .. }
-            | State::BackingOff { until } => Some(until),
-            State::Running { silent_until, .. } => Some(silent_until),
-            State::Stopped | State::Killing { .. } | State::Failed(_) => None,
+            ChildState::Orphaned { deadline }
+            | ChildState::Starting { deadline }
+            | ChildState::Stopping { deadline, .. }
+            | ChildState::BackingOff { deadline } => Some(deadline),
+            ChildState::Running { watchdog_deadline, .. } => Some(watchdog_deadline),
+            ChildState::Stopped | ChildState::Killing { .. } | ChildState::Failed(_) => None,
         }
     }
 
-    pub(crate) fn on(&mut self, now: Instant, event: Event) -> Option<Action> {
+    pub(crate) fn handle(&mut self, now: Instant, event: ChildEvent) -> Option<ChildAction> {
         match (self.state, event) {
-            (State::Stopped, Event::Orphan) => {
-                self.enter(State::Orphaned { until: now + self.policy.adopt_timeout }, None)
+            (ChildState::Stopped, ChildEvent::OrphanFound) => {
+                self.enter(ChildState::Orphaned { deadline: now + self.policy.adopt_timeout }, None)
             }
-            (State::Stopped | State::BackingOff { .. }, Event::Start | Event::Restart) => self.spawn(now),
-            (State::Failed(_), Event::Start | Event::Restart) => {
-                self.crashes_in_a_row = 0;
+            (
+                ChildState::Stopped | ChildState::BackingOff { .. },
+                ChildEvent::Start | ChildEvent::Restart,
+            ) => self.spawn(now),
+            (ChildState::Failed(_), ChildEvent::Start | ChildEvent::Restart) => {
+                self.consecutive_crashes = 0;
                 self.spawn(now)
             }
-            (State::BackingOff { .. } | State::Failed(_), Event::Stop) => self.enter(State::Stopped, None),
-            (State::BackingOff { until }, Event::Tick) if now >= until => self.spawn(now),
+            (ChildState::BackingOff { .. } | ChildState::Failed(_), ChildEvent::Stop) => {
+                self.enter(ChildState::Stopped, None)
+            }
+            (ChildState::BackingOff { deadline }, ChildEvent::Tick) if now >= deadline => self.spawn(now),
 
-            (State::Orphaned { .. }, Event::Adopted) | (State::Starting { .. }, Event::Ready) => {
-                self.enter(State::Running { since: now, silent_until: now + self.policy.watchdog }, None)
+            (ChildState::Orphaned { .. }, ChildEvent::OrphanAdopted)
+            | (ChildState::Starting { .. }, ChildEvent::Ready) => self.enter(
+                ChildState::Running { since: now, watchdog_deadline: now + self.policy.watchdog },
+                None,
+            ),
+            // A process that never adopt_offered itself could not be supervised: it makes room for one that can.
+            (ChildState::Orphaned { deadline }, ChildEvent::Tick) if now >= deadline => {
+                self.enter(ChildState::Killing { then: AfterExit::Start }, Some(ChildAction::Kill))
             }
-            // A process that never offered itself could not be supervised: it makes room for one that can.
-            (State::Orphaned { until }, Event::Tick) if now >= until => {
-                self.enter(State::Killing { next: Next::Start }, Some(Action::Kill))
+            (ChildState::Starting { deadline }, ChildEvent::Tick) if now >= deadline => {
+                self.kill_hung_process()
             }
-            (State::Starting { until }, Event::Tick) if now >= until => self.kill_for_hanging(),
-            (State::Starting { until }, Event::Extend(by)) => {
-                self.enter(State::Starting { until: until.max(now + by.min(EXTENSION_MAX)) }, None)
+            (ChildState::Starting { deadline }, ChildEvent::ExtendTimeout(by)) => self.enter(
+                ChildState::Starting { deadline: deadline.max(now + by.min(MAX_TIMEOUT_EXTENSION)) },
+                None,
+            ),
+            (ChildState::Running { since, .. }, ChildEvent::WatchdogPing) => {
+                self.enter(ChildState::Running { since, watchdog_deadline: now + self.policy.watchdog }, None)
             }
-            (State::Running { since, .. }, Event::Alive) => {
-                self.enter(State::Running { since, silent_until: now + self.policy.watchdog }, None)
+            (ChildState::Running { watchdog_deadline, .. }, ChildEvent::Tick) if now >= watchdog_deadline => {
+                self.kill_hung_process()
             }
-            (State::Running { silent_until, .. }, Event::Tick) if now >= silent_until => {
-                self.kill_for_hanging()
-            }
-            (State::Starting { .. } | State::Running { .. }, Event::Stuck) => self.kill_for_hanging(),
-
-            (State::Orphaned { .. } | State::Starting { .. } | State::Running { .. }, Event::Stop) => {
-                self.terminate(now, Next::Stay)
-            }
-            (State::Orphaned { .. } | State::Starting { .. } | State::Running { .. }, Event::Restart) => {
-                self.terminate(now, Next::Start)
-            }
-            (State::Stopping { until, .. }, Event::Stop) => {
-                self.enter(State::Stopping { until, next: Next::Stay }, None)
-            }
-            (State::Stopping { until, .. }, Event::Start | Event::Restart) => {
-                self.enter(State::Stopping { until, next: Next::Start }, None)
-            }
-            (State::Stopping { until, next }, Event::Extend(by)) => {
-                self.enter(State::Stopping { until: until.max(now + by.min(EXTENSION_MAX)), next }, None)
-            }
-            (State::Stopping { until, next }, Event::Tick) if now >= until => {
-                self.enter(State::Killing { next }, Some(Action::Kill))
-            }
-            (State::Killing { .. }, Event::Stop) => self.enter(State::Killing { next: Next::Stay }, None),
-            (State::Killing { .. }, Event::Start | Event::Restart) => {
-                self.enter(State::Killing { next: Next::Start }, None)
+            (ChildState::Starting { .. } | ChildState::Running { .. }, ChildEvent::WatchdogTrigger) => {
+                self.kill_hung_process()
             }
 
-            (State::Stopping { next, .. } | State::Killing { next }, Event::Ended(end)) => match next {
-                Next::Stay => self.enter(State::Stopped, None),
-                Next::Start => self.spawn(now),
-                Next::Crash => self.crashed(now, &end),
-            },
-            (State::Running { since, .. }, Event::Ended(end)) => {
-                if now.saturating_duration_since(since) >= self.policy.healthy_after {
-                    self.crashes_in_a_row = 0;
+            (
+                ChildState::Orphaned { .. } | ChildState::Starting { .. } | ChildState::Running { .. },
+                ChildEvent::Stop,
+            ) => self.terminate(now, AfterExit::StayStopped),
+            (
+                ChildState::Orphaned { .. } | ChildState::Starting { .. } | ChildState::Running { .. },
+                ChildEvent::Restart,
+            ) => self.terminate(now, AfterExit::Start),
+            (ChildState::Stopping { deadline, .. }, ChildEvent::Stop) => {
+                self.enter(ChildState::Stopping { deadline, then: AfterExit::StayStopped }, None)
+            }
+            (ChildState::Stopping { deadline, .. }, ChildEvent::Start | ChildEvent::Restart) => {
+                self.enter(ChildState::Stopping { deadline, then: AfterExit::Start }, None)
+            }
+            (ChildState::Stopping { deadline, then }, ChildEvent::ExtendTimeout(by)) => self.enter(
+                ChildState::Stopping { deadline: deadline.max(now + by.min(MAX_TIMEOUT_EXTENSION)), then },
+                None,
+            ),
+            (ChildState::Stopping { deadline, then }, ChildEvent::Tick) if now >= deadline => {
+                self.enter(ChildState::Killing { then }, Some(ChildAction::Kill))
+            }
+            (ChildState::Killing { .. }, ChildEvent::Stop) => {
+                self.enter(ChildState::Killing { then: AfterExit::StayStopped }, None)
+            }
+            (ChildState::Killing { .. }, ChildEvent::Start | ChildEvent::Restart) => {
+                self.enter(ChildState::Killing { then: AfterExit::Start }, None)
+            }
+
+            (ChildState::Stopping { then, .. } | ChildState::Killing { then }, ChildEvent::Exited(end)) => {
+                match then {
+                    AfterExit::StayStopped => self.enter(ChildState::Stopped, None),
+                    AfterExit::Start => self.spawn(now),
+                    AfterExit::CountAsCrash => self.handle_crash(now, &end),
                 }
-                self.crashed(now, &end)
             }
-            (State::Orphaned { .. } | State::Starting { .. }, Event::Ended(end)) => self.crashed(now, &end),
+            (ChildState::Running { since, .. }, ChildEvent::Exited(end)) => {
+                if now.saturating_duration_since(since) >= self.policy.healthy_after {
+                    self.consecutive_crashes = 0;
+                }
+                self.handle_crash(now, &end)
+            }
+            (ChildState::Orphaned { .. } | ChildState::Starting { .. }, ChildEvent::Exited(end)) => {
+                self.handle_crash(now, &end)
+            }
 
             // An early Tick, an order that is already carried out, or words of a process that is on its way out.
             (
                 _,
-                Event::Start
-                | Event::Stop
-                | Event::Orphan
-                | Event::Adopted
-                | Event::Ready
-                | Event::Alive
-                | Event::Stuck
-                | Event::Extend(_)
-                | Event::Ended(_)
-                | Event::Tick,
+                ChildEvent::Start
+                | ChildEvent::Stop
+                | ChildEvent::OrphanFound
+                | ChildEvent::OrphanAdopted
+                | ChildEvent::Ready
+                | ChildEvent::WatchdogPing
+                | ChildEvent::WatchdogTrigger
+                | ChildEvent::ExtendTimeout(_)
+                | ChildEvent::Exited(_)
+                | ChildEvent::Tick,
             ) => None,
         }
     }
 
-    fn enter(&mut self, state: State, action: Option<Action>) -> Option<Action> {
+    fn enter(&mut self, state: ChildState, action: Option<ChildAction>) -> Option<ChildAction> {
         self.state = state;
         action
     }
 
-    fn spawn(&mut self, now: Instant) -> Option<Action> {
-        self.enter(State::Starting { until: now + self.policy.start_timeout }, Some(Action::Spawn))
+    fn spawn(&mut self, now: Instant) -> Option<ChildAction> {
+        self.enter(
+            ChildState::Starting { deadline: now + self.policy.start_timeout },
+            Some(ChildAction::Spawn),
+        )
     }
 
-    fn terminate(&mut self, now: Instant, next: Next) -> Option<Action> {
-        self.enter(State::Stopping { until: now + self.policy.stop_grace, next }, Some(Action::Terminate))
+    fn terminate(&mut self, now: Instant, then: AfterExit) -> Option<ChildAction> {
+        self.enter(
+            ChildState::Stopping { deadline: now + self.policy.stop_grace, then },
+            Some(ChildAction::Terminate),
+        )
     }
 
-    fn kill_for_hanging(&mut self) -> Option<Action> {
-        self.enter(State::Killing { next: Next::Crash }, Some(Action::Kill))
+    fn kill_hung_process(&mut self) -> Option<ChildAction> {
+        self.enter(ChildState::Killing { then: AfterExit::CountAsCrash }, Some(ChildAction::Kill))
     }
 
-    fn crashed(&mut self, now: Instant, end: &End) -> Option<Action> {
+    fn handle_crash(&mut self, now: Instant, termination: &Termination) -> Option<ChildAction> {
         self.crashes += 1;
-        self.crashes_in_a_row += 1;
-        let permanent = match end {
-            End::Code(code) => Exit::from_code(*code).filter(|exit| exit.is_permanent()),
+        self.consecutive_crashes += 1;
+        let permanent = match termination {
+            Termination::ExitCode(code) => Exit::from_code(*code).filter(|exit| exit.is_permanent()),
             _ => None,
         };
         if let Some(exit) = permanent {
-            return self.enter(State::Failed(FailCause::Permanent(exit)), None);
+            return self.enter(ChildState::Failed(FailureReason::PermanentError(exit)), None);
         }
-        if self.crashes_in_a_row > self.policy.crashes_in_a_row_max {
-            return self.enter(State::Failed(FailCause::CrashLoop), None);
+        if self.consecutive_crashes > self.policy.max_consecutive_crashes {
+            return self.enter(ChildState::Failed(FailureReason::CrashLoop), None);
         }
-        match self.policy.pause(self.crashes_in_a_row) {
+        match self.policy.backoff(self.consecutive_crashes) {
             Duration::ZERO => self.spawn(now),
-            pause => self.enter(State::BackingOff { until: now + pause }, None),
+            pause => self.enter(ChildState::BackingOff { deadline: now + pause }, None),
         }
     }
 }
@@ -329,17 +358,17 @@ mod tests {
 
     use super::*;
 
-    const SIGKILL: End = End::Signal(9);
+    const SIGKILL: Termination = Termination::Signal(9);
 
-    fn started(now: Instant) -> Machine {
-        let mut machine = Machine::new(Policy::DEFAULT);
-        assert_eq!(machine.on(now, Event::Start), Some(Action::Spawn));
+    fn started(now: Instant) -> ChildStateMachine {
+        let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
+        assert_eq!(machine.handle(now, ChildEvent::Start), Some(ChildAction::Spawn));
         machine
     }
 
-    fn running(now: Instant) -> Machine {
+    fn running(now: Instant) -> ChildStateMachine {
         let mut machine = started(now);
-        assert_eq!(machine.on(now, Event::Ready), None);
+        assert_eq!(machine.handle(now, ChildEvent::Ready), None);
         machine
     }
 
@@ -349,12 +378,12 @@ mod tests {
         let mut machine = running(now);
         let mut pauses_ms = Vec::new();
         loop {
-            let action = machine.on(now, Event::Ended(SIGKILL));
+            let action = machine.handle(now, ChildEvent::Exited(SIGKILL));
             let pause = match machine.state() {
-                State::Starting { .. } => Duration::ZERO,
-                State::BackingOff { until } => until - now,
-                State::Failed(cause) => {
-                    assert_eq!(cause, FailCause::CrashLoop);
+                ChildState::Starting { .. } => Duration::ZERO,
+                ChildState::BackingOff { deadline } => deadline - now,
+                ChildState::Failed(cause) => {
+                    assert_eq!(cause, FailureReason::CrashLoop);
                     break;
                 }
                 other => panic!("{other:?}"),
@@ -362,10 +391,14 @@ mod tests {
             assert_eq!(action.is_some(), pause.is_zero());
             pauses_ms.push(pause.as_millis());
             now += pause;
-            machine.on(now, Event::Tick);
+            machine.handle(now, ChildEvent::Tick);
         }
         assert_eq!(pauses_ms, [0, 200, 400, 800, 1600, 3200]);
-        assert_eq!(machine.on(now, Event::Restart), Some(Action::Spawn), "an order ends the failed state");
+        assert_eq!(
+            machine.handle(now, ChildEvent::Restart),
+            Some(ChildAction::Spawn),
+            "an order ends the failed state"
+        );
     }
 
     #[test]
@@ -373,9 +406,9 @@ mod tests {
         let mut now = Instant::now();
         let mut machine = running(now);
         for _ in 0..20 {
-            now += Policy::DEFAULT.healthy_after;
-            assert_eq!(machine.on(now, Event::Ended(SIGKILL)), Some(Action::Spawn));
-            machine.on(now, Event::Ready);
+            now += RestartPolicy::DEFAULT.healthy_after;
+            assert_eq!(machine.handle(now, ChildEvent::Exited(SIGKILL)), Some(ChildAction::Spawn));
+            machine.handle(now, ChildEvent::Ready);
         }
         assert_eq!(machine.crashes(), 20);
     }
@@ -385,67 +418,73 @@ mod tests {
         let now = Instant::now();
         let mut machine = started(now);
         let code = i32::from(Exit::ModelRefused.code());
-        assert_eq!(machine.on(now, Event::Ended(End::Code(code))), None);
-        assert_eq!(machine.state(), State::Failed(FailCause::Permanent(Exit::ModelRefused)));
+        assert_eq!(machine.handle(now, ChildEvent::Exited(Termination::ExitCode(code))), None);
+        assert_eq!(machine.state(), ChildState::Failed(FailureReason::PermanentError(Exit::ModelRefused)));
     }
 
     #[test]
     fn a_child_that_ignores_the_request_to_stop_is_killed_after_its_grace() {
         let now = Instant::now();
         let mut machine = running(now);
-        assert_eq!(machine.on(now, Event::Stop), Some(Action::Terminate));
-        let almost = now + Policy::DEFAULT.stop_grace - Duration::from_millis(1);
-        assert_eq!(machine.on(almost, Event::Tick), None);
-        assert_eq!(machine.on(now + Policy::DEFAULT.stop_grace, Event::Tick), Some(Action::Kill));
-        assert_eq!(machine.on(now, Event::Ended(SIGKILL)), None);
-        assert_eq!((machine.state(), machine.crashes()), (State::Stopped, 0));
+        assert_eq!(machine.handle(now, ChildEvent::Stop), Some(ChildAction::Terminate));
+        let almost = now + RestartPolicy::DEFAULT.stop_grace - Duration::from_millis(1);
+        assert_eq!(machine.handle(almost, ChildEvent::Tick), None);
+        assert_eq!(
+            machine.handle(now + RestartPolicy::DEFAULT.stop_grace, ChildEvent::Tick),
+            Some(ChildAction::Kill)
+        );
+        assert_eq!(machine.handle(now, ChildEvent::Exited(SIGKILL)), None);
+        assert_eq!((machine.state(), machine.crashes()), (ChildState::Stopped, 0));
     }
 
     #[test]
     fn a_silent_child_and_one_that_never_gets_ready_are_killed_and_count_as_crashed() {
         let now = Instant::now();
         let mut silent = running(now);
-        assert_eq!(silent.on(now + Duration::from_secs(20), Event::Alive), None);
-        assert_eq!(silent.on(now + Duration::from_secs(40), Event::Tick), None);
-        assert_eq!(silent.on(now + Duration::from_secs(50), Event::Tick), Some(Action::Kill));
-        assert_eq!(silent.on(now + Duration::from_secs(50), Event::Ended(SIGKILL)), Some(Action::Spawn));
+        assert_eq!(silent.handle(now + Duration::from_secs(20), ChildEvent::WatchdogPing), None);
+        assert_eq!(silent.handle(now + Duration::from_secs(40), ChildEvent::Tick), None);
+        assert_eq!(silent.handle(now + Duration::from_secs(50), ChildEvent::Tick), Some(ChildAction::Kill));
+        assert_eq!(
+            silent.handle(now + Duration::from_secs(50), ChildEvent::Exited(SIGKILL)),
+            Some(ChildAction::Spawn)
+        );
         let mut slow = started(now);
-        slow.on(now + Duration::from_secs(20), Event::Extend(Duration::from_secs(30)));
-        assert_eq!(slow.on(now + Duration::from_secs(40), Event::Tick), None);
-        assert_eq!(slow.on(now + Duration::from_secs(50), Event::Tick), Some(Action::Kill));
-        slow.on(now + Duration::from_secs(50), Event::Ended(SIGKILL));
+        slow.handle(now + Duration::from_secs(20), ChildEvent::ExtendTimeout(Duration::from_secs(30)));
+        assert_eq!(slow.handle(now + Duration::from_secs(40), ChildEvent::Tick), None);
+        assert_eq!(slow.handle(now + Duration::from_secs(50), ChildEvent::Tick), Some(ChildAction::Kill));
+        slow.handle(now + Duration::from_secs(50), ChildEvent::Exited(SIGKILL));
         assert_eq!((silent.crashes(), slow.crashes()), (1, 1));
     }
 
     #[test]
     fn an_orphan_is_adopted_or_replaced() {
         let now = Instant::now();
-        let mut adopted = Machine::new(Policy::DEFAULT);
-        adopted.on(now, Event::Orphan);
-        assert_eq!(adopted.on(now, Event::Adopted), None);
-        assert!(matches!(adopted.state(), State::Running { .. }));
-        let mut mute = Machine::new(Policy::DEFAULT);
-        mute.on(now, Event::Orphan);
-        let later = now + Policy::DEFAULT.adopt_timeout;
-        assert_eq!(mute.on(later, Event::Tick), Some(Action::Kill));
-        assert_eq!(mute.on(later, Event::Ended(End::Unknown)), Some(Action::Spawn));
+        let mut adopted = ChildStateMachine::new(RestartPolicy::DEFAULT);
+        adopted.handle(now, ChildEvent::OrphanFound);
+        assert_eq!(adopted.handle(now, ChildEvent::OrphanAdopted), None);
+        assert!(matches!(adopted.state(), ChildState::Running { .. }));
+        let mut mute = ChildStateMachine::new(RestartPolicy::DEFAULT);
+        mute.handle(now, ChildEvent::OrphanFound);
+        let later = now + RestartPolicy::DEFAULT.adopt_timeout;
+        assert_eq!(mute.handle(later, ChildEvent::Tick), Some(ChildAction::Kill));
+        assert_eq!(mute.handle(later, ChildEvent::Exited(Termination::Unknown)), Some(ChildAction::Spawn));
     }
 
-    fn any_event() -> impl Strategy<Value = Event> {
+    fn any_event() -> impl Strategy<Value = ChildEvent> {
         prop_oneof![
-            Just(Event::Start),
-            Just(Event::Stop),
-            Just(Event::Restart),
-            Just(Event::Orphan),
-            Just(Event::Adopted),
-            Just(Event::Ready),
-            Just(Event::Alive),
-            Just(Event::Stuck),
-            (0u64..3_000).prop_map(|s| Event::Extend(Duration::from_secs(s))),
-            Just(Event::Ended(SIGKILL)),
-            Just(Event::Ended(End::Code(1))),
-            Just(Event::Ended(End::Code(2))),
-            Just(Event::Tick),
+            Just(ChildEvent::Start),
+            Just(ChildEvent::Stop),
+            Just(ChildEvent::Restart),
+            Just(ChildEvent::OrphanFound),
+            Just(ChildEvent::OrphanAdopted),
+            Just(ChildEvent::Ready),
+            Just(ChildEvent::WatchdogPing),
+            Just(ChildEvent::WatchdogTrigger),
+            (0u64..3_000).prop_map(|s| ChildEvent::ExtendTimeout(Duration::from_secs(s))),
+            Just(ChildEvent::Exited(SIGKILL)),
+            Just(ChildEvent::Exited(Termination::ExitCode(1))),
+            Just(ChildEvent::Exited(Termination::ExitCode(2))),
+            Just(ChildEvent::Tick),
         ]
     }
 
@@ -455,27 +494,27 @@ mod tests {
         #[test]
         fn there_is_never_more_than_one_process(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..200)) {
             let mut now = Instant::now();
-            let mut machine = Machine::new(Policy::DEFAULT);
+            let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
             let mut process = false;
             for (event, wait_ms) in steps {
                 now += Duration::from_millis(wait_ms);
                 match event {
                     // The world cannot report the end of a process that doesn't exist, or find an orphan of ours.
-                    Event::Ended(_) if !process => continue,
-                    Event::Ended(_) => process = false,
-                    Event::Orphan if machine.state() == State::Stopped => process = true,
+                    ChildEvent::Exited(_) if !process => continue,
+                    ChildEvent::Exited(_) => process = false,
+                    ChildEvent::OrphanFound if machine.state() == ChildState::Stopped => process = true,
                     _ => {}
                 }
-                match machine.on(now, event) {
-                    Some(Action::Spawn) => {
+                match machine.handle(now, event) {
+                    Some(ChildAction::Spawn) => {
                         prop_assert!(!process, "spawned beside a living process");
                         process = true;
                     }
-                    Some(Action::Terminate | Action::Kill) => prop_assert!(process, "signal to nobody"),
+                    Some(ChildAction::Terminate | ChildAction::Kill) => prop_assert!(process, "signal to nobody"),
                     None => {}
                 }
                 prop_assert_eq!(machine.has_process(), process);
-                let bounded = machine.deadline().is_some() || matches!(machine.state(), State::Killing { .. });
+                let bounded = machine.deadline().is_some() || matches!(machine.state(), ChildState::Killing { .. });
                 prop_assert!(!process || bounded, "{:?} could last for ever", machine.state());
             }
         }
@@ -484,29 +523,29 @@ mod tests {
         #[test]
         fn a_stop_order_is_always_carried_out(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..60)) {
             let mut now = Instant::now();
-            let mut machine = Machine::new(Policy::DEFAULT);
+            let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
             for (event, wait_ms) in steps {
                 now += Duration::from_millis(wait_ms);
-                if matches!(event, Event::Ended(_)) && !machine.has_process() {
+                if matches!(event, ChildEvent::Exited(_)) && !machine.has_process() {
                     continue;
                 }
-                machine.on(now, event);
+                machine.handle(now, event);
             }
-            let mut action = machine.on(now, Event::Stop);
+            let mut action = machine.handle(now, ChildEvent::Stop);
             for _ in 0..4 {
-                prop_assert_ne!(action, Some(Action::Spawn));
+                prop_assert_ne!(action, Some(ChildAction::Spawn));
                 action = match (action, machine.deadline()) {
-                    (Some(Action::Kill), _) => machine.on(now, Event::Ended(SIGKILL)),
+                    (Some(ChildAction::Kill), _) => machine.handle(now, ChildEvent::Exited(SIGKILL)),
                     (_, Some(deadline)) => {
                         now = now.max(deadline);
-                        machine.on(now, Event::Tick)
+                        machine.handle(now, ChildEvent::Tick)
                     }
                     // SIGKILL was sent before: the end comes by itself.
-                    (_, None) if machine.has_process() => machine.on(now, Event::Ended(SIGKILL)),
+                    (_, None) if machine.has_process() => machine.handle(now, ChildEvent::Exited(SIGKILL)),
                     (_, None) => None,
                 };
             }
-            prop_assert_eq!(machine.state(), State::Stopped);
+            prop_assert_eq!(machine.state(), ChildState::Stopped);
         }
     }
 }

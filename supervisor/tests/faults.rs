@@ -7,9 +7,9 @@
 #![expect(clippy::print_stdout, reason = "a test runner reports on standard output")]
 
 mod faults {
-    pub(crate) mod child;
-    pub(crate) mod weights;
-    pub(crate) mod world;
+    pub(crate) mod fake_child;
+    pub(crate) mod fake_weight_server;
+    pub(crate) mod test_fleet;
 }
 
 use std::os::fd::AsFd;
@@ -17,19 +17,19 @@ use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use faults::world::{PATIENCE, Pid, World, alive, eventually, fleet_client};
+use faults::test_fleet::{Pid, TEST_TIMEOUT, TestFleet, alive, eventually, fleet_client};
 use proto::fleet::v1 as wire;
 use service::Notify;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
-use supervisor::{FailCause, FleetEvent, State};
+use supervisor::{ChildState, FailureReason, FleetEvent};
 
 fn main() {
     let mut arguments = std::env::args_os().skip(1);
     let first = arguments.next();
     match first.as_ref().and_then(|a| a.to_str()) {
         Some(supervisor::shim::SUBCOMMAND) => panic!("{}", supervisor::shim::exec(arguments)),
-        Some("weight-server" | "worker" | "router") => faults::child::main(arguments),
-        Some("supervisor") => faults::world::supervisor_main(arguments),
+        Some("weight-server" | "worker" | "router") => faults::fake_child::main(arguments),
+        Some("supervisor") => faults::test_fleet::supervisor_main(arguments),
         _ => run_tests(first.iter().filter_map(|a| a.to_str())),
     }
 }
@@ -38,9 +38,9 @@ macro_rules! tests {
     ($($name:ident),* $(,)?) => { &[$((stringify!($name), || block_on($name()))),*] };
 }
 
-type Test = (&'static str, fn() -> Result<()>);
+type FaultTest = (&'static str, fn() -> Result<()>);
 
-const TESTS: &[Test] = tests![
+const TESTS: &[FaultTest] = tests![
     a_fleet_starts_and_stops_without_a_trace,
     a_killed_worker_is_back_soon_and_alone,
     a_killed_weight_server_gets_its_descriptors_back,
@@ -89,14 +89,14 @@ fn block_on(test: impl Future<Output = Result<()>>) -> Result<()> {
 }
 
 async fn a_fleet_starts_and_stops_without_a_trace() -> Result<()> {
-    let world = World::new()?;
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    let pids = world.pids(&fleet).await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    let pids = fleet_fixture.pids(&fleet).await?;
     ensure!(pids.len() == 4, "weight-server, router and two workers: {pids:?}");
     fleet.stop().await;
     fleet.stopped().await;
-    ensure!(!world.runtime_dir().exists(), "the runtime directory is left");
+    ensure!(!fleet_fixture.runtime_dir().exists(), "the runtime directory is left");
     for (name, pid) in pids {
         ensure!(!alive(pid), "{name} is left");
     }
@@ -104,50 +104,53 @@ async fn a_fleet_starts_and_stops_without_a_trace() -> Result<()> {
 }
 
 async fn a_killed_worker_is_back_soon_and_alone() -> Result<()> {
-    let world = World::new()?;
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    let before = world.pids(&fleet).await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    let before = fleet_fixture.pids(&fleet).await?;
     let killed = Instant::now();
     before["worker-1"].kill()?;
     eventually("the worker is back", || async {
-        let now = world.pids(&fleet).await?;
+        let now = fleet_fixture.pids(&fleet).await?;
         Ok(now.get("worker-1").is_some_and(|pid| *pid != before["worker-1"])
-            && world.state(&fleet, "worker-1").await? == "running")
+            && fleet_fixture.state(&fleet, "worker-1").await? == "running")
     })
     .await?;
     let took = killed.elapsed();
     // The goal is a second; a test on a busy machine gets ten.
     ensure!(took < Duration::from_secs(10), "took {took:?}");
-    let after = world.pids(&fleet).await?;
+    let after = fleet_fixture.pids(&fleet).await?;
     ensure!(after["weight-server"] == before["weight-server"], "others are left alone");
     ensure!(after["worker-0"] == before["worker-0"], "others are left alone");
     let status = fleet.status().await?;
     let worker = status.children.iter().find(|c| c.name == "worker-1").context("worker-1")?;
-    let last_end = worker.last_end.as_ref().context("no last end")?.to_string();
-    ensure!(worker.crashes == 1 && last_end == "killed by SIGKILL", "{worker:?}");
+    let last_termination = worker.last_termination.as_ref().context("no last end")?.to_string();
+    ensure!(worker.crashes == 1 && last_termination == "killed by SIGKILL", "{worker:?}");
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())
 }
 
 async fn a_killed_weight_server_gets_its_descriptors_back() -> Result<()> {
-    let world = World::new()?;
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    ensure!(world.text(&fleet, "weight-server").await? == "stored 3", "the first start finds nothing");
+    let fleet_fixture = TestFleet::new()?;
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    ensure!(
+        fleet_fixture.text(&fleet, "weight-server").await? == "stored 3",
+        "the first start finds nothing"
+    );
     for _ in 0..2 {
-        let before = world.pids(&fleet).await?;
+        let before = fleet_fixture.pids(&fleet).await?;
         before["weight-server"].kill()?;
         eventually("the weight-server is back with its descriptors", || async {
-            let now = world.pids(&fleet).await?;
+            let now = fleet_fixture.pids(&fleet).await?;
             Ok(now.get("weight-server").is_some_and(|pid| *pid != before["weight-server"])
-                && world.text(&fleet, "weight-server").await?
+                && fleet_fixture.text(&fleet, "weight-server").await?
                     == "adopted weights=allocation 0, weights=allocation 1, manifest=manifest")
         })
         .await?;
         // It had stored and removed a fourth one, which must not come back.
-        ensure!(fleet.status().await?.vault_fds == 3);
+        ensure!(fleet.status().await?.stored_fds == 3);
     }
     fleet.stop().await;
     fleet.stopped().await;
@@ -155,59 +158,63 @@ async fn a_killed_weight_server_gets_its_descriptors_back() -> Result<()> {
 }
 
 async fn descriptors_are_kept_for_the_weight_server_only() -> Result<()> {
-    let world = World::new()?.worker("stores-a-descriptor");
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    ensure!(fleet.status().await?.vault_fds == 3, "a worker's descriptor was kept");
+    let fleet_fixture = TestFleet::new()?.worker("stores-a-descriptor");
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    ensure!(fleet.status().await?.stored_fds == 3, "a worker's descriptor was kept");
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())
 }
 
 async fn a_notification_of_a_stranger_is_ignored() -> Result<()> {
-    let world = World::new()?.worker("never-ready");
-    let mut fleet = world.start().await?;
-    eventually("the workers are started", || async { Ok(world.pids(&fleet).await?.len() == 4) }).await?;
+    let fleet_fixture = TestFleet::new()?.worker("never-ready");
+    let mut fleet = fleet_fixture.start().await?;
+    eventually("the workers are started", || async { Ok(fleet_fixture.pids(&fleet).await?.len() == 4) })
+        .await?;
     let socket = fleet.directory().notify_socket("worker-0");
     let stranger = Notify::to_socket(socket.to_str().context("path")?)?;
     stranger.ready()?;
     stranger.status("I am worker-0")?;
     // Answered in order: what came before has been looked at.
     stranger.barrier(Duration::from_secs(5))?;
-    ensure!(world.state(&fleet, "worker-0").await? == "starting");
-    ensure!(world.text(&fleet, "worker-0").await?.is_empty());
+    ensure!(fleet_fixture.state(&fleet, "worker-0").await? == "starting");
+    ensure!(fleet_fixture.text(&fleet, "worker-0").await?.is_empty());
     fleet.kill().await;
     fleet.stopped().await;
     Ok(())
 }
 
 async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Result<()> {
-    let world = World::new()?.worker("exits-1");
-    let mut fleet = world.start().await?;
+    let fleet_fixture = TestFleet::new()?.worker("exits-1");
+    let mut fleet = fleet_fixture.start().await?;
     let started = Instant::now();
     eventually("the workers are given up", || async {
-        Ok(world.state(&fleet, "worker-0").await? == "failed"
-            && world.state(&fleet, "worker-1").await? == "failed")
+        Ok(fleet_fixture.state(&fleet, "worker-0").await? == "failed"
+            && fleet_fixture.state(&fleet, "worker-1").await? == "failed")
     })
     .await?;
     ensure!(started.elapsed() > Duration::from_secs(6), "the pauses between its starts grow");
     let status = fleet.status().await?;
     let worker = status.children.iter().find(|c| c.name == "worker-0").context("worker-0")?;
-    ensure!(worker.state == State::Failed(FailCause::CrashLoop) && worker.crashes == 7, "{worker:?}");
+    ensure!(
+        worker.state == ChildState::Failed(FailureReason::CrashLoop) && worker.crashes == 7,
+        "{worker:?}"
+    );
     let mut events = fleet.events();
-    let mut client = fleet_client(&world.runtime_dir()).await?;
+    let mut client = fleet_client(&fleet_fixture.runtime_dir()).await?;
     client.restart_child(wire::RestartChildRequest { name: "worker-0".to_owned() }).await?;
     let restarted = async {
         loop {
             if let FleetEvent::Child(child) = events.recv().await?
                 && child.name == "worker-0"
-                && matches!(child.state, State::Starting { .. })
+                && matches!(child.state, ChildState::Starting { .. })
             {
                 return anyhow::Ok(());
             }
         }
     };
-    tokio::time::timeout(PATIENCE, restarted).await??;
+    tokio::time::timeout(TEST_TIMEOUT, restarted).await??;
     let unknown = client.restart_child(wire::RestartChildRequest { name: "worker-7".to_owned() }).await;
     ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
     fleet.stop().await;
@@ -216,31 +223,33 @@ async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Re
 }
 
 async fn a_child_with_a_wrong_configuration_is_not_tried_again() -> Result<()> {
-    let world = World::new()?.router("exits-2");
-    let mut fleet = world.start().await?;
-    eventually("the router has failed", || async { Ok(world.state(&fleet, "router").await? == "failed") })
-        .await?;
+    let fleet_fixture = TestFleet::new()?.router("exits-2");
+    let mut fleet = fleet_fixture.start().await?;
+    eventually("the router has failed", || async {
+        Ok(fleet_fixture.state(&fleet, "router").await? == "failed")
+    })
+    .await?;
     let status = fleet.status().await?;
     let router = status.children.iter().find(|c| c.name == "router").context("router")?;
-    let last_end = router.last_end.as_ref().context("no last end")?;
-    ensure!(router.crashes == 1 && last_end.exit() == Some(service::Exit::Usage), "{router:?}");
-    ensure!(last_end.to_string() == "exit code 2 (Usage): port 70000 does not exist", "{router:?}");
+    let last_termination = router.last_termination.as_ref().context("no last end")?;
+    ensure!(router.crashes == 1 && last_termination.exit() == Some(service::Exit::Usage), "{router:?}");
+    ensure!(last_termination.to_string() == "exit code 2 (Usage): port 70000 does not exist", "{router:?}");
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())
 }
 
 async fn a_deaf_child_is_killed_with_everything_it_started() -> Result<()> {
-    let world = World::new()?.weight_server("deaf-with-a-grandchild");
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    let pids = world.pids(&fleet).await?;
+    let fleet_fixture = TestFleet::new()?.weight_server("deaf-with-a-grandchild");
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    let pids = fleet_fixture.pids(&fleet).await?;
     let mut grandchild = None;
     eventually("the grandchild is there", || async {
-        Ok(world.text(&fleet, "weight-server").await?.starts_with("grandchild "))
+        Ok(fleet_fixture.text(&fleet, "weight-server").await?.starts_with("grandchild "))
     })
     .await?;
-    if let Some(pid) = world.text(&fleet, "weight-server").await?.strip_prefix("grandchild ") {
+    if let Some(pid) = fleet_fixture.text(&fleet, "weight-server").await?.strip_prefix("grandchild ") {
         grandchild = Some(Pid(pid.parse()?));
     }
     let grandchild = grandchild.context("no grandchild")?;
@@ -255,9 +264,9 @@ async fn a_deaf_child_is_killed_with_everything_it_started() -> Result<()> {
 }
 
 async fn a_second_supervisor_is_refused() -> Result<()> {
-    let world = World::new()?;
-    let mut fleet = world.start().await?;
-    let second = ClaimedRuntimeDir::claim(Some(&world.runtime_dir()));
+    let fleet_fixture = TestFleet::new()?;
+    let mut fleet = fleet_fixture.start().await?;
+    let second = ClaimedRuntimeDir::claim(Some(&fleet_fixture.runtime_dir()));
     ensure!(matches!(second, Err(RuntimeDirError::InUse { .. })));
     fleet.stop().await;
     fleet.stopped().await;
@@ -265,17 +274,17 @@ async fn a_second_supervisor_is_refused() -> Result<()> {
 }
 
 async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
-    let world = World::new()?;
-    let mut fleet = world.start().await?;
-    world.all_running(&fleet, 4).await?;
-    let mut client = fleet_client(&world.runtime_dir()).await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut fleet = fleet_fixture.start().await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
+    let mut client = fleet_client(&fleet_fixture.runtime_dir()).await?;
     let added = client.add_worker(wire::AddWorkerRequest::default()).await?.into_inner().name;
     ensure!(added == "worker-2");
-    world.all_running(&fleet, 5).await?;
-    let pid = world.pids(&fleet).await?["worker-2"];
+    fleet_fixture.all_running(&fleet, 5).await?;
+    let pid = fleet_fixture.pids(&fleet).await?["worker-2"];
     client.remove_worker(wire::RemoveWorkerRequest { name: added }).await?;
     ensure!(!alive(pid), "the answer comes when it is gone");
-    ensure!(world.pids(&fleet).await?.len() == 4);
+    ensure!(fleet_fixture.pids(&fleet).await?.len() == 4);
     let again = client.add_worker(wire::AddWorkerRequest { model: "m".to_owned() }).await?.into_inner().name;
     ensure!(again == "worker-2", "the free place is used again");
     let unknown = client.add_worker(wire::AddWorkerRequest { model: "x".to_owned() }).await;
@@ -284,9 +293,9 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
     ensure!(router.is_err_and(|status| status.code() == tonic::Code::InvalidArgument));
 
     // A child that has just been started has no memory of its own yet.
-    world.all_running(&fleet, 5).await?;
+    fleet_fixture.all_running(&fleet, 5).await?;
     let status = client.get_status(wire::GetStatusRequest { memory: true }).await?.into_inner();
-    ensure!(status.vault_fds == 3 && status.supervisor_pid == std::process::id());
+    ensure!(status.stored_fds == 3 && status.supervisor_pid == std::process::id());
     for child in status.children {
         let memory = child.memory.with_context(|| format!("{} has no memory", child.name))?;
         ensure!(memory.resident >= memory.anonymous && memory.anonymous > 0, "{memory:?}");
@@ -310,7 +319,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
         "{last:?}"
     );
     ensure!(client.load_model(load).await.is_err_and(|s| s.code() == tonic::Code::AlreadyExists));
-    world.all_running(&fleet, 6).await?;
+    fleet_fixture.all_running(&fleet, 6).await?;
     client.unload_model(wire::UnloadModelRequest { name: "second".to_owned() }).await?;
     let status = fleet.status().await?;
     ensure!(status.children.len() == 5 && status.models.len() == 1, "{status:?}");
@@ -321,8 +330,8 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
 }
 
 async fn a_model_that_cannot_be_loaded_is_reported_and_its_workers_go() -> Result<()> {
-    let world = World::new()?.weight_server("refuses-to-load");
-    let mut fleet = world.start().await?;
+    let fleet_fixture = TestFleet::new()?.weight_server("refuses-to-load");
+    let mut fleet = fleet_fixture.start().await?;
     eventually("the model has failed", || async {
         let model = fleet.status().await?.models.pop().context("model")?;
         Ok(matches!(model.state, supervisor::ModelState::Failed(ref failure)
@@ -336,74 +345,74 @@ async fn a_model_that_cannot_be_loaded_is_reported_and_its_workers_go() -> Resul
 }
 
 async fn a_successor_takes_over_living_children_and_the_vault() -> Result<()> {
-    let world = World::new()?;
-    let mut first = world.start_supervisor()?;
-    let mut client = world.connected().await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut first = fleet_fixture.start_supervisor()?;
+    let mut client = fleet_fixture.connected().await?;
     client.add_worker(wire::AddWorkerRequest::default()).await?;
-    let before = world.running_over_the_wire(&mut client, 5).await?;
+    let before = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
     first.kill()?;
     first.wait()?;
-    let mut second = world.start_supervisor()?;
-    let mut client = world.connected().await?;
-    let after = world.running_over_the_wire(&mut client, 5).await?;
+    let mut second = fleet_fixture.start_supervisor()?;
+    let mut client = fleet_fixture.connected().await?;
+    let after = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
     ensure!(before == after, "other processes: {before:?} {after:?}");
     eventually("the weight-server stores its descriptors again", || {
         let mut client = client.clone();
-        async move { Ok(client.get_status(wire::GetStatusRequest::default()).await?.into_inner().vault_fds == 3) }
+        async move { Ok(client.get_status(wire::GetStatusRequest::default()).await?.into_inner().stored_fds == 3) }
     })
     .await?;
     // What was taken over is supervised as before: restarted when it dies, told when we die.
     after["worker-2"].kill()?;
     eventually("an adopted worker is restarted", || {
-        let (mut client, world, old) = (client.clone(), &world, after["worker-2"]);
+        let (mut client, fleet_fixture, old) = (client.clone(), &fleet_fixture, after["worker-2"]);
         async move {
-            let now = world.running_over_the_wire(&mut client, 5).await?;
+            let now = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
             Ok(now["worker-2"] != old)
         }
     })
     .await?;
-    let pids = world.running_over_the_wire(&mut client, 5).await?;
+    let pids = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(second.id().cast_signed()), nix::sys::signal::SIGTERM)?;
     ensure!(second.wait()?.success());
     ensure!(pids.values().all(|&pid| !alive(pid)));
-    ensure!(!world.runtime_dir().exists());
+    ensure!(!fleet_fixture.runtime_dir().exists());
     Ok(())
 }
 
 async fn a_dead_child_is_replaced_by_the_successor() -> Result<()> {
-    let world = World::new()?;
-    let mut first = world.start_supervisor()?;
-    let mut client = world.connected().await?;
-    let before = world.running_over_the_wire(&mut client, 4).await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut first = fleet_fixture.start_supervisor()?;
+    let mut client = fleet_fixture.connected().await?;
+    let before = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
     first.kill()?;
     first.wait()?;
     before["router"].kill()?;
     before["worker-1"].stop()?;
-    let mut second = world.start_supervisor()?;
-    let mut client = world.connected().await?;
-    let after = world.running_over_the_wire(&mut client, 4).await?;
+    let mut second = fleet_fixture.start_supervisor()?;
+    let mut client = fleet_fixture.connected().await?;
+    let after = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
     ensure!(before["worker-0"] == after["worker-0"] && before["weight-server"] == after["weight-server"]);
     ensure!(before["router"] != after["router"], "a dead process was taken over");
     ensure!(before["worker-1"] != after["worker-1"], "a stopped process was taken over");
     ensure!(!alive(before["worker-1"]));
     client.stop_fleet(wire::StopFleetRequest {}).await?;
     ensure!(second.wait()?.success());
-    ensure!(!world.runtime_dir().exists());
+    ensure!(!fleet_fixture.runtime_dir().exists());
     Ok(())
 }
 
 async fn without_a_successor_nothing_is_left() -> Result<()> {
-    let world = World::new()?;
-    let mut supervisor = world.start_supervisor()?;
-    let mut client = world.connected().await?;
-    let pids = world.running_over_the_wire(&mut client, 4).await?;
+    let fleet_fixture = TestFleet::new()?;
+    let mut supervisor = fleet_fixture.start_supervisor()?;
+    let mut client = fleet_fixture.connected().await?;
+    let pids = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
     supervisor.kill()?;
     supervisor.wait()?;
     let killed = Instant::now();
     tokio::time::sleep(Duration::from_secs(5)).await;
     ensure!(pids.values().all(|&pid| alive(pid)), "the children wait for a successor");
     eventually("everything is gone", || async {
-        Ok(pids.values().all(|&pid| !alive(pid)) && !world.runtime_dir().exists())
+        Ok(pids.values().all(|&pid| !alive(pid)) && !fleet_fixture.runtime_dir().exists())
     })
     .await?;
     ensure!(killed.elapsed() > Duration::from_secs(9), "they gave up too early");
@@ -411,8 +420,8 @@ async fn without_a_successor_nothing_is_left() -> Result<()> {
 }
 
 async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
-    let world = World::new()?;
-    let path = world.path().join("systemd.sock");
+    let fleet_fixture = TestFleet::new()?;
+    let path = fleet_fixture.path().join("systemd.sock");
     let systemd = UnixDatagram::bind(&path)?;
     systemd.set_nonblocking(true)?;
     let systemd = tokio::net::UnixDatagram::from_std(systemd)?;
@@ -431,21 +440,21 @@ async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
     let parent = Notify::to_socket(path.to_str().context("path")?)?;
     let kept = service::listen::InheritedFd {
         name: "manifest".to_owned(),
-        fd: world.file_with("manifest")?.as_fd().try_clone_to_owned()?,
+        fd: fleet_fixture.file_with("manifest")?.as_fd().try_clone_to_owned()?,
     };
-    let mut fleet = world.start_under(parent, vec![kept]).await?;
-    world.all_running(&fleet, 4).await?;
+    let mut fleet = fleet_fixture.start_under(parent, vec![kept]).await?;
+    fleet_fixture.all_running(&fleet, 4).await?;
     ensure!(
-        world.text(&fleet, "weight-server").await? == "adopted manifest=manifest",
+        fleet_fixture.text(&fleet, "weight-server").await? == "adopted manifest=manifest",
         "what systemd kept goes to the weight-server"
     );
     fleet.stop().await;
     fleet.stopped().await;
 
-    let world = World::new()?;
+    let fleet_fixture = TestFleet::new()?;
     let parent = Notify::to_socket(path.to_str().context("path")?)?;
-    let mut fleet = world.start_under(parent, Vec::new()).await?;
-    let heard = tokio::time::timeout(PATIENCE, heard).await??;
+    let mut fleet = fleet_fixture.start_under(parent, Vec::new()).await?;
+    let heard = tokio::time::timeout(TEST_TIMEOUT, heard).await??;
     let store = |name| format!("FDSTORE=1 FDNAME={name} FDPOLL=0");
     let expected = [
         store("weights"),

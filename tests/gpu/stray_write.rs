@@ -38,7 +38,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     let back = eventually("the worker is back", || {
         fleet.line(&victim.name).filter(|line| line["pid"] != victim.pid && line["state"] == "ready")
     });
-    let report = back["last_end"].as_str().unwrap().to_owned();
+    let report = back["last_termination"].as_str().unwrap().to_owned();
     eprintln!("measured: a stray write is reported as: {report}");
     assert!(report.to_lowercase().contains("illegal"), "{report:?} does not say what happened");
     assert_eq!(fleet.line(&sibling.name).unwrap()["pid"], sibling.pid, "the sibling was restarted");

@@ -4,8 +4,8 @@
 //! which messages a child may send, in which order a fleet stops, and how a successor takes over.
 
 mod children;
-mod messages;
-mod orders;
+mod commands;
+mod notifications;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,24 +21,23 @@ use service::{Notify, config};
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
-use crate::child::Process;
-use crate::fleet::{
-    ChildStatus, Command, EVENTS_KEPT, Fleet, FleetEvent, LastEnd, ModelState, ModelStatus, OrderError,
-    Orders, Reply,
-};
+use crate::attach_token::AttachToken;
+use crate::commands::{CommandError, CommandReply};
+use crate::events::SupervisorEvent;
+use crate::fd_store::FdStore;
+use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle};
 use crate::grpc;
-use crate::models::WeightsAdmin;
-use crate::notify_server::Notification;
-use crate::plan::{ChildPlan, ModelPlan, Plan, WorkerSlot};
-use crate::state::{self, Machine};
-use crate::token::Token;
-use crate::vault::Vault;
+use crate::process::ChildProcess;
+use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
+use crate::state::{ChildEvent, ChildStateMachine};
+use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
+use crate::weight_server_admin::WeightServerAdmin;
 
-/// Notifications and orders in flight. Senders wait when it is full.
-const EVENTS_QUEUED: usize = 256;
+/// Notifications and commands in flight. Senders wait when it is full.
+const EVENT_QUEUE_CAPACITY: usize = 256;
 
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub enum FleetStartError {
     #[error(transparent)]
     Config(#[from] config::ConfigFileError),
     #[error(transparent)]
@@ -54,7 +53,7 @@ pub enum StartError {
     #[error("cannot read the runtime directory")]
     RuntimeDir(#[source] io::Error),
     #[error(
-        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {DESCRIPTORS_MIN}; raise it with `ulimit -n`"
+        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {MIN_DESCRIPTORS}; raise it with `ulimit -n`"
     )]
     FewDescriptors { limit: u64 },
     #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
@@ -63,143 +62,117 @@ pub enum StartError {
     Reflection(#[source] tonic::Status),
 }
 
-impl HasExit for StartError {
+impl HasExit for FleetStartError {
     fn exit(&self) -> Exit {
         match self {
-            StartError::Config(error) => error.exit(),
-            StartError::Bind(error) => error.exit(),
-            StartError::Connect(error) => error.exit(),
-            StartError::Inherit(error) => error.exit(),
-            StartError::Notify(error) => error.exit(),
-            StartError::FewDescriptors { .. } => Exit::OutOfResources,
-            StartError::DescriptorLimit(source)
-            | StartError::NotifySocket { source, .. }
-            | StartError::RuntimeDir(source) => exit_for_io_error(source),
-            StartError::Reflection(_) => Exit::Internal,
+            FleetStartError::Config(error) => error.exit(),
+            FleetStartError::Bind(error) => error.exit(),
+            FleetStartError::Connect(error) => error.exit(),
+            FleetStartError::Inherit(error) => error.exit(),
+            FleetStartError::Notify(error) => error.exit(),
+            FleetStartError::FewDescriptors { .. } => Exit::OutOfResources,
+            FleetStartError::DescriptorLimit(source)
+            | FleetStartError::NotifySocket { source, .. }
+            | FleetStartError::RuntimeDir(source) => exit_for_io_error(source),
+            FleetStartError::Reflection(_) => Exit::Internal,
         }
     }
 }
 
-#[derive(Debug)]
-pub(crate) enum Event {
-    Notified {
-        child: Arc<str>,
-        notification: Notification,
-    },
-    /// The process of this start has ended.
-    Ended {
-        child: Arc<str>,
-        start: u64,
-    },
-    /// The weight-server knows the token for this start, or refused it.
-    TokenTold {
-        child: Arc<str>,
-        start: u64,
-        refusal: Option<String>,
-    },
-    Model {
-        name: String,
-        state: ModelState,
-    },
-    Unloaded {
-        name: String,
-        refusal: Option<String>,
-    },
-    Command(Command),
-}
-
-struct Child {
-    plan: ChildPlan,
+struct SupervisedChild {
+    spec: ChildSpec,
     slot: Option<WorkerSlot>,
-    machine: Machine,
-    process: Option<Process>,
+    machine: ChildStateMachine,
+    process: Option<ChildProcess>,
     /// Counts starts, so that a late report about an earlier process is recognised.
     start: u64,
     /// The token of the present start. Unknown for a worker that was taken over.
-    token: Option<Token>,
+    token: Option<AttachToken>,
     /// Set between the order to start and the weight-server's knowing the token.
-    preparing: Option<AbortHandle>,
+    token_registration: Option<AbortHandle>,
     forwarder: JoinHandle<()>,
     /// Tells the forwarder that the process of a start has ended.
     ends: mpsc::Sender<u64>,
     status_text: String,
-    last_end: Option<LastEnd>,
+    last_termination: Option<LastTermination>,
     /// To be forgotten when it has stopped, and who wants to know.
-    removed: Option<Option<Reply<()>>>,
+    removed: Option<Option<CommandReply<()>>>,
 }
 
-struct Model {
-    plan: ModelPlan,
+struct ManagedModel {
+    spec: ModelSpec,
     state: ModelState,
     task: Option<AbortHandle>,
-    unloading: Option<Reply<()>>,
+    unloading: Option<CommandReply<()>>,
 }
 
-struct Driver {
-    plan: Plan,
+struct SupervisorLoop {
+    spec: FleetSpec,
     directory: ClaimedRuntimeDir,
-    children: BTreeMap<Arc<str>, Child>,
-    models: BTreeMap<String, Model>,
-    vault: Vault,
-    admin: WeightsAdmin,
-    /// systemd, if it started us: keeps a second copy of everything in the vault.
+    children: BTreeMap<Arc<str>, SupervisedChild>,
+    models: BTreeMap<String, ManagedModel>,
+    fd_store: FdStore,
+    admin: WeightServerAdmin,
+    /// systemd, if it started us: keeps a second copy of everything in the store.
     parent: Notify,
-    orders: Orders,
+    commands: CommandSender,
     stopping: bool,
 }
 
-impl Fleet {
+impl FleetHandle {
     /// Starts the fleet in a claimed runtime directory, or takes over what a dead supervisor has left there.
     /// `kept` is what systemd's store has given back.
     pub async fn start(
-        plan: Plan,
+        spec: FleetSpec,
         directory: ClaimedRuntimeDir,
         parent: Notify,
         kept: Vec<InheritedFd>,
-    ) -> Result<Fleet, StartError> {
+    ) -> Result<FleetHandle, FleetStartError> {
         let names = directory.directory().clone();
-        let (sender, receiver) = mpsc::channel(EVENTS_QUEUED);
-        let orders = Orders { driver: sender, events: broadcast::channel(EVENTS_KEPT).0 };
+        let (sender, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
+        let commands =
+            CommandSender { driver: sender, events: broadcast::channel(EVENT_BROADCAST_CAPACITY).0 };
         let api = service::grpc::bind(&names.supervisor_socket())?;
         let channel = service::grpc::connect_lazy(&names.weights_admin_socket())?;
-        let mut driver = Driver {
-            plan,
+        let mut event_loop = SupervisorLoop {
+            spec,
             directory,
             children: BTreeMap::new(),
             models: BTreeMap::new(),
-            vault: Vault::default(),
-            admin: WeightsAdmin::new(channel),
+            fd_store: FdStore::default(),
+            admin: WeightServerAdmin::new(channel),
             parent,
-            orders: orders.clone(),
+            commands: commands.clone(),
             stopping: false,
         };
         for InheritedFd { name, fd } in kept {
-            if let Err(error) = driver.vault.store(&name, fd) {
+            if let Err(error) = event_loop.fd_store.store(&name, fd) {
                 tracing::warn!(name, %error, "a descriptor that systemd kept is lost");
             }
         }
-        for model in driver.plan.models.clone() {
-            driver.add_model(model);
+        for model in event_loop.spec.models.clone() {
+            event_loop.add_model(model);
         }
         let living: BTreeMap<String, u32> =
-            names.living_children().map_err(StartError::RuntimeDir)?.into_iter().collect();
-        for (plan, slot) in driver.plan.children() {
-            driver.add_child(plan, slot)?;
+            names.living_children().map_err(FleetStartError::RuntimeDir)?.into_iter().collect();
+        for (spec, slot) in event_loop.spec.initial_children() {
+            event_loop.add_child(spec, slot)?;
         }
-        driver.take_over(&living)?;
-        let fixed: Vec<Arc<str>> = driver.children.keys().cloned().collect();
+        event_loop.adopt_orphans(&living)?;
+        let fixed: Vec<Arc<str>> = event_loop.children.keys().cloned().collect();
         for name in fixed {
-            driver.feed(&name, state::Event::Start);
+            event_loop.apply_event(&name, ChildEvent::Start);
         }
-        let served = grpc::serve(orders.clone(), names.clone(), api).map_err(StartError::Reflection)?;
-        let task = tokio::spawn(driver.run(receiver));
-        Ok(Fleet { orders, directory: names, tasks: vec![task, served] })
+        let served =
+            grpc::serve(commands.clone(), names.clone(), api).map_err(FleetStartError::Reflection)?;
+        let task = tokio::spawn(event_loop.run(receiver));
+        Ok(FleetHandle { commands, directory: names, tasks: vec![task, served] })
     }
 }
 
-impl Driver {
-    async fn run(mut self, mut events: mpsc::Receiver<Event>) {
-        while !(self.stopping && self.advance_stop()) {
+impl SupervisorLoop {
+    async fn run(mut self, mut events: mpsc::Receiver<SupervisorEvent>) {
+        while !(self.stopping && self.advance_shutdown()) {
             let deadline = self.children.values().filter_map(|c| c.machine.deadline()).min();
             let tick = async {
                 match deadline {
@@ -231,18 +204,22 @@ impl Driver {
             .map(|(name, _)| name.clone())
             .collect();
         for name in due {
-            self.feed(&name, state::Event::Tick);
+            self.apply_event(&name, ChildEvent::Tick);
         }
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: SupervisorEvent) {
         match event {
-            Event::Notified { child, notification } => self.notified(&child, notification),
-            Event::Ended { child, start } => self.ended(&child, start),
-            Event::TokenTold { child, start, refusal } => self.token_told(&child, start, refusal),
-            Event::Model { name, state } => self.model_changed(&name, state),
-            Event::Unloaded { name, refusal } => self.unloaded(&name, refusal),
-            Event::Command(command) => self.command(command),
+            SupervisorEvent::NotificationReceived { child, notification } => {
+                self.handle_notification(&child, notification)
+            }
+            SupervisorEvent::ProcessExited { child, start } => self.process_exited(&child, start),
+            SupervisorEvent::TokenAllowed { child, start, refusal } => {
+                self.token_allowed(&child, start, refusal)
+            }
+            SupervisorEvent::ModelStateChanged { name, state } => self.set_model_state(&name, state),
+            SupervisorEvent::ModelUnloaded { name, refusal } => self.model_unloaded(&name, refusal),
+            SupervisorEvent::Command(command) => self.handle_command(command),
         }
     }
 
@@ -254,34 +231,34 @@ impl Driver {
 
     fn publish(&self, event: FleetEvent) {
         // Nobody may be listening.
-        let _: Result<usize, _> = self.orders.events.send(event);
+        let _: Result<usize, _> = self.commands.events.send(event);
     }
 }
 
-impl Child {
+impl SupervisedChild {
     fn status(&self) -> ChildStatus {
         ChildStatus {
-            name: self.plan.name.clone(),
-            role: self.plan.role,
+            name: self.spec.name.clone(),
+            role: self.spec.role,
             state: self.machine.state(),
             pid: self.process.as_ref().map_or(0, |p| p.pid),
             crashes: self.machine.crashes(),
             uptime: self.process.as_ref().map(|p| p.since.elapsed()).unwrap_or_default(),
             status_text: self.status_text.clone(),
-            last_end: self.last_end.clone(),
+            last_termination: self.last_termination.clone(),
             model: self.slot.as_ref().map(|s| s.model.clone()),
         }
     }
 }
 
-impl Model {
+impl ManagedModel {
     fn status(&self) -> ModelStatus {
-        ModelStatus { name: self.plan.name.clone(), path: self.plan.path.clone(), state: self.state.clone() }
+        ModelStatus { name: self.spec.name.clone(), path: self.spec.path.clone(), state: self.state.clone() }
     }
 
-    fn load(&mut self, admin: &WeightsAdmin, orders: &Orders) {
+    fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
         self.abort();
-        let task = tokio::spawn(admin.clone().load(self.plan.clone(), orders.driver.clone()));
+        let task = tokio::spawn(admin.clone().load(self.spec.clone(), commands.driver.clone()));
         self.task = Some(task.abort_handle());
     }
 
@@ -293,21 +270,21 @@ impl Model {
 }
 
 /// Sockets and pipes of a fleet of some dozen workers, and of whatever uses it in the same process. The vault takes more.
-const DESCRIPTORS_MIN: u64 = 256;
+const MIN_DESCRIPTORS: u64 = 256;
 
 /// Raises the limit of open descriptors as far as it goes: the vault may hold thousands, and the usual soft limit of 1024 is
 /// for programs that use select(2). To be called before anything else is opened.
-pub fn raise_descriptor_limit() -> Result<(), StartError> {
+pub fn raise_descriptor_limit() -> Result<(), FleetStartError> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let limit = |source: nix::Error| StartError::DescriptorLimit(source.into());
+    let limit = |source: nix::Error| FleetStartError::DescriptorLimit(source.into());
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(limit)?;
-    if hard < DESCRIPTORS_MIN {
-        return Err(StartError::FewDescriptors { limit: hard });
+    if hard < MIN_DESCRIPTORS {
+        return Err(FleetStartError::FewDescriptors { limit: hard });
     }
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).map_err(limit)
 }
 
 /// Whoever gave the order may have gone away.
-fn answer<T>(reply: Reply<T>, result: Result<T, OrderError>) {
+fn answer<T>(reply: CommandReply<T>, result: Result<T, CommandError>) {
     let _: Result<(), _> = reply.send(result);
 }

@@ -16,13 +16,13 @@ use serde::{Deserialize, Serialize};
 use service::listen::InheritedFd;
 use service::runtime_dir::ClaimedRuntimeDir;
 use service::{Notify, Shutdown};
-use supervisor::{Fleet, ModelPlan, Plan, State, WorkerSlot};
+use supervisor::{ChildState, FleetHandle, FleetSpec, ModelSpec, WorkerSlot};
 use tonic::transport::Channel;
 
-use super::child;
+use super::fake_child;
 
 /// Ten times what anything here takes on an idle machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pid(pub(crate) u32);
@@ -47,14 +47,14 @@ pub(crate) async fn eventually<F: Future<Output = Result<bool>>>(
     what: &str,
     condition: impl Fn() -> F,
 ) -> Result<()> {
-    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
     while tokio::time::Instant::now() < deadline {
         if condition().await? {
             return Ok(());
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    bail!("not within {PATIENCE:?}: {what}")
+    bail!("not within {TEST_TIMEOUT:?}: {what}")
 }
 
 pub(crate) async fn fleet_client(runtime_dir: &Path) -> Result<FleetClient<Channel>> {
@@ -62,23 +62,23 @@ pub(crate) async fn fleet_client(runtime_dir: &Path) -> Result<FleetClient<Chann
 }
 
 #[derive(Clone, Serialize, Deserialize)]
-struct Behaviours {
+struct ChildBehaviours {
     runtime_dir: PathBuf,
     weight_server: String,
     worker: String,
     router: String,
 }
 
-pub(crate) struct World {
+pub(crate) struct TestFleet {
     directory: tempfile::TempDir,
-    behaviours: Behaviours,
+    behaviours: ChildBehaviours,
 }
 
-impl World {
+impl TestFleet {
     pub(crate) fn new() -> Result<Self> {
         let directory = tempfile::tempdir()?;
         let normal = || "normal".to_owned();
-        let behaviours = Behaviours {
+        let behaviours = ChildBehaviours {
             runtime_dir: directory.path().join("fleet"),
             weight_server: normal(),
             worker: normal(),
@@ -116,13 +116,13 @@ impl World {
         Ok(file)
     }
 
-    pub(crate) async fn start(&self) -> Result<Fleet> {
+    pub(crate) async fn start(&self) -> Result<FleetHandle> {
         self.start_under(Notify::disabled(), Vec::new()).await
     }
 
-    pub(crate) async fn start_under(&self, parent: Notify, kept: Vec<InheritedFd>) -> Result<Fleet> {
+    pub(crate) async fn start_under(&self, parent: Notify, kept: Vec<InheritedFd>) -> Result<FleetHandle> {
         let claimed = ClaimedRuntimeDir::claim(Some(&self.runtime_dir()))?;
-        Ok(Fleet::start(plan(&self.behaviours), claimed, parent, kept).await?)
+        Ok(FleetHandle::start(plan(&self.behaviours), claimed, parent, kept).await?)
     }
 
     /// A supervisor in a process of its own, to be killed.
@@ -133,7 +133,7 @@ impl World {
     }
 
     pub(crate) async fn connected(&self) -> Result<FleetClient<Channel>> {
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
         loop {
             match fleet_client(&self.runtime_dir()).await {
                 Ok(client) => return Ok(client),
@@ -149,7 +149,7 @@ impl World {
         client: &mut FleetClient<Channel>,
         children: usize,
     ) -> Result<BTreeMap<String, Pid>> {
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
         loop {
             let status = client.get_status(wire::GetStatusRequest::default()).await?.into_inner();
             let running: BTreeMap<String, Pid> = status
@@ -168,41 +168,41 @@ impl World {
         }
     }
 
-    pub(crate) async fn all_running(&self, fleet: &Fleet, children: usize) -> Result<()> {
+    pub(crate) async fn all_running(&self, fleet: &FleetHandle, children: usize) -> Result<()> {
         eventually("all children run", || async {
             let status = fleet.status().await?;
-            let running = |c: &supervisor::ChildStatus| matches!(c.state, State::Running { .. });
+            let running = |c: &supervisor::ChildStatus| matches!(c.state, ChildState::Running { .. });
             Ok(status.children.len() == children && status.children.iter().all(running))
         })
         .await
     }
 
-    pub(crate) async fn pids(&self, fleet: &Fleet) -> Result<BTreeMap<String, Pid>> {
+    pub(crate) async fn pids(&self, fleet: &FleetHandle) -> Result<BTreeMap<String, Pid>> {
         let children = fleet.status().await?.children;
         Ok(children.into_iter().filter(|c| c.pid != 0).map(|c| (c.name, Pid(c.pid))).collect())
     }
 
-    pub(crate) async fn state(&self, fleet: &Fleet, child: &str) -> Result<&'static str> {
+    pub(crate) async fn state(&self, fleet: &FleetHandle, child: &str) -> Result<&'static str> {
         let status = fleet.status().await?;
         let child = status.children.into_iter().find(|c| c.name == child).context("no such child")?;
         Ok(match child.state {
-            State::Starting { .. } => "starting",
-            State::Running { .. } => "running",
-            State::Failed(_) => "failed",
+            ChildState::Starting { .. } => "starting",
+            ChildState::Running { .. } => "running",
+            ChildState::Failed(_) => "failed",
             _ => "other",
         })
     }
 
-    pub(crate) async fn text(&self, fleet: &Fleet, child: &str) -> Result<String> {
+    pub(crate) async fn text(&self, fleet: &FleetHandle, child: &str) -> Result<String> {
         let status = fleet.status().await?;
         Ok(status.children.into_iter().find(|c| c.name == child).context("no such child")?.status_text)
     }
 }
 
-fn plan(behaviours: &Behaviours) -> Plan {
+fn plan(behaviours: &ChildBehaviours) -> FleetSpec {
     let runtime_dir = behaviours.runtime_dir.clone();
     let config = move |name: &str, role: &str, behaviour: &str, model: &str| {
-        let config = child::Config {
+        let config = fake_child::FakeChildConfig {
             name: name.to_owned(),
             role: role.to_owned(),
             runtime_dir: runtime_dir.clone(),
@@ -212,13 +212,13 @@ fn plan(behaviours: &Behaviours) -> Plan {
         toml::Table::try_from(config).expect("a configuration is a table")
     };
     let worker = behaviours.worker.clone();
-    Plan {
+    FleetSpec {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
         router_socket: None,
         http_address: "127.0.0.1:0".to_owned(),
         log: tracing::Level::ERROR,
-        models: vec![ModelPlan {
+        models: vec![ModelSpec {
             name: "m".to_owned(),
             path: "/m.gguf".into(),
             workers: 2,
@@ -226,7 +226,7 @@ fn plan(behaviours: &Behaviours) -> Plan {
             pack: true,
             worker_config: toml::Table::new(),
         }],
-        worker: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
+        complete_worker_config: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
             table.extend(config(&slot.name(), "worker", &worker, &slot.model));
         }),
     }
@@ -234,12 +234,12 @@ fn plan(behaviours: &Behaviours) -> Plan {
 
 pub(crate) fn supervisor_main(mut arguments: impl Iterator<Item = OsString>) {
     let path = arguments.next().expect("supervisor FILE");
-    let behaviours: Behaviours = service::config::load(path.as_ref()).expect("configuration");
+    let behaviours: ChildBehaviours = service::config::load(path.as_ref()).expect("configuration");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
     runtime.block_on(async {
         let shutdown = Shutdown::install().expect("signals");
         let claimed = ClaimedRuntimeDir::claim(Some(&behaviours.runtime_dir)).expect("runtime directory");
-        let fleet = Fleet::start(plan(&behaviours), claimed, Notify::disabled(), Vec::new()).await;
+        let fleet = FleetHandle::start(plan(&behaviours), claimed, Notify::disabled(), Vec::new()).await;
         let mut fleet = fleet.expect("fleet");
         tokio::select! {
             () = shutdown.requested() => fleet.stop().await,

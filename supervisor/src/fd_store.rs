@@ -1,4 +1,4 @@
-//! The vault: descriptors that the weight-server leaves with its parent, by name, in the order in which they came.
+//! The store: descriptors that the weight-server leaves with its parent, by name, in the order in which they came.
 //!
 //! An exported descriptor alone keeps its memory alive, so what is in here survives `kill -9` of the weight-server. The
 //! rules are those of systemd's store (FILE_DESCRIPTOR_STORE): many descriptors may share a name, the same open file under
@@ -7,12 +7,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// More than the weights of the largest models in one allocation per tensor, twice.
-pub(crate) const VAULT_FDS_MAX: usize = 8192;
+pub(crate) const MAX_STORED_FDS: usize = 8192;
 /// One environment string may have 128 KiB (MAX_ARG_STRLEN), and LISTEN_FDNAMES is one.
-pub(crate) const VAULT_NAME_BYTES_MAX: usize = 120 << 10;
+pub(crate) const MAX_NAME_BYTES: usize = 120 << 10;
 
 #[derive(Debug)]
-struct Entry {
+struct StoredFd {
     name: String,
     fd: OwnedFd,
     device: u64,
@@ -20,41 +20,41 @@ struct Entry {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Vault {
-    entries: Vec<Entry>,
+pub(crate) struct FdStore {
+    entries: Vec<StoredFd>,
     name_bytes: usize,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum StoreError {
-    #[error("the vault keeps {VAULT_FDS_MAX} descriptors already")]
+pub(crate) enum StoreFdError {
+    #[error("the vault keeps {MAX_STORED_FDS} descriptors already")]
     Full,
-    #[error("the names of stored descriptors take {VAULT_NAME_BYTES_MAX} bytes already")]
+    #[error("the names of stored descriptors take {MAX_NAME_BYTES} bytes already")]
     NamesTooLong,
     #[error("descriptor is not usable: {0}")]
     Stat(rustix::io::Errno),
 }
 
-impl Vault {
+impl FdStore {
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    pub(crate) fn store(&mut self, name: &str, fd: OwnedFd) -> Result<(), StoreError> {
-        let stat = rustix::fs::fstat(&fd).map_err(StoreError::Stat)?;
+    pub(crate) fn store(&mut self, name: &str, fd: OwnedFd) -> Result<(), StoreFdError> {
+        let stat = rustix::fs::fstat(&fd).map_err(StoreFdError::Stat)?;
         let (device, inode) = (stat.st_dev, stat.st_ino);
         if self.entries.iter().any(|e| e.name == name && e.device == device && e.inode == inode) {
             return Ok(());
         }
-        if self.entries.len() >= VAULT_FDS_MAX {
-            return Err(StoreError::Full);
+        if self.entries.len() >= MAX_STORED_FDS {
+            return Err(StoreFdError::Full);
         }
         // Each name and the colon behind it.
-        if self.name_bytes + name.len() + 1 > VAULT_NAME_BYTES_MAX {
-            return Err(StoreError::NamesTooLong);
+        if self.name_bytes + name.len() + 1 > MAX_NAME_BYTES {
+            return Err(StoreFdError::NamesTooLong);
         }
         self.name_bytes += name.len() + 1;
-        self.entries.push(Entry { name: name.to_owned(), fd, device, inode });
+        self.entries.push(StoredFd { name: name.to_owned(), fd, device, inode });
         Ok(())
     }
 
@@ -83,35 +83,35 @@ mod tests {
 
     #[test]
     fn names_are_removed_together_and_order_is_kept() {
-        let mut vault = Vault::default();
+        let mut store = FdStore::default();
         for name in ["a", "lease", "b", "lease"] {
-            vault.store(name, file()).unwrap();
+            store.store(name, file()).unwrap();
         }
-        assert_eq!(vault.remove("lease"), 2);
-        assert_eq!(vault.remove("lease"), 0);
-        let names: Vec<&str> = vault.entries().map(|(name, _)| name).collect();
+        assert_eq!(store.remove("lease"), 2);
+        assert_eq!(store.remove("lease"), 0);
+        let names: Vec<&str> = store.entries().map(|(name, _)| name).collect();
         assert_eq!(names, ["a", "b"]);
     }
 
     #[test]
     fn the_same_file_under_the_same_name_is_kept_once() {
-        let mut vault = Vault::default();
+        let mut store = FdStore::default();
         let fd = file();
-        vault.store("a", fd.try_clone().unwrap()).unwrap();
-        vault.store("a", fd.try_clone().unwrap()).unwrap();
-        vault.store("b", fd).unwrap();
-        assert_eq!(vault.len(), 2);
+        store.store("a", fd.try_clone().unwrap()).unwrap();
+        store.store("a", fd.try_clone().unwrap()).unwrap();
+        store.store("b", fd).unwrap();
+        assert_eq!(store.len(), 2);
     }
 
     #[test]
     fn names_stay_below_what_an_environment_string_holds() {
-        let mut vault = Vault::default();
+        let mut store = FdStore::default();
         let long = "n".repeat(60 << 10);
-        vault.store(&long, file()).unwrap();
-        assert_eq!(vault.store(&"m".repeat(60 << 10), file()), Err(StoreError::NamesTooLong));
-        vault.remove(&long);
-        vault.store(&"m".repeat(60 << 10), file()).unwrap();
-        let names: Vec<&str> = vault.entries().map(|(name, _)| name).collect();
-        assert!(names.join(":").len() < VAULT_NAME_BYTES_MAX);
+        store.store(&long, file()).unwrap();
+        assert_eq!(store.store(&"m".repeat(60 << 10), file()), Err(StoreFdError::NamesTooLong));
+        store.remove(&long);
+        store.store(&"m".repeat(60 << 10), file()).unwrap();
+        let names: Vec<&str> = store.entries().map(|(name, _)| name).collect();
+        assert!(names.join(":").len() < MAX_NAME_BYTES);
     }
 }

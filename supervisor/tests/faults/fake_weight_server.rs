@@ -10,7 +10,7 @@ use service::RuntimeDir;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status as Refusal};
 
-struct Fake {
+struct FakeWeightServer {
     refuses: bool,
     resident: Mutex<Vec<String>>,
 }
@@ -20,18 +20,18 @@ pub(crate) fn serve(
     behaviour: &str,
 ) -> Result<impl Future<Output = ()> + Send + use<>> {
     let listener = service::grpc::bind(&directory.weights_admin_socket())?;
-    let fake = Fake { refuses: behaviour == "refuses-to-load", resident: Mutex::default() };
+    let fake = FakeWeightServer { refuses: behaviour == "refuses-to-load", resident: Mutex::default() };
     let router = service::grpc::server().add_service(WeightServerServer::new(fake));
     Ok(async move {
         service::grpc::serve(router, listener, std::future::pending()).await.expect("admin service");
     })
 }
 
-type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Refusal>> + Send>>;
+type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Refusal>> + Send>>;
 
 #[tonic::async_trait]
-impl WeightServer for Fake {
-    type LoadStream = Events<LoadEvent>;
+impl WeightServer for FakeWeightServer {
+    type LoadStream = ResponseStream<LoadEvent>;
 
     async fn load(&self, request: Request<LoadRequest>) -> Result<Response<Self::LoadStream>, Refusal> {
         if self.refuses {
@@ -74,7 +74,7 @@ impl WeightServer for Fake {
         Err(Refusal::not_found(format!("{} is on no GPU", request.into_inner().model)))
     }
 
-    type WatchEventsStream = Events<Event>;
+    type WatchEventsStream = ResponseStream<Event>;
 
     async fn watch_events(
         &self,

@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 use service::supervision::SupervisorState;
 use service::{Notify, RuntimeDir, Shutdown};
 
-use super::weights;
+use super::fake_weight_server;
 
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct Config {
+pub(crate) struct FakeChildConfig {
     pub(crate) name: String,
     pub(crate) role: String,
     pub(crate) runtime_dir: PathBuf,
@@ -26,7 +26,7 @@ pub(crate) struct Config {
 
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {
     let path = arguments.nth(1).expect("--config FILE");
-    let config: Config = service::config::load(path.as_ref()).expect("configuration");
+    let config: FakeChildConfig = service::config::load(path.as_ref()).expect("configuration");
     match config.behaviour.as_str() {
         "exits-1" => std::process::exit(1),
         "exits-2" => {
@@ -43,7 +43,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {
     service::runtime_dir::remove_dir_if_last_child();
 }
 
-async fn run(config: Config) -> Result<()> {
+async fn run(config: FakeChildConfig) -> Result<()> {
     let inherited = service::listen::inherited_fds()?;
     let notify = Notify::from_env()?;
     let shutdown = Shutdown::install()?;
@@ -52,7 +52,7 @@ async fn run(config: Config) -> Result<()> {
     let _kept = match config.role.as_str() {
         "weight-server" => {
             let directory = RuntimeDir::at(&config.runtime_dir);
-            let server = weights::serve(&directory, &config.behaviour)?;
+            let server = fake_weight_server::serve(&directory, &config.behaviour)?;
             tokio::spawn(server);
             let adopted = adopt(inherited)?;
             let files = match adopted.is_empty() {
@@ -98,9 +98,9 @@ async fn run(config: Config) -> Result<()> {
     Ok(())
 }
 
-type Kept = Vec<(String, std::fs::File)>;
+type StoredFiles = Vec<(String, std::fs::File)>;
 
-fn store(notify: &Notify) -> Result<Kept> {
+fn store(notify: &Notify) -> Result<StoredFiles> {
     let mut files = Vec::new();
     let names = [
         ("weights", "allocation 0"),
@@ -132,6 +132,6 @@ fn adopt(inherited: Vec<service::listen::InheritedFd>) -> Result<Vec<(String, St
     inherited.into_iter().map(read).collect()
 }
 
-fn clone_all(files: &Kept) -> Result<Kept> {
+fn clone_all(files: &StoredFiles) -> Result<StoredFiles> {
     files.iter().map(|(name, file)| Ok((name.clone(), file.try_clone()?))).collect()
 }

@@ -8,91 +8,91 @@ use std::time::Duration;
 use service::notify::NotifyError;
 use service::{Notify, config};
 
-use super::children::watch_end;
-use super::{Driver, StartError};
-use crate::child::Process;
-use crate::notify_server::Notification;
-use crate::plan::{ChildPlan, Role, WorkerSlot};
-use crate::state;
+use super::children::watch_exit;
+use super::{FleetStartError, SupervisorLoop};
+use crate::notification::Notification;
+use crate::process::ChildProcess;
+use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
+use crate::state::ChildEvent;
 
 /// How long systemd may take to work off what was forwarded to it.
 const PARENT_BARRIER: Duration = Duration::from_secs(5);
 
-impl Driver {
-    pub(super) fn notified(&mut self, name: &Arc<str>, notification: Notification) {
+impl SupervisorLoop {
+    pub(super) fn handle_notification(&mut self, name: &Arc<str>, notification: Notification) {
         let Some(child) = self.children.get_mut(name) else { return };
         let Notification { pid, message, fds } = notification;
         if child.process.as_ref().is_none_or(|process| process.pid != pid) {
             tracing::warn!(child = %name, pid, "dropped a notification that is not from this child");
             return;
         }
-        if message.adopt {
-            return self.offered(name, fds);
+        if message.offers_adoption {
+            return self.adopt_offered(name, fds);
         }
         if let Some(text) = message.status {
             child.status_text = text;
             self.publish_child(name);
         }
-        if message.store || message.remove {
-            self.keep(name, message.store, message.fd_name.as_deref(), fds);
+        if message.store_fds || message.remove_fds {
+            self.update_fd_store(name, message.store_fds, message.fd_name.as_deref(), fds);
         } else if message.barrier {
-            self.barrier(fds);
+            self.answer_barrier(fds);
         }
         if message.ready {
-            self.feed(name, state::Event::Ready);
-            self.after_ready(name);
+            self.apply_event(name, ChildEvent::Ready);
+            self.sync_weight_server(name);
         }
-        if message.alive {
-            self.feed(name, state::Event::Alive);
+        if message.watchdog_ping {
+            self.apply_event(name, ChildEvent::WatchdogPing);
         }
-        if message.stuck {
-            self.feed(name, state::Event::Stuck);
+        if message.watchdog_trigger {
+            self.apply_event(name, ChildEvent::WatchdogTrigger);
         }
-        if let Some(by) = message.extend {
-            self.feed(name, state::Event::Extend(by));
+        if let Some(by) = message.extend_timeout {
+            self.apply_event(name, ChildEvent::ExtendTimeout(by));
         }
     }
 
     /// A weight-server that has just become ready knows neither tokens nor, perhaps, models.
-    fn after_ready(&mut self, name: &Arc<str>) {
-        if self.children.get(name).is_none_or(|c| c.plan.role != Role::WeightServer) {
+    fn sync_weight_server(&mut self, name: &Arc<str>) {
+        if self.children.get(name).is_none_or(|c| c.spec.role != ChildRole::WeightServer) {
             return;
         }
         for (worker, child) in &self.children {
-            if let (Some(token), None) = (&child.token, &child.preparing) {
+            if let (Some(token), None) = (&child.token, &child.token_registration) {
                 let (admin, worker, token) = (self.admin.clone(), worker.to_string(), token.clone());
                 tokio::spawn(async move {
-                    if let Err(status) = admin.tell_token(worker.clone(), token).await {
+                    if let Err(status) = admin.allow_token(worker.clone(), token).await {
                         tracing::warn!(worker, %status, "the weight-server refused the token of a worker");
                     }
                 });
             }
         }
         for model in self.models.values_mut().filter(|m| m.unloading.is_none()) {
-            model.load(&self.admin, &self.orders);
+            model.load(&self.admin, &self.commands);
         }
     }
 
-    fn keep(&mut self, name: &Arc<str>, store: bool, fd_name: Option<&str>, fds: Vec<OwnedFd>) {
-        let role = self.children.get(name).map(|c| c.plan.role);
-        let (Some(Role::WeightServer), Some(fd_name)) = (role, fd_name) else {
+    fn update_fd_store(&mut self, name: &Arc<str>, store: bool, fd_name: Option<&str>, fds: Vec<OwnedFd>) {
+        let role = self.children.get(name).map(|c| c.spec.role);
+        let (Some(ChildRole::WeightServer), Some(fd_name)) = (role, fd_name) else {
             tracing::warn!(child = %name, "only the weight-server may store descriptors, each with a name");
             return;
         };
         if !store {
-            self.vault.remove(fd_name);
-            self.forward(|parent| parent.fdstore_remove(fd_name));
+            self.fd_store.remove(fd_name);
+            self.forward_to_parent(|parent| parent.fdstore_remove(fd_name));
             return;
         }
         for fd in fds {
-            self.forward(|parent| parent.fdstore(fd_name, &[fd.as_fd()]));
-            if let Err(error) = self.vault.store(fd_name, fd) {
+            self.forward_to_parent(|parent| parent.fdstore(fd_name, &[fd.as_fd()]));
+            if let Err(error) = self.fd_store.store(fd_name, fd) {
                 tracing::error!(fd_name, %error, "cannot keep a descriptor");
             }
         }
     }
 
-    fn forward(&self, send: impl FnOnce(&Notify) -> Result<(), NotifyError>) {
+    fn forward_to_parent(&self, send: impl FnOnce(&Notify) -> Result<(), NotifyError>) {
         if let Err(error) = send(&self.parent) {
             tracing::error!(%error, "systemd does not keep a descriptor");
         }
@@ -100,7 +100,7 @@ impl Driver {
 
     /// Closing the descriptor answers the barrier. Everything before it is in the vault; systemd, where it keeps copies, is
     /// waited for as well.
-    fn barrier(&self, fds: Vec<OwnedFd>) {
+    fn answer_barrier(&self, fds: Vec<OwnedFd>) {
         if !self.parent.has_parent() {
             return;
         }
@@ -114,13 +114,13 @@ impl Driver {
     }
 
     /// Living processes that the directory records become orphans of the children of the same name.
-    pub(super) fn take_over(&mut self, living: &BTreeMap<String, u32>) -> Result<(), StartError> {
+    pub(super) fn adopt_orphans(&mut self, living: &BTreeMap<String, u32>) -> Result<(), FleetStartError> {
         for (name, &pid) in living {
             let known = match self.children.get_key_value(name.as_str()) {
                 Some((known, _)) => Some(known.clone()),
-                None => self.know_added_worker(name)?,
+                None => self.add_recorded_worker(name)?,
             };
-            let Ok(process) = Process::orphan(pid) else { continue };
+            let Ok(process) = ChildProcess::orphan(pid) else { continue };
             let Some(name) = known else {
                 tracing::warn!(child = name, pid, "ending a process that this fleet has no place for");
                 process.terminate();
@@ -128,33 +128,33 @@ impl Driver {
             };
             let Some(child) = self.children.get_mut(&name) else { continue };
             child.start += 1;
-            let watched = watch_end(&process, name.clone(), child.start, child.ends.clone());
-            watched.map_err(StartError::RuntimeDir)?;
+            let watched = watch_exit(&process, name.clone(), child.start, child.ends.clone());
+            watched.map_err(FleetStartError::RuntimeDir)?;
             child.process = Some(process);
-            self.feed(&name, state::Event::Orphan);
+            self.apply_event(&name, ChildEvent::OrphanFound);
         }
         Ok(())
     }
 
-    /// A worker that was added while the dead supervisor ran is in no plan; its configuration tells its model.
-    fn know_added_worker(&mut self, name: &str) -> Result<Option<Arc<str>>, StartError> {
+    /// A worker that was added while the dead supervisor ran is in no spec; its configuration tells its model.
+    fn add_recorded_worker(&mut self, name: &str) -> Result<Option<Arc<str>>, FleetStartError> {
         let Some(index) = name.strip_prefix("worker-").and_then(|i| i.parse().ok()) else { return Ok(None) };
         let path = self.directory.directory().config(name);
         let config: toml::Table = config::load(&path)?;
         let model = config.get("model").and_then(toml::Value::as_str).unwrap_or_default().to_owned();
-        let plan = ChildPlan { name: name.to_owned(), role: Role::Worker, config };
-        self.add_child(plan, Some(WorkerSlot { index, model })).map(Some)
+        let spec = ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config };
+        self.add_child(spec, Some(WorkerSlot { index, model })).map(Some)
     }
 
     /// An orphan offers itself: from now on it hears when we die.
-    fn offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>) {
+    fn adopt_offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>) {
         let Some(child) = self.children.get_mut(name) else { return };
         let (Some(process), Some(socket)) = (&mut child.process, fds.into_iter().next()) else { return };
         match process.adopt(socket) {
             Ok(()) => {
                 tracing::info!(child = %name, pid = process.pid, "taken over");
-                self.feed(name, state::Event::Adopted);
-                self.after_ready(name);
+                self.apply_event(name, ChildEvent::OrphanAdopted);
+                self.sync_weight_server(name);
             }
             Err(error) => {
                 tracing::warn!(child = %name, %error, "an orphan went away while it was taken over")

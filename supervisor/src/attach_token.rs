@@ -7,9 +7,9 @@ pub(crate) const TOKEN_BYTES: usize = 32;
 
 /// Not printable on purpose: it must not end up in a log.
 #[derive(Clone)]
-pub(crate) struct Token([u8; TOKEN_BYTES]);
+pub(crate) struct AttachToken([u8; TOKEN_BYTES]);
 
-impl Token {
+impl AttachToken {
     pub(crate) fn draw() -> io::Result<Self> {
         let mut bytes = [0u8; TOKEN_BYTES];
         io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;

@@ -9,42 +9,43 @@ use service::config;
 use tokio::net::unix::pipe;
 use tokio::sync::mpsc;
 
-use super::{Child, Driver, Event, StartError, answer};
-use crate::child::{Process, Surroundings};
-use crate::fleet::{FleetEvent, LastEnd};
+use super::{FleetStartError, SupervisedChild, SupervisorLoop, answer};
+use crate::attach_token::AttachToken;
+use crate::events::SupervisorEvent;
 use crate::notify_server;
-use crate::plan::{ChildPlan, Role, WorkerSlot};
-use crate::state::{self, Action, End, Machine};
-use crate::token::Token;
+use crate::process::{ChildProcess, SpawnOptions};
+use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
+use crate::state::{ChildAction, ChildEvent, ChildState, ChildStateMachine, Termination};
+use crate::status::{FleetEvent, LastTermination};
 
-impl Driver {
+impl SupervisorLoop {
     /// Makes the child known: its configuration and its notify socket are there, its process is not.
     pub(super) fn add_child(
         &mut self,
-        plan: ChildPlan,
+        spec: ChildSpec,
         slot: Option<WorkerSlot>,
-    ) -> Result<Arc<str>, StartError> {
-        let name: Arc<str> = plan.name.as_str().into();
+    ) -> Result<Arc<str>, FleetStartError> {
+        let name: Arc<str> = spec.name.as_str().into();
         let names = self.directory.directory();
-        config::store(&names.config(&name), &plan.config)?;
+        config::store(&names.config(&name), &spec.config)?;
         let socket = notify_server::bind(&names.notify_socket(&name))
-            .map_err(|source| StartError::NotifySocket { child: plan.name.clone(), source })?;
+            .map_err(|source| FleetStartError::NotifySocket { child: spec.name.clone(), source })?;
         // One process at a time: the next one starts when the driver has heard of the last one's end.
         let (ends, ended) = mpsc::channel(1);
         let forwarder =
-            tokio::spawn(notify_server::forward(socket, ended, name.clone(), self.orders.driver.clone()));
-        let child = Child {
-            machine: Machine::new(plan.role.policy()),
-            plan,
+            tokio::spawn(notify_server::forward(socket, ended, name.clone(), self.commands.driver.clone()));
+        let child = SupervisedChild {
+            machine: ChildStateMachine::new(spec.role.policy()),
+            spec,
             slot,
             process: None,
             start: 0,
             token: None,
-            preparing: None,
+            token_registration: None,
             forwarder,
             ends,
             status_text: String::new(),
-            last_end: None,
+            last_termination: None,
             removed: None,
         };
         self.children.insert(name.clone(), child);
@@ -52,24 +53,24 @@ impl Driver {
     }
 
     /// Lets the machine of a child see an event, and does what it says.
-    pub(super) fn feed(&mut self, name: &Arc<str>, event: state::Event) {
+    pub(super) fn apply_event(&mut self, name: &Arc<str>, event: ChildEvent) {
         let Some(child) = self.children.get_mut(name) else { return };
         let before = child.machine.state();
-        let action = child.machine.on(Instant::now(), event);
+        let action = child.machine.handle(Instant::now(), event);
         let after = child.machine.state();
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
-            if let state::State::Failed(cause) = after {
+            if let ChildState::Failed(cause) = after {
                 tracing::warn!(child = %name, ?cause, "given up");
             }
             self.publish_child(name);
         }
         match action {
-            Some(Action::Spawn) => self.spawn(name),
-            Some(Action::Terminate) => self.signal(name, Process::terminate),
-            Some(Action::Kill) => self.signal(name, Process::kill),
+            Some(ChildAction::Spawn) => self.spawn(name),
+            Some(ChildAction::Terminate) => self.signal(name, ChildProcess::terminate),
+            Some(ChildAction::Kill) => self.signal(name, ChildProcess::kill),
             None => {}
         }
-        self.forget_if_removed(name);
+        self.drop_if_removed(name);
     }
 
     /// A worker starts when the weight-server knows its token; the others start at once.
@@ -77,59 +78,60 @@ impl Driver {
         let Some(child) = self.children.get_mut(name) else { return };
         child.start += 1;
         child.status_text.clear();
-        if child.plan.role != Role::Worker {
-            return self.start_process(name, None);
+        if child.spec.role != ChildRole::Worker {
+            return self.spawn_process(name, None);
         }
-        let token = match Token::draw() {
+        let token = match AttachToken::draw() {
             Ok(token) => token,
-            Err(error) => return self.not_started(name, &error.to_string()),
+            Err(error) => return self.start_failed(name, &error.to_string()),
         };
         child.token = Some(token.clone());
-        let (admin, driver) = (self.admin.clone(), self.orders.driver.clone());
+        let (admin, driver) = (self.admin.clone(), self.commands.driver.clone());
         let (child_name, start) = (name.clone(), child.start);
         let task = tokio::spawn(async move {
-            let refusal = admin.tell_token(child_name.to_string(), token).await.err();
+            let refusal = admin.allow_token(child_name.to_string(), token).await.err();
             let refusal = refusal.map(|status| status.message().to_owned());
             // A driver that is gone has no use for it.
-            let _: Result<(), _> = driver.send(Event::TokenTold { child: child_name, start, refusal }).await;
+            let _: Result<(), _> =
+                driver.send(SupervisorEvent::TokenAllowed { child: child_name, start, refusal }).await;
         });
-        child.preparing = Some(task.abort_handle());
+        child.token_registration = Some(task.abort_handle());
     }
 
-    pub(super) fn token_told(&mut self, name: &Arc<str>, start: u64, refusal: Option<String>) {
+    pub(super) fn token_allowed(&mut self, name: &Arc<str>, start: u64, refusal: Option<String>) {
         let Some(child) = self.children.get_mut(name).filter(|c| c.start == start) else { return };
         // A stop order in between has taken the preparation back.
-        if child.preparing.take().is_none() {
+        if child.token_registration.take().is_none() {
             return;
         }
         match refusal {
             None => {
                 let token = child.token.clone();
-                self.start_process(name, token);
+                self.spawn_process(name, token);
             }
-            Some(why) => self.not_started(name, &format!("the weight-server refused its token: {why}")),
+            Some(why) => self.start_failed(name, &format!("the weight-server refused its token: {why}")),
         }
     }
 
-    fn start_process(&mut self, name: &Arc<str>, token: Option<Token>) {
+    fn spawn_process(&mut self, name: &Arc<str>, token: Option<AttachToken>) {
         let Some(child) = self.children.get_mut(name) else { return };
         let names = self.directory.directory();
-        let inherited = match child.plan.role {
-            Role::WeightServer => self.vault.entries().collect(),
-            Role::Router => self.plan.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
-            Role::Worker => Vec::new(),
+        let inherited = match child.spec.role {
+            ChildRole::WeightServer => self.fd_store.entries().collect(),
+            ChildRole::Router => self.spec.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
+            ChildRole::Worker => Vec::new(),
         };
-        let surroundings = Surroundings {
+        let options = SpawnOptions {
             config: &names.config(name),
             notify_socket: &names.notify_socket(name),
             inherited,
             token,
-            log: self.plan.log,
+            log: self.spec.log,
         };
-        let started = Process::spawn(&child.plan, surroundings);
+        let started = ChildProcess::spawn(&child.spec, options);
         let watched = started.and_then(|process| {
             names.record_child(name, process.pid)?;
-            watch_end(&process, name.clone(), child.start, child.ends.clone())?;
+            watch_exit(&process, name.clone(), child.start, child.ends.clone())?;
             Ok(process)
         });
         match watched {
@@ -138,27 +140,27 @@ impl Driver {
                 child.process = Some(process);
                 self.publish_child(name);
             }
-            Err(error) => self.not_started(name, &error.to_string()),
+            Err(error) => self.start_failed(name, &error.to_string()),
         }
     }
 
-    fn not_started(&mut self, name: &Arc<str>, why: &str) {
+    fn start_failed(&mut self, name: &Arc<str>, why: &str) {
         tracing::warn!(child = %name, why, "cannot start");
-        self.end(name, End::NotStarted(why.to_owned()));
+        self.record_exit(name, Termination::SpawnFailed(why.to_owned()));
     }
 
-    pub(super) fn signal(&mut self, name: &Arc<str>, send: impl Fn(&Process)) {
+    pub(super) fn signal(&mut self, name: &Arc<str>, send: impl Fn(&ChildProcess)) {
         let Some(child) = self.children.get_mut(name) else { return };
-        if let Some(preparing) = child.preparing.take() {
-            preparing.abort();
-            return self.end(name, End::NotStarted("stopped before its start".to_owned()));
+        if let Some(token_registration) = child.token_registration.take() {
+            token_registration.abort();
+            return self.record_exit(name, Termination::SpawnFailed("stopped before its start".to_owned()));
         }
         if let Some(process) = &child.process {
             send(process);
         }
     }
 
-    pub(super) fn ended(&mut self, name: &Arc<str>, start: u64) {
+    pub(super) fn process_exited(&mut self, name: &Arc<str>, start: u64) {
         let Some(child) = self.children.get_mut(name).filter(|c| c.start == start) else { return };
         let Some(process) = child.process.take() else { return };
         let pid = process.pid;
@@ -166,22 +168,25 @@ impl Driver {
         self.directory.directory().forget_child(name);
         match child.machine.is_stopping() {
             true => tracing::debug!(child = %name, pid, %end, "ended"),
-            false => tracing::warn!(child = %name, pid, %end, words = child.status_text, "ended by itself"),
+            false => {
+                tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "ended by itself")
+            }
         }
-        self.end(name, end);
+        self.record_exit(name, end);
     }
 
-    fn end(&mut self, name: &Arc<str>, end: End) {
+    fn record_exit(&mut self, name: &Arc<str>, end: Termination) {
         if let Some(child) = self.children.get_mut(name).filter(|c| !c.machine.is_stopping()) {
-            child.last_end = Some(LastEnd { end: end.clone(), words: child.status_text.clone() });
+            child.last_termination =
+                Some(LastTermination { termination: end.clone(), status_text: child.status_text.clone() });
             // An immediate restart would hide it from whoever watches states.
             self.publish_child(name);
         }
-        self.feed(name, state::Event::Ended(end));
+        self.apply_event(name, ChildEvent::Exited(end));
     }
 
-    fn forget_if_removed(&mut self, name: &Arc<str>) {
-        let gone = |c: &Child| c.removed.is_some() && c.machine.state() == state::State::Stopped;
+    fn drop_if_removed(&mut self, name: &Arc<str>) {
+        let gone = |c: &SupervisedChild| c.removed.is_some() && c.machine.state() == ChildState::Stopped;
         if !self.children.get(name).is_some_and(gone) {
             return;
         }
@@ -193,7 +198,7 @@ impl Driver {
                 tracing::debug!(path = %path.display(), %error, "cannot remove");
             }
         }
-        self.publish(FleetEvent::ChildGone(name.to_string()));
+        self.publish(FleetEvent::ChildRemoved(name.to_string()));
         if let Some(Some(reply)) = child.removed {
             answer(reply, Ok(()));
         }
@@ -204,8 +209,8 @@ impl Driver {
 }
 
 /// Reports the end of a process, whoever its parent is, to the forwarder of its notifications.
-pub(super) fn watch_end(
-    process: &Process,
+pub(super) fn watch_exit(
+    process: &ChildProcess,
     child: Arc<str>,
     start: u64,
     ends: mpsc::Sender<u64>,

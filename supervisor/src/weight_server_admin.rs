@@ -11,42 +11,42 @@ use tokio::sync::mpsc;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use crate::driver::Event;
-use crate::fleet::{ModelFailure, ModelState};
-use crate::plan::ModelPlan;
-use crate::token::Token;
+use crate::attach_token::AttachToken;
+use crate::events::SupervisorEvent;
+use crate::spec::ModelSpec;
+use crate::status::{ModelFailure, ModelState};
 
 /// How often a worker's token is offered to a weight-server that is not there yet.
-const TELL_AGAIN: Duration = Duration::from_millis(20);
+const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// How often a load is asked for again while the weight-server is away.
-const ASK_AGAIN: Duration = Duration::from_millis(200);
+const LOAD_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A client of weights-admin.sock that survives the death of the weight-server. Cheap to clone.
 #[derive(Clone)]
-pub(crate) struct WeightsAdmin {
+pub(crate) struct WeightServerAdmin {
     client: WeightServerClient<Channel>,
 }
 
-impl WeightsAdmin {
+impl WeightServerAdmin {
     pub(crate) fn new(channel: Channel) -> Self {
         Self { client: WeightServerClient::new(channel) }
     }
 
-    /// Tells a token until the weight-server knows it; ends early only by being dropped.
-    pub(crate) async fn tell_token(mut self, name: String, token: Token) -> Result<(), Status> {
+    /// Tells a token deadline the weight-server knows it; ends early only by being dropped.
+    pub(crate) async fn allow_token(mut self, name: String, token: AttachToken) -> Result<(), Status> {
         loop {
             let request =
                 wire::AllowTokenRequest { name: name.clone(), token: token.bytes().to_vec().into() };
             match self.client.allow_token(request).await {
                 Ok(_) => return Ok(()),
-                Err(status) if is_away(&status) => tokio::time::sleep(TELL_AGAIN).await,
+                Err(status) if is_unreachable(&status) => tokio::time::sleep(TOKEN_RETRY_INTERVAL).await,
                 Err(status) => return Err(status),
             }
         }
     }
 
     /// Sees to it that the model is resident, and reports every step of it.
-    pub(crate) async fn load(mut self, model: ModelPlan, driver: mpsc::Sender<Event>) {
+    pub(crate) async fn load(mut self, model: ModelSpec, driver: mpsc::Sender<SupervisorEvent>) {
         let state = loop {
             let outcome = match self.is_resident(&model.name).await {
                 Ok(true) => Ok(()),
@@ -56,12 +56,13 @@ impl WeightsAdmin {
             match outcome {
                 Ok(()) => break ModelState::Ready,
                 // It died over it. Its successor may have adopted what was there, or starts from the file.
-                Err(status) if is_away(&status) => tokio::time::sleep(ASK_AGAIN).await,
+                Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
                 Err(status) => break ModelState::Failed(ModelFailure::from_status(&status)),
             }
         };
         // A driver that is gone has no use for it.
-        let _: Result<(), _> = driver.send(Event::Model { name: model.name, state }).await;
+        let _: Result<(), _> =
+            driver.send(SupervisorEvent::ModelStateChanged { name: model.name, state }).await;
     }
 
     /// An adopted model counts, even when its file is gone meanwhile.
@@ -73,8 +74,8 @@ impl WeightsAdmin {
 
     async fn load_from_file(
         &mut self,
-        model: &ModelPlan,
-        driver: &mpsc::Sender<Event>,
+        model: &ModelSpec,
+        driver: &mpsc::Sender<SupervisorEvent>,
     ) -> Result<(), Status> {
         let request = wire::LoadRequest {
             model: model.name.clone(),
@@ -87,8 +88,9 @@ impl WeightsAdmin {
             match event.kind {
                 Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
                     let state = ModelState::Loading { done_bytes, total_bytes };
-                    let _: Result<(), _> =
-                        driver.send(Event::Model { name: model.name.clone(), state }).await;
+                    let _: Result<(), _> = driver
+                        .send(SupervisorEvent::ModelStateChanged { name: model.name.clone(), state })
+                        .await;
                 }
                 Some(wire::load_event::Kind::Loaded(_)) => return Ok(()),
                 None => {}
@@ -107,6 +109,6 @@ impl WeightsAdmin {
 }
 
 /// The weight-server did not answer: it is starting, or has just died. A status with a source was made on this side.
-fn is_away(status: &Status) -> bool {
+fn is_unreachable(status: &Status) -> bool {
     status.code() == Code::Unavailable || std::error::Error::source(status).is_some()
 }

@@ -19,41 +19,41 @@ use service::env;
 use service::listen::LISTEN_FDS_START;
 use service::supervision::ADOPTED;
 
-use crate::plan::ChildPlan;
+use crate::attach_token::AttachToken;
 use crate::shim;
-use crate::state::{End, Policy};
-use crate::token::Token;
+use crate::spec::ChildSpec;
+use crate::state::{RestartPolicy, Termination};
 
 /// Where a child finds what is its own.
-pub(crate) struct Surroundings<'a> {
+pub(crate) struct SpawnOptions<'a> {
     pub(crate) config: &'a Path,
     pub(crate) notify_socket: &'a Path,
     pub(crate) inherited: Vec<(&'a str, BorrowedFd<'a>)>,
-    pub(crate) token: Option<Token>,
+    pub(crate) token: Option<AttachToken>,
     pub(crate) log: tracing::Level,
 }
 
 #[derive(Debug)]
-pub(crate) struct Process {
+pub(crate) struct ChildProcess {
     pub(crate) pid: u32,
     pub(crate) since: Instant,
     pidfd: OwnedFd,
     /// Absent for a process that was adopted: then it is not our child, and how it ends is not told.
     own: Option<std::process::Child>,
-    /// Its end of file tells the process that we are gone. Absent until an orphan has offered itself.
+    /// Its end of file tells the process that we are gone. Absent deadline an orphan has adopt_offered itself.
     liveness: Option<UnixStream>,
 }
 
-impl Process {
-    pub(crate) fn spawn(plan: &ChildPlan, surroundings: Surroundings<'_>) -> io::Result<Self> {
+impl ChildProcess {
+    pub(crate) fn spawn(spec: &ChildSpec, options: SpawnOptions<'_>) -> io::Result<Self> {
         let (liveness, liveness_of_child) = UnixStream::pair()?;
         let mut command = Command::new("/proc/self/exe");
         command
             .arg0("ballast")
-            .args([shim::SUBCOMMAND, shim::OOM_SCORE_ADJ, &plan.role.oom_score_adj().to_string()])
-            .arg(plan.role.subcommand())
+            .args([shim::SUBCOMMAND, shim::OOM_SCORE_ADJ, &spec.role.oom_score_adj().to_string()])
+            .arg(spec.role.subcommand())
             .arg("--config")
-            .arg(surroundings.config)
+            .arg(options.config)
             .process_group(0)
             .stdin(Stdio::null())
             // Standard output belongs to the command that the user has typed.
@@ -62,28 +62,28 @@ impl Process {
             command.env_remove(private);
         }
         if std::env::var_os(env::LOG).is_none() {
-            command.env(env::LOG, surroundings.log.as_str());
+            command.env(env::LOG, options.log.as_str());
         }
-        command.env(env::NOTIFY_SOCKET, surroundings.notify_socket);
-        let watchdog = Policy::DEFAULT.watchdog.as_micros();
+        command.env(env::NOTIFY_SOCKET, options.notify_socket);
+        let watchdog = RestartPolicy::DEFAULT.watchdog.as_micros();
         command.env(env::WATCHDOG_USEC, watchdog.to_string());
 
-        let mut mappings = Vec::with_capacity(surroundings.inherited.len() + 2);
+        let mut mappings = Vec::with_capacity(options.inherited.len() + 2);
         let mut next = LISTEN_FDS_START;
         let mut map = |parent_fd: OwnedFd| {
             mappings.push(FdMapping { parent_fd, child_fd: next });
             next += 1;
             next - 1
         };
-        if !surroundings.inherited.is_empty() {
-            let names: Vec<&str> = surroundings.inherited.iter().map(|(name, _)| *name).collect();
+        if !options.inherited.is_empty() {
+            let names: Vec<&str> = options.inherited.iter().map(|(name, _)| *name).collect();
             command.env(env::LISTEN_FDS, names.len().to_string()).env(env::LISTEN_FDNAMES, names.join(":"));
-            for (_, fd) in &surroundings.inherited {
+            for (_, fd) in &options.inherited {
                 map(fd.try_clone_to_owned()?);
             }
         }
         command.env(env::LIVENESS_FD, map(liveness_of_child.into()).to_string());
-        if let Some(token) = surroundings.token {
+        if let Some(token) = options.token {
             command.env(env::ATTACH_TOKEN_FD, map(token.into_pipe()?).to_string());
         }
         command.fd_mappings(mappings).map_err(io::Error::other)?;
@@ -103,7 +103,7 @@ impl Process {
         }
     }
 
-    /// A living process of a dead supervisor: not supervised until it has offered itself.
+    /// A living process of a dead supervisor: not supervised deadline it has adopt_offered itself.
     pub(crate) fn orphan(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, since: Instant::now(), pidfd: open_pidfd(pid)?, own: None, liveness: None })
     }
@@ -132,8 +132,8 @@ impl Process {
     }
 
     /// After the process has ended: ends what it has started, and takes its exit status.
-    pub(crate) fn reap(self) -> End {
-        let Some(mut own) = self.own else { return End::Unknown };
+    pub(crate) fn reap(self) -> Termination {
+        let Some(mut own) = self.own else { return Termination::Unknown };
         // As long as the leader is not reaped, its number cannot belong to another group.
         let group = nix::unistd::Pid::from_raw(self.pid.cast_signed());
         match killpg(group, GroupSignal::SIGKILL) {
@@ -143,11 +143,11 @@ impl Process {
         }
         match own.wait() {
             Ok(status) => match (status.code(), status.signal()) {
-                (Some(code), _) => End::Code(code),
-                (_, Some(signal)) => End::Signal(signal),
-                _ => End::Unknown,
+                (Some(code), _) => Termination::ExitCode(code),
+                (_, Some(signal)) => Termination::Signal(signal),
+                _ => Termination::Unknown,
             },
-            Err(_) => End::Unknown,
+            Err(_) => Termination::Unknown,
         }
     }
 }

@@ -1,0 +1,58 @@
+//! The commands that the event loop accepts from outside, and why one is refused.
+
+use tokio::sync::oneshot;
+
+use crate::spec::ModelSpec;
+use crate::status::FleetStatus;
+
+/// Why an order was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CommandError {
+    #[error("no child is called {name:?}; `ballast ps` lists them")]
+    UnknownChild { name: String },
+    #[error("{name:?} is not a worker")]
+    NotAWorker { name: String },
+    #[error("no model is called {name:?}; `ballast ps` lists them")]
+    UnknownModel { name: String },
+    #[error("the fleet serves {models} models: name one of them")]
+    AmbiguousModel { models: usize },
+    #[error("a model called {name:?} is there already")]
+    NameTaken { name: String },
+    #[error("{name:?} cannot be started: {why}")]
+    StartFailed { name: String, why: String },
+    #[error("model {name:?} cannot be unloaded: {why}")]
+    UnloadFailed { name: String, why: String },
+    #[error("the fleet is stopping")]
+    Stopping,
+}
+
+pub(crate) type CommandReply<T> = oneshot::Sender<Result<T, CommandError>>;
+
+#[derive(Debug)]
+pub(crate) enum FleetCommand {
+    Status(oneshot::Sender<FleetStatus>),
+    Restart {
+        name: String,
+        reply: CommandReply<()>,
+    },
+    AddWorker {
+        model: String,
+        reply: CommandReply<String>,
+    },
+    RemoveWorker {
+        name: String,
+        reply: CommandReply<()>,
+    },
+    LoadModel {
+        model: ModelSpec,
+        reply: CommandReply<()>,
+    },
+    UnloadModel {
+        name: String,
+        reply: CommandReply<()>,
+    },
+    /// Ask every child, role by role.
+    Stop,
+    /// Kill every child now.
+    Kill,
+}

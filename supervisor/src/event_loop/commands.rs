@@ -1,0 +1,209 @@
+//! CommandSender from outside, models, and the stop of the whole fleet.
+
+use std::sync::Arc;
+
+use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
+use crate::commands::{CommandError, CommandReply, FleetCommand};
+use crate::events::SupervisorEvent;
+use crate::process::ChildProcess;
+use crate::spec::{ChildRole, ModelSpec};
+use crate::state::{ChildEvent, ChildState};
+use crate::status::{FleetEvent, FleetStatus, ModelState};
+
+/// A worker's index is part of its socket's name.
+const MAX_WORKERS: u32 = 10_000;
+
+impl SupervisorLoop {
+    pub(super) fn handle_command(&mut self, command: FleetCommand) {
+        match command {
+            FleetCommand::Status(reply) => {
+                // Whoever asked may have gone away.
+                let _: Result<(), _> = reply.send(self.status());
+            }
+            FleetCommand::Restart { name, reply } => answer(reply, self.restart(&name)),
+            FleetCommand::AddWorker { model, reply } => answer(reply, self.add_worker(model)),
+            FleetCommand::RemoveWorker { name, reply } => match self.children.get_key_value(name.as_str()) {
+                None => answer(reply, Err(CommandError::UnknownChild { name })),
+                Some((_, child)) if child.slot.is_none() => {
+                    answer(reply, Err(CommandError::NotAWorker { name }))
+                }
+                Some((name, _)) => self.remove_worker(&name.clone(), Some(reply)),
+            },
+            FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model)),
+            FleetCommand::UnloadModel { name, reply } => self.unload_model(name, reply),
+            FleetCommand::Stop => self.stopping = true,
+            FleetCommand::Kill => self.kill_children(),
+        }
+    }
+
+    fn status(&self) -> FleetStatus {
+        FleetStatus {
+            children: self.children.values().map(SupervisedChild::status).collect(),
+            models: self.models.values().map(ManagedModel::status).collect(),
+            stored_fds: self.fd_store.len(),
+            http_address: self.spec.http_address.clone(),
+        }
+    }
+
+    fn restart(&mut self, name: &str) -> Result<(), CommandError> {
+        self.check_not_stopping()?;
+        let known = self.children.get_key_value(name).map(|(name, _)| name.clone());
+        let name = known.ok_or_else(|| CommandError::UnknownChild { name: name.to_owned() })?;
+        self.apply_event(&name, ChildEvent::Restart);
+        Ok(())
+    }
+
+    fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
+        self.check_not_stopping()?;
+        let found = match (model.is_empty(), self.models.len()) {
+            (true, 1) => self.models.values().next(),
+            (true, models) => return Err(CommandError::AmbiguousModel { models }),
+            (false, _) => self.models.get(&model),
+        };
+        let Some(ManagedModel { spec: model, .. }) = found else {
+            return Err(CommandError::UnknownModel { name: model });
+        };
+        let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
+        let Some(index) = (0..MAX_WORKERS).find(|&index| !used(index)) else {
+            let why = format!("{MAX_WORKERS} workers are there already");
+            return Err(CommandError::StartFailed { name: "worker".to_owned(), why });
+        };
+        let (spec, slot) = self.spec.worker_spec(index, model);
+        let name = spec.name.clone();
+        let added = self.add_child(spec, slot);
+        let child = added.map_err(|error| CommandError::StartFailed {
+            name: name.clone(),
+            why: service::exit::one_line(&error),
+        })?;
+        self.apply_event(&child, ChildEvent::Start);
+        Ok(name)
+    }
+
+    fn load_model(&mut self, spec: ModelSpec) -> Result<(), CommandError> {
+        self.check_not_stopping()?;
+        match self.models.get(&spec.name) {
+            Some(ManagedModel { state: ModelState::Failed(_), .. }) | None => {}
+            Some(_) => return Err(CommandError::NameTaken { name: spec.name }),
+        }
+        let (name, workers) = (spec.name.clone(), spec.workers);
+        self.add_model(spec);
+        if let Some(model) = self.models.get_mut(&name) {
+            model.load(&self.admin, &self.commands);
+        }
+        for _ in 0..workers {
+            self.add_worker(name.clone())?;
+        }
+        Ok(())
+    }
+
+    fn unload_model(&mut self, name: String, reply: CommandReply<()>) {
+        let Some(model) = self.models.get_mut(&name) else {
+            return answer(reply, Err(CommandError::UnknownModel { name }));
+        };
+        if model.unloading.is_some() {
+            let why = "it is being unloaded already".to_owned();
+            return answer(reply, Err(CommandError::UnloadFailed { name, why }));
+        }
+        model.abort();
+        model.unloading = Some(reply);
+        self.remove_model_workers(&name);
+        self.unload_if_unused(&name);
+    }
+
+    fn check_not_stopping(&self) -> Result<(), CommandError> {
+        match self.stopping {
+            true => Err(CommandError::Stopping),
+            false => Ok(()),
+        }
+    }
+
+    pub(super) fn add_model(&mut self, spec: ModelSpec) {
+        let state = ModelState::Loading { done_bytes: 0, total_bytes: 0 };
+        let name = spec.name.clone();
+        self.models.insert(name, ManagedModel { spec, state, task: None, unloading: None });
+    }
+
+    pub(super) fn set_model_state(&mut self, name: &str, state: ModelState) {
+        let Some(model) = self.models.get_mut(name) else { return };
+        if let ModelState::Failed(failure) = &state {
+            tracing::warn!(model = name, why = failure.text, "cannot be loaded");
+        }
+        let failed = matches!(state, ModelState::Failed(_));
+        model.state = state;
+        let status = model.status();
+        self.publish(FleetEvent::Model(status));
+        if failed {
+            self.remove_model_workers(name);
+        }
+    }
+
+    fn remove_model_workers(&mut self, model: &str) {
+        let of_model = |c: &SupervisedChild| c.slot.as_ref().is_some_and(|s| s.model == model);
+        let workers: Vec<Arc<str>> =
+            self.children.iter().filter(|(_, c)| of_model(c)).map(|(name, _)| name.clone()).collect();
+        for worker in workers {
+            self.remove_worker(&worker, None);
+        }
+    }
+
+    fn remove_worker(&mut self, name: &Arc<str>, reply: Option<CommandReply<()>>) {
+        let Some(child) = self.children.get_mut(name) else { return };
+        child.removed = Some(reply);
+        self.apply_event(name, ChildEvent::Stop);
+    }
+
+    pub(super) fn unload_if_unused(&mut self, name: &str) {
+        let used = self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.model == name));
+        let unloading = self.models.get(name).is_some_and(|m| m.unloading.is_some());
+        if used || !unloading {
+            return;
+        }
+        let (admin, driver, name) = (self.admin.clone(), self.commands.driver.clone(), name.to_owned());
+        tokio::spawn(async move {
+            let refusal = admin.unload(name.clone()).await.err().map(|status| status.message().to_owned());
+            let _: Result<(), _> = driver.send(SupervisorEvent::ModelUnloaded { name, refusal }).await;
+        });
+    }
+
+    pub(super) fn model_unloaded(&mut self, name: &str, refusal: Option<String>) {
+        let Some(reply) = self.models.get_mut(name).and_then(|m| m.unloading.take()) else { return };
+        let name = name.to_owned();
+        if let Some(why) = refusal {
+            return answer(reply, Err(CommandError::UnloadFailed { name, why }));
+        }
+        self.models.remove(&name);
+        self.publish(FleetEvent::ModelRemoved(name));
+        answer(reply, Ok(()));
+    }
+
+    /// Stops the first role that still has processes; true when none has.
+    pub(super) fn advance_shutdown(&mut self) -> bool {
+        for role in ChildRole::STOP_ORDER {
+            let of_role: Vec<Arc<str>> = self
+                .children
+                .iter()
+                .filter(|(_, c)| c.spec.role == role)
+                .map(|(name, _)| name.clone())
+                .collect();
+            for name in &of_role {
+                let asked = self.children.get(name).map(|c| c.machine.state());
+                if !matches!(asked, None | Some(ChildState::Stopped)) {
+                    self.apply_event(name, ChildEvent::Stop);
+                }
+            }
+            if of_role.iter().any(|name| self.children.get(name).is_some_and(|c| c.machine.has_process())) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn kill_children(&mut self) {
+        self.stopping = true;
+        let names: Vec<Arc<str>> = self.children.keys().cloned().collect();
+        for name in names {
+            self.apply_event(&name, ChildEvent::Stop);
+            self.signal(&name, ChildProcess::kill);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! The messages of the notify protocol that a child sends to its parent.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+/// What a child says in one datagram.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct NotifyMessage {
+    pub(crate) ready: bool,
+    pub(crate) stopping: bool,
+    pub(crate) watchdog_ping: bool,
+    pub(crate) watchdog_trigger: bool,
+    pub(crate) status: Option<String>,
+    pub(crate) extend_timeout: Option<Duration>,
+    pub(crate) store_fds: bool,
+    pub(crate) remove_fds: bool,
+    pub(crate) fd_name: Option<String>,
+    pub(crate) barrier: bool,
+    /// An orphan offers itself.
+    pub(crate) offers_adoption: bool,
+}
+
+impl NotifyMessage {
+    /// Unknown lines are skipped, as systemd does: the protocol grows.
+    pub(crate) fn parse(text: &str) -> Self {
+        let mut message = NotifyMessage::default();
+        for (key, value) in text.lines().filter_map(|line| line.split_once('=')) {
+            match (key, value) {
+                ("READY", "1") => message.ready = true,
+                ("STOPPING", "1") => message.stopping = true,
+                ("WATCHDOG", "1") => message.watchdog_ping = true,
+                ("WATCHDOG", "trigger") => message.watchdog_trigger = true,
+                ("STATUS", text) => message.status = Some(text.to_owned()),
+                ("EXTEND_TIMEOUT_USEC", usec) => {
+                    message.extend_timeout = usec.parse().ok().map(Duration::from_micros);
+                }
+                ("FDSTORE", "1") => message.store_fds = true,
+                ("FDSTOREREMOVE", "1") => message.remove_fds = true,
+                ("FDNAME", name) => message.fd_name = Some(name.to_owned()),
+                ("BARRIER", "1") => message.barrier = true,
+                ("ADOPT", "1") => message.offers_adoption = true,
+                _ => {}
+            }
+        }
+        message
+    }
+}
+
+/// One datagram with its sender.
+#[derive(Debug)]
+pub(crate) struct Notification {
+    pub(crate) pid: u32,
+    pub(crate) message: NotifyMessage,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_read_and_unknown_ones_skipped() {
+        let message = NotifyMessage::parse(
+            "READY=1\nX_FUTURE=2\nSTATUS=a=b\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0",
+        );
+        let expected = NotifyMessage {
+            ready: true,
+            status: Some("a=b".to_owned()),
+            extend_timeout: Some(Duration::from_micros(5)),
+            ..NotifyMessage::default()
+        };
+        assert_eq!(message, expected);
+    }
+}

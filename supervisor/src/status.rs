@@ -1,0 +1,122 @@
+//! The status of a fleet, its children and its models, as commands and events report it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use service::Exit;
+use tonic::{Code, Status};
+
+use crate::spec::ChildRole;
+use crate::state::{ChildState, Termination};
+
+#[derive(Clone, Debug)]
+pub struct ChildStatus {
+    pub name: String,
+    pub role: ChildRole,
+    pub state: ChildState,
+    /// 0 while no process runs.
+    pub pid: u32,
+    pub crashes: u32,
+    pub uptime: Duration,
+    /// The child's own words.
+    pub status_text: String,
+    /// How the last process that ended by itself did so.
+    pub last_termination: Option<LastTermination>,
+    /// Of workers.
+    pub model: Option<String>,
+}
+
+/// An end that nobody had asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastTermination {
+    pub termination: Termination,
+    /// The last status of that process: one that fails says why before it exits.
+    pub status_text: String,
+}
+
+impl LastTermination {
+    /// What the process meant with its exit code.
+    pub fn exit(&self) -> Option<Exit> {
+        match self.termination {
+            Termination::ExitCode(code) => Exit::from_code(code),
+            Termination::Signal(_) | Termination::Unknown | Termination::SpawnFailed(_) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for LastTermination {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.termination {
+            // A process that was killed in the middle of something has not said why.
+            Termination::ExitCode(_) if !self.status_text.is_empty() => {
+                write!(f, "{}: {}", self.termination, self.status_text)
+            }
+            end => write!(f, "{end}"),
+        }
+    }
+}
+
+/// Why a model could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelFailure {
+    /// What a command that needed the model should exit with.
+    pub exit: Exit,
+    pub text: String,
+}
+
+impl ModelFailure {
+    pub(crate) fn from_status(status: &Status) -> Self {
+        let exit = match status.code() {
+            Code::ResourceExhausted => Exit::OutOfResources,
+            Code::InvalidArgument
+            | Code::NotFound
+            | Code::FailedPrecondition
+            | Code::DataLoss
+            | Code::PermissionDenied
+            | Code::Unimplemented => Exit::ModelRefused,
+            Code::Aborted | Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded => Exit::PeerLost,
+            _ => Exit::Internal,
+        };
+        Self { exit, text: status.message().to_owned() }
+    }
+
+    /// The inverse of [`ModelFailure::from_status`], for whoever asked us.
+    pub(crate) fn to_status(&self) -> Status {
+        match self.exit {
+            Exit::OutOfResources => Status::resource_exhausted(&self.text),
+            Exit::ModelRefused => Status::failed_precondition(&self.text),
+            Exit::PeerLost => Status::aborted(&self.text),
+            _ => Status::internal(&self.text),
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelState {
+    Loading { done_bytes: u64, total_bytes: u64 },
+    Ready,
+    Failed(ModelFailure),
+}
+
+#[derive(Clone, Debug)]
+pub struct ModelStatus {
+    pub name: String,
+    pub path: PathBuf,
+    pub state: ModelState,
+}
+
+#[derive(Clone, Debug)]
+pub struct FleetStatus {
+    pub children: Vec<ChildStatus>,
+    pub models: Vec<ModelStatus>,
+    pub stored_fds: usize,
+    pub http_address: String,
+}
+
+#[derive(Clone, Debug)]
+pub enum FleetEvent {
+    Child(ChildStatus),
+    ChildRemoved(String),
+    Model(ModelStatus),
+    ModelRemoved(String),
+}
