@@ -75,7 +75,7 @@ async fn answer(
     let mut text = String::new();
     while let Some(frame) = frames.message().await.map_err(refused)? {
         match frame.frame {
-            Some(Frame::Piece(piece)) => {
+            Some(Frame::Delta(piece)) => {
                 print_stdout(&piece.text)?;
                 text.push_str(&piece.text);
             }

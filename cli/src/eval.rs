@@ -8,7 +8,7 @@ use ops::{KvLayer, KvTypes};
 use proto::worker::v1::metadata_frame::Frame as MetadataFrame;
 use proto::worker::v1::score_frame::Frame as ScoreFrame;
 use proto::worker::v1::worker_client::WorkerClient;
-use proto::worker::v1::{Description, GetMetadataRequest, ScoreRequest};
+use proto::worker::v1::{WorkerDescription, GetMetadataRequest, ScoreRequest};
 use service::exit::one_line;
 use service::{Exit, Notify};
 use text::EncodeOptions;
@@ -126,7 +126,7 @@ fn task(arguments: &EvalArguments, types: KvTypes) -> CliResult<EvalTask> {
 /// The only worker of the fleet.
 struct ScoringClient {
     client: WorkerClient<Channel>,
-    description: Description,
+    description: WorkerDescription,
 }
 
 /// exp(mean of -log p) over all predicted tokens.

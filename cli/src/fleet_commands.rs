@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use proto::fleet::v1 as wire;
 use proto::weights::v1::GetStatusRequest;
 use proto::weights::v1::weight_server_client::WeightServerClient;
-use proto::worker::v1::ResetPrefixesRequest;
+use proto::worker::v1::ResetPrefixCacheRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
 
@@ -172,7 +172,7 @@ pub(crate) fn reset_prefix_cache(place: FleetSelector) -> CliResult {
         let mut refusals = Vec::new();
         for (index, socket) in sockets {
             let channel = service::grpc::connect(&socket).await?;
-            if let Err(status) = WorkerClient::new(channel).reset_prefixes(ResetPrefixesRequest {}).await {
+            if let Err(status) = WorkerClient::new(channel).reset_prefix_cache(ResetPrefixCacheRequest {}).await {
                 refusals.push(format!("worker-{index}: {}", status.message()));
             }
         }

@@ -229,7 +229,7 @@ async fn continue_one(
                 done.prompt_tokens = started.prompt_tokens;
                 done.seed = started.seed;
             }
-            Some(Frame::Piece(piece)) => {
+            Some(Frame::Delta(piece)) => {
                 done.tokens.extend(piece.tokens);
                 done.text.push_str(&piece.text);
                 // Nobody listens any more when the command is being interrupted.

@@ -228,7 +228,7 @@ fn device_memory_json(stats: &StatsReply) -> serde_json::Value {
 
 fn timeline_json(stats: &StatsReply) -> serde_json::Value {
     stats
-        .timeline
+        .startup_stages
         .iter()
         .map(|stage| (stage.name.clone(), json!(stage.ms)))
         .collect::<serde_json::Map<_, _>>()

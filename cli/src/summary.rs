@@ -70,7 +70,7 @@ impl fmt::Display for RunSummary {
             writeln!(
                 f,
                 "worker-{index}    {} of its own ({} of it keys and values), attached in {:.1} ms",
-                ByteSize(stats.own_bytes).rounded(),
+                ByteSize(stats.private_bytes).rounded(),
                 ByteSize(stats.kv_used_bytes).rounded(),
                 stats.attach_ms,
             )?;

@@ -75,8 +75,8 @@ pub async fn drafts_against_plain(
     }
     let (mut drafted, mut accepted) = (Vec::new(), Vec::new());
     for stats in worker_stats(drafting).await? {
-        add(&mut drafted, &stats.drafted);
-        add(&mut accepted, &stats.accepted);
+        add(&mut drafted, &stats.draft_tokens_per_position);
+        add(&mut accepted, &stats.accepted_tokens_per_position);
     }
     let speed_up = median(rates.1.iter().zip(&rates.0).map(|(with, without)| with / without).collect());
     Ok(DraftReport {
@@ -120,7 +120,7 @@ async fn output(
     let mut frames = client.generate(request).await?.into_inner();
     let mut tokens = Vec::with_capacity(load.tokens as usize);
     while let Some(frame) = frames.message().await? {
-        if let Some(generate_frame::Frame::Piece(piece)) = frame.frame {
+        if let Some(generate_frame::Frame::Delta(piece)) = frame.frame {
             tokens.extend(piece.tokens);
         }
     }

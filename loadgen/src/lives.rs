@@ -132,7 +132,7 @@ async fn follow(
 }
 
 /// Waits until the process behind `client` has its weights. `None` if it is the old one, or gone.
-async fn attached(client: &mut WorkerClient<Channel>, old_pid: u32) -> Option<wire::Description> {
+async fn attached(client: &mut WorkerClient<Channel>, old_pid: u32) -> Option<wire::WorkerDescription> {
     loop {
         match describe(client).await {
             Ok(description) => return Some(description).filter(|description| description.pid != old_pid),
@@ -170,7 +170,7 @@ async fn connect(socket: &Path) -> WorkerClient<Channel> {
     }
 }
 
-async fn describe(client: &mut WorkerClient<Channel>) -> Result<wire::Description, Status> {
+async fn describe(client: &mut WorkerClient<Channel>) -> Result<wire::WorkerDescription, Status> {
     let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await?.into_inner();
     match frames.message().await?.and_then(|frame| frame.frame) {
         Some(metadata_frame::Frame::Description(description)) => Ok(description),
@@ -180,7 +180,7 @@ async fn describe(client: &mut WorkerClient<Channel>) -> Result<wire::Descriptio
 
 async fn first_token(
     client: &mut WorkerClient<Channel>,
-    worker: &wire::Description,
+    worker: &wire::WorkerDescription,
 ) -> Result<(), LifeError> {
     let request = wire::GenerateRequest {
         fingerprint: worker.fingerprint.clone(),

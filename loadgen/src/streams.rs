@@ -151,7 +151,7 @@ async fn run_stream(
     let mut finished = false;
     while let Some(frame) = frames.message().await.map_err(failed)? {
         match frame.frame {
-            Some(generate_frame::Frame::Piece(piece)) => {
+            Some(generate_frame::Frame::Delta(piece)) => {
                 let at = start.elapsed();
                 timed.tokens_at.extend(piece.tokens.iter().map(|_| at));
             }

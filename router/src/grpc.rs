@@ -71,13 +71,13 @@ impl inference_server::Inference for Inference {
             }
             match events.recv().await {
                 Some(Event::Piece(piece)) => {
-                    let piece = wire::Piece {
+                    let piece = wire::OutputDelta {
                         choice: piece.choice,
                         tokens: piece.tokens,
                         text: piece.text,
                         logprobs: piece.logprobs.into_iter().map(Into::into).collect(),
                     };
-                    Some((Ok(frame(generate_frame::Frame::Piece(piece))), (events, choices_left)))
+                    Some((Ok(frame(generate_frame::Frame::Delta(piece))), (events, choices_left)))
                 }
                 Some(Event::Ended { choice, outcome: Ok(outcome) }) => {
                     let finished = finished(choice, prompt_tokens, outcome);
@@ -211,7 +211,7 @@ fn sampling(wire: wire::Sampling) -> Params {
         dry_base: wire.dry_base.map(f64::from),
         dry_allowed_length: wire.dry_allowed_length.map(i64::from),
         dry_penalty_last_n: wire.dry_penalty_last_n.map(i64::from),
-        dry_sequence_breakers: wire.dry_sequence_breakers.map(|breakers| breakers.words),
+        dry_sequence_breakers: wire.dry_sequence_breakers.map(|breakers| breakers.values),
         repetition_penalty: wire.repetition_penalty.map(f64::from),
         presence_penalty: wire.presence_penalty.map(f64::from),
         frequency_penalty: wire.frequency_penalty.map(f64::from),

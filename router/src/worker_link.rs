@@ -128,12 +128,12 @@ impl Link {
                 preemptions: stats.preemptions,
                 evictions: stats.evictions,
                 forks: stats.forks,
-                late_rows: stats.late_rows,
+                late_rows: stats.deferred_logits,
                 kv_cached_tokens: stats.kv_cached_tokens,
                 kv_unfilled_tokens: stats.kv_unfilled_tokens,
                 kv_mapped_bytes: stats.kv_mapped_bytes.unwrap_or(0),
-                drafted: stats.drafted.iter().sum(),
-                accepted: stats.accepted.iter().sum(),
+                drafted: stats.draft_tokens_per_position.iter().sum(),
+                accepted: stats.accepted_tokens_per_position.iter().sum(),
             };
             self.fleet.report(worker, report);
         }

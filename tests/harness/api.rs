@@ -71,7 +71,7 @@ pub(crate) async fn generate(
     let (mut tokens, mut finished) = (0, 0);
     while let Some(frame) = stream.message().await? {
         match frame.frame {
-            Some(Frame::Piece(piece)) => {
+            Some(Frame::Delta(piece)) => {
                 let done = &mut choices[piece.choice as usize];
                 tokens += piece.tokens.len();
                 done.tokens.extend(piece.tokens);

@@ -61,7 +61,7 @@ enum EngineCommand {
         answer: oneshot::Sender<Update>,
     },
     /// Whether all cached prefixes were forgotten.
-    ResetPrefixes {
+    ResetPrefixCache {
         answer: oneshot::Sender<bool>,
     },
     Drain,
@@ -311,7 +311,7 @@ impl<B: Backend> EngineLoop<B> {
                     drop(answer.send(self.engine.kv_events(from)));
                 }
             }
-            EngineCommand::ResetPrefixes { answer } => {
+            EngineCommand::ResetPrefixCache { answer } => {
                 // Whoever asked may have gone; it is done all the same.
                 let _: Result<(), bool> = answer.send(self.engine.reset_prefix_cache());
             }

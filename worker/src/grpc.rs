@@ -135,7 +135,7 @@ impl Worker for WorkerService {
         let wire = wire.into_inner();
         check_fingerprint(&wire.fingerprint, info)?;
         let log = handle.kv_log();
-        let from = if wire.log == log { wire.from } else { NOTHING_KNOWN };
+        let from = if wire.log_id == log { wire.from_event } else { NOTHING_KNOWN };
         let updates = stream::try_unfold(handle.follow(from)?, async |mut follower| {
             let update = follower.next().await?;
             Ok::<_, Status>(Some((update, follower)))
@@ -145,21 +145,21 @@ impl Worker for WorkerService {
         Ok(Response::new(Box::pin(frames.try_flatten())))
     }
 
-    async fn reset_prefixes(
+    async fn reset_prefix_cache(
         &self,
-        _: Request<wire::ResetPrefixesRequest>,
-    ) -> Result<Response<wire::ResetPrefixesReply>, Status> {
-        if self.serving_state()?.serving.handle.reset_prefixes().await? {
-            Ok(Response::new(wire::ResetPrefixesReply {}))
+        _: Request<wire::ResetPrefixCacheRequest>,
+    ) -> Result<Response<wire::ResetPrefixCacheReply>, Status> {
+        if self.serving_state()?.serving.handle.reset_prefix_cache().await? {
+            Ok(Response::new(wire::ResetPrefixCacheReply {}))
         } else {
             Err(Status::failed_precondition("requests hold blocks of the cache: try again when none runs"))
         }
     }
 
     async fn stats(&self, _: Request<wire::StatsRequest>) -> Result<Response<wire::StatsReply>, Status> {
-        let own_bytes = anonymous_rss_bytes().map_err(|error| Status::internal(error.to_string()))?;
+        let private_bytes = anonymous_rss_bytes().map_err(|error| Status::internal(error.to_string()))?;
         let Some(ServingState { serving: ServingEngine { handle, info }, .. }) = self.serving.get() else {
-            return Ok(Response::new(wire::StatsReply { own_bytes, ..Default::default() }));
+            return Ok(Response::new(wire::StatsReply { private_bytes, ..Default::default() }));
         };
         let now = handle.snapshot();
         let stats = now.stats;
@@ -170,7 +170,7 @@ impl Worker for WorkerService {
             draining: now.draining,
             attach_ms: info.attach.as_secs_f64() * 1e3,
             weight_bytes: info.weight_bytes,
-            own_bytes,
+            private_bytes,
             running: stats.running as u32,
             waiting: stats.waiting as u32,
             kv_total_tokens: tokens(stats.kv_blocks),
@@ -186,26 +186,26 @@ impl Worker for WorkerService {
             evictions: stats.evictions,
             finished: stats.finished,
             refused: stats.refused,
-            drafted: stats.drafts.drafted[..depth].to_vec(),
-            accepted: stats.drafts.accepted[..depth].to_vec(),
+            draft_tokens_per_position: stats.drafts.drafted[..depth].to_vec(),
+            accepted_tokens_per_position: stats.drafts.accepted[..depth].to_vec(),
             draft_failures: stats.drafts.failures,
             forks: stats.forks,
-            late_rows: stats.late_rows,
+            deferred_logits: stats.late_rows,
             device: info.device.clone(),
             context_bytes: info.context_bytes,
             kv_reserved_bytes: self.config.kv_bytes.0,
             workspace_bytes: info.workspace_bytes,
-            timeline: timeline(info, &now),
+            startup_stages: timeline(info, &now),
             ready_ms: milliseconds(info.timeline.total()),
             kv_mapped_bytes: Some(now.kv.bytes),
             workspace_used: now.measured.workspace_used.map(workspace),
-            kv_events: stats.kv_events,
+            next_kv_event: stats.kv_events,
         }))
     }
 
     async fn drain(&self, wire: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
         let grace = Duration::from_millis(wire.into_inner().grace_ms);
-        Ok(Response::new(wire::DrainReply { cut: self.drain_within(grace).await as u32 }))
+        Ok(Response::new(wire::DrainReply { streams_cut: self.drain_within(grace).await as u32 }))
     }
 }
 
@@ -232,9 +232,9 @@ impl WorkerService {
         self.serving.get().ok_or_else(|| unavailable("the weights are not attached yet"))
     }
 
-    fn description(&self, info: &AttachedModelInfo, stats: EngineStats) -> wire::Description {
+    fn description(&self, info: &AttachedModelInfo, stats: EngineStats) -> wire::WorkerDescription {
         let bounds = Bounds::of_queue(self.config.queue_max);
-        wire::Description {
+        wire::WorkerDescription {
             worker: self.config.name.clone(),
             pid: std::process::id(),
             model: info.name.clone(),
@@ -258,18 +258,18 @@ impl WorkerService {
 }
 
 /// Stages until the engine was there, and those of its first work once there is some.
-fn timeline(info: &AttachedModelInfo, now: &EngineSnapshot) -> Vec<wire::Stage> {
+fn timeline(info: &AttachedModelInfo, now: &EngineSnapshot) -> Vec<wire::StartupStage> {
     let later = PostReadyStages { first_step: now.first_step, lazy: now.measured.lazy };
     let stages = info.timeline.stages().iter().copied().chain(later.stages());
     stages
-        .map(|StartupStage { name, took }| wire::Stage { name: name.to_owned(), ms: milliseconds(took) })
+        .map(|StartupStage { name, took }| wire::StartupStage { name: name.to_owned(), ms: milliseconds(took) })
         .collect()
 }
 
-fn workspace(used: Workspace) -> wire::Workspace {
-    // A process is measured as a whole, in `own_bytes`.
+fn workspace(used: Workspace) -> wire::WorkspaceUsage {
+    // A process is measured as a whole, in `private_bytes`.
     let Workspace { activations, scratch, graphs, modules, process: _ } = used;
-    wire::Workspace { activations, scratch, graphs, modules }
+    wire::WorkspaceUsage { activations, scratch, graphs, modules }
 }
 
 /// A socket's name says little after a restart: the caller says whom it means.

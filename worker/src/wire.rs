@@ -150,7 +150,7 @@ fn dry_breakers(wire: wire::DryBreakers) -> DryBreakers {
 }
 
 pub(crate) fn admitted(ahead: usize) -> wire::GenerateFrame {
-    let admitted = wire::Admitted { ahead: u32::try_from(ahead).unwrap_or(u32::MAX) };
+    let admitted = wire::Admitted { requests_ahead: u32::try_from(ahead).unwrap_or(u32::MAX) };
     wire::GenerateFrame { frame: Some(generate_frame::Frame::Admitted(admitted)) }
 }
 
@@ -262,7 +262,7 @@ pub(crate) fn grammar_source(wire: public::Grammar) -> Result<GrammarSource, Req
         Kind::Regex(regex) => GrammarSource::Regex(regex),
         Kind::Lark(lark) => GrammarSource::Lark(lark),
         Kind::Gbnf(gbnf) => GrammarSource::Gbnf(gbnf),
-        Kind::Choice(choice) => GrammarSource::Choice(choice.words),
+        Kind::Choice(choice) => GrammarSource::Choice(choice.values),
     })
 }
 
@@ -300,7 +300,7 @@ pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = 
     (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {
         let end = events.len().min(at + FRAME_EVENTS_MAX);
         let next = if end == events.len() { next } else { NOTHING_KNOWN };
-        wire::KvEventsFrame { log, next, events: events[at..end].iter().map(kv_event).collect() }
+        wire::KvEventsFrame { log_id: log, next_event: next, events: events[at..end].iter().map(kv_event).collect() }
     })
 }
 
@@ -312,7 +312,7 @@ fn kv_event(event: &Event) -> wire::KvEvent {
     let event = match event {
         Event::Stored(name) => kv_event::Event::Stored(block(name)),
         Event::Removed(name) => kv_event::Event::Removed(block(name)),
-        Event::Cleared => kv_event::Event::Cleared(wire::KvCleared {}),
+        Event::Cleared => kv_event::Event::Cleared(wire::AllBlocksCleared {}),
     };
     wire::KvEvent { event: Some(event) }
 }
@@ -447,7 +447,7 @@ mod tests {
         let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| Event::Stored(name(number)));
         let events: Vec<Event> = std::iter::once(Event::Cleared).chain(stored).collect();
         let frames: Vec<_> = kv_event_frames(7, Update { events: events.clone(), next: 99_999 }).collect();
-        let heads: Vec<_> = frames.iter().map(|frame| (frame.log, frame.next, frame.events.len())).collect();
+        let heads: Vec<_> = frames.iter().map(|frame| (frame.log_id, frame.next_event, frame.events.len())).collect();
         assert_eq!(heads, [(7, 0, FRAME_EVENTS_MAX), (7, 0, FRAME_EVENTS_MAX), (7, 99_999, 1)]);
         let sent = frames.iter().flat_map(|frame| &frame.events);
         assert!(sent.eq(&events.iter().map(kv_event).collect::<Vec<_>>()));

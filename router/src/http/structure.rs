@@ -2,7 +2,7 @@
 //! llama.cpp's `json_schema` and `grammar`. At most one of them.
 
 use proto::v1::grammar::Kind;
-use proto::v1::{self as wire, Words};
+use proto::v1::{self as wire, StringList};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -136,7 +136,7 @@ fn schema(given: Value) -> Kind {
 }
 
 fn choice(words: Vec<String>) -> Kind {
-    Kind::Choice(Words { words })
+    Kind::Choice(StringList { values: words })
 }
 
 /// Lark has no `::=`.
@@ -181,7 +181,7 @@ mod tests {
             (json!({"guided_json": "{}"}), Some(("guided_json", json("{}"), false))),
             (
                 json!({"guided_choice": ["a", "b"]}),
-                Some(("guided_choice", Kind::Choice(Words { words: vec!["a".into(), "b".into()] }), false)),
+                Some(("guided_choice", Kind::Choice(StringList { values: vec!["a".into(), "b".into()] }), false)),
             ),
             (
                 json!({"grammar": "root ::= \"a\""}),

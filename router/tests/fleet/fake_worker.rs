@@ -259,10 +259,10 @@ impl Worker for Service {
         Err(Status::unimplemented("the fake has no cache"))
     }
 
-    async fn reset_prefixes(
+    async fn reset_prefix_cache(
         &self,
-        _: Request<wire::ResetPrefixesRequest>,
-    ) -> Result<Response<wire::ResetPrefixesReply>, Status> {
+        _: Request<wire::ResetPrefixCacheRequest>,
+    ) -> Result<Response<wire::ResetPrefixCacheReply>, Status> {
         Err(Status::unimplemented("the fake has no cache"))
     }
 
@@ -272,7 +272,7 @@ impl Worker for Service {
     ) -> Result<Response<Self::GetMetadataStream>, Status> {
         self.seen.metadata_calls.fetch_add(1, Ordering::SeqCst);
         let gguf = metadata();
-        let description = wire::Description {
+        let description = wire::WorkerDescription {
             worker: self.name.clone(),
             model: self.behaviour.model.into(),
             digest: vec![7; 32].into(),

@@ -44,7 +44,7 @@ async fn a_generation_carries_ids_text_and_usage() {
             let mut finished = None;
             for frame in &frames {
                 match frame {
-                    generate_frame::Frame::Piece(piece) if piece.choice == choice => {
+                    generate_frame::Frame::Delta(piece) if piece.choice == choice => {
                         assert!(finished.is_none());
                         tokens.extend_from_slice(&piece.tokens);
                         text.push_str(&piece.text);

@@ -111,9 +111,9 @@ impl EngineHandle {
     }
 
     /// Forgets all cached prefixes. False, and nothing is done, while a request holds blocks.
-    pub(crate) async fn reset_prefixes(&self) -> Result<bool, SubmitError> {
+    pub(crate) async fn reset_prefix_cache(&self) -> Result<bool, SubmitError> {
         let (answer, answered) = oneshot::channel();
-        send_command(&self.commands, EngineCommand::ResetPrefixes { answer }).await;
+        send_command(&self.commands, EngineCommand::ResetPrefixCache { answer }).await;
         answered.await.map_err(|_| SubmitError::Stopped)
     }
 

@@ -36,7 +36,7 @@ async fn answers(worker: &mut TestWorker) -> Vec<Generated> {
 async fn drafts_change_no_token_and_are_counted() {
     let (_directory, _weight_server, mut plain) = fleet().await;
     let expected = answers(&mut plain).await;
-    assert!(plain.stats().await.drafted.is_empty());
+    assert!(plain.stats().await.draft_tokens_per_position.is_empty());
     for draft in [DraftSource::Lookup, DraftSource::Model(MODEL.to_owned())] {
         let leases = 1 + usize::from(draft != DraftSource::Lookup);
         let (_directory, weight_server, mut drafting) =
@@ -48,8 +48,8 @@ async fn drafts_change_no_token_and_are_counted() {
             assert_eq!((&got.tokens, &got.logprobs), (&expected.tokens, &expected.logprobs), "{draft:?}");
         }
         let stats = drafting.stats().await;
-        let (drafted, accepted): (u64, u64) = (stats.drafted.iter().sum(), stats.accepted.iter().sum());
-        assert_eq!((stats.drafted.len(), stats.draft_failures), (8, 0));
+        let (drafted, accepted): (u64, u64) = (stats.draft_tokens_per_position.iter().sum(), stats.accepted_tokens_per_position.iter().sum());
+        assert_eq!((stats.draft_tokens_per_position.len(), stats.draft_failures), (8, 0));
         assert!(accepted >= 5 && accepted <= drafted, "{draft:?}: {accepted} of {drafted}");
         assert!(stats.steps < plain.stats().await.steps, "{draft:?}");
         drafting.stop().await.unwrap();

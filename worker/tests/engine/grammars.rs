@@ -1,7 +1,7 @@
 //! Generate under a grammar: refusals before anything is queued, and a resume that goes on in the middle of it.
 
 use proto::v1::grammar::Kind;
-use proto::v1::{FinishReason, Grammar, Words};
+use proto::v1::{FinishReason, Grammar, StringList};
 use proto::worker::v1 as wire;
 use tonic::Code;
 
@@ -62,7 +62,7 @@ async fn a_grammar_that_is_none_is_refused_by_name() {
         (Kind::JsonSchema("false".to_owned()), "matches"),
         (Kind::Regex("[".to_owned()), "regex"),
         (Kind::Gbnf("start ::= \"a\"".to_owned()), "root"),
-        (Kind::Choice(Words { words: vec![] }), "empty"),
+        (Kind::Choice(StringList { values: vec![] }), "empty"),
     ] {
         let request = constrained(&worker, kind);
         let check = check(&request);

@@ -83,7 +83,7 @@ impl TestWorker {
         self.thread.as_ref().is_none_or(|thread| thread.is_finished())
     }
 
-    pub(crate) async fn metadata(&mut self) -> Result<(wire::Description, Vec<u8>), Status> {
+    pub(crate) async fn metadata(&mut self) -> Result<(wire::WorkerDescription, Vec<u8>), Status> {
         let mut frames = self.client.get_metadata(wire::GetMetadataRequest {}).await?.into_inner();
         let Some(metadata_frame::Frame::Description(description)) = frames.message().await?.unwrap().frame
         else {

@@ -27,7 +27,7 @@ async fn subscribe(
     fingerprint: &Bytes,
     (log, from): (u64, u64),
 ) -> Result<Streaming<wire::KvEventsFrame>, Status> {
-    let request = wire::SubscribeKvEventsRequest { fingerprint: fingerprint.clone(), log, from };
+    let request = wire::SubscribeKvEventsRequest { fingerprint: fingerprint.clone(), log_id: log, from_event: from };
     Ok(client.subscribe_kv_events(request).await?.into_inner())
 }
 
@@ -55,19 +55,19 @@ impl KvCacheReplica {
                 kv_event::Event::Removed(block) => {
                     assert!(self.known.remove(&block.hash), "removed, but never stored");
                 }
-                kv_event::Event::Cleared(wire::KvCleared {}) => {
+                kv_event::Event::Cleared(wire::AllBlocksCleared {}) => {
                     self.known.clear();
                     self.cleared += 1;
                 }
             }
         }
-        (self.log, self.next) = (frame.log, frame.next);
+        (self.log, self.next) = (frame.log_id, frame.next_event);
         Ok(())
     }
 
     /// To where the cache stands while nobody generates.
     async fn catch_up(&mut self, worker: &mut TestWorker) {
-        let next = worker.stats().await.kv_events;
+        let next = worker.stats().await.next_kv_event;
         while self.next != next {
             self.read().await.unwrap();
         }
@@ -217,12 +217,12 @@ async fn a_reset_is_refused_while_blocks_are_held_and_told_as_one_event() {
     let mut client = worker.lagging_client().await;
     let running = client.generate(worker.greedy(&prompt(1), 400)).await.unwrap();
     worker.until("a running request", |stats| stats.running == 1).await;
-    let refused = worker.client.reset_prefixes(wire::ResetPrefixesRequest {}).await.unwrap_err();
+    let refused = worker.client.reset_prefix_cache(wire::ResetPrefixCacheRequest {}).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(worker.stats().await.kv_cached_tokens > 0);
     drop((running, client));
     worker.until("nothing held", |stats| stats.running == 0 && stats.kv_used_tokens == 0).await;
-    worker.client.reset_prefixes(wire::ResetPrefixesRequest {}).await.unwrap();
+    worker.client.reset_prefix_cache(wire::ResetPrefixCacheRequest {}).await.unwrap();
     worker.until("nothing kept", |stats| stats.kv_cached_tokens == 0).await;
     follower.catch_up(&mut worker).await;
     assert_eq!((follower.known.len(), follower.cleared), (0, 2));

@@ -35,7 +35,7 @@ async fn a_worker_says_what_it_serves() {
     assert!(String::from_utf8(description.fingerprint.to_vec()).unwrap().starts_with("ballast-1 model=0909"));
     let stats = worker.stats().await;
     assert!(stats.attach_ms > 0.0 && stats.attach_ms < 500.0, "ten times the goal: {stats:?}");
-    assert!(stats.own_bytes > 0 && stats.kv_total_tokens > 512, "{stats:?}");
+    assert!(stats.private_bytes > 0 && stats.kv_total_tokens > 512, "{stats:?}");
     assert_eq!(health(&worker).await, SERVING);
 }
 
@@ -45,10 +45,10 @@ async fn stages_of_a_start_add_up_to_when_the_worker_was_ready_and_work_adds_its
     let ready = ["exec", "sockets", "wait", "import", "model", "kv"];
     let stats = worker.stats().await;
     let names = |stats: &wire::StatsReply| -> Vec<String> {
-        stats.timeline.iter().map(|stage| stage.name.clone()).collect()
+        stats.startup_stages.iter().map(|stage| stage.name.clone()).collect()
     };
     assert_eq!(names(&stats), ready);
-    let sum: f64 = stats.timeline.iter().map(|stage| stage.ms).sum();
+    let sum: f64 = stats.startup_stages.iter().map(|stage| stage.ms).sum();
     assert!(sum > 0.0 && (sum - stats.ready_ms).abs() < 0.01, "{stats:?}");
     worker.generate(worker.greedy(&[1, 2, 3], 2)).await.unwrap();
     let after = worker.stats().await;
@@ -116,7 +116,7 @@ async fn a_drain_lets_streams_end_and_takes_no_more() {
         count += 1;
     }
     assert_eq!(count, 201, "all tokens and the last word");
-    assert_eq!(drain.await.unwrap().unwrap().into_inner().cut, 0);
+    assert_eq!(drain.await.unwrap().unwrap().into_inner().streams_cut, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -132,7 +132,7 @@ async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
     let frames = lagging.generate(request.clone()).await.unwrap().into_inner();
     first.until("a running stream", |stats| stats.running == 1).await;
     let drained = first.client.drain(wire::DrainRequest { grace_ms: 0 }).await.unwrap().into_inner();
-    assert_eq!(drained.cut, 1);
+    assert_eq!(drained.streams_cut, 1);
     let cut = Generated::collect(frames).await.unwrap();
     assert_eq!(cut.cut.unwrap().code(), Code::Unavailable);
     assert!(cut.tokens.len() < whole.len());
