@@ -8,7 +8,7 @@ use ops::{KvLayer, KvTypes};
 use proto::worker::v1::metadata_frame::Frame as MetadataFrame;
 use proto::worker::v1::score_frame::Frame as ScoreFrame;
 use proto::worker::v1::worker_client::WorkerClient;
-use proto::worker::v1::{WorkerDescription, GetMetadataRequest, ScoreRequest};
+use proto::worker::v1::{GetMetadataRequest, ScoreRequest, WorkerDescription};
 use service::exit::one_line;
 use service::{Exit, Notify};
 use text::EncodeOptions;

@@ -172,7 +172,9 @@ pub(crate) fn reset_prefix_cache(place: FleetSelector) -> CliResult {
         let mut refusals = Vec::new();
         for (index, socket) in sockets {
             let channel = service::grpc::connect(&socket).await?;
-            if let Err(status) = WorkerClient::new(channel).reset_prefix_cache(ResetPrefixCacheRequest {}).await {
+            if let Err(status) =
+                WorkerClient::new(channel).reset_prefix_cache(ResetPrefixCacheRequest {}).await
+            {
                 refusals.push(format!("worker-{index}: {}", status.message()));
             }
         }

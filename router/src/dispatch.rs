@@ -48,7 +48,7 @@ pub(crate) enum Refusal {
     #[error("{detail}")]
     Invalid { detail: String },
     #[error("`{param}`: {detail}")]
-    Grammar { param: &'static str, detail: String },
+    RequestGrammar { param: &'static str, detail: String },
     #[error("the request's deadline passed before it was admitted")]
     Deadline,
     #[error("the worker failed: {detail}")]
@@ -129,7 +129,7 @@ pub(crate) async fn open(
                 continue;
             }
         };
-        if let Some(passing) = verdict(fleet, &place.peer, &status, call.plan.grammar.as_ref())? {
+        if let Some(passing) = verdict(fleet, &place.peer, &status, call.params.grammar.as_ref())? {
             refusal = passing;
         }
     }
@@ -141,7 +141,7 @@ pub(crate) fn verdict(
     fleet: &Fleet,
     peer: &Peer,
     status: &tonic::Status,
-    grammar: Option<&Grammar>,
+    grammar: Option<&RequestGrammar>,
 ) -> Result<Option<Refusal>, Refusal> {
     let detail = status.message().to_owned();
     let says = |key: &str, value: &str| status.metadata().get(key).is_some_and(|said| said == value);

@@ -18,7 +18,7 @@ use crate::gate::Gate;
 use crate::grammar_check::GrammarChecks;
 use crate::metrics;
 use crate::model::Model;
-use crate::params::{ParamError, Params, Plan};
+use crate::params::{CheckedParams, RequestParamError, RequestParams};
 use crate::resume::Progress;
 use crate::tenant::Tenants;
 use crate::text_stream::TextStream;
@@ -33,7 +33,7 @@ pub(crate) const CHOICES_MAX: usize = 128;
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) model: Arc<Model>,
-    prompts: Vec<(Arc<[u32]>, Arc<Plan>)>,
+    prompts: Vec<(Arc<[u32]>, Arc<CheckedParams>)>,
     at_text_start: bool,
     origin: Origin,
 }
@@ -59,23 +59,23 @@ impl Job {
     pub(crate) fn new(
         model: Arc<Model>,
         prompts: Prompts,
-        mut params: Params,
+        mut params: RequestParams,
         origin: Origin,
-    ) -> Result<Self, ParamError> {
+    ) -> Result<Self, RequestParamError> {
         let Prompts { param, tokens, at_text_start } = prompts;
         let mut checked = Vec::with_capacity(tokens.len());
         for prompt in tokens {
-            let plan = params.clone().check(model.limits(), param, prompt.len())?;
-            // One seed for the whole request: each prompt by itself would give the same output.
-            params.seed = Some(plan.sampling.seed);
-            checked.push((prompt.into(), Arc::new(plan)));
+            let checked_params = params.clone().check(model.limits(), param, prompt.len())?;
+            // All prompts of a request share one seed, so each gives the output that it gives alone.
+            params.seed = Some(checked_params.sampling.seed);
+            checked.push((prompt.into(), Arc::new(checked_params)));
         }
-        let count = checked.len() * checked.first().map_or(0, |(_, plan)| plan.n as usize);
+        let count = checked.len() * checked.first().map_or(0, |(_, params)| params.best_of as usize);
         if count > CHOICES_MAX {
-            return Err(ParamError::TooMany { param: "n", count, max: CHOICES_MAX });
+            return Err(RequestParamError::TooManyEntries { param: "n", count, max: CHOICES_MAX });
         }
         if count == 0 {
-            return Err(ParamError::EmptyPrompt { param });
+            return Err(RequestParamError::EmptyPrompt { param });
         }
         Ok(Self { model, prompts: checked, at_text_start, origin })
     }
@@ -85,17 +85,17 @@ impl Job {
     }
 
     /// Of every prompt.
-    pub(crate) fn plan(&self) -> &Plan {
+    pub(crate) fn params(&self) -> &CheckedParams {
         &self.prompts[0].1
     }
 
     pub(crate) fn class(&self) -> Class {
-        Class::of_priority(self.plan().priority)
+        Class::of_priority(self.params().priority)
     }
 
     /// In the response: choice `c` of prompt `p` has index `p * n + c`.
     pub(crate) fn choices(&self) -> usize {
-        self.prompts.len() * self.plan().n as usize
+        self.prompts.len() * self.params().best_of as usize
     }
 }
 
@@ -124,17 +124,17 @@ impl Generator {
     async fn admit(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
         let choices = job.choices();
         let timeout =
-            job.plan().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
+            job.params().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
         let deadline = job.origin.arrived + timeout;
         let entry = Entry {
             model: job.model.key().clone(),
             tenant: job.origin.tenant.clone(),
-            priority: job.plan().priority,
+            priority: job.params().priority,
             places: choices as u32,
             deadline: self.gate.time(deadline),
         };
         self.check_room(job)?;
-        if let Some(grammar) = &job.plan().grammar {
+        if let Some(grammar) = &job.params().grammar {
             let Job { model, origin, .. } = job;
             self.grammars.check(model.key(), grammar, &origin.tenant, deadline).await?;
         }
@@ -142,7 +142,7 @@ impl Generator {
         let deadline = Some(deadline);
         let calls: Vec<Call> = job.calls(self.tenants.number(&job.origin.tenant));
         let attempts = calls.iter().zip(self.place(&calls)).map(|(call, place)| async move {
-            let progress = Progress::new(call.plan.output_max);
+            let progress = Progress::new(call.params.max_tokens);
             let attempt = open(&self.fleet, call, &progress, deadline, place).await?;
             Ok::<_, Refusal>((attempt, progress))
         });
@@ -150,7 +150,7 @@ impl Generator {
 
         let (events, receiver) = mpsc::channel(choices * (PIECES_BUFFERED_MAX + 1));
         for ((index, call), (attempt, progress)) in (0..).zip(calls).zip(attempts) {
-            let text = TextStream::new(&job.model, &call.plan.stop, job.at_text_start)
+            let text = TextStream::new(&job.model, &call.params.stop, job.at_text_start)
                 .map_err(|error| Refusal::Invalid { detail: error.to_string() })?;
             // There is room for one last word of each choice, and one place.
             let (Ok(last_word), Some(place)) = (events.clone().try_reserve_owned(), places.split()) else {
@@ -192,7 +192,7 @@ impl Generator {
             // Nobody is there to say; the gate does.
             return Ok(());
         }
-        let output = job.plan().output_max_given.then_some(job.plan().output_max);
+        let output = job.params().is_max_tokens_given.then_some(job.params().max_tokens);
         let longest = job.prompts().map(<[u32]>::len).max().unwrap_or(0);
         let streams_max = room.at_once(job.class(), &job.origin.tenant).min(self.gate.streams_max());
         room.check(longest as u64, output, job.choices() as u32, streams_max)
@@ -202,19 +202,19 @@ impl Generator {
 impl Job {
     fn calls(&self, tenant: u64) -> Vec<Call> {
         let mut calls = Vec::with_capacity(self.choices());
-        let dry_breakers: Arc<[Vec<u32>]> = match &self.plan().sampling.dry {
+        let dry_breakers: Arc<[Vec<u32>]> = match &self.params().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),
             None => Arc::new([]),
         };
-        for (prompt, plan) in &self.prompts {
+        for (prompt, params) in &self.prompts {
             let own: &[u32] =
-                if plan.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
-            let stop_tokens: Arc<[u32]> = [&plan.stop_tokens, own].concat().into();
-            calls.extend((0..plan.n).map(|choice| Call {
+                if params.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
+            let stop_tokens: Arc<[u32]> = [&params.stop_tokens, own].concat().into();
+            calls.extend((0..params.best_of).map(|choice| Call {
                 request_id: self.origin.request_id.clone(),
                 model: self.model.key().clone(),
                 prompt: prompt.clone(),
-                plan: plan.clone(),
+                params: params.clone(),
                 stop_tokens: stop_tokens.clone(),
                 dry_breakers: dry_breakers.clone(),
                 choice,

@@ -73,7 +73,7 @@ impl GrammarChecks {
     pub(crate) async fn check(
         &self,
         model: &ModelKey,
-        grammar: &Grammar,
+        grammar: &RequestGrammar,
         tenant: &Tenant,
         deadline: Instant,
     ) -> Result<(), Refusal> {
@@ -95,7 +95,7 @@ impl GrammarChecks {
         checked.await.unwrap_or(Err(Refusal::Deadline))
     }
 
-    async fn ask(&self, model: &ModelKey, grammar: &Grammar) -> Result<(), Refusal> {
+    async fn ask(&self, model: &ModelKey, grammar: &RequestGrammar) -> Result<(), Refusal> {
         let request = CheckGrammarRequest {
             fingerprint: Bytes::copy_from_slice(&model.fingerprint.0),
             grammar: Some(grammar.source.clone()),
@@ -179,7 +179,7 @@ impl State {
         }
     }
 
-    fn recall(&mut self, model: &Fingerprint, grammar: &Grammar) -> Option<Result<(), Refusal>> {
+    fn recall(&mut self, model: &Fingerprint, grammar: &RequestGrammar) -> Option<Result<(), Refusal>> {
         let same = |kept: &Kept| kept.source == grammar.source && kept.model == *model;
         let at = self.kept.iter().position(same)?;
         let kept = self.kept.remove(at)?;
@@ -189,7 +189,7 @@ impl State {
         Some(found.map_err(|detail| Refusal::Grammar { param: grammar.param, detail }))
     }
 
-    fn keep(&mut self, model: &Fingerprint, grammar: &Grammar, found: Result<(), String>) {
+    fn keep(&mut self, model: &Fingerprint, grammar: &RequestGrammar, found: Result<(), String>) {
         self.kept.truncate(KEPT_MAX - 1);
         self.kept.push_front(Kept { model: model.clone(), source: grammar.source.clone(), found });
     }
@@ -201,9 +201,9 @@ mod tests {
 
     use super::*;
 
-    fn regex(regex: &str, param: &'static str) -> Grammar {
+    fn regex(regex: &str, param: &'static str) -> RequestGrammar {
         let kind = Some(Kind::Regex(regex.to_owned()));
-        Grammar { param, source: proto::v1::Grammar { kind, lenient: false } }
+        RequestGrammar { param, source: proto::v1::Grammar { kind, lenient: false } }
     }
 
     fn named(name: &str) -> Tenant {

@@ -18,7 +18,7 @@ use crate::fleet::ResolveError;
 use crate::generate::{Generator, Job, Origin, Prompts};
 use crate::http::RequestId;
 use crate::model::{ChatError, Model};
-use crate::params::{Grammar, ParamError, Params, token_ids};
+use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
 use crate::resume::Failure;
 use crate::tenant::{self, BadTenant};
 
@@ -39,7 +39,7 @@ impl inference_server::Inference for Inference {
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
         let (param, tokens, at_text_start) = prompt(&model, request.prompt)?;
-        let params = Params {
+        let params = RequestParams {
             max_tokens: Some(i64::from(request.max_tokens)).filter(|&max| max > 0),
             min_tokens: Some(i64::from(request.min_tokens)),
             stop: request.stop,
@@ -47,7 +47,7 @@ impl inference_server::Inference for Inference {
             ignore_eos: request.ignore_eos,
             n: Some(i64::from(request.n)).filter(|&n| n > 0),
             top_logprobs: request.top_logprobs.map(i64::from),
-            grammar: request.grammar.map(|source| Grammar { param: "grammar", source }),
+            grammar: request.grammar.map(|source| RequestGrammar { param: "grammar", source }),
             priority: Some(i64::from(request.priority)),
             cache_salt: Some(request.cache_salt),
             deadline_ms: deadline_ms(timeout, request.deadline_ms),
@@ -60,7 +60,7 @@ impl inference_server::Inference for Inference {
         let started = wire::Started {
             model: job.model.name().to_owned(),
             prompt_tokens: job.prompts().flatten().copied().collect(),
-            seed: job.plan().sampling.seed,
+            seed: job.params().sampling.seed,
         };
         let prompt_tokens = started.prompt_tokens.len() as u32;
         let first = stream::iter([Ok(frame(generate_frame::Frame::Started(started)))]);
@@ -192,8 +192,8 @@ fn checked_ids(model: &Model, param: &'static str, ids: &[u32]) -> Result<Vec<u3
     Ok(token_ids(param, &ids, model.limits())?)
 }
 
-fn sampling(wire: wire::Sampling) -> Params {
-    Params {
+fn sampling(wire: wire::Sampling) -> RequestParams {
+    RequestParams {
         temperature: wire.temperature.map(f64::from),
         top_k: wire.top_k.map(i64::from),
         top_p: wire.top_p.map(f64::from),
@@ -217,7 +217,7 @@ fn sampling(wire: wire::Sampling) -> Params {
         frequency_penalty: wire.frequency_penalty.map(f64::from),
         logit_bias: wire.logit_bias.into_iter().map(|(id, bias)| (i64::from(id), f64::from(bias))).collect(),
         seed: wire.seed,
-        ..Params::default()
+        ..RequestParams::default()
     }
 }
 
@@ -251,8 +251,8 @@ fn finished(choice: u32, prompt_tokens: u32, outcome: Outcome) -> wire::Finished
     finished
 }
 
-impl From<ParamError> for Status {
-    fn from(error: ParamError) -> Self {
+impl From<RequestParamError> for Status {
+    fn from(error: RequestParamError) -> Self {
         Status::invalid_argument(error.to_string())
     }
 }

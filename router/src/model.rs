@@ -10,7 +10,7 @@ use text::{
 };
 
 use crate::breakers::Breakers;
-use crate::params::Limits;
+use crate::params::ModelLimits;
 use crate::placement::ModelKey;
 
 /// What a worker says about the model it serves.
@@ -87,8 +87,8 @@ impl Model {
         &self.about.key.name
     }
 
-    pub(crate) fn limits(&self) -> Limits {
-        Limits { context_tokens: self.about.context_tokens, vocabulary: self.about.vocabulary }
+    pub(crate) fn limits(&self) -> ModelLimits {
+        ModelLimits { context_tokens: self.about.context_tokens, vocabulary: self.about.vocabulary }
     }
 
     pub(crate) fn digest_hex(&self) -> String {

@@ -1,7 +1,13 @@
-//! Parameters of a request: as they came ([`Params`]), and checked against their ranges and the model ([`Plan`]).
+//! Validates the parameters of a request.
 //!
-//! Both surfaces, HTTP and gRPC, go through [`Params::check`], and its errors name the field as OpenAI's API does.
-//! Numbers arrive as wide as JSON has them, so that "-1" is an error about a range and not about a type.
+//! [`RequestParams`] holds the parameters as the client sent them. [`RequestParams::check`] compares
+//! them with their ranges and with the model's limits, fills in defaults and returns
+//! [`CheckedParams`].
+//!
+//! 1. HTTP and gRPC requests both pass [`RequestParams::check`].
+//! 2. An error names the field as OpenAI's API does.
+//! 3. Numbers arrive as wide as JSON has them. So -1 for an unsigned field is a range error and not a
+//!    type error.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -9,9 +15,9 @@ use std::time::Duration;
 
 use prost::Message;
 
-/// Continuations of one prompt. Each costs a worker slot.
+/// Maximum number of choices of one prompt. Each choice occupies one running sequence of a worker.
 pub(crate) const N_MAX: i64 = 16;
-/// Stop strings and their length: each is compared with each piece of text.
+/// Limits of stop strings. The router compares each stop string with each output delta.
 pub(crate) const STOP_STRINGS_MAX: usize = 16;
 pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
@@ -20,21 +26,21 @@ pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 /// OpenAI's bound is 300; the engine's is 1024.
 pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
 
-/// A secret, not a document.
+/// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
 
-/// A little more than what the worker takes, which does not count the message around it.
+/// The worker's limit of 256 KiB plus the encoding around the grammar, which this length includes.
 const GRAMMAR_BYTES_MAX: usize = 257 << 10;
 
-/// llama.cpp's.
+/// llama.cpp's defaults.
 const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
-/// Each is looked for in every token of the vocabulary.
+/// The router searches every token of the vocabulary for each sequence breaker.
 const DRY_BREAKERS_MAX: usize = 16;
 const DRY_BREAKER_BYTES_MAX: usize = 40;
 
-/// As they came: absent where the client said nothing.
+/// Parameters as the client sent them. A field that the client left out is `None`, empty or false.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Params {
+pub(crate) struct RequestParams {
     pub(crate) max_tokens: Option<i64>,
     pub(crate) min_tokens: Option<i64>,
     pub(crate) temperature: Option<f64>,
@@ -65,47 +71,49 @@ pub(crate) struct Params {
     pub(crate) ignore_eos: bool,
     pub(crate) n: Option<i64>,
     pub(crate) top_logprobs: Option<i64>,
-    pub(crate) grammar: Option<Grammar>,
-    /// Of completions: so many are generated, the `n` most probable are given.
+    pub(crate) grammar: Option<RequestGrammar>,
+    /// Completions only: the fleet generates this many choices, the client receives the `n` most
+    /// probable.
     pub(crate) best_of: Option<i64>,
     pub(crate) priority: Option<i64>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) deadline_ms: Option<i64>,
 }
 
-/// Every value in its range, every default filled in.
+/// Parameters after validation: every value is in its range, every default is filled in.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Plan {
-    /// At least 1; prompt and output together fit the context.
-    pub(crate) output_max: u32,
-    /// Whether `output_max` is the client's figure rather than what the context leaves.
-    pub(crate) output_max_given: bool,
+pub(crate) struct CheckedParams {
+    /// At least 1. Prompt and output together fit the context.
+    pub(crate) max_tokens: u32,
+    /// True if the client set `max_tokens`. False if it is what the context leaves.
+    pub(crate) is_max_tokens_given: bool,
     pub(crate) min_tokens: u32,
-    pub(crate) sampling: Sampling,
+    pub(crate) sampling: CheckedSampling,
     pub(crate) stop: Vec<String>,
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) ignore_eos: bool,
-    /// Choices that are generated of each prompt.
+    /// Choices that the fleet generates for each prompt.
+    pub(crate) best_of: u32,
+    /// Choices of each prompt that the client receives: the most probable.
     pub(crate) n: u32,
-    /// How many of them are given to the client: the most probable.
-    pub(crate) kept: u32,
     pub(crate) top_logprobs: Option<u32>,
-    pub(crate) grammar: Option<Grammar>,
+    pub(crate) grammar: Option<RequestGrammar>,
     /// Lower is more urgent.
     pub(crate) priority: i32,
     pub(crate) cache_salt: String,
     pub(crate) deadline: Option<Duration>,
 }
 
-/// What the output must be, and the field that said so. The worker compiles it: a mistake in it comes back from there.
+/// The grammar of a structured output and the name of the field that defined it. A worker compiles
+/// the grammar and reports errors in it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Grammar {
+pub(crate) struct RequestGrammar {
     pub(crate) param: &'static str,
     pub(crate) source: proto::v1::Grammar,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Sampling {
+pub(crate) struct CheckedSampling {
     pub(crate) temperature: f32,
     pub(crate) top_k: u32,
     pub(crate) top_p: f32,
@@ -138,79 +146,80 @@ pub(crate) struct Dry {
     pub(crate) base: f32,
     pub(crate) allowed_length: u32,
     /// `None`: the whole context.
-    pub(crate) last_n: Option<u32>,
-    /// Words; the model's tokens for them are looked up when the worker is called.
+    pub(crate) penalty_last_n: Option<u32>,
+    /// Strings. The router translates them to token sequences when it calls a worker.
     pub(crate) breakers: Vec<String>,
 }
 
-/// What the model allows.
+/// The limits of a model that parameters are checked against.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct ModelLimits {
     pub(crate) context_tokens: u32,
     pub(crate) vocabulary: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(crate) enum ParamError {
+pub(crate) enum RequestParamError {
     #[error("`{param}` is {value}, allowed are {allowed}")]
-    Range { param: &'static str, value: String, allowed: String },
+    OutOfRange { param: &'static str, value: String, allowed: String },
     #[error("`{param}` has {count} entries, allowed are at most {max}")]
-    TooMany { param: &'static str, count: usize, max: usize },
+    TooManyEntries { param: &'static str, count: usize, max: usize },
     #[error("`{param}[{index}]` is token {token}, the model's vocabulary has {vocabulary}")]
-    Token { param: &'static str, index: usize, token: i64, vocabulary: u32 },
+    UnknownToken { param: &'static str, index: usize, token: i64, vocabulary: u32 },
     #[error("`{param}` names token {token} twice")]
-    TokenTwice { param: &'static str, token: u32 },
+    DuplicateToken { param: &'static str, token: u32 },
     #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {max}")]
-    Text { param: &'static str, index: usize, bytes: usize, max: usize },
+    StringLength { param: &'static str, index: usize, bytes: usize, max: usize },
     #[error("`cache_salt` has {bytes} bytes, allowed are at most {CACHE_SALT_BYTES_MAX}")]
-    CacheSalt { bytes: usize },
+    CacheSaltLength { bytes: usize },
     #[error("`{param}` has {bytes} bytes, allowed are at most {GRAMMAR_BYTES_MAX}")]
-    GrammarBytes { param: &'static str, bytes: usize },
-    #[error("`ignore_eos` cannot be used together with `{with}`, which says where the output ends")]
-    EndlessGrammar { with: &'static str },
-    #[error("`{param}` is empty: the model needs at least one token to go on from")]
+    GrammarLength { param: &'static str, bytes: usize },
+    #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
+    IgnoreEosWithGrammar { with: &'static str },
+    #[error("`{param}` is empty: the model needs at least one prompt token")]
     EmptyPrompt { param: &'static str },
     #[error(
         "this model's maximum context length is {context} tokens, but {prompt} tokens of prompt{} were asked for",
         .output.map(|o| format!(" and {o} of output")).unwrap_or_default()
     )]
-    Context { param: &'static str, context: u32, prompt: usize, output: Option<u32> },
+    ContextExceeded { param: &'static str, context: u32, prompt: usize, output: Option<u32> },
 }
 
-impl ParamError {
+impl RequestParamError {
     pub(crate) fn param(&self) -> &'static str {
         match self {
-            ParamError::Range { param, .. }
-            | ParamError::TooMany { param, .. }
-            | ParamError::Token { param, .. }
-            | ParamError::TokenTwice { param, .. }
-            | ParamError::Text { param, .. }
-            | ParamError::GrammarBytes { param, .. }
-            | ParamError::EmptyPrompt { param }
-            | ParamError::Context { param, .. } => param,
-            ParamError::EndlessGrammar { .. } => "ignore_eos",
-            ParamError::CacheSalt { .. } => "cache_salt",
+            RequestParamError::OutOfRange { param, .. }
+            | RequestParamError::TooManyEntries { param, .. }
+            | RequestParamError::UnknownToken { param, .. }
+            | RequestParamError::DuplicateToken { param, .. }
+            | RequestParamError::StringLength { param, .. }
+            | RequestParamError::GrammarLength { param, .. }
+            | RequestParamError::EmptyPrompt { param }
+            | RequestParamError::ContextExceeded { param, .. } => param,
+            RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
+            RequestParamError::CacheSaltLength { .. } => "cache_salt",
         }
     }
 }
 
-impl Params {
-    /// Checks everything against its range. `prompt_param` is the prompt's name on this surface.
+impl RequestParams {
+    /// Checks every parameter against its range. `prompt_param` is the name of the prompt field in
+    /// this API.
     pub(crate) fn check(
         self,
-        limits: Limits,
+        limits: ModelLimits,
         prompt_param: &'static str,
         prompt_tokens: usize,
-    ) -> Result<Plan, ParamError> {
-        let sampling = Sampling {
+    ) -> Result<CheckedParams, RequestParamError> {
+        let sampling = CheckedSampling {
             temperature: real("temperature", self.temperature, 1.0, 0.0..=2.0)?,
-            // vLLM's clients say "all" as -1.
-            top_k: whole("top_k", self.top_k, 0, -1, i64::from(u32::MAX))?.max(0) as u32,
+            // Clients of vLLM send -1 for "all".
+            top_k: integer("top_k", self.top_k, 0, -1, i64::from(u32::MAX))?.max(0) as u32,
             top_p: above_zero("top_p", self.top_p, 1.0)?,
             min_p: real("min_p", self.min_p, 0.0, 0.0..=1.0)?,
             dynatemp_range: real("dynatemp_range", self.dynatemp_range, 0.0, 0.0..=2.0)?,
             dynatemp_exponent: real("dynatemp_exponent", self.dynatemp_exponent, 1.0, 0.0..=100.0)?,
-            // llama.cpp's clients say "off" as -1.
+            // Clients of llama.cpp send -1 for "off".
             top_n_sigma: real("top_n_sigma", self.top_n_sigma.filter(|&n| n != -1.0), 0.0, 0.0..=1000.0)?,
             typical_p: above_zero("typical_p", self.typical_p, 1.0)?,
             xtc_probability: real("xtc_probability", self.xtc_probability, 0.0, 0.0..=1.0)?,
@@ -221,59 +230,68 @@ impl Params {
             presence_penalty: real("presence_penalty", self.presence_penalty, 0.0, -2.0..=2.0)?,
             frequency_penalty: real("frequency_penalty", self.frequency_penalty, 0.0, -2.0..=2.0)?,
             logit_bias: logit_bias(&self.logit_bias, limits)?,
-            seed: self.seed.unwrap_or_else(draw_seed),
+            seed: self.seed.unwrap_or_else(random_seed),
         };
         if self.stop.len() > STOP_STRINGS_MAX {
-            return Err(ParamError::TooMany { param: "stop", count: self.stop.len(), max: STOP_STRINGS_MAX });
+            return Err(RequestParamError::TooManyEntries {
+                param: "stop",
+                count: self.stop.len(),
+                max: STOP_STRINGS_MAX,
+            });
         }
         for (index, stop) in self.stop.iter().enumerate() {
             if stop.is_empty() || stop.len() > STOP_STRING_BYTES_MAX {
                 let (bytes, max) = (stop.len(), STOP_STRING_BYTES_MAX);
-                return Err(ParamError::Text { param: "stop", index, bytes, max });
+                return Err(RequestParamError::StringLength { param: "stop", index, bytes, max });
             }
         }
         if let Some(grammar) = &self.grammar {
             let (param, bytes) = (grammar.param, grammar.source.encoded_len());
             if bytes > GRAMMAR_BYTES_MAX {
-                return Err(ParamError::GrammarBytes { param, bytes });
+                return Err(RequestParamError::GrammarLength { param, bytes });
             }
             if self.ignore_eos {
-                return Err(ParamError::EndlessGrammar { with: param });
+                return Err(RequestParamError::IgnoreEosWithGrammar { with: param });
             }
         }
         if self.stop_tokens.len() > STOP_TOKENS_MAX {
             let count = self.stop_tokens.len();
-            return Err(ParamError::TooMany { param: "stop_token_ids", count, max: STOP_TOKENS_MAX });
+            return Err(RequestParamError::TooManyEntries {
+                param: "stop_token_ids",
+                count,
+                max: STOP_TOKENS_MAX,
+            });
         }
         let stop_tokens = token_ids("stop_token_ids", &self.stop_tokens, limits)?;
-        let (output_max, output_max_given) =
-            output_max(self.max_tokens, limits, prompt_param, prompt_tokens)?;
-        let min_tokens = whole("min_tokens", self.min_tokens, 0, 0, i64::from(output_max))? as u32;
+        let (max_tokens, is_max_tokens_given) =
+            resolve_max_tokens(self.max_tokens, limits, prompt_param, prompt_tokens)?;
+        let min_tokens = integer("min_tokens", self.min_tokens, 0, 0, i64::from(max_tokens))? as u32;
         let top_logprobs = match self.top_logprobs {
             None => None,
-            given => Some(whole("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
+            given => Some(integer("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
         };
-        let priority = whole("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
+        let priority =
+            integer("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
         let cache_salt = self.cache_salt.unwrap_or_default();
         if cache_salt.len() > CACHE_SALT_BYTES_MAX {
-            return Err(ParamError::CacheSalt { bytes: cache_salt.len() });
+            return Err(RequestParamError::CacheSaltLength { bytes: cache_salt.len() });
         }
         let deadline = match self.deadline_ms {
             None => None,
-            given => Some(Duration::from_millis(whole("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
+            given => Some(Duration::from_millis(integer("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
         };
-        let n = whole("n", self.n, 1, 1, N_MAX)?;
-        let choices = whole("best_of", self.best_of, n, n, N_MAX)?;
-        Ok(Plan {
-            output_max,
-            output_max_given,
+        let n = integer("n", self.n, 1, 1, N_MAX)?;
+        let best_of = integer("best_of", self.best_of, n, n, N_MAX)?;
+        Ok(CheckedParams {
+            max_tokens,
+            is_max_tokens_given,
             min_tokens,
             sampling,
             stop: self.stop,
             stop_tokens,
             ignore_eos: self.ignore_eos,
-            n: choices as u32,
-            kept: n as u32,
+            best_of: best_of as u32,
+            n: n as u32,
             top_logprobs,
             grammar: self.grammar,
             priority,
@@ -283,64 +301,73 @@ impl Params {
     }
 }
 
-impl Params {
-    fn mirostat(&self) -> Result<Option<Mirostat>, ParamError> {
-        let version = whole("mirostat", self.mirostat, 0, 0, 2)? as u32;
+impl RequestParams {
+    fn mirostat(&self) -> Result<Option<Mirostat>, RequestParamError> {
+        let version = integer("mirostat", self.mirostat, 0, 0, 2)? as u32;
         let tau = real("mirostat_tau", self.mirostat_tau, 5.0, 0.0..=100.0)?;
         let eta = real("mirostat_eta", self.mirostat_eta, 0.1, 0.0..=1.0)?;
         Ok((version > 0).then_some(Mirostat { version, tau, eta }))
     }
 
-    fn dry(&self) -> Result<Option<Dry>, ParamError> {
+    fn dry(&self) -> Result<Option<Dry>, RequestParamError> {
         let param = "dry_sequence_breakers";
         let most = i64::from(u32::MAX);
-        // llama.cpp's clients say "all" as -1.
-        let last_n = whole("dry_penalty_last_n", self.dry_penalty_last_n, -1, -1, most)?;
+        // Clients of llama.cpp send -1 for "all".
+        let penalty_last_n = integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, -1, most)?;
         let breakers = match &self.dry_sequence_breakers {
             None => DRY_BREAKERS.map(str::to_owned).to_vec(),
             Some(words) => words.clone(),
         };
         if breakers.len() > DRY_BREAKERS_MAX {
-            return Err(ParamError::TooMany { param, count: breakers.len(), max: DRY_BREAKERS_MAX });
+            return Err(RequestParamError::TooManyEntries {
+                param,
+                count: breakers.len(),
+                max: DRY_BREAKERS_MAX,
+            });
         }
         for (index, word) in breakers.iter().enumerate() {
             if word.is_empty() || word.len() > DRY_BREAKER_BYTES_MAX {
                 let (bytes, max) = (word.len(), DRY_BREAKER_BYTES_MAX);
-                return Err(ParamError::Text { param, index, bytes, max });
+                return Err(RequestParamError::StringLength { param, index, bytes, max });
             }
         }
         let dry = Dry {
             multiplier: real("dry_multiplier", self.dry_multiplier, 0.0, 0.0..=100.0)?,
             base: real("dry_base", self.dry_base, 1.75, 1.0..=100.0)?,
-            // One repeated token is a repetition of length 1: at 0 every token would be one.
-            allowed_length: whole("dry_allowed_length", self.dry_allowed_length, 2, 1, most)? as u32,
-            last_n: u32::try_from(last_n).ok(),
+            // One repeated token is a repetition of length 1. At 0, every token would be a repetition.
+            allowed_length: integer("dry_allowed_length", self.dry_allowed_length, 2, 1, most)? as u32,
+            penalty_last_n: u32::try_from(penalty_last_n).ok(),
             breakers,
         };
         Ok((dry.multiplier > 0.0).then_some(dry))
     }
 }
 
-fn output_max(
+fn resolve_max_tokens(
     max_tokens: Option<i64>,
-    limits: Limits,
+    limits: ModelLimits,
     prompt_param: &'static str,
     prompt: usize,
-) -> Result<(u32, bool), ParamError> {
+) -> Result<(u32, bool), RequestParamError> {
     let context = limits.context_tokens;
     if prompt == 0 {
-        return Err(ParamError::EmptyPrompt { param: prompt_param });
+        return Err(RequestParamError::EmptyPrompt { param: prompt_param });
     }
-    let room = u32::try_from(prompt).ok().and_then(|p| context.checked_sub(p)).filter(|&room| room > 0);
-    let Some(room) = room else {
-        return Err(ParamError::Context { param: prompt_param, context, prompt, output: None });
+    let left = u32::try_from(prompt).ok().and_then(|p| context.checked_sub(p)).filter(|&left| left > 0);
+    let Some(left) = left else {
+        return Err(RequestParamError::ContextExceeded {
+            param: prompt_param,
+            context,
+            prompt,
+            output: None,
+        });
     };
     match max_tokens {
-        None => Ok((room, false)),
+        None => Ok((left, false)),
         given => {
-            let output = whole("max_tokens", given, 1, 1, i64::from(u32::MAX))? as u32;
-            if output > room {
-                return Err(ParamError::Context {
+            let output = integer("max_tokens", given, 1, 1, i64::from(u32::MAX))? as u32;
+            if output > left {
+                return Err(RequestParamError::ContextExceeded {
                     param: "max_tokens",
                     context,
                     prompt,
@@ -352,13 +379,17 @@ fn output_max(
     }
 }
 
-/// Token ids from a client, each checked to be in the vocabulary.
-pub(crate) fn token_ids(param: &'static str, ids: &[i64], limits: Limits) -> Result<Vec<u32>, ParamError> {
+/// Checks that each token id of a client is in the vocabulary.
+pub(crate) fn token_ids(
+    param: &'static str,
+    ids: &[i64],
+    limits: ModelLimits,
+) -> Result<Vec<u32>, RequestParamError> {
     let vocabulary = limits.vocabulary;
     ids.iter()
         .enumerate()
         .map(|(index, &token)| {
-            u32::try_from(token).ok().filter(|&id| id < vocabulary).ok_or(ParamError::Token {
+            u32::try_from(token).ok().filter(|&id| id < vocabulary).ok_or(RequestParamError::UnknownToken {
                 param,
                 index,
                 token,
@@ -368,35 +399,35 @@ pub(crate) fn token_ids(param: &'static str, ids: &[i64], limits: Limits) -> Res
         .collect()
 }
 
-fn logit_bias(entries: &[(i64, f64)], limits: Limits) -> Result<Vec<(u32, f32)>, ParamError> {
+fn logit_bias(entries: &[(i64, f64)], limits: ModelLimits) -> Result<Vec<(u32, f32)>, RequestParamError> {
     let param = "logit_bias";
     if entries.len() > LOGIT_BIAS_MAX {
-        return Err(ParamError::TooMany { param, count: entries.len(), max: LOGIT_BIAS_MAX });
+        return Err(RequestParamError::TooManyEntries { param, count: entries.len(), max: LOGIT_BIAS_MAX });
     }
     let ids: Vec<i64> = entries.iter().map(|&(token, _)| token).collect();
     let mut bias = token_ids(param, &ids, limits)?
         .into_iter()
         .zip(entries)
         .map(|(token, &(_, value))| Ok((token, real(param, Some(value), 0.0, -100.0..=100.0)?)))
-        .collect::<Result<Vec<_>, ParamError>>()?;
+        .collect::<Result<Vec<_>, RequestParamError>>()?;
     bias.sort_by_key(|&(token, _)| token);
     match bias.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        Some(pair) => Err(ParamError::TokenTwice { param, token: pair[0].0 }),
+        Some(pair) => Err(RequestParamError::DuplicateToken { param, token: pair[0].0 }),
         None => Ok(bias),
     }
 }
 
-/// NaN is in no range.
+/// A float in `allowed`. NaN is in no range.
 fn real(
     param: &'static str,
     value: Option<f64>,
     default: f32,
     allowed: std::ops::RangeInclusive<f64>,
-) -> Result<f32, ParamError> {
+) -> Result<f32, RequestParamError> {
     match value {
         None => Ok(default),
         Some(value) if allowed.contains(&value) => Ok(value as f32),
-        Some(value) => Err(ParamError::Range {
+        Some(value) => Err(RequestParamError::OutOfRange {
             param,
             value: value.to_string(),
             allowed: format!("{} to {}", allowed.start(), allowed.end()),
@@ -404,13 +435,13 @@ fn real(
     }
 }
 
-/// A number above 0 whose neutral value is 1.
-fn above_zero(param: &'static str, value: Option<f64>, max: f64) -> Result<f32, ParamError> {
+/// A float above 0 whose neutral value is 1.
+fn above_zero(param: &'static str, value: Option<f64>, max: f64) -> Result<f32, RequestParamError> {
     match value {
         None => Ok(1.0),
-        // A positive double may still be zero as a float.
+        // A positive f64 may round to 0 as an f32.
         Some(value) if value as f32 > 0.0 && value <= max => Ok(value as f32),
-        Some(value) => Err(ParamError::Range {
+        Some(value) => Err(RequestParamError::OutOfRange {
             param,
             value: value.to_string(),
             allowed: format!("numbers above 0 up to {max}"),
@@ -418,22 +449,22 @@ fn above_zero(param: &'static str, value: Option<f64>, max: f64) -> Result<f32, 
     }
 }
 
-fn whole(
+fn integer(
     param: &'static str,
     value: Option<i64>,
     default: i64,
     min: i64,
     max: i64,
-) -> Result<i64, ParamError> {
+) -> Result<i64, RequestParamError> {
     let value = value.unwrap_or(default);
     if (min..=max).contains(&value) {
         return Ok(value);
     }
-    Err(ParamError::Range { param, value: value.to_string(), allowed: format!("{min} to {max}") })
+    Err(RequestParamError::OutOfRange { param, value: value.to_string(), allowed: format!("{min} to {max}") })
 }
 
-/// Any 64 bits will do: the standard library seeds its hash maps from the system's random source.
-fn draw_seed() -> u64 {
+/// 64 random bits. The standard library seeds its hash maps from the system's random source.
+fn random_seed() -> u64 {
     RandomState::new().hash_one("seed")
 }
 
@@ -441,20 +472,20 @@ fn draw_seed() -> u64 {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { context_tokens: 100, vocabulary: 50 };
+    const LIMITS: ModelLimits = ModelLimits { context_tokens: 100, vocabulary: 50 };
 
-    fn check(change: impl FnOnce(&mut Params)) -> Result<Plan, ParamError> {
-        let mut params = Params::default();
+    fn check(change: impl FnOnce(&mut RequestParams)) -> Result<CheckedParams, RequestParamError> {
+        let mut params = RequestParams::default();
         change(&mut params);
         params.check(LIMITS, "prompt", 10)
     }
 
     #[test]
-    fn absent_parameters_are_neutral_and_the_context_bounds_the_output() {
-        let plan = check(|_| ()).unwrap();
-        assert_eq!((plan.output_max, plan.output_max_given, plan.n), (90, false, 1));
-        let sampling = Sampling { seed: 0, ..plan.sampling };
-        let neutral = Sampling {
+    fn absent_parameters_are_neutral_and_the_context_limits_the_output() {
+        let checked = check(|_| ()).unwrap();
+        assert_eq!((checked.max_tokens, checked.is_max_tokens_given, checked.best_of), (90, false, 1));
+        let sampling = CheckedSampling { seed: 0, ..checked.sampling };
+        let neutral = CheckedSampling {
             temperature: 1.0,
             top_k: 0,
             top_p: 1.0,
@@ -477,8 +508,8 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_out_of_range_is_refused_by_its_name() {
-        type Change = fn(&mut Params);
+    fn a_value_out_of_range_is_refused_with_its_parameter_name() {
+        type Change = fn(&mut RequestParams);
         let table: [(&str, Change); 44] = [
             ("max_tokens", |p| p.max_tokens = Some(0)),
             ("max_tokens", |p| p.max_tokens = Some(-1)),
@@ -529,23 +560,24 @@ mod tests {
             let error = check(change).expect_err(&format!("case {index}, {param}"));
             assert_eq!(error.param(), param, "case {index}: {error}");
             assert!(
-                error.to_string().contains(param) || matches!(error, ParamError::Context { .. }),
+                error.to_string().contains(param)
+                    || matches!(error, RequestParamError::ContextExceeded { .. }),
                 "{error}"
             );
         }
     }
 
     #[test]
-    fn a_prompt_must_leave_room() {
-        let fits = |prompt| Params::default().check(LIMITS, "messages", prompt);
-        assert_eq!(fits(99).unwrap().output_max, 1);
+    fn a_prompt_must_leave_room_for_output() {
+        let check = |prompt| RequestParams::default().check(LIMITS, "messages", prompt);
+        assert_eq!(check(99).unwrap().max_tokens, 1);
         for prompt in [0, 100, 101, usize::MAX] {
-            assert_eq!(fits(prompt).unwrap_err().param(), "messages");
+            assert_eq!(check(prompt).unwrap_err().param(), "messages");
         }
     }
 
     #[test]
-    fn a_given_seed_is_kept_and_a_missing_one_differs_each_time() {
+    fn a_given_seed_is_kept_and_an_absent_seed_is_random() {
         assert_eq!(check(|p| p.seed = Some(7)).unwrap().sampling.seed, 7);
         assert_ne!(check(|_| ()).unwrap().sampling.seed, check(|_| ()).unwrap().sampling.seed);
     }

@@ -1,19 +1,23 @@
-//! Router and engine allow the same, although neither uses the other: what the router passes on, a worker takes, and what it
-//! refuses, a worker that is asked by somebody else refuses by the same name.
+//! Tests that the router and the engine accept the same parameter ranges, although neither crate uses
+//! the other.
+//!
+//! 1. The engine accepts every value that the router passes on.
+//! 2. The engine refuses every value that the router refuses, with the same parameter name. So a
+//!    client that calls a worker directly gets the same errors.
 
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplingParams};
 
-use crate::params::{Limits, ParamError, Params, Sampling};
+use crate::params::{CheckedSampling, ModelLimits, RequestParamError, RequestParams};
 
 const VOCABULARY: u32 = 50;
 
-fn checked(params: Params) -> Result<Sampling, ParamError> {
-    let limits = Limits { context_tokens: 100, vocabulary: VOCABULARY };
+fn checked(params: RequestParams) -> Result<CheckedSampling, RequestParamError> {
+    let limits = ModelLimits { context_tokens: 100, vocabulary: VOCABULARY };
     params.check(limits, "prompt", 10).map(|plan| plan.sampling)
 }
 
-/// As it arrives in the engine.
-fn arrived(sampling: Sampling) -> SamplingParams {
+/// The engine's form of checked sampling parameters.
+fn to_engine(sampling: CheckedSampling) -> SamplingParams {
     SamplingParams {
         temperature: sampling.temperature,
         dynatemp_range: sampling.dynatemp_range,
@@ -37,7 +41,7 @@ fn arrived(sampling: Sampling) -> SamplingParams {
             multiplier: dry.multiplier,
             base: dry.base,
             allowed_length: dry.allowed_length,
-            last_n: dry.last_n,
+            last_n: dry.penalty_last_n,
             breakers: DryBreakers::default(),
         }),
         logit_bias: sampling.logit_bias,
@@ -53,88 +57,88 @@ fn mirostat() -> Mirostat {
     Mirostat { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
 }
 
-/// A parameter as the router has it, as the engine has it, and its range.
-struct Figure {
+/// How to set a parameter in the router and in the engine, and its range.
+struct ParameterRange {
     name: &'static str,
-    asked: fn(&mut Params, f64),
-    given: fn(&mut SamplingParams, f32),
-    least: f32,
-    most: f32,
+    set_router: fn(&mut RequestParams, f64),
+    set_engine: fn(&mut SamplingParams, f32),
+    min: f32,
+    max: f32,
 }
 
-const fn figure(
+const fn range(
     name: &'static str,
-    asked: fn(&mut Params, f64),
-    given: fn(&mut SamplingParams, f32),
-    least: f32,
-    most: f32,
-) -> Figure {
-    Figure { name, asked, given, least, most }
+    set_router: fn(&mut RequestParams, f64),
+    set_engine: fn(&mut SamplingParams, f32),
+    min: f32,
+    max: f32,
+) -> ParameterRange {
+    ParameterRange { name, set_router, set_engine, min, max }
 }
 
-/// The least float above 0.
+/// The smallest f32 above 0.
 const ABOVE_0: f32 = f32::from_bits(1);
 
-const FIGURES: [Figure; 17] = [
-    figure("temperature", |p, v| p.temperature = Some(v), |p, v| p.temperature = v, 0.0, 2.0),
-    figure("dynatemp_range", |p, v| p.dynatemp_range = Some(v), |p, v| p.dynatemp_range = v, 0.0, 2.0),
-    figure(
+const RANGES: [ParameterRange; 17] = [
+    range("temperature", |p, v| p.temperature = Some(v), |p, v| p.temperature = v, 0.0, 2.0),
+    range("dynatemp_range", |p, v| p.dynatemp_range = Some(v), |p, v| p.dynatemp_range = v, 0.0, 2.0),
+    range(
         "dynatemp_exponent",
         |p, v| p.dynatemp_exponent = Some(v),
         |p, v| p.dynatemp_exponent = v,
         0.0,
         100.0,
     ),
-    figure("top_n_sigma", |p, v| p.top_n_sigma = Some(v), |p, v| p.top_n_sigma = v, 0.0, 1000.0),
-    figure("typical_p", |p, v| p.typical_p = Some(v), |p, v| p.typical_p = v, ABOVE_0, 1.0),
-    figure("top_p", |p, v| p.top_p = Some(v), |p, v| p.top_p = v, ABOVE_0, 1.0),
-    figure("min_p", |p, v| p.min_p = Some(v), |p, v| p.min_p = v, 0.0, 1.0),
-    figure("xtc_probability", |p, v| p.xtc_probability = Some(v), |p, v| p.xtc_probability = v, 0.0, 1.0),
-    figure("xtc_threshold", |p, v| p.xtc_threshold = Some(v), |p, v| p.xtc_threshold = v, 0.0, 1.0),
-    figure(
+    range("top_n_sigma", |p, v| p.top_n_sigma = Some(v), |p, v| p.top_n_sigma = v, 0.0, 1000.0),
+    range("typical_p", |p, v| p.typical_p = Some(v), |p, v| p.typical_p = v, ABOVE_0, 1.0),
+    range("top_p", |p, v| p.top_p = Some(v), |p, v| p.top_p = v, ABOVE_0, 1.0),
+    range("min_p", |p, v| p.min_p = Some(v), |p, v| p.min_p = v, 0.0, 1.0),
+    range("xtc_probability", |p, v| p.xtc_probability = Some(v), |p, v| p.xtc_probability = v, 0.0, 1.0),
+    range("xtc_threshold", |p, v| p.xtc_threshold = Some(v), |p, v| p.xtc_threshold = v, 0.0, 1.0),
+    range(
         "repetition_penalty",
         |p, v| p.repetition_penalty = Some(v),
         |p, v| p.repetition_penalty = v,
         ABOVE_0,
         2.0,
     ),
-    figure("presence_penalty", |p, v| p.presence_penalty = Some(v), |p, v| p.presence_penalty = v, -2.0, 2.0),
-    figure(
+    range("presence_penalty", |p, v| p.presence_penalty = Some(v), |p, v| p.presence_penalty = v, -2.0, 2.0),
+    range(
         "frequency_penalty",
         |p, v| p.frequency_penalty = Some(v),
         |p, v| p.frequency_penalty = v,
         -2.0,
         2.0,
     ),
-    figure(
+    range(
         "mirostat_tau",
         |p, v| (p.mirostat, p.mirostat_tau) = (Some(2), Some(v)),
         |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }),
         0.0,
         100.0,
     ),
-    figure(
+    range(
         "mirostat_eta",
         |p, v| (p.mirostat, p.mirostat_eta) = (Some(2), Some(v)),
         |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }),
         0.0,
         1.0,
     ),
-    figure(
+    range(
         "dry_multiplier",
         |p, v| p.dry_multiplier = Some(v),
         |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }),
         0.0,
         100.0,
     ),
-    figure(
+    range(
         "dry_base",
         |p, v| (p.dry_multiplier, p.dry_base) = (Some(1.0), Some(v)),
         |p, v| p.dry = Some(Dry { base: v, ..dry() }),
         1.0,
         100.0,
     ),
-    figure(
+    range(
         "logit_bias",
         |p, v| p.logit_bias = vec![(3, v)],
         |p, v| p.logit_bias = vec![(3, v)],
@@ -144,20 +148,20 @@ const FIGURES: [Figure; 17] = [
 ];
 
 #[test]
-fn router_and_engine_allow_the_same_figures() {
-    for Figure { name, asked, given, least, most } in FIGURES {
-        for value in [least, most] {
-            let mut params = Params::default();
-            asked(&mut params, f64::from(value));
+fn router_and_engine_accept_the_same_ranges() {
+    for ParameterRange { name, set_router, set_engine, min, max } in RANGES {
+        for value in [min, max] {
+            let mut params = RequestParams::default();
+            set_router(&mut params, f64::from(value));
             let sampling = checked(params).unwrap_or_else(|error| panic!("{value}: {error}"));
-            assert_eq!(arrived(sampling).check(VOCABULARY as usize), Ok(()), "{name} {value}");
+            assert_eq!(to_engine(sampling).check(VOCABULARY as usize), Ok(()), "{name} {value}");
         }
-        for value in [least.next_down(), most.next_up(), f32::NAN, f32::INFINITY] {
-            let mut params = Params::default();
-            asked(&mut params, f64::from(value));
+        for value in [min.next_down(), max.next_up(), f32::NAN, f32::INFINITY] {
+            let mut params = RequestParams::default();
+            set_router(&mut params, f64::from(value));
             assert_eq!(checked(params).map_err(|error| error.param()), Err(name), "{value}");
             let mut sampling = SamplingParams::default();
-            given(&mut sampling, value);
+            set_engine(&mut sampling, value);
             let error = sampling.check(VOCABULARY as usize).expect_err(name).to_string();
             assert!(error.starts_with(name), "{value}: {error}");
         }
@@ -165,39 +169,42 @@ fn router_and_engine_allow_the_same_figures() {
 }
 
 #[test]
-fn router_and_engine_allow_the_same_counts() {
-    let engine =
+fn router_and_engine_accept_the_same_counts() {
+    let check_engine =
         |params: &SamplingParams| params.check(VOCABULARY as usize).map_err(|error| error.to_string());
-    let length = |length: u32| {
-        let asked = Params {
+    let check_length = |length: u32| {
+        let asked = RequestParams {
             dry_multiplier: Some(1.0),
             dry_allowed_length: Some(i64::from(length)),
-            ..Params::default()
+            ..RequestParams::default()
         };
         let given = SamplingParams {
             dry: Some(Dry { allowed_length: length, ..dry() }),
             ..SamplingParams::default()
         };
-        (checked(asked).map(drop).map_err(|error| error.param()), engine(&given))
+        (checked(asked).map(drop).map_err(|error| error.param()), check_engine(&given))
     };
     for allowed in [1, u32::MAX] {
-        assert_eq!(length(allowed), (Ok(()), Ok(())));
+        assert_eq!(check_length(allowed), (Ok(()), Ok(())));
     }
-    let (router, engine_says) = length(0);
+    let (router, engine) = check_length(0);
     assert_eq!(router, Err("dry_allowed_length"));
-    assert!(engine_says.unwrap_err().starts_with("dry_allowed_length is 0, allowed are 1 to"));
+    assert!(engine.unwrap_err().starts_with("dry_allowed_length is 0, allowed are 1 to"));
 
-    let bias = |token: u32| {
-        let asked = Params { logit_bias: vec![(i64::from(token), 1.0)], ..Params::default() };
+    let is_token_accepted = |token: u32| {
+        let asked = RequestParams { logit_bias: vec![(i64::from(token), 1.0)], ..RequestParams::default() };
         let given = SamplingParams { logit_bias: vec![(token, 1.0)], ..SamplingParams::default() };
-        (checked(asked).is_ok(), engine(&given).is_ok())
+        (checked(asked).is_ok(), check_engine(&given).is_ok())
     };
-    assert_eq!([bias(VOCABULARY - 1), bias(VOCABULARY)], [(true, true), (false, false)]);
-    let many = |count: u32| {
-        let limits = Limits { context_tokens: 100, vocabulary: count };
-        let asked = Params {
+    assert_eq!(
+        [is_token_accepted(VOCABULARY - 1), is_token_accepted(VOCABULARY)],
+        [(true, true), (false, false)]
+    );
+    let are_entries_accepted = |count: u32| {
+        let limits = ModelLimits { context_tokens: 100, vocabulary: count };
+        let asked = RequestParams {
             logit_bias: (0..count).map(|token| (i64::from(token), 1.0)).collect(),
-            ..Params::default()
+            ..RequestParams::default()
         };
         let given = SamplingParams {
             logit_bias: (0..count).map(|token| (token, 1.0)).collect(),
@@ -205,5 +212,5 @@ fn router_and_engine_allow_the_same_counts() {
         };
         (asked.check(limits, "prompt", 10).is_ok(), given.check(count as usize).is_ok())
     };
-    assert_eq!([many(1024), many(1025)], [(true, true), (false, false)]);
+    assert_eq!([are_entries_accepted(1024), are_entries_accepted(1025)], [(true, true), (false, false)]);
 }

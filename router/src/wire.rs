@@ -8,7 +8,7 @@ use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame};
 use tonic::{Code, Status};
 
-use crate::params::{Plan, Sampling};
+use crate::params::{CheckedParams, CheckedSampling};
 use crate::placement::ModelKey;
 use crate::resume::{Failure, Loss, Progress};
 
@@ -18,10 +18,10 @@ pub(crate) struct Call {
     pub(crate) request_id: Arc<str>,
     pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
-    pub(crate) plan: Arc<Plan>,
-    /// The plan's stop tokens and, unless ignored, the model's own.
+    pub(crate) params: Arc<CheckedParams>,
+    /// The client's stop tokens and, unless `ignore_eos` is set, the model's end-of-generation tokens.
     pub(crate) stop_tokens: Arc<[u32]>,
-    /// The plan's DRY breakers as the model's tokens.
+    /// The DRY sequence breakers as token sequences of the model.
     pub(crate) dry_breakers: Arc<[Vec<u32>]>,
     pub(crate) choice: u32,
     /// By number.
@@ -38,20 +38,20 @@ impl Call {
             fingerprint: Bytes::copy_from_slice(&self.model.fingerprint.0),
             tokens,
             prompt_tokens: self.prompt.len() as u32,
-            max_tokens: if self.plan.output_max_given { self.plan.output_max } else { 0 },
-            min_tokens: self.plan.min_tokens,
-            sampling: Some(sampling(&self.plan.sampling)),
+            max_tokens: if self.params.is_max_tokens_given { self.params.max_tokens } else { 0 },
+            min_tokens: self.params.min_tokens,
+            sampling: Some(sampling(&self.params.sampling)),
             choice: self.choice,
             stop_tokens: self.stop_tokens.to_vec(),
-            top_logprobs: self.plan.top_logprobs,
+            top_logprobs: self.params.top_logprobs,
             // 0 means no limit: what is left of a limit is at least 1.
             deadline_ms: time_left.map_or(0, |left| (left.as_millis() as u64).max(1)),
             sampler_state: progress.sampler_state(),
-            grammar: self.plan.grammar.as_ref().map(|grammar| grammar.source.clone()),
+            grammar: self.params.grammar.as_ref().map(|grammar| grammar.source.clone()),
             dry_breakers: (!self.dry_breakers.is_empty()).then(|| dry_breakers(&self.dry_breakers)),
             tenant: self.tenant,
-            priority: self.plan.priority,
-            cache_salt: self.plan.cache_salt.clone(),
+            priority: self.params.priority,
+            cache_salt: self.params.cache_salt.clone(),
         }
     }
 }
@@ -64,7 +64,7 @@ fn dry_breakers(breakers: &[Vec<u32>]) -> wire::DryBreakers {
     }
 }
 
-fn sampling(sampling: &Sampling) -> public::Sampling {
+fn sampling(sampling: &CheckedSampling) -> public::Sampling {
     public::Sampling {
         temperature: Some(sampling.temperature),
         top_k: Some(sampling.top_k),
@@ -82,7 +82,7 @@ fn sampling(sampling: &Sampling) -> public::Sampling {
         dry_multiplier: sampling.dry.as_ref().map(|dry| dry.multiplier),
         dry_base: sampling.dry.as_ref().map(|dry| dry.base),
         dry_allowed_length: sampling.dry.as_ref().map(|dry| dry.allowed_length),
-        dry_penalty_last_n: sampling.dry.as_ref().and_then(|dry| dry.last_n),
+        dry_penalty_last_n: sampling.dry.as_ref().and_then(|dry| dry.penalty_last_n),
         // Goes as tokens.
         dry_sequence_breakers: None,
         repetition_penalty: Some(sampling.repetition_penalty),

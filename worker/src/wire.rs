@@ -300,7 +300,11 @@ pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = 
     (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {
         let end = events.len().min(at + FRAME_EVENTS_MAX);
         let next = if end == events.len() { next } else { NOTHING_KNOWN };
-        wire::KvEventsFrame { log_id: log, next_event: next, events: events[at..end].iter().map(kv_event).collect() }
+        wire::KvEventsFrame {
+            log_id: log,
+            next_event: next,
+            events: events[at..end].iter().map(kv_event).collect(),
+        }
     })
 }
 
@@ -447,7 +451,8 @@ mod tests {
         let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| Event::Stored(name(number)));
         let events: Vec<Event> = std::iter::once(Event::Cleared).chain(stored).collect();
         let frames: Vec<_> = kv_event_frames(7, Update { events: events.clone(), next: 99_999 }).collect();
-        let heads: Vec<_> = frames.iter().map(|frame| (frame.log_id, frame.next_event, frame.events.len())).collect();
+        let heads: Vec<_> =
+            frames.iter().map(|frame| (frame.log_id, frame.next_event, frame.events.len())).collect();
         assert_eq!(heads, [(7, 0, FRAME_EVENTS_MAX), (7, 0, FRAME_EVENTS_MAX), (7, 99_999, 1)]);
         let sent = frames.iter().flat_map(|frame| &frame.events);
         assert!(sent.eq(&events.iter().map(kv_event).collect::<Vec<_>>()));

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
-use super::fields::{self, Body};
+use super::fields::{ParsedBody, parse_body};
 use super::request::{App, Stamp, WholeBody, off_thread};
 use super::response::{Answer, Surface, finish_reason, stop_reason};
 use crate::choice::{Finish, Piece};
@@ -42,11 +42,11 @@ pub(crate) async fn post(
     stamp: Stamp,
     WholeBody(body): WholeBody,
 ) -> Result<Response, ApiError> {
-    let Body { own, sampling, response } = fields::read::<Fields>(&body, &FIELDS)?;
-    let shape = response.shape()?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<Fields>(&body, &FIELDS)?;
+    let options = response.options()?;
     let mut params = sampling.params()?;
-    params.max_tokens = own.max_completion_tokens.or(params.max_tokens);
-    params.top_logprobs = match (own.logprobs.unwrap_or(false), own.top_logprobs) {
+    params.max_tokens = endpoint.max_completion_tokens.or(params.max_tokens);
+    params.top_logprobs = match (endpoint.logprobs.unwrap_or(false), endpoint.top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
         (false, None) => None,
         (false, Some(_)) => {
@@ -54,12 +54,12 @@ pub(crate) async fn post(
             return Err(ApiError::invalid(Some("top_logprobs"), message));
         }
     };
-    check_messages(&own.messages)?;
+    check_messages(&endpoint.messages)?;
     let model = app.generator.fleet.resolve(response.model.as_deref())?;
 
-    let messages: Vec<Value> = own.messages.into_iter().map(Value::Object).collect();
-    let add_generation_prompt = own.add_generation_prompt.unwrap_or(true);
-    let variables = own.chat_template_kwargs.unwrap_or_default();
+    let messages: Vec<Value> = endpoint.messages.into_iter().map(Value::Object).collect();
+    let add_generation_prompt = endpoint.add_generation_prompt.unwrap_or(true);
+    let variables = endpoint.chat_template_kwargs.unwrap_or_default();
     let encoding = model.clone();
     let tokens = off_thread(body.len(), move || {
         encoding.text.encode_chat(&messages, add_generation_prompt, &variables)
@@ -72,11 +72,11 @@ pub(crate) async fn post(
     let surface = Chat {
         id: format!("chatcmpl-{}", stamp.origin.request_id),
         created: stamp.created,
-        with_logprobs: job.plan().top_logprobs.is_some(),
-        prompt_token_ids: shape.return_token_ids.then(|| job.prompts().flatten().copied().collect()),
+        with_logprobs: job.params().top_logprobs.is_some(),
+        prompt_token_ids: options.return_token_ids.then(|| job.prompts().flatten().copied().collect()),
         model: job.model.clone(),
     };
-    Answer::to(&job, surface, events, shape).respond().await
+    Answer::to(&job, surface, events, options).respond().await
 }
 
 fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {

@@ -6,13 +6,13 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
-use super::fields::{self, Body};
+use super::fields::{ParsedBody, parse_body};
 use super::request::{App, Stamp, WholeBody, off_thread};
 use super::response::{Answer, Surface, finish_reason, stop_reason};
 use crate::choice::{Finish, Piece};
 use crate::generate::{CHOICES_MAX, Job, Prompts};
 use crate::model::Model;
-use crate::params::{ParamError, token_ids};
+use crate::params::{RequestParamError, token_ids};
 
 /// What OpenAI's API takes where the client names no figure.
 const MAX_TOKENS_DEFAULT: i64 = 16;
@@ -45,15 +45,15 @@ pub(crate) async fn post(
     stamp: Stamp,
     WholeBody(body): WholeBody,
 ) -> Result<Response, ApiError> {
-    let Body { own, sampling, response } = fields::read::<Fields>(&body, &FIELDS)?;
-    let shape = response.shape()?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<Fields>(&body, &FIELDS)?;
+    let options = response.options()?;
     let model = app.generator.fleet.resolve(response.model.as_deref())?;
     let mut params = sampling.params()?;
     params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
-    params.top_logprobs = own.logprobs;
-    params.best_of = own.best_of;
-    let chosen = own.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
-    if chosen && shape.stream {
+    params.top_logprobs = endpoint.logprobs;
+    params.best_of = endpoint.best_of;
+    let chosen = endpoint.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
+    if chosen && options.stream {
         let message = "`best_of` above `n` cannot be streamed: the best are known at the end";
         return Err(ApiError::invalid(Some("best_of"), message));
     }
@@ -61,12 +61,12 @@ pub(crate) async fn post(
         // They are chosen by their log probabilities.
         params.top_logprobs.get_or_insert(0);
     }
-    let echo = own.echo.unwrap_or(false);
-    if echo && own.logprobs.is_some() {
+    let echo = endpoint.echo.unwrap_or(false);
+    if echo && endpoint.logprobs.is_some() {
         return Err(ApiError::invalid(Some("echo"), "`echo` together with `logprobs` is not supported"));
     }
-    let add_special = own.add_special_tokens.unwrap_or(true);
-    let prompt = own.prompt;
+    let add_special = endpoint.add_special_tokens.unwrap_or(true);
+    let prompt = endpoint.prompt;
     let encoding = model.clone();
     let (tokens, echoes) =
         off_thread(body.len(), move || encode(&encoding, prompt, add_special, echo)).await?;
@@ -77,21 +77,21 @@ pub(crate) async fn post(
     let surface = Completion {
         id: format!("cmpl-{}", stamp.origin.request_id),
         created: stamp.created,
-        n: job.plan().kept as usize,
-        with_logprobs: own.logprobs.is_some(),
-        token_ids: shape.return_token_ids.then(|| job.prompts().map(<[u32]>::to_vec).collect()),
+        n: job.params().n as usize,
+        with_logprobs: endpoint.logprobs.is_some(),
+        token_ids: options.return_token_ids.then(|| job.prompts().map(<[u32]>::to_vec).collect()),
         text_offsets: vec![0; job.choices()],
         echoes,
         model: job.model.clone(),
     };
-    Answer::to(&job, surface, events, shape).respond().await
+    Answer::to(&job, surface, events, options).respond().await
 }
 
 /// This surface calls them `logprobs`.
-fn renamed(error: ParamError) -> ParamError {
+fn renamed(error: RequestParamError) -> RequestParamError {
     match error {
-        ParamError::Range { param: "top_logprobs", value, allowed } => {
-            ParamError::Range { param: "logprobs", value, allowed }
+        RequestParamError::OutOfRange { param: "top_logprobs", value, allowed } => {
+            RequestParamError::OutOfRange { param: "logprobs", value, allowed }
         }
         other => other,
     }
@@ -112,7 +112,7 @@ fn encode(
     };
     let count = texts.len() + tokens.len();
     if count > CHOICES_MAX {
-        return Err(ParamError::TooMany { param: "prompt", count, max: CHOICES_MAX }.into());
+        return Err(RequestParamError::TooManyEntries { param: "prompt", count, max: CHOICES_MAX }.into());
     }
     let invalid = |error: text::EncodeError| ApiError::invalid(Some("prompt"), error.to_string());
     let mut encoded = Vec::with_capacity(count);

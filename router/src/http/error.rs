@@ -13,7 +13,7 @@ use crate::admission::NeverFits;
 use crate::dispatch::{RETRY_AFTER, Refusal};
 use crate::fleet::ResolveError;
 use crate::model::ChatError;
-use crate::params::ParamError;
+use crate::params::RequestParamError;
 use crate::resume::Failure;
 use crate::tenant::{self, BadTenant};
 
@@ -95,9 +95,9 @@ impl IntoResponse for ApiError {
     }
 }
 
-impl From<ParamError> for ApiError {
-    fn from(error: ParamError) -> Self {
-        let context = matches!(error, ParamError::Context { .. });
+impl From<RequestParamError> for ApiError {
+    fn from(error: RequestParamError) -> Self {
+        let context = matches!(error, RequestParamError::ContextExceeded { .. });
         let mut api = Self::invalid(Some(error.param()), error.to_string());
         api.code = context.then_some("context_length_exceeded");
         api

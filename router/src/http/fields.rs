@@ -1,8 +1,11 @@
-//! Reading a request body: which fields are served, which are harmless, which are refused by name; then typed values,
-//! with the path of the field in every error.
+//! Parses a request body into typed fields. Every error names the path of its field.
 //!
-//! An unknown field is refused as OpenAI does, since a mistyped one would otherwise do nothing in silence. A field that
-//! clients of OpenAI or vLLM send and that is not served is accepted with its neutral value only.
+//! | field | treatment |
+//! |---|---|
+//! | supported | parsed |
+//! | in [`IGNORED_FIELDS`] | ignored: it changes nothing in the output |
+//! | in [`UNSUPPORTED_FIELDS`] | accepted with its neutral value only |
+//! | unknown | refused, as OpenAI does: a misspelt field would otherwise have no effect |
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -10,12 +13,12 @@ use serde_json::{Map, Value};
 
 use super::error::ApiError;
 use super::numbers;
-use super::standing::{STANDING_FIELDS, StandingFields};
-use super::structure::{STRUCTURE_FIELDS, StructureFields};
-use crate::params::Params;
+use super::scheduling_fields::{SCHEDULING_FIELDS, SchedulingFields};
+use super::structured_output::{STRUCTURED_OUTPUT_FIELDS, StructuredOutputFields};
+use crate::params::RequestParams;
 
-/// Fields that change nothing in the output; accepted and not looked at.
-const HARMLESS: [&str; 10] = [
+/// Fields that change nothing in the output.
+const IGNORED_FIELDS: [&str; 10] = [
     "user",
     "metadata",
     "store",
@@ -28,21 +31,21 @@ const HARMLESS: [&str; 10] = [
     "detokenize",
 ];
 
-/// A field that is known but not served, and the values of it that ask for nothing.
-struct Unserved {
+/// A field of OpenAI's or vLLM's API that this router does not support, and its neutral values.
+struct UnsupportedField {
     name: &'static str,
     is_neutral: fn(&Value) -> bool,
 }
 
-const fn unserved(name: &'static str, is_neutral: fn(&Value) -> bool) -> Unserved {
-    Unserved { name, is_neutral }
+const fn unsupported(name: &'static str, is_neutral: fn(&Value) -> bool) -> UnsupportedField {
+    UnsupportedField { name, is_neutral }
 }
 
 fn never(_: &Value) -> bool {
     false
 }
 
-fn empty(value: &Value) -> bool {
+fn is_empty(value: &Value) -> bool {
     match value {
         Value::Array(items) => items.is_empty(),
         Value::String(text) => text.is_empty(),
@@ -63,55 +66,55 @@ fn is_one(value: &Value) -> bool {
     value.as_f64() == Some(1.0)
 }
 
-fn no_tool_choice(value: &Value) -> bool {
+fn is_without_tools(value: &Value) -> bool {
     matches!(value.as_str(), Some("none" | "auto"))
 }
 
-/// Which engine compiles grammars is not the client's choice here, nor does it change what they mean.
-fn text_of_any_length(value: &Value) -> bool {
+/// For the choice of a grammar compiler: it does not change what a grammar means.
+fn is_string(value: &Value) -> bool {
     value.is_string()
 }
 
-fn text_only(value: &Value) -> bool {
+fn is_text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSERVED: [Unserved; 30] = [
-    unserved("suffix", empty),
-    unserved("tools", empty),
-    unserved("tool_choice", no_tool_choice),
-    unserved("functions", empty),
-    unserved("function_call", no_tool_choice),
-    unserved("modalities", text_only),
-    unserved("audio", never),
-    unserved("prediction", never),
-    unserved("web_search_options", never),
-    unserved("reasoning_effort", never),
-    unserved("verbosity", never),
-    // Of completions only.
-    unserved("best_of", is_one),
-    unserved("use_beam_search", is_false),
-    unserved("length_penalty", is_one),
-    unserved("early_stopping", is_false),
-    unserved("guided_decoding_backend", text_of_any_length),
-    unserved("include_stop_str_in_output", is_false),
-    unserved("skip_special_tokens", is_true),
-    unserved("spaces_between_special_tokens", is_true),
-    unserved("prompt_logprobs", never),
-    unserved("truncate_prompt_tokens", never),
-    unserved("allowed_token_ids", never),
-    unserved("bad_words", empty),
-    unserved("documents", empty),
-    // Of chats only: the template writes the special tokens.
-    unserved("add_special_tokens", is_false),
-    unserved("chat_template", never),
-    unserved("continue_final_message", is_false),
-    unserved("kv_transfer_params", never),
-    unserved("include_reasoning", is_true),
-    unserved("thinking_token_budget", never),
+const UNSUPPORTED_FIELDS: [UnsupportedField; 30] = [
+    unsupported("suffix", is_empty),
+    unsupported("tools", is_empty),
+    unsupported("tool_choice", is_without_tools),
+    unsupported("functions", is_empty),
+    unsupported("function_call", is_without_tools),
+    unsupported("modalities", is_text_only),
+    unsupported("audio", never),
+    unsupported("prediction", never),
+    unsupported("web_search_options", never),
+    unsupported("reasoning_effort", never),
+    unsupported("verbosity", never),
+    // Supported by completions only.
+    unsupported("best_of", is_one),
+    unsupported("use_beam_search", is_false),
+    unsupported("length_penalty", is_one),
+    unsupported("early_stopping", is_false),
+    unsupported("guided_decoding_backend", is_string),
+    unsupported("include_stop_str_in_output", is_false),
+    unsupported("skip_special_tokens", is_true),
+    unsupported("spaces_between_special_tokens", is_true),
+    unsupported("prompt_logprobs", never),
+    unsupported("truncate_prompt_tokens", never),
+    unsupported("allowed_token_ids", never),
+    unsupported("bad_words", is_empty),
+    unsupported("documents", is_empty),
+    // Chats only: the template writes the special tokens.
+    unsupported("add_special_tokens", is_false),
+    unsupported("chat_template", never),
+    unsupported("continue_final_message", is_false),
+    unsupported("kv_transfer_params", never),
+    unsupported("include_reasoning", is_true),
+    unsupported("thinking_token_budget", never),
 ];
 
-/// Fields of both surfaces that become [`Params`].
+/// Fields of both endpoints that become [`RequestParams`].
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct SamplingFields {
     max_tokens: Option<i64>,
@@ -138,16 +141,16 @@ pub(crate) struct SamplingFields {
     dry_penalty_last_n: Option<i64>,
     dry_sequence_breakers: Option<Vec<String>>,
     logit_bias: Option<Map<String, Value>>,
-    /// OpenAI's is any 64-bit integer, ours too: the sign is only a way to write it.
+    /// Any 64-bit integer, as in OpenAI's API. The router reads it as unsigned.
     seed: Option<i64>,
-    stop: Option<OneOrMany>,
+    stop: Option<StopField>,
     stop_token_ids: Option<Vec<i64>>,
     ignore_eos: Option<bool>,
     n: Option<i64>,
     #[serde(skip)]
-    structure: StructureFields,
+    structured_output: StructuredOutputFields,
     #[serde(skip)]
-    standing: StandingFields,
+    scheduling: SchedulingFields,
 }
 
 const SAMPLING_FIELDS: [&str; 29] = [
@@ -184,12 +187,12 @@ const SAMPLING_FIELDS: [&str; 29] = [
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a string or an array of strings")]
-enum OneOrMany {
+enum StopField {
     One(String),
     Many(Vec<String>),
 }
 
-/// Fields of both surfaces that shape the response.
+/// Fields of both endpoints that define the form of the response.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct ResponseFields {
     pub(crate) model: Option<String>,
@@ -204,27 +207,27 @@ const RESPONSE_FIELDS: [&str; 4] = ["model", "stream", "stream_options", "return
 #[serde(deny_unknown_fields)]
 struct StreamOptions {
     include_usage: Option<bool>,
-    /// Padding against side channels; there is none to leave out.
+    /// Whether to pad chunks against side channels. The router never pads.
     #[serde(rename = "include_obfuscation")]
     _include_obfuscation: Option<bool>,
 }
 
-/// How the client wants its response.
+/// The form of the response that the client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
+pub(crate) struct ResponseOptions {
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
     pub(crate) return_token_ids: bool,
 }
 
 impl ResponseFields {
-    pub(crate) fn shape(&self) -> Result<Shape, ApiError> {
+    pub(crate) fn options(&self) -> Result<ResponseOptions, ApiError> {
         let stream = self.stream.unwrap_or(false);
         if self.stream_options.is_some() && !stream {
             let message = "`stream_options` is only allowed when `stream` is true";
             return Err(ApiError::invalid(Some("stream_options"), message));
         }
-        Ok(Shape {
+        Ok(ResponseOptions {
             stream,
             include_usage: self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false),
             return_token_ids: self.return_token_ids.unwrap_or(false),
@@ -233,12 +236,12 @@ impl ResponseFields {
 }
 
 impl SamplingFields {
-    pub(super) fn with_standing(self, standing: StandingFields) -> Self {
-        Self { standing, ..self }
+    pub(super) fn with_scheduling(self, scheduling: SchedulingFields) -> Self {
+        Self { scheduling, ..self }
     }
 
-    pub(crate) fn params(self) -> Result<Params, ApiError> {
-        let params = Params {
+    pub(crate) fn params(self) -> Result<RequestParams, ApiError> {
+        let params = RequestParams {
             max_tokens: self.max_tokens,
             min_tokens: self.min_tokens,
             temperature: self.temperature,
@@ -266,16 +269,16 @@ impl SamplingFields {
             seed: self.seed.map(|seed| seed as u64),
             stop: match self.stop {
                 None => vec![],
-                Some(OneOrMany::One(stop)) => vec![stop],
-                Some(OneOrMany::Many(stops)) => stops,
+                Some(StopField::One(stop)) => vec![stop],
+                Some(StopField::Many(stops)) => stops,
             },
             stop_tokens: self.stop_token_ids.unwrap_or_default(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             n: self.n,
-            grammar: self.structure.grammar()?,
-            ..Params::default()
+            grammar: self.structured_output.grammar()?,
+            ..RequestParams::default()
         };
-        self.standing.add_to(params)
+        self.scheduling.apply_to(params)
     }
 }
 
@@ -294,39 +297,49 @@ fn logit_bias(entries: Map<String, Value>) -> Result<Vec<(i64, f64)>, ApiError> 
     entries.into_iter().map(entry).collect()
 }
 
-/// A body as typed values. Three structs read from one object rather than one with flattened parts: serde loses a
-/// field's path in those.
+/// A parsed body. Each part is deserialized from the same JSON object, because serde loses the path of
+/// a field in flattened structs.
 #[derive(Debug)]
-pub(crate) struct Body<T> {
-    pub(crate) own: T,
+pub(crate) struct ParsedBody<T> {
+    /// Fields of one endpoint only.
+    pub(crate) endpoint: T,
     pub(crate) sampling: SamplingFields,
     pub(crate) response: ResponseFields,
 }
 
-/// `own` names the fields of `T`.
-pub(crate) fn read<T: DeserializeOwned>(body: &[u8], own: &[&str]) -> Result<Body<T>, ApiError> {
+/// Parses `body`. `endpoint_fields` names the fields of `T`.
+pub(crate) fn parse_body<T: DeserializeOwned>(
+    body: &[u8],
+    endpoint_fields: &[&str],
+) -> Result<ParsedBody<T>, ApiError> {
     let mut fields: Map<String, Value> =
-        serde_json::from_slice(body).map_err(|error| numbers::unreadable(body, &error))?;
+        serde_json::from_slice(body).map_err(|error| numbers::unparsable_body(body, &error))?;
     // An explicit null is an absent field.
     fields.retain(|_, value| !value.is_null());
-    fields.values_mut().for_each(numbers::make_whole);
+    fields.values_mut().for_each(numbers::normalize_integer);
     for (name, value) in &fields {
         let name = name.as_str();
-        let served = [own, &SAMPLING_FIELDS, &STRUCTURE_FIELDS, &STANDING_FIELDS, &RESPONSE_FIELDS]
-            .iter()
-            .any(|served| served.contains(&name));
-        if !served && !HARMLESS.contains(&name) {
-            check_unserved(name, value)?;
+        let is_supported = [
+            endpoint_fields,
+            &SAMPLING_FIELDS,
+            &STRUCTURED_OUTPUT_FIELDS,
+            &SCHEDULING_FIELDS,
+            &RESPONSE_FIELDS,
+        ]
+        .iter()
+        .any(|names| names.contains(&name));
+        if !is_supported && !IGNORED_FIELDS.contains(&name) {
+            check_unsupported(name, value)?;
         }
     }
     let fields = Value::Object(fields);
-    let (structure, standing) = (typed(&fields)?, typed(&fields)?);
-    let sampling = SamplingFields { structure, standing, ..typed(&fields)? };
-    Ok(Body { own: typed(&fields)?, sampling, response: typed(&fields)? })
+    let (structured_output, scheduling) = (deserialize(&fields)?, deserialize(&fields)?);
+    let sampling = SamplingFields { structured_output, scheduling, ..deserialize(&fields)? };
+    Ok(ParsedBody { endpoint: deserialize(&fields)?, sampling, response: deserialize(&fields)? })
 }
 
-fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {
-    match UNSERVED.iter().find(|field| field.name == name) {
+fn check_unsupported(name: &str, value: &Value) -> Result<(), ApiError> {
+    match UNSUPPORTED_FIELDS.iter().find(|field| field.name == name) {
         Some(field) if (field.is_neutral)(value) => Ok(()),
         Some(_) => Err(ApiError::invalid(Some(name), format!("`{name}` is not supported"))),
         None => {
@@ -337,13 +350,13 @@ fn check_unserved(name: &str, value: &Value) -> Result<(), ApiError> {
     }
 }
 
-fn typed<T: DeserializeOwned>(fields: &Value) -> Result<T, ApiError> {
+fn deserialize<T: DeserializeOwned>(fields: &Value) -> Result<T, ApiError> {
     serde_path_to_error::deserialize(fields).map_err(|error| match error.path().to_string().as_str() {
-        // A missing field of the body has no path; its message names it.
+        // For a missing field of the body, the path is empty and the message names the field.
         "." => {
-            let said = error.inner().to_string();
-            ApiError::invalid(said.split('`').nth(1), &said)
+            let text = error.inner().to_string();
+            ApiError::invalid(text.split('`').nth(1), &text)
         }
-        path => numbers::mistyped(path, error.inner()),
+        path => numbers::wrong_type(path, error.inner()),
     })
 }

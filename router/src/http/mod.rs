@@ -7,8 +7,8 @@ mod fields;
 mod numbers;
 mod request;
 mod response;
-mod standing;
-mod structure;
+mod scheduling_fields;
+mod structured_output;
 
 use axum::extract::{Path, State};
 use axum::http::{Method, Uri, header};

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use super::error::ApiError;
-use super::fields::Shape;
+use super::fields::ResponseOptions;
 use crate::choice::{Event, Finish, Outcome, Piece};
 use crate::generate::Job;
 
@@ -42,7 +42,7 @@ pub(crate) trait Surface: Send + 'static {
 pub(crate) struct Answer<S> {
     surface: S,
     events: mpsc::Receiver<Event>,
-    shape: Shape,
+    options: ResponseOptions,
     choices: usize,
     /// Choices of one prompt.
     n: usize,
@@ -115,20 +115,20 @@ pub(crate) fn stop_reason(finish: &Finish) -> Value {
 }
 
 impl<S: Surface> Answer<S> {
-    pub(crate) fn to(job: &Job, surface: S, events: mpsc::Receiver<Event>, shape: Shape) -> Self {
+    pub(crate) fn to(job: &Job, surface: S, events: mpsc::Receiver<Event>, options: ResponseOptions) -> Self {
         Self {
             surface,
             events,
-            shape,
+            options,
             choices: job.choices(),
-            n: job.plan().n as usize,
-            kept: job.plan().kept as usize,
+            n: job.params().best_of as usize,
+            kept: job.params().n as usize,
             prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
         }
     }
 
     pub(crate) async fn respond(self) -> Result<Response, ApiError> {
-        if self.shape.stream { Ok(self.stream()) } else { self.whole().await }
+        if self.options.stream { Ok(self.stream()) } else { self.whole().await }
     }
 
     async fn whole(mut self) -> Result<Response, ApiError> {
@@ -233,7 +233,7 @@ impl<S: Surface> Streaming<S> {
     fn take(&mut self, out: &mut Vec<u8>, event: Option<Event>) {
         match event {
             Some(Event::Piece(piece)) => {
-                let ids_count = self.answer.shape.return_token_ids && !piece.tokens.is_empty();
+                let ids_count = self.answer.options.return_token_ids && !piece.tokens.is_empty();
                 let silent = piece.text.is_empty() && piece.logprobs.is_empty() && !ids_count;
                 if !silent {
                     let entry = self.answer.surface.piece(piece);
@@ -256,7 +256,7 @@ impl<S: Surface> Streaming<S> {
     }
 
     fn close(&mut self, out: &mut Vec<u8>) {
-        if self.answer.shape.include_usage {
+        if self.answer.options.include_usage {
             let mut chunk = self.answer.surface.envelope(vec![], true);
             chunk["usage"] = self.usage.json(self.answer.prompt_tokens);
             event(out, &chunk);
@@ -272,7 +272,7 @@ impl<S: Surface> Streaming<S> {
 
     fn chunk(&self, out: &mut Vec<u8>, entry: Value) {
         let mut chunk = self.answer.surface.envelope(vec![entry], true);
-        if self.answer.shape.include_usage {
+        if self.answer.options.include_usage {
             chunk["usage"] = Value::Null;
         }
         event(out, &chunk);

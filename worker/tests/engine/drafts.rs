@@ -48,7 +48,8 @@ async fn drafts_change_no_token_and_are_counted() {
             assert_eq!((&got.tokens, &got.logprobs), (&expected.tokens, &expected.logprobs), "{draft:?}");
         }
         let stats = drafting.stats().await;
-        let (drafted, accepted): (u64, u64) = (stats.draft_tokens_per_position.iter().sum(), stats.accepted_tokens_per_position.iter().sum());
+        let (drafted, accepted): (u64, u64) =
+            (stats.draft_tokens_per_position.iter().sum(), stats.accepted_tokens_per_position.iter().sum());
         assert_eq!((stats.draft_tokens_per_position.len(), stats.draft_failures), (8, 0));
         assert!(accepted >= 5 && accepted <= drafted, "{draft:?}: {accepted} of {drafted}");
         assert!(stats.steps < plain.stats().await.steps, "{draft:?}");

@@ -27,7 +27,8 @@ async fn subscribe(
     fingerprint: &Bytes,
     (log, from): (u64, u64),
 ) -> Result<Streaming<wire::KvEventsFrame>, Status> {
-    let request = wire::SubscribeKvEventsRequest { fingerprint: fingerprint.clone(), log_id: log, from_event: from };
+    let request =
+        wire::SubscribeKvEventsRequest { fingerprint: fingerprint.clone(), log_id: log, from_event: from };
     Ok(client.subscribe_kv_events(request).await?.into_inner())
 }
 

@@ -1,5 +1,5 @@
-//! Fields that say what the output must be: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`,
-//! llama.cpp's `json_schema` and `grammar`. At most one of them.
+//! Fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and
+//! `guided_*`, llama.cpp's `json_schema` and `grammar`. A request has at most one of them.
 
 use proto::v1::grammar::Kind;
 use proto::v1::{self as wire, StringList};
@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::error::ApiError;
 use crate::params::Grammar;
 
-pub(crate) const STRUCTURE_FIELDS: [&str; 8] = [
+pub(crate) const STRUCTURED_OUTPUT_FIELDS: [&str; 8] = [
     "response_format",
     "structured_outputs",
     "guided_json",
@@ -21,10 +21,10 @@ pub(crate) const STRUCTURE_FIELDS: [&str; 8] = [
 ];
 
 #[derive(Debug, Default, Deserialize)]
-pub(crate) struct StructureFields {
+pub(crate) struct StructuredOutputFields {
     response_format: Option<ResponseFormat>,
     structured_outputs: Option<StructuredOutputs>,
-    /// A schema, or one as a string.
+    /// A JSON schema, as an object or as a string.
     guided_json: Option<Value>,
     guided_regex: Option<String>,
     guided_choice: Option<Vec<String>>,
@@ -37,7 +37,7 @@ pub(crate) struct StructureFields {
 #[serde(tag = "type", rename_all = "snake_case")]
 enum ResponseFormat {
     Text,
-    /// llama.cpp takes a schema here too.
+    /// llama.cpp accepts a schema here too.
     JsonObject {
         schema: Option<Value>,
     },
@@ -49,7 +49,7 @@ enum ResponseFormat {
 #[derive(Debug, Deserialize)]
 struct NamedSchema {
     schema: Option<Value>,
-    /// `false` allows keywords that cannot be enforced; left out, they are errors.
+    /// If `false`, keywords that cannot be enforced are ignored. Otherwise they are errors.
     strict: Option<bool>,
 }
 
@@ -63,14 +63,16 @@ struct StructuredOutputs {
     grammar: Option<String>,
 }
 
-impl StructureFields {
-    pub(crate) fn grammar(self) -> Result<Option<Grammar>, ApiError> {
-        let mut given: Vec<Grammar> = Vec::new();
-        let mut add = |param, kind: Option<Kind>, lenient| {
-            given.extend(
-                kind.map(|kind| Grammar { param, source: wire::Grammar { kind: Some(kind), lenient } }),
-            );
-        };
+impl StructuredOutputFields {
+    pub(crate) fn grammar(self) -> Result<Option<RequestGrammar>, ApiError> {
+        let mut given: Vec<RequestGrammar> = Vec::new();
+        let mut add =
+            |param, kind: Option<Kind>, lenient| {
+                given.extend(kind.map(|kind| RequestGrammar {
+                    param,
+                    source: wire::Grammar { kind: Some(kind), lenient },
+                }));
+            };
         if let Some(format) = self.response_format {
             let (kind, lenient) = format.kind();
             add("response_format", kind, lenient);
@@ -107,7 +109,7 @@ impl ResponseFormat {
             Self::JsonObject { schema: None } => (Some(Kind::JsonObject(wire::JsonObject {})), false),
             Self::JsonObject { schema: Some(given) } => (Some(schema(given)), false),
             Self::JsonSchema { json_schema: NamedSchema { schema: given, strict } } => {
-                // OpenAI's `schema` may be left out: then it is any JSON value.
+                // OpenAI allows to leave out `schema`. The output is then any JSON value.
                 (Some(given.map_or(Kind::JsonSchema("true".to_owned()), schema)), strict == Some(false))
             }
         }
@@ -139,7 +141,7 @@ fn choice(words: Vec<String>) -> Kind {
     Kind::Choice(StringList { values: words })
 }
 
-/// Lark has no `::=`.
+/// A grammar with `::=` is GBNF. Lark has no `::=`.
 fn grammar(text: String) -> Kind {
     if text.contains("::=") { Kind::Gbnf(text) } else { Kind::Lark(text) }
 }
@@ -150,14 +152,15 @@ mod tests {
 
     use super::*;
 
-    fn read(fields: Value) -> Result<Option<(&'static str, Kind, bool)>, String> {
-        let fields: StructureFields = serde_json::from_value(fields).map_err(|error| error.to_string())?;
+    fn parse(fields: Value) -> Result<Option<(&'static str, Kind, bool)>, String> {
+        let fields: StructuredOutputFields =
+            serde_json::from_value(fields).map_err(|error| error.to_string())?;
         let grammar = fields.grammar().map_err(|error| error.to_string())?;
         Ok(grammar.map(|grammar| (grammar.param, grammar.source.kind.unwrap(), grammar.source.lenient)))
     }
 
     #[test]
-    fn all_the_ways_to_say_it_are_understood() {
+    fn each_field_gives_its_grammar() {
         let object = || Kind::JsonObject(wire::JsonObject {});
         let json = |text: &str| Kind::JsonSchema(text.to_owned());
         let schema = json!({"type": "integer"});
@@ -181,7 +184,11 @@ mod tests {
             (json!({"guided_json": "{}"}), Some(("guided_json", json("{}"), false))),
             (
                 json!({"guided_choice": ["a", "b"]}),
-                Some(("guided_choice", Kind::Choice(StringList { values: vec!["a".into(), "b".into()] }), false)),
+                Some((
+                    "guided_choice",
+                    Kind::Choice(StringList { values: vec!["a".into(), "b".into()] }),
+                    false,
+                )),
             ),
             (
                 json!({"grammar": "root ::= \"a\""}),
@@ -193,12 +200,12 @@ mod tests {
             ),
         ];
         for (fields, expected) in table {
-            assert_eq!(read(fields.clone()), Ok(expected), "{fields}");
+            assert_eq!(parse(fields.clone()), Ok(expected), "{fields}");
         }
     }
 
     #[test]
-    fn two_grammars_and_none_are_refused() {
+    fn two_grammars_and_malformed_grammars_are_refused() {
         for fields in [
             json!({"guided_regex": "a", "grammar": "start: \"a\""}),
             json!({"structured_outputs": {}}),
@@ -207,7 +214,7 @@ mod tests {
             json!({"response_format": {"type": "yaml"}}),
             json!({"response_format": {}}),
         ] {
-            assert!(read(fields.clone()).is_err(), "{fields}");
+            assert!(parse(fields.clone()).is_err(), "{fields}");
         }
     }
 }
