@@ -9,7 +9,7 @@ use tonic::{Code, Streaming};
 
 use crate::admission::{NeverFits, Refused};
 use crate::fleet::{Fleet, Peer, Place};
-use crate::params::Grammar;
+use crate::params::RequestGrammar;
 use crate::resume::{Failure, Progress, WAIT_FOR_WORKER};
 use crate::wire::{Call, Frame, is_the_workers_word, retry_after};
 
@@ -48,7 +48,7 @@ pub(crate) enum Refusal {
     #[error("{detail}")]
     Invalid { detail: String },
     #[error("`{param}`: {detail}")]
-    RequestGrammar { param: &'static str, detail: String },
+    Grammar { param: &'static str, detail: String },
     #[error("the request's deadline passed before it was admitted")]
     Deadline,
     #[error("the worker failed: {detail}")]

@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::admission::Tenant;
 use crate::dispatch::{RETRY_AFTER, Refusal, verdict};
 use crate::fleet::Fleet;
-use crate::params::Grammar;
+use crate::params::RequestGrammar;
 use crate::placement::{Fingerprint, ModelKey};
 
 /// Under way, of one tenant: a worker compiles one after the other, and others want theirs, too.

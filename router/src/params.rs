@@ -1,13 +1,13 @@
 //! Validates the parameters of a request.
 //!
-//! [`RequestParams`] holds the parameters as the client sent them. [`RequestParams::check`] compares
-//! them with their ranges and with the model's limits, fills in defaults and returns
+//! [`RequestParams`] holds the parameters as the client sent them. [`RequestParams::check`]
+//! compares them with their ranges and with the model's limits, fills in defaults and returns
 //! [`CheckedParams`].
 //!
 //! 1. HTTP and gRPC requests both pass [`RequestParams::check`].
 //! 2. An error names the field as OpenAI's API does.
-//! 3. Numbers arrive as wide as JSON has them. So -1 for an unsigned field is a range error and not a
-//!    type error.
+//! 3. Numbers arrive as wide as JSON has them. So -1 for an unsigned field is a range error and not
+//!    a type error.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -334,7 +334,8 @@ impl RequestParams {
         let dry = Dry {
             multiplier: real("dry_multiplier", self.dry_multiplier, 0.0, 0.0..=100.0)?,
             base: real("dry_base", self.dry_base, 1.75, 1.0..=100.0)?,
-            // One repeated token is a repetition of length 1. At 0, every token would be a repetition.
+            // One repeated token is a repetition of length 1. At 0, every token would be a
+            // repetition.
             allowed_length: integer("dry_allowed_length", self.dry_allowed_length, 2, 1, most)? as u32,
             penalty_last_n: u32::try_from(penalty_last_n).ok(),
             breakers,

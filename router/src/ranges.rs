@@ -1,5 +1,5 @@
-//! Tests that the router and the engine accept the same parameter ranges, although neither crate uses
-//! the other.
+//! Tests that the router and the engine accept the same parameter ranges, although neither crate
+//! uses the other.
 //!
 //! 1. The engine accepts every value that the router passes on.
 //! 2. The engine refuses every value that the router refuses, with the same parameter name. So a

@@ -7,6 +7,7 @@ mod fields;
 mod numbers;
 mod request;
 mod response;
+mod sampling_fields;
 mod scheduling_fields;
 mod structured_output;
 

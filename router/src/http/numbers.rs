@@ -1,16 +1,17 @@
-//! Error texts for numbers that are not of their field's type. They name the field and its range, and
-//! no Rust types.
+//! Error texts for numbers that are not of their field's type. They name the field and its range,
+//! and no Rust types.
 //!
-//! JSON has no NaN and no infinity, but JavaScript and Python write `NaN` and `-Infinity`. JSON also
-//! allows numbers that no float can hold. The JSON parser rejects all of these without naming the
-//! field.
+//! JSON has no NaN and no infinity, but JavaScript and Python write `NaN` and `-Infinity`. JSON
+//! also allows numbers that no float can hold. The JSON parser rejects all of these without naming
+//! the field.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
-use super::fields::SamplingFields;
+use super::sampling_fields::SamplingFields;
 use super::scheduling_fields::SchedulingFields;
+use super::structured_output::StructuredOutputFields;
 use crate::params::{ModelLimits, RequestParamError, RequestParams};
 
 /// Maximum length of a number in an error text.
@@ -62,8 +63,8 @@ pub(super) fn normalize_integer(value: &mut Value) {
     }
 }
 
-/// The range of numbers that a field accepts. [`RequestParams::check`] reports it when it refuses the
-/// largest float or the largest integer, because no range contains both.
+/// The range of numbers that a field accepts. [`RequestParams::check`] reports it when it refuses
+/// the largest float or the largest integer, because no range contains both.
 fn allowed_range(field: &str) -> Option<(&'static str, String)> {
     let any = ModelLimits { context_tokens: u32::MAX, vocabulary: u32::MAX };
     [json!(f64::MAX), json!(i64::MAX)].into_iter().find_map(|out_of_range| {
@@ -87,7 +88,11 @@ fn params_with(field: &str, value: Value) -> Option<RequestParams> {
                 _ => json!({field: value}),
             };
             let scheduling = SchedulingFields::deserialize(&fields).ok()?;
-            SamplingFields::deserialize(&fields).ok()?.with_scheduling(scheduling).params().ok()
+            SamplingFields::deserialize(&fields)
+                .ok()?
+                .with_parts(StructuredOutputFields::default(), scheduling)
+                .params()
+                .ok()
         }
     }
 }

@@ -17,8 +17,8 @@ pub(crate) struct SchedulingFields {
     deadline_ms: Option<i64>,
 }
 
-/// OpenAI's service tiers. `scale` means reserved capacity, which this fleet does not sell: it is the
-/// default class.
+/// OpenAI's service tiers. `scale` means reserved capacity, which this fleet does not sell: it is
+/// the default class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum ServiceTier {

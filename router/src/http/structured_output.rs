@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::error::ApiError;
-use crate::params::Grammar;
+use crate::params::RequestGrammar;
 
 pub(crate) const STRUCTURED_OUTPUT_FIELDS: [&str; 8] = [
     "response_format",
