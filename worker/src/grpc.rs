@@ -262,7 +262,10 @@ fn timeline(info: &AttachedModelInfo, now: &EngineSnapshot) -> Vec<wire::Startup
     let later = PostReadyStages { first_step: now.first_step, lazy: now.measured.lazy };
     let stages = info.timeline.stages().iter().copied().chain(later.stages());
     stages
-        .map(|StartupStage { name, took }| wire::StartupStage { name: name.to_owned(), ms: milliseconds(took) })
+        .map(|StartupStage { name, took }| wire::StartupStage {
+            name: name.to_owned(),
+            ms: milliseconds(took),
+        })
         .collect()
 }
 
