@@ -3,7 +3,7 @@
 use crate::harness::api::runtime;
 use crate::harness::{TestFleet, ballast, demo_7m, demo_22m, device, synth, text};
 use proto::weights::v1::weight_server_client::WeightServerClient;
-use proto::weights::v1::{GetStatusRequest, LedgerRowKind};
+use proto::weights::v1::{GetStatusRequest, ReservationKind};
 use serde_json::Value;
 use std::path::Path;
 
@@ -23,13 +23,13 @@ pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
 }
 
 /// Rows of the ledger of one kind, in bytes.
-fn ledger(fleet: &TestFleet, kind: LedgerRowKind) -> Vec<u64> {
+fn ledger(fleet: &TestFleet, kind: ReservationKind) -> Vec<u64> {
     let socket = fleet.runtime_dir().join("weights-admin.sock");
     let status = runtime().block_on(async {
         let channel = service::grpc::connect(&socket).await.unwrap();
         WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner()
     });
-    let rows = status.ledger.unwrap().rows;
+    let rows = status.ledger.unwrap().reservations;
     rows.iter().filter(|row| row.kind() == kind).map(|row| row.bytes).collect()
 }
 
@@ -49,10 +49,10 @@ fn a_plan_is_what_the_ledger_holds_later() {
             let percent = (found as f64 / planned as f64 - 1.0) * 100.0;
             assert!(percent.abs() <= PLAN_PERCENT, "{what}: {planned} planned, {found} in the ledger");
         };
-        let weights = ledger(&fleet, LedgerRowKind::Weights);
+        let weights = ledger(&fleet, ReservationKind::Weights);
         assert_eq!(weights.len(), 1);
         close("weights", &planned["weights"]["total"], weights[0]);
-        let leases = ledger(&fleet, LedgerRowKind::Lease);
+        let leases = ledger(&fleet, ReservationKind::Lease);
         assert_eq!(leases.len() as u64, planned["workers"].as_u64().unwrap());
         leases.iter().for_each(|&lease| close("a worker", &planned["worker"]["total"], lease));
         fleet.stop();

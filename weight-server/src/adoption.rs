@@ -1,4 +1,4 @@
-//! What an earlier incarnation left in the vault, sorted into generations and leases.
+//! What an earlier incarnation left in the FD store, sorted into generations and leases.
 //!
 //! A manifest's descriptor is the commit record of its generation, a lease record's that of its lease: without them the
 //! rest is dropped. So is whatever does not fit them. Nothing here reads a model file.
@@ -13,16 +13,16 @@ use memory::memfd::SealedMemfd;
 use memory::pidfd;
 use service::listen::InheritedFd;
 
-use crate::catalog::{Contents, LoadKey};
+use crate::catalog::{GenerationContents, LoadKey};
 use crate::events::AdoptedGeneration;
-use crate::holdings::{GenerationFds, LeaseFds};
+use crate::held_fds::{GenerationFds, LeaseFds};
 
 #[derive(Debug, Default)]
-pub(crate) struct Adopted {
+pub(crate) struct AdoptedState {
     pub(crate) generations: Vec<(AdoptedGeneration, Arc<GenerationFds>)>,
     pub(crate) leases: Vec<(LeaseRecord, LeaseFds)>,
-    /// Names of what was dropped: the vault must forget them.
-    pub(crate) forget: Vec<String>,
+    /// Names of what was dropped: the FD store must remove them.
+    pub(crate) names_to_remove: Vec<String>,
     /// Why, for the log and for `ballast ps`.
     pub(crate) notes: Vec<AdoptionNote>,
 }
@@ -44,12 +44,12 @@ pub(crate) enum AdoptionNote {
     #[error("lease {lease} has ended: its worker is gone")]
     WorkerGone { lease: u64 },
     #[error("descriptor {name} belongs to nothing and was closed")]
-    Stray { name: String },
+    Unrecognized { name: String },
 }
 
 /// What a descriptor's name says it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Name {
+enum StoredFdName {
     Allocation { generation: u64, index: usize },
     Manifest { generation: u64 },
     Retired { generation: u64 },
@@ -57,7 +57,7 @@ enum Name {
     Record { lease: u64 },
 }
 
-impl Name {
+impl StoredFdName {
     fn parse(name: &str) -> Option<Self> {
         let (owner, part) = name.split_once('.')?;
         let number = |text: &str| text.parse::<u64>().ok().filter(|number| number.to_string() == text);
@@ -78,79 +78,81 @@ impl Name {
 }
 
 #[derive(Default)]
-struct GenerationParts {
+struct InheritedGeneration {
     manifest: Option<OwnedFd>,
     retired: bool,
     allocations: BTreeMap<usize, OwnedFd>,
 }
 
 #[derive(Default)]
-struct LeaseParts {
+struct InheritedLease {
     record: Option<OwnedFd>,
     pidfd: Option<OwnedFd>,
 }
 
 /// Sorts and checks everything; what it does not return is closed.
-pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> Adopted {
-    let mut generations: BTreeMap<u64, GenerationParts> = BTreeMap::new();
-    let mut leases: BTreeMap<u64, LeaseParts> = BTreeMap::new();
-    let mut adopted = Adopted::default();
+pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> AdoptedState {
+    let mut generations: BTreeMap<u64, InheritedGeneration> = BTreeMap::new();
+    let mut leases: BTreeMap<u64, InheritedLease> = BTreeMap::new();
+    let mut adopted = AdoptedState::default();
     for InheritedFd { name, fd } in inherited {
-        match Name::parse(&name) {
-            Some(Name::Allocation { generation, index }) => {
+        match StoredFdName::parse(&name) {
+            Some(StoredFdName::Allocation { generation, index }) => {
                 generations.entry(generation).or_default().allocations.insert(index, fd);
             }
-            Some(Name::Manifest { generation }) => {
+            Some(StoredFdName::Manifest { generation }) => {
                 generations.entry(generation).or_default().manifest = Some(fd)
             }
-            Some(Name::Retired { generation }) => generations.entry(generation).or_default().retired = true,
-            Some(Name::Pidfd { lease }) => leases.entry(lease).or_default().pidfd = Some(fd),
-            Some(Name::Record { lease }) => leases.entry(lease).or_default().record = Some(fd),
-            None => adopted.stray(name),
+            Some(StoredFdName::Retired { generation }) => {
+                generations.entry(generation).or_default().retired = true
+            }
+            Some(StoredFdName::Pidfd { lease }) => leases.entry(lease).or_default().pidfd = Some(fd),
+            Some(StoredFdName::Record { lease }) => leases.entry(lease).or_default().record = Some(fd),
+            None => adopted.reject_unrecognized(name),
         }
     }
     for (generation, parts) in generations {
-        adopted.generation(generation, parts);
+        adopted.add_generation(generation, parts);
     }
     for (lease, parts) in leases {
-        adopted.lease(lease, parts);
+        adopted.add_lease(lease, parts);
     }
     adopted
 }
 
-impl Adopted {
-    fn stray(&mut self, name: String) {
-        self.forget.push(name.clone());
-        self.notes.push(AdoptionNote::Stray { name });
+impl AdoptedState {
+    fn reject_unrecognized(&mut self, name: String) {
+        self.names_to_remove.push(name.clone());
+        self.notes.push(AdoptionNote::Unrecognized { name });
     }
 
-    fn generation(&mut self, id: u64, parts: GenerationParts) {
+    fn add_generation(&mut self, id: u64, parts: InheritedGeneration) {
         let mut names: Vec<String> =
             parts.allocations.keys().map(|index| format!("g{id}.a{index}")).collect();
         names.extend(parts.retired.then(|| format!("g{id}.retired")));
         let Some(manifest) = parts.manifest else {
             // Interrupted while it was being stored or removed.
-            return names.into_iter().for_each(|name| self.stray(name));
+            return names.into_iter().for_each(|name| self.reject_unrecognized(name));
         };
         match read_generation(id, manifest, parts.retired, parts.allocations) {
             Ok(generation) => self.generations.push(generation),
             Err(note) => {
                 self.notes.push(note);
-                self.forget.push(format!("g{id}.manifest"));
-                self.forget.extend(names);
+                self.names_to_remove.push(format!("g{id}.manifest"));
+                self.names_to_remove.extend(names);
             }
         }
     }
 
-    fn lease(&mut self, id: u64, parts: LeaseParts) {
+    fn add_lease(&mut self, id: u64, parts: InheritedLease) {
         let had_pidfd = parts.pidfd.is_some();
-        let Some(record) = parts.record else { return self.stray(format!("l{id}.pidfd")) };
+        let Some(record) = parts.record else { return self.reject_unrecognized(format!("l{id}.pidfd")) };
         match self.read_lease(id, record, parts.pidfd) {
             Ok(lease) => self.leases.push(lease),
             Err(note) => {
                 self.notes.push(note);
-                self.forget.push(format!("l{id}.record"));
-                self.forget.extend(had_pidfd.then(|| format!("l{id}.pidfd")));
+                self.names_to_remove.push(format!("l{id}.record"));
+                self.names_to_remove.extend(had_pidfd.then(|| format!("l{id}.pidfd")));
             }
         }
     }
@@ -170,7 +172,7 @@ impl Adopted {
         if !self.generations.iter().any(|(generation, _)| generation.id == record.generation) {
             return Err(AdoptionNote::LeaseWithoutGeneration { lease: id, generation: record.generation });
         }
-        let pidfd = living(&record, pidfd).ok_or(AdoptionNote::WorkerGone { lease: id })?;
+        let pidfd = open_live_process(&record, pidfd).ok_or(AdoptionNote::WorkerGone { lease: id })?;
         Ok((record, LeaseFds { record: Arc::new(memfd), pidfd: Arc::new(pidfd) }))
     }
 }
@@ -193,14 +195,14 @@ fn read_generation(
     if manifest.generation != id {
         return Err(AdoptionNote::WrongGeneration { generation: id, found: manifest.generation });
     }
-    let contents = Contents::of(&manifest, fds.manifest().bytes());
+    let contents = GenerationContents::from_manifest(&manifest, fds.manifest().bytes());
     let device = manifest.devices.first().map(|device| device.id.clone()).unwrap_or_default();
     let key = LoadKey { files: manifest.files, device, layout: manifest.layout };
     Ok((AdoptedGeneration { id, model: manifest.model, key, contents, retired }, Arc::new(fds)))
 }
 
 /// A pidfd of the lease's worker, if that still lives.
-fn living(record: &LeaseRecord, stored: Option<OwnedFd>) -> Option<OwnedFd> {
+fn open_live_process(record: &LeaseRecord, stored: Option<OwnedFd>) -> Option<OwnedFd> {
     let pidfd = match stored {
         Some(pidfd) => pidfd,
         // systemd keeps one copy of equal descriptors: of two leases of one process only one has it.
@@ -229,7 +231,7 @@ mod tests {
         memfd.as_fd().try_clone_to_owned().unwrap()
     }
 
-    /// A generation with two allocations, as its descriptors come from the vault.
+    /// A generation with two allocations, as its descriptors come from the FD store.
     fn generation(id: u64) -> Vec<InheritedFd> {
         let allocations = [vec![1u8; 4096], vec![2u8; 8192]]
             .map(|contents| SealedMemfd::from_bytes("test", &contents).unwrap());
@@ -277,11 +279,11 @@ mod tests {
         std::process::id() as i32
     }
 
-    fn names(adopted: &Adopted) -> (Vec<u64>, Vec<u64>, Vec<&str>) {
+    fn names(adopted: &AdoptedState) -> (Vec<u64>, Vec<u64>, Vec<&str>) {
         (
             adopted.generations.iter().map(|(generation, _)| generation.id).collect(),
             adopted.leases.iter().map(|(record, _)| record.lease).collect(),
-            adopted.forget.iter().map(String::as_str).collect(),
+            adopted.names_to_remove.iter().map(String::as_str).collect(),
         )
     }
 
@@ -323,7 +325,7 @@ mod tests {
             let expected = fds.len();
             let adopted = adopt(fds);
             assert!(adopted.generations.is_empty() && adopted.leases.is_empty());
-            assert_eq!(adopted.forget.len(), expected, "{:?}", adopted.forget);
+            assert_eq!(adopted.names_to_remove.len(), expected, "{:?}", adopted.names_to_remove);
             assert_eq!(adopted.notes.len(), 2);
         }
     }
@@ -362,7 +364,7 @@ mod tests {
         let names_in = ["listener", "g1.a01", "g1.x", "gx.manifest", "l1.pidfd", "l01.record", "a.b.c"];
         let fds = names_in.map(|name| inherited(name, null())).into();
         let adopted = adopt(fds);
-        let mut forgotten: Vec<&str> = adopted.forget.iter().map(String::as_str).collect();
+        let mut forgotten: Vec<&str> = adopted.names_to_remove.iter().map(String::as_str).collect();
         let mut expected = names_in.to_vec();
         forgotten.sort_unstable();
         expected.sort_unstable();

@@ -1,7 +1,7 @@
 //! Generations: what is loaded, being loaded, or on its way out.
 //!
 //! ```text
-//!            loader starts      plan reserved      handed over        in the vault
+//!            loader starts      plan reserved      handed over        in the FD store
 //!   Queued --------------> Starting -------> Loading -------> Storing -------------> Ready
 //!                                                                                     | unloaded or replaced
 //!                                                              last lease ended       v
@@ -15,7 +15,7 @@ use std::time::Duration;
 use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
 
 use crate::events::{CallId, Waiter};
-use crate::ledger::Row;
+use crate::ledger::Reservation;
 
 /// What makes two loads the same: one job serves both.
 #[derive(Debug, Clone)]
@@ -35,13 +35,13 @@ impl LoadKey {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum GenerationPhase {
     /// Another load of the device goes first.
     Queued,
     /// The loader checks the header.
     Starting,
     Loading,
-    /// On its way into the vault.
+    /// On its way into the FD store.
     Storing,
     Ready,
     /// Without a name; gone with its last lease.
@@ -50,7 +50,7 @@ pub(crate) enum Phase {
 
 /// What a loader or an adopted manifest says about a generation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Contents {
+pub(crate) struct GenerationContents {
     pub(crate) digest: Option<Digest>,
     pub(crate) tensor_bytes: u64,
     pub(crate) allocation_bytes: u64,
@@ -63,8 +63,8 @@ pub(crate) struct Contents {
     pub(crate) host_bytes: u64,
 }
 
-impl Contents {
-    pub(crate) fn of(manifest: &Manifest, manifest_bytes: u64) -> Self {
+impl GenerationContents {
+    pub(crate) fn from_manifest(manifest: &Manifest, manifest_bytes: u64) -> Self {
         Self {
             digest: Some(manifest.digest),
             tensor_bytes: manifest.tensor_bytes(),
@@ -79,16 +79,16 @@ impl Contents {
 
     /// What it takes of its device, and descriptors of the weight-server: every allocation, and the manifest, which lies on
     /// the host wherever the model does.
-    pub(crate) fn holds(&self, device: &str) -> Row {
+    pub(crate) fn reservation(&self, device: &str) -> Reservation {
         let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
         let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
-        Row { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
+        Reservation { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
     }
 }
 
 /// Whether the bytes are those that were loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Integrity {
+pub(crate) enum GenerationIntegrity {
     /// Our loader took the checksums, or the kernel's seals keep every byte.
     Loaded,
     /// On a GPU, adopted: whoever held it meanwhile could have written to it.
@@ -100,7 +100,7 @@ pub(crate) enum Integrity {
 
 /// Checking the bytes of a generation on a GPU.
 #[derive(Debug, Default)]
-pub(crate) struct Verification {
+pub(crate) struct VerificationState {
     pub(crate) running: bool,
     /// Admin calls that wait for it.
     pub(crate) calls: Vec<CallId>,
@@ -114,16 +114,16 @@ pub(crate) struct Generation {
     pub(crate) model: String,
     pub(crate) key: LoadKey,
     pub(crate) one_per_tensor: bool,
-    pub(crate) phase: Phase,
-    pub(crate) contents: Contents,
+    pub(crate) phase: GenerationPhase,
+    pub(crate) contents: GenerationContents,
     pub(crate) done_bytes: u64,
     pub(crate) requested_at: Duration,
     /// When the loader last got further; bounds every wait for it.
     pub(crate) progressed_at: Duration,
     pub(crate) waiters: Vec<Waiter>,
     pub(crate) adopted: bool,
-    pub(crate) integrity: Integrity,
-    pub(crate) verification: Verification,
+    pub(crate) integrity: GenerationIntegrity,
+    pub(crate) verification: VerificationState,
     /// Quarantined, and not yet loaded anew.
     pub(crate) reload: bool,
 }
@@ -135,26 +135,36 @@ impl Generation {
 
     /// Occupies its device's one loader.
     pub(crate) fn occupies_loader(&self) -> bool {
-        matches!(self.phase, Phase::Starting | Phase::Loading)
+        matches!(self.phase, GenerationPhase::Starting | GenerationPhase::Loading)
     }
 
     /// On its way to ready.
     pub(crate) fn is_pending(&self) -> bool {
-        matches!(self.phase, Phase::Queued | Phase::Starting | Phase::Loading | Phase::Storing)
+        matches!(
+            self.phase,
+            GenerationPhase::Queued
+                | GenerationPhase::Starting
+                | GenerationPhase::Loading
+                | GenerationPhase::Storing
+        )
     }
 
     /// Reserved, but not yet taken from the host's memory.
     pub(crate) fn outstanding_bytes(&self, reserved: u64) -> u64 {
         match self.phase {
-            Phase::Storing | Phase::Ready | Phase::Retiring => 0,
-            Phase::Queued | Phase::Starting | Phase::Loading if self.key.device == HOST_DEVICE => {
+            GenerationPhase::Storing | GenerationPhase::Ready | GenerationPhase::Retiring => 0,
+            GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading
+                if self.key.device == HOST_DEVICE =>
+            {
                 reserved.saturating_sub(self.done_bytes)
             }
             // Of the host it takes little, and that at once.
-            Phase::Queued | Phase::Starting | Phase::Loading => match self.done_bytes {
-                0 => self.contents.host_bytes,
-                _ => 0,
-            },
+            GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading => {
+                match self.done_bytes {
+                    0 => self.contents.host_bytes,
+                    _ => 0,
+                }
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use service::ByteSize;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Config {
+pub struct WeightServerConfig {
     /// Where the sockets go; the registry of the fleet.
     pub runtime_dir: PathBuf,
     /// What weights, KV caches and workspaces may take of the host's memory together. Without it: what is available
@@ -24,12 +24,12 @@ pub struct Config {
     pub loader_threads: Option<usize>,
     /// Loaded at start, for fleets that no supervisor loads for.
     #[serde(default)]
-    pub models: Vec<ModelConfig>,
+    pub models: Vec<ModelLoadConfig>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct ModelConfig {
+pub struct ModelLoadConfig {
     /// The name that workers ask for.
     pub name: String,
     pub path: PathBuf,
@@ -80,7 +80,7 @@ impl LoaderThreads {
     }
 }
 
-impl Config {
+impl WeightServerConfig {
     pub(crate) fn loader_threads(&self) -> LoaderThreads {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let threads = |most: usize| self.loader_threads.unwrap_or(cores.min(most)).max(1);

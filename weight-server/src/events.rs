@@ -6,9 +6,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use memory::lease_record::LeaseRecord;
 
-use crate::catalog::{Contents, LoadKey};
-use crate::lease_table::Peer;
-use crate::refusal::{LoadFailure, Refusal, UnloadRefusal, VerifyFailure};
+use crate::catalog::{GenerationContents, LoadKey};
+use crate::lease_table::WorkerProcess;
+use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ConnectionId(pub(crate) u64);
@@ -22,12 +22,12 @@ pub(crate) enum Waiter {
     /// An admin call.
     Call(CallId),
     /// A worker that attaches as soon as the model is ready.
-    Worker { connection: ConnectionId, peer: Peer, ask: Ask },
+    Worker { connection: ConnectionId, peer: WorkerProcess, params: AttachParams },
 }
 
 /// An Attach frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Ask {
+pub(crate) struct AttachParams {
     pub(crate) protocol: u32,
     pub(crate) layout: u32,
     pub(crate) manifest_format: u32,
@@ -39,7 +39,7 @@ pub(crate) struct Ask {
 }
 
 #[derive(Debug)]
-pub(crate) struct LoadAsk {
+pub(crate) struct LoadParams {
     pub(crate) model: String,
     pub(crate) path: PathBuf,
     pub(crate) device: String,
@@ -49,15 +49,15 @@ pub(crate) struct LoadAsk {
 }
 
 #[derive(Debug)]
-pub(crate) enum Event {
-    LoadAsked {
+pub(crate) enum WeightServerEvent {
+    LoadRequested {
         call: CallId,
-        ask: LoadAsk,
+        params: LoadParams,
         available_bytes: u64,
     },
     LoadPlanned {
         generation: u64,
-        contents: Contents,
+        contents: GenerationContents,
         available_bytes: u64,
     },
     LoadProgressed {
@@ -66,7 +66,7 @@ pub(crate) enum Event {
     },
     LoadHandedOver {
         generation: u64,
-        contents: Contents,
+        contents: GenerationContents,
     },
     LoadFailed {
         generation: u64,
@@ -76,7 +76,7 @@ pub(crate) enum Event {
         generation: u64,
     },
     /// An empty device is any GPU.
-    VerifyAsked {
+    VerifyRequested {
         call: CallId,
         model: String,
         device: String,
@@ -89,14 +89,14 @@ pub(crate) enum Event {
         generation: u64,
         failure: VerifyFailure,
     },
-    UnloadAsked {
+    UnloadRequested {
         call: CallId,
         model: String,
     },
-    AttachAsked {
+    AttachRequested {
         connection: ConnectionId,
-        peer: Peer,
-        ask: Ask,
+        peer: WorkerProcess,
+        params: AttachParams,
     },
     LeaseStored {
         lease: u64,
@@ -104,9 +104,9 @@ pub(crate) enum Event {
     Delivered {
         connection: ConnectionId,
     },
-    ReclaimAsked {
+    ReclaimRequested {
         connection: ConnectionId,
-        peer: Peer,
+        peer: WorkerProcess,
         protocol: u32,
         generation: u64,
         lease: u64,
@@ -121,13 +121,13 @@ pub(crate) enum Event {
     ProcessEnded {
         lease: u64,
     },
-    ShutdownAsked,
+    ShutdownRequested,
     /// Time passes; comes at least every second.
     Tick,
 }
 
 #[derive(Debug, PartialEq)]
-pub(crate) enum Action {
+pub(crate) enum WeightServerAction {
     StartLoader {
         generation: u64,
     },
@@ -147,12 +147,12 @@ pub(crate) enum Action {
     StopVerifier {
         generation: u64,
     },
-    AnswerVerify {
+    ReplyVerify {
         call: CallId,
-        result: Result<VerifyAnswer, VerifyFailure>,
+        result: Result<VerifyOutcome, VerifyFailure>,
     },
     /// A quarantined model could not be loaded anew: nobody asked, so somebody has to be told.
-    ReportReload {
+    ReportReloadFailure {
         model: String,
         failure: LoadFailure,
     },
@@ -160,17 +160,17 @@ pub(crate) enum Action {
     MarkRetired {
         generation: u64,
     },
-    /// Out of the vault, and its descriptors closed.
-    ForgetGeneration {
+    /// Out of the FD store, and its descriptors closed.
+    RemoveGeneration {
         generation: u64,
     },
-    /// Into the vault, and watch its process.
+    /// Into the FD store, and watch its process.
     StoreLease {
         lease: u64,
         connection: ConnectionId,
         record: LeaseRecord,
     },
-    ForgetLease {
+    RemoveLease {
         lease: u64,
     },
     Deliver {
@@ -185,24 +185,24 @@ pub(crate) enum Action {
     },
     Refuse {
         connection: ConnectionId,
-        refusal: Refusal,
+        refusal: AttachRefusal,
     },
     Close {
         connection: ConnectionId,
     },
-    TellWaiting {
+    SendProgress {
         waiter: WaiterId,
         progress: LoadProgress,
     },
-    AnswerLoad {
+    ReplyLoad {
         call: CallId,
-        result: Result<LoadAnswer, LoadFailure>,
+        result: Result<LoadOutcome, LoadFailure>,
     },
-    AnswerUnload {
+    ReplyUnload {
         call: CallId,
         result: Result<u32, UnloadRefusal>,
     },
-    Publish(Notice),
+    Publish(ChangeNotice),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -219,7 +219,7 @@ pub(crate) struct LoadProgress {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct LoadAnswer {
+pub(crate) struct LoadOutcome {
     pub(crate) generation: u64,
     pub(crate) read_from_file: bool,
     pub(crate) elapsed: Duration,
@@ -236,27 +236,27 @@ pub(crate) struct VerifyReport {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct VerifyAnswer {
+pub(crate) struct VerifyOutcome {
     pub(crate) generation: u64,
     pub(crate) report: VerifyReport,
 }
 
 /// Something changed that an operator may want to see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Notice {
+pub(crate) enum ChangeNotice {
     Generation(u64),
-    GenerationGone(u64),
+    GenerationRemoved(u64),
     Lease(u64),
     LeaseEnded(u64),
 }
 
-/// A generation found in the vault.
+/// A generation found in the FD store.
 #[derive(Debug)]
 pub(crate) struct AdoptedGeneration {
     pub(crate) id: u64,
     pub(crate) model: String,
     pub(crate) key: LoadKey,
-    pub(crate) contents: Contents,
+    pub(crate) contents: GenerationContents,
     /// It had lost its name already.
     pub(crate) retired: bool,
 }

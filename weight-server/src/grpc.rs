@@ -9,30 +9,30 @@ use proto::weights::v1::{self as wire, load_event, weight_server_server::WeightS
 use tokio::sync::{broadcast, oneshot};
 use tonic::{Code, Request, Response, Status};
 
-use crate::catalog::{Integrity, Phase};
-use crate::driver::{Input, Inputs, ask_load};
-use crate::events::{LoadAnswer, LoadProgress, VerifyAnswer};
+use crate::catalog::{GenerationIntegrity, GenerationPhase};
+use crate::event_loop::{InputSender, LoopInput, request_load};
+use crate::events::{LoadOutcome, LoadProgress, VerifyOutcome};
 use crate::lease_table::LeasePhase;
-use crate::ledger::Shortage;
-use crate::ledger::{Row, RowKey};
-use crate::refusal::{LoadFailure, LoaderComplaint, UnloadRefusal, VerifyFailure};
-use crate::snapshot::{Change, GenerationView, LeaseView, Snapshot};
+use crate::ledger::ReservationError;
+use crate::ledger::{Reservation, ReservationKey};
+use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
+use crate::status::{CatalogChange, GenerationView, LeaseView, StatusSnapshot};
 
 /// Names of models and tokens: shown in tables, kept in manifests.
 const MAX_NAME_BYTES: usize = 256;
 
 #[derive(Debug)]
-pub(crate) struct Admin {
-    pub(crate) inputs: Inputs,
-    pub(crate) changes: broadcast::Sender<Change>,
+pub(crate) struct AdminService {
+    pub(crate) inputs: InputSender,
+    pub(crate) changes: broadcast::Sender<CatalogChange>,
 }
 
-type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type AdminStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl WeightServer for Admin {
-    type LoadStream = Events<wire::LoadEvent>;
-    type WatchEventsStream = Events<wire::Event>;
+impl WeightServer for AdminService {
+    type LoadStream = AdminStream<wire::LoadEvent>;
+    type WatchEventsStream = AdminStream<wire::Event>;
 
     async fn load(&self, request: Request<wire::LoadRequest>) -> Result<Response<Self::LoadStream>, Status> {
         let wire::LoadRequest { model, path, device, no_packing } = request.into_inner();
@@ -42,7 +42,7 @@ impl WeightServer for Admin {
             return Err(Status::invalid_argument(format!("path {} is not absolute", path.display())));
         }
         let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
-        let (mut progress, mut answer) = ask_load(&self.inputs, model, path, device, no_packing).await;
+        let (mut progress, mut answer) = request_load(&self.inputs, model, path, device, no_packing).await;
         let inputs = self.inputs.clone();
         let events = async_stream::try_stream! {
             let answer = loop {
@@ -67,7 +67,7 @@ impl WeightServer for Admin {
         request: Request<wire::UnloadRequest>,
     ) -> Result<Response<wire::UnloadResponse>, Status> {
         let model = request.into_inner().model;
-        let leases = self.ask(|answer| Input::Unload { model, answer }).await??;
+        let leases = self.ask(|answer| LoopInput::Unload { model, answer }).await??;
         Ok(Response::new(wire::UnloadResponse { leases }))
     }
 
@@ -76,8 +76,8 @@ impl WeightServer for Admin {
         request: Request<wire::VerifyRequest>,
     ) -> Result<Response<wire::VerifyResponse>, Status> {
         let wire::VerifyRequest { model, device } = request.into_inner();
-        let VerifyAnswer { generation, report } =
-            self.ask(|answer| Input::Verify { model, device, answer }).await??;
+        let VerifyOutcome { generation, report } =
+            self.ask(|answer| LoopInput::Verify { model, device, answer }).await??;
         Ok(Response::new(wire::VerifyResponse {
             generation,
             damaged: report.damaged,
@@ -88,7 +88,7 @@ impl WeightServer for Admin {
     }
 
     async fn get_status(&self, _: Request<wire::GetStatusRequest>) -> Result<Response<wire::Status>, Status> {
-        let snapshot = self.ask(|answer| Input::Status { answer }).await?;
+        let snapshot = self.ask(|answer| LoopInput::Status { answer }).await?;
         Ok(Response::new(snapshot.into()))
     }
 
@@ -98,7 +98,7 @@ impl WeightServer for Admin {
     ) -> Result<Response<wire::AllowTokenResponse>, Status> {
         let wire::AllowTokenRequest { name, token } = request.into_inner();
         check_name("token name", &name)?;
-        let allowed = self.ask(|answer| Input::AllowToken { name, token, answer }).await?;
+        let allowed = self.ask(|answer| LoopInput::AllowToken { name, token, answer }).await?;
         allowed.map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::AllowTokenResponse {}))
     }
@@ -112,7 +112,7 @@ impl WeightServer for Admin {
             loop {
                 let kind = match changes.recv().await {
                     Ok(change) => change.into(),
-                    Err(broadcast::error::RecvError::Lagged(missed)) => wire::event::Kind::Missed(missed),
+                    Err(broadcast::error::RecvError::Lagged(missed)) => wire::event::Kind::MissedEvents(missed),
                     Err(broadcast::error::RecvError::Closed) => break,
                 };
                 yield wire::Event { kind: Some(kind) };
@@ -122,8 +122,8 @@ impl WeightServer for Admin {
     }
 }
 
-impl Admin {
-    async fn ask<T>(&self, input: impl FnOnce(oneshot::Sender<T>) -> Input) -> Result<T, Status> {
+impl AdminService {
+    async fn ask<T>(&self, input: impl FnOnce(oneshot::Sender<T>) -> LoopInput) -> Result<T, Status> {
         let (answer, answered) = oneshot::channel();
         self.inputs.send(input(answer)).await;
         answered.await.map_err(|_| gone())
@@ -146,9 +146,9 @@ fn event(kind: load_event::Kind) -> wire::LoadEvent {
     wire::LoadEvent { kind: Some(kind) }
 }
 
-async fn loaded(inputs: &Inputs, answer: LoadAnswer) -> Result<wire::Loaded, Status> {
+async fn loaded(inputs: &InputSender, answer: LoadOutcome) -> Result<wire::Loaded, Status> {
     let (sender, snapshot) = oneshot::channel();
-    inputs.send(Input::Status { answer: sender }).await;
+    inputs.send(LoopInput::Status { answer: sender }).await;
     let snapshot = snapshot.await.map_err(|_| gone())?;
     let generation = snapshot.generations.into_iter().find(|generation| generation.id == answer.generation);
     // Unloaded between its answer and this look at it.
@@ -165,31 +165,33 @@ impl From<LoadFailure> for Status {
     fn from(failure: LoadFailure) -> Self {
         use wire::LoadFailure as Kind;
         let (code, kind) = match &failure {
-            LoadFailure::Loader { complaint, .. } => match complaint {
-                LoaderComplaint::File => (Code::NotFound, Kind::File),
-                LoaderComplaint::ModelRefused => (Code::InvalidArgument, Kind::ModelRefused),
-                LoaderComplaint::FileChanged => (Code::FailedPrecondition, Kind::FileChanged),
-                LoaderComplaint::Truncated => (Code::DataLoss, Kind::Truncated),
-                LoaderComplaint::OutOfMemory => (Code::ResourceExhausted, Kind::OutOfMemory),
-                LoaderComplaint::OutOfFds => (Code::ResourceExhausted, Kind::OutOfFds),
-                LoaderComplaint::Unsupported => (Code::Unimplemented, Kind::Unsupported),
-                LoaderComplaint::Device => (Code::Internal, Kind::Device),
+            LoadFailure::Loader { kind, .. } => match kind {
+                LoaderErrorKind::File => (Code::NotFound, Kind::File),
+                LoaderErrorKind::ModelRefused => (Code::InvalidArgument, Kind::ModelRefused),
+                LoaderErrorKind::FileChanged => (Code::FailedPrecondition, Kind::FileChanged),
+                LoaderErrorKind::Truncated => (Code::DataLoss, Kind::Truncated),
+                LoaderErrorKind::OutOfMemory => (Code::ResourceExhausted, Kind::OutOfMemory),
+                LoaderErrorKind::OutOfFds => (Code::ResourceExhausted, Kind::OutOfFds),
+                LoaderErrorKind::Unsupported => (Code::Unimplemented, Kind::Unsupported),
+                LoaderErrorKind::Device => (Code::Internal, Kind::Device),
             },
             LoadFailure::LoaderLost { .. } => (Code::Aborted, Kind::LoaderLost),
             LoadFailure::NoProgress { .. } => (Code::DeadlineExceeded, Kind::NoProgress),
-            LoadFailure::Ledger(crate::ledger::Shortage::Fds { .. }) => {
+            LoadFailure::Reservation(crate::ledger::ReservationError::InsufficientFds { .. }) => {
                 (Code::ResourceExhausted, Kind::OutOfFds)
             }
-            LoadFailure::Ledger(crate::ledger::Shortage::Device { .. }) => {
+            LoadFailure::Reservation(crate::ledger::ReservationError::UnknownDevice { .. }) => {
                 (Code::Unimplemented, Kind::Unsupported)
             }
-            LoadFailure::Ledger(_) | LoadFailure::Machine { .. } => {
+            LoadFailure::Reservation(_) | LoadFailure::InsufficientMemory { .. } => {
                 (Code::ResourceExhausted, Kind::OutOfMemory)
             }
             LoadFailure::Unloaded => (Code::Cancelled, Kind::Unloaded),
             LoadFailure::LoadedAs { .. } => (Code::AlreadyExists, Kind::NameTaken),
             LoadFailure::TooManyJobs { .. } => (Code::ResourceExhausted, Kind::Busy),
-            LoadFailure::Settling { .. } | LoadFailure::ShuttingDown => (Code::Unavailable, Kind::Busy),
+            LoadFailure::AwaitingReclaim { .. } | LoadFailure::ShuttingDown => {
+                (Code::Unavailable, Kind::Busy)
+            }
         };
         let details = wire::LoadFailed { failure: kind.into(), text: failure.to_string() }.encode_to_vec();
         Status::with_details(code, failure.to_string(), details.into())
@@ -200,10 +202,10 @@ impl From<VerifyFailure> for Status {
     fn from(failure: VerifyFailure) -> Self {
         let code = match &failure {
             VerifyFailure::UnknownModel { .. } => Code::NotFound,
-            VerifyFailure::Verifier { complaint: LoaderComplaint::Unsupported, .. } => Code::Unimplemented,
+            VerifyFailure::Verifier { kind: LoaderErrorKind::Unsupported, .. } => Code::Unimplemented,
             VerifyFailure::Verifier { .. } => Code::Internal,
-            VerifyFailure::Ledger(Shortage::Device { .. }) => Code::Unimplemented,
-            VerifyFailure::Ledger(_) => Code::ResourceExhausted,
+            VerifyFailure::Reservation(ReservationError::UnknownDevice { .. }) => Code::Unimplemented,
+            VerifyFailure::Reservation(_) => Code::ResourceExhausted,
             VerifyFailure::Lost { .. } | VerifyFailure::Unloaded => Code::Aborted,
             VerifyFailure::ShuttingDown => Code::Unavailable,
         };
@@ -215,7 +217,7 @@ impl From<UnloadRefusal> for Status {
     fn from(refusal: UnloadRefusal) -> Self {
         match refusal {
             UnloadRefusal::UnknownModel { .. } => Status::not_found(refusal.to_string()),
-            UnloadRefusal::Settling { .. } => Status::unavailable(refusal.to_string()),
+            UnloadRefusal::AwaitingReclaim { .. } => Status::unavailable(refusal.to_string()),
         }
     }
 }
@@ -233,17 +235,17 @@ impl From<LoadProgress> for wire::Waiting {
 impl From<GenerationView> for wire::Generation {
     fn from(view: GenerationView) -> Self {
         let state = match view.phase {
-            Phase::Queued => wire::GenerationState::Queued,
-            Phase::Starting | Phase::Loading => wire::GenerationState::Loading,
-            Phase::Storing => wire::GenerationState::Storing,
-            Phase::Ready => wire::GenerationState::Ready,
-            Phase::Retiring => wire::GenerationState::Retiring,
+            GenerationPhase::Queued => wire::GenerationState::Queued,
+            GenerationPhase::Starting | GenerationPhase::Loading => wire::GenerationState::Loading,
+            GenerationPhase::Storing => wire::GenerationState::Storing,
+            GenerationPhase::Ready => wire::GenerationState::Ready,
+            GenerationPhase::Retiring => wire::GenerationState::Retiring,
         };
         let integrity = match view.integrity {
-            Integrity::Loaded => wire::GenerationIntegrity::Loaded,
-            Integrity::Unverified => wire::GenerationIntegrity::Unverified,
-            Integrity::Verified => wire::GenerationIntegrity::Verified,
-            Integrity::Quarantined => wire::GenerationIntegrity::Quarantined,
+            GenerationIntegrity::Loaded => wire::GenerationIntegrity::Loaded,
+            GenerationIntegrity::Unverified => wire::GenerationIntegrity::Unverified,
+            GenerationIntegrity::Verified => wire::GenerationIntegrity::Verified,
+            GenerationIntegrity::Quarantined => wire::GenerationIntegrity::Quarantined,
         };
         Self {
             generation: view.id,
@@ -288,23 +290,26 @@ impl From<LeaseView> for wire::Lease {
     }
 }
 
-impl From<Snapshot> for wire::Status {
-    fn from(snapshot: Snapshot) -> Self {
+impl From<StatusSnapshot> for wire::Status {
+    fn from(snapshot: StatusSnapshot) -> Self {
         let orphaned = |lease: u64| {
             snapshot.leases.iter().any(|view| view.id == lease && view.phase == LeasePhase::Orphaned)
         };
-        let rows: Vec<wire::LedgerRow> =
-            snapshot.rows.iter().map(|(key, row)| ledger_row(*key, row, &orphaned)).collect();
+        let reservations: Vec<wire::Reservation> = snapshot
+            .reservations
+            .iter()
+            .map(|(key, reservation)| reservation_message(*key, reservation, &orphaned))
+            .collect();
         let ledger = wire::Ledger {
             capacity_bytes: snapshot.devices.iter().map(|(_, capacity, _)| capacity).sum(),
-            reserved_bytes: rows.iter().map(|row| row.bytes).sum(),
+            reserved_bytes: reservations.iter().map(|reservation| reservation.bytes).sum(),
             capacity_fds: snapshot.capacity_fds,
-            reserved_fds: rows.iter().map(|row| row.fds).sum(),
-            rows,
+            reserved_fds: reservations.iter().map(|reservation| reservation.fds).sum(),
+            reservations,
             devices: snapshot
                 .devices
                 .into_iter()
-                .map(|(device, capacity_bytes, reserved_bytes)| wire::LedgerDevice {
+                .map(|(device, capacity_bytes, reserved_bytes)| wire::DeviceCapacity {
                     device,
                     capacity_bytes,
                     reserved_bytes,
@@ -317,30 +322,40 @@ impl From<Snapshot> for wire::Status {
             ledger: Some(ledger),
             tokens_required: snapshot.tokens_required,
             violations: snapshot.violations,
-            vault: snapshot.vault,
+            fd_store: snapshot.fd_store,
             adoption_notes: snapshot.adoption_notes,
         }
     }
 }
 
-fn ledger_row(key: RowKey, row: &Row, orphaned: &dyn Fn(u64) -> bool) -> wire::LedgerRow {
+fn reservation_message(
+    key: ReservationKey,
+    reservation: &Reservation,
+    orphaned: &dyn Fn(u64) -> bool,
+) -> wire::Reservation {
     let (kind, id) = match key {
-        RowKey::Loading(generation) => (wire::LedgerRowKind::Loading, generation),
-        RowKey::Weights(generation) => (wire::LedgerRowKind::Weights, generation),
-        RowKey::Verifying(generation) => (wire::LedgerRowKind::Verifying, generation),
-        RowKey::Lease(lease) if orphaned(lease) => (wire::LedgerRowKind::Orphaned, lease),
-        RowKey::Lease(lease) => (wire::LedgerRowKind::Lease, lease),
+        ReservationKey::Loading(generation) => (wire::ReservationKind::Loading, generation),
+        ReservationKey::Weights(generation) => (wire::ReservationKind::Weights, generation),
+        ReservationKey::Verifying(generation) => (wire::ReservationKind::Verifying, generation),
+        ReservationKey::Lease(lease) if orphaned(lease) => (wire::ReservationKind::Orphaned, lease),
+        ReservationKey::Lease(lease) => (wire::ReservationKind::Lease, lease),
     };
-    wire::LedgerRow { kind: kind.into(), id, device: row.device.clone(), bytes: row.bytes, fds: row.fds }
+    wire::Reservation {
+        kind: kind.into(),
+        id,
+        device: reservation.device.clone(),
+        bytes: reservation.bytes,
+        fds: reservation.fds,
+    }
 }
 
-impl From<Change> for wire::event::Kind {
-    fn from(change: Change) -> Self {
+impl From<CatalogChange> for wire::event::Kind {
+    fn from(change: CatalogChange) -> Self {
         match change {
-            Change::Generation(view) => Self::Generation(view.into()),
-            Change::GenerationGone(id) => Self::GenerationGone(id),
-            Change::Lease(view) => Self::Lease(view.into()),
-            Change::LeaseEnded(id) => Self::LeaseEnded(id),
+            CatalogChange::Generation(view) => Self::Generation(view.into()),
+            CatalogChange::GenerationRemoved(id) => Self::GenerationRemoved(id),
+            CatalogChange::Lease(view) => Self::Lease(view.into()),
+            CatalogChange::LeaseEnded(id) => Self::LeaseEnded(id),
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Leases: which process holds which generation, and what it reserved beside it.
 //!
 //! ```text
-//!            in the vault        all descriptors taken
+//!            in the FD store        all descriptors taken
 //!   Storing ------------> Granting ------------> Held
 //!                             |   connection gone  |
 //!                             v                    v
 //!                          Disconnected <----------+     re-claimed: Held again
-//!                             | waited RECLAIM_PATIENCE
+//!                             | waited RECLAIM_TIMEOUT
 //!                             v
 //!                          Orphaned                      re-claimed: Held again
 //! ```
@@ -23,7 +23,7 @@ use crate::tokens::TokenDigest;
 
 /// The process at the other end of a connection, as the kernel names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Peer {
+pub(crate) struct WorkerProcess {
     pub(crate) pid: i32,
     pub(crate) uid: u32,
     /// Tells the process from a later one with its number; 0 if unknown.
@@ -40,20 +40,20 @@ pub(crate) enum LeasePhase {
 }
 
 #[derive(Debug)]
-pub(crate) struct Lease {
+pub(crate) struct LeaseEntry {
     pub(crate) id: u64,
     pub(crate) generation: u64,
-    pub(crate) worker: Peer,
+    pub(crate) worker: WorkerProcess,
     pub(crate) device: String,
     pub(crate) kv_bytes: u64,
     pub(crate) workspace_bytes: u64,
     pub(crate) token: Option<(String, TokenDigest)>,
     pub(crate) phase: LeasePhase,
     /// Taken over from an earlier incarnation and not re-claimed yet.
-    pub(crate) unsettled: bool,
+    pub(crate) awaiting_reclaim: bool,
 }
 
-impl Lease {
+impl LeaseEntry {
     pub(crate) fn connection(&self) -> Option<ConnectionId> {
         match self.phase {
             LeasePhase::Storing { connection }
@@ -82,18 +82,18 @@ impl Lease {
         Self {
             id: record.lease,
             generation: record.generation,
-            worker: Peer { pid: record.pid, uid: record.uid, start_ticks: record.pid_start_ticks },
+            worker: WorkerProcess { pid: record.pid, uid: record.uid, start_ticks: record.pid_start_ticks },
             device: record.device,
             kv_bytes: record.kv_bytes,
             workspace_bytes: record.workspace_bytes,
             token: record.token_digest.map(|digest| (record.token_name, digest)),
             phase: LeasePhase::Disconnected { since: now },
-            unsettled: true,
+            awaiting_reclaim: true,
         }
     }
 
     /// Whether a re-claim comes from the process that this lease was granted to.
-    pub(crate) fn belongs_to(&self, peer: &Peer, token: &TokenDigest) -> bool {
+    pub(crate) fn is_held_by(&self, peer: &WorkerProcess, token: &TokenDigest) -> bool {
         let same_process = self.worker.pid == peer.pid
             && self.worker.uid == peer.uid
             && (self.worker.start_ticks == peer.start_ticks || self.worker.start_ticks == 0);
@@ -103,48 +103,48 @@ impl Lease {
 
 #[derive(Debug, Default)]
 pub(crate) struct LeaseTable {
-    leases: BTreeMap<u64, Lease>,
+    leases: BTreeMap<u64, LeaseEntry>,
 }
 
 impl LeaseTable {
-    pub(crate) fn insert(&mut self, lease: Lease) {
+    pub(crate) fn insert(&mut self, lease: LeaseEntry) {
         self.leases.insert(lease.id, lease);
     }
 
-    pub(crate) fn get(&self, id: u64) -> Option<&Lease> {
+    pub(crate) fn get(&self, id: u64) -> Option<&LeaseEntry> {
         self.leases.get(&id)
     }
 
-    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut Lease> {
+    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut LeaseEntry> {
         self.leases.get_mut(&id)
     }
 
-    pub(crate) fn remove(&mut self, id: u64) -> Option<Lease> {
+    pub(crate) fn remove(&mut self, id: u64) -> Option<LeaseEntry> {
         self.leases.remove(&id)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Lease> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &LeaseEntry> {
         self.leases.values()
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Lease> {
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut LeaseEntry> {
         self.leases.values_mut()
     }
 
-    pub(crate) fn by_connection(&self, connection: ConnectionId) -> Option<&Lease> {
+    pub(crate) fn find_by_connection(&self, connection: ConnectionId) -> Option<&LeaseEntry> {
         self.iter().find(|lease| lease.connection() == Some(connection))
     }
 
-    pub(crate) fn of_generation(&self, generation: u64) -> usize {
+    pub(crate) fn count_of_generation(&self, generation: u64) -> usize {
         self.iter().filter(|lease| lease.generation == generation).count()
     }
 
-    pub(crate) fn of_process(&self, worker: &Peer) -> usize {
+    pub(crate) fn count_of_process(&self, worker: &WorkerProcess) -> usize {
         self.iter().filter(|lease| lease.worker == *worker).count()
     }
 
-    pub(crate) fn unsettled(&self) -> usize {
-        self.iter().filter(|lease| lease.unsettled).count()
+    pub(crate) fn awaiting_reclaim(&self) -> usize {
+        self.iter().filter(|lease| lease.awaiting_reclaim).count()
     }
 
     pub(crate) fn len(&self) -> usize {

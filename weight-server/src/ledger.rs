@@ -1,6 +1,6 @@
-//! Who may hold how much: bytes of each device and descriptors of this process, one row per owner.
+//! Who may hold how much: bytes of each device and descriptors of this process, one reservation per owner.
 //!
-//! A plain value. Invariant: the sum of rows never exceeds a capacity, except by rows that were there before this process
+//! A plain value. Invariant: the sum of reservations never exceeds a capacity, except by reservations that were there before this process
 //! (`adopt`). Reservations come before the memory: what is not in here must not be allocated.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use service::ByteSize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum RowKey {
+pub(crate) enum ReservationKey {
     /// A load that runs or waits, by generation.
     Loading(u64),
     /// A resident generation.
@@ -20,7 +20,7 @@ pub(crate) enum RowKey {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Row {
+pub(crate) struct Reservation {
     pub(crate) device: String,
     pub(crate) bytes: u64,
     pub(crate) fds: u64,
@@ -30,77 +30,93 @@ pub(crate) struct Row {
 pub(crate) struct Ledger {
     devices: BTreeMap<String, u64>,
     fds: u64,
-    rows: BTreeMap<RowKey, Row>,
+    reservations: BTreeMap<ReservationKey, Reservation>,
 }
 
 /// Why a reservation is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Shortage {
+pub(crate) enum ReservationError {
     #[error("there is no device {device} here: {known}")]
-    Device { device: String, known: String },
+    UnknownDevice { device: String, known: String },
     #[error(
         "{} are needed on {device}, {} of {} are free, {} are missing: unload a model, give workers less, or raise the budget",
         ByteSize(*.needed).rounded(), ByteSize(*.free).rounded(), ByteSize(*.capacity).rounded(),
         ByteSize(needed.saturating_sub(*.free)).rounded()
     )]
-    Bytes { device: String, needed: u64, free: u64, capacity: u64 },
+    InsufficientMemory { device: String, needed: u64, free: u64, capacity: u64 },
     #[error(
         "{needed} file descriptors are needed, {free} of {capacity} are free: raise RLIMIT_NOFILE (ulimit -n)"
     )]
-    Fds { needed: u64, free: u64, capacity: u64 },
+    InsufficientFds { needed: u64, free: u64, capacity: u64 },
 }
 
 impl Ledger {
     pub(crate) fn new(devices: BTreeMap<String, u64>, fds: u64) -> Self {
-        Self { devices, fds, rows: BTreeMap::new() }
+        Self { devices, fds, reservations: BTreeMap::new() }
     }
 
-    /// Books a row or changes an existing one; on refusal nothing has changed.
-    pub(crate) fn reserve(&mut self, key: RowKey, row: Row) -> Result<(), Shortage> {
-        let Some(&capacity) = self.devices.get(&row.device) else {
+    /// Books a reservation or changes an existing one; on refusal nothing has changed.
+    pub(crate) fn reserve(
+        &mut self,
+        key: ReservationKey,
+        reservation: Reservation,
+    ) -> Result<(), ReservationError> {
+        let Some(&capacity) = self.devices.get(&reservation.device) else {
             let known = self.devices.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            return Err(Shortage::Device { device: row.device, known: format!("known are {known}") });
+            return Err(ReservationError::UnknownDevice {
+                device: reservation.device,
+                known: format!("known are {known}"),
+            });
         };
-        let others = |of: fn(&Row) -> u64, same: &dyn Fn(&Row) -> bool| -> u64 {
-            self.rows.iter().filter(|(k, r)| **k != key && same(r)).map(|(_, r)| of(r)).sum()
+        let others = |of: fn(&Reservation) -> u64, same: &dyn Fn(&Reservation) -> bool| -> u64 {
+            self.reservations.iter().filter(|(k, r)| **k != key && same(r)).map(|(_, r)| of(r)).sum()
         };
-        let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.device == row.device));
-        if row.bytes > free {
-            return Err(Shortage::Bytes { device: row.device, needed: row.bytes, free, capacity });
+        let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.device == reservation.device));
+        if reservation.bytes > free {
+            return Err(ReservationError::InsufficientMemory {
+                device: reservation.device,
+                needed: reservation.bytes,
+                free,
+                capacity,
+            });
         }
         let free = self.fds.saturating_sub(others(|r| r.fds, &|_| true));
-        if row.fds > free {
-            return Err(Shortage::Fds { needed: row.fds, free, capacity: self.fds });
+        if reservation.fds > free {
+            return Err(ReservationError::InsufficientFds {
+                needed: reservation.fds,
+                free,
+                capacity: self.fds,
+            });
         }
-        self.rows.insert(key, row);
+        self.reservations.insert(key, reservation);
         Ok(())
     }
 
     /// Books what an earlier incarnation had reserved: it is in use already, whatever the capacity says.
-    pub(crate) fn adopt(&mut self, key: RowKey, row: Row) {
-        self.rows.insert(key, row);
+    pub(crate) fn reserve_unchecked(&mut self, key: ReservationKey, reservation: Reservation) {
+        self.reservations.insert(key, reservation);
     }
 
     /// A load has become a resident generation.
-    pub(crate) fn settle(&mut self, generation: u64) {
-        if let Some(row) = self.rows.remove(&RowKey::Loading(generation)) {
-            self.rows.insert(RowKey::Weights(generation), row);
+    pub(crate) fn commit_load(&mut self, generation: u64) {
+        if let Some(reservation) = self.reservations.remove(&ReservationKey::Loading(generation)) {
+            self.reservations.insert(ReservationKey::Weights(generation), reservation);
         }
     }
 
-    pub(crate) fn release(&mut self, key: RowKey) {
-        self.rows.remove(&key);
+    pub(crate) fn release(&mut self, key: ReservationKey) {
+        self.reservations.remove(&key);
     }
 
-    pub(crate) fn rows(&self) -> impl Iterator<Item = (RowKey, &Row)> {
-        self.rows.iter().map(|(key, row)| (*key, row))
+    pub(crate) fn reservations(&self) -> impl Iterator<Item = (ReservationKey, &Reservation)> {
+        self.reservations.iter().map(|(key, reservation)| (*key, reservation))
     }
 
-    /// Capacity and sum of the rows of each device.
+    /// Capacity and sum of the reservations of each device.
     pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
-            let rows = self.rows.values().filter(|row| row.device == *device);
-            (device.as_str(), *capacity, rows.map(|row| row.bytes).sum())
+            let reservations = self.reservations.values().filter(|reservation| reservation.device == *device);
+            (device.as_str(), *capacity, reservations.map(|reservation| reservation.bytes).sum())
         })
     }
 
@@ -115,8 +131,8 @@ mod tests {
 
     use super::*;
 
-    fn row(bytes: u64, fds: u64) -> Row {
-        Row { device: "host".to_owned(), bytes, fds }
+    fn reservation(bytes: u64, fds: u64) -> Reservation {
+        Reservation { device: "host".to_owned(), bytes, fds }
     }
 
     fn ledger() -> Ledger {
@@ -126,35 +142,48 @@ mod tests {
     #[test]
     fn refusal_says_what_is_needed_and_what_is_there() {
         let mut ledger = ledger();
-        ledger.reserve(RowKey::Weights(1), row(800, 2)).unwrap();
+        ledger.reserve(ReservationKey::Weights(1), reservation(800, 2)).unwrap();
         assert_eq!(
-            ledger.reserve(RowKey::Lease(1), row(201, 0)),
-            Err(Shortage::Bytes { device: "host".to_owned(), needed: 201, free: 200, capacity: 1000 })
+            ledger.reserve(ReservationKey::Lease(1), reservation(201, 0)),
+            Err(ReservationError::InsufficientMemory {
+                device: "host".to_owned(),
+                needed: 201,
+                free: 200,
+                capacity: 1000
+            })
         );
         assert_eq!(
-            ledger.reserve(RowKey::Lease(1), row(1, 9)),
-            Err(Shortage::Fds { needed: 9, free: 8, capacity: 10 })
+            ledger.reserve(ReservationKey::Lease(1), reservation(1, 9)),
+            Err(ReservationError::InsufficientFds { needed: 9, free: 8, capacity: 10 })
         );
-        let elsewhere = Row { device: "moon".to_owned(), bytes: 0, fds: 0 };
-        assert!(matches!(ledger.reserve(RowKey::Lease(1), elsewhere), Err(Shortage::Device { .. })));
-        assert_eq!(ledger.rows().count(), 1);
+        let elsewhere = Reservation { device: "moon".to_owned(), bytes: 0, fds: 0 };
+        assert!(matches!(
+            ledger.reserve(ReservationKey::Lease(1), elsewhere),
+            Err(ReservationError::UnknownDevice { .. })
+        ));
+        assert_eq!(ledger.reservations().count(), 1);
     }
 
     #[test]
     fn devices_have_budgets_of_their_own() {
         let mut ledger = ledger();
-        ledger.reserve(RowKey::Weights(1), row(1000, 0)).unwrap();
-        ledger.reserve(RowKey::Weights(2), Row { device: "gpu".to_owned(), bytes: 50, fds: 0 }).unwrap();
+        ledger.reserve(ReservationKey::Weights(1), reservation(1000, 0)).unwrap();
+        ledger
+            .reserve(ReservationKey::Weights(2), Reservation { device: "gpu".to_owned(), bytes: 50, fds: 0 })
+            .unwrap();
     }
 
     #[test]
     fn changed_row_is_not_counted_twice() {
         let mut ledger = ledger();
-        ledger.reserve(RowKey::Loading(1), row(900, 1)).unwrap();
-        ledger.reserve(RowKey::Loading(1), row(1000, 10)).unwrap();
-        assert!(ledger.reserve(RowKey::Loading(1), row(1001, 1)).is_err());
-        ledger.settle(1);
-        assert_eq!(ledger.rows().collect::<Vec<_>>(), [(RowKey::Weights(1), &row(1000, 10))]);
+        ledger.reserve(ReservationKey::Loading(1), reservation(900, 1)).unwrap();
+        ledger.reserve(ReservationKey::Loading(1), reservation(1000, 10)).unwrap();
+        assert!(ledger.reserve(ReservationKey::Loading(1), reservation(1001, 1)).is_err());
+        ledger.commit_load(1);
+        assert_eq!(
+            ledger.reservations().collect::<Vec<_>>(),
+            [(ReservationKey::Weights(1), &reservation(1000, 10))]
+        );
     }
 
     proptest! {
@@ -165,21 +194,21 @@ mod tests {
             let mut ledger = ledger();
             for (id, bytes, fds, give_back) in steps {
                 if give_back {
-                    ledger.release(RowKey::Lease(id));
+                    ledger.release(ReservationKey::Lease(id));
                 } else {
-                    let before: Vec<_> = ledger.rows().map(|(k, r)| (k, r.clone())).collect();
-                    if ledger.reserve(RowKey::Lease(id), row(bytes, fds)).is_err() {
-                        let after: Vec<_> = ledger.rows().map(|(k, r)| (k, r.clone())).collect();
+                    let before: Vec<_> = ledger.reservations().map(|(k, r)| (k, r.clone())).collect();
+                    if ledger.reserve(ReservationKey::Lease(id), reservation(bytes, fds)).is_err() {
+                        let after: Vec<_> = ledger.reservations().map(|(k, r)| (k, r.clone())).collect();
                         prop_assert_eq!(before, after);
                     }
                 }
-                prop_assert!(ledger.rows().map(|(_, r)| r.bytes).sum::<u64>() <= 1000);
-                prop_assert!(ledger.rows().map(|(_, r)| r.fds).sum::<u64>() <= 10);
+                prop_assert!(ledger.reservations().map(|(_, r)| r.bytes).sum::<u64>() <= 1000);
+                prop_assert!(ledger.reservations().map(|(_, r)| r.fds).sum::<u64>() <= 10);
             }
             for id in 0..6 {
-                ledger.release(RowKey::Lease(id));
+                ledger.release(ReservationKey::Lease(id));
             }
-            prop_assert_eq!(ledger.rows().count(), 0);
+            prop_assert_eq!(ledger.reservations().count(), 0);
         }
     }
 }

@@ -5,12 +5,12 @@
 //!   admin ---- weights-admin.sock - grpc.rs -----+--> driver.rs: one task owns everything
 //!   loader --- socket pair -------- loader_child.rs,      |            |            |
 //!                                   verifier_child.rs     |            |            |
-//!                                             state.rs (pure)   holdings.rs    vault.rs --> parent
+//!                                             state.rs (pure)   held_fds.rs    fd_store.rs --> parent
 //!                                       catalog, lease_table,     (descriptors)
 //!                                       ledger, tokens
 //! ```
 //! It holds descriptors and decides; it never maps a tensor, reads a model file or loads a GPU driver: loaders do, and
-//! they are children that end. After its death the vault returns its descriptors to a successor (`adoption`), while
+//! they are children that end. After its death the FD store returns its descriptors to a successor (`adoption`), while
 //! workers go on with what they have mapped.
 
 #![forbid(unsafe_code)]
@@ -18,21 +18,21 @@
 mod adoption;
 mod catalog;
 mod config;
-mod driver;
+mod event_loop;
 mod events;
+mod fd_store;
 mod grpc;
-mod holdings;
+mod handoff_server;
+mod held_fds;
 mod lease_table;
 mod ledger;
 pub mod loader;
 mod loader_child;
-mod measure;
 mod refusal;
-mod share;
-mod snapshot;
 mod state;
+mod status;
+mod system_limits;
 mod tokens;
-mod vault;
 mod verifier_child;
 
 use std::collections::BTreeSet;
@@ -51,27 +51,27 @@ use service::notify::NotifyError;
 use service::supervision::{self, SupervisorState};
 use service::{Exit, HasExit, Notify, RuntimeDir, Shutdown};
 
-use adoption::Adopted;
-use driver::{Driver, Input, Inputs, Parts, ask_load};
-use events::Event;
+use adoption::AdoptedState;
+use event_loop::{InputSender, LoopInput, WeightServerLoop, WeightServerLoopParts, request_load};
+use events::WeightServerEvent;
+use fd_store::{FdStoreClient, FdStoreRequest};
+use handoff_server::ProtocolViolations;
 use refusal::LoadFailure;
-use share::Violations;
-use state::{Limits, State};
-use vault::{Vault, VaultJob};
+use state::{WeightServerLimits, WeightServerState};
 
-pub use config::{Config, DeviceConfig, ModelConfig};
+pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
 
 /// Admin calls and answers under way when a stop is asked for.
 const DRAIN_GRACE: Duration = Duration::from_secs(2);
 
 /// Between attempts to load a configured model while workers of an earlier incarnation come back.
-const SETTLING_RETRY: Duration = Duration::from_secs(1);
+const RECLAIM_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]
 pub enum WeightServerError {
     #[error(transparent)]
-    FdLimit(#[from] measure::FdLimitError),
+    FdLimit(#[from] system_limits::FdLimitError),
     #[error(transparent)]
     Inherited(#[from] ListenError),
     #[error(transparent)]
@@ -87,7 +87,7 @@ pub enum WeightServerError {
     #[error("cannot offer reflection")]
     Reflection(#[source] tonic_reflection::server::Error),
     #[error("the admin service failed")]
-    Admin(#[source] tonic::transport::Error),
+    AdminService(#[source] tonic::transport::Error),
     #[error("the hand-off socket failed")]
     Accept(#[source] io::Error),
     #[error("cannot start the runtime")]
@@ -108,21 +108,21 @@ impl HasExit for WeightServerError {
             }
             Self::HandoffSocket(SocketError::Io { source, .. }) => service::exit::exit_for_io_error(source),
             Self::InUse { .. } | Self::HandoffSocket(_) => Exit::AddressInUse,
-            Self::Reflection(_) | Self::Admin(_) | Self::Task(_) => Exit::Internal,
+            Self::Reflection(_) | Self::AdminService(_) | Self::Task(_) => Exit::Internal,
         }
     }
 }
 
 /// Body of the process: returns when it was asked to stop.
-pub fn run(config: Config) -> Result<(), WeightServerError> {
+pub fn run(config: WeightServerConfig) -> Result<(), WeightServerError> {
     run_with_loader(config, LoaderProgram::own())
 }
 
 /// As `run`, with another program for loaders: tests have no `ballast` executable.
-pub fn run_with_loader(config: Config, loader: LoaderProgram) -> Result<(), WeightServerError> {
+pub fn run_with_loader(config: WeightServerConfig, loader: LoaderProgram) -> Result<(), WeightServerError> {
     // Before any thread exists: numbers of inherited descriptors are claimed here.
     let inherited = inherited_fds()?;
-    let fds = measure::fd_capacity()?;
+    let fds = system_limits::fd_capacity()?;
     let notify = Notify::from_env()?;
     let _lock = lock(&config.runtime_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -146,7 +146,7 @@ fn lock(path: &Path) -> Result<Flock<File>, WeightServerError> {
 }
 
 async fn serve(
-    config: Config,
+    config: WeightServerConfig,
     loader: LoaderProgram,
     inherited: Vec<InheritedFd>,
     fds: u64,
@@ -155,13 +155,14 @@ async fn serve(
     let started = Instant::now();
     let shutdown = Shutdown::install().map_err(WeightServerError::Runtime)?;
     let supervisor = supervision::watch_supervisor("weight-server", "weight-server", &notify, &shutdown)?;
-    let (inputs, queue) = Inputs::channel();
-    let vault = Vault::start(notify.clone(), inputs.clone()).map_err(WeightServerError::Runtime)?;
-    let violations = Arc::new(Violations::default());
+    let (inputs, queue) = InputSender::channel();
+    let fd_store =
+        FdStoreClient::start(notify.clone(), inputs.clone()).map_err(WeightServerError::Runtime)?;
+    let violations = Arc::new(ProtocolViolations::default());
 
     let adopted = adoption::adopt(inherited);
-    report(&adopted, &vault);
-    let driver = driver(&config, loader, adopted, fds, &inputs, vault, &violations, started);
+    report(&adopted, &fd_store);
+    let driver = driver(&config, loader, adopted, fds, &inputs, fd_store, &violations, started);
     let changes = driver.changes();
     let driver = tokio::spawn(driver.run(queue));
 
@@ -169,17 +170,17 @@ async fn serve(
     let directory = RuntimeDir::at(&config.runtime_dir);
     let listener = Listener::bind(&directory.weights_socket())?;
     let admin_listener = service::grpc::bind(&directory.weights_admin_socket())?;
-    let accept = tokio::spawn(share::accept_loop(listener, inputs.clone(), violations));
+    let accept = tokio::spawn(handoff_server::accept_loop(listener, inputs.clone(), violations));
     let (health_reporter, health) = service::grpc::health();
-    let admin = WeightServerServer::new(grpc::Admin { inputs: inputs.clone(), changes });
-    health_reporter.set_serving::<WeightServerServer<grpc::Admin>>().await;
+    let admin = WeightServerServer::new(grpc::AdminService { inputs: inputs.clone(), changes });
+    health_reporter.set_serving::<WeightServerServer<grpc::AdminService>>().await;
     let reflection =
         service::grpc::reflection(proto::FILE_DESCRIPTOR_SET).map_err(WeightServerError::Reflection)?;
     let router = service::grpc::server().add_service(health).add_service(reflection).add_service(admin);
     let admin = tokio::spawn(service::grpc::serve(router, admin_listener, shutdown.requested()));
     notify.ready()?;
-    tokio::spawn(follow_vault(supervisor, inputs.clone()));
-    tokio::spawn(load_configured(config.models, inputs.clone()));
+    tokio::spawn(watch_supervisor(supervisor, inputs.clone()));
+    tokio::spawn(load_configured_models(config.models, inputs.clone()));
 
     tokio::select! {
         () = shutdown.requested() => {}
@@ -187,9 +188,9 @@ async fn serve(
         ended = driver => return ended.map_err(WeightServerError::Task),
     }
     notify.stopping()?;
-    inputs.send(Input::Event(Event::ShutdownAsked)).await;
+    inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ShutdownRequested)).await;
     match shutdown.within(DRAIN_GRACE, admin).await {
-        Ok(ended) => ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::Admin),
+        Ok(ended) => ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::AdminService),
         // Watchers of events stay as long as they are let.
         Err(cut) => {
             tracing::debug!(%cut, "admin calls were cut off");
@@ -200,22 +201,23 @@ async fn serve(
 
 #[expect(clippy::too_many_arguments, reason = "the one place where the parts of the process meet")]
 fn driver(
-    config: &Config,
+    config: &WeightServerConfig,
     loader: LoaderProgram,
-    adopted: Adopted,
+    adopted: AdoptedState,
     fds: u64,
-    inputs: &Inputs,
-    vault: Vault,
-    violations: &Arc<Violations>,
+    inputs: &InputSender,
+    fd_store: FdStoreClient,
+    violations: &Arc<ProtocolViolations>,
     started: Instant,
-) -> Driver {
+) -> WeightServerLoop {
     let on_host = adopted.generations.iter().filter(|(generation, _)| generation.key.device == HOST_DEVICE);
-    let held: u64 = on_host.map(|(generation, _)| generation.contents.holds(HOST_DEVICE).bytes).sum();
+    let held: u64 = on_host.map(|(generation, _)| generation.contents.reservation(HOST_DEVICE).bytes).sum();
     // What is adopted is in use already, so it comes on top of what is available.
-    let budget =
-        config.host_budget.map_or_else(|| measure::available_bytes().saturating_add(held), |bytes| bytes.0);
+    let budget = config
+        .host_budget
+        .map_or_else(|| system_limits::available_bytes().saturating_add(held), |bytes| bytes.0);
     let own_uid = nix::unistd::geteuid().as_raw();
-    let limits = Limits {
+    let limits = WeightServerLimits {
         device_bytes: config
             .devices
             .iter()
@@ -225,27 +227,27 @@ fn driver(
         fds,
         uids: config.allow_uids.clone().unwrap_or_else(|| BTreeSet::from([own_uid])),
     };
-    let Adopted { generations, leases, forget: _, notes } = adopted;
+    let AdoptedState { generations, leases, names_to_remove: _, notes } = adopted;
     let holdings = generations.iter().map(|(generation, fds)| (generation.id, Arc::clone(fds))).collect();
     let lease_fds = leases.iter().map(|(record, fds)| (record.lease, fds.clone())).collect();
     let generations = generations.into_iter().map(|(generation, _)| generation).collect();
     let leases = leases.into_iter().map(|(record, _)| record).collect();
-    let parts = Parts {
-        state: State::new(limits, generations, leases, started.elapsed()),
+    let parts = WeightServerLoopParts {
+        state: WeightServerState::new(limits, generations, leases, started.elapsed()),
         inputs: inputs.clone(),
         loader,
         loader_threads: config.loader_threads(),
-        vault,
+        fd_store,
         violations: Arc::clone(violations),
         adoption_notes: notes.iter().map(|note| service::exit::one_line(note)).collect(),
         generations: holdings,
         leases: lease_fds,
     };
-    Driver::new(parts, started)
+    WeightServerLoop::new(parts, started)
 }
 
-/// Says what was adopted, and has the vault forget what was not.
-fn report(adopted: &Adopted, vault: &Vault) {
+/// Says what was adopted, and has the FD store remove what was not.
+fn report(adopted: &AdoptedState, fd_store: &FdStoreClient) {
     for (generation, _) in &adopted.generations {
         tracing::info!(
             generation = generation.id,
@@ -263,30 +265,35 @@ fn report(adopted: &Adopted, vault: &Vault) {
     for note in &adopted.notes {
         tracing::warn!(note = service::exit::one_line(note), "adoption");
     }
-    for name in &adopted.forget {
-        vault.send(VaultJob::Forget { name: name.clone() });
+    for name in &adopted.names_to_remove {
+        fd_store.send(FdStoreRequest::Remove { name: name.clone() });
     }
 }
 
-/// A new supervisor starts with an empty vault.
-async fn follow_vault(mut supervisor: tokio::sync::watch::Receiver<SupervisorState>, inputs: Inputs) {
+/// A new supervisor starts with an empty FD store.
+async fn watch_supervisor(
+    mut supervisor: tokio::sync::watch::Receiver<SupervisorState>,
+    inputs: InputSender,
+) {
     while supervisor.changed().await.is_ok() {
         let now = *supervisor.borrow_and_update();
         if matches!(now, SupervisorState::Present { .. }) {
-            inputs.send(Input::NewVault).await;
+            inputs.send(LoopInput::SupervisorReplaced).await;
         }
     }
 }
 
 /// Loads what the configuration names, one after the other.
-async fn load_configured(models: Vec<ModelConfig>, inputs: Inputs) {
+async fn load_configured_models(models: Vec<ModelLoadConfig>, inputs: InputSender) {
     for model in models {
         loop {
-            let ModelConfig { name, path, device, pack } = model.clone();
-            let asked = ask_load(&inputs, name, path, device, !pack).await;
+            let ModelLoadConfig { name, path, device, pack } = model.clone();
+            let asked = request_load(&inputs, name, path, device, !pack).await;
             let (_progress, answer) = asked;
             match answer.await {
-                Ok(Err(LoadFailure::Settling { .. })) => tokio::time::sleep(SETTLING_RETRY).await,
+                Ok(Err(LoadFailure::AwaitingReclaim { .. })) => {
+                    tokio::time::sleep(RECLAIM_RETRY_INTERVAL).await
+                }
                 // A failure has been logged where every load's is.
                 _ => break,
             }

@@ -23,11 +23,11 @@ use proto::weights::v1::{
 use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
 
-use crate::catalog::{Contents, LoadKey};
-use crate::driver::{Input, Inputs};
-use crate::events::Event;
-use crate::holdings::GenerationFds;
-use crate::refusal::{LoadFailure, LoaderComplaint};
+use crate::catalog::{GenerationContents, LoadKey};
+use crate::event_loop::{InputSender, LoopInput};
+use crate::events::WeightServerEvent;
+use crate::held_fds::GenerationFds;
+use crate::refusal::{LoadFailure, LoaderErrorKind};
 
 /// Their descriptors go to the loader on one packet.
 const MAX_MODEL_FILES: u32 = 128;
@@ -98,7 +98,7 @@ impl Drop for LoaderHandle {
 
 /// Why a followed loader failed, before it is said in terms of the state machine.
 #[derive(Debug, thiserror::Error)]
-enum FollowError {
+enum LoaderSessionError {
     #[error("{}", .0)]
     Failed(LoadFailure),
     #[error("cannot start a loader")]
@@ -113,13 +113,15 @@ enum FollowError {
     Import(#[from] ImportError),
 }
 
-pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: Inputs) -> LoaderHandle {
+pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: InputSender) -> LoaderHandle {
     let (proceed, reserved) = oneshot::channel();
     let task = tokio::spawn(async move {
         let generation = job.generation;
         let input = match load(job, &program, &inputs, reserved).await {
-            Ok((contents, fds)) => Input::HandedOver { generation, contents, fds },
-            Err(failure) => Input::Event(Event::LoadFailed { generation, failure }),
+            Ok((contents, fds)) => LoopInput::LoadHandedOver { generation, contents, fds },
+            Err(failure) => {
+                LoopInput::WeightServerEvent(WeightServerEvent::LoadFailed { generation, failure })
+            }
         };
         inputs.send(input).await;
     });
@@ -129,35 +131,35 @@ pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: Inputs) -> Loa
 async fn load(
     job: LoadJob,
     program: &LoaderProgram,
-    inputs: &Inputs,
+    inputs: &InputSender,
     reserved: oneshot::Receiver<()>,
-) -> Result<(Contents, GenerationFds), LoadFailure> {
+) -> Result<(GenerationContents, GenerationFds), LoadFailure> {
     let paths: Vec<PathBuf> = job.key.files.iter().map(|file| file.path.clone()).collect();
     let files = blocking(move || open_files(paths)).await?;
     for ((found, _), asked) in files.iter().zip(&job.key.files) {
         if !found.is_same_file(asked) {
             let text = format!("{} changed while its load was waiting: load it again", asked.path.display());
-            return Err(LoadFailure::Loader { complaint: LoaderComplaint::FileChanged, text });
+            return Err(LoadFailure::Loader { kind: LoaderErrorKind::FileChanged, text });
         }
     }
-    let (ours, theirs) = Connection::pair().map_err(|error| lost(&FollowError::Spawn(error)))?;
-    let mut child = program.spawn(theirs).map_err(|error| lost(&FollowError::Spawn(error)))?;
-    let followed = follow(&job, files, ours, inputs, reserved).await;
+    let (ours, theirs) = Connection::pair().map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
+    let mut child = program.spawn(theirs).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
+    let followed = run_session(&job, files, ours, inputs, reserved).await;
     // Its memory is gone, or ours alone, only when it is: nothing is answered before.
-    let ended = end(&mut child).await;
+    let ended = wait_for_exit(&mut child).await;
     followed.map_err(|error| match error {
-        FollowError::Failed(failure) => failure,
-        FollowError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended },
+        LoaderSessionError::Failed(failure) => failure,
+        LoaderSessionError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended },
         error => lost(&error),
     })
 }
 
-fn lost(error: &FollowError) -> LoadFailure {
+fn lost(error: &LoaderSessionError) -> LoadFailure {
     LoadFailure::LoaderLost { how: service::exit::one_line(error) }
 }
 
 /// Waits for a loader that has nothing left to do, or ends it; says how it went.
-pub(crate) async fn end(child: &mut Child) -> String {
+pub(crate) async fn wait_for_exit(child: &mut Child) -> String {
     use std::os::unix::process::ExitStatusExt;
     let status = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
         Ok(status) => status,
@@ -173,60 +175,76 @@ pub(crate) async fn end(child: &mut Child) -> String {
     }
 }
 
-async fn follow(
+async fn run_session(
     job: &LoadJob,
     files: Vec<(FileIdentity, File)>,
     socket: Connection,
-    inputs: &Inputs,
+    inputs: &InputSender,
     mut reserved: oneshot::Receiver<()>,
-) -> Result<(Contents, GenerationFds), FollowError> {
-    let connection = AsyncConnection::new(socket).map_err(FollowError::Spawn)?;
+) -> Result<(GenerationContents, GenerationFds), LoaderSessionError> {
+    let connection = AsyncConnection::new(socket).map_err(LoaderSessionError::Spawn)?;
     let generation = job.generation;
     send_job(&connection, job, &files).await?;
     drop(files);
     let mut collector = None;
-    let mut told_to_proceed = false;
+    let mut may_allocate = false;
     loop {
         let (frame, fds) = tokio::select! {
             frame = connection.receive::<LoaderFrame>() => frame?,
-            Ok(()) = &mut reserved, if !told_to_proceed => {
-                told_to_proceed = true;
+            Ok(()) = &mut reserved, if !may_allocate => {
+                may_allocate = true;
                 command(&connection, loader_command::Kind::Proceed(wire::Proceed {}), &[]).await?;
                 continue;
             }
         };
         if !fds.is_empty() && !matches!(frame.kind, Some(loader_frame::Kind::Fds(_))) {
-            return Err(FollowError::Protocol { what: "descriptors came with another frame than theirs" });
+            return Err(LoaderSessionError::Protocol {
+                what: "descriptors came with another frame than theirs",
+            });
         }
         match frame.kind {
             Some(loader_frame::Kind::Plan(plan)) if collector.is_none() => {
                 collector = Some(Collector::new(plan.allocations.saturating_add(1))?);
-                let contents = planned(&plan);
-                let available_bytes = crate::measure::available_bytes();
-                inputs.send(Input::Event(Event::LoadPlanned { generation, contents, available_bytes })).await;
+                let contents = contents_from_plan(&plan);
+                let available_bytes = crate::system_limits::available_bytes();
+                inputs
+                    .send(LoopInput::WeightServerEvent(WeightServerEvent::LoadPlanned {
+                        generation,
+                        contents,
+                        available_bytes,
+                    }))
+                    .await;
             }
             Some(loader_frame::Kind::Progress(progress)) => {
                 let done_bytes = progress.done_bytes;
-                inputs.send(Input::Event(Event::LoadProgressed { generation, done_bytes })).await;
+                inputs
+                    .send(LoopInput::WeightServerEvent(WeightServerEvent::LoadProgressed {
+                        generation,
+                        done_bytes,
+                    }))
+                    .await;
             }
             Some(loader_frame::Kind::Fds(batch)) => {
                 let collector = collector
                     .as_mut()
-                    .filter(|_| told_to_proceed)
-                    .ok_or(FollowError::Protocol { what: "descriptors came before a reservation" })?;
+                    .filter(|_| may_allocate)
+                    .ok_or(LoaderSessionError::Protocol { what: "descriptors came before a reservation" })?;
                 let receipt = collector.accept(&batch, fds)?;
                 command(&connection, loader_command::Kind::BatchReceived(receipt), &[]).await?;
             }
-            Some(loader_frame::Kind::Failed(failed)) => return Err(FollowError::Failed(reported(failed))),
+            Some(loader_frame::Kind::Failed(failed)) => {
+                return Err(LoaderSessionError::Failed(reported_failure(failed)));
+            }
             Some(loader_frame::Kind::Done(_)) => {
                 let collector = collector.filter(Collector::is_complete);
-                let collector = collector.ok_or(FollowError::Protocol { what: "it was done too early" })?;
+                let collector =
+                    collector.ok_or(LoaderSessionError::Protocol { what: "it was done too early" })?;
                 let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
                 let elsewhere = manifest.devices.iter().any(|device| device.id != job.key.device);
                 if manifest.generation != generation || manifest.model != job.model || elsewhere {
-                    return Err(FollowError::Protocol { what: "the manifest is of another job" });
+                    return Err(LoaderSessionError::Protocol { what: "the manifest is of another job" });
                 }
-                return Ok((Contents::of(&manifest, fds.manifest().bytes()), fds));
+                return Ok((GenerationContents::from_manifest(&manifest, fds.manifest().bytes()), fds));
             }
             Some(
                 loader_frame::Kind::Plan(_)
@@ -234,7 +252,7 @@ async fn follow(
                 | loader_frame::Kind::Verified(_),
             )
             | None => {
-                return Err(FollowError::Protocol { what: "a frame came out of turn" });
+                return Err(LoaderSessionError::Protocol { what: "a frame came out of turn" });
             }
         }
     }
@@ -244,7 +262,7 @@ async fn send_job(
     connection: &AsyncConnection,
     job: &LoadJob,
     files: &[(FileIdentity, File)],
-) -> Result<(), FollowError> {
+) -> Result<(), LoaderSessionError> {
     let frame = wire::LoadJob {
         generation: job.generation,
         model: job.model.clone(),
@@ -266,8 +284,8 @@ pub(crate) async fn command(
     connection.send_within(SEND_TIMEOUT, &LoaderCommand { kind: Some(kind) }, fds).await
 }
 
-fn planned(plan: &wire::LoadPlan) -> Contents {
-    Contents {
+fn contents_from_plan(plan: &wire::LoadPlan) -> GenerationContents {
+    GenerationContents {
         digest: None,
         tensor_bytes: plan.tensor_bytes,
         allocation_bytes: plan.allocation_bytes,
@@ -279,20 +297,20 @@ fn planned(plan: &wire::LoadPlan) -> Contents {
     }
 }
 
-fn reported(failed: wire::LoadFailed) -> LoadFailure {
-    LoadFailure::Loader { complaint: complaint(failed.failure()), text: failed.text }
+fn reported_failure(failed: wire::LoadFailed) -> LoadFailure {
+    LoadFailure::Loader { kind: error_kind(failed.failure()), text: failed.text }
 }
 
-pub(crate) fn complaint(failure: WireFailure) -> LoaderComplaint {
+pub(crate) fn error_kind(failure: WireFailure) -> LoaderErrorKind {
     match failure {
-        WireFailure::File => LoaderComplaint::File,
-        WireFailure::FileChanged => LoaderComplaint::FileChanged,
-        WireFailure::Truncated => LoaderComplaint::Truncated,
-        WireFailure::OutOfMemory => LoaderComplaint::OutOfMemory,
-        WireFailure::OutOfFds => LoaderComplaint::OutOfFds,
-        WireFailure::Unsupported => LoaderComplaint::Unsupported,
-        WireFailure::Device => LoaderComplaint::Device,
-        _ => LoaderComplaint::ModelRefused,
+        WireFailure::File => LoaderErrorKind::File,
+        WireFailure::FileChanged => LoaderErrorKind::FileChanged,
+        WireFailure::Truncated => LoaderErrorKind::Truncated,
+        WireFailure::OutOfMemory => LoaderErrorKind::OutOfMemory,
+        WireFailure::OutOfFds => LoaderErrorKind::OutOfFds,
+        WireFailure::Unsupported => LoaderErrorKind::Unsupported,
+        WireFailure::Device => LoaderErrorKind::Device,
+        _ => LoaderErrorKind::ModelRefused,
     }
 }
 
@@ -306,7 +324,7 @@ pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadF
                 path.display(),
                 name.count
             );
-            return Err(LoadFailure::Loader { complaint: LoaderComplaint::Unsupported, text });
+            return Err(LoadFailure::Loader { kind: LoaderErrorKind::Unsupported, text });
         }
         Some(name) if name.number == 1 => {
             (1..=name.count).map(|number| path.with_file_name(name.sibling(number))).collect()
@@ -323,7 +341,7 @@ fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFail
         .map(|path| {
             let complain = |what: &str| {
                 let text = format!("model file {} {what}", path.display());
-                LoadFailure::Loader { complaint: LoaderComplaint::File, text }
+                LoadFailure::Loader { kind: LoaderErrorKind::File, text }
             };
             // A FIFO would make the open wait for a writer.
             let opened = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&path);

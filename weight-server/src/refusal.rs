@@ -4,11 +4,11 @@ use memory::handoff::PROTOCOL;
 use memory::manifest::FORMAT;
 use service::ByteSize;
 
-use crate::ledger::Shortage;
+use crate::ledger::ReservationError;
 
 /// What a loader can report; each has a text of the loader's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LoaderComplaint {
+pub(crate) enum LoaderErrorKind {
     File,
     ModelRefused,
     FileChanged,
@@ -22,18 +22,18 @@ pub(crate) enum LoaderComplaint {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LoadFailure {
     #[error("{text}")]
-    Loader { complaint: LoaderComplaint, text: String },
+    Loader { kind: LoaderErrorKind, text: String },
     #[error("the loader was lost: {how}; nothing of the model is left in memory")]
     LoaderLost { how: String },
     #[error("the loader got no further for {seconds} s: see to the disk that holds the model")]
     NoProgress { seconds: u64 },
     #[error(transparent)]
-    Ledger(#[from] Shortage),
+    Reservation(#[from] ReservationError),
     #[error(
         "{} are needed, the machine has {} available: free memory, or raise the cgroup's limit",
         ByteSize(*.needed).rounded(), ByteSize(*.available).rounded()
     )]
-    Machine { needed: u64, available: u64 },
+    InsufficientMemory { needed: u64, available: u64 },
     #[error("the load was called off: the model was unloaded meanwhile")]
     Unloaded,
     #[error("the same file is loaded as {model:?}: ask for that, or unload it first")]
@@ -43,13 +43,13 @@ pub(crate) enum LoadFailure {
     #[error(
         "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
     )]
-    Settling { workers: usize },
+    AwaitingReclaim { workers: usize },
     #[error("the weight-server is shutting down")]
     ShuttingDown,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refusal {
+pub(crate) enum AttachRefusal {
     #[error(
         "hand-off protocol {found} is not spoken here, {PROTOCOL} is: use the weight-server's own executable"
     )]
@@ -69,12 +69,12 @@ pub(crate) enum Refusal {
     #[error("user id {uid} may not attach here")]
     PeerUid { uid: u32 },
     #[error(transparent)]
-    Ledger(#[from] Shortage),
+    Reservation(#[from] ReservationError),
     #[error(
         "{shortage}; beside a workspace of {}, a KV cache of at most {} fits",
         ByteSize(*.workspace).rounded(), ByteSize(*.kv_fits).rounded()
     )]
-    LeaseTooLarge { shortage: Shortage, workspace: u64, kv_fits: u64 },
+    LeaseTooLarge { shortage: ReservationError, workspace: u64, kv_fits: u64 },
     #[error(
         "the weights of model {model:?}, generation {generation}, are damaged: attach anew, they are loaded again"
     )]
@@ -97,11 +97,11 @@ pub(crate) enum VerifyFailure {
     #[error("model {model:?} is not loaded on a GPU{}; loaded are: {known}", of_device(.device))]
     UnknownModel { model: String, device: String, known: String },
     #[error("{text}")]
-    Verifier { complaint: LoaderComplaint, text: String },
+    Verifier { kind: LoaderErrorKind, text: String },
     #[error("the verifier was lost: {how}")]
     Lost { how: String },
     #[error(transparent)]
-    Ledger(#[from] Shortage),
+    Reservation(#[from] ReservationError),
     #[error("the model was unloaded meanwhile")]
     Unloaded,
     #[error("the weight-server is shutting down")]
@@ -119,5 +119,5 @@ pub(crate) enum UnloadRefusal {
     #[error(
         "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
     )]
-    Settling { workers: usize },
+    AwaitingReclaim { workers: usize },
 }

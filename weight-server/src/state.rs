@@ -15,20 +15,20 @@ use std::time::Duration;
 use memory::lease_record::LeaseRecord;
 use memory::manifest::HOST_DEVICE;
 
-use crate::catalog::{Generation, Integrity, Phase, Verification};
-use crate::events::{Action, AdoptedGeneration, Event, Notice};
-use crate::lease_table::{Lease, LeasePhase, LeaseTable};
-use crate::ledger::{Ledger, RowKey};
+use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, VerificationState};
+use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction, WeightServerEvent};
+use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable};
+use crate::ledger::{Ledger, ReservationKey};
 use crate::refusal::{LoadFailure, VerifyFailure};
-use crate::tokens::{TokenError, Tokens};
-use leasing::lease_row;
+use crate::tokens::{TokenError, TokenRegistry};
+use leasing::lease_reservation;
 
 /// A disk that gives nothing for this long will not help whoever waits.
-pub(crate) const PROGRESS_PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a worker may take to come back after its connection broke, before its row is called orphaned. Workers retry
 /// every second.
-pub(crate) const RECLAIM_PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Loads that run or wait; each is a model of gigabytes.
 pub(crate) const MAX_PENDING_LOADS: usize = 64;
@@ -41,31 +41,31 @@ pub(crate) const MAX_LEASES_PER_PROCESS: usize = 64;
 
 /// What never changes while the process lives.
 #[derive(Debug)]
-pub(crate) struct Limits {
+pub(crate) struct WeightServerLimits {
     pub(crate) device_bytes: BTreeMap<String, u64>,
     pub(crate) fds: u64,
     pub(crate) uids: BTreeSet<u32>,
 }
 
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct WeightServerState {
     generations: BTreeMap<u64, Generation>,
     leases: LeaseTable,
     ledger: Ledger,
-    tokens: Tokens,
+    tokens: TokenRegistry,
     uids: BTreeSet<u32>,
     next_generation: u64,
     next_lease: u64,
     shutting_down: bool,
     /// Of the event that is being handled.
     now: Duration,
-    actions: Vec<Action>,
+    actions: Vec<WeightServerAction>,
 }
 
-impl State {
-    /// Starts with what an earlier incarnation left in the vault. What follows from that comes with the first event.
+impl WeightServerState {
+    /// Starts with what an earlier incarnation left in the FD store. What follows from that comes with the first event.
     pub(crate) fn new(
-        limits: Limits,
+        limits: WeightServerLimits,
         generations: Vec<AdoptedGeneration>,
         leases: Vec<LeaseRecord>,
         now: Duration,
@@ -74,7 +74,7 @@ impl State {
             generations: BTreeMap::new(),
             leases: LeaseTable::default(),
             ledger: Ledger::new(limits.device_bytes, limits.fds),
-            tokens: Tokens::default(),
+            tokens: TokenRegistry::default(),
             uids: limits.uids,
             next_generation: 1,
             next_lease: 1,
@@ -88,7 +88,7 @@ impl State {
         for record in leases {
             state.adopt_lease(record);
         }
-        state.retire_replaced();
+        state.retire_replaced_generations();
         let ids: Vec<u64> = state.generations.keys().copied().collect();
         for id in ids {
             state.drop_if_unused(id);
@@ -99,16 +99,20 @@ impl State {
     fn adopt_generation(&mut self, adopted: AdoptedGeneration) {
         let AdoptedGeneration { id, model, key, contents, retired } = adopted;
         self.next_generation = self.next_generation.max(id + 1);
-        self.ledger.adopt(RowKey::Weights(id), contents.holds(&key.device));
+        self.ledger.reserve_unchecked(ReservationKey::Weights(id), contents.reservation(&key.device));
         // The kernel's seals speak for host memory.
-        let integrity = if key.device == HOST_DEVICE { Integrity::Loaded } else { Integrity::Unverified };
+        let integrity = if key.device == HOST_DEVICE {
+            GenerationIntegrity::Loaded
+        } else {
+            GenerationIntegrity::Unverified
+        };
         let done_bytes = contents.tensor_bytes;
         let generation = Generation {
             id,
             model,
             key,
             one_per_tensor: false,
-            phase: if retired { Phase::Retiring } else { Phase::Ready },
+            phase: if retired { GenerationPhase::Retiring } else { GenerationPhase::Ready },
             contents,
             done_bytes,
             requested_at: self.now,
@@ -116,7 +120,7 @@ impl State {
             waiters: Vec::new(),
             adopted: true,
             integrity,
-            verification: Verification::default(),
+            verification: VerificationState::default(),
             reload: false,
         };
         self.generations.insert(id, generation);
@@ -127,22 +131,22 @@ impl State {
         if record.token_digest.is_some() {
             self.tokens.expect();
         }
-        let lease = Lease::adopted(record, self.now);
-        self.ledger.adopt(RowKey::Lease(lease.id), lease_row(&lease));
+        let lease = LeaseEntry::adopted(record, self.now);
+        self.ledger.reserve_unchecked(ReservationKey::Lease(lease.id), lease_reservation(&lease));
         self.leases.insert(lease);
     }
 
     /// Of several ready generations of one model on one device only the newest keeps the name.
-    fn retire_replaced(&mut self) {
+    fn retire_replaced_generations(&mut self) {
         let name = |g: &Generation| (g.model.clone(), g.key.device.clone());
         let mut newest: BTreeMap<(String, String), u64> = BTreeMap::new();
-        for generation in self.generations.values().filter(|g| g.phase == Phase::Ready) {
+        for generation in self.generations.values().filter(|g| g.phase == GenerationPhase::Ready) {
             newest.insert(name(generation), generation.id);
         }
         let replaced: Vec<u64> = self
             .generations
             .values()
-            .filter(|g| g.phase == Phase::Ready && newest.get(&name(g)) != Some(&g.id))
+            .filter(|g| g.phase == GenerationPhase::Ready && newest.get(&name(g)) != Some(&g.id))
             .map(|g| g.id)
             .collect();
         for id in replaced {
@@ -162,11 +166,11 @@ impl State {
         self.generations.get(&id)
     }
 
-    pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
+    pub(crate) fn leases(&self) -> impl Iterator<Item = &LeaseEntry> {
         self.leases.iter()
     }
 
-    pub(crate) fn lease(&self, id: u64) -> Option<&Lease> {
+    pub(crate) fn lease(&self, id: u64) -> Option<&LeaseEntry> {
         self.leases.get(id)
     }
 
@@ -179,37 +183,50 @@ impl State {
     }
 
     /// What follows from one event, in the order in which it must happen.
-    pub(crate) fn handle(&mut self, event: Event, now: Duration) -> Vec<Action> {
+    pub(crate) fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
         self.now = now;
         match event {
-            Event::LoadAsked { call, ask, available_bytes } => self.load_asked(call, ask, available_bytes),
-            Event::LoadPlanned { generation, contents, available_bytes } => {
-                self.load_planned(generation, contents, available_bytes);
+            WeightServerEvent::LoadRequested { call, params, available_bytes } => {
+                self.handle_load_request(call, params, available_bytes)
             }
-            Event::LoadProgressed { generation, done_bytes } => self.load_progressed(generation, done_bytes),
-            Event::LoadHandedOver { generation, contents } => self.handed_over(generation, contents),
-            Event::LoadFailed { generation, failure } => self.load_failed(generation, failure),
-            Event::GenerationStored { generation } => self.generation_stored(generation),
-            Event::VerifyAsked { call, model, device } => self.verify_asked(call, model, device),
-            Event::Verified { generation, report } => self.verified(generation, report),
-            Event::VerifyFailed { generation, failure } => self.verify_failed(generation, failure),
-            Event::UnloadAsked { call, model } => self.unload_asked(call, &model),
-            Event::AttachAsked { connection, peer, ask } => self.attach_asked(connection, peer, ask),
-            Event::LeaseStored { lease } => self.lease_stored(lease),
-            Event::Delivered { connection } => self.delivered(connection),
-            Event::ReclaimAsked { connection, peer, protocol, generation, lease, token } => {
+            WeightServerEvent::LoadPlanned { generation, contents, available_bytes } => {
+                self.handle_load_plan(generation, contents, available_bytes);
+            }
+            WeightServerEvent::LoadProgressed { generation, done_bytes } => {
+                self.handle_load_progress(generation, done_bytes)
+            }
+            WeightServerEvent::LoadHandedOver { generation, contents } => {
+                self.handle_load_handed_over(generation, contents)
+            }
+            WeightServerEvent::LoadFailed { generation, failure } => self.fail_load(generation, failure),
+            WeightServerEvent::GenerationStored { generation } => self.handle_generation_stored(generation),
+            WeightServerEvent::VerifyRequested { call, model, device } => {
+                self.handle_verify_request(call, model, device)
+            }
+            WeightServerEvent::Verified { generation, report } => self.handle_verified(generation, report),
+            WeightServerEvent::VerifyFailed { generation, failure } => {
+                self.fail_verification(generation, failure)
+            }
+            WeightServerEvent::UnloadRequested { call, model } => self.handle_unload_request(call, &model),
+            WeightServerEvent::AttachRequested { connection, peer, params } => {
+                self.handle_attach_request(connection, peer, params)
+            }
+            WeightServerEvent::LeaseStored { lease } => self.handle_lease_stored(lease),
+            WeightServerEvent::Delivered { connection } => self.handle_delivered(connection),
+            WeightServerEvent::ReclaimRequested { connection, peer, protocol, generation, lease, token } => {
                 let answer = self.reclaim(connection, &peer, protocol, generation, lease, &token);
-                self.actions.extend(answer.err().map(|refusal| Action::Refuse { connection, refusal }));
+                self.actions
+                    .extend(answer.err().map(|refusal| WeightServerAction::Refuse { connection, refusal }));
             }
-            Event::Detached { connection } => {
-                if let Some(id) = self.leases.by_connection(connection).map(|lease| lease.id) {
+            WeightServerEvent::Detached { connection } => {
+                if let Some(id) = self.leases.find_by_connection(connection).map(|lease| lease.id) {
                     self.end_lease(id);
                 }
             }
-            Event::ConnectionEnded { connection } => self.connection_ended(connection),
-            Event::ProcessEnded { lease } => self.end_lease(lease),
-            Event::ShutdownAsked => self.shut_down(),
-            Event::Tick => self.tick(),
+            WeightServerEvent::ConnectionEnded { connection } => self.handle_connection_ended(connection),
+            WeightServerEvent::ProcessEnded { lease } => self.end_lease(lease),
+            WeightServerEvent::ShutdownRequested => self.shut_down(),
+            WeightServerEvent::Tick => self.handle_tick(),
         }
         std::mem::take(&mut self.actions)
     }
@@ -219,60 +236,61 @@ impl State {
         let pending: Vec<(u64, bool)> = self
             .generations
             .values()
-            .filter(|g| g.is_pending() && g.phase != Phase::Storing)
+            .filter(|g| g.is_pending() && g.phase != GenerationPhase::Storing)
             .map(|g| (g.id, g.occupies_loader()))
             .collect();
         for (id, running) in pending {
             if running {
-                self.actions.push(Action::StopLoader { generation: id });
+                self.actions.push(WeightServerAction::StopLoader { generation: id });
             }
-            self.load_failed(id, LoadFailure::ShuttingDown);
+            self.fail_load(id, LoadFailure::ShuttingDown);
         }
         let checked: Vec<u64> = self.generations.keys().copied().collect();
         for id in checked {
-            self.stop_verifying(id, &VerifyFailure::ShuttingDown);
+            self.cancel_verification(id, &VerifyFailure::ShuttingDown);
         }
     }
 
-    fn tick(&mut self) {
+    fn handle_tick(&mut self) {
         let now = self.now;
         let stalled: Vec<u64> = self
             .generations
             .values()
-            .filter(|g| g.occupies_loader() && now.saturating_sub(g.progressed_at) > PROGRESS_PATIENCE)
+            .filter(|g| g.occupies_loader() && now.saturating_sub(g.progressed_at) > PROGRESS_TIMEOUT)
             .map(|g| g.id)
             .collect();
         for id in stalled {
-            self.actions.push(Action::StopLoader { generation: id });
-            self.load_failed(id, LoadFailure::NoProgress { seconds: PROGRESS_PATIENCE.as_secs() });
+            self.actions.push(WeightServerAction::StopLoader { generation: id });
+            self.fail_load(id, LoadFailure::NoProgress { seconds: PROGRESS_TIMEOUT.as_secs() });
         }
         let pending: Vec<u64> = self.generations.values().filter(|g| g.is_pending()).map(|g| g.id).collect();
         for id in pending {
-            self.tell_waiters(id, |_| true);
+            self.report_progress(id, |_| true);
         }
         self.start_verifiers();
         for lease in self.leases.iter_mut() {
             if let LeasePhase::Disconnected { since } = lease.phase
-                && now.saturating_sub(since) > RECLAIM_PATIENCE
+                && now.saturating_sub(since) > RECLAIM_TIMEOUT
             {
                 lease.phase = LeasePhase::Orphaned;
-                lease.unsettled = false;
-                self.actions.push(Action::Publish(Notice::Lease(lease.id)));
+                lease.awaiting_reclaim = false;
+                self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(lease.id)));
             }
         }
     }
 
     /// The newest generation of a model on a device that can be attached.
-    fn ready(&self, model: &str, device: &str) -> Option<&Generation> {
-        let ready = |g: &&Generation| g.model == model && g.key.device == device && g.phase == Phase::Ready;
+    fn find_ready(&self, model: &str, device: &str) -> Option<&Generation> {
+        let ready =
+            |g: &&Generation| g.model == model && g.key.device == device && g.phase == GenerationPhase::Ready;
         self.generations.values().rfind(ready)
     }
 
-    fn known_models(&self) -> String {
+    fn list_models(&self) -> String {
         let names: BTreeSet<&str> = self
             .generations
             .values()
-            .filter(|g| g.phase != Phase::Retiring)
+            .filter(|g| g.phase != GenerationPhase::Retiring)
             .map(|g| g.model.as_str())
             .collect();
         if names.is_empty() { "none".to_owned() } else { names.into_iter().collect::<Vec<_>>().join(", ") }

@@ -14,7 +14,7 @@ pub(crate) const MAX_TOKENS: usize = 4096;
 pub(crate) const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=256;
 
 #[derive(Debug, Default)]
-pub(crate) struct Tokens {
+pub(crate) struct TokenRegistry {
     by_name: BTreeMap<String, TokenDigest>,
     /// Leases taken over from an earlier incarnation had tokens: so there is a supervisor that will name them again.
     expected: bool,
@@ -29,11 +29,11 @@ pub(crate) enum TokenError {
 }
 
 /// Digests are compared, never tokens: the time that takes tells nothing about a token.
-pub(crate) fn digest(token: &[u8]) -> TokenDigest {
+pub(crate) fn token_digest(token: &[u8]) -> TokenDigest {
     *blake3::hash(token).as_bytes()
 }
 
-impl Tokens {
+impl TokenRegistry {
     pub(crate) fn allow(&mut self, name: String, token: &[u8]) -> Result<(), TokenError> {
         if !TOKEN_BYTES.contains(&token.len()) {
             return Err(TokenError::Length);
@@ -41,7 +41,7 @@ impl Tokens {
         if self.by_name.len() >= MAX_TOKENS && !self.by_name.contains_key(&name) {
             return Err(TokenError::TooMany);
         }
-        self.by_name.insert(name, digest(token));
+        self.by_name.insert(name, token_digest(token));
         Ok(())
     }
 
@@ -66,20 +66,20 @@ mod tests {
 
     #[test]
     fn new_token_replaces_the_old_one_of_its_name() {
-        let mut tokens = Tokens::default();
+        let mut tokens = TokenRegistry::default();
         assert!(!tokens.required());
         tokens.allow("worker-0".to_owned(), &[1; 32]).unwrap();
         tokens.allow("worker-1".to_owned(), &[2; 32]).unwrap();
         tokens.allow("worker-0".to_owned(), &[3; 32]).unwrap();
         assert!(tokens.required());
-        assert_eq!(tokens.name_of(&digest(&[1; 32])), None);
-        assert_eq!(tokens.name_of(&digest(&[2; 32])), Some("worker-1"));
-        assert_eq!(tokens.name_of(&digest(&[3; 32])), Some("worker-0"));
+        assert_eq!(tokens.name_of(&token_digest(&[1; 32])), None);
+        assert_eq!(tokens.name_of(&token_digest(&[2; 32])), Some("worker-1"));
+        assert_eq!(tokens.name_of(&token_digest(&[3; 32])), Some("worker-0"));
     }
 
     #[test]
     fn guessable_tokens_are_refused() {
-        assert_eq!(Tokens::default().allow("w".to_owned(), b"short"), Err(TokenError::Length));
-        assert_eq!(Tokens::default().allow("w".to_owned(), &[0; 257]), Err(TokenError::Length));
+        assert_eq!(TokenRegistry::default().allow("w".to_owned(), b"short"), Err(TokenError::Length));
+        assert_eq!(TokenRegistry::default().allow("w".to_owned(), &[0; 257]), Err(TokenError::Length));
     }
 }

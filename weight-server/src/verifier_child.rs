@@ -11,10 +11,10 @@ use memory::handoff::batches;
 use memory::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
 
-use crate::driver::{Input, Inputs};
-use crate::events::{Event, VerifyReport};
-use crate::holdings::GenerationFds;
-use crate::loader_child::{LoaderProgram, command, complaint, end};
+use crate::event_loop::{InputSender, LoopInput};
+use crate::events::{VerifyReport, WeightServerEvent};
+use crate::held_fds::GenerationFds;
+use crate::loader_child::{LoaderProgram, command, error_kind, wait_for_exit};
 use crate::refusal::VerifyFailure;
 
 /// A context takes half a second, a terabyte of checksums another; a driver that does not answer is not waited for.
@@ -35,25 +35,25 @@ pub(crate) fn start(
     device: String,
     fds: Arc<GenerationFds>,
     program: LoaderProgram,
-    inputs: Inputs,
+    inputs: InputSender,
 ) -> VerifierHandle {
     VerifierHandle(tokio::spawn(async move {
         let event = match verify(generation, device, &fds, &program).await {
-            Ok(report) => Event::Verified { generation, report },
-            Err(failure) => Event::VerifyFailed { generation, failure },
+            Ok(report) => WeightServerEvent::Verified { generation, report },
+            Err(failure) => WeightServerEvent::VerifyFailed { generation, failure },
         };
-        inputs.send(Input::Event(event)).await;
+        inputs.send(LoopInput::WeightServerEvent(event)).await;
     }))
 }
 
 /// Why a conversation with a verifier ended early.
-enum End {
+enum VerifierSessionError {
     Reported(wire::LoadFailed),
     Broken(FrameError),
     OutOfTurn,
 }
 
-impl From<FrameError> for End {
+impl From<FrameError> for VerifierSessionError {
     fn from(error: FrameError) -> Self {
         Self::Broken(error)
     }
@@ -71,10 +71,10 @@ async fn verify(
     let (ours, theirs) = Connection::pair().map_err(cannot)?;
     let mut child = program.spawn(theirs).map_err(cannot)?;
     let connection = AsyncConnection::new(ours).map_err(cannot)?;
-    let conversation = converse(&connection, generation, device, fds).await;
+    let conversation = run_session(&connection, generation, device, fds).await;
     drop(connection);
     // Its context's memory is free only when it is gone.
-    let ended = end(&mut child).await;
+    let ended = wait_for_exit(&mut child).await;
     match conversation {
         Ok(found) => Ok(VerifyReport {
             damaged: found.damaged,
@@ -82,23 +82,25 @@ async fn verify(
             checked_bytes: found.checked_bytes,
             took: started.elapsed(),
         }),
-        Err(End::Reported(failed)) => {
-            Err(VerifyFailure::Verifier { complaint: complaint(failed.failure()), text: failed.text })
+        Err(VerifierSessionError::Reported(failed)) => {
+            Err(VerifyFailure::Verifier { kind: error_kind(failed.failure()), text: failed.text })
         }
-        Err(End::Broken(FrameError::Closed)) => Err(VerifyFailure::Lost { how: ended }),
-        Err(End::Broken(error)) => Err(VerifyFailure::Lost { how: service::exit::one_line(&error) }),
-        Err(End::OutOfTurn) => {
+        Err(VerifierSessionError::Broken(FrameError::Closed)) => Err(VerifyFailure::Lost { how: ended }),
+        Err(VerifierSessionError::Broken(error)) => {
+            Err(VerifyFailure::Lost { how: service::exit::one_line(&error) })
+        }
+        Err(VerifierSessionError::OutOfTurn) => {
             Err(VerifyFailure::Lost { how: "it broke the protocol: a frame came out of turn".to_owned() })
         }
     }
 }
 
-async fn converse(
+async fn run_session(
     connection: &AsyncConnection,
     generation: u64,
     device: String,
     fds: &GenerationFds,
-) -> Result<wire::Verified, End> {
+) -> Result<wire::Verified, VerifierSessionError> {
     let all: Vec<BorrowedFd<'_>> = fds.all().collect();
     let job = wire::VerifyJob { generation, device, fds: all.len() as u32 };
     command(connection, loader_command::Kind::Verify(job), &[]).await?;
@@ -107,21 +109,21 @@ async fn converse(
         command(connection, loader_command::Kind::Fds(batch), part).await?;
         match answer(connection).await? {
             loader_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
-            _ => return Err(End::OutOfTurn),
+            _ => return Err(VerifierSessionError::OutOfTurn),
         }
     }
     match answer(connection).await? {
         loader_frame::Kind::Verified(found) => Ok(found),
-        _ => Err(End::OutOfTurn),
+        _ => Err(VerifierSessionError::OutOfTurn),
     }
 }
 
 /// The next frame; a failure is an error wherever it comes. Descriptors have no business here and are closed.
-async fn answer(connection: &AsyncConnection) -> Result<loader_frame::Kind, End> {
+async fn answer(connection: &AsyncConnection) -> Result<loader_frame::Kind, VerifierSessionError> {
     let (frame, _) = connection.receive_within::<LoaderFrame>(FRAME_TIMEOUT).await?;
     match frame.kind {
-        Some(loader_frame::Kind::Failed(failed)) => Err(End::Reported(failed)),
+        Some(loader_frame::Kind::Failed(failed)) => Err(VerifierSessionError::Reported(failed)),
         Some(kind) => Ok(kind),
-        None => Err(End::OutOfTurn),
+        None => Err(VerifierSessionError::OutOfTurn),
     }
 }

@@ -18,7 +18,7 @@ use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{Generation, LoadRequest, UnloadRequest, load_event};
 use quant::DType;
 use tonic::transport::Channel;
-use weight_server::{Config, LoaderProgram};
+use weight_server::{LoaderProgram, WeightServerConfig};
 
 const ROLE: &str = "BALLAST_BENCH_LOADER";
 
@@ -54,7 +54,8 @@ fn host() {
 
 /// A weight-server in this process, whose loaders are this executable.
 fn start_server(directory: &Path, options: &str) {
-    let config: Config = toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
+    let config: WeightServerConfig =
+        toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
     let loader = LoaderProgram {
         program: std::env::current_exe().unwrap(),
         arguments: Vec::new(),

@@ -1,24 +1,24 @@
 //! Checksums of tensors and the digest of a model.
 //!
-//! A tensor's checksum is XXH3-128 over the XXH3-128 values of its pieces of 1 MiB: pieces can be taken in any order by
+//! A tensor's checksum is XXH3-128 over the XXH3-128 values of its chunks of 1 MiB: chunks can be taken in any order by
 //! any number of threads. The digest is BLAKE3 over every header and every checksum, in order: equal digests are equal
 //! files, however they were cut or named. It guards against damage and mix-ups; a hostile author could craft two models
-//! with equal piece checksums, which would deceive nobody but their own users.
+//! with equal chunk checksums, which would deceive nobody but their own users.
 
 use memory::manifest::{Checksum, Digest};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes of one piece; the last of a tensor may be shorter.
-pub(crate) const PIECE_BYTES: usize = 1 << 20;
+/// Bytes of one chunk; the last of a tensor may be shorter.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
-pub(crate) fn piece(bytes: &[u8]) -> u128 {
-    debug_assert!(bytes.len() <= PIECE_BYTES);
+pub(crate) fn chunk(bytes: &[u8]) -> u128 {
+    debug_assert!(bytes.len() <= CHUNK_BYTES);
     xxh3_128(bytes)
 }
 
-/// Checksum of a tensor from those of its pieces, in order.
-pub(crate) fn tensor(pieces: &[u128]) -> Checksum {
-    let bytes: Vec<u8> = pieces.iter().flat_map(|piece| piece.to_le_bytes()).collect();
+/// Checksum of a tensor from those of its chunks, in order.
+pub(crate) fn tensor(chunks: &[u128]) -> Checksum {
+    let bytes: Vec<u8> = chunks.iter().flat_map(|chunk| chunk.to_le_bytes()).collect();
     xxh3_128(&bytes).to_le_bytes()
 }
 
@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn piece_is_the_published_xxh3() {
-        assert_eq!(piece(b""), XXH3_128_EMPTY);
+        assert_eq!(chunk(b""), XXH3_128_EMPTY);
     }
 
     #[test]

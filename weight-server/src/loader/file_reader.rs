@@ -12,8 +12,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use nix::libc;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-use super::parts::FilePart;
-use super::read::{OpenFile, ReadError, Source, read_exact};
+use super::file_parts::FilePart;
+use super::host_reader::{OpenModelFile, TensorReadError, TensorSource, read_exact};
 
 /// Every drive's blocks are divisors of it, and so are pages.
 pub(super) const EDGE_BYTES: usize = 4096;
@@ -25,7 +25,7 @@ pub(super) fn reopen_direct(file: &File) -> Option<File> {
 }
 
 pub(super) struct FileReader {
-    pub(super) open: OpenFile,
+    pub(super) open: OpenModelFile,
     pub(super) direct: Option<File>,
 }
 
@@ -34,10 +34,10 @@ impl FileReader {
     /// after it; returns where the part starts.
     pub(super) fn read(
         &self,
-        source: &Source,
+        source: &TensorSource,
         part: &FilePart,
         memory: &mut [u8],
-    ) -> Result<usize, ReadError> {
+    ) -> Result<usize, TensorReadError> {
         let at = part.offset as usize % EDGE_BYTES;
         let end = at + part.bytes;
         if let Some(direct) = &self.direct
@@ -99,12 +99,13 @@ mod tests {
     }
 
     fn reader(file: &tempfile::NamedTempFile) -> FileReader {
-        let open = OpenFile { path: file.path().to_owned(), file: file.reopen().unwrap() };
+        let open = OpenModelFile { path: file.path().to_owned(), file: file.reopen().unwrap() };
         FileReader { direct: reopen_direct(&open.file), open }
     }
 
-    fn part(offset: usize, bytes: usize) -> (Source, FilePart) {
-        let source = Source { name: "t".to_owned(), file: 0, offset: offset as u64, bytes: bytes as u64 };
+    fn part(offset: usize, bytes: usize) -> (TensorSource, FilePart) {
+        let source =
+            TensorSource { name: "t".to_owned(), file: 0, offset: offset as u64, bytes: bytes as u64 };
         (source, FilePart { tensor: 0, start: 0, bytes, file: 0, offset: offset as u64 })
     }
 
@@ -144,6 +145,6 @@ mod tests {
         let (mut memory, skip) = memory();
         let (source, part) = part(LENGTH - 10, 11);
         let error = reader.read(&source, &part, &mut memory[skip..]).unwrap_err();
-        assert!(matches!(&error, ReadError::Truncated { tensor, .. } if tensor == "t"), "{error}");
+        assert!(matches!(&error, TensorReadError::Truncated { tensor, .. } if tensor == "t"), "{error}");
     }
 }

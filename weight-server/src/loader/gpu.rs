@@ -28,40 +28,40 @@ use memory::cuda::{
 };
 use memory::manifest::{self, DeviceKind, FileIdentity, Manifest};
 
+use super::file_parts::FilePart;
 use super::file_reader::{self, FileReader, reopen_direct};
-use super::gpu_error::GpuError;
-use super::job::{Filled, Plan};
-use super::parts::FilePart;
-use super::read::{OpenFile, Progress, ReadError};
+use super::gpu_error::GpuLoadError;
+use super::host_reader::{OpenModelFile, ReadProgress, TensorReadError};
+use super::job::{FilledAllocations, LoadPlan};
 use super::{CONTEXT_BYTES, PINNED_BYTES};
 
 pub(super) use kernels::cuda::loading::PART_BYTES;
 
 /// A process that was killed gives its memory back late; the driver takes up to seconds.
-const MEMORY_PATIENCE: Duration = Duration::from_secs(10);
+const ALLOCATION_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
 const _: () = assert!(file_reader::EDGE_BYTES == EDGE_BYTES);
 
 /// A GPU with a context of this process.
-pub(super) struct Gpu {
+pub(super) struct GpuContext {
     context: Context,
     kernels: kernels::cuda::Device,
 }
 
 /// A GPU that a model is to be loaded onto.
-pub(super) struct GpuLoad {
+pub(super) struct GpuLoadTarget {
     ring: StagingRing,
     pinned_bytes: u64,
     /// The model's files, to be read around the page cache; those that can.
     direct: Vec<Option<File>>,
-    gpu: Gpu,
+    gpu: GpuContext,
 }
 
-type Arrival = Result<(usize, HostSlot, TensorPart), GpuError>;
+type ReadResult = Result<(usize, HostSlot, TensorPart), GpuLoadError>;
 
-impl Gpu {
+impl GpuContext {
     /// Loads the driver and makes the context: devices are opened, threads started, so this comes before the sandbox.
-    pub(super) fn open(uuid: DeviceUuid) -> Result<Self, GpuError> {
+    pub(super) fn open(uuid: DeviceUuid) -> Result<Self, GpuLoadError> {
         let driver = memory::cuda::open_driver()?;
         let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
         let context = device.context()?;
@@ -73,30 +73,30 @@ impl Gpu {
         &self,
         manifest: &Manifest,
         fds: Vec<OwnedFd>,
-    ) -> Result<Vec<DeviceTensor>, GpuError> {
+    ) -> Result<Vec<DeviceTensor>, GpuLoadError> {
         Ok(ImportedModel::import(self.context.device(), manifest, fds)?.tensors)
     }
 
-    /// Checksums of the pieces of each tensor, as they are now.
-    pub(super) fn sums(&self, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
+    /// Checksums of the chunks of each tensor, as they are now.
+    pub(super) fn sums(&self, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuLoadError> {
         Ok(loading::verify(&self.kernels, tensors)?)
     }
 }
 
-impl GpuLoad {
+impl GpuLoadTarget {
     /// Besides, it opens the files a second time, which the sandbox would not let it.
-    pub(super) fn open(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Self, GpuError> {
+    pub(super) fn open(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Self, GpuLoadError> {
         let started = Instant::now();
         let bytes = files.iter().fold(0u64, |sum, (identity, _)| sum.saturating_add(identity.bytes));
         let (pages, gpu) = std::thread::scope(|scope| {
             let pages = scope.spawn(|| HostPages::new(ring_bytes(bytes)));
-            let gpu = Gpu::open(uuid);
+            let gpu = GpuContext::open(uuid);
             (pages.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), gpu)
         });
         let gpu = gpu?;
         let driver = started.elapsed();
         debug_assert!(ring_bytes(bytes) as u64 <= PINNED_BYTES, "was reserved");
-        let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuError::Pages)?)?;
+        let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuLoadError::Pages)?)?;
         let ring = StagingRing::new(&gpu.kernels, pinned)?;
         tracing::info!(
             driver_ms = driver.as_millis() as u64,
@@ -121,7 +121,7 @@ impl GpuLoad {
     }
 
     /// What a load takes until it is done, of the device beside the model and of the host.
-    pub(super) fn needs(&self, plan: &Plan) -> (u64, u64) {
+    pub(super) fn needs(&self, plan: &LoadPlan) -> (u64, u64) {
         let staging = CONTEXT_BYTES + STAGING_BYTES;
         let shared = if self.gpu.context.device().facts().integrated {
             plan.pack.allocation_bytes().saturating_add(staging)
@@ -134,11 +134,11 @@ impl GpuLoad {
     /// Allocates the model, fills it, exports it.
     pub(super) fn fill(
         &self,
-        plan: &Plan,
-        files: Vec<OpenFile>,
+        plan: &LoadPlan,
+        files: Vec<OpenModelFile>,
         threads: usize,
-        progress: &Progress,
-    ) -> Result<Filled<OwnedFd>, GpuError> {
+        progress: &ReadProgress,
+    ) -> Result<FilledAllocations<OwnedFd>, GpuLoadError> {
         let started = Instant::now();
         let readers: Vec<FileReader> = files
             .into_iter()
@@ -153,7 +153,7 @@ impl GpuLoad {
                 scope.spawn(move || self.read(plan, readers, next, progress, &filled));
             }
             drop(filled);
-            let taken = self.take_in(plan, &arrivals, progress, started);
+            let taken = self.receive_parts(plan, &arrivals, progress, started);
             // Whoever waits for a slot has no more to do, or nobody to bring it to.
             self.ring.close();
             taken
@@ -161,15 +161,15 @@ impl GpuLoad {
     }
 
     /// What the readers bring becomes a model.
-    fn take_in(
+    fn receive_parts(
         &self,
-        plan: &Plan,
-        arrivals: &Receiver<Arrival>,
-        progress: &Progress,
+        plan: &LoadPlan,
+        arrivals: &Receiver<ReadResult>,
+        progress: &ReadProgress,
         started: Instant,
-    ) -> Result<Filled<OwnedFd>, GpuError> {
-        let Gpu { context, kernels } = &self.gpu;
-        let mut model = WritableModel::allocate(context, &plan.pack.allocations, MEMORY_PATIENCE)?;
+    ) -> Result<FilledAllocations<OwnedFd>, GpuLoadError> {
+        let GpuContext { context, kernels } = &self.gpu;
+        let mut model = WritableModel::allocate(context, &plan.pack.allocations, ALLOCATION_RETRY_TIMEOUT)?;
         let destinations: Vec<TensorDestination> = plan
             .pack
             .placements
@@ -197,7 +197,7 @@ impl GpuLoad {
             gigabytes_per_second = bytes as f64 / read.as_secs_f64() / 1e9,
             "filled the GPU's memory"
         );
-        Ok(Filled { allocations, raw, laid_out })
+        Ok(FilledAllocations { allocations, raw, laid_out })
     }
 
     fn direct_file(&self, index: usize) -> Option<File> {
@@ -207,11 +207,11 @@ impl GpuLoad {
     /// Body of a reader.
     fn read(
         &self,
-        plan: &Plan,
+        plan: &LoadPlan,
         readers: &[FileReader],
         next: &AtomicUsize,
-        progress: &Progress,
-        filled: &Sender<Arrival>,
+        progress: &ReadProgress,
+        filled: &Sender<ReadResult>,
     ) {
         // Whoever receives stops at the first failure: a second one has nobody to go to.
         if let Err(error) = self.gpu.kernels.bind() {
@@ -223,7 +223,7 @@ impl GpuLoad {
                 Ok(Some(slot)) => {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(part) = plan.parts.get(index) else { return };
-                    bring(plan, &readers[part.file], part, slot).map(|(slot, part)| (index, slot, part))
+                    read_part(plan, &readers[part.file], part, slot).map(|(slot, part)| (index, slot, part))
                 }
                 Ok(None) => return,
                 Err(error) => Err(error.into()),
@@ -236,12 +236,12 @@ impl GpuLoad {
     }
 }
 
-fn bring(
-    plan: &Plan,
+fn read_part(
+    plan: &LoadPlan,
     reader: &FileReader,
     part: &FilePart,
     mut slot: HostSlot,
-) -> Result<(HostSlot, TensorPart), GpuError> {
+) -> Result<(HostSlot, TensorPart), GpuLoadError> {
     let at = reader.read(&plan.sources[part.tensor], part, slot.bytes_mut())?;
     let FilePart { tensor, start, bytes, .. } = *part;
     Ok((slot, TensorPart { tensor, start, bytes, at }))
@@ -250,10 +250,10 @@ fn bring(
 /// Gives all parts to the device in their order, whatever the order in which they arrive.
 fn submit_all(
     upload: &mut ModelUpload<'_>,
-    plan: &Plan,
-    arrivals: &Receiver<Arrival>,
-    progress: &Progress,
-) -> Result<(), GpuError> {
+    plan: &LoadPlan,
+    arrivals: &Receiver<ReadResult>,
+    progress: &ReadProgress,
+) -> Result<(), GpuLoadError> {
     let mut early = BTreeMap::new();
     for due in 0..plan.parts.len() {
         let (slot, part) = loop {
@@ -261,7 +261,8 @@ fn submit_all(
                 break found;
             }
             // Readers that are gone without a word were told to stop.
-            let (index, slot, part) = arrivals.recv().unwrap_or(Err(GpuError::Read(ReadError::Cancelled)))?;
+            let (index, slot, part) =
+                arrivals.recv().unwrap_or(Err(GpuLoadError::Read(TensorReadError::Cancelled)))?;
             early.insert(index, (slot, part));
         };
         upload.submit(slot, part)?;

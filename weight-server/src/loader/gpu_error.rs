@@ -3,10 +3,10 @@
 use memory::cuda::driver::Refusal;
 use memory::cuda::{AllocateError, DeviceError, FinishError, ImportModelError, OpenDriverError, PinError};
 
-use super::read::ReadError;
+use super::host_reader::TensorReadError;
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum GpuError {
+pub(super) enum GpuLoadError {
     #[error(transparent)]
     Driver(#[from] OpenDriverError),
     #[error(transparent)]
@@ -25,7 +25,7 @@ pub(super) enum GpuError {
     #[error("the generation cannot be imported")]
     Import(#[from] ImportModelError),
     #[error(transparent)]
-    Read(#[from] ReadError),
+    Read(#[from] TensorReadError),
     #[cfg(feature = "cuda")]
     #[error("the GPU failed")]
     Cuda(#[from] kernels::cuda::CudaError),

@@ -14,25 +14,25 @@ use memory::pack::{PackError, PackPlan, Packing};
 use quant::layout::{LayoutError, Tiles};
 
 use super::checksum;
+use super::file_parts::{FilePart, RowsTooLong, split_into_parts};
 use super::gpu::PART_BYTES;
-use super::gpu_error::GpuError;
-use super::parts::{FilePart, RowsTooLong, cut};
-use super::place::{Place, PlaceError};
-use super::read::{OpenFile, Progress, ReadError, Source, read_all};
+use super::gpu_error::GpuLoadError;
+use super::host_reader::{OpenModelFile, ReadProgress, TensorReadError, TensorSource, read_all};
+use super::target::{LoadTarget, LoadTargetError};
 
 /// What the weight-server asks for.
-pub(crate) struct Job {
+pub(crate) struct LoaderJob {
     pub(crate) generation: u64,
     pub(crate) model: String,
     /// Opened by the weight-server; the loader opens nothing.
     pub(crate) files: Vec<(FileIdentity, File)>,
     pub(crate) packing: Packing,
-    pub(crate) place: Place,
+    pub(crate) place: LoadTarget,
     pub(crate) threads: usize,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum LoadError {
+pub(super) enum ModelLoadError {
     #[error("tensor {tensor} cannot be laid out for a GPU: load the model on the host")]
     Tiles { tensor: String, source: LayoutError },
     #[error("the model cannot be brought to a GPU: load it on the host")]
@@ -40,9 +40,9 @@ pub(super) enum LoadError {
     #[error("an allocation of {bytes} bytes is larger than any memory")]
     TooLarge { bytes: u64 },
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Target(#[from] LoadTargetError),
     #[error(transparent)]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] GpuLoadError),
     #[error(transparent)]
     Open(#[from] gguf::OpenError),
     #[error("{} is refused", path.display())]
@@ -56,21 +56,21 @@ pub(super) enum LoadError {
     #[error("cannot allocate {bytes} bytes, {number} of {of}")]
     Allocate { bytes: u64, number: usize, of: usize, source: MemfdError },
     #[error(transparent)]
-    Read(#[from] ReadError),
+    Read(#[from] TensorReadError),
     #[error("cannot seal the loaded model")]
     Seal(#[source] MemfdError),
 }
 
 /// A job whose files have a valid header: what it takes is known, nothing is allocated yet.
-pub(crate) struct Prepared {
-    job: Job,
+pub(crate) struct PreparedLoad {
+    job: LoaderJob,
     model: GgufModel,
-    pub(crate) plan: Plan,
+    pub(crate) plan: LoadPlan,
 }
 
 /// What stands where, in the files and in memory.
-pub(crate) struct Plan {
-    pub(crate) sources: Vec<Source>,
+pub(crate) struct LoadPlan {
+    pub(crate) sources: Vec<TensorSource>,
     pub(crate) pack: PackPlan,
     /// On a GPU: how each tensor is laid out, and the parts in which they travel.
     pub(crate) tiles: Vec<Tiles>,
@@ -78,8 +78,8 @@ pub(crate) struct Plan {
     pub(crate) parts: Vec<FilePart>,
 }
 
-/// Memory that holds the model, and what its bytes are: checksums of each tensor's pieces, in the file and in memory.
-pub(crate) struct Filled<A> {
+/// Memory that holds the model, and what its bytes are: checksums of each tensor's chunks, in the file and in memory.
+pub(crate) struct FilledAllocations<A> {
     pub(crate) allocations: Vec<A>,
     pub(crate) raw: Vec<Vec<u128>>,
     pub(crate) laid_out: Vec<Vec<u128>>,
@@ -87,22 +87,22 @@ pub(crate) struct Filled<A> {
 
 /// All of a generation: nobody can change it any more.
 #[derive(Debug)]
-pub(crate) struct Loaded {
+pub(crate) struct LoadedModel {
     pub(crate) manifest: SealedMemfd,
     pub(crate) allocations: Vec<OwnedFd>,
 }
 
-impl Job {
+impl LoaderJob {
     /// Validates the headers of all files and plans the memory.
-    pub(crate) fn prepare(self) -> Result<Prepared, LoadError> {
+    pub(crate) fn prepare(self) -> Result<PreparedLoad, ModelLoadError> {
         self.check_unchanged()?;
         let first = self.files.first().map(|(identity, _)| identity.path.clone()).unwrap_or_default();
         let model = GgufModel::open_with(&first, |path| self.open(path))?;
         gguf::check_model(model.metadata())
-            .map_err(|source| LoadError::Model { path: first.clone(), source })?;
-        let sources: Vec<Source> = model
+            .map_err(|source| ModelLoadError::Model { path: first.clone(), source })?;
+        let sources: Vec<TensorSource> = model
             .tensors()
-            .map(|(file, tensor)| Source {
+            .map(|(file, tensor)| TensorSource {
                 name: tensor.name.clone(),
                 file,
                 offset: model.files()[file].header.file_offset(tensor),
@@ -110,23 +110,25 @@ impl Job {
             })
             .collect();
         let tiles = match &self.place {
-            Place::Host => Vec::new(),
-            Place::Gpu(_) => model.tensors().map(|(_, tensor)| tiles(tensor)).collect::<Result<_, _>>()?,
+            LoadTarget::Host => Vec::new(),
+            LoadTarget::Gpu(_) => {
+                model.tensors().map(|(_, tensor)| tiles(tensor)).collect::<Result<_, _>>()?
+            }
         };
         let sizes: Vec<u64> = match &self.place {
-            Place::Host => sources.iter().map(|source| source.bytes).collect(),
-            Place::Gpu(_) => tiles.iter().map(|tiles| tiles.bytes() as u64).collect(),
+            LoadTarget::Host => sources.iter().map(|source| source.bytes).collect(),
+            LoadTarget::Gpu(_) => tiles.iter().map(|tiles| tiles.bytes() as u64).collect(),
         };
-        let mut pack =
-            PackPlan::new(&sizes, self.packing).map_err(|source| LoadError::Pack { path: first, source })?;
+        let mut pack = PackPlan::new(&sizes, self.packing)
+            .map_err(|source| ModelLoadError::Pack { path: first, source })?;
         let mut parts = Vec::new();
-        if let Place::Gpu(gpu) = &self.place {
+        if let LoadTarget::Gpu(gpu) = &self.place {
             for bytes in &mut pack.allocations {
-                *bytes = gpu.allocated_bytes(*bytes).ok_or(LoadError::TooLarge { bytes: *bytes })?;
+                *bytes = gpu.allocated_bytes(*bytes).ok_or(ModelLoadError::TooLarge { bytes: *bytes })?;
             }
-            parts = cut(&sources, &tiles, PART_BYTES)?;
+            parts = split_into_parts(&sources, &tiles, PART_BYTES)?;
         }
-        Ok(Prepared { job: self, model, plan: Plan { sources, pack, tiles, parts } })
+        Ok(PreparedLoad { job: self, model, plan: LoadPlan { sources, pack, tiles, parts } })
     }
 
     /// The open file that has this path, from its start.
@@ -138,19 +140,20 @@ impl Job {
         Ok((file, identity.bytes))
     }
 
-    fn check_unchanged(&self) -> Result<(), LoadError> {
+    fn check_unchanged(&self) -> Result<(), ModelLoadError> {
         for (identity, file) in &self.files {
             let path = || identity.path.clone();
-            let metadata = file.metadata().map_err(|source| LoadError::Inspect { path: path(), source })?;
+            let metadata =
+                file.metadata().map_err(|source| ModelLoadError::Inspect { path: path(), source })?;
             if !FileIdentity::of(path(), &metadata).is_same_file(identity) {
-                return Err(LoadError::Changed { path: path() });
+                return Err(ModelLoadError::Changed { path: path() });
             }
         }
         Ok(())
     }
 }
 
-impl Prepared {
+impl PreparedLoad {
     /// Bytes of the manifest, nearly: names and metadata dominate.
     pub(crate) fn manifest_bytes(&self) -> u64 {
         /// Numbers, checksums and tags of one tensor.
@@ -163,33 +166,33 @@ impl Prepared {
     /// What the load takes until it is done: of the device beside the allocations, and of the host.
     pub(crate) fn needs(&self) -> (u64, u64) {
         match &self.job.place {
-            Place::Host => (0, self.plan.pack.allocation_bytes()),
-            Place::Gpu(gpu) => gpu.needs(&self.plan),
+            LoadTarget::Host => (0, self.plan.pack.allocation_bytes()),
+            LoadTarget::Gpu(gpu) => gpu.needs(&self.plan),
         }
     }
 
     /// Allocates, reads, checks that the files are still the same, ends writing.
-    pub(crate) fn load(&self, progress: &Progress) -> Result<Loaded, LoadError> {
-        let files: Vec<OpenFile> = self
+    pub(crate) fn load(&self, progress: &ReadProgress) -> Result<LoadedModel, ModelLoadError> {
+        let files: Vec<OpenModelFile> = self
             .job
             .files
             .iter()
             .map(|(identity, file)| {
                 let path = identity.path.clone();
                 match file.try_clone() {
-                    Ok(file) => Ok(OpenFile { path, file }),
-                    Err(source) => Err(LoadError::Inspect { path, source }),
+                    Ok(file) => Ok(OpenModelFile { path, file }),
+                    Err(source) => Err(ModelLoadError::Inspect { path, source }),
                 }
             })
             .collect::<Result<_, _>>()?;
         match &self.job.place {
-            Place::Host => {
+            LoadTarget::Host => {
                 let filled = self.fill_host(&files, progress);
                 // A file that shrank meanwhile reads as cut off; that it changed is the better answer.
                 self.job.check_unchanged()?;
-                let Filled { allocations, raw, laid_out } = filled?;
+                let FilledAllocations { allocations, raw, laid_out } = filled?;
                 let sealed = allocations.into_iter().map(HostAllocation::seal).collect::<Result<Vec<_>, _>>();
-                let sealed = sealed.map_err(LoadError::Seal)?;
+                let sealed = sealed.map_err(ModelLoadError::Seal)?;
                 let entry = |memfd: &SealedMemfd| Allocation {
                     device: 0,
                     bytes: memfd.bytes(),
@@ -198,36 +201,36 @@ impl Prepared {
                 let entries = sealed.iter().map(entry).collect();
                 let manifest = self.manifest(Device::host(), entries, &raw, &laid_out);
                 let allocations = sealed.into_iter().map(OwnedFd::from).collect();
-                Ok(Loaded { manifest: manifest.to_memfd().map_err(LoadError::Seal)?, allocations })
+                Ok(LoadedModel { manifest: manifest.to_memfd().map_err(ModelLoadError::Seal)?, allocations })
             }
-            Place::Gpu(gpu) => {
+            LoadTarget::Gpu(gpu) => {
                 let filled = gpu.fill(&self.plan, files, self.job.threads, progress);
                 self.job.check_unchanged()?;
-                let Filled { allocations, raw, laid_out } = filled?;
+                let FilledAllocations { allocations, raw, laid_out } = filled?;
                 let entry = |&bytes: &u64| Allocation { device: 0, bytes, inode: 0 };
                 let entries = self.plan.pack.allocations.iter().map(entry).collect();
                 let manifest = self.manifest(gpu.entry(), entries, &raw, &laid_out);
-                Ok(Loaded { manifest: manifest.to_memfd().map_err(LoadError::Seal)?, allocations })
+                Ok(LoadedModel { manifest: manifest.to_memfd().map_err(ModelLoadError::Seal)?, allocations })
             }
         }
     }
 
     fn fill_host(
         &self,
-        files: &[OpenFile],
-        progress: &Progress,
-    ) -> Result<Filled<HostAllocation>, LoadError> {
-        let Plan { sources, pack, .. } = &self.plan;
+        files: &[OpenModelFile],
+        progress: &ReadProgress,
+    ) -> Result<FilledAllocations<HostAllocation>, ModelLoadError> {
+        let LoadPlan { sources, pack, .. } = &self.plan;
         let of = pack.allocations.len();
         let mut allocations = Vec::with_capacity(of);
         for (index, &bytes) in pack.allocations.iter().enumerate() {
             let allocation = HostAllocation::create("ballast-weights", bytes)
-                .map_err(|source| LoadError::Allocate { bytes, number: index + 1, of, source })?;
+                .map_err(|source| ModelLoadError::Allocate { bytes, number: index + 1, of, source })?;
             allocations.push(allocation);
         }
         let raw = read_all(sources, files, pack, &mut allocations, self.job.threads, progress)?;
         // Layout 0 is the file's own.
-        Ok(Filled { allocations, laid_out: raw.clone(), raw })
+        Ok(FilledAllocations { allocations, laid_out: raw.clone(), raw })
     }
 
     fn manifest(
@@ -276,13 +279,13 @@ impl Prepared {
     }
 }
 
-fn tiles(tensor: &gguf::TensorInfo) -> Result<Tiles, LoadError> {
-    let refused = |source| LoadError::Tiles { tensor: tensor.name.clone(), source };
+fn tiles(tensor: &gguf::TensorInfo) -> Result<Tiles, ModelLoadError> {
+    let refused = |source| ModelLoadError::Tiles { tensor: tensor.name.clone(), source };
     let cols = tensor.dims.first().copied().unwrap_or(1);
     let rows = tensor.dims.iter().skip(1).try_fold(1u64, |rows, dim| rows.checked_mul(*dim));
     let fits = |number: u64| usize::try_from(number).ok();
     let (Some(cols), Some(rows)) = (fits(cols), rows.and_then(fits)) else {
-        return Err(LoadError::TooLarge { bytes: tensor.bytes });
+        return Err(ModelLoadError::TooLarge { bytes: tensor.bytes });
     };
     Tiles::new(tensor.dtype, cols, rows).map_err(refused)
 }

@@ -19,16 +19,16 @@
 //! place of the LoadJob it checks a resident model (`verify`).
 
 mod checksum;
+mod file_parts;
 #[cfg(any(feature = "cuda", test))]
 mod file_reader;
 #[cfg_attr(not(feature = "cuda"), path = "no_gpu.rs")]
 mod gpu;
 mod gpu_error;
+mod host_reader;
 mod job;
-mod parts;
-mod place;
-mod read;
 mod sandbox;
+mod target;
 mod verify;
 
 use std::fs::File;
@@ -48,13 +48,13 @@ use proto::weights::v1::{
 use service::exit::one_line;
 use service::{Exit, HasExit};
 
-use gpu_error::GpuError;
-use job::{Job, LoadError, Loaded, Prepared};
-use place::{Place, PlaceError};
-use read::{Progress, ReadError};
-use sandbox::Profile;
+use gpu_error::GpuLoadError;
+use host_reader::{ReadProgress, TensorReadError};
+use job::{LoadedModel, LoaderJob, ModelLoadError, PreparedLoad};
+use sandbox::SandboxProfile;
+use target::{LoadTarget, LoadTargetError};
 
-pub(crate) use place::layout_of;
+pub(crate) use target::layout_for_device;
 
 /// The weight-server has the job ready before it starts a loader, and answers a plan from its tables.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -69,7 +69,7 @@ pub(crate) const CONTEXT_BYTES: u64 = 544 << 20;
 pub(crate) const PINNED_BYTES: u64 = 97 << 20;
 
 /// How often progress is reported; also how soon a loader notices that nobody wants its work any more.
-const REPORT_EVERY: Duration = Duration::from_millis(100);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoaderError {
@@ -111,13 +111,13 @@ pub fn run() -> Result<(), LoaderError> {
     let Some(files) = with_identities(&job, files) else {
         return Err(LoaderError::Unexpected { expected: "one open file per path", found: "another number" });
     };
-    let place = match Place::open(&job.device, job.layout, &files) {
+    let place = match LoadTarget::open(&job.device, job.layout, &files) {
         Ok(place) => place,
-        Err(error) => return fail(&connection, &LoadError::Place(error)),
+        Err(error) => return fail(&connection, &ModelLoadError::Target(error)),
     };
     let profile = match place {
-        Place::Host => Profile::Host,
-        Place::Gpu(_) => Profile::Gpu,
+        LoadTarget::Host => SandboxProfile::Host,
+        LoadTarget::Gpu(_) => SandboxProfile::Gpu,
     };
     let job = job_of(job, files, place);
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
@@ -130,19 +130,22 @@ pub fn run() -> Result<(), LoaderError> {
         (loader_command::Kind::Proceed(_), _) => {}
         (other, _) => return Err(unexpected("leave to proceed", &other)),
     }
-    let told = match load(&connection, &prepared)? {
+    let outcome = match load(&connection, &prepared)? {
         Ok(loaded) => hand_over(&connection, &loaded),
         Err(error) => fail(&connection, &error),
     };
     // A context goes with its process in 40 ms; the driver's own way takes 70, and whoever waits for the model waits for
     // that.
     std::mem::forget(prepared);
-    told
+    outcome
 }
 
 /// Loads on a thread beside this one, which reports progress until it ends.
-fn load(connection: &Connection, prepared: &Prepared) -> Result<Result<Loaded, LoadError>, LoaderError> {
-    let progress = &Progress::default();
+fn load(
+    connection: &Connection,
+    prepared: &PreparedLoad,
+) -> Result<Result<LoadedModel, ModelLoadError>, LoaderError> {
+    let progress = &ReadProgress::default();
     std::thread::scope(|scope| {
         let (done, wait) = std::sync::mpsc::channel();
         let worker = std::thread::Builder::new()
@@ -154,13 +157,13 @@ fn load(connection: &Connection, prepared: &Prepared) -> Result<Result<Loaded, L
             })
             .map_err(LoaderError::Thread)?;
         loop {
-            match wait.recv_timeout(REPORT_EVERY) {
+            match wait.recv_timeout(PROGRESS_INTERVAL) {
                 Ok(result) => return Ok(result),
                 Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
                 // Its sender is gone without a result: it panicked, and joining passes that on.
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => match worker.join() {
                     Err(panic) => std::panic::resume_unwind(panic),
-                    Ok(()) => return Ok(Err(LoadError::Read(ReadError::Cancelled))),
+                    Ok(()) => return Ok(Err(ModelLoadError::Read(TensorReadError::Cancelled))),
                 },
             }
             let done_bytes = progress.done_bytes.load(Ordering::Relaxed);
@@ -173,7 +176,7 @@ fn load(connection: &Connection, prepared: &Prepared) -> Result<Result<Loaded, L
     })
 }
 
-fn hand_over(connection: &Connection, loaded: &Loaded) -> Result<(), LoaderError> {
+fn hand_over(connection: &Connection, loaded: &LoadedModel) -> Result<(), LoaderError> {
     let allocations = loaded.allocations.iter().map(AsFd::as_fd);
     let all: Vec<BorrowedFd<'_>> = std::iter::once(loaded.manifest.as_fd()).chain(allocations).collect();
     for batch in batches(all.len() as u32) {
@@ -189,7 +192,7 @@ fn hand_over(connection: &Connection, loaded: &Loaded) -> Result<(), LoaderError
     Ok(())
 }
 
-fn fail(connection: &Connection, error: &LoadError) -> Result<(), LoaderError> {
+fn fail(connection: &Connection, error: &ModelLoadError) -> Result<(), LoaderError> {
     let failed = wire::LoadFailed { failure: failure_of(error).into(), text: one_line(error) };
     send(connection, loader_frame::Kind::Failed(failed), &[])
 }
@@ -227,8 +230,8 @@ fn with_identities(job: &wire::LoadJob, files: Vec<OwnedFd>) -> Option<Vec<(File
     (files.len() == job.files.len()).then(|| identities.zip(files.into_iter().map(File::from)).collect())
 }
 
-fn job_of(job: wire::LoadJob, files: Vec<(FileIdentity, File)>, place: Place) -> Job {
-    Job {
+fn job_of(job: wire::LoadJob, files: Vec<(FileIdentity, File)>, place: LoadTarget) -> LoaderJob {
+    LoaderJob {
         generation: job.generation,
         model: job.model,
         files,
@@ -238,7 +241,7 @@ fn job_of(job: wire::LoadJob, files: Vec<(FileIdentity, File)>, place: Place) ->
     }
 }
 
-fn plan_frame(prepared: &Prepared) -> wire::LoadPlan {
+fn plan_frame(prepared: &PreparedLoad) -> wire::LoadPlan {
     let pack = &prepared.plan.pack;
     let (staging_bytes, host_bytes) = prepared.needs();
     wire::LoadPlan {
@@ -252,38 +255,44 @@ fn plan_frame(prepared: &Prepared) -> wire::LoadPlan {
     }
 }
 
-fn failure_of(error: &LoadError) -> LoadFailure {
+fn failure_of(error: &ModelLoadError) -> LoadFailure {
     match error {
-        LoadError::Place(PlaceError::Layout { .. } | PlaceError::Name { .. })
-        | LoadError::Tiles { .. }
-        | LoadError::Rows(_) => LoadFailure::Unsupported,
-        LoadError::Open(gguf::OpenError::Io { .. }) | LoadError::Inspect { .. } => LoadFailure::File,
-        LoadError::Open(_) | LoadError::Model { .. } | LoadError::Pack { .. } => LoadFailure::ModelRefused,
-        LoadError::TooLarge { .. } => LoadFailure::OutOfMemory,
-        LoadError::Changed { .. } => LoadFailure::FileChanged,
-        LoadError::Allocate { source, .. } | LoadError::Seal(source) => memory_failure(source),
-        LoadError::Read(error) => read_failure(error),
-        LoadError::Gpu(error) | LoadError::Place(PlaceError::Gpu(error)) => gpu_failure(error),
+        ModelLoadError::Target(LoadTargetError::Layout { .. } | LoadTargetError::Name { .. })
+        | ModelLoadError::Tiles { .. }
+        | ModelLoadError::Rows(_) => LoadFailure::Unsupported,
+        ModelLoadError::Open(gguf::OpenError::Io { .. }) | ModelLoadError::Inspect { .. } => {
+            LoadFailure::File
+        }
+        ModelLoadError::Open(_) | ModelLoadError::Model { .. } | ModelLoadError::Pack { .. } => {
+            LoadFailure::ModelRefused
+        }
+        ModelLoadError::TooLarge { .. } => LoadFailure::OutOfMemory,
+        ModelLoadError::Changed { .. } => LoadFailure::FileChanged,
+        ModelLoadError::Allocate { source, .. } | ModelLoadError::Seal(source) => memory_failure(source),
+        ModelLoadError::Read(error) => read_failure(error),
+        ModelLoadError::Gpu(error) | ModelLoadError::Target(LoadTargetError::Gpu(error)) => {
+            gpu_failure(error)
+        }
     }
 }
 
-fn read_failure(error: &ReadError) -> LoadFailure {
+fn read_failure(error: &TensorReadError) -> LoadFailure {
     match error {
-        ReadError::Memory { source, .. } => memory_failure(source),
-        ReadError::Io { .. } | ReadError::Cancelled => LoadFailure::File,
-        ReadError::Truncated { .. } => LoadFailure::Truncated,
+        TensorReadError::Memory { source, .. } => memory_failure(source),
+        TensorReadError::Io { .. } | TensorReadError::Cancelled => LoadFailure::File,
+        TensorReadError::Truncated { .. } => LoadFailure::Truncated,
     }
 }
 
-fn gpu_failure(error: &GpuError) -> LoadFailure {
+fn gpu_failure(error: &GpuLoadError) -> LoadFailure {
     match error {
-        GpuError::Driver(_) | GpuError::Device(_) => LoadFailure::Unsupported,
-        GpuError::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
-        GpuError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. })
-        | GpuError::Pin(PinError::Refused { .. }) => LoadFailure::OutOfMemory,
+        GpuLoadError::Driver(_) | GpuLoadError::Device(_) => LoadFailure::Unsupported,
+        GpuLoadError::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
+        GpuLoadError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. })
+        | GpuLoadError::Pin(PinError::Refused { .. }) => LoadFailure::OutOfMemory,
         #[cfg(feature = "cuda")]
-        GpuError::Pages(_) => LoadFailure::OutOfMemory,
-        GpuError::Read(error) => read_failure(error),
+        GpuLoadError::Pages(_) => LoadFailure::OutOfMemory,
+        GpuLoadError::Read(error) => read_failure(error),
         _ => LoadFailure::Device,
     }
 }

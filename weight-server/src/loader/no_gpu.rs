@@ -1,4 +1,4 @@
-//! `Gpu` and `GpuLoad` of a build without CUDA: there are none, and asking for one says so.
+//! `GpuContext` and `GpuLoadTarget` of a build without CUDA: there are none, and asking for one says so.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -7,34 +7,34 @@ use std::os::fd::OwnedFd;
 use memory::cuda::{DeviceTensor, DeviceUuid, OpenDriverError};
 use memory::manifest::{Device, FileIdentity, Manifest};
 
-use super::gpu_error::GpuError;
-use super::job::{Filled, Plan};
-use super::read::{OpenFile, Progress};
+use super::gpu_error::GpuLoadError;
+use super::host_reader::{OpenModelFile, ReadProgress};
+use super::job::{FilledAllocations, LoadPlan};
 
 /// As in `gpu`; without a GPU nothing is ever cut.
 pub(super) const PART_BYTES: usize = 4 << 20;
 
-pub(super) struct Gpu(Infallible);
+pub(super) struct GpuContext(Infallible);
 
-pub(super) struct GpuLoad(Infallible);
+pub(super) struct GpuLoadTarget(Infallible);
 
-impl Gpu {
-    pub(super) fn open(_: DeviceUuid) -> Result<Self, GpuError> {
-        Err(GpuError::Driver(OpenDriverError::NotBuilt))
+impl GpuContext {
+    pub(super) fn open(_: DeviceUuid) -> Result<Self, GpuLoadError> {
+        Err(GpuLoadError::Driver(OpenDriverError::NotBuilt))
     }
 
-    pub(super) fn import(&self, _: &Manifest, _: Vec<OwnedFd>) -> Result<Vec<DeviceTensor>, GpuError> {
+    pub(super) fn import(&self, _: &Manifest, _: Vec<OwnedFd>) -> Result<Vec<DeviceTensor>, GpuLoadError> {
         match self.0 {}
     }
 
-    pub(super) fn sums(&self, _: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuError> {
+    pub(super) fn sums(&self, _: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuLoadError> {
         match self.0 {}
     }
 }
 
-impl GpuLoad {
-    pub(super) fn open(_: DeviceUuid, _: &[(FileIdentity, File)]) -> Result<Self, GpuError> {
-        Err(GpuError::Driver(OpenDriverError::NotBuilt))
+impl GpuLoadTarget {
+    pub(super) fn open(_: DeviceUuid, _: &[(FileIdentity, File)]) -> Result<Self, GpuLoadError> {
+        Err(GpuLoadError::Driver(OpenDriverError::NotBuilt))
     }
 
     pub(super) fn entry(&self) -> Device {
@@ -45,17 +45,17 @@ impl GpuLoad {
         match self.0 {}
     }
 
-    pub(super) fn needs(&self, _: &Plan) -> (u64, u64) {
+    pub(super) fn needs(&self, _: &LoadPlan) -> (u64, u64) {
         match self.0 {}
     }
 
     pub(super) fn fill(
         &self,
-        _: &Plan,
-        _: Vec<OpenFile>,
+        _: &LoadPlan,
+        _: Vec<OpenModelFile>,
         _: usize,
-        _: &Progress,
-    ) -> Result<Filled<OwnedFd>, GpuError> {
+        _: &ReadProgress,
+    ) -> Result<FilledAllocations<OwnedFd>, GpuLoadError> {
         match self.0 {}
     }
 }

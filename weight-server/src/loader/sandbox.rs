@@ -25,10 +25,10 @@ use nix::sys::signal::{SigSet, Signal};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
 /// The newest Landlock whose rights this knows; older kernels take what they have of it.
-const LANDLOCK: ABI = ABI::V6;
+const LANDLOCK_ABI: ABI = ABI::V6;
 
 /// All that a loader calls: reading, its socket, memory, threads, time, signals of its own, the end.
-const SYSTEM_CALLS: [c_long; 61] = [
+const ALLOWED_SYSCALLS: [c_long; 61] = [
     libc::SYS_read,
     libc::SYS_pread64,
     libc::SYS_readv,
@@ -95,7 +95,7 @@ const SYSTEM_CALLS: [c_long; 61] = [
 
 /// What a loader with a GPU's driver in it does not call: programs, other processes, sockets, privileges, the machine's own
 /// settings. Reading and writing what is open, memory, threads and ioctl stay.
-const REFUSED_WITH_DRIVER: [c_long; 54] = [
+const DENIED_GPU_SYSCALLS: [c_long; 54] = [
     libc::SYS_execve,
     libc::SYS_execveat,
     libc::SYS_ptrace,
@@ -154,7 +154,7 @@ const REFUSED_WITH_DRIVER: [c_long; 54] = [
 
 /// What the loader has in it beside itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Profile {
+pub(super) enum SandboxProfile {
     Host,
     /// A GPU's driver, with a context.
     Gpu,
@@ -173,7 +173,7 @@ pub enum SandboxError {
 }
 
 /// Call while no other thread of our own runs: later ones inherit all of it.
-pub(super) fn enter(profile: Profile) -> Result<(), SandboxError> {
+pub(super) fn enter(profile: SandboxProfile) -> Result<(), SandboxError> {
     set_no_new_privs().map_err(SandboxError::NoNewPrivs)?;
     // A memfd beyond RLIMIT_FSIZE then fails with an error that can be reported instead of killing the process.
     let mut signals = SigSet::empty();
@@ -182,18 +182,18 @@ pub(super) fn enter(profile: Profile) -> Result<(), SandboxError> {
     // What no rule allows is refused.
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(LANDLOCK))?
-        .handle_access(AccessNet::from_all(LANDLOCK))?
-        .scope(Scope::from_all(LANDLOCK))?
+        .handle_access(AccessFs::from_all(LANDLOCK_ABI))?
+        .handle_access(AccessNet::from_all(LANDLOCK_ABI))?
+        .scope(Scope::from_all(LANDLOCK_ABI))?
         .create()?;
     let (rules, filter) = match profile {
-        Profile::Host => (rules, only(&SYSTEM_CALLS)?),
-        Profile::Gpu => (driver_files(rules)?, all_but(&REFUSED_WITH_DRIVER)?),
+        SandboxProfile::Host => (rules, allow_only(&ALLOWED_SYSCALLS)?),
+        SandboxProfile::Gpu => (driver_files(rules)?, deny(&DENIED_GPU_SYSCALLS)?),
     };
     rules.restrict_self()?;
     let applied = match profile {
-        Profile::Host => seccompiler::apply_filter(&filter),
-        Profile::Gpu => seccompiler::apply_filter_all_threads(&filter),
+        SandboxProfile::Host => seccompiler::apply_filter(&filter),
+        SandboxProfile::Gpu => seccompiler::apply_filter_all_threads(&filter),
     };
     if let Err(error) = applied {
         tracing::warn!(%error, "this kernel takes no system call filter");
@@ -225,14 +225,14 @@ fn nvidia_devices(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Not known rather than killed: the C library then takes an older way, and what has none reports an error.
-const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
+const DENY: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 
-fn only(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
-    filter(calls, REFUSED, SeccompAction::Allow)
+fn allow_only(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
+    filter(calls, DENY, SeccompAction::Allow)
 }
 
-fn all_but(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
-    filter(calls, SeccompAction::Allow, REFUSED)
+fn deny(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
+    filter(calls, SeccompAction::Allow, DENY)
 }
 
 fn filter(
@@ -258,7 +258,7 @@ mod tests {
     fn confined_thread_keeps_what_is_open_and_gets_nothing_else() {
         let mut open = tempfile::tempfile().unwrap();
         std::thread::spawn(move || {
-            enter(Profile::Host).unwrap();
+            enter(SandboxProfile::Host).unwrap();
             open.write_all(b"still").unwrap();
             open.rewind().unwrap();
             let mut text = String::new();
@@ -299,7 +299,7 @@ mod tests {
             when_asked.recv().unwrap();
             UdpSocket::bind("127.0.0.1:0").unwrap_err().raw_os_error()
         });
-        enter(Profile::Gpu).unwrap();
+        enter(SandboxProfile::Gpu).unwrap();
         asked.send(()).unwrap();
         assert_eq!(earlier.join().unwrap(), Some(libc::ENOSYS));
         assert!(Command::new("/bin/true").spawn().is_err());

@@ -16,20 +16,20 @@ use memory::seqpacket::Connection;
 use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
 
-use super::gpu_error::GpuError;
-use super::place::{PlaceError, open_gpu};
-use super::sandbox::{self, Profile};
+use super::gpu_error::GpuLoadError;
+use super::sandbox::{self, SandboxProfile};
+use super::target::{LoadTargetError, open_gpu};
 use super::{LoaderError, checksum, command, gpu_failure, send, unexpected};
 
 /// Names of damaged tensors that are told; the count says the rest.
-const NAMES: usize = 16;
+const MAX_REPORTED_NAMES: usize = 16;
 
 #[derive(Debug, thiserror::Error)]
 enum VerifyError {
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Target(#[from] LoadTargetError),
     #[error(transparent)]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] GpuLoadError),
     #[error("the hand-off is inconsistent")]
     Handoff(#[from] HandoffError),
     #[error("the generation cannot be read")]
@@ -42,7 +42,7 @@ pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), 
     let failed = match check(connection, job) {
         Ok(verified) => return send(connection, loader_frame::Kind::Verified(verified), &[]),
         Err(VerifyError::Loader(error)) => return Err(error),
-        Err(VerifyError::Gpu(error) | VerifyError::Place(PlaceError::Gpu(error))) => {
+        Err(VerifyError::Gpu(error) | VerifyError::Target(LoadTargetError::Gpu(error))) => {
             wire::LoadFailed { failure: gpu_failure(&error).into(), text: one_line(&error) }
         }
         Err(error) => wire::LoadFailed { failure: LoadFailure::Device.into(), text: one_line(&error) },
@@ -52,7 +52,7 @@ pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), 
 
 fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
     let gpu = open_gpu(&job.device)?;
-    sandbox::enter(Profile::Gpu).map_err(LoaderError::Sandbox)?;
+    sandbox::enter(SandboxProfile::Gpu).map_err(LoaderError::Sandbox)?;
     let mut collector = Collector::new(job.fds)?;
     while !collector.is_complete() {
         match command(connection)? {
@@ -68,13 +68,13 @@ fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verifie
     Ok(compare(&manifest, &gpu.sums(&tensors)?))
 }
 
-/// Holds the checksums of pieces against what the manifest says of their tensors.
-fn compare(manifest: &Manifest, pieces: &[Vec<u128>]) -> wire::Verified {
+/// Holds the checksums of chunks against what the manifest says of their tensors.
+fn compare(manifest: &Manifest, chunks: &[Vec<u128>]) -> wire::Verified {
     let mut verified = wire::Verified { checked_bytes: manifest.tensor_bytes(), ..Default::default() };
-    for (tensor, pieces) in manifest.tensors.iter().zip(pieces) {
-        if checksum::tensor(pieces) != tensor.checksum {
+    for (tensor, chunks) in manifest.tensors.iter().zip(chunks) {
+        if checksum::tensor(chunks) != tensor.checksum {
             verified.damaged_count += 1;
-            if verified.damaged.len() < NAMES {
+            if verified.damaged.len() < MAX_REPORTED_NAMES {
                 verified.damaged.push(tensor.name.clone());
             }
         }
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn tensors_whose_bytes_have_changed_are_named_and_counted() {
-        let pieces: Vec<Vec<u128>> = (0..40u128).map(|tensor| vec![tensor, tensor + 1]).collect();
+        let chunks: Vec<Vec<u128>> = (0..40u128).map(|tensor| vec![tensor, tensor + 1]).collect();
         let tensor = |index: usize| TensorEntry {
             name: format!("blk.{index}.weight"),
             dtype: 0,
@@ -101,7 +101,7 @@ mod tests {
             offset: 32 * index as u64,
             bytes: 32,
             raw_checksum: [0; 16],
-            checksum: checksum::tensor(&pieces[index]),
+            checksum: checksum::tensor(&chunks[index]),
         };
         let manifest = Manifest {
             model: "m".to_owned(),
@@ -115,14 +115,14 @@ mod tests {
             gguf_metadata: bytes::Bytes::new(),
             created_unix_seconds: 0,
         };
-        let whole = compare(&manifest, &pieces);
+        let whole = compare(&manifest, &chunks);
         assert_eq!((whole.damaged_count, whole.damaged.len(), whole.checked_bytes), (0, 0, 40 * 32));
-        let mut damaged = pieces;
-        for pieces in &mut damaged[3..30] {
-            pieces.swap(0, 1);
+        let mut damaged = chunks;
+        for chunks in &mut damaged[3..30] {
+            chunks.swap(0, 1);
         }
         let found = compare(&manifest, &damaged);
-        assert_eq!((found.damaged_count, found.damaged.len()), (27, NAMES));
+        assert_eq!((found.damaged_count, found.damaged.len()), (27, MAX_REPORTED_NAMES));
         assert_eq!(found.damaged[0], "blk.3.weight");
     }
 }

@@ -10,11 +10,11 @@ mod devices;
 mod random;
 
 use super::*;
-use crate::catalog::{Contents, LoadKey};
-use crate::events::{Ask, CallId, ConnectionId, LoadAnswer, LoadAsk, VerifyReport, WaiterId};
-use crate::lease_table::Peer;
-use crate::ledger::Shortage;
-use crate::refusal::{Refusal, UnloadRefusal, VerifyFailure};
+use crate::catalog::{GenerationContents, LoadKey};
+use crate::events::{AttachParams, CallId, ConnectionId, LoadOutcome, LoadParams, VerifyReport, WaiterId};
+use crate::lease_table::WorkerProcess;
+use crate::ledger::ReservationError;
+use crate::refusal::{AttachRefusal, UnloadRefusal, VerifyFailure};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;
@@ -23,16 +23,16 @@ const GPU: &str = "GPU-01010101-0101-0101-0101-010101010101";
 /// Room for a model of 400 MiB, two contexts, and not for two such models more.
 const GPU_BYTES: u64 = 1800 * MIB;
 
-fn limits(capacity: u64, fds: u64) -> Limits {
+fn limits(capacity: u64, fds: u64) -> WeightServerLimits {
     let device_bytes = BTreeMap::from([(HOST.to_owned(), capacity), (GPU.to_owned(), GPU_BYTES)]);
-    Limits { device_bytes, fds, uids: BTreeSet::from([1000]) }
+    WeightServerLimits { device_bytes, fds, uids: BTreeSet::from([1000]) }
 }
 
-fn state_with(capacity: u64, fds: u64) -> State {
-    State::new(limits(capacity, fds), Vec::new(), Vec::new(), Duration::ZERO)
+fn state_with(capacity: u64, fds: u64) -> WeightServerState {
+    WeightServerState::new(limits(capacity, fds), Vec::new(), Vec::new(), Duration::ZERO)
 }
 
-fn state() -> State {
+fn state() -> WeightServerState {
     state_with(1000 * MIB, 1000)
 }
 
@@ -52,30 +52,30 @@ fn key(file: u64, bytes: u64) -> LoadKey {
     LoadKey { files: vec![file], device: HOST.to_owned(), layout: 0 }
 }
 
-fn load(call: u64, model: &str, file: u64, bytes: u64) -> Event {
+fn load(call: u64, model: &str, file: u64, bytes: u64) -> WeightServerEvent {
     let key = key(file, bytes);
     let path = key.files[0].path.clone();
     let device = key.device.clone();
-    let ask = LoadAsk { model: model.to_owned(), path, device, key: Ok(key), one_per_tensor: false };
-    Event::LoadAsked { call: CallId(call), ask, available_bytes: NEVER_SHORT }
+    let params = LoadParams { model: model.to_owned(), path, device, key: Ok(key), one_per_tensor: false };
+    WeightServerEvent::LoadRequested { call: CallId(call), params, available_bytes: NEVER_SHORT }
 }
 
-fn contents(bytes: u64) -> Contents {
-    Contents {
+fn contents(bytes: u64) -> GenerationContents {
+    GenerationContents {
         allocation_bytes: bytes,
         tensor_bytes: bytes,
         allocations: 1,
         tensors: 1,
-        ..Contents::default()
+        ..GenerationContents::default()
     }
 }
 
-fn peer(pid: i32) -> Peer {
-    Peer { pid, uid: 1000, start_ticks: 7 }
+fn peer(pid: i32) -> WorkerProcess {
+    WorkerProcess { pid, uid: 1000, start_ticks: 7 }
 }
 
-fn ask(model: &str) -> Ask {
-    Ask {
+fn ask(model: &str) -> AttachParams {
+    AttachParams {
         protocol: PROTOCOL,
         layout: 0,
         manifest_format: FORMAT,
@@ -87,74 +87,85 @@ fn ask(model: &str) -> Ask {
     }
 }
 
-fn attach(connection: u64, model: &str) -> Event {
-    Event::AttachAsked {
+fn attach(connection: u64, model: &str) -> WeightServerEvent {
+    WeightServerEvent::AttachRequested {
         connection: ConnectionId(connection),
         peer: peer(connection as i32),
-        ask: ask(model),
+        params: ask(model),
     }
 }
 
-fn planned(generation: u64, bytes: u64) -> Event {
-    Event::LoadPlanned { generation, contents: contents(bytes), available_bytes: NEVER_SHORT }
+fn planned(generation: u64, bytes: u64) -> WeightServerEvent {
+    WeightServerEvent::LoadPlanned { generation, contents: contents(bytes), available_bytes: NEVER_SHORT }
 }
 
-fn answers(actions: &[Action]) -> Vec<(u64, &Result<LoadAnswer, LoadFailure>)> {
+fn answers(actions: &[WeightServerAction]) -> Vec<(u64, &Result<LoadOutcome, LoadFailure>)> {
     actions
         .iter()
         .filter_map(|action| match action {
-            Action::AnswerLoad { call, result } => Some((call.0, result)),
+            WeightServerAction::ReplyLoad { call, result } => Some((call.0, result)),
             _ => None,
         })
         .collect()
 }
 
-fn refusals(actions: &[Action]) -> Vec<&Refusal> {
+fn refusals(actions: &[WeightServerAction]) -> Vec<&AttachRefusal> {
     actions
         .iter()
         .filter_map(|action| match action {
-            Action::Refuse { refusal, .. } => Some(refusal),
+            WeightServerAction::Refuse { refusal, .. } => Some(refusal),
             _ => None,
         })
         .collect()
 }
 
 /// Everything from the request to ready; returns the actions of the last step.
-fn load_fully(state: &mut State, call: u64, model: &str, file: u64, bytes: u64) -> (u64, Vec<Action>) {
+fn load_fully(
+    state: &mut WeightServerState,
+    call: u64,
+    model: &str,
+    file: u64,
+    bytes: u64,
+) -> (u64, Vec<WeightServerAction>) {
     state.handle(load(call, model, file, bytes), at(1));
     let id = state.generations().last().unwrap().id;
     state.handle(planned(id, bytes), at(1));
-    state.handle(Event::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
-    (id, state.handle(Event::GenerationStored { generation: id }, at(3)))
+    state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
+    (id, state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3)))
 }
 
 /// Attaches and takes all descriptors; returns the lease.
-fn attach_fully(state: &mut State, connection: u64, model: &str) -> u64 {
+fn attach_fully(state: &mut WeightServerState, connection: u64, model: &str) -> u64 {
     state.handle(attach(connection, model), at(4));
     let lease = state.leases().last().unwrap().id;
-    state.handle(Event::LeaseStored { lease }, at(4));
-    state.handle(Event::Delivered { connection: ConnectionId(connection) }, at(4));
+    state.handle(WeightServerEvent::LeaseStored { lease }, at(4));
+    state.handle(WeightServerEvent::Delivered { connection: ConnectionId(connection) }, at(4));
     assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Held { connection: ConnectionId(connection) });
     lease
 }
 
-fn check_integrity(state: &State) {
-    let mut expected: BTreeSet<RowKey> = state.leases().map(|lease| RowKey::Lease(lease.id)).collect();
+fn check_integrity(state: &WeightServerState) {
+    let mut expected: BTreeSet<ReservationKey> =
+        state.leases().map(|lease| ReservationKey::Lease(lease.id)).collect();
     for generation in state.generations() {
         expected.insert(match generation.phase {
-            Phase::Ready | Phase::Retiring => RowKey::Weights(generation.id),
-            _ => RowKey::Loading(generation.id),
+            GenerationPhase::Ready | GenerationPhase::Retiring => ReservationKey::Weights(generation.id),
+            _ => ReservationKey::Loading(generation.id),
         });
-        expected.extend(generation.verification.running.then_some(RowKey::Verifying(generation.id)));
+        expected.extend(generation.verification.running.then_some(ReservationKey::Verifying(generation.id)));
         assert!(
-            generation.integrity != Integrity::Quarantined || generation.phase == Phase::Retiring,
+            generation.integrity != GenerationIntegrity::Quarantined
+                || generation.phase == GenerationPhase::Retiring,
             "damaged weights have a name"
         );
         assert!(generation.waiters.is_empty() || generation.is_pending(), "somebody waits for nothing");
         let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
-        assert!(generation.phase != Phase::Retiring || leases > 0, "a retired generation that nobody holds");
+        assert!(
+            generation.phase != GenerationPhase::Retiring || leases > 0,
+            "a retired generation that nobody holds"
+        );
     }
-    assert_eq!(state.ledger().rows().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
+    assert_eq!(state.ledger().reservations().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
     for device in [HOST, GPU] {
         let here = state.generations().filter(|g| g.key.device == device && g.occupies_loader()).count();
         assert!(here <= 1, "{here} loaders on {device}");
@@ -163,7 +174,7 @@ fn check_integrity(state: &State) {
         assert!(state.generation(lease.generation).is_some(), "a lease of nothing");
     }
     let mut ready = BTreeSet::new();
-    for generation in state.generations().filter(|generation| generation.phase == Phase::Ready) {
+    for generation in state.generations().filter(|generation| generation.phase == GenerationPhase::Ready) {
         let name = (&generation.model, &generation.key.device);
         assert!(ready.insert(name), "two ready generations of one model on one device");
     }
@@ -175,10 +186,17 @@ fn check_integrity(state: &State) {
 #[test]
 fn reservation_comes_before_the_loader_and_refusal_starts_nothing() {
     let mut state = state();
-    assert!(state.handle(load(1, "a", 1, 600 * MIB), at(0)).contains(&Action::StartLoader { generation: 1 }));
+    assert!(
+        state
+            .handle(load(1, "a", 1, 600 * MIB), at(0))
+            .contains(&WeightServerAction::StartLoader { generation: 1 })
+    );
     let actions = state.handle(load(2, "b", 2, 600 * MIB), at(0));
-    assert!(matches!(answers(&actions)[..], [(2, Err(LoadFailure::Ledger(Shortage::Bytes { .. })))]));
-    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+    assert!(matches!(
+        answers(&actions)[..],
+        [(2, Err(LoadFailure::Reservation(ReservationError::InsufficientMemory { .. })))]
+    ));
+    assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
     check_integrity(&state);
 }
 
@@ -187,21 +205,21 @@ fn plan_that_does_not_fit_stops_the_loader_before_it_allocates() {
     let mut state = state();
     state.handle(load(1, "a", 1, 600 * MIB), at(0));
     let actions = state.handle(planned(1, 1001 * MIB), at(0));
-    assert_eq!(actions[0], Action::StopLoader { generation: 1 });
-    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::Ledger(_)))]));
-    assert!(!actions.contains(&Action::Proceed { generation: 1 }));
-    assert_eq!(state.ledger().rows().count(), 0);
+    assert_eq!(actions[0], WeightServerAction::StopLoader { generation: 1 });
+    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::Reservation(_)))]));
+    assert!(!actions.contains(&WeightServerAction::Proceed { generation: 1 }));
+    assert_eq!(state.ledger().reservations().count(), 0);
 }
 
 #[test]
 fn machine_without_memory_refuses_what_the_ledger_would_allow() {
     let mut state = state();
     let mut event = load(1, "a", 1, 600 * MIB);
-    if let Event::LoadAsked { available_bytes, .. } = &mut event {
+    if let WeightServerEvent::LoadRequested { available_bytes, .. } = &mut event {
         *available_bytes = 500 * MIB;
     }
     let actions = state.handle(event, at(0));
-    let expected = LoadFailure::Machine { needed: 600 * MIB, available: 500 * MIB };
+    let expected = LoadFailure::InsufficientMemory { needed: 600 * MIB, available: 500 * MIB };
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
 }
 
@@ -210,14 +228,14 @@ fn memory_promised_to_one_load_is_not_available_to_the_next() {
     let mut state = state();
     state.handle(load(1, "a", 1, 300 * MIB), at(0));
     state.handle(planned(1, 300 * MIB), at(0));
-    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 100 * MIB }, at(1));
+    state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 100 * MIB }, at(1));
     let mut event = load(2, "b", 2, 300 * MIB);
-    if let Event::LoadAsked { available_bytes, .. } = &mut event {
+    if let WeightServerEvent::LoadRequested { available_bytes, .. } = &mut event {
         // 200 MiB of it are still to be taken by the first.
         *available_bytes = 450 * MIB;
     }
     let actions = state.handle(event, at(1));
-    let expected = LoadFailure::Machine { needed: 300 * MIB, available: 250 * MIB };
+    let expected = LoadFailure::InsufficientMemory { needed: 300 * MIB, available: 250 * MIB };
     assert_eq!(answers(&actions), [(2, &Err(expected))]);
 }
 
@@ -228,17 +246,17 @@ fn one_loader_per_device_and_the_others_know_their_place() {
     state.handle(load(2, "b", 2, MIB), at(0));
     state.handle(load(3, "c", 3, MIB), at(0));
     let places: Vec<u32> = state
-        .handle(Event::Tick, at(1))
+        .handle(WeightServerEvent::Tick, at(1))
         .into_iter()
         .filter_map(|action| match action {
-            Action::TellWaiting { progress, .. } => Some(progress.jobs_ahead),
+            WeightServerAction::SendProgress { progress, .. } => Some(progress.jobs_ahead),
             _ => None,
         })
         .collect();
     assert_eq!(places, [0, 1, 2]);
     let lost = LoadFailure::LoaderLost { how: "killed".to_owned() };
-    let actions = state.handle(Event::LoadFailed { generation: 1, failure: lost }, at(1));
-    assert!(actions.contains(&Action::StartLoader { generation: 2 }));
+    let actions = state.handle(WeightServerEvent::LoadFailed { generation: 1, failure: lost }, at(1));
+    assert!(actions.contains(&WeightServerAction::StartLoader { generation: 2 }));
     check_integrity(&state);
 }
 
@@ -250,8 +268,8 @@ fn second_request_for_a_file_joins_and_another_name_for_it_is_refused() {
     let actions = state.handle(load(3, "b", 1, MIB), at(0));
     assert_eq!(answers(&actions), [(3, &Err(LoadFailure::LoadedAs { model: "a".to_owned() }))]);
     state.handle(planned(1, MIB), at(0));
-    state.handle(Event::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
-    let actions = state.handle(Event::GenerationStored { generation: 1 }, at(2));
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
+    let actions = state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(2));
     assert_eq!(answers(&actions).iter().map(|(call, _)| *call).collect::<Vec<_>>(), [1, 2]);
 }
 
@@ -260,12 +278,13 @@ fn loader_without_progress_is_stopped_after_the_patience_and_not_before() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     state.handle(planned(1, MIB), at(20));
-    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 1 }, at(40));
+    state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 1 }, at(40));
     // The same number again is no progress.
-    state.handle(Event::LoadProgressed { generation: 1, done_bytes: 1 }, at(60));
-    let stopped = |actions: &[Action]| actions.contains(&Action::StopLoader { generation: 1 });
-    assert!(!stopped(&state.handle(Event::Tick, at(40) + PROGRESS_PATIENCE)));
-    let actions = state.handle(Event::Tick, at(41) + PROGRESS_PATIENCE);
+    state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 1 }, at(60));
+    let stopped =
+        |actions: &[WeightServerAction]| actions.contains(&WeightServerAction::StopLoader { generation: 1 });
+    assert!(!stopped(&state.handle(WeightServerEvent::Tick, at(40) + PROGRESS_TIMEOUT)));
+    let actions = state.handle(WeightServerEvent::Tick, at(41) + PROGRESS_TIMEOUT);
     assert!(stopped(&actions));
     assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::NoProgress { seconds: 30 }))]));
     check_integrity(&state);
@@ -276,10 +295,13 @@ fn lease_is_in_the_vault_before_it_is_granted() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let actions = state.handle(attach(5, "a"), at(4));
-    assert!(matches!(actions[0], Action::StoreLease { lease: 1, .. }));
-    assert!(!actions.iter().any(|action| matches!(action, Action::Deliver { .. })));
-    let actions = state.handle(Event::LeaseStored { lease: 1 }, at(4));
-    assert_eq!(actions, [Action::Deliver { connection: ConnectionId(5), lease: 1, generation: 1 }]);
+    assert!(matches!(actions[0], WeightServerAction::StoreLease { lease: 1, .. }));
+    assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::Deliver { .. })));
+    let actions = state.handle(WeightServerEvent::LeaseStored { lease: 1 }, at(4));
+    assert_eq!(
+        actions,
+        [WeightServerAction::Deliver { connection: ConnectionId(5), lease: 1, generation: 1 }]
+    );
 }
 
 #[test]
@@ -287,13 +309,16 @@ fn attach_during_the_load_is_granted_when_it_is_ready() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     let actions = state.handle(attach(5, "a"), at(1));
-    assert!(matches!(actions[..], [Action::TellWaiting { waiter: WaiterId::Worker(ConnectionId(5)), .. }]));
+    assert!(matches!(
+        actions[..],
+        [WeightServerAction::SendProgress { waiter: WaiterId::Worker(ConnectionId(5)), .. }]
+    ));
     // One that hangs up is not granted anything.
     state.handle(attach(6, "a"), at(1));
-    state.handle(Event::ConnectionEnded { connection: ConnectionId(6) }, at(1));
+    state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(6) }, at(1));
     state.handle(planned(1, MIB), at(1));
-    state.handle(Event::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
-    state.handle(Event::GenerationStored { generation: 1 }, at(2));
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(1));
+    state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(2));
     assert_eq!(state.leases().map(|lease| lease.worker.pid).collect::<Vec<_>>(), [5]);
 }
 
@@ -302,14 +327,14 @@ fn broken_connection_keeps_the_row_until_the_process_ends() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let lease = attach_fully(&mut state, 5, "a");
-    state.handle(Event::ConnectionEnded { connection: ConnectionId(5) }, at(10));
-    state.handle(Event::Tick, at(10) + RECLAIM_PATIENCE);
+    state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(5) }, at(10));
+    state.handle(WeightServerEvent::Tick, at(10) + RECLAIM_TIMEOUT);
     assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Disconnected { since: at(10) });
-    state.handle(Event::Tick, at(11) + RECLAIM_PATIENCE);
+    state.handle(WeightServerEvent::Tick, at(11) + RECLAIM_TIMEOUT);
     assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Orphaned);
     check_integrity(&state);
     // Late, but it is still the same process.
-    let reclaim = Event::ReclaimAsked {
+    let reclaim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(9),
         peer: peer(5),
         protocol: PROTOCOL,
@@ -318,9 +343,12 @@ fn broken_connection_keeps_the_row_until_the_process_ends() {
         token: Bytes::new(),
     };
     let actions = state.handle(reclaim, at(100));
-    assert_eq!(actions[0], Action::Reclaimed { connection: ConnectionId(9), lease, generation: 1 });
-    let actions = state.handle(Event::ProcessEnded { lease }, at(101));
-    assert!(actions.contains(&Action::ForgetLease { lease }));
+    assert_eq!(
+        actions[0],
+        WeightServerAction::Reclaimed { connection: ConnectionId(9), lease, generation: 1 }
+    );
+    let actions = state.handle(WeightServerEvent::ProcessEnded { lease }, at(101));
+    assert!(actions.contains(&WeightServerAction::RemoveLease { lease }));
     check_integrity(&state);
 }
 
@@ -331,29 +359,37 @@ fn reclaim_needs_the_same_process_user_token_and_generation() {
     state.allow_token("w".to_owned(), &[9; 32]).unwrap();
     let mut with_token = ask("a");
     with_token.token = Bytes::from_static(&[9; 32]);
-    let event = Event::AttachAsked { connection: ConnectionId(5), peer: peer(5), ask: with_token };
+    let event =
+        WeightServerEvent::AttachRequested { connection: ConnectionId(5), peer: peer(5), params: with_token };
     state.handle(event, at(4));
     let right = (peer(5), 1, Bytes::from_static(&[9; 32]));
     let wrong = [
         (peer(6), 1, right.2.clone()),
-        (Peer { uid: 0, ..peer(5) }, 1, right.2.clone()),
-        (Peer { start_ticks: 8, ..peer(5) }, 1, right.2.clone()),
+        (WorkerProcess { uid: 0, ..peer(5) }, 1, right.2.clone()),
+        (WorkerProcess { start_ticks: 8, ..peer(5) }, 1, right.2.clone()),
         (peer(5), 2, right.2.clone()),
         (peer(5), 1, Bytes::from_static(&[8; 32])),
         (peer(5), 1, Bytes::new()),
     ];
-    let claim = |state: &mut State, (peer, generation, token): (Peer, u64, Bytes)| {
+    let claim = |state: &mut WeightServerState, (peer, generation, token): (WorkerProcess, u64, Bytes)| {
         let connection = ConnectionId(9);
         state.handle(
-            Event::ReclaimAsked { connection, peer, protocol: PROTOCOL, generation, lease: 1, token },
+            WeightServerEvent::ReclaimRequested {
+                connection,
+                peer,
+                protocol: PROTOCOL,
+                generation,
+                lease: 1,
+                token,
+            },
             at(5),
         )
     };
     for wrong in wrong {
         let actions = claim(&mut state, wrong);
-        assert!(matches!(refusals(&actions)[..], [Refusal::UnknownLease { lease: 1, .. }]));
+        assert!(matches!(refusals(&actions)[..], [AttachRefusal::UnknownLease { lease: 1, .. }]));
     }
-    assert!(claim(&mut state, right).contains(&Action::Close { connection: ConnectionId(5) }));
+    assert!(claim(&mut state, right).contains(&WeightServerAction::Close { connection: ConnectionId(5) }));
 }
 
 #[test]
@@ -363,17 +399,18 @@ fn replaced_generation_goes_with_its_last_lease() {
     let old = attach_fully(&mut state, 5, "a");
     load_fully(&mut state, 2, "a", 2, MIB);
     let new = attach_fully(&mut state, 6, "a");
-    assert_eq!(state.generation(1).unwrap().phase, Phase::Retiring);
+    assert_eq!(state.generation(1).unwrap().phase, GenerationPhase::Retiring);
     assert_eq!(state.lease(new).unwrap().generation, 2);
     check_integrity(&state);
-    let actions = state.handle(Event::ProcessEnded { lease: old }, at(9));
-    let order: Vec<_> = actions.iter().filter(|action| !matches!(action, Action::Publish(_))).collect();
+    let actions = state.handle(WeightServerEvent::ProcessEnded { lease: old }, at(9));
+    let order: Vec<_> =
+        actions.iter().filter(|action| !matches!(action, WeightServerAction::Publish(_))).collect();
     assert_eq!(
         order,
         [
-            &Action::Close { connection: ConnectionId(5) },
-            &Action::ForgetLease { lease: old },
-            &Action::ForgetGeneration { generation: 1 },
+            &WeightServerAction::Close { connection: ConnectionId(5) },
+            &WeightServerAction::RemoveLease { lease: old },
+            &WeightServerAction::RemoveGeneration { generation: 1 },
         ]
     );
 }
@@ -400,15 +437,15 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
         contents: contents(MIB),
         retired: false,
     };
-    let mut state = State::new(limits, vec![generation], vec![record(7), record(8)], at(0));
+    let mut state = WeightServerState::new(limits, vec![generation], vec![record(7), record(8)], at(0));
     check_integrity(&state);
 
     // What is resident needs no permission, even if its file is gone.
     assert!(answers(&state.handle(load(1, "a", 1, MIB), at(1)))[0].1.is_ok());
     let failure =
-        LoadFailure::Loader { complaint: crate::refusal::LoaderComplaint::File, text: "gone".to_owned() };
+        LoadFailure::Loader { kind: crate::refusal::LoaderErrorKind::File, text: "gone".to_owned() };
     let path: PathBuf = "/models/1.gguf".into();
-    let asked = |path, key| LoadAsk {
+    let asked = |path, key| LoadParams {
         model: "a".to_owned(),
         path,
         device: HOST.to_owned(),
@@ -416,28 +453,33 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
         one_per_tensor: false,
     };
     let gone = asked(path, Err(failure.clone()));
-    let gone = Event::LoadAsked { call: CallId(2), ask: gone, available_bytes: NEVER_SHORT };
+    let gone =
+        WeightServerEvent::LoadRequested { call: CallId(2), params: gone, available_bytes: NEVER_SHORT };
     assert!(answers(&state.handle(gone, at(1)))[0].1.is_ok());
     let elsewhere = asked("/b".into(), Err(failure));
-    let elsewhere = Event::LoadAsked { call: CallId(3), ask: elsewhere, available_bytes: NEVER_SHORT };
+    let elsewhere =
+        WeightServerEvent::LoadRequested { call: CallId(3), params: elsewhere, available_bytes: NEVER_SHORT };
     assert!(answers(&state.handle(elsewhere, at(1)))[0].1.is_err());
 
-    let refused = |state: &mut State, now| {
+    let refused = |state: &mut WeightServerState, now| {
         let actions = state.handle(load(9, "b", 2, MIB), now);
-        let settling = matches!(answers(&actions)[..], [(9, Err(LoadFailure::Settling { .. }))]);
-        let actions = state.handle(Event::UnloadAsked { call: CallId(9), model: "a".to_owned() }, now);
-        let unload =
-            matches!(actions[..], [Action::AnswerUnload { result: Err(UnloadRefusal::Settling { .. }), .. }]);
+        let settling = matches!(answers(&actions)[..], [(9, Err(LoadFailure::AwaitingReclaim { .. }))]);
+        let actions =
+            state.handle(WeightServerEvent::UnloadRequested { call: CallId(9), model: "a".to_owned() }, now);
+        let unload = matches!(
+            actions[..],
+            [WeightServerAction::ReplyUnload { result: Err(UnloadRefusal::AwaitingReclaim { .. }), .. }]
+        );
         assert_eq!(settling, unload);
         settling
     };
     assert!(refused(&mut state, at(2)));
-    state.handle(Event::ProcessEnded { lease: 7 }, at(3));
+    state.handle(WeightServerEvent::ProcessEnded { lease: 7 }, at(3));
     assert!(refused(&mut state, at(3)));
     // New workers hold nothing up, and numbers go on where the earlier incarnation stopped.
     assert_eq!(attach_fully(&mut state, 20, "a"), 9);
-    state.handle(Event::Tick, at(1) + RECLAIM_PATIENCE);
-    assert!(!refused(&mut state, at(2) + RECLAIM_PATIENCE));
+    state.handle(WeightServerEvent::Tick, at(1) + RECLAIM_TIMEOUT);
+    assert!(!refused(&mut state, at(2) + RECLAIM_TIMEOUT));
     assert_eq!(state.generations().last().unwrap().id, 5);
 }
 
@@ -450,15 +492,18 @@ fn adopted_generations_keep_only_what_somebody_has_or_may_ask_for() {
     };
     // Replaced by the next, unloaded, and the one that has the name.
     let adopted = vec![generation(1, "a", false), generation(2, "b", true), generation(3, "a", false)];
-    let mut state = State::new(limits, adopted, Vec::new(), at(0));
+    let mut state = WeightServerState::new(limits, adopted, Vec::new(), at(0));
     let forgotten: Vec<_> = state
-        .handle(Event::Tick, at(0))
+        .handle(WeightServerEvent::Tick, at(0))
         .into_iter()
-        .filter(|action| matches!(action, Action::ForgetGeneration { .. }))
+        .filter(|action| matches!(action, WeightServerAction::RemoveGeneration { .. }))
         .collect();
     assert_eq!(
         forgotten,
-        [Action::ForgetGeneration { generation: 1 }, Action::ForgetGeneration { generation: 2 }]
+        [
+            WeightServerAction::RemoveGeneration { generation: 1 },
+            WeightServerAction::RemoveGeneration { generation: 2 }
+        ]
     );
     check_integrity(&state);
     assert_eq!(state.generations().map(|generation| generation.id).collect::<Vec<_>>(), [3]);
@@ -469,11 +514,11 @@ fn shutdown_stops_loads_and_refuses_what_comes_after() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     state.handle(load(2, "b", 2, MIB), at(0));
-    let actions = state.handle(Event::ShutdownAsked, at(1));
-    assert!(actions.contains(&Action::StopLoader { generation: 1 }));
-    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+    let actions = state.handle(WeightServerEvent::ShutdownRequested, at(1));
+    assert!(actions.contains(&WeightServerAction::StopLoader { generation: 1 }));
+    assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
     assert_eq!(answers(&actions).len(), 2);
-    assert_eq!(refusals(&state.handle(attach(5, "a"), at(1))), [&Refusal::ShuttingDown]);
+    assert_eq!(refusals(&state.handle(attach(5, "a"), at(1))), [&AttachRefusal::ShuttingDown]);
     assert!(answers(&state.handle(load(3, "c", 3, MIB), at(1)))[0].1.is_err());
 }
 
@@ -484,11 +529,17 @@ fn one_process_cannot_take_all_leases() {
     let mut small = ask("a");
     small.kv_bytes = 0;
     for connection in 0.. {
-        let event =
-            Event::AttachAsked { connection: ConnectionId(connection), peer: peer(5), ask: small.clone() };
+        let event = WeightServerEvent::AttachRequested {
+            connection: ConnectionId(connection),
+            peer: peer(5),
+            params: small.clone(),
+        };
         let actions = state.handle(event, at(1));
         if let [refusal] = refusals(&actions)[..] {
-            assert!(matches!(refusal, Refusal::LeasesOfProcess { pid: 5, leases: MAX_LEASES_PER_PROCESS }));
+            assert!(matches!(
+                refusal,
+                AttachRefusal::LeasesOfProcess { pid: 5, leases: MAX_LEASES_PER_PROCESS }
+            ));
             assert_eq!(connection as usize, MAX_LEASES_PER_PROCESS);
             return;
         }
@@ -496,23 +547,23 @@ fn one_process_cannot_take_all_leases() {
 }
 
 /// The same, onto a GPU.
-fn on_gpu(event: Event) -> Event {
+fn on_gpu(event: WeightServerEvent) -> WeightServerEvent {
     match event {
-        Event::LoadAsked { call, mut ask, available_bytes } => {
-            ask.device = GPU.to_owned();
-            ask.key = ask.key.map(|key| LoadKey { device: GPU.to_owned(), layout: 1, ..key });
-            Event::LoadAsked { call, ask, available_bytes }
+        WeightServerEvent::LoadRequested { call, mut params, available_bytes } => {
+            params.device = GPU.to_owned();
+            params.key = params.key.map(|key| LoadKey { device: GPU.to_owned(), layout: 1, ..key });
+            WeightServerEvent::LoadRequested { call, params, available_bytes }
         }
-        Event::AttachAsked { connection, peer, ask } => {
-            let ask = Ask { device: GPU.to_owned(), layout: 1, ..ask };
-            Event::AttachAsked { connection, peer, ask }
+        WeightServerEvent::AttachRequested { connection, peer, params } => {
+            let params = AttachParams { device: GPU.to_owned(), layout: 1, ..params };
+            WeightServerEvent::AttachRequested { connection, peer, params }
         }
         other => other,
     }
 }
 
-fn verified(generation: u64, damaged_count: u32) -> Event {
+fn verified(generation: u64, damaged_count: u32) -> WeightServerEvent {
     let damaged = (0..damaged_count).map(|index| format!("t{index}")).collect();
     let report = VerifyReport { damaged, damaged_count, checked_bytes: MIB, took: at(1) };
-    Event::Verified { generation, report }
+    WeightServerEvent::Verified { generation, report }
 }

@@ -11,34 +11,34 @@ use std::time::Duration;
 
 use memory::manifest::HOST_DEVICE;
 
-use super::State;
-use crate::catalog::{Generation, Integrity, LoadKey, Phase};
-use crate::events::{Action, CallId, Notice, VerifyAnswer, VerifyReport};
-use crate::ledger::{Row, RowKey};
+use super::WeightServerState;
+use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, LoadKey};
+use crate::events::{CallId, ChangeNotice, VerifyOutcome, VerifyReport, WeightServerAction};
+use crate::ledger::{Reservation, ReservationKey};
 use crate::loader::CONTEXT_BYTES;
-use crate::refusal::{LoadFailure, Refusal, VerifyFailure};
+use crate::refusal::{AttachRefusal, LoadFailure, VerifyFailure};
 
 /// Between two attempts at a check that nobody asked for: memory for it may become free, a driver may come back.
 const RETRY: Duration = Duration::from_secs(60);
 
-impl State {
-    pub(super) fn verify_asked(&mut self, call: CallId, model: String, device: String) {
+impl WeightServerState {
+    pub(super) fn handle_verify_request(&mut self, call: CallId, model: String, device: String) {
         let asked = |g: &&mut Generation| {
             g.model == model
-                && g.phase == Phase::Ready
+                && g.phase == GenerationPhase::Ready
                 && g.key.device != HOST_DEVICE
                 && (device.is_empty() || g.key.device == device)
         };
         match self.generations.values_mut().rfind(asked) {
-            _ if self.shutting_down => self.answer_verify(call, Err(VerifyFailure::ShuttingDown)),
+            _ if self.shutting_down => self.reply_verify(call, Err(VerifyFailure::ShuttingDown)),
             Some(generation) => {
                 generation.verification.calls.push(call);
                 generation.verification.not_before = Duration::ZERO;
                 self.start_verifiers();
             }
             None => {
-                let known = self.known_models();
-                self.answer_verify(call, Err(VerifyFailure::UnknownModel { model, device, known }));
+                let known = self.list_models();
+                self.reply_verify(call, Err(VerifyFailure::UnknownModel { model, device, known }));
             }
         }
     }
@@ -49,102 +49,107 @@ impl State {
             return;
         }
         let due = |g: &&Generation| {
-            let wanted = !g.verification.calls.is_empty() || g.integrity == Integrity::Unverified;
-            let resident = matches!(g.phase, Phase::Ready | Phase::Retiring);
+            let wanted = !g.verification.calls.is_empty() || g.integrity == GenerationIntegrity::Unverified;
+            let resident = matches!(g.phase, GenerationPhase::Ready | GenerationPhase::Retiring);
             wanted && resident && !g.verification.running && self.now >= g.verification.not_before
         };
         let due: Vec<u64> = self.generations.values().filter(due).map(|g| g.id).collect();
         for id in due {
             let Some(generation) = self.generations.get_mut(&id) else { continue };
             // The context, and a socket.
-            let row = Row { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
-            match self.ledger.reserve(RowKey::Verifying(id), row) {
+            let row = Reservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
+            match self.ledger.reserve(ReservationKey::Verifying(id), row) {
                 Ok(()) => {
                     generation.verification.running = true;
-                    self.actions.push(Action::StartVerifier { generation: id });
+                    self.actions.push(WeightServerAction::StartVerifier { generation: id });
                 }
-                Err(shortage) => self.verify_failed(id, shortage.into()),
+                Err(shortage) => self.fail_verification(id, shortage.into()),
             }
         }
     }
 
-    pub(super) fn verified(&mut self, id: u64, report: VerifyReport) {
-        self.ledger.release(RowKey::Verifying(id));
+    pub(super) fn handle_verified(&mut self, id: u64, report: VerifyReport) {
+        self.ledger.release(ReservationKey::Verifying(id));
         let Some(generation) = self.generations.get_mut(&id) else { return };
         generation.verification.running = false;
         let calls = std::mem::take(&mut generation.verification.calls);
         for call in calls {
-            let answer = VerifyAnswer { generation: id, report: report.clone() };
-            self.answer_verify(call, Ok(answer));
+            let answer = VerifyOutcome { generation: id, report: report.clone() };
+            self.reply_verify(call, Ok(answer));
         }
         if report.damaged_count > 0 {
             return self.quarantine(id);
         }
         if let Some(generation) = self.generations.get_mut(&id) {
-            generation.integrity = Integrity::Verified;
-            self.actions.push(Action::Publish(Notice::Generation(id)));
+            generation.integrity = GenerationIntegrity::Verified;
+            self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
         }
     }
 
-    pub(super) fn verify_failed(&mut self, id: u64, failure: VerifyFailure) {
-        self.ledger.release(RowKey::Verifying(id));
+    pub(super) fn fail_verification(&mut self, id: u64, failure: VerifyFailure) {
+        self.ledger.release(ReservationKey::Verifying(id));
         let Some(generation) = self.generations.get_mut(&id) else { return };
         generation.verification.running = false;
         generation.verification.not_before = self.now.saturating_add(RETRY);
         for call in std::mem::take(&mut generation.verification.calls) {
-            self.answer_verify(call, Err(failure.clone()));
+            self.reply_verify(call, Err(failure.clone()));
         }
     }
 
     /// Ends the check of a generation that goes, or of a server that does.
-    pub(super) fn stop_verifying(&mut self, id: u64, why: &VerifyFailure) {
+    pub(super) fn cancel_verification(&mut self, id: u64, why: &VerifyFailure) {
         let Some(generation) = self.generations.get_mut(&id) else { return };
         let was_running = generation.verification.running;
         if was_running || !generation.verification.calls.is_empty() {
-            self.verify_failed(id, why.clone());
+            self.fail_verification(id, why.clone());
         }
         if was_running {
-            self.actions.push(Action::StopVerifier { generation: id });
+            self.actions.push(WeightServerAction::StopVerifier { generation: id });
         }
     }
 
     fn quarantine(&mut self, id: u64) {
         let Some(generation) = self.generations.get_mut(&id) else { return };
-        generation.integrity = Integrity::Quarantined;
-        let had_name = generation.phase == Phase::Ready;
+        generation.integrity = GenerationIntegrity::Quarantined;
+        let had_name = generation.phase == GenerationPhase::Ready;
         generation.reload = had_name;
         let (model, key, one_per_tensor) =
             (generation.model.clone(), generation.key.clone(), generation.one_per_tensor);
         let readers: Vec<_> =
             self.leases.iter().filter(|l| l.generation == id).filter_map(|l| l.connection()).collect();
         for connection in readers {
-            let refusal = Refusal::Quarantined { model: model.clone(), generation: id };
-            self.actions.push(Action::Refuse { connection, refusal });
+            let refusal = AttachRefusal::Quarantined { model: model.clone(), generation: id };
+            self.actions.push(WeightServerAction::Refuse { connection, refusal });
         }
         if had_name {
             // At once where both fit, so that workers which come back find a load to wait for; else when this one is gone.
-            let reloading = self.create(Vec::new(), model, key, one_per_tensor, u64::MAX).is_ok();
+            let reloading = self.create_generation(Vec::new(), model, key, one_per_tensor, u64::MAX).is_ok();
             if let Some(generation) = self.generations.get_mut(&id) {
                 generation.reload = !reloading;
             }
             self.retire(id);
         } else {
-            self.actions.push(Action::Publish(Notice::Generation(id)));
+            self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
         }
     }
 
     /// Loads a quarantined model anew, now that its memory is free.
-    pub(super) fn reload(&mut self, model: String, key: LoadKey, one_per_tensor: bool) {
-        let loading =
-            |g: &Generation| g.model == model && g.key.device == key.device && g.phase != Phase::Retiring;
+    pub(super) fn reload_model(&mut self, model: String, key: LoadKey, one_per_tensor: bool) {
+        let loading = |g: &Generation| {
+            g.model == model && g.key.device == key.device && g.phase != GenerationPhase::Retiring
+        };
         if self.shutting_down || self.generations.values().any(loading) {
             return;
         }
-        let reload = self.create(Vec::new(), model.clone(), key, one_per_tensor, u64::MAX);
-        self.actions.extend(reload.err().map(|failure: LoadFailure| Action::ReportReload { model, failure }));
+        let reload = self.create_generation(Vec::new(), model.clone(), key, one_per_tensor, u64::MAX);
+        self.actions.extend(
+            reload
+                .err()
+                .map(|failure: LoadFailure| WeightServerAction::ReportReloadFailure { model, failure }),
+        );
     }
 
-    fn answer_verify(&mut self, call: CallId, result: Result<VerifyAnswer, VerifyFailure>) {
-        self.actions.push(Action::AnswerVerify { call, result });
+    fn reply_verify(&mut self, call: CallId, result: Result<VerifyOutcome, VerifyFailure>) {
+        self.actions.push(WeightServerAction::ReplyVerify { call, result });
     }
 }

@@ -8,7 +8,7 @@ use memory::memfd::SealedMemfd;
 use nix::sys::signal::Signal;
 use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
 
-use crate::support::{Fleet, LIMIT, Options, Worker, raw_connection, signal};
+use crate::support::{ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, raw_connection, signal};
 
 fn generation(status: &wire::Status) -> &wire::Generation {
     let [generation] = &status.generations[..] else { panic!("{status:?}") };
@@ -16,8 +16,8 @@ fn generation(status: &wire::Status) -> &wire::Generation {
 }
 
 /// Waits until the worker's own view of its lease is this.
-fn wait_lease(worker: &mut Worker, state: &str) -> String {
-    let deadline = std::time::Instant::now() + LIMIT;
+fn wait_lease(worker: &mut TestWorker, state: &str) -> String {
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     loop {
         let answer = worker.order("check");
         if answer.starts_with(state) {
@@ -30,113 +30,113 @@ fn wait_lease(worker: &mut Worker, state: &str) -> String {
 
 #[test]
 fn workers_serve_through_the_death_of_the_owner_and_its_successor_needs_no_file() {
-    let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
+    let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
     let (lease, checksum) = worker.attached();
     let checksum = checksum.to_owned();
-    let before = fleet.status();
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"]);
+    let before = server.status();
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"]);
 
-    fleet.kill_server();
+    server.kill_server();
     std::fs::remove_file(&path).unwrap();
     assert!(wait_lease(&mut worker, "Broken").ends_with(&checksum), "the worker reads its weights as before");
 
-    fleet.restart_server();
+    server.restart_server();
     assert!(wait_lease(&mut worker, "Held").ends_with(&checksum));
     let after =
-        fleet.wait_status("the re-claim", |status| status.leases[0].state() == wire::LeaseState::Held);
+        server.wait_status("the re-claim", |status| status.leases[0].state() == wire::LeaseState::Held);
     assert!(generation(&after).adopted);
     assert_eq!(generation(&after).digest, generation(&before).digest);
     assert_eq!((after.leases[0].lease, after.leases[0].pid), (lease, worker.pid()));
-    let rows = |status: &wire::Status| status.ledger.as_ref().unwrap().rows.clone();
+    let rows = |status: &wire::Status| status.ledger.as_ref().unwrap().reservations.clone();
     assert_eq!(rows(&after), rows(&before));
-    assert!(after.adoption_notes.is_empty() && after.vault);
+    assert!(after.adoption_notes.is_empty() && after.fd_store);
 
     // Without the file: a load finds what is resident, and a new worker attaches.
-    assert!(!fleet.load("m", &path).unwrap().read_from_file);
-    let second = fleet.worker("m", "");
+    assert!(!server.load("m", &path).unwrap().read_from_file);
+    let second = server.worker("m", "");
     assert_eq!(second.attached(), (lease + 1, checksum.as_str()));
 
     // The re-claimed lease is a full one: it ends with a detach.
     assert_eq!(worker.order("detach"), "detached");
-    fleet.wait_status("the end of the first lease", |status| status.leases.len() == 1);
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "l2.pidfd", "l2.record"]);
+    server.wait_status("the end of the first lease", |status| status.leases.len() == 1);
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest", "l2.pidfd", "l2.record"]);
 }
 
 #[test]
 fn second_death_is_survived_like_the_first() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
     for _ in 0..2 {
-        fleet.kill_server();
-        fleet.restart_server();
+        server.kill_server();
+        server.restart_server();
         wait_lease(&mut worker, "Held");
     }
-    assert_eq!(fleet.status().leases.len(), 1);
+    assert_eq!(server.status().leases.len(), 1);
 }
 
 #[test]
 fn worker_that_died_meanwhile_leaves_nothing() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
-    fleet.kill_server();
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
+    server.kill_server();
     worker.kill();
-    fleet.restart_server();
-    let status = fleet.status();
+    server.restart_server();
+    let status = server.status();
     assert!(status.leases.is_empty());
-    assert_eq!(status.ledger.unwrap().rows.len(), 1, "only the weights");
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+    assert_eq!(status.ledger.unwrap().reservations.len(), 1, "only the weights");
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest"]);
 }
 
 #[test]
 fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    let worker = fleet.worker("m", "");
-    let other = fleet.make_model("other", &[10]);
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let worker = server.worker("m", "");
+    let other = server.make_model("other", &[10]);
     signal(worker.pid(), Signal::SIGSTOP);
-    fleet.kill_server();
-    fleet.restart_server();
-    for refused in [fleet.load("other", &other).map(drop), fleet.unload("m").map(drop)] {
+    server.kill_server();
+    server.restart_server();
+    for refused in [server.load("other", &other).map(drop), server.unload("m").map(drop)] {
         let refused = refused.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::Unavailable);
         assert!(refused.message().contains("1 are missing"), "{}", refused.message());
     }
     // A new worker costs nobody anything.
-    fleet.worker("m", "").attached();
+    server.worker("m", "").attached();
     let stopped = worker.attached().0;
     signal(worker.pid(), Signal::SIGCONT);
-    fleet.wait_status("the re-claim", |status| {
+    server.wait_status("the re-claim", |status| {
         status.leases.iter().any(|lease| lease.lease == stopped && lease.state() == wire::LeaseState::Held)
     });
-    fleet.load("other", &other).unwrap();
-    fleet.unload("m").unwrap();
+    server.load("other", &other).unwrap();
+    server.unload("m").unwrap();
 }
 
 #[test]
 fn unloaded_model_does_not_come_back_with_the_successor() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
-    fleet.unload("m").unwrap();
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest", "g1.retired", "l1.pidfd", "l1.record"]);
-    fleet.kill_server();
-    fleet.restart_server();
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
+    server.unload("m").unwrap();
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest", "g1.retired", "l1.pidfd", "l1.record"]);
+    server.kill_server();
+    server.restart_server();
     wait_lease(&mut worker, "Held");
-    assert_eq!(generation(&fleet.status()).state(), wire::GenerationState::Retiring);
-    assert!(fleet.worker("m", "").greeting.starts_with("refused"));
+    assert_eq!(generation(&server.status()).state(), wire::GenerationState::Retiring);
+    assert!(server.worker("m", "").greeting.starts_with("refused"));
     worker.order("detach");
-    fleet.wait_status("its end", |status| status.generations.is_empty());
-    fleet.vault.wait_names(&[]);
+    server.wait_status("its end", |status| status.generations.is_empty());
+    server.fd_store.wait_names(&[]);
 }
 
 #[test]
 fn commit_records_are_stored_last_and_removed_first() {
-    let fleet = Fleet::plain();
-    let path = fleet.make_model("m", &[600_000, 600_000, 600_000]);
-    fleet.load_with("m", &path, true).unwrap();
-    drop(fleet.attach("m").unwrap());
-    fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
-    fleet.unload("m").unwrap();
-    fleet.vault.wait_names(&[]);
+    let server = TestServer::plain();
+    let path = server.make_model("m", &[600_000, 600_000, 600_000]);
+    server.load_with("m", &path, true).unwrap();
+    drop(server.attach("m").unwrap());
+    server.wait_status("the end of the lease", |status| status.leases.is_empty());
+    server.unload("m").unwrap();
+    server.fd_store.wait_names(&[]);
     let expected = [
         "+g1.a0",
         "+g1.a1",
@@ -152,54 +152,54 @@ fn commit_records_are_stored_last_and_removed_first() {
         "-g1.a1",
         "-g1.a2",
     ];
-    assert_eq!(fleet.vault.log(), expected);
+    assert_eq!(server.fd_store.log(), expected);
 }
 
 #[test]
 fn incomplete_and_exchanged_generations_are_dropped_and_reported() {
     for damage in ["missing", "exchanged", "unsealed"] {
-        let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
-        fleet.kill_server();
+        let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
+        server.kill_server();
         match damage {
-            "missing" => fleet.vault.remove("g1.a0"),
+            "missing" => server.fd_store.remove("g1.a0"),
             "exchanged" => {
                 let other = SealedMemfd::from_bytes("other", &[0; 4096]).unwrap();
-                fleet.vault.replace("g1.a0", other.as_fd().try_clone_to_owned().unwrap());
+                server.fd_store.replace("g1.a0", other.as_fd().try_clone_to_owned().unwrap());
             }
-            _ => fleet.vault.replace("g1.a0", File::open(&path).unwrap().into()),
+            _ => server.fd_store.replace("g1.a0", File::open(&path).unwrap().into()),
         }
-        fleet.restart_server();
-        let status = fleet.status();
+        server.restart_server();
+        let status = server.status();
         assert!(status.generations.is_empty());
         let [note] = &status.adoption_notes[..] else { panic!("{:?}", status.adoption_notes) };
         assert!(note.starts_with("generation 1 was dropped"), "{note}");
-        fleet.vault.wait_names(&[]);
+        server.fd_store.wait_names(&[]);
         // Numbers are not used again while a worker may still have the old one; the model itself can come back.
-        assert!(fleet.load("m", &path).unwrap().read_from_file);
+        assert!(server.load("m", &path).unwrap().read_from_file);
     }
 }
 
 #[test]
 fn lost_vault_is_a_reload_and_the_worker_is_told() {
-    let (mut fleet, path) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
-    fleet.kill_server();
+    let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
+    server.kill_server();
     for name in ["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"] {
-        fleet.vault.remove(name);
+        server.fd_store.remove(name);
     }
-    fleet.restart_server();
+    server.restart_server();
     let checksum = worker.attached().1.to_owned();
     let answer = wait_lease(&mut worker, "Lost");
     assert!(answer.contains("UnknownLease") && answer.ends_with(&checksum), "{answer}");
-    assert!(fleet.load("m", &path).unwrap().read_from_file);
+    assert!(server.load("m", &path).unwrap().read_from_file);
 }
 
 #[test]
 fn lease_of_another_process_cannot_be_claimed() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
     let (lease, _) = worker.attached();
-    let thief = raw_connection(&fleet);
+    let thief = raw_connection(&server);
     let claim = wire::Reclaim { protocol: 1, generation: 1, lease, token: Default::default() };
     thief.send(&wire::WorkerFrame { kind: Some(worker_frame::Kind::Reclaim(claim)) }, &[]).unwrap();
     let (answer, _) = thief.receive::<wire::ServerFrame>().unwrap();
@@ -210,26 +210,26 @@ fn lease_of_another_process_cannot_be_claimed() {
 
 #[test]
 fn tokens_stay_required_and_valid_over_a_restart() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let token = "0123456789abcdef0123456789abcdef";
-    fleet.allow_token("worker-0", token);
-    let mut worker = fleet.worker("m", token);
-    fleet.kill_server();
-    fleet.restart_server();
+    server.allow_token("worker-0", token);
+    let mut worker = server.worker("m", token);
+    server.kill_server();
+    server.restart_server();
     // The successor has not been told any token, but it knows its leases' digests.
     wait_lease(&mut worker, "Held");
-    assert!(fleet.status().tokens_required);
-    assert!(fleet.worker("m", "").greeting.starts_with("refused"));
-    assert_eq!(fleet.status().leases[0].token_name, "worker-0");
+    assert!(server.status().tokens_required);
+    assert!(server.worker("m", "").greeting.starts_with("refused"));
+    assert_eq!(server.status().leases[0].token_name, "worker-0");
 }
 
 #[test]
 fn orderly_stop_leaves_the_vault_and_no_sockets() {
-    let (mut fleet, _) = Fleet::with_model(Options::default(), "m");
-    assert_eq!(fleet.stop_server().code(), Some(0));
-    assert!(!fleet.socket().exists() && !fleet.path("weights-admin.sock").exists());
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
-    fleet.restart_server();
-    assert!(generation(&fleet.status()).adopted);
-    fleet.worker("m", "").attached();
+    let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    assert_eq!(server.stop_server().code(), Some(0));
+    assert!(!server.socket().exists() && !server.path("weights-admin.sock").exists());
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest"]);
+    server.restart_server();
+    assert!(generation(&server.status()).adopted);
+    server.worker("m", "").attached();
 }

@@ -5,63 +5,63 @@ use memory::manifest::{Allocation, Device, DeviceKind, Manifest};
 use memory::memfd::SealedMemfd;
 use proto::weights::v1 as wire;
 
-use crate::support::{Fleet, Options, load_failure, request};
+use crate::support::{ServerOptions, TestServer, load_failure, request};
 
 /// No machine has it.
 const ABSENT: &str = "GPU-00000000-0000-4000-8000-00000000dead";
 
-fn with_device() -> Fleet {
+fn with_device() -> TestServer {
     let config = format!("[[devices]]\nid = {ABSENT:?}\nbudget = \"16GiB\"");
-    Fleet::start(Options { config, ..Options::default() })
+    TestServer::start(ServerOptions { config, ..ServerOptions::default() })
 }
 
-fn assert_nothing_is_held(fleet: &Fleet) {
-    let status = fleet.status();
+fn assert_nothing_is_held(server: &TestServer) {
+    let status = server.status();
     assert!(status.generations.is_empty(), "{status:#?}");
     let ledger = status.ledger.unwrap();
-    assert!(ledger.rows.is_empty(), "{ledger:#?}");
+    assert!(ledger.reservations.is_empty(), "{ledger:#?}");
     assert_eq!(ledger.devices.len(), 2);
 }
 
 #[test]
 fn load_onto_a_device_that_is_not_there_is_one_clear_error_and_leaves_nothing() {
-    let fleet = with_device();
-    let path = fleet.make_model("m", &[1000, 2000]);
-    let fds = fleet.server_fds();
-    let error = fleet.load_onto(ABSENT, "m", &path).unwrap_err();
+    let server = with_device();
+    let path = server.make_model("m", &[1000, 2000]);
+    let fds = server.server_fds();
+    let error = server.load_onto(ABSENT, "m", &path).unwrap_err();
     assert_eq!(load_failure(&error), wire::LoadFailure::Unsupported);
     // Which of them depends on the build and on the machine.
     let reasons = ["built without CUDA", "no NVIDIA driver here", "sees no GPU", "there is no GPU GPU-0000"];
     assert!(reasons.iter().any(|reason| error.message().contains(reason)), "{error}");
-    assert_nothing_is_held(&fleet);
+    assert_nothing_is_held(&server);
     // The admin connection of this test takes a moment to end.
-    fleet.wait_status("the end of its descriptors", |_| fleet.server_fds() <= fds + 1);
-    assert!(!fleet.server_has_driver());
+    server.wait_status("the end of its descriptors", |_| server.server_fds() <= fds + 1);
+    assert!(!server.server_has_driver());
 }
 
 #[test]
 fn load_onto_a_device_that_nobody_configured_names_those_there_are() {
-    let fleet = with_device();
-    let path = fleet.make_model("m", &[1000]);
+    let server = with_device();
+    let path = server.make_model("m", &[1000]);
     for device in ["GPU-ffffffff-0000-4000-8000-000000000000", "cuda:0"] {
-        let error = fleet.load_onto(device, "m", &path).unwrap_err();
+        let error = server.load_onto(device, "m", &path).unwrap_err();
         assert!(error.message().contains(device) && error.message().contains(ABSENT), "{error}");
     }
-    assert_nothing_is_held(&fleet);
+    assert_nothing_is_held(&server);
 }
 
 #[test]
 fn device_that_is_no_uuid_is_refused_by_the_loader() {
     let config = "[[devices]]\nid = \"cuda:0\"\nbudget = \"16GiB\"".to_owned();
-    let fleet = Fleet::start(Options { config, ..Options::default() });
-    let path = fleet.make_model("m", &[1000]);
-    let error = fleet.load_onto("cuda:0", "m", &path).unwrap_err();
+    let server = TestServer::start(ServerOptions { config, ..ServerOptions::default() });
+    let path = server.make_model("m", &[1000]);
+    let error = server.load_onto("cuda:0", "m", &path).unwrap_err();
     assert!(error.message().contains("nvidia-smi -L"), "{error}");
-    assert_nothing_is_held(&fleet);
+    assert_nothing_is_held(&server);
 }
 
 /// What a vault has of a model on a GPU: descriptors that only a driver could check.
-fn put_generation(fleet: &Fleet) {
+fn put_generation(server: &TestServer) {
     let allocations = [4096, 8192].map(|bytes| SealedMemfd::from_bytes("stand-in", &vec![7; bytes]).unwrap());
     let manifest = Manifest {
         model: "m".to_owned(),
@@ -75,19 +75,19 @@ fn put_generation(fleet: &Fleet) {
         gguf_metadata: Default::default(),
         created_unix_seconds: 0,
     };
-    fleet.vault.put("g5.manifest", manifest.to_memfd().unwrap().into());
+    server.fd_store.put("g5.manifest", manifest.to_memfd().unwrap().into());
     for (index, allocation) in allocations.into_iter().enumerate() {
-        fleet.vault.put(&format!("g5.a{index}"), allocation.into());
+        server.fd_store.put(&format!("g5.a{index}"), allocation.into());
     }
 }
 
 #[test]
 fn adopted_model_on_a_gpu_serves_unverified_while_nobody_can_check_it() {
-    let mut fleet = with_device();
-    fleet.kill_server();
-    put_generation(&fleet);
-    fleet.restart_server();
-    let status = fleet.wait_status("the adopted generation", |status| !status.generations.is_empty());
+    let mut server = with_device();
+    server.kill_server();
+    put_generation(&server);
+    server.restart_server();
+    let status = server.wait_status("the adopted generation", |status| !status.generations.is_empty());
     let generation = &status.generations[0];
     assert_eq!(generation.integrity(), wire::GenerationIntegrity::Unverified);
     assert_eq!(generation.state(), wire::GenerationState::Ready);
@@ -97,18 +97,18 @@ fn adopted_model_on_a_gpu_serves_unverified_while_nobody_can_check_it() {
         devices.iter().find(|device| device.device == ABSENT).unwrap().reserved_bytes
     };
     // A verifier may be running, and takes a context.
-    fleet.wait_status("the end of its first check", |status| device(status) == 4096 + 8192);
+    server.wait_status("the end of its first check", |status| device(status) == 4096 + 8192);
 
     let asked = AttachRequest { device: ABSENT.to_owned(), layout: 1, ..request("m") };
-    let granted = take(&fleet.socket(), &asked, |_| {}).unwrap();
-    let reserved = device(&fleet.status());
+    let granted = take(&server.socket(), &asked, |_| {}).unwrap();
+    let reserved = device(&server.status());
     assert_eq!(reserved, 4096 + 8192 + asked.kv_bytes + asked.workspace_bytes);
     // Descriptors of another device are nothing that can be mapped on the host.
     granted.import_host().unwrap_err();
 
-    fleet.verify("m").unwrap_err();
-    let status = fleet.status();
+    server.verify("m").unwrap_err();
+    let status = server.status();
     assert_eq!(status.generations[0].integrity(), wire::GenerationIntegrity::Unverified);
-    assert!(!fleet.server_has_driver());
-    assert_eq!(fleet.verify("other").unwrap_err().code(), tonic::Code::NotFound);
+    assert!(!server.server_has_driver());
+    assert_eq!(server.verify("other").unwrap_err().code(), tonic::Code::NotFound);
 }

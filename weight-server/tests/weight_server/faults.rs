@@ -12,39 +12,40 @@ use prost::Message;
 use proto::weights::v1::{self as wire, LoadFailure, RefusalReason, ServerFrame, server_frame, worker_frame};
 
 use crate::support::{
-    Fleet, LIMIT, MODEL, Options, Worker, load, load_failure, load_request, make_sparse_model, raw_attach,
-    raw_connection, send_raw, signal,
+    MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, load, load_failure, load_request,
+    make_sparse_model, raw_attach, raw_connection, send_raw, signal,
 };
 
 /// A server whose loader stops itself in the middle of this model.
 fn stopped_load(
     bytes: u64,
-) -> (Fleet, PathBuf, tokio::task::JoinHandle<Result<wire::Loaded, tonic::Status>>) {
-    let fleet = Fleet::start(Options { loader_stop_at: Some(bytes / 4), ..Options::default() });
-    let path = fleet.path("big.gguf");
+) -> (TestServer, PathBuf, tokio::task::JoinHandle<Result<wire::Loaded, tonic::Status>>) {
+    let server =
+        TestServer::start(ServerOptions { loader_stop_at: Some(bytes / 4), ..ServerOptions::default() });
+    let path = server.path("big.gguf");
     make_sparse_model(&path, bytes);
-    let loading = fleet.runtime.spawn(load(fleet.admin(), load_request("big", &path, false)));
-    fleet.wait_stopped_loader();
-    (fleet, path, loading)
+    let loading = server.runtime.spawn(load(server.admin(), load_request("big", &path, false)));
+    server.wait_stopped_loader();
+    (server, path, loading)
 }
 
-fn assert_nothing_is_left(fleet: &Fleet) {
-    let status = fleet.wait_status("an empty ledger", |status| status.generations.is_empty());
+fn assert_nothing_is_left(server: &TestServer) {
+    let status = server.wait_status("an empty ledger", |status| status.generations.is_empty());
     let ledger = status.ledger.unwrap();
     assert_eq!((ledger.reserved_bytes, ledger.reserved_fds), (0, 0));
-    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", fleet.server_pid())).unwrap();
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", server.server_pid())).unwrap();
     let memfds = descriptors.filter(|entry| {
         let target = std::fs::read_link(entry.as_ref().unwrap().path()).unwrap_or_default();
         target.starts_with("/memfd:ballast")
     });
     assert_eq!(memfds.count(), 0);
-    fleet.wait_status("the loader's end", |_| fleet.loaders().is_empty());
+    server.wait_status("the loader's end", |_| server.loaders().is_empty());
 }
 
 #[test]
 fn killed_loader_is_an_error_to_everybody_who_waits_and_leaves_nothing() {
-    let (fleet, _, loading) = stopped_load(128 << 20);
-    let socket = fleet.socket();
+    let (server, _, loading) = stopped_load(128 << 20);
+    let socket = server.socket();
     let (report, reports) = std::sync::mpsc::channel();
     let early = std::thread::spawn(move || {
         let ask = crate::support::request("big");
@@ -52,35 +53,35 @@ fn killed_loader_is_an_error_to_everybody_who_waits_and_leaves_nothing() {
             memory::attach::attach(&socket, &ask, |progress| report.send(progress).unwrap_or_default());
         attached.unwrap_err().to_string()
     });
-    reports.recv_timeout(LIMIT).unwrap();
-    signal(fleet.loaders()[0], Signal::SIGKILL);
-    let error = fleet.runtime.block_on(loading).unwrap().unwrap_err();
+    reports.recv_timeout(TEST_TIMEOUT).unwrap();
+    signal(server.loaders()[0], Signal::SIGKILL);
+    let error = server.runtime.block_on(loading).unwrap().unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::LoaderLost);
     assert!(error.message().contains("killed by signal 9"), "{}", error.message());
     let refused = early.join().unwrap();
     assert!(refused.contains("killed by signal 9"), "{refused}");
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 
-    let small = fleet.make_model("small", &[10]);
-    fleet.load("small", &small).unwrap();
+    let small = server.make_model("small", &[10]);
+    server.load("small", &small).unwrap();
 }
 
 #[test]
 fn unload_calls_a_running_load_off() {
-    let (fleet, _, loading) = stopped_load(64 << 20);
-    fleet.unload("big").unwrap();
-    let error = fleet.runtime.block_on(loading).unwrap().unwrap_err();
+    let (server, _, loading) = stopped_load(64 << 20);
+    server.unload("big").unwrap();
+    let error = server.runtime.block_on(loading).unwrap().unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::Unloaded);
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 }
 
 #[test]
 fn dead_weight_server_takes_its_loader_along() {
-    let (mut fleet, _, _loading) = stopped_load(64 << 20);
-    let loader = fleet.loaders()[0];
-    fleet.kill_server();
+    let (mut server, _, _loading) = stopped_load(64 << 20);
+    let loader = server.loaders()[0];
+    server.kill_server();
     signal(loader, Signal::SIGCONT);
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while Path::new(&format!("/proc/{loader}/exe")).exists() {
         assert!(Instant::now() < deadline, "the loader works on for nobody");
         std::thread::sleep(Duration::from_millis(5));
@@ -100,98 +101,109 @@ fn file_that_changes_during_the_load_is_an_error() {
         ("cut off", |path| File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap()),
     ];
     for (name, change) in changes {
-        let (fleet, path, loading) = stopped_load(64 << 20);
+        let (server, path, loading) = stopped_load(64 << 20);
         change(&path);
-        signal(fleet.loaders()[0], Signal::SIGCONT);
-        let error = fleet.runtime.block_on(loading).unwrap().unwrap_err();
+        signal(server.loaders()[0], Signal::SIGCONT);
+        let error = server.runtime.block_on(loading).unwrap().unwrap_err();
         assert_eq!(load_failure(&error), LoadFailure::FileChanged, "{name}: {}", error.message());
         assert!(error.message().contains("big.gguf changed while"), "{name}: {}", error.message());
-        assert_nothing_is_left(&fleet);
+        assert_nothing_is_left(&server);
     }
 }
 
 #[test]
 fn bad_files_are_refused_each_with_its_own_text() {
-    let fleet = Fleet::plain();
-    let cut = fleet.make_model("cut", &[1000, 2000]);
+    let server = TestServer::plain();
+    let cut = server.make_model("cut", &[1000, 2000]);
     let bytes = std::fs::read(&cut).unwrap();
     std::fs::write(&cut, &bytes[..bytes.len() - 4000]).unwrap();
-    let garbage = fleet.path("garbage.gguf");
+    let garbage = server.path("garbage.gguf");
     std::fs::write(&garbage, "PK\x03\x04 this is an archive").unwrap();
-    let empty = fleet.path("empty.gguf");
+    let empty = server.path("empty.gguf");
     std::fs::write(&empty, "").unwrap();
-    let fifo = fleet.path("fifo.gguf");
+    let fifo = server.path("fifo.gguf");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     for (path, failure, text) in [
         (cut, LoadFailure::ModelRefused, "tensor.1"),
         (garbage, LoadFailure::ModelRefused, "garbage.gguf"),
         (empty, LoadFailure::ModelRefused, "empty.gguf"),
         (fifo, LoadFailure::File, "not a regular file"),
-        (fleet.path("absent.gguf"), LoadFailure::File, "No such file"),
-        (fleet.directory.path().to_owned(), LoadFailure::File, "not a regular file"),
+        (server.path("absent.gguf"), LoadFailure::File, "No such file"),
+        (server.directory.path().to_owned(), LoadFailure::File, "not a regular file"),
     ] {
-        let error = fleet.load("m", &path).unwrap_err();
+        let error = server.load("m", &path).unwrap_err();
         assert_eq!(load_failure(&error), failure, "{}", error.message());
         assert!(error.message().contains(text), "{}", error.message());
         assert!(!error.message().contains('\n'));
     }
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 }
 
 #[test]
 fn lack_of_memory_names_what_is_needed_and_what_is_there() {
-    let fleet = Fleet::start(Options { config: "host-budget = \"16MiB\"".to_owned(), ..Options::default() });
-    let path = fleet.path("m.gguf");
+    let server = TestServer::start(ServerOptions {
+        config: "host-budget = \"16MiB\"".to_owned(),
+        ..ServerOptions::default()
+    });
+    let path = server.path("m.gguf");
     make_sparse_model(&path, 32 << 20);
-    let error = fleet.load("m", &path).unwrap_err();
+    let error = server.load("m", &path).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfMemory);
     assert!(error.message().contains("of 16.0 MiB are free"), "{}", error.message());
 
-    let fleet =
-        Fleet::start(Options { config: "host-budget = \"1024TiB\"".to_owned(), ..Options::default() });
-    let path = fleet.path("m.gguf");
+    let server = TestServer::start(ServerOptions {
+        config: "host-budget = \"1024TiB\"".to_owned(),
+        ..ServerOptions::default()
+    });
+    let path = server.path("m.gguf");
     make_sparse_model(&path, 1 << 40);
-    let error = fleet.load("m", &path).unwrap_err();
+    let error = server.load("m", &path).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfMemory);
     assert!(error.message().contains("1.00 TiB are needed, the machine has"), "{}", error.message());
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 }
 
 #[test]
 fn file_size_limit_is_named() {
     let limits = format!("fsize={}", 4 << 20);
-    let fleet = Fleet::start(Options { loader_limits: limits, ..Options::default() });
-    let path = fleet.make_model("m", &[3 << 20]);
-    let error = fleet.load("m", &path).unwrap_err();
+    let server = TestServer::start(ServerOptions { loader_limits: limits, ..ServerOptions::default() });
+    let path = server.make_model("m", &[3 << 20]);
+    let error = server.load("m", &path).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfMemory);
     assert!(error.message().contains("RLIMIT_FSIZE"), "{}", error.message());
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 }
 
 #[test]
 fn descriptor_limits_are_named_wherever_they_hit() {
     // The weight-server itself cannot hold so many: refused before anything is allocated.
-    let fleet = Fleet::start(Options { server_limits: "nofile=400".to_owned(), ..Options::default() });
+    let server = TestServer::start(ServerOptions {
+        server_limits: "nofile=400".to_owned(),
+        ..ServerOptions::default()
+    });
     let tensors = vec![16; 300];
-    let path = fleet.make_model("m", &tensors);
-    let error = fleet.load_with("m", &path, true).unwrap_err();
+    let path = server.make_model("m", &tensors);
+    let error = server.load_with("m", &path, true).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfFds);
     assert!(error.message().contains("301 file descriptors are needed"), "{}", error.message());
-    assert_nothing_is_left(&fleet);
-    fleet.load("m", &path).unwrap();
+    assert_nothing_is_left(&server);
+    server.load("m", &path).unwrap();
 
     // Only the loader cannot.
-    let fleet = Fleet::start(Options { loader_limits: "nofile=100".to_owned(), ..Options::default() });
-    let path = fleet.make_model("m", &tensors);
-    let error = fleet.load_with("m", &path, true).unwrap_err();
+    let server = TestServer::start(ServerOptions {
+        loader_limits: "nofile=100".to_owned(),
+        ..ServerOptions::default()
+    });
+    let path = server.make_model("m", &tensors);
+    let error = server.load_with("m", &path, true).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfFds);
     assert!(error.message().contains("RLIMIT_NOFILE"), "{}", error.message());
-    assert_nothing_is_left(&fleet);
+    assert_nothing_is_left(&server);
 }
 
 #[test]
 fn server_that_cannot_start_says_why_in_one_line() {
-    let taken = Fleet::plain();
+    let taken = TestServer::plain();
     let long = tempfile::tempdir().unwrap();
     let long = long.path().join("x".repeat(100));
     std::fs::create_dir(&long).unwrap();
@@ -229,8 +241,8 @@ fn refused(connection: &Connection) -> RefusalReason {
 
 #[test]
 fn clients_that_break_the_protocol_are_cut_off_and_counted() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let baseline = fleet.server_fds();
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let baseline = server.server_fds();
     let frame = |kind| wire::WorkerFrame { kind: Some(kind) };
     let detach = frame(worker_frame::Kind::Detach(wire::Detach {}));
     let receipt = frame(worker_frame::Kind::BatchReceived(wire::BatchReceived { batch: 0 }));
@@ -266,20 +278,20 @@ fn clients_that_break_the_protocol_are_cut_off_and_counted() {
         ),
     ];
     for (count, (name, attack)) in (1..).zip(&attacks) {
-        let connection = raw_connection(&fleet);
+        let connection = raw_connection(&server);
         attack(&connection);
         assert_eq!(refused(&connection), RefusalReason::Violation, "{name}");
-        assert_eq!(fleet.status().violations, count, "{name}");
+        assert_eq!(server.status().violations, count, "{name}");
     }
-    drop(fleet.attach("m").unwrap());
+    drop(server.attach("m").unwrap());
     // Connections that were granted something keep their record and pidfd until this process ends.
-    let leases = fleet.status().leases.len();
-    fleet.wait_status("closed descriptors", |_| fleet.server_fds() <= baseline + 2 + 3 * leases);
+    let leases = server.status().leases.len();
+    server.wait_status("closed descriptors", |_| server.server_fds() <= baseline + 2 + 3 * leases);
 }
 
 #[test]
 fn protocol_and_format_of_another_version_are_named() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     type Change = fn(&mut wire::Attach);
     let cases: [(Change, RefusalReason); 3] = [
         (|attach| attach.protocol = 99, RefusalReason::Protocol),
@@ -287,7 +299,7 @@ fn protocol_and_format_of_another_version_are_named() {
         (|attach| attach.manifest_format = 99, RefusalReason::ManifestFormat),
     ];
     for (change, reason) in cases {
-        let connection = raw_connection(&fleet);
+        let connection = raw_connection(&server);
         let mut frame = raw_attach("m");
         let Some(worker_frame::Kind::Attach(attach)) = &mut frame.kind else { panic!() };
         change(attach);
@@ -298,26 +310,26 @@ fn protocol_and_format_of_another_version_are_named() {
 
 #[test]
 fn client_that_never_answers_holds_up_nobody() {
-    let fleet = Fleet::plain();
-    let path = fleet.make_model("m", &vec![8; 300]);
-    fleet.load_with("m", &path, true).unwrap();
+    let server = TestServer::plain();
+    let path = server.make_model("m", &vec![8; 300]);
+    server.load_with("m", &path, true).unwrap();
     let stuck: Vec<Connection> = (0..8)
         .map(|_| {
-            let connection = raw_connection(&fleet);
+            let connection = raw_connection(&server);
             connection.send(&raw_attach("m"), &[]).unwrap();
             connection
         })
         .collect();
-    let silent: Vec<Connection> = (0..8).map(|_| raw_connection(&fleet)).collect();
+    let silent: Vec<Connection> = (0..8).map(|_| raw_connection(&server)).collect();
     let started = Instant::now();
-    fleet.worker("m", "").attached();
+    server.worker("m", "").attached();
     // One after another they would hold it up for two minutes.
-    assert!(started.elapsed() < LIMIT, "{:?}", started.elapsed());
+    assert!(started.elapsed() < TEST_TIMEOUT, "{:?}", started.elapsed());
     // Each is given up in time; its lease stays as long as this process, which may have mapped something.
     for connection in silent {
         assert!(matches!(connection.receive::<ServerFrame>(), Err(FrameError::Closed)));
     }
-    fleet.wait_status("the end of all waits", |status| {
+    server.wait_status("the end of all waits", |status| {
         let state = |lease: &wire::Lease| lease.state() == wire::LeaseState::Disconnected;
         status.leases.iter().filter(|lease| state(lease)).count() == stuck.len()
     });
@@ -325,41 +337,41 @@ fn client_that_never_answers_holds_up_nobody() {
 
 #[test]
 fn dead_worker_frees_its_row_at_once() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let before = fleet.status().ledger.unwrap();
-    let mut worker = fleet.worker("m", "");
-    let during = fleet.status().ledger.unwrap();
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let before = server.status().ledger.unwrap();
+    let mut worker = server.worker("m", "");
+    let during = server.status().ledger.unwrap();
     assert_eq!(during.reserved_bytes - before.reserved_bytes, (1 << 20) + (1 << 10));
     worker.kill();
-    let after = fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
+    let after = server.wait_status("the end of the lease", |status| status.leases.is_empty());
     assert_eq!(after.ledger.unwrap(), before);
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest"]);
 }
 
 #[test]
 fn worker_that_dies_between_its_grant_and_its_context_gives_its_row_back() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let before = fleet.status().ledger.unwrap();
-    let mut taker = Worker::start(fleet.path("").as_path(), "taker", &[(MODEL, "m")]);
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let before = server.status().ledger.unwrap();
+    let mut taker = TestWorker::start(server.path("").as_path(), "taker", &[(MODEL, "m")]);
     assert_eq!(taker.greeting, "granted");
-    let during = fleet.status().ledger.unwrap();
+    let during = server.status().ledger.unwrap();
     assert_eq!(during.reserved_bytes - before.reserved_bytes, (1 << 20) + (1 << 10), "nothing is taken yet");
     taker.kill();
-    let after = fleet.wait_status("the end of the lease", |status| status.leases.is_empty());
+    let after = server.wait_status("the end of the lease", |status| status.leases.is_empty());
     assert_eq!(after.ledger.unwrap(), before);
-    fleet.vault.wait_names(&["g1.a0", "g1.manifest"]);
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest"]);
 }
 
 #[test]
 fn memory_counts_until_it_is_known_to_be_unmapped() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let mut worker = fleet.worker("m", "");
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let mut worker = server.worker("m", "");
     assert_eq!(worker.order("sloppy"), "3 tensors left");
-    let status = fleet.wait_status("the broken connection", |status| {
+    let status = server.wait_status("the broken connection", |status| {
         status.leases[0].state() == wire::LeaseState::Disconnected
     });
-    assert_eq!(status.ledger.unwrap().rows.len(), 2);
-    assert_eq!(fleet.unload("m").unwrap(), 1, "the worker still has it mapped");
+    assert_eq!(status.ledger.unwrap().reservations.len(), 2);
+    assert_eq!(server.unload("m").unwrap(), 1, "the worker still has it mapped");
     worker.kill();
-    fleet.wait_status("the end of both", |status| status.leases.is_empty() && status.generations.is_empty());
+    server.wait_status("the end of both", |status| status.leases.is_empty() && status.generations.is_empty());
 }

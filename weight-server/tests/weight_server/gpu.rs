@@ -14,7 +14,7 @@ use proto::weights::v1 as wire;
 use quant::DType;
 use quant::layout::Tiles;
 
-use crate::support::{DIRECTORY, Fleet, LIMIT, MODEL, Options, Worker, request};
+use crate::support::{DIRECTORY, MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, request};
 
 const DEVICE: &str = "BALLAST_TEST_DEVICE";
 
@@ -107,7 +107,7 @@ pub(crate) fn become_worker() -> ! {
         match line.unwrap().as_str() {
             "check" => println!("worker: held {}", checksum(&device, &attached.tensors)),
             "lost" => {
-                let deadline = Instant::now() + LIMIT;
+                let deadline = Instant::now() + TEST_TIMEOUT;
                 while !matches!(attached.lease.status(), LeaseStatus::Lost { .. }) {
                     assert!(Instant::now() < deadline, "{:?}", attached.lease.status());
                     std::thread::sleep(std::time::Duration::from_millis(5));
@@ -127,9 +127,9 @@ pub(crate) fn become_worker() -> ! {
     std::process::exit(0);
 }
 
-fn worker(fleet: &Fleet, device: &Device) -> Worker {
+fn worker(server: &TestServer, device: &Device) -> TestWorker {
     let uuid = device.uuid().to_string();
-    Worker::start(fleet.directory.path(), "gpu-worker", &[(MODEL, "m"), (DEVICE, &uuid)])
+    TestWorker::start(server.directory.path(), "gpu-worker", &[(MODEL, "m"), (DEVICE, &uuid)])
 }
 
 fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
@@ -137,8 +137,8 @@ fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
 }
 
 /// Writes into a tensor that the vault keeps, as a worker gone mad could; returns its name.
-fn damage(fleet: &Fleet, device: &Device) -> String {
-    let stored: BTreeMap<_, _> = fleet.vault.contents().into_iter().collect();
+fn damage(server: &TestServer, device: &Device) -> String {
+    let stored: BTreeMap<_, _> = server.fd_store.contents().into_iter().collect();
     let manifest = stored["g1.manifest"].try_clone().unwrap();
     let manifest = Manifest::from_memfd(&SealedMemfd::verify(manifest).unwrap()).unwrap();
     let tensor = &manifest.tensors[2];
@@ -157,63 +157,63 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     let Some(device) = first_device() else { return };
     let uuid = device.uuid().to_string();
     let config = format!("[[devices]]\nid = {uuid:?}\nbudget = \"8GiB\"");
-    let mut fleet = Fleet::start(Options { config, ..Options::default() });
-    let path = fleet.path("m.gguf");
+    let mut server = TestServer::start(ServerOptions { config, ..ServerOptions::default() });
+    let path = server.path("m.gguf");
     make_model(&path);
 
-    let loaded = fleet.load_onto(&uuid, "m", &path).unwrap().generation.unwrap();
+    let loaded = server.load_onto(&uuid, "m", &path).unwrap().generation.unwrap();
     assert_eq!((loaded.layout, loaded.integrity()), (1, wire::GenerationIntegrity::Loaded));
-    assert!(!fleet.server_has_driver());
-    let held = fleet.status().ledger.unwrap();
+    assert!(!server.server_has_driver());
+    let held = server.status().ledger.unwrap();
     let held = held.devices.iter().find(|row| row.device == uuid).unwrap().reserved_bytes;
     assert_eq!(held, loaded.allocation_bytes, "nothing of the load's own is left in the ledger");
     let expected = expected();
-    let mut first = worker(&fleet, &device);
+    let mut first = worker(&server, &device);
     assert_eq!(first.attached().1, expected);
-    let whole = fleet.verify("m").unwrap();
+    let whole = server.verify("m").unwrap();
     assert_eq!((whole.damaged_count, whole.checked_bytes), (0, loaded.tensor_bytes));
 
     // A worker of a version that reads another layout: nothing is kept for it.
-    let rows = fleet.status().ledger.unwrap().rows.len();
+    let rows = server.status().ledger.unwrap().reservations.len();
     for layout in [0, 2] {
         let asked = AttachRequest { layout, ..attach_request("m", &device) };
-        let refused = take(&fleet.socket(), &asked, |_| {}).unwrap_err().to_string();
+        let refused = take(&server.socket(), &asked, |_| {}).unwrap_err().to_string();
         let both = format!("layout {layout} was asked for, model \"m\" has layout 1");
         assert!(refused.contains(&both), "{refused}");
     }
-    assert_eq!(fleet.status().ledger.unwrap().rows.len(), rows);
+    assert_eq!(server.status().ledger.unwrap().reservations.len(), rows);
     println!("verified {} bytes in {:.2} s", whole.checked_bytes, whole.seconds);
 
     // The owner dies; its successor has no file to read.
-    let hidden = fleet.path("hidden.gguf");
+    let hidden = server.path("hidden.gguf");
     std::fs::rename(&path, &hidden).unwrap();
-    fleet.kill_server();
-    fleet.restart_server();
-    fleet.wait_status("the successor's check", |status| {
+    server.kill_server();
+    server.restart_server();
+    server.wait_status("the successor's check", |status| {
         integrity(status) == [wire::GenerationIntegrity::Verified]
     });
-    assert_eq!(worker(&fleet, &device).attached().1, expected);
+    assert_eq!(worker(&server, &device).attached().1, expected);
     assert_eq!(first.order("check"), format!("held {expected}"));
-    assert!(!fleet.server_has_driver());
+    assert!(!server.server_has_driver());
 
     // Somebody writes to the weights.
     std::fs::rename(&hidden, &path).unwrap();
-    let damaged = damage(&fleet, &device);
-    let found = fleet.verify("m").unwrap();
+    let damaged = damage(&server, &device);
+    let found = server.verify("m").unwrap();
     assert_eq!((found.damaged_count, found.damaged), (1, vec![damaged]));
     assert!(first.order("lost").contains("Quarantined"));
-    fleet.wait_status("the model, loaded anew", |status| {
+    server.wait_status("the model, loaded anew", |status| {
         status.generations.iter().any(|generation| {
             generation.state() == wire::GenerationState::Ready
                 && generation.integrity() == wire::GenerationIntegrity::Loaded
         })
     });
-    let mut second = worker(&fleet, &device);
+    let mut second = worker(&server, &device);
     assert_eq!(second.attached().1, expected);
 
     assert_eq!(second.order("detach"), "detached");
     first.kill();
-    fleet.unload("m").unwrap();
-    fleet.wait_status("an empty ledger", |status| status.ledger.as_ref().unwrap().rows.is_empty());
-    fleet.vault.wait_names(&[]);
+    server.unload("m").unwrap();
+    server.wait_status("an empty ledger", |status| status.ledger.as_ref().unwrap().reservations.is_empty());
+    server.fd_store.wait_names(&[]);
 }

@@ -5,7 +5,7 @@ use memory::lease::LeaseStatus;
 use memory::pack::GRANULE_BYTES;
 use proto::weights::v1::{self as wire, RefusalReason};
 
-use crate::support::{Fleet, LIMIT, Options, load, load_request, pattern, request};
+use crate::support::{ServerOptions, TEST_TIMEOUT, TestServer, load, load_request, pattern, request};
 
 fn refusal(error: AttachError) -> (RefusalReason, String) {
     match error {
@@ -16,15 +16,15 @@ fn refusal(error: AttachError) -> (RefusalReason, String) {
 
 #[test]
 fn tensors_arrive_as_they_stand_in_the_file() {
-    let fleet = Fleet::plain();
+    let server = TestServer::plain();
     let tensors = [300_000, 1, 0, 1_500_000, 64, 524_288];
-    let path = fleet.make_model("m", &tensors);
-    let loaded = fleet.load("m", &path).unwrap();
+    let path = server.make_model("m", &tensors);
+    let loaded = server.load("m", &path).unwrap();
     assert!(loaded.read_from_file);
     let generation = loaded.generation.unwrap();
     assert_eq!(generation.tensor_bytes, tensors.iter().sum::<u64>() * 4);
 
-    let attached = fleet.attach("m").unwrap();
+    let attached = server.attach("m").unwrap();
     assert_eq!(attached.manifest.model, "m");
     assert_eq!(attached.manifest.digest[..], generation.digest[..]);
     assert_eq!(attached.tensors.len(), tensors.len());
@@ -39,14 +39,14 @@ fn tensors_arrive_as_they_stand_in_the_file() {
 
 #[test]
 fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
-    let fleet = Fleet::plain();
+    let server = TestServer::plain();
     let tensors: Vec<u64> = (0..400).map(|i| 10 + i).collect();
-    let path = fleet.make_model("m", &tensors);
-    let generation = fleet.load_with("m", &path, true).unwrap().generation.unwrap();
+    let path = server.make_model("m", &tensors);
+    let generation = server.load_with("m", &path, true).unwrap().generation.unwrap();
     assert_eq!(generation.allocations, 400);
     assert_eq!(generation.allocation_bytes, 400 * GRANULE_BYTES);
 
-    let attached = fleet.attach("m").unwrap();
+    let attached = server.attach("m").unwrap();
     for (index, tensor) in attached.tensors.iter().enumerate() {
         assert!(tensor.bytes.iter().copied().eq(pattern(index, tensors[index] * 4)));
     }
@@ -55,8 +55,8 @@ fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
 
 #[test]
 fn weights_are_mapped_and_not_copied() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    let attached = fleet.attach("m").unwrap();
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    let attached = server.attach("m").unwrap();
     // Touch everything.
     let sum: u64 = attached.tensors.iter().flat_map(|t| t.bytes.iter()).map(|&b| u64::from(b)).sum();
     assert!(sum > 0);
@@ -72,95 +72,96 @@ fn weights_are_mapped_and_not_copied() {
 
 #[test]
 fn second_load_of_a_file_joins_the_first() {
-    let fleet = Fleet::plain();
-    let path = fleet.make_model("m", &[2_000_000]);
-    let admin = fleet.admin();
-    let loaded = fleet.runtime.block_on(async {
+    let server = TestServer::plain();
+    let path = server.make_model("m", &[2_000_000]);
+    let admin = server.admin();
+    let loaded = server.runtime.block_on(async {
         let loads = (0..4).map(|_| load(admin.clone(), load_request("m", &path, false)));
         futures::future::join_all(loads).await
     });
     let generations: Vec<u64> =
         loaded.into_iter().map(|loaded| loaded.unwrap().generation.unwrap().generation).collect();
     assert_eq!(generations, [1; 4]);
-    let again = fleet.load("m", &path).unwrap();
+    let again = server.load("m", &path).unwrap();
     assert!(!again.read_from_file);
-    assert_eq!(fleet.status().generations.len(), 1);
+    assert_eq!(server.status().generations.len(), 1);
 }
 
 #[test]
 fn several_models_live_side_by_side_and_go_one_by_one() {
-    let fleet = Fleet::plain();
-    let baseline_fds = fleet.server_fds();
-    let (a, b) = (fleet.make_model("a", &[1000]), fleet.make_model("b", &[2000, 3000]));
-    fleet.load("a", &a).unwrap();
-    fleet.load("b", &b).unwrap();
-    let worker = fleet.attach("b").unwrap();
-    assert_eq!(fleet.unload("a").unwrap(), 0);
-    assert_eq!(fleet.unload("b").unwrap(), 1);
-    let status = fleet.status();
+    let server = TestServer::plain();
+    let baseline_fds = server.server_fds();
+    let (a, b) = (server.make_model("a", &[1000]), server.make_model("b", &[2000, 3000]));
+    server.load("a", &a).unwrap();
+    server.load("b", &b).unwrap();
+    let worker = server.attach("b").unwrap();
+    assert_eq!(server.unload("a").unwrap(), 0);
+    assert_eq!(server.unload("b").unwrap(), 1);
+    let status = server.status();
     assert_eq!(status.generations.len(), 1, "b waits for its worker");
     assert_eq!(status.generations[0].state(), wire::GenerationState::Retiring);
-    assert_eq!(refusal(fleet.attach("b").unwrap_err()).0, RefusalReason::UnknownModel);
+    assert_eq!(refusal(server.attach("b").unwrap_err()).0, RefusalReason::UnknownModel);
 
     let memory::attach::Attached { tensors, lease, .. } = worker;
     assert!(tensors[1].bytes.iter().copied().eq(pattern(1, 12_000)));
     drop(tensors);
     drop(lease);
-    let status = fleet.wait_status("the end of b", |status| status.generations.is_empty());
+    let status = server.wait_status("the end of b", |status| status.generations.is_empty());
     let ledger = status.ledger.unwrap();
-    assert_eq!((ledger.reserved_bytes, ledger.reserved_fds, ledger.rows.len()), (0, 0, 0));
-    fleet.vault.wait_names(&[]);
+    assert_eq!((ledger.reserved_bytes, ledger.reserved_fds, ledger.reservations.len()), (0, 0, 0));
+    server.fd_store.wait_names(&[]);
     // One is the admin connection of the last status.
-    fleet.wait_status("its descriptors", |_| fleet.server_fds() <= baseline_fds + 2);
+    server.wait_status("its descriptors", |_| server.server_fds() <= baseline_fds + 2);
 }
 
 #[test]
 fn changed_file_replaces_the_model_for_new_workers() {
-    let (fleet, path) = Fleet::with_model(Options::default(), "m");
-    let old = fleet.attach("m").unwrap();
+    let (server, path) = TestServer::with_model(ServerOptions::default(), "m");
+    let old = server.attach("m").unwrap();
     std::fs::remove_file(&path).unwrap();
-    fleet.make_model("m", &[77]);
-    let generation = fleet.load("m", &path).unwrap().generation.unwrap();
+    server.make_model("m", &[77]);
+    let generation = server.load("m", &path).unwrap().generation.unwrap();
     assert_eq!(generation.generation, 2);
-    let new = fleet.attach("m").unwrap();
+    let new = server.attach("m").unwrap();
     assert_eq!((old.lease.generation(), new.lease.generation()), (1, 2));
     assert_eq!((old.tensors.len(), new.tensors.len()), (3, 1));
     drop(old);
     // Dropped in field order: the tensors go before the lease.
-    fleet.wait_status("the end of generation 1", |status| status.generations.len() == 1);
+    server.wait_status("the end of generation 1", |status| status.generations.len() == 1);
 }
 
 #[test]
 fn worker_that_comes_early_waits_for_the_load() {
-    let fleet = Fleet::start(Options { loader_stop_at: Some(32 << 20), ..Options::default() });
-    let path = fleet.path("m.gguf");
+    let server =
+        TestServer::start(ServerOptions { loader_stop_at: Some(32 << 20), ..ServerOptions::default() });
+    let path = server.path("m.gguf");
     crate::support::make_sparse_model(&path, 128 << 20);
-    let admin = fleet.admin();
-    let loading = fleet.runtime.spawn(load(admin, load_request("m", &path, false)));
-    let loader = fleet.wait_stopped_loader();
-    let socket = fleet.socket();
+    let admin = server.admin();
+    let loading = server.runtime.spawn(load(admin, load_request("m", &path, false)));
+    let loader = server.wait_stopped_loader();
+    let socket = server.socket();
     let (report, reports) = std::sync::mpsc::channel();
     let early = std::thread::spawn(move || {
         memory::attach::attach(&socket, &request("m"), |progress| report.send(progress).unwrap_or_default())
     });
     // The loader has stopped itself half way; it goes on once the worker waits.
-    let first = reports.recv_timeout(LIMIT).unwrap();
+    let first = reports.recv_timeout(TEST_TIMEOUT).unwrap();
     crate::support::signal(loader, nix::sys::signal::Signal::SIGCONT);
     assert_eq!(early.join().unwrap().unwrap().tensors[0].bytes.len(), 128 << 20);
     assert_eq!((first.total_bytes, first.jobs_ahead), (128 << 20, 0));
-    fleet.runtime.block_on(loading).unwrap().unwrap();
+    server.runtime.block_on(loading).unwrap().unwrap();
 }
 
 #[test]
 fn refusals_name_what_does_not_fit() {
-    let (fleet, _) = Fleet::with_model(
-        Options { config: "host-budget = \"64MiB\"".to_owned(), ..Options::default() },
+    let (server, _) = TestServer::with_model(
+        ServerOptions { config: "host-budget = \"64MiB\"".to_owned(), ..ServerOptions::default() },
         "m",
     );
     let ask = |change: fn(&mut memory::attach::AttachRequest)| {
         let mut ask = request("m");
         change(&mut ask);
-        refusal(memory::attach::attach(&fleet.socket(), &ask, |_| {}).unwrap_err())
+        refusal(memory::attach::attach(&server.socket(), &ask, |_| {}).unwrap_err())
     };
     let (reason, text) = ask(|ask| ask.model = "other".to_owned());
     assert_eq!(reason, RefusalReason::UnknownModel);
@@ -172,32 +173,32 @@ fn refusals_name_what_does_not_fit() {
     let (reason, text) = ask(|ask| ask.kv_bytes = 1 << 30);
     assert_eq!(reason, RefusalReason::Ledger);
     assert!(text.contains("1.00 GiB are needed") && text.contains("of 64.0 MiB are free"), "{text}");
-    assert_eq!(fleet.status().leases.len(), 0);
+    assert_eq!(server.status().leases.len(), 0);
 }
 
 #[test]
 fn tokens_are_needed_from_the_first_one_on() {
-    let (fleet, _) = Fleet::with_model(Options::default(), "m");
-    drop(fleet.attach("m").unwrap());
-    fleet.allow_token("worker-0", "0123456789abcdef0");
-    assert_eq!(refusal(fleet.attach("m").unwrap_err()).0, RefusalReason::Token);
-    assert!(fleet.worker("m", "wrong token, long enough").greeting.starts_with("refused"));
-    let worker = fleet.worker("m", "0123456789abcdef0");
+    let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
+    drop(server.attach("m").unwrap());
+    server.allow_token("worker-0", "0123456789abcdef0");
+    assert_eq!(refusal(server.attach("m").unwrap_err()).0, RefusalReason::Token);
+    assert!(server.worker("m", "wrong token, long enough").greeting.starts_with("refused"));
+    let worker = server.worker("m", "0123456789abcdef0");
     let (lease, _) = worker.attached();
-    let status = fleet.status();
+    let status = server.status();
     let held = status.leases.iter().find(|held| held.lease == lease).unwrap();
     assert_eq!((held.token_name.as_str(), held.pid), ("worker-0", worker.pid()));
     // The worker is started anew, with a new token.
-    fleet.allow_token("worker-0", "fedcba98765432100");
-    assert!(fleet.worker("m", "0123456789abcdef0").greeting.starts_with("refused"));
-    fleet.worker("m", "fedcba98765432100").attached();
+    server.allow_token("worker-0", "fedcba98765432100");
+    assert!(server.worker("m", "0123456789abcdef0").greeting.starts_with("refused"));
+    server.worker("m", "fedcba98765432100").attached();
 }
 
 #[test]
 fn other_users_are_refused() {
-    let options = Options { config: "allow-uids = [4242]".to_owned(), ..Options::default() };
-    let (fleet, _) = Fleet::with_model(options, "m");
-    assert_eq!(refusal(fleet.attach("m").unwrap_err()).0, RefusalReason::PeerUid);
+    let options = ServerOptions { config: "allow-uids = [4242]".to_owned(), ..ServerOptions::default() };
+    let (server, _) = TestServer::with_model(options, "m");
+    assert_eq!(refusal(server.attach("m").unwrap_err()).0, RefusalReason::PeerUid);
 }
 
 #[test]
@@ -206,10 +207,10 @@ fn configured_models_are_loaded_at_start() {
     let path = directory.path().join("m.gguf");
     crate::support::make_model(&path, &[1000]);
     let config = format!("[[models]]\nname = \"m\"\npath = {path:?}\npack = false");
-    let fleet = Fleet::start(Options { config, ..Options::default() });
+    let server = TestServer::start(ServerOptions { config, ..ServerOptions::default() });
     // The load may not have begun yet.
     let attached = loop {
-        match fleet.attach("m") {
+        match server.attach("m") {
             Err(AttachError::Refused { reason: RefusalReason::UnknownModel, .. }) => {}
             result => break result.unwrap(),
         }
@@ -223,12 +224,12 @@ fn real_models_arrive_as_they_stand_in_their_files() {
         println!("SKIPPED: BALLAST_TEST_DATA is not set, no real model to load");
         return;
     };
-    let fleet = Fleet::plain();
+    let server = TestServer::plain();
     let models = std::path::Path::new(&data).join("models");
     for name in ["pycoder-7m-q8_0", "pycoder-22m-q4_k_m"] {
         let path = models.join(format!("{name}.gguf"));
-        fleet.load(name, &path).unwrap();
-        let attached = fleet.attach(name).unwrap();
+        server.load(name, &path).unwrap();
+        let attached = server.attach(name).unwrap();
         let file = std::fs::read(&path).unwrap();
         let header = gguf::Header::read(&file[..], file.len() as u64).unwrap();
         assert_eq!(attached.tensors.len(), header.tensors().len());
@@ -243,7 +244,7 @@ fn real_models_arrive_as_they_stand_in_their_files() {
 
 #[test]
 fn split_model_is_loaded_from_all_its_files() {
-    let fleet = Fleet::plain();
+    let server = TestServer::plain();
     let part = |number: u16, tensors: &[(&str, u64)]| {
         let mut metadata = gguf::MetadataBuilder::default();
         metadata.put("split.no", number - 1).unwrap();
@@ -253,7 +254,7 @@ fn split_model_is_loaded_from_all_its_files() {
         for (name, values) in tensors {
             layout.add(name, quant::DType::F32, &[*values]).unwrap();
         }
-        let path = fleet.path(&format!("m-{number:05}-of-00002.gguf"));
+        let path = server.path(&format!("m-{number:05}-of-00002.gguf"));
         let mut writer =
             gguf::GgufWriter::start(std::fs::File::create(&path).unwrap(), &metadata, layout).unwrap();
         for (_, values) in tensors {
@@ -264,8 +265,8 @@ fn split_model_is_loaded_from_all_its_files() {
     };
     let first = part(1, &[("a", 1000)]);
     let second = part(2, &[("b", 5000), ("c", 70)]);
-    fleet.load("m", &first).unwrap();
-    let attached = fleet.attach("m").unwrap();
+    server.load("m", &first).unwrap();
+    let attached = server.attach("m").unwrap();
     assert_eq!(attached.manifest.files.len(), 2);
     for (tensor, (name, number, values)) in
         attached.tensors.iter().zip([("a", 1, 1000), ("b", 2, 5000), ("c", 2, 70)])
@@ -273,34 +274,34 @@ fn split_model_is_loaded_from_all_its_files() {
         assert_eq!(tensor.name, name);
         assert!(tensor.bytes.iter().copied().eq(pattern(number, values * 4)));
     }
-    let text = fleet.load("second", &second).unwrap_err().message().to_owned();
+    let text = server.load("second", &second).unwrap_err().message().to_owned();
     assert!(text.contains("open the first"), "{text}");
     std::fs::remove_file(&second).unwrap();
-    assert!(!fleet.load("m", &first).unwrap().read_from_file, "what is resident needs no file");
-    let text = fleet.load("other", &first).unwrap_err().message().to_owned();
+    assert!(!server.load("m", &first).unwrap().read_from_file, "what is resident needs no file");
+    let text = server.load("other", &first).unwrap_err().message().to_owned();
     assert!(text.contains("m-00002-of-00002.gguf"), "{text}");
 }
 
 #[test]
 fn events_tell_what_changes() {
-    let fleet = Fleet::plain();
-    let mut admin = fleet.admin();
+    let server = TestServer::plain();
+    let mut admin = server.admin();
     let mut events =
-        fleet.runtime.block_on(admin.watch_events(wire::WatchEventsRequest {})).unwrap().into_inner();
-    let path = fleet.make_model("m", &[10]);
-    fleet.load("m", &path).unwrap();
-    drop(fleet.attach("m").unwrap());
-    fleet.unload("m").unwrap();
-    let seen = fleet.runtime.block_on(async {
+        server.runtime.block_on(admin.watch_events(wire::WatchEventsRequest {})).unwrap().into_inner();
+    let path = server.make_model("m", &[10]);
+    server.load("m", &path).unwrap();
+    drop(server.attach("m").unwrap());
+    server.unload("m").unwrap();
+    let seen = server.runtime.block_on(async {
         let mut seen = Vec::new();
         loop {
-            let event = tokio::time::timeout(LIMIT, events.message()).await.unwrap().unwrap().unwrap();
+            let event = tokio::time::timeout(TEST_TIMEOUT, events.message()).await.unwrap().unwrap().unwrap();
             match event.kind.unwrap() {
                 wire::event::Kind::Generation(g) => seen.push(format!("{:?}", g.state())),
                 wire::event::Kind::Lease(lease) => seen.push(format!("{:?}", lease.state())),
                 wire::event::Kind::LeaseEnded(_) => seen.push("LeaseEnded".to_owned()),
-                wire::event::Kind::GenerationGone(_) => return seen,
-                wire::event::Kind::Missed(_) => panic!("nothing was missed"),
+                wire::event::Kind::GenerationRemoved(_) => return seen,
+                wire::event::Kind::MissedEvents(_) => panic!("nothing was missed"),
             }
         }
     });

@@ -5,8 +5,8 @@
 
 mod adoption;
 mod devices;
+mod fake_fd_store;
 mod faults;
 mod gpu;
 mod handoff;
 mod support;
-mod vault;

@@ -20,12 +20,12 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tonic::Status;
 use tonic::transport::Channel;
-use weight_server::{Config, LoaderProgram};
+use weight_server::{LoaderProgram, WeightServerConfig};
 
-use crate::vault::FakeVault;
+use crate::fake_fd_store::FakeFdStore;
 
 /// Ten times what anything here takes on a quiet machine.
-pub(crate) const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) const ROLE: &str = "BALLAST_TEST_ROLE";
 pub(crate) const DIRECTORY: &str = "BALLAST_TEST_DIRECTORY";
@@ -37,7 +37,7 @@ const LIMITS: &str = "BALLAST_TEST_LIMITS";
 /// A loader stops itself (SIGSTOP) when this many bytes of shared memory are resident.
 const STOP_AT: &str = "BALLAST_TEST_STOP_AT";
 
-/// Becomes another process of the fleet where the environment says so; a test that passes at once otherwise.
+/// Becomes another process of the server where the environment says so; a test that passes at once otherwise.
 #[test]
 fn child_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -75,7 +75,8 @@ fn become_server() -> ! {
     service::logging::init("weight-server", tracing::Level::WARN);
     let directory = std::env::var(DIRECTORY).unwrap();
     let options = std::env::var(SERVER_OPTIONS).unwrap();
-    let config: Config = toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
+    let config: WeightServerConfig =
+        toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
     let mut environment = vec![(ROLE.to_owned(), "loader".to_owned())];
     for name in [LIMITS, STOP_AT] {
         let value = std::env::var(format!("LOADER_{name}")).unwrap_or_default();
@@ -227,7 +228,7 @@ pub(crate) fn make_sparse_model(path: &Path, bytes: u64) {
 }
 
 #[derive(Default)]
-pub(crate) struct Options {
+pub(crate) struct ServerOptions {
     /// More lines of the server's configuration.
     pub(crate) config: String,
     pub(crate) server_limits: String,
@@ -236,27 +237,27 @@ pub(crate) struct Options {
 }
 
 /// One weight-server in a directory of its own.
-pub(crate) struct Fleet {
+pub(crate) struct TestServer {
     pub(crate) directory: TempDir,
-    pub(crate) vault: FakeVault,
+    pub(crate) fd_store: FakeFdStore,
     pub(crate) runtime: Runtime,
-    options: Options,
+    options: ServerOptions,
     server: Child,
     starts: u32,
 }
 
-impl Fleet {
-    pub(crate) fn start(options: Options) -> Self {
+impl TestServer {
+    pub(crate) fn start(options: ServerOptions) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let vault = FakeVault::bind(&directory.path().join("notify.sock"));
+        let fd_store = FakeFdStore::bind(&directory.path().join("notify.sock"));
         let runtime = Runtime::new().unwrap();
-        let server = spawn_server(directory.path(), &options, &vault);
-        vault.wait_ready(1);
-        Self { directory, vault, runtime, options, server, starts: 1 }
+        let server = spawn_server(directory.path(), &options, &fd_store);
+        fd_store.wait_ready(1);
+        Self { directory, fd_store, runtime, options, server, starts: 1 }
     }
 
     pub(crate) fn plain() -> Self {
-        Self::start(Options::default())
+        Self::start(ServerOptions::default())
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -278,11 +279,11 @@ impl Fleet {
     }
 
     /// A server with one resident model of a few tensors.
-    pub(crate) fn with_model(options: Options, name: &str) -> (Self, PathBuf) {
-        let fleet = Self::start(options);
-        let path = fleet.make_model(name, &[100_000, 10, 600_000]);
-        fleet.load(name, &path).unwrap();
-        (fleet, path)
+    pub(crate) fn with_model(options: ServerOptions, name: &str) -> (Self, PathBuf) {
+        let server = Self::start(options);
+        let path = server.make_model(name, &[100_000, 10, 600_000]);
+        server.load(name, &path).unwrap();
+        (server, path)
     }
 
     pub(crate) fn kill_server(&mut self) {
@@ -292,9 +293,9 @@ impl Fleet {
 
     /// Starts a successor, which gets what the vault has.
     pub(crate) fn restart_server(&mut self) {
-        self.server = spawn_server(self.directory.path(), &self.options, &self.vault);
+        self.server = spawn_server(self.directory.path(), &self.options, &self.fd_store);
         self.starts += 1;
-        self.vault.wait_ready(self.starts);
+        self.fd_store.wait_ready(self.starts);
     }
 
     pub(crate) fn stop_server(&mut self) -> std::process::ExitStatus {
@@ -347,7 +348,7 @@ impl Fleet {
 
     /// Waits until the status looks as it should.
     pub(crate) fn wait_status(&self, what: &str, check: impl Fn(&wire::Status) -> bool) -> wire::Status {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let status = self.status();
             if check(&status) {
@@ -362,8 +363,8 @@ impl Fleet {
         attach(&self.socket(), &request(model), |_| {})
     }
 
-    pub(crate) fn worker(&self, model: &str, token: &str) -> Worker {
-        Worker::start(self.directory.path(), "worker", &[(MODEL, model), (TOKEN, token)])
+    pub(crate) fn worker(&self, model: &str, token: &str) -> TestWorker {
+        TestWorker::start(self.directory.path(), "worker", &[(MODEL, model), (TOKEN, token)])
     }
 
     pub(crate) fn verify(&self, model: &str) -> Result<wire::VerifyResponse, Status> {
@@ -385,7 +386,7 @@ impl Fleet {
 
     /// Waits until the running load's loader has stopped itself; returns its process id.
     pub(crate) fn wait_stopped_loader(&self) -> i32 {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let stopped = self.loaders().into_iter().find(|pid| {
                 // Gone meanwhile where it did not stop.
@@ -411,7 +412,7 @@ impl Fleet {
     }
 }
 
-impl Drop for Fleet {
+impl Drop for TestServer {
     fn drop(&mut self) {
         // Gone already where a test killed it.
         let _ = self.server.kill();
@@ -419,8 +420,8 @@ impl Drop for Fleet {
     }
 }
 
-fn spawn_server(directory: &Path, options: &Options, vault: &FakeVault) -> Child {
-    let stored = vault.contents();
+fn spawn_server(directory: &Path, options: &ServerOptions, fd_store: &FakeFdStore) -> Child {
+    let stored = fd_store.contents();
     // A shell stands in for the supervisor's shim: it knows its own process id, which exec keeps.
     let mut command = Command::new("sh");
     command
@@ -477,7 +478,7 @@ pub(crate) fn signal(pid: i32, signal: nix::sys::signal::Signal) {
 }
 
 /// A worker process.
-pub(crate) struct Worker {
+pub(crate) struct TestWorker {
     pub(crate) child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
@@ -485,7 +486,7 @@ pub(crate) struct Worker {
     pub(crate) greeting: String,
 }
 
-impl Worker {
+impl TestWorker {
     pub(crate) fn start(directory: &Path, role: &str, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(own_arguments())
@@ -538,7 +539,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for TestWorker {
     fn drop(&mut self) {
         // Gone already where a test ended it.
         let _ = self.child.kill();
@@ -547,9 +548,9 @@ impl Drop for Worker {
 }
 
 /// A connection without the client library, for what that would never do.
-pub(crate) fn raw_connection(fleet: &Fleet) -> memory::seqpacket::Connection {
-    let connection = memory::seqpacket::Connection::connect(&fleet.socket()).unwrap();
-    connection.set_timeouts(Some(LIMIT), Some(LIMIT)).unwrap();
+pub(crate) fn raw_connection(server: &TestServer) -> memory::seqpacket::Connection {
+    let connection = memory::seqpacket::Connection::connect(&server.socket()).unwrap();
+    connection.set_timeouts(Some(TEST_TIMEOUT), Some(TEST_TIMEOUT)).unwrap();
     connection
 }
 

@@ -3,52 +3,52 @@
 use super::*;
 use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 
-fn planned_onto_gpu(generation: u64, bytes: u64, host_bytes: u64, available_bytes: u64) -> Event {
-    let contents = Contents { staging_bytes: CONTEXT_BYTES, host_bytes, ..contents(bytes) };
-    Event::LoadPlanned { generation, contents, available_bytes }
+fn planned_onto_gpu(generation: u64, bytes: u64, host_bytes: u64, available_bytes: u64) -> WeightServerEvent {
+    let contents = GenerationContents { staging_bytes: CONTEXT_BYTES, host_bytes, ..contents(bytes) };
+    WeightServerEvent::LoadPlanned { generation, contents, available_bytes }
 }
 
 /// A resident generation that a loader of ours made.
-fn load_onto_gpu(state: &mut State, model: &str, file: u64, bytes: u64) -> u64 {
+fn load_onto_gpu(state: &mut WeightServerState, model: &str, file: u64, bytes: u64) -> u64 {
     state.handle(on_gpu(load(1, model, file, bytes)), at(1));
     let id = state.generations().last().unwrap().id;
     state.handle(planned_onto_gpu(id, bytes, MIB, NEVER_SHORT), at(1));
-    state.handle(Event::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
-    state.handle(Event::GenerationStored { generation: id }, at(3));
-    assert_eq!(state.generation(id).unwrap().phase, Phase::Ready);
+    state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
+    state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
+    assert_eq!(state.generation(id).unwrap().phase, GenerationPhase::Ready);
     id
 }
 
-fn attach_onto_gpu(state: &mut State, connection: u64, model: &str) -> u64 {
+fn attach_onto_gpu(state: &mut WeightServerState, connection: u64, model: &str) -> u64 {
     state.handle(on_gpu(attach(connection, model)), at(4));
     let lease = state.leases().last().unwrap().id;
-    state.handle(Event::LeaseStored { lease }, at(4));
-    state.handle(Event::Delivered { connection: ConnectionId(connection) }, at(4));
+    state.handle(WeightServerEvent::LeaseStored { lease }, at(4));
+    state.handle(WeightServerEvent::Delivered { connection: ConnectionId(connection) }, at(4));
     lease
 }
 
 /// A state that found this generation on the GPU.
-fn adopted(model: &str) -> State {
+fn adopted(model: &str) -> WeightServerState {
     let key = LoadKey { device: GPU.to_owned(), layout: 1, ..key(1, MIB) };
     let contents = contents(400 * MIB);
     let generation = AdoptedGeneration { id: 4, model: model.to_owned(), key, contents, retired: false };
-    State::new(limits(1000 * MIB, 1000), vec![generation], Vec::new(), at(0))
+    WeightServerState::new(limits(1000 * MIB, 1000), vec![generation], Vec::new(), at(0))
 }
 
-fn reserved(state: &State, device: &str) -> u64 {
+fn reserved(state: &WeightServerState, device: &str) -> u64 {
     state.ledger().devices().find(|(id, ..)| *id == device).unwrap().2
 }
 
-fn verify_answers(actions: &[Action]) -> Vec<(u64, bool)> {
-    let answer = |action: &Action| match action {
-        Action::AnswerVerify { call, result } => Some((call.0, result.is_ok())),
+fn verify_answers(actions: &[WeightServerAction]) -> Vec<(u64, bool)> {
+    let answer = |action: &WeightServerAction| match action {
+        WeightServerAction::ReplyVerify { call, result } => Some((call.0, result.is_ok())),
         _ => None,
     };
     actions.iter().filter_map(answer).collect()
 }
 
-fn verify(call: u64, model: &str) -> Event {
-    Event::VerifyAsked { call: CallId(call), model: model.to_owned(), device: String::new() }
+fn verify(call: u64, model: &str) -> WeightServerEvent {
+    WeightServerEvent::VerifyRequested { call: CallId(call), model: model.to_owned(), device: String::new() }
 }
 
 #[test]
@@ -58,8 +58,8 @@ fn loader_onto_a_gpu_reserves_its_context_and_gives_it_back() {
     assert_eq!((reserved(&state, GPU), reserved(&state, HOST)), (300 * MIB + CONTEXT_BYTES, 0));
     state.handle(planned_onto_gpu(1, 400 * MIB, MIB, NEVER_SHORT), at(1));
     assert_eq!(reserved(&state, GPU), 400 * MIB + CONTEXT_BYTES);
-    let contents = Contents { manifest_bytes: 5, ..contents(400 * MIB) };
-    state.handle(Event::LoadHandedOver { generation: 1, contents }, at(2));
+    let contents = GenerationContents { manifest_bytes: 5, ..contents(400 * MIB) };
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents }, at(2));
     // The manifest lies on the host.
     assert_eq!(reserved(&state, GPU), 400 * MIB);
     check_integrity(&state);
@@ -69,22 +69,30 @@ fn loader_onto_a_gpu_reserves_its_context_and_gives_it_back() {
 fn loader_onto_a_gpu_without_room_for_its_context_is_never_started() {
     let mut state = state();
     let actions = state.handle(on_gpu(load(1, "a", 1, GPU_BYTES - CONTEXT_BYTES + 1)), at(0));
-    assert!(matches!(answers(&actions)[..], [(1, Err(LoadFailure::Ledger(Shortage::Bytes { .. })))]));
-    assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
-    assert_eq!(state.ledger().rows().count(), 0);
+    assert!(matches!(
+        answers(&actions)[..],
+        [(1, Err(LoadFailure::Reservation(ReservationError::InsufficientMemory { .. })))]
+    ));
+    assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
+    assert_eq!(state.ledger().reservations().count(), 0);
 
     // One that waits for its turn has none yet, and must find room for it then.
     state.handle(on_gpu(load(1, "a", 1, 400 * MIB)), at(1));
     let id = state.generations().last().unwrap().id;
     state.handle(on_gpu(load(2, "b", 2, 400 * MIB)), at(1));
     assert_eq!(reserved(&state, GPU), 800 * MIB + CONTEXT_BYTES);
-    let Event::AttachAsked { connection, peer, ask } = on_gpu(attach(10, "a")) else { panic!() };
-    let ask = Ask { kv_bytes: GPU_BYTES - 800 * MIB - ask.workspace_bytes, ..ask };
-    state.handle(Event::AttachAsked { connection, peer, ask }, at(1));
+    let WeightServerEvent::AttachRequested { connection, peer, params } = on_gpu(attach(10, "a")) else {
+        panic!()
+    };
+    let params = AttachParams { kv_bytes: GPU_BYTES - 800 * MIB - params.workspace_bytes, ..params };
+    state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(1));
     state.handle(planned_onto_gpu(id, 400 * MIB, MIB, NEVER_SHORT), at(1));
-    state.handle(Event::LoadHandedOver { generation: id, contents: contents(400 * MIB) }, at(2));
-    let actions = state.handle(Event::GenerationStored { generation: id }, at(3));
-    assert!(matches!(answers(&actions)[..], [(1, Ok(_)), (2, Err(LoadFailure::Ledger(_)))]), "{actions:?}");
+    state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(400 * MIB) }, at(2));
+    let actions = state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
+    assert!(
+        matches!(answers(&actions)[..], [(1, Ok(_)), (2, Err(LoadFailure::Reservation(_)))]),
+        "{actions:?}"
+    );
     assert_eq!(reserved(&state, GPU), GPU_BYTES - 400 * MIB, "weights and the lease of the one that waited");
     check_integrity(&state);
 }
@@ -95,24 +103,28 @@ fn worker_that_dies_before_it_has_mapped_anything_gives_its_row_back() {
     load_onto_gpu(&mut state, "a", 1, 400 * MIB);
     for (connection, stored, taken) in [(10, false, false), (11, true, false), (12, true, true)] {
         let peer = peer(connection);
-        let Event::AttachAsked { ask, .. } = on_gpu(attach(connection as u64, "a")) else { panic!() };
+        let WeightServerEvent::AttachRequested { params, .. } = on_gpu(attach(connection as u64, "a")) else {
+            panic!()
+        };
         let connection = ConnectionId(connection as u64);
-        let ask = Ask { workspace_bytes: 600 * MIB, ..ask };
-        state.handle(Event::AttachAsked { connection, peer, ask }, at(4));
+        let params = AttachParams { workspace_bytes: 600 * MIB, ..params };
+        state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(4));
         let lease = state.leases().last().unwrap().id;
         if stored {
-            state.handle(Event::LeaseStored { lease }, at(4));
+            state.handle(WeightServerEvent::LeaseStored { lease }, at(4));
         }
         if taken {
-            state.handle(Event::Delivered { connection }, at(4));
+            state.handle(WeightServerEvent::Delivered { connection }, at(4));
         }
         // What it was granted is reserved, whether it has taken it or not: its context may be in the making.
         assert_eq!(reserved(&state, GPU), 1010 * MIB);
-        state.handle(Event::ConnectionEnded { connection }, at(5));
+        state.handle(WeightServerEvent::ConnectionEnded { connection }, at(5));
         assert_eq!(reserved(&state, GPU), 1010 * MIB, "until its process has ended");
         check_integrity(&state);
         assert!(
-            state.handle(Event::ProcessEnded { lease }, at(5)).contains(&Action::ForgetLease { lease }),
+            state
+                .handle(WeightServerEvent::ProcessEnded { lease }, at(5))
+                .contains(&WeightServerAction::RemoveLease { lease }),
             "the row goes"
         );
         assert_eq!(reserved(&state, GPU), 400 * MIB);
@@ -125,21 +137,21 @@ fn host_without_memory_for_pinned_buffers_refuses_a_load_onto_a_gpu() {
     let mut state = state();
     let asked = |available: u64| {
         let mut event = on_gpu(load(1, "a", 1, 300 * MIB));
-        if let Event::LoadAsked { available_bytes, .. } = &mut event {
+        if let WeightServerEvent::LoadRequested { available_bytes, .. } = &mut event {
             *available_bytes = available;
         }
         event
     };
     // The file's size says nothing of what the host must have.
     let actions = state.handle(asked(PINNED_BYTES - 1), at(0));
-    let expected = LoadFailure::Machine { needed: PINNED_BYTES, available: PINNED_BYTES - 1 };
+    let expected = LoadFailure::InsufficientMemory { needed: PINNED_BYTES, available: PINNED_BYTES - 1 };
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
     assert!(
-        state.handle(asked(PINNED_BYTES), at(0)).contains(&Action::StartLoader { generation: 1 }),
+        state.handle(asked(PINNED_BYTES), at(0)).contains(&WeightServerAction::StartLoader { generation: 1 }),
         "it fits"
     );
     let actions = state.handle(planned_onto_gpu(1, 300 * MIB, 256 * MIB, 100 * MIB), at(1));
-    let expected = LoadFailure::Machine { needed: 256 * MIB, available: 100 * MIB };
+    let expected = LoadFailure::InsufficientMemory { needed: 256 * MIB, available: 100 * MIB };
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
     assert_eq!(reserved(&state, GPU), 0);
 }
@@ -147,13 +159,15 @@ fn host_without_memory_for_pinned_buffers_refuses_a_load_onto_a_gpu() {
 #[test]
 fn device_nobody_configured_is_refused_with_those_there_are() {
     let mut state = state();
-    let Event::LoadAsked { call, mut ask, available_bytes } = load(1, "a", 1, MIB) else { panic!() };
-    ask.key = ask.key.map(|key| LoadKey { device: "GPU-2".to_owned(), ..key });
-    let actions = state.handle(Event::LoadAsked { call, ask, available_bytes }, at(0));
+    let WeightServerEvent::LoadRequested { call, mut params, available_bytes } = load(1, "a", 1, MIB) else {
+        panic!()
+    };
+    params.key = params.key.map(|key| LoadKey { device: "GPU-2".to_owned(), ..key });
+    let actions = state.handle(WeightServerEvent::LoadRequested { call, params, available_bytes }, at(0));
     let [(1, Err(failure))] = answers(&actions)[..] else { panic!("{actions:?}") };
     let text = failure.to_string();
     assert!(text.contains("GPU-2") && text.contains(GPU) && text.contains(HOST), "{text}");
-    assert_eq!(state.ledger().rows().count(), 0);
+    assert_eq!(state.ledger().reservations().count(), 0);
 }
 
 #[test]
@@ -161,13 +175,13 @@ fn one_name_stands_for_a_model_on_several_devices() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, 10 * MIB);
     load_onto_gpu(&mut state, "a", 1, 20 * MIB);
-    assert_eq!(state.generations().filter(|g| g.phase == Phase::Ready).count(), 2);
+    assert_eq!(state.generations().filter(|g| g.phase == GenerationPhase::Ready).count(), 2);
     attach_fully(&mut state, 10, "a");
     let on_device = attach_onto_gpu(&mut state, 11, "a");
     assert_eq!(state.lease(on_device).unwrap().generation, 2);
     // Unloading takes the name, wherever it stands.
-    state.handle(Event::UnloadAsked { call: CallId(5), model: "a".to_owned() }, at(5));
-    assert!(state.generations().all(|g| g.phase == Phase::Retiring));
+    state.handle(WeightServerEvent::UnloadRequested { call: CallId(5), model: "a".to_owned() }, at(5));
+    assert!(state.generations().all(|g| g.phase == GenerationPhase::Retiring));
     check_integrity(&state);
 }
 
@@ -176,22 +190,24 @@ fn model_on_another_device_is_refused_by_name_of_that_device() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, 10 * MIB);
     let actions = state.handle(on_gpu(attach(10, "a")), at(4));
-    let [Refusal::Device { wanted, held, .. }] = refusals(&actions)[..] else { panic!("{actions:?}") };
+    let [AttachRefusal::Device { wanted, held, .. }] = refusals(&actions)[..] else { panic!("{actions:?}") };
     assert_eq!((wanted.as_str(), held.as_str()), (GPU, HOST));
-    let Event::AttachAsked { connection, peer, ask } = attach(11, "a") else { panic!() };
-    let ask = Ask { layout: 1, ..ask };
-    let actions = state.handle(Event::AttachAsked { connection, peer, ask }, at(4));
-    assert!(matches!(refusals(&actions)[..], [Refusal::Layout { wanted: 1, held: 0, .. }]));
+    let WeightServerEvent::AttachRequested { connection, peer, params } = attach(11, "a") else { panic!() };
+    let params = AttachParams { layout: 1, ..params };
+    let actions = state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(4));
+    assert!(matches!(refusals(&actions)[..], [AttachRefusal::Layout { wanted: 1, held: 0, .. }]));
 }
 
 #[test]
 fn lease_that_does_not_fit_is_told_what_would() {
     let mut state = state();
     load_onto_gpu(&mut state, "a", 1, 400 * MIB);
-    let Event::AttachAsked { connection, peer, ask } = on_gpu(attach(10, "a")) else { panic!() };
-    let ask = Ask { kv_bytes: 2000 * MIB, workspace_bytes: 600 * MIB, ..ask };
-    let actions = state.handle(Event::AttachAsked { connection, peer, ask }, at(4));
-    let [refusal @ Refusal::LeaseTooLarge { kv_fits, .. }] = refusals(&actions)[..] else {
+    let WeightServerEvent::AttachRequested { connection, peer, params } = on_gpu(attach(10, "a")) else {
+        panic!()
+    };
+    let params = AttachParams { kv_bytes: 2000 * MIB, workspace_bytes: 600 * MIB, ..params };
+    let actions = state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(4));
+    let [refusal @ AttachRefusal::LeaseTooLarge { kv_fits, .. }] = refusals(&actions)[..] else {
         panic!("{actions:?}")
     };
     assert_eq!(*kv_fits, GPU_BYTES - 1000 * MIB);
@@ -201,28 +217,37 @@ fn lease_that_does_not_fit_is_told_what_would() {
 #[test]
 fn adopted_generation_serves_and_is_verified_by_itself() {
     let mut state = adopted("a");
-    assert_eq!(state.generation(4).unwrap().integrity, Integrity::Unverified);
+    assert_eq!(state.generation(4).unwrap().integrity, GenerationIntegrity::Unverified);
     attach_onto_gpu(&mut state, 10, "a");
-    let actions = state.handle(Event::Tick, at(5));
-    assert!(actions.contains(&Action::StartVerifier { generation: 4 }));
-    assert_eq!(state.ledger().rows().filter(|(key, _)| *key == RowKey::Verifying(4)).count(), 1);
-    assert!(state.handle(Event::Tick, at(6)).is_empty(), "one at a time");
+    let actions = state.handle(WeightServerEvent::Tick, at(5));
+    assert!(actions.contains(&WeightServerAction::StartVerifier { generation: 4 }));
+    assert_eq!(
+        state.ledger().reservations().filter(|(key, _)| *key == ReservationKey::Verifying(4)).count(),
+        1
+    );
+    assert!(state.handle(WeightServerEvent::Tick, at(6)).is_empty(), "one at a time");
     state.handle(verified(4, 0), at(7));
-    assert_eq!(state.generation(4).unwrap().integrity, Integrity::Verified);
-    assert!(!state.handle(Event::Tick, at(1000)).contains(&Action::StartVerifier { generation: 4 }));
+    assert_eq!(state.generation(4).unwrap().integrity, GenerationIntegrity::Verified);
+    assert!(
+        !state
+            .handle(WeightServerEvent::Tick, at(1000))
+            .contains(&WeightServerAction::StartVerifier { generation: 4 })
+    );
     check_integrity(&state);
 }
 
 #[test]
 fn verification_that_cannot_be_done_is_tried_again_and_a_caller_told() {
     let mut state = adopted("a");
-    state.handle(Event::Tick, at(1));
+    state.handle(WeightServerEvent::Tick, at(1));
     let failure = VerifyFailure::Lost { how: "killed".to_owned() };
-    state.handle(Event::VerifyFailed { generation: 4, failure }, at(2));
-    assert_eq!(state.generation(4).unwrap().integrity, Integrity::Unverified);
-    assert!(state.handle(Event::Tick, at(30)).is_empty());
+    state.handle(WeightServerEvent::VerifyFailed { generation: 4, failure }, at(2));
+    assert_eq!(state.generation(4).unwrap().integrity, GenerationIntegrity::Unverified);
+    assert!(state.handle(WeightServerEvent::Tick, at(30)).is_empty());
     // Whoever asks does not wait for the next time.
-    assert!(state.handle(verify(7, "a"), at(31)).contains(&Action::StartVerifier { generation: 4 }));
+    assert!(
+        state.handle(verify(7, "a"), at(31)).contains(&WeightServerAction::StartVerifier { generation: 4 })
+    );
     assert_eq!(verify_answers(&state.handle(verified(4, 0), at(32))), [(7, true)]);
     assert_eq!(verify_answers(&state.handle(verify(8, "b"), at(33))), [(8, false)]);
 }
@@ -231,8 +256,10 @@ fn verification_that_cannot_be_done_is_tried_again_and_a_caller_told() {
 fn verifier_without_room_for_its_context_is_refused() {
     let mut state = adopted("a");
     load_onto_gpu(&mut state, "b", 2, GPU_BYTES - 400 * MIB - CONTEXT_BYTES);
-    let Event::AttachAsked { connection, peer, ask } = on_gpu(attach(10, "b")) else { panic!() };
-    state.handle(Event::AttachAsked { connection, peer, ask }, at(4));
+    let WeightServerEvent::AttachRequested { connection, peer, params } = on_gpu(attach(10, "b")) else {
+        panic!()
+    };
+    state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(4));
     assert_eq!(verify_answers(&state.handle(verify(7, "a"), at(5))), [(7, false)]);
     check_integrity(&state);
 }
@@ -245,13 +272,13 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
     state.handle(verify(7, "a"), at(5));
     let actions = state.handle(verified(damaged, 2), at(6));
     assert_eq!(verify_answers(&actions), [(7, true)]);
-    assert!(matches!(refusals(&actions)[..], [Refusal::Quarantined { generation: 1, .. }]));
-    assert!(actions.contains(&Action::StartLoader { generation: 2 }));
+    assert!(matches!(refusals(&actions)[..], [AttachRefusal::Quarantined { generation: 1, .. }]));
+    assert!(actions.contains(&WeightServerAction::StartLoader { generation: 2 }));
     check_integrity(&state);
 
     // Its worker is not let back in, and waits for the new generation like everybody.
-    state.handle(Event::ConnectionEnded { connection: ConnectionId(10) }, at(6));
-    let claim = Event::ReclaimAsked {
+    state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(10) }, at(6));
+    let claim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(11),
         peer: peer(10),
         protocol: PROTOCOL,
@@ -260,11 +287,14 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
         token: Bytes::new(),
     };
     let actions = state.handle(claim, at(7));
-    assert!(matches!(refusals(&actions)[..], [Refusal::Quarantined { .. }]));
+    assert!(matches!(refusals(&actions)[..], [AttachRefusal::Quarantined { .. }]));
     let actions = state.handle(on_gpu(attach(12, "a")), at(7));
-    assert!(matches!(actions[..], [Action::TellWaiting { waiter: WaiterId::Worker(ConnectionId(12)), .. }]));
-    let actions = state.handle(Event::ProcessEnded { lease }, at(8));
-    assert!(actions.contains(&Action::ForgetGeneration { generation: damaged }));
+    assert!(matches!(
+        actions[..],
+        [WeightServerAction::SendProgress { waiter: WaiterId::Worker(ConnectionId(12)), .. }]
+    ));
+    let actions = state.handle(WeightServerEvent::ProcessEnded { lease }, at(8));
+    assert!(actions.contains(&WeightServerAction::RemoveGeneration { generation: damaged }));
     check_integrity(&state);
 }
 
@@ -272,23 +302,36 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
 fn damaged_model_without_room_beside_it_is_loaded_when_it_is_gone_unless_it_was_unloaded() {
     for unloaded in [false, true] {
         let mut state = state();
-        let Event::LoadAsked { call, ask, available_bytes } = on_gpu(load(1, "a", 1, 1000 * MIB)) else {
+        let WeightServerEvent::LoadRequested { call, params, available_bytes } =
+            on_gpu(load(1, "a", 1, 1000 * MIB))
+        else {
             panic!()
         };
-        state.handle(Event::LoadAsked { call, ask, available_bytes }, at(0));
+        state.handle(WeightServerEvent::LoadRequested { call, params, available_bytes }, at(0));
         state.handle(planned_onto_gpu(1, 1000 * MIB, 0, NEVER_SHORT), at(1));
-        state.handle(Event::LoadHandedOver { generation: 1, contents: contents(1000 * MIB) }, at(2));
-        state.handle(Event::GenerationStored { generation: 1 }, at(3));
+        state.handle(
+            WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(1000 * MIB) },
+            at(2),
+        );
+        state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(3));
         let lease = attach_onto_gpu(&mut state, 10, "a");
         state.handle(verify(7, "a"), at(5));
         let actions = state.handle(verified(1, 1), at(6));
-        assert!(!actions.iter().any(|action| matches!(action, Action::StartLoader { .. })));
+        assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
         if unloaded {
-            let actions = state.handle(Event::UnloadAsked { call: CallId(9), model: "a".to_owned() }, at(7));
-            assert!(matches!(actions[..], [Action::AnswerUnload { result: Ok(1), .. }]), "{actions:?}");
+            let actions = state
+                .handle(WeightServerEvent::UnloadRequested { call: CallId(9), model: "a".to_owned() }, at(7));
+            assert!(
+                matches!(actions[..], [WeightServerAction::ReplyUnload { result: Ok(1), .. }]),
+                "{actions:?}"
+            );
         }
-        let actions = state.handle(Event::ProcessEnded { lease }, at(8));
-        assert_eq!(actions.contains(&Action::StartLoader { generation: 2 }), !unloaded, "{actions:?}");
+        let actions = state.handle(WeightServerEvent::ProcessEnded { lease }, at(8));
+        assert_eq!(
+            actions.contains(&WeightServerAction::StartLoader { generation: 2 }),
+            !unloaded,
+            "{actions:?}"
+        );
         check_integrity(&state);
     }
 }
@@ -296,10 +339,11 @@ fn damaged_model_without_room_beside_it_is_loaded_when_it_is_gone_unless_it_was_
 #[test]
 fn unload_stops_a_running_verifier() {
     let mut state = adopted("a");
-    state.handle(Event::Tick, at(1));
+    state.handle(WeightServerEvent::Tick, at(1));
     state.handle(verify(7, "a"), at(2));
-    let actions = state.handle(Event::UnloadAsked { call: CallId(8), model: "a".to_owned() }, at(3));
-    assert!(actions.contains(&Action::StopVerifier { generation: 4 }));
+    let actions =
+        state.handle(WeightServerEvent::UnloadRequested { call: CallId(8), model: "a".to_owned() }, at(3));
+    assert!(actions.contains(&WeightServerAction::StopVerifier { generation: 4 }));
     assert_eq!(verify_answers(&actions), [(7, false)]);
-    assert_eq!(state.ledger().rows().count(), 0);
+    assert_eq!(state.ledger().reservations().count(), 0);
 }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 /// One random thing that can happen, on a tiny domain so that events hit what exists.
-fn any_event() -> impl Strategy<Value = Event> {
+fn any_event() -> impl Strategy<Value = WeightServerEvent> {
     let id = 1u64..6;
     let connection = (1u64..8).prop_map(ConnectionId);
     let model = prop::sample::select(vec!["a", "b", "c"]);
@@ -18,32 +18,37 @@ fn any_event() -> impl Strategy<Value = Event> {
             load(c, m, f, b)
         }),
         (id.clone(), size.clone()).prop_map(|(g, b)| planned(g, b)),
-        (id.clone(), 0..300 * MIB).prop_map(|(g, b)| Event::LoadProgressed { generation: g, done_bytes: b }),
-        id.clone().prop_map(|g| Event::LoadHandedOver { generation: g, contents: contents(MIB) }),
-        id.clone().prop_map(move |g| Event::LoadFailed { generation: g, failure: lost() }),
-        id.clone().prop_map(|g| Event::GenerationStored { generation: g }),
-        model.clone().prop_map(|m| Event::UnloadAsked { call: CallId(1), model: m.to_owned() }),
+        (id.clone(), 0..300 * MIB)
+            .prop_map(|(g, b)| WeightServerEvent::LoadProgressed { generation: g, done_bytes: b }),
+        id.clone().prop_map(|g| WeightServerEvent::LoadHandedOver { generation: g, contents: contents(MIB) }),
+        id.clone().prop_map(move |g| WeightServerEvent::LoadFailed { generation: g, failure: lost() }),
+        id.clone().prop_map(|g| WeightServerEvent::GenerationStored { generation: g }),
+        model
+            .clone()
+            .prop_map(|m| WeightServerEvent::UnloadRequested { call: CallId(1), model: m.to_owned() }),
         (1u64..8, model.clone(), any::<bool>()).prop_map(|(c, m, gpu)| if gpu {
             on_gpu(attach(c, m))
         } else {
             attach(c, m)
         }),
-        model.prop_map(|m| Event::VerifyAsked {
+        model.prop_map(|m| WeightServerEvent::VerifyRequested {
             call: CallId(1),
             model: m.to_owned(),
             device: String::new()
         }),
         (id.clone(), 0u32..2).prop_map(|(generation, damage)| verified(generation, damage)),
-        id.clone()
-            .prop_map(|generation| Event::VerifyFailed { generation, failure: VerifyFailure::Unloaded }),
-        id.clone().prop_map(|lease| Event::LeaseStored { lease }),
-        connection.clone().prop_map(|connection| Event::Delivered { connection }),
-        connection.clone().prop_map(|connection| Event::Detached { connection }),
-        connection.clone().prop_map(|connection| Event::ConnectionEnded { connection }),
-        id.clone().prop_map(|lease| Event::ProcessEnded { lease }),
+        id.clone().prop_map(|generation| WeightServerEvent::VerifyFailed {
+            generation,
+            failure: VerifyFailure::Unloaded
+        }),
+        id.clone().prop_map(|lease| WeightServerEvent::LeaseStored { lease }),
+        connection.clone().prop_map(|connection| WeightServerEvent::Delivered { connection }),
+        connection.clone().prop_map(|connection| WeightServerEvent::Detached { connection }),
+        connection.clone().prop_map(|connection| WeightServerEvent::ConnectionEnded { connection }),
+        id.clone().prop_map(|lease| WeightServerEvent::ProcessEnded { lease }),
         (connection, 1i32..8, id.clone(), id).prop_map(|(connection, pid, generation, lease)| {
             let peer = peer(pid);
-            Event::ReclaimAsked {
+            WeightServerEvent::ReclaimRequested {
                 connection,
                 peer,
                 protocol: PROTOCOL,
@@ -52,7 +57,7 @@ fn any_event() -> impl Strategy<Value = Event> {
                 token: Bytes::new(),
             }
         }),
-        Just(()).prop_map(|()| Event::Tick),
+        Just(()).prop_map(|()| WeightServerEvent::Tick),
     ]
 }
 
@@ -67,17 +72,17 @@ proptest! {
         for (event, seconds) in steps {
             now += at(seconds);
             // A connection's first frame comes once.
-            if let Event::AttachAsked { connection, .. } | Event::ReclaimAsked { connection, .. } = &event
-                && state.leases.by_connection(*connection).is_some()
+            if let WeightServerEvent::AttachRequested { connection, .. } | WeightServerEvent::ReclaimRequested { connection, .. } = &event
+                && state.leases.find_by_connection(*connection).is_some()
             {
                 continue;
             }
-            if let Event::Verified { generation, .. } | Event::VerifyFailed { generation, .. } = &event
+            if let WeightServerEvent::Verified { generation, .. } | WeightServerEvent::VerifyFailed { generation, .. } = &event
                 && !state.generation(*generation).is_some_and(|found| found.verification.running)
             {
                 continue;
             }
-            if let Event::LoadFailed { generation, .. } = &event {
+            if let WeightServerEvent::LoadFailed { generation, .. } = &event {
                 // Only a loader fails.
                 if !state.generation(*generation).is_some_and(Generation::occupies_loader) {
                     continue;
@@ -86,8 +91,8 @@ proptest! {
             }
             for action in state.handle(event, now) {
                 match action {
-                    Action::StartLoader { generation } => prop_assert!(loaders.insert(generation)),
-                    Action::StopLoader { generation } => { loaders.remove(&generation); }
+                    WeightServerAction::StartLoader { generation } => prop_assert!(loaders.insert(generation)),
+                    WeightServerAction::StopLoader { generation } => { loaders.remove(&generation); }
                     _ => {}
                 }
             }
@@ -100,12 +105,12 @@ proptest! {
         // Everybody leaves: nothing stays reserved.
         let leases: Vec<u64> = state.leases().map(|lease| lease.id).collect();
         for lease in leases {
-            state.handle(Event::ProcessEnded { lease }, now);
+            state.handle(WeightServerEvent::ProcessEnded { lease }, now);
         }
         for model in ["a", "b", "c"] {
-            state.handle(Event::UnloadAsked { call: CallId(99), model: model.to_owned() }, now);
+            state.handle(WeightServerEvent::UnloadRequested { call: CallId(99), model: model.to_owned() }, now);
         }
         check_integrity(&state);
-        prop_assert_eq!(state.ledger().rows().count(), 0);
+        prop_assert_eq!(state.ledger().reservations().count(), 0);
     }
 }

@@ -15,57 +15,57 @@ use service::ByteSize;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::catalog::{Contents, Integrity, LoadKey, Phase};
+use crate::catalog::{GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::config::LoaderThreads;
 use crate::events::{
-    Action, Ask, CallId, ConnectionId, Event, LoadAnswer, LoadAsk, LoadProgress, Notice, VerifyAnswer,
-    WaiterId,
+    AttachParams, CallId, ChangeNotice, ConnectionId, LoadOutcome, LoadParams, LoadProgress, VerifyOutcome,
+    WaiterId, WeightServerAction, WeightServerEvent,
 };
-use crate::holdings::{GenerationFds, LeaseFds};
-use crate::lease_table::Peer;
+use crate::fd_store::{FdStoreClient, FdStoreRequest};
+use crate::handoff_server::{ConnectionCommand, ProtocolViolations};
+use crate::held_fds::{GenerationFds, LeaseFds};
+use crate::lease_table::WorkerProcess;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
-use crate::measure::available_bytes;
 use crate::refusal::{LoadFailure, UnloadRefusal, VerifyFailure};
-use crate::share::{Order, Violations};
-use crate::snapshot::{Change, Snapshot};
-use crate::state::State;
+use crate::state::WeightServerState;
+use crate::status::{CatalogChange, StatusSnapshot};
+use crate::system_limits::available_bytes;
 use crate::tokens::TokenError;
-use crate::vault::{Vault, VaultJob};
 use crate::verifier_child::{self, VerifierHandle};
 
 /// Inputs that wait for the driver. Its work per input is far below what any sender does for it; a full queue makes
 /// senders wait.
-const INPUT_QUEUE: usize = 1024;
+const INPUT_QUEUE_CAPACITY: usize = 1024;
 
 /// Changes that a slow reader of WatchEvents may fall behind.
-const CHANGE_QUEUE: usize = 256;
+const CHANGE_QUEUE_CAPACITY: usize = 256;
 
 const TICK: Duration = Duration::from_secs(1);
 
 /// Everything that reaches the driver: plain events, and those that carry descriptors or answers.
 #[derive(Debug)]
-pub(crate) enum Input {
-    Event(Event),
+pub(crate) enum LoopInput {
+    WeightServerEvent(WeightServerEvent),
     Attach {
         connection: ConnectionId,
-        peer: Peer,
+        peer: WorkerProcess,
         pidfd: OwnedFd,
-        ask: Ask,
-        orders: mpsc::Sender<Order>,
+        params: AttachParams,
+        commands: mpsc::Sender<ConnectionCommand>,
     },
     Reclaim {
         connection: ConnectionId,
-        peer: Peer,
+        peer: WorkerProcess,
         claim: Reclaim,
-        orders: mpsc::Sender<Order>,
+        commands: mpsc::Sender<ConnectionCommand>,
     },
-    HandedOver {
+    LoadHandedOver {
         generation: u64,
-        contents: Contents,
+        contents: GenerationContents,
         fds: GenerationFds,
     },
     Load {
-        ask: LoadAsk,
+        params: LoadParams,
         call: LoadCall,
     },
     Unload {
@@ -75,7 +75,7 @@ pub(crate) enum Input {
     Verify {
         model: String,
         device: String,
-        answer: oneshot::Sender<Result<VerifyAnswer, VerifyFailure>>,
+        answer: oneshot::Sender<Result<VerifyOutcome, VerifyFailure>>,
     },
     AllowToken {
         name: String,
@@ -83,42 +83,42 @@ pub(crate) enum Input {
         answer: oneshot::Sender<Result<(), TokenError>>,
     },
     Status {
-        answer: oneshot::Sender<Snapshot>,
+        answer: oneshot::Sender<StatusSnapshot>,
     },
-    /// The parent has changed, and with it the vault.
-    NewVault,
+    /// The parent has changed, and with it the FD store.
+    SupervisorReplaced,
 }
 
 /// The driver's ends of an admin call that waits for a load.
 #[derive(Debug)]
 pub(crate) struct LoadCall {
     pub(crate) progress: watch::Sender<Option<LoadProgress>>,
-    pub(crate) answer: oneshot::Sender<Result<LoadAnswer, LoadFailure>>,
+    pub(crate) answer: oneshot::Sender<Result<LoadOutcome, LoadFailure>>,
 }
 
 /// The way in. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Inputs(mpsc::Sender<Input>);
+pub(crate) struct InputSender(mpsc::Sender<LoopInput>);
 
-impl Inputs {
-    pub(crate) fn channel() -> (Self, mpsc::Receiver<Input>) {
-        let (sender, receiver) = mpsc::channel(INPUT_QUEUE);
+impl InputSender {
+    pub(crate) fn channel() -> (Self, mpsc::Receiver<LoopInput>) {
+        let (sender, receiver) = mpsc::channel(INPUT_QUEUE_CAPACITY);
         (Self(sender), receiver)
     }
 
-    pub(crate) async fn send(&self, input: Input) {
+    pub(crate) async fn send(&self, input: LoopInput) {
         // The driver is gone only when the process ends.
         let _ = self.0.send(input).await;
     }
 
-    pub(crate) fn send_blocking(&self, input: Input) {
+    pub(crate) fn send_blocking(&self, input: LoopInput) {
         let _ = self.0.blocking_send(input);
     }
 }
 
 #[derive(Debug)]
-struct Client {
-    orders: mpsc::Sender<Order>,
+struct ConnectedWorker {
+    commands: mpsc::Sender<ConnectionCommand>,
     /// Of the attaching process, until its lease has it.
     pidfd: Option<OwnedFd>,
 }
@@ -130,53 +130,53 @@ struct HeldLease {
 }
 
 #[derive(Debug)]
-pub(crate) struct Driver {
-    state: State,
+pub(crate) struct WeightServerLoop {
+    state: WeightServerState,
     started: Instant,
-    inputs: Inputs,
+    inputs: InputSender,
     loader: LoaderProgram,
     loader_threads: LoaderThreads,
-    vault: Vault,
-    violations: Arc<Violations>,
+    fd_store: FdStoreClient,
+    violations: Arc<ProtocolViolations>,
     adoption_notes: Vec<String>,
-    changes: broadcast::Sender<Change>,
+    changes: broadcast::Sender<CatalogChange>,
     generations: HashMap<u64, Arc<GenerationFds>>,
     leases: HashMap<u64, HeldLease>,
-    clients: HashMap<ConnectionId, Client>,
+    clients: HashMap<ConnectionId, ConnectedWorker>,
     loaders: HashMap<u64, LoaderHandle>,
     verifiers: HashMap<u64, VerifierHandle>,
     load_calls: HashMap<CallId, LoadCall>,
     unload_calls: HashMap<CallId, oneshot::Sender<Result<u32, UnloadRefusal>>>,
-    verify_calls: HashMap<CallId, oneshot::Sender<Result<VerifyAnswer, VerifyFailure>>>,
+    verify_calls: HashMap<CallId, oneshot::Sender<Result<VerifyOutcome, VerifyFailure>>>,
     next_call: u64,
 }
 
 /// What a driver is made of beside its state.
 #[derive(Debug)]
-pub(crate) struct Parts {
-    pub(crate) state: State,
-    pub(crate) inputs: Inputs,
+pub(crate) struct WeightServerLoopParts {
+    pub(crate) state: WeightServerState,
+    pub(crate) inputs: InputSender,
     pub(crate) loader: LoaderProgram,
     pub(crate) loader_threads: LoaderThreads,
-    pub(crate) vault: Vault,
-    pub(crate) violations: Arc<Violations>,
+    pub(crate) fd_store: FdStoreClient,
+    pub(crate) violations: Arc<ProtocolViolations>,
     pub(crate) adoption_notes: Vec<String>,
     pub(crate) generations: HashMap<u64, Arc<GenerationFds>>,
     pub(crate) leases: Vec<(u64, LeaseFds)>,
 }
 
-impl Driver {
-    pub(crate) fn new(parts: Parts, started: Instant) -> Self {
+impl WeightServerLoop {
+    pub(crate) fn new(parts: WeightServerLoopParts, started: Instant) -> Self {
         let mut driver = Self {
             state: parts.state,
             started,
             inputs: parts.inputs,
             loader: parts.loader,
             loader_threads: parts.loader_threads,
-            vault: parts.vault,
+            fd_store: parts.fd_store,
             violations: parts.violations,
             adoption_notes: parts.adoption_notes,
-            changes: broadcast::channel(CHANGE_QUEUE).0,
+            changes: broadcast::channel(CHANGE_QUEUE_CAPACITY).0,
             generations: parts.generations,
             leases: HashMap::new(),
             clients: HashMap::new(),
@@ -188,91 +188,104 @@ impl Driver {
             next_call: 0,
         };
         for (lease, fds) in parts.leases {
-            driver.hold_lease(lease, fds);
+            driver.watch_lease(lease, fds);
         }
         driver
     }
 
-    pub(crate) fn changes(&self) -> broadcast::Sender<Change> {
+    pub(crate) fn changes(&self) -> broadcast::Sender<CatalogChange> {
         self.changes.clone()
     }
 
     /// Works until every sender of inputs is gone or the task is aborted.
-    pub(crate) async fn run(mut self, mut inputs: mpsc::Receiver<Input>) {
+    pub(crate) async fn run(mut self, mut inputs: mpsc::Receiver<LoopInput>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 input = inputs.recv() => match input {
-                    Some(input) => self.take(input),
+                    Some(input) => self.handle_input(input),
                     None => return,
                 },
-                _ = tick.tick() => self.handle(Event::Tick),
+                _ = tick.tick() => self.handle_event(WeightServerEvent::Tick),
             }
         }
     }
 
-    fn take(&mut self, input: Input) {
+    fn handle_input(&mut self, input: LoopInput) {
         match input {
-            Input::Event(event) => {
-                if let Event::ConnectionEnded { connection } = event {
+            LoopInput::WeightServerEvent(event) => {
+                if let WeightServerEvent::ConnectionEnded { connection } = event {
                     self.clients.remove(&connection);
                 }
-                if let Event::LoadFailed { generation, .. } = event {
+                if let WeightServerEvent::LoadFailed { generation, .. } = event {
                     self.loaders.remove(&generation);
                 }
-                if let Event::Verified { generation, .. } | Event::VerifyFailed { generation, .. } = event {
+                if let WeightServerEvent::Verified { generation, .. }
+                | WeightServerEvent::VerifyFailed { generation, .. } = event
+                {
                     self.verifiers.remove(&generation);
                 }
-                self.handle(event);
+                self.handle_event(event);
             }
-            Input::Attach { connection, peer, pidfd, ask, orders } => {
-                self.clients.insert(connection, Client { orders, pidfd: Some(pidfd) });
-                self.handle(Event::AttachAsked { connection, peer, ask });
+            LoopInput::Attach { connection, peer, pidfd, params, commands } => {
+                self.clients.insert(connection, ConnectedWorker { commands, pidfd: Some(pidfd) });
+                self.handle_event(WeightServerEvent::AttachRequested { connection, peer, params });
             }
-            Input::Reclaim { connection, peer, claim, orders } => {
-                self.clients.insert(connection, Client { orders, pidfd: None });
+            LoopInput::Reclaim { connection, peer, claim, commands } => {
+                self.clients.insert(connection, ConnectedWorker { commands, pidfd: None });
                 let Reclaim { protocol, generation, lease, token } = claim;
-                self.handle(Event::ReclaimAsked { connection, peer, protocol, generation, lease, token });
+                self.handle_event(WeightServerEvent::ReclaimRequested {
+                    connection,
+                    peer,
+                    protocol,
+                    generation,
+                    lease,
+                    token,
+                });
             }
-            Input::HandedOver { generation, contents, fds } => {
+            LoopInput::LoadHandedOver { generation, contents, fds } => {
                 self.loaders.remove(&generation);
                 self.generations.insert(generation, Arc::new(fds));
-                self.handle(Event::LoadHandedOver { generation, contents });
+                self.handle_event(WeightServerEvent::LoadHandedOver { generation, contents });
             }
-            Input::Load { ask, call } => {
+            LoopInput::Load { params, call } => {
                 let id = self.next_call();
                 self.load_calls.insert(id, call);
                 let available_bytes = available_bytes();
-                self.handle(Event::LoadAsked { call: id, ask, available_bytes });
+                self.handle_event(WeightServerEvent::LoadRequested { call: id, params, available_bytes });
             }
-            Input::Unload { model, answer } => {
+            LoopInput::Unload { model, answer } => {
                 let id = self.next_call();
                 self.unload_calls.insert(id, answer);
-                self.handle(Event::UnloadAsked { call: id, model });
+                self.handle_event(WeightServerEvent::UnloadRequested { call: id, model });
             }
-            Input::Verify { model, device, answer } => {
+            LoopInput::Verify { model, device, answer } => {
                 let id = self.next_call();
                 self.verify_calls.insert(id, answer);
-                self.handle(Event::VerifyAsked { call: id, model, device });
+                self.handle_event(WeightServerEvent::VerifyRequested { call: id, model, device });
             }
-            Input::AllowToken { name, token, answer } => {
+            LoopInput::AllowToken { name, token, answer } => {
                 // A caller that has gone away has its token set all the same.
                 let _ = answer.send(self.state.allow_token(name, &token));
             }
-            Input::Status { answer } => {
-                let vault = self.vault.is_sound();
-                let snapshot =
-                    Snapshot::of(&self.state, vault, self.violations.count(), self.adoption_notes.clone());
+            LoopInput::Status { answer } => {
+                let fd_store = self.fd_store.is_healthy();
+                let snapshot = StatusSnapshot::of(
+                    &self.state,
+                    fd_store,
+                    self.violations.count(),
+                    self.adoption_notes.clone(),
+                );
                 let _ = answer.send(snapshot);
             }
-            Input::NewVault => {
-                tracing::info!("a new supervisor: storing everything in its vault");
+            LoopInput::SupervisorReplaced => {
+                tracing::info!("a new supervisor: storing everything in its FD store");
                 let generations = self.generations.iter().map(|(id, fds)| (*id, Arc::clone(fds))).collect();
-                let retired = self.state.generations().filter(|g| g.phase == Phase::Retiring);
+                let retired = self.state.generations().filter(|g| g.phase == GenerationPhase::Retiring);
                 let retired = retired.map(|generation| generation.id).collect();
                 let leases = self.leases.iter().map(|(id, held)| (*id, held.fds.clone())).collect();
-                self.vault.send(VaultJob::Restore { generations, retired, leases });
+                self.fd_store.send(FdStoreRequest::Restore { generations, retired, leases });
             }
         }
     }
@@ -282,44 +295,47 @@ impl Driver {
         CallId(self.next_call)
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle_event(&mut self, event: WeightServerEvent) {
         let mut changed = false;
         let mut next = VecDeque::from([event]);
         while let Some(event) = next.pop_front() {
             for action in self.state.handle(event, self.started.elapsed()) {
-                changed |= matches!(action, Action::Publish(_) | Action::TellWaiting { .. });
-                if let Some(consequence) = self.act(action) {
+                changed |= matches!(
+                    action,
+                    WeightServerAction::Publish(_) | WeightServerAction::SendProgress { .. }
+                );
+                if let Some(consequence) = self.execute(action) {
                     next.push_back(consequence);
                 }
             }
         }
         if changed {
-            self.vault.report(self.status_line());
+            self.fd_store.report_status(self.status_line());
         }
     }
 
     /// Does one thing; what follows from its failure is an event again.
-    fn act(&mut self, action: Action) -> Option<Event> {
+    fn execute(&mut self, action: WeightServerAction) -> Option<WeightServerEvent> {
         match action {
-            Action::StoreLease { lease, connection, record } => {
+            WeightServerAction::StoreLease { lease, connection, record } => {
                 let stored = self.store_lease(lease, connection, &record);
-                return (!stored).then_some(Event::ProcessEnded { lease });
+                return (!stored).then_some(WeightServerEvent::ProcessEnded { lease });
             }
-            Action::StartLoader { generation } => self.start_loader(generation),
-            Action::Proceed { generation } => {
+            WeightServerAction::StartLoader { generation } => self.start_loader(generation),
+            WeightServerAction::Proceed { generation } => {
                 if let Some(loader) = self.loaders.get_mut(&generation) {
                     loader.proceed();
                 }
             }
-            Action::StopLoader { generation } => drop(self.loaders.remove(&generation)),
-            Action::StoreGeneration { generation } => {
+            WeightServerAction::StopLoader { generation } => drop(self.loaders.remove(&generation)),
+            WeightServerAction::StoreGeneration { generation } => {
                 if let Some(fds) = self.generations.get(&generation) {
-                    self.vault.send(VaultJob::StoreGeneration { generation, fds: Arc::clone(fds) });
+                    self.fd_store.send(FdStoreRequest::StoreGeneration { generation, fds: Arc::clone(fds) });
                 }
             }
-            Action::StartVerifier { generation } => self.start_verifier(generation),
-            Action::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
-            Action::AnswerVerify { call, result } => {
+            WeightServerAction::StartVerifier { generation } => self.start_verifier(generation),
+            WeightServerAction::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
+            WeightServerAction::ReplyVerify { call, result } => {
                 if let Err(failure) = &result {
                     tracing::warn!(%failure, "a model was not verified");
                 }
@@ -327,45 +343,51 @@ impl Driver {
                     let _ = answer.send(result);
                 }
             }
-            Action::ReportReload { model, failure } => {
+            WeightServerAction::ReportReloadFailure { model, failure } => {
                 tracing::error!(model, %failure, "a damaged model could not be loaded anew");
             }
-            Action::MarkRetired { generation } => self.vault.send(VaultJob::MarkRetired { generation }),
-            Action::ForgetGeneration { generation } => {
+            WeightServerAction::MarkRetired { generation } => {
+                self.fd_store.send(FdStoreRequest::MarkRetired { generation })
+            }
+            WeightServerAction::RemoveGeneration { generation } => {
                 if let Some(fds) = self.generations.remove(&generation) {
                     let allocations = fds.allocations().len();
-                    self.vault.send(VaultJob::ForgetGeneration { generation, allocations });
+                    self.fd_store.send(FdStoreRequest::RemoveGeneration { generation, allocations });
                 }
             }
-            Action::ForgetLease { lease } => {
+            WeightServerAction::RemoveLease { lease } => {
                 if let Some(held) = self.leases.remove(&lease) {
                     held.watch.abort();
-                    self.vault.send(VaultJob::ForgetLease { lease });
+                    self.fd_store.send(FdStoreRequest::RemoveLease { lease });
                 }
             }
-            Action::Deliver { connection, lease, generation } => {
+            WeightServerAction::Deliver { connection, lease, generation } => {
                 if let Some(fds) = self.generations.get(&generation) {
                     let fds = Arc::clone(fds);
-                    self.order(connection, Order::Deliver { lease, generation, fds });
+                    self.send_command(connection, ConnectionCommand::Deliver { lease, generation, fds });
                 }
             }
-            Action::Reclaimed { connection, lease, generation } => {
-                self.order(connection, Order::Reclaimed { lease, generation });
+            WeightServerAction::Reclaimed { connection, lease, generation } => {
+                self.send_command(connection, ConnectionCommand::Reclaimed { lease, generation });
             }
-            Action::Refuse { connection, refusal } => self.order(connection, Order::Refuse(refusal)),
-            Action::Close { connection } => self.order(connection, Order::Close),
-            Action::TellWaiting { waiter: WaiterId::Worker(connection), progress } => {
+            WeightServerAction::Refuse { connection, refusal } => {
+                self.send_command(connection, ConnectionCommand::Refuse(refusal))
+            }
+            WeightServerAction::Close { connection } => {
+                self.send_command(connection, ConnectionCommand::Close)
+            }
+            WeightServerAction::SendProgress { waiter: WaiterId::Worker(connection), progress } => {
                 // A worker that doesn't read loses reports, nothing else.
                 if let Some(client) = self.clients.get(&connection) {
-                    let _ = client.orders.try_send(Order::Waiting(progress));
+                    let _ = client.commands.try_send(ConnectionCommand::Waiting(progress));
                 }
             }
-            Action::TellWaiting { waiter: WaiterId::Call(call), progress } => {
+            WeightServerAction::SendProgress { waiter: WaiterId::Call(call), progress } => {
                 if let Some(call) = self.load_calls.get(&call) {
                     call.progress.send_replace(Some(progress));
                 }
             }
-            Action::AnswerLoad { call, result } => {
+            WeightServerAction::ReplyLoad { call, result } => {
                 if let Err(failure) = &result {
                     tracing::warn!(%failure, "a load failed");
                 }
@@ -374,20 +396,20 @@ impl Driver {
                     let _ = call.answer.send(result);
                 }
             }
-            Action::AnswerUnload { call, result } => {
+            WeightServerAction::ReplyUnload { call, result } => {
                 if let Some(answer) = self.unload_calls.remove(&call) {
                     let _ = answer.send(result);
                 }
             }
-            Action::Publish(notice) => self.publish(notice),
+            WeightServerAction::Publish(notice) => self.publish(notice),
         }
         None
     }
 
     /// Gives a connection its order. One that has so many waiting is not read by its peer: it is cut off.
-    fn order(&mut self, connection: ConnectionId, order: Order) {
+    fn send_command(&mut self, connection: ConnectionId, order: ConnectionCommand) {
         if let Some(client) = self.clients.get(&connection)
-            && client.orders.try_send(order).is_err()
+            && client.commands.try_send(order).is_err()
         {
             // Its task sees the closed channel and ends.
             self.clients.remove(&connection);
@@ -427,8 +449,8 @@ impl Driver {
         match record.to_memfd() {
             Ok(record) => {
                 let fds = LeaseFds { record: Arc::new(record), pidfd: Arc::new(pidfd) };
-                self.hold_lease(lease, fds.clone());
-                self.vault.send(VaultJob::StoreLease { lease, fds });
+                self.watch_lease(lease, fds.clone());
+                self.fd_store.send(FdStoreRequest::StoreLease { lease, fds });
                 true
             }
             Err(error) => {
@@ -441,12 +463,14 @@ impl Driver {
     }
 
     /// Keeps a lease's descriptors and watches for the end of its process.
-    fn hold_lease(&mut self, lease: u64, fds: LeaseFds) {
+    fn watch_lease(&mut self, lease: u64, fds: LeaseFds) {
         let inputs = self.inputs.clone();
         let pidfd = Arc::clone(&fds.pidfd);
         let watch = tokio::spawn(async move {
             match memory::event_loop::process_end(pidfd).await {
-                Ok(()) => inputs.send(Input::Event(Event::ProcessEnded { lease })).await,
+                Ok(()) => {
+                    inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ProcessEnded { lease })).await
+                }
                 Err(error) => {
                     tracing::error!(lease, %error, "cannot watch a worker's process: its lease ends by a detach only");
                 }
@@ -455,14 +479,14 @@ impl Driver {
         self.leases.insert(lease, HeldLease { fds, watch });
     }
 
-    fn publish(&self, notice: Notice) {
+    fn publish(&self, notice: ChangeNotice) {
         match notice {
-            Notice::GenerationGone(generation) => tracing::info!(generation, "gone"),
-            Notice::LeaseEnded(lease) => tracing::info!(lease, "lease ended"),
-            Notice::Generation(generation) => {
+            ChangeNotice::GenerationRemoved(generation) => tracing::info!(generation, "gone"),
+            ChangeNotice::LeaseEnded(lease) => tracing::info!(lease, "lease ended"),
+            ChangeNotice::Generation(generation) => {
                 if let Some(found) = self.state.generation(generation) {
                     let (phase, integrity) = (found.phase, found.integrity);
-                    if integrity == Integrity::Quarantined {
+                    if integrity == GenerationIntegrity::Quarantined {
                         tracing::error!(
                             generation,
                             model = found.model,
@@ -472,13 +496,13 @@ impl Driver {
                     tracing::info!(generation, model = found.model, ?phase, ?integrity, "generation");
                 }
             }
-            Notice::Lease(lease) => {
+            ChangeNotice::Lease(lease) => {
                 if let Some(found) = self.state.lease(lease) {
                     tracing::info!(lease, pid = found.worker.pid, phase = ?found.phase, "lease");
                 }
             }
         }
-        if let Some(change) = Change::of(&self.state, notice) {
+        if let Some(change) = CatalogChange::of(&self.state, notice) {
             // Nobody has to watch.
             let _ = self.changes.send(change);
         }
@@ -503,23 +527,23 @@ impl Driver {
 }
 
 /// Asks for a load, from wherever.
-pub(crate) async fn ask_load(
-    inputs: &Inputs,
+pub(crate) async fn request_load(
+    inputs: &InputSender,
     model: String,
     path: PathBuf,
     device: String,
     one_per_tensor: bool,
-) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadAnswer, LoadFailure>>) {
+) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>) {
     let asked = path.clone();
     let opened = crate::loader_child::blocking(move || crate::loader_child::open_model(&asked)).await;
     let key = opened.map(|files| LoadKey {
         files: files.into_iter().map(|(identity, _)| identity).collect(),
-        layout: crate::loader::layout_of(&device),
+        layout: crate::loader::layout_for_device(&device),
         device: device.clone(),
     });
     let (progress, watch) = watch::channel(None);
     let (answer, answered) = oneshot::channel();
-    let ask = LoadAsk { model, path, device, key, one_per_tensor };
-    inputs.send(Input::Load { ask, call: LoadCall { progress, answer } }).await;
+    let params = LoadParams { model, path, device, key, one_per_tensor };
+    inputs.send(LoopInput::Load { params, call: LoadCall { progress, answer } }).await;
     (watch, answered)
 }

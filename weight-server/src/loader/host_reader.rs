@@ -1,6 +1,6 @@
 //! Tensor data from files into memfds: several readers, each byte read once and checksummed while it is in the cache.
 //!
-//! The work is cut beforehand into runs, disjoint slices of the destination, in file order. Readers take the next run
+//! The work is cut beforehand into ranges, disjoint slices of the destination, in file order. Readers take the next run
 //! until none is left or one of them failed.
 
 use std::fs::File;
@@ -14,15 +14,15 @@ use memory::host::{Backing, HostAllocation, WINDOW_BYTES};
 use memory::memfd::MemfdError;
 use memory::pack::PackPlan;
 
-use super::checksum::{PIECE_BYTES, piece};
+use super::checksum::{CHUNK_BYTES, chunk};
 
 /// A run never crosses a window of memory when its tensor starts on a granule, so readers rarely wait for each other.
-const RUN_BYTES: usize = WINDOW_BYTES as usize;
+const RANGE_BYTES: usize = WINDOW_BYTES as usize;
 
-const _: () = assert!(RUN_BYTES.is_multiple_of(PIECE_BYTES));
+const _: () = assert!(RANGE_BYTES.is_multiple_of(CHUNK_BYTES));
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReadError {
+pub(super) enum TensorReadError {
     #[error("tensor {tensor} cannot be read from {}", path.display())]
     Io { tensor: String, path: PathBuf, source: io::Error },
     #[error("tensor {tensor} is cut off: {} ends at byte {end}, {needed} are needed", path.display())]
@@ -37,7 +37,7 @@ pub(super) enum ReadError {
 
 /// A tensor and where its bytes stand.
 #[derive(Debug)]
-pub(crate) struct Source {
+pub(crate) struct TensorSource {
     pub(crate) name: String,
     /// Index into the open files.
     pub(crate) file: usize,
@@ -45,44 +45,44 @@ pub(crate) struct Source {
     pub(crate) bytes: u64,
 }
 
-pub(crate) struct OpenFile {
+pub(crate) struct OpenModelFile {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
 }
 
 /// What readers and the reporting thread share.
 #[derive(Debug, Default)]
-pub(crate) struct Progress {
+pub(crate) struct ReadProgress {
     pub(crate) done_bytes: AtomicU64,
     pub(crate) cancelled: AtomicBool,
 }
 
-/// Part of one tensor: where it goes, and where its pieces' checksums go.
-struct Run<'a> {
-    source: &'a Source,
-    /// Of the tensor's first byte in this run, from the tensor's start.
+/// Part of one tensor: where it goes, and where its chunks' checksums go.
+struct ReadRange<'a> {
+    source: &'a TensorSource,
+    /// Of the tensor's first byte in this range, from the tensor's start.
     start: u64,
     memory: &'a mut [u8],
-    pieces: &'a mut [u128],
+    chunks: &'a mut [u128],
     backing: &'a Backing<'a>,
     /// Of `memory` in its allocation.
     at: u64,
 }
 
-/// Fills the allocations of `plan`; returns the pieces' checksums of each tensor.
+/// Fills the allocations of `plan`; returns the chunks' checksums of each tensor.
 pub(crate) fn read_all(
-    sources: &[Source],
-    files: &[OpenFile],
+    sources: &[TensorSource],
+    files: &[OpenModelFile],
     plan: &PackPlan,
     allocations: &mut [HostAllocation],
     threads: usize,
-    progress: &Progress,
-) -> Result<Vec<Vec<u128>>, ReadError> {
-    let mut pieces: Vec<Vec<u128>> =
-        sources.iter().map(|source| vec![0; (source.bytes as usize).div_ceil(PIECE_BYTES)]).collect();
+    progress: &ReadProgress,
+) -> Result<Vec<Vec<u128>>, TensorReadError> {
+    let mut chunks: Vec<Vec<u128>> =
+        sources.iter().map(|source| vec![0; (source.bytes as usize).div_ceil(CHUNK_BYTES)]).collect();
     let (memories, backings): (Vec<&mut [u8]>, Vec<Backing<'_>>) =
         allocations.iter_mut().map(HostAllocation::parts).unzip();
-    let runs = Mutex::new(cut(sources, plan, memories, &backings, &mut pieces).into_iter());
+    let ranges = Mutex::new(split_into_ranges(sources, plan, memories, &backings, &mut chunks).into_iter());
     let failure = Mutex::new(None);
 
     std::thread::scope(|scope| {
@@ -93,10 +93,10 @@ pub(crate) fn read_all(
                         return;
                     }
                     // A poisoned lock means that another reader panicked: the scope passes that on.
-                    let Some(run) = runs.lock().unwrap_or_else(PoisonError::into_inner).next() else {
+                    let Some(range) = ranges.lock().unwrap_or_else(PoisonError::into_inner).next() else {
                         return;
                     };
-                    if let Err(error) = read_run(run, files, plan, progress) {
+                    if let Err(error) = read_range(range, files, plan, progress) {
                         // The first failure is the cause; later ones follow from it.
                         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                         progress.cancelled.store(true, Ordering::Relaxed);
@@ -106,48 +106,60 @@ pub(crate) fn read_all(
             });
         }
     });
-    drop(runs);
+    drop(ranges);
     match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(error) => Err(error),
-        None if progress.cancelled.load(Ordering::Relaxed) => Err(ReadError::Cancelled),
-        None => Ok(pieces),
+        None if progress.cancelled.load(Ordering::Relaxed) => Err(TensorReadError::Cancelled),
+        None => Ok(chunks),
     }
 }
 
-/// Cuts all tensors into runs. Every run has its slice of memory for itself.
-fn cut<'a>(
-    sources: &'a [Source],
+/// Cuts all tensors into ranges. Every run has its slice of memory for itself.
+fn split_into_ranges<'a>(
+    sources: &'a [TensorSource],
     plan: &PackPlan,
     memories: Vec<&'a mut [u8]>,
     backings: &'a [Backing<'a>],
-    pieces: &'a mut [Vec<u128>],
-) -> Vec<Run<'a>> {
+    chunks: &'a mut [Vec<u128>],
+) -> Vec<ReadRange<'a>> {
     // In the order of the memory, so that slices can be split off one after the other.
-    let mut order: Vec<_> = sources.iter().zip(&plan.placements).zip(pieces).collect();
+    let mut order: Vec<_> = sources.iter().zip(&plan.placements).zip(chunks).collect();
     order.sort_by_key(|((_, placement), _)| (placement.allocation, placement.offset));
     let mut rest: Vec<(u64, &mut [u8])> = memories.into_iter().map(|memory| (0, memory)).collect();
-    let mut runs = Vec::new();
-    for ((source, placement), pieces) in order {
+    let mut ranges = Vec::new();
+    for ((source, placement), chunks) in order {
         let (position, memory) = &mut rest[placement.allocation];
         let gap = (placement.offset - *position) as usize;
         let (_, after_gap) = std::mem::take(memory).split_at_mut(gap);
         let (tensor, after) = after_gap.split_at_mut(source.bytes as usize);
         *memory = after;
         *position = placement.offset + source.bytes;
-        let chunks = tensor.chunks_mut(RUN_BYTES).zip(pieces.chunks_mut(RUN_BYTES / PIECE_BYTES));
-        for (index, (memory, pieces)) in chunks.enumerate() {
-            let start = (index * RUN_BYTES) as u64;
+        let chunks = tensor.chunks_mut(RANGE_BYTES).zip(chunks.chunks_mut(RANGE_BYTES / CHUNK_BYTES));
+        for (index, (memory, chunks)) in chunks.enumerate() {
+            let start = (index * RANGE_BYTES) as u64;
             let at = placement.offset + start;
-            runs.push(Run { source, start, memory, pieces, backing: &backings[placement.allocation], at });
+            ranges.push(ReadRange {
+                source,
+                start,
+                memory,
+                chunks,
+                backing: &backings[placement.allocation],
+                at,
+            });
         }
     }
-    runs.sort_by_key(|run| (run.source.file, run.source.offset + run.start));
-    runs
+    ranges.sort_by_key(|range| (range.source.file, range.source.offset + range.start));
+    ranges
 }
 
-fn read_run(run: Run<'_>, files: &[OpenFile], plan: &PackPlan, progress: &Progress) -> Result<(), ReadError> {
-    let Run { source, start, memory, pieces, backing, at } = run;
-    backing.ensure(at, memory.len() as u64).map_err(|cause| ReadError::Memory {
+fn read_range(
+    run: ReadRange<'_>,
+    files: &[OpenModelFile],
+    plan: &PackPlan,
+    progress: &ReadProgress,
+) -> Result<(), TensorReadError> {
+    let ReadRange { source, start, memory, chunks, backing, at } = run;
+    backing.ensure(at, memory.len() as u64).map_err(|cause| TensorReadError::Memory {
         tensor: source.name.clone(),
         needed: plan.allocation_bytes(),
         done: progress.done_bytes.load(Ordering::Relaxed),
@@ -155,9 +167,9 @@ fn read_run(run: Run<'_>, files: &[OpenFile], plan: &PackPlan, progress: &Progre
     })?;
     let open = &files[source.file];
     let mut offset = source.offset + start;
-    for (memory, slot) in memory.chunks_mut(PIECE_BYTES).zip(pieces) {
+    for (memory, slot) in memory.chunks_mut(CHUNK_BYTES).zip(chunks) {
         read_exact(open, source, memory, offset)?;
-        *slot = piece(memory);
+        *slot = chunk(memory);
         offset += memory.len() as u64;
         progress.done_bytes.fetch_add(memory.len() as u64, Ordering::Relaxed);
     }
@@ -165,15 +177,15 @@ fn read_run(run: Run<'_>, files: &[OpenFile], plan: &PackPlan, progress: &Progre
 }
 
 pub(super) fn read_exact(
-    open: &OpenFile,
-    source: &Source,
+    open: &OpenModelFile,
+    source: &TensorSource,
     mut memory: &mut [u8],
     mut offset: u64,
-) -> Result<(), ReadError> {
+) -> Result<(), TensorReadError> {
     while !memory.is_empty() {
         match open.file.read_at(memory, offset) {
             Ok(0) => {
-                return Err(ReadError::Truncated {
+                return Err(TensorReadError::Truncated {
                     tensor: source.name.clone(),
                     path: open.path.clone(),
                     end: offset,
@@ -186,7 +198,7 @@ pub(super) fn read_exact(
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(cause) => {
-                return Err(ReadError::Io {
+                return Err(TensorReadError::Io {
                     tensor: source.name.clone(),
                     path: open.path.clone(),
                     source: cause,
@@ -207,28 +219,33 @@ mod tests {
     use super::*;
     use crate::loader::checksum;
 
-    fn model(sizes: &[u64]) -> (Vec<u8>, Vec<Source>) {
+    fn model(sizes: &[u64]) -> (Vec<u8>, Vec<TensorSource>) {
         let mut file = vec![0xEE; 100];
         let mut sources = Vec::new();
         for (index, &bytes) in sizes.iter().enumerate() {
-            sources.push(Source { name: format!("t{index}"), file: 0, offset: file.len() as u64, bytes });
+            sources.push(TensorSource {
+                name: format!("t{index}"),
+                file: 0,
+                offset: file.len() as u64,
+                bytes,
+            });
             file.extend((0..bytes).map(|i| (i.wrapping_mul(31) >> 3) as u8 ^ index as u8));
             file.extend([0xEE; 7]);
         }
         (file, sources)
     }
 
-    fn open(contents: &[u8]) -> [OpenFile; 1] {
+    fn open(contents: &[u8]) -> [OpenModelFile; 1] {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(contents).unwrap();
-        [OpenFile { path: "model.gguf".into(), file }]
+        [OpenModelFile { path: "model.gguf".into(), file }]
     }
 
     fn allocate(plan: &PackPlan) -> Vec<HostAllocation> {
         plan.allocations.iter().map(|&bytes| HostAllocation::create("test", bytes).unwrap()).collect()
     }
 
-    fn sizes(sources: &[Source]) -> Vec<u64> {
+    fn sizes(sources: &[TensorSource]) -> Vec<u64> {
         sources.iter().map(|source| source.bytes).collect()
     }
 
@@ -237,23 +254,23 @@ mod tests {
         let files = open(&contents);
         let plan = PackPlan::new(&sizes(&sources), packing).unwrap();
         let mut allocations = allocate(&plan);
-        let progress = Progress::default();
-        let pieces = read_all(&sources, &files, &plan, &mut allocations, threads, &progress).unwrap();
+        let progress = ReadProgress::default();
+        let chunks = read_all(&sources, &files, &plan, &mut allocations, threads, &progress).unwrap();
         assert_eq!(progress.done_bytes.into_inner(), plan.tensor_bytes);
         let sealed: Vec<_> = allocations.into_iter().map(|allocation| allocation.seal().unwrap()).collect();
         let mapped: Vec<_> = sealed.iter().map(|memfd| memfd.map("test", u64::MAX).unwrap()).collect();
-        for ((source, placement), pieces) in sources.iter().zip(&plan.placements).zip(&pieces) {
+        for ((source, placement), chunks) in sources.iter().zip(&plan.placements).zip(&chunks) {
             let expected = &contents[source.offset as usize..][..source.bytes as usize];
             let found = &mapped[placement.allocation][placement.offset as usize..][..source.bytes as usize];
             assert!(found == expected, "{}", source.name);
-            let one_by_one: Vec<u128> = expected.chunks(PIECE_BYTES).map(checksum::piece).collect();
-            assert_eq!(pieces, &one_by_one);
+            let one_by_one: Vec<u128> = expected.chunks(CHUNK_BYTES).map(checksum::chunk).collect();
+            assert_eq!(chunks, &one_by_one);
         }
     }
 
     #[test]
     fn long_tensor_is_cut_into_runs_and_arrives_whole() {
-        check(&[3 * RUN_BYTES as u64 + 12_345, 5, 2 << 20], Packing::Slabs, 3);
+        check(&[3 * RANGE_BYTES as u64 + 12_345, 5, 2 << 20], Packing::Slabs, 3);
         check(&[(1 << 20) + 1, 0, 77], Packing::OnePerTensor, 2);
     }
 
@@ -263,9 +280,9 @@ mod tests {
         let files = open(&contents[..3500]);
         let plan = PackPlan::new(&sizes(&sources), Packing::Slabs).unwrap();
         let error =
-            read_all(&sources, &files, &plan, &mut allocate(&plan), 2, &Progress::default()).unwrap_err();
+            read_all(&sources, &files, &plan, &mut allocate(&plan), 2, &ReadProgress::default()).unwrap_err();
         assert!(
-            matches!(&error, ReadError::Truncated { tensor, end: 3500, .. } if tensor == "t2"),
+            matches!(&error, TensorReadError::Truncated { tensor, end: 3500, .. } if tensor == "t2"),
             "{error}"
         );
     }
@@ -275,9 +292,9 @@ mod tests {
         let (contents, sources) = model(&[1000]);
         let files = open(&contents);
         let plan = PackPlan::new(&[1000], Packing::Slabs).unwrap();
-        let progress = Progress { cancelled: true.into(), ..Progress::default() };
+        let progress = ReadProgress { cancelled: true.into(), ..ReadProgress::default() };
         let result = read_all(&sources, &files, &plan, &mut allocate(&plan), 2, &progress);
-        assert!(matches!(result, Err(ReadError::Cancelled)));
+        assert!(matches!(result, Err(TensorReadError::Cancelled)));
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! The vault: copies of our descriptors with the parent (supervisor or systemd), so that they outlive this process.
+//! The FD store: copies of our descriptors with the parent (supervisor or systemd), so that they outlive this process.
 //!
 //! One thread writes, in order, since sd_notify calls may block. Names:
 //!
@@ -9,7 +9,7 @@
 //! l<lease>.pidfd            the worker's process
 //! l<lease>.record           the commit record of a lease: stored last, removed first
 //! ```
-//! A vault that fails costs the survival of the weights, not the service: it is reported, and everything goes on.
+//! A FD store that fails costs the survival of the weights, not the service: it is reported, and everything goes on.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,15 +21,15 @@ use memory::memfd::{MemfdError, SealedMemfd};
 use service::Notify;
 use service::notify::NotifyError;
 
-use crate::driver::{Input, Inputs};
-use crate::events::Event;
-use crate::holdings::{GenerationFds, LeaseFds};
+use crate::event_loop::{InputSender, LoopInput};
+use crate::events::WeightServerEvent;
+use crate::held_fds::{GenerationFds, LeaseFds};
 
 /// The parent works off a thousand descriptors in about a second.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
-pub(crate) enum VaultJob {
+pub(crate) enum FdStoreRequest {
     /// Answered by `GenerationStored` when the parent has it all.
     StoreGeneration {
         generation: u64,
@@ -38,7 +38,7 @@ pub(crate) enum VaultJob {
     MarkRetired {
         generation: u64,
     },
-    ForgetGeneration {
+    RemoveGeneration {
         generation: u64,
         allocations: usize,
     },
@@ -47,11 +47,11 @@ pub(crate) enum VaultJob {
         lease: u64,
         fds: LeaseFds,
     },
-    ForgetLease {
+    RemoveLease {
         lease: u64,
     },
     /// A descriptor of an earlier incarnation that belongs to nothing.
-    Forget {
+    Remove {
         name: String,
     },
     /// Stores anew what a new supervisor does not have.
@@ -61,103 +61,109 @@ pub(crate) enum VaultJob {
         leases: Vec<(u64, LeaseFds)>,
     },
     /// Reports the latest status text.
-    Status,
+    ReportStatus,
 }
 
 /// Sends jobs to the thread, which ends when this is dropped.
 #[derive(Debug, Clone)]
-pub(crate) struct Vault {
-    jobs: mpsc::Sender<VaultJob>,
+pub(crate) struct FdStoreClient {
+    jobs: mpsc::Sender<FdStoreRequest>,
     /// The last attempt to store something succeeded, and there is somebody to store it.
-    sound: Arc<AtomicBool>,
+    healthy: Arc<AtomicBool>,
     status: Arc<Mutex<Option<String>>>,
 }
 
-impl Vault {
-    pub(crate) fn start(notify: Notify, inputs: Inputs) -> std::io::Result<Self> {
+impl FdStoreClient {
+    pub(crate) fn start(notify: Notify, inputs: InputSender) -> std::io::Result<Self> {
         let (jobs, queue) = mpsc::channel();
-        let sound = Arc::new(AtomicBool::new(notify.has_parent()));
+        let healthy = Arc::new(AtomicBool::new(notify.has_parent()));
         let status = Arc::new(Mutex::new(None));
-        let writer = Writer { notify, inputs, sound: Arc::clone(&sound), status: Arc::clone(&status) };
-        std::thread::Builder::new().name("vault".to_owned()).spawn(move || {
+        let writer =
+            FdStoreWriter { notify, inputs, healthy: Arc::clone(&healthy), status: Arc::clone(&status) };
+        std::thread::Builder::new().name("fd_store".to_owned()).spawn(move || {
             for job in queue {
-                writer.work(job);
+                writer.execute(job);
             }
         })?;
-        Ok(Self { jobs, sound, status })
+        Ok(Self { jobs, healthy, status })
     }
 
-    pub(crate) fn send(&self, job: VaultJob) {
+    pub(crate) fn send(&self, job: FdStoreRequest) {
         // The thread ends with the last sender only.
         let _ = self.jobs.send(job);
     }
 
     /// Reports a status text; one that waits is replaced, so that a parent that doesn't read costs no memory.
-    pub(crate) fn report(&self, text: String) {
+    pub(crate) fn report_status(&self, text: String) {
         let waiting = self.status.lock().unwrap_or_else(PoisonError::into_inner).replace(text);
         if waiting.is_none() {
-            self.send(VaultJob::Status);
+            self.send(FdStoreRequest::ReportStatus);
         }
     }
 
-    pub(crate) fn is_sound(&self) -> bool {
-        self.sound.load(Ordering::Relaxed)
+    pub(crate) fn is_healthy(&self) -> bool {
+        self.healthy.load(Ordering::Relaxed)
     }
 }
 
 #[derive(Debug, thiserror::Error)]
-enum VaultError {
+enum FdStoreError {
     #[error(transparent)]
     Notify(#[from] NotifyError),
     #[error("cannot make a mark")]
     Mark(#[from] MemfdError),
 }
 
-struct Writer {
+struct FdStoreWriter {
     notify: Notify,
-    inputs: Inputs,
-    sound: Arc<AtomicBool>,
+    inputs: InputSender,
+    healthy: Arc<AtomicBool>,
     status: Arc<Mutex<Option<String>>>,
 }
 
-impl Writer {
-    fn work(&self, job: VaultJob) {
+impl FdStoreWriter {
+    fn execute(&self, job: FdStoreRequest) {
         match job {
-            VaultJob::StoreGeneration { generation, fds } => {
-                self.note("store a model", self.store_generation(generation, &fds));
-                self.inputs.send_blocking(Input::Event(Event::GenerationStored { generation }));
+            FdStoreRequest::StoreGeneration { generation, fds } => {
+                self.record_result("store a model", self.store_generation(generation, &fds));
+                self.inputs.send_blocking(LoopInput::WeightServerEvent(
+                    WeightServerEvent::GenerationStored { generation },
+                ));
             }
-            VaultJob::MarkRetired { generation } => {
-                self.note("mark a model as unloaded", self.mark_retired(generation));
+            FdStoreRequest::MarkRetired { generation } => {
+                self.record_result("mark a model as unloaded", self.mark_retired(generation));
             }
-            VaultJob::ForgetGeneration { generation, allocations } => {
-                self.note("forget a model", self.forget_generation(generation, allocations));
+            FdStoreRequest::RemoveGeneration { generation, allocations } => {
+                self.record_result("forget a model", self.remove_generation(generation, allocations));
             }
-            VaultJob::StoreLease { lease, fds } => {
+            FdStoreRequest::StoreLease { lease, fds } => {
                 // No barrier: messages are worked off in order, so whatever follows the grant finds the lease stored.
-                self.note("store a lease", self.store_lease(lease, &fds));
-                self.inputs.send_blocking(Input::Event(Event::LeaseStored { lease }));
+                self.record_result("store a lease", self.store_lease(lease, &fds));
+                self.inputs
+                    .send_blocking(LoopInput::WeightServerEvent(WeightServerEvent::LeaseStored { lease }));
             }
-            VaultJob::ForgetLease { lease } => {
+            FdStoreRequest::RemoveLease { lease } => {
                 let forgotten = self
                     .notify
                     .fdstore_remove(&format!("l{lease}.record"))
                     .and_then(|()| self.notify.fdstore_remove(&format!("l{lease}.pidfd")));
-                self.note("forget a lease", forgotten);
+                self.record_result("forget a lease", forgotten);
             }
-            VaultJob::Forget { name } => self.note("forget a descriptor", self.notify.fdstore_remove(&name)),
-            VaultJob::Restore { generations, retired, leases } => {
+            FdStoreRequest::Remove { name } => {
+                self.record_result("forget a descriptor", self.notify.fdstore_remove(&name))
+            }
+            FdStoreRequest::Restore { generations, retired, leases } => {
                 for (generation, fds) in generations {
-                    self.note("store a model", self.store_generation(generation, &fds));
+                    self.record_result("store a model", self.store_generation(generation, &fds));
                 }
                 for generation in retired {
-                    self.note("mark a model as unloaded", self.mark_retired(generation));
+                    self.record_result("mark a model as unloaded", self.mark_retired(generation));
                 }
                 for (lease, fds) in leases {
-                    self.note("store a lease", self.store_lease(lease, &fds));
+                    self.record_result("store a lease", self.store_lease(lease, &fds));
                 }
             }
-            VaultJob::Status => {
+            FdStoreRequest::ReportStatus => {
                 let text =
                     self.status.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default();
                 if let Err(error) = self.notify.status(&text) {
@@ -175,12 +181,12 @@ impl Writer {
         self.notify.barrier(BARRIER_TIMEOUT)
     }
 
-    fn mark_retired(&self, generation: u64) -> Result<(), VaultError> {
+    fn mark_retired(&self, generation: u64) -> Result<(), FdStoreError> {
         let mark = SealedMemfd::from_bytes("ballast-retired", &[])?;
         Ok(self.notify.fdstore(&format!("g{generation}.retired"), &[mark.as_fd()])?)
     }
 
-    fn forget_generation(&self, generation: u64, allocations: usize) -> Result<(), NotifyError> {
+    fn remove_generation(&self, generation: u64, allocations: usize) -> Result<(), NotifyError> {
         self.notify.fdstore_remove(&format!("g{generation}.manifest"))?;
         self.notify.fdstore_remove(&format!("g{generation}.retired"))?;
         for index in 0..allocations {
@@ -194,14 +200,17 @@ impl Writer {
         self.notify.fdstore(&format!("l{lease}.record"), &[fds.record()])
     }
 
-    fn note(&self, what: &'static str, result: Result<(), impl Into<VaultError>>) {
+    fn record_result(&self, what: &'static str, result: Result<(), impl Into<FdStoreError>>) {
         if !self.notify.has_parent() {
             return;
         }
-        self.sound.store(result.is_ok(), Ordering::Relaxed);
+        self.healthy.store(result.is_ok(), Ordering::Relaxed);
         if let Err(error) = result {
             let cause = service::exit::one_line(&error.into());
-            tracing::error!(cause, "cannot {what} in the vault: the weights would not survive this process");
+            tracing::error!(
+                cause,
+                "cannot {what} in the FD store: the weights would not survive this process"
+            );
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use quant::layout::{TILE_ROWS, Tiles};
 
-use super::checksum::PIECE_BYTES;
-use super::read::Source;
+use super::checksum::CHUNK_BYTES;
+use super::host_reader::TensorSource;
 
 /// Some bytes of one tensor, and where they stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,15 +29,19 @@ pub(super) struct RowsTooLong {
 }
 
 /// Parts of at most `limit` bytes, several MiB; those of a tensor follow each other.
-pub(super) fn cut(sources: &[Source], tiles: &[Tiles], limit: usize) -> Result<Vec<FilePart>, RowsTooLong> {
+pub(super) fn split_into_parts(
+    sources: &[TensorSource],
+    tiles: &[Tiles],
+    limit: usize,
+) -> Result<Vec<FilePart>, RowsTooLong> {
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&tensor| (sources[tensor].file, sources[tensor].offset));
     let mut parts = Vec::new();
     for tensor in order {
         let (source, tiles) = (&sources[tensor], &tiles[tensor]);
-        // Types without tiles may be cut anywhere; at whole pieces nothing has to be carried over.
+        // Types without tiles may be cut anywhere; at whole chunks nothing has to be carried over.
         let step = match tiles.tile_bytes() {
-            0 => PIECE_BYTES,
+            0 => CHUNK_BYTES,
             _ => TILE_ROWS * (tiles.raw_bytes() / tiles.rows().max(1)),
         };
         let step_bytes = step.min(tiles.raw_bytes());
@@ -65,8 +69,8 @@ mod tests {
 
     const LIMIT: usize = 8 << 20;
 
-    fn source(index: usize, offset: u64, bytes: u64) -> Source {
-        Source { name: format!("t{index}"), file: 0, offset, bytes }
+    fn source(index: usize, offset: u64, bytes: u64) -> TensorSource {
+        TensorSource { name: format!("t{index}"), file: 0, offset, bytes }
     }
 
     proptest! {
@@ -85,7 +89,7 @@ mod tests {
             }
             let mut came = vec![0u64; tiles.len()];
             let mut before = (0, 0);
-            for part in cut(&sources, &tiles, LIMIT).unwrap() {
+            for part in split_into_parts(&sources, &tiles, LIMIT).unwrap() {
                 let shape = &tiles[part.tensor];
                 prop_assert!(part.bytes > 0 && part.bytes <= LIMIT);
                 prop_assert_eq!(part.start, came[part.tensor]);
@@ -100,7 +104,7 @@ mod tests {
                     // Pieces of checksums start at aligned addresses, whatever is carried over.
                     prop_assert_eq!(part.start % 8, 0);
                 } else {
-                    prop_assert!(ends || part.bytes % PIECE_BYTES == 0);
+                    prop_assert!(ends || part.bytes % CHUNK_BYTES == 0);
                 }
             }
             let expected: Vec<u64> = tiles.iter().map(|shape| shape.raw_bytes() as u64).collect();
@@ -112,7 +116,7 @@ mod tests {
     fn rows_that_fit_no_part_are_refused_by_name() {
         let tiles = Tiles::new(DType::Q8_0, 1 << 20, 20).unwrap();
         let sources = [source(0, 0, tiles.raw_bytes() as u64)];
-        let error = cut(&sources, &[tiles], LIMIT).unwrap_err();
+        let error = split_into_parts(&sources, &[tiles], LIMIT).unwrap_err();
         assert_eq!(error.tensor, "t0");
         assert!(error.bytes > LIMIT);
     }

@@ -18,7 +18,7 @@ pub(crate) struct GenerationFds {
 }
 
 impl GenerationFds {
-    /// Takes what a loader handed over or a vault kept: the manifest first, then every allocation in its order.
+    /// Takes what a loader handed over or a FD store kept: the manifest first, then every allocation in its order.
     pub(crate) fn verify(fds: Vec<OwnedFd>) -> Result<(Manifest, Self), ImportError> {
         let kept = fds.first().ok_or(ImportError::NoManifest)?.try_clone();
         let kept = kept.map_err(|source| ImportError::Map(MemfdError::OutOfFds { source }))?;
@@ -47,7 +47,7 @@ impl GenerationFds {
     }
 }
 
-/// What the vault keeps of a lease.
+/// What the FD store keeps of a lease.
 #[derive(Debug, Clone)]
 pub(crate) struct LeaseFds {
     pub(crate) record: Arc<SealedMemfd>,

@@ -1,6 +1,6 @@
 //! The hand-off socket: accepts workers, speaks the protocol with each, reports to the driver.
 //!
-//! One task per connection. It decides nothing: first frames become inputs, orders of the driver become frames. A client
+//! One task per connection. It decides nothing: first frames become inputs, commands of the driver become frames. A client
 //! that sends descriptors, garbage, or frames out of turn is told so, counted, and cut off; none can hold up another.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -15,11 +15,11 @@ use memory::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
 use tokio::sync::{Semaphore, mpsc};
 
-use crate::driver::{Input, Inputs};
-use crate::events::{Ask, ConnectionId, Event, LoadProgress};
-use crate::holdings::GenerationFds;
-use crate::lease_table::Peer;
-use crate::refusal::Refusal;
+use crate::event_loop::{InputSender, LoopInput};
+use crate::events::{AttachParams, ConnectionId, LoadProgress, WeightServerEvent};
+use crate::held_fds::GenerationFds;
+use crate::lease_table::WorkerProcess;
+use crate::refusal::AttachRefusal;
 use crate::state::MAX_CLIENTS;
 
 /// A worker sends its first frame right after it has connected.
@@ -31,16 +31,16 @@ const BATCH_TIMEOUT: Duration = Duration::from_secs(10);
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Orders that wait for one connection: progress reports and one grant.
-const ORDERS: usize = 16;
+const COMMAND_QUEUE_CAPACITY: usize = 16;
 
 /// Between two attempts when accepting failed for lack of descriptors or memory.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What the driver wants one connection to do.
 #[derive(Debug)]
-pub(crate) enum Order {
+pub(crate) enum ConnectionCommand {
     Waiting(LoadProgress),
-    Refuse(Refusal),
+    Refuse(AttachRefusal),
     Deliver { lease: u64, generation: u64, fds: Arc<GenerationFds> },
     Reclaimed { lease: u64, generation: u64 },
     Close,
@@ -48,9 +48,9 @@ pub(crate) enum Order {
 
 /// What clients did to the protocol, for `ballast ps` and tests.
 #[derive(Debug, Default)]
-pub(crate) struct Violations(AtomicU64);
+pub(crate) struct ProtocolViolations(AtomicU64);
 
-impl Violations {
+impl ProtocolViolations {
     pub(crate) fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -59,8 +59,8 @@ impl Violations {
 /// Accepts until the listener is dropped with this task.
 pub(crate) async fn accept_loop(
     listener: Listener,
-    inputs: Inputs,
-    violations: Arc<Violations>,
+    inputs: InputSender,
+    violations: Arc<ProtocolViolations>,
 ) -> std::io::Result<()> {
     let listener = AsyncListener::new(listener)?;
     let slots = Arc::new(Semaphore::new(MAX_CLIENTS));
@@ -77,14 +77,17 @@ pub(crate) async fn accept_loop(
                     tracing::warn!(%error, "cannot accept a worker");
                     drop(spare.take());
                     listener.turn_away();
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    tokio::time::sleep(ACCEPT_RETRY_INTERVAL).await;
                     spare = spare_fd().ok();
                 }
             }
         };
         next += 1;
-        let client =
-            Client { id: ConnectionId(next), inputs: inputs.clone(), violations: Arc::clone(&violations) };
+        let client = WorkerConnection {
+            id: ConnectionId(next),
+            inputs: inputs.clone(),
+            violations: Arc::clone(&violations),
+        };
         tokio::spawn(async move {
             client.serve(connection).await;
             drop(slot);
@@ -96,22 +99,22 @@ fn spare_fd() -> std::io::Result<OwnedFd> {
     Ok(std::fs::File::open("/dev/null")?.into())
 }
 
-struct Client {
+struct WorkerConnection {
     id: ConnectionId,
-    inputs: Inputs,
-    violations: Arc<Violations>,
+    inputs: InputSender,
+    violations: Arc<ProtocolViolations>,
 }
 
 /// Why a conversation ended; none of it is the weight-server's trouble.
 #[derive(Debug)]
-enum End {
+enum ConnectionEnd {
     /// The peer or the driver is done.
     Over,
     Broken(FrameError),
     Violation(&'static str),
 }
 
-impl From<FrameError> for End {
+impl From<FrameError> for ConnectionEnd {
     fn from(error: FrameError) -> Self {
         match error {
             FrameError::Closed => Self::Over,
@@ -124,7 +127,7 @@ impl From<FrameError> for End {
     }
 }
 
-impl Client {
+impl WorkerConnection {
     async fn serve(self, connection: Connection) {
         let peer = identify(&connection);
         let connection = match AsyncConnection::new(connection) {
@@ -132,59 +135,72 @@ impl Client {
             Err(error) => return tracing::warn!(%error, "cannot serve a worker"),
         };
         let end = match peer {
-            Ok((peer, pidfd)) => self.converse(&connection, peer, pidfd).await.err(),
+            Ok((peer, pidfd)) => self.serve_frames(&connection, peer, pidfd).await.err(),
             // It has ended already.
             Err(_) => None,
         };
         match end {
-            Some(End::Violation(what)) => {
+            Some(ConnectionEnd::Violation(what)) => {
                 self.violations.0.fetch_add(1, Ordering::Relaxed);
                 tracing::warn!(connection = self.id.0, what, "a client broke the hand-off protocol");
                 // It may not listen any more.
-                let _ = refuse(&connection, &Refusal::Violation { what }).await;
+                let _ = refuse(&connection, &AttachRefusal::Violation { what }).await;
             }
-            Some(End::Broken(error)) => {
+            Some(ConnectionEnd::Broken(error)) => {
                 let cause = service::exit::one_line(&error);
                 tracing::info!(connection = self.id.0, cause, "a worker's connection broke");
             }
-            Some(End::Over) | None => {}
+            Some(ConnectionEnd::Over) | None => {}
         }
-        self.inputs.send(Input::Event(Event::ConnectionEnded { connection: self.id })).await;
+        self.inputs
+            .send(LoopInput::WeightServerEvent(WeightServerEvent::ConnectionEnded { connection: self.id }))
+            .await;
     }
 
-    async fn converse(&self, connection: &AsyncConnection, peer: Peer, pidfd: OwnedFd) -> Result<(), End> {
-        let (orders, mut ordered) = mpsc::channel(ORDERS);
+    async fn serve_frames(
+        &self,
+        connection: &AsyncConnection,
+        peer: WorkerProcess,
+        pidfd: OwnedFd,
+    ) -> Result<(), ConnectionEnd> {
+        let (commands, mut command_queue) = mpsc::channel(COMMAND_QUEUE_CAPACITY);
         let (frame, fds) = connection.receive_within::<WorkerFrame>(FIRST_FRAME_TIMEOUT).await?;
         let input = match without_fds(frame, fds)? {
             worker_frame::Kind::Attach(attach) => {
-                Input::Attach { connection: self.id, peer, pidfd, ask: attach.into(), orders }
+                LoopInput::Attach { connection: self.id, peer, pidfd, params: attach.into(), commands }
             }
-            worker_frame::Kind::Reclaim(claim) => Input::Reclaim { connection: self.id, peer, claim, orders },
-            _ => return Err(End::Violation("it began with neither an attach nor a re-claim")),
+            worker_frame::Kind::Reclaim(claim) => {
+                LoopInput::Reclaim { connection: self.id, peer, claim, commands }
+            }
+            _ => return Err(ConnectionEnd::Violation("it began with neither an attach nor a re-claim")),
         };
         self.inputs.send(input).await;
         loop {
             tokio::select! {
-                order = ordered.recv() => match order {
-                    Some(order) => self.obey(connection, order).await?,
+                order = command_queue.recv() => match order {
+                    Some(order) => self.execute(connection, order).await?,
                     None => return Ok(()),
                 },
                 frame = connection.receive::<WorkerFrame>() => {
                     let (frame, fds) = frame?;
                     match without_fds(frame, fds)? {
                         worker_frame::Kind::Detach(_) => {
-                            self.inputs.send(Input::Event(Event::Detached { connection: self.id })).await;
+                            self.inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::Detached { connection: self.id })).await;
                         }
-                        _ => return Err(End::Violation("a frame came out of turn")),
+                        _ => return Err(ConnectionEnd::Violation("a frame came out of turn")),
                     }
                 }
             }
         }
     }
 
-    async fn obey(&self, connection: &AsyncConnection, order: Order) -> Result<(), End> {
+    async fn execute(
+        &self,
+        connection: &AsyncConnection,
+        order: ConnectionCommand,
+    ) -> Result<(), ConnectionEnd> {
         match order {
-            Order::Waiting(progress) => {
+            ConnectionCommand::Waiting(progress) => {
                 let waiting = wire::Waiting {
                     done_bytes: progress.done_bytes,
                     total_bytes: progress.total_bytes,
@@ -192,57 +208,59 @@ impl Client {
                 };
                 Ok(send(connection, server_frame::Kind::Waiting(waiting)).await?)
             }
-            Order::Refuse(refusal) => {
+            ConnectionCommand::Refuse(refusal) => {
                 tracing::info!(connection = self.id.0, %refusal, "refused a worker");
                 refuse(connection, &refusal).await?;
-                Err(End::Over)
+                Err(ConnectionEnd::Over)
             }
-            Order::Deliver { lease, generation, fds } => {
-                deliver(connection, lease, generation, &fds).await?;
-                self.inputs.send(Input::Event(Event::Delivered { connection: self.id })).await;
+            ConnectionCommand::Deliver { lease, generation, fds } => {
+                deliver_descriptors(connection, lease, generation, &fds).await?;
+                self.inputs
+                    .send(LoopInput::WeightServerEvent(WeightServerEvent::Delivered { connection: self.id }))
+                    .await;
                 Ok(())
             }
-            Order::Reclaimed { lease, generation } => {
+            ConnectionCommand::Reclaimed { lease, generation } => {
                 let reclaimed = wire::Reclaimed { lease, generation };
                 Ok(send(connection, server_frame::Kind::Reclaimed(reclaimed)).await?)
             }
-            Order::Close => Err(End::Over),
+            ConnectionCommand::Close => Err(ConnectionEnd::Over),
         }
     }
 }
 
 /// The process at the other end, and a hold on it.
-fn identify(connection: &Connection) -> std::io::Result<(Peer, OwnedFd)> {
+fn identify(connection: &Connection) -> std::io::Result<(WorkerProcess, OwnedFd)> {
     let peer = connection.peer()?;
     let pidfd = pidfd::of_peer(connection)?;
     let start_ticks = pidfd::start_ticks(peer.pid).unwrap_or(0);
-    Ok((Peer { pid: peer.pid, uid: peer.uid, start_ticks }, pidfd))
+    Ok((WorkerProcess { pid: peer.pid, uid: peer.uid, start_ticks }, pidfd))
 }
 
 /// Descriptors of clients are closed right here.
-fn without_fds(frame: WorkerFrame, fds: Vec<OwnedFd>) -> Result<worker_frame::Kind, End> {
+fn without_fds(frame: WorkerFrame, fds: Vec<OwnedFd>) -> Result<worker_frame::Kind, ConnectionEnd> {
     if !fds.is_empty() {
-        return Err(End::Violation("it sent file descriptors"));
+        return Err(ConnectionEnd::Violation("it sent file descriptors"));
     }
-    frame.kind.ok_or(End::Violation("a frame is of no known kind"))
+    frame.kind.ok_or(ConnectionEnd::Violation("a frame is of no known kind"))
 }
 
 async fn send(connection: &AsyncConnection, kind: server_frame::Kind) -> Result<(), FrameError> {
     connection.send_within(SEND_TIMEOUT, &ServerFrame { kind: Some(kind) }, &[]).await
 }
 
-async fn refuse(connection: &AsyncConnection, refusal: &Refusal) -> Result<(), FrameError> {
+async fn refuse(connection: &AsyncConnection, refusal: &AttachRefusal) -> Result<(), FrameError> {
     let refused = wire::AttachRefused { reason: refusal.reason().into(), text: refusal.to_string() };
     send(connection, server_frame::Kind::Refused(refused)).await
 }
 
 /// Grant, then all descriptors, one batch outstanding.
-async fn deliver(
+async fn deliver_descriptors(
     connection: &AsyncConnection,
     lease: u64,
     generation: u64,
     fds: &GenerationFds,
-) -> Result<(), End> {
+) -> Result<(), ConnectionEnd> {
     let all: Vec<BorrowedFd<'_>> = fds.all().collect();
     let grant = wire::Grant { lease, generation, fds: all.len() as u32 };
     send(connection, server_frame::Kind::Grant(grant)).await?;
@@ -253,13 +271,13 @@ async fn deliver(
         let (receipt, carried) = connection.receive_within::<WorkerFrame>(BATCH_TIMEOUT).await?;
         match without_fds(receipt, carried)? {
             worker_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
-            _ => return Err(End::Violation("a batch was not acknowledged in turn")),
+            _ => return Err(ConnectionEnd::Violation("a batch was not acknowledged in turn")),
         }
     }
     Ok(())
 }
 
-impl From<wire::Attach> for Ask {
+impl From<wire::Attach> for AttachParams {
     fn from(attach: wire::Attach) -> Self {
         Self {
             protocol: attach.protocol,
@@ -274,7 +292,7 @@ impl From<wire::Attach> for Ask {
     }
 }
 
-impl Refusal {
+impl AttachRefusal {
     fn reason(&self) -> wire::RefusalReason {
         use wire::RefusalReason as Reason;
         match self {
@@ -286,7 +304,7 @@ impl Refusal {
             Self::LoadFailed { .. } => Reason::LoadFailed,
             Self::Token => Reason::Token,
             Self::PeerUid { .. } => Reason::PeerUid,
-            Self::Ledger(_) => Reason::Ledger,
+            Self::Reservation(_) => Reason::Ledger,
             Self::UnknownLease { .. } => Reason::UnknownLease,
             Self::Quarantined { .. } => Reason::Quarantined,
             Self::LeaseTooLarge { .. } => Reason::Ledger,

@@ -2,24 +2,24 @@
 
 use std::path::PathBuf;
 
-use crate::catalog::{Contents, Generation, Integrity, Phase};
-use crate::events::Notice;
-use crate::lease_table::{Lease, LeasePhase};
-use crate::ledger::{Row, RowKey};
-use crate::state::State;
+use crate::catalog::{Generation, GenerationContents, GenerationIntegrity, GenerationPhase};
+use crate::events::ChangeNotice;
+use crate::lease_table::{LeaseEntry, LeasePhase};
+use crate::ledger::{Reservation, ReservationKey};
+use crate::state::WeightServerState;
 
 #[derive(Debug, Clone)]
 pub(crate) struct GenerationView {
     pub(crate) id: u64,
     pub(crate) model: String,
-    pub(crate) phase: Phase,
+    pub(crate) phase: GenerationPhase,
     pub(crate) device: String,
     pub(crate) layout: u32,
     pub(crate) path: PathBuf,
-    pub(crate) contents: Contents,
+    pub(crate) contents: GenerationContents,
     pub(crate) done_bytes: u64,
     pub(crate) adopted: bool,
-    pub(crate) integrity: Integrity,
+    pub(crate) integrity: GenerationIntegrity,
 }
 
 #[derive(Debug, Clone)]
@@ -35,23 +35,23 @@ pub(crate) struct LeaseView {
 }
 
 #[derive(Debug)]
-pub(crate) struct Snapshot {
+pub(crate) struct StatusSnapshot {
     pub(crate) generations: Vec<GenerationView>,
     pub(crate) leases: Vec<LeaseView>,
-    pub(crate) rows: Vec<(RowKey, Row)>,
+    pub(crate) reservations: Vec<(ReservationKey, Reservation)>,
     /// Capacity and reserved bytes of each.
     pub(crate) devices: Vec<(String, u64, u64)>,
     pub(crate) capacity_fds: u64,
     pub(crate) tokens_required: bool,
-    pub(crate) vault: bool,
+    pub(crate) fd_store: bool,
     pub(crate) violations: u64,
     pub(crate) adoption_notes: Vec<String>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Change {
+pub(crate) enum CatalogChange {
     Generation(GenerationView),
-    GenerationGone(u64),
+    GenerationRemoved(u64),
     Lease(LeaseView),
     LeaseEnded(u64),
 }
@@ -74,7 +74,7 @@ impl GenerationView {
 }
 
 impl LeaseView {
-    fn of(lease: &Lease) -> Self {
+    fn of(lease: &LeaseEntry) -> Self {
         Self {
             id: lease.id,
             generation: lease.generation,
@@ -88,30 +88,41 @@ impl LeaseView {
     }
 }
 
-impl Snapshot {
-    pub(crate) fn of(state: &State, vault: bool, violations: u64, adoption_notes: Vec<String>) -> Self {
+impl StatusSnapshot {
+    pub(crate) fn of(
+        state: &WeightServerState,
+        fd_store: bool,
+        violations: u64,
+        adoption_notes: Vec<String>,
+    ) -> Self {
         Self {
             generations: state.generations().map(GenerationView::of).collect(),
             leases: state.leases().map(LeaseView::of).collect(),
-            rows: state.ledger().rows().map(|(key, row)| (key, row.clone())).collect(),
+            reservations: state
+                .ledger()
+                .reservations()
+                .map(|(key, reservation)| (key, reservation.clone()))
+                .collect(),
             devices: state.ledger().devices().map(|(id, all, held)| (id.to_owned(), all, held)).collect(),
             capacity_fds: state.ledger().capacity_fds(),
             tokens_required: state.tokens_required(),
-            vault,
+            fd_store,
             violations,
             adoption_notes,
         }
     }
 }
 
-impl Change {
+impl CatalogChange {
     /// What a notice is about, as it is now; nothing if it is gone again already.
-    pub(crate) fn of(state: &State, notice: Notice) -> Option<Self> {
+    pub(crate) fn of(state: &WeightServerState, notice: ChangeNotice) -> Option<Self> {
         match notice {
-            Notice::Generation(id) => state.generation(id).map(GenerationView::of).map(Self::Generation),
-            Notice::GenerationGone(id) => Some(Self::GenerationGone(id)),
-            Notice::Lease(id) => state.lease(id).map(LeaseView::of).map(Self::Lease),
-            Notice::LeaseEnded(id) => Some(Self::LeaseEnded(id)),
+            ChangeNotice::Generation(id) => {
+                state.generation(id).map(GenerationView::of).map(Self::Generation)
+            }
+            ChangeNotice::GenerationRemoved(id) => Some(Self::GenerationRemoved(id)),
+            ChangeNotice::Lease(id) => state.lease(id).map(LeaseView::of).map(Self::Lease),
+            ChangeNotice::LeaseEnded(id) => Some(Self::LeaseEnded(id)),
         }
     }
 }

@@ -9,20 +9,20 @@ use std::time::Instant;
 
 use memory::fd_passing::recv_with_fds;
 
-use crate::support::LIMIT;
+use crate::support::TEST_TIMEOUT;
 
 /// A message of the vault to itself.
 const CATCH_UP: &str = "X_CATCH_UP";
 
 /// The parent's side of the notify protocol: keeps what is stored, as the supervisor or systemd would.
 #[derive(Clone)]
-pub(crate) struct FakeVault {
+pub(crate) struct FakeFdStore {
     path: Arc<Path>,
-    shared: Arc<(Mutex<VaultState>, Condvar)>,
+    shared: Arc<(Mutex<FakeFdStoreState>, Condvar)>,
 }
 
 #[derive(Default)]
-struct VaultState {
+struct FakeFdStoreState {
     /// Messages of `catch_up` that have been worked off.
     caught_up: u64,
     fds: Vec<(String, OwnedFd)>,
@@ -32,10 +32,10 @@ struct VaultState {
     status: VecDeque<String>,
 }
 
-impl FakeVault {
+impl FakeFdStore {
     pub(crate) fn bind(path: &Path) -> Self {
         let socket = UnixDatagram::bind(path).unwrap();
-        let shared = Arc::new((Mutex::new(VaultState::default()), Condvar::new()));
+        let shared = Arc::new((Mutex::new(FakeFdStoreState::default()), Condvar::new()));
         let vault = Self { path: path.into(), shared };
         let listener = vault.clone();
         std::thread::spawn(move || {
@@ -71,9 +71,9 @@ impl FakeVault {
         // A barrier is over when its descriptor is dropped, here.
     }
 
-    fn wait<T>(&self, what: &str, check: impl Fn(&VaultState) -> Option<T>) -> T {
+    fn wait<T>(&self, what: &str, check: impl Fn(&FakeFdStoreState) -> Option<T>) -> T {
         let (state, changed) = &*self.shared;
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let mut state = state.lock().unwrap();
         loop {
             if let Some(found) = check(&state) {
