@@ -7,6 +7,7 @@ use std::process::ExitCode;
 mod advisories;
 mod dependencies;
 mod gpu_bundle;
+mod language;
 mod nightly;
 mod sources;
 

@@ -33,6 +33,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
         findings.extend(check_source(file, &text));
         findings.extend(missing_portable_sibling(file));
     }
+    findings.extend(crate::language::check(&files)?);
     for library in files.iter().filter(|f| f.ends_with("src/lib.rs") || f.ends_with("src/main.rs")) {
         let text = std::fs::read_to_string(library)?;
         if !may_be_unsafe(library) && !text.contains("#![forbid(unsafe_code)]") {
