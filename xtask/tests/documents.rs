@@ -12,8 +12,7 @@ fn root() -> PathBuf {
 }
 
 fn tracked(pattern: &str) -> Vec<String> {
-    let output =
-        Command::new("git").args(["ls-files", pattern]).current_dir(root()).output().unwrap();
+    let output = Command::new("git").args(["ls-files", pattern]).current_dir(root()).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let list = String::from_utf8(output.stdout).unwrap();
     // A file may have been removed and not committed yet.

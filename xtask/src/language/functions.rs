@@ -60,7 +60,8 @@ fn long_functions(file: &Path, text: &str) -> Vec<Function> {
 fn rust_function(line: &str) -> Option<String> {
     let line = line.trim_start();
     let rest = line.split_once("fn ").filter(|(before, _)| {
-        before.is_empty() || before.ends_with(' ') && !before.contains(['(', ':', '<', '='])
+        before.is_empty()
+            || before.ends_with(' ') && !before.contains(['(', ':', '<', '='])
             || before.starts_with("pub(")
     })?;
     identifier(rest.1)
@@ -123,7 +124,10 @@ mod tests {
     fn a_long_function_is_found_in_rust_and_in_cuda() {
         let body = "    x();\n".repeat(FUNCTION_LINES_MAX);
         assert_eq!(named("a.rs", &format!("pub(crate) fn long(a: [u8; 2]) {{\n{body}}}\n")), ["long"]);
-        assert_eq!(named("a.cu", &format!("extern \"C\" __global__ void wide(int a)\n{{\n{body}}}\n")), ["wide"]);
+        assert_eq!(
+            named("a.cu", &format!("extern \"C\" __global__ void wide(int a)\n{{\n{body}}}\n")),
+            ["wide"]
+        );
     }
 
     #[test]

@@ -15,8 +15,7 @@ mod words;
 pub(crate) fn check(files: &[PathBuf]) -> Result<Vec<String>> {
     let mut texts = Vec::new();
     for file in files.iter().filter(|file| is_checked(file)) {
-        let text = std::fs::read_to_string(file)
-            .with_context(|| format!("reading {}", file.display()))?;
+        let text = std::fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
         texts.push((file.clone(), text));
     }
     let mut findings = words::check(&texts);

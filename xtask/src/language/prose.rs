@@ -47,7 +47,8 @@ fn wide_lines(text: &str) -> impl Iterator<Item = usize> {
     text.lines().enumerate().filter_map(move |(number, line)| {
         in_block ^= line.trim_start().starts_with("```");
         let cannot_wrap = in_block || line.starts_with("    ") || line.trim_start().starts_with('|');
-        (line.chars().count() > COLUMNS_MAX && !cannot_wrap && line.trim().contains(' ')).then_some(number + 1)
+        (line.chars().count() > COLUMNS_MAX && !cannot_wrap && line.trim().contains(' '))
+            .then_some(number + 1)
     })
 }
 
@@ -114,7 +115,10 @@ mod tests {
     fn a_wide_line_is_a_finding_but_not_in_a_table_or_code() {
         let wide = "word ".repeat(30);
         assert_eq!(findings_of("a.md", &wide).len(), 1);
-        assert_eq!(findings_of("docs/a.md", &format!("| {wide}|\n\n    {wide}\n```\n{wide}\n```\n")).len(), 0);
+        assert_eq!(
+            findings_of("docs/a.md", &format!("| {wide}|\n\n    {wide}\n```\n{wide}\n```\n")).len(),
+            0
+        );
         assert_eq!(findings_of("a.rs", &format!("/// {wide}\n")).len(), 1);
         assert_eq!(findings_of("a.rs", &format!("let a = \"{wide}\";\n")).len(), 0);
     }

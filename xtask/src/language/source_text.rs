@@ -61,8 +61,7 @@ fn end_of_character(bytes: &[u8], at: usize) -> usize {
         Some(_) => {
             // One character of at most four bytes, then the closing quote.
             let close = (at + 2..=at + 5).find(|&close| bytes.get(close) == Some(&b'\''));
-            let is_lifetime =
-                bytes[at + 1].is_ascii_alphabetic() && bytes.get(at + 2) != Some(&b'\'');
+            let is_lifetime = bytes[at + 1].is_ascii_alphabetic() && bytes.get(at + 2) != Some(&b'\'');
             match close {
                 Some(close) if !is_lifetime => close + 1,
                 _ => at + 1,

@@ -57,8 +57,7 @@ fn defined_type(line: &str) -> Option<String> {
         "type" => margin == 0,
         _ => false,
     };
-    let name: String =
-        words.next()?.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+    let name: String = words.next()?.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
     (defines && name.starts_with(|c: char| c.is_ascii_uppercase())).then_some(name)
 }
 
