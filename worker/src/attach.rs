@@ -1,111 +1,40 @@
-//! From a model's name to an engine that can take requests: asks the weight-server, waits for a load in progress, maps,
-//! builds. Blocking; runs on the thread that then steps the engine.
+//! From a model's name to an engine: requests a grant from the weight-server, waits for a load in progress, maps the
+//! weights, and builds the engine. Blocking; runs on the engine's thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use engine::{DraftModel, Drafter, Engine, Lookup, StartError};
+use engine::{DraftModel, Drafter, Engine, Lookup};
 use memory::attach::{AttachRequest, Granted, LoadingProgress};
-use memory::cuda::{DeviceError, OpenDriverError};
 use memory::lease::Lease;
 use memory::manifest::Manifest;
-use models::{BuildModelError, ModelDescription, TensorHead, WeightError, WeightTable};
-use ops::{Backend, OpError};
-use prefix::FingerprintError;
+use models::{ModelDescription, TensorHead, WeightTable};
+use ops::Backend;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
-use service::exit::HasExit;
-use service::{Exit, Notify};
+use service::Notify;
 
-use crate::backend::{self, DeviceRuntime, TensorImportError};
+use crate::attach_error::WorkerAttachError;
+use crate::backend::{self, DeviceRuntime};
 use crate::config::{DraftSource, WorkerConfig};
-use crate::draft_vocabulary::{self, DraftVocabularyError};
+use crate::draft_vocabulary;
 use crate::startup_timeline::StartupTimeline;
 
-/// How long to go on asking for a model that the weight-server does not know yet, or a weight-server that is restarted:
-/// in a fleet that comes up, workers may be first. A load in progress is waited for as long as it moves.
+/// How long to ask for a model that the weight-server does not know yet, or a weight-server that restarts. When a fleet
+/// starts, workers may be first. A load in progress is awaited for as long as it advances.
 const RETRY_FOR: Duration = Duration::from_secs(30);
 const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
-#[derive(Debug, thiserror::Error)]
-pub enum WorkerAttachError {
-    #[error(transparent)]
-    Driver(#[from] OpenDriverError),
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    #[error(
-        "the GPU {device} has no room for a context, which takes half a GiB: end what else holds its memory"
-    )]
-    NoRoom { device: String, source: Box<dyn std::error::Error + Send + Sync> },
-    #[error("the GPU {device} gives no context: nvidia-smi may say why, --device host runs without it")]
-    Context { device: String, source: Box<dyn std::error::Error + Send + Sync> },
-    #[error("cannot attach model {model:?} from {socket}")]
-    Attach { model: String, socket: String, source: memory::attach::AttachError },
-    #[error("the model's metadata")]
-    Metadata(#[from] gguf::MetadataError),
-    #[error(transparent)]
-    Tensor(#[from] TensorImportError),
-    #[error(
-        "the model has layers that see a window of {tokens} tokens, for which the GPU has no kernel: run the model with \
-         --device host"
-    )]
-    Window { tokens: usize },
-    #[error("the model's tensors")]
-    Weights(#[from] WeightError),
-    #[error("the model cannot be built")]
-    Build(#[from] BuildModelError),
-    #[error("the compute backend cannot start")]
-    Backend(#[source] OpError),
-    #[error(transparent)]
-    Start(#[from] StartError),
-    #[error(transparent)]
-    Vocabulary(#[from] DraftVocabularyError),
-    #[error("the worker cannot be described")]
-    Fingerprint(#[from] FingerprintError),
+/// What every attach request of a worker needs.
+#[derive(Clone, Copy)]
+pub(crate) struct AttachContext<'a> {
+    pub(crate) config: &'a WorkerConfig,
+    pub(crate) token: Option<&'a Bytes>,
+    pub(crate) notify: &'a Notify,
 }
 
-impl HasExit for WorkerAttachError {
-    fn exit(&self) -> Exit {
-        match self {
-            WorkerAttachError::Driver(OpenDriverError::Init(_))
-            | WorkerAttachError::Device(DeviceError::Refused(_)) => Exit::Internal,
-            WorkerAttachError::Driver(_) | WorkerAttachError::Device(_) => Exit::Usage,
-            WorkerAttachError::NoRoom { .. } => Exit::OutOfResources,
-            WorkerAttachError::Context { .. } => Exit::Internal,
-            WorkerAttachError::Attach {
-                source: memory::attach::AttachError::Refused { reason, .. }, ..
-            } => match reason {
-                RefusalReason::UnknownModel => Exit::Usage,
-                RefusalReason::LoadFailed => Exit::ModelRefused,
-                RefusalReason::Ledger => Exit::OutOfResources,
-                _ => Exit::PeerLost,
-            },
-            WorkerAttachError::Attach { .. } => Exit::PeerLost,
-            WorkerAttachError::Metadata(_) | WorkerAttachError::Tensor(_) | WorkerAttachError::Weights(_) => {
-                Exit::ModelRefused
-            }
-            WorkerAttachError::Build(BuildModelError::Backend(error)) | WorkerAttachError::Backend(error) => {
-                of_op(error)
-            }
-            WorkerAttachError::Build(_)
-            | WorkerAttachError::Vocabulary(_)
-            | WorkerAttachError::Window { .. } => Exit::ModelRefused,
-            WorkerAttachError::Start(StartError::Config(_)) => Exit::Usage,
-            WorkerAttachError::Start(StartError::Kv { source, .. }) => of_op(source),
-            WorkerAttachError::Fingerprint(_) => Exit::Internal,
-        }
-    }
-}
-
-fn of_op(error: &OpError) -> Exit {
-    match error {
-        OpError::Memory { .. } => Exit::OutOfResources,
-        _ => Exit::Internal,
-    }
-}
-
-/// Everything about the attached model that does not change any more.
+/// What stays constant for the attached model.
 #[derive(Debug)]
 pub(crate) struct AttachedModelInfo {
     pub(crate) name: String,
@@ -117,75 +46,78 @@ pub(crate) struct AttachedModelInfo {
     /// "host", or a GPU's UUID.
     pub(crate) device: String,
     pub(crate) context_tokens: usize,
-    pub(crate) vocabulary: usize,
+    pub(crate) vocab_size: usize,
     pub(crate) weight_bytes: u64,
-    /// Device memory that the context takes, and what is reserved for activations and kernels.
+    /// Device memory that the context takes.
     pub(crate) context_bytes: u64,
+    /// Device memory that is reserved for activations and kernels.
     pub(crate) workspace_bytes: u64,
     /// The GGUF metadata section, in the manifest's mapping.
     pub(crate) gguf: Bytes,
-    /// Taking descriptors and mapping them.
+    /// The time to receive the descriptors and map them.
     pub(crate) attach: Duration,
-    /// From the process's start to the engine.
+    /// From the start of the process to the built engine.
     pub(crate) timeline: StartupTimeline,
 }
 
 /// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the leases end.
 pub(crate) struct AttachedEngine<B: Backend> {
     pub(crate) engine: Engine<B>,
-    /// Of the model, and of the one that drafts for it.
+    /// The leases of the model and of its draft model.
     pub(crate) leases: Vec<Arc<Lease>>,
     pub(crate) info: AttachedModelInfo,
 }
 
-/// Asks for the configured model, and waits for it. All that the worker will take of the device is reserved with the grant:
-/// nothing of it is taken before.
-pub(crate) fn request_grant<P: DeviceRuntime>(
+/// Waits until the weight-server grants the configured model. The grant reserves all device memory that the worker will
+/// take, and the worker takes none of it before.
+pub(crate) fn request_grant<R: DeviceRuntime>(
     device: String,
-    config: &WorkerConfig,
-    token: Option<Bytes>,
-    notify: &Notify,
+    context: &AttachContext<'_>,
 ) -> Result<Granted, WorkerAttachError> {
-    let reserved = (config.kv_bytes.0, config.context() + config.workspace());
-    wait_for_grant::<P>(device, config, &config.model, reserved, token, notify)
+    let config = context.config;
+    let reserved = ReservedBytes {
+        kv: config.kv_bytes.0,
+        workspace: config.reserved_context_bytes() + config.reserved_workspace_bytes(),
+    };
+    wait_for_grant::<R>(device, &config.model, reserved, context)
 }
 
 /// Maps the configured model and builds its engine.
-pub(crate) fn build_engine<P: DeviceRuntime>(
-    runtime: &P,
+pub(crate) fn build_engine<R: DeviceRuntime>(
+    runtime: &R,
     granted: Granted,
     mut timeline: StartupTimeline,
-    config: &WorkerConfig,
-    token: Option<Bytes>,
-    notify: &Notify,
-) -> Result<AttachedEngine<P::Compute>, WorkerAttachError> {
-    let engine_config = config.engine();
-    let MappedModel { manifest, metadata, described, table, lease, handoff } =
+    context: &AttachContext<'_>,
+) -> Result<AttachedEngine<R::Compute>, WorkerAttachError> {
+    let config = context.config;
+    let engine_config = config.engine_config();
+    let MappedModel { manifest, metadata, description, weights, lease, handoff } =
         map_model(runtime, config, &config.model, granted)?;
     let mut leases = vec![Arc::new(lease)];
     timeline.mark("import");
     let mut compute = runtime.compute().map_err(WorkerAttachError::Backend)?;
-    let limits = engine_config.model_limits(described.vocab_size);
-    let model = models::build(&metadata, table, &mut compute, limits)?;
+    let limits = engine_config.model_limits(description.vocab_size);
+    let model = models::build(&metadata, weights, &mut compute, limits)?;
     timeline.mark("model");
-    let drafter: Option<Box<dyn Drafter<P::Compute>>> = match &config.draft {
+    let drafter: Option<Box<dyn Drafter<R::Compute>>> = match &config.draft {
         DraftSource::Off => None,
         DraftSource::Lookup => Some(Box::new(Lookup::default())),
         DraftSource::Model(name) => {
-            // All that the worker takes is reserved with its own model.
-            let granted = wait_for_grant::<P>(runtime.device(), config, name, (0, 0), token, notify)?;
+            // The grant of the worker's own model has reserved the memory of the draft model too.
+            let granted = wait_for_grant::<R>(runtime.device(), name, ReservedBytes::default(), context)?;
             let draft = map_model(runtime, config, name, granted)?;
             leases.push(Arc::new(draft.lease));
             draft_vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
-            let small = models::build(&draft.metadata, draft.table, &mut compute, config.draft_limits())?;
-            // A small step takes as long as its weights take to be read.
+            let draft_model =
+                models::build(&draft.metadata, draft.weights, &mut compute, config.draft_limits())?;
+            // The cost of a draft step relative to a step of the model: a small step is bound by reading weights.
             let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
             timeline.mark("draft");
-            tracing::info!(draft = %name, share, "drafting");
-            Some(Box::new(DraftModel::new(small, config.step_tokens, share)))
+            tracing::info!(draft = %name, share, "attached the draft model");
+            Some(Box::new(DraftModel::new(draft_model, config.step_tokens, share)))
         }
     };
-    let (context_tokens, vocabulary) = (model.context_length(), model.vocab_size());
+    let (context_length, vocab_size) = (model.context_length(), model.vocab_size());
     let fingerprint = backend::fingerprint(manifest.digest, runtime, &compute, &config.kv_type)?;
     let engine = match drafter {
         None => Engine::new(model, compute, &engine_config)?,
@@ -199,11 +131,11 @@ pub(crate) fn build_engine<P: DeviceRuntime>(
         fingerprint: fingerprint.to_string().into(),
         backend: runtime.describe(),
         device: runtime.device(),
-        context_tokens: config.context_tokens.map_or(context_tokens, |cut| cut.min(context_tokens)),
-        vocabulary,
+        context_tokens: config.context_tokens.map_or(context_length, |limit| limit.min(context_length)),
+        vocab_size,
         weight_bytes: manifest.tensor_bytes(),
         context_bytes: runtime.context_bytes(),
-        workspace_bytes: config.workspace(),
+        workspace_bytes: config.reserved_workspace_bytes(),
         gguf: manifest.gguf_metadata.clone(),
         attach: handoff,
         timeline,
@@ -221,79 +153,80 @@ pub(crate) fn build_engine<P: DeviceRuntime>(
 }
 
 /// A model whose weights are mapped.
-struct MappedModel<P: DeviceRuntime> {
+struct MappedModel<R: DeviceRuntime> {
     manifest: Manifest,
     metadata: gguf::Metadata,
-    described: ModelDescription,
-    /// Before the lease, as in [`AttachedEngine`].
-    table: WeightTable<P::Compute>,
+    description: ModelDescription,
+    /// Dropped before the lease, as in [`AttachedEngine`].
+    weights: WeightTable<R::Compute>,
     lease: Lease,
     handoff: Duration,
 }
 
-fn map_model<P: DeviceRuntime>(
-    runtime: &P,
+fn map_model<R: DeviceRuntime>(
+    runtime: &R,
     config: &WorkerConfig,
     model: &str,
     granted: Granted,
-) -> Result<MappedModel<P>, WorkerAttachError> {
+) -> Result<MappedModel<R>, WorkerAttachError> {
     let attached = runtime.import(granted).map_err(|source| attach_failed(config, model, source))?;
     let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
     let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
-    let mut table = WeightTable::new();
+    let mut weights = WeightTable::new();
     let mut heads = Vec::with_capacity(tensors.len());
     for (tensor, data) in manifest.tensors.iter().zip(tensors) {
-        let weight = backend::weight::<P>(tensor, data)?;
+        let weight = backend::weight::<R>(tensor, data)?;
         heads.push((weight.dtype, &tensor.name, &tensor.shape));
-        table.insert(tensor.name.clone(), weight)?;
+        weights.insert(tensor.name.clone(), weight)?;
     }
     let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
-    let described = models::validate(&metadata, heads)?;
-    if !P::Compute::SUPPORTS_WINDOWS
-        && let Some(tokens) = described.attention_spans.iter().find_map(|span| span.window_tokens())
+    let description = models::validate(&metadata, heads)?;
+    if !R::SUPPORTS_ATTENTION_WINDOWS
+        && let Some(tokens) = description.attention_spans.iter().find_map(|span| span.window_tokens())
     {
         return Err(WorkerAttachError::Window { tokens });
     }
-    Ok(MappedModel { manifest, metadata, described, table, lease, handoff })
+    Ok(MappedModel { manifest, metadata, description, weights, lease, handoff })
 }
 
-/// Rows that one step of the engine scores at most.
-pub(crate) fn score_rows_max(config: &WorkerConfig, info: &AttachedModelInfo) -> usize {
-    config.engine().score_rows_max(info.vocabulary)
+/// Device bytes that a grant reserves.
+#[derive(Clone, Copy, Default)]
+struct ReservedBytes {
+    kv: u64,
+    /// Everything beside weights and KV cache.
+    workspace: u64,
 }
 
-/// Asks until the model is there. Reserved with the grant are bytes for keys and values, and for everything else.
-fn wait_for_grant<P: DeviceRuntime>(
+/// Repeats the attach request until the weight-server grants the model.
+fn wait_for_grant<R: DeviceRuntime>(
     device: String,
-    config: &WorkerConfig,
     model: &str,
-    (kv_bytes, workspace_bytes): (u64, u64),
-    token: Option<Bytes>,
-    notify: &Notify,
+    reserved: ReservedBytes,
+    context: &AttachContext<'_>,
 ) -> Result<Granted, WorkerAttachError> {
     let request = AttachRequest {
         model: model.to_owned(),
         device,
-        layout: P::LAYOUT,
-        token,
-        kv_bytes,
-        workspace_bytes,
+        layout: R::LAYOUT,
+        token: context.token.cloned(),
+        kv_bytes: reserved.kv,
+        workspace_bytes: reserved.workspace,
     };
-    let mut moved = Instant::now();
+    let mut advanced_at = Instant::now();
     let mut last = None;
     loop {
-        let granted = memory::attach::take(&config.weights_socket, &request, |progress| {
+        let granted = memory::attach::take(&context.config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
-                moved = Instant::now();
-                report_progress(notify, model, progress);
+                advanced_at = Instant::now();
+                report_progress(context.notify, model, progress);
             }
         });
         match granted {
             Ok(granted) => return Ok(granted),
-            Err(error) if is_transient(&error) && moved.elapsed() < RETRY_FOR => {
-                std::thread::sleep(RETRY_PERIOD)
+            Err(error) if is_transient(&error) && advanced_at.elapsed() < RETRY_FOR => {
+                std::thread::sleep(RETRY_PERIOD);
             }
-            Err(source) => return Err(attach_failed(config, model, source)),
+            Err(source) => return Err(attach_failed(context.config, model, source)),
         }
     }
 }
@@ -318,7 +251,7 @@ fn is_transient(error: &memory::attach::AttachError) -> bool {
                 | RefusalReason::ShuttingDown
                 | RefusalReason::Token
         ),
-        // The weight-server died in the middle: its successor will answer.
+        // The weight-server died during the hand-off: its successor answers the next request.
         E::Socket(_) | E::Connection(_) => true,
         _ => false,
     }
@@ -331,6 +264,6 @@ fn report_progress(notify: &Notify, model: &str, progress: LoadingProgress) {
         ahead => format!("waiting for {model}: {ahead} loads ahead"),
     };
     if let Err(error) = notify.status(&text) {
-        tracing::debug!(%error, "nobody hears the status");
+        tracing::debug!(%error, "cannot report the status to the supervisor");
     }
 }

@@ -1,11 +1,9 @@
-//! What differs between devices: [`DeviceRuntime`] is where a worker computes, one implementation for each kind of device.
+//! What differs between devices. A [`DeviceRuntime`] maps weights, creates the compute backend, and measures it. There
+//! is one for the host ([`host`]) and one for a GPU ([`gpu`](crate::gpu)).
 //!
-//! Everything else in this crate is generic over the backend; which one it is, is decided where the configured device is
-//! looked at (`run::engine_thread`), and nowhere else.
+//! `run` looks at the configured device once. All other code of this crate is generic over the runtime.
 
-#[cfg(feature = "cuda")]
-mod gpu;
-mod host;
+pub(crate) mod host;
 
 use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::TensorEntry;
@@ -14,33 +12,35 @@ use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
 use quant::layout::{LAYOUT_GGML, planes};
 
-use crate::memory_plan::Workspace;
 use crate::startup_timeline::LazyInit;
+use crate::workspace::WorkspaceBytes;
 
-#[cfg(feature = "cuda")]
-pub(crate) use gpu::{DetectedGpu, GpuRuntime};
-pub(crate) use host::HostRuntime;
-
-/// A device that is ready to compute.
+/// A device that is ready to compute: context, streams and allocator.
 pub(crate) trait DeviceRuntime: Sized {
     type Compute: Backend;
 
-    /// The layout of tensor bytes that its kernels read.
+    /// The layout of tensor bytes that the kernels read.
     const LAYOUT: u32;
 
-    /// As attach requests and manifests name it: "host", or a GPU's UUID.
+    /// Whether the backend has attention kernels for layers with `AttentionSpan::Window`.
+    const SUPPORTS_ATTENTION_WINDOWS: bool;
+
+    /// Whether the backend has kernels for weights of this type.
+    fn supports_dtype(dtype: DType) -> bool;
+
+    /// The device's name in attach requests and manifests: "host", or a GPU's UUID.
     fn device(&self) -> String;
 
-    /// Memory of the device that this process has taken by being there, beside whatever it computes.
+    /// Device memory that the context takes, beside whatever the process computes.
     fn context_bytes(&self) -> u64;
 
-    /// The kernels' instruction set: two places with equal ones give equal tokens.
+    /// The kernels' instruction set. Two runtimes with equal values produce equal tokens.
     fn isa(&self, compute: &Self::Compute) -> String;
 
-    /// Device and instruction set, for people.
+    /// Device and instruction set as logs show them.
     fn describe(&self) -> String;
 
-    /// Maps what was granted, read-only: each tensor's data, in the manifest's order.
+    /// Maps the granted memory read-only. Returns each tensor's data in the manifest's order.
     fn import(&self, granted: Granted) -> Result<Attached<Vec<TensorData<Self>>>, AttachError>;
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
@@ -48,20 +48,20 @@ pub(crate) trait DeviceRuntime: Sized {
     fn measure(compute: &Self::Compute) -> BackendUsage;
 }
 
-/// What only the backend itself knows of what it has taken so far.
+/// What only the backend itself can measure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BackendUsage {
-    /// Device memory of activations, logits, and what kernels keep, now; none where only the process as a whole can be
+    /// Current device memory of activations, logits and kernel buffers. `None` where only the whole process can be
     /// measured.
-    pub(crate) workspace_used: Option<Workspace>,
-    pub(crate) lazy: LazyInit,
+    pub(crate) workspace_used: Option<WorkspaceBytes>,
+    pub(crate) lazy_init: LazyInit,
 }
 
-/// How [`DeviceRuntime::measure`] looks to those who know only the backend.
+/// [`DeviceRuntime::measure`] for code that is generic over the backend only.
 pub(crate) type MeasureBackend<B> = fn(&B) -> BackendUsage;
 
-/// A tensor's bytes as a runtime's backend addresses them.
-pub(crate) type TensorData<P> = <<P as DeviceRuntime>::Compute as Backend>::Data;
+/// A tensor's bytes as the runtime's backend addresses them.
+pub(crate) type TensorData<R> = <<R as DeviceRuntime>::Compute as Backend>::Data;
 
 #[derive(Debug, thiserror::Error)]
 pub enum TensorImportError {
@@ -77,33 +77,34 @@ pub enum TensorImportError {
     Dimension { tensor: String, dim: u64 },
 }
 
-/// What decides a worker's tokens beside the request: its streams can go on at any worker with an equal value.
-pub(crate) fn fingerprint<P: DeviceRuntime>(
+/// Everything beside the request that decides a worker's tokens. A stream can be resumed on any worker with an equal
+/// fingerprint.
+pub(crate) fn fingerprint<R: DeviceRuntime>(
     digest: [u8; 32],
-    runtime: &P,
-    compute: &P::Compute,
+    runtime: &R,
+    compute: &R::Compute,
     kv_types: &KvTypes,
 ) -> Result<Fingerprint, FingerprintError> {
-    // As it is written elsewhere, in the letters that a fingerprint has.
+    // A fingerprint's alphabet has neither ',' nor '='.
     let kv = kv_types.to_string().replace(',', "+").replace('=', ".");
-    Fingerprint::new(digest, P::LAYOUT, &runtime.isa(compute))?.with("kv", &kv)
+    Fingerprint::new(digest, R::LAYOUT, &runtime.isa(compute))?.with("kv", &kv)
 }
 
-/// A tensor of the manifest with its data.
-pub(crate) fn weight<P: DeviceRuntime>(
+/// Checks a tensor of the manifest and joins it with its data.
+pub(crate) fn weight<R: DeviceRuntime>(
     tensor: &TensorEntry,
-    data: TensorData<P>,
-) -> Result<Weight<P::Compute>, TensorImportError> {
+    data: TensorData<R>,
+) -> Result<Weight<R::Compute>, TensorImportError> {
     let name = || tensor.name.clone();
     let dtype = DType::from_id(tensor.dtype)
         .map_err(|_| TensorImportError::Type { tensor: name(), dtype: tensor.dtype })?;
-    if P::LAYOUT != LAYOUT_GGML && planes(dtype).is_none() {
+    if !R::supports_dtype(dtype) {
         return Err(TensorImportError::NoKernel { tensor: name(), dtype });
     }
-    // Types without blocks are the same in every layout.
-    let any = planes(dtype).is_some_and(<[_]>::is_empty) && tensor.layout == LAYOUT_GGML;
-    if tensor.layout != P::LAYOUT && !any {
-        let (layout, expected) = (tensor.layout, P::LAYOUT);
+    // Types without blocks have the same bytes in every layout.
+    let is_same_in_all_layouts = planes(dtype).is_some_and(<[_]>::is_empty) && tensor.layout == LAYOUT_GGML;
+    if tensor.layout != R::LAYOUT && !is_same_in_all_layouts {
+        let (layout, expected) = (tensor.layout, R::LAYOUT);
         return Err(TensorImportError::Layout { tensor: name(), layout, expected });
     }
     let dim =

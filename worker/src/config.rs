@@ -14,50 +14,50 @@ use service::ByteSize;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct WorkerConfig {
-    /// As logs, metrics and the supervisor call it, for example "worker-0".
+    /// The name in logs, metrics and the supervisor, for example "worker-0".
     pub name: String,
-    /// As the weight-server calls it.
+    /// The model's name at the weight-server.
     pub model: String,
-    /// Where weights are handed over.
+    /// The weight-server's hand-off socket.
     pub weights_socket: PathBuf,
-    /// The socket to serve on; the router looks for `worker-<N>.sock` in the runtime directory.
+    /// The socket to serve on. The router looks for `worker-<N>.sock` in the runtime directory.
     pub listen: PathBuf,
     #[serde(default)]
     pub device: ComputeDevice,
-    /// What the KV cache may take. Reserved at the weight-server, used as sequences grow.
+    /// The size of the KV cache. Reserved at the weight-server, mapped as sequences grow.
     pub kv_bytes: ByteSize,
-    /// What keys and values are stored as: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
+    /// The types of keys and values: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
     #[serde(default, with = "crate::kv_types")]
     pub kv_type: KvTypes,
-    /// What activations, logits and the kernels' own memory may take, reserved with it. Absent: enough for small steps.
+    /// Memory for activations, logits and kernel buffers, reserved with the KV cache. Absent: enough for small steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_bytes: Option<ByteSize>,
-    /// Threads that compute.
+    /// Compute threads.
     pub threads: usize,
-    /// Cuts the model's context length.
+    /// Limits the model's context length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_tokens: Option<usize>,
-    /// Tokens of one step: prompts are computed in pieces of at most this many.
+    /// Token budget of a step: longer prompts are computed by chunked prefill.
     #[serde(default = "step_tokens")]
     pub step_tokens: usize,
-    /// Sequences that are computed at once.
+    /// Sequences that run at once.
     #[serde(default = "running_max")]
     pub running_max: usize,
-    /// Requests that may wait; more are refused.
+    /// Requests that may wait. Further requests are refused.
     #[serde(default = "queue_max")]
     pub queue_max: usize,
-    /// Where guesses at the next tokens come from.
+    /// Where draft tokens come from.
     #[serde(default, skip_serializing_if = "DraftSource::is_off")]
     pub draft: DraftSource,
-    /// Most tokens that are guessed at once; fewer where guesses are wrong or the batch is full.
+    /// Draft tokens per step, at most. Fewer are drafted while many are rejected or the batch is full.
     #[serde(default = "draft_depth")]
     pub draft_depth: usize,
-    /// How long streams may go on after the request to stop. What is cut then is resumed by the router elsewhere.
+    /// How long streams may continue after the request to stop. The router resumes aborted streams on other workers.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
 }
 
-/// Where the weights lie and the model computes: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
+/// The device of weights and computation: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum ComputeDevice {
@@ -66,8 +66,8 @@ pub enum ComputeDevice {
     Gpu(DeviceSelector),
 }
 
-/// What drafts tokens for the model: "off", "lookup" (the text itself, where it repeats), or the name of a smaller model
-/// with the same vocabulary, as the weight-server calls it.
+/// The source of draft tokens: "off", "lookup" (repetitions in the text itself), or the name of a smaller model with
+/// the same vocabulary at the weight-server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum DraftSource {
@@ -135,7 +135,7 @@ impl From<ComputeDevice> for String {
 }
 
 impl WorkerConfig {
-    /// Defaults for everything but the places and the budget.
+    /// Defaults for everything except names, sockets, KV cache size and threads.
     pub fn new(
         name: String,
         model: String,
@@ -177,12 +177,12 @@ fn queue_max() -> usize {
     engine::QUEUE_MAX
 }
 
-/// Drafts of demo models are right that often that more seldom pays.
+/// With the demo models, a larger depth rarely increases the accepted tokens per step.
 pub fn draft_depth() -> usize {
     8
 }
 
-/// Less than a supervisor's patience with a stopping worker.
+/// Shorter than the time that the supervisor gives a stopping worker.
 fn drain() -> Duration {
     Duration::from_secs(8)
 }
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_are_written_as_they_are_read() {
+    fn a_device_reads_back_what_it_prints() {
         for text in ["host", "cuda:3", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
             assert_eq!(text.parse::<ComputeDevice>().map(|device| device.to_string()).as_deref(), Ok(text));
         }

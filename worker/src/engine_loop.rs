@@ -1,9 +1,18 @@
-//! The engine's thread: takes commands between steps, steps while there is work, sleeps while there is none.
+//! The engine loop: the thread that owns the engine. It handles commands between steps, steps while there is work, and
+//! sleeps while there is none.
 //!
-//! It alone owns the engine. Calls talk to it through [`EngineHandle`]: a bounded queue of commands in, an [`TokenChannel`] per call
-//! out, and a snapshot of figures for whoever asks. A call that goes away closes its channel, which is looked at before
-//! every step: its KV blocks are free within one step. Where the engine waits for something that another thread computes,
-//! that thread wakes it ([`EngineWaker`]).
+//! ```text
+//! calls (async)                                  engine loop (one thread)
+//!   EngineHandle --commands, bounded-----------> handle --> Engine::step --> deliver
+//!   Receiver     <--TokenChannel, one per call-------------------------------'
+//!   EngineHandle <--EngineSnapshot, the latest one
+//! mask threads
+//!   EngineWaker  --Wake------------------------> the next step uses the mask
+//! ```
+//!
+//! 1. Only this thread touches the engine.
+//! 2. A dropped receiver closes its channel. The loop checks channels before every step, so the KV blocks of a
+//!    cancelled call are free within one step.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -12,81 +21,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use engine::kv::events::Update;
 use engine::schedule::integrity::IntegrityError;
-use engine::{
-    Constraint, Engine, EngineStats, FinishReason, KvUse, Output, Queued, RefuseReason, Request, RequestId,
-    ScoreRequest, StepError,
-};
+use engine::{Engine, FinishReason, KvUse, Output, Queued, RefuseReason, RequestId, StepError};
 use ops::Backend;
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{Semaphore, watch};
 
-use crate::backend::{BackendUsage, MeasureBackend};
+use crate::backend::MeasureBackend;
 use crate::startup_timeline::{LazyInit, PostReadyStages, StartupTimeline};
 use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem, TokenChannel};
 
+mod command;
 mod handle;
 mod kv_subscriber;
 
-pub(crate) use handle::{EngineHandle, EngineWaker, SubmitError};
-use kv_subscriber::KV_SUBSCRIBERS_MAX;
+use command::{COMMANDS_MAX, EngineCommand, KV_SUBSCRIBERS_MAX, PAUSED_POLL, SubmitReply};
+pub(crate) use command::{EngineSnapshot, SubmitError};
+pub(crate) use handle::{EngineHandle, EngineWaker};
 
-/// Commands that wait for the end of a step; more are refused.
-const COMMANDS_MAX: usize = 256;
-/// An engine that has been idle for so long gives back memory that holds nothing, and has its blocks checked.
+/// After this long without work, the engine frees unused memory and checks the integrity of its block pool.
 const IDLE: Duration = Duration::from_secs(1);
-/// What is kept of prompts is forgotten when no request has found it for so long, up to twice that.
+/// A cached prefix expires after one to two periods without a hit.
 const PREFIX_RETENTION: Duration = Duration::from_secs(300);
-/// How often it is looked how well blocks are filled: every running sequence has to be asked.
+/// How often the fill of KV blocks is sampled. Sampling visits every running sequence.
 const KV_USAGE_PERIOD: Duration = Duration::from_millis(100);
-/// While every request is held or late, readers are looked after this often, and what is late is looked for: a lost wake-up
-/// ([`EngineWaker::wake`]) costs no more.
-const PAUSED_POLL: Duration = Duration::from_millis(2);
 
-enum EngineCommand {
-    Generate {
-        request: Box<Request>,
-        constraint: Option<Box<dyn Constraint>>,
-        channel: TokenChannel,
-        answer: SubmitReply,
-    },
-    Score {
-        request: ScoreRequest,
-        channel: TokenChannel,
-        answer: SubmitReply,
-    },
-    /// A follower of the cache asks for what came from event `from` on.
-    KvEvents {
-        from: u64,
-        answer: oneshot::Sender<Update>,
-    },
-    /// Whether all cached prefixes were forgotten.
-    ResetPrefixCache {
-        answer: oneshot::Sender<bool>,
-    },
-    Drain,
-    AbortAll,
-    /// Something that a request waited for is there: the next step sees it.
-    Wake,
-}
-
-type SubmitReply = oneshot::Sender<Result<Queued, RefuseReason>>;
-
-/// Figures of now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct EngineSnapshot {
-    pub(crate) stats: EngineStats,
-    /// Streams that have not ended.
-    pub(crate) streams: usize,
-    pub(crate) draining: bool,
-    /// Kernels are loaded and memory is mapped in the first step.
-    pub(crate) first_step: Duration,
-    /// As it was when last looked at.
-    pub(crate) kv: KvUse,
-    pub(crate) measured: BackendUsage,
-}
-
-/// Why an engine's thread ended before its callers were gone.
+/// Why the engine loop ended before all handles were dropped.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EngineLoopError {
     #[error(transparent)]
@@ -95,29 +54,28 @@ pub(crate) enum EngineLoopError {
     Integrity(#[from] IntegrityError),
 }
 
-/// The thread's side.
+/// The state of the engine loop's thread.
 pub(crate) struct EngineLoop<B: Backend> {
     engine: Engine<B>,
     measure: MeasureBackend<B>,
-    /// Until it was ready.
+    /// The stages until the worker was ready.
     timeline: StartupTimeline,
     epoch: Instant,
     commands: Receiver<EngineCommand>,
-    woken: Arc<AtomicBool>,
+    is_wake_queued: Arc<AtomicBool>,
     snapshot: watch::Sender<EngineSnapshot>,
     streams: HashMap<RequestId, TokenChannel>,
     outputs: Vec<Output>,
-    draining: bool,
+    is_draining: bool,
     first_step: Duration,
-    kv: KvUse,
+    kv_usage: KvUse,
     kv_usage_sampled_at: Duration,
-    /// When prompts were last forgotten that nobody had found.
-    last_prefix_expiry: Duration,
+    prefixes_expired_at: Duration,
     /// [`PREFIX_RETENTION`]; shorter in tests.
     prefix_retention: Duration,
 }
 
-/// `score_rows_max`: rows that one step scores at most.
+/// Creates the loop and its handle. `score_rows_max` is the limit of scored rows in one step.
 pub(crate) fn engine_loop<B: Backend>(
     engine: Engine<B>,
     score_rows_max: usize,
@@ -127,23 +85,23 @@ pub(crate) fn engine_loop<B: Backend>(
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
     let first = EngineSnapshot {
         stats: engine.stats(),
-        kv: engine.kv_use(),
-        measured: measure(engine.backend()),
+        kv_usage: engine.kv_use(),
+        backend_usage: measure(engine.backend()),
         ..EngineSnapshot::default()
     };
     let (snapshot, snapshot_receiver) = watch::channel(first);
     let epoch = Instant::now();
-    let woken = Arc::new(AtomicBool::new(false));
+    let is_wake_queued = Arc::new(AtomicBool::new(false));
     let handle = EngineHandle {
         commands: Arc::new(command_sender),
-        woken: woken.clone(),
+        is_wake_queued: is_wake_queued.clone(),
         snapshot: snapshot_receiver,
         epoch,
         score_rows_max,
-        requests: AtomicU64::new(0),
-        // Random: the number of an earlier process is not taken for one of this one.
+        next_request_id: AtomicU64::new(0),
+        // Random, so that event numbers of an earlier process are not taken for numbers of this one.
         kv_log: RandomState::new().hash_one(std::process::id()),
-        followers: Arc::new(Semaphore::new(KV_SUBSCRIBERS_MAX)),
+        kv_subscribers: Arc::new(Semaphore::new(KV_SUBSCRIBERS_MAX)),
     };
     let engine_loop = EngineLoop {
         engine,
@@ -151,26 +109,26 @@ pub(crate) fn engine_loop<B: Backend>(
         timeline,
         epoch,
         commands,
-        woken,
+        is_wake_queued,
         snapshot,
         streams: HashMap::new(),
         outputs: Vec::new(),
-        draining: false,
+        is_draining: false,
         first_step: Duration::ZERO,
-        kv: KvUse::default(),
+        kv_usage: KvUse::default(),
         kv_usage_sampled_at: Duration::ZERO,
-        last_prefix_expiry: Duration::ZERO,
+        prefixes_expired_at: Duration::ZERO,
         prefix_retention: PREFIX_RETENTION,
     };
     (handle, engine_loop)
 }
 
 impl<B: Backend> EngineLoop<B> {
-    /// Until every handle is gone, or the device is.
+    /// Runs until every handle is dropped, or the device or the block pool fails.
     pub(crate) fn run(mut self) -> Result<(), EngineLoopError> {
         loop {
             if !self.engine.has_work() {
-                match self.idle()? {
+                match self.wait_while_idle()? {
                     Some(command) => self.handle(command),
                     None => return Ok(()),
                 }
@@ -178,17 +136,17 @@ impl<B: Backend> EngineLoop<B> {
             while let Ok(command) = self.commands.try_recv() {
                 self.handle(command);
             }
-            self.apply_backpressure();
+            self.apply_flow_control();
             self.expire_prefixes(self.epoch.elapsed());
-            let idle = self.step()?;
-            if idle && self.engine.has_work() && !self.wait_for_command() {
+            let was_empty = self.step()?;
+            if was_empty && self.engine.has_work() && !self.wait_while_paused() {
                 return Ok(());
             }
         }
     }
 
-    /// Sleeps until a command comes, and gives back memory meanwhile. None: nobody can send commands any more.
-    fn idle(&mut self) -> Result<Option<EngineCommand>, EngineLoopError> {
+    /// Sleeps until a command arrives, and frees memory meanwhile. Returns `None` once all handles are dropped.
+    fn wait_while_idle(&mut self) -> Result<Option<EngineCommand>, EngineLoopError> {
         let mut wait = IDLE;
         loop {
             match self.commands.recv_timeout(wait) {
@@ -208,10 +166,10 @@ impl<B: Backend> EngineLoop<B> {
         }
     }
 
-    /// When it is time, whether the engine is idle or not: a request now and then does not keep what others have left.
+    /// Expires unused prefixes once a period, idle or not: occasional requests must not keep the prefixes of others.
     fn expire_prefixes(&mut self, now: Duration) {
-        if now.saturating_sub(self.last_prefix_expiry) >= self.prefix_retention {
-            self.last_prefix_expiry = now;
+        if now.saturating_sub(self.prefixes_expired_at) >= self.prefix_retention {
+            self.prefixes_expired_at = now;
             self.engine.forget_unused_prefixes();
             self.release_memory();
         }
@@ -222,26 +180,28 @@ impl<B: Backend> EngineLoop<B> {
         match self.engine.release_memory() {
             Ok(()) => {
                 let bytes = before.saturating_sub(self.engine.kv_use().bytes);
-                tracing::debug!(bytes, "memory of the KV cache given back");
+                tracing::debug!(bytes, "released unused KV cache memory");
             }
-            // It stays where it is.
-            Err(error) => tracing::warn!(error = %service::exit::one_line(&error), "no memory given back"),
+            // The memory stays mapped, and the next attempt may release it.
+            Err(error) => {
+                tracing::warn!(error = %service::exit::one_line(&error), "cannot release KV cache memory");
+            }
         }
         self.publish();
     }
 
-    /// Whether there was nothing to compute.
+    /// Runs one step. Returns whether the step had nothing to compute.
     fn step(&mut self) -> Result<bool, StepError> {
-        let lazy = (self.measure)(self.engine.backend()).lazy;
+        let lazy_init = (self.measure)(self.engine.backend()).lazy_init;
         let now = self.epoch.elapsed();
         let stepped = self.engine.step(now, &mut self.outputs);
         if let Ok(report) = &stepped {
             self.engine.observe(report, self.epoch.elapsed() - now);
         }
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {
-            self.record_first_step(lazy, now);
+            self.record_first_step(lazy_init, now);
         }
-        // Before the outputs: whoever has read a stream's end finds its blocks free.
+        // Publish before delivering: a client that reads the end of its stream then finds its blocks free.
         self.publish();
         match stepped {
             Ok(report) => {
@@ -252,38 +212,39 @@ impl<B: Backend> EngineLoop<B> {
             Err(error) => {
                 let detail = service::exit::one_line(&error);
                 tracing::error!(%detail, "a step failed");
-                let fatal = error.is_fatal();
-                let cut = if fatal {
+                let is_fatal = error.is_fatal();
+                let abort = if is_fatal {
                     StreamAbort::DeviceLost { detail }
                 } else {
                     StreamAbort::StepFailed { detail }
                 };
-                self.deliver(Some(&cut));
-                if fatal {
-                    self.abort_all(&cut);
+                self.deliver(Some(&abort));
+                if is_fatal {
+                    self.abort_all(&abort);
                 }
                 self.publish();
-                if fatal { Err(error) } else { Ok(false) }
+                if is_fatal { Err(error) } else { Ok(false) }
             }
         }
     }
 
-    /// Completes the time line after a step that began at `started`, and says it when there is something new in it.
+    /// Adds the step that began at `started` to the startup timeline, and logs the timeline if it changed.
     fn record_first_step(&mut self, before: LazyInit, started: Duration) {
-        let lazy = (self.measure)(self.engine.backend()).lazy;
+        let lazy_init = (self.measure)(self.engine.backend()).lazy_init;
         let is_first = self.first_step.is_zero();
         if is_first {
             let took = self.epoch.elapsed() - started;
-            self.first_step = took.saturating_sub(lazy.total() - before.total());
+            self.first_step = took.saturating_sub(lazy_init.total() - before.total());
         }
-        if is_first || (before.graphs.is_zero() && !lazy.graphs.is_zero()) {
-            let later = PostReadyStages { first_step: self.first_step, lazy };
-            tracing::info!("time line: {}; {later}", self.timeline);
+        if is_first || (before.graphs.is_zero() && !lazy_init.graphs.is_zero()) {
+            let stages = PostReadyStages { first_step: self.first_step, lazy_init };
+            tracing::info!("startup timeline: {}; {stages}", self.timeline);
         }
     }
 
-    /// Every request is held, or waits for its constraint, or for blocks of such. False: nobody can send commands any more.
-    fn wait_for_command(&mut self) -> bool {
+    /// Waits while every request is paused, waits for its grammar mask, or waits for blocks of such requests. Returns
+    /// false once all handles are dropped.
+    fn wait_while_paused(&mut self) -> bool {
         let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
         match self.commands.recv_timeout(due.map_or(PAUSED_POLL, |due| due.min(PAUSED_POLL))) {
             Ok(command) => self.handle(command),
@@ -295,58 +256,58 @@ impl<B: Backend> EngineLoop<B> {
 
     fn handle(&mut self, command: EngineCommand) {
         match command {
-            EngineCommand::Generate { request, constraint, channel, answer } => {
+            EngineCommand::Generate { request, constraint, channel, reply } => {
                 let id = request.id;
                 let queued = self.engine.submit_constrained(*request, constraint);
-                self.queued(id, queued, channel, answer);
+                self.register_stream(id, queued, channel, reply);
             }
-            EngineCommand::Score { request, channel, answer } => {
+            EngineCommand::Score { request, channel, reply } => {
                 let id = request.id;
                 let queued = self.engine.submit_score(request);
-                self.queued(id, queued, channel, answer);
+                self.register_stream(id, queued, channel, reply);
             }
-            EngineCommand::KvEvents { from, answer } => {
-                // A follower that has gone needs none.
-                if !answer.is_closed() {
-                    drop(answer.send(self.engine.kv_events(from)));
+            EngineCommand::KvEvents { from, reply } => {
+                // The subscriber may be gone.
+                if !reply.is_closed() {
+                    drop(reply.send(self.engine.kv_events(from)));
                 }
             }
-            EngineCommand::ResetPrefixCache { answer } => {
-                // Whoever asked may have gone; it is done all the same.
-                let _: Result<(), bool> = answer.send(self.engine.reset_prefix_cache());
+            EngineCommand::ResetPrefixCache { reply } => {
+                // The reset happens even if the caller is gone.
+                let _: Result<(), bool> = reply.send(self.engine.reset_prefix_cache());
             }
             EngineCommand::Drain => {
                 self.engine.drain();
-                self.draining = true;
+                self.is_draining = true;
             }
             EngineCommand::AbortAll => self.abort_all(&StreamAbort::Drained),
-            // Before the step looks at what it was waked for.
-            EngineCommand::Wake => self.woken.store(false, Ordering::Release),
+            // Cleared before the step looks for the mask: a later mask then queues a new `Wake`.
+            EngineCommand::Wake => self.is_wake_queued.store(false, Ordering::Release),
         }
         self.publish();
     }
 
-    fn queued(
+    fn register_stream(
         &mut self,
         id: RequestId,
         queued: Result<Queued, RefuseReason>,
         channel: TokenChannel,
-        answer: SubmitReply,
+        reply: SubmitReply,
     ) {
         if queued.is_ok() {
             self.streams.insert(id, channel);
         }
-        // A caller that is gone by now has dropped its receiver too, and the channel shows it.
-        drop(answer.send(queued));
+        // A caller that is gone has dropped its receiver too. The closed channel then cancels the request.
+        drop(reply.send(queued));
     }
 
-    /// Cancels what nobody reads any more, holds what is read too slowly.
-    fn apply_backpressure(&mut self) {
+    /// Cancels requests whose receiver is dropped, and pauses, resumes or aborts those with a slow reader.
+    fn apply_flow_control(&mut self) {
         let now = self.epoch.elapsed();
-        let mut gone = Vec::new();
+        let mut cancelled = Vec::new();
         for (&id, channel) in &mut self.streams {
             if channel.is_closed() {
-                gone.push((id, None));
+                cancelled.push((id, None));
                 continue;
             }
             match channel.flow_control(now) {
@@ -357,31 +318,31 @@ impl<B: Backend> EngineLoop<B> {
                 FlowControl::Resume => {
                     self.engine.hold(id, false);
                 }
-                FlowControl::Abort => gone.push((id, Some(StreamAbort::TooSlow))),
+                FlowControl::Abort => cancelled.push((id, Some(StreamAbort::TooSlow))),
             }
         }
-        for (id, cut) in gone {
-            self.cancel(id, cut);
+        for (id, abort) in cancelled {
+            self.cancel(id, abort);
         }
     }
 
-    fn cancel(&mut self, id: RequestId, cut: Option<StreamAbort>) {
+    fn cancel(&mut self, id: RequestId, abort: Option<StreamAbort>) {
         let channel = self.streams.remove(&id);
         let mut unread = Vec::new();
         self.engine.cancel(id, &mut unread);
-        if let (Some(channel), Some(cut)) = (channel, cut) {
-            channel.finish(Err(cut));
+        if let (Some(channel), Some(abort)) = (channel, abort) {
+            channel.finish(Err(abort));
         }
     }
 
-    fn abort_all(&mut self, cut: &StreamAbort) {
+    fn abort_all(&mut self, abort: &StreamAbort) {
         let ids: Vec<RequestId> = self.streams.keys().copied().collect();
         for id in ids {
-            self.cancel(id, Some(cut.clone()));
+            self.cancel(id, Some(abort.clone()));
         }
     }
 
-    /// `failure` is what became of the step, if it failed.
+    /// Sends the step's outputs to their channels. `failure` is set if the step failed.
     fn deliver(&mut self, failure: Option<&StreamAbort>) {
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
@@ -403,20 +364,20 @@ impl<B: Backend> EngineLoop<B> {
     fn publish(&mut self) {
         let now = self.epoch.elapsed();
         if !self.engine.has_work() || now.saturating_sub(self.kv_usage_sampled_at) >= KV_USAGE_PERIOD {
-            (self.kv, self.kv_usage_sampled_at) = (self.engine.kv_use(), now);
+            (self.kv_usage, self.kv_usage_sampled_at) = (self.engine.kv_use(), now);
         }
-        let now = EngineSnapshot {
+        let current = EngineSnapshot {
             stats: self.engine.stats(),
             streams: self.streams.len(),
-            draining: self.draining,
+            is_draining: self.is_draining,
             first_step: self.first_step,
-            kv: self.kv,
-            measured: (self.measure)(self.engine.backend()),
+            kv_usage: self.kv_usage,
+            backend_usage: (self.measure)(self.engine.backend()),
         };
         self.snapshot.send_if_modified(|snapshot| {
-            let changed = *snapshot != now;
-            *snapshot = now;
-            changed
+            let is_changed = *snapshot != current;
+            *snapshot = current;
+            is_changed
         });
     }
 }
@@ -431,6 +392,7 @@ fn output_id(output: &Output) -> RequestId {
     }
 }
 
+/// The last item of a stream: its regular end, or the reason why it is aborted.
 fn final_item(output: Output, reason: FinishReason, failure: Option<&StreamAbort>) -> StreamItem {
     match reason {
         FinishReason::Stop(_) | FinishReason::Complete | FinishReason::Length | FinishReason::Scored => {

@@ -1,13 +1,16 @@
-//! GrammarCompiler of requests: compiled before a request is queued.
+//! Compiles the grammars of requests before the requests are queued.
 //!
-//! One thread compiles, with a stack for the most nested grammar that is taken. A grammar that panics, or takes too long,
-//! costs that thread ([`crew`](crate::worker_pool)), also if the call that brought it has gone away meanwhile. Its refusal is none
-//! that passes, so no other worker tries it, and this one does not try it again soon. Whoever only waited too long behind
-//! others is told that this passes. What a compiled grammar allows is [`masks`](crate::grammar_constraint)' to compute.
+//! 1. One thread compiles, with a stack for the deepest grammar that `grammar` accepts.
+//! 2. A grammar that panics or exceeds its time costs that thread ([`worker_pool`](crate::worker_pool)), even if the
+//!    call that sent it is gone. Its refusal is permanent, so the router tries no other worker. The
+//!    [`GrammarDenylist`] keeps this worker from trying it again soon.
+//! 3. A request that waited too long behind other grammars gets a refusal that says when to retry.
+//!
+//! [`grammar_constraint`](crate::grammar_constraint) then computes what a compiled grammar allows.
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -18,23 +21,22 @@ use tokio::sync::oneshot;
 
 use crate::engine_loop::EngineWaker;
 use crate::grammar_constraint::{MASK_SECONDS_MAX, MaskComputer};
+use crate::grammar_denylist::GrammarDenylist;
 use crate::worker_pool::{JobFailure, JobHandler, LostThreads, PoolConfig, WorkerPool};
 
-/// For recursion over grammars as nested as `grammar` takes them; touched as far as it is used.
+/// For recursion over grammars of the deepest nesting that `grammar` accepts. The kernel maps only the pages in use.
 const STACK_BYTES: usize = 64 << 20;
-/// GrammarCompiler that wait to be compiled; more requests are refused as an overload.
+/// Grammars that may wait to be compiled. Further requests are refused as an overload.
 const COMPILE_QUEUE_MAX: usize = 64;
-/// Compiling takes some tens of milliseconds: all that may wait are compiled within this time, on a machine that is busy.
+/// Compiling takes some tens of milliseconds. A busy machine compiles a full queue within this time.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
-/// What takes this long on a machine that is busy may as well take for ever.
+/// A grammar that compiles for this long on a busy machine is taken for one that never ends.
 const COMPILE_SECONDS_MAX: u32 = 20;
-/// A grammar that has cost a thread costs no other one for this long. Not for ever: it may have been the machine's fault.
-const DENIED_FOR: Duration = Duration::from_secs(600);
-/// CompileResult grammars that are cache: the choices of a request have the same one, and clients repeat theirs.
+/// Compiled grammars in the cache: the choices of a request share one, and clients repeat theirs.
 const CACHED_GRAMMARS_MAX: usize = 16;
 const MASK_THREADS_MAX: usize = 4;
 
-/// Why a grammar was not taken.
+/// Why a grammar was refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GrammarError {
     #[error(transparent)]
@@ -42,57 +44,32 @@ pub(crate) enum GrammarError {
     #[error("the output so far does not match the grammar")]
     PriorOutput(#[source] MatchError),
     #[error(
-        "compiling it, or computing what it allows next, was given up after {COMPILE_SECONDS_MAX} or \
+        "compiling the grammar took more than {COMPILE_SECONDS_MAX} s, or computing its next mask more than \
          {MASK_SECONDS_MAX} s"
     )]
     TimedOut,
-    #[error("its turn to be compiled did not come within {} s", QUEUE_TIMEOUT.as_secs())]
+    #[error("the grammar waited more than {} s to be compiled", QUEUE_TIMEOUT.as_secs())]
     QueueTimeout,
-    #[error("{COMPILE_QUEUE_MAX} grammars wait to be compiled already")]
+    #[error("{COMPILE_QUEUE_MAX} grammars wait to be compiled, which is the limit")]
     QueueFull,
     #[error("the model's vocabulary cannot be used for grammars: {detail}")]
     Vocabulary { detail: String },
     #[error("cannot start a thread for grammars")]
     Thread(#[from] io::Error),
-    #[error("compiling or following it failed, which is a mistake of this program and not of the grammar")]
+    #[error(
+        "compiling or following the grammar failed, which is a bug of this program and not of the grammar"
+    )]
     Panicked,
     #[error("the worker is stopping")]
     Stopped,
 }
 
 impl From<JobFailure> for GrammarError {
-    fn from(lost: JobFailure) -> Self {
-        match lost {
+    fn from(failure: JobFailure) -> Self {
+        match failure {
             JobFailure::Panicked => GrammarError::Panicked,
             JobFailure::Overdue => GrammarError::TimedOut,
         }
-    }
-}
-
-/// GrammarCompiler that have cost a thread: nobody is asked to try them again soon. No more than there are threads to lose.
-#[derive(Clone, Default)]
-pub(crate) struct GrammarDenylist(Arc<Mutex<Vec<DeniedGrammar>>>);
-
-struct DeniedGrammar {
-    source: Arc<GrammarSource>,
-    lost: JobFailure,
-    at: Instant,
-}
-
-impl GrammarDenylist {
-    pub(crate) fn add(&self, source: Arc<GrammarSource>, lost: JobFailure) {
-        self.lock().push(DeniedGrammar { source, lost, at: Instant::now() });
-    }
-
-    /// What became of it lately.
-    pub(crate) fn find(&self, source: &GrammarSource, now: Instant) -> Option<JobFailure> {
-        let denylist = self.lock();
-        let is_lately = |known: &&DeniedGrammar| now.saturating_duration_since(known.at) < DENIED_FOR;
-        denylist.iter().filter(is_lately).find(|known| *known.source == *source).map(|known| known.lost)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<DeniedGrammar>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -105,7 +82,7 @@ struct CompileJob {
 
 type CompilePool = Arc<WorkerPool<CompileJob, CompileResult>>;
 
-/// The async side. Its threads are started for the first grammar: most workers never see one.
+/// The async side of the compiler. Threads start with the first grammar, because most workers never receive one.
 pub(crate) struct GrammarCompiler {
     gguf: Bytes,
     mask_threads: usize,
@@ -115,8 +92,8 @@ pub(crate) struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// `gguf` is the model's metadata section. `threads`: how many may compute masks. `waker`: of the engine that draws
-    /// under them.
+    /// `gguf` is the model's metadata section, `threads` the number of threads that may compute masks, and `waker` the
+    /// waker of the engine that samples under those masks.
     pub(crate) fn new(gguf: Bytes, threads: usize, waker: EngineWaker) -> Self {
         let mask_threads = threads.clamp(1, MASK_THREADS_MAX);
         Self { gguf, mask_threads, waker, denylist: GrammarDenylist::default(), pool: Mutex::new(None) }
@@ -147,64 +124,64 @@ impl GrammarCompiler {
         Ok(pool.insert(started).clone())
     }
 
-    /// The constraint of a request whose prior output it has accepted.
+    /// Compiles a grammar into the constraint of a request. The constraint has accepted the request's prior output.
     pub(crate) async fn compile(&self, source: GrammarSource, prior_output: Vec<u32>) -> CompileResult {
         self.compile_within(source, prior_output, tokio::time::sleep(QUEUE_TIMEOUT)).await
     }
 
-    /// Its turn comes before `patience` ends, or not at all.
+    /// Compiles, unless `timeout` ends before the job begins.
     async fn compile_within(
         &self,
         source: GrammarSource,
         prior_output: Vec<u32>,
-        patience: impl Future<Output = ()>,
+        timeout: impl Future<Output = ()>,
     ) -> CompileResult {
-        if let Some(lost) = self.denylist.find(&source, Instant::now()) {
-            return Err(lost.into());
+        if let Some(failure) = self.denylist.find(&source, Instant::now()) {
+            return Err(failure.into());
         }
-        let (answer, mut answered) = oneshot::channel();
+        let (sender, mut receiver) = oneshot::channel();
         let (source, denylist) = (Arc::new(source), self.denylist.clone());
         let job = CompileJob { source: source.clone(), prior_output };
-        let asked = self.pool()?.submit(job, move |done| {
-            let compiled = done.unwrap_or_else(|lost| {
-                denylist.add(source, lost);
-                Err(lost.into())
+        let submitted = self.pool()?.submit(job, move |result| {
+            let compiled = result.unwrap_or_else(|failure| {
+                denylist.add(source, failure);
+                Err(failure.into())
             });
-            // Fails when nobody waits any more.
-            drop(answer.send(compiled));
+            // The receiver is dropped if the call is gone.
+            drop(sender.send(compiled));
         });
-        let ticket = asked.map_err(|_| GrammarError::QueueFull)?;
+        let ticket = submitted.map_err(|_| GrammarError::QueueFull)?;
         let in_time = tokio::select! {
-            compiled = &mut answered => Some(compiled),
-            () = patience => None,
+            compiled = &mut receiver => Some(compiled),
+            () = timeout => None,
         };
         let compiled = match in_time {
             Some(compiled) => compiled,
             None if ticket.cancel() => return Err(GrammarError::QueueTimeout),
-            // It has begun: the crew ends it in time.
-            None => answered.await,
+            // The job has begun, and the pool's watchdog bounds it from here on.
+            None => receiver.await,
         };
         compiled.unwrap_or(Err(GrammarError::Stopped))
     }
 }
 
-/// What a thread that compiles works with.
+/// The job handler of the thread that compiles.
 fn compile_handler(gguf: Bytes, masks: Arc<MaskComputer>) -> JobHandler<CompileJob, CompileResult> {
-    let mut compiler = CompilerThread { gguf, vocabulary: None, cache: VecDeque::new(), masks };
-    Box::new(move |job| compiler.constraint(job))
+    let mut state = CompilerState { gguf, vocabulary: None, cache: VecDeque::new(), masks };
+    Box::new(move |job| state.compile(job))
 }
 
-struct CompilerThread {
+struct CompilerState {
     gguf: Bytes,
-    /// Made for the first grammar.
+    /// Built for the first grammar.
     vocabulary: Option<Result<GrammarVocabulary, String>>,
-    /// The last used one first.
+    /// The most recently used grammar is first.
     cache: VecDeque<(Arc<GrammarSource>, CompiledGrammar)>,
     masks: Arc<MaskComputer>,
 }
 
-impl CompilerThread {
-    fn constraint(&mut self, CompileJob { source, prior_output }: CompileJob) -> CompileResult {
+impl CompilerState {
+    fn compile(&mut self, CompileJob { source, prior_output }: CompileJob) -> CompileResult {
         let mut matcher = self.grammar(&source)?.matcher();
         for token in prior_output {
             matcher.accept(token).map_err(GrammarError::PriorOutput)?;
@@ -213,13 +190,13 @@ impl CompilerThread {
     }
 
     fn grammar(&mut self, source: &Arc<GrammarSource>) -> Result<&CompiledGrammar, GrammarError> {
-        if let Some(at) = self.cache.iter().position(|(cache, _)| *cache == *source) {
+        if let Some(at) = self.cache.iter().position(|(cached, _)| *cached == *source) {
             if let Some(used) = self.cache.remove(at) {
                 self.cache.push_front(used);
             }
         } else {
             let gguf = &self.gguf;
-            let vocabulary = self.vocabulary.get_or_insert_with(|| vocabulary(gguf));
+            let vocabulary = self.vocabulary.get_or_insert_with(|| build_vocabulary(gguf));
             let vocabulary =
                 vocabulary.as_ref().map_err(|detail| GrammarError::Vocabulary { detail: detail.clone() })?;
             let grammar = CompiledGrammar::compile(source, vocabulary)?;
@@ -230,7 +207,7 @@ impl CompilerThread {
     }
 }
 
-fn vocabulary(gguf: &Bytes) -> Result<GrammarVocabulary, String> {
+fn build_vocabulary(gguf: &Bytes) -> Result<GrammarVocabulary, String> {
     let metadata = gguf::Metadata::parse(gguf.clone()).map_err(|error| service::exit::one_line(&error))?;
     let tokenizer = Tokenizer::from_metadata(&metadata).map_err(|error| service::exit::one_line(&error))?;
     GrammarVocabulary::new(&tokenizer).map_err(|error| service::exit::one_line(&error))
@@ -247,6 +224,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::engine_loop::tests::idle_engine_loop;
+    use crate::grammar_denylist::DENIED_FOR;
     use crate::worker_pool::tests::{TIMEOUT, pool_without_watchdog, queued_jobs, tick_until_overdue};
 
     pub(crate) fn vocabulary() -> (Tokenizer, GrammarVocabulary) {
@@ -273,97 +251,97 @@ pub(crate) mod tests {
         fn accept(&mut self, _: u32) {}
     }
 
-    /// Over a compiler that says what it begins, and does not return from "blocks" before this is gone.
+    /// A compiler whose handler reports what it begins, and blocks on the source "blocks" until the fixture is dropped.
     struct CompilerFixture {
-        grammars: GrammarCompiler,
+        compiler: GrammarCompiler,
         pool: CompilePool,
         begun: Receiver<Arc<GrammarSource>>,
         _release: Sender<()>,
     }
 
-    type Call<'a> = Pin<Box<dyn Future<Output = CompileResult> + 'a>>;
+    type CompileCall<'a> = Pin<Box<dyn Future<Output = CompileResult> + 'a>>;
 
     impl CompilerFixture {
         fn new() -> Self {
-            let (begins, begun) = channel();
+            let (begun_sender, begun) = channel();
             let (release, released) = channel::<()>();
             let released = Arc::new(Mutex::new(released));
             let pool: CompilePool = pool_without_watchdog(COMPILE_QUEUE_MAX, move || {
-                let (begins, released) = (begins.clone(), released.clone());
+                let (begun_sender, released) = (begun_sender.clone(), released.clone());
                 Box::new(move |job: CompileJob| {
-                    // Nobody listens when the test is over.
-                    begins.send(job.source.clone()).ok();
+                    // The receiver is gone once the test has ended.
+                    begun_sender.send(job.source.clone()).ok();
                     if *job.source == regex("blocks") {
                         released.lock().unwrap_or_else(PoisonError::into_inner).recv().ok();
                     }
                     Ok(Box::new(FinishedConstraint) as Box<dyn Constraint>)
                 })
             });
-            let grammars = GrammarCompiler::new(Bytes::new(), 1, idle_engine_loop().0.waker());
-            *grammars.pool.lock().unwrap() = Some(pool.clone());
-            Self { grammars, pool, begun, _release: release }
+            let compiler = GrammarCompiler::new(Bytes::new(), 1, idle_engine_loop().0.waker());
+            *compiler.pool.lock().unwrap() = Some(pool.clone());
+            Self { compiler, pool, begun, _release: release }
         }
 
-        /// In the queue, if there is room.
-        fn call(&self, text: &str, patience: impl Future<Output = ()> + 'static) -> Call<'_> {
-            let mut call: Call<'_> =
-                Box::pin(self.grammars.compile_within(regex(text), Vec::new(), patience));
+        /// Starts a call, so that its job is queued if there is room.
+        fn call(&self, text: &str, timeout: impl Future<Output = ()> + 'static) -> CompileCall<'_> {
+            let mut call: CompileCall<'_> =
+                Box::pin(self.compiler.compile_within(regex(text), Vec::new(), timeout));
             if let Poll::Ready(compiled) = poll(&mut call) {
                 return Box::pin(ready(compiled));
             }
             call
         }
 
-        fn begins(&self, text: &str) {
-            assert_eq!(*self.begun.recv_timeout(TIMEOUT).expect("somebody compiles"), regex(text));
+        fn expect_begun(&self, text: &str) {
+            assert_eq!(*self.begun.recv_timeout(TIMEOUT).expect("a job begins in time"), regex(text));
         }
     }
 
-    fn poll(call: &mut Call<'_>) -> Poll<CompileResult> {
+    fn poll(call: &mut CompileCall<'_>) -> Poll<CompileResult> {
         call.as_mut().poll(&mut Context::from_waker(task::Waker::noop()))
     }
 
     #[tokio::test]
-    async fn a_grammar_that_holds_up_the_compiler_costs_a_thread_although_its_call_is_gone() {
-        let bench = CompilerFixture::new();
-        let gone = bench.call("blocks", pending());
-        bench.begins("blocks");
+    async fn a_grammar_that_blocks_the_compiler_costs_a_thread_even_if_its_call_is_gone() {
+        let fixture = CompilerFixture::new();
+        let gone = fixture.call("blocks", pending());
+        fixture.expect_begun("blocks");
         drop(gone);
-        let next = bench.call("next", pending());
-        assert_eq!(queued_jobs(&bench.pool), 1);
-        assert!(tick_until_overdue(&bench.pool));
-        bench.begins("next");
+        let next = fixture.call("next", pending());
+        assert_eq!(queued_jobs(&fixture.pool), 1);
+        assert!(tick_until_overdue(&fixture.pool));
+        fixture.expect_begun("next");
         assert!(next.await.is_ok());
-        assert!(matches!(bench.call("blocks", pending()).await, Err(GrammarError::TimedOut)));
-        assert!(bench.call("other", pending()).await.is_ok());
-        bench.begins("other");
-        let denylist = |after| bench.grammars.denylist.find(&regex("blocks"), Instant::now() + after);
-        assert_eq!((denylist(Duration::ZERO), denylist(DENIED_FOR)), (Some(JobFailure::Overdue), None));
+        assert!(matches!(fixture.call("blocks", pending()).await, Err(GrammarError::TimedOut)));
+        assert!(fixture.call("other", pending()).await.is_ok());
+        fixture.expect_begun("other");
+        let denied = |after| fixture.compiler.denylist.find(&regex("blocks"), Instant::now() + after);
+        assert_eq!((denied(Duration::ZERO), denied(DENIED_FOR)), (Some(JobFailure::Overdue), None));
     }
 
     #[tokio::test]
-    async fn who_waited_in_vain_is_told_another_thing_than_who_takes_too_long() {
-        let bench = CompilerFixture::new();
-        let (impatient, patience) = oneshot::channel::<()>();
-        let mut blocks = bench.call("blocks", async { drop(patience.await) });
-        bench.begins("blocks");
-        impatient.send(()).unwrap();
-        assert!(poll(&mut blocks).is_pending(), "its turn has come: how long it waited matters no more");
-        assert!(matches!(bench.call("waits", ready(())).await, Err(GrammarError::QueueTimeout)));
-        assert_eq!(queued_jobs(&bench.pool), 0, "nobody will compile it");
-        assert!(tick_until_overdue(&bench.pool));
+    async fn waiting_too_long_and_compiling_too_long_are_different_errors() {
+        let fixture = CompilerFixture::new();
+        let (end_timeout, timeout) = oneshot::channel::<()>();
+        let mut blocks = fixture.call("blocks", async { drop(timeout.await) });
+        fixture.expect_begun("blocks");
+        end_timeout.send(()).unwrap();
+        assert!(poll(&mut blocks).is_pending(), "the queue timeout does not apply to a job that has begun");
+        assert!(matches!(fixture.call("waits", ready(())).await, Err(GrammarError::QueueTimeout)));
+        assert_eq!(queued_jobs(&fixture.pool), 0, "a job that timed out leaves the queue");
+        assert!(tick_until_overdue(&fixture.pool));
         assert!(matches!(blocks.await, Err(GrammarError::TimedOut)));
-        assert!(bench.call("waits", pending()).await.is_ok(), "it was not at fault");
+        assert!(fixture.call("waits", pending()).await.is_ok(), "the denylist does not hold this grammar");
     }
 
     #[tokio::test]
-    async fn calls_that_went_away_take_no_places() {
-        let bench = CompilerFixture::new();
-        let _blocks = bench.call("blocks", pending());
-        bench.begins("blocks");
-        let full: Vec<_> = (0..COMPILE_QUEUE_MAX).map(|n| bench.call(&n.to_string(), pending())).collect();
-        assert!(matches!(bench.call("more", pending()).await, Err(GrammarError::QueueFull)));
+    async fn dropped_calls_leave_the_queue() {
+        let fixture = CompilerFixture::new();
+        let _blocks = fixture.call("blocks", pending());
+        fixture.expect_begun("blocks");
+        let full: Vec<_> = (0..COMPILE_QUEUE_MAX).map(|n| fixture.call(&n.to_string(), pending())).collect();
+        assert!(matches!(fixture.call("more", pending()).await, Err(GrammarError::QueueFull)));
         drop(full);
-        assert!(poll(&mut bench.call("more", pending())).is_pending());
+        assert!(poll(&mut fixture.call("more", pending())).is_pending());
     }
 }

@@ -1,9 +1,18 @@
-//! A request's grammar as the engine sees it: the mask of the next token is computed beside the steps.
+//! The constraint of one request: computes the next token bitmask while the engine steps.
 //!
-//! A request has at most one mask under way: the matcher goes to a thread when a token was drawn and is results, with the mask
-//! of the next, when the step that needs it comes to its draw. Nobody waits for one that is late but its request: the
-//! engine keeps the row, goes on, and is waked when the mask is there. A request that ends takes its job along, so what
-//! waits is one job of each that runs, at most, and a request's wait is bounded by that and by what one mask may take.
+//! ```text
+//! engine loop                     mask thread
+//! sample a token
+//!   accept(token) --MaskJob-----> matcher.accept, matcher.compute_mask
+//! next step                         |
+//!   allowed() = Later               |   the row's logits are deferred, other rows go on
+//!   allowed() = Tokens(mask) <------+   then the thread wakes the engine
+//! ```
+//!
+//! 1. A request has at most one mask job. The job owns the matcher until its result is read.
+//! 2. Only the request itself waits for a late mask. The engine defers that row's logits and steps on.
+//! 3. A request that ends drops its job. The queue therefore holds at most one job per running request, which bounds
+//!    how long a request waits.
 
 use std::io;
 use std::sync::Arc;
@@ -13,30 +22,31 @@ use engine::{Allowed, Constraint, ConstraintError};
 use grammar::{GrammarSource, MatchError, Matcher, MatcherStatus};
 
 use crate::engine_loop::EngineWaker;
-use crate::grammar_compiler::GrammarDenylist;
+use crate::grammar_denylist::GrammarDenylist;
 use crate::worker_pool::{JobFailure, JobHandler, JobTicket, LostThreads, PoolConfig, WorkerPool};
 
-/// Bounded work: some 20 ms, half a second for hostile grammars. Twenty times that, for a machine that is busy.
+/// A mask takes bounded work: about 20 ms, and half a second for hostile grammars. The limit is twenty times that, for
+/// a busy machine.
 pub(crate) const MASK_SECONDS_MAX: u32 = 10;
-/// What Rust gives a thread: a matcher does not recurse.
+/// Rust's default for threads. A matcher does not recurse.
 const STACK_BYTES: usize = 2 << 20;
 
-/// A matcher with the mask at its state.
+/// A matcher, and the mask of its current state.
 struct MatcherState {
     matcher: Matcher,
     mask: Vec<u32>,
-    next: Result<MatcherStatus, MatchError>,
+    status: Result<MatcherStatus, MatchError>,
 }
 
-/// The token was drawn.
+/// Advances the matcher by the sampled token, and computes the next mask.
 struct MaskJob {
-    work: Box<MatcherState>,
+    state: Box<MatcherState>,
     token: u32,
 }
 
 type MaskPool = WorkerPool<MaskJob, Box<MatcherState>>;
 
-/// What computes masks, and whom it wakes and tells.
+/// Computes the masks of all requests on the threads of one pool.
 pub(crate) struct MaskComputer {
     pool: Arc<MaskPool>,
     waker: EngineWaker,
@@ -54,47 +64,46 @@ impl MaskComputer {
             thread_name: "masks",
             stack_bytes: STACK_BYTES,
             threads,
-            // A request that runs has one at most.
+            // Each running request has at most one job.
             queue_max: usize::MAX,
             max_watchdog_ticks: MASK_SECONDS_MAX,
             lost_threads,
         };
-        Ok(Arc::new(Self { pool: WorkerPool::start(config, mask_handler)?, waker, denylist }))
+        Ok(Arc::new(Self { pool: WorkerPool::start(config, new_handler)?, waker, denylist }))
     }
 
-    /// For a request of the grammar `source`, with the mask of its first token.
+    /// Creates the constraint of a request, with the mask of its first token.
     pub(crate) fn constraint(
         self: &Arc<Self>,
         source: Arc<GrammarSource>,
         mut matcher: Matcher,
     ) -> GrammarConstraint {
         let mut mask = Vec::new();
-        let next = matcher.compute_mask(&mut mask);
+        let status = matcher.compute_mask(&mut mask);
         let (sender, results) = sync_channel(1);
-        let current = Some(Ok(Box::new(MatcherState { matcher, mask, next })));
+        let current = Some(Ok(Box::new(MatcherState { matcher, mask, status })));
         GrammarConstraint { current, results, sender, ticket: None, source, masks: self.clone() }
     }
 }
 
-/// What a thread of the pool does.
-fn mask_handler() -> JobHandler<MaskJob, Box<MatcherState>> {
-    Box::new(|MaskJob { mut work, token }| {
-        let MatcherState { matcher, mask, next } = &mut *work;
-        *next = matcher.accept(token).and_then(|()| matcher.compute_mask(mask));
-        work
+fn new_handler() -> JobHandler<MaskJob, Box<MatcherState>> {
+    Box::new(|MaskJob { mut state, token }| {
+        let MatcherState { matcher, mask, status } = &mut *state;
+        *status = matcher.accept(token).and_then(|()| matcher.compute_mask(mask));
+        state
     })
 }
 
-/// `Err`: it was lost.
+/// An error means that the job cost its thread.
 type MaskResult = Result<Box<MatcherState>, ConstraintError>;
 
-/// One request's grammar.
+/// The grammar constraint of one request.
 pub(crate) struct GrammarConstraint {
     /// `None` while the next mask is being computed.
     current: Option<MaskResult>,
     results: Receiver<MaskResult>,
     sender: SyncSender<MaskResult>,
-    /// Of the last mask that was asked for.
+    /// The ticket of the last job. Dropping it cancels the job.
     ticket: Option<JobTicket<MaskJob, Box<MatcherState>>>,
     source: Arc<GrammarSource>,
     masks: Arc<MaskComputer>,
@@ -105,13 +114,13 @@ impl Constraint for GrammarConstraint {
         if self.current.is_none() {
             self.current = self.results.try_recv().ok();
         }
-        let work = match &self.current {
-            Some(Ok(work)) => work,
+        let state = match &self.current {
+            Some(Ok(state)) => state,
             Some(Err(error)) => return Err(*error),
             None => return Ok(Allowed::Later),
         };
-        match work.next {
-            Ok(MatcherStatus::Active) => Ok(Allowed::Tokens(&work.mask)),
+        match state.status {
+            Ok(MatcherStatus::Active) => Ok(Allowed::Tokens(&state.mask)),
             Ok(MatcherStatus::Finished) => Ok(Allowed::Nothing),
             Err(MatchError::TooComplex) => Err(ConstraintError::TooComplex),
             Err(MatchError::DeadEnd | MatchError::Token { .. }) => Err(ConstraintError::DeadEnd),
@@ -119,19 +128,19 @@ impl Constraint for GrammarConstraint {
     }
 
     fn accept(&mut self, token: u32) {
-        let Some(Ok(work)) = self.current.take() else { return };
-        let (results, waker) = (self.sender.clone(), self.masks.waker.clone());
+        let Some(Ok(state)) = self.current.take() else { return };
+        let (sender, waker) = (self.sender.clone(), self.masks.waker.clone());
         let (source, denylist) = (self.source.clone(), self.masks.denylist.clone());
-        let asked = self.masks.pool.submit(MaskJob { work, token }, move |done| {
-            let done = done.map_err(|lost| {
-                denylist.add(source, lost);
-                ConstraintError::from(lost)
+        let submitted = self.masks.pool.submit(MaskJob { state, token }, move |result| {
+            let result = result.map_err(|failure| {
+                denylist.add(source, failure);
+                ConstraintError::from(failure)
             });
-            // A request that has ended meanwhile takes nothing results.
-            drop(results.send(done));
+            // The receiver is gone if the request has ended.
+            drop(sender.send(result));
             waker.wake();
         });
-        match asked {
+        match submitted {
             Ok(ticket) => self.ticket = Some(ticket),
             Err(_) => self.current = Some(Err(ConstraintError::Late)),
         }
@@ -139,8 +148,8 @@ impl Constraint for GrammarConstraint {
 }
 
 impl From<JobFailure> for ConstraintError {
-    fn from(lost: JobFailure) -> Self {
-        match lost {
+    fn from(failure: JobFailure) -> Self {
+        match failure {
             JobFailure::Panicked => ConstraintError::Broken,
             JobFailure::Overdue => ConstraintError::Late,
         }
@@ -159,7 +168,7 @@ mod tests {
     use crate::grammar_compiler::tests::vocabulary;
     use crate::worker_pool::tests::{fail_next_job, pool_without_threads, queued_jobs, run_next_job};
 
-    /// Of the one choice "yes".
+    /// A grammar whose only output is "yes".
     struct YesGrammar {
         source: Arc<GrammarSource>,
         grammar: CompiledGrammar,
@@ -180,25 +189,27 @@ mod tests {
         }
     }
 
-    /// Nobody computes masks here but the test: what returns did not wait for one.
+    /// A mask computer without threads: a call that returns has not waited for a mask.
     fn masks(handle: &EngineHandle) -> Arc<MaskComputer> {
         Arc::new(MaskComputer {
-            pool: pool_without_threads(mask_handler),
+            pool: pool_without_threads(new_handler),
             waker: handle.waker(),
             denylist: GrammarDenylist::default(),
         })
     }
 
     #[test]
-    fn a_mask_is_computed_between_a_draw_and_the_next_and_by_others() {
+    fn a_mask_is_computed_by_a_job_after_each_token() {
         let (handle, _engine_loop) = idle_engine_loop();
         let (masks, yes) = (masks(&handle), YesGrammar::new());
         let mut constraint = yes.constraint(&masks);
         for &token in &yes.tokens {
-            let Ok(Allowed::Tokens(mask)) = constraint.allowed() else { panic!("it is not whole") };
+            let Ok(Allowed::Tokens(mask)) = constraint.allowed() else {
+                panic!("the grammar allows no token")
+            };
             assert_ne!(mask[token as usize / 32] & 1 << (token % 32), 0);
             constraint.accept(token);
-            assert!(constraint.current.is_none(), "the matcher is with the job");
+            assert!(constraint.current.is_none(), "the job owns the matcher");
             assert_eq!(constraint.allowed(), Ok(Allowed::Later));
             run_next_job(&masks.pool);
         }
@@ -206,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_is_waked_when_a_mask_is_there() {
+    fn a_finished_mask_wakes_the_engine() {
         let (handle, engine_loop) = idle_engine_loop();
         let (masks, yes) = (masks(&handle), YesGrammar::new());
         let mut constraint = yes.constraint(&masks);
@@ -218,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_ends_takes_its_job_and_its_matcher_along() {
+    fn dropping_a_constraint_drops_its_job_and_its_matcher() {
         let (handle, _engine_loop) = idle_engine_loop();
         let (masks, yes) = (masks(&handle), YesGrammar::new());
         let mut left: Vec<_> = (0..20).map(|_| yes.constraint(&masks)).collect();
@@ -227,31 +238,31 @@ mod tests {
         stays.accept(yes.tokens[0]);
         assert_eq!(queued_jobs(&masks.pool), 21);
         drop(left);
-        assert_eq!(queued_jobs(&masks.pool), 1, "nobody computes what nobody waits for");
+        assert_eq!(queued_jobs(&masks.pool), 1, "dropped constraints leave the queue");
         assert_eq!(
             Arc::strong_count(&yes.source),
             1 + 2,
-            "nor holds it: the test, one request and its job do"
+            "the test, one constraint and its job hold the source"
         );
         run_next_job(&masks.pool);
         assert!(matches!(stays.allowed(), Ok(Allowed::Tokens(_) | Allowed::Nothing)));
     }
 
     #[test]
-    fn a_mask_that_costs_its_thread_ends_its_request_and_its_grammar_is_known_for_it() {
+    fn a_mask_job_that_fails_ends_its_request_and_puts_its_grammar_on_the_denylist() {
         let yes = YesGrammar::new();
-        for (lost, said) in
+        for (failure, error) in
             [(JobFailure::Panicked, ConstraintError::Broken), (JobFailure::Overdue, ConstraintError::Late)]
         {
             let (handle, engine_loop) = idle_engine_loop();
             let masks = masks(&handle);
             let mut constraint = yes.constraint(&masks);
             constraint.accept(yes.tokens[0]);
-            fail_next_job(&masks.pool, lost);
+            fail_next_job(&masks.pool, failure);
             assert!(take_wake(&engine_loop));
-            assert_eq!(constraint.allowed(), Err(said));
-            assert_eq!(constraint.allowed(), Err(said), "and so it stays");
-            assert_eq!(masks.denylist.find(&yes.source, Instant::now()), Some(lost));
+            assert_eq!(constraint.allowed(), Err(error));
+            assert_eq!(constraint.allowed(), Err(error), "the error is permanent");
+            assert_eq!(masks.denylist.find(&yes.source, Instant::now()), Some(failure));
         }
     }
 }

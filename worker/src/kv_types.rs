@@ -1,4 +1,4 @@
-//! [`KvTypes`] as the text of a configuration, for `#[serde(with)]`.
+//! Serializes [`KvTypes`] as the text that configuration files use, for `#[serde(with = "worker::kv_types")]`.
 
 use ops::KvTypes;
 use serde::de::Error;

@@ -1,52 +1,65 @@
-//! The worker: attaches a model's weights read-only, computes, and serves token ids to the router (`ballast.worker.v1`).
+//! The worker process: attaches a model's weights read-only, computes, and serves token ids to the router
+//! (`ballast.worker.v1`).
 //!
 //! ```text
-//! config    of one process
-//! run       process: socket first, then weights; drain on a stop
-//! attach    asks the weight-server, waits for a load, builds the engine      \
-//! backend   devices: the host, a GPU; how each maps weights and computes      > a thread of their own
-//! stepper   the engine's loop: commands in, frames out, one step at a time   /
-//!   handle    how calls give it commands, and wait for it
-//!   follower  tells a call what the cache holds
-//! channel    bounded queue of frames from the stepper to one call
-//! grpc      ballast.worker.v1 on the worker's socket
-//! grammars  what requests may draw: compiled first
-//! masks     what a request's grammar allows next, computed beside the steps
-//! crew      threads for that, which may be lost at it
-//! contained   work whose panic ends its thread and not the process
-//! wire      messages <-> the engine's own types
-//! kv_types  how a configuration writes what keys and values are stored as
-//! vocabulary  whether one model can draft for another
-//! demand    what a worker takes of its device, worked out beforehand
-//! stats     what memory this process has for itself
-//! timeline  what coming up has taken, part by part
+//! process            run --> grpc (all calls, one thread)        engine_thread (attach, then steps)
+//!                                   |  commands, TokenChannel            |
+//!                                   +------------> engine_loop <---------+
+//!                                                     ^
+//!                    grammar_compiler --> grammar_constraint (masks, on WorkerPool threads)
 //! ```
 //!
-//! The weights are somebody else's: this process may die at any time and costs its KV cache and a socket. A worker whose
-//! weight-server dies serves on and claims its lease from the successor.
+//! | module | does |
+//! |---|---|
+//! | `config`, `reservation` | configuration of one process; what it reserves at the weight-server |
+//! | `run`, `run_error` | socket first, then weights; drains on a stop |
+//! | `engine_thread`, `attach`, `attach_error` | requests the weights, waits for a load, builds the engine |
+//! | `backend`, `gpu` | [`DeviceRuntime`](backend::DeviceRuntime) of the host and of a GPU |
+//! | `engine_loop` | owns the engine: commands in, outputs out, one step at a time |
+//! | `token_channel` | bounded queue of outputs from the engine loop to one call |
+//! | `grpc`, `wire` | `ballast.worker.v1` on the worker's socket; its messages to and from engine types |
+//! | `grammar_compiler`, `grammar_denylist` | compiles grammars before their requests are queued |
+//! | `grammar_constraint` | computes the next token bitmask while the engine steps |
+//! | `worker_pool`, `panic_isolation` | threads whose jobs may panic or hang |
+//! | `draft_vocabulary` | whether one model can draft for another |
+//! | `memory_plan`, `workspace` | device memory of a worker, computed before its start |
+//! | `process_memory`, `startup_timeline` | private memory; duration of each startup stage |
+//! | `kv_types` | how a configuration file writes KV cache types |
+//!
+//! The worker does not own the weights. When it dies, the fleet loses one KV cache and one socket. When the
+//! weight-server dies, the worker keeps serving, and the successor adopts its lease.
 
 #![forbid(unsafe_code)]
 
 mod attach;
+mod attach_error;
 mod backend;
 mod config;
 mod draft_vocabulary;
 mod engine_loop;
+mod engine_thread;
+mod gpu;
 mod grammar_compiler;
 mod grammar_constraint;
+mod grammar_denylist;
 mod grpc;
 pub mod kv_types;
 mod memory_plan;
 mod panic_isolation;
 mod process_memory;
+mod reservation;
 mod run;
+mod run_error;
 mod startup_timeline;
 mod token_channel;
 mod wire;
 mod worker_pool;
+mod workspace;
 
-pub use attach::WorkerAttachError;
+pub use attach_error::WorkerAttachError;
 pub use config::{ComputeDevice, DraftSource, WorkerConfig, draft_depth};
 pub use draft_vocabulary::DraftVocabularyError;
-pub use memory_plan::{MemoryPlan, Workspace};
-pub use run::{WorkerRunError, run, serve};
+pub use memory_plan::MemoryPlan;
+pub use run::{run, serve};
+pub use run_error::WorkerRunError;
+pub use workspace::WorkspaceBytes;

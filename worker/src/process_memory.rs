@@ -1,5 +1,5 @@
-//! What this process has for itself: anonymous memory in RAM, from a counter that the kernel keeps (proc_pid_status(5)).
-//! Weights are mapped from memfds and count as RssShmem, not here.
+//! The private memory of this process: its anonymous resident memory, from the kernel's counter RssAnon
+//! (proc_pid_status(5)). Weights are mapped from memfds, which the kernel counts as RssShmem instead.
 
 use std::io;
 
@@ -19,17 +19,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_counter_is_read() {
+    fn anonymous_memory_is_counted() {
         assert_eq!(
             parse_rss_anon("VmRSS:\t 9 kB\nRssAnon:\t    1234 kB\nRssFile:\t 1 kB\n"),
             Some(1234 * 1024)
         );
         assert_eq!(parse_rss_anon("VmRSS:\t 9 kB\n"), None);
-        // Other tests of this process give memory back meanwhile, but not so much.
+        // Other tests of this process free memory meanwhile, but less than this loop allocates.
         let (before, mut blocks) = (anonymous_rss_bytes().unwrap(), Vec::new());
         while anonymous_rss_bytes().unwrap() < before + (7 << 20) && blocks.len() < 64 {
             blocks.push(vec![1u8; 8 << 20]);
         }
-        assert!(blocks.len() < 64, "{} blocks of 8 MiB are not counted", blocks.len());
+        assert!(blocks.len() < 64, "{} blocks of 8 MiB are missing in RssAnon", blocks.len());
     }
 }

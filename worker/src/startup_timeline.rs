@@ -1,9 +1,10 @@
-//! How long each part of coming up has taken, since the process was started: what a restart costs, part by part.
+//! The startup timeline: how long each stage took from the start of the process until the worker was ready. It shows
+//! what a restart costs, stage by stage.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Clock ticks of /proc a second, the same on every Linux (USER_HZ).
+/// Clock ticks per second in /proc, the same on every Linux (USER_HZ).
 const TICKS_PER_SECOND: f64 = 100.0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,26 +13,26 @@ pub(crate) struct StartupStage {
     pub(crate) took: Duration,
 }
 
-/// What is done when it is first needed, and what that has taken so far. Nothing on the host.
+/// Time spent so far on work that is done when it is first needed. Zero on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LazyInit {
-    /// Loading kernels.
+    /// Loading CUDA modules.
     pub(crate) modules: Duration,
-    /// Recording steps that came again.
+    /// Recording CUDA graphs of repeated steps.
     pub(crate) graphs: Duration,
 }
 
-/// What follows when the worker is ready, as far as it has come.
+/// The stages after the worker was ready, as far as they have come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PostReadyStages {
-    /// Without what is counted in `lazy`. Zero before.
+    /// The first step without the time in `lazy_init`. Zero before the first step.
     pub(crate) first_step: Duration,
-    pub(crate) lazy: LazyInit,
+    pub(crate) lazy_init: LazyInit,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct StartupTimeline {
-    /// When the process was started.
+    /// When the process started.
     origin: Instant,
     /// When the last stage ended.
     last: Instant,
@@ -39,16 +40,16 @@ pub(crate) struct StartupTimeline {
 }
 
 impl StartupTimeline {
-    /// To be called early: what came before is the stage "exec", known to 10 ms.
+    /// Call this early. The time since the start of the process is the stage "exec", known to 10 ms.
     pub(crate) fn start() -> Self {
         let now = Instant::now();
         let age = process_age().unwrap_or_default();
-        // A machine that has just booted may have no such instant.
+        // Shortly after boot, an instant before the clock's zero does not exist.
         let origin = now.checked_sub(age).unwrap_or(now);
         Self { origin, last: now, stages: vec![StartupStage { name: "exec", took: now - origin }] }
     }
 
-    /// What has happened since the last mark was this.
+    /// Ends a stage that began at the last mark.
     pub(crate) fn mark(&mut self, name: &'static str) {
         let now = Instant::now();
         self.stages.push(StartupStage { name, took: now - self.last });
@@ -59,7 +60,7 @@ impl StartupTimeline {
         &self.stages
     }
 
-    /// From the process's start to the last mark: then it is ready.
+    /// From the start of the process to the last mark, when the worker is ready.
     pub(crate) fn total(&self) -> Duration {
         self.last - self.origin
     }
@@ -69,10 +70,10 @@ impl StartupTimeline {
     }
 }
 
-/// "exec 10.0 ms, driver 101.2 ms, ...: ready after 201.3 ms".
+/// Formats as "exec 10.0 ms, driver 101.2 ms, ...: ready after 201.3 ms".
 impl fmt::Display for StartupTimeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write(f, self.stages.iter().copied())?;
+        write_stages(f, self.stages.iter().copied())?;
         write!(f, ": ready after {:.1} ms", milliseconds(self.total()))
     }
 }
@@ -85,7 +86,7 @@ impl LazyInit {
 
 impl PostReadyStages {
     pub(crate) fn stages(self) -> impl Iterator<Item = StartupStage> {
-        let Self { first_step, lazy: LazyInit { modules, graphs } } = self;
+        let Self { first_step, lazy_init: LazyInit { modules, graphs } } = self;
         [("modules", modules), ("first_step", first_step), ("graphs", graphs)]
             .into_iter()
             .map(|(name, took)| StartupStage { name, took })
@@ -95,11 +96,11 @@ impl PostReadyStages {
 
 impl fmt::Display for PostReadyStages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write(f, self.stages())
+        write_stages(f, self.stages())
     }
 }
 
-fn write(f: &mut fmt::Formatter<'_>, stages: impl Iterator<Item = StartupStage>) -> fmt::Result {
+fn write_stages(f: &mut fmt::Formatter<'_>, stages: impl Iterator<Item = StartupStage>) -> fmt::Result {
     for (at, StartupStage { name, took }) in stages.enumerate() {
         let comma = if at == 0 { "" } else { ", " };
         write!(f, "{comma}{name} {:.1} ms", milliseconds(took))?;
@@ -111,7 +112,7 @@ pub(crate) fn milliseconds(took: Duration) -> f64 {
     took.as_secs_f64() * 1e3
 }
 
-/// How long this process has existed.
+/// The age of this process.
 fn process_age() -> Option<Duration> {
     let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
     let uptime: f64 = uptime.split_ascii_whitespace().next()?.parse().ok()?;
@@ -140,18 +141,18 @@ mod tests {
     }
 
     #[test]
-    fn what_has_not_been_needed_yet_is_no_stage() {
+    fn work_that_was_not_needed_yet_is_no_stage() {
         let ms = Duration::from_millis;
-        let mut later = PostReadyStages { first_step: ms(7), lazy: LazyInit::default() };
-        assert_eq!(later.to_string(), "first_step 7.0 ms");
-        later.lazy = LazyInit { modules: ms(12), graphs: Duration::from_micros(250) };
-        assert_eq!(later.to_string(), "modules 12.0 ms, first_step 7.0 ms, graphs 0.2 ms");
-        assert_eq!(later.lazy.total(), Duration::from_micros(12_250));
+        let mut stages = PostReadyStages { first_step: ms(7), lazy_init: LazyInit::default() };
+        assert_eq!(stages.to_string(), "first_step 7.0 ms");
+        stages.lazy_init = LazyInit { modules: ms(12), graphs: Duration::from_micros(250) };
+        assert_eq!(stages.to_string(), "modules 12.0 ms, first_step 7.0 ms, graphs 0.2 ms");
+        assert_eq!(stages.lazy_init.total(), Duration::from_micros(12_250));
         assert_eq!(PostReadyStages::default().stages().count(), 0);
     }
 
     #[test]
-    fn a_process_is_as_old_as_the_kernel_says() {
+    fn the_process_age_comes_from_the_kernel() {
         let before = process_age().unwrap();
         std::thread::sleep(Duration::from_millis(50));
         let after = process_age().unwrap();

@@ -1,10 +1,11 @@
-//! The host: weights in sealed memory, SIMD kernels on threads.
+//! The host as a [`DeviceRuntime`]: weights in sealed memfds, SIMD kernels on threads.
 
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::HOST_DEVICE;
 use ops::OpError;
+use quant::DType;
 use quant::layout::LAYOUT_GGML;
 
 use super::{BackendUsage, DeviceRuntime};
@@ -24,6 +25,12 @@ impl DeviceRuntime for HostRuntime {
 
     const LAYOUT: u32 = LAYOUT_GGML;
 
+    const SUPPORTS_ATTENTION_WINDOWS: bool = true;
+
+    fn supports_dtype(_: DType) -> bool {
+        true
+    }
+
     fn device(&self) -> String {
         HOST_DEVICE.to_owned()
     }
@@ -40,7 +47,7 @@ impl DeviceRuntime for HostRuntime {
         format!("host {}", Isa::best())
     }
 
-    /// Weights share the mapping.
+    /// Tensors are slices of the shared mapping, not copies.
     fn import(&self, granted: Granted) -> Result<Attached<Vec<Bytes>>, AttachError> {
         Ok(granted.import_host()?.map(|tensors| tensors.into_iter().map(|tensor| tensor.bytes).collect()))
     }

@@ -1,71 +1,58 @@
-//! The async side of the engine's thread: calls submit through it, follow its figures, and drain it.
+//! The async side of the engine loop: calls submit requests, read snapshots, and drain the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use engine::{Constraint, Queued, RefuseReason, Request, RequestId, ScoreRequest};
+use engine::{Constraint, Queued, Request, RequestId, ScoreRequest};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::kv_subscriber::KV_SUBSCRIBERS_MAX;
-use super::{COMMANDS_MAX, EngineCommand, EngineSnapshot, PAUSED_POLL, SubmitReply};
+use super::command::{EngineCommand, EngineSnapshot, SubmitError, SubmitReply, send_command};
+use super::kv_subscriber::KvEventSubscriber;
 use crate::token_channel::{StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
 
-/// Why a call got no stream.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SubmitError {
-    #[error(transparent)]
-    Refused(#[from] RefuseReason),
-    #[error("{COMMANDS_MAX} requests wait for the end of a step, no more may")]
-    CommandQueueFull,
-    #[error("{KV_SUBSCRIBERS_MAX} calls follow the cache already, no more may")]
-    TooManySubscribers,
-    #[error("the engine has stopped")]
-    Stopped,
-}
-
-/// Does not own the engine, and keeps its thread alive.
+/// Keeps the engine loop running. The engine loop ends when all handles are dropped.
 pub(crate) struct EngineHandle {
     pub(super) commands: Arc<SyncSender<EngineCommand>>,
-    /// A `Wake` is among the commands.
-    pub(super) woken: Arc<AtomicBool>,
+    /// Whether a `Wake` is among the queued commands.
+    pub(super) is_wake_queued: Arc<AtomicBool>,
     pub(super) snapshot: watch::Receiver<EngineSnapshot>,
     pub(super) epoch: Instant,
     pub(super) score_rows_max: usize,
-    pub(super) requests: AtomicU64,
-    /// Which log the numbers of the cache's events are of.
+    pub(super) next_request_id: AtomicU64,
     pub(super) kv_log: u64,
-    /// Places for those who follow it.
-    pub(super) followers: Arc<Semaphore>,
+    pub(super) kv_subscribers: Arc<Semaphore>,
 }
 
-/// Ends the sleep of an engine that has nothing to compute until something is there. Does not keep it alive.
+/// Wakes the engine loop when a mask is ready. Does not keep the engine loop running.
 #[derive(Clone)]
 pub(crate) struct EngineWaker {
     commands: Weak<SyncSender<EngineCommand>>,
-    woken: Arc<AtomicBool>,
+    is_wake_queued: Arc<AtomicBool>,
 }
 
 impl EngineWaker {
-    /// After what is waited for is in its place. Takes one place among the commands, however often it is called.
+    /// Call this after the result is stored where the engine looks for it. Occupies at most one entry of the command
+    /// queue, however often it is called.
     ///
-    /// A wake-up may be lost: where there was no room, another waker may have seen `woken` before it is taken back, after the
-    /// commands that wake the engine were handled. It looks again after [`PAUSED_POLL`] then.
+    /// A wake-up can be lost. If the queue is full, `is_wake_queued` is briefly true although no `Wake` is queued.
+    /// Another waker may see this value after the engine loop has emptied the queue. The engine loop then looks again
+    /// after `PAUSED_POLL`.
     pub(crate) fn wake(&self) {
-        if !self.woken.swap(true, Ordering::AcqRel)
+        if !self.is_wake_queued.swap(true, Ordering::AcqRel)
             && let Some(commands) = self.commands.upgrade()
-            // Where there is no room, there are commands that wake it.
+            // A full queue holds commands that wake the engine loop.
             && commands.try_send(EngineCommand::Wake).is_err()
         {
-            self.woken.store(false, Ordering::Release);
+            self.is_wake_queued.store(false, Ordering::Release);
         }
     }
 }
 
 impl EngineHandle {
     pub(crate) fn waker(&self) -> EngineWaker {
-        EngineWaker { commands: Arc::downgrade(&self.commands), woken: self.woken.clone() }
+        EngineWaker { commands: Arc::downgrade(&self.commands), is_wake_queued: self.is_wake_queued.clone() }
     }
 
     /// The engine's clock.
@@ -74,7 +61,7 @@ impl EngineHandle {
     }
 
     pub(crate) fn next_id(&self) -> RequestId {
-        RequestId(self.requests.fetch_add(1, Ordering::Relaxed))
+        RequestId(self.next_request_id.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(crate) async fn generate(
@@ -85,7 +72,7 @@ impl EngineHandle {
         let (channel, receiver) = token_channel(TOKEN_CAPACITY);
         let request = Box::new(request);
         let queued =
-            self.submit(|answer| EngineCommand::Generate { request, constraint, channel, answer }).await?;
+            self.submit(|reply| EngineCommand::Generate { request, constraint, channel, reply }).await?;
         Ok((queued, receiver))
     }
 
@@ -94,7 +81,7 @@ impl EngineHandle {
         request: ScoreRequest,
     ) -> Result<mpsc::Receiver<StreamItem>, SubmitError> {
         let (channel, receiver) = token_channel(score_capacity(self.score_rows_max));
-        self.submit(|answer| EngineCommand::Score { request, channel, answer }).await?;
+        self.submit(|reply| EngineCommand::Score { request, channel, reply }).await?;
         Ok(receiver)
     }
 
@@ -102,50 +89,56 @@ impl EngineHandle {
         &self,
         command: impl FnOnce(SubmitReply) -> EngineCommand,
     ) -> Result<Queued, SubmitError> {
-        let (answer, answered) = oneshot::channel();
-        self.commands.try_send(command(answer)).map_err(|error| match error {
+        let (reply, received) = oneshot::channel();
+        self.commands.try_send(command(reply)).map_err(|error| match error {
             TrySendError::Full(_) => SubmitError::CommandQueueFull,
             TrySendError::Disconnected(_) => SubmitError::Stopped,
         })?;
-        Ok(answered.await.map_err(|_| SubmitError::Stopped)??)
+        Ok(received.await.map_err(|_| SubmitError::Stopped)??)
     }
 
-    /// Forgets all cached prefixes. False, and nothing is done, while a request holds blocks.
+    /// Clears the prefix cache. Returns false, and changes nothing, while a request uses blocks.
     pub(crate) async fn reset_prefix_cache(&self) -> Result<bool, SubmitError> {
-        let (answer, answered) = oneshot::channel();
-        send_command(&self.commands, EngineCommand::ResetPrefixCache { answer }).await;
-        answered.await.map_err(|_| SubmitError::Stopped)
+        let (reply, received) = oneshot::channel();
+        send_command(&self.commands, EngineCommand::ResetPrefixCache { reply }).await;
+        received.await.map_err(|_| SubmitError::Stopped)
+    }
+
+    /// Identifies the log that event numbers count in.
+    pub(crate) fn kv_log(&self) -> u64 {
+        self.kv_log
+    }
+
+    /// Subscribes from event `from` on. If the log no longer holds that event, the first update is a snapshot.
+    pub(crate) fn subscribe_kv_events(&self, from: u64) -> Result<KvEventSubscriber, SubmitError> {
+        let permit = self.kv_subscribers.clone().try_acquire_owned();
+        Ok(KvEventSubscriber {
+            commands: Arc::downgrade(&self.commands),
+            snapshot: self.snapshot.clone(),
+            next: from,
+            _permit: permit.map_err(|_| SubmitError::TooManySubscribers)?,
+        })
     }
 
     pub(crate) fn snapshot(&self) -> EngineSnapshot {
         *self.snapshot.borrow()
     }
 
-    /// Refuses new requests, waits for the others to end, cuts them after `grace`; returns how many were cut.
+    /// Refuses new requests and waits for the running ones. Aborts those that still run after `grace`, and returns
+    /// their number.
     pub(crate) async fn drain(&self, grace: Duration) -> usize {
         send_command(&self.commands, EngineCommand::Drain).await;
         let mut snapshot = self.snapshot.clone();
-        // Draining is set by the command itself: a request that came before it is counted. An engine that has stopped
-        // has no streams.
-        let all_ended = snapshot.wait_for(|now| now.draining && now.streams == 0);
-        let in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
-        if in_time {
+        // The command sets `is_draining`, so every request submitted before it is in `streams`. A stopped engine has
+        // no streams, and the wait ends.
+        let all_ended = snapshot.wait_for(|now| now.is_draining && now.streams == 0);
+        let is_in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
+        if is_in_time {
             return 0;
         }
-        let left = self.snapshot().streams;
+        let aborted = self.snapshot().streams;
         send_command(&self.commands, EngineCommand::AbortAll).await;
         drop(snapshot.wait_for(|now| now.streams == 0).await);
-        left
-    }
-}
-
-/// As soon as there is room.
-pub(super) async fn send_command(commands: &SyncSender<EngineCommand>, mut command: EngineCommand) {
-    loop {
-        match commands.try_send(command) {
-            Ok(()) | Err(TrySendError::Disconnected(_)) => return,
-            Err(TrySendError::Full(back)) => command = back,
-        }
-        tokio::time::sleep(PAUSED_POLL).await;
+        aborted
     }
 }

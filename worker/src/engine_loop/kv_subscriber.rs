@@ -1,60 +1,42 @@
-//! Follows what the cache begins and ceases to hold, for one call.
+//! Streams KV cache events to one call.
 //!
-//! The engine keeps nothing for a follower: this one asks when there is news and its reader has taken the last, and gets what
-//! the log still has, or a snapshot. So a reader that is slow, or takes nothing at all, costs the engine nothing, and memory
-//! for one update.
+//! The engine keeps no state for a subscriber. Once its reader has taken the last update, the subscriber waits for news
+//! and asks for it. The engine answers with the events that its log still holds, or with a snapshot. A slow reader
+//! therefore costs the engine nothing, and the worker the memory of one update.
 
+use std::sync::Weak;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Weak};
 
 use engine::RefuseReason;
 use engine::kv::events::Update;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
-use super::handle::send_command;
-use super::{EngineCommand, EngineHandle, EngineSnapshot, SubmitError};
+use super::command::{EngineCommand, EngineSnapshot, SubmitError, send_command};
 
-/// Each may hold an update (a name of 33 bytes for every block of the cache at most), and each asks the engine between steps.
-pub(super) const KV_SUBSCRIBERS_MAX: usize = 16;
-
-/// Does not keep the engine alive.
+/// Does not keep the engine loop alive.
 pub(crate) struct KvEventSubscriber {
-    commands: Weak<SyncSender<EngineCommand>>,
-    snapshot: watch::Receiver<EngineSnapshot>,
-    /// Number of the first event that is not known.
-    next: u64,
-    _place: OwnedSemaphorePermit,
-}
-
-impl EngineHandle {
-    /// What a follower's numbers are of.
-    pub(crate) fn kv_log(&self) -> u64 {
-        self.kv_log
-    }
-
-    /// From event `from` on, or from a snapshot where these are gone.
-    pub(crate) fn follow(&self, from: u64) -> Result<KvEventSubscriber, SubmitError> {
-        let place =
-            self.followers.clone().try_acquire_owned().map_err(|_| SubmitError::TooManySubscribers)?;
-        let (commands, snapshot) = (Arc::downgrade(&self.commands), self.snapshot.clone());
-        Ok(KvEventSubscriber { commands, snapshot, next: from, _place: place })
-    }
+    pub(super) commands: Weak<SyncSender<EngineCommand>>,
+    pub(super) snapshot: watch::Receiver<EngineSnapshot>,
+    /// Number of the first event that the call has not received.
+    pub(super) next: u64,
+    /// One of `KV_SUBSCRIBERS_MAX`.
+    pub(super) _permit: OwnedSemaphorePermit,
 }
 
 impl KvEventSubscriber {
-    /// Waits until there is something new. An error is the end: the worker drains, or its engine has stopped.
+    /// Waits for new events. An error ends the subscription: the worker drains, or its engine has stopped.
     pub(crate) async fn next(&mut self) -> Result<Update, SubmitError> {
         let next = self.next;
-        let news = self.snapshot.wait_for(|now| now.draining || now.stats.kv_events != next);
-        let draining = news.await.map_err(|_| SubmitError::Stopped)?.draining;
-        if draining {
+        let changed = self.snapshot.wait_for(|now| now.is_draining || now.stats.kv_events != next);
+        let is_draining = changed.await.map_err(|_| SubmitError::Stopped)?.is_draining;
+        if is_draining {
             return Err(RefuseReason::Draining.into());
         }
-        let (answer, answered) = oneshot::channel();
+        let (reply, received) = oneshot::channel();
         let commands = self.commands.upgrade().ok_or(SubmitError::Stopped)?;
-        send_command(&commands, EngineCommand::KvEvents { from: next, answer }).await;
+        send_command(&commands, EngineCommand::KvEvents { from: next, reply }).await;
         drop(commands);
-        let update = answered.await.map_err(|_| SubmitError::Stopped)?;
+        let update = received.await.map_err(|_| SubmitError::Stopped)?;
         self.next = update.next;
         Ok(update)
     }

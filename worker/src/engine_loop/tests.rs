@@ -1,19 +1,20 @@
-//! The engine's thread over a model that costs nothing.
+//! Tests of the engine loop with a model that computes nothing.
 
 use std::sync::atomic::AtomicUsize;
 
-use engine::{Allowed, ConstraintError, EngineConfig, KvBudget};
+use engine::{Allowed, Constraint, ConstraintError, EngineConfig, KvBudget, Request};
 use models::{Model, TakeLogits};
 use ops::{KvLayer, KvType, KvTypes, OpError, Reference, Step};
 use tokio::sync::mpsc;
 
 use super::*;
+use crate::backend::BackendUsage;
 
 const VOCAB_SIZE: usize = 8;
-/// For a machine under load; what is waited for takes milliseconds.
+/// Long enough for a loaded machine; the awaited events take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Every token is as likely as any other; on a device that is full, from the number of steps on that is said.
+/// Gives every token the same logit. After `full_after` steps, its device is out of memory.
 struct UniformModel {
     full_after: usize,
 }
@@ -68,12 +69,12 @@ fn over(model: UniformModel, measure: MeasureBackend<Reference>) -> (EngineHandl
     engine_loop(engine, 1, measure, StartupTimeline::start())
 }
 
-/// Whether it would not sleep now, for the reason that somebody has waked it.
+/// Takes the next command. Returns whether it is a `Wake`.
 pub(crate) fn take_wake(engine_loop: &EngineLoop<Reference>) -> bool {
     matches!(engine_loop.commands.try_recv(), Ok(EngineCommand::Wake))
 }
 
-/// Allows everything, once it is open.
+/// Has no mask until it is open, and then allows every token.
 struct GatedConstraint {
     open: Arc<AtomicBool>,
     asked: Arc<AtomicUsize>,
@@ -112,34 +113,34 @@ async fn tokens(outputs: &mut mpsc::Receiver<StreamItem>) -> usize {
 }
 
 #[tokio::test]
-async fn a_late_constraint_holds_up_nobody_and_is_not_waited_for_by_spinning() {
+async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in_a_busy_loop() {
     let (handle, engine_loop) = idle_engine_loop();
     let thread = std::thread::spawn(move || engine_loop.run());
     let (open, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-    let gate = || {
+    let constraint = || {
         Some(Box::new(GatedConstraint { open: open.clone(), asked: asked.clone() }) as Box<dyn Constraint>)
     };
-    let (_, mut late) = handle.generate(request(&handle, 3), gate()).await.unwrap();
+    let (_, mut late) = handle.generate(request(&handle, 3), constraint()).await.unwrap();
     let (_, mut other) = handle.generate(request(&handle, 100), None).await.unwrap();
-    assert_eq!(tokens(&mut other).await, 100, "while the other one is late");
+    assert_eq!(tokens(&mut other).await, 100, "this request runs while the other one has no mask");
     assert!(matches!(late.recv().await, Some(Ok(Output::Admitted { .. }))));
-    assert!(late.try_recv().is_err(), "it has drawn nothing");
+    assert!(late.try_recv().is_err(), "no token is sampled without a mask");
 
-    // Now it is alone. It is asked before each step, and between two the thread sleeps.
+    // Now the request is alone. The engine asks for its mask before each step, and sleeps between steps.
     let since = Instant::now();
     let before = asked.load(Ordering::SeqCst);
     tokio::time::sleep(100 * PAUSED_POLL).await;
-    let looks = asked.load(Ordering::SeqCst) - before;
+    let asks = asked.load(Ordering::SeqCst) - before;
     let most = since.elapsed().as_micros() / PAUSED_POLL.as_micros() + 2;
-    assert!(looks as u128 <= most, "{looks} looks, {most} polls");
+    assert!(asks as u128 <= most, "{asks} asks, {most} polls");
 
     open.store(true, Ordering::SeqCst);
     handle.waker().wake();
     assert_eq!(tokens(&mut late).await, 3);
 
-    // Whoever leaves while it is late frees its blocks.
+    // A call that is dropped while its mask is missing frees its blocks.
     open.store(false, Ordering::SeqCst);
-    let (_, leaving) = handle.generate(request(&handle, 3), gate()).await.unwrap();
+    let (_, leaving) = handle.generate(request(&handle, 3), constraint()).await.unwrap();
     let mut snapshot = handle.snapshot.clone();
     let mut until = async |is: fn(&EngineSnapshot) -> bool| {
         drop(tokio::time::timeout(TIMEOUT, snapshot.wait_for(is)).await.expect("in time").unwrap());
@@ -152,14 +153,14 @@ async fn a_late_constraint_holds_up_nobody_and_is_not_waited_for_by_spinning() {
 }
 
 #[tokio::test]
-async fn a_stream_that_a_full_device_ends_says_what_was_wanted_free_and_missing() {
+async fn a_stream_that_runs_out_of_device_memory_ends_with_needed_free_and_missing_bytes() {
     let (handle, engine_loop) = over(UniformModel { full_after: 2 }, |_| BackendUsage::default());
     let thread = std::thread::spawn(move || engine_loop.run());
     let (_, mut outputs) = handle.generate(request(&handle, 100), None).await.unwrap();
     let cut = loop {
         let output = tokio::time::timeout(TIMEOUT, outputs.recv()).await.expect("outputs in time");
         match output.expect("an end") {
-            Ok(Output::Finished { reason, .. }) => panic!("it ended as if nothing were: {reason:?}"),
+            Ok(Output::Finished { reason, .. }) => panic!("the stream ended without an error: {reason:?}"),
             Ok(_) => {}
             Err(cut) => break tonic::Status::from(cut),
         }
@@ -170,16 +171,16 @@ async fn a_stream_that_a_full_device_ends_says_what_was_wanted_free_and_missing(
         "{cut}"
     );
     drop(handle);
-    // It was this step's failure, not the engine's.
+    // Only the step failed: the engine loop ends without an error.
     tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
 }
 
 #[test]
-fn what_is_done_when_first_needed_is_not_counted_as_the_first_step() {
+fn lazy_initialization_is_not_counted_as_the_first_step() {
     const MODULES: Duration = Duration::from_millis(20);
     let lazy = LazyInit { modules: MODULES, graphs: Duration::ZERO };
     let measure = |_: &Reference| BackendUsage {
-        lazy: LazyInit { modules: MODULES, graphs: Duration::ZERO },
+        lazy_init: LazyInit { modules: MODULES, graphs: Duration::ZERO },
         ..BackendUsage::default()
     };
     let (_, mut engine_loop) = over(UniformModel { full_after: 0 }, measure);
@@ -188,22 +189,22 @@ fn what_is_done_when_first_needed_is_not_counted_as_the_first_step() {
     let (first, most) = (engine_loop.first_step, engine_loop.epoch.elapsed() - MODULES);
     assert!((MODULES..=most).contains(&first), "{first:?} of {most:?}");
     engine_loop.record_first_step(lazy, Duration::ZERO);
-    assert_eq!(engine_loop.first_step, first, "there is one first step");
+    assert_eq!(engine_loop.first_step, first, "the first step is recorded once");
 }
 
 #[test]
-fn a_waker_takes_one_place_and_keeps_nobody_alive() {
+fn a_waker_queues_one_command_and_does_not_keep_the_loop_running() {
     let (handle, mut engine_loop) = idle_engine_loop();
     let waker = handle.waker();
     (0..3).for_each(|_| waker.wake());
     assert!(take_wake(&engine_loop) && !take_wake(&engine_loop));
     waker.wake();
-    assert!(!take_wake(&engine_loop), "nobody has handled the first one yet");
+    assert!(!take_wake(&engine_loop), "the first wake-up is not handled yet");
     engine_loop.handle(EngineCommand::Wake);
     waker.wake();
     assert!(take_wake(&engine_loop));
     engine_loop.handle(EngineCommand::Wake);
-    // Commands that are there wake as well, and the next one finds room again.
+    // A full queue wakes the loop too. The next wake-up finds room again.
     while handle.commands.try_send(EngineCommand::Drain).is_ok() {}
     waker.wake();
     while let Ok(command) = engine_loop.commands.try_recv() {
@@ -216,13 +217,13 @@ fn a_waker_takes_one_place_and_keeps_nobody_alive() {
     assert_eq!(engine_loop.commands.recv_timeout(TIMEOUT).err(), Some(RecvTimeoutError::Disconnected));
 }
 
-/// Two full blocks and a part of one.
+/// A prompt of two full blocks and a part of a third.
 fn long_prompt(text: u32) -> Vec<u32> {
     (0..40).map(|place| place / text % VOCAB_SIZE as u32).collect()
 }
 
-/// Tokens of the prompt that were found.
-fn found(engine_loop: &mut EngineLoop<Reference>, prompt: Vec<u32>) -> u64 {
+/// Runs a request. Returns how many tokens of its prompt were prefix cache hits.
+fn cached_tokens(engine_loop: &mut EngineLoop<Reference>, prompt: Vec<u32>) -> u64 {
     let before = engine_loop.engine.stats().prompt_tokens_cached;
     engine_loop.engine.submit(Request::new(RequestId(before), prompt, 1)).unwrap();
     while engine_loop.engine.has_work() {
@@ -232,44 +233,47 @@ fn found(engine_loop: &mut EngineLoop<Reference>, prompt: Vec<u32>) -> u64 {
 }
 
 #[test]
-fn what_nobody_asks_for_again_is_forgotten_after_one_period_to_two() {
+fn an_unused_prefix_expires_after_one_to_two_periods() {
     let (_handle, mut engine_loop) = idle_engine_loop();
     let just_before = |at: Duration| at - Duration::from_nanos(1);
     let cached_at = |engine_loop: &mut EngineLoop<Reference>, now| {
         engine_loop.expire_prefixes(now);
         engine_loop.engine.stats().kv_blocks_cached
     };
-    assert_eq!((found(&mut engine_loop, long_prompt(1)), found(&mut engine_loop, long_prompt(2))), (0, 0));
-    assert_eq!(cached_at(&mut engine_loop, PREFIX_RETENTION), 4, "both were there for less than a period");
-    assert_eq!(found(&mut engine_loop, long_prompt(1)), 32);
+    assert_eq!(
+        (cached_tokens(&mut engine_loop, long_prompt(1)), cached_tokens(&mut engine_loop, long_prompt(2))),
+        (0, 0)
+    );
+    assert_eq!(cached_at(&mut engine_loop, PREFIX_RETENTION), 4, "both prefixes are younger than a period");
+    assert_eq!(cached_tokens(&mut engine_loop, long_prompt(1)), 32);
     assert_eq!(cached_at(&mut engine_loop, just_before(2 * PREFIX_RETENTION)), 4);
-    assert_eq!(cached_at(&mut engine_loop, 2 * PREFIX_RETENTION), 2, "one of them was asked for again");
-    assert_eq!(found(&mut engine_loop, long_prompt(2)), 0);
+    assert_eq!(cached_at(&mut engine_loop, 2 * PREFIX_RETENTION), 2, "one of the prefixes had a hit");
+    assert_eq!(cached_tokens(&mut engine_loop, long_prompt(2)), 0);
     assert_eq!(cached_at(&mut engine_loop, just_before(3 * PREFIX_RETENTION)), 4);
     assert_eq!(cached_at(&mut engine_loop, 3 * PREFIX_RETENTION), 2);
     assert_eq!(cached_at(&mut engine_loop, 4 * PREFIX_RETENTION), 0);
 }
 
 #[tokio::test]
-async fn prompts_are_forgotten_while_it_is_idle_and_while_it_is_not() {
+async fn prefixes_expire_while_the_engine_is_idle_and_while_it_is_busy() {
     for is_idle in [true, false] {
         let (handle, mut engine_loop) = idle_engine_loop();
         engine_loop.prefix_retention = Duration::from_millis(1);
         let thread = std::thread::spawn(move || engine_loop.run());
         let (open, asked) = (Arc::new(AtomicBool::new(is_idle)), Arc::new(AtomicUsize::new(0)));
-        let gate = Box::new(GatedConstraint { open, asked });
-        let (_, mut other) = handle.generate(request(&handle, 3), Some(gate)).await.unwrap();
+        let constraint = Box::new(GatedConstraint { open, asked });
+        let (_, mut other) = handle.generate(request(&handle, 3), Some(constraint)).await.unwrap();
         if is_idle {
             assert_eq!(tokens(&mut other).await, 3);
         }
         let long = Request { prompt: long_prompt(1), ..request(&handle, 1) };
         let (_, mut outputs) = handle.generate(long, None).await.unwrap();
         assert_eq!(tokens(&mut outputs).await, 1);
-        // Two blocks began to be found, and ceased to be.
+        // Two blocks were stored in the prefix cache, then removed from it.
         let mut snapshot = handle.snapshot.clone();
-        let is_forgotten = |now: &EngineSnapshot| now.stats.kv_events == 5;
-        let forgotten = tokio::time::timeout(TIMEOUT, snapshot.wait_for(is_forgotten)).await;
-        assert_eq!(forgotten.expect("in time").unwrap().streams, usize::from(!is_idle));
+        let has_expired = |now: &EngineSnapshot| now.stats.kv_events == 5;
+        let expired = tokio::time::timeout(TIMEOUT, snapshot.wait_for(has_expired)).await;
+        assert_eq!(expired.expect("in time").unwrap().streams, usize::from(!is_idle));
         drop((handle, snapshot, other));
         tokio::task::spawn_blocking(|| thread.join().unwrap().unwrap()).await.unwrap();
     }

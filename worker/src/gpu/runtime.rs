@@ -1,53 +1,66 @@
-//! A GPU: weights in imported device memory, kernels of the CUDA backend.
+//! A GPU as a [`DeviceRuntime`]: weights in imported device memory, kernels of the CUDA backend.
 
 use kernels::cuda::{Cuda, CudaError, Device as KernelDevice, WeightData};
 use memory::attach::{Attached, Granted};
 use memory::cuda::nvml::Nvml;
 use memory::cuda::{Device, DeviceSelector, open_driver};
 use ops::OpError;
-use quant::layout::LAYOUT_TILES;
+use quant::DType;
+use quant::layout::{LAYOUT_TILES, planes};
 
-use super::{BackendUsage, DeviceRuntime};
-use crate::attach::WorkerAttachError;
-use crate::memory_plan::context_bytes;
+use super::context::context_bytes;
+use crate::attach_error::WorkerAttachError;
+use crate::backend::{BackendUsage, DeviceRuntime};
+use crate::engine_thread::EngineThread;
+use crate::run_error::WorkerRunError;
 use crate::startup_timeline::LazyInit;
 
-/// The driver has been started; nothing of the device's memory is taken.
-pub(crate) struct DetectedGpu {
+/// The body of [`super::run_engine`].
+pub(super) fn run_engine(
+    mut thread: EngineThread<'_>,
+    selector: DeviceSelector,
+) -> Result<(), WorkerRunError> {
+    let detected = DetectedGpu::open(selector)?;
+    thread.timeline.mark("driver");
+    let granted = thread.request_grant::<GpuRuntime>(detected.memory.uuid().to_string())?;
+    thread.timeline.mark("wait");
+    let runtime = detected.create_context(&granted)?;
+    thread.timeline.mark("context");
+    thread.run_on(&runtime, granted)
+}
+
+/// A GPU whose driver is loaded. The process has no memory on it yet.
+struct DetectedGpu {
     memory: Device,
     nvml: Option<Nvml>,
 }
 
-pub(crate) struct GpuRuntime {
+struct GpuRuntime {
     memory: Device,
     kernels: KernelDevice,
     context_bytes: u64,
 }
 
 impl DetectedGpu {
-    pub(crate) fn open(wanted: DeviceSelector) -> Result<Self, WorkerAttachError> {
-        // Both start slowly, and know nothing of each other.
+    fn open(selector: DeviceSelector) -> Result<Self, WorkerAttachError> {
+        // Driver and NVML start slowly and independently of each other.
         let (driver, nvml) = std::thread::scope(|scope| {
             let nvml = scope.spawn(Nvml::open);
             (open_driver(), nvml.join().ok().and_then(Result::ok))
         });
-        Ok(Self { memory: Device::open(driver?, wanted)?, nvml })
+        Ok(Self { memory: Device::open(driver?, selector)?, nvml })
     }
 
-    pub(crate) fn device(&self) -> String {
-        self.memory.uuid().to_string()
-    }
-
-    /// Makes a context, which the lease has reserved. Others may load and start meanwhile: what the device as a whole has less
-    /// afterwards says nothing of this process.
-    pub(crate) fn enter(self, _lease: &Granted) -> Result<GpuRuntime, WorkerAttachError> {
+    /// Creates the context, whose memory the lease has reserved. Its size comes from the driver's count for this
+    /// process: other processes may load and start meanwhile, so the device's free memory says nothing.
+    fn create_context(self, _lease: &Granted) -> Result<GpuRuntime, WorkerAttachError> {
         let Self { memory, nvml } = self;
         let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
         let before = counted();
         let failed = |error: CudaError| {
-            let (device, no_room) = (memory.uuid().to_string(), error.is_lack_of_memory());
+            let (device, is_out_of_memory) = (memory.uuid().to_string(), error.is_lack_of_memory());
             let source = Box::new(error);
-            if no_room {
+            if is_out_of_memory {
                 WorkerAttachError::NoRoom { device, source }
             } else {
                 WorkerAttachError::Context { device, source }
@@ -63,6 +76,12 @@ impl DeviceRuntime for GpuRuntime {
     type Compute = Cuda;
 
     const LAYOUT: u32 = LAYOUT_TILES;
+
+    const SUPPORTS_ATTENTION_WINDOWS: bool = false;
+
+    fn supports_dtype(dtype: DType) -> bool {
+        planes(dtype).is_some()
+    }
 
     fn device(&self) -> String {
         self.memory.uuid().to_string()
@@ -91,7 +110,7 @@ impl DeviceRuntime for GpuRuntime {
     }
 
     fn measure(compute: &Cuda) -> BackendUsage {
-        let lazy = LazyInit { modules: compute.device().module_time(), graphs: compute.graph_time() };
-        BackendUsage { workspace_used: Some(compute.device_bytes().into()), lazy }
+        let lazy_init = LazyInit { modules: compute.device().module_time(), graphs: compute.graph_time() };
+        BackendUsage { workspace_used: Some(compute.device_bytes().into()), lazy_init }
     }
 }

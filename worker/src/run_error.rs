@@ -1,0 +1,64 @@
+//! Why a worker process ends, and the exit code for it.
+
+use std::io;
+
+use service::Exit;
+use service::exit::{HasExit, exit_for_io_error};
+
+use crate::attach_error::WorkerAttachError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerRunError {
+    #[error("cannot start the async runtime of the worker")]
+    Runtime(#[source] io::Error),
+    #[error("cannot start the engine's thread")]
+    Thread(#[source] io::Error),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error(transparent)]
+    Notify(#[from] service::notify::NotifyError),
+    #[error(transparent)]
+    Inherit(#[from] service::listen::ListenError),
+    #[error("cannot read the attach token")]
+    Token(#[source] io::Error),
+    #[error(transparent)]
+    Socket(#[from] service::grpc::BindError),
+    #[error("cannot describe the gRPC services")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    #[error("the gRPC server failed")]
+    Serve(#[source] tonic::transport::Error),
+    #[error(transparent)]
+    Attach(#[from] WorkerAttachError),
+    #[error(
+        "{device} failed and this worker ends; other workers keep the weights, which are mapped read-only"
+    )]
+    Engine { device: String, source: engine::StepError },
+    /// The worker ends because sequences could otherwise share blocks wrongly and produce wrong text.
+    #[error("the integrity check of the idle KV cache failed, this worker ends")]
+    Integrity(#[source] engine::IntegrityError),
+    #[error("the weights are damaged, this worker ends and attaches them again: {text}")]
+    Quarantined { text: String },
+    #[error("the engine's thread ended without an error")]
+    EngineLost,
+}
+
+impl HasExit for WorkerRunError {
+    fn exit(&self) -> Exit {
+        match self {
+            WorkerRunError::Runtime(source)
+            | WorkerRunError::Thread(source)
+            | WorkerRunError::Signals(source) => exit_for_io_error(source),
+            WorkerRunError::Token(_) => Exit::Usage,
+            WorkerRunError::Notify(error) => error.exit(),
+            WorkerRunError::Inherit(error) => error.exit(),
+            WorkerRunError::Socket(error) => error.exit(),
+            WorkerRunError::Attach(error) => error.exit(),
+            WorkerRunError::Quarantined { .. } => Exit::PeerLost,
+            WorkerRunError::Reflection(_)
+            | WorkerRunError::Serve(_)
+            | WorkerRunError::Engine { .. }
+            | WorkerRunError::Integrity(_)
+            | WorkerRunError::EngineLost => Exit::Internal,
+        }
+    }
+}

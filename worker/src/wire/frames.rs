@@ -1,0 +1,168 @@
+//! From the engine's outputs and events to frames of `ballast.worker.v1`.
+
+use bytes::{Bytes, BytesMut};
+use engine::kv::block_key::Name;
+use engine::kv::events::{Event, NOTHING_KNOWN, Update};
+use engine::{FinishReason, Output, TokenOutput, Usage};
+use proto::v1 as public;
+use proto::worker::v1::{self as wire, generate_frame, kv_event, score_frame};
+
+/// Bytes in a frame of logits, at most.
+const LOGITS_FRAME_BYTES_MAX: usize = 1 << 20;
+/// Events in a frame of KV cache events, at most. An event takes about 45 bytes.
+const FRAME_EVENTS_MAX: usize = 8192;
+
+pub(crate) fn admitted(ahead: usize) -> wire::GenerateFrame {
+    let admitted = wire::Admitted { requests_ahead: u32::try_from(ahead).unwrap_or(u32::MAX) };
+    wire::GenerateFrame { frame: Some(generate_frame::Frame::Admitted(admitted)) }
+}
+
+/// Returns `None` for outputs that the router does not use.
+pub(crate) fn generate_frame(output: Output) -> Option<wire::GenerateFrame> {
+    let frame = match output {
+        Output::Token(token) => generate_frame::Frame::Tokens(tokens(token)),
+        Output::Finished { reason, usage, .. } => generate_frame::Frame::Finished(finished(reason, usage)),
+        Output::Admitted { .. } | Output::Logits { .. } | Output::Scored { .. } => return None,
+    };
+    Some(wire::GenerateFrame { frame: Some(frame) })
+}
+
+fn tokens(token: TokenOutput) -> wire::Tokens {
+    let logprob = token.logprob.map(|logprob| token_logprob(logprob, token.top));
+    wire::Tokens {
+        ids: vec![token.token],
+        logprobs: logprob.into_iter().collect(),
+        sampler_state: Bytes::copy_from_slice(token.sampler_state.as_bytes()),
+    }
+}
+
+fn token_logprob(logprob: f32, top: Vec<(u32, f32)>) -> public::TokenLogprob {
+    let (top_tokens, top_logprobs) = top.into_iter().unzip();
+    public::TokenLogprob { logprob, top_tokens, top_logprobs }
+}
+
+fn finished(reason: FinishReason, usage: Usage) -> wire::Finished {
+    let mut finished = wire::Finished { cached_tokens: usage.cached_tokens as u32, ..Default::default() };
+    match reason {
+        FinishReason::Stop(token) => {
+            finished.set_reason(public::FinishReason::Stop);
+            finished.stop_token = Some(token);
+        }
+        FinishReason::Complete => finished.set_reason(public::FinishReason::Stop),
+        _ => finished.set_reason(public::FinishReason::Length),
+    }
+    finished
+}
+
+/// Collects the outputs of a score request into frames of at most 1 MiB.
+#[derive(Default)]
+pub(crate) struct ScoreFrames {
+    logits: BytesMut,
+    scored: Vec<public::TokenLogprob>,
+}
+
+impl ScoreFrames {
+    pub(crate) fn push(&mut self, output: Output) {
+        match output {
+            Output::Logits { logits, .. } => {
+                self.logits.reserve(logits.len() * size_of::<f32>());
+                for value in logits {
+                    self.logits.extend_from_slice(&value.to_le_bytes());
+                }
+            }
+            Output::Scored { logprob, top, .. } => self.scored.push(token_logprob(logprob, top)),
+            Output::Admitted { .. } | Output::Token(_) | Output::Finished { .. } => {}
+        }
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        // A scored token with 20 alternatives takes about 200 bytes.
+        self.logits.len() >= LOGITS_FRAME_BYTES_MAX || self.scored.len() >= LOGITS_FRAME_BYTES_MAX / 256
+    }
+
+    /// Takes the next frame, or `None` if no outputs are collected.
+    pub(crate) fn take(&mut self) -> Option<wire::ScoreFrame> {
+        let frame = if !self.logits.is_empty() {
+            let bytes = self.logits.len().min(LOGITS_FRAME_BYTES_MAX);
+            score_frame::Frame::Logits(self.logits.split_to(bytes).freeze())
+        } else if !self.scored.is_empty() {
+            let logprobs = std::mem::take(&mut self.scored);
+            score_frame::Frame::Scored(wire::ScoredTokens { logprobs })
+        } else {
+            return None;
+        };
+        Some(wire::ScoreFrame { frame: Some(frame) })
+    }
+}
+
+/// Splits an update of `log` into frames. Only the last frame names the event to resume from, because a part of a
+/// snapshot is no snapshot.
+pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = wire::KvEventsFrame> {
+    let Update { events, next } = update;
+    (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {
+        let end = events.len().min(at + FRAME_EVENTS_MAX);
+        let next = if end == events.len() { next } else { NOTHING_KNOWN };
+        wire::KvEventsFrame {
+            log_id: log,
+            next_event: next,
+            events: events[at..end].iter().map(kv_event).collect(),
+        }
+    })
+}
+
+fn kv_event(event: &Event) -> wire::KvEvent {
+    let block = |name: &Name| wire::KvBlock {
+        hash: Bytes::copy_from_slice(name.hash.as_bytes()),
+        group: u32::from(name.group),
+    };
+    let event = match event {
+        Event::Stored(name) => kv_event::Event::Stored(block(name)),
+        Event::Removed(name) => kv_event::Event::Removed(block(name)),
+        Event::Cleared => kv_event::Event::Cleared(wire::AllBlocksCleared {}),
+    };
+    wire::KvEvent { event: Some(event) }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::RequestId;
+
+    use super::*;
+
+    fn id() -> RequestId {
+        RequestId(1)
+    }
+
+    #[test]
+    fn only_the_last_frame_of_an_update_can_be_resumed_from() {
+        let name = |number: usize| Name { hash: [number as u8; 32].into(), group: 3 };
+        let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| Event::Stored(name(number)));
+        let events: Vec<Event> = std::iter::once(Event::Cleared).chain(stored).collect();
+        let frames: Vec<_> = kv_event_frames(7, Update { events: events.clone(), next: 99_999 }).collect();
+        let heads: Vec<_> =
+            frames.iter().map(|frame| (frame.log_id, frame.next_event, frame.events.len())).collect();
+        assert_eq!(heads, [(7, 0, FRAME_EVENTS_MAX), (7, 0, FRAME_EVENTS_MAX), (7, 99_999, 1)]);
+        let sent = frames.iter().flat_map(|frame| &frame.events);
+        assert!(sent.eq(&events.iter().map(kv_event).collect::<Vec<_>>()));
+        let Some(kv_event::Event::Stored(block)) = &frames[0].events[2].event else { panic!("{frames:?}") };
+        assert_eq!((&block.hash[..], block.group), (&[1; 32][..], 3));
+    }
+
+    #[test]
+    fn logits_are_sent_in_order_in_frames_of_at_most_1_mib() {
+        let mut frames = ScoreFrames::default();
+        let rows = [vec![1.5f32; 200_000], vec![-2.0; 200_000], vec![3.0; 5]];
+        let mut bytes = Vec::new();
+        for (position, row) in rows.iter().enumerate() {
+            frames.push(Output::Logits { id: id(), position, logits: row.clone() });
+        }
+        while let Some(frame) = frames.take() {
+            let Some(score_frame::Frame::Logits(chunk)) = frame.frame else { panic!("logits") };
+            assert!(chunk.len() <= LOGITS_FRAME_BYTES_MAX);
+            bytes.extend_from_slice(&chunk);
+        }
+        let values: Vec<f32> =
+            bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(values, rows.concat());
+    }
+}

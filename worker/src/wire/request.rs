@@ -1,0 +1,207 @@
+//! From requests of `ballast.worker.v1` to the engine's requests. The engine checks ranges.
+
+use std::time::Duration;
+
+use engine::{
+    Dry, DryBreakers, Mirostat, MirostatVersion, Request, RequestId, SamplerState, SamplingParams, ScoreKind,
+    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+};
+use grammar::GrammarSource;
+use proto::v1 as public;
+use proto::v1::grammar::Kind;
+use proto::worker::v1 as wire;
+
+/// A field that the engine's request cannot represent.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum RequestFieldError {
+    #[error("prompt_tokens is {prompt_tokens}, but there are {tokens} tokens")]
+    PromptTokens { prompt_tokens: u32, tokens: usize },
+    #[error("top_logprobs is {asked}, allowed are 0 to {TOP_LOGPROBS_MAX}")]
+    TopLogprobs { asked: u32 },
+    #[error("grammar is empty")]
+    EmptyGrammar,
+    #[error("mirostat is {asked}, allowed are 0 to 2")]
+    Mirostat { asked: u32 },
+    #[error("sampler_state has {bytes} bytes, at most {} are allowed", SamplerState::BYTES_MAX)]
+    SamplerState { bytes: usize },
+}
+
+/// `now` is the time on the engine's clock.
+pub(crate) fn request_from_wire(
+    wire: wire::GenerateRequest,
+    id: RequestId,
+    now: Duration,
+) -> Result<Request, RequestFieldError> {
+    let tokens = wire.tokens.len();
+    let prior_output = tokens
+        .checked_sub(wire.prompt_tokens as usize)
+        .ok_or(RequestFieldError::PromptTokens { prompt_tokens: wire.prompt_tokens, tokens })?;
+    let sampler_state = SamplerState::from_bytes(&wire.sampler_state)
+        .ok_or(RequestFieldError::SamplerState { bytes: wire.sampler_state.len() })?;
+    Ok(Request {
+        id,
+        prompt: wire.tokens,
+        prior_output,
+        sampling: sampling(wire.sampling.unwrap_or_default(), wire.dry_breakers.unwrap_or_default())?,
+        stop: StopConditions {
+            max_tokens: Some(wire.max_tokens).filter(|&max| max > 0),
+            min_tokens: wire.min_tokens,
+            stop_tokens: wire.stop_tokens,
+        },
+        logprobs: wire.top_logprobs.map(top_logprobs).transpose()?,
+        choice: wire.choice,
+        sampler_state,
+        deadline: deadline(wire.deadline_ms, now),
+        priority: wire.priority,
+        tenant: wire.tenant,
+        scope: prefix::Scope { salt: wire.cache_salt.into_bytes(), extra: Vec::new() },
+    })
+}
+
+pub(crate) fn score_request_from_wire(
+    wire: wire::ScoreRequest,
+    id: RequestId,
+    now: Duration,
+) -> Result<ScoreRequest, RequestFieldError> {
+    let kind = match wire.top_logprobs {
+        None => ScoreKind::Logits,
+        Some(top) => ScoreKind::Logprobs { top: top_logprobs(top)? },
+    };
+    Ok(ScoreRequest { id, tokens: wire.tokens, kind, deadline: deadline(wire.deadline_ms, now), priority: 0 })
+}
+
+fn top_logprobs(asked: u32) -> Result<u8, RequestFieldError> {
+    u8::try_from(asked).map_err(|_| RequestFieldError::TopLogprobs { asked })
+}
+
+fn deadline(deadline_ms: u64, now: Duration) -> Option<Duration> {
+    (deadline_ms > 0).then(|| now.saturating_add(Duration::from_millis(deadline_ms)))
+}
+
+fn sampling(
+    wire: public::Sampling,
+    breakers: wire::DryBreakers,
+) -> Result<SamplingParams, RequestFieldError> {
+    let neutral = SamplingParams::default();
+    let version = match wire.mirostat.unwrap_or(0) {
+        0 => None,
+        1 => Some(MirostatVersion::One),
+        2 => Some(MirostatVersion::Two),
+        asked => return Err(RequestFieldError::Mirostat { asked }),
+    };
+    let mut logit_bias: Vec<(u32, f32)> = wire.logit_bias.into_iter().collect();
+    // A protobuf map has no order, and the engine's request must not depend on one.
+    logit_bias.sort_by_key(|&(token, _)| token);
+    Ok(SamplingParams {
+        temperature: wire.temperature.unwrap_or(neutral.temperature),
+        dynatemp_range: wire.dynatemp_range.unwrap_or(neutral.dynatemp_range),
+        dynatemp_exponent: wire.dynatemp_exponent.unwrap_or(neutral.dynatemp_exponent),
+        top_n_sigma: wire.top_n_sigma.unwrap_or(neutral.top_n_sigma),
+        top_k: wire.top_k.unwrap_or(neutral.top_k),
+        typical_p: wire.typical_p.unwrap_or(neutral.typical_p),
+        top_p: wire.top_p.unwrap_or(neutral.top_p),
+        min_p: wire.min_p.unwrap_or(neutral.min_p),
+        xtc_probability: wire.xtc_probability.unwrap_or(neutral.xtc_probability),
+        xtc_threshold: wire.xtc_threshold.unwrap_or(neutral.xtc_threshold),
+        mirostat: version.map(|version| Mirostat {
+            version,
+            tau: wire.mirostat_tau.unwrap_or(MIROSTAT_TAU),
+            eta: wire.mirostat_eta.unwrap_or(MIROSTAT_ETA),
+        }),
+        repetition_penalty: wire.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+        presence_penalty: wire.presence_penalty.unwrap_or(neutral.presence_penalty),
+        frequency_penalty: wire.frequency_penalty.unwrap_or(neutral.frequency_penalty),
+        dry: wire.dry_multiplier.filter(|&multiplier| multiplier != 0.0).map(|multiplier| Dry {
+            multiplier,
+            base: wire.dry_base.unwrap_or(DRY_BASE),
+            allowed_length: wire.dry_allowed_length.unwrap_or(DRY_ALLOWED_LENGTH),
+            last_n: wire.dry_penalty_last_n,
+            breakers: dry_breakers(breakers),
+        }),
+        logit_bias,
+        seed: wire.seed.unwrap_or(neutral.seed),
+    })
+}
+
+/// Defaults as in llama.cpp; `ballast.proto` documents them.
+const MIROSTAT_TAU: f32 = 5.0;
+const MIROSTAT_ETA: f32 = 0.1;
+const DRY_BASE: f32 = 1.75;
+const DRY_ALLOWED_LENGTH: u32 = 2;
+
+fn dry_breakers(wire: wire::DryBreakers) -> DryBreakers {
+    let singles = wire.tokens.into_iter().map(|token| vec![token]);
+    DryBreakers::new(singles.chain(wire.sequences.into_iter().map(|sequence| sequence.ids)))
+}
+
+pub(crate) fn grammar_source(wire: public::Grammar) -> Result<GrammarSource, RequestFieldError> {
+    let lenient = wire.lenient;
+    Ok(match wire.kind.ok_or(RequestFieldError::EmptyGrammar)? {
+        Kind::JsonSchema(schema) => GrammarSource::JsonSchema { schema, lenient },
+        Kind::JsonObject(public::JsonObject {}) => {
+            GrammarSource::JsonSchema { schema: r#"{"type": "object"}"#.to_owned(), lenient }
+        }
+        Kind::Regex(regex) => GrammarSource::Regex(regex),
+        Kind::Lark(lark) => GrammarSource::Lark(lark),
+        Kind::Gbnf(gbnf) => GrammarSource::Gbnf(gbnf),
+        Kind::Choice(choice) => GrammarSource::Choice(choice.values),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id() -> RequestId {
+        RequestId(1)
+    }
+
+    #[test]
+    fn tokens_after_the_prompt_are_prior_output() {
+        let wire = wire::GenerateRequest { tokens: vec![1, 2, 3, 4], prompt_tokens: 3, ..Default::default() };
+        assert_eq!(request_from_wire(wire.clone(), id(), Duration::ZERO).unwrap().prior_output, 1);
+        let wrong = wire::GenerateRequest { prompt_tokens: 5, ..wire };
+        assert_eq!(
+            request_from_wire(wrong, id(), Duration::ZERO),
+            Err(RequestFieldError::PromptTokens { prompt_tokens: 5, tokens: 4 })
+        );
+    }
+
+    #[test]
+    fn values_that_the_engine_cannot_represent_are_refused() {
+        let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
+        let top = wire::GenerateRequest { top_logprobs: Some(256), ..wire.clone() };
+        assert_eq!(
+            request_from_wire(top, id(), Duration::ZERO),
+            Err(RequestFieldError::TopLogprobs { asked: 256 })
+        );
+        let state = wire::GenerateRequest { sampler_state: vec![0; 33].into(), ..wire };
+        assert_eq!(
+            request_from_wire(state, id(), Duration::ZERO),
+            Err(RequestFieldError::SamplerState { bytes: 33 })
+        );
+    }
+
+    #[test]
+    fn a_deadline_counts_from_now_and_0_means_none() {
+        let wire = wire::GenerateRequest { tokens: vec![1], prompt_tokens: 1, ..Default::default() };
+        let now = Duration::from_secs(5);
+        assert_eq!(request_from_wire(wire.clone(), id(), now).unwrap().deadline, None);
+        let wire = wire::GenerateRequest { deadline_ms: 20, ..wire };
+        assert_eq!(request_from_wire(wire, id(), now).unwrap().deadline, Some(Duration::from_millis(5020)));
+    }
+
+    #[test]
+    fn tenant_priority_and_salt_reach_the_engine() {
+        let wire = wire::GenerateRequest {
+            tokens: vec![1],
+            prompt_tokens: 1,
+            tenant: 7,
+            priority: -2,
+            cache_salt: "secret".to_owned(),
+            ..Default::default()
+        };
+        let request = request_from_wire(wire, id(), Duration::ZERO).unwrap();
+        assert_eq!((request.tenant, request.priority, &request.scope.salt[..]), (7, -2, &b"secret"[..]));
+    }
+}
