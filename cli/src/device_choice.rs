@@ -5,8 +5,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use cuda::DeviceSelector;
 use gguf::GgufModel;
-use memory::cuda::DeviceSelector;
 use models::ModelDescription;
 use ops::AttentionSpan;
 use quant::layout::planes;

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use memory::cuda::driver::{DeviceFacts, Driver};
-use memory::cuda::open_driver;
+use cuda::open_driver;
+use cuda::{DeviceInfo, DriverApi};
 use serde::{Deserialize, Serialize};
 use service::exit::one_line;
 use service::{ByteSize, Exit};
@@ -123,7 +123,7 @@ fn probe_gpus() -> GpuInventory {
         Err(error) => return blind(&error),
     };
     let free_bytes = free_bytes();
-    match memory::cuda::devices(&*driver) {
+    match cuda::devices(&*driver) {
         Ok(found) => {
             let gpus = found.iter().map(|facts| gpu(&*driver, facts, free_bytes(facts))).collect();
             GpuInventory { gpus, problem: None }
@@ -132,7 +132,7 @@ fn probe_gpus() -> GpuInventory {
     }
 }
 
-fn gpu(driver: &dyn Driver, facts: &DeviceFacts, free_bytes: Option<u64>) -> GpuInfo {
+fn gpu(driver: &dyn DriverApi, facts: &DeviceInfo, free_bytes: Option<u64>) -> GpuInfo {
     let unusable = match (facts.vmm, facts.posix_fd) {
         (false, _) => Some("no virtual memory management, so weights cannot be shared".to_owned()),
         (true, false) => Some("no file descriptors for its memory, so weights cannot be shared".to_owned()),
@@ -151,13 +151,13 @@ fn gpu(driver: &dyn Driver, facts: &DeviceFacts, free_bytes: Option<u64>) -> Gpu
 }
 
 #[cfg(feature = "cuda")]
-fn free_bytes() -> impl Fn(&DeviceFacts) -> Option<u64> {
-    let nvml = memory::cuda::nvml::Nvml::open().ok();
+fn free_bytes() -> impl Fn(&DeviceInfo) -> Option<u64> {
+    let nvml = cuda::nvml::Nvml::open().ok();
     move |facts| Some(nvml.as_ref()?.memory(facts.uuid).ok()??.free_bytes)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn free_bytes() -> impl Fn(&DeviceFacts) -> Option<u64> {
+fn free_bytes() -> impl Fn(&DeviceInfo) -> Option<u64> {
     |_| None
 }
 

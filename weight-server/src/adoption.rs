@@ -7,15 +7,14 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use memory::import::ImportError;
-use memory::lease_record::{LeaseRecord, LeaseRecordError};
+use handoff::lease_record::{LeaseRecord, LeaseRecordError};
+use handoff::pidfd;
 use memory::memfd::SealedMemfd;
-use memory::pidfd;
 use service::listen::InheritedFd;
 
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::events::AdoptedGeneration;
-use crate::held_fds::{GenerationFds, LeaseFds};
+use crate::held_fds::{GenerationFds, GenerationFdsError, LeaseFds};
 
 #[derive(Debug, Default)]
 pub(crate) struct AdoptedState {
@@ -32,7 +31,7 @@ pub(crate) enum AdoptionNote {
     #[error("generation {generation} was dropped: allocation {index} is missing")]
     MissingAllocation { generation: u64, index: usize },
     #[error("generation {generation} was dropped")]
-    Generation { generation: u64, source: ImportError },
+    Generation { generation: u64, source: GenerationFdsError },
     #[error("generation {generation} was dropped: its manifest says it is {found}")]
     WrongGeneration { generation: u64, found: u64 },
     #[error("lease {lease} was dropped")]
@@ -219,7 +218,7 @@ fn open_live_process(record: &LeaseRecord, stored: Option<OwnedFd>) -> Option<Ow
 
 #[cfg(test)]
 mod tests {
-    use memory::manifest::{Allocation, Device, Manifest};
+    use memory::manifest::{Allocation, Manifest, ManifestDevice};
 
     use super::*;
 
@@ -240,7 +239,7 @@ mod tests {
             digest: [id as u8; 32],
             generation: id,
             files: Vec::new(),
-            devices: vec![Device::host()],
+            devices: vec![ManifestDevice::host()],
             layout: 0,
             allocations: allocations
                 .iter()
@@ -252,7 +251,10 @@ mod tests {
         };
         vec![
             inherited(&format!("g{id}.a1"), owned(&allocations[1])),
-            inherited(&format!("g{id}.manifest"), owned(&manifest.to_memfd().unwrap())),
+            inherited(
+                &format!("g{id}.manifest"),
+                owned(&handoff::manifest::seal_manifest(&manifest).unwrap()),
+            ),
             inherited(&format!("g{id}.a0"), owned(&allocations[0])),
         ]
     }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memory::lease_record::LeaseRecord;
+use handoff::lease_record::LeaseRecord;
 use proto::weights::v1::Reclaim;
 use service::ByteSize;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
@@ -467,7 +467,7 @@ impl WeightServerLoop {
         let inputs = self.inputs.clone();
         let pidfd = Arc::clone(&fds.pidfd);
         let watch = tokio::spawn(async move {
-            match memory::event_loop::process_end(pidfd).await {
+            match handoff::event_loop::process_end(pidfd).await {
                 Ok(()) => {
                     inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ProcessEnded { lease })).await
                 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use memory::lease_record::LeaseRecord;
+use handoff::lease_record::LeaseRecord;
 
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::lease_table::WorkerProcess;

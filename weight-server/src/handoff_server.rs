@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use memory::event_loop::{AsyncConnection, AsyncListener};
-use memory::handoff::batches;
-use memory::pidfd;
-use memory::seqpacket::{Connection, FrameError, Listener};
+use handoff::event_loop::{AsyncConnection, AsyncListener};
+use handoff::fd_batches::fd_batches;
+use handoff::pidfd;
+use handoff::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
 use tokio::sync::{Semaphore, mpsc};
 
@@ -119,7 +119,7 @@ impl From<FrameError> for ConnectionEnd {
         match error {
             FrameError::Closed => Self::Over,
             FrameError::Malformed(_) => Self::Violation("a frame is no message of it"),
-            FrameError::Receive(memory::fd_passing::ReceiveError::TooLong { .. }) => {
+            FrameError::Receive(handoff::fd_passing::ReceiveError::TooLong { .. }) => {
                 Self::Violation("a frame is too long")
             }
             error => Self::Broken(error),
@@ -264,7 +264,7 @@ async fn deliver_descriptors(
     let all: Vec<BorrowedFd<'_>> = fds.all().collect();
     let grant = wire::Grant { lease, generation, fds: all.len() as u32 };
     send(connection, server_frame::Kind::Grant(grant)).await?;
-    for batch in batches(all.len() as u32) {
+    for batch in fd_batches(all.len() as u32) {
         let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
         let frame = ServerFrame { kind: Some(server_frame::Kind::Fds(batch)) };
         connection.send_within(BATCH_TIMEOUT, &frame, part).await?;

@@ -6,9 +6,21 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use memory::import::{ImportError, take_manifest, verify_host};
+use handoff::manifest::{SplitHandoffError, split_handoff};
+use memory::host_import::{ImportHostError, verify_host};
 use memory::manifest::{DeviceKind, Manifest};
 use memory::memfd::{MemfdError, SealedMemfd};
+
+/// Why descriptors are not the generation that their manifest describes.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GenerationFdsError {
+    #[error(transparent)]
+    Split(#[from] SplitHandoffError),
+    #[error(transparent)]
+    Host(#[from] ImportHostError),
+    #[error(transparent)]
+    Duplicate(MemfdError),
+}
 
 /// All descriptors of one generation, verified against their manifest.
 #[derive(Debug)]
@@ -19,17 +31,17 @@ pub(crate) struct GenerationFds {
 
 impl GenerationFds {
     /// Takes what a loader handed over or a FD store kept: the manifest first, then every allocation in its order.
-    pub(crate) fn verify(fds: Vec<OwnedFd>) -> Result<(Manifest, Self), ImportError> {
-        let kept = fds.first().ok_or(ImportError::NoManifest)?.try_clone();
-        let kept = kept.map_err(|source| ImportError::Map(MemfdError::OutOfFds { source }))?;
-        let (manifest, allocations) = take_manifest(fds)?;
+    pub(crate) fn verify(fds: Vec<OwnedFd>) -> Result<(Manifest, Self), GenerationFdsError> {
+        let kept = fds.first().ok_or(SplitHandoffError::NoManifest)?.try_clone();
+        let kept = kept.map_err(|source| GenerationFdsError::Duplicate(MemfdError::OutOfFds { source }))?;
+        let (manifest, allocations) = split_handoff(fds)?;
         let on_host = manifest.devices.iter().all(|device| device.kind == DeviceKind::Host);
         let allocations = if on_host {
             verify_host(&manifest, allocations)?.into_iter().map(OwnedFd::from).collect()
         } else {
             allocations
         };
-        let kept = SealedMemfd::verify(kept).map_err(|error| ImportError::Manifest(error.into()))?;
+        let kept = SealedMemfd::verify(kept).map_err(GenerationFdsError::Duplicate)?;
         Ok((manifest, Self { manifest: kept, allocations }))
     }
 

@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use memory::lease_record::LeaseRecord;
+use handoff::lease_record::LeaseRecord;
 
 use crate::events::ConnectionId;
 use crate::tokens::TokenDigest;

@@ -42,8 +42,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use handoff::seqpacket::{Listener, SocketError};
 use memory::manifest::HOST_DEVICE;
-use memory::seqpacket::{Listener, SocketError};
 use nix::fcntl::{Flock, FlockArg};
 use proto::weights::v1::weight_server_server::WeightServerServer;
 use service::listen::{InheritedFd, ListenError, inherited_fds};

@@ -12,11 +12,11 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use gguf::SplitName;
-use memory::event_loop::AsyncConnection;
-use memory::handoff::{Collector, HandoffError};
-use memory::import::ImportError;
+use handoff::event_loop::AsyncConnection;
+use handoff::fd_batches::{FdBatchError, FdCollector};
+use handoff::manifest::file_identity_to_wire;
+use handoff::seqpacket::{Connection, FrameError};
 use memory::manifest::FileIdentity;
-use memory::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{
     self as wire, LoadFailure as WireFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
 };
@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::event_loop::{InputSender, LoopInput};
 use crate::events::WeightServerEvent;
-use crate::held_fds::GenerationFds;
+use crate::held_fds::{GenerationFds, GenerationFdsError};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
 
 /// Their descriptors go to the loader on one packet.
@@ -108,9 +108,9 @@ enum LoaderSessionError {
     #[error("it broke the protocol: {what}")]
     Protocol { what: &'static str },
     #[error("its hand-off is inconsistent")]
-    Handoff(#[from] HandoffError),
+    Handoff(#[from] FdBatchError),
     #[error("what it handed over is not usable")]
-    Import(#[from] ImportError),
+    Import(#[from] GenerationFdsError),
 }
 
 pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: InputSender) -> LoaderHandle {
@@ -204,7 +204,7 @@ async fn run_session(
         }
         match frame.kind {
             Some(loader_frame::Kind::Plan(plan)) if collector.is_none() => {
-                collector = Some(Collector::new(plan.allocations.saturating_add(1))?);
+                collector = Some(FdCollector::new(plan.allocations.saturating_add(1))?);
                 let contents = contents_from_plan(&plan);
                 let available_bytes = crate::system_limits::available_bytes();
                 inputs
@@ -236,7 +236,7 @@ async fn run_session(
                 return Err(LoaderSessionError::Failed(reported_failure(failed)));
             }
             Some(loader_frame::Kind::Done(_)) => {
-                let collector = collector.filter(Collector::is_complete);
+                let collector = collector.filter(FdCollector::is_complete);
                 let collector =
                     collector.ok_or(LoaderSessionError::Protocol { what: "it was done too early" })?;
                 let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
@@ -266,7 +266,7 @@ async fn send_job(
     let frame = wire::LoadJob {
         generation: job.generation,
         model: job.model.clone(),
-        files: files.iter().map(|(identity, _)| identity.clone().into()).collect(),
+        files: files.iter().map(|(identity, _)| file_identity_to_wire(identity.clone())).collect(),
         pack: !job.one_per_tensor,
         layout: job.key.layout,
         device: job.key.device.clone(),

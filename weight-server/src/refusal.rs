@@ -1,7 +1,7 @@
 //! Why a load failed, an attach was refused, or an unload was not done: one closed enum each, with the numbers in it.
 
-use memory::handoff::PROTOCOL;
-use memory::manifest::FORMAT;
+use handoff::PROTOCOL_VERSION;
+use handoff::manifest::MANIFEST_FORMAT;
 use service::ByteSize;
 
 use crate::ledger::ReservationError;
@@ -51,12 +51,12 @@ pub(crate) enum LoadFailure {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AttachRefusal {
     #[error(
-        "hand-off protocol {found} is not spoken here, {PROTOCOL} is: use the weight-server's own executable"
+        "hand-off protocol {found} is not spoken here, {PROTOCOL_VERSION} is: use the weight-server's own executable"
     )]
     Protocol { found: u32 },
     #[error("layout {wanted} was asked for, model {model:?} has layout {held}")]
     Layout { model: String, wanted: u32, held: u32 },
-    #[error("manifests of format {FORMAT} cannot be read by a worker that knows {found}")]
+    #[error("manifests of format {MANIFEST_FORMAT} cannot be read by a worker that knows {found}")]
     ManifestFormat { found: u32 },
     #[error("model {model:?} is not on device {wanted:?}, it is on {held:?}")]
     Device { model: String, wanted: String, held: String },

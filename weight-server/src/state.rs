@@ -12,7 +12,7 @@ mod verifying;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use memory::lease_record::LeaseRecord;
+use handoff::lease_record::LeaseRecord;
 use memory::manifest::HOST_DEVICE;
 
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, VerificationState};

@@ -6,9 +6,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memory::event_loop::AsyncConnection;
-use memory::handoff::batches;
-use memory::seqpacket::{Connection, FrameError};
+use handoff::event_loop::AsyncConnection;
+use handoff::fd_batches::fd_batches;
+use handoff::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
 
 use crate::event_loop::{InputSender, LoopInput};
@@ -104,7 +104,7 @@ async fn run_session(
     let all: Vec<BorrowedFd<'_>> = fds.all().collect();
     let job = wire::VerifyJob { generation, device, fds: all.len() as u32 };
     command(connection, loader_command::Kind::Verify(job), &[]).await?;
-    for batch in batches(all.len() as u32) {
+    for batch in fd_batches(all.len() as u32) {
         let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
         command(connection, loader_command::Kind::Fds(batch), part).await?;
         match answer(connection).await? {

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use engine::{DraftModel, Drafter, Engine, Lookup};
-use memory::attach::{AttachRequest, Granted, LoadingProgress};
-use memory::lease::Lease;
+use handoff::attach::{AttachRequest, GrantedModel, LoadingProgress};
+use handoff::lease::LeaseGuard;
 use memory::manifest::Manifest;
 use models::{ModelDescription, TensorHead, WeightTable};
 use ops::Backend;
@@ -64,7 +64,7 @@ pub(crate) struct AttachedModelInfo {
 pub(crate) struct AttachedEngine<B: Backend> {
     pub(crate) engine: Engine<B>,
     /// The leases of the model and of its draft model.
-    pub(crate) leases: Vec<Arc<Lease>>,
+    pub(crate) leases: Vec<Arc<LeaseGuard>>,
     pub(crate) info: AttachedModelInfo,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct AttachedEngine<B: Backend> {
 pub(crate) fn request_grant<R: DeviceRuntime>(
     device: String,
     context: &AttachContext<'_>,
-) -> Result<Granted, WorkerAttachError> {
+) -> Result<GrantedModel, WorkerAttachError> {
     let config = context.config;
     let reserved = ReservedBytes {
         kv: config.kv_bytes.0,
@@ -85,7 +85,7 @@ pub(crate) fn request_grant<R: DeviceRuntime>(
 /// Maps the configured model and builds its engine.
 pub(crate) fn build_engine<R: DeviceRuntime>(
     runtime: &R,
-    granted: Granted,
+    granted: GrantedModel,
     mut timeline: StartupTimeline,
     context: &AttachContext<'_>,
 ) -> Result<AttachedEngine<R::Compute>, WorkerAttachError> {
@@ -159,7 +159,7 @@ struct MappedModel<R: DeviceRuntime> {
     description: ModelDescription,
     /// Dropped before the lease, as in [`AttachedEngine`].
     weights: WeightTable<R::Compute>,
-    lease: Lease,
+    lease: LeaseGuard,
     handoff: Duration,
 }
 
@@ -167,10 +167,10 @@ fn map_model<R: DeviceRuntime>(
     runtime: &R,
     config: &WorkerConfig,
     model: &str,
-    granted: Granted,
+    granted: GrantedModel,
 ) -> Result<MappedModel<R>, WorkerAttachError> {
     let attached = runtime.import(granted).map_err(|source| attach_failed(config, model, source))?;
-    let memory::attach::Attached { manifest, tensors, lease, handoff, waited: _ } = attached;
+    let handoff::attach::AttachedModel { manifest, tensors, lease, handoff, waited: _ } = attached;
     let metadata = gguf::Metadata::parse(manifest.gguf_metadata.clone())?;
     let mut weights = WeightTable::new();
     let mut heads = Vec::with_capacity(tensors.len());
@@ -203,7 +203,7 @@ fn wait_for_grant<R: DeviceRuntime>(
     model: &str,
     reserved: ReservedBytes,
     context: &AttachContext<'_>,
-) -> Result<Granted, WorkerAttachError> {
+) -> Result<GrantedModel, WorkerAttachError> {
     let request = AttachRequest {
         model: model.to_owned(),
         device,
@@ -215,7 +215,7 @@ fn wait_for_grant<R: DeviceRuntime>(
     let mut advanced_at = Instant::now();
     let mut last = None;
     loop {
-        let granted = memory::attach::take(&context.config.weights_socket, &request, |progress| {
+        let granted = handoff::attach::request_model(&context.config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
                 advanced_at = Instant::now();
                 report_progress(context.notify, model, progress);
@@ -231,18 +231,14 @@ fn wait_for_grant<R: DeviceRuntime>(
     }
 }
 
-fn attach_failed(
-    config: &WorkerConfig,
-    model: &str,
-    source: memory::attach::AttachError,
-) -> WorkerAttachError {
+fn attach_failed(config: &WorkerConfig, model: &str, source: handoff::AttachModelError) -> WorkerAttachError {
     let socket = config.weights_socket.display().to_string();
     WorkerAttachError::Attach { model: model.to_owned(), socket, source }
 }
 
 /// Whether the same request may succeed a little later.
-fn is_transient(error: &memory::attach::AttachError) -> bool {
-    use memory::attach::AttachError as E;
+fn is_transient(error: &handoff::AttachModelError) -> bool {
+    use handoff::AttachModelError as E;
     match error {
         E::Refused { reason, .. } => matches!(
             reason,

@@ -1,7 +1,7 @@
 //! Why a worker could not attach its model, and the exit code for it.
 
+use cuda::{DeviceError, OpenDriverError};
 use engine::StartError;
-use memory::cuda::{DeviceError, OpenDriverError};
 use models::{BuildModelError, WeightError};
 use ops::OpError;
 use prefix::FingerprintError;
@@ -25,7 +25,7 @@ pub enum WorkerAttachError {
     #[error("cannot create a context on the GPU {device}: see nvidia-smi, or run with --device host")]
     Context { device: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("cannot attach model {model:?} from {socket}")]
-    Attach { model: String, socket: String, source: memory::attach::AttachError },
+    Attach { model: String, socket: String, source: handoff::AttachModelError },
     #[error("the model's metadata is invalid")]
     Metadata(#[from] gguf::MetadataError),
     #[error(transparent)]
@@ -53,12 +53,12 @@ impl HasExit for WorkerAttachError {
     fn exit(&self) -> Exit {
         match self {
             WorkerAttachError::Driver(OpenDriverError::Init(_))
-            | WorkerAttachError::Device(DeviceError::Refused(_)) => Exit::Internal,
+            | WorkerAttachError::Device(DeviceError::Driver(_)) => Exit::Internal,
             WorkerAttachError::Driver(_) | WorkerAttachError::Device(_) => Exit::Usage,
             WorkerAttachError::NoRoom { .. } => Exit::OutOfResources,
             WorkerAttachError::Context { .. } => Exit::Internal,
             WorkerAttachError::Attach {
-                source: memory::attach::AttachError::Refused { reason, .. }, ..
+                source: handoff::AttachModelError::Refused { reason, .. }, ..
             } => match reason {
                 RefusalReason::UnknownModel => Exit::Usage,
                 RefusalReason::LoadFailed => Exit::ModelRefused,

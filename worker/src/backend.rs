@@ -5,7 +5,8 @@
 
 pub(crate) mod host;
 
-use memory::attach::{AttachError, Attached, Granted};
+use handoff::AttachModelError;
+use handoff::attach::{AttachedModel, GrantedModel};
 use memory::manifest::TensorEntry;
 use ops::{Backend, KvTypes, OpError, Weight};
 use prefix::{Fingerprint, FingerprintError};
@@ -41,7 +42,8 @@ pub(crate) trait DeviceRuntime: Sized {
     fn describe(&self) -> String;
 
     /// Maps the granted memory read-only. Returns each tensor's data in the manifest's order.
-    fn import(&self, granted: Granted) -> Result<Attached<Vec<TensorData<Self>>>, AttachError>;
+    fn import(&self, granted: GrantedModel)
+    -> Result<AttachedModel<Vec<TensorData<Self>>>, AttachModelError>;
 
     fn compute(&self) -> Result<Self::Compute, OpError>;
 

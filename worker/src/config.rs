@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use memory::cuda::{DeviceSelector, SelectorError};
+use cuda::{DeviceSelector, DeviceSelectorError};
 use memory::manifest::HOST_DEVICE;
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
@@ -104,17 +104,17 @@ impl From<DraftSource> for String {
 }
 
 impl FromStr for ComputeDevice {
-    type Err = SelectorError;
+    type Err = DeviceSelectorError;
 
-    fn from_str(text: &str) -> Result<Self, SelectorError> {
+    fn from_str(text: &str) -> Result<Self, DeviceSelectorError> {
         if text == HOST_DEVICE { Ok(Self::Host) } else { text.parse().map(Self::Gpu) }
     }
 }
 
 impl TryFrom<String> for ComputeDevice {
-    type Error = SelectorError;
+    type Error = DeviceSelectorError;
 
-    fn try_from(text: String) -> Result<Self, SelectorError> {
+    fn try_from(text: String) -> Result<Self, DeviceSelectorError> {
         text.parse()
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use memory::attach::Granted;
-use memory::lease::Lease;
+use handoff::attach::GrantedModel;
+use handoff::lease::LeaseGuard;
 use service::Notify;
 use tokio::sync::oneshot;
 
@@ -25,7 +25,7 @@ pub(crate) struct ServingEngine {
 /// Sent once the engine can step.
 pub(crate) struct EngineReady {
     pub(crate) engine: ServingEngine,
-    pub(crate) leases: Vec<Weak<Lease>>,
+    pub(crate) leases: Vec<Weak<LeaseGuard>>,
 }
 
 /// The inputs of the engine's thread.
@@ -42,7 +42,7 @@ impl EngineThread<'_> {
     pub(crate) fn request_grant<R: DeviceRuntime>(
         &self,
         device: String,
-    ) -> Result<Granted, WorkerAttachError> {
+    ) -> Result<GrantedModel, WorkerAttachError> {
         attach::request_grant::<R>(device, &self.attach_context())
     }
 
@@ -54,7 +54,7 @@ impl EngineThread<'_> {
     pub(crate) fn run_on<R: DeviceRuntime>(
         self,
         runtime: &R,
-        granted: Granted,
+        granted: GrantedModel,
     ) -> Result<(), WorkerRunError> {
         let AttachedEngine { engine, leases, info } =
             attach::build_engine(runtime, granted, self.timeline.clone(), &self.attach_context())?;

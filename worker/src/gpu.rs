@@ -1,7 +1,7 @@
 //! The parts of the worker that need CUDA kernels. `cfg(feature = "cuda")` stands in this file and in no other one of
 //! this crate. In a build without the feature, a worker on a GPU ends with an error that says so.
 
-use memory::cuda::DeviceSelector;
+use cuda::DeviceSelector;
 use models::{Limits, ModelDescription};
 use quant::DType;
 
@@ -22,7 +22,7 @@ pub(crate) fn run_engine(thread: EngineThread<'_>, selector: DeviceSelector) -> 
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn run_engine(_: EngineThread<'_>, _: DeviceSelector) -> Result<(), WorkerRunError> {
-    Err(crate::attach_error::WorkerAttachError::from(memory::cuda::OpenDriverError::NotBuilt).into())
+    Err(crate::attach_error::WorkerAttachError::from(cuda::OpenDriverError::NotBuilt).into())
 }
 
 /// Bytes of a KV cache on a GPU. A layout beyond 64 bits counts as `u64::MAX`: the engine refuses to create it.

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use memory::lease::{Lease, LeaseStatus};
+use handoff::lease::{LeaseGuard, LeaseStatus};
 use proto::weights::v1::RefusalReason;
 use proto::worker::v1::worker_server::WorkerServer;
 use service::{Notify, Shutdown};
@@ -176,7 +176,7 @@ fn run_engine_thread(mut thread: EngineThread<'_>) -> Result<(), WorkerRunError>
 
 /// Logs what becomes of a lease. The worker serves in every state of the lease, except that quarantined weights are an
 /// error.
-async fn watch_lease(lease: Weak<Lease>) -> Result<(), WorkerRunError> {
+async fn watch_lease(lease: Weak<LeaseGuard>) -> Result<(), WorkerRunError> {
     let mut last = LeaseStatus::Held;
     while let Some(lease) = lease.upgrade() {
         let status = lease.status();

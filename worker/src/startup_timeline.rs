@@ -116,7 +116,7 @@ pub(crate) fn milliseconds(took: Duration) -> f64 {
 fn process_age() -> Option<Duration> {
     let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
     let uptime: f64 = uptime.split_ascii_whitespace().next()?.parse().ok()?;
-    let started = memory::pidfd::start_ticks(i32::try_from(std::process::id()).ok()?)? as f64;
+    let started = handoff::pidfd::start_ticks(i32::try_from(std::process::id()).ok()?)? as f64;
     Duration::try_from_secs_f64(uptime - started / TICKS_PER_SECOND).ok()
 }
 

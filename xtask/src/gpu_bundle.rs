@@ -26,7 +26,7 @@ const ARCHS: (&str, &str) = ("BALLAST_CUDA_ARCHS", "sm_90a");
 const TESTS: [Test; 4] = [
     Test { package: "ballast", target: "end_to_end", name: "fleet-tests" },
     Test { package: "kernels", target: "gpu", name: "kernel-tests" },
-    Test { package: "memory", target: "cuda", name: "memory-tests" },
+    Test { package: "handoff", target: "cuda", name: "memory-tests" },
     Test { package: "weight-server", target: "weight_server", name: "weight-tests" },
 ];
 

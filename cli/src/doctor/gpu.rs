@@ -4,15 +4,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::cuda::{Buffer, Device as KernelDevice, Stream, loading};
-use memory::cuda::driver::{DeviceFacts, Driver};
-use memory::cuda::nvml::Nvml;
-use memory::cuda::{
-    Device, DeviceSelector, HostPages, ImportedModel, OpenDriverError, PinnedPages, WritableModel, devices,
-    open_driver,
-};
-use memory::import::take_manifest;
-use memory::manifest::{Device as ManifestDevice, DeviceKind, Manifest};
+use cuda::nvml::Nvml;
+use cuda::{Device, DeviceSelector, HostPages, OpenDriverError, PinnedBuffer, devices, open_driver};
+use cuda::{DeviceInfo, DriverApi};
+use handoff::manifest::split_handoff;
+use kernels::cuda::{Buffer, Stream, loading};
+use memory::device::{ImportedModel, WritableModel};
+use memory::manifest::{DeviceKind, Manifest, ManifestDevice};
 
 use super::hand_off::{self, ALLOCATION_BYTES, HandOffTimes};
 use super::{CheckResult, Finding, Verdict, rate};
@@ -54,7 +52,7 @@ pub(super) fn examine() -> Vec<Finding> {
     findings
 }
 
-fn version(driver: &dyn Driver, nvml: Option<&Nvml>) -> CheckResult<Finding> {
+fn version(driver: &dyn DriverApi, nvml: Option<&Nvml>) -> CheckResult<Finding> {
     let version = driver.version()?;
     let cuda = format!("{}.{}", version / 1000, version % 1000 / 10);
     let package = nvml.and_then(|nvml| nvml.driver_version().ok());
@@ -65,7 +63,7 @@ fn version(driver: &dyn Driver, nvml: Option<&Nvml>) -> CheckResult<Finding> {
     Ok(Finding::new(DRIVER, "cuda", Verdict::Ok, text).with("cuda", cuda).with("driver", package))
 }
 
-fn examine_device(driver: &Arc<dyn Driver>, nvml: Option<&Nvml>, facts: &DeviceFacts) -> Vec<Finding> {
+fn examine_device(driver: &Arc<dyn DriverApi>, nvml: Option<&Nvml>, facts: &DeviceInfo) -> Vec<Finding> {
     let part = format!("cuda:{}", facts.ordinal);
     let mut findings = vec![identity(&part, facts), sharing(&part, facts)];
     if let Some(nvml) = nvml {
@@ -78,7 +76,7 @@ fn examine_device(driver: &Arc<dyn Driver>, nvml: Option<&Nvml>, facts: &DeviceF
     findings
 }
 
-fn identity(part: &str, facts: &DeviceFacts) -> Finding {
+fn identity(part: &str, facts: &DeviceInfo) -> Finding {
     let (major, minor) = (facts.compute_capability / 10, facts.compute_capability % 10);
     let shared = if facts.integrated { ", shared with the host" } else { "" };
     let text = format!(
@@ -95,7 +93,7 @@ fn identity(part: &str, facts: &DeviceFacts) -> Finding {
         .with("integrated", facts.integrated)
 }
 
-fn sharing(part: &str, facts: &DeviceFacts) -> Finding {
+fn sharing(part: &str, facts: &DeviceInfo) -> Finding {
     let (verdict, text) = match (facts.vmm, facts.posix_fd) {
         (true, true) => (Verdict::Ok, "memory can be exported as file descriptors"),
         (false, _) => (Verdict::Failed, "no virtual memory management: weights cannot be shared on this GPU"),
@@ -106,7 +104,7 @@ fn sharing(part: &str, facts: &DeviceFacts) -> Finding {
     Finding::new(part, "sharing", verdict, text).with("vmm", facts.vmm).with("posix_fd", facts.posix_fd)
 }
 
-fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> CheckResult<Finding> {
+fn persistence(part: &str, nvml: &Nvml, facts: &DeviceInfo) -> CheckResult<Finding> {
     let on = nvml.persistence_mode(facts.uuid)?;
     Ok(if on {
         Finding::new(part, "persistence", Verdict::Ok, "persistence mode is on")
@@ -118,7 +116,7 @@ fn persistence(part: &str, nvml: &Nvml, facts: &DeviceFacts) -> CheckResult<Find
     .with("on", on))
 }
 
-fn hand_over(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> CheckResult<Finding> {
+fn hand_over(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckResult<Finding> {
     let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let hand_off = over_device(&device)?;
     let text = format!(
@@ -137,7 +135,7 @@ fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     let context = device.context()?;
     let received = hand_off::receive_from_child(&device.uuid().to_string())?;
     let started = Instant::now();
-    let (manifest, fds) = take_manifest(received.fds)?;
+    let (manifest, fds) = split_handoff(received.fds)?;
     let model = ImportedModel::import(device, &manifest, fds)?;
     let import = started.elapsed();
     for (index, tensor) in model.tensors.iter().enumerate() {
@@ -159,7 +157,7 @@ pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> CheckResult<(Manifest,
     let device = ManifestDevice {
         kind: DeviceKind::Cuda,
         id: device.uuid().to_string(),
-        compute_capability: device.facts().compute_capability,
+        compute_capability: device.info().compute_capability,
     };
     Ok((hand_off::manifest(device, &[0; ALLOCATION_BYTES.len()]), model.finish()?))
 }
@@ -169,12 +167,11 @@ pub(super) fn ring_bytes() -> usize {
     loading::ring_bytes(u64::MAX)
 }
 
-fn copy(part: &str, driver: &Arc<dyn Driver>, facts: &DeviceFacts) -> CheckResult<Finding> {
-    let memory = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
-    let device = KernelDevice::open_memory(&memory)?;
+fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckResult<Finding> {
+    let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let stream = Stream::new(&device)?;
     // As much as a load pins, and given to the device as a load gives it: what is refused here is refused there.
-    let pinned = PinnedPages::pin(&memory, HostPages::new(ring_bytes())?)?.cut(PART_BYTES);
+    let pinned = PinnedBuffer::pin(&device, HostPages::new(ring_bytes())?)?.split(PART_BYTES);
     let mut part_of_target = Buffer::new(&device, PART_BYTES)?;
     let mut to_device = || -> CheckResult<f64> {
         let started = Instant::now();

@@ -9,12 +9,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use memory::handoff::{Collector, batches};
+use handoff::fd_batches::{FdCollector, fd_batches};
+use handoff::manifest::{seal_manifest, split_handoff};
+use handoff::seqpacket::Connection;
 use memory::host::HostAllocation;
-use memory::import::{import_host, take_manifest};
-use memory::manifest::{Allocation, Device, LAYOUT_GGML, Manifest, TensorEntry};
+use memory::host_import::import_host;
+use memory::manifest::{Allocation, LAYOUT_GGML, Manifest, ManifestDevice, TensorEntry};
 use memory::memfd::SealedMemfd;
-use memory::seqpacket::Connection;
 use proto::weights::v1::FdBatch;
 use service::Exit;
 
@@ -63,9 +64,9 @@ fn send_model(arguments: &PeerArguments) -> CheckResult<()> {
         #[cfg(not(feature = "cuda"))]
         device => return Err(format!("{device} is no device of this executable").into()),
     };
-    let manifest = manifest.to_memfd()?;
+    let manifest = seal_manifest(&manifest)?;
     let fds: Vec<_> = std::iter::once(manifest.as_fd()).chain(allocations.iter().map(AsFd::as_fd)).collect();
-    for batch in batches(fds.len() as u32) {
+    for batch in fd_batches(fds.len() as u32) {
         let first = batch.first as usize;
         socket.send(&batch, &fds[first..first + batch.count as usize])?;
     }
@@ -85,11 +86,11 @@ fn load_host(seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
     }
     let inodes: Vec<u64> = memfds.iter().map(SealedMemfd::inode).collect();
     let fds = memfds.iter().map(|memfd| memfd.as_fd().try_clone_to_owned()).collect::<Result<_, _>>()?;
-    Ok((manifest(Device::host(), &inodes), fds))
+    Ok((manifest(ManifestDevice::host(), &inodes), fds))
 }
 
 /// One tensor in each allocation.
-pub(super) fn manifest(device: Device, inodes: &[u64]) -> Manifest {
+pub(super) fn manifest(device: ManifestDevice, inodes: &[u64]) -> Manifest {
     let tensor = |(allocation, bytes): (usize, u64)| TensorEntry {
         name: format!("tensor.{allocation}"),
         dtype: 0,
@@ -143,7 +144,7 @@ pub(super) fn over_host() -> CheckResult<HandOffTimes> {
         return Err("a sealed memfd took a write".into());
     }
     let started = Instant::now();
-    let (manifest, fds) = take_manifest(received.fds)?;
+    let (manifest, fds) = split_handoff(received.fds)?;
     let (tensors, _) = import_host(&manifest, fds)?;
     let import = started.elapsed();
     for (index, tensor) in tensors.iter().enumerate() {
@@ -170,7 +171,7 @@ pub(super) fn receive_from_child(device: &str) -> CheckResult<ReceivedModel> {
         .stdout(Stdio::null())
         .spawn()?;
     let _killed = KilledOnDrop(child);
-    let mut collector = Collector::new(ALLOCATION_BYTES.len() as u32 + 1)?;
+    let mut collector = FdCollector::new(ALLOCATION_BYTES.len() as u32 + 1)?;
     while !collector.is_complete() {
         let (batch, fds) = socket.receive::<FdBatch>()?;
         collector.accept(&batch, fds)?;

@@ -1,6 +1,6 @@
 //! Host memory for tensors: memfds backed by huge pages where the kernel has them, filled once, then sealed.
 //!
-//! Order of life: `HostAllocation::create` (address space only), `Backing::ensure` for each range before it is
+//! Order of life: `HostAllocation::create` (address space only), `HostBacking::ensure` for each range before it is
 //! written (so that lack of memory is an error here and not SIGBUS at a write), `seal`. Measured on a 2-core guest:
 //! touching one byte per huge page, collapsing, then filling runs at 4.5 GB/s per thread, against 1.4 GB/s for
 //! fallocate and a fill of small pages, and needs no copy into huge pages afterwards.
@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use crate::mapping::{Access, Reservation};
+use crate::mapping::{FileAccess, Reservation};
 use crate::memfd::{self, MemfdError, SealedMemfd};
 use crate::pack::GRANULE_BYTES;
 
@@ -40,17 +40,17 @@ impl HostAllocation {
         debug_assert!(bytes.is_multiple_of(GRANULE_BYTES) && bytes > 0, "pack plans whole granules");
         let file = File::from(memfd::create(name)?);
         file.set_len(bytes).map_err(|error| MemfdError::of("size", bytes, error))?;
-        let mapping = Reservation::new(&[(file.as_fd(), bytes)], Access::Write)
+        let mapping = Reservation::new(&[(file.as_fd(), bytes)], FileAccess::Write)
             .map_err(|error| MemfdError::of("map", bytes, error))?;
         Ok(Self { file, mapping, bytes })
     }
 
     /// The bytes to fill, and what makes memory stand behind them: no range may be touched before
-    /// [`Backing::ensure`] has succeeded for it.
-    pub fn parts(&mut self) -> (&mut [u8], Backing<'_>) {
+    /// [`HostBacking::ensure`] has succeeded for it.
+    pub fn parts(&mut self) -> (&mut [u8], HostBacking<'_>) {
         let (slice, start) = self.mapping.writable();
         let windows = self.bytes.div_ceil(WINDOW_BYTES);
-        let backing = Backing {
+        let backing = HostBacking {
             file: &self.file,
             start,
             bytes: self.bytes,
@@ -68,7 +68,7 @@ impl HostAllocation {
 
 /// Puts memory behind ranges of one allocation; shared by the threads that fill it.
 #[derive(Debug)]
-pub struct Backing<'a> {
+pub struct HostBacking<'a> {
     file: &'a File,
     /// Address of the mapping's first byte.
     start: usize,
@@ -77,7 +77,7 @@ pub struct Backing<'a> {
     windows: Vec<OnceLock<Result<(), i32>>>,
 }
 
-impl Backing<'_> {
+impl HostBacking<'_> {
     /// After this, writing to these bytes cannot fail for lack of memory.
     pub fn ensure(&self, offset: u64, bytes: u64) -> Result<(), MemfdError> {
         let end = offset.saturating_add(bytes).min(self.bytes);

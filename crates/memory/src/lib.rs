@@ -1,22 +1,19 @@
-//! Memory that crosses processes.
+//! A model's memory: how it is packed, allocated, described and mapped.
 //!
-//! An allocation is a file descriptor, a device and a size: sealed memfds on the host. This crate plans allocations
-//! (`pack`), makes and seals them (`host`, `memfd`), describes them (`manifest`), hands them over (`fd_passing`,
-//! `seqpacket`, `handoff`) and maps them read-only on the other side (`attach`, `import`, `mapping`). What a device's
-//! descriptor is, only `host` and `import` know; everything between carries it unseen.
+//! ```text
+//! pack      sizes of tensors -> allocations and the place of each tensor
+//! host      memfds on huge pages, filled once        device   CUDA VMM allocations, filled once
+//! memfd     seals them                                        exported as file descriptors
+//! manifest  what each descriptor holds: the plain value that travels with them
+//! host_import, mapping   read-only mappings in another process     device::ImportedModel
+//! ```
+//! This crate knows no socket and no wire format; the crate `handoff` carries descriptors and the manifest to another
+//! process.
 
-pub mod attach;
-pub mod cuda;
-pub mod event_loop;
-pub mod fd_passing;
-pub mod handoff;
+pub mod device;
 pub mod host;
-pub mod import;
-pub mod lease;
-pub mod lease_record;
+pub mod host_import;
 pub mod manifest;
 pub mod mapping;
 pub mod memfd;
 pub mod pack;
-pub mod pidfd;
-pub mod seqpacket;

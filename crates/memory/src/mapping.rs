@@ -10,17 +10,17 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
+use cuda::AddressRange;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
-use crate::cuda::AddressRange;
 use crate::memfd::{MemfdError, SealedMemfd};
 use crate::pack::GRANULE_BYTES;
 
 const ALIGNMENT: usize = GRANULE_BYTES as usize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Access {
+pub(crate) enum FileAccess {
     Read,
     Write,
 }
@@ -42,7 +42,7 @@ unsafe impl Send for Reservation {}
 unsafe impl Sync for Reservation {}
 
 impl Reservation {
-    pub(crate) fn new(files: &[(BorrowedFd<'_>, u64)], access: Access) -> io::Result<Self> {
+    pub(crate) fn new(files: &[(BorrowedFd<'_>, u64)], access: FileAccess) -> io::Result<Self> {
         let out_of_range = || io::Error::from(Errno::ENOMEM);
         let mut total = ALIGNMENT;
         let mut lengths = Vec::with_capacity(files.len());
@@ -97,30 +97,30 @@ unsafe fn map_fixed(
     at: usize,
     length: NonZeroUsize,
     fd: BorrowedFd<'_>,
-    access: Access,
+    access: FileAccess,
 ) -> io::Result<NonNull<u8>> {
     let protection = match access {
-        Access::Read => ProtFlags::PROT_READ,
-        Access::Write => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+        FileAccess::Read => ProtFlags::PROT_READ,
+        FileAccess::Write => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
     };
     let map = |sharing| {
         // SAFETY: the caller vouches for the range.
         unsafe { mmap(NonZeroUsize::new(at), length, protection, sharing | MapFlags::MAP_FIXED, fd, 0) }
     };
     let mapped = match map(MapFlags::MAP_SHARED) {
-        Err(Errno::EPERM) if access == Access::Read => map(MapFlags::MAP_PRIVATE),
+        Err(Errno::EPERM) if access == FileAccess::Read => map(MapFlags::MAP_PRIVATE),
         result => result,
     };
     Ok(mapped?.cast())
 }
 
 /// Keeps one allocation's view, and with it the whole reservation, alive inside `Bytes`.
-struct View {
+struct MappedFile {
     reservation: Arc<Reservation>,
     part: usize,
 }
 
-impl AsRef<[u8]> for View {
+impl AsRef<[u8]> for MappedFile {
     fn as_ref(&self) -> &[u8] {
         let (pointer, length) = self.reservation.parts[self.part];
         // SAFETY: mapped readable for `length` bytes as long as the reservation lives, over a file that is sealed
@@ -131,23 +131,23 @@ impl AsRef<[u8]> for View {
 
 /// Tells whether a model is still mapped in this process.
 #[derive(Debug, Clone)]
-pub struct MappingWatch(Range);
+pub struct MappingWatch(WatchedMapping);
 
 #[derive(Debug, Clone)]
-enum Range {
+enum WatchedMapping {
     Host(Weak<Reservation>),
     Device(Weak<AddressRange>),
 }
 
 impl MappingWatch {
-    pub(crate) fn device(range: Weak<AddressRange>) -> Self {
-        Self(Range::Device(range))
+    pub(crate) fn of_device(range: Weak<AddressRange>) -> Self {
+        Self(WatchedMapping::Device(range))
     }
 
     pub fn is_unmapped(&self) -> bool {
         match &self.0 {
-            Range::Host(range) => range.strong_count() == 0,
-            Range::Device(range) => range.strong_count() == 0,
+            WatchedMapping::Host(range) => range.strong_count() == 0,
+            WatchedMapping::Device(range) => range.strong_count() == 0,
         }
     }
 }
@@ -157,12 +157,12 @@ pub fn map_all(memfds: &[SealedMemfd]) -> Result<(Vec<Bytes>, MappingWatch), Mem
     let files: Vec<_> = memfds.iter().map(|memfd| (memfd.as_fd(), memfd.bytes())).collect();
     let total = memfds.iter().map(SealedMemfd::bytes).sum();
     let reservation = Arc::new(
-        Reservation::new(&files, Access::Read).map_err(|error| MemfdError::of("map", total, error))?,
+        Reservation::new(&files, FileAccess::Read).map_err(|error| MemfdError::of("map", total, error))?,
     );
     let views = (0..files.len())
-        .map(|part| Bytes::from_owner(View { reservation: Arc::clone(&reservation), part }))
+        .map(|part| Bytes::from_owner(MappedFile { reservation: Arc::clone(&reservation), part }))
         .collect();
-    Ok((views, MappingWatch(Range::Host(Arc::downgrade(&reservation)))))
+    Ok((views, MappingWatch(WatchedMapping::Host(Arc::downgrade(&reservation)))))
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub enum Packing {
 
 /// Where one tensor lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placement {
+pub struct TensorPlacement {
     pub allocation: usize,
     pub offset: u64,
 }
@@ -43,7 +43,7 @@ pub struct PackPlan {
     /// Bytes of each allocation, whole granules.
     pub allocations: Vec<u64>,
     /// In the order of the tensors given.
-    pub placements: Vec<Placement>,
+    pub placements: Vec<TensorPlacement>,
     pub tensor_bytes: u64,
 }
 
@@ -92,13 +92,13 @@ impl PackPlan {
         self.allocation_bytes() - self.tensor_bytes
     }
 
-    fn place_alone(&mut self, bytes: u64) -> Placement {
+    fn place_alone(&mut self, bytes: u64) -> TensorPlacement {
         // An empty tensor needs a place too.
         self.allocations.push(bytes.max(1));
-        Placement { allocation: self.allocations.len() - 1, offset: 0 }
+        TensorPlacement { allocation: self.allocations.len() - 1, offset: 0 }
     }
 
-    fn place_in_slab(&mut self, bytes: u64, slab: &mut Option<usize>, budget: &mut u64) -> Placement {
+    fn place_in_slab(&mut self, bytes: u64, slab: &mut Option<usize>, budget: &mut u64) -> TensorPlacement {
         let end = slab.map_or(0, |index| self.allocations[index]);
         let mut offset = end.next_multiple_of(SLAB_ALIGNMENT_BYTES);
         // A large tensor starts on a granule where that is affordable: huge pages and wide loads like it.
@@ -110,7 +110,7 @@ impl PackPlan {
         match *slab {
             Some(index) if offset + bytes <= SLAB_BYTES => {
                 self.allocations[index] = offset + bytes;
-                Placement { allocation: index, offset }
+                TensorPlacement { allocation: index, offset }
             }
             _ => {
                 let placement = self.place_alone(bytes);
@@ -215,7 +215,7 @@ mod tests {
     fn whole_granules_get_allocations_of_their_own() {
         let plan = check(&[64 * MIB, 100, 32 * MIB, 100], Packing::Slabs);
         assert_eq!(plan.allocations, [64 * MIB, 2 * MIB, 32 * MIB]);
-        assert_eq!(plan.placements[3], Placement { allocation: 1, offset: 256 });
+        assert_eq!(plan.placements[3], TensorPlacement { allocation: 1, offset: 256 });
     }
 
     #[test]

@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use cuda::{Device, HostPages, PinnedBuffer};
 use kernels::cuda::checksum::PIECE_BYTES;
 use kernels::cuda::loading::{
     ModelUpload, PART_BYTES, StagingRing, TensorDestination, TensorPart, ring_bytes,
 };
-use memory::cuda::{Device, DeviceSelector, HostPages, PinnedPages, WritableModel};
+use memory::device::WritableModel;
 use memory::pack::{PackPlan, Packing};
 use quant::DType;
 use quant::layout::{TILE_ROWS, Tiles};
@@ -18,13 +19,9 @@ use crate::random::TestRng;
 
 const NO_PATIENCE: Duration = Duration::ZERO;
 
-fn device(gpu: &TestGpu) -> anyhow::Result<Device> {
-    Ok(Device::open(memory::cuda::open_driver()?, DeviceSelector::Uuid(gpu.device.uuid()))?)
-}
-
-fn ring(gpu: &TestGpu, device: &Device) -> anyhow::Result<StagingRing> {
+fn ring(gpu: &TestGpu) -> anyhow::Result<StagingRing> {
     let pages = HostPages::new(ring_bytes(u64::MAX))?;
-    Ok(StagingRing::new(&gpu.device, PinnedPages::pin(device, pages)?)?)
+    Ok(StagingRing::new(&gpu.device, PinnedBuffer::pin(&gpu.device, pages)?)?)
 }
 
 fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<TensorDestination>)> {
@@ -33,7 +30,7 @@ fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Ten
     for bytes in &mut plan.allocations {
         *bytes = device.allocated_bytes(*bytes).context("too large")?;
     }
-    let destination = |(place, tiles): (&memory::pack::Placement, &Tiles)| TensorDestination {
+    let destination = |(place, tiles): (&memory::pack::TensorPlacement, &Tiles)| TensorDestination {
         allocation: place.allocation,
         offset: place.offset,
         tiles: *tiles,
@@ -61,8 +58,7 @@ fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
 }
 
 pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow::Result<()> {
-    let device = device(gpu)?;
-    let context = device.context()?;
+    let context = gpu.device.context()?;
     let shapes = [
         (DType::Q4_K, 4096, 3001),
         (DType::F32, 777, 1),
@@ -77,10 +73,10 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow:
         .into_iter()
         .map(|(dtype, cols, rows)| Tiles::new(dtype, cols, rows))
         .collect::<Result<_, _>>()?;
-    let ring = ring(gpu, &device)?;
+    let ring = ring(gpu)?;
     // Parts of less than a piece too: a piece is then carried over several times.
     for limit in [PART_BYTES, 3 << 20, 200_000] {
-        let (plan, destinations) = plan(&device, &tensors)?;
+        let (plan, destinations) = plan(&gpu.device, &tensors)?;
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
         let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
         let mut raws = Vec::new();
@@ -108,12 +104,11 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow:
 }
 
 pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &TestGpu) -> anyhow::Result<()> {
-    let device = device(gpu)?;
-    let context = device.context()?;
+    let context = gpu.device.context()?;
     let tensors = [Tiles::new(DType::Q8_0, 1024, 64)?];
-    let (plan, destinations) = plan(&device, &tensors)?;
+    let (plan, destinations) = plan(&gpu.device, &tensors)?;
     let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
-    let ring = ring(gpu, &device)?;
+    let ring = ring(gpu)?;
     let outside = TensorDestination { offset: plan.allocations[0], ..destinations[0] };
     ensure!(
         ModelUpload::new(&gpu.device, &ring, &mut model, &[outside]).is_err(),
@@ -139,15 +134,14 @@ pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &TestGpu) -> a
 
 /// Slots that are full already: what the device does without anybody reading.
 pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
-    let device = device(gpu)?;
-    let context = device.context()?;
+    let context = gpu.device.context()?;
     for dtype in [DType::Q4_K, DType::Q8_0, DType::F16] {
         // Of the size of an 8B model's matrices.
         let tensors = vec![Tiles::new(dtype, 4096, 12_288)?; 96];
         let bytes: usize = tensors.iter().map(Tiles::raw_bytes).sum();
-        let (plan, destinations) = plan(&device, &tensors)?;
+        let (plan, destinations) = plan(&gpu.device, &tensors)?;
         let started = Instant::now();
-        let ring = ring(gpu, &device)?;
+        let ring = ring(gpu)?;
         let pinned = started.elapsed();
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
         let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;

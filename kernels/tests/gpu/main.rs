@@ -47,17 +47,18 @@ mod throughput;
 
 #[cfg(feature = "cuda")]
 fn main() -> anyhow::Result<()> {
-    use kernels::cuda::{CudaError, Device, Stream};
+    use cuda::{Device, DeviceSelector, OpenDriverError, Stream};
     let mut arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
     let mode = arguments.next().unwrap_or_else(|| "tests".to_owned());
     let filter = arguments.next().unwrap_or_default();
-    let device = match Device::open(0) {
-        Err(error @ (CudaError::NoDriver | CudaError::NoDevice { .. })) => {
+    let driver = match cuda::open_driver() {
+        Err(error @ (OpenDriverError::NoDriver | OpenDriverError::NoDevice)) => {
             println!("SKIPPED: every test of the CUDA kernels: {error}");
             return Ok(());
         }
-        device => device?,
+        driver => driver?,
     };
+    let device = Device::open(driver, DeviceSelector::Ordinal(0))?;
     let stream = Stream::new(&device)?;
     let gpu = TestGpu { device, stream, small: mode == "small" };
     match mode.as_str() {

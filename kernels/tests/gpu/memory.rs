@@ -52,7 +52,8 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     let (preset, mix, types, step_tokens) = cases().nth(index.parse()?).context("no such case")?;
     let limits = Limits { rows_max: step_tokens, outputs_max: 77 };
     let weights = weights(gpu, preset, mix)?;
-    let before = gpu.device.memory_free_bytes()?;
+    let free_bytes = || gpu.device.context()?.memory_info().map(|info| info.free_bytes);
+    let before = free_bytes()?;
     let mut cuda = Cuda::new(&gpu.device)?;
     let mut model = build(&metadata(preset)?, weights, &mut cuda, limits)?;
     let layers = model.kv_layers(&KvTypes::default());
@@ -70,7 +71,7 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
             parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
         }
     }
-    let taken = before.saturating_sub(gpu.device.memory_free_bytes()?) as u64 - kv.mapped_bytes();
+    let taken = before.saturating_sub(free_bytes()?) - kv.mapped_bytes();
     let (counted, predicted) = (cuda.device_bytes(), predict_device_bytes(&shape(preset, mix, limits)?));
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
     let parts = |of: &DeviceBytes| [of.tensors, of.scratch, of.graphs, of.modules, of.total()];

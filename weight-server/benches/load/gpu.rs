@@ -6,8 +6,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use memory::attach::{AttachRequest, take};
-use memory::cuda::{Device, DeviceSelector};
+use cuda::{Device, DeviceSelector};
+use handoff::attach::{AttachRequest, request_model};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{LoadRequest, UnloadRequest};
 use quant::DType;
@@ -23,7 +23,7 @@ const TENSORS: u64 = 160;
 const ROUNDS: usize = 5;
 
 pub(crate) fn run(model: Option<PathBuf>) {
-    let opened = memory::cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
+    let opened = cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
         Device::open(driver, DeviceSelector::Ordinal(0)).map_err(|error| error.to_string())
     });
     let device = match opened {
@@ -87,7 +87,7 @@ async fn once(
         workspace_bytes: 0,
     };
     let (socket, device) = (directory.join("weights.sock"), device.clone());
-    let attach = move || take(&socket, &asked, |_| {}).unwrap().import_cuda(&device).unwrap();
+    let attach = move || request_model(&socket, &asked, |_| {}).unwrap().import_cuda(&device).unwrap();
     let attached = tokio::task::spawn_blocking(attach).await.unwrap();
     println!(
         "GPU from {name}: {:.2} GB in {took:.2?} = {:.1} GB/s with everything; {} allocations attached in {:.2?} + {:.2?}",

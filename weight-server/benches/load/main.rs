@@ -13,7 +13,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memory::attach::{AttachRequest, attach};
+use handoff::attach::{AttachRequest, attach};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{Generation, LoadRequest, UnloadRequest, load_event};
 use quant::DType;

@@ -18,14 +18,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use cuda::{Context, Device, DeviceSelector, DeviceUuid, HostPages, PinnedBuffer};
 use kernels::cuda::loading::{
     self, EDGE_BYTES, HostSlot, ModelChecksums, ModelUpload, STAGING_BYTES, StagingRing, TensorDestination,
     TensorPart, ring_bytes,
 };
-use memory::cuda::{
-    Context, Device, DeviceSelector, DeviceTensor, DeviceUuid, HostPages, ImportedModel, PinnedPages,
-    WritableModel,
-};
+use memory::device::{DeviceTensor, ImportedModel, WritableModel};
 use memory::manifest::{self, DeviceKind, FileIdentity, Manifest};
 
 use super::file_parts::FilePart;
@@ -45,7 +43,6 @@ const _: () = assert!(file_reader::EDGE_BYTES == EDGE_BYTES);
 /// A GPU with a context of this process.
 pub(super) struct GpuContext {
     context: Context,
-    kernels: kernels::cuda::Device,
 }
 
 /// A GPU that a model is to be loaded onto.
@@ -62,11 +59,9 @@ type ReadResult = Result<(usize, HostSlot, TensorPart), GpuLoadError>;
 impl GpuContext {
     /// Loads the driver and makes the context: devices are opened, threads started, so this comes before the sandbox.
     pub(super) fn open(uuid: DeviceUuid) -> Result<Self, GpuLoadError> {
-        let driver = memory::cuda::open_driver()?;
+        let driver = cuda::open_driver()?;
         let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
-        let context = device.context()?;
-        let kernels = kernels::cuda::Device::open_memory(&device)?;
-        Ok(Self { context, kernels })
+        Ok(Self { context: device.context()? })
     }
 
     pub(super) fn import(
@@ -79,7 +74,7 @@ impl GpuContext {
 
     /// Checksums of the chunks of each tensor, as they are now.
     pub(super) fn sums(&self, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, GpuLoadError> {
-        Ok(loading::verify(&self.kernels, tensors)?)
+        Ok(loading::verify(self.context.device(), tensors)?)
     }
 }
 
@@ -96,8 +91,8 @@ impl GpuLoadTarget {
         let gpu = gpu?;
         let driver = started.elapsed();
         debug_assert!(ring_bytes(bytes) as u64 <= PINNED_BYTES, "was reserved");
-        let pinned = PinnedPages::pin(gpu.context.device(), pages.map_err(GpuLoadError::Pages)?)?;
-        let ring = StagingRing::new(&gpu.kernels, pinned)?;
+        let pinned = PinnedBuffer::pin(gpu.context.device(), pages.map_err(GpuLoadError::Pages)?)?;
+        let ring = StagingRing::new(gpu.context.device(), pinned)?;
         tracing::info!(
             driver_ms = driver.as_millis() as u64,
             pin_ms = (started.elapsed() - driver).as_millis() as u64,
@@ -107,9 +102,9 @@ impl GpuLoadTarget {
         Ok(Self { ring, pinned_bytes: ring_bytes(bytes) as u64, direct, gpu })
     }
 
-    pub(super) fn entry(&self) -> manifest::Device {
-        let facts = self.gpu.context.device().facts();
-        manifest::Device {
+    pub(super) fn entry(&self) -> manifest::ManifestDevice {
+        let facts = self.gpu.context.device().info();
+        manifest::ManifestDevice {
             kind: DeviceKind::Cuda,
             id: facts.uuid.to_string(),
             compute_capability: facts.compute_capability,
@@ -123,7 +118,7 @@ impl GpuLoadTarget {
     /// What a load takes until it is done, of the device beside the model and of the host.
     pub(super) fn needs(&self, plan: &LoadPlan) -> (u64, u64) {
         let staging = CONTEXT_BYTES + STAGING_BYTES;
-        let shared = if self.gpu.context.device().facts().integrated {
+        let shared = if self.gpu.context.device().info().integrated {
             plan.pack.allocation_bytes().saturating_add(staging)
         } else {
             0
@@ -168,7 +163,7 @@ impl GpuLoadTarget {
         progress: &ReadProgress,
         started: Instant,
     ) -> Result<FilledAllocations<OwnedFd>, GpuLoadError> {
-        let GpuContext { context, kernels } = &self.gpu;
+        let GpuContext { context } = &self.gpu;
         let mut model = WritableModel::allocate(context, &plan.pack.allocations, ALLOCATION_RETRY_TIMEOUT)?;
         let destinations: Vec<TensorDestination> = plan
             .pack
@@ -181,7 +176,7 @@ impl GpuLoadTarget {
                 tiles: *tiles,
             })
             .collect();
-        let mut upload = ModelUpload::new(kernels, &self.ring, &mut model, &destinations)?;
+        let mut upload = ModelUpload::new(context.device(), &self.ring, &mut model, &destinations)?;
         let allocated = started.elapsed();
         submit_all(&mut upload, plan, arrivals, progress)?;
         let read = started.elapsed();
@@ -214,7 +209,7 @@ impl GpuLoadTarget {
         filled: &Sender<ReadResult>,
     ) {
         // Whoever receives stops at the first failure: a second one has nobody to go to.
-        if let Err(error) = self.gpu.kernels.bind() {
+        if let Err(error) = self.gpu.context.bind() {
             let _ = filled.send(Err(error.into()));
             return;
         }

@@ -1,7 +1,8 @@
 //! What can go wrong between a loader and a GPU, with and without CUDA in the build.
 
-use memory::cuda::driver::Refusal;
-use memory::cuda::{AllocateError, DeviceError, FinishError, ImportModelError, OpenDriverError, PinError};
+use cuda::DriverError;
+use cuda::{DeviceError, OpenDriverError, PinError};
+use memory::device::{AllocateError, FinishError, ImportModelError};
 
 use super::host_reader::TensorReadError;
 
@@ -12,7 +13,7 @@ pub(super) enum GpuLoadError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("the GPU gives no context")]
-    Context(#[from] Refusal),
+    Context(#[from] DriverError),
     #[cfg(feature = "cuda")]
     #[error("there is no host memory to copy from")]
     Pages(#[source] std::io::Error),

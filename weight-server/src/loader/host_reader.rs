@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use memory::host::{Backing, HostAllocation, WINDOW_BYTES};
+use memory::host::{HostAllocation, HostBacking, WINDOW_BYTES};
 use memory::memfd::MemfdError;
 use memory::pack::PackPlan;
 
@@ -64,7 +64,7 @@ struct ReadRange<'a> {
     start: u64,
     memory: &'a mut [u8],
     chunks: &'a mut [u128],
-    backing: &'a Backing<'a>,
+    backing: &'a HostBacking<'a>,
     /// Of `memory` in its allocation.
     at: u64,
 }
@@ -80,7 +80,7 @@ pub(crate) fn read_all(
 ) -> Result<Vec<Vec<u128>>, TensorReadError> {
     let mut chunks: Vec<Vec<u128>> =
         sources.iter().map(|source| vec![0; (source.bytes as usize).div_ceil(CHUNK_BYTES)]).collect();
-    let (memories, backings): (Vec<&mut [u8]>, Vec<Backing<'_>>) =
+    let (memories, backings): (Vec<&mut [u8]>, Vec<HostBacking<'_>>) =
         allocations.iter_mut().map(HostAllocation::parts).unzip();
     let ranges = Mutex::new(split_into_ranges(sources, plan, memories, &backings, &mut chunks).into_iter());
     let failure = Mutex::new(None);
@@ -119,7 +119,7 @@ fn split_into_ranges<'a>(
     sources: &'a [TensorSource],
     plan: &PackPlan,
     memories: Vec<&'a mut [u8]>,
-    backings: &'a [Backing<'a>],
+    backings: &'a [HostBacking<'a>],
     chunks: &'a mut [Vec<u128>],
 ) -> Vec<ReadRange<'a>> {
     // In the order of the memory, so that slices can be split off one after the other.

@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use gguf::GgufModel;
+use handoff::manifest::seal_manifest;
 use memory::host::HostAllocation;
-use memory::manifest::{Allocation, Device, FileIdentity, Manifest, TensorEntry};
+use memory::manifest::{Allocation, FileIdentity, Manifest, ManifestDevice, TensorEntry};
 use memory::memfd::{MemfdError, SealedMemfd};
 use memory::pack::{PackError, PackPlan, Packing};
 use quant::layout::{LayoutError, Tiles};
@@ -199,9 +200,12 @@ impl PreparedLoad {
                     inode: memfd.inode(),
                 };
                 let entries = sealed.iter().map(entry).collect();
-                let manifest = self.manifest(Device::host(), entries, &raw, &laid_out);
+                let manifest = self.manifest(ManifestDevice::host(), entries, &raw, &laid_out);
                 let allocations = sealed.into_iter().map(OwnedFd::from).collect();
-                Ok(LoadedModel { manifest: manifest.to_memfd().map_err(ModelLoadError::Seal)?, allocations })
+                Ok(LoadedModel {
+                    manifest: seal_manifest(&manifest).map_err(ModelLoadError::Seal)?,
+                    allocations,
+                })
             }
             LoadTarget::Gpu(gpu) => {
                 let filled = gpu.fill(&self.plan, files, self.job.threads, progress);
@@ -210,7 +214,10 @@ impl PreparedLoad {
                 let entry = |&bytes: &u64| Allocation { device: 0, bytes, inode: 0 };
                 let entries = self.plan.pack.allocations.iter().map(entry).collect();
                 let manifest = self.manifest(gpu.entry(), entries, &raw, &laid_out);
-                Ok(LoadedModel { manifest: manifest.to_memfd().map_err(ModelLoadError::Seal)?, allocations })
+                Ok(LoadedModel {
+                    manifest: seal_manifest(&manifest).map_err(ModelLoadError::Seal)?,
+                    allocations,
+                })
             }
         }
     }
@@ -235,7 +242,7 @@ impl PreparedLoad {
 
     fn manifest(
         &self,
-        device: Device,
+        device: ManifestDevice,
         allocations: Vec<Allocation>,
         raw: &[Vec<u128>],
         laid_out: &[Vec<u128>],

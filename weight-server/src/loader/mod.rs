@@ -36,12 +36,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use memory::cuda::{AllocateError, PinError};
-use memory::handoff::batches;
+use cuda::PinError;
+use handoff::fd_batches::fd_batches;
+use handoff::manifest::file_identity_from_wire;
+use handoff::seqpacket::{Connection, FrameError};
+use memory::device::AllocateError;
 use memory::manifest::FileIdentity;
 use memory::memfd::MemfdError;
 use memory::pack::Packing;
-use memory::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{
     self as wire, LoadFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
 };
@@ -179,7 +181,7 @@ fn load(
 fn hand_over(connection: &Connection, loaded: &LoadedModel) -> Result<(), LoaderError> {
     let allocations = loaded.allocations.iter().map(AsFd::as_fd);
     let all: Vec<BorrowedFd<'_>> = std::iter::once(loaded.manifest.as_fd()).chain(allocations).collect();
-    for batch in batches(all.len() as u32) {
+    for batch in fd_batches(all.len() as u32) {
         let part = &all[batch.first as usize..(batch.first + batch.count) as usize];
         send(connection, loader_frame::Kind::Fds(batch), part)?;
         match command(connection)? {
@@ -226,7 +228,7 @@ fn unexpected(expected: &'static str, found: &loader_command::Kind) -> LoaderErr
 
 /// The files with what the weight-server saw of them; none where they are not as many.
 fn with_identities(job: &wire::LoadJob, files: Vec<OwnedFd>) -> Option<Vec<(FileIdentity, File)>> {
-    let identities = job.files.iter().cloned().map(FileIdentity::from);
+    let identities = job.files.iter().cloned().map(file_identity_from_wire);
     (files.len() == job.files.len()).then(|| identities.zip(files.into_iter().map(File::from)).collect())
 }
 
@@ -289,7 +291,7 @@ fn gpu_failure(error: &GpuLoadError) -> LoadFailure {
         GpuLoadError::Driver(_) | GpuLoadError::Device(_) => LoadFailure::Unsupported,
         GpuLoadError::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
         GpuLoadError::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. })
-        | GpuLoadError::Pin(PinError::Refused { .. }) => LoadFailure::OutOfMemory,
+        | GpuLoadError::Pin(PinError::Driver { .. }) => LoadFailure::OutOfMemory,
         #[cfg(feature = "cuda")]
         GpuLoadError::Pages(_) => LoadFailure::OutOfMemory,
         GpuLoadError::Read(error) => read_failure(error),

@@ -4,8 +4,9 @@ use std::convert::Infallible;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 
-use memory::cuda::{DeviceTensor, DeviceUuid, OpenDriverError};
-use memory::manifest::{Device, FileIdentity, Manifest};
+use cuda::{DeviceUuid, OpenDriverError};
+use memory::device::DeviceTensor;
+use memory::manifest::{FileIdentity, Manifest, ManifestDevice};
 
 use super::gpu_error::GpuLoadError;
 use super::host_reader::{OpenModelFile, ReadProgress};
@@ -37,7 +38,7 @@ impl GpuLoadTarget {
         Err(GpuLoadError::Driver(OpenDriverError::NotBuilt))
     }
 
-    pub(super) fn entry(&self) -> Device {
+    pub(super) fn entry(&self) -> ManifestDevice {
         match self.0 {}
     }
 

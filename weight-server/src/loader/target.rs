@@ -2,7 +2,7 @@
 
 use std::fs::File;
 
-use memory::cuda::DeviceUuid;
+use cuda::DeviceUuid;
 use memory::manifest::{FileIdentity, HOST_DEVICE};
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES};
 

@@ -9,10 +9,10 @@
 //! ```
 //! The driver checks what a descriptor is and whether its size is the manifest's; the checksums, whether the bytes are.
 
-use memory::handoff::{Collector, HandoffError};
-use memory::import::{ImportError, take_manifest};
+use handoff::fd_batches::{FdBatchError, FdCollector};
+use handoff::manifest::{SplitHandoffError, split_handoff};
+use handoff::seqpacket::Connection;
 use memory::manifest::Manifest;
-use memory::seqpacket::Connection;
 use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
 
@@ -31,9 +31,9 @@ enum VerifyError {
     #[error(transparent)]
     Gpu(#[from] GpuLoadError),
     #[error("the hand-off is inconsistent")]
-    Handoff(#[from] HandoffError),
+    Handoff(#[from] FdBatchError),
     #[error("the generation cannot be read")]
-    Import(#[from] ImportError),
+    Import(#[from] SplitHandoffError),
     #[error(transparent)]
     Loader(#[from] LoaderError),
 }
@@ -53,7 +53,7 @@ pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), 
 fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
     let gpu = open_gpu(&job.device)?;
     sandbox::enter(SandboxProfile::Gpu).map_err(LoaderError::Sandbox)?;
-    let mut collector = Collector::new(job.fds)?;
+    let mut collector = FdCollector::new(job.fds)?;
     while !collector.is_complete() {
         match command(connection)? {
             (loader_command::Kind::Fds(batch), fds) => {
@@ -63,7 +63,7 @@ fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verifie
             (other, _) => return Err(unexpected("descriptors", &other).into()),
         }
     }
-    let (manifest, fds) = take_manifest(collector.into_fds())?;
+    let (manifest, fds) = split_handoff(collector.into_fds())?;
     let tensors = gpu.import(&manifest, fds)?;
     Ok(compare(&manifest, &gpu.sums(&tensors)?))
 }
@@ -84,7 +84,7 @@ fn compare(manifest: &Manifest, chunks: &[Vec<u128>]) -> wire::Verified {
 
 #[cfg(test)]
 mod tests {
-    use memory::manifest::{Allocation, Device, DeviceKind, TensorEntry};
+    use memory::manifest::{Allocation, DeviceKind, ManifestDevice, TensorEntry};
 
     use super::*;
 
@@ -108,7 +108,11 @@ mod tests {
             digest: [0; 32],
             generation: 1,
             files: Vec::new(),
-            devices: vec![Device { kind: DeviceKind::Cuda, id: "GPU-1".to_owned(), compute_capability: 90 }],
+            devices: vec![ManifestDevice {
+                kind: DeviceKind::Cuda,
+                id: "GPU-1".to_owned(),
+                compute_capability: 90,
+            }],
             layout: 1,
             allocations: vec![Allocation { device: 0, bytes: 2 << 20, inode: 0 }],
             tensors: (0..40).map(tensor).collect(),

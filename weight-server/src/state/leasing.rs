@@ -1,7 +1,7 @@
 //! Leases: how workers get them, claim them anew, and lose them. `lease_table` has the picture.
 
-use memory::handoff::PROTOCOL;
-use memory::manifest::FORMAT;
+use handoff::PROTOCOL_VERSION;
+use handoff::manifest::MANIFEST_FORMAT;
 
 use super::{MAX_CLIENTS, MAX_LEASES_PER_PROCESS, WeightServerState};
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase};
@@ -77,7 +77,7 @@ impl WeightServerState {
         if !self.uids.contains(&peer.uid) {
             return Err(AttachRefusal::PeerUid { uid: peer.uid });
         }
-        if params.protocol != PROTOCOL {
+        if params.protocol != PROTOCOL_VERSION {
             return Err(AttachRefusal::Protocol { found: params.protocol });
         }
         let token = if self.tokens.required() {
@@ -88,7 +88,7 @@ impl WeightServerState {
             None
         };
         // A worker reads its own format and the one before.
-        if !(FORMAT..=FORMAT + 1).contains(&params.manifest_format) {
+        if !(MANIFEST_FORMAT..=MANIFEST_FORMAT + 1).contains(&params.manifest_format) {
             return Err(AttachRefusal::ManifestFormat { found: params.manifest_format });
         }
         let leases = self.leases.count_of_process(peer);
@@ -160,7 +160,7 @@ impl WeightServerState {
         if self.shutting_down {
             return Err(AttachRefusal::ShuttingDown);
         }
-        if protocol != PROTOCOL {
+        if protocol != PROTOCOL_VERSION {
             return Err(AttachRefusal::Protocol { found: protocol });
         }
         let digest = token_digest(token);

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use bytes::Bytes;
-use memory::handoff::PROTOCOL;
-use memory::manifest::{FORMAT, FileIdentity};
+use handoff::PROTOCOL_VERSION;
+use handoff::manifest::MANIFEST_FORMAT;
+use memory::manifest::FileIdentity;
 
 mod devices;
 mod random;
@@ -76,9 +77,9 @@ fn peer(pid: i32) -> WorkerProcess {
 
 fn ask(model: &str) -> AttachParams {
     AttachParams {
-        protocol: PROTOCOL,
+        protocol: PROTOCOL_VERSION,
         layout: 0,
-        manifest_format: FORMAT,
+        manifest_format: MANIFEST_FORMAT,
         device: HOST.to_owned(),
         model: model.to_owned(),
         token: Bytes::new(),
@@ -337,7 +338,7 @@ fn broken_connection_keeps_the_row_until_the_process_ends() {
     let reclaim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(9),
         peer: peer(5),
-        protocol: PROTOCOL,
+        protocol: PROTOCOL_VERSION,
         generation: 1,
         lease,
         token: Bytes::new(),
@@ -377,7 +378,7 @@ fn reclaim_needs_the_same_process_user_token_and_generation() {
             WeightServerEvent::ReclaimRequested {
                 connection,
                 peer,
-                protocol: PROTOCOL,
+                protocol: PROTOCOL_VERSION,
                 generation,
                 lease: 1,
                 token,

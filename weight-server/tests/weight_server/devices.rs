@@ -1,7 +1,7 @@
 //! GPUs, as far as they can be had without one: what is refused, and what is kept of an earlier incarnation.
 
-use memory::attach::{AttachRequest, take};
-use memory::manifest::{Allocation, Device, DeviceKind, Manifest};
+use handoff::attach::{AttachRequest, request_model};
+use memory::manifest::{Allocation, DeviceKind, Manifest, ManifestDevice};
 use memory::memfd::SealedMemfd;
 use proto::weights::v1 as wire;
 
@@ -68,14 +68,18 @@ fn put_generation(server: &TestServer) {
         digest: [3; 32],
         generation: 5,
         files: Vec::new(),
-        devices: vec![Device { kind: DeviceKind::Cuda, id: ABSENT.to_owned(), compute_capability: 90 }],
+        devices: vec![ManifestDevice {
+            kind: DeviceKind::Cuda,
+            id: ABSENT.to_owned(),
+            compute_capability: 90,
+        }],
         layout: 1,
         allocations: [4096, 8192].map(|bytes| Allocation { device: 0, bytes, inode: 0 }).into(),
         tensors: Vec::new(),
         gguf_metadata: Default::default(),
         created_unix_seconds: 0,
     };
-    server.fd_store.put("g5.manifest", manifest.to_memfd().unwrap().into());
+    server.fd_store.put("g5.manifest", handoff::manifest::seal_manifest(&manifest).unwrap().into());
     for (index, allocation) in allocations.into_iter().enumerate() {
         server.fd_store.put(&format!("g5.a{index}"), allocation.into());
     }
@@ -100,7 +104,7 @@ fn adopted_model_on_a_gpu_serves_unverified_while_nobody_can_check_it() {
     server.wait_status("the end of its first check", |status| device(status) == 4096 + 8192);
 
     let asked = AttachRequest { device: ABSENT.to_owned(), layout: 1, ..request("m") };
-    let granted = take(&server.socket(), &asked, |_| {}).unwrap();
+    let granted = request_model(&server.socket(), &asked, |_| {}).unwrap();
     let reserved = device(&server.status());
     assert_eq!(reserved, 4096 + 8192 + asked.kv_bytes + asked.workspace_bytes);
     // Descriptors of another device are nothing that can be mapped on the host.

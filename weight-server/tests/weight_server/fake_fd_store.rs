@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
-use memory::fd_passing::recv_with_fds;
+use handoff::fd_passing::recv_with_fds;
 
 use crate::support::TEST_TIMEOUT;
 

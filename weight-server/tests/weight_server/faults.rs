@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memory::seqpacket::{Connection, FrameError, MAX_FRAME_BYTES};
+use handoff::seqpacket::{Connection, FrameError, MAX_FRAME_BYTES};
 use nix::sys::signal::Signal;
 use prost::Message;
 use proto::weights::v1::{self as wire, LoadFailure, RefusalReason, ServerFrame, server_frame, worker_frame};
@@ -50,7 +50,7 @@ fn killed_loader_is_an_error_to_everybody_who_waits_and_leaves_nothing() {
     let early = std::thread::spawn(move || {
         let ask = crate::support::request("big");
         let attached =
-            memory::attach::attach(&socket, &ask, |progress| report.send(progress).unwrap_or_default());
+            handoff::attach::attach(&socket, &ask, |progress| report.send(progress).unwrap_or_default());
         attached.unwrap_err().to_string()
     });
     reports.recv_timeout(TEST_TIMEOUT).unwrap();

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-use memory::attach::{AttachRequest, take};
-use memory::cuda::driver::Access;
-use memory::cuda::{AddressRange, Device, DeviceSelector, DeviceTensor, Physical};
-use memory::lease::LeaseStatus;
-use memory::manifest::Manifest;
+use cuda::{AddressRange, Device, DeviceSelector, PhysicalMemory};
+use handoff::attach::{AttachRequest, request_model};
+use handoff::lease::LeaseStatus;
+use memory::device::DeviceTensor;
 use memory::memfd::SealedMemfd;
 use proto::weights::v1 as wire;
 use quant::DType;
@@ -32,7 +31,7 @@ const TENSORS: [(DType, u64, u64); 8] = [
 ];
 
 fn first_device() -> Option<Device> {
-    let opened = memory::cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
+    let opened = cuda::open_driver().map_err(|error| error.to_string()).and_then(|driver| {
         Device::open(driver, DeviceSelector::Ordinal(0)).map_err(|error| error.to_string())
     });
     opened.inspect_err(|error| println!("SKIPPED: models on a GPU: {error}")).ok()
@@ -98,9 +97,9 @@ fn attach_request(model: &str, device: &Device) -> AttachRequest {
 pub(crate) fn become_worker() -> ! {
     let directory = std::path::PathBuf::from(std::env::var(DIRECTORY).unwrap());
     let selector = std::env::var(DEVICE).unwrap().parse().unwrap();
-    let device = Device::open(memory::cuda::open_driver().unwrap(), selector).unwrap();
+    let device = Device::open(cuda::open_driver().unwrap(), selector).unwrap();
     let asked = attach_request(&std::env::var(MODEL).unwrap(), &device);
-    let attached = take(&directory.join("weights.sock"), &asked, |_| {}).unwrap();
+    let attached = request_model(&directory.join("weights.sock"), &asked, |_| {}).unwrap();
     let attached = attached.import_cuda(&device).unwrap();
     println!("worker: attached {} {}", attached.lease.id(), checksum(&device, &attached.tensors));
     for line in std::io::stdin().lines() {
@@ -115,7 +114,7 @@ pub(crate) fn become_worker() -> ! {
                 println!("worker: {:?}", attached.lease.status());
             }
             "detach" => {
-                let memory::attach::Attached { tensors, lease, .. } = attached;
+                let handoff::attach::AttachedModel { tensors, lease, .. } = attached;
                 drop(tensors);
                 drop(lease);
                 println!("worker: detached");
@@ -140,14 +139,15 @@ fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
 fn damage(server: &TestServer, device: &Device) -> String {
     let stored: BTreeMap<_, _> = server.fd_store.contents().into_iter().collect();
     let manifest = stored["g1.manifest"].try_clone().unwrap();
-    let manifest = Manifest::from_memfd(&SealedMemfd::verify(manifest).unwrap()).unwrap();
+    let manifest = handoff::manifest::read_manifest(&SealedMemfd::verify(manifest).unwrap()).unwrap();
     let tensor = &manifest.tensors[2];
     let bytes = manifest.allocations[tensor.allocation].bytes;
     let context = device.context().unwrap();
-    let physical = Physical::import(device, &stored[&format!("g1.a{}", tensor.allocation)], bytes).unwrap();
+    let physical =
+        PhysicalMemory::import(device, &stored[&format!("g1.a{}", tensor.allocation)], bytes).unwrap();
     let mut range = AddressRange::reserve(device, bytes).unwrap();
     range.map(0, &physical).unwrap();
-    range.allow(0, bytes, Access::ReadWrite).unwrap();
+    range.set_access(0, bytes, cuda::DeviceAccess::ReadWrite).unwrap();
     range.write(&context, tensor.offset + tensor.bytes / 2, b"stray").unwrap();
     tensor.name.clone()
 }
@@ -177,7 +177,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     let rows = server.status().ledger.unwrap().reservations.len();
     for layout in [0, 2] {
         let asked = AttachRequest { layout, ..attach_request("m", &device) };
-        let refused = take(&server.socket(), &asked, |_| {}).unwrap_err().to_string();
+        let refused = request_model(&server.socket(), &asked, |_| {}).unwrap_err().to_string();
         let both = format!("layout {layout} was asked for, model \"m\" has layout 1");
         assert!(refused.contains(&both), "{refused}");
     }

@@ -1,15 +1,15 @@
 //! Loading and attaching when nothing goes wrong, and refusals of what does not fit.
 
-use memory::attach::AttachError;
-use memory::lease::LeaseStatus;
+use handoff::AttachModelError;
+use handoff::lease::LeaseStatus;
 use memory::pack::GRANULE_BYTES;
 use proto::weights::v1::{self as wire, RefusalReason};
 
 use crate::support::{ServerOptions, TEST_TIMEOUT, TestServer, load, load_request, pattern, request};
 
-fn refusal(error: AttachError) -> (RefusalReason, String) {
+fn refusal(error: AttachModelError) -> (RefusalReason, String) {
     match error {
-        AttachError::Refused { reason, text } => (reason, text),
+        AttachModelError::Refused { reason, text } => (reason, text),
         other => panic!("{other:?}"),
     }
 }
@@ -102,7 +102,7 @@ fn several_models_live_side_by_side_and_go_one_by_one() {
     assert_eq!(status.generations[0].state(), wire::GenerationState::Retiring);
     assert_eq!(refusal(server.attach("b").unwrap_err()).0, RefusalReason::UnknownModel);
 
-    let memory::attach::Attached { tensors, lease, .. } = worker;
+    let handoff::attach::AttachedModel { tensors, lease, .. } = worker;
     assert!(tensors[1].bytes.iter().copied().eq(pattern(1, 12_000)));
     drop(tensors);
     drop(lease);
@@ -142,7 +142,7 @@ fn worker_that_comes_early_waits_for_the_load() {
     let socket = server.socket();
     let (report, reports) = std::sync::mpsc::channel();
     let early = std::thread::spawn(move || {
-        memory::attach::attach(&socket, &request("m"), |progress| report.send(progress).unwrap_or_default())
+        handoff::attach::attach(&socket, &request("m"), |progress| report.send(progress).unwrap_or_default())
     });
     // The loader has stopped itself half way; it goes on once the worker waits.
     let first = reports.recv_timeout(TEST_TIMEOUT).unwrap();
@@ -158,10 +158,10 @@ fn refusals_name_what_does_not_fit() {
         ServerOptions { config: "host-budget = \"64MiB\"".to_owned(), ..ServerOptions::default() },
         "m",
     );
-    let ask = |change: fn(&mut memory::attach::AttachRequest)| {
+    let ask = |change: fn(&mut handoff::attach::AttachRequest)| {
         let mut ask = request("m");
         change(&mut ask);
-        refusal(memory::attach::attach(&server.socket(), &ask, |_| {}).unwrap_err())
+        refusal(handoff::attach::attach(&server.socket(), &ask, |_| {}).unwrap_err())
     };
     let (reason, text) = ask(|ask| ask.model = "other".to_owned());
     assert_eq!(reason, RefusalReason::UnknownModel);
@@ -211,7 +211,7 @@ fn configured_models_are_loaded_at_start() {
     // The load may not have begun yet.
     let attached = loop {
         match server.attach("m") {
-            Err(AttachError::Refused { reason: RefusalReason::UnknownModel, .. }) => {}
+            Err(AttachModelError::Refused { reason: RefusalReason::UnknownModel, .. }) => {}
             result => break result.unwrap(),
         }
     };

@@ -13,7 +13,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
-use memory::attach::{AttachError, AttachRequest, Attached, attach, take};
+use handoff::AttachModelError;
+use handoff::attach::{AttachRequest, AttachedModel, attach, request_model};
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use tempfile::TempDir;
@@ -149,7 +150,7 @@ fn become_worker() -> ! {
             }
             "sloppy" => {
                 // Ends the lease while its tensors are still mapped.
-                let Attached { tensors, lease, .. } = attached;
+                let AttachedModel { tensors, lease, .. } = attached;
                 drop(lease);
                 println!("worker: {} tensors left", tensors.len());
                 std::io::stdin().lines().next();
@@ -165,7 +166,7 @@ fn become_worker() -> ! {
 fn become_taker() -> ! {
     let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
     let ask = request(&std::env::var(MODEL).unwrap());
-    let granted = take(&directory.join("weights.sock"), &ask, |_| {}).unwrap();
+    let granted = request_model(&directory.join("weights.sock"), &ask, |_| {}).unwrap();
     println!("worker: granted");
     std::io::stdin().lines().next();
     drop(granted);
@@ -173,7 +174,7 @@ fn become_taker() -> ! {
 }
 
 /// Over names and bytes of all tensors.
-fn checksum(attached: &Attached) -> String {
+fn checksum(attached: &AttachedModel) -> String {
     let mut hasher = blake3::Hasher::new();
     for tensor in &attached.tensors {
         hasher.update(tensor.name.as_bytes()).update(&tensor.bytes);
@@ -359,7 +360,7 @@ impl TestServer {
         }
     }
 
-    pub(crate) fn attach(&self, model: &str) -> Result<Attached, AttachError> {
+    pub(crate) fn attach(&self, model: &str) -> Result<AttachedModel, AttachModelError> {
         attach(&self.socket(), &request(model), |_| {})
     }
 
@@ -548,17 +549,17 @@ impl Drop for TestWorker {
 }
 
 /// A connection without the client library, for what that would never do.
-pub(crate) fn raw_connection(server: &TestServer) -> memory::seqpacket::Connection {
-    let connection = memory::seqpacket::Connection::connect(&server.socket()).unwrap();
+pub(crate) fn raw_connection(server: &TestServer) -> handoff::seqpacket::Connection {
+    let connection = handoff::seqpacket::Connection::connect(&server.socket()).unwrap();
     connection.set_timeouts(Some(TEST_TIMEOUT), Some(TEST_TIMEOUT)).unwrap();
     connection
 }
 
 pub(crate) fn raw_attach(model: &str) -> wire::WorkerFrame {
     let attach = wire::Attach {
-        protocol: memory::handoff::PROTOCOL,
+        protocol: handoff::PROTOCOL_VERSION,
         layout: 0,
-        manifest_format: memory::manifest::FORMAT,
+        manifest_format: handoff::manifest::MANIFEST_FORMAT,
         device: "host".to_owned(),
         model: model.to_owned(),
         token: Default::default(),
@@ -569,7 +570,7 @@ pub(crate) fn raw_attach(model: &str) -> wire::WorkerFrame {
 }
 
 /// Sends bytes as one packet, whatever they are.
-pub(crate) fn send_raw(connection: &memory::seqpacket::Connection, bytes: &[u8]) {
+pub(crate) fn send_raw(connection: &handoff::seqpacket::Connection, bytes: &[u8]) {
     let socket = UnixDatagram::from(connection.as_fd().try_clone_to_owned().unwrap());
     socket.send(bytes).unwrap();
 }

@@ -1,8 +1,9 @@
 //! The host as a [`DeviceRuntime`]: weights in sealed memfds, SIMD kernels on threads.
 
 use bytes::Bytes;
+use handoff::AttachModelError;
+use handoff::attach::{AttachedModel, GrantedModel};
 use kernels::{Cpu, Isa};
-use memory::attach::{AttachError, Attached, Granted};
 use memory::manifest::HOST_DEVICE;
 use ops::OpError;
 use quant::DType;
@@ -48,7 +49,7 @@ impl DeviceRuntime for HostRuntime {
     }
 
     /// Tensors are slices of the shared mapping, not copies.
-    fn import(&self, granted: Granted) -> Result<Attached<Vec<Bytes>>, AttachError> {
+    fn import(&self, granted: GrantedModel) -> Result<AttachedModel<Vec<Bytes>>, AttachModelError> {
         Ok(granted.import_host()?.map(|tensors| tensors.into_iter().map(|tensor| tensor.bytes).collect()))
     }
 

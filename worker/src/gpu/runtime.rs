@@ -1,9 +1,9 @@
 //! A GPU as a [`DeviceRuntime`]: weights in imported device memory, kernels of the CUDA backend.
 
-use kernels::cuda::{Cuda, CudaError, Device as KernelDevice, WeightData};
-use memory::attach::{Attached, Granted};
-use memory::cuda::nvml::Nvml;
-use memory::cuda::{Device, DeviceSelector, open_driver};
+use cuda::nvml::Nvml;
+use cuda::{Context, Device, DeviceSelector, DriverError, open_driver};
+use handoff::attach::{AttachedModel, GrantedModel};
+use kernels::cuda::{Cuda, WeightData};
 use ops::OpError;
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, planes};
@@ -22,7 +22,7 @@ pub(super) fn run_engine(
 ) -> Result<(), WorkerRunError> {
     let detected = DetectedGpu::open(selector)?;
     thread.timeline.mark("driver");
-    let granted = thread.request_grant::<GpuRuntime>(detected.memory.uuid().to_string())?;
+    let granted = thread.request_grant::<GpuRuntime>(detected.device.uuid().to_string())?;
     thread.timeline.mark("wait");
     let runtime = detected.create_context(&granted)?;
     thread.timeline.mark("context");
@@ -31,13 +31,12 @@ pub(super) fn run_engine(
 
 /// A GPU whose driver is loaded. The process has no memory on it yet.
 struct DetectedGpu {
-    memory: Device,
+    device: Device,
     nvml: Option<Nvml>,
 }
 
 struct GpuRuntime {
-    memory: Device,
-    kernels: KernelDevice,
+    context: Context,
     context_bytes: u64,
 }
 
@@ -48,27 +47,26 @@ impl DetectedGpu {
             let nvml = scope.spawn(Nvml::open);
             (open_driver(), nvml.join().ok().and_then(Result::ok))
         });
-        Ok(Self { memory: Device::open(driver?, selector)?, nvml })
+        Ok(Self { device: Device::open(driver?, selector)?, nvml })
     }
 
     /// Creates the context, whose memory the lease has reserved. Its size comes from the driver's count for this
     /// process: other processes may load and start meanwhile, so the device's free memory says nothing.
-    fn create_context(self, _lease: &Granted) -> Result<GpuRuntime, WorkerAttachError> {
-        let Self { memory, nvml } = self;
-        let counted = || nvml.as_ref()?.process_bytes(memory.uuid()).ok()?;
+    fn create_context(self, _lease: &GrantedModel) -> Result<GpuRuntime, WorkerAttachError> {
+        let Self { device, nvml } = self;
+        let counted = || nvml.as_ref()?.process_bytes(device.uuid()).ok()?;
         let before = counted();
-        let failed = |error: CudaError| {
-            let (device, is_out_of_memory) = (memory.uuid().to_string(), error.is_lack_of_memory());
-            let source = Box::new(error);
-            if is_out_of_memory {
+        let failed = |error: DriverError| {
+            let (device, source) = (device.uuid().to_string(), Box::new(error));
+            if error.is_out_of_memory() {
                 WorkerAttachError::NoRoom { device, source }
             } else {
                 WorkerAttachError::Context { device, source }
             }
         };
-        let kernels = KernelDevice::open_memory(&memory).map_err(failed)?;
+        let context = device.context().map_err(failed)?;
         let context_bytes = context_bytes(before, counted());
-        Ok(GpuRuntime { memory, kernels, context_bytes })
+        Ok(GpuRuntime { context, context_bytes })
     }
 }
 
@@ -84,7 +82,7 @@ impl DeviceRuntime for GpuRuntime {
     }
 
     fn device(&self) -> String {
-        self.memory.uuid().to_string()
+        self.context.device().uuid().to_string()
     }
 
     fn context_bytes(&self) -> u64 {
@@ -96,17 +94,20 @@ impl DeviceRuntime for GpuRuntime {
     }
 
     fn describe(&self) -> String {
-        format!("{} ({})", self.memory.facts().name, self.memory.uuid())
+        format!("{} ({})", self.context.device().info().name, self.context.device().uuid())
     }
 
-    fn import(&self, granted: Granted) -> Result<Attached<Vec<WeightData>>, memory::attach::AttachError> {
+    fn import(
+        &self,
+        granted: GrantedModel,
+    ) -> Result<AttachedModel<Vec<WeightData>>, handoff::AttachModelError> {
         Ok(granted
-            .import_cuda(&self.memory)?
+            .import_cuda(&self.context.device())?
             .map(|tensors| tensors.into_iter().map(WeightData::from).collect()))
     }
 
     fn compute(&self) -> Result<Cuda, OpError> {
-        Cuda::new(&self.kernels)
+        Cuda::new(self.context.device())
     }
 
     fn measure(compute: &Cuda) -> BackendUsage {

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
-use memory::handoff::batches;
-use memory::manifest::{Allocation, Device, LAYOUT_GGML, Manifest, TensorEntry};
+use handoff::fd_batches::fd_batches;
+use handoff::seqpacket::{Connection, Listener};
+use memory::manifest::{Allocation, LAYOUT_GGML, Manifest, ManifestDevice, TensorEntry};
 use memory::memfd::SealedMemfd;
-use memory::seqpacket::{Connection, Listener};
 use proto::weights::v1::{self as wire, server_frame, worker_frame};
 
 /// A whole model file in memory.
@@ -76,14 +76,14 @@ impl FakeWeightServer {
             digest: [9; 32],
             generation: 1,
             files: vec![],
-            devices: vec![Device::host()],
+            devices: vec![ManifestDevice::host()],
             layout: LAYOUT_GGML,
             allocations: vec![Allocation { device: 0, bytes: weights.bytes(), inode: weights.inode() }],
             tensors: tensors.collect(),
             gguf_metadata: file.header.metadata().bytes().clone(),
             created_unix_seconds: 0,
         };
-        let manifest = manifest.to_memfd().unwrap();
+        let manifest = handoff::manifest::seal_manifest(&manifest).unwrap();
         Self {
             socket: directory.join("weights.sock"),
             model: Arc::new(ServedModel { manifest, weights }),
@@ -151,7 +151,7 @@ fn serve_worker(
         worker_frame::Kind::Attach(attach) if attach.model == MODEL => {
             let fds = [model.manifest.as_fd(), model.weights.as_fd()];
             send(server_frame::Kind::Grant(wire::Grant { lease: 7, generation: 1, fds: 2 }), &[])?;
-            for batch in batches(2) {
+            for batch in fd_batches(2) {
                 let range = batch.first as usize..(batch.first + batch.count) as usize;
                 send(server_frame::Kind::Fds(batch), &fds[range])?;
                 assert!(matches!(receive()?, worker_frame::Kind::BatchReceived(_)));

@@ -38,8 +38,8 @@ impl WeightData {
 }
 
 /// A tensor that another process loaded: the value keeps the model mapped.
-impl From<memory::cuda::DeviceTensor> for WeightData {
-    fn from(tensor: memory::cuda::DeviceTensor) -> Self {
+impl From<memory::device::DeviceTensor> for WeightData {
+    fn from(tensor: memory::device::DeviceTensor) -> Self {
         let (address, len) = (tensor.address(), tensor.bytes as usize);
         // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The backend keeps owners until
         // it has waited for the work that was given their addresses.

@@ -9,12 +9,11 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use cudarc::driver::result;
-use memory::cuda::{Context, Device, GrowError, GrowingRange};
+use cuda::{Context, Device, ResizableMemory, ResizeError};
 use ops::{AttentionSpan, KvLayer, KvLayout, OpError};
 
 use crate::cuda::Stream;
-use crate::cuda::error::{Named, device_error};
+use crate::cuda::error::device_error;
 use crate::cuda::kv_write::{KvLayerAddress, head_bytes};
 
 const OP: &str = "kv";
@@ -49,7 +48,7 @@ struct UnitLayout {
 
 /// Shared with the commands in flight, so that it is unmapped only after them.
 struct MappedKv {
-    range: GrowingRange,
+    range: ResizableMemory,
     context: Context,
     /// UnitLayout that should be there soon.
     ahead: u64,
@@ -121,8 +120,8 @@ impl CudaKv {
         let too_large = no_room(OP, u64::MAX, None);
         let shape = UnitLayout::new(layout).ok_or(too_large)?;
         let failed = |error| grow_error(OP, shape.bytes.saturating_mul(shape.count), error);
-        let range = GrowingRange::reserve(device, shape.bytes, shape.count).map_err(failed)?;
-        let context = device.context().map_err(|refusal| failed(GrowError::Refused(refusal)))?;
+        let range = ResizableMemory::reserve(device, shape.bytes, shape.count).map_err(failed)?;
+        let context = device.context().map_err(|error| failed(ResizeError::Driver(error)))?;
         let address = range.address();
         let mut memory = MappedKv { range, context, ahead: 0 };
         memory.grow_to(OP, 1)?;
@@ -189,11 +188,8 @@ impl CudaKv {
                 let (source, target) = (address.of_block(from), address.of_block(to));
                 // SAFETY: both are whole blocks of this layer, distinct, and in mapped memory: a written block is, and
                 // `prepare` maps the other. The caller keeps the memory until the work has ended.
-                unsafe {
-                    result::memcpy_dtod_async(target, source, address.block_bytes as usize, stream.raw())
-                }
-                .named("cuMemcpyDtoD")
-                .map_err(device_error(OP))?;
+                unsafe { stream.enqueue_copy_on_device(target, source, address.block_bytes as usize) }
+                    .map_err(device_error(OP))?;
             }
         }
         Ok(())
@@ -283,11 +279,11 @@ impl CudaKv {
 
 enum TrimError {
     Fence(OpError),
-    Grow(GrowError),
+    Grow(ResizeError),
 }
 
-impl From<GrowError> for TrimError {
-    fn from(error: GrowError) -> Self {
+impl From<ResizeError> for TrimError {
+    fn from(error: ResizeError) -> Self {
         Self::Grow(error)
     }
 }
@@ -312,11 +308,11 @@ fn no_room(op: &'static str, bytes: u64, free: Option<u64>) -> OpError {
     OpError::Memory { op, what: "keys and values", bytes, free }
 }
 
-fn grow_error(op: &'static str, bytes: u64, error: GrowError) -> OpError {
+fn grow_error(op: &'static str, bytes: u64, error: ResizeError) -> OpError {
     match error {
-        GrowError::OutOfMemory { asked_bytes, free_bytes } => no_room(op, asked_bytes, free_bytes),
-        GrowError::BeyondReservation { .. } => no_room(op, bytes, None),
-        error @ GrowError::Refused(_) => OpError::Device { op, source: Box::new(error) },
+        ResizeError::OutOfMemory { requested_bytes, free_bytes } => no_room(op, requested_bytes, free_bytes),
+        ResizeError::BeyondReservation { .. } => no_room(op, bytes, None),
+        error @ ResizeError::Driver(_) => OpError::Device { op, source: Box::new(error) },
     }
 }
 
@@ -327,7 +323,7 @@ mod tests {
 
     #[test]
     fn a_cache_that_cannot_grow_says_what_is_free() {
-        let refused = GrowError::OutOfMemory { asked_bytes: 6 << 20, free_bytes: Some(2 << 20) };
+        let refused = ResizeError::OutOfMemory { requested_bytes: 6 << 20, free_bytes: Some(2 << 20) };
         let error = grow_error(OP, 0, refused);
         assert!(
             matches!(error, OpError::Memory { bytes, free: Some(free), .. } if (bytes, free) == (6 << 20, 2 << 20)),

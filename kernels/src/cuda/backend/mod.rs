@@ -82,7 +82,6 @@ impl Cuda {
     }
 
     fn open(device: &Device) -> Result<Self, CudaError> {
-        device.bind()?;
         let stream = Stream::new(device)?;
         Ok(Self {
             device: device.clone(),
@@ -209,10 +208,6 @@ impl Cuda {
         self.recorder.keep(self.activation_tiles.clone());
         let range = ByteRange { address: self.activation_tiles.view().address(), len };
         Ok(ActivationTiles { format, range, tokens: rows as u32, cols: cols as u32 })
-    }
-
-    fn kv_device(&self, op: &'static str) -> Result<&memory::cuda::Device, OpError> {
-        self.device.memory().map_err(|error| OpError::Device { op, source: Box::new(error) })
     }
 }
 

@@ -3,9 +3,7 @@
 
 use bytemuck::Pod;
 
-use crate::cuda::error::Named;
-use crate::cuda::pinned::Pinned;
-use crate::cuda::{CudaError, Device, Event, Stream};
+use crate::cuda::{CudaError, Device, Event, PinnedBuffer, Stream};
 
 /// WordRange of a piece: small enough that the last one's copy, which nothing hides, is short.
 const PIECE_WORDS: usize = 1 << 17;
@@ -22,7 +20,7 @@ pub(super) struct Readback {
 }
 
 struct ReadbackSlot {
-    staging: Pinned<u32>,
+    staging: PinnedBuffer<u32>,
     /// The copy into `staging` has ended.
     arrived: Event,
 }
@@ -55,15 +53,14 @@ impl Readback {
         for round in bytemuck::cast_slice_mut::<T, u32>(host).chunks_mut(PIECES * PIECE_WORDS) {
             let mut pieces: Vec<&mut [u32]> = round.chunks_mut(PIECE_WORDS).collect();
             while self.slots.len() < pieces.len() {
-                let staging = Pinned::new(&self.device, PIECE_WORDS)?;
+                let staging = PinnedBuffer::new(&self.device, PIECE_WORDS)?;
                 self.slots.push(ReadbackSlot { staging, arrived: Event::new(&self.device)? });
             }
             for (slot, piece) in self.slots.iter_mut().zip(&pieces) {
                 let staging = &mut slot.staging.as_mut_slice()[..piece.len()];
                 // SAFETY: the source by this function's contract; `staging` has the length, and nobody touches it before
                 // the copy has ended: what it held before has been taken by the end of the round or call before.
-                unsafe { cudarc::driver::result::memcpy_dtoh_async(staging, from, stream.raw()) }
-                    .named("cuMemcpyDtoH")?;
+                unsafe { stream.enqueue_copy_to_host(staging, from) }?;
                 slot.arrived.record(stream)?;
                 from += size_of_val(staging) as u64;
             }

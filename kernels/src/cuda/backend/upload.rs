@@ -1,13 +1,12 @@
 //! [`StepUpload`]: words that go to the device once a step, to an address that changes only when they outgrow it.
 
-use crate::cuda::error::Named;
-use crate::cuda::{Buffer, CudaError, Event, Stream, pinned::Pinned};
+use crate::cuda::{Buffer, CudaError, Event, PinnedBuffer, Stream};
 
 /// WordRange of the smallest buffer.
 const WORDS_MIN: usize = 1 << 12;
 
 pub(super) struct StepUpload {
-    staging: Pinned<u32>,
+    staging: PinnedBuffer<u32>,
     device: Buffer<u32>,
     /// The last copy out of `staging`.
     copied: Event,
@@ -20,7 +19,7 @@ impl StepUpload {
 
     fn with_words(stream: &Stream, words: usize) -> Result<Self, CudaError> {
         let device = stream.device();
-        let staging = Pinned::new(device, words)?;
+        let staging = PinnedBuffer::new(device, words)?;
         Ok(Self { staging, device: Buffer::new(device, words)?, copied: Event::new(device)? })
     }
 
@@ -47,8 +46,7 @@ impl StepUpload {
         fill(&mut self.staging.as_mut_slice()[..words]);
         let (address, staging) = (self.address(), &self.staging.as_slice()[..words]);
         // SAFETY: the device buffer has room; the staging buffer is not touched before `copied`, and freed after it.
-        unsafe { cudarc::driver::result::memcpy_htod_async(address, staging, stream.raw()) }
-            .named("cuMemcpyHtoD")?;
+        unsafe { stream.enqueue_copy_to_device(address, staging) }?;
         self.copied.record(stream)
     }
 }

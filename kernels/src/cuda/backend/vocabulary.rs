@@ -45,7 +45,7 @@ impl Backend for Cuda {
     }
 
     fn kv(&mut self, layout: &KvLayout) -> Result<CudaKv, OpError> {
-        let kv = CudaKv::new(self.kv_device("kv")?, layout)?;
+        let kv = CudaKv::new(&self.device, layout)?;
         self.caches.push(kv.ahead());
         Ok(kv)
     }

@@ -7,9 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use memory::cuda::{PinnedPages, PinnedPart};
-
-use crate::cuda::{CudaError, Device, Event};
+use crate::cuda::{CudaError, Device, Event, PinnedBuffer};
 
 /// The most that one slot brings of a tensor. A copy of it takes 78 us: of 2 MiB the bus carries 51.5 GB/s, of 4 MiB 53.4,
 /// of 8 MiB 54.4, but those need twice the memory for as many readers.
@@ -40,7 +38,7 @@ pub struct HostSlot {
     pub(super) index: usize,
     /// What was last made of its bytes.
     pub(super) done: Event,
-    memory: PinnedPart,
+    memory: PinnedBuffer<u8>,
 }
 
 impl HostSlot {
@@ -74,11 +72,11 @@ struct RingState {
 }
 
 impl StagingRing {
-    /// `pages` as [`ring_bytes`] says.
-    pub fn new(device: &Device, pages: PinnedPages) -> Result<Self, CudaError> {
+    /// `pinned` has [`ring_bytes`] bytes.
+    pub fn new(device: &Device, pinned: PinnedBuffer<u8>) -> Result<Self, CudaError> {
         let slot = |(index, memory)| Ok(HostSlot { index, done: Event::new(device)?, memory });
         let free: VecDeque<HostSlot> =
-            pages.cut(SLOT_BYTES).into_iter().enumerate().map(slot).collect::<Result<_, CudaError>>()?;
+            pinned.split(SLOT_BYTES).into_iter().enumerate().map(slot).collect::<Result<_, CudaError>>()?;
         let (slots, state) = (free.len(), RingState { free, closed: false });
         Ok(Self { slots, state: Mutex::new(state), returned: Condvar::new() })
     }

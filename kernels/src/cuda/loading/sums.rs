@@ -1,6 +1,6 @@
 //! ChecksumKernels of many ranges of device memory: all launched first, then read back together.
 
-use memory::cuda::DeviceTensor;
+use memory::device::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};

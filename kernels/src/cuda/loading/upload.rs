@@ -2,14 +2,12 @@
 
 use std::marker::PhantomData;
 
-use cudarc::driver::result;
-use memory::cuda::WritableModel;
+use memory::device::WritableModel;
 use quant::layout::{LayoutError, TILE_ROWS, Tiles};
 
 use super::ring::{HostSlot, PART_BYTES, SLOTS, StagingRing};
 use super::sums::{PieceChecksums, sum_all};
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
-use crate::cuda::error::Named;
 use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
 
@@ -194,7 +192,7 @@ impl<'m> ModelUpload<'m> {
         // SAFETY: the staging buffer has room for a part behind the carry, and all work on its last one ended before the slot
         // came out of its ring. The slot's memory is pinned and not touched before `done`, which its ring waits for; so does
         // dropping the slot.
-        unsafe { result::memcpy_htod_async(address, source, self.copies.raw()) }.named("cuMemcpyHtoD")?;
+        unsafe { self.copies.enqueue_copy_to_device(address, source) }?;
         staging.copied.record(&self.copies)?;
         staging.stream.wait(&staging.copied)?;
         staging.bytes = bytes;

@@ -281,7 +281,7 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
     let claim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(11),
         peer: peer(10),
-        protocol: PROTOCOL,
+        protocol: PROTOCOL_VERSION,
         generation: damaged,
         lease,
         token: Bytes::new(),

@@ -51,7 +51,7 @@ fn any_event() -> impl Strategy<Value = WeightServerEvent> {
             WeightServerEvent::ReclaimRequested {
                 connection,
                 peer,
-                protocol: PROTOCOL,
+                protocol: PROTOCOL_VERSION,
                 generation,
                 lease,
                 token: Bytes::new(),

@@ -1,0 +1,205 @@
+//! The worker's side of the hand-off: ask for a model, take its descriptors, map it, hold the lease.
+//!
+//! ```text
+//! Attach -> Waiting*  -> Grant -> (FdBatch -> BatchReceived)* -> the connection is the lease
+//!                     -> AttachRefused
+//! ```
+//! Blocking: call it from a thread that may wait. No wait is longer than `SILENCE` without a sign of life; there is no
+//! bound on the total, since a large model takes as long as its disk does.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use cuda::Device;
+use memory::device::{DeviceTensor, ImportedModel};
+use memory::host_import::{MappedTensor, import_host};
+use memory::manifest::Manifest;
+use memory::mapping::MappingWatch;
+use proto::weights::v1::{self as wire, server_frame, worker_frame};
+
+use crate::PROTOCOL_VERSION;
+use crate::attach_error::{AttachModelError, SILENCE};
+use crate::fd_batches::FdCollector;
+use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
+use crate::lease::LeaseGuard;
+use crate::manifest::{MANIFEST_FORMAT, split_handoff};
+use crate::seqpacket::{Connection, SocketError};
+
+/// How long a socket may be missing: the weight-server is being started or restarted.
+pub const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+
+const CONNECT_RETRY: Duration = Duration::from_millis(20);
+
+/// What a worker asks for.
+#[derive(Debug, Clone)]
+pub struct AttachRequest {
+    pub model: String,
+    /// "host" or a GPU's UUID.
+    pub device: String,
+    /// Layout of tensor bytes that the worker's kernels expect.
+    pub layout: u32,
+    /// What the supervisor gave this worker start; none where nobody did.
+    pub token: Option<Bytes>,
+    /// Reserved in the ledger with the lease, beside the weights.
+    pub kv_bytes: u64,
+    pub workspace_bytes: u64,
+}
+
+/// How far the load is that a worker waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadingProgress {
+    pub done_bytes: u64,
+    pub total_bytes: u64,
+    /// Loads of the same device that come first.
+    pub jobs_ahead: u32,
+}
+
+/// A granted lease and the descriptors of its model, not mapped yet. Dropping it gives the lease back.
+#[derive(Debug)]
+pub struct GrantedModel {
+    manifest: Manifest,
+    fds: Vec<OwnedFd>,
+    connection: Connection,
+    socket: PathBuf,
+    token: Bytes,
+    lease: u64,
+    generation: u64,
+    /// From the grant to the last descriptor.
+    took: Duration,
+    waited: Duration,
+}
+
+/// A model in this process; on the host its tensors are [`MappedTensor`]s, in the manifest's order.
+#[derive(Debug)]
+pub struct AttachedModel<T = Vec<MappedTensor>> {
+    pub manifest: Manifest,
+    /// Drop every one, and every slice of one, before the lease.
+    pub tensors: T,
+    pub lease: LeaseGuard,
+    /// Taking descriptors and mapping them: what a worker costs that finds its model resident.
+    pub handoff: Duration,
+    /// From the request to the grant: connecting, and waiting for a load.
+    pub waited: Duration,
+}
+
+impl<T> AttachedModel<T> {
+    /// The same model with its tensors as somebody else sees them.
+    pub fn map<U>(self, see: impl FnOnce(T) -> U) -> AttachedModel<U> {
+        let Self { manifest, tensors, lease, handoff, waited } = self;
+        AttachedModel { manifest, tensors: see(tensors), lease, handoff, waited }
+    }
+}
+
+/// Attaches a model from the host's memory.
+pub fn attach(
+    socket: &Path,
+    request: &AttachRequest,
+    on_waiting: impl FnMut(LoadingProgress),
+) -> Result<AttachedModel, AttachModelError> {
+    request_model(socket, request, on_waiting)?.import_host()
+}
+
+/// Asks for a model, waits for a load of it, and takes its descriptors.
+pub fn request_model(
+    socket: &Path,
+    request: &AttachRequest,
+    mut on_waiting: impl FnMut(LoadingProgress),
+) -> Result<GrantedModel, AttachModelError> {
+    let started = Instant::now();
+    let connection = connect(socket)?;
+    connection.set_timeouts(Some(SILENCE), Some(SEND_TIMEOUT)).map_err(AttachModelError::Lease)?;
+    send(&connection, worker_frame::Kind::Attach(attach_frame(request)))?;
+
+    let grant = loop {
+        match receive(&connection)? {
+            (server_frame::Kind::Waiting(waiting), _) => on_waiting(LoadingProgress {
+                done_bytes: waiting.done_bytes,
+                total_bytes: waiting.total_bytes,
+                jobs_ahead: waiting.jobs_ahead,
+            }),
+            (server_frame::Kind::Grant(grant), _) => break grant,
+            (other, _) => return Err(unexpected("a grant", other)),
+        }
+    };
+    let granted = Instant::now();
+    let mut collector = FdCollector::new(grant.fds)?;
+    while !collector.is_complete() {
+        match receive(&connection)? {
+            (server_frame::Kind::Fds(batch), fds) => {
+                let receipt = collector.accept(&batch, fds)?;
+                send(&connection, worker_frame::Kind::BatchReceived(receipt))?;
+            }
+            (other, _) => return Err(unexpected("descriptors", other)),
+        }
+    }
+    let (manifest, fds) = split_handoff(collector.into_fds())?;
+    Ok(GrantedModel {
+        manifest,
+        fds,
+        connection,
+        socket: socket.to_owned(),
+        token: request.token.clone().unwrap_or_default(),
+        lease: grant.lease,
+        generation: grant.generation,
+        took: granted.elapsed(),
+        waited: granted - started,
+    })
+}
+
+impl GrantedModel {
+    /// Maps a model that lies on the host.
+    pub fn import_host(self) -> Result<AttachedModel, AttachModelError> {
+        self.import(|manifest, fds| Ok(import_host(manifest, fds)?))
+    }
+
+    /// Maps a model that lies on this GPU. It stays mapped while any of its tensors lives.
+    pub fn import_cuda(self, device: &Device) -> Result<AttachedModel<Vec<DeviceTensor>>, AttachModelError> {
+        self.import(|manifest, fds| {
+            let model = ImportedModel::import(device, manifest, fds)?;
+            let watch = model.watch();
+            Ok((model.tensors, watch))
+        })
+    }
+
+    fn import<T>(
+        self,
+        import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch), AttachModelError>,
+    ) -> Result<AttachedModel<T>, AttachModelError> {
+        let Self { manifest, fds, connection, socket, token, lease, generation, took, waited } = self;
+        // Its holder may have made a context meanwhile.
+        let started = Instant::now();
+        let (tensors, mappings) = import(&manifest, fds)?;
+        let handoff = took + started.elapsed();
+        let lease = LeaseGuard::hold(connection, &socket, lease, generation, token, mappings)
+            .map_err(AttachModelError::Lease)?;
+        Ok(AttachedModel { manifest, tensors, lease, handoff, waited })
+    }
+}
+
+fn attach_frame(request: &AttachRequest) -> wire::Attach {
+    wire::Attach {
+        protocol: PROTOCOL_VERSION,
+        layout: request.layout,
+        manifest_format: MANIFEST_FORMAT,
+        device: request.device.clone(),
+        model: request.model.clone(),
+        token: request.token.clone().unwrap_or_default(),
+        kv_bytes: request.kv_bytes,
+        workspace_bytes: request.workspace_bytes,
+    }
+}
+
+/// Connects, waiting for a socket that is not there yet.
+fn connect(socket: &Path) -> Result<Connection, SocketError> {
+    let deadline = Instant::now() + CONNECT_PATIENCE;
+    loop {
+        match Connection::connect(socket) {
+            Err(SocketError::NotServed { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(CONNECT_RETRY)
+            }
+            result => return result,
+        }
+    }
+}

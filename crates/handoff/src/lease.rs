@@ -1,0 +1,231 @@
+//! The worker's hold on a model: a connection that is watched, and claimed anew after the weight-server's death.
+//!
+//! ```text
+//!          connection breaks             successor answers
+//!   Held ---------------------> Broken ---------------------> Held
+//!     |                           | successor does not know the lease
+//!     | taken back                v
+//!     +------------------------> Lost
+//! ```
+//! The mappings are untouched by all of this: the worker serves in every state. A thread of its own does the waiting.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use bytes::Bytes;
+use memory::mapping::MappingWatch;
+use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
+
+use crate::PROTOCOL_VERSION;
+use crate::attach_error::AttachModelError;
+use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
+use crate::seqpacket::Connection;
+
+/// First wait before a re-claim; doubles up to the last. Attempts end only with the lease: a worker without an owner
+/// keeps serving, and a weight-server that comes back late must find it.
+const FIRST_RETRY: Duration = Duration::from_millis(20);
+const LAST_RETRY: Duration = Duration::from_secs(1);
+
+/// A successor answers a re-claim from its tables.
+const RECLAIM_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LeaseStatus {
+    /// The weight-server counts this worker's memory.
+    Held,
+    /// The weight-server is gone; claiming the lease from its successor, this many times so far.
+    Broken { attempts: u32 },
+    /// The successor does not know the lease, so the weights go with this worker and the ledger does not have it; or
+    /// the weights were found damaged.
+    Lost { reason: RefusalReason, text: String },
+}
+
+/// Ends when dropped. Drop the tensors first: only then is their memory reported as unmapped.
+#[derive(Debug)]
+pub struct LeaseGuard {
+    id: u64,
+    generation: u64,
+    shared: Arc<WatchedLease>,
+    mappings: MappingWatch,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct WatchedLease {
+    state: Mutex<LeaseState>,
+    wake: Condvar,
+}
+
+#[derive(Debug)]
+struct LeaseState {
+    status: LeaseStatus,
+    /// The connection that the thread waits on.
+    connection: Arc<Connection>,
+    released: bool,
+}
+
+impl WatchedLease {
+    fn lock(&self) -> MutexGuard<'_, LeaseState> {
+        // Nothing that holds the lock can panic half way through a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What identifies the lease to a successor.
+struct ReclaimRequest {
+    socket: PathBuf,
+    frame: wire::Reclaim,
+}
+
+impl LeaseGuard {
+    pub(crate) fn hold(
+        connection: Connection,
+        socket: &Path,
+        id: u64,
+        generation: u64,
+        token: Bytes,
+        mappings: MappingWatch,
+    ) -> io::Result<Self> {
+        connection.set_timeouts(None, Some(SEND_TIMEOUT))?;
+        let connection = Arc::new(connection);
+        let state =
+            LeaseState { status: LeaseStatus::Held, connection: Arc::clone(&connection), released: false };
+        let shared = Arc::new(WatchedLease { state: Mutex::new(state), wake: Condvar::new() });
+        let claim = ReclaimRequest {
+            socket: socket.to_owned(),
+            frame: wire::Reclaim { protocol: PROTOCOL_VERSION, generation, lease: id, token },
+        };
+        let watcher = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name(format!("lease-{id}"))
+            .spawn(move || watch(&watcher, connection, &claim))?;
+        Ok(Self { id, generation, shared, mappings, thread: Some(thread) })
+    }
+
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    pub fn status(&self) -> LeaseStatus {
+        self.shared.lock().status.clone()
+    }
+}
+
+impl Drop for LeaseGuard {
+    fn drop(&mut self) {
+        let connection = {
+            let mut state = self.shared.lock();
+            state.released = true;
+            Arc::clone(&state.connection)
+        };
+        // Without this frame the weight-server keeps the row until this process ends, which is right while anything
+        // is still mapped.
+        if self.mappings.is_unmapped() {
+            // A broken connection says nothing; the process's end will.
+            let _ = send(&connection, worker_frame::Kind::Detach(wire::Detach {}));
+        }
+        connection.shutdown();
+        self.shared.wake.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It has no result, and a panic in it is reported where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Body of the thread: waits for the end of one connection after another.
+fn watch(shared: &WatchedLease, mut connection: Arc<Connection>, claim: &ReclaimRequest) {
+    loop {
+        // Only one frame is due on a held lease: that it holds no more. Others of later servers are read and ignored.
+        while let Ok((frame, _)) = connection.receive::<wire::ServerFrame>() {
+            if let Some(server_frame::Kind::Refused(refused)) = frame.kind {
+                let (reason, text) = (refused.reason(), refused.text);
+                shared.lock().status = LeaseStatus::Lost { reason, text };
+                return;
+            }
+        }
+        match reclaim(shared, claim) {
+            Some(next) => connection = next,
+            None => return,
+        }
+    }
+}
+
+/// Claims the lease until it is held again; nothing if it is released or lost meanwhile.
+fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connection>> {
+    let mut wait = FIRST_RETRY;
+    for attempts in 0.. {
+        let mut state = shared.lock();
+        if state.released {
+            return None;
+        }
+        state.status = LeaseStatus::Broken { attempts };
+        let (state, _) = shared
+            .wake
+            .wait_timeout_while(state, wait, |state| !state.released)
+            .unwrap_or_else(PoisonError::into_inner);
+        let released = state.released;
+        drop(state);
+        if released {
+            return None;
+        }
+        wait = LAST_RETRY.min(wait * 2);
+        match try_reclaim(claim) {
+            Ok(connection) => {
+                let connection = Arc::new(connection);
+                let mut state = shared.lock();
+                if state.released {
+                    return None;
+                }
+                state.status = LeaseStatus::Held;
+                state.connection = Arc::clone(&connection);
+                return Some(connection);
+            }
+            Err(AttachModelError::Refused { reason, text }) if is_final(reason) => {
+                shared.lock().status = LeaseStatus::Lost { reason, text };
+                return None;
+            }
+            // No server, one that is busy or going down, one that broke off: the next attempt tells.
+            Err(_) => {}
+        }
+    }
+    None
+}
+
+fn try_reclaim(claim: &ReclaimRequest) -> Result<Connection, AttachModelError> {
+    let connection = Connection::connect(&claim.socket)?;
+    connection.set_timeouts(Some(RECLAIM_TIMEOUT), Some(SEND_TIMEOUT)).map_err(AttachModelError::Lease)?;
+    send(&connection, worker_frame::Kind::Reclaim(claim.frame.clone()))?;
+    match receive(&connection)? {
+        (server_frame::Kind::Reclaimed(_), _) => {}
+        (other, _) => return Err(unexpected("a re-claim's answer", other)),
+    }
+    connection.set_timeouts(None, Some(SEND_TIMEOUT)).map_err(AttachModelError::Lease)?;
+    Ok(connection)
+}
+
+/// Whether asking again cannot help.
+fn is_final(reason: RefusalReason) -> bool {
+    match reason {
+        RefusalReason::Busy | RefusalReason::ShuttingDown | RefusalReason::Unspecified => false,
+        RefusalReason::Protocol
+        | RefusalReason::Layout
+        | RefusalReason::ManifestFormat
+        | RefusalReason::Device
+        | RefusalReason::UnknownModel
+        | RefusalReason::LoadFailed
+        | RefusalReason::Token
+        | RefusalReason::PeerUid
+        | RefusalReason::Ledger
+        | RefusalReason::UnknownLease
+        | RefusalReason::Violation
+        | RefusalReason::Quarantined => true,
+    }
+}

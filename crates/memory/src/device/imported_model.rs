@@ -1,0 +1,126 @@
+//! The worker's side: a model that another process loaded, read-only at addresses of this process.
+//!
+//! One reservation, one mapping per allocation, one call for the access to all of it. Handles and descriptors are gone
+//! when `import` returns: mappings alone keep the memory.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use cuda::{AddressRange, Context, Device, DeviceAccess, DeviceUuid, DriverError, PhysicalMemory};
+
+use crate::manifest::{DeviceKind, Manifest, ManifestDevice};
+use crate::mapping::MappingWatch;
+
+#[derive(Debug)]
+pub struct ImportedModel {
+    /// In the manifest's order.
+    pub tensors: Vec<DeviceTensor>,
+    memory: Arc<AddressRange>,
+}
+
+/// A tensor on the device, read-only for kernels. It keeps the whole model mapped: drop it when the work that was
+/// given its address has ended.
+#[derive(Debug, Clone)]
+pub struct DeviceTensor {
+    pub name: String,
+    /// ggml type id.
+    pub dtype: u32,
+    pub layout: u32,
+    /// Fastest dimension first.
+    pub shape: Vec<u64>,
+    pub bytes: u64,
+    address: u64,
+    memory: Arc<AddressRange>,
+}
+
+impl DeviceTensor {
+    /// Valid on the device as long as this value lives.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Copies bytes of it to the host, complete on return. For little data: kernels read at `address`.
+    ///
+    /// # Panics
+    /// Beyond the end of the tensor.
+    pub fn read(&self, context: &Context, offset: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        let end = offset.checked_add(bytes.len() as u64);
+        assert!(end.is_some_and(|end| end <= self.bytes), "inside of the tensor");
+        self.memory.read(context, self.address - self.memory.address() + offset, bytes)
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ImportModelError {
+    #[error("the model lies on {found}, this worker runs on {expected}")]
+    WrongDevice { expected: DeviceUuid, found: String },
+    #[error("the manifest lists {expected} allocations, {found} descriptors came")]
+    Count { expected: usize, found: usize },
+    #[error("the manifest's allocations are larger than any memory")]
+    TooLarge,
+    #[error(
+        "allocation {index} of {bytes} bytes cannot be imported: if driver or device were reset since it was loaded, load the model again"
+    )]
+    Allocation { index: usize, bytes: u64, source: DriverError },
+    #[error("the model's {bytes} bytes cannot be mapped")]
+    Map { bytes: u64, source: DriverError },
+}
+
+impl ImportedModel {
+    /// Maps what a manifest describes; the descriptors are closed.
+    pub fn import(device: &Device, manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Self, ImportModelError> {
+        let here = device.uuid().to_string();
+        let elsewhere = |found: &&ManifestDevice| found.kind != DeviceKind::Cuda || found.id != here;
+        if let Some(found) = manifest.devices.iter().find(elsewhere) {
+            return Err(ImportModelError::WrongDevice { expected: device.uuid(), found: found.id.clone() });
+        }
+        if fds.len() != manifest.allocations.len() {
+            return Err(ImportModelError::Count { expected: manifest.allocations.len(), found: fds.len() });
+        }
+        let (offsets, total) = offsets(device, manifest).ok_or(ImportModelError::TooLarge)?;
+        let failed = |source| ImportModelError::Map { bytes: total, source };
+        let mut range = AddressRange::reserve(device, total.max(device.granularity())).map_err(failed)?;
+        for (index, (fd, &(offset, bytes))) in fds.into_iter().zip(&offsets).enumerate() {
+            PhysicalMemory::import(device, fd, bytes)
+                .and_then(|memory| range.map(offset, &memory))
+                .map_err(|source| ImportModelError::Allocation { index, bytes, source })?;
+        }
+        if total > 0 {
+            range.set_access(0, total, DeviceAccess::Read).map_err(failed)?;
+        }
+        let memory = Arc::new(range);
+        let tensors = manifest.tensors.iter().map(|tensor| DeviceTensor {
+            name: tensor.name.clone(),
+            dtype: tensor.dtype,
+            layout: tensor.layout,
+            shape: tensor.shape.clone(),
+            bytes: tensor.bytes,
+            // In range: a manifest's tensors lie inside their allocations.
+            address: memory.address() + offsets[tensor.allocation].0 + tensor.offset,
+            memory: Arc::clone(&memory),
+        });
+        Ok(Self { tensors: tensors.collect(), memory })
+    }
+
+    /// Tells whether the last tensor is gone.
+    pub fn watch(&self) -> MappingWatch {
+        MappingWatch::of_device(Arc::downgrade(&self.memory))
+    }
+
+    pub fn mapped_bytes(&self) -> u64 {
+        self.memory.mapped_bytes()
+    }
+}
+
+/// Offset and size of each allocation in one range, and the range's size; none if no memory could hold it.
+fn offsets(device: &Device, manifest: &Manifest) -> Option<(Vec<(u64, u64)>, u64)> {
+    let mut total = 0u64;
+    let mut offsets = Vec::with_capacity(manifest.allocations.len());
+    for allocation in &manifest.allocations {
+        let bytes = device.allocated_bytes(allocation.bytes)?;
+        offsets.push((total, bytes));
+        total = total.checked_add(bytes)?;
+    }
+    // Addresses are sums of a base and an offset: far from the end of 64 bits.
+    (total < 1 << 48).then_some((offsets, total))
+}
