@@ -1,16 +1,17 @@
-//! Attach tokens: 256 random bits per worker start, told to the weight-server and left in a pipe for the worker.
+//! Attach tokens: 256 random bits per worker start. The supervisor registers the token with the
+//! weight-server and passes it to the worker in a pipe.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 
 pub(crate) const TOKEN_BYTES: usize = 32;
 
-/// Not printable on purpose: it must not end up in a log.
+/// Has no `Debug` or `Display`, so a token cannot reach a log.
 #[derive(Clone)]
 pub(crate) struct AttachToken([u8; TOKEN_BYTES]);
 
 impl AttachToken {
-    pub(crate) fn draw() -> io::Result<Self> {
+    pub(crate) fn generate() -> io::Result<Self> {
         let mut bytes = [0u8; TOKEN_BYTES];
         io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut bytes)?;
         Ok(Self(bytes))
@@ -20,10 +21,10 @@ impl AttachToken {
         &self.0
     }
 
-    /// The reading end of a pipe that holds the token and nothing else.
+    /// The read end of a pipe that holds the token and nothing else.
     pub(crate) fn into_pipe(self) -> io::Result<OwnedFd> {
         let (reader, mut writer) = io::pipe()?;
-        // 32 bytes never block: a pipe holds at least a page.
+        // Writing 32 bytes never blocks: a pipe holds at least a page.
         writer.write_all(&self.0)?;
         Ok(reader.into())
     }

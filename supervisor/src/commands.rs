@@ -1,11 +1,11 @@
-//! The commands that the event loop accepts from outside, and why one is refused.
+//! The commands that the event loop accepts from outside, and the error that refuses one.
 
 use tokio::sync::oneshot;
 
 use crate::spec::ModelSpec;
 use crate::status::FleetStatus;
 
-/// Why an order was not carried out.
+/// Why a command was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandError {
     #[error("no child is called {name:?}; `ballast ps` lists them")]
@@ -16,7 +16,7 @@ pub enum CommandError {
     UnknownModel { name: String },
     #[error("the fleet serves {models} models: name one of them")]
     AmbiguousModel { models: usize },
-    #[error("a model called {name:?} is there already")]
+    #[error("a model called {name:?} exists already: unload it or choose another name")]
     NameTaken { name: String },
     #[error("{name:?} cannot be started: {why}")]
     StartFailed { name: String, why: String },
@@ -51,8 +51,8 @@ pub(crate) enum FleetCommand {
         name: String,
         reply: CommandReply<()>,
     },
-    /// Ask every child, role by role.
+    /// Stops every child, one role after the other.
     Stop,
-    /// Kill every child now.
+    /// Kills every child at once.
     Kill,
 }

@@ -1,7 +1,9 @@
-//! The one task that owns the fleet: children, vault, models. Everything else sends it events.
+//! The event loop of the supervisor: one task owns the children, the FD store and the models. Every
+//! other task sends it events.
 //!
-//! Its decisions about a single child are made in `state.rs`; here is what concerns several: who is started with what,
-//! which messages a child may send, in which order a fleet stops, and how a successor takes over.
+//! `state.rs` decides about a single child. The event loop decides what concerns several: which
+//! descriptors and tokens a process gets, which messages a child may send, in which order a fleet
+//! stops, and how a successor adopts the children of a dead supervisor.
 
 mod children;
 mod commands;
@@ -33,7 +35,7 @@ use crate::state::{ChildEvent, ChildStateMachine};
 use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
 use crate::weight_server_admin::WeightServerAdmin;
 
-/// Notifications and commands in flight. Senders wait when it is full.
+/// Events that wait for the loop. Senders wait when the queue is full.
 const EVENT_QUEUE_CAPACITY: usize = 256;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +46,7 @@ pub enum FleetStartError {
     Bind(#[from] BindError),
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("descriptors kept by systemd cannot be taken back")]
+    #[error("descriptors from systemd's FD store cannot be taken over")]
     Inherit(#[from] ListenError),
     #[error("systemd cannot be notified")]
     Notify(#[from] NotifyError),
@@ -53,7 +55,7 @@ pub enum FleetStartError {
     #[error("cannot read the runtime directory")]
     RuntimeDir(#[source] io::Error),
     #[error(
-        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {MIN_DESCRIPTORS}; raise it with `ulimit -n`"
+        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {MIN_DESCRIPTORS}: raise the limit with `ulimit -n`"
     )]
     FewDescriptors { limit: u64 },
     #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
@@ -84,18 +86,21 @@ struct SupervisedChild {
     slot: Option<WorkerSlot>,
     machine: ChildStateMachine,
     process: Option<ChildProcess>,
-    /// Counts starts, so that a late report about an earlier process is recognised.
-    start: u64,
-    /// The token of the present start. Unknown for a worker that was taken over.
+    /// Counts process starts. An event about an earlier process has a smaller number and is
+    /// ignored.
+    start_number: u64,
+    /// The attach token of the current process. Unknown for an adopted worker.
     token: Option<AttachToken>,
-    /// Set between the order to start and the weight-server's knowing the token.
+    /// Set while the task that registers the token with the weight-server runs; the process starts
+    /// after it.
     token_registration: Option<AbortHandle>,
     forwarder: JoinHandle<()>,
-    /// Tells the forwarder that the process of a start has ended.
-    ends: mpsc::Sender<u64>,
+    /// Sends the start number of a process that exited to the task that forwards its notifications.
+    exits: mpsc::Sender<u64>,
     status_text: String,
     last_termination: Option<LastTermination>,
-    /// To be forgotten when it has stopped, and who wants to know.
+    /// Set when the child is to be removed after it stopped, with the caller that waits for the
+    /// removal.
     removed: Option<Option<CommandReply<()>>>,
 }
 
@@ -113,25 +118,25 @@ struct SupervisorLoop {
     models: BTreeMap<String, ManagedModel>,
     fd_store: FdStore,
     admin: WeightServerAdmin,
-    /// systemd, if it started us: keeps a second copy of everything in the store.
+    /// The supervisor's own parent. If it is systemd, it keeps a second copy of the FD store.
     parent: Notify,
     commands: CommandSender,
     stopping: bool,
 }
 
 impl FleetHandle {
-    /// Starts the fleet in a claimed runtime directory, or takes over what a dead supervisor has left there.
-    /// `kept` is what systemd's store has given back.
+    /// Starts the fleet in a claimed runtime directory. If a dead supervisor left running children
+    /// there, they are adopted. `stored` holds the descriptors that systemd's FD store returned.
     pub async fn start(
         spec: FleetSpec,
         directory: ClaimedRuntimeDir,
         parent: Notify,
-        kept: Vec<InheritedFd>,
+        stored: Vec<InheritedFd>,
     ) -> Result<FleetHandle, FleetStartError> {
         let names = directory.directory().clone();
         let (sender, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
         let commands =
-            CommandSender { driver: sender, events: broadcast::channel(EVENT_BROADCAST_CAPACITY).0 };
+            CommandSender { event_loop: sender, events: broadcast::channel(EVENT_BROADCAST_CAPACITY).0 };
         let api = service::grpc::bind(&names.supervisor_socket())?;
         let channel = service::grpc::connect_lazy(&names.weights_admin_socket())?;
         let mut event_loop = SupervisorLoop {
@@ -145,9 +150,9 @@ impl FleetHandle {
             commands: commands.clone(),
             stopping: false,
         };
-        for InheritedFd { name, fd } in kept {
+        for InheritedFd { name, fd } in stored {
             if let Err(error) = event_loop.fd_store.store(&name, fd) {
-                tracing::warn!(name, %error, "a descriptor that systemd kept is lost");
+                tracing::warn!(name, %error, "lost a descriptor from systemd's FD store");
             }
         }
         for model in event_loop.spec.models.clone() {
@@ -181,7 +186,8 @@ impl SupervisorLoop {
                 }
             };
             tokio::select! {
-                // The driver holds a sender itself: the channel does not close before the driver ends.
+                // The event loop holds a sender itself, so the channel closes only after the loop
+                // ends.
                 Some(event) = events.recv() => self.handle(event),
                 () = tick => self.tick(),
             }
@@ -213,9 +219,11 @@ impl SupervisorLoop {
             SupervisorEvent::NotificationReceived { child, notification } => {
                 self.handle_notification(&child, notification)
             }
-            SupervisorEvent::ProcessExited { child, start } => self.process_exited(&child, start),
-            SupervisorEvent::TokenAllowed { child, start, refusal } => {
-                self.token_allowed(&child, start, refusal)
+            SupervisorEvent::ProcessExited { child, start_number } => {
+                self.process_exited(&child, start_number)
+            }
+            SupervisorEvent::TokenAllowed { child, start_number, refusal } => {
+                self.token_allowed(&child, start_number, refusal)
             }
             SupervisorEvent::ModelStateChanged { name, state } => self.set_model_state(&name, state),
             SupervisorEvent::ModelUnloaded { name, refusal } => self.model_unloaded(&name, refusal),
@@ -230,7 +238,7 @@ impl SupervisorLoop {
     }
 
     fn publish(&self, event: FleetEvent) {
-        // Nobody may be listening.
+        // An event without subscribers is dropped.
         let _: Result<usize, _> = self.commands.events.send(event);
     }
 }
@@ -258,7 +266,7 @@ impl ManagedModel {
 
     fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
         self.abort();
-        let task = tokio::spawn(admin.clone().load(self.spec.clone(), commands.driver.clone()));
+        let task = tokio::spawn(admin.clone().load(self.spec.clone(), commands.event_loop.clone()));
         self.task = Some(task.abort_handle());
     }
 
@@ -269,11 +277,13 @@ impl ManagedModel {
     }
 }
 
-/// Sockets and pipes of a fleet of some dozen workers, and of whatever uses it in the same process. The vault takes more.
+/// Enough for the sockets and pipes of some dozen workers and of the embedding process. The FD
+/// store comes on top.
 const MIN_DESCRIPTORS: u64 = 256;
 
-/// Raises the limit of open descriptors as far as it goes: the vault may hold thousands, and the usual soft limit of 1024 is
-/// for programs that use select(2). To be called before anything else is opened.
+/// Raises the soft limit of open descriptors to the hard limit. Call it before anything else is
+/// opened. The FD store may hold thousands of descriptors; the usual soft limit of 1024 exists for
+/// programs that use select(2).
 pub fn raise_descriptor_limit() -> Result<(), FleetStartError> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let limit = |source: nix::Error| FleetStartError::DescriptorLimit(source.into());
@@ -284,7 +294,7 @@ pub fn raise_descriptor_limit() -> Result<(), FleetStartError> {
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).map_err(limit)
 }
 
-/// Whoever gave the order may have gone away.
+/// The caller may have gone away.
 fn answer<T>(reply: CommandReply<T>, result: Result<T, CommandError>) {
     let _: Result<(), _> = reply.send(result);
 }

@@ -1,4 +1,4 @@
-//! Everything that reaches the supervisor's event loop.
+//! Every event that reaches the supervisor's event loop.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ pub(crate) enum SupervisorEvent {
         child: Arc<str>,
         notification: Notification,
     },
-    /// The process of this start has ended.
+    /// The process with this start number exited.
     ProcessExited {
         child: Arc<str>,
-        start: u64,
+        start_number: u64,
     },
-    /// The weight-server knows the token for this start, or refused it.
+    /// The weight-server accepted or refused the attach token of this start.
     TokenAllowed {
         child: Arc<str>,
-        start: u64,
+        start_number: u64,
         refusal: Option<String>,
     },
     ModelStateChanged {

@@ -1,14 +1,17 @@
-//! The store: descriptors that the weight-server leaves with its parent, by name, in the order in which they came.
+//! The FD store: descriptors that the weight-server leaves with its parent, by name and in the
+//! order of arrival.
 //!
-//! An exported descriptor alone keeps its memory alive, so what is in here survives `kill -9` of the weight-server. The
-//! rules are those of systemd's store (FILE_DESCRIPTOR_STORE): many descriptors may share a name, the same open file under
-//! the same name is kept once, removal is by name.
+//! An exported descriptor keeps its memory alive, so stored weights survive `kill -9` of the
+//! weight-server. The rules are those of systemd's FD store (FileDescriptorStoreMax=):
+//! 1. Many descriptors may share a name.
+//! 2. The same open file under the same name is stored once.
+//! 3. Descriptors are removed by name.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// More than the weights of the largest models in one allocation per tensor, twice.
+/// Twice the descriptors of the largest models with one allocation per tensor.
 pub(crate) const MAX_STORED_FDS: usize = 8192;
-/// One environment string may have 128 KiB (MAX_ARG_STRLEN), and LISTEN_FDNAMES is one.
+/// An environment string has at most 128 KiB (MAX_ARG_STRLEN), and LISTEN_FDNAMES is one string.
 pub(crate) const MAX_NAME_BYTES: usize = 120 << 10;
 
 #[derive(Debug)]
@@ -27,11 +30,11 @@ pub(crate) struct FdStore {
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum StoreFdError {
-    #[error("the vault keeps {MAX_STORED_FDS} descriptors already")]
+    #[error("the FD store is full: it holds {MAX_STORED_FDS} descriptors")]
     Full,
-    #[error("the names of stored descriptors take {MAX_NAME_BYTES} bytes already")]
+    #[error("the FD store is full: the names of its descriptors may take {MAX_NAME_BYTES} bytes")]
     NamesTooLong,
-    #[error("descriptor is not usable: {0}")]
+    #[error("cannot stat the descriptor: {0}")]
     Stat(rustix::io::Errno),
 }
 
@@ -49,7 +52,7 @@ impl FdStore {
         if self.entries.len() >= MAX_STORED_FDS {
             return Err(StoreFdError::Full);
         }
-        // Each name and the colon behind it.
+        // Each name is followed by a colon.
         if self.name_bytes + name.len() + 1 > MAX_NAME_BYTES {
             return Err(StoreFdError::NamesTooLong);
         }
@@ -58,7 +61,7 @@ impl FdStore {
         Ok(())
     }
 
-    /// How many were removed.
+    /// Returns how many descriptors were removed.
     pub(crate) fn remove(&mut self, name: &str) -> usize {
         let before = self.entries.len();
         self.entries.retain(|e| e.name != name);
@@ -67,7 +70,7 @@ impl FdStore {
         removed
     }
 
-    /// What a restarted weight-server is given.
+    /// The descriptors that a restarted weight-server inherits.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (&str, BorrowedFd<'_>)> {
         self.entries.iter().map(|e| (e.name.as_str(), e.fd.as_fd()))
     }
@@ -82,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_removed_together_and_order_is_kept() {
+    fn remove_takes_all_of_a_name_and_keeps_the_order() {
         let mut store = FdStore::default();
         for name in ["a", "lease", "b", "lease"] {
             store.store(name, file()).unwrap();
@@ -104,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn names_stay_below_what_an_environment_string_holds() {
+    fn names_fit_an_environment_string() {
         let mut store = FdStore::default();
         let long = "n".repeat(60 << 10);
         store.store(&long, file()).unwrap();

@@ -1,4 +1,4 @@
-//! The handle on a running fleet: sends commands to the event loop and reads its status.
+//! The handle on a running fleet. It sends commands to the event loop and reads the fleet's status.
 
 use service::RuntimeDir;
 use tokio::sync::{broadcast, mpsc, oneshot};
@@ -8,20 +8,20 @@ use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::status::{FleetEvent, FleetStatus};
 
-/// A subscriber that is this many events behind is told that it missed some.
+/// A subscriber that is this many events behind loses events, and is told how many.
 pub(crate) const EVENT_BROADCAST_CAPACITY: usize = 256;
 
-/// Gives commands to the driver. Cheap to clone.
+/// Sends commands to the event loop. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct CommandSender {
-    pub(crate) driver: mpsc::Sender<SupervisorEvent>,
+    pub(crate) event_loop: mpsc::Sender<SupervisorEvent>,
     pub(crate) events: broadcast::Sender<FleetEvent>,
 }
 
 impl CommandSender {
     pub(crate) async fn send(&self, command: FleetCommand) {
-        // A driver that is gone drops the reply channel, which the caller sees.
-        let _: Result<(), _> = self.driver.send(SupervisorEvent::Command(command)).await;
+        // If the event loop has ended, it drops the reply channel, which the caller sees.
+        let _: Result<(), _> = self.event_loop.send(SupervisorEvent::Command(command)).await;
     }
 
     pub(crate) async fn call<T>(
@@ -40,8 +40,7 @@ impl CommandSender {
     }
 }
 
-/// A running fleet. Dropping it leaves the fleet to itself, as the death of this process would: end it with
-/// [`FleetHandle::stop`].
+/// A running fleet. Dropping the handle does not stop the fleet; [`FleetHandle::stop`] does.
 pub struct FleetHandle {
     pub(crate) commands: CommandSender,
     pub(crate) directory: RuntimeDir,
@@ -53,7 +52,7 @@ impl FleetHandle {
         &self.directory
     }
 
-    /// What changes from now on.
+    /// Subscribes to the events from now on.
     pub fn events(&self) -> broadcast::Receiver<FleetEvent> {
         self.commands.events.subscribe()
     }
@@ -62,17 +61,18 @@ impl FleetHandle {
         self.commands.status().await
     }
 
-    /// Begins the stop: router, then workers, then weight-server, each with its grace.
+    /// Begins the stop: first the router, then the workers, then the weight-server, each with its
+    /// grace period.
     pub async fn stop(&self) {
         self.commands.send(FleetCommand::Stop).await;
     }
 
-    /// Ends every child at once.
+    /// Kills every child at once.
     pub async fn kill(&self) {
         self.commands.send(FleetCommand::Kill).await;
     }
 
-    /// Returns when every child has ended and the runtime directory is gone.
+    /// Returns after every child has exited and the runtime directory is removed.
     pub async fn stopped(&mut self) {
         for task in &mut self.tasks {
             if let Err(error) = task.await {

@@ -1,4 +1,5 @@
-//! ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and its like. The wire stays in this file.
+//! The gRPC service ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and
+//! other clients. No other file of this crate uses its messages.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -19,9 +20,10 @@ use crate::spec::{ChildRole, ModelSpec};
 use crate::state::ChildState;
 use crate::status::{ChildStatus, FleetEvent, ModelState, ModelStatus};
 
-/// Events on their way to one client.
+/// Events that wait for one client.
 const STREAM_CAPACITY: usize = 16;
-/// After the driver has ended, open calls (a stop order being answered, event streams) get this long to end.
+/// After the event loop has ended, open calls (the reply to StopFleet, event streams) get this long
+/// to end.
 const LINGER: Duration = Duration::from_millis(200);
 
 struct FleetApi {
@@ -29,13 +31,13 @@ struct FleetApi {
     directory: RuntimeDir,
 }
 
-/// Serves deadline the driver has ended.
+/// Serves until the event loop has ended.
 pub(crate) fn serve(
     commands: CommandSender,
     directory: RuntimeDir,
     listener: UdsListener,
 ) -> Result<JoinHandle<()>, Status> {
-    let driver = commands.driver.clone();
+    let event_loop = commands.event_loop.clone();
     let (_, health) = service::grpc::health();
     let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)
         .map_err(|error| Status::internal(error.to_string()))?;
@@ -44,17 +46,17 @@ pub(crate) fn serve(
         .add_service(health)
         .add_service(reflection);
     let stop = {
-        let driver = driver.clone();
-        async move { driver.closed().await }
+        let event_loop = event_loop.clone();
+        async move { event_loop.closed().await }
     };
     Ok(tokio::spawn(async move {
         tokio::select! {
             served = service::grpc::serve(router, listener, stop) => {
                 if let Err(error) = served {
-                    tracing::error!(%error, "the fleet API has failed");
+                    tracing::error!(%error, "the fleet API failed");
                 }
             }
-            () = async { driver.closed().await; tokio::time::sleep(LINGER).await } => {}
+            () = async { event_loop.closed().await; tokio::time::sleep(LINGER).await } => {}
         }
     }))
 }
@@ -91,13 +93,13 @@ impl FleetService for FleetApi {
         _request: Request<wire::WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
         let mut events = self.commands.events.subscribe();
-        let driver = self.commands.driver.clone();
+        let event_loop = self.commands.event_loop.clone();
         let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
         tokio::spawn(async move {
             loop {
                 let event = tokio::select! {
                     event = events.recv() => event,
-                    () = driver.closed() => return,
+                    () = event_loop.closed() => return,
                 };
                 let event = match event {
                     Ok(event) => wire::Event::from(event),
@@ -204,15 +206,15 @@ impl FleetService for FleetApi {
     }
 }
 
-/// The device of commands that name none.
+/// The device of commands that name no device.
 const HOST_DEVICE: &str = "host";
 
-/// Weights are mapped from memfds of this name.
+/// The name of the memfds that hold weights, as smaps shows it.
 const WEIGHT_MAPPINGS: &str = "/memfd:ballast-weights";
 
 fn with_memory(mut children: Vec<wire::Child>) -> Vec<wire::Child> {
     for child in children.iter_mut().filter(|c| c.pid != 0) {
-        // A process that has just ended has no memory to report.
+        // A process that has just exited has no memory to report.
         let Ok(mappings) = smaps::mappings_of_process(child.pid) else { continue };
         let all = smaps::sum_mappings(&mappings, |_| true);
         let weights = smaps::sum_mappings(&mappings, |name| name.starts_with(WEIGHT_MAPPINGS));

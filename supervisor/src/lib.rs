@@ -1,19 +1,24 @@
-//! The supervisor: starts, watches, restarts and stops the processes of a fleet, and keeps the file descriptors of the
-//! weight-server while that is dead.
+//! The supervisor starts, monitors, restarts and stops the processes of a fleet. It also keeps the
+//! FD store: file descriptors that outlive the weight-server.
 //!
 //! ```text
-//!   grpc.rs (supervisor.sock)      notify_server.rs (one socket per child)      pidfds, model loads
-//!            \ commands                    | notifications                     / ends, progress
-//!             `----------------->  driver.rs: one task owns everything  <-----'
-//!                                    |            |            |
-//!                             state.rs (pure)   store.rs    child.rs (fork, exec, signals)
+//!   grpc.rs (supervisor.sock)   notify_server.rs (one socket per child)   pidfds, model loads
+//!            \ commands                    | notifications               / exits, progress
+//!             `---------------> event_loop.rs: one task owns the fleet <'
+//!                                 |               |                  |
+//!                          state.rs (pure)   fd_store.rs   process.rs (fork, exec, signals)
 //! ```
 //!
-//! A child that crashes is started again at once the first time, then after growing pauses, and is given up (`Failed`,
-//! visible in `ballast ps`) when it does not live: `state.rs` has the table. Children learn of the supervisor's own death by
-//! end of file on an inherited socket; a successor that is started on the same runtime directory within ten seconds takes
-//! the living ones over (`service::supervision` has the protocol). Everything that a child may ask of its parent is the
-//! notify protocol of systemd, so that the same children run under systemd without a supervisor.
+//! `state.rs` holds the state machine of one child. After its first crash a child restarts at once;
+//! later crashes add a growing backoff. A child that keeps crashing becomes `Failed`, which
+//! `ballast ps` shows.
+//!
+//! A child notices the death of the supervisor as end of file on an inherited socket. A successor
+//! that starts on the same runtime directory within ten seconds adopts the children that still run.
+//! The module `service::supervision` describes that protocol.
+//!
+//! Children talk to their parent with systemd's notify protocol only. The same children therefore
+//! run under systemd without a supervisor.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,9 @@
-//! The messages of the notify protocol that a child sends to its parent.
+//! The notify protocol's messages, as a child sends them to its parent (sd_notify(3)).
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-/// What a child says in one datagram.
+/// The content of one datagram.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct NotifyMessage {
     pub(crate) ready: bool,
@@ -16,12 +16,12 @@ pub(crate) struct NotifyMessage {
     pub(crate) remove_fds: bool,
     pub(crate) fd_name: Option<String>,
     pub(crate) barrier: bool,
-    /// An orphan offers itself.
+    /// ADOPT=1: an orphan offers itself for adoption.
     pub(crate) offers_adoption: bool,
 }
 
 impl NotifyMessage {
-    /// Unknown lines are skipped, as systemd does: the protocol grows.
+    /// Skips unknown lines, as systemd does: newer children may send more.
     pub(crate) fn parse(text: &str) -> Self {
         let mut message = NotifyMessage::default();
         for (key, value) in text.lines().filter_map(|line| line.split_once('=')) {
@@ -46,7 +46,7 @@ impl NotifyMessage {
     }
 }
 
-/// One datagram with its sender.
+/// One datagram with its sender and its descriptors.
 #[derive(Debug)]
 pub(crate) struct Notification {
     pub(crate) pid: u32,
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_read_and_unknown_ones_skipped() {
+    fn known_lines_are_parsed_and_unknown_ones_skipped() {
         let message = NotifyMessage::parse(
             "READY=1\nX_FUTURE=2\nSTATUS=a=b\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0",
         );

@@ -1,7 +1,7 @@
-//! The parent's side of the notify protocol: one datagram socket per child, every message checked against the sender.
+//! Receives the notify protocol: one datagram socket per child.
 //!
-//! The kernel vouches for the sender's process id (SO_PASSCRED). What a message may do is decided by the driver, which
-//! knows the children; here it is only read.
+//! The kernel vouches for the process id of the sender (SO_PASSCRED). This module only receives and
+//! parses; the event loop decides what a sender may do.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -20,10 +20,11 @@ use tokio::sync::mpsc;
 use crate::events::SupervisorEvent;
 use crate::notification::{Notification, NotifyMessage};
 
-/// Longer messages are dropped: the longest regular one is an FDNAME of 255 bytes, or a line of status.
+/// Longer messages are dropped. The longest regular message is a status line or an FDNAME of 255
+/// bytes.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// Binds the socket of a child, over one that a dead supervisor has left.
+/// Binds the socket of a child. Replaces a socket file that a dead supervisor left.
 pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -34,27 +35,28 @@ pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Hands every datagram of one child to the driver, in order; ends when the driver is gone. A driver that is busy makes the
-/// child wait, not our memory grow.
+/// Forwards every datagram of one child to the event loop, in order. The task ends when the event
+/// loop is gone. If the event loop is busy, the child waits, and this process queues nothing.
 ///
-/// The ends of the child's processes, each with the number of its start, come by here too: what a process said before it
-/// died is in the socket by then, and the driver hears it first. A descriptor that a weight-server stored with its last
-/// breath would be missing from what its successor gets.
+/// Exits of the child's processes, each with its start number, pass through this task too. When a
+/// process has exited, its last messages are in the socket already, and they reach the event loop
+/// before the exit does. Otherwise a descriptor that a dying weight-server stored would be missing
+/// from what its successor inherits.
 pub(crate) async fn forward(
     socket: UnixDatagram,
-    mut ends: mpsc::Receiver<u64>,
+    mut exits: mpsc::Receiver<u64>,
     child: Arc<str>,
-    driver: mpsc::Sender<SupervisorEvent>,
+    event_loop: mpsc::Sender<SupervisorEvent>,
 ) {
-    let to_driver = NotificationForwarder { socket, child, driver };
+    let to_driver = NotificationForwarder { socket, child, event_loop };
     loop {
-        let go_on = tokio::select! {
+        let flow = tokio::select! {
             received = to_driver.socket.async_io(Interest::READABLE, || receive(&to_driver.socket)) => {
-                to_driver.said(received).await
+                to_driver.forward_received(received).await
             }
-            Some(start) = ends.recv() => to_driver.ended(start).await,
+            Some(start_number) = exits.recv() => to_driver.report_exit(start_number).await,
         };
-        if go_on.is_break() {
+        if flow.is_break() {
             return;
         }
     }
@@ -63,11 +65,11 @@ pub(crate) async fn forward(
 struct NotificationForwarder {
     socket: UnixDatagram,
     child: Arc<str>,
-    driver: mpsc::Sender<SupervisorEvent>,
+    event_loop: mpsc::Sender<SupervisorEvent>,
 }
 
 impl NotificationForwarder {
-    async fn said(&self, received: io::Result<Option<Notification>>) -> ControlFlow<()> {
+    async fn forward_received(&self, received: io::Result<Option<Notification>>) -> ControlFlow<()> {
         let child = &self.child;
         match received {
             Ok(Some(notification)) => {
@@ -75,7 +77,9 @@ impl NotificationForwarder {
                     .send(SupervisorEvent::NotificationReceived { child: child.clone(), notification })
                     .await;
             }
-            Ok(None) => tracing::warn!(%child, "dropped a notification that is too long or lost descriptors"),
+            Ok(None) => {
+                tracing::warn!(%child, "dropped a notification that was too long or lost descriptors")
+            }
             Err(error) => {
                 tracing::error!(%child, %error, "cannot receive notifications");
                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -84,7 +88,7 @@ impl NotificationForwarder {
         ControlFlow::Continue(())
     }
 
-    async fn ended(&self, start: u64) -> ControlFlow<()> {
+    async fn report_exit(&self, start_number: u64) -> ControlFlow<()> {
         loop {
             match receive(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -93,21 +97,22 @@ impl NotificationForwarder {
                     break;
                 }
                 Err(_) => {}
-                received => self.said(received).await?,
+                received => self.forward_received(received).await?,
             }
         }
-        self.send(SupervisorEvent::ProcessExited { child: self.child.clone(), start }).await
+        self.send(SupervisorEvent::ProcessExited { child: self.child.clone(), start_number }).await
     }
 
     async fn send(&self, event: SupervisorEvent) -> ControlFlow<()> {
-        match self.driver.send(event).await {
+        match self.event_loop.send(event).await {
             Ok(()) => ControlFlow::Continue(()),
             Err(_) => ControlFlow::Break(()),
         }
     }
 }
 
-/// `None`: the datagram was cut off, came without a sender, or descriptors were lost because our table is full.
+/// Returns `None` if the datagram was truncated, had no sender, or lost descriptors because this
+/// process has too many open.
 fn receive(socket: &UnixDatagram) -> io::Result<Option<Notification>> {
     const SPACE: usize = rustix::cmsg_space!(ScmRights(FDS_PER_MESSAGE_MAX), ScmCredentials(1));
     let mut space = [MaybeUninit::uninit(); SPACE];
@@ -150,7 +155,7 @@ mod tests {
         let path = directory.path().join("notify-x.sock");
         let socket = bind(&path).unwrap();
         let socket = match std::fs::symlink_metadata(&path) {
-            // Binding again over it is what a successor does.
+            // A successor binds over the existing socket file.
             Ok(_) => {
                 drop(socket);
                 bind(&path).unwrap()
@@ -158,8 +163,8 @@ mod tests {
             Err(error) => panic!("{error}"),
         };
         let (sender, mut receiver) = mpsc::channel(4);
-        let (_ends, ends) = mpsc::channel(1);
-        let task = tokio::spawn(forward(socket, ends, "x".into(), sender));
+        let (_exit_sender, exits) = mpsc::channel(1);
+        let task = tokio::spawn(forward(socket, exits, "x".into(), sender));
         let notify = Notify::to_socket(path.to_str().unwrap()).unwrap();
         let file = tempfile::tempfile().unwrap();
         notify.fdstore("weights", &[file.as_fd(), file.as_fd()]).unwrap();
@@ -175,14 +180,14 @@ mod tests {
         let Some(SupervisorEvent::NotificationReceived { notification, .. }) = receiver.recv().await else {
             panic!()
         };
-        assert!(notification.message.ready, "the overlong one is dropped, the next one arrives");
+        assert!(notification.message.ready, "the overlong message is dropped, the next one arrives");
         drop(receiver);
         notify.ready().unwrap();
         task.await.unwrap();
     }
 
     #[tokio::test]
-    async fn last_words_are_heard_before_the_end() {
+    async fn last_notifications_arrive_before_the_exit() {
         const WORDS: usize = 5;
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify-x.sock");
@@ -192,14 +197,17 @@ mod tests {
             for _ in 0..WORDS {
                 notify.ready().unwrap();
             }
-            let (ends, ended) = mpsc::channel(1);
-            ends.send(7).await.unwrap();
+            let (exit_sender, exits) = mpsc::channel(1);
+            exit_sender.send(7).await.unwrap();
             let (sender, mut receiver) = mpsc::channel(1);
-            let task = tokio::spawn(forward(socket, ended, "x".into(), sender));
+            let task = tokio::spawn(forward(socket, exits, "x".into(), sender));
             for _ in 0..WORDS {
                 assert!(matches!(receiver.recv().await, Some(SupervisorEvent::NotificationReceived { .. })));
             }
-            assert!(matches!(receiver.recv().await, Some(SupervisorEvent::ProcessExited { start: 7, .. })));
+            assert!(matches!(
+                receiver.recv().await,
+                Some(SupervisorEvent::ProcessExited { start_number: 7, .. })
+            ));
             task.abort();
         }
     }

@@ -1,8 +1,9 @@
 //! One process of a child: fork and exec with its descriptors in place, signals, reaping.
 //!
-//! Descriptors of a new process: 3.. what the vault keeps (LISTEN_FDS), then its liveness socket, then the pipe with its
-//! attach token. Everything else of the supervisor is close-on-exec. Each process leads a process group of its own, so that
-//! Ctrl-C in a terminal reaches only the supervisor, and so that what a child has started goes with it.
+//! Descriptors of a new process, from number 3 on: the inherited ones (LISTEN_FDS), the liveness
+//! socket, and the pipe with the attach token. All other descriptors of the supervisor are
+//! close-on-exec. Each process leads its own process group. Ctrl-C in a terminal therefore reaches
+//! only the supervisor, and killing the group ends what the child has started.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,7 +25,7 @@ use crate::shim;
 use crate::spec::ChildSpec;
 use crate::state::{RestartPolicy, Termination};
 
-/// Where a child finds what is its own.
+/// What a new process gets: configuration, sockets, descriptors and token.
 pub(crate) struct SpawnOptions<'a> {
     pub(crate) config: &'a Path,
     pub(crate) notify_socket: &'a Path,
@@ -38,9 +39,11 @@ pub(crate) struct ChildProcess {
     pub(crate) pid: u32,
     pub(crate) since: Instant,
     pidfd: OwnedFd,
-    /// Absent for a process that was adopted: then it is not our child, and how it ends is not told.
+    /// Absent for an adopted process: it is not a child of this process, so its exit status is
+    /// unknown.
     own: Option<std::process::Child>,
-    /// Its end of file tells the process that we are gone. Absent deadline an orphan has adopt_offered itself.
+    /// The process reads end of file on the other end when the supervisor dies. Absent until an
+    /// orphan offers itself.
     liveness: Option<UnixStream>,
 }
 
@@ -56,7 +59,7 @@ impl ChildProcess {
             .arg(options.config)
             .process_group(0)
             .stdin(Stdio::null())
-            // Standard output belongs to the command that the user has typed.
+            // Standard output belongs to the command that the user started.
             .stdout(io::stderr().as_fd().try_clone_to_owned()?);
         for private in env::PRIVATE {
             command.env_remove(private);
@@ -95,7 +98,7 @@ impl ChildProcess {
                 Ok(Self { pid, since: Instant::now(), pidfd, own: Some(own), liveness: Some(liveness) })
             }
             Err(error) => {
-                // Without its pidfd nobody would notice its end.
+                // Without a pidfd the supervisor would not notice the exit.
                 own.kill()?;
                 own.wait()?;
                 Err(error)
@@ -103,12 +106,12 @@ impl ChildProcess {
         }
     }
 
-    /// A living process of a dead supervisor: not supervised deadline it has adopt_offered itself.
+    /// A running process of a dead supervisor. It is supervised after it has offered itself.
     pub(crate) fn orphan(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, since: Instant::now(), pidfd: open_pidfd(pid)?, own: None, liveness: None })
     }
 
-    /// Takes an orphan's offer: keeps the socket that it sent, and says so on it.
+    /// Accepts an orphan's offer: keeps the socket that the orphan sent, and confirms on it.
     pub(crate) fn adopt(&mut self, socket: OwnedFd) -> io::Result<()> {
         let mut liveness = UnixStream::from(socket);
         liveness.write_all(&[ADOPTED])?;
@@ -116,14 +119,14 @@ impl ChildProcess {
         Ok(())
     }
 
-    /// Readable once the process has ended.
+    /// Readable after the process has exited.
     pub(crate) fn pidfd(&self) -> io::Result<OwnedFd> {
         self.pidfd.try_clone()
     }
 
     pub(crate) fn terminate(&self) {
         signal(&self.pidfd, Signal::TERM);
-        // A stopped process would never see the request.
+        // A stopped process (SIGSTOP) would not see SIGTERM.
         signal(&self.pidfd, Signal::CONT);
     }
 
@@ -131,15 +134,15 @@ impl ChildProcess {
         signal(&self.pidfd, Signal::KILL);
     }
 
-    /// After the process has ended: ends what it has started, and takes its exit status.
+    /// Kills the process group of an exited process and collects its exit status.
     pub(crate) fn reap(self) -> Termination {
         let Some(mut own) = self.own else { return Termination::Unknown };
-        // As long as the leader is not reaped, its number cannot belong to another group.
+        // While the group leader is not reaped, the kernel does not reuse its process id.
         let group = nix::unistd::Pid::from_raw(self.pid.cast_signed());
         match killpg(group, GroupSignal::SIGKILL) {
-            // ESRCH: nobody is left, as it should be.
+            // ESRCH: the group has no other process, which is the normal case.
             Ok(()) | Err(nix::Error::ESRCH) => {}
-            Err(error) => tracing::warn!(pid = self.pid, %error, "cannot end the process group"),
+            Err(error) => tracing::warn!(pid = self.pid, %error, "cannot kill the process group"),
         }
         match own.wait() {
             Ok(status) => match (status.code(), status.signal()) {
@@ -159,7 +162,7 @@ fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
 
 fn signal(pidfd: &OwnedFd, signal: Signal) {
     match pidfd_send_signal(pidfd, signal) {
-        // ESRCH: it has ended by itself, which the pidfd reports too.
+        // ESRCH: the process has exited, which the pidfd reports too.
         Ok(()) | Err(rustix::io::Errno::SRCH) => {}
         Err(error) => tracing::error!(?signal, %error, "cannot signal a child"),
     }

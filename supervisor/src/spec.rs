@@ -1,4 +1,5 @@
-//! What a fleet consists of: decided by whoever starts it, before anything runs.
+//! The specification of a fleet: which processes and models it has. The caller writes it before the
+//! fleet starts.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -15,7 +16,8 @@ pub enum ChildRole {
 }
 
 impl ChildRole {
-    /// The subcommand of the executable; also how a child names its role when it offers itself.
+    /// The subcommand of the executable. A child that offers itself for adoption names its role
+    /// with it.
     pub const fn subcommand(self) -> &'static str {
         match self {
             ChildRole::WeightServer => "weight-server",
@@ -24,7 +26,7 @@ impl ChildRole {
         }
     }
 
-    /// Whom the kernel's OOM killer takes first: a worker is back in a second, the weights are not.
+    /// The kernel's OOM killer prefers workers: a worker restarts in a second, the weights do not.
     pub(crate) const fn oom_score_adj(self) -> i32 {
         match self {
             ChildRole::WeightServer => 0,
@@ -33,13 +35,14 @@ impl ChildRole {
         }
     }
 
-    /// Stop order: first who takes requests, last who owns the weights.
+    /// The order in which roles stop: first the router, which accepts requests; last the
+    /// weight-server.
     pub(crate) const STOP_ORDER: [ChildRole; 3] =
         [ChildRole::Router, ChildRole::Worker, ChildRole::WeightServer];
 
     pub(crate) const fn policy(self) -> RestartPolicy {
         let stop_grace = match self {
-            // Streams in flight may end; the router's own drain is shorter.
+            // Open streams may finish. The router's own drain timeout is shorter.
             ChildRole::Router => Duration::from_secs(20),
             ChildRole::Worker => Duration::from_secs(10),
             ChildRole::WeightServer => Duration::from_secs(5),
@@ -48,7 +51,7 @@ impl ChildRole {
     }
 }
 
-/// One child: its name in the runtime directory and the text of its configuration file.
+/// One child: its name in the runtime directory and its configuration.
 #[derive(Clone, Debug)]
 pub struct ChildSpec {
     pub name: String,
@@ -61,20 +64,21 @@ pub struct ChildSpec {
 pub struct ModelSpec {
     pub name: String,
     pub path: PathBuf,
-    /// Workers at the start.
+    /// The number of workers at the start.
     pub workers: u32,
-    /// "host", or a GPU's UUID.
+    /// "host", or the UUID of a GPU.
     pub device: String,
-    /// Pack small tensors into shared allocations.
+    /// Whether small tensors share allocations.
     pub pack: bool,
-    /// What all its workers are configured with; completed by [`FleetSpec::worker`].
+    /// The configuration that all workers of the model share; [`FleetSpec::complete_worker_config`]
+    /// adds the rest.
     pub worker_config: toml::Table,
 }
 
-/// The place of a worker in the fleet.
+/// The number of a worker in the fleet, and its model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerSlot {
-    /// Unique in the fleet; part of the socket's name.
+    /// Unique in the fleet; part of the worker's socket name.
     pub index: u32,
     pub model: String,
 }
@@ -85,26 +89,27 @@ impl WorkerSlot {
     }
 }
 
-/// Adds to a model's worker configuration what belongs to one place.
+/// Adds the settings of one worker to the configuration that all workers of its model share.
 pub type CompleteWorkerConfig = Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send + Sync>;
 
 /// The whole fleet.
 pub struct FleetSpec {
     pub weight_server: toml::Table,
     pub router: toml::Table,
-    /// Handed to every incarnation of the router: connections that come while it is restarted wait in the socket's queue.
+    /// Every process of the router inherits it. Connections that arrive during a restart wait in
+    /// the socket's queue.
     pub router_socket: Option<OwnedFd>,
-    /// For information: where the router listens.
+    /// The address of the router, for information only.
     pub http_address: String,
-    /// Log level of the children, unless BALLAST_LOG says otherwise.
+    /// The log level of the children, unless BALLAST_LOG sets another.
     pub log: tracing::Level,
     pub models: Vec<ModelSpec>,
-    /// Completes the configuration of a worker with what is its own; workers are also added while the fleet runs.
+    /// Called for every worker, also for those that are added while the fleet runs.
     pub complete_worker_config: CompleteWorkerConfig,
 }
 
 impl FleetSpec {
-    /// The children that are there from the start, in start order.
+    /// The children that the fleet starts with, in start order.
     pub(crate) fn initial_children(&self) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
         let fixed = |role: ChildRole, config: &toml::Table| {
             (ChildSpec { name: role.subcommand().to_owned(), role, config: config.clone() }, None)

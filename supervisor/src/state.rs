@@ -1,53 +1,67 @@
-//! The life of one child as a pure machine: events in, at most one action out. Time is an argument.
+//! The state machine of one child. It takes one event and returns at most one action. It does no
+//! I/O, and time is an argument.
 //!
 //! ```text
-//!            Start                        Ready
-//!  Stopped --------->  Starting  ------------------->  Running <-------- Orphaned (left by a dead supervisor)
-//!     ^               ^   |  \ too slow                 |   \ watchdog      | Adopted
-//!     |        pause  |   |   `---------> Killing <-----|----'              | did not offer itself: Killing
-//!     |        over   |   | Exited           | Exited   | Exited
-//!     |               |   v                  v          v
-//!     |            BackingOff <---------- crashed? ------'
-//!     |                                      | too often, or an exit code that says "never"
-//!     |  Exited                              v
-//!  Stopping <---- Stop, Restart           Failed ---- Restart ----> Starting
-//!     |  grace over
-//!     `---------> Killing
+//!  Stopped --Start--> Starting --Ready--> Running <--OrphanAdopted-- Orphaned
+//!     ^                 ^  |                 |                          |
+//!     |                 |  | start timeout   | watchdog timeout         | adopt timeout
+//!     | Exited          |  v                 v                          v
+//!  Stopping             | Killing (then: CountAsCrash)          Killing (then: Start)
+//!     ^                 |  | Exited
+//!     | Stop, Restart   |  v
+//!     |                 | crash: an exit that no command asked for
+//!  Starting, Running,   |  |            |                |
+//!  Orphaned             |  | first      | later          | too many, or a permanent exit code
+//!                       |  v            v                v
+//!                       '--+-------- BackingOff        Failed --Start, Restart--> Starting
+//!                           backoff over
 //! ```
 //!
-//! Invariant: a process exists in Orphaned, Starting, Running, Stopping and Killing, and in no other state. `Spawn` is only
-//! ever the way into Starting; every state with a process, except a healthy Running one, has a deadline or has been sent
-//! SIGKILL, which cannot be ignored.
+//! Events come from three sources:
+//! - commands: `Start`, `Stop`, `Restart`;
+//! - the child, through the notify protocol: `Ready`, `WatchdogPing`, `WatchdogTrigger`,
+//!   `ExtendTimeout`, `OrphanAdopted`;
+//! - the kernel and the clock: `Exited`, `OrphanFound`, `Tick`.
+//!
+//! Actions: `Spawn` starts a process, `Terminate` sends SIGTERM, `Kill` sends SIGKILL. `Stopping`
+//! turns into `Killing` when the grace period is over.
+//!
+//! Invariants:
+//! 1. A process exists in Orphaned, Starting, Running, Stopping and Killing, and in no other state.
+//! 2. `Spawn` is returned only on entry into Starting.
+//! 3. Every state with a process has a deadline, or SIGKILL was sent to the process.
 
 use std::time::{Duration, Instant};
 
 use service::Exit;
 
-/// How patient the supervisor is with one kind of child.
+/// The timeouts and restart limits of one kind of child.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RestartPolicy {
-    /// From exec to READY=1. A child that needs longer says so (EXTEND_TIMEOUT_USEC).
+    /// From exec to READY=1. A child that needs longer sends EXTEND_TIMEOUT_USEC.
     pub(crate) start_timeout: Duration,
     /// From SIGTERM to SIGKILL.
     pub(crate) stop_grace: Duration,
-    /// Longest silence of a running child.
+    /// The longest time between two WATCHDOG=1 messages of a running child.
     pub(crate) watchdog: Duration,
-    /// For how long a successor waits for the children of its predecessor.
+    /// How long a successor waits until an orphan offers itself for adoption.
     pub(crate) adopt_timeout: Duration,
-    /// A child that was ready for this long has shown that it can live: its crash counts as a first one.
+    /// A child that was ready for this long counts as healthy. Its next crash counts as its first
+    /// one.
     pub(crate) healthy_after: Duration,
-    /// Pause before the second start in a row; doubles from then on.
+    /// The backoff before the second restart in a row. It doubles with each further crash.
     pub(crate) initial_backoff: Duration,
     pub(crate) max_backoff: Duration,
-    /// Crashes in a row after which it is given up.
+    /// The child becomes Failed after more consecutive crashes than this.
     pub(crate) max_consecutive_crashes: u32,
 }
 
-/// A child may ask for more time, but not for ever.
+/// Upper bound of EXTEND_TIMEOUT_USEC: a child may ask for more time, but not without limit.
 const MAX_TIMEOUT_EXTENSION: Duration = Duration::from_secs(600);
 
 impl RestartPolicy {
-    /// Six crashes in a row take 6.2 seconds of pauses: long enough for a passing shortage, short enough to be told soon.
+    /// The backoffs of six consecutive crashes take 6.2 seconds. That outlasts a short shortage of
+    /// memory, and the user still learns of a broken child soon.
     pub(crate) const DEFAULT: RestartPolicy = RestartPolicy {
         start_timeout: Duration::from_secs(30),
         stop_grace: Duration::from_secs(10),
@@ -59,7 +73,7 @@ impl RestartPolicy {
         max_consecutive_crashes: 6,
     };
 
-    /// The first crash costs no pause.
+    /// The restart after the first crash has no backoff.
     fn backoff(&self, consecutive_crashes: u32) -> Duration {
         match consecutive_crashes {
             0 | 1 => Duration::ZERO,
@@ -68,14 +82,14 @@ impl RestartPolicy {
     }
 }
 
-/// How a process ended.
+/// How a process terminated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Termination {
     ExitCode(i32),
     Signal(i32),
-    /// It was not our child: the kernel told that it ended, not how.
+    /// The process was an adopted orphan: the kernel reports that it exited, but not how.
     Unknown,
-    /// It could not be started at all.
+    /// The process could not be started.
     SpawnFailed(String),
 }
 
@@ -90,26 +104,26 @@ impl std::fmt::Display for Termination {
                 Ok(name) => write!(f, "killed by {name}"),
                 Err(_) => write!(f, "killed by signal {signal}"),
             },
-            Termination::Unknown => f.write_str("ended"),
-            Termination::SpawnFailed(why) => write!(f, "not started: {why}"),
+            Termination::Unknown => f.write_str("exited, status unknown"),
+            Termination::SpawnFailed(why) => write!(f, "could not be started: {why}"),
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureReason {
-    /// It crashed again and again.
+    /// The child crashed more often than the policy allows.
     CrashLoop,
-    /// Its exit code says that another try must fail the same way.
+    /// The exit code says that a restart fails in the same way.
     PermanentError(Exit),
 }
 
-/// What follows when the process that is being stopped has ended.
+/// What the state machine does after the process that is being stopped has exited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterExit {
     StayStopped,
     Start,
-    /// It was killed for hanging: that is a crash.
+    /// The process was killed because it hung, which counts as a crash.
     CountAsCrash,
 }
 
@@ -127,20 +141,20 @@ pub enum ChildState {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ChildEvent {
-    /// CommandSender.
+    /// Commands.
     Start,
     Stop,
     Restart,
-    /// A process of a dead supervisor is known to live.
+    /// A process of a dead supervisor is still alive.
     OrphanFound,
-    /// ... and has adopt_offered itself.
+    /// The orphan offered itself for adoption.
     OrphanAdopted,
-    /// What the child says.
+    /// Notifications of the child.
     Ready,
     WatchdogPing,
     WatchdogTrigger,
     ExtendTimeout(Duration),
-    /// What the kernel says. Also reported when a Spawn failed.
+    /// The kernel reports the exit of the process. A failed spawn is reported in the same way.
     Exited(Termination),
     /// The deadline may have passed.
     Tick,
@@ -149,9 +163,9 @@ pub(crate) enum ChildEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChildAction {
     Spawn,
-    /// SIGTERM to the process.
+    /// Sends SIGTERM to the process.
     Terminate,
-    /// SIGKILL to its whole process group.
+    /// Sends SIGKILL to the whole process group.
     Kill,
 }
 
@@ -172,12 +186,12 @@ impl ChildStateMachine {
         self.state
     }
 
-    /// Unplanned ends, all of them.
+    /// Counts all crashes since the supervisor knows the child.
     pub(crate) fn crashes(&self) -> u32 {
         self.crashes
     }
 
-    /// Whether an end of the process is what has been asked for.
+    /// Whether an exit of the process is expected.
     pub(crate) fn is_stopping(&self) -> bool {
         matches!(
             self.state,
@@ -191,7 +205,7 @@ impl ChildStateMachine {
         !matches!(self.state, ChildState::Stopped | ChildState::BackingOff { .. } | ChildState::Failed(_))
     }
 
-    /// When the then Tick is due.
+    /// When the next Tick is due.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match self.state {
             ChildState::Orphaned { deadline }
@@ -226,7 +240,8 @@ impl ChildStateMachine {
                 ChildState::Running { since: now, watchdog_deadline: now + self.policy.watchdog },
                 None,
             ),
-            // A process that never adopt_offered itself could not be supervised: it makes room for one that can.
+            // An orphan that never offers itself cannot be supervised, so a new process replaces
+            // it.
             (ChildState::Orphaned { deadline }, ChildEvent::Tick) if now >= deadline => {
                 self.enter(ChildState::Killing { then: AfterExit::Start }, Some(ChildAction::Kill))
             }
@@ -292,7 +307,8 @@ impl ChildStateMachine {
                 self.handle_crash(now, &end)
             }
 
-            // An early Tick, an order that is already carried out, or words of a process that is on its way out.
+            // Ignored: a Tick before the deadline, a command that is already carried out, or a
+            // notification of a process that is being stopped.
             (
                 _,
                 ChildEvent::Start
@@ -373,10 +389,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_crash_is_answered_at_once_and_later_ones_after_growing_pauses() {
+    fn first_crash_restarts_at_once_and_later_ones_after_growing_backoff() {
         let mut now = Instant::now();
         let mut machine = running(now);
-        let mut pauses_ms = Vec::new();
+        let mut backoffs_ms = Vec::new();
         loop {
             let action = machine.handle(now, ChildEvent::Exited(SIGKILL));
             let pause = match machine.state() {
@@ -389,20 +405,20 @@ mod tests {
                 other => panic!("{other:?}"),
             };
             assert_eq!(action.is_some(), pause.is_zero());
-            pauses_ms.push(pause.as_millis());
+            backoffs_ms.push(pause.as_millis());
             now += pause;
             machine.handle(now, ChildEvent::Tick);
         }
-        assert_eq!(pauses_ms, [0, 200, 400, 800, 1600, 3200]);
+        assert_eq!(backoffs_ms, [0, 200, 400, 800, 1600, 3200]);
         assert_eq!(
             machine.handle(now, ChildEvent::Restart),
             Some(ChildAction::Spawn),
-            "an order ends the failed state"
+            "a Restart command leaves the failed state"
         );
     }
 
     #[test]
-    fn a_child_that_lived_starts_with_a_clean_record() {
+    fn healthy_child_resets_the_crash_count() {
         let mut now = Instant::now();
         let mut machine = running(now);
         for _ in 0..20 {
@@ -414,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_model_is_not_tried_again() {
+    fn permanent_exit_code_is_not_restarted() {
         let now = Instant::now();
         let mut machine = started(now);
         let code = i32::from(Exit::ModelRefused.code());
@@ -423,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_ignores_the_request_to_stop_is_killed_after_its_grace() {
+    fn child_that_ignores_sigterm_is_killed_after_the_grace_period() {
         let now = Instant::now();
         let mut machine = running(now);
         assert_eq!(machine.handle(now, ChildEvent::Stop), Some(ChildAction::Terminate));
@@ -438,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_child_and_one_that_never_gets_ready_are_killed_and_count_as_crashed() {
+    fn watchdog_and_start_timeout_kill_the_child_and_count_as_crash() {
         let now = Instant::now();
         let mut silent = running(now);
         assert_eq!(silent.handle(now + Duration::from_secs(20), ChildEvent::WatchdogPing), None);
@@ -457,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn an_orphan_is_adopted_or_replaced() {
+    fn orphan_is_adopted_or_replaced() {
         let now = Instant::now();
         let mut adopted = ChildStateMachine::new(RestartPolicy::DEFAULT);
         adopted.handle(now, ChildEvent::OrphanFound);
@@ -489,17 +505,17 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens in whatever order: processes are spawned one at a time, signals go to processes that exist,
-        /// and no state with a process can last for ever.
+        /// For any sequence of events: at most one process exists, signals go to existing processes
+        /// only, and no state with a process lasts forever.
         #[test]
-        fn there_is_never_more_than_one_process(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..200)) {
+        fn at_most_one_process_exists(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..200)) {
             let mut now = Instant::now();
             let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
             let mut process = false;
             for (event, wait_ms) in steps {
                 now += Duration::from_millis(wait_ms);
                 match event {
-                    // The world cannot report the end of a process that doesn't exist, or find an orphan of ours.
+                    // The environment cannot report the exit of a process that does not exist.
                     ChildEvent::Exited(_) if !process => continue,
                     ChildEvent::Exited(_) => process = false,
                     ChildEvent::OrphanFound if machine.state() == ChildState::Stopped => process = true,
@@ -507,21 +523,21 @@ mod tests {
                 }
                 match machine.handle(now, event) {
                     Some(ChildAction::Spawn) => {
-                        prop_assert!(!process, "spawned beside a living process");
+                        prop_assert!(!process, "spawned while a process exists");
                         process = true;
                     }
-                    Some(ChildAction::Terminate | ChildAction::Kill) => prop_assert!(process, "signal to nobody"),
+                    Some(ChildAction::Terminate | ChildAction::Kill) => prop_assert!(process, "signal without a process"),
                     None => {}
                 }
                 prop_assert_eq!(machine.has_process(), process);
                 let bounded = machine.deadline().is_some() || matches!(machine.state(), ChildState::Killing { .. });
-                prop_assert!(!process || bounded, "{:?} could last for ever", machine.state());
+                prop_assert!(!process || bounded, "{:?} has no deadline", machine.state());
             }
         }
 
-        /// From any state, a stop order and time bring the child to rest.
+        /// From any state, a Stop command and enough time bring the child to Stopped.
         #[test]
-        fn a_stop_order_is_always_carried_out(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..60)) {
+        fn stop_command_always_reaches_stopped(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..60)) {
             let mut now = Instant::now();
             let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
             for (event, wait_ms) in steps {
@@ -540,7 +556,7 @@ mod tests {
                         now = now.max(deadline);
                         machine.handle(now, ChildEvent::Tick)
                     }
-                    // SIGKILL was sent before: the end comes by itself.
+                    // SIGKILL was sent before; the exit follows without another action.
                     (_, None) if machine.has_process() => machine.handle(now, ChildEvent::Exited(SIGKILL)),
                     (_, None) => None,
                 };

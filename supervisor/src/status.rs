@@ -18,24 +18,25 @@ pub struct ChildStatus {
     pub pid: u32,
     pub crashes: u32,
     pub uptime: Duration,
-    /// The child's own words.
+    /// The last STATUS= text of the child.
     pub status_text: String,
-    /// How the last process that ended by itself did so.
+    /// How the last process terminated that was not asked to.
     pub last_termination: Option<LastTermination>,
-    /// Of workers.
+    /// The model of a worker; absent for other roles.
     pub model: Option<String>,
 }
 
-/// An end that nobody had asked for.
+/// A termination that no command asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LastTermination {
     pub termination: Termination,
-    /// The last status of that process: one that fails says why before it exits.
+    /// The last STATUS= text of that process. A process that fails reports the reason there before
+    /// it exits.
     pub status_text: String,
 }
 
 impl LastTermination {
-    /// What the process meant with its exit code.
+    /// The meaning of the exit code.
     pub fn exit(&self) -> Option<Exit> {
         match self.termination {
             Termination::ExitCode(code) => Exit::from_code(code),
@@ -47,7 +48,8 @@ impl LastTermination {
 impl std::fmt::Display for LastTermination {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.termination {
-            // A process that was killed in the middle of something has not said why.
+            // The status text explains an exit code, but not a signal: a killed process had no
+            // chance to report a reason.
             Termination::ExitCode(_) if !self.status_text.is_empty() => {
                 write!(f, "{}: {}", self.termination, self.status_text)
             }
@@ -59,7 +61,7 @@ impl std::fmt::Display for LastTermination {
 /// Why a model could not be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelFailure {
-    /// What a command that needed the model should exit with.
+    /// The exit code for a command that needed the model.
     pub exit: Exit,
     pub text: String,
 }
@@ -80,7 +82,7 @@ impl ModelFailure {
         Self { exit, text: status.message().to_owned() }
     }
 
-    /// The inverse of [`ModelFailure::from_status`], for whoever asked us.
+    /// The inverse of [`ModelFailure::from_status`], for clients of the supervisor.
     pub(crate) fn to_status(&self) -> Status {
         match self.exit {
             Exit::OutOfResources => Status::resource_exhausted(&self.text),

@@ -1,7 +1,8 @@
-//! What the supervisor asks of the weight-server: load and unload models, and know the tokens of workers.
+//! The supervisor's client of the weight-server: loads and unloads models, and registers attach
+//! tokens.
 //!
-//! Each request runs in a task of its own and reports to the driver. A weight-server that dies in the middle is not a
-//! failure here: its successor is asked again.
+//! Each request runs in a task of its own and reports to the event loop. If the weight-server dies
+//! during a request, the task asks its successor.
 
 use std::time::Duration;
 
@@ -16,12 +17,12 @@ use crate::events::SupervisorEvent;
 use crate::spec::ModelSpec;
 use crate::status::{ModelFailure, ModelState};
 
-/// How often a worker's token is offered to a weight-server that is not there yet.
+/// How often the client offers a token to a weight-server that is not reachable yet.
 const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// How often a load is asked for again while the weight-server is away.
+/// How often the client repeats a load while the weight-server is not reachable.
 const LOAD_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A client of weights-admin.sock that survives the death of the weight-server. Cheap to clone.
+/// A client of weights-admin.sock that survives restarts of the weight-server. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct WeightServerAdmin {
     client: WeightServerClient<Channel>,
@@ -32,7 +33,8 @@ impl WeightServerAdmin {
         Self { client: WeightServerClient::new(channel) }
     }
 
-    /// Tells a token deadline the weight-server knows it; ends early only by being dropped.
+    /// Repeats the request until the weight-server accepts or refuses the token. Dropping the
+    /// future cancels it.
     pub(crate) async fn allow_token(mut self, name: String, token: AttachToken) -> Result<(), Status> {
         loop {
             let request =
@@ -45,27 +47,28 @@ impl WeightServerAdmin {
         }
     }
 
-    /// Sees to it that the model is resident, and reports every step of it.
-    pub(crate) async fn load(mut self, model: ModelSpec, driver: mpsc::Sender<SupervisorEvent>) {
+    /// Makes the model resident and reports every state change to the event loop.
+    pub(crate) async fn load(mut self, model: ModelSpec, event_loop: mpsc::Sender<SupervisorEvent>) {
         let state = loop {
             let outcome = match self.is_resident(&model.name).await {
                 Ok(true) => Ok(()),
-                Ok(false) => self.load_from_file(&model, &driver).await,
+                Ok(false) => self.load_from_file(&model, &event_loop).await,
                 Err(status) => Err(status),
             };
             match outcome {
                 Ok(()) => break ModelState::Ready,
-                // It died over it. Its successor may have adopted what was there, or starts from the file.
+                // The weight-server died. Its successor may have adopted the model, or loads it
+                // from the file.
                 Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
                 Err(status) => break ModelState::Failed(ModelFailure::from_status(&status)),
             }
         };
-        // A driver that is gone has no use for it.
+        // Without an event loop the result is of no use.
         let _: Result<(), _> =
-            driver.send(SupervisorEvent::ModelStateChanged { name: model.name, state }).await;
+            event_loop.send(SupervisorEvent::ModelStateChanged { name: model.name, state }).await;
     }
 
-    /// An adopted model counts, even when its file is gone meanwhile.
+    /// An adopted model counts as resident, even if its file no longer exists.
     async fn is_resident(&mut self, name: &str) -> Result<bool, Status> {
         let status = self.client.get_status(wire::GetStatusRequest {}).await?.into_inner();
         let ready = |g: &wire::Generation| g.model == name && g.state() == wire::GenerationState::Ready;
@@ -75,7 +78,7 @@ impl WeightServerAdmin {
     async fn load_from_file(
         &mut self,
         model: &ModelSpec,
-        driver: &mpsc::Sender<SupervisorEvent>,
+        event_loop: &mpsc::Sender<SupervisorEvent>,
     ) -> Result<(), Status> {
         let request = wire::LoadRequest {
             model: model.name.clone(),
@@ -88,7 +91,7 @@ impl WeightServerAdmin {
             match event.kind {
                 Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
                     let state = ModelState::Loading { done_bytes, total_bytes };
-                    let _: Result<(), _> = driver
+                    let _: Result<(), _> = event_loop
                         .send(SupervisorEvent::ModelStateChanged { name: model.name.clone(), state })
                         .await;
                 }
@@ -108,7 +111,8 @@ impl WeightServerAdmin {
     }
 }
 
-/// The weight-server did not answer: it is starting, or has just died. A status with a source was made on this side.
+/// The weight-server did not answer: it is starting, or it just died. A status with a source was
+/// created on this side of the connection.
 fn is_unreachable(status: &Status) -> bool {
     status.code() == Code::Unavailable || std::error::Error::source(status).is_some()
 }

@@ -1,8 +1,8 @@
-//! The supervisor with real processes that crash, hang, lie and are killed.
+//! Tests the supervisor with real processes that crash, hang, send false messages and are killed.
 //!
-//! The children are this executable itself: the supervisor execs /proc/self/exe, so `main` below becomes, as the first
-//! argument says, the exec shim, a child that behaves as its configuration tells it, a supervisor to be killed, or the test
-//! runner. Names of tests can be given as filters, as to any test.
+//! The supervisor executes /proc/self/exe, so its children are this test executable. The first
+//! argument of `main` selects its role: the exec shim, a child that behaves as its configuration
+//! says, a supervisor to be killed, or the test runner. Test names can be given as filters.
 
 #![expect(clippy::print_stdout, reason = "a test runner reports on standard output")]
 
@@ -41,21 +41,21 @@ macro_rules! tests {
 type FaultTest = (&'static str, fn() -> Result<()>);
 
 const TESTS: &[FaultTest] = tests![
-    a_fleet_starts_and_stops_without_a_trace,
-    a_killed_worker_is_back_soon_and_alone,
-    a_killed_weight_server_gets_its_descriptors_back,
-    descriptors_are_kept_for_the_weight_server_only,
-    a_notification_of_a_stranger_is_ignored,
-    a_child_that_crashes_at_once_is_given_up_and_restarted_by_order,
-    a_child_with_a_wrong_configuration_is_not_tried_again,
-    a_deaf_child_is_killed_with_everything_it_started,
-    a_second_supervisor_is_refused,
+    fleet_stop_leaves_no_process_and_no_directory,
+    killed_worker_restarts_and_others_keep_running,
+    restarted_weight_server_inherits_its_stored_descriptors,
+    only_the_weight_server_may_store_descriptors,
+    notification_from_another_process_is_ignored,
+    crash_loop_ends_in_failed_and_restart_child_leaves_it,
+    permanent_exit_code_is_not_restarted,
+    child_that_ignores_sigterm_is_killed_with_its_process_group,
+    second_supervisor_in_the_same_directory_is_refused,
     workers_are_added_and_removed_while_the_fleet_runs,
-    a_model_that_cannot_be_loaded_is_reported_and_its_workers_go,
-    a_successor_takes_over_living_children_and_the_vault,
-    a_dead_child_is_replaced_by_the_successor,
-    without_a_successor_nothing_is_left,
-    systemd_gets_a_copy_of_every_descriptor,
+    failed_load_is_reported_and_its_workers_are_removed,
+    successor_adopts_running_children_and_the_fd_store,
+    successor_replaces_dead_and_stopped_children,
+    children_exit_without_a_successor,
+    every_descriptor_is_forwarded_to_systemd,
 ];
 
 fn run_tests<'a>(mut filters: impl Iterator<Item = &'a str>) {
@@ -88,40 +88,40 @@ fn block_on(test: impl Future<Output = Result<()>>) -> Result<()> {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(test)
 }
 
-async fn a_fleet_starts_and_stops_without_a_trace() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
-    let pids = fleet_fixture.pids(&fleet).await?;
+async fn fleet_stop_leaves_no_process_and_no_directory() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
+    let pids = test_fleet.pids(&fleet).await?;
     ensure!(pids.len() == 4, "weight-server, router and two workers: {pids:?}");
     fleet.stop().await;
     fleet.stopped().await;
-    ensure!(!fleet_fixture.runtime_dir().exists(), "the runtime directory is left");
+    ensure!(!test_fleet.runtime_dir().exists(), "the runtime directory still exists");
     for (name, pid) in pids {
-        ensure!(!alive(pid), "{name} is left");
+        ensure!(!alive(pid), "{name} is still running");
     }
     Ok(())
 }
 
-async fn a_killed_worker_is_back_soon_and_alone() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
-    let before = fleet_fixture.pids(&fleet).await?;
+async fn killed_worker_restarts_and_others_keep_running() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
+    let before = test_fleet.pids(&fleet).await?;
     let killed = Instant::now();
     before["worker-1"].kill()?;
     eventually("the worker is back", || async {
-        let now = fleet_fixture.pids(&fleet).await?;
+        let now = test_fleet.pids(&fleet).await?;
         Ok(now.get("worker-1").is_some_and(|pid| *pid != before["worker-1"])
-            && fleet_fixture.state(&fleet, "worker-1").await? == "running")
+            && test_fleet.state(&fleet, "worker-1").await? == "running")
     })
     .await?;
     let took = killed.elapsed();
-    // The goal is a second; a test on a busy machine gets ten.
+    // The goal is one second; on a busy machine the test allows ten.
     ensure!(took < Duration::from_secs(10), "took {took:?}");
-    let after = fleet_fixture.pids(&fleet).await?;
-    ensure!(after["weight-server"] == before["weight-server"], "others are left alone");
-    ensure!(after["worker-0"] == before["worker-0"], "others are left alone");
+    let after = test_fleet.pids(&fleet).await?;
+    ensure!(after["weight-server"] == before["weight-server"], "other children keep running");
+    ensure!(after["worker-0"] == before["worker-0"], "other children keep running");
     let status = fleet.status().await?;
     let worker = status.children.iter().find(|c| c.name == "worker-1").context("worker-1")?;
     let last_termination = worker.last_termination.as_ref().context("no last end")?.to_string();
@@ -131,25 +131,25 @@ async fn a_killed_worker_is_back_soon_and_alone() -> Result<()> {
     Ok(())
 }
 
-async fn a_killed_weight_server_gets_its_descriptors_back() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
+async fn restarted_weight_server_inherits_its_stored_descriptors() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
     ensure!(
-        fleet_fixture.text(&fleet, "weight-server").await? == "stored 3",
-        "the first start finds nothing"
+        test_fleet.text(&fleet, "weight-server").await? == "stored 3",
+        "the first start inherits nothing"
     );
     for _ in 0..2 {
-        let before = fleet_fixture.pids(&fleet).await?;
+        let before = test_fleet.pids(&fleet).await?;
         before["weight-server"].kill()?;
         eventually("the weight-server is back with its descriptors", || async {
-            let now = fleet_fixture.pids(&fleet).await?;
+            let now = test_fleet.pids(&fleet).await?;
             Ok(now.get("weight-server").is_some_and(|pid| *pid != before["weight-server"])
-                && fleet_fixture.text(&fleet, "weight-server").await?
+                && test_fleet.text(&fleet, "weight-server").await?
                     == "adopted weights=allocation 0, weights=allocation 1, manifest=manifest")
         })
         .await?;
-        // It had stored and removed a fourth one, which must not come back.
+        // The weight-server also stored and removed a fourth descriptor, which must not come back.
         ensure!(fleet.status().await?.stored_fds == 3);
     }
     fleet.stop().await;
@@ -157,44 +157,43 @@ async fn a_killed_weight_server_gets_its_descriptors_back() -> Result<()> {
     Ok(())
 }
 
-async fn descriptors_are_kept_for_the_weight_server_only() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.worker("stores-a-descriptor");
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
-    ensure!(fleet.status().await?.stored_fds == 3, "a worker's descriptor was kept");
+async fn only_the_weight_server_may_store_descriptors() -> Result<()> {
+    let test_fleet = TestFleet::new()?.worker("stores-a-descriptor");
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
+    ensure!(fleet.status().await?.stored_fds == 3, "a worker's descriptor was stored");
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())
 }
 
-async fn a_notification_of_a_stranger_is_ignored() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.worker("never-ready");
-    let mut fleet = fleet_fixture.start().await?;
-    eventually("the workers are started", || async { Ok(fleet_fixture.pids(&fleet).await?.len() == 4) })
-        .await?;
+async fn notification_from_another_process_is_ignored() -> Result<()> {
+    let test_fleet = TestFleet::new()?.worker("never-ready");
+    let mut fleet = test_fleet.start().await?;
+    eventually("the workers are started", || async { Ok(test_fleet.pids(&fleet).await?.len() == 4) }).await?;
     let socket = fleet.directory().notify_socket("worker-0");
-    let stranger = Notify::to_socket(socket.to_str().context("path")?)?;
-    stranger.ready()?;
-    stranger.status("I am worker-0")?;
-    // Answered in order: what came before has been looked at.
-    stranger.barrier(Duration::from_secs(5))?;
-    ensure!(fleet_fixture.state(&fleet, "worker-0").await? == "starting");
-    ensure!(fleet_fixture.text(&fleet, "worker-0").await?.is_empty());
+    let other_process = Notify::to_socket(socket.to_str().context("path")?)?;
+    other_process.ready()?;
+    other_process.status("I am worker-0")?;
+    // The supervisor answers in order: when the barrier returns, the earlier messages are handled.
+    other_process.barrier(Duration::from_secs(5))?;
+    ensure!(test_fleet.state(&fleet, "worker-0").await? == "starting");
+    ensure!(test_fleet.text(&fleet, "worker-0").await?.is_empty());
     fleet.kill().await;
     fleet.stopped().await;
     Ok(())
 }
 
-async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.worker("exits-1");
-    let mut fleet = fleet_fixture.start().await?;
+async fn crash_loop_ends_in_failed_and_restart_child_leaves_it() -> Result<()> {
+    let test_fleet = TestFleet::new()?.worker("exits-1");
+    let mut fleet = test_fleet.start().await?;
     let started = Instant::now();
-    eventually("the workers are given up", || async {
-        Ok(fleet_fixture.state(&fleet, "worker-0").await? == "failed"
-            && fleet_fixture.state(&fleet, "worker-1").await? == "failed")
+    eventually("the workers have failed", || async {
+        Ok(test_fleet.state(&fleet, "worker-0").await? == "failed"
+            && test_fleet.state(&fleet, "worker-1").await? == "failed")
     })
     .await?;
-    ensure!(started.elapsed() > Duration::from_secs(6), "the pauses between its starts grow");
+    ensure!(started.elapsed() > Duration::from_secs(6), "the backoff grows with each crash");
     let status = fleet.status().await?;
     let worker = status.children.iter().find(|c| c.name == "worker-0").context("worker-0")?;
     ensure!(
@@ -202,7 +201,7 @@ async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Re
         "{worker:?}"
     );
     let mut events = fleet.events();
-    let mut client = fleet_client(&fleet_fixture.runtime_dir()).await?;
+    let mut client = fleet_client(&test_fleet.runtime_dir()).await?;
     client.restart_child(wire::RestartChildRequest { name: "worker-0".to_owned() }).await?;
     let restarted = async {
         loop {
@@ -222,11 +221,11 @@ async fn a_child_that_crashes_at_once_is_given_up_and_restarted_by_order() -> Re
     Ok(())
 }
 
-async fn a_child_with_a_wrong_configuration_is_not_tried_again() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.router("exits-2");
-    let mut fleet = fleet_fixture.start().await?;
+async fn permanent_exit_code_is_not_restarted() -> Result<()> {
+    let test_fleet = TestFleet::new()?.router("exits-2");
+    let mut fleet = test_fleet.start().await?;
     eventually("the router has failed", || async {
-        Ok(fleet_fixture.state(&fleet, "router").await? == "failed")
+        Ok(test_fleet.state(&fleet, "router").await? == "failed")
     })
     .await?;
     let status = fleet.status().await?;
@@ -239,17 +238,17 @@ async fn a_child_with_a_wrong_configuration_is_not_tried_again() -> Result<()> {
     Ok(())
 }
 
-async fn a_deaf_child_is_killed_with_everything_it_started() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.weight_server("deaf-with-a-grandchild");
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
-    let pids = fleet_fixture.pids(&fleet).await?;
+async fn child_that_ignores_sigterm_is_killed_with_its_process_group() -> Result<()> {
+    let test_fleet = TestFleet::new()?.weight_server("ignores-sigterm-with-a-grandchild");
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
+    let pids = test_fleet.pids(&fleet).await?;
     let mut grandchild = None;
     eventually("the grandchild is there", || async {
-        Ok(fleet_fixture.text(&fleet, "weight-server").await?.starts_with("grandchild "))
+        Ok(test_fleet.text(&fleet, "weight-server").await?.starts_with("grandchild "))
     })
     .await?;
-    if let Some(pid) = fleet_fixture.text(&fleet, "weight-server").await?.strip_prefix("grandchild ") {
+    if let Some(pid) = test_fleet.text(&fleet, "weight-server").await?.strip_prefix("grandchild ") {
         grandchild = Some(Pid(pid.parse()?));
     }
     let grandchild = grandchild.context("no grandchild")?;
@@ -258,15 +257,15 @@ async fn a_deaf_child_is_killed_with_everything_it_started() -> Result<()> {
     fleet.stop().await;
     fleet.stopped().await;
     let took = asked.elapsed();
-    ensure!(took >= Duration::from_secs(5), "it has its grace: {took:?}");
+    ensure!(took >= Duration::from_secs(5), "the grace period passes first: {took:?}");
     ensure!(!alive(pids["weight-server"]));
     eventually("the grandchild is gone", || async { Ok(!alive(grandchild)) }).await
 }
 
-async fn a_second_supervisor_is_refused() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut fleet = fleet_fixture.start().await?;
-    let second = ClaimedRuntimeDir::claim(Some(&fleet_fixture.runtime_dir()));
+async fn second_supervisor_in_the_same_directory_is_refused() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut fleet = test_fleet.start().await?;
+    let second = ClaimedRuntimeDir::claim(Some(&test_fleet.runtime_dir()));
     ensure!(matches!(second, Err(RuntimeDirError::InUse { .. })));
     fleet.stop().await;
     fleet.stopped().await;
@@ -274,26 +273,26 @@ async fn a_second_supervisor_is_refused() -> Result<()> {
 }
 
 async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut fleet = fleet_fixture.start().await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
-    let mut client = fleet_client(&fleet_fixture.runtime_dir()).await?;
+    let test_fleet = TestFleet::new()?;
+    let mut fleet = test_fleet.start().await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
+    let mut client = fleet_client(&test_fleet.runtime_dir()).await?;
     let added = client.add_worker(wire::AddWorkerRequest::default()).await?.into_inner().name;
     ensure!(added == "worker-2");
-    fleet_fixture.all_running(&fleet, 5).await?;
-    let pid = fleet_fixture.pids(&fleet).await?["worker-2"];
+    test_fleet.wait_all_running(&fleet, 5).await?;
+    let pid = test_fleet.pids(&fleet).await?["worker-2"];
     client.remove_worker(wire::RemoveWorkerRequest { name: added }).await?;
-    ensure!(!alive(pid), "the answer comes when it is gone");
-    ensure!(fleet_fixture.pids(&fleet).await?.len() == 4);
+    ensure!(!alive(pid), "RemoveWorker replies after the exit");
+    ensure!(test_fleet.pids(&fleet).await?.len() == 4);
     let again = client.add_worker(wire::AddWorkerRequest { model: "m".to_owned() }).await?.into_inner().name;
-    ensure!(again == "worker-2", "the free place is used again");
+    ensure!(again == "worker-2", "the free index is used again");
     let unknown = client.add_worker(wire::AddWorkerRequest { model: "x".to_owned() }).await;
     ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
     let router = client.remove_worker(wire::RemoveWorkerRequest { name: "router".to_owned() }).await;
     ensure!(router.is_err_and(|status| status.code() == tonic::Code::InvalidArgument));
 
-    // A child that has just been started has no memory of its own yet.
-    fleet_fixture.all_running(&fleet, 5).await?;
+    // A child that has just started has no private memory yet.
+    test_fleet.wait_all_running(&fleet, 5).await?;
     let status = client.get_status(wire::GetStatusRequest { memory: true }).await?.into_inner();
     ensure!(status.stored_fds == 3 && status.supervisor_pid == std::process::id());
     for child in status.children {
@@ -319,7 +318,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
         "{last:?}"
     );
     ensure!(client.load_model(load).await.is_err_and(|s| s.code() == tonic::Code::AlreadyExists));
-    fleet_fixture.all_running(&fleet, 6).await?;
+    test_fleet.wait_all_running(&fleet, 6).await?;
     client.unload_model(wire::UnloadModelRequest { name: "second".to_owned() }).await?;
     let status = fleet.status().await?;
     ensure!(status.children.len() == 5 && status.models.len() == 1, "{status:?}");
@@ -329,99 +328,100 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
     Ok(())
 }
 
-async fn a_model_that_cannot_be_loaded_is_reported_and_its_workers_go() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?.weight_server("refuses-to-load");
-    let mut fleet = fleet_fixture.start().await?;
+async fn failed_load_is_reported_and_its_workers_are_removed() -> Result<()> {
+    let test_fleet = TestFleet::new()?.weight_server("refuses-to-load");
+    let mut fleet = test_fleet.start().await?;
     eventually("the model has failed", || async {
         let model = fleet.status().await?.models.pop().context("model")?;
         Ok(matches!(model.state, supervisor::ModelState::Failed(ref failure)
             if failure.text == "tensor 3 lies outside the file" && failure.exit == service::Exit::ModelRefused))
     })
     .await?;
-    eventually("its workers are gone", || async { Ok(fleet.status().await?.children.len() == 2) }).await?;
+    eventually("its workers are removed", || async { Ok(fleet.status().await?.children.len() == 2) }).await?;
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())
 }
 
-async fn a_successor_takes_over_living_children_and_the_vault() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut first = fleet_fixture.start_supervisor()?;
-    let mut client = fleet_fixture.connected().await?;
+async fn successor_adopts_running_children_and_the_fd_store() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut first = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
     client.add_worker(wire::AddWorkerRequest::default()).await?;
-    let before = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
+    let before = test_fleet.wait_running_over_grpc(&mut client, 5).await?;
     first.kill()?;
     first.wait()?;
-    let mut second = fleet_fixture.start_supervisor()?;
-    let mut client = fleet_fixture.connected().await?;
-    let after = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
-    ensure!(before == after, "other processes: {before:?} {after:?}");
+    let mut second = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let after = test_fleet.wait_running_over_grpc(&mut client, 5).await?;
+    ensure!(before == after, "processes changed: {before:?} {after:?}");
     eventually("the weight-server stores its descriptors again", || {
         let mut client = client.clone();
         async move { Ok(client.get_status(wire::GetStatusRequest::default()).await?.into_inner().stored_fds == 3) }
     })
     .await?;
-    // What was taken over is supervised as before: restarted when it dies, told when we die.
+    // The successor supervises adopted children as usual: it restarts them, and they notice its
+    // death.
     after["worker-2"].kill()?;
     eventually("an adopted worker is restarted", || {
-        let (mut client, fleet_fixture, old) = (client.clone(), &fleet_fixture, after["worker-2"]);
+        let (mut client, test_fleet, old) = (client.clone(), &test_fleet, after["worker-2"]);
         async move {
-            let now = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
+            let now = test_fleet.wait_running_over_grpc(&mut client, 5).await?;
             Ok(now["worker-2"] != old)
         }
     })
     .await?;
-    let pids = fleet_fixture.running_over_the_wire(&mut client, 5).await?;
+    let pids = test_fleet.wait_running_over_grpc(&mut client, 5).await?;
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(second.id().cast_signed()), nix::sys::signal::SIGTERM)?;
     ensure!(second.wait()?.success());
     ensure!(pids.values().all(|&pid| !alive(pid)));
-    ensure!(!fleet_fixture.runtime_dir().exists());
+    ensure!(!test_fleet.runtime_dir().exists());
     Ok(())
 }
 
-async fn a_dead_child_is_replaced_by_the_successor() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut first = fleet_fixture.start_supervisor()?;
-    let mut client = fleet_fixture.connected().await?;
-    let before = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
+async fn successor_replaces_dead_and_stopped_children() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut first = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let before = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
     first.kill()?;
     first.wait()?;
     before["router"].kill()?;
     before["worker-1"].stop()?;
-    let mut second = fleet_fixture.start_supervisor()?;
-    let mut client = fleet_fixture.connected().await?;
-    let after = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
+    let mut second = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let after = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
     ensure!(before["worker-0"] == after["worker-0"] && before["weight-server"] == after["weight-server"]);
-    ensure!(before["router"] != after["router"], "a dead process was taken over");
-    ensure!(before["worker-1"] != after["worker-1"], "a stopped process was taken over");
+    ensure!(before["router"] != after["router"], "a dead process was adopted");
+    ensure!(before["worker-1"] != after["worker-1"], "a stopped process was adopted");
     ensure!(!alive(before["worker-1"]));
     client.stop_fleet(wire::StopFleetRequest {}).await?;
     ensure!(second.wait()?.success());
-    ensure!(!fleet_fixture.runtime_dir().exists());
+    ensure!(!test_fleet.runtime_dir().exists());
     Ok(())
 }
 
-async fn without_a_successor_nothing_is_left() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let mut supervisor = fleet_fixture.start_supervisor()?;
-    let mut client = fleet_fixture.connected().await?;
-    let pids = fleet_fixture.running_over_the_wire(&mut client, 4).await?;
+async fn children_exit_without_a_successor() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let mut supervisor = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let pids = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
     supervisor.kill()?;
     supervisor.wait()?;
     let killed = Instant::now();
     tokio::time::sleep(Duration::from_secs(5)).await;
     ensure!(pids.values().all(|&pid| alive(pid)), "the children wait for a successor");
-    eventually("everything is gone", || async {
-        Ok(pids.values().all(|&pid| !alive(pid)) && !fleet_fixture.runtime_dir().exists())
+    eventually("all children and the directory are gone", || async {
+        Ok(pids.values().all(|&pid| !alive(pid)) && !test_fleet.runtime_dir().exists())
     })
     .await?;
-    ensure!(killed.elapsed() > Duration::from_secs(9), "they gave up too early");
+    ensure!(killed.elapsed() > Duration::from_secs(9), "the children exited too early");
     Ok(())
 }
 
-async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
-    let fleet_fixture = TestFleet::new()?;
-    let path = fleet_fixture.path().join("systemd.sock");
+async fn every_descriptor_is_forwarded_to_systemd() -> Result<()> {
+    let test_fleet = TestFleet::new()?;
+    let path = test_fleet.path().join("systemd.sock");
     let systemd = UnixDatagram::bind(&path)?;
     systemd.set_nonblocking(true)?;
     let systemd = tokio::net::UnixDatagram::from_std(systemd)?;
@@ -438,22 +438,22 @@ async fn systemd_gets_a_copy_of_every_descriptor() -> Result<()> {
         lines
     });
     let parent = Notify::to_socket(path.to_str().context("path")?)?;
-    let kept = service::listen::InheritedFd {
+    let stored = service::listen::InheritedFd {
         name: "manifest".to_owned(),
-        fd: fleet_fixture.file_with("manifest")?.as_fd().try_clone_to_owned()?,
+        fd: test_fleet.file_with("manifest")?.as_fd().try_clone_to_owned()?,
     };
-    let mut fleet = fleet_fixture.start_under(parent, vec![kept]).await?;
-    fleet_fixture.all_running(&fleet, 4).await?;
+    let mut fleet = test_fleet.start_under(parent, vec![stored]).await?;
+    test_fleet.wait_all_running(&fleet, 4).await?;
     ensure!(
-        fleet_fixture.text(&fleet, "weight-server").await? == "adopted manifest=manifest",
-        "what systemd kept goes to the weight-server"
+        test_fleet.text(&fleet, "weight-server").await? == "adopted manifest=manifest",
+        "the weight-server inherits what systemd stored"
     );
     fleet.stop().await;
     fleet.stopped().await;
 
-    let fleet_fixture = TestFleet::new()?;
+    let test_fleet = TestFleet::new()?;
     let parent = Notify::to_socket(path.to_str().context("path")?)?;
-    let mut fleet = fleet_fixture.start_under(parent, Vec::new()).await?;
+    let mut fleet = test_fleet.start_under(parent, Vec::new()).await?;
     let heard = tokio::time::timeout(TEST_TIMEOUT, heard).await??;
     let store = |name| format!("FDSTORE=1 FDNAME={name} FDPOLL=0");
     let expected = [

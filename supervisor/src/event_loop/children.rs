@@ -1,5 +1,6 @@
-//! Starting, signalling, reaping and forgetting children.
+//! Starts, signals, reaps and removes children.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -19,7 +20,8 @@ use crate::state::{ChildAction, ChildEvent, ChildState, ChildStateMachine, Termi
 use crate::status::{FleetEvent, LastTermination};
 
 impl SupervisorLoop {
-    /// Makes the child known: its configuration and its notify socket are there, its process is not.
+    /// Adds a child: writes its configuration and binds its notify socket. Its process is started
+    /// later.
     pub(super) fn add_child(
         &mut self,
         spec: ChildSpec,
@@ -30,20 +32,25 @@ impl SupervisorLoop {
         config::store(&names.config(&name), &spec.config)?;
         let socket = notify_server::bind(&names.notify_socket(&name))
             .map_err(|source| FleetStartError::NotifySocket { child: spec.name.clone(), source })?;
-        // One process at a time: the next one starts when the driver has heard of the last one's end.
-        let (ends, ended) = mpsc::channel(1);
-        let forwarder =
-            tokio::spawn(notify_server::forward(socket, ended, name.clone(), self.commands.driver.clone()));
+        // A child has one process at a time: the next one starts after the event loop has seen the
+        // last one's exit.
+        let (exit_sender, exits) = mpsc::channel(1);
+        let forwarder = tokio::spawn(notify_server::forward(
+            socket,
+            exits,
+            name.clone(),
+            self.commands.event_loop.clone(),
+        ));
         let child = SupervisedChild {
             machine: ChildStateMachine::new(spec.role.policy()),
             spec,
             slot,
             process: None,
-            start: 0,
+            start_number: 0,
             token: None,
             token_registration: None,
             forwarder,
-            ends,
+            exits: exit_sender,
             status_text: String::new(),
             last_termination: None,
             removed: None,
@@ -52,15 +59,15 @@ impl SupervisorLoop {
         Ok(name)
     }
 
-    /// Lets the machine of a child see an event, and does what it says.
+    /// Applies an event to a child's state machine and executes the resulting action.
     pub(super) fn apply_event(&mut self, name: &Arc<str>, event: ChildEvent) {
-        let Some(child) = self.children.get_mut(name) else { return };
+        let child = supervised_child(&mut self.children, name);
         let before = child.machine.state();
         let action = child.machine.handle(Instant::now(), event);
         let after = child.machine.state();
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
             if let ChildState::Failed(cause) = after {
-                tracing::warn!(child = %name, ?cause, "given up");
+                tracing::warn!(child = %name, ?cause, "child failed: not restarting");
             }
             self.publish_child(name);
         }
@@ -73,34 +80,37 @@ impl SupervisorLoop {
         self.drop_if_removed(name);
     }
 
-    /// A worker starts when the weight-server knows its token; the others start at once.
+    /// A worker starts after the weight-server has accepted its token; other roles start at once.
     fn spawn(&mut self, name: &Arc<str>) {
-        let Some(child) = self.children.get_mut(name) else { return };
-        child.start += 1;
+        let child = supervised_child(&mut self.children, name);
+        child.start_number += 1;
         child.status_text.clear();
         if child.spec.role != ChildRole::Worker {
             return self.spawn_process(name, None);
         }
-        let token = match AttachToken::draw() {
+        let token = match AttachToken::generate() {
             Ok(token) => token,
             Err(error) => return self.start_failed(name, &error.to_string()),
         };
         child.token = Some(token.clone());
-        let (admin, driver) = (self.admin.clone(), self.commands.driver.clone());
-        let (child_name, start) = (name.clone(), child.start);
+        let (admin, event_loop) = (self.admin.clone(), self.commands.event_loop.clone());
+        let (child_name, start_number) = (name.clone(), child.start_number);
         let task = tokio::spawn(async move {
             let refusal = admin.allow_token(child_name.to_string(), token).await.err();
             let refusal = refusal.map(|status| status.message().to_owned());
-            // A driver that is gone has no use for it.
-            let _: Result<(), _> =
-                driver.send(SupervisorEvent::TokenAllowed { child: child_name, start, refusal }).await;
+            // Without an event loop the result is of no use.
+            let _: Result<(), _> = event_loop
+                .send(SupervisorEvent::TokenAllowed { child: child_name, start_number, refusal })
+                .await;
         });
         child.token_registration = Some(task.abort_handle());
     }
 
-    pub(super) fn token_allowed(&mut self, name: &Arc<str>, start: u64, refusal: Option<String>) {
-        let Some(child) = self.children.get_mut(name).filter(|c| c.start == start) else { return };
-        // A stop order in between has taken the preparation back.
+    pub(super) fn token_allowed(&mut self, name: &Arc<str>, start_number: u64, refusal: Option<String>) {
+        let Some(child) = self.children.get_mut(name).filter(|c| c.start_number == start_number) else {
+            return;
+        };
+        // A Stop command may have cancelled the registration in the meantime.
         if child.token_registration.take().is_none() {
             return;
         }
@@ -114,7 +124,7 @@ impl SupervisorLoop {
     }
 
     fn spawn_process(&mut self, name: &Arc<str>, token: Option<AttachToken>) {
-        let Some(child) = self.children.get_mut(name) else { return };
+        let child = supervised_child(&mut self.children, name);
         let names = self.directory.directory();
         let inherited = match child.spec.role {
             ChildRole::WeightServer => self.fd_store.entries().collect(),
@@ -131,12 +141,12 @@ impl SupervisorLoop {
         let started = ChildProcess::spawn(&child.spec, options);
         let watched = started.and_then(|process| {
             names.record_child(name, process.pid)?;
-            watch_exit(&process, name.clone(), child.start, child.ends.clone())?;
+            watch_exit(&process, name.clone(), child.start_number, child.exits.clone())?;
             Ok(process)
         });
         match watched {
             Ok(process) => {
-                tracing::debug!(child = %name, pid = process.pid, "started");
+                tracing::debug!(child = %name, pid = process.pid, "child started");
                 child.process = Some(process);
                 self.publish_child(name);
             }
@@ -145,31 +155,34 @@ impl SupervisorLoop {
     }
 
     fn start_failed(&mut self, name: &Arc<str>, why: &str) {
-        tracing::warn!(child = %name, why, "cannot start");
+        tracing::warn!(child = %name, why, "cannot start the child");
         self.record_exit(name, Termination::SpawnFailed(why.to_owned()));
     }
 
     pub(super) fn signal(&mut self, name: &Arc<str>, send: impl Fn(&ChildProcess)) {
-        let Some(child) = self.children.get_mut(name) else { return };
+        let child = supervised_child(&mut self.children, name);
         if let Some(token_registration) = child.token_registration.take() {
             token_registration.abort();
-            return self.record_exit(name, Termination::SpawnFailed("stopped before its start".to_owned()));
+            return self.record_exit(name, Termination::SpawnFailed("stopped before it started".to_owned()));
         }
         if let Some(process) = &child.process {
             send(process);
         }
     }
 
-    pub(super) fn process_exited(&mut self, name: &Arc<str>, start: u64) {
-        let Some(child) = self.children.get_mut(name).filter(|c| c.start == start) else { return };
-        let Some(process) = child.process.take() else { return };
+    pub(super) fn process_exited(&mut self, name: &Arc<str>, start_number: u64) {
+        let Some(child) = self.children.get_mut(name).filter(|c| c.start_number == start_number) else {
+            return;
+        };
+        let process = child.process.take();
+        let process = process.expect("invariant: a start number has one process, which exits once");
         let pid = process.pid;
         let end = process.reap();
         self.directory.directory().forget_child(name);
         match child.machine.is_stopping() {
-            true => tracing::debug!(child = %name, pid, %end, "ended"),
+            true => tracing::debug!(child = %name, pid, %end, "child exited"),
             false => {
-                tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "ended by itself")
+                tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "child exited unexpectedly")
             }
         }
         self.record_exit(name, end);
@@ -179,7 +192,8 @@ impl SupervisorLoop {
         if let Some(child) = self.children.get_mut(name).filter(|c| !c.machine.is_stopping()) {
             child.last_termination =
                 Some(LastTermination { termination: end.clone(), status_text: child.status_text.clone() });
-            // An immediate restart would hide it from whoever watches states.
+            // Publishes before the next state: an immediate restart would hide the crash from
+            // subscribers.
             self.publish_child(name);
         }
         self.apply_event(name, ChildEvent::Exited(end));
@@ -195,7 +209,7 @@ impl SupervisorLoop {
         let names = self.directory.directory();
         for path in [names.config(name), names.notify_socket(name)] {
             if let Err(error) = std::fs::remove_file(&path) {
-                tracing::debug!(path = %path.display(), %error, "cannot remove");
+                tracing::debug!(path = %path.display(), %error, "cannot remove the file");
             }
         }
         self.publish(FleetEvent::ChildRemoved(name.to_string()));
@@ -208,21 +222,31 @@ impl SupervisorLoop {
     }
 }
 
-/// Reports the end of a process, whoever its parent is, to the forwarder of its notifications.
+/// The child of this name. Callers inside the event loop have checked the name before.
+pub(super) fn supervised_child<'a>(
+    children: &'a mut BTreeMap<Arc<str>, SupervisedChild>,
+    name: &Arc<str>,
+) -> &'a mut SupervisedChild {
+    children.get_mut(name).expect("invariant: the event loop changes only children that it supervises")
+}
+
+/// Reports the exit of a process to the task that forwards its notifications. Works for adopted
+/// processes too.
 pub(super) fn watch_exit(
     process: &ChildProcess,
     child: Arc<str>,
-    start: u64,
-    ends: mpsc::Sender<u64>,
+    start_number: u64,
+    exits: mpsc::Sender<u64>,
 ) -> io::Result<()> {
-    // Not a pipe, and never read from: this is tokio's safe way to wait for any descriptor.
+    // The descriptor is not a pipe, and nothing reads from it. This is tokio's safe way to wait
+    // until a descriptor is readable.
     let pidfd = pipe::Receiver::from_owned_fd_unchecked(process.pidfd()?)?;
     tokio::spawn(async move {
         if let Err(error) = pidfd.readable().await {
-            tracing::error!(%child, %error, "cannot wait for the end of a process");
+            tracing::error!(%child, %error, "cannot wait for the exit of a process");
         }
-        // A forwarder that is gone has no driver any more.
-        let _: Result<(), _> = ends.send(start).await;
+        // If the forwarding task is gone, the event loop is gone too.
+        let _: Result<(), _> = exits.send(start_number).await;
     });
     Ok(())
 }

@@ -1,7 +1,8 @@
-//! CommandSender from outside, models, and the stop of the whole fleet.
+//! Executes commands: status, restarts, workers, models, and the stop of the whole fleet.
 
 use std::sync::Arc;
 
+use super::children::supervised_child;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
@@ -10,14 +11,14 @@ use crate::spec::{ChildRole, ModelSpec};
 use crate::state::{ChildEvent, ChildState};
 use crate::status::{FleetEvent, FleetStatus, ModelState};
 
-/// A worker's index is part of its socket's name.
+/// A worker's index is part of its socket name.
 const MAX_WORKERS: u32 = 10_000;
 
 impl SupervisorLoop {
     pub(super) fn handle_command(&mut self, command: FleetCommand) {
         match command {
             FleetCommand::Status(reply) => {
-                // Whoever asked may have gone away.
+                // The caller may have gone away.
                 let _: Result<(), _> = reply.send(self.status());
             }
             FleetCommand::Restart { name, reply } => answer(reply, self.restart(&name)),
@@ -65,7 +66,7 @@ impl SupervisorLoop {
         };
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
         let Some(index) = (0..MAX_WORKERS).find(|&index| !used(index)) else {
-            let why = format!("{MAX_WORKERS} workers are there already");
+            let why = format!("{MAX_WORKERS} workers exist already");
             return Err(CommandError::StartFailed { name: "worker".to_owned(), why });
         };
         let (spec, slot) = self.spec.worker_spec(index, model);
@@ -87,9 +88,8 @@ impl SupervisorLoop {
         }
         let (name, workers) = (spec.name.clone(), spec.workers);
         self.add_model(spec);
-        if let Some(model) = self.models.get_mut(&name) {
-            model.load(&self.admin, &self.commands);
-        }
+        let model = self.models.get_mut(&name).expect("invariant: the model was just added");
+        model.load(&self.admin, &self.commands);
         for _ in 0..workers {
             self.add_worker(name.clone())?;
         }
@@ -101,7 +101,7 @@ impl SupervisorLoop {
             return answer(reply, Err(CommandError::UnknownModel { name }));
         };
         if model.unloading.is_some() {
-            let why = "it is being unloaded already".to_owned();
+            let why = "an unload is already in progress".to_owned();
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
         model.abort();
@@ -126,7 +126,7 @@ impl SupervisorLoop {
     pub(super) fn set_model_state(&mut self, name: &str, state: ModelState) {
         let Some(model) = self.models.get_mut(name) else { return };
         if let ModelState::Failed(failure) = &state {
-            tracing::warn!(model = name, why = failure.text, "cannot be loaded");
+            tracing::warn!(model = name, why = failure.text, "cannot load the model");
         }
         let failed = matches!(state, ModelState::Failed(_));
         model.state = state;
@@ -147,8 +147,7 @@ impl SupervisorLoop {
     }
 
     fn remove_worker(&mut self, name: &Arc<str>, reply: Option<CommandReply<()>>) {
-        let Some(child) = self.children.get_mut(name) else { return };
-        child.removed = Some(reply);
+        supervised_child(&mut self.children, name).removed = Some(reply);
         self.apply_event(name, ChildEvent::Stop);
     }
 
@@ -158,10 +157,11 @@ impl SupervisorLoop {
         if used || !unloading {
             return;
         }
-        let (admin, driver, name) = (self.admin.clone(), self.commands.driver.clone(), name.to_owned());
+        let (admin, event_loop, name) =
+            (self.admin.clone(), self.commands.event_loop.clone(), name.to_owned());
         tokio::spawn(async move {
             let refusal = admin.unload(name.clone()).await.err().map(|status| status.message().to_owned());
-            let _: Result<(), _> = driver.send(SupervisorEvent::ModelUnloaded { name, refusal }).await;
+            let _: Result<(), _> = event_loop.send(SupervisorEvent::ModelUnloaded { name, refusal }).await;
         });
     }
 
@@ -176,7 +176,7 @@ impl SupervisorLoop {
         answer(reply, Ok(()));
     }
 
-    /// Stops the first role that still has processes; true when none has.
+    /// Stops the first role that still has processes. Returns true when no role has any.
     pub(super) fn advance_shutdown(&mut self) -> bool {
         for role in ChildRole::STOP_ORDER {
             let of_role: Vec<Arc<str>> = self
@@ -203,7 +203,10 @@ impl SupervisorLoop {
         let names: Vec<Arc<str>> = self.children.keys().cloned().collect();
         for name in names {
             self.apply_event(&name, ChildEvent::Stop);
-            self.signal(&name, ChildProcess::kill);
+            // A child that waited for its removal is gone when it has stopped.
+            if self.children.contains_key(&name) {
+                self.signal(&name, ChildProcess::kill);
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What children say, and the vault; how the children of a dead supervisor are taken over.
+//! Handles notifications of children, the FD store, and the adoption of a dead supervisor's
+//! children.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,14 +9,14 @@ use std::time::Duration;
 use service::notify::NotifyError;
 use service::{Notify, config};
 
-use super::children::watch_exit;
+use super::children::{supervised_child, watch_exit};
 use super::{FleetStartError, SupervisorLoop};
 use crate::notification::Notification;
 use crate::process::ChildProcess;
 use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
 use crate::state::ChildEvent;
 
-/// How long systemd may take to work off what was forwarded to it.
+/// How long systemd may take to process the messages that were forwarded to it.
 const PARENT_BARRIER: Duration = Duration::from_secs(5);
 
 impl SupervisorLoop {
@@ -23,7 +24,7 @@ impl SupervisorLoop {
         let Some(child) = self.children.get_mut(name) else { return };
         let Notification { pid, message, fds } = notification;
         if child.process.as_ref().is_none_or(|process| process.pid != pid) {
-            tracing::warn!(child = %name, pid, "dropped a notification that is not from this child");
+            tracing::warn!(child = %name, pid, "dropped a notification from another process");
             return;
         }
         if message.offers_adoption {
@@ -53,7 +54,8 @@ impl SupervisorLoop {
         }
     }
 
-    /// A weight-server that has just become ready knows neither tokens nor, perhaps, models.
+    /// A weight-server that has just become ready knows no tokens, and perhaps no models. Sends it
+    /// both.
     fn sync_weight_server(&mut self, name: &Arc<str>) {
         if self.children.get(name).is_none_or(|c| c.spec.role != ChildRole::WeightServer) {
             return;
@@ -87,19 +89,19 @@ impl SupervisorLoop {
         for fd in fds {
             self.forward_to_parent(|parent| parent.fdstore(fd_name, &[fd.as_fd()]));
             if let Err(error) = self.fd_store.store(fd_name, fd) {
-                tracing::error!(fd_name, %error, "cannot keep a descriptor");
+                tracing::error!(fd_name, %error, "cannot store a descriptor");
             }
         }
     }
 
     fn forward_to_parent(&self, send: impl FnOnce(&Notify) -> Result<(), NotifyError>) {
         if let Err(error) = send(&self.parent) {
-            tracing::error!(%error, "systemd does not keep a descriptor");
+            tracing::error!(%error, "cannot forward to systemd's FD store");
         }
     }
 
-    /// Closing the descriptor answers the barrier. Everything before it is in the vault; systemd, where it keeps copies, is
-    /// waited for as well.
+    /// Closing the descriptor answers the barrier. All earlier messages are processed by then. If
+    /// systemd keeps copies of the FD store, the answer waits for systemd too.
     fn answer_barrier(&self, fds: Vec<OwnedFd>) {
         if !self.parent.has_parent() {
             return;
@@ -107,13 +109,14 @@ impl SupervisorLoop {
         let parent = self.parent.clone();
         tokio::task::spawn_blocking(move || {
             if let Err(error) = parent.barrier(PARENT_BARRIER) {
-                tracing::error!(%error, "systemd does not answer");
+                tracing::error!(%error, "systemd does not answer the barrier");
             }
             drop(fds);
         });
     }
 
-    /// Living processes that the directory records become orphans of the children of the same name.
+    /// Running processes that the runtime directory records become orphans of the children with the
+    /// same name.
     pub(super) fn adopt_orphans(&mut self, living: &BTreeMap<String, u32>) -> Result<(), FleetStartError> {
         for (name, &pid) in living {
             let known = match self.children.get_key_value(name.as_str()) {
@@ -122,13 +125,13 @@ impl SupervisorLoop {
             };
             let Ok(process) = ChildProcess::orphan(pid) else { continue };
             let Some(name) = known else {
-                tracing::warn!(child = name, pid, "ending a process that this fleet has no place for");
+                tracing::warn!(child = name, pid, "terminating a process that is not part of this fleet");
                 process.terminate();
                 continue;
             };
-            let Some(child) = self.children.get_mut(&name) else { continue };
-            child.start += 1;
-            let watched = watch_exit(&process, name.clone(), child.start, child.ends.clone());
+            let child = supervised_child(&mut self.children, &name);
+            child.start_number += 1;
+            let watched = watch_exit(&process, name.clone(), child.start_number, child.exits.clone());
             watched.map_err(FleetStartError::RuntimeDir)?;
             child.process = Some(process);
             self.apply_event(&name, ChildEvent::OrphanFound);
@@ -136,7 +139,8 @@ impl SupervisorLoop {
         Ok(())
     }
 
-    /// A worker that was added while the dead supervisor ran is in no spec; its configuration tells its model.
+    /// The spec does not list a worker that was added while the dead supervisor ran. Its
+    /// configuration file names its model.
     fn add_recorded_worker(&mut self, name: &str) -> Result<Option<Arc<str>>, FleetStartError> {
         let Some(index) = name.strip_prefix("worker-").and_then(|i| i.parse().ok()) else { return Ok(None) };
         let path = self.directory.directory().config(name);
@@ -146,18 +150,21 @@ impl SupervisorLoop {
         self.add_child(spec, Some(WorkerSlot { index, model })).map(Some)
     }
 
-    /// An orphan offers itself: from now on it hears when we die.
+    /// An orphan offers itself for adoption. From now on it notices when this supervisor dies.
     fn adopt_offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>) {
-        let Some(child) = self.children.get_mut(name) else { return };
-        let (Some(process), Some(socket)) = (&mut child.process, fds.into_iter().next()) else { return };
+        // The sender decides what it sends: an offer may come without its socket.
+        let Some(socket) = fds.into_iter().next() else { return };
+        let process = &mut supervised_child(&mut self.children, name).process;
+        let process =
+            process.as_mut().expect("invariant: the sender of a handled message is the child's process");
         match process.adopt(socket) {
             Ok(()) => {
-                tracing::info!(child = %name, pid = process.pid, "taken over");
+                tracing::info!(child = %name, pid = process.pid, "adopted");
                 self.apply_event(name, ChildEvent::OrphanAdopted);
                 self.sync_weight_server(name);
             }
             Err(error) => {
-                tracing::warn!(child = %name, %error, "an orphan went away while it was taken over")
+                tracing::warn!(child = %name, %error, "an orphan went away during its adoption")
             }
         }
     }

@@ -1,4 +1,5 @@
-//! A child that does what a child of the fleet does, and misbehaves as its configuration tells it.
+//! A child process that behaves like a child of the fleet, and misbehaves as its configuration
+//! says.
 
 use std::ffi::OsString;
 use std::io::{Read, Seek, Write};
@@ -49,7 +50,7 @@ async fn run(config: FakeChildConfig) -> Result<()> {
     let shutdown = Shutdown::install()?;
     let mut supervisor =
         service::supervision::watch_supervisor(&config.role, &config.name, &notify, &shutdown)?;
-    let _kept = match config.role.as_str() {
+    let _stored_files = match config.role.as_str() {
         "weight-server" => {
             let directory = RuntimeDir::at(&config.runtime_dir);
             let server = fake_weight_server::serve(&directory, &config.behaviour)?;
@@ -84,7 +85,7 @@ async fn run(config: FakeChildConfig) -> Result<()> {
             notify.barrier(Duration::from_secs(5))?;
             notify.ready()?;
         }
-        "deaf-with-a-grandchild" => {
+        "ignores-sigterm-with-a-grandchild" => {
             let grandchild = std::process::Command::new("sleep").arg("600").spawn()?;
             notify.status(&format!("grandchild {}", grandchild.id()))?;
             notify.ready()?;
@@ -93,7 +94,7 @@ async fn run(config: FakeChildConfig) -> Result<()> {
         _ => notify.ready()?,
     }
     shutdown.requested().await;
-    // An orphan has nobody to tell.
+    // An orphan has no parent to notify.
     let _: Result<(), _> = notify.stopping();
     Ok(())
 }

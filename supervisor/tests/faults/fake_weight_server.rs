@@ -1,4 +1,5 @@
-//! The part of a weight-server that a supervisor talks to: tokens and loads, answered without any weights.
+//! The part of the weight-server's admin service that the supervisor calls: tokens and loads,
+//! without any weights.
 
 use std::pin::Pin;
 use std::sync::Mutex;

@@ -1,4 +1,4 @@
-//! A fleet in a temporary directory, and what tests ask about it.
+//! A fleet in a temporary directory, with queries and waits for tests.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ use tonic::transport::Channel;
 
 use super::fake_child;
 
-/// Ten times what anything here takes on an idle machine.
+/// Ten times what any test here takes on an idle machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ impl Pid {
     }
 }
 
-/// Alive and not a zombie.
+/// Whether the process exists and is not a zombie.
 pub(crate) fn alive(pid: Pid) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", pid.0)) else { return false };
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with(['Z', 'X']))
@@ -120,12 +120,12 @@ impl TestFleet {
         self.start_under(Notify::disabled(), Vec::new()).await
     }
 
-    pub(crate) async fn start_under(&self, parent: Notify, kept: Vec<InheritedFd>) -> Result<FleetHandle> {
+    pub(crate) async fn start_under(&self, parent: Notify, stored: Vec<InheritedFd>) -> Result<FleetHandle> {
         let claimed = ClaimedRuntimeDir::claim(Some(&self.runtime_dir()))?;
-        Ok(FleetHandle::start(plan(&self.behaviours), claimed, parent, kept).await?)
+        Ok(FleetHandle::start(fleet_spec(&self.behaviours), claimed, parent, stored).await?)
     }
 
-    /// A supervisor in a process of its own, to be killed.
+    /// Starts a supervisor in a process of its own, so that a test can kill it.
     pub(crate) fn start_supervisor(&self) -> Result<Child> {
         let path = self.path().join("supervisor.toml");
         service::config::store(&path, &self.behaviours)?;
@@ -143,8 +143,8 @@ impl TestFleet {
         }
     }
 
-    /// Waits until this many children run, and tells their processes.
-    pub(crate) async fn running_over_the_wire(
+    /// Waits until exactly this many children run; returns their process ids.
+    pub(crate) async fn wait_running_over_grpc(
         &self,
         client: &mut FleetClient<Channel>,
         children: usize,
@@ -168,7 +168,7 @@ impl TestFleet {
         }
     }
 
-    pub(crate) async fn all_running(&self, fleet: &FleetHandle, children: usize) -> Result<()> {
+    pub(crate) async fn wait_all_running(&self, fleet: &FleetHandle, children: usize) -> Result<()> {
         eventually("all children run", || async {
             let status = fleet.status().await?;
             let running = |c: &supervisor::ChildStatus| matches!(c.state, ChildState::Running { .. });
@@ -199,7 +199,7 @@ impl TestFleet {
     }
 }
 
-fn plan(behaviours: &ChildBehaviours) -> FleetSpec {
+fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
     let runtime_dir = behaviours.runtime_dir.clone();
     let config = move |name: &str, role: &str, behaviour: &str, model: &str| {
         let config = fake_child::FakeChildConfig {
@@ -239,7 +239,8 @@ pub(crate) fn supervisor_main(mut arguments: impl Iterator<Item = OsString>) {
     runtime.block_on(async {
         let shutdown = Shutdown::install().expect("signals");
         let claimed = ClaimedRuntimeDir::claim(Some(&behaviours.runtime_dir)).expect("runtime directory");
-        let fleet = FleetHandle::start(plan(&behaviours), claimed, Notify::disabled(), Vec::new()).await;
+        let fleet =
+            FleetHandle::start(fleet_spec(&behaviours), claimed, Notify::disabled(), Vec::new()).await;
         let mut fleet = fleet.expect("fleet");
         tokio::select! {
             () = shutdown.requested() => fleet.stop().await,
