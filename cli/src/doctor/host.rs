@@ -62,7 +62,7 @@ fn memory() -> CheckResult<Finding> {
     let (host, available) = (meminfo::host_memory()?, meminfo::available_bytes()?);
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let limit = match meminfo::tightest_cgroup_limit() {
-        Some(cgroup) => format!(", {:.1} GiB allowed by the cgroup", gib(cgroup.max)),
+        Some(cgroup) => format!(", {:.1} GiB allowed by the cgroup", gib(cgroup.limit_bytes)),
         None => String::new(),
     };
     let text = format!("{:.1} GiB, {:.1} available{limit}", gib(host.total_bytes), gib(available));

@@ -1,6 +1,6 @@
-//! How long a mask takes: for each token of outputs that a model without weights writes, the time from the token to the
-//! mask of the next one, as a worker's threads do it beside the steps. With the demo model's vocabulary, those that lie in
-//! BALLAST_TEST_DATA, and those of GGUF files that are arguments.
+//! Measures how long a mask takes: the time from a token to the mask of the next one, as a worker's mask threads compute
+//! it. Tokens are chosen at random among the allowed ones. The vocabularies are the demo model's, those in
+//! BALLAST_TEST_DATA, and those of GGUF files given as arguments.
 
 #![expect(
     clippy::unwrap_used,
@@ -15,7 +15,7 @@ use grammar::{CompiledGrammar, GrammarSource, GrammarVocabulary, MatcherStatus};
 use text::Tokenizer;
 
 const TOKENS: usize = 4_000;
-/// Of one output: schemas without an end go on.
+/// Tokens of one output, at most. Some schemas allow endless outputs.
 const OUTPUT_MAX: usize = 400;
 
 fn main() {

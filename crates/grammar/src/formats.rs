@@ -1,9 +1,9 @@
-//! Formats of strings of which the compiler knows less than they say: it has a 29th of February in every year, and a 60th
-//! second in every minute. A pattern beside the format takes those away (the leap seconds that there were, too).
+//! Adds patterns to string formats that the compiler checks incompletely. The compiler allows February 29 in every
+//! year and second 60 in every minute. The patterns exclude both, real leap seconds included.
 
 use serde_json::{Map, Value, json};
 
-/// The first date of a text.
+/// A valid date at the start of a text.
 macro_rules! date {
     () => {
         concat!(
@@ -13,14 +13,14 @@ macro_rules! date {
     };
 }
 
-/// What a text of a format also matches.
+/// The pattern that a text of a format must match too.
 const FORMAT_PATTERNS: [(&str, &str); 3] = [
     ("date", date!()),
     ("date-time", concat!(date!(), "[-0-9]*[tT][0-9:]{6}[0-5]")),
     ("time", "^[0-9:]{6}[0-5]"),
 ];
 
-/// Completes the schema that has these keywords, not the schemas in it.
+/// Adds the pattern to a schema with these keywords. Does not descend into subschemas.
 pub(crate) fn add_format_patterns(keywords: &mut Map<String, Value>) {
     let Some(format) = keywords.get("format").and_then(Value::as_str) else { return };
     let Some((_, pattern)) = FORMAT_PATTERNS.iter().find(|(name, _)| *name == format) else { return };

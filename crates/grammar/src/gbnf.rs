@@ -1,16 +1,19 @@
-//! llama.cpp's grammar notation (GBNF), rewritten as Lark.
+//! Translates llama.cpp's grammar notation (GBNF) to Lark.
 //!
-//! GBNF has no lexer: it speaks of characters. A rule that does not come back to itself is a regular expression and
-//! becomes a Lark terminal, so that it means exactly what it says; recursive rules become Lark rules, in which a terminal
-//! takes as many characters as it can.
+//! GBNF has no lexer: its rules match characters. The translation therefore distinguishes two kinds of rules:
+//!
+//! 1. A rule that does not lead back to itself is a regular expression. It becomes a Lark terminal (`T0`) with exactly
+//!    the same language.
+//! 2. A recursive rule becomes a Lark rule (`r0`). The terminals in it match as many characters as possible.
 
 use std::collections::HashMap;
 use std::fmt::Write;
 
-/// Parts of a rule that does not recur, with those of the rules in it: as a regular expression it is written out.
+/// Most parts of a non-recursive rule, those of the rules in it included: a terminal is expanded to one regular
+/// expression.
 const EXPANDED_PARTS_MAX: usize = 100_000;
 
-/// A GBNF source that is none.
+/// Why a text is not a GBNF grammar.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GbnfError {
     #[error("line {line}: {problem}")]
@@ -21,7 +24,7 @@ pub enum GbnfError {
     DuplicateRule { name: String },
     #[error("there is no rule \"root\"")]
     NoRoot,
-    #[error("written out, the rules have more than {EXPANDED_PARTS_MAX} parts")]
+    #[error("expanded, the rules have more than {EXPANDED_PARTS_MAX} parts")]
     TooLarge,
 }
 
@@ -30,12 +33,12 @@ enum GbnfToken {
     Name(String),
     Assign,
     Text(String),
-    /// As a regular expression's class.
+    /// A character class in the syntax of regular expressions.
     Class(String),
     Bar,
     Open,
     Close,
-    /// `*`, `+`, `?` or `{m,n}`, as Lark writes them.
+    /// `*`, `+`, `?` or `{m,n}`, in Lark's syntax.
     Repeat(String),
 }
 
@@ -50,7 +53,7 @@ enum GbnfItem {
 
 #[derive(Debug)]
 pub(crate) struct Gbnf {
-    /// Alternatives of sequences, by number of the rule.
+    /// For each rule number: alternatives, each a sequence of items.
     rules: Vec<Vec<Vec<GbnfItem>>>,
     root: usize,
 }
@@ -101,8 +104,9 @@ impl Gbnf {
         lark
     }
 
-    /// The rules that lead to no rule that leads back to itself, with the parts that they have written out. Rules are
-    /// settled once all that they mention are: what is on a circle, or leads to one, never is.
+    /// For each rule: the number of its expanded parts, or `None` if it is recursive or refers to a recursive rule.
+    ///
+    /// A rule is settled once all rules that it refers to are settled. Rules on a cycle, or leading to one, never are.
     fn count_regular_parts(&self) -> Vec<Option<usize>> {
         let mut referenced_by = vec![Vec::new(); self.rules.len()];
         let mut open = vec![0_usize; self.rules.len()];
@@ -184,7 +188,7 @@ fn write_item(lark: &mut String, item: &GbnfItem, name: &impl Fn(usize) -> Strin
     }
 }
 
-/// A Lark string: JSON's syntax without raw control characters.
+/// Quotes a text as a Lark string: JSON's syntax, with control characters escaped.
 pub(crate) fn quote_lark(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len() + 2);
     quoted.push('"');
@@ -230,7 +234,7 @@ impl GbnfParser<'_> {
         Ok(alternatives)
     }
 
-    /// Up to a bar, a closing parenthesis, the next rule or the end.
+    /// Parses up to a bar, a closing parenthesis, the next rule or the end.
     fn sequence(&mut self) -> Result<Vec<GbnfItem>, GbnfError> {
         let mut items: Vec<GbnfItem> = Vec::new();
         loop {
@@ -287,7 +291,8 @@ fn tokenize(source: &str) -> Result<Vec<(usize, GbnfToken)>, GbnfError> {
                 let end = rest.find('}').ok_or_else(|| error("a brace is not closed"))?;
                 (
                     Some(GbnfToken::Repeat(
-                        parse_repeat(&rest[1..end]).ok_or_else(|| error("{m}, {m,} or {m,n}"))?,
+                        parse_repeat(&rest[1..end])
+                            .ok_or_else(|| error("a repetition is {m}, {m,} or {m,n}"))?,
                     )),
                     end + 1,
                 )
@@ -319,7 +324,7 @@ fn is_name(character: char) -> bool {
     character.is_ascii_alphanumeric() || character == '-' || character == '_'
 }
 
-/// The inside of braces.
+/// Parses the inside of braces.
 fn parse_repeat(inside: &str) -> Option<String> {
     let number = |text: &str| text.trim().parse::<u16>().ok();
     match inside.split_once(',') {
@@ -332,7 +337,7 @@ fn parse_repeat(inside: &str) -> Option<String> {
     }
 }
 
-/// A string after its opening quote, and the bytes up to the closing one.
+/// Parses a string after its opening quote. Also returns the length with the closing quote.
 fn parse_string(source: &str) -> Result<(String, usize), &'static str> {
     let mut text = String::new();
     let mut at = 0;
@@ -349,7 +354,7 @@ fn parse_string(source: &str) -> Result<(String, usize), &'static str> {
     }
 }
 
-/// A class after its opening bracket, and the bytes up to the closing one.
+/// Parses a class after its opening bracket. Also returns the length with the closing bracket.
 fn parse_class(source: &str) -> Result<(String, usize), &'static str> {
     let negated = source.starts_with('^');
     let mut class = if negated { "[^".to_owned() } else { "[".to_owned() };
@@ -381,10 +386,10 @@ fn parse_class(source: &str) -> Result<(String, usize), &'static str> {
     }
 }
 
-/// One character, escaped or not, and its bytes.
+/// Parses one character, escaped or not. Also returns its length in bytes.
 fn parse_character(source: &str) -> Result<(char, usize), &'static str> {
     let mut characters = source.chars();
-    let first = characters.next().ok_or("something is not closed")?;
+    let first = characters.next().ok_or("a string or class is not closed")?;
     if first != '\\' {
         return Ok((first, first.len_utf8()));
     }
@@ -413,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_do_not_recur_become_terminals() {
+    fn rules_that_are_not_recursive_become_terminals() {
         let source = "root ::= list # the start\nlist ::= \"[\" (item (\",\" item)*)? \"]\"\nitem ::= num | list\nnum ::= [0-9]+";
         assert_eq!(
             lark(source),
@@ -431,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_with_their_line() {
+    fn syntax_errors_name_their_line() {
         let error = |source: &str| Gbnf::parse(source).unwrap_err().to_string();
         for (source, expected) in [
             ("", "root"),

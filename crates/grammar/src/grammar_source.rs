@@ -1,4 +1,4 @@
-//! What a client may write a grammar in, and the checks before it is compiled.
+//! The notations in which a client may write a grammar, and the checks before compilation.
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::regex_to_lark;
@@ -7,41 +7,41 @@ use serde_json::{Map, Value, json};
 use crate::gbnf::{self, GbnfError};
 use crate::schema::{self, SchemaError};
 
-/// Longest source. Real schemas have some kilobytes.
+/// Longest source. Real schemas have a few kilobytes.
 pub const SOURCE_BYTES_MAX: usize = 256 << 10;
-/// Deepest nesting of brackets; bounds the stack that compiling takes. (JSON is bounded by its parser, at 128.)
+/// Deepest nesting of brackets. Bounds the stack of the compiler. (The JSON parser has its own limit, 128.)
 pub const NESTING_MAX: usize = 100;
-/// Rules, which may refer to each other in a chain: bounds the same stack.
+/// Most rules. A chain of rules that refer to each other uses the same stack.
 const RULES_MAX: usize = 4_000;
-/// Between the tokens of JSON, as llama.cpp has it: a model that likes blanks comes to an end.
+/// White space between JSON tokens, as in llama.cpp. The limit ends a model's run of blanks.
 const JSON_WHITESPACE: &str = r"([ ]|\r?\n{1,2}[ \t]{0,20})";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum GrammarSource {
-    /// `lenient`: keywords that cannot be enforced are ignored, instead of refused.
+    /// If `lenient` is set, keywords that cannot be enforced are ignored instead of refused.
     JsonSchema { schema: String, lenient: bool },
-    /// Rust's syntax, with `\d`, `\w` and `\s` of ASCII; the whole output must match.
+    /// Rust's syntax, with ASCII `\d`, `\w` and `\s`. The whole output must match.
     Regex(String),
-    /// llguidance's dialect; begins at the rule `start`.
+    /// llguidance's dialect of Lark. Starts at the rule `start`.
     Lark(String),
-    /// llama.cpp's; begins at the rule `root`.
+    /// llama.cpp's notation. Starts at the rule `root`.
     Gbnf(String),
-    /// The output is one of these.
+    /// The output is one of these texts.
     Choice(Vec<String>),
 }
 
-/// Why a source gives no grammar.
+/// Why a source is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {
-    #[error("it has {bytes} bytes, allowed are at most {SOURCE_BYTES_MAX}")]
+    #[error("the grammar has {bytes} bytes, allowed are at most {SOURCE_BYTES_MAX}")]
     TooLong { bytes: usize },
-    #[error("its brackets are nested deeper than {NESTING_MAX}")]
+    #[error("the grammar's brackets are nested deeper than {NESTING_MAX}")]
     TooDeep,
-    #[error("it has more than {RULES_MAX} rules")]
+    #[error("the grammar has more than {RULES_MAX} rules")]
     TooManyRules,
-    #[error("it is empty")]
+    #[error("the grammar is empty")]
     Empty,
-    #[error("it is not JSON: {0}")]
+    #[error("the schema is not JSON: {0}")]
     NotJson(#[from] serde_json::Error),
     #[error(transparent)]
     Schema(#[from] SchemaError),
@@ -49,7 +49,7 @@ pub enum CompileError {
     Gbnf(#[from] GbnfError),
     #[error("{reason}")]
     Refused { reason: String },
-    #[error("no text of this vocabulary matches it")]
+    #[error("no text of this vocabulary matches the grammar")]
     NothingMatches,
 }
 
@@ -112,7 +112,7 @@ impl GrammarSource {
     }
 }
 
-/// Brackets in strings count too: no use has that many.
+/// Also counts brackets inside strings. No real grammar has that many.
 fn check_nesting(text: &str) -> Result<(), CompileError> {
     let mut depth = 0_usize;
     for byte in text.bytes() {

@@ -1,14 +1,19 @@
-//! Structured output: which tokens a JSON schema, a regular expression or a grammar allows next.
+//! Structured output: computes which tokens a JSON schema, a regular expression or a grammar allows next.
 //!
 //! ```text
-//! text::Tokenizer --> GrammarVocabulary --+
-//!                                  +--> CompiledGrammar --matcher--> Matcher --allowed--> one bit for each token
-//! GrammarSource (schema, regex, ...) -----+                             <----accept---- the token that was drawn
+//! text::Tokenizer ----------------> GrammarVocabulary --+
+//!                                                       +--> CompiledGrammar --> Matcher
+//! GrammarSource (schema, regex, Lark, GBNF, choice) ----+                          |  ^
+//!                                                                     compute_mask |  | accept
+//!                                                        token bitmask <-----------+  +--- sampled token
 //! ```
 //!
-//! Everything here is a plain value; whoever serves requests decides on which thread it works. Sources come from clients:
-//! length, nesting, states and work for each token are bounded by named constants, and what is refused is refused with
-//! what was wrong, before a token is drawn. The engine underneath is llguidance.
+//! 1. Everything here is a plain value. The caller decides on which thread it is used.
+//! 2. Sources come from clients. Named constants bound their length, their nesting, the states of a matcher, and the
+//!    work per token.
+//! 3. A refused source gets an error that says what is wrong, before a token is sampled.
+//!
+//! The engine behind this crate is llguidance.
 
 #![forbid(unsafe_code)]
 
@@ -25,8 +30,9 @@ pub use matcher::{CompiledGrammar, MatchError, Matcher, MatcherStatus};
 pub use schema::SchemaError;
 pub use vocabulary::{GrammarVocabulary, GrammarVocabularyError};
 
-/// llguidance sets a panic hook when it is first used. Whoever wants one of their own before it calls this first.
+/// Makes llguidance set its panic hook now instead of at its first use. A caller that needs its own hook to run first
+/// calls this before it sets that hook.
 pub fn install_panic_hook() {
-    // Nothing fails: it is only there to be the first use.
+    // The call only has to be llguidance's first use. It cannot fail.
     drop(llguidance::panic_utils::catch_unwind(|| Ok(())));
 }

@@ -1,4 +1,4 @@
-//! A compiled grammar, and how far one output has come in it.
+//! A compiled grammar, and the matcher that follows one output through it.
 
 use llguidance::TokenParser;
 use llguidance::api::StopReason;
@@ -6,41 +6,41 @@ use llguidance::api::StopReason;
 use crate::grammar_source::{CompileError, GrammarSource};
 use crate::vocabulary::GrammarVocabulary;
 
-/// Characters of a compiler's message that a client is shown.
+/// A client sees at most this many characters of the compiler's message.
 const REASON_CHARS_MAX: usize = 400;
 
-/// A grammar at its beginning.
+/// A grammar from which matchers start.
 pub struct CompiledGrammar {
     start: TokenParser,
 }
 
-/// The state of one output.
+/// The state of one output in its grammar.
 pub struct Matcher {
     inner: TokenParser,
 }
 
-/// What may follow.
+/// Whether an output may continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatcherStatus {
-    /// The tokens of the mask; among them those that end the generation, where the grammar may end.
+    /// The tokens of the mask may follow. Where the grammar may end, the mask includes the end-of-generation tokens.
     Active,
-    /// Nothing: the output is whole.
+    /// The output is complete: no token may follow.
     Finished,
 }
 
-/// Why a matcher cannot go on.
+/// Why a matcher cannot continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MatchError {
     #[error("the grammar does not allow token {token}")]
     Token { token: u32 },
-    #[error("the grammar is too complex: its bounds on states or work for a token are reached")]
+    #[error("the grammar is too complex: it exceeds the limits on states or on work for a token")]
     TooComplex,
     #[error("the grammar allows no token of this vocabulary here")]
     DeadEnd,
 }
 
 impl CompiledGrammar {
-    /// Takes stack in proportion to the source's nesting: some MiB at its bounds.
+    /// Uses stack in proportion to the source's nesting: a few MiB at the limit.
     pub fn compile(source: &GrammarSource, vocabulary: &GrammarVocabulary) -> Result<Self, CompileError> {
         let mut start = vocabulary
             .factory
@@ -57,14 +57,14 @@ impl CompiledGrammar {
         }
     }
 
-    /// Independent of all others, so that what one output needs does not depend on another.
+    /// Creates a matcher. Matchers share no state, so the cost of one output does not depend on another.
     pub fn matcher(&self) -> Matcher {
         Matcher { inner: self.start.deep_clone() }
     }
 }
 
 impl Matcher {
-    /// Fills `mask`: bit `t % 32` of word `t / 32` says whether token `t` may follow.
+    /// Fills `mask`. Bit `t % 32` of word `t / 32` says whether token `t` may follow.
     pub fn compute_mask(&mut self, mask: &mut Vec<u32>) -> Result<MatcherStatus, MatchError> {
         mask.clear();
         match self.inner.stop_reason() {
@@ -81,19 +81,20 @@ impl Matcher {
         }
     }
 
-    /// The token was drawn.
+    /// Advances by a sampled token.
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
         let accepted = self.inner.consume_token(token).and_then(|_| self.inner.check_stop());
         accepted.map(drop).map_err(|_| self.limit_error_or(MatchError::Token { token }))
     }
 
-    /// The bound that was reached, if one was: after it nothing else is told reliably.
+    /// Returns `TooComplex` if llguidance reached a limit, else `otherwise`. After a limit, its other answers are
+    /// unreliable.
     fn limit_error_or(&self, otherwise: MatchError) -> MatchError {
         if self.inner.parser.get_error().is_some() { MatchError::TooComplex } else { otherwise }
     }
 }
 
-/// One line of what the compiler says: it quotes the source at length.
+/// Shortens the compiler's message to one line, because it quotes the source at length.
 fn compiler_error(error: &dyn std::fmt::Display) -> CompileError {
     let text = error.to_string();
     let text = text.split("<backtrace>").next().unwrap_or_default();

@@ -1,33 +1,34 @@
-//! A JSON schema before it is compiled: every keyword is one that is known, and its value is of the type it must have.
+//! Checks a JSON schema before it is compiled: every keyword is known, and its value has the right type.
 //!
-//! The compiler behind this takes unknown keywords for annotations, so that a mistyped `maxlength` would do nothing in
-//! silence; and it says less well where a value is wrong.
+//! The compiler ignores unknown keywords as annotations: a mistyped `maxlength` would have no effect and no error. Its
+//! errors also locate wrong values less precisely.
 
 use serde_json::{Deserializer, Map, Value};
 
 use crate::formats;
 
-/// For counts and lengths: what a repetition can be compiled to. Schemas made from 32-bit types name such bounds.
+/// Largest count or length, which is the largest repetition that the compiler accepts. Schemas generated from 32-bit
+/// types use this bound.
 const COUNT_MAX: u64 = u32::MAX as u64;
-/// Beyond this not every integer is a double, in which bounds and constants are compared.
+/// Bounds and constants are compared as doubles. Beyond this value not every integer is a double.
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
-/// Properties, named or required, of the whole schema: what they are compiled to grows with their square.
+/// Named and required properties of the whole schema. The size of the compiled form grows with their square.
 const PROPERTIES_MAX: usize = 2_000;
-/// Regular expressions of the whole schema: where several hold for one string, the automata multiply.
+/// Regular expressions of the whole schema. If several apply to one string, their automata multiply.
 const PATTERNS_MAX: usize = 200;
-/// Of the schemas that one string must match all together.
+/// Regular expressions in the schemas of one `allOf`.
 const PATTERNS_ALL_OF_MAX: usize = 8;
-/// Least common multiple of the digits (2.5 counts as 25) of what numbers must be multiples of: so many remainders an
-/// automaton must tell apart. Compiling a million takes a second and 150 MB.
+/// Least common multiple of all `multipleOf` values, without their decimal points (2.5 counts as 25). The automaton
+/// distinguishes that many remainders. Compiling a million of them takes a second and 150 MB.
 const MULTIPLE_MAX: u64 = 100_000;
-/// Of a path in a message: names in it are the client's.
+/// Longest path in a message. The names in a path come from the client.
 const PATH_BYTES_MAX: usize = 200;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SchemaError {
     #[error("{at}: a schema is an object or a boolean")]
     NotASchema { at: String },
-    #[error("{at}: nobody knows the keyword {keyword:?}; annotations of your own begin with \"x-\"")]
+    #[error("{at}: the keyword {keyword:?} is unknown; own annotations begin with \"x-\"")]
     Unknown { at: String, keyword: String },
     #[error("{at}: the keyword {keyword:?} cannot be enforced")]
     NotEnforced { at: String, keyword: &'static str },
@@ -35,27 +36,27 @@ pub enum SchemaError {
     Type { at: String, keyword: &'static str, expected: &'static str },
     #[error("{at}: {keyword} is {value}, allowed are integers from 0 to {COUNT_MAX}")]
     Count { at: String, keyword: &'static str, value: String },
-    #[error("{at}: more than {max} {what} in the schema, or in an allOf of it")]
+    #[error("{at}: the schema, or one of its allOf, has more than {max} {what}")]
     TooMany { at: String, what: &'static str, max: usize },
     #[error(
-        "{at}: {value} has, with the other multipleOf of the schema, a common multiple above {MULTIPLE_MAX} (2.5 counts as 25)"
+        "{at}: the least common multiple of {value} and the other multipleOf of the schema is above {MULTIPLE_MAX} (2.5 counts as 25)"
     )]
     Multiple { at: String, value: String },
-    #[error("{at}: {value} is too large to be exact, allowed are numbers between -2^53 and 2^53")]
+    #[error("{at}: {value} cannot be represented exactly, allowed are numbers between -2^53 and 2^53")]
     Inexact { at: String, value: String },
 }
 
-/// What a keyword's value must be.
+/// The type that a keyword's value must have.
 #[derive(Clone, Copy)]
 enum KeywordForm {
     Schema,
     Schemas,
-    /// `items` of older drafts.
+    /// The keyword `items` of older drafts.
     SchemaOrSchemas,
     NamedSchemas,
     Count,
     Number,
-    /// `exclusiveMinimum` of draft 4 is a boolean.
+    /// In draft 4, `exclusiveMinimum` is a boolean.
     NumberOrBoolean,
     AboveZero,
     Text,
@@ -63,9 +64,9 @@ enum KeywordForm {
     TextOrTexts,
     Constant,
     Constants,
-    /// Says something about the value that cannot be enforced.
+    /// A restriction that cannot be enforced.
     NotEnforced,
-    /// As `NotEnforced`, but `false` asks for nothing.
+    /// As `NotEnforced`, but `false` is no restriction.
     NotEnforcedIfTrue,
     Annotation,
 }
@@ -118,9 +119,9 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("$dynamicAnchor", KeywordForm::NotEnforced),
     ("$recursiveRef", KeywordForm::NotEnforced),
     ("$recursiveAnchor", KeywordForm::NotEnforced),
-    // OpenAPI's, which widens what may be there.
+    // OpenAPI: also allows null.
     ("nullable", KeywordForm::NotEnforcedIfTrue),
-    // OpenAPI's: which of `oneOf` it is; the schemas there say so themselves.
+    // OpenAPI: selects a schema of `oneOf`. The schemas there contain the same condition.
     ("discriminator", KeywordForm::Annotation),
     ("$schema", KeywordForm::Text),
     ("$id", KeywordForm::Text),
@@ -141,12 +142,14 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("contentSchema", KeywordForm::Annotation),
 ];
 
-/// Also takes out what asks for nothing, and completes formats. `lenient`: what is unknown or cannot be enforced is let through.
+/// Checks a schema, removes keywords without effect, and adds patterns to formats. If `lenient` is set, unknown keywords
+/// and keywords that cannot be enforced are accepted.
 pub(crate) fn check_schema(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
     SchemaChecker::new(lenient).schema(schema)
 }
 
-/// The bounds of the schemas in a Lark source, all together. What is no JSON the compiler refuses, or it stands in a string.
+/// Checks the limits for all schemas of a Lark source together. Skips text after `%json` that is not JSON: the compiler
+/// refuses it, or it is part of a string.
 pub(crate) fn check_embedded_schemas(lark: &str) -> Result<(), SchemaError> {
     let mut check = SchemaChecker::new(true);
     for (at, keyword) in lark.match_indices("%json") {
@@ -158,7 +161,7 @@ pub(crate) fn check_embedded_schemas(lark: &str) -> Result<(), SchemaError> {
     Ok(())
 }
 
-/// Recursive: the JSON parser bounds the depth at 128.
+/// Recursive. The JSON parser limits the depth to 128.
 struct SchemaChecker {
     lenient: bool,
     path: String,
@@ -339,7 +342,7 @@ impl SchemaChecker {
     }
 }
 
-/// Euclid's.
+/// Euclid's algorithm.
 fn common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
@@ -359,11 +362,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_place_and_what_is_allowed() {
+    fn errors_name_the_path_and_the_allowed_values() {
         for (schema, words) in [
             (json!(3), "#: a schema is an object"),
             (json!({"properties": {"a": []}}), "#/properties/a: a schema is"),
-            (json!({"maxlength": 3}), "#: nobody knows the keyword \"maxlength\""),
+            (json!({"maxlength": 3}), "#: the keyword \"maxlength\""),
             (json!({"items": {"not": {}}}), "#/items/not: the keyword \"not\" cannot be enforced"),
             (json!({"uniqueItems": true}), "#/uniqueItems: the keyword"),
             (
@@ -383,7 +386,7 @@ mod tests {
             (json!({"pattern": ["é".repeat(60)]}), "pattern must be a string"),
             (
                 json!({"const": {"a": [9_007_199_254_740_993_u64]}}),
-                "9007199254740993 is too large to be exact",
+                "9007199254740993 cannot be represented exactly",
             ),
         ] {
             let error = refused(schema.clone());
@@ -392,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_be_compiled_to_too_much_is_refused_by_name() {
+    fn limits_on_properties_and_patterns_are_named() {
         let properties = |count: usize| {
             let named: Map<String, Value> = (0..count).map(|name| (name.to_string(), json!({}))).collect();
             json!({"items": {"properties": named}})
@@ -408,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn remainders_of_all_multiples_together_are_bounded() {
+    fn the_common_multiple_of_a_schema_is_bounded() {
         let any = |multiples: &[f64]| {
             let schemas: Vec<Value> = multiples.iter().map(|of| json!({"multipleOf": of})).collect();
             json!({"anyOf": schemas})
@@ -423,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn long_names_are_cut_between_characters() {
+    fn long_names_are_truncated_between_characters() {
         for length in 195..205 {
             let error = refused(json!({"x".repeat(length) + &"é".repeat(300): {}}));
             assert!(error.len() < 400, "{error}");

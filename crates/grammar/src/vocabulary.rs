@@ -1,5 +1,5 @@
-//! A model's tokens in the form that masks are computed over. Built once for a model; takes some tens of milliseconds
-//! and some 15 MB for 150,000 tokens.
+//! A model's vocabulary as the trie that masks are computed over. Built once per model, which takes some tens of
+//! milliseconds. 150,000 tokens take about 15 MB.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use llguidance::toktrie::{
 };
 use text::{TokenKind, Tokenizer};
 
-/// A byte that no text has, before the name of a token that is no text.
+/// Precedes the name of a control token. No text contains this byte.
 const SPECIAL_MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
-/// Longer tokens (runs of blanks, in some vocabularies) are never allowed: the trie is no deeper.
+/// Longer tokens (runs of blanks in some vocabularies) are never allowed. This bounds the depth of the trie.
 const TOKEN_BYTES_MAX: usize = 200;
 
-/// Work and memory of one matcher. A mask takes some 50 us on average and tens of milliseconds at most; of hostile grammars
-/// (rules repeated some ten thousand times) half a second was seen.
+/// Limits work and memory of one matcher. A mask takes about 50 us on average and tens of milliseconds at most. The
+/// slowest mask of a hostile grammar (rules repeated about ten thousand times) took half a second.
 const PARSER_LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
-    // Of 1 to 2 kB each: what a hostile grammar can make a request hold is 20 MB.
+    // A state takes 1 to 2 kB, so a hostile grammar can make a request hold 20 MB.
     max_lexer_states: 10_000,
     max_grammar_size: 200_000,
     precompute_large_lexemes: false,
@@ -36,7 +36,7 @@ pub struct GrammarVocabulary {
 
 #[derive(Debug, thiserror::Error)]
 pub enum GrammarVocabularyError {
-    #[error("the vocabulary cannot be made ready for grammars: {reason}")]
+    #[error("the vocabulary cannot be used for grammars: {reason}")]
     Unusable { reason: String },
 }
 
@@ -59,7 +59,7 @@ impl GrammarVocabulary {
     }
 }
 
-/// What a token adds to the text, as the detokenizer shows it: control tokens add nothing and can only be named.
+/// The bytes that a token adds to the text. Control tokens add nothing: a grammar can only refer to their names.
 fn trie_word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     let bytes = tokenizer.token_bytes(id).unwrap_or_default();
     match tokenizer.kind(id) {

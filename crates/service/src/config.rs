@@ -1,6 +1,6 @@
-//! Reading and writing the TOML files of a fleet. One struct per process; an unknown key is an error.
+//! Reads and writes the TOML files of a fleet. Each process has one struct, and an unknown key is an error.
 //!
-//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`; sizes are [`crate::ByteSize`], durations use
+//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`. Sizes are [`crate::ByteSize`], durations use
 //! `#[serde(with = "service::duration")]`.
 
 use std::io;
@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 
-/// A configuration file is read whole; one larger than this is not a configuration file.
+/// A configuration file is read whole. A larger file is refused.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +49,7 @@ pub fn load<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigFileError> {
     parse(&std::fs::read_to_string(path).map_err(read)?, path)
 }
 
-/// The same from text; `path` is only used in messages.
+/// Parses text as [`load`] does. Only error messages use `path`.
 pub fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigFileError> {
     let syntax = |error: &toml::de::Error| ConfigFileError::Syntax {
         path: path.to_owned(),
@@ -61,7 +61,7 @@ pub fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigFi
         let key = error.path().to_string();
         let inner = error.into_inner();
         match key.as_str() {
-            // A missing key of the root table has no path; its message names the key.
+            // A missing key of the root table has no path. Its message names the key.
             "." => syntax(&inner),
             _ => ConfigFileError::Key {
                 path: path.to_owned(),
@@ -78,7 +78,7 @@ fn line_of(text: &str, error: &toml::de::Error) -> usize {
     text.as_bytes()[..offset].iter().filter(|&&b| b == b'\n').count() + 1
 }
 
-/// Writes `value` so that [`load`] reads it back; replaces the file in one step.
+/// Writes `value` so that [`load`] reads it back. Replaces the file atomically.
 pub fn store<T: Serialize>(path: &Path, value: &T) -> Result<(), ConfigFileError> {
     let text =
         toml::to_string(value).map_err(|source| ConfigFileError::Encode { path: path.to_owned(), source })?;
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_config_survives_being_written_and_read() {
+    fn a_written_configuration_reads_back() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.toml");
         let config = Example {

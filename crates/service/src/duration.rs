@@ -1,4 +1,4 @@
-//! Durations in configuration: `#[serde(with = "service::duration")]` on a `std::time::Duration` reads and writes "10s".
+//! Durations in configuration files: `#[serde(with = "service::duration")]` reads and writes "10s".
 
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ const UNITS_NS: [(&str, u64); 6] = [
     ("ns", 1),
 ];
 
-/// Why a text is no duration.
+/// Why a text is not a duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a duration; write a number with ns, us, ms, s, min or h, such as \"1.5s\"")]
 pub struct ParseDurationError {
     text: String,
 }
 
-/// Reads "250ms", "1.5s", "10min". A number without a unit is refused: nobody can tell seconds from milliseconds.
+/// Parses "250ms", "1.5s", "10min". Refuses a number without a unit, which could mean seconds or milliseconds.
 pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
     let malformed = || ParseDurationError { text: text.to_owned() };
     let trimmed = text.trim();
@@ -36,7 +36,7 @@ pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
     nanoseconds.map(Duration::from_nanos).ok_or_else(malformed)
 }
 
-/// The largest unit in which the duration is a whole number.
+/// Formats with the largest unit in which the duration is a whole number.
 pub fn format(duration: Duration) -> String {
     let nanoseconds = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
     let (unit, unit_ns) = UNITS_NS

@@ -1,23 +1,23 @@
-//! Exit codes: what a process says to whoever started it. Documented in docs/OPERATING.md; scripts may rely on them.
+//! Exit codes. docs/OPERATING.md documents them, and scripts may rely on them.
 //!
-//! A restart policy reads them too: `Usage` and `ModelRefused` do not get better by trying again.
+//! The supervisor's restart policy reads them too: a restart does not help against `Usage` and `ModelRefused`.
 
 use std::process::ExitCode;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Exit {
-    /// Did what it was asked to do, or drained when it was told to stop.
+    /// The process did its work, or drained on request.
     Ok = 0,
-    /// A fault of ours or of the machine that has no code of its own.
+    /// A bug of this program, or a fault of the machine without a code of its own.
     Internal = 1,
     /// Wrong arguments or configuration.
     Usage = 2,
-    /// The model file is missing, malformed, changed while it was read, or of a kind that is not supported.
+    /// The model file is missing, malformed, modified while it was read, or of an unsupported kind.
     ModelRefused = 3,
-    /// Out of memory, file descriptors, disk, or over a limit that was set.
+    /// Out of memory, file descriptors or disk space, or above a configured limit.
     OutOfResources = 4,
-    /// Another process of the fleet was lost, or refused what was asked of it.
+    /// Another process of the fleet died or refused a request.
     PeerLost = 5,
     /// A port or path is in use, or a socket path is too long.
     AddressInUse = 6,
@@ -41,12 +41,12 @@ impl Exit {
         self as u8
     }
 
-    /// The meaning of a code that a child returned, if it is one of ours.
+    /// The meaning of a child's exit code, or `None` for a code that this program does not use.
     pub fn from_code(code: i32) -> Option<Exit> {
         Self::ALL.into_iter().find(|exit| i32::from(exit.code()) == code)
     }
 
-    /// Whether starting the same process again with the same input must fail the same way.
+    /// Whether the same process with the same input always fails in the same way.
     pub const fn is_permanent(self) -> bool {
         matches!(self, Exit::Usage | Exit::ModelRefused)
     }
@@ -58,12 +58,12 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Implemented by the error enum of each process, so that `main` needs no table of its own.
+/// Maps an error to an exit code. The error enum of each process implements it.
 pub trait HasExit: std::error::Error {
     fn exit(&self) -> Exit;
 }
 
-/// The code for a plain I/O error: resources and addresses have codes of their own.
+/// The exit code for an I/O error. Resources, addresses and lost peers have codes of their own.
 pub fn exit_for_io_error(error: &std::io::Error) -> Exit {
     use std::io::ErrorKind as Kind;
     match error.kind() {
@@ -81,13 +81,13 @@ pub fn exit_for_io_error(error: &std::io::Error) -> Exit {
     }
 }
 
-/// An error and all its causes on one line: "a: b: c".
+/// Formats an error and all its causes on one line: "a: b: c".
 pub fn one_line(error: &dyn std::error::Error) -> String {
     let mut line = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let text = error.to_string();
-        // Wrappers that print their source as well would say everything twice.
+        // A wrapper that prints its source would otherwise repeat it.
         if !line.ends_with(&text) {
             line.push_str(": ");
             line.push_str(&text);
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn one_line_walks_the_causes_without_repeating_them() {
+    fn one_line_contains_each_cause_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("read manifest")]
         struct Outer(#[source] std::io::Error);

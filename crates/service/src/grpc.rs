@@ -1,4 +1,4 @@
-//! gRPC over Unix sockets, for the services that processes of a fleet offer each other.
+//! gRPC over Unix sockets, for the services between the processes of a fleet.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,20 +14,21 @@ use tonic_health::server::HealthReporter;
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
 
-/// Largest message that a service takes or sends. Larger things (vocabularies, logits) are streams of frames below it.
+/// Largest message that a service receives or sends. Vocabularies and logits are sent as streams of smaller frames.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Connecting to a local socket takes microseconds; a peer that is stopped (SIGSTOP) would hold it up for ever.
+/// Connecting to a local socket takes microseconds. A stopped peer (SIGSTOP) would block it forever.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that answers no HTTP/2 ping for this long is treated as dead.
+/// A peer that does not answer HTTP/2 pings for this long counts as dead.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Token streams of all clients share one connection per peer: the default of 64 KiB would couple them.
+/// The token streams of all clients share one connection per peer. With the default of 64 KiB, one slow stream would
+/// delay the others.
 const WINDOW_BYTES: u32 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     #[error(
-        "socket path {} has {} bytes, {SOCKET_PATH_BYTES_MAX} are possible; choose a shorter directory",
+        "socket path {} has {} bytes, allowed are at most {SOCKET_PATH_BYTES_MAX}; choose a shorter directory",
         path.display(),
         path.as_os_str().len()
     )]
@@ -47,14 +48,14 @@ impl HasExit for BindError {
     }
 }
 
-/// A bound socket; its path is removed when this is dropped, unless somebody else has bound it meanwhile.
+/// A bound socket. Dropping it removes the path, unless another process has bound the path meanwhile.
 #[derive(Debug)]
 pub struct UdsListener {
     listener: UnixListener,
     _path: BoundPath,
 }
 
-/// Removes the path of a socket that this process has bound. The inode tells it from a successor's socket there.
+/// Removes the path of a bound socket on drop. The inode distinguishes the socket from a successor's.
 #[derive(Debug)]
 struct BoundPath {
     path: PathBuf,
@@ -64,7 +65,7 @@ struct BoundPath {
 impl Drop for BoundPath {
     fn drop(&mut self) {
         if inode(&self.path).is_ok_and(|inode| inode == self.inode) {
-            // Nothing is lost if it stays: the next owner binds over a dead socket.
+            // A failure is harmless: the next process binds over a dead socket.
             let _: io::Result<()> = std::fs::remove_file(&self.path);
         }
     }
@@ -74,7 +75,7 @@ fn inode(path: &Path) -> io::Result<u64> {
     std::fs::symlink_metadata(path).map(|metadata| metadata.ino())
 }
 
-/// Binds a stream socket at `path`, over the socket of a dead process if there is one. Inside a tokio runtime.
+/// Binds a stream socket at `path` and replaces the socket of a dead process. Call inside a tokio runtime.
 pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     clear_dead_socket(path)?;
     let failed = |source| BindError::Bind { path: path.to_owned(), source };
@@ -83,7 +84,7 @@ pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     Ok(UdsListener { listener, _path: BoundPath { path: path.to_owned(), inode } })
 }
 
-/// Checks the length of a socket path and removes what a dead process left there. A socket that answers is an error.
+/// Checks the length of a socket path and removes the socket of a dead process. A socket that answers is an error.
 pub fn clear_dead_socket(path: &Path) -> Result<(), BindError> {
     if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
         return Err(BindError::PathTooLong { path: path.to_owned() });
@@ -91,19 +92,19 @@ pub fn clear_dead_socket(path: &Path) -> Result<(), BindError> {
     let failed = |source| BindError::Bind { path: path.to_owned(), source };
     match StdUnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        // A socket with nobody behind it, or a file of another kind, which is not ours to remove.
+        // Either a socket without a listener, or a file of another kind, which stays.
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             match std::fs::symlink_metadata(path).map_err(failed)?.file_type().is_socket() {
                 true => std::fs::remove_file(path).map_err(failed),
                 false => Err(failed(io::ErrorKind::AlreadyExists.into())),
             }
         }
-        // Connected, or a listener of another type or with a full queue: somebody is there.
+        // Connected, or a listener of another type or with a full queue: a process is there.
         _ => Err(BindError::InUse { path: path.to_owned() }),
     }
 }
 
-/// A server with the limits that every service of a fleet has.
+/// A server with the limits of every service of a fleet.
 pub fn server() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
@@ -112,7 +113,8 @@ pub fn server() -> Server {
         .initial_connection_window_size(WINDOW_BYTES)
 }
 
-/// Serves until `stop`, then until the last open stream has ended: bound that with [`crate::Shutdown::within`].
+/// Serves until `stop` resolves, then until the last open stream ends. [`crate::Shutdown::within`] can bound the second
+/// part.
 pub async fn serve(
     router: Router,
     listener: UdsListener,
@@ -122,7 +124,7 @@ pub async fn serve(
     router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop).await
 }
 
-/// A peer that could not be reached.
+/// Why a peer cannot be reached.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot connect to {}", path.display())]
 pub struct ConnectError {
@@ -147,17 +149,17 @@ fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
         .initial_connection_window_size(WINDOW_BYTES))
 }
 
-/// Connects to the service at `path`; fails if nobody is there.
+/// Connects to the service at `path`. Fails if no process listens.
 pub async fn connect(path: &Path) -> Result<Channel, ConnectError> {
     endpoint(path)?.connect().await.map_err(|source| ConnectError { path: path.to_owned(), source })
 }
 
-/// Connects on first use, and again after the peer was restarted.
+/// Connects at the first call, and again after the peer has restarted.
 pub fn connect_lazy(path: &Path) -> Result<Channel, ConnectError> {
     Ok(endpoint(path)?.connect_lazy())
 }
 
-/// grpc.health.v1, with the reporter that says which services serve.
+/// The service grpc.health.v1, and the reporter that sets which services serve.
 pub fn health() -> (
     HealthReporter,
     tonic_health::pb::health_server::HealthServer<impl tonic_health::pb::health_server::Health>,
@@ -165,7 +167,7 @@ pub fn health() -> (
     tonic_health::server::health_reporter()
 }
 
-/// gRPC reflection over the encoded FileDescriptorSet of the `proto` crate, health included.
+/// gRPC reflection for the encoded FileDescriptorSet of the `proto` crate and for the health service.
 pub fn reflection(
     descriptors: &'static [u8],
 ) -> Result<
@@ -187,7 +189,7 @@ mod tests {
     use crate::Shutdown;
 
     #[tokio::test]
-    async fn a_service_is_reached_by_its_path_and_gone_after_the_stop() {
+    async fn a_service_is_reachable_at_its_path_until_it_stops() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sock");
         let shutdown = Shutdown::default();
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dead_socket_is_bound_over() {
+    async fn the_socket_of_a_dead_process_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sock");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
@@ -216,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_is_no_socket_is_kept() {
+    async fn a_file_that_is_not_a_socket_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("x.sock");
         std::fs::write(&path, "mine").unwrap();

@@ -1,8 +1,8 @@
-//! File descriptors that arrive by number (in an environment variable) turned into owned ones, without `unsafe`.
+//! Turns a file descriptor number from an environment variable into an `OwnedFd` without `unsafe`.
 //!
-//! `OwnedFd::from_raw_fd` is unsafe because any number can be claimed. Here the kernel answers instead: the number is
-//! sent to ourselves as SCM_RIGHTS, which fails with EBADF if it isn't open, and what comes back is a new descriptor of
-//! our own, close-on-exec, for the same open file. Then the inherited number is closed.
+//! `OwnedFd::from_raw_fd` is unsafe because any number can be passed. Here the kernel checks the number: this process
+//! sends it to itself as SCM_RIGHTS, which fails with EBADF if the number is not open. The received descriptor is new,
+//! close-on-exec, and refers to the same open file. Then the inherited number is closed.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,8 +12,8 @@ use std::os::unix::net::UnixDatagram;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-/// Takes the descriptor with this number; the number itself is closed. Must run once per number, before other threads
-/// could have opened a file that got the same one.
+/// Takes the descriptor with this number and closes the number. Call once per number, before other threads can open a
+/// file that gets the same number.
 pub(crate) fn take_fd(number: RawFd) -> io::Result<OwnedFd> {
     let (ours, theirs) = UnixDatagram::pair()?;
     let payload = [IoSlice::new(b"f")];
@@ -32,7 +32,7 @@ pub(crate) fn take_fd(number: RawFd) -> io::Result<OwnedFd> {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
-    // No descriptor in the message means that our own table is full: the kernel drops what it cannot install.
+    // Without a descriptor in the message, this process's table is full: the kernel drops what it cannot install.
     let owned = owned.ok_or(rustix::io::Errno::MFILE)?;
     nix::unistd::close(number)?;
     Ok(owned)
@@ -51,7 +51,7 @@ mod tests {
         file.write_all(b"ballast").unwrap();
         let number = file.into_raw_fd();
         let mut taken = std::fs::File::from(take_fd(number).unwrap());
-        // The offset is shared: it is the same open file, not a second opening of it.
+        // The shared offset shows that it is the same open file description.
         assert_eq!(taken.stream_position().unwrap(), 7);
         taken.rewind().unwrap();
         let mut text = String::new();

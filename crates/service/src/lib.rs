@@ -1,17 +1,17 @@
 //! What every process of a fleet shares: configuration, logging, readiness, supervision, shutdown, exit codes,
-//! metrics, memory facts, and gRPC over Unix sockets. Nothing in here knows what a weight or a token is.
+//! metrics, memory figures, and gRPC over Unix sockets. This crate knows neither weights nor tokens.
 //!
-//! The life of a process, in the order in which it calls this crate:
+//! A process calls this crate in the following order:
 //!
 //! ```text
-//! logging::init(role)                 one line per event on stderr, with the role's name in it
+//! logging::init(role)                 one line per event on stderr, with the role's name
 //! config::load(path)                  TOML; unknown keys are errors that name file, line and key
-//! listen::inherited_fds()             what the vault kept from an earlier incarnation
-//! Shutdown::install()                 SIGTERM and SIGINT start a drain, a deadline or a second signal ends it
-//! supervision::watch_supervisor(&shutdown)       the supervisor's death starts a drain too, unless a successor adopts us
-//! grpc::bind(path)                    sockets first ...
-//! notify.ready()                      ... then READY=1
-//! exit::Exit                          what the process says with its exit code
+//! listen::inherited_fds()             descriptors that the FD store kept from an earlier process
+//! Shutdown::install()                 SIGTERM and SIGINT start a drain; a deadline or a second signal ends it
+//! supervision::watch_supervisor(..)   the supervisor's death starts a drain, unless a successor adopts the process
+//! grpc::bind(path)                    binds the sockets first
+//! notify.ready()                      then sends READY=1
+//! exit::Exit                          the exit code says why the process ended
 //! ```
 
 #![forbid(unsafe_code)]

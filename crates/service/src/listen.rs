@@ -1,5 +1,5 @@
-//! File descriptors that a parent hands over at start (sd_listen_fds(3)): what the vault kept for us from an earlier
-//! incarnation, or sockets from systemd's socket activation.
+//! File descriptors that a parent passes at start (sd_listen_fds(3)): those that the FD store kept from an earlier
+//! process, or sockets of systemd's socket activation.
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -8,10 +8,10 @@ use crate::env;
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::inherited_fd::take_fd;
 
-/// The first inherited descriptor has this number, by convention of sd_listen_fds(3).
+/// Number of the first inherited descriptor, as sd_listen_fds(3) defines.
 pub const LISTEN_FDS_START: RawFd = 3;
 
-/// More than this many inherited descriptors is a corrupted environment. It is above the vault's own cap.
+/// More inherited descriptors mean a corrupted environment. The limit is above that of the FD store.
 pub const LISTEN_FDS_MAX: usize = 65_536;
 
 #[derive(Debug)]
@@ -26,9 +26,9 @@ pub enum ListenError {
     Count { value: String },
     #[error("LISTEN_FDS announces {fds} descriptors, LISTEN_FDNAMES names {names}")]
     Names { fds: usize, names: usize },
-    #[error("inherited descriptor {number} ({name}) cannot be taken")]
+    #[error("cannot take over inherited descriptor {number} ({name})")]
     Take { number: RawFd, name: String, source: io::Error },
-    #[error("{variable}={value:?} names no inherited descriptor")]
+    #[error("environment variable {variable}={value:?} names no inherited descriptor")]
     Variable { variable: &'static str, value: String, source: io::Error },
 }
 
@@ -43,7 +43,7 @@ impl HasExit for ListenError {
     }
 }
 
-/// What the environment announces, checked but not yet taken. Pure, so that tests need no real descriptors.
+/// Checks what the environment announces, without taking descriptors. Tests therefore need no real ones.
 fn parse_announced_fds(
     pid: Option<&str>,
     count: Option<&str>,
@@ -51,7 +51,7 @@ fn parse_announced_fds(
     own_pid: u32,
 ) -> Result<Vec<(RawFd, String)>, ListenError> {
     let (Some(pid), Some(count)) = (pid, count) else { return Ok(Vec::new()) };
-    // The variables may have leaked through a process in between: then they are not for us.
+    // Variables for another process may have been inherited through a process in between.
     if pid.parse() != Ok(own_pid) {
         return Ok(Vec::new());
     }
@@ -70,7 +70,7 @@ fn parse_announced_fds(
     Ok((LISTEN_FDS_START..).zip(names).collect())
 }
 
-/// Takes all descriptors announced to this process; empty if there are none. Call once, early, before threads start.
+/// Takes all descriptors that are announced to this process. Call once and early, before threads start.
 pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
     let variable = |name| std::env::var(name).ok();
     let announced = parse_announced_fds(
@@ -88,7 +88,7 @@ pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
         .collect()
 }
 
-/// Takes the descriptor whose number stands in the environment variable; `None` if the variable is not set.
+/// Takes the descriptor whose number the environment variable contains. `None` if the variable is not set.
 pub fn fd_from_env(variable: &'static str) -> Result<Option<OwnedFd>, ListenError> {
     let Ok(value) = std::env::var(variable) else { return Ok(None) };
     let number = value.parse::<RawFd>().map_err(|_| io::ErrorKind::InvalidInput.into());
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_matched_with_numbers_from_three() {
+    fn names_belong_to_numbers_from_3_on() {
         let fds = parse_announced_fds(Some("8"), Some("2"), Some("manifest:lease"), 8).unwrap();
         assert_eq!(fds, [(3, "manifest".to_owned()), (4, "lease".to_owned())]);
     }

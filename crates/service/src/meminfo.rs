@@ -1,28 +1,30 @@
-//! How much memory the machine, and the cgroup of this process, can still give.
+//! Available memory of the host, and of the cgroup of this process.
+//!
+//! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc and /sys itself.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Host memory in bytes.
+/// Memory of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostMemory {
     pub total_bytes: u64,
-    /// What can be had without swapping, page cache included (proc_meminfo(5)).
+    /// Memory that can be allocated without swapping; reclaimable page cache counts (proc_meminfo(5)).
     pub available_bytes: u64,
 }
 
-/// A limit of the cgroup of this process, or of one above it.
+/// The memory limit of the cgroup of this process, or of one of its ancestors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CgroupMemoryLimit {
-    pub max: u64,
-    pub current: u64,
-    /// Of `current`: pages of files that nobody used lately, given back before anyone is refused.
-    pub inactive_file: u64,
+    pub limit_bytes: u64,
+    pub usage_bytes: u64,
+    /// The part of the usage that the kernel reclaims first: file pages that were not used recently.
+    pub inactive_file_bytes: u64,
 }
 
 impl CgroupMemoryLimit {
     pub fn available_bytes(self) -> u64 {
-        self.max.saturating_sub(self.current.saturating_sub(self.inactive_file))
+        self.limit_bytes.saturating_sub(self.usage_bytes.saturating_sub(self.inactive_file_bytes))
     }
 }
 
@@ -39,14 +41,14 @@ fn parse_meminfo(text: &str) -> Option<HostMemory> {
     Some(HostMemory { total_bytes: field("MemTotal")?, available_bytes: field("MemAvailable")? })
 }
 
-/// Where a version of cgroups keeps the memory of a group.
+/// The files in which a cgroup version reports memory.
 struct CgroupFiles {
-    /// What the line of the group in /proc/self/cgroup begins with, behind the number of the hierarchy.
+    /// Prefix of the group's line in /proc/self/cgroup, after the number of the hierarchy.
     membership: &'static str,
     mount: &'static str,
     max: &'static str,
     current: &'static str,
-    /// A line of memory.stat.
+    /// Name of a line of memory.stat.
     inactive_file: &'static str,
 }
 
@@ -65,10 +67,10 @@ const V1: CgroupFiles = CgroupFiles {
     inactive_file: "total_inactive_file",
 };
 
-/// What version 1 calls its largest limit, which is none, is i64::MAX rounded down to a page; pages have at most 64 KiB.
+/// Version 1 reports "no limit" as i64::MAX rounded down to a page. Pages have at most 64 KiB.
 const V1_UNLIMITED: u64 = i64::MAX as u64 & !0xffff;
 
-/// The tightest memory limit on the way from this process' cgroup to the root; `None` where nothing is limited.
+/// The tightest memory limit between the cgroup of this process and the root. `None` without a limit.
 pub fn tightest_cgroup_limit() -> Option<CgroupMemoryLimit> {
     let memberships = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let of = |files: &CgroupFiles| {
@@ -88,18 +90,18 @@ fn tightest_limit_at(files: &CgroupFiles, root: &Path, own: &Path) -> Option<Cgr
     own.ancestors()
         .filter_map(|group| {
             let directory = root.join(group);
-            // "max" is no number: not limited here.
+            // "max" is not a number and means no limit at this level.
             Some(CgroupMemoryLimit {
-                max: number(directory.join(files.max))?,
-                current: number(directory.join(files.current))?,
-                inactive_file: inactive_file(&directory).unwrap_or(0),
+                limit_bytes: number(directory.join(files.max))?,
+                usage_bytes: number(directory.join(files.current))?,
+                inactive_file_bytes: inactive_file(&directory).unwrap_or(0),
             })
         })
-        .filter(|memory| memory.max < V1_UNLIMITED)
+        .filter(|memory| memory.limit_bytes < V1_UNLIMITED)
         .min_by_key(|memory| memory.available_bytes())
 }
 
-/// What may be allocated now: the host's available memory or what the cgroup leaves, whichever is less.
+/// Bytes that this process can allocate now: the smaller of the host's available memory and the cgroup's.
 pub fn available_bytes() -> io::Result<u64> {
     let host = host_memory()?.available_bytes;
     Ok(tightest_cgroup_limit().map_or(host, |cgroup| host.min(cgroup.available_bytes())))
@@ -110,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn meminfo_is_read_in_bytes() {
+    fn meminfo_is_parsed_to_bytes() {
         let text = "MemTotal:       24573896 kB\nMemFree:  1 kB\nMemAvailable:   23511040 kB\n";
         let memory = parse_meminfo(text).unwrap();
         assert_eq!((memory.total_bytes, memory.available_bytes), (24_573_896 << 10, 23_511_040 << 10));
@@ -120,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_cgroup_limit_counts() {
+    fn the_tightest_cgroup_limit_is_found() {
         for files in [V1, V2] {
             let root = tempfile::tempdir().unwrap();
             let leaf = root.path().join("a/b");
@@ -138,7 +140,7 @@ mod tests {
                 std::fs::write(directory.join("memory.stat"), stat).unwrap();
             }
             let limit = tightest_limit_at(&files, root.path(), Path::new("a/b")).unwrap();
-            assert_eq!((limit.max, limit.available_bytes()), (1000, 140));
+            assert_eq!((limit.limit_bytes, limit.available_bytes()), (1000, 140));
             assert_eq!(tightest_limit_at(&files, root.path(), Path::new("c")), None);
         }
     }

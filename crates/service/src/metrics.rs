@@ -1,11 +1,11 @@
-//! The metrics of a process: recorded through the `metrics` macros, rendered as Prometheus text.
+//! The metrics of a process, recorded with the `metrics` macros and rendered as Prometheus text.
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
 /// Content type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Latency buckets in seconds, from a worker's step to a long generation.
+/// Latency buckets in seconds, from one step of a worker to a long generation.
 const SECONDS_BUCKETS: [f64; 14] =
     [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0];
 
@@ -20,14 +20,14 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Installs the recorder; from then on the macros record. Once per process. Histogram names end in `_seconds`.
+    /// Installs the recorder that the macros use. Call once per process. Histogram names end in `_seconds`.
     pub fn install() -> Result<Self, MetricsError> {
         let builder = PrometheusBuilder::new().set_buckets(&SECONDS_BUCKETS).map_err(MetricsError)?;
         let handle = builder.install_recorder().map_err(MetricsError)?;
         Ok(Self { handle })
     }
 
-    /// All metrics as text; also folds recorded samples, so that memory stays bounded if this is called regularly.
+    /// Renders all metrics. Also aggregates recorded samples, so regular calls bound the memory they use.
     pub fn render(&self) -> String {
         self.handle.run_upkeep();
         self.handle.render()

@@ -1,7 +1,7 @@
 //! The child's side of systemd's notify protocol (sd_notify(3)). The same code talks to systemd and to our supervisor.
 //!
-//! Without `NOTIFY_SOCKET` every call does nothing and succeeds: a process runs the same by hand. Each message is one
-//! datagram sent to the path, never over a connected socket, so a successor that binds the path again gets the next one.
+//! Without `NOTIFY_SOCKET` every call succeeds and does nothing, so that a process also runs by hand. Each message is one
+//! datagram to the path instead of a connected socket. A successor that binds the path therefore gets the next message.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -19,7 +19,7 @@ use crate::exit::{Exit, HasExit};
 pub const FDS_PER_MESSAGE_MAX: usize = 253;
 /// FDNAME is at most 255 ASCII characters without colon or control character (sd_notify(3)).
 pub const FD_NAME_BYTES_MAX: usize = 255;
-/// A parent that does not read its queue for this long is stuck; the child goes on without it.
+/// A parent that does not read its queue for this long is stuck. The child continues without it.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug, thiserror::Error)]
@@ -36,9 +36,9 @@ pub enum NotifyError {
     FdName { name: String },
     #[error("{fds} descriptors in one message, more than {FDS_PER_MESSAGE_MAX}")]
     TooManyFds { fds: usize },
-    #[error("the parent has not worked off earlier messages within {waited:?}")]
+    #[error("the parent has not handled earlier messages within {waited:?}")]
     BarrierTimeout { waited: Duration },
-    #[error("cannot wait for the parent to work off earlier messages")]
+    #[error("cannot wait for the parent to handle earlier messages")]
     Barrier(#[source] io::Error),
 }
 
@@ -52,7 +52,7 @@ impl HasExit for NotifyError {
     }
 }
 
-/// Sends notifications to whoever started this process. Cheap to clone.
+/// Sends notifications to the parent of this process. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Notify {
     parent: Option<Arc<NotifyParent>>,
@@ -63,12 +63,12 @@ struct NotifyParent {
     socket: UnixDatagram,
     address: UnixAddr,
     path: String,
-    /// The last status text, for a successor that has not heard it.
+    /// The last status, which is repeated to a successor.
     status: Mutex<Option<String>>,
 }
 
 impl Notify {
-    /// Talks to the socket that `NOTIFY_SOCKET` names; to nobody if it is not set.
+    /// Sends to the socket that `NOTIFY_SOCKET` names. Disabled if the variable is not set.
     pub fn from_env() -> Result<Self, NotifyError> {
         match std::env::var(env::NOTIFY_SOCKET) {
             Ok(path) if !path.is_empty() => Self::to_socket(&path),
@@ -76,12 +76,12 @@ impl Notify {
         }
     }
 
-    /// Talks to nobody: every call succeeds.
+    /// Sends nothing: every call succeeds.
     pub fn disabled() -> Self {
         Self { parent: None }
     }
 
-    /// Talks to this socket: an absolute path, or `@name` for an abstract one.
+    /// Sends to this socket: an absolute path, or `@name` for an abstract socket.
     pub fn to_socket(path: &str) -> Result<Self, NotifyError> {
         let address = match path.as_bytes() {
             [b'/', ..] => UnixAddr::new(path),
@@ -95,7 +95,7 @@ impl Notify {
         Ok(Self { parent: Some(Arc::new(NotifyParent { socket, address, path, status: Mutex::default() })) })
     }
 
-    /// Whether anybody listens: without a parent there is no vault either.
+    /// Whether there is a parent, and with it an FD store.
     pub fn has_parent(&self) -> bool {
         self.parent.is_some()
     }
@@ -105,7 +105,7 @@ impl Notify {
         self.send("READY=1", &[])
     }
 
-    /// One line for `ballast ps` and `systemctl status`.
+    /// Sends a line that `ballast ps` and `systemctl status` show.
     pub fn status(&self, text: &str) -> Result<(), NotifyError> {
         let message = format!("STATUS={}", text.replace('\n', " "));
         if let Some(parent) = &self.parent {
@@ -114,14 +114,14 @@ impl Notify {
         self.send(&message, &[])
     }
 
-    /// Says the last status once more, to a parent that is new.
+    /// Repeats the last status to a new parent.
     pub(crate) fn repeat_status(&self) -> Result<(), NotifyError> {
         let Some(parent) = &self.parent else { return Ok(()) };
         let message = parent.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
         message.map_or(Ok(()), |message| self.send(&message, &[]))
     }
 
-    /// The drain has begun. A parent that is gone need not be told: its death may be the reason.
+    /// The drain has begun. Succeeds if the parent is gone: its death may be the reason for the drain.
     pub fn stopping(&self) -> Result<(), NotifyError> {
         match self.send("STOPPING=1", &[]) {
             Err(NotifyError::Send { source, .. })
@@ -133,7 +133,7 @@ impl Notify {
         }
     }
 
-    /// A reload has begun; [`Notify::ready`] ends it. systemd wants the time with it since v253.
+    /// A reload has begun. [`Notify::ready`] ends it. systemd requires the time since v253.
     pub fn reloading(&self) -> Result<(), NotifyError> {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let usec = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
@@ -144,26 +144,26 @@ impl Notify {
         self.send("WATCHDOG=1", &[])
     }
 
-    /// Asks for this much more time from now to become ready or to stop.
+    /// Requests this much more time, from now, to become ready or to stop.
     pub fn extend_timeout(&self, by: Duration) -> Result<(), NotifyError> {
         self.send(&format!("EXTEND_TIMEOUT_USEC={}", by.as_micros()), &[])
     }
 
-    /// Puts descriptors into the vault under one name. Queued only: [`Notify::barrier`] says when they are safe.
+    /// Sends descriptors to the FD store under one name. They are stored when [`Notify::barrier`] returns.
     pub fn fdstore(&self, name: &str, fds: &[BorrowedFd<'_>]) -> Result<(), NotifyError> {
         check_fd_name(name)?;
         let numbers: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        // FDPOLL=0: a device file may report an error condition and is to be kept nevertheless.
+        // FDPOLL=0: the store must keep a device file even if poll(2) reports an error condition on it.
         self.send(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &numbers)
     }
 
-    /// Removes everything that the vault keeps under this name.
+    /// Removes all descriptors under this name from the FD store.
     pub fn fdstore_remove(&self, name: &str) -> Result<(), NotifyError> {
         check_fd_name(name)?;
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
     }
 
-    /// Returns once the parent has worked off everything sent before. Blocks: not for an async task.
+    /// Returns once the parent has handled all earlier messages. Blocks, so do not call it in an async task.
     pub fn barrier(&self, timeout: Duration) -> Result<(), NotifyError> {
         if self.parent.is_none() {
             return Ok(());
@@ -171,7 +171,7 @@ impl Notify {
         let (ours, theirs) = io::pipe().map_err(NotifyError::Barrier)?;
         self.send("BARRIER=1", &[theirs.as_raw_fd()])?;
         drop(theirs);
-        // The parent closes its copy when it comes to this message: end of file on ours.
+        // The parent closes its copy when it handles this message, which is end of file here.
         let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -187,7 +187,7 @@ impl Notify {
         }
     }
 
-    /// One datagram with descriptors; `supervision` sends its own kind through this.
+    /// Sends one datagram with descriptors. `supervision` sends its offers with it.
     pub(crate) fn send(&self, message: &str, fds: &[RawFd]) -> Result<(), NotifyError> {
         let Some(parent) = &self.parent else { return Ok(()) };
         if fds.len() > FDS_PER_MESSAGE_MAX {
@@ -261,20 +261,20 @@ mod tests {
     }
 
     #[test]
-    fn without_a_parent_everything_succeeds() {
+    fn without_a_parent_every_call_succeeds() {
         let notify = Notify::disabled();
         notify.ready().unwrap();
         notify.barrier(Duration::ZERO).unwrap();
     }
 
     #[test]
-    fn a_barrier_waits_until_the_parent_has_read_it() {
+    fn a_barrier_returns_when_the_parent_has_read_it() {
         let (_directory, socket, notify) = parent();
         let early = notify.barrier(Duration::from_millis(20));
         assert!(matches!(early, Err(NotifyError::BarrierTimeout { .. })), "{early:?}");
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // A plain receive closes the descriptor that came along, as a parent does.
+                // A plain receive closes the descriptor of the message, as a parent does.
                 assert_eq!(next(&socket), "BARRIER=1");
                 assert_eq!(next(&socket), "BARRIER=1");
             });

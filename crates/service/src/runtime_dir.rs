@@ -1,9 +1,9 @@
-//! The runtime directory is the registry of a fleet: a process is known by the socket it has bound there.
+//! The runtime directory is the registry of a fleet: a process is found by the socket that it has bound there.
 //!
 //! ```text
-//! supervisor.lock        held (flock) by the live supervisor: two cannot share a directory
+//! supervisor.lock        locked (flock) by the running supervisor: two cannot share a directory
 //! supervisor.sock        gRPC ballast.fleet.v1
-//! weights.sock           hand-off of weights (SOCK_SEQPACKET)
+//! weights.sock           weight hand-off (SOCK_SEQPACKET)
 //! weights-admin.sock     gRPC ballast.weights.v1
 //! worker-<N>.sock        gRPC ballast.worker.v1
 //! router.sock            gRPC ballast.v1
@@ -12,8 +12,8 @@
 //! <child>.pid            process id and start time of a running child
 //! ```
 //!
-//! Only these names are ever removed, and the directory itself only if a supervisor has made it and nothing else is in it: a
-//! `--runtime-dir` that existed before, or holds something else, loses nothing.
+//! Only these files are ever removed. The directory is removed only if a supervisor created it and it is empty. A
+//! `--runtime-dir` that existed before, or that contains other files, stays.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
@@ -24,21 +24,21 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 
-/// sun_path has 108 bytes, one of them for the final zero (unix(7)).
+/// sun_path has 108 bytes including the final zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// The longest socket name that a fleet binds in its directory; `worker-<N>` has at most 10 digits.
+/// The longest socket name of a fleet. `worker-<N>` has at most 10 digits.
 const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
-/// Owner only: the directory is the first access check of every socket in it.
+/// Access for the owner only: the directory protects every socket in it.
 const DIRECTORY_MODE: u32 = 0o700;
 const LOCK_FILE: &str = "supervisor.lock";
-/// Content of the lock file in a directory that a supervisor has made.
+/// Content of the lock file if a supervisor created the directory.
 const CREATED_MARKER: &str = "made by ballast\n";
 const FLEET_FILE_EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeDirError {
     #[error(
-        "runtime directory {} is too long: a socket path in it would have {bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible; choose a shorter --runtime-dir",
+        "runtime directory {} is too long: a socket path in it would have {bytes} bytes, allowed are at most {SOCKET_PATH_BYTES_MAX}; choose a shorter --runtime-dir",
         path.display()
     )]
     TooLong { path: PathBuf, bytes: usize },
@@ -63,7 +63,7 @@ impl HasExit for RuntimeDirError {
     }
 }
 
-/// Names in a runtime directory. Does not say that the directory exists.
+/// The paths in a runtime directory, which need not exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeDir {
     path: PathBuf,
@@ -106,7 +106,7 @@ impl RuntimeDir {
         self.path.join(format!("{child}.toml"))
     }
 
-    /// The worker sockets present now, by index. Presence says nothing about life: ask the worker.
+    /// The existing worker sockets by index. A socket may belong to a dead worker.
     pub fn worker_sockets(&self) -> io::Result<Vec<(u32, PathBuf)>> {
         let mut sockets = Vec::new();
         for entry in fs::read_dir(&self.path)? {
@@ -125,19 +125,19 @@ impl RuntimeDir {
         self.path.join(format!("{child}.pid"))
     }
 
-    /// Records a running child, so that a successor, or whoever cleans up, can tell whether it still lives.
+    /// Records a running child, so that a successor and a later cleanup can check whether the child is alive.
     pub fn record_child(&self, child: &str, pid: u32) -> io::Result<()> {
         let started = process_start_ticks(pid).unwrap_or(0);
         fs::write(self.pid_record(child), format!("{pid} {started}\n"))
     }
 
-    /// Forgets a child that has ended.
+    /// Removes the record of a child that has ended.
     pub fn forget_child(&self, child: &str) {
-        // Absent is what is wanted; any other failure leaves a record of a dead process, which reads as dead.
+        // A missing record is fine. After any other failure, the record's start time shows that the process is dead.
         let _: io::Result<()> = fs::remove_file(self.pid_record(child));
     }
 
-    /// The recorded children that are still alive: name and process id.
+    /// Names and process ids of the recorded children that are alive.
     pub fn living_children(&self) -> io::Result<Vec<(String, u32)>> {
         let mut living = Vec::new();
         for entry in fs::read_dir(&self.path)? {
@@ -146,11 +146,11 @@ impl RuntimeDir {
                 continue;
             }
             let Some(name) = path.file_stem().and_then(|s| s.to_str()) else { continue };
-            // A record that vanishes meanwhile is of a child that has just ended.
+            // A record that disappears meanwhile belongs to a child that has just ended.
             let Ok(text) = fs::read_to_string(&path) else { continue };
             let Some((pid, started)) = text.trim().split_once(' ') else { continue };
             let (Ok(pid), Ok(started)) = (pid.parse::<u32>(), started.parse::<u64>()) else { continue };
-            // The start time tells the child from a later process with the same number.
+            // The start time distinguishes the child from a later process with the same id.
             if process_start_ticks(pid) == Some(started) {
                 living.push((name.to_owned(), pid));
             }
@@ -159,7 +159,7 @@ impl RuntimeDir {
         Ok(living)
     }
 
-    /// A child is on its way out: the last one of a fleet whose supervisor is gone removes the directory.
+    /// Called when a child ends. If the supervisor is gone, the last child removes the directory.
     fn remove_child_and_dir_if_last(&self, child: &str) {
         let Ok(lock) = File::open(self.path.join(LOCK_FILE)) else { return };
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -171,7 +171,7 @@ impl RuntimeDir {
         }
     }
 
-    /// Removes what a fleet puts here, then the directory if nothing else is in it.
+    /// Removes the fleet's files, then the directory if it is empty and a supervisor created it.
     fn remove_fleet_files(&self) {
         let lock = self.path.join(LOCK_FILE);
         let was_created = fs::read_to_string(&lock).is_ok_and(|content| content == CREATED_MARKER);
@@ -181,17 +181,17 @@ impl RuntimeDir {
         });
         for path in ours.chain([lock]) {
             if let Err(error) = fs::remove_file(&path) {
-                tracing::debug!(path = %path.display(), %error, "cannot remove");
+                tracing::debug!(path = %path.display(), %error, "cannot remove a file of the runtime directory");
             }
         }
         if was_created {
-            // Not empty means that somebody else put something here: then it stays.
+            // Fails if the directory holds other files: then it stays.
             let _: io::Result<()> = fs::remove_dir(&self.path);
         }
     }
 }
 
-/// A runtime directory held by this process: nobody else can supervise a fleet in it.
+/// A runtime directory that this process has locked: no other supervisor can use it.
 #[derive(Debug)]
 pub struct ClaimedRuntimeDir {
     directory: RuntimeDir,
@@ -199,7 +199,7 @@ pub struct ClaimedRuntimeDir {
 }
 
 impl ClaimedRuntimeDir {
-    /// Creates or takes over the directory; without a path, a fresh one of this process. Waits for nobody.
+    /// Creates or takes over the directory. Without a path, creates one for this process. Never waits for the lock.
     pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
         let path = match path {
             Some(path) => std::path::absolute(path)
@@ -244,7 +244,7 @@ impl ClaimedRuntimeDir {
         &self.directory
     }
 
-    /// Removes the fleet's files and gives the directory up.
+    /// Removes the fleet's files and releases the directory.
     pub fn remove(self) {
         self.directory.remove_fleet_files();
     }
@@ -259,8 +259,8 @@ fn default_path() -> PathBuf {
     }
 }
 
-/// Called by a child after everything else: if its supervisor is dead and no other child lives, the runtime directory is
-/// removed. Where the directory is, and the name of the child, stand in the notify socket's path.
+/// A child calls this last: if its supervisor and all other children are dead, it removes the runtime directory. The
+/// path of the notify socket contains the directory and the child's name.
 pub fn remove_dir_if_last_child() {
     if std::env::var_os(crate::env::LIVENESS_FD).is_none() {
         return;
@@ -272,7 +272,7 @@ pub fn remove_dir_if_last_child() {
     }
 }
 
-/// Directories with a default name, and the process id in it.
+/// Directories with a default name, and the process id in that name.
 fn default_directories() -> Vec<(RuntimeDir, u32)> {
     let own = default_path();
     let (Some(parent), Some(prefix)) = (own.parent(), own.file_name().and_then(|n| n.to_str())) else {
@@ -285,27 +285,26 @@ fn default_directories() -> Vec<(RuntimeDir, u32)> {
     entries.filter_map(Result::ok).filter_map(found).collect()
 }
 
-/// The fleets of this user in default directories, as far as their supervisors answer.
+/// The fleets of this user in default directories whose supervisors accept connections.
 pub fn running_fleets() -> Vec<RuntimeDir> {
     let directories = default_directories().into_iter().map(|(directory, _)| directory);
     directories.filter(|d| std::os::unix::net::UnixStream::connect(d.supervisor_socket()).is_ok()).collect()
 }
 
-/// Removes default directories that dead fleets left behind. A directory counts as dead when nobody holds its lock and no
-/// recorded child lives.
+/// Removes the default directories of dead fleets: their lock is free, and no recorded child is alive.
 pub fn remove_dead_dirs() {
     for (directory, pid) in default_directories() {
-        // A live process of that number may be about to take the lock.
+        // A running process with that id may be about to take the lock.
         if process_start_ticks(pid).is_none() {
             directory.remove_child_and_dir_if_last("");
         }
     }
 }
 
-/// Start time of a live process in clock ticks since boot (field 22 of /proc/PID/stat); `None` if it's gone or a zombie.
+/// Start time of a running process in clock ticks since boot (field 22 of /proc/PID/stat). `None` for a zombie.
 fn process_start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the name in parentheses and may hold anything, also parentheses.
+    // The second field is the name in parentheses, and the name may contain parentheses.
     let after_name = &stat[stat.rfind(')')? + 1..];
     let mut fields = after_name.split_ascii_whitespace();
     match fields.next()? {
@@ -335,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_leaves_what_is_not_ours() {
+    fn removing_a_fleet_keeps_foreign_files() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("fleet");
         let claimed = claim(&path).unwrap();
@@ -348,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_was_there_before_stays() {
+    fn a_directory_that_existed_before_stays() {
         let directory = tempfile::tempdir().unwrap();
         let claimed = claim(directory.path()).unwrap();
         fs::write(directory.path().join("worker-0.sock"), "").unwrap();
@@ -357,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_too_long_for_sockets_is_refused_before_anything_is_made() {
+    fn a_path_too_long_for_sockets_is_refused_before_the_directory_is_created() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("x".repeat(100));
         assert!(matches!(claim(&path), Err(RuntimeDirError::TooLong { .. })));
@@ -376,7 +375,7 @@ mod tests {
         directory.remove_child_and_dir_if_last("worker-0");
         assert!(
             directory.pid_record("worker-0").exists(),
-            "the supervisor holds the lock: nothing is removed"
+            "nothing is removed while the supervisor holds the lock"
         );
         drop(claimed);
         directory.remove_child_and_dir_if_last("worker-0");
@@ -399,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn start_time_is_stable_and_ends_with_the_process() {
+    fn the_start_time_is_constant_until_the_process_ends() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let started = process_start_ticks(child.id());
         assert!(started.is_some());

@@ -1,7 +1,7 @@
-//! One way down for every process: ask (SIGTERM, SIGINT, a lost supervisor), drain with a deadline, leave.
+//! How every process stops: a request (SIGTERM, SIGINT, a lost supervisor), a drain with a deadline, the exit.
 //!
-//! The first request starts the drain; a second signal, or the deadline, cuts it short. Nothing here ends the process:
-//! `run` returns, and the exit code tells what happened.
+//! The first request starts the drain. A second signal or the deadline interrupts it. Nothing here ends the process:
+//! `run` returns, and the exit code says what happened.
 
 use std::io;
 use std::time::Duration;
@@ -9,17 +9,17 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// The request to stop, shared by everything in a process. Cheap to clone.
+/// The request to stop, shared by all parts of a process. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     drain: CancellationToken,
     force: CancellationToken,
 }
 
-/// The drain did not end by itself.
+/// Why a drain ended before its work did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DrainInterrupted {
-    #[error("work in flight did not end within {grace:?}")]
+    #[error("running work did not end within {grace:?}")]
     Deadline { grace: Duration },
     #[error("a second signal asked to stop at once")]
     SecondSignal,
@@ -48,7 +48,7 @@ impl Shutdown {
         Ok(shutdown)
     }
 
-    /// Asks for the drain, as the first signal does.
+    /// Requests the drain, as the first signal does.
     pub fn request(&self) {
         self.drain.cancel();
     }
@@ -57,7 +57,7 @@ impl Shutdown {
         self.drain.is_cancelled()
     }
 
-    /// Returns when a stop has been asked for. Owned, so that it can go into spawned tasks and servers.
+    /// Resolves when a stop is requested. The future is owned, so that it can move into spawned tasks and servers.
     pub fn requested(&self) -> impl Future<Output = ()> + Send + 'static {
         self.drain.clone().cancelled_owned()
     }
@@ -67,12 +67,12 @@ impl Shutdown {
         &self.drain
     }
 
-    /// Returns when a second signal says not to wait for the drain.
+    /// Resolves when a second signal asks not to wait for the drain.
     pub fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
         self.force.clone().cancelled_owned()
     }
 
-    /// Gives `drain` until the deadline or the second signal.
+    /// Runs `drain` until it ends, the deadline passes, or a second signal arrives.
     pub async fn within<F: Future>(&self, grace: Duration, drain: F) -> Result<F::Output, DrainInterrupted> {
         tokio::select! {
             output = drain => Ok(output),
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_drain_ends_by_itself_by_deadline_or_by_a_second_signal() {
+    async fn a_drain_ends_with_its_work_at_the_deadline_or_at_a_second_signal() {
         let shutdown = Shutdown::default();
         let grace = Duration::from_millis(10);
         assert_eq!(shutdown.within(Duration::from_secs(5), async { 3 }).await, Ok(3));
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn everybody_who_waits_hears_the_request() {
+    async fn every_waiting_task_is_woken_by_the_request() {
         let shutdown = Shutdown::default();
         let waiting = tokio::spawn(shutdown.requested());
         assert!(!shutdown.is_requested());

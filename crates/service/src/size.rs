@@ -1,20 +1,19 @@
-//! Sizes in configuration and output: a plain count of bytes that reads and prints with a unit.
+//! Sizes in configuration and output: a number of bytes that is read and printed with a unit.
 //!
-//! Binary units only (KiB, MiB, GiB, TiB) plus a bare number of bytes: one way to write a size, so that nobody wonders
-//! whether "MB" means 10^6.
+//! The units are binary (KiB, MiB, GiB, TiB). Decimal units are refused, because "MB" is ambiguous.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// A number of bytes. Reads "512MiB", "1.5 GiB", "4096" or a bare integer; prints the largest unit that is exact.
+/// A number of bytes. Parses "512MiB", "1.5 GiB", "4096" or an integer. Prints the largest unit that is exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
 const UNITS: [(&str, u32); 5] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0)];
 
-/// Why a text is no size.
+/// Why a text is not a size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseSizeError {
     #[error("{text:?} is not a size; write a number of bytes, or a number with KiB, MiB, GiB or TiB")]
@@ -36,7 +35,7 @@ impl ByteSize {
         Self(n << 30)
     }
 
-    /// For people: three significant digits with the largest unit that leaves at least one before the point.
+    /// Three significant digits, with the largest unit that leaves at least one digit before the point.
     pub fn rounded(self) -> String {
         let (unit, shift) = UNITS.into_iter().find(|&(_, shift)| self.0 >> shift > 0).unwrap_or(("B", 0));
         let value = self.0 as f64 / (1u64 << shift) as f64;
@@ -82,7 +81,7 @@ impl FromStr for ByteSize {
                 .map(ByteSize)
                 .ok_or_else(too_large);
         }
-        // A fraction of a unit is convenient ("1.5GiB"); a fraction of a byte is a mistake.
+        // A fraction of a unit is allowed ("1.5GiB"), a fraction of a byte is an error.
         if !number.contains('.') && !number.is_empty() {
             return Err(too_large());
         }
@@ -152,14 +151,14 @@ mod tests {
     }
 
     #[test]
-    fn ambiguous_and_absurd_sizes_are_refused() {
+    fn ambiguous_and_too_large_sizes_are_refused() {
         for text in ["", "MiB", "12MB", "-1", "1e9", "1.5", "1..5KiB", "99999999999999999999", "8388608TiB"] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
     }
 
     #[test]
-    fn people_see_three_digits() {
+    fn rounded_sizes_have_three_digits() {
         assert_eq!(ByteSize(7_523_744).rounded(), "7.18 MiB");
         assert_eq!(ByteSize(12).rounded(), "12 B");
         assert_eq!(ByteSize::gib(115).rounded(), "115 GiB");

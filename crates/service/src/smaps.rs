@@ -1,14 +1,15 @@
-//! What a process really holds in memory: a parser for /proc/PID/smaps and smaps_rollup (proc_pid_smaps(5)).
+//! Memory of a process by mapping: a parser for /proc/PID/smaps and smaps_rollup (proc_pid_smaps(5)).
 //!
-//! This is how "one copy of the weights" is shown: the sum of Pss over all processes of a mapping is the memory that it
-//! takes, and Anonymous plus Swap of a mapping is what a process has made its own.
+//! Two sums show that the weights exist once. The sum of `Pss` over all processes of a mapping is the memory that the
+//! mapping takes. `Anonymous` plus `Swap` of a mapping is the memory that a process has copied.
+//! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc itself.
 
 use std::io;
 
-/// One mapping, or the sum of several. Bytes.
+/// One mapping, or the sum of several, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMapping {
-    /// The last column of the header line: a path, `[heap]`, or empty for anonymous memory.
+    /// Last column of the header line: a path, `[heap]`, or empty for anonymous memory.
     pub name: String,
     /// Length of the address range.
     pub size: u64,
@@ -38,7 +39,7 @@ pub struct SmapsError {
     text: String,
 }
 
-/// All mappings in address order.
+/// Parses all mappings, in the order of their addresses.
 pub fn parse(text: &str) -> Result<Vec<ProcessMapping>, SmapsError> {
     let mut mappings: Vec<ProcessMapping> = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -64,12 +65,12 @@ pub fn parse(text: &str) -> Result<Vec<ProcessMapping>, SmapsError> {
     Ok(mappings)
 }
 
-/// "start-end perms offset device inode [name]".
+/// Parses "start-end perms offset device inode [name]".
 fn parse_header(line: &str) -> Option<ProcessMapping> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
     let size = u64::from_str_radix(end, 16).ok()?.checked_sub(u64::from_str_radix(start, 16).ok()?)?;
-    // Four more columns; the name is everything after them and may hold spaces.
+    // Four columns follow. The name is the rest of the line and may contain spaces.
     let mut name = rest;
     for _ in 0..4 {
         name = name.trim_start().split_once(' ').map_or("", |(_, after)| after);
@@ -77,7 +78,7 @@ fn parse_header(line: &str) -> Option<ProcessMapping> {
     Some(ProcessMapping { name: name.trim().to_owned(), size, ..ProcessMapping::default() })
 }
 
-/// The sum over the mappings whose name `belongs` accepts; its name is empty.
+/// Sums the mappings whose name `belongs` accepts. The name of the sum is empty.
 pub fn sum_mappings(mappings: &[ProcessMapping], belongs: impl Fn(&str) -> bool) -> ProcessMapping {
     let mut sum = ProcessMapping::default();
     for mapping in mappings.iter().filter(|m| belongs(&m.name)) {
@@ -86,12 +87,12 @@ pub fn sum_mappings(mappings: &[ProcessMapping], belongs: impl Fn(&str) -> bool)
     sum
 }
 
-/// All mappings of a process. Slow for large processes (the kernel walks the page tables): not for a hot path.
+/// All mappings of a process. Slow for large processes, because the kernel walks the page tables.
 pub fn mappings_of_process(pid: u32) -> io::Result<Vec<ProcessMapping>> {
     parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?).map_err(io::Error::other)
 }
 
-/// The sum over all mappings of a process, added up by the kernel.
+/// The sum over all mappings of a process, computed by the kernel.
 pub fn rollup_of_process(pid: u32) -> io::Result<ProcessMapping> {
     let parsed = parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?);
     let mappings = parsed.map_err(io::Error::other)?;
@@ -121,7 +122,7 @@ Swap:                  4 kB
 ";
 
     #[test]
-    fn mappings_are_told_apart_by_name() {
+    fn mappings_are_distinguished_by_name() {
         let mappings = parse(SAMPLE).unwrap();
         assert_eq!(mappings.len(), 2);
         assert_eq!(mappings[0].name, "/memfd:ballast-weights 3 (deleted)");
@@ -133,7 +134,7 @@ Swap:                  4 kB
     }
 
     #[test]
-    fn our_own_smaps_parses_and_agrees_with_the_rollup() {
+    fn the_sum_of_this_process_agrees_with_its_rollup() {
         let pid = std::process::id();
         let block = vec![1u8; 8 << 20];
         let sum = sum_mappings(&mappings_of_process(pid).unwrap(), |_| true);

@@ -1,17 +1,17 @@
-//! The child's side of being supervised: notice that the supervisor died, wait for a successor, else stop.
+//! The child's side of supervision: detects that the supervisor died, waits for a successor, and stops without one.
 //!
 //! A child inherits one end of a socket pair (`BALLAST_LIVENESS_FD`). End of file on it means that the supervisor is gone,
-//! however it went. The child then offers itself to a successor on its notify socket:
+//! for whatever reason. The child then offers itself to a successor on its notify socket:
 //!
 //! ```text
 //! child                                                     successor (binds the same notify-<child>.sock)
 //!   | ADOPT=1 ROLE=worker NAME=worker-0  + one end of a new pair |
 //!   |----------------------------------------------------------->|  checks SO_PASSCRED, keeps the end
 //!   |<----------------------------------------- one byte 'a' ----|
-//!   | ... supervised again, end of file means the same as before |
+//!   |      supervised again: end of file has the same meaning    |
 //! ```
 //!
-//! Nobody within [`SUCCESSOR_WAIT`]: the child asks its own [`Shutdown`] to drain.
+//! Without a successor within [`SUCCESSOR_WAIT`], the child requests its own [`Shutdown`].
 
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream as StdUnixStream;
@@ -26,30 +26,31 @@ use crate::env;
 use crate::listen::{ListenError, fd_from_env};
 use crate::{Notify, Shutdown};
 
-/// How long an offer works on while it waits for a successor.
+/// How long a child keeps working while it waits for a successor.
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
-/// How often an offer offers itself.
+/// How often a child without a supervisor offers itself.
 const OFFER_PERIOD: Duration = Duration::from_millis(100);
 /// How long a successor may take to answer one offer.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
-/// What a supervisor answers to an offer that it takes.
+/// A supervisor's answer to an offer that it accepts.
 pub const ADOPTED: u8 = b'a';
 
-/// Who supervises this process now.
+/// The supervisor of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SupervisorState {
-    /// Started by hand or by systemd: nobody to lose.
+    /// The process was started by hand or by systemd.
     None,
-    /// The supervisor with this number, counted from 0. After a change the vault of the new one is empty: whoever
-    /// stored descriptors stores them again.
+    /// Supervisors are numbered from 0. The FD store of a new supervisor is empty, so a process that stored descriptors
+    /// stores them again.
     Present { epoch: u32 },
-    /// Gone, and no successor yet.
+    /// The supervisor is gone, and no successor has adopted this process yet.
     Lost,
 }
 
-/// Watches the supervisor of this process, in a task of its own; the receiver shows who it is. Where the parent wants to
-/// hear that this process is alive (WATCHDOG_USEC), it does from now on, as long as the runtime makes progress. Must be
-/// called inside a tokio runtime, once.
+/// Watches the supervisor of this process in a task of its own. The receiver shows the supervisor's state.
+///
+/// If the parent expects watchdog messages (WATCHDOG_USEC), a second task sends them as long as the runtime makes
+/// progress. Call once, inside a tokio runtime.
 pub fn watch_supervisor(
     role: &str,
     name: &str,
@@ -86,7 +87,7 @@ async fn feed_watchdog(every: Duration, notify: Notify) {
     loop {
         tokio::time::sleep(every).await;
         if let Err(error) = notify.watchdog() {
-            tracing::debug!(%error, "nobody hears the watchdog");
+            tracing::debug!(%error, "cannot send the watchdog message");
         }
     }
 }
@@ -112,19 +113,19 @@ async fn follow_supervisors(
         match offer.find_successor().await {
             Some(adopted) => liveness = adopted,
             None => {
-                tracing::warn!("no successor came, stopping");
+                tracing::warn!("no successor adopted this process, stopping");
                 return shutdown.request();
             }
         }
         tracing::info!("adopted by a successor");
         if let Err(error) = offer.notify.repeat_status() {
-            tracing::debug!(%error, "the successor did not hear the status");
+            tracing::debug!(%error, "cannot repeat the status to the successor");
         }
         state.send_replace(SupervisorState::Present { epoch });
     }
 }
 
-/// Anything but data ends the connection, errors too.
+/// Reads until end of file or an error.
 async fn wait_for_end_of_file(liveness: &mut UnixStream) {
     let mut byte = [0u8; 1];
     while matches!(liveness.read(&mut byte).await, Ok(1)) {}
@@ -144,7 +145,7 @@ impl AdoptionOffer {
 
     async fn offer_once(&self) -> Option<UnixStream> {
         let (ours, theirs) = StdUnixStream::pair().ok()?;
-        // Nobody is bound to the path until a successor is: the send fails at once.
+        // Until a successor binds the path, the send fails at once.
         self.notify.send(&self.message, &[theirs.as_raw_fd()]).ok()?;
         drop(theirs);
         ours.set_nonblocking(true).ok()?;

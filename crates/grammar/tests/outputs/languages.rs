@@ -1,4 +1,4 @@
-//! Regular expressions, Lark, GBNF and choices: the whole output is of the language that was written down.
+//! Regular expressions, Lark, GBNF and choices: the whole output belongs to the language of the source.
 
 use grammar::{CompiledGrammar, GrammarSource};
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ use crate::schemas::strict;
 use crate::token_chooser::{GeneratedOutput, TOKEN_CHOOSERS, TokenChooser, accepts_text, generate};
 use crate::vocabularies::{DEMO, compile};
 
-/// `None` if it did not come to its end.
+/// The text of a finished output, or `None` if the output was truncated.
 fn output(grammar: &CompiledGrammar, model: TokenChooser, seed: u64) -> Option<String> {
     match generate(&DEMO, model, grammar.matcher(), seed, 600).unwrap() {
         GeneratedOutput::Finished(tokens) => Some(String::from_utf8(DEMO.text(&tokens)).unwrap()),
@@ -18,7 +18,7 @@ fn output(grammar: &CompiledGrammar, model: TokenChooser, seed: u64) -> Option<S
     }
 }
 
-/// A language that all the notations can say.
+/// A language that every notation can express.
 #[derive(Clone, Debug)]
 enum SyntaxNode {
     Text(String),
@@ -55,7 +55,7 @@ impl SyntaxNode {
 
     fn gbnf(&self) -> String {
         match self {
-            // GBNF's own escapes are those of Rust here.
+            // For these texts, GBNF's escapes equal Rust's.
             SyntaxNode::Text(text) => format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"")),
             SyntaxNode::Range { from, to, others } => {
                 format!("[{}{from}-{to}]", if *others { "^" } else { "" })
@@ -69,7 +69,7 @@ impl SyntaxNode {
         }
     }
 
-    /// As a terminal: in rules, Lark's terminals take as much as they can.
+    /// Written as one terminal. Separate terminals in a Lark rule would each match as much as possible.
     fn lark(&self) -> String {
         match self {
             SyntaxNode::Text(text) => json!(text).to_string(),
@@ -131,7 +131,7 @@ proptest! {
 }
 
 #[test]
-fn regex_lark_gbnf_and_choice_say_what_the_output_is() {
+fn outputs_belong_to_the_language_of_their_source() {
     type Holds = fn(&str) -> bool;
     let cases: [(GrammarSource, Holds); 6] = [
         (GrammarSource::Regex(r"(\d{3}-){2}\d{4}".into()), |text| {
@@ -148,7 +148,7 @@ fn regex_lark_gbnf_and_choice_say_what_the_output_is() {
                 !name.is_empty() && name.chars().all(|c| ('a'..='f').contains(&c)) && number.parse::<i32>().is_ok()
             }))
         }),
-        // Recursive: brackets in balance.
+        // A recursive grammar: balanced brackets.
         (GrammarSource::Gbnf("root ::= list\nlist ::= \"[\" (item (\",\" item){0,2})? \"]\"\nitem ::= [0-9]{1,2} | list".into()), |text| {
             let mut depth = 0_i32;
             text.chars().all(|c| {
@@ -171,7 +171,7 @@ fn regex_lark_gbnf_and_choice_say_what_the_output_is() {
     }
 }
 
-/// Every text of the language is allowed, token by token, as the tokenizer would write it; and ends where it may end.
+/// A text of the language is allowed token by token, as the tokenizer encodes it, and may end at its end.
 #[test]
 fn texts_of_the_language_are_accepted_and_others_are_not() {
     let object = strict(&json!({

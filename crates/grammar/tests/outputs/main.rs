@@ -1,4 +1,4 @@
-//! What is generated under a grammar parses and validates, whatever the model says.
+//! Outputs generated under a grammar parse and validate, whatever logits the model computes.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -10,8 +10,8 @@ mod vocabularies;
 
 use proptest::test_runner::{Config, RngSeed};
 
-/// The same cases every time: what a change breaks is found with the change. Others by PROPTEST_RNG_SEED, more by
-/// PROPTEST_CASES.
+/// Runs the same cases every time, so that a failure belongs to the change that caused it. PROPTEST_RNG_SEED selects
+/// other cases, and PROPTEST_CASES their number.
 fn cases(count: u32) -> Config {
     let default = Config::default();
     let asked_for = std::env::var_os("PROPTEST_CASES").is_some();

@@ -1,4 +1,4 @@
-//! Sources that give no grammar: refused with a reason, never a panic.
+//! Invalid sources are refused with a reason and never cause a panic.
 
 use grammar::{GrammarSource, MatchError};
 use proptest::prelude::*;
@@ -12,7 +12,7 @@ use crate::vocabularies::{DEMO, compile};
 proptest! {
     #![proptest_config(cases(60))]
 
-    /// Whatever is sent: an error or a grammar, never a panic.
+    /// Every text gives an error or a grammar, never a panic.
     #[test]
     fn hostile_sources_are_refused_or_compiled(text in "[\\[\\]{}()a-z0-9:|*+?.\"\\\\/^$,\n -]{0,60}") {
         for source in [
@@ -24,14 +24,14 @@ proptest! {
             GrammarSource::Choice(vec![text.clone()]),
         ] {
             let refused = compile(&source).err().map(|error| error.to_string()).unwrap_or_default();
-            // llguidance catches its panics, where panics can be caught.
+            // llguidance catches its own panics in builds that unwind, and reports them as errors.
             prop_assert!(!refused.contains("panic"), "{refused}");
         }
     }
 }
 
 #[test]
-fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
+fn sources_that_cannot_be_enforced_or_satisfied_are_refused_with_a_reason() {
     let deep = |open: &str, close: &str| format!("{}a{}", open.repeat(200), close.repeat(200));
     for (source, expected) in [
         (strict(&json!({"type": "strin"})), "strin"),
@@ -67,9 +67,9 @@ fn what_cannot_be_enforced_or_satisfied_is_refused_with_a_reason() {
     assert!(compile(&lenient).is_ok());
 }
 
-/// Each is well formed, and no value is valid.
+/// Each schema is well-formed, but no value satisfies it.
 #[test]
-fn what_no_value_satisfies_is_refused_and_says_why() {
+fn schemas_that_no_value_satisfies_are_refused_with_a_reason() {
     for (schema, words) in [
         (json!({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater than maximum (3)"),
         (json!({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}), "contains no integer"),
@@ -105,9 +105,9 @@ fn what_no_value_satisfies_is_refused_and_says_why() {
     }
 }
 
-/// Which of the last characters were an "a": states without end, which random text comes through.
+/// The automaton tracks which of the last characters were an "a". Random text visits ever more of its states.
 #[test]
-fn what_becomes_too_complex_on_the_way_says_so() {
+fn a_grammar_that_becomes_too_complex_during_an_output_is_an_error() {
     for lark in [
         "start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/",
         "start: A\nA: /(.|\\n)*a(.|\\n){300}[0-9]/",

@@ -1,4 +1,4 @@
-//! Generated JSON schemas: every output that ends is JSON, and valid by a validator that knows nothing of grammars.
+//! Generated JSON schemas: every finished output is JSON and valid by an independent validator.
 
 use std::cell::Cell;
 
@@ -37,7 +37,7 @@ pub(crate) fn strict(schema: &Value) -> GrammarSource {
     GrammarSource::JsonSchema { schema: schema.to_string(), lenient: false }
 }
 
-/// `None`: it did not come to its end, but could still be JSON.
+/// The value of a finished output, or `None` for a truncated output that could still become JSON.
 fn output(
     words: &NamedTokenizer,
     model: TokenChooser,
@@ -59,7 +59,7 @@ fn words() -> impl Strategy<Value = String> {
     "[a-z\"\\\\/ é\u{1F600}\n]{0,6}"
 }
 
-/// Any value that a schema may name.
+/// Any value that a schema may contain as a constant.
 fn constants() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -130,7 +130,7 @@ fn object(members: Vec<(String, (Value, bool))>, others: Option<Value>) -> Value
     let properties: Map<String, Value> =
         members.into_iter().map(|(name, (schema, _))| (name, schema)).collect();
     let mut schema = json!({"type": "object", "properties": properties, "required": required});
-    // How many there are can be bounded only where all that are named are required.
+    // The number of properties can be bounded only if all named properties are required.
     match others {
         Some(others) if all => {
             schema["patternProperties"] = json!({"^[0-9]{1,3}$": others});
@@ -142,7 +142,7 @@ fn object(members: Vec<(String, (Value, bool))>, others: Option<Value>) -> Value
     schema
 }
 
-/// Everything in them but the digits of numbers is bounded: most outputs end.
+/// Everything except the digits of numbers is bounded, so most outputs end.
 fn schemas() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         2 => Just(json!({"type": "boolean"})),
@@ -182,20 +182,20 @@ fn schemas() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Of what others may write, DEL must be escaped; not every number may have an exponent or be -0.0; and the tokenizer
-/// composes letters and accents.
+/// Whether the grammar accepts this JSON text. Three valid notations are not accepted: an unescaped DEL, some
+/// exponents and -0.0, and letters with separate accents, which the tokenizer composes.
 fn usual(text: &str) -> bool {
     let tokens = DEMO.tokenizer.encode(text, EncodeOptions::default()).unwrap();
     let unusual = ["\u{7f}", "-0.0", "e-"];
     !unusual.iter().any(|part| text.contains(part)) && DEMO.text(&tokens) == text.as_bytes()
 }
 
-/// Every output that ends is valid JSON, and what is not at its end could become JSON. The other way round, the same value
-/// as another would write it is taken.
+/// Every finished output is valid JSON, and every truncated output could become JSON. Conversely, the grammar accepts
+/// the same value in the notation of another writer.
 #[test]
 fn outputs_under_generated_schemas_are_json_that_validates() {
     let (outputs, whole) = (Cell::new(0), Cell::new(0));
-    // A schema that cannot be satisfied (a bound that no multiple lies in) is drawn again; not too many may.
+    // A schema that cannot be satisfied (no multiple lies within its bounds) is replaced. The number is limited.
     let config = Config { max_global_rejects: 60, ..cases(400) };
     let mut runner = TestRunner::new(config);
     let done = runner.run(&(schemas(), any::<u64>()), |(schema, seed)| {
@@ -212,7 +212,7 @@ fn outputs_under_generated_schemas_are_json_that_validates() {
                 let value = output(&DEMO, model, &grammar, seed)
                     .map_err(|error| TestCaseError::fail(format!("{model:?} under {schema}: {error}")))?;
                 outputs.set(outputs.get() + 1);
-                // A number has as many digits as one likes.
+                // The number of digits of a number is unbounded.
                 let Some(value) = value else { continue };
                 whole.set(whole.get() + 1);
                 if let Err(error) = validator.check(&value) {
@@ -234,7 +234,7 @@ fn outputs_under_generated_schemas_are_json_that_validates() {
     assert!(whole * 10 > outputs * 8, "{whole} of {outputs} outputs came to an end");
 }
 
-/// A schema that refers to itself, and one of everything.
+/// A schema that refers to itself, and one with every kind of keyword.
 #[test]
 fn outputs_validate_with_every_vocabulary() {
     let tree = json!({
@@ -272,7 +272,7 @@ fn outputs_validate_with_every_vocabulary() {
 }
 
 #[test]
-fn a_matcher_built_again_from_its_tokens_goes_on_the_same() {
+fn a_matcher_rebuilt_from_its_tokens_allows_the_same_tokens() {
     let grammar = compile(&strict(&json!({"type": "object"}))).unwrap();
     let tokens = DEMO.tokenizer.encode("{\"key\": [1, 2, {\"a\"", EncodeOptions::default()).unwrap();
     let mut grown = grammar.matcher();

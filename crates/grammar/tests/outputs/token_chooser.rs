@@ -1,4 +1,4 @@
-//! Models without weights, from one that is indifferent to one that would rather write something else.
+//! Stand-ins for models: each chooses among the allowed tokens by a rule of its own.
 
 use grammar::{MatchError, Matcher, MatcherStatus};
 use text::EncodeOptions;
@@ -7,11 +7,11 @@ use crate::vocabularies::NamedTokenizer;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TokenChooser {
-    /// All that is allowed is equally likely.
+    /// Every allowed token is equally likely.
     Indifferent,
-    /// Prefers the same tokens everywhere, by logits drawn once.
+    /// Prefers the same tokens everywhere, by one fixed logit per token.
     Stubborn,
-    /// Prefers what ends strings and brackets, escapes, blanks and halves of characters; never ends by itself.
+    /// Prefers quotes, brackets, escapes, blanks and parts of characters, and ends only if nothing else is allowed.
     Hostile,
 }
 
@@ -29,9 +29,9 @@ impl ChooserRng {
 }
 
 impl TokenChooser {
-    /// Of tokens that may be drawn the one with the highest logit is.
+    /// The allowed token with the highest logit is chosen.
     fn logit(self, words: &NamedTokenizer, token: u32, seed: u64, random: &mut ChooserRng) -> u64 {
-        // Fibonacci hashing: a logit that stays.
+        // Fibonacci hashing gives each token a fixed logit.
         let stays = (u64::from(token) ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 44;
         match self {
             TokenChooser::Indifferent => random.below(1 << 20) as u64,
@@ -55,7 +55,7 @@ pub(crate) fn allowed_tokens(mask: &[u32]) -> Vec<u32> {
 /// The tokens of an output.
 pub(crate) enum GeneratedOutput {
     Finished(Vec<u32>),
-    /// It did not come to its end.
+    /// The output did not end within the limit of tokens.
     Truncated(Vec<u32>),
 }
 
@@ -83,14 +83,14 @@ pub(crate) fn generate(
             return Ok(GeneratedOutput::Finished(output));
         }
         let best = others.into_iter().max_by_key(|&token| model.logit(words, token, seed, &mut random));
-        let token = best.expect("a mask without any token is an error");
+        let token = best.expect("a mask allows at least one token");
         output.push(token);
         matcher.accept(token)?;
     }
     Ok(GeneratedOutput::Truncated(output))
 }
 
-/// Whether the grammar takes all of `text`, as the tokenizer would write it, and may end there.
+/// Whether the grammar accepts all of `text`, as the tokenizer encodes it, and may end there.
 pub(crate) fn accepts_text(words: &NamedTokenizer, mut matcher: Matcher, text: &str) -> bool {
     let mut mask = Vec::new();
     for token in words.tokenizer.encode(text, EncodeOptions::default()).unwrap() {

@@ -1,4 +1,4 @@
-//! Vocabularies that tokens are drawn from: those of the demo models, and real models' where they are there.
+//! Vocabularies of the demo models, and of real models if BALLAST_TEST_DATA is set.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -33,11 +33,11 @@ fn demo(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../demo").join(name)
 }
 
-/// The demo model's: byte-level, 8,192 tokens.
+/// The demo model's vocabulary: byte-level, 8,192 tokens.
 pub(crate) static DEMO: LazyLock<NamedTokenizer> =
     LazyLock::new(|| NamedTokenizer::read(&demo("pycoder-7m-q8_0.gguf")));
 
-/// Of several models; the test says what it skips.
+/// The vocabularies of several models. Prints what the test skips.
 pub(crate) fn all() -> Vec<NamedTokenizer> {
     let mut all = vec![NamedTokenizer::read(&demo("pycoder-22m-q4_k_m.gguf"))];
     match std::env::var_os("BALLAST_TEST_DATA") {
@@ -57,7 +57,7 @@ thread_local! {
     static DEMO_VOCABULARY: GrammarVocabulary = DEMO.vocabulary();
 }
 
-/// With the demo model's vocabulary.
+/// Compiles with the demo model's vocabulary.
 pub(crate) fn compile(source: &GrammarSource) -> Result<CompiledGrammar, CompileError> {
     DEMO_VOCABULARY.with(|vocabulary| CompiledGrammar::compile(source, vocabulary))
 }
