@@ -1,6 +1,8 @@
 //! [`Simd`] in plain Rust: for processors without AVX2, and for every other architecture (aarch64 compiles it to NEON).
 //!
 //! Limiting resource: on x86-64 without FMA each fused multiply is a library call; on aarch64 it is one instruction.
+//! On x86-64, operations of more than a few instructions are functions, not inlined: unrolled over 16 lanes in every
+//! kernel they were 60% of this crate's code and of the time to compile it.
 
 use super::simd::{Kernel, Rows, Simd};
 use half::{bf16, f16};
@@ -25,7 +27,7 @@ impl Simd for Portable {
     type F = [f32; 16];
     type I = [i32; 16];
 
-    #[inline]
+    #[inline(never)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
         kernel.run(self)
     }
@@ -54,23 +56,23 @@ impl Simd for Portable {
     fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a * b)
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn div(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| a / b)
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn max(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| if a > b { a } else { b })
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn min(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b| if a < b { a } else { b })
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
         lanes!(|a, b, c| a.mul_add(b, c))
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn sum(self, mut x: [f32; 16]) -> f32 {
         for half in [8, 4, 2, 1] {
             for i in 0..half {
@@ -79,28 +81,28 @@ impl Simd for Portable {
         }
         x[0]
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn largest(self, x: [f32; 16]) -> f32 {
         x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn load_f16(self, x: &[u8; 32]) -> [f32; 16] {
         let x = x.as_chunks().0;
         lanes!(|x| f16::from_le_bytes(x).to_f32())
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn store_f16(self, x: [f32; 16], out: &mut [u8; 32]) {
         for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
             *out = f16::from_f32(x).to_le_bytes();
         }
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn load_bf16(self, x: &[u8; 32]) -> [f32; 16] {
         let x = x.as_chunks().0;
         lanes!(|x| bf16::from_le_bytes(x).to_f32())
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn load_i8(self, x: &[u8; 16]) -> [f32; 16] {
         lanes!(|x| f32::from(x.cast_signed()))
     }
@@ -136,7 +138,7 @@ impl Simd for Portable {
     fn sub_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a.wrapping_sub(b))
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn mul_int(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
         lanes!(|a, b| a.wrapping_mul(b))
     }
@@ -165,11 +167,11 @@ impl Simd for Portable {
         lanes!(|x| x >> N)
     }
 
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn to_float(self, x: [i32; 16]) -> [f32; 16] {
         lanes!(|x| x as f32)
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn round(self, x: [f32; 16]) -> [i32; 16] {
         lanes!(|x| x.round_ties_even() as i32)
     }
@@ -181,12 +183,12 @@ impl Simd for Portable {
     fn as_int(self, x: [f32; 16]) -> [i32; 16] {
         lanes!(|x| x.to_bits() as i32)
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn low_f16(self, x: [i32; 16]) -> [f32; 16] {
         lanes!(|x| f16::from_bits(x as u16).to_f32())
     }
 
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn dot_u8(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         lanes!(|acc, w, a| {
             let (w, a) = (w.to_le_bytes(), a.to_le_bytes());
@@ -201,7 +203,7 @@ impl Simd for Portable {
     fn dot_u7(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         self.dot_u8(acc, w, a)
     }
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn dot_i16(self, acc: [i32; 16], w: [i32; 16], a: [i32; 16]) -> [i32; 16] {
         lanes!(|acc, w, a| {
             let low = i32::from(w as i16) * i32::from(a as i16);
@@ -210,7 +212,7 @@ impl Simd for Portable {
         })
     }
 
-    #[inline]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
     fn transpose(self, rows: Rows<'_>, at: usize) -> [[i32; 16]; 4] {
         let mut out = [[0; 16]; 4];
         for (r, words) in rows.column::<[[u8; 4]; 4]>(at).into_iter().enumerate() {

@@ -57,7 +57,8 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// 16 i32, or the 64 bytes they are made of.
     type I: Copy;
 
-    /// Runs `kernel` compiled for these instructions.
+    /// Runs `kernel` compiled for these instructions, as a function of its own that is not inlined into its callers: a
+    /// kernel may call another one in this way, so that one copy of it serves many callers.
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F;

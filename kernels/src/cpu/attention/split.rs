@@ -53,28 +53,28 @@ impl<E: Stored> Kernel for Split<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Args { view, table, kv_head, queries, from, scale, partials, scratch } = self.args;
-        let split = Positions::<E> { view, table, kv_head, from, element: PhantomData };
+        let positions = &Positions::<E> { view, table, kv_head, from, element: PhantomData };
         let width = 2 + view.shape.head_dim;
         scratch.scores.resize(queries.len() * SPLIT, 0.0);
         let SplitScratch { scores, keys } = scratch;
-        let (mut queries, mut scores, mut partials) = (queries, &mut scores[..], partials);
-        while !queries.is_empty() {
-            let count = match queries.len() {
+        let (mut all_queries, mut all_scores, mut all_partials) = (queries, &mut scores[..], partials);
+        while !all_queries.is_empty() {
+            let count = match all_queries.len() {
                 8.. => 8,
                 4.. => 4,
                 2.. => 2,
                 _ => 1,
             };
-            let (now, later) = queries.split_at(count);
-            let (now_scores, later_scores) = scores.split_at_mut(count * SPLIT);
-            let (now_partials, later_partials) = partials.split_at_mut(count * width);
+            let (queries, later) = all_queries.split_at(count);
+            let (scores, later_scores) = all_scores.split_at_mut(count * SPLIT);
+            let (partials, later_partials) = all_partials.split_at_mut(count * width);
             match count {
-                8 => split.tile::<S, 8>(s, now, scale, now_scores, now_partials, keys),
-                4 => split.tile::<S, 4>(s, now, scale, now_scores, now_partials, keys),
-                2 => split.tile::<S, 2>(s, now, scale, now_scores, now_partials, keys),
-                _ => split.tile::<S, 1>(s, now, scale, now_scores, now_partials, keys),
+                8 => s.vectorize(Tile::<E, 8> { positions, queries, scale, scores, partials, keys }),
+                4 => s.vectorize(Tile::<E, 4> { positions, queries, scale, scores, partials, keys }),
+                2 => s.vectorize(Tile::<E, 2> { positions, queries, scale, scores, partials, keys }),
+                _ => s.vectorize(Tile::<E, 1> { positions, queries, scale, scores, partials, keys }),
             }
-            (queries, scores, partials) = (later, later_scores, later_partials);
+            (all_queries, all_scores, all_partials) = (later, later_scores, later_partials);
         }
     }
 }
@@ -82,12 +82,7 @@ impl<E: Stored> Kernel for Split<'_, E> {
 /// Most scales in the dimensions of one call of `columns`.
 const COLUMN_SCALES_MAX: usize = 4;
 
-/// What `values` adds, and whether there is something already.
-struct Keys {
-    range: Range<usize>,
-    goes_on: bool,
-}
-
+/// The keys and values of a split, for one head.
 struct Positions<'a, E> {
     view: LayerView<'a>,
     table: &'a [u32],
@@ -96,24 +91,31 @@ struct Positions<'a, E> {
     element: PhantomData<E>,
 }
 
-impl<E: Stored> Positions<'_, E> {
-    /// Scores, shares and sums of values of `T` queries.
+/// Computes scores, shares and sums of values of `T` queries.
+///
+/// Compiled for each element type, instruction set and `T`. What need not be is a kernel of its own: [`Shares`] serves
+/// every `T` and type, and [`Values`] of one query serves every `T`.
+struct Tile<'a, 'b, E, const T: usize> {
+    positions: &'a Positions<'a, E>,
+    queries: &'a [Query<'b>],
+    scale: f32,
+    scores: &'a mut [f32],
+    partials: &'a mut [f32],
+    keys: &'a mut [Vec<u8>; 2],
+}
+
+impl<E: Stored, const T: usize> Kernel for Tile<'_, '_, E, T> {
+    type Output = ();
+
     #[inline(always)]
-    fn tile<S: Simd, const T: usize>(
-        &self,
-        s: S,
-        queries: &[Query<'_>],
-        scale: f32,
-        scores: &mut [f32],
-        partials: &mut [f32],
-        keys: &mut [Vec<u8>; 2],
-    ) {
+    fn run<S: Simd>(self, s: S) {
+        let Self { positions, queries, scale, scores, partials, keys } = self;
         // Keys of this split that each query sees, from `first` to `seen`; and those that any of them does.
         let (mut first, mut seen) = ([0; T], [0; T]);
         let (mut least, mut most) = (SPLIT, 0);
         for t in 0..T {
-            seen[t] = queries[t].keys.end.saturating_sub(self.from).min(SPLIT);
-            first[t] = queries[t].keys.start.saturating_sub(self.from).min(seen[t]);
+            seen[t] = queries[t].keys.end.saturating_sub(positions.from).min(SPLIT);
+            first[t] = queries[t].keys.start.saturating_sub(positions.from).min(seen[t]);
             if first[t] < seen[t] {
                 (least, most) = (least.min(first[t]), most.max(seen[t]));
             }
@@ -122,17 +124,19 @@ impl<E: Stored> Positions<'_, E> {
         while key < most {
             // Two vectors of keys for few queries, so that enough multiply-adds are independent.
             if T <= 4 && key + 16 < most {
-                self.scores::<S, T, 2>(s, queries, scale, key, least..most, scores, keys);
+                positions.scores::<S, T, 2>(s, queries, scale, key, least..most, scores, keys);
                 key += 32;
             } else {
-                self.scores::<S, T, 1>(s, queries, scale, key, least..most, scores, keys);
+                positions.scores::<S, T, 1>(s, queries, scale, key, least..most, scores, keys);
                 key += 16;
             }
         }
-        let width = 2 + self.view.shape.head_dim;
+        let dim = positions.view.shape.head_dim;
+        let width = 2 + dim;
         for t in 0..T {
-            let partial = &mut partials[t * width..][..2];
-            (partial[0], partial[1]) = shares(s, &mut scores[t * SPLIT..][..SPLIT], first[t]..seen[t]);
+            let scores = &mut scores[t * SPLIT..][..SPLIT];
+            let (largest, sum) = s.vectorize(Shares { scores, seen: first[t]..seen[t] });
+            partials[t * width..][..2].copy_from_slice(&[largest, sum]);
         }
         // What all queries see together; before it what only some do, and behind it the rest of each.
         let from = first.into_iter().fold(0, usize::max);
@@ -140,26 +144,86 @@ impl<E: Stored> Positions<'_, E> {
         let goes_on = first.into_iter().any(|first| first < from);
         for (part, is_common) in [(0..from, false), (from..until, true), (until..SPLIT, false)] {
             if is_common {
-                self.values::<S, T>(s, part, goes_on, scores, partials);
+                let (shares, partials) = (&*scores, &mut *partials);
+                s.vectorize(Values::<E, T> {
+                    positions,
+                    range: part,
+                    dims: 0..dim,
+                    goes_on,
+                    shares,
+                    partials,
+                });
                 continue;
             }
-            // Nothing of a query alone. One call for both sides, since it is compiled for each type, instruction set and `T`.
+            // Nothing of a query alone.
             if T == 1 {
                 continue;
             }
             let is_rest = part.start == until;
             for t in 0..T {
-                let own = first[t].max(part.start)..seen[t].min(part.end);
-                let is_there = if is_rest { !own.is_empty() } else { goes_on };
+                let range = first[t].max(part.start)..seen[t].min(part.end);
+                let is_there = if is_rest { !range.is_empty() } else { goes_on };
                 if is_there {
-                    let (scores, partials) =
+                    let (shares, partials) =
                         (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
-                    self.values::<S, 1>(s, own, is_rest, scores, partials);
+                    let goes_on = is_rest;
+                    s.vectorize(Values::<E, 1> { positions, range, dims: 0..dim, goes_on, shares, partials });
                 }
             }
         }
     }
+}
 
+/// Adds values times shares of the keys `range` of the split to each query's partial result, which begins with them
+/// unless it `goes_on`.
+struct Values<'a, E, const T: usize> {
+    positions: &'a Positions<'a, E>,
+    range: Range<usize>,
+    dims: Range<usize>,
+    goes_on: bool,
+    shares: &'a [f32],
+    partials: &'a mut [f32],
+}
+
+impl<E: Stored, const T: usize> Kernel for Values<'_, E, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Self { positions, range, dims, goes_on, shares, partials } = self;
+        let (mut d, end) = (dims.start, dims.end);
+        while end - d >= 16 {
+            // T times vectors is at most eight accumulators. Of the heads of models, whose dimensions are multiples of 16,
+            // most are of 64 or 128: for those the widest that there is remains.
+            d += match (end - d) / 16 {
+                8.. if T == 1 => {
+                    positions.columns::<S, T, 8>(s, &range, goes_on, d..d + 128, shares, partials)
+                }
+                4.. if T <= 2 => {
+                    positions.columns::<S, T, 4>(s, &range, goes_on, d..d + 64, shares, partials)
+                }
+                2.. if T == 4 => {
+                    positions.columns::<S, T, 2>(s, &range, goes_on, d..d + 32, shares, partials)
+                }
+                _ => positions.columns::<S, T, 1>(s, &range, goes_on, d..d + 16, shares, partials),
+            };
+        }
+        if d == end {
+            return;
+        }
+        if T == 1 {
+            positions.columns::<S, T, 0>(s, &range, goes_on, d..end, shares, partials);
+            return;
+        }
+        let width = 2 + positions.view.shape.head_dim;
+        for (shares, partials) in shares.chunks(SPLIT).zip(partials.chunks_mut(width)) {
+            let (range, dims) = (range.clone(), d..end);
+            s.vectorize(Values::<E, 1> { positions, range, dims, goes_on, shares, partials });
+        }
+    }
+}
+
+impl<E: Stored> Positions<'_, E> {
     /// Scores of `U` vectors of 16 keys from `key` on, counted in the split, of which those in `there` are there.
     #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     #[inline(always)]
@@ -242,8 +306,9 @@ impl<E: Stored> Positions<'_, E> {
         factors + position % tokens * SCALE_BYTES
     }
 
-    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros where none are `there`.
-    #[inline(always)]
+    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros where none are `there`. Copies
+    /// bytes only, so it needs no instruction set.
+    #[inline(never)]
     fn gather(&self, position: usize, there: &Range<usize>, out: &mut Vec<u8>) {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
         let factors_at = dim * 16 * E::BYTES;
@@ -263,40 +328,13 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
-    /// Adds values times shares of the keys `range` of the split to each query's partial result, which begins with them
-    /// unless it `goes_on`.
-    #[inline(always)]
-    fn values<S: Simd, const T: usize>(
-        &self,
-        s: S,
-        range: Range<usize>,
-        goes_on: bool,
-        shares: &[f32],
-        partials: &mut [f32],
-    ) {
-        let keys = Keys { range, goes_on };
-        let dim = self.view.shape.head_dim;
-        let mut d = 0;
-        while dim - d >= 16 {
-            // T times vectors is at most eight accumulators.
-            d += match (dim - d) / 16 {
-                8.. if T == 1 => self.columns::<S, T, 8>(s, &keys, d..d + 128, shares, partials),
-                4.. if T <= 2 => self.columns::<S, T, 4>(s, &keys, d..d + 64, shares, partials),
-                2.. if T <= 4 => self.columns::<S, T, 2>(s, &keys, d..d + 32, shares, partials),
-                _ => self.columns::<S, T, 1>(s, &keys, d..d + 16, shares, partials),
-            };
-        }
-        if d < dim {
-            self.columns::<S, T, 0>(s, &keys, d..dim, shares, partials);
-        }
-    }
-
-    /// As `values` for some dimensions, whose number it gives: `V` vectors, or with `V` 0 a part of one.
+    /// As [`Values`] for some dimensions, whose number it gives: `V` vectors, or with `V` 0 a part of one.
     #[inline(always)]
     fn columns<S: Simd, const T: usize, const V: usize>(
         &self,
         s: S,
-        Keys { range, goes_on }: &Keys,
+        range: &Range<usize>,
+        goes_on: bool,
         dims: Range<usize>,
         shares: &[f32],
         partials: &mut [f32],
@@ -308,7 +346,7 @@ impl<E: Stored> Positions<'_, E> {
         let values_of =
             |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
         let mut sums = [[s.splat(0.0); 8]; T];
-        if *goes_on {
+        if goes_on {
             for t in 0..T {
                 for v in 0..vectors {
                     sums[t][v] = s.load_partial(&partials[t * width + 2..][values_of(v)]);
@@ -411,31 +449,41 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
 
 /// Turns the scores `seen` into shares of the largest, and gives the largest score and the sum of shares. What stands
 /// beside them becomes zero, to multiples of 16.
-#[inline(always)]
-fn shares<S: Simd>(s: S, scores: &mut [f32], seen: Range<usize>) -> (f32, f32) {
-    if seen.is_empty() {
-        return (f32::NEG_INFINITY, 0.0);
+struct Shares<'a> {
+    scores: &'a mut [f32],
+    seen: Range<usize>,
+}
+
+impl Kernel for Shares<'_> {
+    type Output = (f32, f32);
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> (f32, f32) {
+        let Self { scores, seen } = self;
+        if seen.is_empty() {
+            return (f32::NEG_INFINITY, 0.0);
+        }
+        let start = seen.start - seen.start % 16;
+        let scores = &mut scores[start..seen.end.next_multiple_of(16)];
+        let seen = seen.start - start..seen.end - start;
+        let first = scores[seen.start];
+        scores[..seen.start].fill(first);
+        scores[seen.end..].fill(first);
+        let mut largest = s.splat(first);
+        for score in scores.as_chunks::<16>().0 {
+            largest = s.max(s.load(score), largest);
+        }
+        let largest = s.largest(largest);
+        for score in scores.as_chunks_mut::<16>().0 {
+            let share = math::exp(s, s.sub(s.load(score), s.splat(largest)));
+            s.store(share, score);
+        }
+        scores[..seen.start].fill(0.0);
+        scores[seen.end..].fill(0.0);
+        let mut sum = s.splat(0.0);
+        for share in scores.as_chunks::<16>().0 {
+            sum = s.add(sum, s.load(share));
+        }
+        (largest, s.sum(sum))
     }
-    let start = seen.start - seen.start % 16;
-    let scores = &mut scores[start..seen.end.next_multiple_of(16)];
-    let seen = seen.start - start..seen.end - start;
-    let first = scores[seen.start];
-    scores[..seen.start].fill(first);
-    scores[seen.end..].fill(first);
-    let mut largest = s.splat(first);
-    for score in scores.as_chunks::<16>().0 {
-        largest = s.max(s.load(score), largest);
-    }
-    let largest = s.largest(largest);
-    for score in scores.as_chunks_mut::<16>().0 {
-        let share = math::exp(s, s.sub(s.load(score), s.splat(largest)));
-        s.store(share, score);
-    }
-    scores[..seen.start].fill(0.0);
-    scores[seen.end..].fill(0.0);
-    let mut sum = s.splat(0.0);
-    for share in scores.as_chunks::<16>().0 {
-        sum = s.add(sum, s.load(share));
-    }
-    (largest, s.sum(sum))
 }

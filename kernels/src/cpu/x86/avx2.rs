@@ -17,6 +17,7 @@ impl Avx2 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
+#[inline(never)]
 fn run<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
     kernel.run(s)
 }

@@ -22,6 +22,7 @@ impl Avx512 {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+#[inline(never)]
 fn run<K: Kernel>(s: Avx512, kernel: K) -> K::Output {
     kernel.run(s)
 }
