@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::time::Duration;
 
 use tokio::net::UnixListener;
@@ -113,15 +114,31 @@ pub fn server() -> Server {
         .initial_connection_window_size(WINDOW_BYTES)
 }
 
+type ServeFuture<'a> = Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send + 'a>>;
+type ConnectFuture<'a> = Pin<Box<dyn Future<Output = Result<Channel, ConnectError>> + Send + 'a>>;
+
 /// Serves until `stop` resolves, then until the last open stream ends. [`crate::Shutdown::within`] can bound the second
 /// part.
-pub async fn serve(
+pub fn serve<'a>(
     router: Router,
     listener: UdsListener,
-    stop: impl Future<Output = ()>,
-) -> Result<(), tonic::transport::Error> {
+    stop: impl Future<Output = ()> + Send + 'a,
+) -> ServeFuture<'a> {
+    serve_until(router, listener, Box::pin(stop))
+}
+
+/// Boxed and without type parameters, so that the HTTP/2 server is compiled once, in this crate. The body of an
+/// `async fn` is compiled in each crate that awaits it.
+fn serve_until(
+    router: Router,
+    listener: UdsListener,
+    stop: Pin<Box<dyn Future<Output = ()> + Send + '_>>,
+) -> ServeFuture<'_> {
     let UdsListener { listener, _path } = listener;
-    router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop).await
+    Box::pin(async move {
+        let _path = _path;
+        router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop).await
+    })
 }
 
 /// Why a peer cannot be reached.
@@ -150,8 +167,10 @@ fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
 }
 
 /// Connects to the service at `path`. Fails if no process listens.
-pub async fn connect(path: &Path) -> Result<Channel, ConnectError> {
-    endpoint(path)?.connect().await.map_err(|source| ConnectError { path: path.to_owned(), source })
+pub fn connect(path: &Path) -> ConnectFuture<'_> {
+    Box::pin(async move {
+        endpoint(path)?.connect().await.map_err(|source| ConnectError { path: path.to_owned(), source })
+    })
 }
 
 /// Connects at the first call, and again after the peer has restarted.
