@@ -18,7 +18,7 @@ pub(crate) const CONTEXT_MAX: usize = 1 << 30;
 
 /// Why metadata does not describe a model that can be run.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum ConfigError {
+pub enum ModelConfigError {
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error("key {key} is {value}, outside {lowest} to {highest}")]
@@ -32,13 +32,13 @@ pub enum ConfigError {
 }
 
 /// The metadata of one architecture: names are looked up behind its prefix.
-pub(crate) struct Keys<'a> {
+pub(crate) struct MetadataKeys<'a> {
     metadata: &'a Metadata,
     architecture: &'a str,
 }
 
-impl<'a> Keys<'a> {
-    pub(crate) fn new(metadata: &'a Metadata) -> Result<Self, ConfigError> {
+impl<'a> MetadataKeys<'a> {
+    pub(crate) fn new(metadata: &'a Metadata) -> Result<Self, ModelConfigError> {
         Ok(Self { metadata, architecture: metadata.architecture()? })
     }
 
@@ -47,7 +47,7 @@ impl<'a> Keys<'a> {
     }
 
     /// What the architectures that share the decoder read in the same way.
-    pub(crate) fn decoder(&self, pairing: RopePairing) -> Result<DecoderConfig, ConfigError> {
+    pub(crate) fn decoder(&self, pairing: RopePairing) -> Result<DecoderConfig, ModelConfigError> {
         let layers = self.count("block_count", 1..=LAYERS_MAX)?;
         let embedding = self.count("embedding_length", 1..=EMBEDDING_MAX)?;
         let context_length = self.count("context_length", 1..=CONTEXT_MAX)?;
@@ -88,7 +88,7 @@ impl<'a> Keys<'a> {
         })
     }
 
-    pub(crate) fn count(&self, name: &str, range: RangeInclusive<usize>) -> Result<usize, ConfigError> {
+    pub(crate) fn count(&self, name: &str, range: RangeInclusive<usize>) -> Result<usize, ModelConfigError> {
         let value = self.optional_count(name, range)?;
         self.required(name, value)
     }
@@ -99,30 +99,34 @@ impl<'a> Keys<'a> {
         name: &str,
         default: usize,
         range: RangeInclusive<usize>,
-    ) -> Result<usize, ConfigError> {
+    ) -> Result<usize, ModelConfigError> {
         match self.optional_count(name, range.clone())? {
             Some(value) => Ok(value),
             None => self.within(name, default, &range),
         }
     }
 
-    pub(crate) fn number(&self, name: &str, range: RangeInclusive<f32>) -> Result<Option<f32>, ConfigError> {
+    pub(crate) fn number(
+        &self,
+        name: &str,
+        range: RangeInclusive<f32>,
+    ) -> Result<Option<f32>, ModelConfigError> {
         let key = self.key(name);
         match self.metadata.get::<f32>(&key)? {
             Some(value) if !range.contains(&value) => {
                 let [value, lowest, highest] = [value, *range.start(), *range.end()].map(f64::from);
-                Err(ConfigError::Range { key, value, lowest, highest })
+                Err(ModelConfigError::Range { key, value, lowest, highest })
             }
             value => Ok(value),
         }
     }
 
-    pub(crate) fn text(&self, name: &str) -> Result<Option<&'a str>, ConfigError> {
+    pub(crate) fn text(&self, name: &str) -> Result<Option<&'a str>, ModelConfigError> {
         Ok(self.metadata.get(&self.key(name))?)
     }
 
     /// A flag for each layer, where a file may have those or one number.
-    pub(crate) fn flags(&self, name: &str, layers: usize) -> Result<Option<Vec<bool>>, ConfigError> {
+    pub(crate) fn flags(&self, name: &str, layers: usize) -> Result<Option<Vec<bool>>, ModelConfigError> {
         let key = self.key(name);
         match self.metadata.value(&key) {
             Some(Value::Array(_)) => Ok(self.metadata.per_layer(&key, layers)?),
@@ -130,24 +134,28 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn range(&self, name: &str, value: usize, lowest: usize, highest: usize) -> ConfigError {
+    pub(crate) fn range(&self, name: &str, value: usize, lowest: usize, highest: usize) -> ModelConfigError {
         let [value, lowest, highest] = [value, lowest, highest].map(|value| value as f64);
-        ConfigError::Range { key: self.key(name), value, lowest, highest }
+        ModelConfigError::Range { key: self.key(name), value, lowest, highest }
     }
 
-    pub(crate) fn choice(&self, name: &str, found: &str, known: &'static [&'static str]) -> ConfigError {
-        ConfigError::Choice { key: self.key(name), found: found.to_owned(), known }
+    pub(crate) fn choice(&self, name: &str, found: &str, known: &'static [&'static str]) -> ModelConfigError {
+        ModelConfigError::Choice { key: self.key(name), found: found.to_owned(), known }
     }
 
-    fn relation(&self, name: &str, value: usize, other_name: &str, other: usize) -> ConfigError {
-        ConfigError::Relation { key: self.key(name), value, other_key: self.key(other_name), other }
+    fn relation(&self, name: &str, value: usize, other_name: &str, other: usize) -> ModelConfigError {
+        ModelConfigError::Relation { key: self.key(name), value, other_key: self.key(other_name), other }
     }
 
-    fn required<T>(&self, name: &str, value: Option<T>) -> Result<T, ConfigError> {
+    fn required<T>(&self, name: &str, value: Option<T>) -> Result<T, ModelConfigError> {
         value.ok_or_else(|| KeyError::Missing { key: self.key(name) }.into())
     }
 
-    fn optional_count(&self, name: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, ConfigError> {
+    fn optional_count(
+        &self,
+        name: &str,
+        range: RangeInclusive<usize>,
+    ) -> Result<Option<usize>, ModelConfigError> {
         match self.metadata.get::<u32>(&self.key(name))? {
             Some(value) => self.within(name, value as usize, &range).map(Some),
             None => Ok(None),
@@ -155,18 +163,18 @@ impl<'a> Keys<'a> {
     }
 
     /// A value that a file may give once or for each layer; here it must be the same in all of them.
-    fn uniform(&self, name: &str, layers: usize, highest: usize) -> Result<Option<usize>, ConfigError> {
+    fn uniform(&self, name: &str, layers: usize, highest: usize) -> Result<Option<usize>, ModelConfigError> {
         let key = self.key(name);
         let Some(values) = self.metadata.per_layer::<u32>(&key, layers)? else { return Ok(None) };
         let Some(&first) = values.first() else { return Ok(None) };
         if let Some(&other) = values.iter().find(|&&other| other != first) {
-            return Err(ConfigError::Differs { key, first, other });
+            return Err(ModelConfigError::Differs { key, first, other });
         }
         self.within(name, first as usize, &(1..=highest)).map(Some)
     }
 
     /// Files may leave the size to the length of the token list.
-    fn vocab_size(&self) -> Result<usize, ConfigError> {
+    fn vocab_size(&self) -> Result<usize, ModelConfigError> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         match self.optional_count("vocab_size", 1..=VOCAB_MAX)? {
             Some(size) => Ok(size),
@@ -177,7 +185,12 @@ impl<'a> Keys<'a> {
         }
     }
 
-    fn within(&self, name: &str, value: usize, range: &RangeInclusive<usize>) -> Result<usize, ConfigError> {
+    fn within(
+        &self,
+        name: &str,
+        value: usize,
+        range: &RangeInclusive<usize>,
+    ) -> Result<usize, ModelConfigError> {
         if range.contains(&value) {
             return Ok(value);
         }

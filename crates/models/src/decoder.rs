@@ -3,12 +3,12 @@
 //! [`DecoderConfig`].
 
 use crate::{
-    Limits, Model, ModelDescription, TakeLogits, WeightError, WeightTable,
+    Model, ModelDescription, ModelLimits, TakeLogits, WeightError, WeightTable,
     attention::Attention,
     feed_forward::FeedForward,
     model::{BuildModelError, kv_layers},
     rope::{self, RopeConfig},
-    scratch::Scratch,
+    scratch::DecoderScratch,
 };
 use ops::{Activation, AttentionSpan, Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
 use std::{convert::Infallible, ops::Range};
@@ -74,7 +74,7 @@ impl DecoderConfig {
     /// Of the tensors that have so many rows, one or none.
     fn workspace_widths(&self, rows: usize, outputs: usize) -> Vec<usize> {
         let mut widths = Vec::new();
-        let Ok(_) = Scratch::new(self, rows, outputs, |rows, cols| {
+        let Ok(_) = DecoderScratch::new(self, rows, outputs, |rows, cols| {
             widths.extend((rows > 0).then_some(cols));
             Ok::<_, Infallible>(())
         });
@@ -85,14 +85,14 @@ impl DecoderConfig {
 /// Every tensor that the decoder reads.
 pub(crate) struct DecoderWeights<B: Backend> {
     embedding: Weight<B>,
-    layers: Vec<Layer<B>>,
+    layers: Vec<DecoderLayer<B>>,
     output_norm: Weight<B>,
     output: Linear<B>,
     /// Divisors of the rope angles, `[n_rot / 2]` (Llama 3.1 and later).
     rope_factors: Option<Weight<B>>,
 }
 
-struct Layer<B: Backend> {
+struct DecoderLayer<B: Backend> {
     attention_norm: Weight<B>,
     attention: Attention<B>,
     attention_post_norm: Option<Weight<B>>,
@@ -120,7 +120,7 @@ impl<B: Backend> DecoderWeights<B> {
                 let post_norm = |table: &mut WeightTable<B>, name| {
                     config.post_norms.then(|| norm(table, name)).transpose()
                 };
-                Ok(Layer {
+                Ok(DecoderLayer {
                     attention_norm: norm(table, "attn_norm")?,
                     attention: Attention::take(table, config, &prefix)?,
                     attention_post_norm: post_norm(table, "post_attention_norm")?,
@@ -147,7 +147,7 @@ pub(crate) struct Decoder<B: Backend> {
     rope: B::Rope,
     /// Of layers with a window, where it is another.
     window_rope: Option<B::Rope>,
-    scratch: Scratch<B::Tensor>,
+    scratch: DecoderScratch<B::Tensor>,
     rows_at_once: usize,
     outputs_at_once: usize,
 }
@@ -157,7 +157,7 @@ impl<B: Backend> Decoder<B> {
         config: DecoderConfig,
         weights: DecoderWeights<B>,
         backend: &mut B,
-        limits: Limits,
+        limits: ModelLimits,
     ) -> Result<Self, BuildModelError> {
         let factors = match &weights.rope_factors {
             Some(weight) => Some(rope::read_factors(backend, weight)?),
@@ -170,8 +170,9 @@ impl<B: Backend> Decoder<B> {
         };
         let (rows_at_once, outputs_at_once) =
             (limits.rows_at_once(), limits.outputs_at_once(config.vocab_size));
-        let scratch =
-            Scratch::new(&config, rows_at_once, outputs_at_once, |rows, cols| backend.tensor(rows, cols))?;
+        let scratch = DecoderScratch::new(&config, rows_at_once, outputs_at_once, |rows, cols| {
+            backend.tensor(rows, cols)
+        })?;
         Ok(Self { config, weights, rope, window_rope, scratch, rows_at_once, outputs_at_once })
     }
 
@@ -185,7 +186,7 @@ impl<B: Backend> Decoder<B> {
         take: &mut TakeLogits<'_, B>,
     ) -> Result<(), OpError> {
         let Self { config, weights, rope, window_rope, scratch, .. } = self;
-        let Scratch { residual, normed, delta, attention, feed_forward, .. } = scratch;
+        let DecoderScratch { residual, normed, delta, attention, feed_forward, .. } = scratch;
         let epsilon = config.norm_epsilon;
         let rows = step.rows();
 
@@ -227,7 +228,7 @@ impl<B: Backend> Decoder<B> {
     /// What is left of the last layer, and the head, for a run of the step's outputs.
     fn logits(&mut self, backend: &mut B, run: Range<usize>) -> Result<(), OpError> {
         let Self { config, weights, scratch, .. } = self;
-        let Scratch { residual, normed, delta, feed_forward, selected, logits, .. } = scratch;
+        let DecoderScratch { residual, normed, delta, feed_forward, selected, logits, .. } = scratch;
         let (epsilon, rows) = (config.norm_epsilon, run.len());
         backend.gather_outputs(residual, run, selected)?;
         if let Some(last) = weights.layers.last() {

@@ -3,8 +3,8 @@
 //! tokens. Files hold norm weights with the 1 that Gemma adds to them already in.
 
 use crate::{
-    ConfigError,
-    config::{CONTEXT_MAX, Keys, LAYERS_MAX},
+    ModelConfigError,
+    config::{CONTEXT_MAX, LAYERS_MAX, MetadataKeys},
     decoder::DecoderConfig,
 };
 use ops::{Activation, AttentionSpan, RopePairing};
@@ -14,7 +14,7 @@ const LAYERS_OF_27B: usize = 62;
 /// Layers from one that sees all tokens to the next, where a file does not say.
 const PERIOD: usize = 6;
 
-pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let config = keys.decoder(RopePairing::Halves)?;
     // No published model has a cap: logits stay as they are, and a file that wants them otherwise is refused.
     keys.number("final_logit_softcapping", 0.0..=0.0)?;
@@ -43,7 +43,7 @@ pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
 }
 
 /// A flag for each layer, or the period whose last layer has no window; a period of 0 leaves none without.
-fn windowed_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<bool>, ConfigError> {
+fn windowed_layers(keys: &MetadataKeys<'_>, layers: usize) -> Result<Vec<bool>, ModelConfigError> {
     const PATTERN: &str = "attention.sliding_window_pattern";
     if let Some(flags) = keys.flags(PATTERN, layers)? {
         return Ok(flags);
@@ -61,7 +61,7 @@ mod tests {
     fn with(
         layers: u32,
         more: impl FnOnce(&mut MetadataBuilder) -> Result<(), WriteError>,
-    ) -> Result<DecoderConfig, ConfigError> {
+    ) -> Result<DecoderConfig, ModelConfigError> {
         let mut builder = MetadataBuilder::default();
         let mut put = |key: &str, value: u32| builder.put(&format!("gemma3.{key}"), value).unwrap();
         put("vocab_size", 256);
@@ -79,13 +79,13 @@ mod tests {
         builder.put("gemma3.rope.scaling.factor", 8.0_f32).unwrap();
         more(&mut builder).unwrap();
         let metadata = Metadata::parse(builder.bytes().to_vec()).unwrap();
-        configure(&Keys::new(&metadata).unwrap())
+        configure(&MetadataKeys::new(&metadata).unwrap())
     }
 
     fn attention_spans(
         layers: u32,
         pattern: Option<impl ToValue>,
-    ) -> Result<Vec<AttentionSpan>, ConfigError> {
+    ) -> Result<Vec<AttentionSpan>, ModelConfigError> {
         let config = with(layers, |builder| {
             builder.put("gemma3.attention.sliding_window", 16_u32)?;
             pattern.map_or(Ok(()), |pattern| builder.put("gemma3.attention.sliding_window_pattern", pattern))

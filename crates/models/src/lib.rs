@@ -25,7 +25,7 @@ mod scratch;
 pub mod testing;
 mod weights;
 
-pub use config::ConfigError;
-pub use model::{BuildModelError, Limits, Model, ModelDescription, TakeLogits};
+pub use config::ModelConfigError;
+pub use model::{BuildModelError, Model, ModelDescription, ModelLimits, TakeLogits};
 pub use registry::{TensorHead, build, validate};
 pub use weights::{WeightError, WeightTable};

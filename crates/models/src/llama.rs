@@ -5,13 +5,13 @@
 //! `attention.sliding_window` is ignored, as llama.cpp does for this architecture.
 
 use crate::{
-    ConfigError,
-    config::{EXPERTS_MAX, Keys},
+    ModelConfigError,
+    config::{EXPERTS_MAX, MetadataKeys},
     decoder::{DecoderConfig, ExpertsConfig},
 };
 use ops::RopePairing;
 
-pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let mut config = keys.decoder(RopePairing::Adjacent)?;
     if config.rope.rotated != config.head_dim {
         let (value, head_dim) = (config.rope.rotated, config.head_dim);

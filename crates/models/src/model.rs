@@ -1,6 +1,6 @@
 //! [`Model`]: what the engine sees of a model, and why one could not be built.
 
-use crate::{ConfigError, WeightError};
+use crate::{ModelConfigError, WeightError};
 use ops::{AttentionSpan, Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
 
@@ -13,14 +13,14 @@ const ROWS_TOGETHER: usize = 8;
 
 /// How large a step may be. Memory for activations is taken once, at build: for as many rows as are computed at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct ModelLimits {
     /// Rows (tokens) of one step.
     pub rows_max: usize,
     /// Rows of one step whose logits are wanted.
     pub outputs_max: usize,
 }
 
-impl Limits {
+impl ModelLimits {
     /// Rows of a step that go through the model together; the next ones follow them. A quarter of the largest step, so
     /// that activations stay a fraction of what a step of this size would need.
     pub fn rows_at_once(self) -> usize {
@@ -101,7 +101,7 @@ impl ModelDescription {
     }
 
     /// Bytes of each activation tensor of a model built with `limits`.
-    pub fn workspace_tensors(&self, limits: Limits) -> impl Iterator<Item = u64> {
+    pub fn workspace_tensors(&self, limits: ModelLimits) -> impl Iterator<Item = u64> {
         let of = |widths: &[usize], rows: usize| {
             let bytes = move |&width: &usize| (width * rows * size_of::<f32>()) as u64;
             widths.iter().map(bytes).collect::<Vec<_>>()
@@ -112,7 +112,7 @@ impl ModelDescription {
     }
 
     /// The part of it that holds logits.
-    pub fn logits_bytes(&self, limits: Limits) -> u64 {
+    pub fn logits_bytes(&self, limits: ModelLimits) -> u64 {
         (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
     }
 }
@@ -134,7 +134,7 @@ pub enum BuildModelError {
     #[error("architecture {found:?} is not supported; known are {}", known.join(", "))]
     UnknownArchitecture { found: String, known: Vec<&'static str> },
     #[error("model metadata refused")]
-    Config(#[from] ConfigError),
+    Config(#[from] ModelConfigError),
     #[error("model tensors refused")]
     Weights(#[from] WeightError),
     #[error("value {index} of tensor rope_freqs.weight is {value}: not a positive number")]

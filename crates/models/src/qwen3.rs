@@ -2,18 +2,18 @@
 //! In `qwen3moe` every layer is a mixture of experts; the shares of the chosen experts always add up to one.
 
 use crate::{
-    ConfigError,
-    config::{EXPERTS_MAX, FEED_FORWARD_MAX, Keys},
+    ModelConfigError,
+    config::{EXPERTS_MAX, FEED_FORWARD_MAX, MetadataKeys},
     decoder::{DecoderConfig, ExpertsConfig},
 };
 use ops::RopePairing;
 
-pub(crate) fn configure(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let config = keys.decoder(RopePairing::Halves)?;
     Ok(DecoderConfig { head_norms: true, ..config })
 }
 
-pub(crate) fn configure_moe(keys: &Keys<'_>) -> Result<DecoderConfig, ConfigError> {
+pub(crate) fn configure_moe(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let config = configure(keys)?;
     let count = keys.count("expert_count", 1..=EXPERTS_MAX)?;
     let used = keys.count("expert_used_count", 1..=count)?;

@@ -1,8 +1,8 @@
 //! From the name of an architecture to its model: one line for each.
 
 use crate::{
-    BuildModelError, ConfigError, Limits, Model, ModelDescription, WeightTable,
-    config::Keys,
+    BuildModelError, Model, ModelConfigError, ModelDescription, ModelLimits, WeightTable,
+    config::MetadataKeys,
     decoder::{Decoder, DecoderConfig, DecoderWeights},
     gemma3, llama, qwen2, qwen3,
 };
@@ -10,7 +10,7 @@ use gguf::Metadata;
 use ops::{Backend, Reference, Weight};
 use quant::DType;
 
-type Configure = fn(&Keys<'_>) -> Result<DecoderConfig, ConfigError>;
+type Configure = fn(&MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError>;
 
 const ARCHITECTURES: &[(&str, Configure)] = &[
     ("gemma3", gemma3::configure),
@@ -33,7 +33,7 @@ pub fn build<B: Backend>(
     metadata: &Metadata,
     mut weights: WeightTable<B>,
     backend: &mut B,
-    limits: Limits,
+    limits: ModelLimits,
 ) -> Result<Box<dyn Model<B>>, BuildModelError> {
     let (_, config) = configure(metadata)?;
     let weights = DecoderWeights::take(&config, &mut weights)?;
@@ -58,7 +58,7 @@ pub fn validate<'a>(
 }
 
 fn configure(metadata: &Metadata) -> Result<(&str, DecoderConfig), BuildModelError> {
-    let keys = Keys::new(metadata)?;
+    let keys = MetadataKeys::new(metadata)?;
     let found = keys.architecture();
     let Some((_, configure)) = ARCHITECTURES.iter().find(|(name, _)| *name == found) else {
         let known = ARCHITECTURES.iter().map(|(name, _)| *name).collect();

@@ -1,7 +1,7 @@
 //! Rotary embedding as the metadata describes it, worked out to one frequency per pair: plain, linear, YaRN, and
 //! factor tensors.
 
-use crate::{BuildModelError, ConfigError, config::Keys};
+use crate::{BuildModelError, ModelConfigError, config::MetadataKeys};
 use ops::{Backend, RopePairing, RopeSpec, Step, Weight};
 use std::{f64::consts::TAU, ops::RangeInclusive};
 
@@ -35,11 +35,11 @@ enum Scaling {
 
 impl RopeConfig {
     pub(crate) fn read(
-        keys: &Keys<'_>,
+        keys: &MetadataKeys<'_>,
         pairing: RopePairing,
         head_dim: usize,
         context_length: usize,
-    ) -> Result<Self, ConfigError> {
+    ) -> Result<Self, ModelConfigError> {
         let rotated = keys.count_or("rope.dimension_count", head_dim, 2..=head_dim)?;
         if !rotated.is_multiple_of(2) {
             return Err(keys.range("rope.dimension_count", rotated, 2, head_dim));
@@ -69,7 +69,7 @@ impl RopeConfig {
     }
 
     /// Of layers with a window, which are not made for longer contexts: a base of their own, and no scaling.
-    pub(crate) fn of_windows(&self, keys: &Keys<'_>) -> Result<Self, ConfigError> {
+    pub(crate) fn of_windows(&self, keys: &MetadataKeys<'_>) -> Result<Self, ModelConfigError> {
         let base = keys.number("rope.freq_base_swa", BASES)?.unwrap_or(BASE_DEFAULT);
         Ok(Self { base: base.into(), scaling: Scaling::None, ..self.clone() })
     }

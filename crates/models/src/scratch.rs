@@ -3,7 +3,7 @@
 use crate::decoder::DecoderConfig;
 
 /// One tensor per role. `T` is a backend's tensor, or a number when memory is planned.
-pub(crate) struct Scratch<T> {
+pub(crate) struct DecoderScratch<T> {
     /// The residual stream.
     pub(crate) residual: T,
     /// The residual stream after a norm: the input of the block at hand.
@@ -37,7 +37,7 @@ pub(crate) enum FeedForwardScratch<T> {
     },
 }
 
-impl<T> Scratch<T> {
+impl<T> DecoderScratch<T> {
     /// Calls `tensor(rows or outputs, cols)` for each.
     pub(crate) fn new<E>(
         config: &DecoderConfig,

@@ -14,7 +14,7 @@ use crate::{
     RopeSpec, Step, Weight,
 };
 use bytes::Bytes;
-use rows::Rows;
+use rows::ReferenceStep;
 use std::ops::Range;
 
 pub use cache::HostKv;
@@ -24,7 +24,7 @@ pub use host_tensor::HostTensor;
 #[derive(Debug, Default)]
 pub struct Reference {
     dequantise: bool,
-    step: Rows,
+    step: ReferenceStep,
 }
 
 impl Reference {
@@ -75,7 +75,7 @@ impl Backend for Reference {
     }
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
-        self.step = Rows::new(step)?;
+        self.step = ReferenceStep::new(step)?;
         Ok(())
     }
 

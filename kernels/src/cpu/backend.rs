@@ -1,12 +1,12 @@
 //! [`Cpu`]: `ops::Backend` on the host. Checks shapes, then hands rows and pieces to the kernels.
 
-use super::kv::{Kv, LayerView};
-use super::pool::Pool;
-use super::product::{Input, Layer, multiply};
-use super::rope::Rope;
+use super::kv::{CpuKv, LayerView};
+use super::pool::ThreadPool;
+use super::product::{ActivationBuffers, LinearLayer, multiply};
+use super::rope::CpuRope;
 use super::rows::{Add, AddNorm, Gelu, Norm, NormHeads, NormInto, Rotate, Scale, Silu};
-use super::step::Rows;
-use super::tensor::{SharedRows, Tensor};
+use super::step::StepRows;
+use super::tensor::{CpuTensor, SharedRows};
 use super::{Isa, attention, weight};
 use bytes::Bytes;
 use std::ops::Range;
@@ -21,12 +21,12 @@ const PARALLEL_VALUES: usize = 32 << 10;
 /// The fast host backend. Its threads end when it is dropped.
 pub struct Cpu {
     isa: Isa,
-    pool: Pool,
-    step: Rows,
-    /// Steps begun so far; tells a `Rope` whether its angles are of this step.
+    pool: ThreadPool,
+    step: StepRows,
+    /// Steps begun so far; tells a `CpuRope` whether its angles are of this step.
     steps: u64,
-    input: Input,
-    attention: attention::Buffers,
+    input: ActivationBuffers,
+    attention: attention::AttentionBuffers,
 }
 
 impl Cpu {
@@ -36,15 +36,15 @@ impl Cpu {
     }
 
     pub fn with_isa(threads: usize, isa: Isa) -> Result<Self, OpError> {
-        let pool =
-            Pool::new(threads).map_err(|source| OpError::Device { op: "threads", source: source.into() })?;
+        let pool = ThreadPool::new(threads)
+            .map_err(|source| OpError::Device { op: "threads", source: source.into() })?;
         Ok(Self {
             isa,
             pool,
-            step: Rows::default(),
+            step: StepRows::default(),
             steps: 0,
-            input: Input::default(),
-            attention: attention::Buffers::default(),
+            input: ActivationBuffers::default(),
+            attention: attention::AttentionBuffers::default(),
         })
     }
 
@@ -64,35 +64,35 @@ impl Cpu {
 
 impl Backend for Cpu {
     type Data = Bytes;
-    type Tensor = Tensor;
-    type Kv = Kv;
-    type Rope = Rope;
+    type Tensor = CpuTensor;
+    type Kv = CpuKv;
+    type Rope = CpuRope;
 
     const PREFERS_SHORTLISTS: bool = false;
     const SUPPORTS_WINDOWS: bool = true;
 
-    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Tensor, OpError> {
-        Tensor::new(rows_max, cols)
+    fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<CpuTensor, OpError> {
+        CpuTensor::new(rows_max, cols)
     }
 
-    fn kv(&mut self, layout: &KvLayout) -> Result<Kv, OpError> {
-        Kv::new(layout)
+    fn kv(&mut self, layout: &KvLayout) -> Result<CpuKv, OpError> {
+        CpuKv::new(layout)
     }
 
-    fn kv_bytes(&self, kv: &Kv) -> u64 {
+    fn kv_bytes(&self, kv: &CpuKv) -> u64 {
         kv.used_bytes()
     }
 
-    fn trim(&mut self, kv: &mut Kv, blocks: usize) -> Result<(), OpError> {
+    fn trim(&mut self, kv: &mut CpuKv, blocks: usize) -> Result<(), OpError> {
         kv.trim(blocks)
     }
 
-    fn kv_copy(&mut self, kv: &mut Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
+    fn kv_copy(&mut self, kv: &mut CpuKv, copies: &[(u32, u32)]) -> Result<(), OpError> {
         copies.iter().try_for_each(|&(from, to)| kv.copy(from as usize, to as usize))
     }
 
-    fn rope_table(&mut self, spec: &RopeSpec) -> Result<Rope, OpError> {
-        Ok(Rope::new(spec))
+    fn rope_table(&mut self, spec: &RopeSpec) -> Result<CpuRope, OpError> {
+        Ok(CpuRope::new(spec))
     }
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
@@ -100,7 +100,7 @@ impl Backend for Cpu {
         self.step.set(step)
     }
 
-    fn embed(&mut self, table: &Weight<Self>, out: &mut Tensor, rows: usize) -> Result<(), OpError> {
+    fn embed(&mut self, table: &Weight<Self>, out: &mut CpuTensor, rows: usize) -> Result<(), OpError> {
         const OP: &str = "embed";
         self.step.check(OP, rows)?;
         out.check(OP, "columns of out", rows, table.cols())?;
@@ -112,10 +112,10 @@ impl Backend for Cpu {
 
     fn rms_norm(
         &mut self,
-        x: &Tensor,
+        x: &CpuTensor,
         weight: &Weight<Self>,
         eps: f32,
-        out: &mut Tensor,
+        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "rms_norm";
@@ -135,7 +135,7 @@ impl Backend for Cpu {
 
     fn rms_norm_heads(
         &mut self,
-        x: &mut Tensor,
+        x: &mut CpuTensor,
         weight: &Weight<Self>,
         eps: f32,
         rows: usize,
@@ -154,7 +154,7 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn add(&mut self, x: &mut Tensor, y: &Tensor, rows: usize) -> Result<(), OpError> {
+    fn add(&mut self, x: &mut CpuTensor, y: &CpuTensor, rows: usize) -> Result<(), OpError> {
         const OP: &str = "add";
         x.check(OP, "columns of x", rows, y.cols())?;
         y.check(OP, "columns of y", rows, x.cols())?;
@@ -162,7 +162,7 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn scale(&mut self, x: &mut Tensor, factor: f32, rows: usize, cols: usize) -> Result<(), OpError> {
+    fn scale(&mut self, x: &mut CpuTensor, factor: f32, rows: usize, cols: usize) -> Result<(), OpError> {
         x.check("scale", "columns of x", rows, cols)?;
         self.isa.run(Scale { x: x.rows_mut(rows), factor });
         Ok(())
@@ -170,11 +170,11 @@ impl Backend for Cpu {
 
     fn add_rms_norm(
         &mut self,
-        x: &mut Tensor,
-        y: &Tensor,
+        x: &mut CpuTensor,
+        y: &CpuTensor,
         weight: &Weight<Self>,
         eps: f32,
-        out: &mut Tensor,
+        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "add_rms_norm";
@@ -196,8 +196,8 @@ impl Backend for Cpu {
     fn linear(
         &mut self,
         layer: &Linear<Self>,
-        x: &Tensor,
-        out: &mut Tensor,
+        x: &CpuTensor,
+        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         self.linears(x, &mut [(layer, out)], rows)
@@ -205,8 +205,8 @@ impl Backend for Cpu {
 
     fn linears(
         &mut self,
-        x: &Tensor,
-        layers: &mut [(&Linear<Self>, &mut Tensor)],
+        x: &CpuTensor,
+        layers: &mut [(&Linear<Self>, &mut CpuTensor)],
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
@@ -222,20 +222,26 @@ impl Backend for Cpu {
             let bias = layer.bias.as_ref();
             biases.push(bias.map(|bias| weight::vector(OP, "bias length", bias, layer.n_out())).transpose()?);
         }
-        let layers: Vec<Layer<'_>> = layers
+        let layers: Vec<LinearLayer<'_>> = layers
             .iter_mut()
             .zip(&biases)
             .map(|((layer, out), bias)| {
                 let (n_out, weight) = (layer.n_out(), &layer.weight);
                 let out = SharedRows::new(out.rows_mut(rows), n_out);
-                Layer { dtype: weight.dtype, bytes: &weight.data, n_out, bias: bias.as_deref(), out }
+                LinearLayer { dtype: weight.dtype, bytes: &weight.data, n_out, bias: bias.as_deref(), out }
             })
             .collect();
         multiply(self.isa, &mut self.pool, &mut self.input, x.rows(rows), x.cols(), &layers);
         Ok(())
     }
 
-    fn rope(&mut self, x: &mut Tensor, rope: &Rope, head_dim: usize, rows: usize) -> Result<(), OpError> {
+    fn rope(
+        &mut self,
+        x: &mut CpuTensor,
+        rope: &CpuRope,
+        head_dim: usize,
+        rows: usize,
+    ) -> Result<(), OpError> {
         const OP: &str = "rope";
         self.step.check(OP, rows)?;
         x.check_heads(OP, "columns of x", rows, head_dim)?;
@@ -262,10 +268,10 @@ impl Backend for Cpu {
 
     fn kv_write(
         &mut self,
-        kv: &mut Kv,
+        kv: &mut CpuKv,
         layer: usize,
-        keys: &Tensor,
-        values: &Tensor,
+        keys: &CpuTensor,
+        values: &CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "kv_write";
@@ -292,11 +298,11 @@ impl Backend for Cpu {
 
     fn attention(
         &mut self,
-        kv: &Kv,
+        kv: &CpuKv,
         layer: usize,
-        queries: &Tensor,
+        queries: &CpuTensor,
         spec: &AttentionSpec,
-        out: &mut Tensor,
+        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "attention";
@@ -320,7 +326,7 @@ impl Backend for Cpu {
         }
         attention::check(OP, &self.step, kv, layer, &view)?;
         let (queries, out) = (queries.rows(rows), SharedRows::new(out.rows_mut(rows), cols));
-        let call = attention::Call { isa: self.isa, step: &self.step, view, spec, queries, out };
+        let call = attention::AttentionCall { isa: self.isa, step: &self.step, view, spec, queries, out };
         attention::attend(&mut self.pool, &mut self.attention, &call);
         Ok(())
     }
@@ -328,9 +334,9 @@ impl Backend for Cpu {
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &Tensor,
-        up: &Tensor,
-        out: &mut Tensor,
+        gate: &CpuTensor,
+        up: &CpuTensor,
+        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "gated";
@@ -355,7 +361,12 @@ impl Backend for Cpu {
         weight::expert("expert", stack, index)
     }
 
-    fn gather_outputs(&mut self, x: &Tensor, outputs: Range<usize>, out: &mut Tensor) -> Result<(), OpError> {
+    fn gather_outputs(
+        &mut self,
+        x: &CpuTensor,
+        outputs: Range<usize>,
+        out: &mut CpuTensor,
+    ) -> Result<(), OpError> {
         const OP: &str = "gather_outputs";
         x.check(OP, "columns of x", self.step.len(), out.cols())?;
         out.check(OP, "columns of out", outputs.len(), x.cols())?;
@@ -368,13 +379,13 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn write(&mut self, x: &mut Tensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
+    fn write(&mut self, x: &mut CpuTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
         x.check_host("write", rows, host.len())?;
         x.rows_mut(rows).copy_from_slice(host);
         Ok(())
     }
 
-    fn read_rows(&mut self, x: &Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
+    fn read_rows(&mut self, x: &CpuTensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError> {
         const OP: &str = "read";
         let (first, len) = (rows.start.min(rows.end) * x.cols(), host.len());
         x.check_host(OP, rows.end, first + len)?;
@@ -382,7 +393,7 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn argmax(&mut self, x: &Tensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
+    fn argmax(&mut self, x: &CpuTensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
         x.check_host("argmax", rows, rows * cols)?;
         if best.len() != rows {
             let (found, expected) = (best.len(), rows);

@@ -1,7 +1,7 @@
 //! Element types of float weights and of the key/value cache, as bytes at any address.
 
 use super::product::{Round, Rounded32};
-use super::simd::{Kernel, Simd};
+use super::simd::{Simd, SimdKernel};
 use half::{bf16, f16};
 
 pub(super) trait Element: Send + Sync + 'static {
@@ -48,7 +48,7 @@ pub(super) enum F32 {}
 pub(super) enum F16 {}
 pub(super) enum Bf16 {}
 /// Signed bytes; their scales are kept apart from them.
-pub(super) enum Q8_0 {}
+pub(super) enum Q8_0Element {}
 
 impl Element for F32 {
     const BYTES: usize = 4;
@@ -115,7 +115,7 @@ impl Stored for Bf16 {
     }
 }
 
-impl Element for Q8_0 {
+impl Element for Q8_0Element {
     const BYTES: usize = 1;
 
     #[inline(always)]
@@ -124,7 +124,7 @@ impl Element for Q8_0 {
     }
 }
 
-impl Stored for Q8_0 {
+impl Stored for Q8_0Element {
     const SCALED: usize = STORED_TOGETHER;
 
     #[inline(always)]

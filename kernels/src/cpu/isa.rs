@@ -1,17 +1,17 @@
 //! Which instruction set the kernels run on. All give the same bits; see the head of `simd.rs`.
 
 use super::portable::Portable;
-use super::simd::{Kernel, Simd};
+use super::simd::{Simd, SimdKernel};
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512};
 use std::fmt;
 
 /// An instruction set that this processor was found to have.
 #[derive(Clone, Copy, Debug)]
-pub struct Isa(Kind);
+pub struct Isa(IsaKind);
 
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum IsaKind {
     Portable(Portable),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
@@ -22,44 +22,44 @@ enum Kind {
 impl Isa {
     /// All that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        [Kind::Portable(Portable)].into_iter().chain(detected()).map(Self).collect()
+        [IsaKind::Portable(Portable)].into_iter().chain(detected()).map(Self).collect()
     }
 
     /// The fastest that this processor has.
     pub fn best() -> Self {
-        Self::available().pop().unwrap_or(Self(Kind::Portable(Portable)))
+        Self::available().pop().unwrap_or(Self(IsaKind::Portable(Portable)))
     }
 
     /// For logs, and for the fingerprint of a worker.
     pub fn name(self) -> &'static str {
         match self.0 {
-            Kind::Portable(_) => "portable",
+            IsaKind::Portable(_) => "portable",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(_) => "avx2",
+            IsaKind::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(_) => "avx512",
+            IsaKind::Avx512(_) => "avx512",
         }
     }
 
     #[inline]
-    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    pub(super) fn run<K: SimdKernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            Kind::Portable(s) => s.vectorize(kernel),
+            IsaKind::Portable(s) => s.vectorize(kernel),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(s) => s.vectorize(kernel),
+            IsaKind::Avx2(s) => s.vectorize(kernel),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(s) => s.vectorize(kernel),
+            IsaKind::Avx512(s) => s.vectorize(kernel),
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-fn detected() -> impl Iterator<Item = Kind> {
-    [Avx2::detect().map(Kind::Avx2), Avx512::detect().map(Kind::Avx512)].into_iter().flatten()
+fn detected() -> impl Iterator<Item = IsaKind> {
+    [Avx2::detect().map(IsaKind::Avx2), Avx512::detect().map(IsaKind::Avx512)].into_iter().flatten()
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn detected() -> impl Iterator<Item = Kind> {
+fn detected() -> impl Iterator<Item = IsaKind> {
     std::iter::empty()
 }
 

@@ -4,8 +4,8 @@
 //! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of either
 //! stand its scales, if its type has some, `[scale][token]`.
 
-use super::element::{Bf16, F16, F32, Q8_0, SCALE_BYTES, STORED_TOGETHER, Stored};
-use super::simd::{CACHE_LINE, Kernel, Simd};
+use super::element::{Bf16, F16, F32, Q8_0Element, SCALE_BYTES, STORED_TOGETHER, Stored};
+use super::simd::{CACHE_LINE, Simd, SimdKernel};
 use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use ops::{KvLayer, KvLayerLocation, KvLayout, KvType, OpError};
 use std::marker::PhantomData;
@@ -16,7 +16,7 @@ const PAGE_BYTES: usize = 64 << 10;
 /// A block's owner is noted in a byte.
 const GROUPS_MAX: usize = 1 << u8::BITS;
 
-pub struct Kv {
+pub struct CpuKv {
     layout: KvLayout,
     memory: MmapMut,
     block_bytes: usize,
@@ -61,7 +61,7 @@ impl LayerView<'_> {
     }
 }
 
-impl Kv {
+impl CpuKv {
     pub(super) fn new(layout: &KvLayout) -> Result<Self, OpError> {
         const OP: &str = "kv";
         if layout.block_tokens == 0 {
@@ -276,7 +276,7 @@ impl LayerWriter {
             KvType::F32 => isa.run(Write::<F32>::new(self, head, slots, keys, values)),
             KvType::F16 => isa.run(Write::<F16>::new(self, head, slots, keys, values)),
             KvType::Bf16 => isa.run(Write::<Bf16>::new(self, head, slots, keys, values)),
-            KvType::Q8_0 => isa.run(Write::<Q8_0>::new(self, head, slots, keys, values)),
+            KvType::Q8_0 => isa.run(Write::<Q8_0Element>::new(self, head, slots, keys, values)),
         }
     }
 
@@ -296,7 +296,7 @@ impl<'a, E> Write<'a, E> {
     }
 }
 
-impl<E: Stored> Kernel for Write<'_, E> {
+impl<E: Stored> SimdKernel for Write<'_, E> {
     type Output = ();
 
     #[inline(always)]

@@ -76,11 +76,11 @@ pub(super) fn sin_cos(x: f64) -> (f64, f64) {
 mod tests {
     use super::*;
     use crate::cpu::Isa;
-    use crate::cpu::simd::Kernel;
+    use crate::cpu::simd::SimdKernel;
 
     struct ExpAll<'a>(&'a [f32; 16], &'a mut [f32; 16]);
 
-    impl Kernel for ExpAll<'_> {
+    impl SimdKernel for ExpAll<'_> {
         type Output = ();
 
         #[inline(always)]

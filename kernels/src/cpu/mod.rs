@@ -27,7 +27,7 @@ mod x86;
 
 pub use backend::Cpu;
 pub use isa::Isa;
-pub use kv::Kv;
-pub use rope::Rope;
-pub use scratch::{WorkerShape, predict};
-pub use tensor::Tensor;
+pub use kv::CpuKv;
+pub use rope::CpuRope;
+pub use scratch::{CpuWorkerShape, predict_host_bytes};
+pub use tensor::CpuTensor;

@@ -23,17 +23,17 @@ const INSIDE: u64 = OPEN - 1;
 const EPOCH: u64 = 1 << 32;
 
 /// `f(piece, thread)`.
-type Job<'a> = &'a (dyn Fn(usize, usize) + Sync);
+type PoolJob<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
-pub(super) struct Pool {
-    shared: Arc<Shared>,
+pub(super) struct ThreadPool {
+    shared: Arc<PoolState>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Shared {
+struct PoolState {
     gate: AtomicU64,
     /// Written while nobody is inside a closed gate, read by those who entered an open one.
-    job: UnsafeCell<Option<(Job<'static>, usize)>>,
+    job: UnsafeCell<Option<(PoolJob<'static>, usize)>>,
     next: AtomicUsize,
     stop: AtomicBool,
     /// A piece has panicked on another thread than the caller's.
@@ -48,14 +48,14 @@ struct Shared {
 }
 
 // SAFETY: `job` is the only field that is not Sync by itself; the gate orders its accesses as described there.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for PoolState {}
 // SAFETY: as above; the closure in `job` is Sync, and nobody reads it after the call that owns it has returned.
-unsafe impl Send for Shared {}
+unsafe impl Send for PoolState {}
 
-impl Pool {
+impl ThreadPool {
     /// `threads` in all, with the one that calls `run`; at least one.
     pub(super) fn new(threads: usize) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolState {
             gate: AtomicU64::new(0),
             job: UnsafeCell::new(None),
             next: AtomicUsize::new(0),
@@ -82,7 +82,7 @@ impl Pool {
     }
 
     /// Calls `f(piece, thread)` once for each piece below `pieces`, and returns when all calls have returned.
-    pub(super) fn run(&mut self, pieces: usize, f: Job<'_>) {
+    pub(super) fn run(&mut self, pieces: usize, f: PoolJob<'_>) {
         let shared = &*self.shared;
         if pieces <= 1 || self.threads.is_empty() {
             (0..pieces).for_each(|piece| f(piece, 0));
@@ -90,7 +90,7 @@ impl Pool {
         }
         // SAFETY: only the lifetime changes. Threads use the reference between entering an open gate and leaving it,
         // and this call doesn't return (or unwind: `Closing`) before the gate is closed and nobody is inside.
-        let job = unsafe { std::mem::transmute::<Job<'_>, Job<'static>>(f) };
+        let job = unsafe { std::mem::transmute::<PoolJob<'_>, PoolJob<'static>>(f) };
         // SAFETY: `&mut self` makes this the only `run`, the gate is closed and the last run has seen nobody inside.
         unsafe { *shared.job.get() = Some((job, pieces)) };
         shared.next.store(0, Relaxed);
@@ -110,7 +110,7 @@ impl Pool {
 }
 
 /// Closes the gate and waits until nobody is inside, also when a piece panics.
-struct Closing<'a>(&'a Shared);
+struct Closing<'a>(&'a PoolState);
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
@@ -129,7 +129,7 @@ impl Drop for Closing<'_> {
     }
 }
 
-impl Shared {
+impl PoolState {
     fn serve(&self, thread: usize) {
         let mut seen = 0;
         while let Some(epoch) = self.enter(seen) {
@@ -144,7 +144,7 @@ impl Shared {
         }
     }
 
-    fn work(&self, job: Job<'_>, pieces: usize, thread: usize) {
+    fn work(&self, job: PoolJob<'_>, pieces: usize, thread: usize) {
         loop {
             let piece = self.next.fetch_add(1, Relaxed);
             if piece >= pieces {
@@ -188,7 +188,7 @@ fn is_open_and_new(gate: u64, seen: u64) -> bool {
     gate & OPEN != 0 && gate / EPOCH != seen
 }
 
-struct Leaving<'a>(&'a Shared);
+struct Leaving<'a>(&'a PoolState);
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
@@ -205,7 +205,7 @@ impl Drop for Leaving<'_> {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, SeqCst);
         let guard = self.shared.lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn every_piece_is_done_once() {
         for threads in 1..=4 {
-            let mut pool = Pool::new(threads).unwrap();
+            let mut pool = ThreadPool::new(threads).unwrap();
             for round in 0..300 {
                 let pieces = round % 37;
                 let done: Vec<AtomicU32> = (0..pieces).map(|_| AtomicU32::new(0)).collect();
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_another_thread_reaches_the_caller() {
-        let mut pool = Pool::new(2).unwrap();
+        let mut pool = ThreadPool::new(2).unwrap();
         let barrier = std::sync::Barrier::new(2);
         let run = std::panic::AssertUnwindSafe(|| {
             pool.run(2, &|_, thread| {
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn sleeping_threads_are_woken() {
-        let mut pool = Pool::new(3).unwrap();
+        let mut pool = ThreadPool::new(3).unwrap();
         for _ in 0..5 {
             std::thread::sleep(std::time::Duration::from_millis(5));
             let barrier = std::sync::Barrier::new(3);

@@ -4,7 +4,7 @@
 //! On x86-64, operations of more than a few instructions are functions, not inlined: unrolled over 16 lanes in every
 //! kernel they were 60% of this crate's code and of the time to compile it.
 
-use super::simd::{Kernel, Rows, Simd};
+use super::simd::{Simd, SimdKernel, StridedRows};
 use half::{bf16, f16};
 
 /// Needs no instructions beyond the target's baseline.
@@ -28,7 +28,7 @@ impl Simd for Portable {
     type I = [i32; 16];
 
     #[inline(never)]
-    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+    fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         kernel.run(self)
     }
 
@@ -213,7 +213,7 @@ impl Simd for Portable {
     }
 
     #[cfg_attr(target_arch = "x86_64", inline(never))]
-    fn transpose(self, rows: Rows<'_>, at: usize) -> [[i32; 16]; 4] {
+    fn transpose(self, rows: StridedRows<'_>, at: usize) -> [[i32; 16]; 4] {
         let mut out = [[0; 16]; 4];
         for (r, words) in rows.column::<[[u8; 4]; 4]>(at).into_iter().enumerate() {
             for (out, word) in out.iter_mut().zip(words) {

@@ -4,7 +4,7 @@ use super::math::sin_cos;
 use ops::{RopePairing, RopeSpec};
 use std::sync::Mutex;
 
-pub struct Rope {
+pub struct CpuRope {
     spec: RopeSpec,
     angles: Mutex<Angles>,
 }
@@ -19,7 +19,7 @@ pub(super) struct Angles {
     pub(super) sin: Vec<f32>,
 }
 
-impl Rope {
+impl CpuRope {
     pub(super) fn new(spec: &RopeSpec) -> Self {
         Self { spec: spec.clone(), angles: Mutex::default() }
     }

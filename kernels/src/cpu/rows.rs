@@ -1,7 +1,7 @@
 //! Ops on single rows: norms, sums, gates, rotations. They are small beside the products.
 
 use super::math;
-use super::simd::{Kernel, Simd};
+use super::simd::{Simd, SimdKernel};
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`, squares summed in 16 lanes.
 #[derive(Clone, Copy)]
@@ -28,7 +28,7 @@ pub(super) struct NormInto<'a> {
     pub(super) out: &'a mut [f32],
 }
 
-impl Kernel for NormInto<'_> {
+impl SimdKernel for NormInto<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -49,7 +49,7 @@ pub(super) struct AddNorm<'a> {
     pub(super) out: &'a mut [f32],
 }
 
-impl Kernel for AddNorm<'_> {
+impl SimdKernel for AddNorm<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -65,7 +65,7 @@ pub(super) struct NormHeads<'a> {
     pub(super) norm: Norm<'a>,
 }
 
-impl Kernel for NormHeads<'_> {
+impl SimdKernel for NormHeads<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -85,7 +85,7 @@ pub(super) struct Add<'a> {
     pub(super) y: &'a [f32],
 }
 
-impl Kernel for Add<'_> {
+impl SimdKernel for Add<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -103,7 +103,7 @@ pub(super) struct Silu<'a> {
     pub(super) out: &'a mut [f32],
 }
 
-impl Kernel for Silu<'_> {
+impl SimdKernel for Silu<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -124,7 +124,7 @@ pub(super) struct Gelu<'a> {
     pub(super) out: &'a mut [f32],
 }
 
-impl Kernel for Gelu<'_> {
+impl SimdKernel for Gelu<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -145,7 +145,7 @@ pub(super) struct Scale<'a> {
     pub(super) factor: f32,
 }
 
-impl Kernel for Scale<'_> {
+impl SimdKernel for Scale<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -166,7 +166,7 @@ pub(super) struct Rotate<'a> {
     pub(super) sin: &'a [f32],
 }
 
-impl Kernel for Rotate<'_> {
+impl SimdKernel for Rotate<'_> {
     type Output = ();
 
     #[inline(always)]

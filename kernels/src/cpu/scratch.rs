@@ -6,7 +6,7 @@ use quant::DType;
 
 /// What a worker computes with.
 #[derive(Clone, Debug)]
-pub struct WorkerShape {
+pub struct CpuWorkerShape {
     pub threads: usize,
     /// Rows of a step that go through the model together.
     pub rows_at_once: usize,
@@ -26,7 +26,7 @@ pub struct WorkerShape {
 }
 
 /// In bytes.
-pub fn predict(shape: &WorkerShape) -> u64 {
+pub fn predict_host_bytes(shape: &CpuWorkerShape) -> u64 {
     let widest = shape.embedding.max(shape.heads * shape.head_dim).max(shape.feed_forward);
     // Cosines and sines of the pairs of a head.
     let angles = shape.rows_at_once * shape.head_dim;
@@ -35,7 +35,7 @@ pub fn predict(shape: &WorkerShape) -> u64 {
     (product + attention::kept_bytes(shape) + floats) as u64
 }
 
-impl WorkerShape {
+impl CpuWorkerShape {
     /// What `ops::Backend::experts` takes while it runs: rows gathered for an expert and what it makes of them, its tensors, and
     /// a contribution of each expert to each row.
     fn expert_values(&self) -> usize {

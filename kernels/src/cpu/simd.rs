@@ -14,7 +14,7 @@ pub(super) const CACHE_LINE: usize = 64;
 
 /// A function that runs inside one instruction set. `run` and all it calls must be `#[inline(always)]`: code that is
 /// not inlined into [`Simd::vectorize`] is compiled without the instructions.
-pub(super) trait Kernel {
+pub(super) trait SimdKernel {
     type Output;
 
     fn run<S: Simd>(self, s: S) -> Self::Output;
@@ -22,12 +22,12 @@ pub(super) trait Kernel {
 
 /// Sixteen rows of equal stride in the bytes of a weight.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
+pub(super) struct StridedRows<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) stride: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> StridedRows<'a> {
     /// What starts `at` bytes into each of the 16 rows: pointer to that of row 0. Panics if `len` bytes there are not
     /// inside the slice for every row, so that implementations may read them.
     #[inline(always)]
@@ -42,7 +42,7 @@ impl<'a> Rows<'a> {
         let base = self.at(at, size_of::<T>());
         let mut out = [T::default(); 16];
         for (r, out) in out.iter_mut().enumerate() {
-            // SAFETY: `Rows::at` has checked that the bytes of a `T` are inside the slice for each row, and any bits are
+            // SAFETY: `StridedRows::at` has checked that the bytes of a `T` are inside the slice for each row, and any bits are
             // a `T`.
             *out = unsafe { base.add(r * self.stride).cast::<T>().read_unaligned() };
         }
@@ -59,7 +59,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
 
     /// Runs `kernel` compiled for these instructions, as a function of its own that is not inlined into its callers: a
     /// kernel may call another one in this way, so that one copy of it serves many callers.
-    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
+    fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F;
     fn load(self, x: &[f32; 16]) -> Self::F;
@@ -124,20 +124,20 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     fn dot_i16(self, acc: Self::I, w: Self::I, a: Self::I) -> Self::I;
 
     /// 16 bytes of each row: lane `r` of vector `k` holds bytes `4k` to `4k + 3` of row `r`.
-    fn transpose(self, rows: Rows<'_>, at: usize) -> [Self::I; 4];
+    fn transpose(self, rows: StridedRows<'_>, at: usize) -> [Self::I; 4];
 
     /// A hint that the cache line will be read soon.
     fn prefetch(self, bytes: &[u8]);
 
     /// Lane `r` is the f16 at `at` in row `r`.
     #[inline(always)]
-    fn gather_f16(self, rows: Rows<'_>, at: usize) -> Self::F {
+    fn gather_f16(self, rows: StridedRows<'_>, at: usize) -> Self::F {
         self.load_f16(&bytemuck::cast(rows.column::<u16>(at)))
     }
 
     /// Lane `r` is the little-endian u32 at `at` in row `r`.
     #[inline(always)]
-    fn gather_u32(self, rows: Rows<'_>, at: usize) -> Self::I {
+    fn gather_u32(self, rows: StridedRows<'_>, at: usize) -> Self::I {
         self.load_bytes(&bytemuck::cast(rows.column::<u32>(at)))
     }
 
@@ -181,7 +181,7 @@ mod tests {
         bytes: &'a [u8],
     }
 
-    impl Kernel for All<'_> {
+    impl SimdKernel for All<'_> {
         type Output = Vec<Vec<u32>>;
 
         #[inline(always)]
@@ -190,7 +190,7 @@ mod tests {
             let [i, j, k] = self.ints.map(|x| s.load_int(x));
             let seven_bits = s.and(i, s.int(0x7f7f_7f7f));
             let small = s.mul(s.to_float(s.sar::<8>(i)), s.splat(0.37));
-            let rows = Rows { bytes: self.bytes, stride: 19 };
+            let rows = StridedRows { bytes: self.bytes, stride: 19 };
             let mut out = Vec::new();
             let floats = [
                 s.splat(1.5),

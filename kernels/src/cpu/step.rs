@@ -7,7 +7,7 @@ use ops::{OpError, Step};
 const PROBES: [usize; 4] = [0, 16, 64, 256];
 
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+pub(super) struct StepRows {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
     /// Those of group 0, then those of group 1, and so on.
@@ -23,7 +23,7 @@ pub(super) struct Rows {
     pub(super) order: Vec<u32>,
 }
 
-impl Rows {
+impl StepRows {
     pub(super) fn set(&mut self, step: &Step<'_>) -> Result<(), OpError> {
         step.check("begin")?;
         let (rows, groups) = (step.rows(), step.groups());

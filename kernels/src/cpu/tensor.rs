@@ -4,13 +4,13 @@ use ops::OpError;
 
 /// `[rows_max, cols]` values, row-major.
 #[derive(Debug)]
-pub struct Tensor {
+pub struct CpuTensor {
     rows_max: usize,
     cols: usize,
     values: Vec<f32>,
 }
 
-impl Tensor {
+impl CpuTensor {
     pub(super) fn new(rows_max: usize, cols: usize) -> Result<Self, OpError> {
         let (op, what) = ("tensor", "an activation matrix");
         let len = rows_max.saturating_mul(cols);

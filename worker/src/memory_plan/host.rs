@@ -1,8 +1,8 @@
 //! The workspace of a worker on the host. Only the process as a whole can be measured there: each part is an upper
 //! bound, and `tests/workspace.rs` compares their sum with a worker under load.
 
-use kernels::cpu::{WorkerShape, predict};
-use models::{Limits, ModelDescription};
+use kernels::cpu::{CpuWorkerShape, predict_host_bytes};
+use models::{ModelDescription, ModelLimits};
 use ops::KvLayout;
 use quant::DType;
 
@@ -46,11 +46,11 @@ pub(super) fn worker_workspace(
 /// What the steps of one model take: the worker's own model, or its draft model.
 pub(super) fn model_workspace(
     config: &WorkerConfig,
-    limits: Limits,
+    limits: ModelLimits,
     model: &ModelDescription,
     dtypes: &[DType],
 ) -> WorkspaceBytes {
-    let shape = WorkerShape {
+    let shape = CpuWorkerShape {
         threads: config.threads,
         rows_at_once: limits.rows_at_once(),
         context_tokens: config
@@ -67,7 +67,7 @@ pub(super) fn model_workspace(
     };
     WorkspaceBytes {
         activations: model.workspace_tensors(limits).sum(),
-        scratch: predict(&shape),
+        scratch: predict_host_bytes(&shape),
         ..WorkspaceBytes::default()
     }
 }

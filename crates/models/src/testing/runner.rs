@@ -1,7 +1,7 @@
 //! Sequences run through a model, step by step.
 
 use super::ModelFile;
-use crate::{Limits, Model, build};
+use crate::{Model, ModelLimits, build};
 use anyhow::Result;
 use bytes::Bytes;
 use ops::{Backend, KvLayout, KvTypes, Step};
@@ -13,10 +13,10 @@ pub struct Runner<B: Backend> {
     backend: B,
     model: Box<dyn Model<B>>,
     kv: B::Kv,
-    sequences: Vec<Sequence>,
+    sequences: Vec<RunnerSequence>,
 }
 
-struct Sequence {
+struct RunnerSequence {
     /// One for each group of layers.
     tables: Vec<Vec<u32>>,
     /// Tokens that have been run.
@@ -33,7 +33,7 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         tokens_max: usize,
     ) -> Result<Self> {
         let rows_max = sequences * tokens_max;
-        let limits = Limits { rows_max, outputs_max: rows_max };
+        let limits = ModelLimits { rows_max, outputs_max: rows_max };
         let model = build(file.header().metadata(), file.weights()?, &mut backend, limits)?;
         let table_len = tokens_max.div_ceil(BLOCK_TOKENS);
         let layers = model.kv_layers(&types.into());
@@ -46,7 +46,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         let last = layout.blocks - 1;
         let table = |table| (0..table_len).map(|i| (last - (i * count + table)) as u32).collect();
         let tables = |sequence| (sequence * groups..(sequence + 1) * groups).map(table).collect();
-        let sequences = (0..sequences).map(|index| Sequence { tables: tables(index), len: 0 }).collect();
+        let sequences =
+            (0..sequences).map(|index| RunnerSequence { tables: tables(index), len: 0 }).collect();
         Ok(Self { backend, model, kv, sequences })
     }
 

@@ -9,11 +9,11 @@ pub struct HostKv {
     groups: usize,
     /// By layer.
     locations: Vec<KvLayerLocation>,
-    blocks: Vec<Block>,
+    blocks: Vec<HostKvBlock>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Block {
+struct HostKvBlock {
     /// Whose layers it holds: those of the group that was the last to write.
     group: usize,
     /// By slot: `block_tokens` times keys then values of one token.
@@ -29,7 +29,7 @@ impl HostKv {
         Ok(Self {
             layout: layout.clone(),
             locations: layout.layer_locations(&groups),
-            blocks: vec![Block::default(); layout.blocks],
+            blocks: vec![HostKvBlock::default(); layout.blocks],
             groups: groups.len(),
         })
     }
@@ -66,7 +66,7 @@ impl HostKv {
         let token_values = key.len() + value.len();
         let block = &mut self.blocks[index];
         if block.group != location.group {
-            *block = Block { group: location.group, parts: Vec::new() };
+            *block = HostKvBlock { group: location.group, parts: Vec::new() };
         }
         if block.parts.len() <= location.slot {
             block.parts.resize(location.slot + 1, None);
@@ -88,7 +88,7 @@ impl HostKv {
     }
 
     pub(super) fn trim(&mut self, blocks: usize) {
-        self.blocks.iter_mut().skip(blocks).for_each(|block| *block = Block::default());
+        self.blocks.iter_mut().skip(blocks).for_each(|block| *block = HostKvBlock::default());
     }
 
     pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {

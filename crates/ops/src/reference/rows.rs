@@ -3,7 +3,7 @@
 use crate::{AttentionSpan, OpError, Step};
 
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+pub(super) struct ReferenceStep {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
     pub(super) outputs: Vec<u32>,
@@ -13,7 +13,7 @@ pub(super) struct Rows {
     tables: Vec<Vec<u32>>,
 }
 
-impl Rows {
+impl ReferenceStep {
     pub(super) fn new(step: &Step<'_>) -> Result<Self, OpError> {
         step.check("begin")?;
         Ok(Self {

@@ -1,16 +1,16 @@
 //! Results of splits: `[largest score, sum of shares, values times shares ..]` per query; no keys: sum 0.
 
 use crate::cpu::math;
-use crate::cpu::simd::{Kernel, Simd};
+use crate::cpu::simd::{Simd, SimdKernel};
 
 /// Adds the split `partial` to the splits before it, for each query.
-pub(super) struct Merge<'a> {
+pub(super) struct MergeSplits<'a> {
     pub(super) total: &'a mut [f32],
     pub(super) partial: &'a [f32],
     pub(super) width: usize,
 }
 
-impl Kernel for Merge<'_> {
+impl SimdKernel for MergeSplits<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -36,12 +36,12 @@ impl Kernel for Merge<'_> {
 }
 
 /// `out = values / sum of shares`.
-pub(super) struct Finish<'a> {
+pub(super) struct NormalizeHead<'a> {
     pub(super) total: &'a [f32],
     pub(super) out: &'a mut [f32],
 }
 
-impl Kernel for Finish<'_> {
+impl SimdKernel for NormalizeHead<'_> {
     type Output = ();
 
     #[inline(always)]

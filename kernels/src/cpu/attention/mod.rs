@@ -21,13 +21,13 @@
 mod merge;
 mod split;
 
-use super::kv::{Kv, LayerView};
-use super::pool::Pool;
-use super::scratch::WorkerShape;
-use super::step::Rows;
+use super::kv::{CpuKv, LayerView};
+use super::pool::ThreadPool;
+use super::scratch::CpuWorkerShape;
+use super::step::StepRows;
 use super::tensor::SharedRows;
 use super::{Isa, element};
-use merge::{Finish, Merge};
+use merge::{MergeSplits, NormalizeHead};
 use ops::{AttentionSpan, AttentionSpec, KvType, OpError};
 use split::{Query, Split, SplitScratch};
 use std::ops::Range;
@@ -42,22 +42,22 @@ const PIECES_PER_THREAD: usize = 2;
 
 /// Room that is kept from call to call.
 #[derive(Default)]
-pub(super) struct Buffers {
-    threads: Vec<Mutex<Scratch>>,
+pub(super) struct AttentionBuffers {
+    threads: Vec<Mutex<AttentionScratch>>,
     /// Results of splits that are pieces of their own.
     partials: Vec<f32>,
 }
 
 #[derive(Default)]
-struct Scratch {
+struct AttentionScratch {
     split: SplitScratch,
     partial: Vec<f32>,
     total: Vec<f32>,
 }
 
 /// What [`attend`] comes to keep.
-pub(super) fn kept_bytes(shape: &WorkerShape) -> usize {
-    let WorkerShape { threads, heads, kv_heads, head_dim, context_tokens, .. } = *shape;
+pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
+    let CpuWorkerShape { threads, heads, kv_heads, head_dim, context_tokens, .. } = *shape;
     let queries = TILE.max(heads / kv_heads.max(1));
     let result = queries * (2 + head_dim) * size_of::<f32>();
     let of_thread = queries * SPLIT * size_of::<f32>() + 2 * result;
@@ -70,9 +70,9 @@ pub(super) fn kept_bytes(shape: &WorkerShape) -> usize {
 }
 
 /// What an op call is about.
-pub(super) struct Call<'a> {
+pub(super) struct AttentionCall<'a> {
     pub(super) isa: Isa,
-    pub(super) step: &'a Rows,
+    pub(super) step: &'a StepRows,
     pub(super) view: LayerView<'a>,
     pub(super) spec: &'a AttentionSpec,
     /// Rows of all heads.
@@ -83,8 +83,8 @@ pub(super) struct Call<'a> {
 /// Rows whose sequences and cache blocks are fit to be read.
 pub(super) fn check(
     op: &'static str,
-    step: &Rows,
-    kv: &Kv,
+    step: &StepRows,
+    kv: &CpuKv,
     layer: usize,
     view: &LayerView<'_>,
 ) -> Result<(), OpError> {
@@ -102,14 +102,14 @@ pub(super) fn check(
     Ok(())
 }
 
-pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
+pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call: &AttentionCall<'_>) {
     let spec = call.spec;
     let group = spec.heads / spec.kv_heads;
     let tiles: Vec<&[u32]> = call.tiles((TILE / group).max(1)).collect();
     let pieces: Vec<(&[u32], usize)> =
         (0..spec.kv_heads).flat_map(|head| tiles.iter().map(move |&tile| (tile, head))).collect();
     buffers.threads.resize_with(pool.threads(), Mutex::default);
-    let Buffers { threads, partials } = buffers;
+    let AttentionBuffers { threads, partials } = buffers;
     let threads = &threads[..];
 
     let splits_of = |rows: &[u32]| call.splits_of(rows);
@@ -119,7 +119,7 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
         pool.run(pieces.len(), &|piece, thread| {
             let (rows, kv_head) = pieces[piece];
             let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            let Scratch { split: split_scratch, partial, total } = &mut *scratch;
+            let AttentionScratch { split: split_scratch, partial, total } = &mut *scratch;
             let queries = call.queries_of(rows, kv_head);
             let width = call.partial_width();
             partial.resize(queries.len() * width, 0.0);
@@ -130,7 +130,7 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
                 let into = if split == first { &mut *total } else { &mut *partial };
                 call.split(&queries, rows, kv_head, split, into, split_scratch);
                 if split > first {
-                    call.isa.run(Merge { total, partial, width });
+                    call.isa.run(MergeSplits { total, partial, width });
                 }
             }
             call.finish(rows, kv_head, total);
@@ -166,22 +166,22 @@ pub(super) fn attend(pool: &mut Pool, buffers: &mut Buffers, call: &Call<'_>) {
         let (_, _, at, size) = same_piece[0];
         let (total, rest) = partials[at..].split_at_mut(size);
         for partial in rest.chunks_exact(size).take(same_piece.len() - 1) {
-            call.isa.run(Merge { total, partial, width });
+            call.isa.run(MergeSplits { total, partial, width });
         }
         call.finish(rows, kv_head, total);
     }
 }
 
 /// That any of the rows sees.
-fn first_position(step: &Rows, rows: &[u32], span: AttentionSpan) -> usize {
+fn first_position(step: &StepRows, rows: &[u32], span: AttentionSpan) -> usize {
     rows.iter().map(|&row| span.first_position(step.positions[row as usize] as usize)).min().unwrap_or(0)
 }
 
-fn last_position(step: &Rows, rows: &[u32]) -> usize {
+fn last_position(step: &StepRows, rows: &[u32]) -> usize {
     rows.iter().map(|&row| step.positions[row as usize]).max().unwrap_or(0) as usize
 }
 
-impl Call<'_> {
+impl AttentionCall<'_> {
     /// Runs of at most `rows_max` rows that see the same keys in the first split of the first one.
     fn tiles(&self, rows_max: usize) -> impl Iterator<Item = &[u32]> {
         let first_split = |row: u32| self.splits_of(&[row]).start;
@@ -274,7 +274,7 @@ impl Call<'_> {
             KvType::F32 => self.isa.run(Split::<element::F32>::new(args)),
             KvType::F16 => self.isa.run(Split::<element::F16>::new(args)),
             KvType::Bf16 => self.isa.run(Split::<element::Bf16>::new(args)),
-            KvType::Q8_0 => self.isa.run(Split::<element::Q8_0>::new(args)),
+            KvType::Q8_0 => self.isa.run(Split::<element::Q8_0Element>::new(args)),
         }
     }
 
@@ -285,7 +285,7 @@ impl Call<'_> {
         for ((r, head), total) in heads.zip(totals) {
             // SAFETY: the tensor is borrowed while `attend` runs, and a head of a row belongs to one piece.
             let out = unsafe { self.out.part(r, head * dim, dim) };
-            self.isa.run(Finish { total, out });
+            self.isa.run(NormalizeHead { total, out });
         }
     }
 }

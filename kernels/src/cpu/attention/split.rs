@@ -4,7 +4,7 @@ use super::SPLIT;
 use crate::cpu::element::{Element, F16, SCALE_BYTES, Stored};
 use crate::cpu::kv::LayerView;
 use crate::cpu::math;
-use crate::cpu::simd::{CACHE_LINE, Kernel, Simd};
+use crate::cpu::simd::{CACHE_LINE, Simd, SimdKernel};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -47,7 +47,7 @@ impl<'a, E> Split<'a, E> {
     }
 }
 
-impl<E: Stored> Kernel for Split<'_, E> {
+impl<E: Stored> SimdKernel for Split<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -93,7 +93,7 @@ struct Positions<'a, E> {
 
 /// Computes scores, shares and sums of values of `T` queries.
 ///
-/// Compiled for each element type, instruction set and `T`. What need not be is a kernel of its own: [`Shares`] serves
+/// Compiled for each element type, instruction set and `T`. What need not be is a kernel of its own: [`SoftmaxNumerators`] serves
 /// every `T` and type, and [`Values`] of one query serves every `T`.
 struct Tile<'a, 'b, E, const T: usize> {
     positions: &'a Positions<'a, E>,
@@ -104,7 +104,7 @@ struct Tile<'a, 'b, E, const T: usize> {
     keys: &'a mut [Vec<u8>; 2],
 }
 
-impl<E: Stored, const T: usize> Kernel for Tile<'_, '_, E, T> {
+impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
     type Output = ();
 
     #[inline(always)]
@@ -135,7 +135,7 @@ impl<E: Stored, const T: usize> Kernel for Tile<'_, '_, E, T> {
         let width = 2 + dim;
         for t in 0..T {
             let scores = &mut scores[t * SPLIT..][..SPLIT];
-            let (largest, sum) = s.vectorize(Shares { scores, seen: first[t]..seen[t] });
+            let (largest, sum) = s.vectorize(SoftmaxNumerators { scores, seen: first[t]..seen[t] });
             partials[t * width..][..2].copy_from_slice(&[largest, sum]);
         }
         // What all queries see together; before it what only some do, and behind it the rest of each.
@@ -185,7 +185,7 @@ struct Values<'a, E, const T: usize> {
     partials: &'a mut [f32],
 }
 
-impl<E: Stored, const T: usize> Kernel for Values<'_, E, T> {
+impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
     type Output = ();
 
     #[inline(always)]
@@ -449,12 +449,12 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
 
 /// Turns the scores `seen` into shares of the largest, and gives the largest score and the sum of shares. What stands
 /// beside them becomes zero, to multiples of 16.
-struct Shares<'a> {
+struct SoftmaxNumerators<'a> {
     scores: &'a mut [f32],
     seen: Range<usize>,
 }
 
-impl Kernel for Shares<'_> {
+impl SimdKernel for SoftmaxNumerators<'_> {
     type Output = (f32, f32);
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! Rows of values, rounded to int8 blocks by the rules of `quant` (whose functions are the truth for these): activations,
 //! and keys and values of type q8_0.
 
-use crate::cpu::simd::{Kernel, Simd};
+use crate::cpu::simd::{Simd, SimdKernel};
 use half::f16;
 
 /// 32 values for weights in blocks of 32: Q8_0 and Q8_1 in one.
@@ -39,7 +39,7 @@ pub(in crate::cpu) struct Round<'a, B> {
     pub(in crate::cpu) out: &'a mut [B],
 }
 
-impl Kernel for Round<'_, Rounded32> {
+impl SimdKernel for Round<'_, Rounded32> {
     type Output = ();
 
     #[inline(always)]
@@ -67,7 +67,7 @@ impl Kernel for Round<'_, Rounded32> {
     }
 }
 
-impl Kernel for Round<'_, Rounded256> {
+impl SimdKernel for Round<'_, Rounded256> {
     type Output = ();
 
     #[inline(always)]

@@ -1,8 +1,8 @@
 //! Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: 32 values with one scale, and for the `_1` types one minimum.
 
 use super::activation::Rounded32;
-use super::format::{Family, Format, GROUP, Quants, Sink};
-use crate::cpu::simd::{Rows, Simd};
+use super::format::{BlockFamily, Format, GROUP, Quants, Sink};
+use crate::cpu::simd::{Simd, StridedRows};
 use bytemuck::{Pod, Zeroable};
 
 /// One block of 16 rows. Word `k` of them holds values `4k` to `4k + 3`, as unsigned bytes.
@@ -34,7 +34,7 @@ pub(super) enum Q5_1 {}
 /// `FULL`: stored quants use all eight bits.
 pub(super) enum Family32<const FULL: bool> {}
 
-impl<const FULL: bool> Family for Family32<FULL> {
+impl<const FULL: bool> BlockFamily for Family32<FULL> {
     type Window = Window32;
     type Rounded = Rounded32;
     type Lanes = Lanes32;
@@ -80,25 +80,25 @@ impl<const FULL: bool> Family for Family32<FULL> {
 macro_rules! format {
     ($format:ident, $bytes:expr, $full:expr, $quants:expr, $unpack:ident($($argument:expr),*)) => {
         impl Format for $format {
-            type Family = Family32<$full>;
+            type BlockFamily = Family32<$full>;
             const LEN: usize = 32;
             const BYTES: usize = $bytes;
             const QUANTS: Quants = $quants;
 
             #[inline(always)]
-            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+            fn unpack<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
                 $unpack(s, rows, at, $($argument,)* sink);
             }
 
             #[inline(always)]
-            fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window32) {
+            fn unpack_window<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, window: &mut Window32) {
                 Self::unpack(s, rows, at, window);
             }
 
             #[inline(always)]
-            fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes32) -> S::F {
+            fn terms<S: Simd>(s: S, blocks: StridedRows<'_>, at: usize, lanes: &Lanes32) -> S::F {
                 let (zero, none) = (s.splat(0.0), s.int(0));
-                let mut sink = Dots::<'_, S, $full> { lanes, dots: none, d: zero, m: zero };
+                let mut sink = Dots32::<'_, S, $full> { lanes, dots: none, d: zero, m: zero };
                 if let Quants::Offset(offset) = Self::QUANTS {
                     sink.dots = s.mul_int(s.load_int(&lanes.sums), s.int(-offset));
                 }
@@ -158,14 +158,14 @@ impl<S: Simd> Sink<S> for Window32 {
 }
 
 /// Multiplies values as they come.
-struct Dots<'a, S: Simd, const FULL: bool> {
+struct Dots32<'a, S: Simd, const FULL: bool> {
     lanes: &'a Lanes32,
     dots: S::I,
     d: S::F,
     m: S::F,
 }
 
-impl<S: Simd, const FULL: bool> Sink<S> for Dots<'_, S, FULL> {
+impl<S: Simd, const FULL: bool> Sink<S> for Dots32<'_, S, FULL> {
     #[inline(always)]
     fn scale(&mut self, _: S, d: S::F) {
         self.d = d;
@@ -197,7 +197,7 @@ fn dot<S: Simd, const FULL: bool>(s: S, acc: S::I, w: S::I, a: S::I) -> S::I {
 
 /// d, qs[32].
 #[inline(always)]
-fn unpack_q8_0<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+fn unpack_q8_0<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     sink.scale(s, s.gather_f16(rows, at));
     let sign = s.int(0x8080_8080_u32 as i32);
     let mut words = eight(s.transpose(rows, at + 2), s.transpose(rows, at + 18));
@@ -212,7 +212,7 @@ fn unpack_q8_0<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>
 #[inline(always)]
 fn unpack_nibbles<S: Simd>(
     s: S,
-    rows: Rows<'_>,
+    rows: StridedRows<'_>,
     at: usize,
     nibbles: usize,
     fifth: Option<usize>,

@@ -4,29 +4,35 @@
 //! AVX-512. Activations stay f32, as in `ops::Reference`.
 
 use super::format::GROUP;
-use super::linear::Layer;
+use super::linear::LinearLayer;
 use super::{AHEAD_BYTES, prefetch};
 use crate::cpu::Isa;
 use crate::cpu::element::Element;
-use crate::cpu::simd::{Kernel, Simd};
+use crate::cpu::simd::{Simd, SimdKernel};
 use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Groups of a layer times all rows of `x`.
-pub(super) fn product<E: Element>(isa: Isa, layer: &Layer<'_>, groups: Range<usize>, x: &[f32], n_in: usize) {
+pub(super) fn product<E: Element>(
+    isa: Isa,
+    layer: &LinearLayer<'_>,
+    groups: Range<usize>,
+    x: &[f32],
+    n_in: usize,
+) {
     let outputs = groups.start * GROUP..(groups.end * GROUP).min(layer.n_out);
-    isa.run(Product::<E> { layer, outputs, x, n_in, element: PhantomData });
+    isa.run(FloatProduct::<E> { layer, outputs, x, n_in, element: PhantomData });
 }
 
-struct Product<'a, E> {
-    layer: &'a Layer<'a>,
+struct FloatProduct<'a, E> {
+    layer: &'a LinearLayer<'a>,
     outputs: Range<usize>,
     x: &'a [f32],
     n_in: usize,
     element: PhantomData<E>,
 }
 
-impl<E: Element> Kernel for Product<'_, E> {
+impl<E: Element> SimdKernel for FloatProduct<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -51,7 +57,7 @@ impl<E: Element> Kernel for Product<'_, E> {
     }
 }
 
-impl<E: Element> Product<'_, E> {
+impl<E: Element> FloatProduct<'_, E> {
     /// `R` weight rows times `C` activation rows.
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const C: usize>(&self, s: S, output: usize, row: usize) {

@@ -1,7 +1,7 @@
 //! What a quantised weight format must offer to be multiplied.
 
 use super::prefetch;
-use crate::cpu::simd::{Kernel, Rows, Simd};
+use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use bytemuck::Pod;
 
 /// Rows of a group: one per lane.
@@ -31,7 +31,7 @@ pub(super) enum Quants {
 }
 
 /// Formats whose windows look alike and are multiplied by the same code.
-pub(super) trait Family: 'static {
+pub(super) trait BlockFamily: 'static {
     /// One block of each of the 16 rows of a group, unpacked.
     type Window: Pod;
     /// One block of an activation row.
@@ -51,7 +51,7 @@ pub(super) trait Family: 'static {
 
 /// A block format, as a type without values.
 pub(super) trait Format: 'static {
-    type Family: Family;
+    type BlockFamily: BlockFamily;
 
     /// Values per block.
     const LEN: usize;
@@ -60,29 +60,29 @@ pub(super) trait Format: 'static {
     const QUANTS: Quants;
 
     /// Unpacks the block that starts `at` bytes into each row.
-    fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>);
+    fn unpack<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>);
 
     /// As `unpack`, into a window.
-    fn unpack_window<S: Simd>(s: S, rows: Rows<'_>, at: usize, window: &mut Window<Self>);
+    fn unpack_window<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, window: &mut Window<Self>);
 
     /// The terms of 16 blocks and as many activation blocks; lanes are blocks.
-    fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes<Self>) -> S::F;
+    fn terms<S: Simd>(s: S, blocks: StridedRows<'_>, at: usize, lanes: &Lanes<Self>) -> S::F;
 }
 
-pub(super) type Window<Q> = <<Q as Format>::Family as Family>::Window;
-pub(super) type Rounded<Q> = <<Q as Format>::Family as Family>::Rounded;
-pub(super) type Lanes<Q> = <<Q as Format>::Family as Family>::Lanes;
+pub(super) type Window<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Window;
+pub(super) type RoundedBlock<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Rounded;
+pub(super) type Lanes<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Lanes;
 
 /// Unpacks consecutive blocks, the first `at` bytes into each row.
 pub(super) struct Unpack<'a, Q: Format> {
-    pub(super) rows: Rows<'a>,
+    pub(super) rows: StridedRows<'a>,
     pub(super) at: usize,
     pub(super) windows: &'a mut [Window<Q>],
     /// Bytes that will be needed next.
     pub(super) ahead: &'a [u8],
 }
 
-impl<Q: Format> Kernel for Unpack<'_, Q> {
+impl<Q: Format> SimdKernel for Unpack<'_, Q> {
     type Output = ();
 
     #[inline(always)]
@@ -96,7 +96,7 @@ impl<Q: Format> Kernel for Unpack<'_, Q> {
 }
 
 /// Adds the terms of a window to the results of `C` activation rows and up to 16 weight rows.
-pub(super) struct Accumulate<'a, M: Family, const C: usize> {
+pub(super) struct Accumulate<'a, M: BlockFamily, const C: usize> {
     pub(super) windows: &'a [M::Window],
     pub(super) rounded: [&'a [M::Rounded]; C],
     pub(super) quants: Quants,
@@ -107,7 +107,7 @@ pub(super) struct Accumulate<'a, M: Family, const C: usize> {
     pub(super) bias: Option<&'a [f32]>,
 }
 
-impl<M: Family, const C: usize> Kernel for Accumulate<'_, M, C> {
+impl<M: BlockFamily, const C: usize> SimdKernel for Accumulate<'_, M, C> {
     type Output = ();
 
     #[inline(always)]

@@ -4,12 +4,12 @@ use super::activation::{Round, Rounded32, Rounded256};
 use super::block32::{Lanes32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
 use super::block256::{Lanes256, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K};
 use super::float;
-use super::format::{Accumulate, Format, GROUP, Lanes, Rounded, Unpack, Window};
+use super::format::{Accumulate, Format, GROUP, Lanes, RoundedBlock, Unpack, Window};
 use super::one_row::{OneRow, lanes_of};
 use crate::cpu::Isa;
 use crate::cpu::element::{Bf16, F16, F32};
-use crate::cpu::pool::Pool;
-use crate::cpu::simd::Rows;
+use crate::cpu::pool::ThreadPool;
+use crate::cpu::simd::StridedRows;
 use crate::cpu::tensor::SharedRows;
 use bytemuck::{Pod, Zeroable};
 use quant::DType;
@@ -22,7 +22,7 @@ const FEW_ROWS: usize = 8;
 const FEW_WINDOW_BYTES: usize = 8 << 10;
 /// Window of many rows: leaves half of 1 MiB of L2 to activations and results.
 const MANY_WINDOW_BYTES: usize = 256 << 10;
-/// Largest piece, in the units of [`Layer::cost`]: some 6 us at memory speed.
+/// Largest piece, in the units of [`LinearLayer::cost`]: some 6 us at memory speed.
 const PIECE_COST: usize = 128 << 10;
 /// Layers that cost less together stay with the caller: other threads take 1 to 2 us to notice a job.
 const PARALLEL_COST: usize = 96 << 10;
@@ -32,7 +32,7 @@ const PARALLEL_VALUES: usize = 32 << 10;
 const PIECES_PER_THREAD: usize = 4;
 
 /// One linear layer. Its bytes are whole rows, checked.
-pub(in crate::cpu) struct Layer<'a> {
+pub(in crate::cpu) struct LinearLayer<'a> {
     pub(in crate::cpu) dtype: DType,
     pub(in crate::cpu) bytes: &'a [u8],
     pub(in crate::cpu) n_out: usize,
@@ -42,19 +42,19 @@ pub(in crate::cpu) struct Layer<'a> {
 
 /// Activation rows, and room for what they are rounded to.
 #[derive(Default)]
-pub(in crate::cpu) struct Input {
+pub(in crate::cpu) struct ActivationBuffers {
     rounded32: Vec<Rounded32>,
     rounded256: Vec<Rounded256>,
     /// The same of a single row, 16 blocks side by side.
     lanes32: Vec<Lanes32>,
     lanes256: Vec<Lanes256>,
-    scratch: Vec<Mutex<Scratch>>,
+    scratch: Vec<Mutex<ProductScratch>>,
 }
 
 /// What a thread needs for itself.
 #[derive(Default)]
-struct Scratch {
-    windows: Vec<Line>,
+struct ProductScratch {
+    windows: Vec<CacheLine>,
     /// Rows of a last group that has fewer than 16, or the last blocks of one, padded.
     padded: Vec<u8>,
     /// Terms of a group and a single activation row.
@@ -63,7 +63,7 @@ struct Scratch {
 
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; 64]);
+struct CacheLine([u8; 64]);
 
 /// What [`multiply`] comes to keep for so many rows of at most `n_in` values.
 pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtypes: &[DType]) -> usize {
@@ -82,11 +82,11 @@ pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtype
 /// `out[r] = weight x[r] (+ bias)` for each layer; `x` is rows of `n_in` values. None of a type without a kernel.
 pub(in crate::cpu) fn multiply(
     isa: Isa,
-    pool: &mut Pool,
-    input: &mut Input,
+    pool: &mut ThreadPool,
+    input: &mut ActivationBuffers,
     x: &[f32],
     n_in: usize,
-    layers: &[Layer<'_>],
+    layers: &[LinearLayer<'_>],
 ) {
     if x.is_empty() || n_in == 0 {
         return;
@@ -124,7 +124,7 @@ pub(in crate::cpu) fn multiply(
         let mut scratch = input.scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
         let r32 = (&input.rounded32[..], &input.lanes32[..]);
         let r256 = (&input.rounded256[..], &input.lanes256[..]);
-        let job = Job { isa, layer, groups: groups.clone(), rows, n_in };
+        let job = LinearPiece { isa, layer, groups: groups.clone(), rows, n_in };
         match layer.dtype {
             DType::F32 => float::product::<F32>(isa, layer, groups.clone(), x, n_in),
             DType::F16 => float::product::<F16>(isa, layer, groups.clone(), x, n_in),
@@ -150,7 +150,7 @@ pub(in crate::cpu) fn multiply(
     }
 }
 
-impl Layer<'_> {
+impl LinearLayer<'_> {
     /// Weight bytes, and what multiplying them adds: eight rows take about twice the time of one.
     fn cost(&self, rows: usize) -> usize {
         self.bytes.len() * (7 + rows) / 8
@@ -159,7 +159,7 @@ impl Layer<'_> {
 
 /// Rounds every row into `out`, several rows at once.
 fn round<B: Copy + Default + Send>(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     x: &[f32],
     n_in: usize,
     out: &mut Vec<B>,
@@ -183,16 +183,20 @@ fn round<B: Copy + Default + Send>(
 }
 
 /// A run of groups of one layer.
-struct Job<'a> {
+struct LinearPiece<'a> {
     isa: Isa,
-    layer: &'a Layer<'a>,
+    layer: &'a LinearLayer<'a>,
     groups: Range<usize>,
     rows: usize,
     n_in: usize,
 }
 
-impl Job<'_> {
-    fn product<Q: Format>(&self, (rounded, lanes): (&[Rounded<Q>], &[Lanes<Q>]), scratch: &mut Scratch) {
+impl LinearPiece<'_> {
+    fn product<Q: Format>(
+        &self,
+        (rounded, lanes): (&[RoundedBlock<Q>], &[Lanes<Q>]),
+        scratch: &mut ProductScratch,
+    ) {
         if self.rows == 1 {
             return self.product_of_one::<Q>(lanes, scratch);
         }
@@ -204,9 +208,9 @@ impl Job<'_> {
         let depth = (budget / window_bytes).clamp(1, blocks);
         let width = if few { 1 } else { (budget / window_bytes / depth).max(1) };
 
-        let lines = width * depth * window_bytes / size_of::<Line>();
+        let lines = width * depth * window_bytes / size_of::<CacheLine>();
         if scratch.windows.len() < lines {
-            scratch.windows.resize(lines, Line::zeroed());
+            scratch.windows.resize(lines, CacheLine::zeroed());
         }
         let windows: &mut [Window<Q>] = bytemuck::cast_slice_mut(&mut scratch.windows[..lines]);
 
@@ -240,7 +244,7 @@ impl Job<'_> {
         }
     }
 
-    fn product_of_one<Q: Format>(&self, lanes: &[Lanes<Q>], scratch: &mut Scratch) {
+    fn product_of_one<Q: Format>(&self, lanes: &[Lanes<Q>], scratch: &mut ProductScratch) {
         let row_bytes = self.n_in / Q::LEN * Q::BYTES;
         let outputs = self.groups.start * GROUP..(self.groups.end * GROUP).min(self.layer.n_out);
         self.isa.run(OneRow::<Q> {
@@ -268,7 +272,7 @@ impl Job<'_> {
         let bytes = &self.layer.bytes[group * group_bytes..];
         let at = span.start * Q::BYTES;
         if bytes.len() >= group_bytes {
-            let rows = Rows { bytes: &bytes[..group_bytes], stride: row_bytes };
+            let rows = StridedRows { bytes: &bytes[..group_bytes], stride: row_bytes };
             // The next group's bytes are asked for in the order of memory.
             let ahead = bytes.get(group_bytes + GROUP * at..).unwrap_or_default();
             self.isa.run(Unpack::<Q> { rows, at, windows, ahead });
@@ -279,7 +283,7 @@ impl Job<'_> {
             for (row, padded) in bytes.chunks_exact(row_bytes).zip(padded.chunks_exact_mut(span_bytes)) {
                 padded.copy_from_slice(&row[at..][..span_bytes]);
             }
-            let rows = Rows { bytes: padded, stride: span_bytes };
+            let rows = StridedRows { bytes: padded, stride: span_bytes };
             self.isa.run(Unpack::<Q> { rows, at: 0, windows, ahead: &[] });
         }
     }
@@ -289,14 +293,14 @@ impl Job<'_> {
         group: usize,
         span: &Range<usize>,
         windows: &[Window<Q>],
-        rounded: &[Rounded<Q>],
+        rounded: &[RoundedBlock<Q>],
         row: usize,
     ) {
         let blocks = self.n_in / Q::LEN;
         let from = group * GROUP;
         let len = GROUP.min(self.layer.n_out - from);
         let bias = self.layer.bias.filter(|_| span.end == blocks).map(|bias| &bias[from..][..len]);
-        self.isa.run(Accumulate::<Q::Family, C> {
+        self.isa.run(Accumulate::<Q::BlockFamily, C> {
             windows,
             rounded: std::array::from_fn(|c| &rounded[(row + c) * blocks..][..blocks][span.clone()]),
             // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one piece each, and the

@@ -30,7 +30,7 @@ mod linear;
 mod one_row;
 
 pub(super) use activation::{Round, Rounded32};
-pub(super) use linear::{Input, Layer, kept_bytes, multiply};
+pub(super) use linear::{ActivationBuffers, LinearLayer, kept_bytes, multiply};
 
 use super::simd::{CACHE_LINE, Simd};
 

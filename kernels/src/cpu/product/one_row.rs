@@ -8,7 +8,7 @@
 
 use super::format::{Format, GROUP, Lanes};
 use super::{AHEAD_BYTES, prefetch};
-use crate::cpu::simd::{Kernel, Rows, Simd};
+use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 
 /// Activation blocks side by side as the weight's sixteens of blocks need them, until the pattern repeats.
 pub(super) fn lanes_of<B: Copy, L: From<[B; GROUP]>>(rounded: &[B], lanes: &mut Vec<L>) {
@@ -40,7 +40,7 @@ pub(super) struct OneRow<'a, Q: Format> {
     pub(super) padded: &'a mut Vec<u8>,
 }
 
-impl<Q: Format> Kernel for OneRow<'_, Q> {
+impl<Q: Format> SimdKernel for OneRow<'_, Q> {
     type Output = ();
 
     #[inline(always)]
@@ -54,7 +54,7 @@ impl<Q: Format> Kernel for OneRow<'_, Q> {
             let mut terms = self.terms.as_chunks_mut::<GROUP>().0.iter_mut();
             for (i, batch) in batches.chunks_exact(GROUP * Q::BYTES).enumerate() {
                 prefetch(s, self.layer, g * group_bytes + i * batch.len() + AHEAD_BYTES, batch.len());
-                let rows = Rows { bytes: batch, stride: Q::BYTES };
+                let rows = StridedRows { bytes: batch, stride: Q::BYTES };
                 if let Some(terms) = terms.next() {
                     s.store(Q::terms(s, rows, 0, &self.lanes[phase]), terms);
                 }
@@ -64,7 +64,7 @@ impl<Q: Format> Kernel for OneRow<'_, Q> {
                 self.padded.clear();
                 self.padded.extend_from_slice(rest);
                 self.padded.resize(GROUP * Q::BYTES, 0);
-                let rows = Rows { bytes: self.padded, stride: Q::BYTES };
+                let rows = StridedRows { bytes: self.padded, stride: Q::BYTES };
                 s.store(Q::terms(s, rows, 0, &self.lanes[phase]), terms);
             }
 
@@ -80,7 +80,7 @@ impl<Q: Format> Kernel for OneRow<'_, Q> {
 /// Lane `r` is `((0 + t_0) + t_1) + ..` of the terms of row `r`.
 #[inline(always)]
 fn row_sums<S: Simd>(s: S, terms: &[f32], blocks: usize) -> S::F {
-    let rows = Rows { bytes: bytemuck::cast_slice(terms), stride: 4 * blocks };
+    let rows = StridedRows { bytes: bytemuck::cast_slice(terms), stride: 4 * blocks };
     let mut sums = s.splat(0.0);
     let mut b = 0;
     while b + 4 <= blocks {

@@ -1,6 +1,6 @@
 //! [`Simd`] on AVX2 with FMA and F16C (Haswell, Zen and later): a vector of 16 lanes is two registers.
 
-use crate::cpu::simd::{Kernel, Rows, Simd};
+use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use std::arch::x86_64::*;
 
 /// Proof that the processor has what [`Avx2::detect`] looks for.
@@ -18,7 +18,7 @@ impl Avx2 {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline(never)]
-fn run<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
+fn run<K: SimdKernel>(s: Avx2, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
@@ -60,7 +60,7 @@ impl Simd for Avx2 {
     type I = [__m256i; 2];
 
     #[inline(always)]
-    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+    fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         x!(run(self, kernel))
     }
 
@@ -299,11 +299,11 @@ impl Simd for Avx2 {
 
     /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l` to `4l + 3`.
     #[inline(always)]
-    fn transpose(self, rows: Rows<'_>, at: usize) -> [Self::I; 4] {
+    fn transpose(self, rows: StridedRows<'_>, at: usize) -> [Self::I; 4] {
         let base = rows.at(at, 16);
         let mut out = [self.int(0); 4];
         for half in 0..2 {
-            // SAFETY: features as above; `Rows::at` has checked that 16 bytes at `base + r * stride` are inside the
+            // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r * stride` are inside the
             // slice for each r below 16.
             unsafe {
                 let row = |r: usize| _mm_loadu_si128(base.add((8 * half + r) * rows.stride).cast());

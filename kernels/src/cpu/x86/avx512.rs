@@ -1,6 +1,6 @@
 //! [`Simd`] on AVX-512 with VNNI (Ice Lake, Zen 4 and later): a vector of 16 lanes is one register.
 
-use crate::cpu::simd::{Kernel, Rows, Simd};
+use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use std::arch::x86_64::*;
 
 /// Proof that the processor has what [`Avx512::detect`] looks for.
@@ -23,7 +23,7 @@ impl Avx512 {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 #[inline(never)]
-fn run<K: Kernel>(s: Avx512, kernel: K) -> K::Output {
+fn run<K: SimdKernel>(s: Avx512, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
@@ -41,7 +41,7 @@ impl Simd for Avx512 {
     type I = __m512i;
 
     #[inline(always)]
-    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+    fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         x!(run(self, kernel))
     }
 
@@ -220,9 +220,9 @@ impl Simd for Avx512 {
 
     /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l` to `4l + 3`.
     #[inline(always)]
-    fn transpose(self, rows: Rows<'_>, at: usize) -> [__m512i; 4] {
+    fn transpose(self, rows: StridedRows<'_>, at: usize) -> [__m512i; 4] {
         let base = rows.at(at, 16);
-        // SAFETY: features as above; `Rows::at` has checked that 16 bytes at `base + r * stride` are inside the slice
+        // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r * stride` are inside the slice
         // for each r below 16.
         unsafe {
             let row = |r: usize| _mm_loadu_si128(base.add(r * rows.stride).cast());

@@ -40,7 +40,7 @@ impl DeviceBytes {
     }
 }
 
-/// What decides how much a worker takes. `models::ModelDescription` and `models::Limits` have all of it.
+/// What decides how much a worker takes. `models::ModelDescription` and `models::StepLimits` have all of it.
 #[derive(Clone, Debug)]
 pub struct CudaWorkerShape {
     pub layers: usize,

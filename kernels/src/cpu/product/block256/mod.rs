@@ -7,8 +7,8 @@
 mod unpack;
 
 use super::activation::Rounded256;
-use super::format::{Family, Format, GROUP, Quants, Sink};
-use crate::cpu::simd::{Rows, Simd};
+use super::format::{BlockFamily, Format, GROUP, Quants, Sink};
+use crate::cpu::simd::{Simd, StridedRows};
 use bytemuck::{Pod, Zeroable};
 use unpack::{unpack_q2_k, unpack_q3_k, unpack_q4_k, unpack_q5_k, unpack_q6_k};
 
@@ -39,7 +39,7 @@ pub(super) enum Q6_K {}
 
 pub(super) enum Family256<const SUBS: usize, const PAIRS: usize> {}
 
-impl<const SUBS: usize, const PAIRS: usize> Family for Family256<SUBS, PAIRS> {
+impl<const SUBS: usize, const PAIRS: usize> BlockFamily for Family256<SUBS, PAIRS> {
     type Window = Window256<SUBS, PAIRS>;
     type Rounded = Rounded256;
     type Lanes = Lanes256;
@@ -109,20 +109,20 @@ fn term<S: Simd>(s: S, quants: Quants, products: S::I, corrections: S::I, [d, dm
 macro_rules! format {
     ($format:ident, $bytes:expr, $subs:expr, $quants:expr, $unpack:ident) => {
         impl Format for $format {
-            type Family = Family256<$subs, { $subs / 2 }>;
+            type BlockFamily = Family256<$subs, { $subs / 2 }>;
             const LEN: usize = 256;
             const BYTES: usize = $bytes;
             const QUANTS: Quants = $quants;
 
             #[inline(always)]
-            fn unpack<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+            fn unpack<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
                 $unpack(s, rows, at, sink);
             }
 
             #[inline(always)]
             fn unpack_window<S: Simd>(
                 s: S,
-                rows: Rows<'_>,
+                rows: StridedRows<'_>,
                 at: usize,
                 window: &mut Window256<$subs, { $subs / 2 }>,
             ) {
@@ -130,11 +130,11 @@ macro_rules! format {
             }
 
             #[inline(always)]
-            fn terms<S: Simd>(s: S, blocks: Rows<'_>, at: usize, lanes: &Lanes256) -> S::F {
+            fn terms<S: Simd>(s: S, blocks: StridedRows<'_>, at: usize, lanes: &Lanes256) -> S::F {
                 let (zero, none) = (s.splat(0.0), s.int(0));
                 let (sub_scales, products, corrections) = ([none; $subs], none, none);
                 let mut sink =
-                    Dots::<'_, S, $subs> { lanes, sub_scales, products, corrections, d: zero, dmin: zero };
+                    Dots256::<'_, S, $subs> { lanes, sub_scales, products, corrections, d: zero, dmin: zero };
                 Self::unpack(s, blocks, at, &mut sink);
                 let scales = [sink.d, sink.dmin, s.load(&lanes.d)];
                 term(s, Self::QUANTS, sink.products, sink.corrections, scales)
@@ -214,7 +214,7 @@ impl<S: Simd, const SUBS: usize, const PAIRS: usize> Sink<S> for Window256<SUBS,
 }
 
 /// Multiplies values as they come.
-struct Dots<'a, S: Simd, const SUBS: usize> {
+struct Dots256<'a, S: Simd, const SUBS: usize> {
     lanes: &'a Lanes256,
     sub_scales: [S::I; SUBS],
     products: S::I,
@@ -223,7 +223,7 @@ struct Dots<'a, S: Simd, const SUBS: usize> {
     dmin: S::F,
 }
 
-impl<S: Simd, const SUBS: usize> Sink<S> for Dots<'_, S, SUBS> {
+impl<S: Simd, const SUBS: usize> Sink<S> for Dots256<'_, S, SUBS> {
     #[inline(always)]
     fn scale(&mut self, _: S, d: S::F) {
         self.d = d;

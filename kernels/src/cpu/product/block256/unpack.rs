@@ -1,7 +1,7 @@
 //! The byte layouts of Q2_K to Q6_K, taken apart for 16 blocks at once.
 
 use crate::cpu::product::format::Sink;
-use crate::cpu::simd::{Rows, Simd};
+use crate::cpu::simd::{Simd, StridedRows};
 
 /// Byte `i` of each lane, unsigned.
 #[inline(always)]
@@ -51,7 +51,7 @@ fn one_bit<S: Simd>(s: S, x: S::I, i: usize) -> S::I {
 
 /// 32 bytes of each row: word `k` holds bytes `4k` to `4k + 3`.
 #[inline(always)]
-fn words<S: Simd>(s: S, rows: Rows<'_>, at: usize) -> [S::I; 8] {
+fn words<S: Simd>(s: S, rows: StridedRows<'_>, at: usize) -> [S::I; 8] {
     let ([a, b, c, d], [e, f, g, h]) = (s.transpose(rows, at), s.transpose(rows, at + 16));
     [a, b, c, d, e, f, g, h]
 }
@@ -93,7 +93,7 @@ fn scales_and_minima<S: Simd>(s: S, quad: usize, scales: S::I, minima: S::I, sin
 
 /// scales[16], qs[64], d, dmin.
 #[inline(always)]
-pub(super) fn unpack_q2_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+pub(super) fn unpack_q2_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     two_scales(s, s.gather_u32(rows, at + 80), sink);
     let nibble = s.int(0x0f0f_0f0f);
     let packed = s.transpose(rows, at);
@@ -115,7 +115,7 @@ pub(super) fn unpack_q2_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut i
 
 /// hmask[32], qs[64], scales[12], d.
 #[inline(always)]
-pub(super) fn unpack_q3_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+pub(super) fn unpack_q3_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     // Read from two bytes before the scales, so that nothing beyond the block is touched.
     let [t0, t1, t2, t3] = s.transpose(rows, at + 94);
     let a = s.or(s.shr::<16>(t0), s.shl::<16>(t1));
@@ -145,7 +145,7 @@ pub(super) fn unpack_q3_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut i
 
 /// d, dmin, scales[12] of Q4_K and Q5_K.
 #[inline(always)]
-fn unpack_affine_header<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+fn unpack_affine_header<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     let [d, a, b, c] = s.transpose(rows, at);
     two_scales(s, d, sink);
     let (six, nibble) = (s.int(0x3f3f_3f3f), s.int(0x0f0f_0f0f));
@@ -157,7 +157,7 @@ fn unpack_affine_header<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut imp
 
 /// d, dmin, scales[12], qs[128].
 #[inline(always)]
-pub(super) fn unpack_q4_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+pub(super) fn unpack_q4_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     unpack_affine_header(s, rows, at, sink);
     let nibble = s.int(0x0f0f_0f0f);
     for g in 0..4 {
@@ -174,7 +174,7 @@ pub(super) fn unpack_q4_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut i
 
 /// d, dmin, scales[12], qh[32], qs[128].
 #[inline(always)]
-pub(super) fn unpack_q5_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+pub(super) fn unpack_q5_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     unpack_affine_header(s, rows, at, sink);
     let nibble = s.int(0x0f0f_0f0f);
     let qh = words(s, rows, at + 16);
@@ -192,7 +192,7 @@ pub(super) fn unpack_q5_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut i
 
 /// ql[128], qh[64], scales[16], d.
 #[inline(always)]
-pub(super) fn unpack_q6_k<S: Simd>(s: S, rows: Rows<'_>, at: usize, sink: &mut impl Sink<S>) {
+pub(super) fn unpack_q6_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     sink.scale(s, s.gather_f16(rows, at + 208));
     centring_scales(s, s.transpose(rows, at + 192), true, 0, sink);
     let nibble = s.int(0x0f0f_0f0f);
