@@ -2,7 +2,7 @@
 //! this crate. In a build without the feature, a worker on a GPU ends with an error that says so.
 
 use cuda::DeviceSelector;
-use models::{Limits, ModelDescription};
+use models::{ModelDescription, ModelLimits};
 use quant::DType;
 
 use crate::engine_thread::EngineThread;
@@ -39,7 +39,7 @@ pub(crate) fn kv_cache_bytes(_: &ops::KvLayout) -> u64 {
 
 /// What the steps of one model take on a GPU.
 #[cfg(feature = "cuda")]
-pub(crate) fn workspace(limits: Limits, model: &ModelDescription, dtypes: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(limits: ModelLimits, model: &ModelDescription, dtypes: &[DType]) -> WorkspaceBytes {
     use kernels::cuda::{CudaWorkerShape, predict_device_bytes};
     let shape = CudaWorkerShape {
         layers: model.layers,
@@ -57,7 +57,7 @@ pub(crate) fn workspace(limits: Limits, model: &ModelDescription, dtypes: &[DTyp
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn workspace(_: Limits, _: &ModelDescription, _: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(_: ModelLimits, _: &ModelDescription, _: &[DType]) -> WorkspaceBytes {
     WorkspaceBytes { activations: crate::reservation::GPU_WORKSPACE_BYTES, ..WorkspaceBytes::default() }
 }
 

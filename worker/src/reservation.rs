@@ -1,7 +1,7 @@
 //! What a worker reserves at the weight-server before its model is known, and the engine's part of its configuration.
 
 use engine::{EngineConfig, KvBudget};
-use models::Limits;
+use models::ModelLimits;
 
 use crate::config::{ComputeDevice, DraftSource, WorkerConfig};
 
@@ -38,8 +38,8 @@ impl WorkerConfig {
     }
 
     /// Limits of a step of the draft model.
-    pub(crate) fn draft_limits(&self) -> Limits {
-        Limits { rows_max: self.step_tokens, outputs_max: self.running_max }
+    pub(crate) fn draft_limits(&self) -> ModelLimits {
+        ModelLimits { rows_max: self.step_tokens, outputs_max: self.running_max }
     }
 
     pub(crate) fn engine_config(&self) -> EngineConfig {
