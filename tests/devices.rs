@@ -1,9 +1,9 @@
 //! Which device a model goes to, what it will take there, and what a machine can do.
 
+use crate::harness::admin::weight_server_status;
 use crate::harness::api::runtime;
 use crate::harness::{TestFleet, ballast, demo_7m, demo_22m, device, synth, text};
-use proto::weights::v1::weight_server_client::WeightServerClient;
-use proto::weights::v1::{GetStatusRequest, ReservationKind};
+use proto::weights::v1::ReservationKind;
 use serde_json::Value;
 use std::path::Path;
 
@@ -22,15 +22,11 @@ pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
     serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"))
 }
 
-/// Rows of the ledger of one kind, in bytes.
-fn ledger(fleet: &TestFleet, kind: ReservationKind) -> Vec<u64> {
-    let socket = fleet.runtime_dir().join("weights-admin.sock");
-    let status = runtime().block_on(async {
-        let channel = service::grpc::connect(&socket).await.unwrap();
-        WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner()
-    });
-    let rows = status.ledger.unwrap().reservations;
-    rows.iter().filter(|row| row.kind() == kind).map(|row| row.bytes).collect()
+/// Bytes of all ledger reservations of one kind.
+fn reserved_bytes(fleet: &TestFleet, kind: ReservationKind) -> Vec<u64> {
+    let status = runtime().block_on(weight_server_status(fleet));
+    let reservations = status.ledger.unwrap().reservations;
+    reservations.iter().filter(|row| row.kind() == kind).map(|row| row.bytes).collect()
 }
 
 #[test]
@@ -49,10 +45,10 @@ fn a_plan_is_what_the_ledger_holds_later() {
             let percent = (found as f64 / planned as f64 - 1.0) * 100.0;
             assert!(percent.abs() <= PLAN_PERCENT, "{what}: {planned} planned, {found} in the ledger");
         };
-        let weights = ledger(&fleet, ReservationKind::Weights);
+        let weights = reserved_bytes(&fleet, ReservationKind::Weights);
         assert_eq!(weights.len(), 1);
         close("weights", &planned["weights"]["total"], weights[0]);
-        let leases = ledger(&fleet, ReservationKind::Lease);
+        let leases = reserved_bytes(&fleet, ReservationKind::Lease);
         assert_eq!(leases.len() as u64, planned["workers"].as_u64().unwrap());
         leases.iter().for_each(|&lease| close("a worker", &planned["worker"]["total"], lease));
         fleet.stop();

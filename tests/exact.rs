@@ -298,7 +298,7 @@ fn i5_same_tokens_however_a_request_is_served() {
 }
 
 #[test]
-fn i5_same_tokens_whoever_drafts() {
+fn i5_same_tokens_with_any_draft_source() {
     same_tokens(&demo_22m(), DRAFTED_CASES);
 }
 

@@ -1,5 +1,6 @@
 //! The OpenAI-compatible surface of a real fleet, as clients use it.
 
+use crate::harness::admin::worker_stats;
 use crate::harness::http::HttpClient;
 use crate::harness::{TestFleet, demo_7m, eventually};
 use serde_json::{Value, json};
@@ -58,19 +59,19 @@ fn i8_bad_requests_name_the_field() {
     let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     let cases = [
-        (json!({"prompt": "x", "temperature": -1}), 400, "temperature"),
-        (json!({"prompt": "x", "top_p": 0}), 400, "top_p"),
-        (json!({"prompt": "x", "max_tokens": -5}), 400, "max_tokens"),
-        (json!({"prompt": "x", "n": 0}), 400, "n"),
-        (json!({"prompt": 5}), 400, "prompt"),
-        (json!({"prompt": "x", "model": "no-such-model"}), 404, "no-such-model"),
-        (json!({"prompt": [999_999]}), 400, "prompt"),
-        (json!({"prompt": "x ".repeat(9000)}), 400, "context"),
+        (json!({"prompt": "x", "temperature": -1}), 400, "temperature", "-1"),
+        (json!({"prompt": "x", "top_p": 0}), 400, "top_p", "0"),
+        (json!({"prompt": "x", "max_tokens": -5}), 400, "max_tokens", "-5"),
+        (json!({"prompt": "x", "n": 0}), 400, "n", "`n` is 0"),
+        (json!({"prompt": 5}), 400, "prompt", "5"),
+        (json!({"prompt": "x", "model": "no-such-model"}), 404, "model", "no-such-model"),
+        (json!({"prompt": [999_999]}), 400, "prompt", "999999"),
+        (json!({"prompt": "x ".repeat(9000)}), 400, "prompt", "context"),
     ];
-    for (body, code, word) in cases {
+    for (body, code, param, word) in cases {
         let (status, text) = http.post("/v1/completions", &body);
-        assert_eq!(status, code, "{body}: {text}");
         let error: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((status, error["error"]["param"].as_str()), (code, Some(param)), "{body}: {text}");
         assert!(error["error"]["message"].as_str().unwrap().contains(word), "{body}: {text}");
     }
     // The demo models have no chat template: a named error, not a guess.
@@ -82,20 +83,37 @@ fn i8_bad_requests_name_the_field() {
     fleet.stop();
 }
 
+/// Choices of a stream, and tokens of each: far more than the worker generates within the test.
+const CHOICES: u64 = 16;
+const TOKENS: u64 = 3900;
+
 #[test]
 fn a_client_that_goes_away_frees_its_blocks() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let arguments = ["--workers", "1", "--threads", "1", "--kv-tokens", "65536"];
+    let fleet = TestFleet::start(&demo_7m(), &arguments);
     let http = HttpClient::connect(&fleet);
     http.runtime.block_on(async {
-        let body = json!({"prompt": "x", "max_tokens": 3000, "stream": true, "temperature": 1, "seed": 1});
-        let mut reply =
-            http.client.post(format!("{}/v1/completions", http.url)).json(&body).send().await.unwrap();
-        reply.chunk().await.unwrap();
+        let body = json!({
+            "prompt": "x", "n": CHOICES, "max_tokens": TOKENS, "ignore_eos": true, "stream": true, "seed": 1,
+        });
+        let url = format!("{}/v1/completions", http.url);
+        let mut reply = http.client.post(url).json(&body).send().await.unwrap();
+        assert!(reply.chunk().await.unwrap().is_some());
+        let stats = worker_stats(&fleet).await;
+        assert_eq!(u64::from(stats.running), CHOICES, "{stats:?}");
+        assert!(stats.kv_used_tokens > 0, "{stats:?}");
         // Dropping the reply closes the connection.
     });
-    eventually("no request is running", || {
-        (http.metric("ballast:num_requests_running")? == 0.0).then_some(())
+    let stats = eventually("the worker's blocks are free", || {
+        let stats = http.runtime.block_on(worker_stats(&fleet));
+        (stats.running == 0 && stats.kv_used_tokens == 0).then_some(stats)
     });
-    eventually("no KV is in use", || (http.metric("ballast:kv_cache_usage_perc")? == 0.0).then_some(()));
+    // A stream that ends by itself would free its blocks as well.
+    assert!(stats.output_tokens < CHOICES * TOKENS / 2, "the worker has not cancelled: {stats:?}");
+    eventually("the router reports it", || {
+        (http.metric("ballast:num_requests_running")? == 0.0
+            && http.metric("ballast:kv_cache_usage_perc")? == 0.0)
+            .then_some(())
+    });
     fleet.stop();
 }

@@ -12,8 +12,8 @@ use service::exit::{exit_for_io_error, one_line};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
-use crate::generate::print_stdout;
 use crate::running_fleet::block_on;
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct BenchArguments {

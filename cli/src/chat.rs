@@ -12,8 +12,9 @@ use tracing::Level;
 
 use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
-use crate::generate::{SamplingArguments, print_stdout};
+use crate::generate::SamplingArguments;
 use crate::running_fleet::{RunningFleet, block_on};
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct ChatArguments {

@@ -15,6 +15,7 @@ use service::exit::one_line;
 use service::{ByteSize, Exit};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::gpu_support;
 
 /// A driver without persistence mode may take seconds to start, and many GPUs many of them.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -82,7 +83,7 @@ fn text(seen: &GpuInventory) -> String {
 
 /// Asks a child, which is gone when this returns.
 pub(crate) fn discover_gpus() -> CliResult<GpuInventory> {
-    if cfg!(not(feature = "cuda")) {
+    if !gpu_support::IS_BUILT_IN {
         // There is nothing to load.
         return Ok(probe_gpus());
     }
@@ -122,7 +123,7 @@ fn probe_gpus() -> GpuInventory {
         Ok(driver) => driver,
         Err(error) => return blind(&error),
     };
-    let free_bytes = free_bytes();
+    let free_bytes = gpu_support::free_memory();
     match cuda::devices(&*driver) {
         Ok(found) => {
             let gpus = found.iter().map(|facts| gpu(&*driver, facts, free_bytes(facts))).collect();
@@ -146,35 +147,8 @@ fn gpu(driver: &dyn DriverApi, facts: &DeviceInfo, free_bytes: Option<u64>) -> G
         total_bytes: facts.total_bytes,
         free_bytes,
         integrated: facts.integrated,
-        unusable: unusable.or_else(|| without_code(facts.compute_capability)),
+        unusable: unusable.or_else(|| gpu_support::missing_kernels(facts.compute_capability)),
     }
-}
-
-#[cfg(feature = "cuda")]
-fn free_bytes() -> impl Fn(&DeviceInfo) -> Option<u64> {
-    let nvml = cuda::nvml::Nvml::open().ok();
-    move |facts| Some(nvml.as_ref()?.memory(facts.uuid).ok()??.free_bytes)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn free_bytes() -> impl Fn(&DeviceInfo) -> Option<u64> {
-    |_| None
-}
-
-/// Why kernels cannot run: the build holds no code for this architecture.
-#[cfg(feature = "cuda")]
-fn without_code(compute_capability: u32) -> Option<String> {
-    let (major, minor) = (compute_capability / 10, compute_capability % 10);
-    (!kernels::cuda::runs_on(compute_capability)).then(|| {
-        format!(
-            "this executable holds no kernels for compute capability {major}.{minor}: build it with BALLAST_CUDA_ARCHS=sm_{compute_capability}"
-        )
-    })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn without_code(_: u32) -> Option<String> {
-    None
 }
 
 #[cfg(test)]

@@ -3,21 +3,22 @@
 //! Each finding is a fact with a verdict: "ok", "note" (works, but costs something or promises less) or "failed" (a fleet will
 //! not run like this). One failed finding makes the command fail; a machine without a GPU is no failure.
 
-mod hand_off;
+pub(crate) mod finding;
+pub(crate) mod hand_off;
 mod host;
-
-#[cfg(feature = "cuda")]
-mod gpu;
+mod peer;
+pub(crate) mod test_model;
 
 use std::io::Write;
 
-use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use service::Exit;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::gpu_support;
+use finding::{Finding, Verdict};
 
-pub(crate) use hand_off::{PeerArguments, run_peer};
+pub(crate) use peer::{PeerArguments, run_peer};
 
 #[derive(clap::Args)]
 pub(crate) struct DoctorArguments {
@@ -26,50 +27,9 @@ pub(crate) struct DoctorArguments {
     json: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-enum Verdict {
-    Ok,
-    Note,
-    Failed,
-}
-
-/// One fact about one part of the machine.
-#[derive(Debug, Serialize)]
-struct Finding {
-    /// "host", "driver", or a GPU: "cuda:0".
-    part: String,
-    check: &'static str,
-    verdict: Verdict,
-    /// For people.
-    text: String,
-    /// For programs: bytes, seconds and bytes per second as plain numbers.
-    values: Map<String, Value>,
-}
-
-impl Finding {
-    fn new(part: &str, check: &'static str, verdict: Verdict, text: impl Into<String>) -> Self {
-        Self { part: part.to_owned(), check, verdict, text: text.into(), values: Map::new() }
-    }
-
-    /// The outcome of something that was tried.
-    fn from_result(part: &str, check: &'static str, outcome: CheckResult<Self>) -> Self {
-        outcome
-            .unwrap_or_else(|error| Self::new(part, check, Verdict::Failed, service::exit::one_line(&*error)))
-    }
-
-    fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
-        self.values.insert(name.to_owned(), value.into());
-        self
-    }
-}
-
-/// Whatever went wrong becomes the text of a finding.
-type CheckResult<T> = Result<T, Box<dyn std::error::Error>>;
-
 pub(crate) fn run(arguments: DoctorArguments) -> CliResult {
     let mut findings = host::examine();
-    findings.extend(gpus());
+    findings.extend(gpu_support::doctor_findings());
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).count();
     let text = if arguments.json { json_report(&findings) } else { text_report(&findings) };
     std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())?;
@@ -80,18 +40,6 @@ pub(crate) fn run(arguments: DoctorArguments) -> CliResult {
             format!("this machine fails {count} of {} checks", findings.len()),
         )),
     }
-}
-
-#[cfg(feature = "cuda")]
-fn gpus() -> Vec<Finding> {
-    gpu::examine()
-}
-
-#[cfg(not(feature = "cuda"))]
-fn gpus() -> Vec<Finding> {
-    let text =
-        "this executable was built without CUDA (cargo build --features cuda): the host backend serves";
-    vec![Finding::new("driver", "cuda", Verdict::Note, text)]
 }
 
 fn json_report(findings: &[Finding]) -> String {
@@ -119,14 +67,10 @@ fn text_report(findings: &[Finding]) -> String {
     report
 }
 
-/// Bytes per second for people.
-fn rate(bytes_per_second: f64) -> String {
-    format!("{:.1} GB/s", bytes_per_second / 1e9)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
 
     #[test]
     fn reports_say_the_same_in_both_forms() {

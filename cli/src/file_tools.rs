@@ -6,9 +6,9 @@ use service::Exit;
 use service::exit::one_line;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::generate::print_stdout;
 use crate::inspect::{InspectArguments, inspect};
 use crate::synth::{SynthError, SynthOptions, synth};
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct SynthArguments {

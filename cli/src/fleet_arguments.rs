@@ -8,7 +8,8 @@ use ops::KvTypes;
 use service::ByteSize;
 
 use crate::device_choice::DeviceOption;
-use crate::fleet_config::{DEFAULT_WORKERS, FleetConfig, FleetModelConfig};
+use crate::fleet_config::FleetConfig;
+use crate::model_config::{DEFAULT_WORKERS, FleetModelConfig};
 
 /// In the place of a draft model: the text itself.
 const LOOKUP: &str = "lookup";

@@ -5,7 +5,6 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ops::KvTypes;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::{ChildRole, FleetSpec, ModelSpec, WorkerSlot};
@@ -14,10 +13,8 @@ use toml::{Table, Value};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::devices::{self, GpuInfo, GpuInventory};
+use crate::model_config::{FleetModelConfig, to_toml_table};
 use crate::sized_model::SizedModel;
-
-/// Two show what the fleet is for: one copy of the weights, and a stream that survives the death of a worker.
-pub(crate) const DEFAULT_WORKERS: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -35,42 +32,6 @@ pub(crate) struct FleetConfig {
     pub(crate) admission: router::AdmissionConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct FleetModelConfig {
-    /// What requests and workers call it.
-    pub(crate) name: String,
-    pub(crate) path: PathBuf,
-    /// auto, host, cuda:N, or a GPU's UUID.
-    #[serde(default)]
-    pub(crate) device: DeviceOption,
-    #[serde(default = "default_workers")]
-    pub(crate) workers: u32,
-    /// Of each worker. Absent: cores / workers of the fleet.
-    pub(crate) threads: Option<u32>,
-    pub(crate) ctx_size: Option<u32>,
-    pub(crate) kv_bytes: Option<ByteSize>,
-    pub(crate) kv_tokens: Option<u32>,
-    /// "q8_0", or "q8_0,0-1=f16" with another type for some layers.
-    #[serde(default, with = "worker::kv_types")]
-    pub(crate) kv_type: KvTypes,
-    pub(crate) step_tokens: Option<u32>,
-    /// Guesses at next tokens: "lookup", or the name of a smaller model of this fleet with the same vocabulary.
-    pub(crate) draft: Option<String>,
-    /// Most tokens guessed at once.
-    pub(crate) draft_depth: Option<u32>,
-    #[serde(default = "packed")]
-    pub(crate) pack: bool,
-}
-
-fn default_workers() -> u32 {
-    DEFAULT_WORKERS
-}
-
-fn packed() -> bool {
-    true
 }
 
 impl FleetConfig {
@@ -126,7 +87,7 @@ impl FleetConfig {
         Ok(FleetSpec {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
-            router: table(&router)?,
+            router: to_toml_table(&router)?,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
@@ -203,14 +164,10 @@ pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> Cli
     }
 }
 
-pub(crate) fn table(config: &impl Serialize) -> CliResult<Table> {
-    Table::try_from(config)
-        .map_err(|error| CliError::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model_config::DEFAULT_WORKERS;
 
     #[test]
     fn a_fleet_of_two_models_reads_from_toml() {

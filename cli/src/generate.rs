@@ -1,6 +1,6 @@
 //! `ballast generate`: start a fleet, continue prompts, say what it took, stop it.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,17 +8,18 @@ use std::time::Instant;
 use proto::v1::generate_frame::Frame;
 use proto::v1::inference_client::InferenceClient;
 use proto::v1::{FinishReason, GenerateRequest, Sampling, generate_request::Prompt};
-use serde_json::json;
 use service::{Exit, Notify};
 use tokio::sync::{Semaphore, mpsc};
 use tonic::transport::Channel;
 use tracing::Level;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
+use crate::completion::PromptCompletion;
 use crate::fleet_arguments::FleetArguments;
 use crate::prompts;
 use crate::running_fleet::{RunningFleet, block_on};
 use crate::summary::{GenerationRun, RunSummary};
+use crate::terminal::print_stdout;
 
 /// Prompts in flight at once. One worker takes 64 and lets 256 wait.
 const IN_FLIGHT_MAX: usize = 256;
@@ -101,16 +102,6 @@ enum GenerationEvent {
     Done(Box<PromptCompletion>),
 }
 
-#[derive(Default)]
-pub(crate) struct PromptCompletion {
-    pub(crate) prompt_tokens: Vec<u32>,
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) text: String,
-    seed: u64,
-    reason: &'static str,
-    pub(crate) first_token_ms: f64,
-}
-
 pub(crate) fn run(arguments: GenerateArguments) -> CliResult {
     let texts = match (&arguments.prompts, &arguments.prompt) {
         (Some(file), _) => prompts::read(file)?,
@@ -182,7 +173,7 @@ async fn print(
             GenerationEvent::Text(_) => {}
             GenerationEvent::Done(done) => {
                 match arguments.json {
-                    true => print_stdout(&format!("{}\n", done.json(index)))?,
+                    true => print_stdout(&format!("{}\n", done.to_json(index)))?,
                     false => print_stdout(if several { "\n\n" } else { "\n" })?,
                 }
                 return Ok(Some(*done));
@@ -190,16 +181,6 @@ async fn print(
         }
     }
     Ok(None)
-}
-
-/// Writes to standard output at once: text is to be seen as it comes.
-pub(crate) fn print_stdout(text: &str) -> CliResult {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // Whoever was reading has seen enough.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(CliError::new(Exit::Ok, "")),
-        written => written.with_context(|| "cannot write".to_owned()),
-    }
 }
 
 fn why_it_ended(index: usize, task: Result<CliResult, tokio::task::JoinError>) -> CliError {
@@ -249,17 +230,4 @@ async fn continue_one(
         }
     }
     Err(CliError::new(Exit::PeerLost, "the stream ended without its end"))
-}
-
-impl PromptCompletion {
-    fn json(&self, index: usize) -> serde_json::Value {
-        json!({
-            "index": index,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "text": self.text,
-            "finish_reason": self.reason,
-            "seed": self.seed,
-        })
-    }
 }

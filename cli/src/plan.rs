@@ -11,8 +11,8 @@ use service::{ByteSize, Exit};
 use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
-use crate::generate::print_stdout;
 use crate::sized_model::SizedModel;
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct PlanArguments {

@@ -19,8 +19,8 @@ use worker::{DraftSource, MemoryPlan};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::{DeviceChoice, choose, without_kernel};
 use crate::devices::{GpuInfo, GpuInventory};
-use crate::fleet_config::{FleetModelConfig, table};
 use crate::gguf_file;
+use crate::model_config::{FleetModelConfig, to_toml_table};
 
 /// Without a budget: four sequences of full length, or this many tokens (2.3 GiB for an 8B model with 8 KV heads).
 const DEFAULT_KV_TOKENS_MAX: usize = 16 << 10;
@@ -213,7 +213,7 @@ impl SizedModel {
             workers: self.workers,
             device: self.choice.device().to_string(),
             pack: self.pack,
-            worker_config: table(&self.worker)?,
+            worker_config: to_toml_table(&self.worker)?,
         })
     }
 }

@@ -10,7 +10,7 @@ use proto::worker::v1::{StatsReply, StatsRequest};
 use service::ByteSize;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::generate::PromptCompletion;
+use crate::completion::PromptCompletion;
 use crate::running_fleet::RunningFleet;
 
 pub(crate) struct GenerationRun {

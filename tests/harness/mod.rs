@@ -1,5 +1,6 @@
 //! A fleet under test: started from the real executable, spoken to over its public sockets, looked at through /proc.
 
+pub(crate) mod admin;
 pub(crate) mod api;
 pub(crate) mod http;
 pub(crate) mod proc;

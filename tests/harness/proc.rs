@@ -1,6 +1,14 @@
 //! Looking at processes from outside: /proc and kill(1).
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::process::Command;
+
+/// How /proc names memfds.
+const MEMFD: &str = "/memfd:";
+
+/// Unit of st_blocks.
+const BLOCK_BYTES: u64 = 512;
 
 pub(crate) fn send_signal(pid: u32, name: &str) {
     let _ = Command::new("kill")
@@ -59,6 +67,32 @@ pub(crate) fn open_files(pid: u32) -> Vec<String> {
         .filter_map(|entry| std::fs::read_link(entry.path()).ok())
         .map(|target| target.to_string_lossy().into_owned())
         .collect()
+}
+
+/// Bytes of all memfds that the processes have open or mapped, each memfd counted once.
+pub(crate) fn memfd_bytes(pids: &[u32]) -> u64 {
+    let mut bytes_by_inode = BTreeMap::new();
+    for pid in pids {
+        for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
+            let is_memfd = std::fs::read_link(entry.path())
+                .is_ok_and(|target| target.to_string_lossy().starts_with(MEMFD));
+            // Follows the link, also that of a memfd, which has no name in any folder.
+            if let (true, Ok(file)) = (is_memfd, std::fs::metadata(entry.path())) {
+                bytes_by_inode.insert(file.ino(), file.blocks() * BLOCK_BYTES);
+            }
+        }
+        // A mapping keeps the memory of a memfd after its descriptor is closed.
+        for line in std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default().lines() {
+            // address perms offset device inode name
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let Some(name) = fields.get(5).filter(|name| name.starts_with(MEMFD)) else { continue };
+            let inode = fields[4].parse().unwrap();
+            let (start, end) = fields[0].split_once('-').unwrap_or_else(|| panic!("{name}: {line}"));
+            let address = |text| u64::from_str_radix(text, 16).unwrap();
+            bytes_by_inode.entry(inode).or_insert(address(end) - address(start));
+        }
+    }
+    bytes_by_inode.values().sum()
 }
 
 /// Processes, apart from this test, whose environment or arguments name `text`.

@@ -7,7 +7,9 @@ use kernels::cpu::Isa;
 use memory::host::{HostAllocation, WINDOW_BYTES};
 use service::meminfo;
 
-use super::{CheckResult, Finding, Verdict, hand_off, rate};
+use super::finding::{CheckResult, Finding, Verdict, format_rate};
+use super::{hand_off, test_model};
+use crate::gpu_support;
 
 const HOST: &str = "host";
 
@@ -88,7 +90,7 @@ fn descriptors() -> CheckResult<Finding> {
 fn locked_memory() -> CheckResult<Finding> {
     let hard = hard_limit("Max locked memory")?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let (limit, pinned) = (hard.unwrap_or(u64::MAX), pinned_by_loads());
+    let (limit, pinned) = (hard.unwrap_or(u64::MAX), gpu_support::pinned_bytes_per_load());
     let may = match hard {
         Some(bytes) => format!("{:.1} MiB may be locked (RLIMIT_MEMLOCK)", mib(bytes)),
         None => "any amount may be locked".to_owned(),
@@ -105,17 +107,6 @@ fn locked_memory() -> CheckResult<Finding> {
         _ => ok("locked memory", format!("{may}; a load onto a GPU pins {:.1} MiB", mib(pinned))),
     };
     Ok(finding.with("hard_limit_bytes", hard).with("pinned_by_loads_bytes", pinned))
-}
-
-#[cfg(feature = "cuda")]
-fn pinned_by_loads() -> u64 {
-    super::gpu::ring_bytes() as u64
-}
-
-/// Weights stay in the host's memory, which is never locked.
-#[cfg(not(feature = "cuda"))]
-fn pinned_by_loads() -> u64 {
-    0
 }
 
 /// A hard limit of this process; none where it is unlimited.
@@ -194,11 +185,11 @@ fn hand_over() -> CheckResult<Finding> {
     let hand_off = hand_off::over_host()?;
     let text = format!(
         "{} MiB of a killed process are readable here and not writable; mapped in {:.2} ms",
-        hand_off::bytes() >> 20,
+        test_model::total_bytes() >> 20,
         hand_off.import.as_secs_f64() * 1e3
     );
     Ok(ok("hand-off", text)
-        .with("bytes", hand_off::bytes())
+        .with("bytes", test_model::total_bytes())
         .with("loading_seconds", hand_off.loading.as_secs_f64())
         .with("import_seconds", hand_off.import.as_secs_f64()))
 }
@@ -212,7 +203,7 @@ fn copy() -> CheckResult<Finding> {
         black_box(&mut target).copy_from_slice(black_box(&source));
     }
     let bytes_per_second = COPY_BYTES as f64 * f64::from(COPY_ROUNDS) / started.elapsed().as_secs_f64();
-    let text = format!("one thread copies {}", rate(bytes_per_second));
+    let text = format!("one thread copies {}", format_rate(bytes_per_second));
     Ok(ok("copy", text).with("bytes_per_second", bytes_per_second))
 }
 

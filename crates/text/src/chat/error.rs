@@ -10,7 +10,7 @@ pub(super) const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// it, never templates.
 pub(super) const MAX_INSTRUCTIONS: u64 = 20_000_000;
 /// Most bytes of a rendered prompt; the same as the tokenizer's limit.
-pub(super) const MAX_OUTPUT_BYTES: usize = crate::MAX_INPUT_BYTES;
+pub(super) const MAX_OUTPUT_BYTES: usize = crate::tokenizer_error::MAX_INPUT_BYTES;
 
 /// Why a chat template could not be loaded.
 #[derive(Debug, thiserror::Error)]

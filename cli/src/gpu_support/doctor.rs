@@ -12,8 +12,9 @@ use kernels::cuda::{Buffer, Stream, loading};
 use memory::device::{ImportedModel, WritableModel};
 use memory::manifest::{DeviceKind, Manifest, ManifestDevice};
 
-use super::hand_off::{self, ALLOCATION_BYTES, HandOffTimes};
-use super::{CheckResult, Finding, Verdict, rate};
+use crate::doctor::finding::{CheckResult, Finding, Verdict, format_rate};
+use crate::doctor::hand_off::{HandOffTimes, receive_from_child};
+use crate::doctor::test_model::{self, ALLOCATION_BYTES};
 
 const DRIVER: &str = "driver";
 
@@ -23,7 +24,7 @@ const COPY_BYTES: usize = 256 << 20;
 const PART_BYTES: usize = 32 << 20;
 const COPY_ROUNDS: u32 = 8;
 
-pub(super) fn examine() -> Vec<Finding> {
+pub(crate) fn doctor_findings() -> Vec<Finding> {
     let driver = match open_driver() {
         Ok(driver) => driver,
         Err(error @ (OpenDriverError::NoDriver | OpenDriverError::NoDevice)) => {
@@ -121,11 +122,11 @@ fn hand_over(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> Che
     let hand_off = over_device(&device)?;
     let text = format!(
         "{} MiB of a killed process are readable here; mapped in {:.2} ms",
-        hand_off::bytes() >> 20,
+        test_model::total_bytes() >> 20,
         hand_off.import.as_secs_f64() * 1e3
     );
     Ok(Finding::new(part, "hand-off", Verdict::Ok, text)
-        .with("bytes", hand_off::bytes())
+        .with("bytes", test_model::total_bytes())
         .with("loading_seconds", hand_off.loading.as_secs_f64())
         .with("import_seconds", hand_off.import.as_secs_f64())
         .with("granularity_bytes", device.granularity()))
@@ -133,7 +134,7 @@ fn hand_over(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> Che
 
 fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     let context = device.context()?;
-    let received = hand_off::receive_from_child(&device.uuid().to_string())?;
+    let received = receive_from_child(&device.uuid().to_string())?;
     let started = Instant::now();
     let (manifest, fds) = split_handoff(received.fds)?;
     let model = ImportedModel::import(device, &manifest, fds)?;
@@ -141,37 +142,38 @@ fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     for (index, tensor) in model.tensors.iter().enumerate() {
         let mut found = vec![0; ALLOCATION_BYTES[index] as usize];
         tensor.read(&context, 0, &mut found)?;
-        hand_off::compare(&tensor.name, &found, &hand_off::contents(received.seed, index))?;
+        test_model::check_contents(&tensor.name, &found, &test_model::contents(received.seed, index))?;
     }
     Ok(HandOffTimes { loading: received.loading, import })
 }
 
 /// The child's side.
-pub(super) fn load(wanted: &DeviceSelector, seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
-    let device = Device::open(open_driver()?, *wanted)?;
+pub(crate) fn load_test_model(device: &str, seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
+    let device = Device::open(open_driver()?, device.parse()?)?;
     let context = device.context()?;
     let mut model = WritableModel::allocate(&context, &ALLOCATION_BYTES, Duration::ZERO)?;
     for index in 0..ALLOCATION_BYTES.len() {
-        model.write(&context, index, 0, &hand_off::contents(seed, index))?;
+        model.write(&context, index, 0, &test_model::contents(seed, index))?;
     }
     let device = ManifestDevice {
         kind: DeviceKind::Cuda,
         id: device.uuid().to_string(),
         compute_capability: device.info().compute_capability,
     };
-    Ok((hand_off::manifest(device, &[0; ALLOCATION_BYTES.len()]), model.finish()?))
+    Ok((test_model::manifest(device, &[0; ALLOCATION_BYTES.len()]), model.finish()?))
 }
 
 /// Host memory that the loader pins for a large model.
-pub(super) fn ring_bytes() -> usize {
-    loading::ring_bytes(u64::MAX)
+pub(crate) fn pinned_bytes_per_load() -> u64 {
+    loading::ring_bytes(u64::MAX) as u64
 }
 
 fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckResult<Finding> {
     let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let stream = Stream::new(&device)?;
     // As much as a load pins, and given to the device as a load gives it: what is refused here is refused there.
-    let pinned = PinnedBuffer::pin(&device, HostPages::new(ring_bytes())?)?.split(PART_BYTES);
+    let pinned =
+        PinnedBuffer::pin(&device, HostPages::new(pinned_bytes_per_load() as usize)?)?.split(PART_BYTES);
     let mut part_of_target = Buffer::new(&device, PART_BYTES)?;
     let mut to_device = || -> CheckResult<f64> {
         let started = Instant::now();
@@ -198,8 +200,8 @@ fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckRes
     let on_device = 2.0 * per_second(COPY_BYTES, started);
     let text = format!(
         "{} from pinned host memory, {} on the device (read + write)",
-        rate(to_device),
-        rate(on_device)
+        format_rate(to_device),
+        format_rate(on_device)
     );
     Ok(Finding::new(part, "copy", Verdict::Ok, text)
         .with("pinned_to_device_bytes_per_second", to_device)

@@ -1,0 +1,55 @@
+//! `[[models]]` of `ballast.toml`: one model of a fleet.
+
+use std::path::PathBuf;
+
+use ops::KvTypes;
+use serde::{Deserialize, Serialize};
+use service::{ByteSize, Exit};
+use toml::Table;
+
+use crate::cli_error::{CliError, CliResult};
+use crate::device_choice::DeviceOption;
+
+/// Two show what the fleet is for: one copy of the weights, and a stream that survives the death of a worker.
+pub(crate) const DEFAULT_WORKERS: u32 = 2;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct FleetModelConfig {
+    /// What requests and workers call it.
+    pub(crate) name: String,
+    pub(crate) path: PathBuf,
+    /// auto, host, cuda:N, or a GPU's UUID.
+    #[serde(default)]
+    pub(crate) device: DeviceOption,
+    #[serde(default = "default_workers")]
+    pub(crate) workers: u32,
+    /// Of each worker. Absent: cores / workers of the fleet.
+    pub(crate) threads: Option<u32>,
+    pub(crate) ctx_size: Option<u32>,
+    pub(crate) kv_bytes: Option<ByteSize>,
+    pub(crate) kv_tokens: Option<u32>,
+    /// "q8_0", or "q8_0,0-1=f16" with another type for some layers.
+    #[serde(default, with = "worker::kv_types")]
+    pub(crate) kv_type: KvTypes,
+    pub(crate) step_tokens: Option<u32>,
+    /// Guesses at next tokens: "lookup", or the name of a smaller model of this fleet with the same vocabulary.
+    pub(crate) draft: Option<String>,
+    /// Most tokens guessed at once.
+    pub(crate) draft_depth: Option<u32>,
+    #[serde(default = "packed")]
+    pub(crate) pack: bool,
+}
+
+fn default_workers() -> u32 {
+    DEFAULT_WORKERS
+}
+
+fn packed() -> bool {
+    true
+}
+
+pub(crate) fn to_toml_table(config: &impl Serialize) -> CliResult<Table> {
+    Table::try_from(config)
+        .map_err(|error| CliError::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
+}

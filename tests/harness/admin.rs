@@ -1,0 +1,20 @@
+//! The administrative sockets of a fleet: the weight-server's status and the workers' statistics.
+
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::weights::v1::{GetStatusRequest, Status};
+use proto::worker::v1::worker_client::WorkerClient;
+use proto::worker::v1::{StatsReply, StatsRequest};
+
+use super::TestFleet;
+
+pub(crate) async fn weight_server_status(fleet: &TestFleet) -> Status {
+    let channel = service::grpc::connect(&fleet.runtime_dir().join("weights-admin.sock")).await.unwrap();
+    WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner()
+}
+
+/// Statistics of the fleet's first worker.
+pub(crate) async fn worker_stats(fleet: &TestFleet) -> StatsReply {
+    let socket = service::RuntimeDir::at(fleet.runtime_dir()).worker_socket(0);
+    let channel = service::grpc::connect(&socket).await.unwrap();
+    WorkerClient::new(channel).stats(StatsRequest {}).await.unwrap().into_inner()
+}
