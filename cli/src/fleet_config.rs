@@ -82,7 +82,7 @@ impl FleetConfig {
         };
         let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
-        let mut router = router::Config::new(listen, runtime_dir);
+        let mut router = router::RouterConfig::new(listen, runtime_dir);
         router.admission = self.admission;
         Ok(FleetSpec {
             weight_server: self
@@ -113,7 +113,7 @@ impl FleetConfig {
             directory.living_children().with_context(|| "cannot read the runtime directory".to_owned())?;
         let router = ChildRole::Router.subcommand();
         if living.iter().any(|(name, _)| name == router) {
-            let present: router::Config = service::config::load(&directory.config(router))?;
+            let present: router::RouterConfig = service::config::load(&directory.config(router))?;
             return Ok((present.listen, None));
         }
         let what = || format!("cannot listen on {wanted}; choose another address with --listen");

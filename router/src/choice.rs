@@ -1,7 +1,9 @@
-//! One choice of a response: reads a worker's token frames, turns them into text, and survives the worker (I6).
+//! One choice of a response: reads a worker's token frames, detokenizes them, and fails over to
+//! another worker if the worker is lost (I6).
 //!
-//! Ends in exactly one last word, [`Outcome`], for which room in the client's queue is reserved from the start; or in
-//! silence if the client is gone. Dropping the worker's stream cancels it there.
+//! 1. A choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone. A permit for
+//!    that event in the client's channel is reserved from the start.
+//! 2. Dropping the worker's stream cancels it at the worker.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,232 +11,263 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::dispatch::{Attempt, reopen};
-use crate::fleet::Fleet;
-use crate::gate::Places;
+use crate::admission_control::StreamPermits;
+use crate::dispatch::{OpenStream, reopen_stream};
+use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
 use crate::metrics;
-use crate::model::Model;
-use crate::resume::{Failure, Loss, Next, Progress};
+use crate::model::ServedModel;
+use crate::registry::WorkerRegistry;
 use crate::text_stream::TextStream;
-use crate::wire::{Call, Frame, Logprob, loss};
+use crate::wire::{ChoiceCall, Logprob, WorkerFrame, stream_loss};
 
-/// A client that takes nothing for this long is given up, so that it does not hold KV blocks.
+/// A client that reads nothing for this long is cancelled, so that it does not hold KV blocks.
 pub(crate) const SLOW_CLIENT_WAIT: Duration = Duration::from_secs(30);
 
-/// What a client is told about one choice. Tokens and text arrive together but text may lag behind.
+/// How much later than the worker the router ends a stream at its deadline.
+const DEADLINE_SLACK: Duration = Duration::from_secs(2);
+
+/// An event of one choice. Text may lag behind the tokens of the same delta.
 #[derive(Debug)]
-pub(crate) enum Event {
-    Piece(Piece),
-    Ended { choice: u32, outcome: Result<Outcome, Failure> },
+pub(crate) enum ChoiceEvent {
+    Output(OutputDelta),
+    Ended { choice: u32, outcome: Result<ChoiceOutcome, ChoiceError> },
 }
 
-#[derive(Clone, Debug)]
-pub(crate) struct Piece {
+#[derive(Clone, Debug, Default)]
+pub(crate) struct OutputDelta {
     pub(crate) choice: u32,
     pub(crate) tokens: Vec<u32>,
     pub(crate) text: String,
-    /// As many as tokens, or none where they were not asked for.
+    /// One entry for each token, or none if the client did not ask for log probabilities.
     pub(crate) logprobs: Vec<Logprob>,
 }
 
+/// What ended a choice.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Finish {
+pub(crate) enum FinishCause {
     StopString(String),
     StopToken(Option<u32>),
     Length,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Outcome {
-    pub(crate) finish: Finish,
+pub(crate) struct ChoiceOutcome {
+    pub(crate) finish: FinishCause,
     pub(crate) output_tokens: u32,
     pub(crate) cached_tokens: u32,
     pub(crate) resumes: u32,
-    /// From the request's arrival.
-    pub(crate) first_token: Option<Duration>,
-    pub(crate) total: Duration,
+    /// Time from the arrival of the request.
+    pub(crate) time_to_first_token: Option<Duration>,
+    pub(crate) total_time: Duration,
 }
 
-pub(crate) struct Choice {
-    /// Index in the response: prompts times n.
+/// What the task of a choice needs.
+pub(crate) struct ChoiceTask {
+    /// Index in the response: prompt index times `best_of` plus choice of the prompt.
     pub(crate) index: u32,
-    pub(crate) model: Arc<Model>,
-    pub(crate) fleet: Arc<Fleet>,
-    pub(crate) call: Call,
+    pub(crate) model: Arc<ServedModel>,
+    pub(crate) registry: Arc<WorkerRegistry>,
+    pub(crate) call: ChoiceCall,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
-    pub(crate) events: mpsc::Sender<Event>,
-    /// Held until the choice has ended, whichever worker serves it: the next one waits for it.
-    pub(crate) _place: Places,
+    pub(crate) events: mpsc::Sender<ChoiceEvent>,
+    /// The choice holds its permit until it ends, whichever worker serves it.
+    pub(crate) _permit: StreamPermits,
 }
 
-impl Choice {
-    /// Runs an admitted choice to its end. `last_word` is the reserved room for it.
+impl ChoiceTask {
+    /// Runs an admitted choice to its end. `ended_permit` is the reserved channel slot for
+    /// [`ChoiceEvent::Ended`].
     pub(crate) async fn run(
         self,
-        attempt: Attempt,
-        progress: Progress,
+        stream: OpenStream,
+        progress: ChoiceProgress,
         text: TextStream,
-        last_word: mpsc::OwnedPermit<Event>,
+        ended_permit: mpsc::OwnedPermit<ChoiceEvent>,
     ) {
         let choice = self.index;
         let model = self.model.clone();
         let events = self.events.clone();
-        let mut running = Running {
+        let mut running = RunningChoice {
             text: Some(text),
             progress,
             cached_tokens: 0,
-            first_token: None,
-            last_token: None,
-            choice: self,
+            time_to_first_token: None,
+            last_token_at: None,
+            task: self,
         };
-        // A client that goes away is noticed here, also while the worker computes a long prompt.
+        // Notices a client that disconnects, also while the worker computes a long prefill.
         let outcome = tokio::select! {
-            outcome = running.drive(attempt) => outcome,
-            () = events.closed() => return metrics::choice_cancelled(model.name()),
+            outcome = running.run(stream) => outcome,
+            () = events.closed() => return metrics::record_cancelled_choice(model.name()),
         };
-        metrics::choice_ended(model.name(), &outcome);
-        if let Err(failure) = &outcome {
-            tracing::warn!(request = %running.choice.call.request_id, choice, %failure, "choice failed");
+        match &outcome {
+            Ok(ChoiceOutcome { finish, total_time, .. }) => {
+                metrics::record_finished_choice(model.name(), finish.reason(), *total_time);
+            }
+            Err(error) => {
+                metrics::record_failed_choice(model.name());
+                tracing::warn!(request = %running.task.call.request_id, choice, %error, "choice failed");
+            }
         }
-        last_word.send(Event::Ended { choice, outcome });
+        ended_permit.send(ChoiceEvent::Ended { choice, outcome });
     }
 }
 
-struct Running {
-    choice: Choice,
-    progress: Progress,
-    /// Until it is finished.
-    text: Option<TextStream>,
-    cached_tokens: u32,
-    first_token: Option<Duration>,
-    last_token: Option<Instant>,
+impl FinishCause {
+    /// OpenAI's `finish_reason`.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            FinishCause::StopString(_) | FinishCause::StopToken(_) => "stop",
+            FinishCause::Length => "length",
+        }
+    }
 }
 
-impl Running {
-    async fn drive(&mut self, mut attempt: Attempt) -> Result<Outcome, Failure> {
+struct RunningChoice {
+    task: ChoiceTask,
+    progress: ChoiceProgress,
+    /// `None` after [`Self::finish`].
+    text: Option<TextStream>,
+    cached_tokens: u32,
+    time_to_first_token: Option<Duration>,
+    last_token_at: Option<Instant>,
+}
+
+impl RunningChoice {
+    async fn run(&mut self, mut stream: OpenStream) -> Result<ChoiceOutcome, ChoiceError> {
         loop {
-            let lost = match self.next_frame(&mut attempt).await {
-                Ok(frame) => match self.take(frame).await? {
+            let loss = match self.next_frame(&mut stream).await {
+                Ok(frame) => match self.handle_frame(frame).await? {
                     Some(finish) => return self.finish(finish).await,
                     None => continue,
                 },
-                Err(lost) => lost,
+                Err(loss) => loss,
             };
-            if let Loss::Worker { detail } = &lost {
-                tracing::warn!(worker = %attempt.place.peer.worker_name, detail, "worker lost in mid-stream");
-                self.choice.fleet.leave(attempt.place.peer.worker);
+            if let StreamLoss::WorkerDied { detail } = &loss {
+                tracing::warn!(worker = %stream.placed.worker.name, detail, "worker lost in mid-stream");
+                self.task.registry.remove(stream.placed.worker.id);
             }
-            match self.progress.lost(lost) {
-                Next::Complete => return self.finish(Finish::Length).await,
-                Next::Fail(failure) => return Err(failure),
-                Next::Resume { detail } => {
-                    // The place on the lost worker is given up first: it must not count against the next one.
-                    drop(attempt);
-                    let choice = &self.choice;
-                    attempt =
-                        reopen(&choice.fleet, &choice.call, &self.progress, choice.deadline, detail).await?;
-                    metrics::resumed(choice.model.name());
-                    tracing::info!(
-                        request = %choice.call.request_id,
-                        worker = %attempt.place.peer.worker_name,
-                        tokens = self.progress.output().len(),
-                        "stream resumed"
-                    );
+            match self.progress.handle_loss(loss) {
+                FailoverAction::Finish => return self.finish(FinishCause::Length).await,
+                FailoverAction::Fail(error) => return Err(error),
+                FailoverAction::Resume { detail } => {
+                    // Ends the stream on the lost worker, so that it does not count when the next
+                    // worker is chosen.
+                    drop(stream);
+                    stream = self.resume(detail).await?;
                 }
             }
         }
     }
 
-    async fn next_frame(&self, attempt: &mut Attempt) -> Result<Frame, Loss> {
+    async fn resume(&self, cause: String) -> Result<OpenStream, ChoiceError> {
+        let task = &self.task;
+        let stream = reopen_stream(&task.registry, &task.call, &self.progress, task.deadline, cause).await?;
+        metrics::record_resume(task.model.name());
+        tracing::info!(
+            request = %task.call.request_id,
+            worker = %stream.placed.worker.name,
+            tokens = self.progress.output().len(),
+            "stream resumed"
+        );
+        Ok(stream)
+    }
+
+    async fn next_frame(&self, stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
         let late = async {
-            match self.choice.deadline {
-                // The worker ends the stream itself at the deadline; this is for one that cannot.
+            match self.task.deadline {
+                // A worker ends the stream itself at the deadline. This timer is for a worker that hangs.
                 Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
-            message = attempt.frames.message() => match message {
-                Ok(Some(frame)) => Frame::try_from(frame).map_err(|violation| Loss::Verdict { detail: violation.to_string() }),
-                Ok(None) => Err(Loss::Worker { detail: "its stream ended without a word".to_owned() }),
-                Err(status) => Err(loss(status)),
+            message = stream.frames.message() => match message {
+                Ok(Some(frame)) => WorkerFrame::try_from(frame)
+                    .map_err(|violation| StreamLoss::WorkerError { detail: violation.to_string() }),
+                Ok(None) => {
+                    Err(StreamLoss::WorkerDied { detail: "its stream ended without `finished`".to_owned() })
+                }
+                Err(status) => Err(stream_loss(status)),
             },
-            () = late => Err(Loss::Deadline),
+            () = late => Err(StreamLoss::DeadlineExceeded),
         }
     }
 
-    /// Passes tokens on; `Some` when the choice is at its end.
-    async fn take(&mut self, frame: Frame) -> Result<Option<Finish>, Failure> {
+    /// Passes a frame on to the client. Returns `Some` if the choice is at its end.
+    async fn handle_frame(&mut self, frame: WorkerFrame) -> Result<Option<FinishCause>, ChoiceError> {
         match frame {
-            Frame::Admitted => Ok(None),
-            Frame::Tokens { ids, logprobs, sampler_state } => self.tokens(ids, logprobs, sampler_state).await,
-            Frame::Finished { stopped, stop_token, cached_tokens } => {
-                // A resumed stream finds its own prompt in the cache, which is no news to the client.
+            WorkerFrame::Admitted => Ok(None),
+            WorkerFrame::Tokens { ids, logprobs, sampler_state } => {
+                self.handle_tokens(ids, logprobs, sampler_state).await
+            }
+            WorkerFrame::Finished { is_stop, stop_token, cached_tokens } => {
+                // After a resume, the worker reports the choice's own output as prefix cache hits.
                 if self.progress.losses() == 0 {
-                    self.cached_tokens = cached_tokens.min(self.choice.call.prompt.len() as u32);
+                    self.cached_tokens = cached_tokens.min(self.task.call.prompt.len() as u32);
                 }
-                Ok(Some(if stopped { Finish::StopToken(stop_token) } else { Finish::Length }))
+                Ok(Some(if is_stop { FinishCause::StopToken(stop_token) } else { FinishCause::Length }))
             }
         }
     }
 
-    async fn tokens(
+    async fn handle_tokens(
         &mut self,
         mut ids: Vec<u32>,
         mut logprobs: Vec<Logprob>,
         sampler_state: bytes::Bytes,
-    ) -> Result<Option<Finish>, Failure> {
-        let now = Instant::now();
-        match self.last_token.replace(now) {
-            None => {
-                let since_arrival = now - self.choice.arrived;
-                self.first_token = Some(since_arrival);
-                metrics::first_token(self.choice.model.name(), since_arrival);
-            }
-            Some(last) => metrics::inter_token(self.choice.model.name(), now - last),
-        }
-        let Some(text) = &mut self.text else {
-            return Err(Failure::Protocol { violation: "tokens after the end" });
-        };
+    ) -> Result<Option<FinishCause>, ChoiceError> {
+        self.record_latency();
+        let text = self.text.as_mut().expect("a choice reads no frame after it has finished");
         let pushed = text.push(&ids);
-        ids.truncate(pushed.consumed);
-        logprobs.truncate(pushed.consumed);
-        self.progress.tokens(&ids, sampler_state)?;
-        metrics::generated(self.choice.model.name(), ids.len());
-        self.send(Piece { choice: self.choice.index, tokens: ids, text: pushed.text, logprobs }).await?;
-        Ok(pushed.stop.map(Finish::StopString))
+        ids.truncate(pushed.consumed_tokens);
+        logprobs.truncate(pushed.consumed_tokens);
+        self.progress.append(&ids, sampler_state)?;
+        metrics::record_output_tokens(self.task.model.name(), ids.len());
+        self.send(OutputDelta { choice: self.task.index, tokens: ids, text: pushed.text, logprobs }).await?;
+        Ok(pushed.stop.map(FinishCause::StopString))
     }
 
-    async fn finish(&mut self, finish: Finish) -> Result<Outcome, Failure> {
-        // After a stop string the text has ended before it; otherwise the held-back rest is text after all.
-        let rest = match finish {
-            Finish::StopString(_) => String::new(),
-            _ => self.text.take().map(TextStream::finish).unwrap_or_default(),
-        };
-        if !rest.is_empty() {
-            let piece = Piece { choice: self.choice.index, tokens: vec![], text: rest, logprobs: vec![] };
-            self.send(piece).await?;
+    fn record_latency(&mut self) {
+        let (now, model) = (Instant::now(), self.task.model.name());
+        match self.last_token_at.replace(now) {
+            None => {
+                let since_arrival = now - self.task.arrived;
+                self.time_to_first_token = Some(since_arrival);
+                metrics::record_time_to_first_token(model, since_arrival);
+            }
+            Some(last) => metrics::record_inter_token_latency(model, now - last),
         }
-        Ok(Outcome {
+    }
+
+    async fn finish(&mut self, finish: FinishCause) -> Result<ChoiceOutcome, ChoiceError> {
+        // After a stop string, the text ends before it. Otherwise the held-back text is output.
+        let text = match finish {
+            FinishCause::StopString(_) => String::new(),
+            _ => self.text.take().expect("a choice finishes once").finish(),
+        };
+        if !text.is_empty() {
+            self.send(OutputDelta { choice: self.task.index, text, ..OutputDelta::default() }).await?;
+        }
+        Ok(ChoiceOutcome {
             finish,
             output_tokens: self.progress.output().len() as u32,
             cached_tokens: self.cached_tokens,
             resumes: self.progress.losses(),
-            first_token: self.first_token,
-            total: self.choice.arrived.elapsed(),
+            time_to_first_token: self.time_to_first_token,
+            total_time: self.task.arrived.elapsed(),
         })
     }
 
-    /// Waits for a slow client within bounds; meanwhile the worker's stream fills up to the worker's own bound.
-    async fn send(&self, piece: Piece) -> Result<(), Failure> {
-        match tokio::time::timeout(SLOW_CLIENT_WAIT, self.choice.events.send(Event::Piece(piece))).await {
-            // Closed: the client is gone, and `closed()` in `run` ends this task.
+    /// Sends a delta to the client. While the client's channel is full, the worker's stream fills up
+    /// to the worker's own limit.
+    async fn send(&self, delta: OutputDelta) -> Result<(), ChoiceError> {
+        let sent = self.task.events.send(ChoiceEvent::Output(delta));
+        match tokio::time::timeout(SLOW_CLIENT_WAIT, sent).await {
+            // If the channel is closed, the client is gone and `events.closed()` ends this task.
             Ok(_) => Ok(()),
-            Err(_) => Err(Failure::SlowClient),
+            Err(_) => Err(ChoiceError::SlowClient),
         }
     }
 }
-
-/// How much later than the worker the router gives up.
-const DEADLINE_SLACK: Duration = Duration::from_secs(2);

@@ -7,36 +7,36 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use service::ByteSize;
 
-use crate::admission::Limits;
+use crate::admission::AdmissionLimits;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Config {
-    /// Where HTTP and gRPC are served; absent: on `router.sock` in the runtime directory only. An inherited listening
-    /// socket takes its place.
+pub struct RouterConfig {
+    /// TCP address for HTTP and gRPC. If absent, the router serves only gRPC on `router.sock` in the
+    /// runtime directory. An inherited listening socket replaces it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listen: Option<SocketAddr>,
-    /// Where workers are found.
+    /// The directory of the workers' sockets.
     pub runtime_dir: PathBuf,
-    /// Continuations that run or wait; more are refused.
+    /// Maximum number of choices that run or wait. The router refuses more.
     #[serde(default = "streams_max")]
     pub streams_max: u32,
-    /// Who waits for a model's workers.
+    /// Limits of the waiting queues.
     #[serde(default)]
     pub admission: AdmissionConfig,
-    /// Length of a request's body.
+    /// Maximum length of a request body.
     #[serde(default = "body_max")]
     pub body_max: ByteSize,
-    /// The longest that a request may take, whatever deadline it names.
+    /// Maximum duration of a request, also if the request has a later deadline.
     #[serde(default = "request_timeout", with = "service::duration")]
     pub request_timeout: Duration,
-    /// How long streams may go on after the request to stop.
+    /// How long streams may continue after the router is told to stop.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
 }
 
-impl Config {
-    /// Defaults for everything but the places.
+impl RouterConfig {
+    /// Defaults for everything except the address and the directory.
     pub fn new(listen: Option<SocketAddr>, runtime_dir: PathBuf) -> Self {
         Self {
             listen,
@@ -50,15 +50,15 @@ impl Config {
     }
 }
 
-/// The queues' bounds and floors, of each model.
+/// Admission control: limits of the waiting queue of each model, and reserved floors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct AdmissionConfig {
-    /// Requests that wait; more are refused with 503.
+    /// Maximum number of waiting requests. The router refuses more with 503.
     pub queue_max: u32,
-    /// Of one tenant; more are refused with 429.
+    /// Maximum number of waiting requests of one tenant. The router refuses more with 429.
     pub tenant_queue_max: u32,
-    /// Percent of a model's places and of its queue that are kept free for requests of that class.
+    /// Percent of a model's permits and of its waiting queue that are reserved for the class.
     pub interactive_floor: u32,
     pub batch_floor: u32,
 }
@@ -69,16 +69,16 @@ impl Default for AdmissionConfig {
     }
 }
 
-/// Ordinary requests have to get anywhere, too.
+/// The default class has no floor and needs a part of the permits.
 const FLOORS_MAX: u32 = 90;
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AdmissionConfigError {
-    #[error("`admission.{key}` is 0: nobody could wait; allowed are 1 and more")]
-    NoQueue { key: &'static str },
+    #[error("`admission.{key}` is 0, so no request could wait; use 1 or more")]
+    ZeroQueue { key: &'static str },
     #[error(
         "`admission.interactive-floor` is {interactive} and `admission.batch-floor` {batch} percent, \
-         together they may be at most {FLOORS_MAX}"
+         their sum may be at most {FLOORS_MAX}"
     )]
     Floors { interactive: u32, batch: u32 },
 }
@@ -87,7 +87,7 @@ impl AdmissionConfig {
     pub fn check(&self) -> Result<(), AdmissionConfigError> {
         let queues = [("queue-max", self.queue_max), ("tenant-queue-max", self.tenant_queue_max)];
         if let Some((key, _)) = queues.into_iter().find(|&(_, max)| max == 0) {
-            return Err(AdmissionConfigError::NoQueue { key });
+            return Err(AdmissionConfigError::ZeroQueue { key });
         }
         let (interactive, batch) = (self.interactive_floor, self.batch_floor);
         if interactive.saturating_add(batch) > FLOORS_MAX {
@@ -96,8 +96,8 @@ impl AdmissionConfig {
         Ok(())
     }
 
-    pub(crate) fn limits(&self, streams_max: u32) -> Limits {
-        Limits {
+    pub(crate) fn limits(&self, streams_max: u32) -> AdmissionLimits {
+        AdmissionLimits {
             streams_max,
             queue_max: self.queue_max,
             tenant_queue_max: self.tenant_queue_max,
@@ -111,7 +111,7 @@ fn streams_max() -> u32 {
     1024
 }
 
-/// A prompt of a million tokens as text, or of 256k token ids.
+/// Enough for a prompt of a million tokens as text, or of 256k token ids.
 fn body_max() -> ByteSize {
     ByteSize::mib(8)
 }
@@ -129,15 +129,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_defaults_are_allowed_and_impossible_figures_are_not() {
-        let sound = AdmissionConfig::default();
-        assert_eq!(sound.check(), Ok(()));
-        let empty = AdmissionConfig { tenant_queue_max: 0, ..sound };
-        assert_eq!(empty.check(), Err(AdmissionConfigError::NoQueue { key: "tenant-queue-max" }));
-        let floors = AdmissionConfig { interactive_floor: 60, batch_floor: 31, ..sound };
+    fn defaults_are_valid_and_impossible_values_are_refused() {
+        let defaults = AdmissionConfig::default();
+        assert_eq!(defaults.check(), Ok(()));
+        let empty = AdmissionConfig { tenant_queue_max: 0, ..defaults };
+        assert_eq!(empty.check(), Err(AdmissionConfigError::ZeroQueue { key: "tenant-queue-max" }));
+        let floors = AdmissionConfig { interactive_floor: 60, batch_floor: 31, ..defaults };
         let refused = floors.check().unwrap_err();
         assert_eq!(refused, AdmissionConfigError::Floors { interactive: 60, batch: 31 });
-        assert!(refused.to_string().ends_with("31 percent, together they may be at most 90"), "{refused}");
+        assert!(refused.to_string().ends_with("31 percent, their sum may be at most 90"), "{refused}");
         assert_eq!(AdmissionConfig { batch_floor: 30, ..floors }.check(), Ok(()));
     }
 }

@@ -1,7 +1,8 @@
-//! Finds workers: the runtime directory is the registry, a worker is a socket `worker-<N>.sock` in it.
+//! Discovers workers: the runtime directory is the service registry, and a worker is a socket
+//! `worker-<N>.sock` in it.
 //!
-//! A socket's path and inode name one incarnation; each gets one [`crate::worker_link`] task, and another attempt after
-//! that task has ended as long as the socket is there.
+//! The path and inode of a socket identify one run of a worker. Each gets one [`crate::worker_link`]
+//! task. If that task ends and the socket still exists, the next scan starts another one.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -13,20 +14,20 @@ use service::RuntimeDir;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::fleet::Fleet;
+use crate::registry::WorkerRegistry;
 use crate::worker_link;
 
-/// A new worker is seen within this time.
-const SCAN_EVERY: Duration = Duration::from_millis(100);
-/// More sockets than this in one directory are not followed.
+/// The router discovers a new worker within this time.
+const SCAN_INTERVAL: Duration = Duration::from_millis(100);
+/// Maximum number of sockets that the router follows in one directory.
 const WORKERS_MAX: usize = 64;
 
-/// Runs until `stop`.
-pub(crate) async fn run(directory: RuntimeDir, fleet: Arc<Fleet>, stop: CancellationToken) {
+/// Scans the directory until `stop`.
+pub(crate) async fn run(directory: RuntimeDir, registry: Arc<WorkerRegistry>, stop: CancellationToken) {
     let mut links: HashMap<(PathBuf, u64), JoinHandle<()>> = HashMap::new();
-    let mut scan = tokio::time::interval(SCAN_EVERY);
+    let mut scan = tokio::time::interval(SCAN_INTERVAL);
     scan.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut unreadable = false;
+    let mut is_unreadable = false;
     loop {
         tokio::select! {
             _ = scan.tick() => {}
@@ -35,20 +36,20 @@ pub(crate) async fn run(directory: RuntimeDir, fleet: Arc<Fleet>, stop: Cancella
         let sockets = match directory.worker_sockets() {
             Ok(sockets) => sockets,
             Err(error) => {
-                if !std::mem::replace(&mut unreadable, true) {
-                    tracing::warn!(directory = %directory.path().display(), %error, "cannot look for workers");
+                if !std::mem::replace(&mut is_unreadable, true) {
+                    tracing::warn!(directory = %directory.path().display(), %error, "cannot discover workers");
                 }
                 continue;
             }
         };
-        unreadable = false;
+        is_unreadable = false;
         links.retain(|_, link| !link.is_finished());
         for (_, path) in sockets.into_iter().take(WORKERS_MAX) {
-            // Gone between listing and looking: the next scan will not list it.
+            // The socket may vanish between the listing and this call. The next scan does not list it.
             let Ok(metadata) = std::fs::symlink_metadata(&path) else { continue };
             links
                 .entry((path.clone(), metadata.ino()))
-                .or_insert_with(|| tokio::spawn(worker_link::follow(path, fleet.clone(), stop.clone())));
+                .or_insert_with(|| tokio::spawn(worker_link::run(path, registry.clone(), stop.clone())));
         }
     }
 }

@@ -1,7 +1,7 @@
-//! A request from either surface, checked, admitted as a whole, and then streamed.
+//! Admits a checked request as a whole and starts the tasks of its choices.
 //!
-//! Nothing is sent to the client before every choice of the request has been admitted by a worker: overload and bad
-//! requests are refusals with a status, never errors in the middle of a response.
+//! The router sends nothing to the client before a worker has admitted every choice of the request. So
+//! overload and invalid requests are refusals with a status, and never errors in mid-response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,59 +10,61 @@ use futures::future::try_join_all;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::admission::{Class, Entry, NeverFits, Room, Tenant};
-use crate::choice::{Choice, Event};
-use crate::dispatch::{Refusal, open};
-use crate::fleet::{Fleet, Place};
-use crate::gate::Gate;
-use crate::grammar_check::GrammarChecks;
+use crate::admission::{AdmissionRequest, CapacityExceeded, ModelCapacity, PriorityClass, Tenant};
+use crate::admission_control::{AdmissionController, StreamPermits};
+use crate::choice::{ChoiceEvent, ChoiceTask};
+use crate::dispatch::{OpenStream, RequestRefusal, open_stream};
+use crate::failover::ChoiceProgress;
+use crate::grammar_check::GrammarChecker;
 use crate::metrics;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::params::{CheckedParams, RequestParamError, RequestParams};
-use crate::resume::Progress;
-use crate::tenant::Tenants;
+use crate::registry::{PlacedStream, WorkerRegistry};
+use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
-use crate::wire::Call;
+use crate::wire::ChoiceCall;
 
-/// Pieces that wait for a slow client, for each choice; then the worker has to wait too.
-const PIECES_BUFFERED_MAX: usize = 128;
-/// Prompts of one request times its `n`.
+/// Deltas of each choice that the router buffers for a slow client. Then the worker has to wait too.
+const BUFFERED_DELTAS_MAX: usize = 128;
+/// Maximum number of choices of one request, over all prompts.
 pub(crate) const CHOICES_MAX: usize = 128;
 
 /// A checked request.
 #[derive(Debug)]
-pub(crate) struct Job {
-    pub(crate) model: Arc<Model>,
+pub(crate) struct GenerationRequest {
+    pub(crate) model: Arc<ServedModel>,
+    /// Each prompt with its parameters: `max_tokens` depends on the prompt's length.
     prompts: Vec<(Arc<[u32]>, Arc<CheckedParams>)>,
     at_text_start: bool,
-    origin: Origin,
+    origin: RequestOrigin,
 }
 
-/// Whose request it is, and since when.
+/// The id, arrival time and tenant of a request.
 #[derive(Clone, Debug)]
-pub(crate) struct Origin {
+pub(crate) struct RequestOrigin {
     pub(crate) request_id: Arc<str>,
     pub(crate) arrived: Instant,
     pub(crate) tenant: Tenant,
 }
 
-/// Token ids and what they are called on the surface they came from.
+/// The token ids of the prompts.
 #[derive(Debug)]
-pub(crate) struct Prompts {
+pub(crate) struct TokenizedPrompts {
+    /// Name of the prompt field in the API that the request came through.
     pub(crate) param: &'static str,
     pub(crate) tokens: Vec<Vec<u32>>,
-    /// The output is a text of its own rather than the continuation of the prompt.
+    /// The output is a text of its own and does not continue the prompt.
     pub(crate) at_text_start: bool,
 }
 
-impl Job {
+impl GenerationRequest {
     pub(crate) fn new(
-        model: Arc<Model>,
-        prompts: Prompts,
+        model: Arc<ServedModel>,
+        prompts: TokenizedPrompts,
         mut params: RequestParams,
-        origin: Origin,
+        origin: RequestOrigin,
     ) -> Result<Self, RequestParamError> {
-        let Prompts { param, tokens, at_text_start } = prompts;
+        let TokenizedPrompts { param, tokens, at_text_start } = prompts;
         let mut checked = Vec::with_capacity(tokens.len());
         for prompt in tokens {
             let checked_params = params.clone().check(model.limits(), param, prompt.len())?;
@@ -84,133 +86,33 @@ impl Job {
         self.prompts.iter().map(|(prompt, _)| &**prompt)
     }
 
-    /// Of every prompt.
+    /// The parameters of the first prompt. Those of other prompts differ in `max_tokens` only.
     pub(crate) fn params(&self) -> &CheckedParams {
         &self.prompts[0].1
     }
 
-    pub(crate) fn class(&self) -> Class {
-        Class::of_priority(self.params().priority)
+    pub(crate) fn class(&self) -> PriorityClass {
+        PriorityClass::of_priority(self.params().priority)
     }
 
-    /// In the response: choice `c` of prompt `p` has index `p * n + c`.
+    /// Number of choices that the fleet generates. Choice `c` of prompt `p` has index
+    /// `p * best_of + c` in the response.
     pub(crate) fn choices(&self) -> usize {
         self.prompts.len() * self.params().best_of as usize
     }
-}
 
-/// What generating needs of the process; cheap to clone.
-#[derive(Clone, Debug)]
-pub(crate) struct Generator {
-    pub(crate) fleet: Arc<Fleet>,
-    pub(crate) gate: Arc<Gate>,
-    pub(crate) grammars: Arc<GrammarChecks>,
-    pub(crate) tenants: Tenants,
-    /// The longest that a request may take.
-    pub(crate) request_timeout: Duration,
-}
-
-impl Generator {
-    /// Every choice is admitted, or none is. The events end after the last choice's `Ended`; dropping the receiver
-    /// cancels the rest.
-    pub(crate) async fn start(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
-        let started = self.admit(job).await;
-        if let Err(refusal) = &started {
-            metrics::refused(job.model.name(), job.class(), refusal.reason());
-        }
-        started
-    }
-
-    async fn admit(&self, job: &Job) -> Result<mpsc::Receiver<Event>, Refusal> {
-        let choices = job.choices();
-        let timeout =
-            job.params().deadline.map_or(self.request_timeout, |asked| asked.min(self.request_timeout));
-        let deadline = job.origin.arrived + timeout;
-        let entry = Entry {
-            model: job.model.key().clone(),
-            tenant: job.origin.tenant.clone(),
-            priority: job.params().priority,
-            places: choices as u32,
-            deadline: self.gate.time(deadline),
-        };
-        self.check_room(job)?;
-        if let Some(grammar) = &job.params().grammar {
-            let Job { model, origin, .. } = job;
-            self.grammars.check(model.key(), grammar, &origin.tenant, deadline).await?;
-        }
-        let mut places = self.gate.enter(job.model.name(), entry).await?;
-        let deadline = Some(deadline);
-        let calls: Vec<Call> = job.calls(self.tenants.number(&job.origin.tenant));
-        let attempts = calls.iter().zip(self.place(&calls)).map(|(call, place)| async move {
-            let progress = Progress::new(call.params.max_tokens);
-            let attempt = open(&self.fleet, call, &progress, deadline, place).await?;
-            Ok::<_, Refusal>((attempt, progress))
-        });
-        let attempts = try_join_all(attempts).await?;
-
-        let (events, receiver) = mpsc::channel(choices * (PIECES_BUFFERED_MAX + 1));
-        for ((index, call), (attempt, progress)) in (0..).zip(calls).zip(attempts) {
-            let text = TextStream::new(&job.model, &call.params.stop, job.at_text_start)
-                .map_err(|error| Refusal::Invalid { detail: error.to_string() })?;
-            // There is room for one last word of each choice, and one place.
-            let (Ok(last_word), Some(place)) = (events.clone().try_reserve_owned(), places.split()) else {
-                return Err(Refusal::Failed { detail: "no room for the answer".to_owned() });
-            };
-            let choice = Choice {
-                index,
-                model: job.model.clone(),
-                fleet: self.fleet.clone(),
-                call,
-                arrived: job.origin.arrived,
-                deadline,
-                events: events.clone(),
-                _place: place,
-            };
-            tokio::spawn(choice.run(attempt, progress, text, last_word));
-        }
-        for prompt in job.prompts() {
-            metrics::prompt(job.model.name(), prompt.len());
-        }
-        Ok(receiver)
-    }
-
-    /// Choices of a prompt each beside the one before, where the prompt is computed anyway.
-    fn place(&self, calls: &[Call]) -> Vec<Option<Place>> {
-        let mut beside = None;
-        let places = calls.iter().map(|call| {
-            let place = self.fleet.place(&call.model, &[], beside.filter(|_| call.choice > 0));
-            beside = place.as_ref().map(|place| place.peer.worker);
-            place
-        });
-        places.collect()
-    }
-
-    /// What no worker could ever hold does not wait.
-    fn check_room(&self, job: &Job) -> Result<(), NeverFits> {
-        let room = self.fleet.room(job.model.key());
-        if room == Room::default() {
-            // Nobody is there to say; the gate does.
-            return Ok(());
-        }
-        let output = job.params().is_max_tokens_given.then_some(job.params().max_tokens);
-        let longest = job.prompts().map(<[u32]>::len).max().unwrap_or(0);
-        let streams_max = room.at_once(job.class(), &job.origin.tenant).min(self.gate.streams_max());
-        room.check(longest as u64, output, job.choices() as u32, streams_max)
-    }
-}
-
-impl Job {
-    fn calls(&self, tenant: u64) -> Vec<Call> {
+    /// One call for each choice. `tenant` is the tenant's number for workers.
+    fn choice_calls(&self, tenant: u64) -> Vec<ChoiceCall> {
         let mut calls = Vec::with_capacity(self.choices());
         let dry_breakers: Arc<[Vec<u32>]> = match &self.params().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),
             None => Arc::new([]),
         };
         for (prompt, params) in &self.prompts {
-            let own: &[u32] =
+            let end_of_generation: &[u32] =
                 if params.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
-            let stop_tokens: Arc<[u32]> = [&params.stop_tokens, own].concat().into();
-            calls.extend((0..params.best_of).map(|choice| Call {
+            let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
+            calls.extend((0..params.best_of).map(|choice| ChoiceCall {
                 request_id: self.origin.request_id.clone(),
                 model: self.model.key().clone(),
                 prompt: prompt.clone(),
@@ -222,5 +124,137 @@ impl Job {
             }));
         }
         calls
+    }
+}
+
+/// Starts requests. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Generator {
+    pub(crate) registry: Arc<WorkerRegistry>,
+    pub(crate) admission: Arc<AdmissionController>,
+    pub(crate) grammars: Arc<GrammarChecker>,
+    pub(crate) tenants: TenantResolver,
+    /// Maximum duration of a request.
+    pub(crate) request_timeout: Duration,
+}
+
+/// A choice that a worker has admitted.
+struct AdmittedChoice {
+    call: ChoiceCall,
+    stream: OpenStream,
+    progress: ChoiceProgress,
+}
+
+impl Generator {
+    /// Admits every choice of the request or none. The events end after the last choice's
+    /// [`ChoiceEvent::Ended`]. Dropping the receiver cancels the remaining choices.
+    pub(crate) async fn start(
+        &self,
+        request: &GenerationRequest,
+    ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
+        let started = self.admit_and_spawn(request).await;
+        if let Err(refusal) = &started {
+            metrics::record_refusal(request.model.name(), request.class(), refusal.reason());
+        }
+        started
+    }
+
+    async fn admit_and_spawn(
+        &self,
+        request: &GenerationRequest,
+    ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
+        let timeout = request.params().deadline.unwrap_or(self.request_timeout).min(self.request_timeout);
+        let deadline = request.origin.arrived + timeout;
+        let admission_request = AdmissionRequest {
+            model: request.model.key().clone(),
+            tenant: request.origin.tenant.clone(),
+            priority: request.params().priority,
+            permits: request.choices() as u32,
+            deadline: self.admission.uptime_at(deadline),
+        };
+        self.check_capacity(request)?;
+        if let Some(grammar) = &request.params().grammar {
+            let GenerationRequest { model, origin, .. } = request;
+            self.grammars.check(model.key(), grammar, &origin.tenant, deadline).await?;
+        }
+        let permits = self.admission.admit(request.model.name(), admission_request).await?;
+        let choices = self.open_streams(request, deadline).await?;
+        let events = self.spawn_choices(request, choices, permits, deadline)?;
+        for prompt in request.prompts() {
+            metrics::record_prompt_tokens(request.model.name(), prompt.len());
+        }
+        Ok(events)
+    }
+
+    async fn open_streams(
+        &self,
+        request: &GenerationRequest,
+        deadline: Instant,
+    ) -> Result<Vec<AdmittedChoice>, RequestRefusal> {
+        let calls = request.choice_calls(self.tenants.number(&request.origin.tenant));
+        let placed = self.place_choices(&calls);
+        let opening = calls.into_iter().zip(placed).map(|(call, placed)| async move {
+            let progress = ChoiceProgress::new(call.params.max_tokens);
+            let stream = open_stream(&self.registry, &call, &progress, Some(deadline), placed).await?;
+            Ok::<_, RequestRefusal>(AdmittedChoice { call, stream, progress })
+        });
+        try_join_all(opening).await
+    }
+
+    fn spawn_choices(
+        &self,
+        request: &GenerationRequest,
+        choices: Vec<AdmittedChoice>,
+        mut permits: StreamPermits,
+        deadline: Instant,
+    ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
+        // Each choice reserves one slot for its `Ended` event before any choice sends a delta.
+        let (events, receiver) = mpsc::channel(choices.len() * (BUFFERED_DELTAS_MAX + 1));
+        let mut tasks = Vec::with_capacity(choices.len());
+        for (index, AdmittedChoice { call, stream, progress }) in (0..).zip(choices) {
+            let text = TextStream::new(&request.model, &call.params.stop, request.at_text_start)
+                .map_err(|error| RequestRefusal::Invalid { detail: error.to_string() })?;
+            let ended_permit = events.clone().try_reserve_owned().ok();
+            let ended_permit = ended_permit.expect("the channel has a free slot for each choice");
+            let task = ChoiceTask {
+                index,
+                model: request.model.clone(),
+                registry: self.registry.clone(),
+                call,
+                arrived: request.origin.arrived,
+                deadline: Some(deadline),
+                events: events.clone(),
+                _permit: permits.split_one(),
+            };
+            tasks.push(task.run(stream, progress, text, ended_permit));
+        }
+        tasks.into_iter().for_each(|task| drop(tokio::spawn(task)));
+        Ok(receiver)
+    }
+
+    /// Places the choices of a prompt on one worker, if it has capacity: it computes the prompt once.
+    fn place_choices(&self, calls: &[ChoiceCall]) -> Vec<Option<PlacedStream>> {
+        let mut previous = None;
+        let placed = calls.iter().map(|call| {
+            let preferred = previous.filter(|_| call.choice > 0);
+            let placed = self.registry.place_stream(&call.model, &[], preferred);
+            previous = placed.as_ref().map(|placed| placed.worker.id);
+            placed
+        });
+        placed.collect()
+    }
+
+    /// Refuses a request that no worker can ever hold.
+    fn check_capacity(&self, request: &GenerationRequest) -> Result<(), CapacityExceeded> {
+        let capacity = self.registry.capacity(request.model.key());
+        if capacity == ModelCapacity::default() {
+            // The model has no worker now. Admission control decides how long to wait for one.
+            return Ok(());
+        }
+        let output = request.params().is_max_tokens_given.then_some(request.params().max_tokens);
+        let longest = request.prompts().map(<[u32]>::len).max().unwrap_or(0);
+        let choices_max = capacity.choices_max(request.class(), &request.origin.tenant);
+        let streams_max = choices_max.min(self.admission.streams_max());
+        capacity.check(longest as u64, output, request.choices() as u32, streams_max)
     }
 }

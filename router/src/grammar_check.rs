@@ -1,10 +1,12 @@
-//! A grammar is compiled by a worker before its request waits anywhere: one that is none, or that nothing matches, is
-//! refused at once, takes nobody's turn, and is never told to come again. Nor is one that holds up or breaks that worker's
-//! compiler, and no other worker is asked about it.
+//! Has a worker compile the grammar of a request before the request waits anywhere.
 //!
-//! Whoever asks gets a worker's compiler for nothing here, so checks are bounded: a tenant has few under way, all together
-//! less than a worker lets wait, the rest wait for those, in bounds and to their deadline. What was found is kept for a
-//! while: a grammar that comes again costs no call.
+//! 1. A grammar that does not compile, or that matches nothing, is refused at once. The request takes
+//!    no permit and gets no retry time.
+//! 2. A grammar that stalls or breaks a worker's compiler is refused too, and no other worker is asked.
+//! 3. Checks cost a worker time and a client nothing, so they are limited. A tenant has few checks
+//!    running, and all tenants together have fewer than a worker lets wait. Other checks wait, up to a
+//!    limit and their deadline.
+//! 4. Results are cached for a while, so a repeated grammar costs no call.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,182 +18,197 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
 use crate::admission::Tenant;
-use crate::dispatch::{RETRY_AFTER, Refusal, verdict};
-use crate::fleet::Fleet;
+use crate::dispatch::{RETRY_AFTER, RequestRefusal, classify_refusal};
 use crate::params::RequestGrammar;
-use crate::placement::{Fingerprint, ModelKey};
+use crate::registry::WorkerRegistry;
+use crate::routing::{ModelKey, WorkerFingerprint};
 
-/// Under way, of one tenant: a worker compiles one after the other, and others want theirs, too.
-const TENANT_UNDER_WAY_MAX: usize = 4;
-/// Of all: half of what a worker lets wait to be compiled. The other half is for requests whose turn has come.
-const UNDER_WAY_MAX: usize = 32;
-/// Under way or waiting for that, of one tenant and of all. Each holds a request's body.
-const TENANT_MAX: u32 = 128;
-const MAX: u32 = 256;
-/// A worker answers within some 31 s: 10 until a grammar's turn comes, 20 to compile it, and one until that is noticed. After
-/// one that does not, the next is asked.
+/// Running checks of one tenant. A worker compiles grammars one after the other, for all tenants.
+const TENANT_RUNNING_MAX: usize = 4;
+/// Running checks of all tenants: half of the compile jobs that a worker lets wait. The other half is
+/// for admitted requests.
+const RUNNING_MAX: usize = 32;
+/// Checks that run or wait, of one tenant and of all. Each holds the body of a request.
+const TENANT_CHECKS_MAX: u32 = 128;
+const CHECKS_MAX: u32 = 256;
+/// A worker answers within about 31 s: it waits 10 s for its turn, compiles for 20 s, and its watchdog
+/// adds one. If a worker takes longer than this, the router asks the next one.
 const CHECK_WAIT: Duration = Duration::from_secs(40);
-/// Grammars whose verdict is kept, of up to 257 KiB each.
-const KEPT_MAX: usize = 32;
+/// Maximum number of cached results. Each holds a grammar of up to 257 KiB.
+const CACHED_RESULTS_MAX: usize = 32;
 
 #[derive(Debug)]
-pub(crate) struct GrammarChecks {
-    fleet: Arc<Fleet>,
-    under_way: Semaphore,
-    state: Mutex<State>,
+pub(crate) struct GrammarChecker {
+    registry: Arc<WorkerRegistry>,
+    running: Semaphore,
+    state: Mutex<CheckerState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Checks that have not ended, and those of each tenant that has any.
+struct CheckerState {
+    /// Checks that run or wait.
     checks: u32,
-    tenants: HashMap<Tenant, Own>,
-    /// The last used one first.
-    kept: VecDeque<Kept>,
+    /// Tenants with checks that run or wait.
+    tenants: HashMap<Tenant, TenantChecks>,
+    /// The last used result first.
+    cache: VecDeque<CachedResult>,
 }
 
 #[derive(Debug)]
-struct Own {
+struct TenantChecks {
     checks: u32,
-    under_way: Arc<Semaphore>,
+    running: Arc<Semaphore>,
 }
 
 #[derive(Debug)]
-struct Kept {
-    model: Fingerprint,
+struct CachedResult {
+    fingerprint: WorkerFingerprint,
     source: proto::v1::Grammar,
-    /// Or why it is none.
-    found: Result<(), String>,
+    /// `Err` holds the compile error.
+    result: Result<(), String>,
 }
 
-impl GrammarChecks {
-    pub(crate) fn new(fleet: Arc<Fleet>) -> Arc<Self> {
-        Arc::new(Self { fleet, under_way: Semaphore::new(UNDER_WAY_MAX), state: Mutex::default() })
+impl GrammarChecker {
+    pub(crate) fn new(registry: Arc<WorkerRegistry>) -> Arc<Self> {
+        Arc::new(Self { registry, running: Semaphore::new(RUNNING_MAX), state: Mutex::default() })
     }
 
-    /// `Ok` also if no worker is there to say: then the request waits for one, or is refused for that.
+    /// Checks a grammar. Returns `Ok` also if the model has no worker: admission control then decides.
     pub(crate) async fn check(
         &self,
         model: &ModelKey,
         grammar: &RequestGrammar,
         tenant: &Tenant,
         deadline: Instant,
-    ) -> Result<(), Refusal> {
-        if let Some(found) = self.lock().recall(&model.fingerprint, grammar) {
-            return found;
+    ) -> Result<(), RequestRefusal> {
+        if let Some(result) = self.lock().cached_result(&model.fingerprint, grammar) {
+            return result;
         }
-        let check = self.begin(tenant)?;
+        let check = self.begin_check(tenant)?;
         let checked = timeout_at(deadline, async {
-            // Both live as long as this: they are never closed.
-            let _own = check.under_way.acquire().await;
-            let _place = self.under_way.acquire().await;
-            // Somebody may have asked the same meanwhile.
-            let found = self.lock().recall(&model.fingerprint, grammar);
-            match found {
-                Some(found) => found,
-                None => self.ask(model, grammar).await,
+            // Neither semaphore is ever closed.
+            let _tenant_permit = check.tenant_running.acquire().await;
+            let _permit = self.running.acquire().await;
+            // Another request may have checked the same grammar meanwhile.
+            let cached = self.lock().cached_result(&model.fingerprint, grammar);
+            match cached {
+                Some(result) => result,
+                None => self.ask_workers(model, grammar).await,
             }
         });
-        checked.await.unwrap_or(Err(Refusal::Deadline))
+        checked.await.unwrap_or(Err(RequestRefusal::DeadlineExceeded))
     }
 
-    async fn ask(&self, model: &ModelKey, grammar: &RequestGrammar) -> Result<(), Refusal> {
+    async fn ask_workers(&self, model: &ModelKey, grammar: &RequestGrammar) -> Result<(), RequestRefusal> {
         let request = CheckGrammarRequest {
             fingerprint: Bytes::copy_from_slice(&model.fingerprint.0),
             grammar: Some(grammar.source.clone()),
         };
         let (mut tried, mut refusal) = (Vec::new(), None);
-        while let Some(mut peer) = self.fleet.least_loaded(model, &tried) {
-            tried.push(peer.worker);
-            let answer = tokio::time::timeout(CHECK_WAIT, peer.client.check_grammar(request.clone())).await;
+        while let Some(mut worker) = self.registry.least_loaded(model, &tried) {
+            tried.push(worker.id);
+            let answer = tokio::time::timeout(CHECK_WAIT, worker.client.check_grammar(request.clone())).await;
             match answer {
                 Ok(Ok(_)) => {
-                    self.lock().keep(&model.fingerprint, grammar, Ok(()));
+                    self.lock().cache_result(&model.fingerprint, grammar, Ok(()));
                     return Ok(());
                 }
-                Ok(Err(status)) => match verdict(&self.fleet, &peer, &status, Some(grammar)) {
-                    Ok(passing) => refusal = passing.or(refusal),
-                    Err(Refusal::Grammar { param, detail }) => {
-                        self.lock().keep(&model.fingerprint, grammar, Err(detail.clone()));
-                        return Err(Refusal::Grammar { param, detail });
+                Ok(Err(status)) => match classify_refusal(&self.registry, &worker, &status, Some(grammar)) {
+                    Ok(temporary) => refusal = temporary.or(refusal),
+                    Err(RequestRefusal::Grammar { param, detail }) => {
+                        self.lock().cache_result(&model.fingerprint, grammar, Err(detail.clone()));
+                        return Err(RequestRefusal::Grammar { param, detail });
                     }
                     Err(refusal) => return Err(refusal),
                 },
                 Err(_) => {
-                    tracing::warn!(worker = %peer.worker_name, "no answer about a grammar within {CHECK_WAIT:?}");
+                    tracing::warn!(worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
                 }
             }
         }
         refusal.map_or(Ok(()), Err)
     }
 
-    fn begin(&self, tenant: &Tenant) -> Result<Check<'_>, Refusal> {
-        let under_way = self.lock().begin(tenant)?;
-        Ok(Check { checks: self, tenant: tenant.clone(), under_way })
+    fn begin_check(&self, tenant: &Tenant) -> Result<PendingCheck<'_>, RequestRefusal> {
+        let tenant_running = self.lock().begin_check(tenant)?;
+        Ok(PendingCheck { checker: self, tenant: tenant.clone(), tenant_running })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing below panics half way: a poisoned state is a whole one.
+    fn lock(&self) -> MutexGuard<'_, CheckerState> {
+        // A panic under this lock is a bug that ends the process in release builds (panic = abort).
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Counted until it is dropped, also when its client goes away.
-struct Check<'a> {
-    checks: &'a GrammarChecks,
+/// A check that runs or waits. It counts until it is dropped, also if its client disconnects.
+struct PendingCheck<'a> {
+    checker: &'a GrammarChecker,
     tenant: Tenant,
-    under_way: Arc<Semaphore>,
+    tenant_running: Arc<Semaphore>,
 }
 
-impl Drop for Check<'_> {
+impl Drop for PendingCheck<'_> {
     fn drop(&mut self) {
-        self.checks.lock().end(&self.tenant);
+        self.checker.lock().end_check(&self.tenant);
     }
 }
 
-impl State {
-    fn begin(&mut self, tenant: &Tenant) -> Result<Arc<Semaphore>, Refusal> {
-        let own = self.tenants.get(tenant).map_or(0, |own| own.checks);
-        if *tenant != Tenant::Unnamed && own >= TENANT_MAX {
-            let detail = format!("{own} grammars of this tenant are being checked, at most {TENANT_MAX} may");
-            return Err(Refusal::TenantLimit { detail, retry_after: RETRY_AFTER });
+impl CheckerState {
+    fn begin_check(&mut self, tenant: &Tenant) -> Result<Arc<Semaphore>, RequestRefusal> {
+        let of_tenant = self.tenants.get(tenant).map_or(0, |tenant| tenant.checks);
+        if *tenant != Tenant::Unnamed && of_tenant >= TENANT_CHECKS_MAX {
+            let detail = format!(
+                "{of_tenant} grammars of this tenant are being checked, the limit is {TENANT_CHECKS_MAX}"
+            );
+            return Err(RequestRefusal::TenantLimit { detail, retry_after: RETRY_AFTER });
         }
-        if self.checks >= MAX {
-            let detail = format!("{} grammars are being checked, at most {MAX} may", self.checks);
-            return Err(Refusal::Overloaded { detail, retry_after: RETRY_AFTER });
+        if self.checks >= CHECKS_MAX {
+            let detail = format!("{} grammars are being checked, the limit is {CHECKS_MAX}", self.checks);
+            return Err(RequestRefusal::Overloaded { detail, retry_after: RETRY_AFTER });
         }
         self.checks += 1;
-        let own = self
-            .tenants
-            .entry(tenant.clone())
-            .or_insert_with(|| Own { checks: 0, under_way: Arc::new(Semaphore::new(TENANT_UNDER_WAY_MAX)) });
-        own.checks += 1;
-        Ok(own.under_way.clone())
+        let tenant_checks = self.tenants.entry(tenant.clone()).or_insert_with(|| TenantChecks {
+            checks: 0,
+            running: Arc::new(Semaphore::new(TENANT_RUNNING_MAX)),
+        });
+        tenant_checks.checks += 1;
+        Ok(tenant_checks.running.clone())
     }
 
-    fn end(&mut self, tenant: &Tenant) {
+    fn end_check(&mut self, tenant: &Tenant) {
         self.checks -= 1;
-        if let Some(own) = self.tenants.get_mut(tenant) {
-            own.checks -= 1;
-            if own.checks == 0 {
-                self.tenants.remove(tenant);
-            }
+        let tenant_checks =
+            self.tenants.get_mut(tenant).expect("a check counts for its tenant until it ends");
+        tenant_checks.checks -= 1;
+        if tenant_checks.checks == 0 {
+            self.tenants.remove(tenant);
         }
     }
 
-    fn recall(&mut self, model: &Fingerprint, grammar: &RequestGrammar) -> Option<Result<(), Refusal>> {
-        let same = |kept: &Kept| kept.source == grammar.source && kept.model == *model;
-        let at = self.kept.iter().position(same)?;
-        let kept = self.kept.remove(at)?;
-        let found = kept.found.clone();
-        self.kept.push_front(kept);
-        // Under the name that the field has this time.
-        Some(found.map_err(|detail| Refusal::Grammar { param: grammar.param, detail }))
+    fn cached_result(
+        &mut self,
+        fingerprint: &WorkerFingerprint,
+        grammar: &RequestGrammar,
+    ) -> Option<Result<(), RequestRefusal>> {
+        let is_same =
+            |cached: &CachedResult| cached.source == grammar.source && cached.fingerprint == *fingerprint;
+        let at = self.cache.iter().position(is_same)?;
+        let cached = self.cache.remove(at)?;
+        let result = cached.result.clone();
+        self.cache.push_front(cached);
+        // The error names the field that this request used.
+        Some(result.map_err(|detail| RequestRefusal::Grammar { param: grammar.param, detail }))
     }
 
-    fn keep(&mut self, model: &Fingerprint, grammar: &RequestGrammar, found: Result<(), String>) {
-        self.kept.truncate(KEPT_MAX - 1);
-        self.kept.push_front(Kept { model: model.clone(), source: grammar.source.clone(), found });
+    fn cache_result(
+        &mut self,
+        fingerprint: &WorkerFingerprint,
+        grammar: &RequestGrammar,
+        result: Result<(), String>,
+    ) {
+        self.cache.truncate(CACHED_RESULTS_MAX - 1);
+        let (fingerprint, source) = (fingerprint.clone(), grammar.source.clone());
+        self.cache.push_front(CachedResult { fingerprint, source, result });
     }
 }
 
@@ -211,34 +228,43 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_has_a_bound_of_its_own_and_leaves_room_to_others() {
-        let mut state = State::default();
+    fn a_tenant_reaches_its_own_limit_before_other_tenants_are_refused() {
+        let mut state = CheckerState::default();
         let (flood, other) = (named("flood"), named("other"));
-        (0..TENANT_MAX).for_each(|_| drop(state.begin(&flood).unwrap()));
-        assert!(matches!(state.begin(&flood), Err(Refusal::TenantLimit { .. })));
-        (TENANT_MAX..MAX).for_each(|_| drop(state.begin(&Tenant::Unnamed).unwrap()));
-        let full = state.begin(&other).unwrap_err();
-        assert!(matches!(full, Refusal::Overloaded { .. }) && full.to_string().contains("256"), "{full}");
-        (0..TENANT_MAX).for_each(|_| state.end(&flood));
-        drop(state.begin(&other).unwrap());
-        state.end(&other);
-        assert_eq!(state.tenants.keys().collect::<Vec<_>>(), [&Tenant::Unnamed], "who has none is forgotten");
+        (0..TENANT_CHECKS_MAX).for_each(|_| drop(state.begin_check(&flood).unwrap()));
+        assert!(matches!(state.begin_check(&flood), Err(RequestRefusal::TenantLimit { .. })));
+        (TENANT_CHECKS_MAX..CHECKS_MAX).for_each(|_| drop(state.begin_check(&Tenant::Unnamed).unwrap()));
+        let full = state.begin_check(&other).unwrap_err();
+        assert!(
+            matches!(full, RequestRefusal::Overloaded { .. }) && full.to_string().contains("256"),
+            "{full}"
+        );
+        (0..TENANT_CHECKS_MAX).for_each(|_| state.end_check(&flood));
+        drop(state.begin_check(&other).unwrap());
+        state.end_check(&other);
+        let tenants: Vec<_> = state.tenants.keys().collect();
+        assert_eq!(tenants, [&Tenant::Unnamed], "a tenant without checks is removed");
     }
 
     #[test]
-    fn what_was_found_is_kept_for_its_model_and_named_anew() {
-        let mut state = State::default();
-        let (model, other) = (Fingerprint(vec![1]), Fingerprint(vec![2]));
-        state.keep(&model, &regex("(", "regex"), Err("it is open".to_owned()));
-        let found = state.recall(&model, &regex("(", "guided_regex"));
-        assert!(matches!(found, Some(Err(Refusal::Grammar { param: "guided_regex", .. }))), "{found:?}");
-        assert_eq!(state.recall(&other, &regex("(", "regex")), None);
-        for n in 0..KEPT_MAX - 1 {
-            state.keep(&model, &regex(&n.to_string(), "regex"), Ok(()));
+    fn a_result_is_cached_for_its_model_and_names_the_field_in_use() {
+        let mut state = CheckerState::default();
+        let (model, other) = (WorkerFingerprint(vec![1]), WorkerFingerprint(vec![2]));
+        state.cache_result(&model, &regex("(", "regex"), Err("unclosed group".to_owned()));
+        let result = state.cached_result(&model, &regex("(", "guided_regex"));
+        assert!(
+            matches!(result, Some(Err(RequestRefusal::Grammar { param: "guided_regex", .. }))),
+            "{result:?}"
+        );
+        assert_eq!(state.cached_result(&other, &regex("(", "regex")), None);
+        for n in 0..CACHED_RESULTS_MAX - 1 {
+            state.cache_result(&model, &regex(&n.to_string(), "regex"), Ok(()));
         }
-        assert!(state.recall(&model, &regex("(", "regex")).is_some());
-        state.keep(&model, &regex("a", "regex"), Ok(()));
-        assert_eq!(state.recall(&model, &regex("0", "regex")), None, "the one used longest ago makes room");
-        assert!(state.recall(&model, &regex("(", "regex")).is_some() && state.kept.len() == KEPT_MAX);
+        assert!(state.cached_result(&model, &regex("(", "regex")).is_some());
+        state.cache_result(&model, &regex("a", "regex"), Ok(()));
+        let evicted = state.cached_result(&model, &regex("0", "regex"));
+        assert_eq!(evicted, None, "the least recently used result is evicted");
+        let kept = state.cached_result(&model, &regex("(", "regex"));
+        assert!(kept.is_some() && state.cache.len() == CACHED_RESULTS_MAX);
     }
 }

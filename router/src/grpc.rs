@@ -1,4 +1,4 @@
-//! The public gRPC service `ballast.v1.Inference`: the same requests as over HTTP, with typed messages.
+//! The public gRPC service `ballast.v1.Inference`. It accepts the same requests as the HTTP API.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,33 +12,36 @@ use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
 use crate::admission::Tenant;
-use crate::choice::{Event, Finish, Outcome};
-use crate::dispatch::{RETRY_AFTER, Refusal};
-use crate::fleet::ResolveError;
-use crate::generate::{Generator, Job, Origin, Prompts};
-use crate::http::RequestId;
-use crate::model::{ChatError, Model};
+use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause};
+use crate::dispatch::{RETRY_AFTER, RequestRefusal};
+use crate::failover::ChoiceError;
+use crate::generate::{GenerationRequest, Generator, RequestOrigin, TokenizedPrompts};
+use crate::model::{ChatError, ServedModel};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
-use crate::resume::Failure;
-use crate::tenant::{self, BadTenant};
+use crate::registry::{ModelSnapshot, ResolveError};
+use crate::request_id::ClientRequestId;
+use crate::tenant::{self, TenantNameError};
 
-pub(crate) struct Inference {
+pub(crate) struct InferenceService {
     pub(crate) generator: Generator,
 }
 
-type Frames = Pin<Box<dyn Stream<Item = Result<wire::GenerateFrame, Status>> + Send>>;
+type FrameStream = Pin<Box<dyn Stream<Item = Result<wire::GenerateFrame, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl inference_server::Inference for Inference {
-    type GenerateStream = Frames;
+impl inference_server::Inference for InferenceService {
+    type GenerateStream = FrameStream;
 
-    async fn generate(&self, request: Request<wire::GenerateRequest>) -> Result<Response<Frames>, Status> {
+    async fn generate(
+        &self,
+        request: Request<wire::GenerateRequest>,
+    ) -> Result<Response<FrameStream>, Status> {
         let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
-        let tenant = self.tenant(request.metadata(), &request.get_ref().tenant)?;
+        let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant)?;
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
-        let (param, tokens, at_text_start) = prompt(&model, request.prompt)?;
+        let (param, tokens, at_text_start) = tokenize_prompt(&model, request.prompt)?;
         let params = RequestParams {
             max_tokens: Some(i64::from(request.max_tokens)).filter(|&max| max > 0),
             min_tokens: Some(i64::from(request.min_tokens)),
@@ -50,40 +53,42 @@ impl inference_server::Inference for Inference {
             grammar: request.grammar.map(|source| RequestGrammar { param: "grammar", source }),
             priority: Some(i64::from(request.priority)),
             cache_salt: Some(request.cache_salt),
-            deadline_ms: deadline_ms(timeout, request.deadline_ms),
-            ..sampling(request.sampling.unwrap_or_default())
+            deadline_ms: earlier_deadline_ms(timeout, request.deadline_ms),
+            ..sampling_params(request.sampling.unwrap_or_default())
         };
-        let prompts = Prompts { param, tokens: vec![tokens], at_text_start };
-        let origin = Origin { request_id: RequestId::draw().0, arrived, tenant };
-        let job = Job::new(model, prompts, params, origin)?;
-        let events = self.generator.start(&job).await?;
+        let prompts = TokenizedPrompts { param, tokens: vec![tokens], at_text_start };
+        let origin = RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant };
+        let request = GenerationRequest::new(model, prompts, params, origin)?;
+        let events = self.generator.start(&request).await?;
         let started = wire::Started {
-            model: job.model.name().to_owned(),
-            prompt_tokens: job.prompts().flatten().copied().collect(),
-            seed: job.params().sampling.seed,
+            model: request.model.name().to_owned(),
+            prompt_tokens: request.prompts().flatten().copied().collect(),
+            seed: request.params().sampling.seed,
         };
         let prompt_tokens = started.prompt_tokens.len() as u32;
         let first = stream::iter([Ok(frame(generate_frame::Frame::Started(started)))]);
-        let choices_left = job.choices();
+        let choices_left = request.choices();
         let rest = stream::unfold((events, choices_left), move |(mut events, choices_left)| async move {
             if choices_left == 0 {
                 return None;
             }
             match events.recv().await {
-                Some(Event::Piece(piece)) => {
-                    let piece = wire::OutputDelta {
-                        choice: piece.choice,
-                        tokens: piece.tokens,
-                        text: piece.text,
-                        logprobs: piece.logprobs.into_iter().map(Into::into).collect(),
+                Some(ChoiceEvent::Output(delta)) => {
+                    let delta = wire::OutputDelta {
+                        choice: delta.choice,
+                        tokens: delta.tokens,
+                        text: delta.text,
+                        logprobs: delta.logprobs.into_iter().map(Into::into).collect(),
                     };
-                    Some((Ok(frame(generate_frame::Frame::Delta(piece))), (events, choices_left)))
+                    Some((Ok(frame(generate_frame::Frame::Delta(delta))), (events, choices_left)))
                 }
-                Some(Event::Ended { choice, outcome: Ok(outcome) }) => {
+                Some(ChoiceEvent::Ended { choice, outcome: Ok(outcome) }) => {
                     let finished = finished(choice, prompt_tokens, outcome);
                     Some((Ok(frame(generate_frame::Frame::Finished(finished))), (events, choices_left - 1)))
                 }
-                Some(Event::Ended { outcome: Err(failure), .. }) => Some((Err(failure.into()), (events, 0))),
+                Some(ChoiceEvent::Ended { outcome: Err(error), .. }) => {
+                    Some((Err(error.into()), (events, 0)))
+                }
                 None => Some((Err(Status::unavailable("the router is stopping")), (events, 0))),
             }
         });
@@ -107,7 +112,7 @@ impl inference_server::Inference for Inference {
     ) -> Result<Response<wire::DetokenizeReply>, Status> {
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
-        let ids = checked_ids(&model, "tokens", &request.tokens)?;
+        let ids = check_ids(&model, "tokens", &request.tokens)?;
         Ok(Response::new(wire::DetokenizeReply { text: model.text.decode(&ids) }))
     }
 
@@ -115,42 +120,42 @@ impl inference_server::Inference for Inference {
         &self,
         _: Request<wire::ListModelsRequest>,
     ) -> Result<Response<wire::ListModelsReply>, Status> {
-        let entry = |served: &crate::fleet::Served| wire::Model {
-            name: served.model.name().to_owned(),
-            digest: served.model.digest_hex(),
-            context_tokens: served.model.about.context_tokens,
-            workers: served.workers.len() as u32,
-            weight_bytes: served.model.about.weight_bytes,
+        let entry = |snapshot: &ModelSnapshot| wire::Model {
+            name: snapshot.model.name().to_owned(),
+            digest: snapshot.model.digest_hex(),
+            context_tokens: snapshot.model.description.context_tokens,
+            workers: snapshot.workers.len() as u32,
+            weight_bytes: snapshot.model.description.weight_bytes,
         };
-        let models = self.generator.fleet.served().iter().map(entry).collect();
+        let models = self.generator.registry.snapshot().iter().map(entry).collect();
         Ok(Response::new(wire::ListModelsReply { models }))
     }
 }
 
-impl Inference {
-    fn resolve(&self, name: &str) -> Result<Arc<Model>, Status> {
-        Ok(self.generator.fleet.resolve(Some(name).filter(|name| !name.is_empty()))?)
+impl InferenceService {
+    fn resolve(&self, name: &str) -> Result<Arc<ServedModel>, Status> {
+        Ok(self.generator.registry.resolve(Some(name).filter(|name| !name.is_empty()))?)
     }
 
-    /// A gateway's word comes before the caller's.
-    fn tenant(&self, metadata: &MetadataMap, named: &str) -> Result<Tenant, Status> {
+    /// The header of a gateway overrides the caller's field.
+    fn resolve_tenant(&self, metadata: &MetadataMap, field: &str) -> Result<Tenant, Status> {
         let header = |name: &str| metadata.get(name).map(MetadataValue::as_bytes);
-        let named = Some(named.as_bytes()).filter(|named| !named.is_empty());
-        Ok(self.generator.tenants.of(header(tenant::HEADER).or(named), header("authorization"))?)
+        let field = Some(field.as_bytes()).filter(|field| !field.is_empty());
+        Ok(self.generator.tenants.resolve(header(tenant::HEADER).or(field), header("authorization"))?)
     }
 }
 
-/// The earlier of the call's own deadline and the message's, which is none at 0. What is left of one is at least 1 ms.
-fn deadline_ms(timeout: Option<Duration>, asked: u64) -> Option<i64> {
+/// The earlier of the call's deadline and the message's deadline, at least 1 ms. 0 means none.
+fn earlier_deadline_ms(timeout: Option<Duration>, field: u64) -> Option<i64> {
     let timeout = timeout.map(|timeout| timeout.as_millis().max(1));
-    let asked = (asked > 0).then_some(u128::from(asked));
-    let least = timeout.into_iter().chain(asked).min()?;
-    Some(i64::try_from(least).unwrap_or(i64::MAX))
+    let field = (field > 0).then_some(u128::from(field));
+    let earlier = timeout.into_iter().chain(field).min()?;
+    Some(i64::try_from(earlier).unwrap_or(i64::MAX))
 }
 
-/// The prompt's name, its ids, and whether the output is a text of its own.
-fn prompt(
-    model: &Model,
+/// The name of the prompt field, the token ids, and whether the output is a text of its own.
+fn tokenize_prompt(
+    model: &ServedModel,
     prompt: Option<generate_request::Prompt>,
 ) -> Result<(&'static str, Vec<u32>, bool), Status> {
     match prompt {
@@ -159,7 +164,7 @@ fn prompt(
             Ok(("text", tokens.map_err(|error| Status::invalid_argument(format!("`text`: {error}")))?, false))
         }
         Some(generate_request::Prompt::Tokens(tokens)) => {
-            Ok(("tokens", checked_ids(model, "tokens", &tokens.ids)?, false))
+            Ok(("tokens", check_ids(model, "tokens", &tokens.ids)?, false))
         }
         Some(generate_request::Prompt::Chat(chat)) => {
             let messages: Vec<Value> =
@@ -170,8 +175,8 @@ fn prompt(
     }
 }
 
-/// The call's own deadline (gRPC over HTTP/2, "Timeout"); tonic looks at it for the beginning of the answer only. A
-/// malformed one is none.
+/// The call's deadline (gRPC over HTTP/2, "Timeout"), which tonic applies only to the first frame. A
+/// malformed value counts as none.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -187,12 +192,12 @@ fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     }
 }
 
-fn checked_ids(model: &Model, param: &'static str, ids: &[u32]) -> Result<Vec<u32>, Status> {
+fn check_ids(model: &ServedModel, param: &'static str, ids: &[u32]) -> Result<Vec<u32>, Status> {
     let ids: Vec<i64> = ids.iter().copied().map(i64::from).collect();
     Ok(token_ids(param, &ids, model.limits())?)
 }
 
-fn sampling(wire: wire::Sampling) -> RequestParams {
+fn sampling_params(wire: wire::Sampling) -> RequestParams {
     RequestParams {
         temperature: wire.temperature.map(f64::from),
         top_k: wire.top_k.map(i64::from),
@@ -225,7 +230,7 @@ fn frame(frame: generate_frame::Frame) -> wire::GenerateFrame {
     wire::GenerateFrame { frame: Some(frame) }
 }
 
-fn finished(choice: u32, prompt_tokens: u32, outcome: Outcome) -> wire::Finished {
+fn finished(choice: u32, prompt_tokens: u32, outcome: ChoiceOutcome) -> wire::Finished {
     let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
     let mut finished = wire::Finished {
         choice,
@@ -233,20 +238,20 @@ fn finished(choice: u32, prompt_tokens: u32, outcome: Outcome) -> wire::Finished
             prompt_tokens,
             completion_tokens: outcome.output_tokens,
             cached_tokens: outcome.cached_tokens,
-            first_token_ms: milliseconds(outcome.first_token.unwrap_or(outcome.total)),
-            total_ms: milliseconds(outcome.total),
+            first_token_ms: milliseconds(outcome.time_to_first_token.unwrap_or(outcome.total_time)),
+            total_ms: milliseconds(outcome.total_time),
             resumes: outcome.resumes,
         }),
         ..wire::Finished::default()
     };
     finished.set_reason(match outcome.finish {
-        Finish::Length => wire::FinishReason::Length,
-        Finish::StopString(_) | Finish::StopToken(_) => wire::FinishReason::Stop,
+        FinishCause::Length => wire::FinishReason::Length,
+        FinishCause::StopString(_) | FinishCause::StopToken(_) => wire::FinishReason::Stop,
     });
     match outcome.finish {
-        Finish::StopString(stop) => finished.stop = Some(stop),
-        Finish::StopToken(token) => finished.stop_token = token,
-        Finish::Length => {}
+        FinishCause::StopString(stop) => finished.stop = Some(stop),
+        FinishCause::StopToken(token) => finished.stop_token = token,
+        FinishCause::Length => {}
     }
     finished
 }
@@ -269,46 +274,46 @@ impl From<ResolveError> for Status {
         match error {
             ResolveError::Unknown { .. } => Status::not_found(message),
             ResolveError::Ambiguous { .. } => Status::invalid_argument(message),
-            ResolveError::None => retry_after(Status::unavailable(message), Some(RETRY_AFTER)),
+            ResolveError::NoModel => with_retry_after(Status::unavailable(message), Some(RETRY_AFTER)),
         }
     }
 }
 
-impl From<BadTenant> for Status {
-    fn from(error: BadTenant) -> Self {
+impl From<TenantNameError> for Status {
+    fn from(error: TenantNameError) -> Self {
         Status::invalid_argument(error.to_string())
     }
 }
 
-impl From<Refusal> for Status {
-    fn from(refusal: Refusal) -> Self {
+impl From<RequestRefusal> for Status {
+    fn from(refusal: RequestRefusal) -> Self {
         let message = refusal.to_string();
         let status = match &refusal {
-            Refusal::NoWorker | Refusal::Overloaded { .. } => Status::unavailable(message),
-            Refusal::TenantLimit { .. } => Status::resource_exhausted(message),
-            Refusal::NeverFits(_) | Refusal::Invalid { .. } | Refusal::Grammar { .. } => {
-                Status::invalid_argument(message)
-            }
-            Refusal::Deadline => Status::deadline_exceeded(message),
-            Refusal::Failed { .. } => Status::internal(message),
+            RequestRefusal::NoWorker | RequestRefusal::Overloaded { .. } => Status::unavailable(message),
+            RequestRefusal::TenantLimit { .. } => Status::resource_exhausted(message),
+            RequestRefusal::CapacityExceeded(_)
+            | RequestRefusal::Invalid { .. }
+            | RequestRefusal::Grammar { .. } => Status::invalid_argument(message),
+            RequestRefusal::DeadlineExceeded => Status::deadline_exceeded(message),
+            RequestRefusal::WorkerError { .. } => Status::internal(message),
         };
-        retry_after(status, refusal.retry_after())
+        with_retry_after(status, refusal.retry_after())
     }
 }
 
-impl From<Failure> for Status {
-    fn from(failure: Failure) -> Self {
-        let message = failure.to_string();
-        match failure {
-            Failure::NoWorker { .. } | Failure::Poison { .. } => Status::unavailable(message),
-            Failure::Deadline => Status::deadline_exceeded(message),
-            Failure::SlowClient => Status::aborted(message),
-            Failure::Worker { .. } | Failure::Protocol { .. } => Status::internal(message),
+impl From<ChoiceError> for Status {
+    fn from(error: ChoiceError) -> Self {
+        let message = error.to_string();
+        match error {
+            ChoiceError::NoWorker { .. } | ChoiceError::TooManyLosses { .. } => Status::unavailable(message),
+            ChoiceError::DeadlineExceeded => Status::deadline_exceeded(message),
+            ChoiceError::SlowClient => Status::aborted(message),
+            ChoiceError::WorkerError { .. } | ChoiceError::Protocol { .. } => Status::internal(message),
         }
     }
 }
 
-fn retry_after(mut status: Status, time: Option<Duration>) -> Status {
+fn with_retry_after(mut status: Status, time: Option<Duration>) -> Status {
     if let Some(time) = time {
         status.metadata_mut().insert("retry-after", MetadataValue::from(time.as_secs()));
     }
@@ -320,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_calls_timeout_is_read_in_all_its_units() {
+    fn grpc_timeouts_are_parsed_in_every_unit() {
         let timeout = |text: &str| {
             let mut metadata = MetadataMap::new();
             metadata.insert("grpc-timeout", text.parse().unwrap());

@@ -1,30 +1,38 @@
-//! The router: the fleet's public face. OpenAI's HTTP API and gRPC `ballast.v1` in front, `ballast.worker.v1` behind.
+//! The router: serves OpenAI's HTTP API and gRPC `ballast.v1` to clients, and calls workers over
+//! `ballast.worker.v1`.
 //!
-//! Text lives here and only here: prompts become token ids before a worker sees them, ids become text after. So the
-//! router knows what was sent of every stream, and gives a stream whose worker died to another one (I6).
+//! Only the router handles text: it tokenizes prompts before it calls a worker and detokenizes the
+//! output. So it knows the output of every stream, and resumes a stream on another worker when a
+//! worker dies (I6).
 //!
 //! ```text
-//! server --- http/ (OpenAI) --\                                  / worker_link  one task per worker: joins, leaves
-//!        \-- grpc  (ballast.v1) > params -> generate -> dispatch < fleet        who serves what, now
-//!                                             |   |              \ placement    which of them (pure)
-//!                                  grammar_check  |              before anything waits
-//!                                           gate  |
-//!                                      admission  |              who enters, and when (pure)
-//!                                            choice: one task per continuation
-//!                                               |-- text_stream  ids -> text, stop strings
-//!                                               |-- resume       what to do about a lost worker (pure)
+//! server -- http/ (OpenAI)      -\
+//!       \-- grpc  (ballast.v1) --+--> params    checks parameters
+//!                                     |
+//!                                  generate    admits a request as a whole, starts its choices
+//!                                     |-- grammar_check        compiles a grammar before any waiting
+//!                                     |-- admission_control    runs admission (pure): who runs, when
+//!                                     |-- dispatch             opens streams on workers
+//!                                     \-- choice               one task per choice
+//!                                           |-- text_stream    detokenizes, finds stop strings
+//!                                           \-- failover       what to do after a loss (pure)
+//!
+//! discovery --> worker_link  one task per worker: registers it, removes it
+//!                    \-----> registry  workers that serve now --> routing  chooses a worker (pure)
 //! ```
 
 #![forbid(unsafe_code)]
 
 mod admission;
-mod breakers;
+mod admission_control;
 mod choice;
 mod config;
 mod discovery;
 mod dispatch;
-mod fleet;
-mod gate;
+mod dry_breakers;
+mod error;
+mod failover;
+mod gauges;
 mod generate;
 mod grammar_check;
 mod grpc;
@@ -32,10 +40,11 @@ mod http;
 mod metrics;
 mod model;
 mod params;
-mod placement;
 #[cfg(test)]
 mod ranges;
-mod resume;
+mod registry;
+mod request_id;
+mod routing;
 mod run;
 mod server;
 mod tenant;
@@ -43,6 +52,7 @@ mod text_stream;
 mod wire;
 mod worker_link;
 
-pub use config::{AdmissionConfig, AdmissionConfigError, Config};
-pub use run::{RunError, run};
+pub use config::{AdmissionConfig, AdmissionConfigError, RouterConfig};
+pub use error::RouterError;
+pub use run::run;
 pub use server::Router;

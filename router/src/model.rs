@@ -1,5 +1,5 @@
-//! A model as the router knows it: its name and limits, tokenizer and chat template. Built once from the GGUF metadata that
-//! a worker sends, shared by all workers with the same content.
+//! A model that workers serve: its name and limits, tokenizer and chat template. The router builds it
+//! once from the GGUF metadata that a worker sends. Workers with the same content share it.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use text::{
     LoadTokenizerError, RenderError, Tokenizer,
 };
 
-use crate::breakers::Breakers;
+use crate::dry_breakers::DryBreakerCache;
 use crate::params::ModelLimits;
-use crate::placement::ModelKey;
+use crate::routing::ModelKey;
 
-/// What a worker says about the model it serves.
+/// A worker's description of the model that it serves.
 #[derive(Debug)]
-pub(crate) struct Description {
+pub(crate) struct ModelDescription {
     pub(crate) key: ModelKey,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
@@ -25,29 +25,29 @@ pub(crate) struct Description {
 }
 
 #[derive(Debug)]
-pub(crate) struct Model {
-    pub(crate) about: Description,
-    pub(crate) joined_unix_seconds: i64,
+pub(crate) struct ServedModel {
+    pub(crate) description: ModelDescription,
+    pub(crate) loaded_unix_seconds: i64,
     pub(crate) text: Arc<ModelText>,
 }
 
 #[derive(Debug)]
 pub(crate) struct ModelText {
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Without one, or with a broken one, the model still completes text.
+    /// A model with a missing or broken template still completes text.
     template: Result<ChatTemplate, LoadTemplateError>,
-    breakers: Breakers,
+    dry_breakers: DryBreakerCache,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LoadModelError {
-    #[error("the model's metadata")]
+    #[error("cannot parse the model's metadata")]
     Metadata(#[from] gguf::MetadataError),
-    #[error("the model's tokenizer")]
+    #[error("cannot build the model's tokenizer")]
     Tokenizer(#[from] LoadTokenizerError),
 }
 
-/// Why a conversation is no prompt for this model.
+/// Why a conversation cannot be rendered to a prompt.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ChatError {
     #[error("{reason}")]
@@ -58,46 +58,49 @@ pub(crate) enum ChatError {
     Encode(#[from] EncodeError),
 }
 
-impl Model {
-    pub(crate) fn load(description: Description, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
+impl ServedModel {
+    pub(crate) fn load(description: ModelDescription, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
         let metadata = gguf::Metadata::parse(gguf)?;
         let tokenizer = Arc::new(Tokenizer::from_metadata(&metadata)?);
         let template = ChatTemplate::from_metadata(&metadata, &tokenizer);
         if let Err(error) = &template {
-            tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no chat");
+            tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no usable chat template");
         }
-        let text = Arc::new(ModelText { tokenizer, template, breakers: Breakers::default() });
-        Ok(Self { about: description, joined_unix_seconds: unix_seconds(), text })
+        let text = Arc::new(ModelText { tokenizer, template, dry_breakers: DryBreakerCache::default() });
+        Ok(Self { description, loaded_unix_seconds: unix_seconds(), text })
     }
 
-    /// The same content under another description: another name, generation or backend.
-    pub(crate) fn with(&self, about: Description) -> Self {
-        let joined_unix_seconds = match about.key == self.about.key {
-            true => self.joined_unix_seconds,
+    /// The same content with another description: another name, generation or backend.
+    pub(crate) fn with_description(&self, description: ModelDescription) -> Self {
+        let loaded_unix_seconds = match description.key == self.description.key {
+            true => self.loaded_unix_seconds,
             false => unix_seconds(),
         };
-        Self { about, joined_unix_seconds, text: self.text.clone() }
+        Self { description, loaded_unix_seconds, text: self.text.clone() }
     }
 
     pub(crate) fn key(&self) -> &ModelKey {
-        &self.about.key
+        &self.description.key
     }
 
     pub(crate) fn name(&self) -> &str {
-        &self.about.key.name
+        &self.description.key.name
     }
 
     pub(crate) fn limits(&self) -> ModelLimits {
-        ModelLimits { context_tokens: self.about.context_tokens, vocabulary: self.about.vocabulary }
+        ModelLimits {
+            context_tokens: self.description.context_tokens,
+            vocabulary: self.description.vocabulary,
+        }
     }
 
     pub(crate) fn digest_hex(&self) -> String {
-        hex(&self.about.digest)
+        hex(&self.description.digest)
     }
 
-    /// Says which weights and kernels made a response, as OpenAI's `system_fingerprint` is meant to.
+    /// OpenAI's `system_fingerprint`: identifies the weights and kernels that made a response.
     pub(crate) fn system_fingerprint(&self) -> String {
-        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.about.key.fingerprint.0))
+        format!("ballast-{:016x}", xxhash_rust::xxh3::xxh3_64(&self.description.key.fingerprint.0))
     }
 }
 
@@ -107,7 +110,7 @@ fn hex(bytes: &[u8]) -> String {
 
 impl ModelText {
     pub(crate) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeError> {
-        // Whoever completes raw text may write control tokens, as with llama.cpp and vLLM.
+        // A raw prompt may contain control tokens, as in llama.cpp and vLLM.
         self.tokenizer.encode(text, EncodeOptions { add_special, parse_special: true })
     }
 
@@ -131,12 +134,12 @@ impl ModelText {
         Ok(self.tokenizer.encode_chat(&template.render(&input)?)?)
     }
 
-    /// The text of a single token: part of a character shows as U+FFFD.
+    /// The text of a single token. An incomplete character becomes U+FFFD.
     pub(crate) fn token_text(&self, id: u32) -> String {
         String::from_utf8_lossy(self.tokenizer.token_bytes(id).unwrap_or_default()).into_owned()
     }
 
-    /// A whole text of its own, control tokens with their names.
+    /// Detokenizes a whole text. Control tokens appear with their names.
     pub(crate) fn decode(&self, ids: &[u32]) -> String {
         let options = DetokenizeOptions { skip_special: false, at_text_start: true };
         let mut detokenizer = Detokenizer::new(self.tokenizer.clone(), options);
@@ -145,9 +148,9 @@ impl ModelText {
         text
     }
 
-    /// Token sequences that complete one of the words.
-    pub(crate) fn dry_breakers(&self, words: &[String]) -> Arc<[Vec<u32>]> {
-        self.breakers.of(words, &self.tokenizer)
+    /// Token sequences that complete one of the strings.
+    pub(crate) fn dry_breakers(&self, strings: &[String]) -> Arc<[Vec<u32>]> {
+        self.dry_breakers.sequences(strings, &self.tokenizer)
     }
 
     pub(crate) fn token_bytes(&self, id: u32) -> &[u8] {
@@ -155,7 +158,7 @@ impl ModelText {
     }
 }
 
-/// A clock before 1970 reads as 1970.
+/// The current time. A clock before 1970 reads as 1970.
 pub(crate) fn unix_seconds() -> i64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |since| since.as_secs() as i64)

@@ -1,7 +1,8 @@
-//! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (gRPC beside the OpenAI routes), `router.sock` for gRPC.
+//! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC), `router.sock` for gRPC.
 //!
-//! The accept loop bounds connections, the time a client may take to say what it wants, and the streams of one HTTP/2
-//! connection. On a stop it closes idle connections at once and busy ones after their last response.
+//! The accept loop limits the number of connections, the time until a client has sent its headers, and
+//! the streams of one HTTP/2 connection. On a stop, it closes idle connections at once and busy ones
+//! after their last response.
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,39 +22,39 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::service::Routes;
 
-use crate::config::Config;
+use crate::admission_control::AdmissionController;
+use crate::config::RouterConfig;
 use crate::discovery;
-use crate::fleet::Fleet;
-use crate::gate::Gate;
+use crate::error::RouterError;
 use crate::generate::Generator;
-use crate::grammar_check::GrammarChecks;
-use crate::grpc::Inference;
-use crate::http::{self, App};
-use crate::run::RunError;
-use crate::tenant::Tenants;
+use crate::grammar_check::GrammarChecker;
+use crate::grpc::InferenceService;
+use crate::http::{self, AppState};
+use crate::registry::WorkerRegistry;
+use crate::tenant::TenantResolver;
 
-/// Open TCP connections; more wait in the kernel's queue.
+/// Maximum number of open TCP connections. More wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 2048;
-/// From the first byte of a connection, or of a request on it, to the end of its headers.
-const HEADER_WAIT: Duration = Duration::from_secs(30);
-/// Concurrent requests of one HTTP/2 connection.
+/// Time from the first byte of a connection, or of a request on it, to the end of the headers.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum number of concurrent requests of one HTTP/2 connection.
 const HTTP2_STREAMS_MAX: u32 = 256;
-/// A client that answers no ping is gone, however its network looks.
-const HTTP2_PING_EVERY: Duration = Duration::from_secs(20);
-const HTTP2_PING_WAIT: Duration = Duration::from_secs(10);
-/// After a failed accept (out of descriptors), before the next.
+/// A client that answers no ping is gone. TCP alone may not notice.
+const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
+const HTTP2_PING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause after a failed accept, for example when the process has no free descriptor.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-/// What every HTTP/2 connection begins with (RFC 9113, section 3.4).
+/// The first bytes of every HTTP/2 connection (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// While a client has sent only part of what tells the protocols apart.
+/// Interval of checks while a client has sent only a part of the preface.
 const PREFACE_RETRY: Duration = Duration::from_millis(5);
 
 /// The name under which the public service reports its health.
-const SERVICE: &str = "ballast.v1.Inference";
+const HEALTH_SERVICE: &str = "ballast.v1.Inference";
 
 /// A router with its sockets bound.
 pub struct Router {
-    config: Config,
+    config: RouterConfig,
     tcp: Option<TcpListener>,
     socket: UdsListener,
     generator: Generator,
@@ -61,54 +62,57 @@ pub struct Router {
 }
 
 impl Router {
-    /// Binds the sockets. `inherited` is a listening socket that takes the place of `config.listen`.
+    /// Binds the sockets. `inherited` is a listening socket that replaces `config.listen`.
     pub async fn bind(
-        config: Config,
+        config: RouterConfig,
         inherited: Option<std::net::TcpListener>,
         metrics: Metrics,
-    ) -> Result<Self, RunError> {
+    ) -> Result<Self, RouterError> {
         config.admission.check()?;
         let tcp = match (inherited, config.listen) {
-            (Some(listener), _) => Some(adopt(listener).map_err(RunError::Inherited)?),
+            (Some(listener), _) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
             (None, Some(address)) => Some(
-                TcpListener::bind(address).await.map_err(|source| RunError::Listen { address, source })?,
+                TcpListener::bind(address).await.map_err(|source| RouterError::Listen { address, source })?,
             ),
             (None, None) => None,
         };
         let socket = service::grpc::bind(&RuntimeDir::at(&config.runtime_dir).router_socket())?;
-        let fleet = Fleet::new();
+        let registry = WorkerRegistry::new();
         let generator = Generator {
-            gate: Gate::new(fleet.clone(), config.admission.limits(config.streams_max)),
-            grammars: GrammarChecks::new(fleet.clone()),
-            fleet,
-            tenants: Tenants::default(),
+            admission: AdmissionController::new(
+                registry.clone(),
+                config.admission.limits(config.streams_max),
+            ),
+            grammars: GrammarChecker::new(registry.clone()),
+            registry,
+            tenants: TenantResolver::default(),
             request_timeout: config.request_timeout,
         };
         Ok(Self { config, tcp, socket, generator, metrics })
     }
 
-    /// The TCP address, with the port that the system chose if the configuration said 0.
+    /// The TCP address. If the configured port is 0, it has the port that the kernel chose.
     pub fn address(&self) -> Option<SocketAddr> {
         self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok())
     }
 
-    /// Serves until a stop is requested and the streams have ended, or the drain is over.
-    pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RunError> {
+    /// Serves until a stop is requested and all streams have ended, or the drain time is over.
+    pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
         let Router { config, tcp, socket, generator, metrics } = self;
-        // Workers are followed until the last stream has ended: a draining router still resumes.
+        // Links to workers stay until the last stream has ended: a draining router still fails over.
         let links = CancellationToken::new();
         let discovery = tokio::spawn(discovery::run(
             RuntimeDir::at(&config.runtime_dir),
-            generator.fleet.clone(),
+            generator.registry.clone(),
             links.clone(),
         ));
 
-        let gate = tokio::spawn(generator.gate.clone().watch(links.clone()));
+        let admission = tokio::spawn(generator.admission.clone().run(links.clone()));
         let (health, health_service) = service::grpc::health();
-        health.set_service_status(SERVICE, tonic_health::ServingStatus::NotServing).await;
-        let reporter = tokio::spawn(report_health(generator.fleet.clone(), health));
+        health.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
+        let reporter = tokio::spawn(report_health(generator.registry.clone(), health));
         let message_max = config.body_max.0 as usize;
-        let inference = InferenceServer::new(Inference { generator: generator.clone() })
+        let inference = InferenceServer::new(InferenceService { generator: generator.clone() })
             .max_decoding_message_size(message_max)
             .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX);
         let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)?;
@@ -117,13 +121,13 @@ impl Router {
             .add_service(health_service)
             .add_service(reflection);
 
-        let app = App { generator, body_bytes_max: message_max, metrics };
-        let everything = http::routes(app).merge(grpc.clone().into_axum_router());
+        let app = AppState { generator, body_bytes_max: message_max, metrics };
+        let all_routes = http::routes(app).merge(grpc.clone().into_axum_router());
         let on_socket =
             service::grpc::serve(service::grpc::server().add_routes(grpc), socket, shutdown.requested());
         let on_tcp = async {
             if let Some(tcp) = tcp {
-                accept(tcp, everything, shutdown.token().clone()).await;
+                accept_connections(tcp, all_routes, shutdown.token().clone()).await;
             }
             Ok(())
         };
@@ -132,42 +136,42 @@ impl Router {
             tokio::time::sleep(config.drain).await;
         };
         let served = tokio::select! {
-            served = async { tokio::try_join!(on_socket, on_tcp) } => served.map(drop).map_err(RunError::Serve),
-            // What is still open is reset: the client sees a cut connection, not an end.
+            served = async { tokio::try_join!(on_socket, on_tcp) } => served.map(drop).map_err(RouterError::Serve),
+            // Dropping the connections resets them, so a client sees a cut stream and no regular end.
             () = drained => Ok(()),
             () = shutdown.forced() => Ok(()),
         };
         links.cancel();
         reporter.abort();
-        // Ends with its token.
+        // Both end with their token.
         drop(discovery.await);
-        drop(gate.await);
+        drop(admission.await);
         served
     }
 }
 
-fn adopt(listener: std::net::TcpListener) -> io::Result<TcpListener> {
+fn to_tokio_listener(listener: std::net::TcpListener) -> io::Result<TcpListener> {
     listener.set_nonblocking(true)?;
     TcpListener::from_std(listener)
 }
 
-/// SERVING while a request would find a worker.
-async fn report_health(fleet: Arc<Fleet>, health: tonic_health::server::HealthReporter) {
-    let mut changes = fleet.changes();
+/// Reports SERVING while the registry has workers.
+async fn report_health(registry: Arc<WorkerRegistry>, health: tonic_health::server::HealthReporter) {
+    let mut changes = registry.subscribe();
     loop {
-        let status = match fleet.is_ready() {
+        let status = match registry.has_workers() {
             true => tonic_health::ServingStatus::Serving,
             false => tonic_health::ServingStatus::NotServing,
         };
-        health.set_service_status(SERVICE, status).await;
+        health.set_service_status(HEALTH_SERVICE, status).await;
         if changes.changed().await.is_err() {
             return;
         }
     }
 }
 
-/// Returns when `stop` has come and every connection has ended.
-async fn accept(listener: TcpListener, app: axum::Router, stop: CancellationToken) {
+/// Accepts connections until `stop`. Returns when every connection has ended.
+async fn accept_connections(listener: TcpListener, app: axum::Router, stop: CancellationToken) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let tasks = TaskTracker::new();
     loop {
@@ -182,7 +186,7 @@ async fn accept(listener: TcpListener, app: axum::Router, stop: CancellationToke
             (Ok(permit), Ok((stream, _))) => {
                 let (app, stop) = (app.clone(), stop.clone());
                 tasks.spawn(async move {
-                    if let Err(error) = connection(stream, app, stop).await {
+                    if let Err(error) = serve_connection(stream, app, stop).await {
                         tracing::debug!(%error, "connection ended");
                     }
                     drop(permit);
@@ -201,15 +205,15 @@ async fn accept(listener: TcpListener, app: axum::Router, stop: CancellationToke
     tasks.wait().await;
 }
 
-async fn connection(
+async fn serve_connection(
     stream: TcpStream,
     app: axum::Router,
     stop: CancellationToken,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    // Tokens are small and wanted at once.
+    // Sends each small token frame at once.
     stream.set_nodelay(true)?;
     let http2 = tokio::select! {
-        http2 = tokio::time::timeout(HEADER_WAIT, speaks_http2(&stream)) => http2??,
+        http2 = tokio::time::timeout(HEADER_TIMEOUT, speaks_http2(&stream)) => http2??,
         () = stop.cancelled() => return Ok(()),
     };
     let io = TokioIo::new(stream);
@@ -218,8 +222,8 @@ async fn connection(
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .max_concurrent_streams(HTTP2_STREAMS_MAX)
-            .keep_alive_interval(HTTP2_PING_EVERY)
-            .keep_alive_timeout(HTTP2_PING_WAIT)
+            .keep_alive_interval(HTTP2_PING_INTERVAL)
+            .keep_alive_timeout(HTTP2_PING_TIMEOUT)
             .serve_connection(io, service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
@@ -230,7 +234,7 @@ async fn connection(
     }
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_WAIT)
+        .header_read_timeout(HEADER_TIMEOUT)
         .serve_connection(io, service);
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
@@ -240,7 +244,7 @@ async fn connection(
     Ok(connection.await?)
 }
 
-/// Looks at the first bytes without taking them. An HTTP/1 request differs from the preface by its fourth byte at most.
+/// Peeks at the first bytes. An HTTP/1 request differs from the preface in its fourth byte at the latest.
 async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
     let mut bytes = [0u8; HTTP2_PREFACE.len()];
     loop {

@@ -1,9 +1,13 @@
-//! Token ids of one choice to text as it becomes certain: whole characters only, nothing that could still become part of
-//! a stop string. Independent of how the tokens were cut into frames, so a resumed stream reads the same.
+//! Detokenizes the output of one choice.
+//!
+//! 1. Text is emitted in whole characters.
+//! 2. Text that could still become part of a stop string is held back.
+//! 3. The text does not depend on how tokens were cut into frames. So a resumed stream has the same
+//!    text.
 
 use text::{DetokenizeOptions, Detokenizer, StopMatcher, StopStringError};
 
-use crate::model::Model;
+use crate::model::ServedModel;
 
 #[derive(Debug)]
 pub(crate) struct TextStream {
@@ -12,18 +16,22 @@ pub(crate) struct TextStream {
     stops: Vec<String>,
 }
 
-/// What some tokens led to.
+/// Result of pushing some tokens.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Pushed {
+pub(crate) struct PushedText {
     pub(crate) text: String,
-    /// How many of the tokens belong to the output: all, unless a stop string was complete before the last.
-    pub(crate) consumed: usize,
+    /// How many of the tokens belong to the output. Tokens after a complete stop string do not.
+    pub(crate) consumed_tokens: usize,
     pub(crate) stop: Option<String>,
 }
 
 impl TextStream {
-    /// `at_text_start`: the output is a text of its own (a chat reply) and not the continuation of one.
-    pub(crate) fn new(model: &Model, stops: &[String], at_text_start: bool) -> Result<Self, StopStringError> {
+    /// `at_text_start`: the output is a text of its own (a chat reply) and does not continue the prompt.
+    pub(crate) fn new(
+        model: &ServedModel,
+        stops: &[String],
+        at_text_start: bool,
+    ) -> Result<Self, StopStringError> {
         let options = DetokenizeOptions { skip_special: true, at_text_start };
         Ok(Self {
             detokenizer: Detokenizer::new(model.text.tokenizer.clone(), options),
@@ -32,19 +40,20 @@ impl TextStream {
         })
     }
 
-    pub(crate) fn push(&mut self, ids: &[u32]) -> Pushed {
+    pub(crate) fn push(&mut self, ids: &[u32]) -> PushedText {
         let mut text = String::new();
         for (index, &id) in ids.iter().enumerate() {
             let progress = self.matcher.push(&self.detokenizer.push(id));
             text.push_str(&progress.emit);
             if let Some(stop) = progress.matched {
-                return Pushed { text, consumed: index + 1, stop: Some(self.stops[stop].clone()) };
+                let stop = Some(self.stops[stop].clone());
+                return PushedText { text, consumed_tokens: index + 1, stop };
             }
         }
-        Pushed { text, consumed: ids.len(), stop: None }
+        PushedText { text, consumed_tokens: ids.len(), stop: None }
     }
 
-    /// What was held back, now that no token follows.
+    /// The held-back text, when no token follows.
     pub(crate) fn finish(self) -> String {
         let mut matcher = self.matcher;
         let mut rest = matcher.push(&self.detokenizer.finish()).emit;

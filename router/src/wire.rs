@@ -1,4 +1,4 @@
-//! Between the router's own values and the messages of `ballast.worker.v1`; nothing else here knows these messages.
+//! Converts between the router's own values and the messages of `ballast.worker.v1`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,13 +8,13 @@ use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame};
 use tonic::{Code, Status};
 
+use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
 use crate::params::{CheckedParams, CheckedSampling};
-use crate::placement::ModelKey;
-use crate::resume::{Failure, Loss, Progress};
+use crate::routing::ModelKey;
 
-/// One choice of one prompt: all that a worker must be told, except how far it has come.
+/// A choice of a prompt: everything that a worker needs to know except the output so far.
 #[derive(Clone, Debug)]
-pub(crate) struct Call {
+pub(crate) struct ChoiceCall {
     pub(crate) request_id: Arc<str>,
     pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
@@ -24,12 +24,16 @@ pub(crate) struct Call {
     /// The DRY sequence breakers as token sequences of the model.
     pub(crate) dry_breakers: Arc<[Vec<u32>]>,
     pub(crate) choice: u32,
-    /// By number.
+    /// The tenant's number for workers.
     pub(crate) tenant: u64,
 }
 
-impl Call {
-    pub(crate) fn to_wire(&self, progress: &Progress, time_left: Option<Duration>) -> wire::GenerateRequest {
+impl ChoiceCall {
+    pub(crate) fn to_wire(
+        &self,
+        progress: &ChoiceProgress,
+        time_left: Option<Duration>,
+    ) -> wire::GenerateRequest {
         let mut tokens = Vec::with_capacity(self.prompt.len() + progress.output().len());
         tokens.extend_from_slice(&self.prompt);
         tokens.extend_from_slice(progress.output());
@@ -44,7 +48,7 @@ impl Call {
             choice: self.choice,
             stop_tokens: self.stop_tokens.to_vec(),
             top_logprobs: self.params.top_logprobs,
-            // 0 means no limit: what is left of a limit is at least 1.
+            // 0 means no limit, so the rest of a limit is at least 1.
             deadline_ms: time_left.map_or(0, |left| (left.as_millis() as u64).max(1)),
             sampler_state: progress.sampler_state(),
             grammar: self.params.grammar.as_ref().map(|grammar| grammar.source.clone()),
@@ -83,7 +87,7 @@ fn sampling(sampling: &CheckedSampling) -> public::Sampling {
         dry_base: sampling.dry.as_ref().map(|dry| dry.base),
         dry_allowed_length: sampling.dry.as_ref().map(|dry| dry.allowed_length),
         dry_penalty_last_n: sampling.dry.as_ref().and_then(|dry| dry.penalty_last_n),
-        // Goes as tokens.
+        // The worker gets token sequences in `dry_breakers`.
         dry_sequence_breakers: None,
         repetition_penalty: Some(sampling.repetition_penalty),
         presence_penalty: Some(sampling.presence_penalty),
@@ -100,44 +104,47 @@ pub(crate) struct Logprob {
     pub(crate) top: Vec<(u32, f32)>,
 }
 
+/// A frame of a worker's stream.
 #[derive(Debug)]
-pub(crate) enum Frame {
+pub(crate) enum WorkerFrame {
     Admitted,
     Tokens { ids: Vec<u32>, logprobs: Vec<Logprob>, sampler_state: Bytes },
-    Finished { stopped: bool, stop_token: Option<u32>, cached_tokens: u32 },
+    Finished { is_stop: bool, stop_token: Option<u32>, cached_tokens: u32 },
 }
 
-impl TryFrom<wire::GenerateFrame> for Frame {
-    type Error = Failure;
+impl TryFrom<wire::GenerateFrame> for WorkerFrame {
+    type Error = ChoiceError;
 
-    fn try_from(frame: wire::GenerateFrame) -> Result<Self, Failure> {
+    fn try_from(frame: wire::GenerateFrame) -> Result<Self, ChoiceError> {
         match frame.frame {
-            Some(generate_frame::Frame::Admitted(_)) => Ok(Frame::Admitted),
+            Some(generate_frame::Frame::Admitted(_)) => Ok(WorkerFrame::Admitted),
             Some(generate_frame::Frame::Tokens(tokens)) => {
                 if !tokens.logprobs.is_empty() && tokens.logprobs.len() != tokens.ids.len() {
-                    return Err(Failure::Protocol { violation: "not one log probability for each token" });
+                    return Err(ChoiceError::Protocol {
+                        violation: "the number of log probabilities differs from the number of tokens",
+                    });
                 }
-                Ok(Frame::Tokens {
+                Ok(WorkerFrame::Tokens {
                     ids: tokens.ids,
                     logprobs: tokens.logprobs.into_iter().map(Logprob::from).collect(),
                     sampler_state: tokens.sampler_state,
                 })
             }
             Some(generate_frame::Frame::Finished(finished)) => {
-                let stopped = match finished.reason() {
+                let is_stop = match finished.reason() {
                     public::FinishReason::Stop => true,
                     public::FinishReason::Length => false,
                     public::FinishReason::Unspecified => {
-                        return Err(Failure::Protocol { violation: "no reason to finish" });
+                        return Err(ChoiceError::Protocol { violation: "`finished` without a reason" });
                     }
                 };
-                Ok(Frame::Finished {
-                    stopped,
+                Ok(WorkerFrame::Finished {
+                    is_stop,
                     stop_token: finished.stop_token,
                     cached_tokens: finished.cached_tokens,
                 })
             }
-            None => Err(Failure::Protocol { violation: "an empty frame" }),
+            None => Err(ChoiceError::Protocol { violation: "a frame without content" }),
         }
     }
 }
@@ -155,28 +162,29 @@ impl From<Logprob> for public::TokenLogprob {
     }
 }
 
-/// Whether the worker itself said this. What the transport made up has the broken connection as its source.
-pub(crate) fn is_the_workers_word(status: &Status) -> bool {
+/// True if the worker sent this status. A status that the transport made up has the broken connection
+/// as its source.
+pub(crate) fn is_from_worker(status: &Status) -> bool {
     std::error::Error::source(status).is_none()
 }
 
-/// After which time a worker that is full would have room.
+/// The time after which a full worker expects to have capacity.
 pub(crate) fn retry_after(status: &Status) -> Option<Duration> {
     let seconds = status.metadata().get("retry-after")?.to_str().ok()?.parse().ok()?;
     Some(Duration::from_secs(seconds))
 }
 
-/// What a status in the middle of a stream means for it.
-pub(crate) fn loss(status: Status) -> Loss {
-    if !is_the_workers_word(&status) {
-        return Loss::Worker { detail: service::exit::one_line(&status) };
+/// What a status in mid-stream means for the stream.
+pub(crate) fn stream_loss(status: Status) -> StreamLoss {
+    if !is_from_worker(&status) {
+        return StreamLoss::WorkerDied { detail: service::exit::one_line(&status) };
     }
     let detail = status.message().to_owned();
     match status.code() {
-        Code::Unavailable => Loss::GivenUp { detail },
-        Code::DeadlineExceeded => Loss::Deadline,
-        // The process ends: HTTP/2 resets its streams before it closes the connection.
-        Code::Cancelled | Code::Unknown => Loss::Worker { detail },
-        _ => Loss::Verdict { detail },
+        Code::Unavailable => StreamLoss::WorkerDrains { detail },
+        Code::DeadlineExceeded => StreamLoss::DeadlineExceeded,
+        // The process is ending: HTTP/2 resets its streams before it closes the connection.
+        Code::Cancelled | Code::Unknown => StreamLoss::WorkerDied { detail },
+        _ => StreamLoss::WorkerError { detail },
     }
 }

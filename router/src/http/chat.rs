@@ -1,4 +1,5 @@
-//! `POST /v1/chat/completions`: renders the messages with the model's own template and generates the reply.
+//! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates the
+//! reply.
 
 use std::sync::Arc;
 
@@ -9,11 +10,11 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, parse_body};
-use super::request::{App, Stamp, WholeBody, off_thread};
-use super::response::{Answer, Surface, finish_reason, stop_reason};
-use crate::choice::{Finish, Piece};
-use crate::generate::{Job, Prompts};
-use crate::model::Model;
+use super::request::{AppState, BoundedBody, RequestMetadata, run_tokenizer};
+use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
+use crate::choice::{FinishCause, OutputDelta};
+use crate::generate::{GenerationRequest, TokenizedPrompts};
+use crate::model::ServedModel;
 use crate::wire::Logprob;
 
 const FIELDS: [&str; 6] = [
@@ -26,7 +27,7 @@ const FIELDS: [&str; 6] = [
 ];
 
 #[derive(Debug, Deserialize)]
-struct Fields {
+struct ChatFields {
     messages: Vec<Map<String, Value>>,
     max_completion_tokens: Option<i64>,
     logprobs: Option<bool>,
@@ -38,11 +39,11 @@ struct Fields {
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 pub(crate) async fn post(
-    State(app): State<App>,
-    stamp: Stamp,
-    WholeBody(body): WholeBody,
+    State(app): State<AppState>,
+    metadata: RequestMetadata,
+    BoundedBody(body): BoundedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<Fields>(&body, &FIELDS)?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body, &FIELDS)?;
     let options = response.options()?;
     let mut params = sampling.params()?;
     params.max_tokens = endpoint.max_completion_tokens.or(params.max_tokens);
@@ -55,28 +56,28 @@ pub(crate) async fn post(
         }
     };
     check_messages(&endpoint.messages)?;
-    let model = app.generator.fleet.resolve(response.model.as_deref())?;
+    let model = app.generator.registry.resolve(response.model.as_deref())?;
 
     let messages: Vec<Value> = endpoint.messages.into_iter().map(Value::Object).collect();
     let add_generation_prompt = endpoint.add_generation_prompt.unwrap_or(true);
     let variables = endpoint.chat_template_kwargs.unwrap_or_default();
-    let encoding = model.clone();
-    let tokens = off_thread(body.len(), move || {
-        encoding.text.encode_chat(&messages, add_generation_prompt, &variables)
+    let tokenizing_model = model.clone();
+    let tokens = run_tokenizer(body.len(), move || {
+        tokenizing_model.text.encode_chat(&messages, add_generation_prompt, &variables)
     })
     .await?;
-    let prompts = Prompts { param: "messages", tokens: vec![tokens], at_text_start: true };
-    let job = Job::new(model, prompts, params, stamp.origin.clone())?;
-    let events = app.generator.start(&job).await?;
+    let prompts = TokenizedPrompts { param: "messages", tokens: vec![tokens], at_text_start: true };
+    let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())?;
+    let events = app.generator.start(&request).await?;
 
-    let surface = Chat {
-        id: format!("chatcmpl-{}", stamp.origin.request_id),
-        created: stamp.created,
-        with_logprobs: job.params().top_logprobs.is_some(),
-        prompt_token_ids: options.return_token_ids.then(|| job.prompts().flatten().copied().collect()),
-        model: job.model.clone(),
+    let format = ChatFormat {
+        id: format!("chatcmpl-{}", metadata.origin.request_id),
+        created: metadata.created_unix_seconds,
+        with_logprobs: request.params().top_logprobs.is_some(),
+        prompt_token_ids: options.return_token_ids.then(|| request.prompts().flatten().copied().collect()),
+        model: request.model.clone(),
     };
-    Answer::to(&job, surface, events, options).respond().await
+    GenerationResponse::new(&request, format, events, options).respond().await
 }
 
 fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {
@@ -98,21 +99,21 @@ fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {
     Ok(())
 }
 
-struct Chat {
+struct ChatFormat {
     id: String,
     created: i64,
-    model: Arc<Model>,
+    model: Arc<ServedModel>,
     with_logprobs: bool,
     prompt_token_ids: Option<Vec<u32>>,
 }
 
-impl Chat {
-    fn logprobs(&self, piece: &Piece) -> Value {
+impl ChatFormat {
+    fn logprobs(&self, delta: &OutputDelta) -> Value {
         if !self.with_logprobs {
             return Value::Null;
         }
         let content: Vec<Value> =
-            piece.tokens.iter().zip(&piece.logprobs).map(|(&id, entry)| self.logprob(id, entry)).collect();
+            delta.tokens.iter().zip(&delta.logprobs).map(|(&id, entry)| self.logprob(id, entry)).collect();
         json!({"content": content, "refusal": null})
     }
 
@@ -134,38 +135,38 @@ impl Chat {
     }
 }
 
-impl Surface for Chat {
-    fn opening(&mut self, choice: u32) -> Option<Value> {
+impl ChoiceFormat for ChatFormat {
+    fn first_entry(&mut self, choice: u32) -> Option<Value> {
         Some(self.chunk(choice, json!({"role": "assistant", "content": ""})))
     }
 
-    fn piece(&mut self, piece: Piece) -> Value {
-        let logprobs = self.logprobs(&piece);
-        let mut entry = self.chunk(piece.choice, json!({"content": piece.text}));
+    fn delta_entry(&mut self, delta: OutputDelta) -> Value {
+        let logprobs = self.logprobs(&delta);
+        let mut entry = self.chunk(delta.choice, json!({"content": delta.text}));
         entry["logprobs"] = logprobs;
         if self.prompt_token_ids.is_some() {
-            entry["token_ids"] = json!(piece.tokens);
+            entry["token_ids"] = json!(delta.tokens);
         }
         entry
     }
 
-    fn ended(&mut self, choice: u32, finish: &Finish) -> Value {
+    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value {
         let mut entry = self.chunk(choice, json!({}));
-        entry["finish_reason"] = json!(finish_reason(finish));
+        entry["finish_reason"] = json!(finish.reason());
         entry["stop_reason"] = stop_reason(finish);
         entry
     }
 
-    fn whole(&mut self, piece: Piece, finish: &Finish) -> Value {
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
         let mut entry = json!({
-            "index": piece.choice,
-            "message": {"role": "assistant", "content": piece.text, "refusal": null},
-            "logprobs": self.logprobs(&piece),
-            "finish_reason": finish_reason(finish),
+            "index": delta.choice,
+            "message": {"role": "assistant", "content": delta.text, "refusal": null},
+            "logprobs": self.logprobs(&delta),
+            "finish_reason": finish.reason(),
             "stop_reason": stop_reason(finish),
         });
         if self.prompt_token_ids.is_some() {
-            entry["token_ids"] = json!(piece.tokens);
+            entry["token_ids"] = json!(delta.tokens);
         }
         entry
     }

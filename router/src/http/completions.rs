@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: continues one or several prompts, given as text or token ids.
+//! `POST /v1/completions`: continues one or several prompts of text or token ids.
 
 use axum::extract::State;
 use axum::response::Response;
@@ -7,21 +7,21 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, parse_body};
-use super::request::{App, Stamp, WholeBody, off_thread};
-use super::response::{Answer, Surface, finish_reason, stop_reason};
-use crate::choice::{Finish, Piece};
-use crate::generate::{CHOICES_MAX, Job, Prompts};
-use crate::model::Model;
+use super::request::{AppState, BoundedBody, RequestMetadata, run_tokenizer};
+use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
+use crate::choice::{FinishCause, OutputDelta};
+use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
+use crate::model::ServedModel;
 use crate::params::{RequestParamError, token_ids};
 
-/// What OpenAI's API takes where the client names no figure.
+/// OpenAI's default.
 const MAX_TOKENS_DEFAULT: i64 = 16;
 
 const FIELDS: [&str; 5] = ["prompt", "echo", "logprobs", "best_of", "add_special_tokens"];
 
 #[derive(Debug, Deserialize)]
-struct Fields {
-    prompt: Prompt,
+struct CompletionFields {
+    prompt: PromptField,
     echo: Option<bool>,
     logprobs: Option<i64>,
     best_of: Option<i64>,
@@ -33,7 +33,7 @@ struct Fields {
     untagged,
     expecting = "expected a string, an array of strings, an array of token ids, or an array of such arrays"
 )]
-enum Prompt {
+enum PromptField {
     Text(String),
     Texts(Vec<String>),
     Tokens(Vec<i64>),
@@ -41,24 +41,24 @@ enum Prompt {
 }
 
 pub(crate) async fn post(
-    State(app): State<App>,
-    stamp: Stamp,
-    WholeBody(body): WholeBody,
+    State(app): State<AppState>,
+    metadata: RequestMetadata,
+    BoundedBody(body): BoundedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<Fields>(&body, &FIELDS)?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body, &FIELDS)?;
     let options = response.options()?;
-    let model = app.generator.fleet.resolve(response.model.as_deref())?;
+    let model = app.generator.registry.resolve(response.model.as_deref())?;
     let mut params = sampling.params()?;
     params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
     params.top_logprobs = endpoint.logprobs;
     params.best_of = endpoint.best_of;
-    let chosen = endpoint.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
-    if chosen && options.stream {
-        let message = "`best_of` above `n` cannot be streamed: the best are known at the end";
+    let selects_best = endpoint.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
+    if selects_best && options.stream {
+        let message = "`best_of` above `n` cannot be streamed: the best choices are known at the end only";
         return Err(ApiError::invalid(Some("best_of"), message));
     }
-    if chosen {
-        // They are chosen by their log probabilities.
+    if selects_best {
+        // The best choices are those with the highest log probabilities.
         params.top_logprobs.get_or_insert(0);
     }
     let echo = endpoint.echo.unwrap_or(false);
@@ -67,28 +67,30 @@ pub(crate) async fn post(
     }
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
     let prompt = endpoint.prompt;
-    let encoding = model.clone();
+    let tokenizing_model = model.clone();
     let (tokens, echoes) =
-        off_thread(body.len(), move || encode(&encoding, prompt, add_special, echo)).await?;
-    let prompts = Prompts { param: "prompt", tokens, at_text_start: false };
-    let job = Job::new(model, prompts, params, stamp.origin.clone()).map_err(renamed)?;
-    let events = app.generator.start(&job).await?;
+        run_tokenizer(body.len(), move || tokenize_prompts(&tokenizing_model, prompt, add_special, echo))
+            .await?;
+    let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
+    let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())
+        .map_err(rename_top_logprobs)?;
+    let events = app.generator.start(&request).await?;
 
-    let surface = Completion {
-        id: format!("cmpl-{}", stamp.origin.request_id),
-        created: stamp.created,
-        n: job.params().n as usize,
+    let format = CompletionFormat {
+        id: format!("cmpl-{}", metadata.origin.request_id),
+        created: metadata.created_unix_seconds,
+        n: request.params().n as usize,
         with_logprobs: endpoint.logprobs.is_some(),
-        token_ids: options.return_token_ids.then(|| job.prompts().map(<[u32]>::to_vec).collect()),
-        text_offsets: vec![0; job.choices()],
+        prompt_token_ids: options.return_token_ids.then(|| request.prompts().map(<[u32]>::to_vec).collect()),
+        text_offsets: vec![0; request.choices()],
         echoes,
-        model: job.model.clone(),
+        model: request.model.clone(),
     };
-    Answer::to(&job, surface, events, options).respond().await
+    GenerationResponse::new(&request, format, events, options).respond().await
 }
 
-/// This surface calls them `logprobs`.
-fn renamed(error: RequestParamError) -> RequestParamError {
+/// Names the parameter as this endpoint does: `logprobs`.
+fn rename_top_logprobs(error: RequestParamError) -> RequestParamError {
     match error {
         RequestParamError::OutOfRange { param: "top_logprobs", value, allowed } => {
             RequestParamError::OutOfRange { param: "logprobs", value, allowed }
@@ -97,18 +99,18 @@ fn renamed(error: RequestParamError) -> RequestParamError {
     }
 }
 
-/// Token ids of each prompt and, for `echo`, their texts.
-fn encode(
-    model: &Model,
-    prompt: Prompt,
+/// Token ids of each prompt and, for `echo`, its text.
+fn tokenize_prompts(
+    model: &ServedModel,
+    prompt: PromptField,
     add_special: bool,
     echo: bool,
 ) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
     let (texts, tokens) = match prompt {
-        Prompt::Text(text) => (vec![text], vec![]),
-        Prompt::Texts(texts) => (texts, vec![]),
-        Prompt::Tokens(tokens) => (vec![], vec![tokens]),
-        Prompt::ManyTokens(many) => (vec![], many),
+        PromptField::Text(text) => (vec![text], vec![]),
+        PromptField::Texts(texts) => (texts, vec![]),
+        PromptField::Tokens(tokens) => (vec![], vec![tokens]),
+        PromptField::ManyTokens(many) => (vec![], many),
     };
     let count = texts.len() + tokens.len();
     if count > CHOICES_MAX {
@@ -130,49 +132,49 @@ fn encode(
     Ok((encoded, echoes))
 }
 
-struct Completion {
+struct CompletionFormat {
     id: String,
     created: i64,
-    model: std::sync::Arc<Model>,
+    model: std::sync::Arc<ServedModel>,
     n: usize,
     with_logprobs: bool,
-    /// Of the prompts, where the client wants token ids.
-    token_ids: Option<Vec<Vec<u32>>>,
-    /// Characters of each choice so far.
+    /// Token ids of the prompts, if the client asks for them.
+    prompt_token_ids: Option<Vec<Vec<u32>>>,
+    /// Number of characters of each choice so far.
     text_offsets: Vec<usize>,
-    /// Texts of the prompts, where the client wants them back.
+    /// Texts of the prompts, if the client asks for `echo`.
     echoes: Vec<String>,
 }
 
-impl Completion {
+impl CompletionFormat {
     fn prompt_of(&self, choice: u32) -> usize {
         choice as usize / self.n
     }
 
-    fn entry(&mut self, piece: Piece, finish: Option<&Finish>) -> Value {
+    fn entry(&mut self, delta: OutputDelta, finish: Option<&FinishCause>) -> Value {
         let logprobs = match self.with_logprobs {
-            true => self.logprobs(&piece),
+            true => self.logprobs(&delta),
             false => Value::Null,
         };
         let mut entry = json!({
-            "index": piece.choice,
-            "text": piece.text,
+            "index": delta.choice,
+            "text": delta.text,
             "logprobs": logprobs,
-            "finish_reason": finish.map(finish_reason),
+            "finish_reason": finish.map(FinishCause::reason),
             "stop_reason": finish.map(stop_reason),
         });
-        if self.token_ids.is_some() {
-            entry["token_ids"] = json!(piece.tokens);
+        if self.prompt_token_ids.is_some() {
+            entry["token_ids"] = json!(delta.tokens);
         }
         entry
     }
 
-    fn logprobs(&mut self, piece: &Piece) -> Value {
-        let texts: Vec<String> = piece.tokens.iter().map(|&id| self.model.text.token_text(id)).collect();
-        let offset = &mut self.text_offsets[piece.choice as usize];
+    fn logprobs(&mut self, delta: &OutputDelta) -> Value {
+        let texts: Vec<String> = delta.tokens.iter().map(|&id| self.model.text.token_text(id)).collect();
+        let offset = &mut self.text_offsets[delta.choice as usize];
         let offsets: Vec<usize> =
             texts.iter().map(|text| std::mem::replace(offset, *offset + text.chars().count())).collect();
-        // The one that was drawn stands there, too, among the most probable or not.
+        // The sampled token is always included, even if it is not among the most probable ones.
         let top = |(text, entry): (&String, &crate::wire::Logprob)| {
             let most =
                 entry.top.iter().map(|&(id, logprob)| (self.model.text.token_text(id), json!(logprob)));
@@ -182,47 +184,47 @@ impl Completion {
         };
         json!({
             "tokens": texts,
-            "token_logprobs": piece.logprobs.iter().map(|entry| entry.logprob).collect::<Vec<_>>(),
-            "top_logprobs": texts.iter().zip(&piece.logprobs).map(top).collect::<Vec<_>>(),
+            "token_logprobs": delta.logprobs.iter().map(|entry| entry.logprob).collect::<Vec<_>>(),
+            "top_logprobs": texts.iter().zip(&delta.logprobs).map(top).collect::<Vec<_>>(),
             "text_offset": offsets,
         })
     }
 
     fn with_prompt_ids(&self, choice: u32, mut entry: Value) -> Value {
-        if let Some(prompts) = &self.token_ids {
+        if let Some(prompts) = &self.prompt_token_ids {
             entry["prompt_token_ids"] = json!(prompts[self.prompt_of(choice)]);
         }
         entry
     }
 }
 
-impl Surface for Completion {
-    fn opening(&mut self, choice: u32) -> Option<Value> {
-        if self.echoes.is_empty() && self.token_ids.is_none() {
+impl ChoiceFormat for CompletionFormat {
+    fn first_entry(&mut self, choice: u32) -> Option<Value> {
+        if self.echoes.is_empty() && self.prompt_token_ids.is_none() {
             return None;
         }
         let text = self.echoes.get(self.prompt_of(choice)).cloned().unwrap_or_default();
-        let entry = self.entry(Piece { choice, tokens: vec![], text, logprobs: vec![] }, None);
+        let entry = self.entry(OutputDelta { choice, tokens: vec![], text, logprobs: vec![] }, None);
         Some(self.with_prompt_ids(choice, entry))
     }
 
-    fn piece(&mut self, piece: Piece) -> Value {
-        self.entry(piece, None)
+    fn delta_entry(&mut self, delta: OutputDelta) -> Value {
+        self.entry(delta, None)
     }
 
-    fn ended(&mut self, choice: u32, finish: &Finish) -> Value {
-        let piece = Piece { choice, tokens: vec![], text: String::new(), logprobs: vec![] };
-        let mut entry = self.entry(piece, Some(finish));
+    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value {
+        let delta = OutputDelta { choice, tokens: vec![], text: String::new(), logprobs: vec![] };
+        let mut entry = self.entry(delta, Some(finish));
         entry["logprobs"] = Value::Null;
         entry
     }
 
-    fn whole(&mut self, mut piece: Piece, finish: &Finish) -> Value {
-        let choice = piece.choice;
+    fn whole_entry(&mut self, mut delta: OutputDelta, finish: &FinishCause) -> Value {
+        let choice = delta.choice;
         if let Some(echo) = self.echoes.get(self.prompt_of(choice)) {
-            piece.text.insert_str(0, echo);
+            delta.text.insert_str(0, echo);
         }
-        let entry = self.entry(piece, Some(finish));
+        let entry = self.entry(delta, Some(finish));
         self.with_prompt_ids(choice, entry)
     }
 

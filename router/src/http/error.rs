@@ -1,6 +1,7 @@
-//! Errors as OpenAI's API writes them: `{"error": {"message", "type", "param", "code"}}`, each with its HTTP status.
+//! Errors in the form of OpenAI's API, `{"error": {"message", "type", "param", "code"}}`, each with its
+//! HTTP status.
 //!
-//! A client's fault is never a 5xx: clients and proxies retry those.
+//! An invalid request never gets a 5xx status, because clients and proxies retry those.
 
 use std::time::Duration;
 
@@ -9,13 +10,13 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use crate::admission::NeverFits;
-use crate::dispatch::{RETRY_AFTER, Refusal};
-use crate::fleet::ResolveError;
+use crate::admission::CapacityExceeded;
+use crate::dispatch::{RETRY_AFTER, RequestRefusal};
+use crate::failover::ChoiceError;
 use crate::model::ChatError;
 use crate::params::RequestParamError;
-use crate::resume::Failure;
-use crate::tenant::{self, BadTenant};
+use crate::registry::ResolveError;
+use crate::tenant::{self, TenantNameError};
 
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -25,7 +26,7 @@ pub(crate) struct ApiError {
     code: Option<&'static str>,
     param: Option<String>,
     message: String,
-    /// Of what passes: when to come again.
+    /// When the client should try again. `None` if the error is permanent.
     retry_after: Option<Duration>,
 }
 
@@ -72,10 +73,11 @@ impl ApiError {
     }
 
     pub(crate) fn not_ready(message: impl Into<String>) -> Self {
-        Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into()).again_after(RETRY_AFTER)
+        Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into())
+            .with_retry_after(RETRY_AFTER)
     }
 
-    fn again_after(mut self, retry_after: Duration) -> Self {
+    fn with_retry_after(mut self, retry_after: Duration) -> Self {
         self.retry_after = Some(retry_after);
         self
     }
@@ -110,7 +112,7 @@ impl From<ResolveError> for ApiError {
             ResolveError::Unknown { .. } => Self::invalid(Some("model"), error.to_string())
                 .with_status(StatusCode::NOT_FOUND, "model_not_found"),
             ResolveError::Ambiguous { .. } => Self::invalid(Some("model"), error.to_string()),
-            ResolveError::None => Self::not_ready(error.to_string()),
+            ResolveError::NoModel => Self::not_ready(error.to_string()),
         }
     }
 }
@@ -121,21 +123,22 @@ impl From<ChatError> for ApiError {
     }
 }
 
-impl From<BadTenant> for ApiError {
-    fn from(error: BadTenant) -> Self {
+impl From<TenantNameError> for ApiError {
+    fn from(error: TenantNameError) -> Self {
         Self::invalid(Some(tenant::HEADER), error.to_string())
     }
 }
 
-impl From<Refusal> for ApiError {
-    fn from(refusal: Refusal) -> Self {
+impl From<RequestRefusal> for ApiError {
+    fn from(refusal: RequestRefusal) -> Self {
         let message = refusal.to_string();
         match refusal {
-            Refusal::NoWorker => Self::not_ready(message),
-            Refusal::Overloaded { retry_after, .. } => {
-                Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message).again_after(retry_after)
+            RequestRefusal::NoWorker => Self::not_ready(message),
+            RequestRefusal::Overloaded { retry_after, .. } => {
+                Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message)
+                    .with_retry_after(retry_after)
             }
-            Refusal::TenantLimit { retry_after, .. } => Self {
+            RequestRefusal::TenantLimit { retry_after, .. } => Self {
                 status: StatusCode::TOO_MANY_REQUESTS,
                 kind: "rate_limit_error",
                 code: Some("rate_limit_exceeded"),
@@ -143,34 +146,40 @@ impl From<Refusal> for ApiError {
                 message,
                 retry_after: Some(retry_after),
             },
-            Refusal::NeverFits(never) => {
-                let (param, code) = match never {
-                    NeverFits::KvBudget { .. } => ("max_tokens", "kv_budget_exceeded"),
-                    NeverFits::Streams { .. } => ("n", "too_many_choices"),
+            RequestRefusal::CapacityExceeded(exceeded) => {
+                let (param, code) = match exceeded {
+                    CapacityExceeded::KvCache { .. } => ("max_tokens", "kv_budget_exceeded"),
+                    CapacityExceeded::Choices { .. } => ("n", "too_many_choices"),
                 };
                 Self { code: Some(code), ..Self::invalid(Some(param), message) }
             }
-            Refusal::Invalid { .. } => Self::invalid(None, message),
-            Refusal::Grammar { param, .. } => Self::invalid(Some(param), message),
-            Refusal::Deadline => Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message),
-            Refusal::Failed { .. } => Self::server(StatusCode::BAD_GATEWAY, "worker_failed", message),
+            RequestRefusal::Invalid { .. } => Self::invalid(None, message),
+            RequestRefusal::Grammar { param, .. } => Self::invalid(Some(param), message),
+            RequestRefusal::DeadlineExceeded => {
+                Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message)
+            }
+            RequestRefusal::WorkerError { .. } => {
+                Self::server(StatusCode::BAD_GATEWAY, "worker_failed", message)
+            }
         }
     }
 }
 
-impl From<Failure> for ApiError {
-    fn from(failure: Failure) -> Self {
-        let (status, code) = match &failure {
-            Failure::NoWorker { .. } | Failure::Poison { .. } => {
+impl From<ChoiceError> for ApiError {
+    fn from(error: ChoiceError) -> Self {
+        let (status, code) = match &error {
+            ChoiceError::NoWorker { .. } | ChoiceError::TooManyLosses { .. } => {
                 (StatusCode::SERVICE_UNAVAILABLE, "worker_lost")
             }
-            Failure::Deadline => (StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded"),
-            Failure::SlowClient => (StatusCode::REQUEST_TIMEOUT, "client_too_slow"),
-            Failure::Worker { .. } | Failure::Protocol { .. } => (StatusCode::BAD_GATEWAY, "worker_failed"),
+            ChoiceError::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded"),
+            ChoiceError::SlowClient => (StatusCode::REQUEST_TIMEOUT, "client_too_slow"),
+            ChoiceError::WorkerError { .. } | ChoiceError::Protocol { .. } => {
+                (StatusCode::BAD_GATEWAY, "worker_failed")
+            }
         };
-        let api = Self::server(status, code, failure.to_string());
+        let api = Self::server(status, code, error.to_string());
         match status {
-            StatusCode::SERVICE_UNAVAILABLE => api.again_after(RETRY_AFTER),
+            StatusCode::SERVICE_UNAVAILABLE => api.with_retry_after(RETRY_AFTER),
             _ => api,
         }
     }

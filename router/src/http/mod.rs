@@ -1,4 +1,4 @@
-//! The OpenAI-compatible surface, and the routes for people and machines that watch the fleet.
+//! The OpenAI-compatible HTTP API, and the routes for health, models and metrics.
 
 mod chat;
 mod completions;
@@ -18,17 +18,17 @@ use axum::routing::{get, post};
 use axum::{Json, Router, middleware};
 use serde_json::{Value, json};
 
-use crate::fleet::{ResolveError, Served};
-use crate::metrics;
+use crate::gauges;
+use crate::registry::{ModelSnapshot, ResolveError};
 use error::ApiError;
-pub(crate) use request::{App, RequestId};
+pub(crate) use request::AppState;
 
-/// Label values of the request counter.
+/// Routes that are label values of the response counter.
 const ROUTES: [&str; 6] =
     ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"];
 
-/// All HTTP routes. gRPC services are merged in beside them: their paths have a package name in them.
-pub(crate) fn routes(app: App) -> Router {
+/// All HTTP routes. The paths of gRPC services contain a package name, so they do not collide.
+pub(crate) fn routes(app: AppState) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::post))
         .route("/v1/completions", post(completions::post))
@@ -43,55 +43,55 @@ pub(crate) fn routes(app: App) -> Router {
         .with_state(app)
 }
 
-/// This process answers; nothing about workers.
+/// Reports that this process runs. Says nothing about workers.
 async fn health() -> Json<Value> {
     Json(json!({"status": "ok"}))
 }
 
-/// A request would find a worker.
-async fn ready(State(app): State<App>) -> Result<Json<Value>, ApiError> {
-    let served = app.generator.fleet.served();
-    let workers: usize = served.iter().map(|served| served.workers.len()).sum();
-    match app.generator.fleet.is_ready() {
+/// Reports whether the registry has workers.
+async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
+    let models = app.generator.registry.snapshot();
+    let workers: usize = models.iter().map(|snapshot| snapshot.workers.len()).sum();
+    match app.generator.registry.has_workers() {
         true => Ok(Json(json!({"status": "ready", "workers": workers}))),
         false => Err(ApiError::not_ready("no worker is ready yet")),
     }
 }
 
-async fn models(State(app): State<App>) -> Json<Value> {
-    let data: Vec<Value> = app.generator.fleet.served().iter().map(model_entry).collect();
+async fn models(State(app): State<AppState>) -> Json<Value> {
+    let data: Vec<Value> = app.generator.registry.snapshot().iter().map(model_entry).collect();
     Json(json!({"object": "list", "data": data}))
 }
 
-async fn model(State(app): State<App>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
-    let served = app.generator.fleet.served();
-    match served.iter().find(|served| served.model.name() == name) {
-        Some(served) => Ok(Json(model_entry(served))),
+async fn model(State(app): State<AppState>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
+    let models = app.generator.registry.snapshot();
+    match models.iter().find(|snapshot| snapshot.model.name() == name) {
+        Some(snapshot) => Ok(Json(model_entry(snapshot))),
         None => {
-            let known = served.iter().map(|served| served.model.name().to_owned()).collect();
+            let known = models.iter().map(|snapshot| snapshot.model.name().to_owned()).collect();
             Err(ResolveError::Unknown { name, known }.into())
         }
     }
 }
 
-fn model_entry(served: &Served) -> Value {
-    let model = &served.model;
+fn model_entry(snapshot: &ModelSnapshot) -> Value {
+    let model = &snapshot.model;
     json!({
         "id": model.name(),
         "object": "model",
-        "created": model.joined_unix_seconds,
+        "created": model.loaded_unix_seconds,
         "owned_by": "ballast",
         "root": model.name(),
         "parent": null,
-        "max_model_len": model.about.context_tokens,
+        "max_model_len": model.description.context_tokens,
         "digest": model.digest_hex(),
-        "workers": served.workers.len(),
+        "workers": snapshot.workers.len(),
     })
 }
 
-async fn scrape(State(app): State<App>) -> Response {
+async fn scrape(State(app): State<AppState>) -> Response {
     let mut text = app.metrics.render();
-    text.push_str(&metrics::render_gauges(&app.generator.fleet, &app.generator.gate));
+    text.push_str(&gauges::render(&app.generator.registry, &app.generator.admission));
     ([(header::CONTENT_TYPE, service::metrics::CONTENT_TYPE)], text).into_response()
 }
 

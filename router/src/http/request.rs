@@ -1,8 +1,5 @@
-//! What handlers take from a request before they look at its fields: id, time, and the whole body within its bounds.
+//! Extracts what every handler needs from an HTTP request: id, tenant, arrival time and the body.
 
-use std::collections::hash_map::RandomState;
-use std::hash::BuildHasher;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Bytes, to_bytes};
@@ -15,87 +12,65 @@ use service::metrics::Metrics;
 use tokio::time::Instant;
 
 use super::error::ApiError;
-use crate::generate::{Generator, Origin};
+use crate::generate::{Generator, RequestOrigin};
 use crate::metrics;
 use crate::model::unix_seconds;
+use crate::request_id::ClientRequestId;
 use crate::tenant;
 
-/// From the end of the headers to the end of the body.
-const BODY_WAIT: Duration = Duration::from_secs(30);
+/// Time from the end of the headers to the end of the body.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// A client's own id is taken if it is short and plain: it stands in logs and in the response's `id`.
-const REQUEST_ID_BYTES_MAX: usize = 64;
-/// Bodies up to this size are tokenised where they are: sooner done than handed over.
+/// A handler tokenizes bodies up to this size itself, which takes less time than a blocking task.
 const INLINE_BYTES_MAX: usize = 16 << 10;
 
-/// What every handler may use.
+/// State that all handlers share.
 #[derive(Clone)]
-pub(crate) struct App {
+pub(crate) struct AppState {
     pub(crate) generator: Generator,
     pub(crate) body_bytes_max: usize,
     pub(crate) metrics: Metrics,
 }
 
-/// The client's `x-request-id`, or one drawn here.
-#[derive(Clone, Debug)]
-pub(crate) struct RequestId(pub(crate) Arc<str>);
-
-impl RequestId {
-    fn of(request: &Request) -> Self {
-        let given = request.headers().get(REQUEST_ID).and_then(|value| value.to_str().ok());
-        let plain = |id: &&str| {
-            (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
-                && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
-        };
-        given.filter(plain).map_or_else(Self::draw, |id| Self(id.into()))
-    }
-
-    /// The standard library's hash maps are seeded from the system's random source.
-    pub(crate) fn draw() -> Self {
-        let half = || RandomState::new().hash_one("request id");
-        Self(format!("{:016x}{:016x}", half(), half()).into())
-    }
-}
-
-/// Where a request comes from, and when it came by the other clock.
+/// The origin of a request, and its arrival in Unix time.
 #[derive(Debug)]
-pub(crate) struct Stamp {
-    pub(crate) origin: Origin,
-    pub(crate) created: i64,
+pub(crate) struct RequestMetadata {
+    pub(crate) origin: RequestOrigin,
+    pub(crate) created_unix_seconds: i64,
 }
 
-impl FromRequestParts<App> for Stamp {
+impl FromRequestParts<AppState> for RequestMetadata {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, app: &App) -> Result<Self, ApiError> {
-        // The middleware below puts the id there.
-        let request_id = parts.extensions.get::<RequestId>().cloned().unwrap_or_else(RequestId::draw).0;
+    async fn from_request_parts(parts: &mut Parts, app: &AppState) -> Result<Self, ApiError> {
+        let request_id = parts.extensions.get::<ClientRequestId>();
+        let request_id = request_id.expect("`observe` runs around every route").0.clone();
         let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
-        let tenant = app.generator.tenants.of(header(tenant::HEADER), header("authorization"))?;
-        let origin = Origin { request_id, arrived: Instant::now(), tenant };
-        Ok(Self { origin, created: unix_seconds() })
+        let tenant = app.generator.tenants.resolve(header(tenant::HEADER), header("authorization"))?;
+        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant };
+        Ok(Self { origin, created_unix_seconds: unix_seconds() })
     }
 }
 
-/// The body, bounded in size and time.
-pub(crate) struct WholeBody(pub(crate) Bytes);
+/// The body, limited in size and time.
+pub(crate) struct BoundedBody(pub(crate) Bytes);
 
-impl FromRequest<App> for WholeBody {
+impl FromRequest<AppState> for BoundedBody {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
+    async fn from_request(request: Request, app: &AppState) -> Result<Self, ApiError> {
         let limit = app.body_bytes_max;
-        match tokio::time::timeout(BODY_WAIT, to_bytes(request.into_body(), limit)).await {
+        match tokio::time::timeout(BODY_TIMEOUT, to_bytes(request.into_body(), limit)).await {
             Ok(Ok(bytes)) => Ok(Self(bytes)),
-            // A connection that broke gets no answer anyway.
+            // A broken connection is reported as too large, but its client reads no answer.
             Ok(Err(_)) => Err(ApiError::body_too_large(limit)),
             Err(_) => Err(ApiError::body_too_slow()),
         }
     }
 }
 
-/// Runs `work` on large inputs beside the tasks that stream tokens.
-pub(crate) async fn off_thread<T, E>(
+/// Runs `work`. For a large input, it uses a blocking thread, so that token streams do not wait for it.
+pub(crate) async fn run_tokenizer<T, E>(
     input_bytes: usize,
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, ApiError>
@@ -112,18 +87,20 @@ where
     }
 }
 
-/// Around every route: the request's id comes back in the response, and the outcome is counted.
+/// Middleware around every route: determines the request id, returns it in the response, and counts the
+/// response.
 pub(crate) async fn observe(
     State(routes): State<&'static [&'static str]>,
     mut request: Request,
     next: Next,
 ) -> Response {
-    let id = RequestId::of(&request);
+    let given = request.headers().get(REQUEST_ID).and_then(|value| value.to_str().ok());
+    let id = ClientRequestId::from_client(given);
     request.extensions_mut().insert(id.clone());
-    // Only known routes become label values.
+    // Only known routes are label values.
     let route = routes.iter().copied().find(|&route| route == request.uri().path()).unwrap_or("other");
     let mut response = next.run(request).await.into_response();
-    metrics::http(route, response.status().as_u16());
+    metrics::record_http_response(route, response.status().as_u16());
     if let Ok(value) = HeaderValue::from_str(&id.0) {
         response.headers_mut().insert(REQUEST_ID, value);
     }

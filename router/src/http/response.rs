@@ -1,7 +1,7 @@
-//! A response in either of its forms: one JSON body when everything has ended, or server-sent events as it comes.
+//! Sends the response of a request: one JSON body at the end, or server-sent events as tokens arrive.
 //!
-//! An error in mid-stream is an event `{"error": ...}` after which the stream ends without `[DONE]`: a client that saw
-//! `[DONE]` has everything.
+//! An error in mid-stream is an event `{"error": ...}`. After it, the stream ends without `[DONE]`. So a
+//! client that reads `[DONE]` has the whole response.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -16,52 +16,52 @@ use tokio::sync::mpsc;
 
 use super::error::ApiError;
 use super::fields::ResponseOptions;
-use crate::choice::{Event, Finish, Outcome, Piece};
-use crate::generate::Job;
+use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause, OutputDelta};
+use crate::generate::GenerationRequest;
 
-/// Proxies close connections that are silent for some tens of seconds; a long prompt takes longer.
-const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// Events that are ready at once go out in one write.
+/// Proxies close connections after some tens of seconds without data. A long prefill takes longer.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// Maximum number of ready events that one write sends.
 const EVENTS_PER_WRITE_MAX: usize = 64;
 
-/// What differs between chat and plain completions.
-pub(crate) trait Surface: Send + 'static {
-    /// Sent before anything else of a choice; `None` where there is nothing to say.
-    fn opening(&mut self, choice: u32) -> Option<Value>;
+/// How an endpoint writes choices. Implemented by chat and by text completions.
+pub(crate) trait ChoiceFormat: Send + 'static {
+    /// The first chunk entry of a choice, if the endpoint has one.
+    fn first_entry(&mut self, choice: u32) -> Option<Value>;
     /// One entry of `choices` in a chunk.
-    fn piece(&mut self, piece: Piece) -> Value;
-    /// The last entry of a choice.
-    fn ended(&mut self, choice: u32, finish: &Finish) -> Value;
+    fn delta_entry(&mut self, delta: OutputDelta) -> Value;
+    /// The last chunk entry of a choice.
+    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value;
     /// One entry of `choices` in a whole response.
-    fn whole(&mut self, piece: Piece, finish: &Finish) -> Value;
-    /// A chunk or a body around entries.
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value;
+    /// A chunk or a response body around entries.
     fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value;
 }
 
-/// A started response.
-pub(crate) struct Answer<S> {
-    surface: S,
-    events: mpsc::Receiver<Event>,
+/// A request whose choices are running.
+pub(crate) struct GenerationResponse<S> {
+    format: S,
+    events: mpsc::Receiver<ChoiceEvent>,
     options: ResponseOptions,
     choices: usize,
-    /// Choices of one prompt.
+    /// Choices that the fleet generates for each prompt.
+    best_of: usize,
+    /// Choices of each prompt that the client receives: the most probable.
     n: usize,
-    /// How many of them the client gets: the most probable.
-    kept: usize,
     prompt_tokens: usize,
 }
 
 #[derive(Default)]
-struct Usage {
+struct ResponseUsage {
     completion_tokens: u64,
     cached_tokens: u64,
 }
 
-impl Usage {
-    /// The prompt counts once, however many choices continue it.
-    fn add(&mut self, choice: u32, n: usize, outcome: &Outcome) {
+impl ResponseUsage {
+    /// Counts a prompt once, for its first choice.
+    fn add(&mut self, choice: u32, best_of: usize, outcome: &ChoiceOutcome) {
         self.completion_tokens += u64::from(outcome.output_tokens);
-        if (choice as usize).is_multiple_of(n) {
+        if (choice as usize).is_multiple_of(best_of) {
             self.cached_tokens += u64::from(outcome.cached_tokens);
         }
     }
@@ -76,153 +76,162 @@ impl Usage {
     }
 }
 
-/// Of each prompt's `n` choices the `kept` of the highest log probability per token, the best first; all, in their
-/// order, where all are kept.
-fn most_probable(ended: Vec<(Piece, Finish)>, n: usize, kept: usize) -> Vec<(Piece, Finish)> {
-    if kept >= n {
+/// Selects of each prompt's `best_of` choices the `n` with the highest mean log probability, the best
+/// first. If `n` is not smaller, returns all in their order.
+fn most_probable(
+    ended: Vec<(OutputDelta, FinishCause)>,
+    best_of: usize,
+    n: usize,
+) -> Vec<(OutputDelta, FinishCause)> {
+    if n >= best_of {
         return ended;
     }
-    let mean = |piece: &Piece| {
-        let sum: f64 = piece.logprobs.iter().map(|token| f64::from(token.logprob)).sum();
-        sum / piece.logprobs.len().max(1) as f64
+    let mean = |delta: &OutputDelta| {
+        let sum: f64 = delta.logprobs.iter().map(|token| f64::from(token.logprob)).sum();
+        sum / delta.logprobs.len().max(1) as f64
     };
-    let mut chosen = Vec::with_capacity(ended.len() / n * kept);
+    let mut chosen = Vec::with_capacity(ended.len() / best_of * n);
     let mut ended = ended.into_iter();
     loop {
-        let mut of_prompt: Vec<_> = ended.by_ref().take(n).collect();
+        let mut of_prompt: Vec<_> = ended.by_ref().take(best_of).collect();
         if of_prompt.is_empty() {
             return chosen;
         }
         of_prompt.sort_by(|(a, _), (b, _)| mean(b).total_cmp(&mean(a)));
-        chosen.extend(of_prompt.into_iter().take(kept));
+        chosen.extend(of_prompt.into_iter().take(n));
     }
 }
 
-pub(crate) fn finish_reason(finish: &Finish) -> &'static str {
+/// vLLM's `stop_reason`: the stop string or token that ended the choice.
+pub(crate) fn stop_reason(finish: &FinishCause) -> Value {
     match finish {
-        Finish::StopString(_) | Finish::StopToken(_) => "stop",
-        Finish::Length => "length",
+        FinishCause::StopString(stop) => json!(stop),
+        FinishCause::StopToken(token) => json!(token),
+        FinishCause::Length => Value::Null,
     }
 }
 
-/// vLLM's addition: which stop string or token it was.
-pub(crate) fn stop_reason(finish: &Finish) -> Value {
-    match finish {
-        Finish::StopString(stop) => json!(stop),
-        Finish::StopToken(token) => json!(token),
-        Finish::Length => Value::Null,
-    }
-}
-
-impl<S: Surface> Answer<S> {
-    pub(crate) fn to(job: &Job, surface: S, events: mpsc::Receiver<Event>, options: ResponseOptions) -> Self {
+impl<S: ChoiceFormat> GenerationResponse<S> {
+    pub(crate) fn new(
+        request: &GenerationRequest,
+        format: S,
+        events: mpsc::Receiver<ChoiceEvent>,
+        options: ResponseOptions,
+    ) -> Self {
         Self {
-            surface,
+            format,
             events,
             options,
-            choices: job.choices(),
-            n: job.params().best_of as usize,
-            kept: job.params().n as usize,
-            prompt_tokens: job.prompts().map(<[u32]>::len).sum(),
+            choices: request.choices(),
+            best_of: request.params().best_of as usize,
+            n: request.params().n as usize,
+            prompt_tokens: request.prompts().map(<[u32]>::len).sum(),
         }
     }
 
     pub(crate) async fn respond(self) -> Result<Response, ApiError> {
-        if self.options.stream { Ok(self.stream()) } else { self.whole().await }
+        if self.options.stream { Ok(self.into_event_stream()) } else { self.into_body().await }
     }
 
-    async fn whole(mut self) -> Result<Response, ApiError> {
-        let mut pieces: Vec<Piece> = (0..self.choices as u32)
-            .map(|choice| Piece { choice, tokens: vec![], text: String::new(), logprobs: vec![] })
+    async fn into_body(mut self) -> Result<Response, ApiError> {
+        let mut deltas: Vec<OutputDelta> = (0..self.choices as u32)
+            .map(|choice| OutputDelta { choice, tokens: vec![], text: String::new(), logprobs: vec![] })
             .collect();
-        let mut finishes: Vec<Option<Finish>> = vec![None; self.choices];
-        let mut usage = Usage::default();
+        let mut finishes: Vec<Option<FinishCause>> = vec![None; self.choices];
+        let mut usage = ResponseUsage::default();
         while let Some(event) = self.events.recv().await {
             match event {
-                Event::Piece(piece) => {
-                    let whole = &mut pieces[piece.choice as usize];
-                    whole.tokens.extend(piece.tokens);
-                    whole.text.push_str(&piece.text);
-                    whole.logprobs.extend(piece.logprobs);
+                ChoiceEvent::Output(delta) => {
+                    let whole = &mut deltas[delta.choice as usize];
+                    whole.tokens.extend(delta.tokens);
+                    whole.text.push_str(&delta.text);
+                    whole.logprobs.extend(delta.logprobs);
                 }
-                Event::Ended { choice, outcome } => {
+                ChoiceEvent::Ended { choice, outcome } => {
                     let outcome = outcome?;
-                    usage.add(choice, self.n, &outcome);
+                    usage.add(choice, self.best_of, &outcome);
                     finishes[choice as usize] = Some(outcome.finish);
                 }
             }
         }
         let mut ended = Vec::with_capacity(self.choices);
-        for (piece, finish) in pieces.into_iter().zip(finishes) {
-            ended.push((piece, finish.ok_or_else(|| ApiError::not_ready("the router is stopping"))?));
+        for (delta, finish) in deltas.into_iter().zip(finishes) {
+            ended.push((delta, finish.ok_or_else(|| ApiError::not_ready("the router is stopping"))?));
         }
         let mut choices = Vec::with_capacity(self.choices);
-        for (index, (mut piece, finish)) in (0..).zip(most_probable(ended, self.n, self.kept)) {
-            piece.choice = index;
-            choices.push(self.surface.whole(piece, &finish));
+        for (index, (mut delta, finish)) in (0..).zip(most_probable(ended, self.best_of, self.n)) {
+            delta.choice = index;
+            choices.push(self.format.whole_entry(delta, &finish));
         }
-        let mut body = self.surface.envelope(choices, false);
+        let mut body = self.format.envelope(choices, false);
         body["usage"] = usage.json(self.prompt_tokens);
         Ok(Json(body).into_response())
     }
 
-    fn stream(self) -> Response {
-        let running = Streaming { ended: 0, usage: Usage::default(), answer: self, phase: Phase::Opening };
+    fn into_event_stream(self) -> Response {
+        let running = EventStream {
+            ended: 0,
+            usage: ResponseUsage::default(),
+            response: self,
+            phase: StreamPhase::First,
+        };
         let body = Body::from_stream(stream::unfold(running, |mut running| async {
-            let bytes = running.next().await?;
+            let bytes = running.next_bytes().await?;
             Some((Ok::<_, Infallible>(bytes), running))
         }));
         let mut response = body.into_response();
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        // nginx would collect the events otherwise.
+        // Tells nginx not to buffer the events.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
         response
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    Opening,
+enum StreamPhase {
+    First,
     Running,
     Over,
 }
 
-struct Streaming<S> {
-    answer: Answer<S>,
-    usage: Usage,
+struct EventStream<S> {
+    response: GenerationResponse<S>,
+    usage: ResponseUsage,
     ended: usize,
-    phase: Phase,
+    phase: StreamPhase,
 }
 
-impl<S: Surface> Streaming<S> {
-    async fn next(&mut self) -> Option<Bytes> {
+impl<S: ChoiceFormat> EventStream<S> {
+    async fn next_bytes(&mut self) -> Option<Bytes> {
         let mut out = Vec::new();
         match self.phase {
-            Phase::Over => return None,
-            Phase::Opening => {
-                self.phase = Phase::Running;
-                for choice in 0..self.answer.choices as u32 {
-                    if let Some(entry) = self.answer.surface.opening(choice) {
-                        self.chunk(&mut out, entry);
+            StreamPhase::Over => return None,
+            StreamPhase::First => {
+                self.phase = StreamPhase::Running;
+                for choice in 0..self.response.choices as u32 {
+                    if let Some(entry) = self.response.format.first_entry(choice) {
+                        self.write_chunk(&mut out, entry);
                     }
                 }
                 if !out.is_empty() {
                     return Some(out.into());
                 }
             }
-            Phase::Running => {}
+            StreamPhase::Running => {}
         }
-        while out.is_empty() && self.phase == Phase::Running {
-            let event = match tokio::time::timeout(KEEP_ALIVE, self.answer.events.recv()).await {
+        while out.is_empty() && self.phase == StreamPhase::Running {
+            let event = match tokio::time::timeout(KEEP_ALIVE_INTERVAL, self.response.events.recv()).await {
                 Ok(event) => event,
                 Err(_) => return Some(Bytes::from_static(b": keep-alive\n\n")),
             };
-            self.take(&mut out, event);
+            self.write_choice_event(&mut out, event);
             for _ in 1..EVENTS_PER_WRITE_MAX {
-                match self.answer.events.try_recv() {
-                    Ok(event) if self.phase == Phase::Running => self.take(&mut out, Some(event)),
+                match self.response.events.try_recv() {
+                    Ok(event) if self.phase == StreamPhase::Running => {
+                        self.write_choice_event(&mut out, Some(event))
+                    }
                     _ => break,
                 }
             }
@@ -230,56 +239,56 @@ impl<S: Surface> Streaming<S> {
         Some(out.into())
     }
 
-    fn take(&mut self, out: &mut Vec<u8>, event: Option<Event>) {
+    fn write_choice_event(&mut self, out: &mut Vec<u8>, event: Option<ChoiceEvent>) {
         match event {
-            Some(Event::Piece(piece)) => {
-                let ids_count = self.answer.options.return_token_ids && !piece.tokens.is_empty();
-                let silent = piece.text.is_empty() && piece.logprobs.is_empty() && !ids_count;
-                if !silent {
-                    let entry = self.answer.surface.piece(piece);
-                    self.chunk(out, entry);
+            Some(ChoiceEvent::Output(delta)) => {
+                let has_ids = self.response.options.return_token_ids && !delta.tokens.is_empty();
+                let is_empty = delta.text.is_empty() && delta.logprobs.is_empty() && !has_ids;
+                if !is_empty {
+                    let entry = self.response.format.delta_entry(delta);
+                    self.write_chunk(out, entry);
                 }
             }
-            Some(Event::Ended { choice, outcome: Ok(outcome) }) => {
-                self.usage.add(choice, self.answer.n, &outcome);
-                let entry = self.answer.surface.ended(choice, &outcome.finish);
-                self.chunk(out, entry);
+            Some(ChoiceEvent::Ended { choice, outcome: Ok(outcome) }) => {
+                self.usage.add(choice, self.response.best_of, &outcome);
+                let entry = self.response.format.last_entry(choice, &outcome.finish);
+                self.write_chunk(out, entry);
                 self.ended += 1;
-                if self.ended == self.answer.choices {
-                    self.close(out);
+                if self.ended == self.response.choices {
+                    self.write_end(out);
                 }
             }
-            Some(Event::Ended { outcome: Err(failure), .. }) => self.fail(out, &failure.into()),
-            // A task that ended without its last word: the process is coming down.
-            None => self.fail(out, &ApiError::not_ready("the router is stopping")),
+            Some(ChoiceEvent::Ended { outcome: Err(error), .. }) => self.write_error(out, &error.into()),
+            // The task ended without its `Ended` event: the runtime is shutting down.
+            None => self.write_error(out, &ApiError::not_ready("the router is stopping")),
         }
     }
 
-    fn close(&mut self, out: &mut Vec<u8>) {
-        if self.answer.options.include_usage {
-            let mut chunk = self.answer.surface.envelope(vec![], true);
-            chunk["usage"] = self.usage.json(self.answer.prompt_tokens);
-            event(out, &chunk);
+    fn write_end(&mut self, out: &mut Vec<u8>) {
+        if self.response.options.include_usage {
+            let mut chunk = self.response.format.envelope(vec![], true);
+            chunk["usage"] = self.usage.json(self.response.prompt_tokens);
+            write_event(out, &chunk);
         }
         out.extend_from_slice(b"data: [DONE]\n\n");
-        self.phase = Phase::Over;
+        self.phase = StreamPhase::Over;
     }
 
-    fn fail(&mut self, out: &mut Vec<u8>, error: &ApiError) {
-        event(out, &error.body());
-        self.phase = Phase::Over;
+    fn write_error(&mut self, out: &mut Vec<u8>, error: &ApiError) {
+        write_event(out, &error.body());
+        self.phase = StreamPhase::Over;
     }
 
-    fn chunk(&self, out: &mut Vec<u8>, entry: Value) {
-        let mut chunk = self.answer.surface.envelope(vec![entry], true);
-        if self.answer.options.include_usage {
+    fn write_chunk(&self, out: &mut Vec<u8>, entry: Value) {
+        let mut chunk = self.response.format.envelope(vec![entry], true);
+        if self.response.options.include_usage {
             chunk["usage"] = Value::Null;
         }
-        event(out, &chunk);
+        write_event(out, &chunk);
     }
 }
 
-fn event(out: &mut Vec<u8>, value: &Value) {
+fn write_event(out: &mut Vec<u8>, value: &Value) {
     out.extend_from_slice(b"data: ");
     out.extend_from_slice(value.to_string().as_bytes());
     out.extend_from_slice(b"\n\n");
@@ -291,11 +300,11 @@ mod tests {
     use crate::wire::Logprob;
 
     #[test]
-    fn the_best_of_each_prompt_are_the_most_probable_per_token() {
+    fn the_most_probable_choices_of_each_prompt_are_selected() {
         let choice = |choice: u32, logprobs: &[f32]| {
             let logprobs: Vec<Logprob> =
                 logprobs.iter().map(|&logprob| Logprob { logprob, top: vec![] }).collect();
-            (Piece { choice, tokens: vec![], text: String::new(), logprobs }, Finish::Length)
+            (OutputDelta { choice, tokens: vec![], text: String::new(), logprobs }, FinishCause::Length)
         };
         let ended = vec![
             choice(0, &[-3.0]),
@@ -305,8 +314,8 @@ mod tests {
             choice(4, &[-0.5]),
             choice(5, &[-0.3]),
         ];
-        let chosen = |kept| -> Vec<u32> {
-            most_probable(ended.clone(), 3, kept).iter().map(|(piece, _)| piece.choice).collect()
+        let chosen = |n| -> Vec<u32> {
+            most_probable(ended.clone(), 3, n).iter().map(|(delta, _)| delta.choice).collect()
         };
         assert_eq!(chosen(1), [1, 3]);
         assert_eq!(chosen(2), [1, 2, 3, 5]);

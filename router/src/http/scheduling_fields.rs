@@ -4,7 +4,7 @@
 use serde::Deserialize;
 
 use super::error::ApiError;
-use crate::admission::Class;
+use crate::admission::PriorityClass;
 use crate::params::RequestParams;
 
 pub(crate) const SCHEDULING_FIELDS: [&str; 4] = ["priority", "service_tier", "cache_salt", "deadline_ms"];
@@ -48,7 +48,7 @@ impl SchedulingFields {
         if let (Some(of_tier), Some(priority)) = (tier_priority, self.priority)
             && of_tier.signum() != priority.signum()
         {
-            let class = Class::of_priority(priority.signum() as i32).name();
+            let class = PriorityClass::of_priority(priority.signum() as i32).name();
             let message =
                 format!("`service_tier` contradicts `priority`, which is {priority} and means class {class}");
             return Err(ApiError::invalid(Some("service_tier"), message));

@@ -98,7 +98,7 @@ async fn a_full_queue_refuses_with_a_time_and_those_inside_go_on() {
     let error = refused.json::<Value>().await.unwrap()["error"].clone();
     assert_eq!((&error["type"], &error["code"]), (&json!("server_error"), &json!("overloaded")));
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("at most 2 may") && message.contains(&format!("in {seconds} s")), "{message}");
+    assert!(message.contains("is 2;") && message.contains(&format!("in {seconds} s")), "{message}");
 
     let mut client = fleet.grpc().await;
     let prompt = generate_request::Prompt::Text("x".into());
@@ -117,7 +117,7 @@ async fn a_full_queue_refuses_with_a_time_and_those_inside_go_on() {
     let refusals =
         "ballast:requests_refused_total{model_name=\"demo\",class=\"default\",reason=\"overloaded\"}";
     let waits = "ballast:request_queue_time_seconds_count{model_name=\"demo\",class=\"default\"}";
-    for line in [refusals, waits, "ballast:num_places{model_name=\"demo\"} 2"] {
+    for line in [refusals, waits, "ballast:num_permits{model_name=\"demo\"} 2"] {
         assert!(text.contains(line), "{line} is missing in\n{text}");
     }
 }
@@ -235,7 +235,7 @@ async fn what_never_fits_is_refused_at_once_with_the_numbers() {
     );
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("66 tokens") && message.contains("need 5 KV blocks"), "{message}");
-    assert!(message.contains("worker is 4"), "{message}");
+    assert!(message.contains("worker has 4"), "{message}");
     assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
     let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": ids, "max_tokens": 5})).await;
     assert_eq!(status, 200);
@@ -259,14 +259,14 @@ async fn more_choices_than_are_ever_taken_are_refused_at_once_with_the_number() 
         let (status, error) = choices(&fleet, tenant, most + 1).await;
         assert_eq!((status, &error["code"], &error["param"]), (400, &json!("too_many_choices"), &json!("n")));
         let message = error["message"].as_str().unwrap();
-        assert!(message.contains(&format!("at most {most} of one request")), "{message}");
+        assert!(message.contains(&format!("at most {most} per request")), "{message}");
         assert_eq!(choices(&fleet, tenant, most).await.0, 200);
     }
     // What this process has room for is a bound, too, and waiting would not help.
     let fleet = Harness::with_config(&says("x"), &[worker], |config| config.streams_max = 2).await;
     let (status, error) = choices(&fleet, None, 3).await;
     assert_eq!((status, &error["code"]), (400, &json!("too_many_choices")), "{error}");
-    assert!(error["message"].as_str().unwrap().contains("at most 2 of one request"), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("at most 2 per request"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -465,7 +465,7 @@ async fn tenant_priority_and_salt_reach_the_worker() {
 async fn impossible_bounds_are_a_usage_error() {
     use service::HasExit;
     let directory = tempfile::tempdir().unwrap();
-    let mut config = router::Config::new(None, directory.path().to_owned());
+    let mut config = router::RouterConfig::new(None, directory.path().to_owned());
     config.admission.interactive_floor = 91;
     let Err(error) = router::Router::bind(config, None, crate::harness::metrics()).await else {
         panic!("bound")

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use proto::v1::inference_client::InferenceClient;
-use router::{Config, Router};
+use router::{Router, RouterConfig};
 use serde_json::{Value, json};
 use service::Shutdown;
 use service::metrics::Metrics;
@@ -23,7 +23,7 @@ pub(crate) struct Harness {
     pub(crate) client: reqwest::Client,
     pub(crate) workers: Vec<FakeWorker>,
     shutdown: Shutdown,
-    router: Option<JoinHandle<Result<(), router::RunError>>>,
+    router: Option<JoinHandle<Result<(), router::RouterError>>>,
 }
 
 /// The recorder can be installed once per process.
@@ -40,7 +40,7 @@ impl Harness {
     pub(crate) async fn with_config(
         script: &[u32],
         behaviours: &[Behaviour],
-        change: impl FnOnce(&mut Config),
+        change: impl FnOnce(&mut RouterConfig),
     ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_owned();
@@ -52,7 +52,7 @@ impl Harness {
             starts.map(|(index, b)| FakeWorker::start(&path, index, script.clone(), b)).collect()
         });
         let workers: Vec<FakeWorker> = workers.await.unwrap();
-        let mut config = Config::new(Some(([127, 0, 0, 1], 0).into()), directory.path().to_owned());
+        let mut config = RouterConfig::new(Some(([127, 0, 0, 1], 0).into()), directory.path().to_owned());
         config.drain = Duration::from_secs(20);
         change(&mut config);
         let router = Router::bind(config, None, metrics()).await.unwrap();
@@ -123,7 +123,7 @@ impl Harness {
         self.shutdown.request();
     }
 
-    pub(crate) async fn stopped(&mut self) -> Result<(), router::RunError> {
+    pub(crate) async fn stopped(&mut self) -> Result<(), router::RouterError> {
         self.router.take().unwrap().await.unwrap()
     }
 }

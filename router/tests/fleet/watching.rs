@@ -133,7 +133,7 @@ async fn a_port_in_use_is_named_with_a_way_out() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let directory = tempfile::tempdir().unwrap();
     let address = taken.local_addr().unwrap();
-    let config = router::Config::new(Some(address), directory.path().to_owned());
+    let config = router::RouterConfig::new(Some(address), directory.path().to_owned());
     let Err(error) = router::Router::bind(config, None, metrics()).await else { panic!("bound twice") };
     assert_eq!(error.exit(), service::Exit::AddressInUse);
     let line = service::exit::one_line(&error);
@@ -145,7 +145,7 @@ async fn an_inherited_listener_takes_the_place_of_the_configured_one() {
     let inherited = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = inherited.local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
-    let config = router::Config::new(Some(([127, 0, 0, 1], 1).into()), directory.path().to_owned());
+    let config = router::RouterConfig::new(Some(([127, 0, 0, 1], 1).into()), directory.path().to_owned());
     let router = router::Router::bind(config, Some(inherited), metrics()).await.unwrap();
     assert_eq!(router.address(), Some(address));
 }

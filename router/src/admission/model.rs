@@ -1,0 +1,369 @@
+//! Admission control of one model: its permits, the requests that hold them, and the requests that
+//! wait for them.
+//!
+//! Invariants, which the simulation checks after every event:
+//! 1. Requests hold no more permits than the model has. Exceptions: a request larger than its class
+//!    may ever hold, and the time after workers were lost.
+//! 2. A class below its floor finds permits up to its floor.
+//! 3. No request waits that could be admitted.
+//! 4. Every request gets one answer and releases every permit once.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pace::{Outside, Pace};
+
+use super::class_queue::{ClassQueue, RequestOrder};
+use super::request::{
+    AdmissionDecision, AdmissionError, AdmissionId, AdmissionLimits, AdmissionRequest, PriorityClass, Tenant,
+    Uptime,
+};
+
+/// One in this many admissions goes to the oldest request, whatever its class and tenant.
+pub(crate) const OLDEST_FIRST_EVERY: u32 = 8;
+
+/// How long requests keep waiting while the model has no worker. A restarted worker is back within a
+/// second.
+pub(super) const WORKER_WAIT: Duration = Duration::from_secs(5);
+
+/// Admission figures of one model, for metrics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ModelAdmissionStats {
+    pub(crate) permits: u32,
+    /// In the order of [`PriorityClass::ALL`].
+    pub(crate) classes: [ClassStats; 3],
+    /// Waiting requests of each named tenant, the largest number first.
+    pub(crate) tenants: Vec<(Arc<str>, u32)>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ClassStats {
+    pub(crate) waiting_requests: u32,
+    pub(crate) held_permits: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct ModelAdmission {
+    limits: AdmissionLimits,
+    permits: u32,
+    /// The time since which the model has had no worker.
+    no_worker_since: Option<Uptime>,
+    /// In the order of [`PriorityClass::ALL`].
+    queues: [ClassQueue; 3],
+    /// Every request that waits or holds permits.
+    requests: HashMap<AdmissionId, RequestState>,
+    /// Waiting requests by arrival.
+    waiting: BTreeMap<u64, AdmissionId>,
+    deadlines: BTreeSet<(Uptime, AdmissionId)>,
+    /// Tenants with waiting requests, over all classes.
+    tenants: HashMap<Tenant, TenantUsage>,
+    /// Permits that waiting requests ask for.
+    waiting_permits: u32,
+    arrivals: u64,
+    /// Admissions since the last oldest-first admission.
+    since_oldest_first: u32,
+    retry_after: Pace,
+}
+
+#[derive(Debug)]
+struct RequestState {
+    tenant: Tenant,
+    class: PriorityClass,
+    order: RequestOrder,
+    permits: u32,
+    deadline: Uptime,
+    /// Permits that the request holds. `None` while it waits.
+    held_permits: Option<u32>,
+}
+
+/// What a tenant's waiting requests ask for.
+#[derive(Debug, Default)]
+struct TenantUsage {
+    waiting_requests: u32,
+    waiting_permits: u32,
+    backlog: Outside,
+}
+
+/// Whether a request can have its permits now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PermitAvailability {
+    Free,
+    /// Free within the floor of the request's own class. No other class could use these permits.
+    WithinFloor,
+    Unavailable,
+}
+
+impl ModelAdmission {
+    pub(super) fn new(limits: AdmissionLimits) -> Self {
+        Self {
+            limits,
+            permits: 0,
+            no_worker_since: None,
+            queues: Default::default(),
+            requests: HashMap::new(),
+            waiting: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            tenants: HashMap::new(),
+            waiting_permits: 0,
+            arrivals: 0,
+            since_oldest_first: 0,
+            retry_after: Pace::default(),
+        }
+    }
+
+    pub(super) fn has_workers(&self) -> bool {
+        self.permits > 0
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.permits == 0 && self.requests.is_empty()
+    }
+
+    /// Streams that run or wait.
+    pub(super) fn streams(&self) -> u32 {
+        self.waiting_permits + self.queues.iter().map(ClassQueue::held_permits).sum::<u32>()
+    }
+
+    /// The next time at which a decision is due without an event.
+    pub(super) fn next_deadline(&self) -> Option<Uptime> {
+        let request_deadline = self.deadlines.first().map(|&(at, _)| at);
+        let no_worker_since = self.no_worker_since.filter(|_| !self.waiting.is_empty());
+        let worker_deadline = no_worker_since.map(|since| since + WORKER_WAIT);
+        request_deadline.into_iter().chain(worker_deadline).min()
+    }
+
+    pub(super) fn stats(&self) -> ModelAdmissionStats {
+        let class_stats = |class| {
+            let queue = &self.queues[class as usize];
+            ClassStats { waiting_requests: queue.waiting_requests(), held_permits: queue.held_permits() }
+        };
+        let named = |(tenant, usage): (&Tenant, &TenantUsage)| match tenant {
+            Tenant::Named(name) => Some((name.clone(), usage.waiting_requests)),
+            Tenant::Unnamed => None,
+        };
+        let mut tenants: Vec<_> = self.tenants.iter().filter_map(named).collect();
+        tenants.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+        ModelAdmissionStats { permits: self.permits, classes: PriorityClass::ALL.map(class_stats), tenants }
+    }
+
+    pub(super) fn arrive(
+        &mut self,
+        now: Uptime,
+        id: AdmissionId,
+        request: AdmissionRequest,
+        decisions: &mut Vec<AdmissionDecision>,
+    ) {
+        self.advance(now, decisions);
+        if request.deadline <= now {
+            return decisions.push(AdmissionDecision::Refuse(id, AdmissionError::DeadlineExceeded));
+        }
+        self.arrivals += 1;
+        let order = RequestOrder { priority: request.priority, arrival: self.arrivals };
+        let state = RequestState {
+            class: PriorityClass::of_priority(request.priority),
+            tenant: request.tenant,
+            order,
+            permits: request.permits,
+            deadline: request.deadline,
+            held_permits: None,
+        };
+        self.queues[state.class as usize].push(&state.tenant, order);
+        self.waiting.insert(order.arrival, id);
+        self.deadlines.insert((state.deadline, id));
+        let usage = self.tenants.entry(state.tenant.clone()).or_default();
+        usage.waiting_requests += 1;
+        usage.waiting_permits += state.permits;
+        self.waiting_permits += state.permits;
+        self.requests.insert(id, state);
+        self.admit_waiting(decisions);
+        // Queue limits apply only to requests that have to wait.
+        if let Some(error) = self.queue_limit_error(now, id) {
+            self.remove_waiting(id);
+            decisions.push(AdmissionDecision::Refuse(id, error));
+        }
+        self.retry_after.waiting(now, !self.waiting.is_empty());
+    }
+
+    /// Removes a waiting request. Returns false if the request is not waiting.
+    pub(super) fn cancel(
+        &mut self,
+        now: Uptime,
+        id: AdmissionId,
+        decisions: &mut Vec<AdmissionDecision>,
+    ) -> bool {
+        let is_waiting = self.requests.get(&id).is_some_and(|request| request.held_permits.is_none());
+        if is_waiting {
+            self.remove_waiting(id);
+        }
+        self.advance(now, decisions);
+        is_waiting
+    }
+
+    /// Releases one permit of a request. Returns true if it was the last one.
+    pub(super) fn end_stream(
+        &mut self,
+        now: Uptime,
+        id: AdmissionId,
+        decisions: &mut Vec<AdmissionDecision>,
+    ) -> bool {
+        let Some(RequestState { tenant, class, held_permits: Some(held), .. }) = self.requests.get_mut(&id)
+        else {
+            return false;
+        };
+        *held -= 1;
+        self.queues[*class as usize].release_permit(tenant);
+        let was_last = *held == 0;
+        if was_last {
+            self.requests.remove(&id);
+        }
+        self.retry_after.freed(now);
+        self.advance(now, decisions);
+        was_last
+    }
+
+    pub(super) fn set_permits(&mut self, now: Uptime, permits: u32, decisions: &mut Vec<AdmissionDecision>) {
+        self.permits = permits;
+        self.no_worker_since = (permits == 0).then(|| self.no_worker_since.unwrap_or(now));
+        self.advance(now, decisions);
+    }
+
+    /// When a client should retry a request of `permits` that this process has no capacity for.
+    pub(super) fn estimate_retry_after(&mut self, now: Uptime, permits: u32) -> Duration {
+        self.retry_after.promise(now, self.waiting_permits, permits)
+    }
+
+    /// Refuses expired requests and admits waiting ones. Every event ends with it.
+    pub(super) fn advance(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
+        self.expire(now, decisions);
+        self.admit_waiting(decisions);
+        self.retry_after.waiting(now, !self.waiting.is_empty());
+    }
+
+    fn expire(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
+        while let Some(&(deadline, id)) = self.deadlines.first()
+            && deadline <= now
+        {
+            self.remove_waiting(id);
+            decisions.push(AdmissionDecision::Refuse(id, AdmissionError::DeadlineExceeded));
+        }
+        if self.no_worker_since.is_some_and(|since| since + WORKER_WAIT <= now) {
+            while let Some((_, &id)) = self.waiting.first_key_value() {
+                self.remove_waiting(id);
+                decisions.push(AdmissionDecision::Refuse(id, AdmissionError::NoWorker));
+            }
+        }
+    }
+
+    fn admit_waiting(&mut self, decisions: &mut Vec<AdmissionDecision>) {
+        while let Some((id, is_oldest_first)) = self.next_admission() {
+            let request = self.requests.get_mut(&id).expect("every waiting request has a state");
+            request.held_permits = Some(request.permits);
+            self.queues[request.class as usize].admit(&request.tenant, request.order, request.permits);
+            self.waiting.remove(&request.order.arrival);
+            self.deadlines.remove(&(request.deadline, id));
+            let (tenant, permits) = (request.tenant.clone(), request.permits);
+            self.subtract_waiting(&tenant, permits);
+            self.since_oldest_first = match is_oldest_first {
+                true => 0,
+                false => (self.since_oldest_first + 1).min(OLDEST_FIRST_EVERY - 1),
+            };
+            decisions.push(AdmissionDecision::Admit(id));
+        }
+    }
+
+    /// The request that is admitted now, and whether this is an oldest-first admission.
+    fn next_admission(&self) -> Option<(AdmissionId, bool)> {
+        let mut is_blocked = false;
+        if self.since_oldest_first + 1 >= OLDEST_FIRST_EVERY
+            && let Some((_, &oldest)) = self.waiting.first_key_value()
+        {
+            match self.permit_availability(oldest) {
+                PermitAvailability::Free | PermitAvailability::WithinFloor => return Some((oldest, true)),
+                // The oldest request keeps its turn.
+                PermitAvailability::Unavailable => is_blocked = true,
+            }
+        }
+        for class in PriorityClass::ALL {
+            let Some(first) = self.queues[class as usize].first() else { continue };
+            let id = self.waiting[&first.arrival];
+            match self.permit_availability(id) {
+                PermitAvailability::Free if !is_blocked => return Some((id, false)),
+                PermitAvailability::WithinFloor => return Some((id, false)),
+                // Requests after a blocked one do not take the permits that it waits for.
+                PermitAvailability::Free | PermitAvailability::Unavailable => is_blocked = true,
+            }
+        }
+        None
+    }
+
+    fn permit_availability(&self, id: AdmissionId) -> PermitAvailability {
+        let RequestState { class, permits, .. } = self.requests[&id];
+        let floor = |class: PriorityClass| self.limits.floor(class, self.permits);
+        let held_by = |class: PriorityClass| self.queues[class as usize].held_permits();
+        let held: u32 = PriorityClass::ALL.into_iter().map(held_by).sum();
+        // The most that the other classes leave to this class. A larger request makes do with it.
+        let most = self.permits - class.others().map(floor).sum::<u32>();
+        let wanted = permits.min(most);
+        let free = self.permits.saturating_sub(held);
+        if wanted == 0 || wanted > free {
+            return PermitAvailability::Unavailable;
+        }
+        if held_by(class) + wanted <= floor(class) {
+            return PermitAvailability::WithinFloor;
+        }
+        let reserved: u32 = class.others().map(|other| floor(other).saturating_sub(held_by(other))).sum();
+        match wanted <= free.saturating_sub(reserved) {
+            true => PermitAvailability::Free,
+            false => PermitAvailability::Unavailable,
+        }
+    }
+
+    /// The error for a request that has to wait and exceeds a queue limit.
+    fn queue_limit_error(&mut self, now: Uptime, id: AdmissionId) -> Option<AdmissionError> {
+        let request = self.requests.get(&id).filter(|request| request.held_permits.is_none())?;
+        let (class, permits) = (request.class, request.permits);
+        let permits_ahead = self.waiting_permits - permits;
+        let max = self.limits.tenant_queue_max;
+        let usage = self.tenants.get_mut(&request.tenant).expect("a waiting request counts for its tenant");
+        if request.tenant != Tenant::Unnamed && usage.waiting_requests > max {
+            let tenants = self.queues[class as usize].waiting_tenants();
+            let waiting = usage.waiting_requests - 1;
+            let permits_ahead = usage.waiting_permits - permits;
+            let backlog = &mut usage.backlog;
+            let retry_after = self.retry_after.promise_to(backlog, now, permits_ahead, permits, tenants);
+            return Some(AdmissionError::TenantQueueFull { waiting, max, retry_after });
+        }
+        let queue_max = self.limits.queue_max;
+        let waiting_in = |class: PriorityClass| self.queues[class as usize].waiting_requests();
+        let reserved =
+            |class: PriorityClass| self.limits.floor(class, queue_max).saturating_sub(waiting_in(class));
+        let max = queue_max - class.others().map(reserved).sum::<u32>();
+        let waiting = self.waiting.len() as u32 - 1;
+        if waiting >= max {
+            let retry_after = self.retry_after.promise(now, permits_ahead, permits);
+            return Some(AdmissionError::QueueFull { class, waiting, max, retry_after });
+        }
+        None
+    }
+
+    /// Forgets a waiting request.
+    fn remove_waiting(&mut self, id: AdmissionId) {
+        let request = self.requests.remove(&id).expect("every waiting request has a state");
+        assert!(request.held_permits.is_none(), "only a waiting request is removed without its permits");
+        self.queues[request.class as usize].remove(&request.tenant, request.order);
+        self.waiting.remove(&request.order.arrival);
+        self.deadlines.remove(&(request.deadline, id));
+        self.subtract_waiting(&request.tenant, request.permits);
+    }
+
+    fn subtract_waiting(&mut self, tenant: &Tenant, permits: u32) {
+        self.waiting_permits -= permits;
+        let usage = self.tenants.get_mut(tenant).expect("a waiting request counts for its tenant");
+        usage.waiting_requests -= 1;
+        usage.waiting_permits -= permits;
+        if usage.waiting_requests == 0 {
+            self.tenants.remove(tenant);
+        }
+    }
+}

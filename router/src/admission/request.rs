@@ -1,0 +1,131 @@
+//! What admission control knows of a request, its limits, and its answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::capacity::ModelCapacity;
+use crate::routing::ModelKey;
+
+/// Time since the router's start.
+pub(crate) type Uptime = Duration;
+
+/// Identifies a request from its arrival to the end of its last stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct AdmissionId(pub(crate) u64);
+
+/// The tenant that a request counts for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Tenant {
+    /// All requests without a tenant share as one. They have no per-tenant limit.
+    #[default]
+    Unnamed,
+    Named(Arc<str>),
+}
+
+/// OpenAI's service tiers `priority`, `default` and `flex`; vLLM's priorities below, at and above 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum PriorityClass {
+    Interactive,
+    #[default]
+    Default,
+    Batch,
+}
+
+impl PriorityClass {
+    /// The most urgent class first.
+    pub(crate) const ALL: [PriorityClass; 3] =
+        [PriorityClass::Interactive, PriorityClass::Default, PriorityClass::Batch];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PriorityClass::Interactive => "interactive",
+            PriorityClass::Default => "default",
+            PriorityClass::Batch => "batch",
+        }
+    }
+
+    pub(crate) fn of_priority(priority: i32) -> Self {
+        match priority {
+            ..0 => PriorityClass::Interactive,
+            0 => PriorityClass::Default,
+            1.. => PriorityClass::Batch,
+        }
+    }
+
+    pub(super) fn others(self) -> impl Iterator<Item = PriorityClass> {
+        Self::ALL.into_iter().filter(move |&other| other != self)
+    }
+}
+
+/// The configured limits. `config.rs` documents the allowed values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdmissionLimits {
+    /// Streams of all models that run or wait in this process.
+    pub(crate) streams_max: u32,
+    /// Requests that wait for one model.
+    pub(crate) queue_max: u32,
+    /// Requests of one tenant that wait for one model.
+    pub(crate) tenant_queue_max: u32,
+    /// Percent of a model's permits and of its waiting queue that are reserved for the class.
+    pub(crate) interactive_floor: u32,
+    pub(crate) batch_floor: u32,
+}
+
+impl AdmissionLimits {
+    /// The part of `total` that is reserved for `class`.
+    pub(super) fn floor(&self, class: PriorityClass, total: u32) -> u32 {
+        let percent = match class {
+            PriorityClass::Interactive => self.interactive_floor,
+            PriorityClass::Default => 0,
+            PriorityClass::Batch => self.batch_floor,
+        };
+        (u64::from(total) * u64::from(percent) / 100) as u32
+    }
+
+    /// Number of permits for a model whose workers have `capacity`.
+    pub(crate) fn permits(&self, capacity: ModelCapacity) -> u32 {
+        let has_floor = |class| self.floor(class, capacity.running_max) > 0;
+        if PriorityClass::ALL.into_iter().any(has_floor) { capacity.running_max } else { capacity.window }
+    }
+}
+
+/// A request for permits.
+#[derive(Clone, Debug)]
+pub(crate) struct AdmissionRequest {
+    pub(crate) model: ModelKey,
+    pub(crate) tenant: Tenant,
+    /// Lower is more urgent. The sign determines the class. Within a class, the value orders only the
+    /// requests of one tenant.
+    pub(crate) priority: i32,
+    /// Permits, granted together: one for each stream.
+    pub(crate) permits: u32,
+    pub(crate) deadline: Uptime,
+}
+
+/// An answer of the policy. Every request gets exactly one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AdmissionDecision {
+    Admit(AdmissionId),
+    Refuse(AdmissionId, AdmissionError),
+}
+
+/// Why a request is refused. `retry_after` is the time after which the client should try again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum AdmissionError {
+    #[error("no worker of this model is ready")]
+    NoWorker,
+    #[error("the request's deadline passed before it was admitted")]
+    DeadlineExceeded,
+    #[error(
+        "{waiting} requests are waiting for this model, the limit for class {} is {max}; try again in {} s",
+        .class.name(), .retry_after.as_secs()
+    )]
+    QueueFull { class: PriorityClass, waiting: u32, max: u32, retry_after: Duration },
+    #[error(
+        "{waiting} requests of this tenant are waiting for this model, the limit is {max}; try again in {} s",
+        .retry_after.as_secs()
+    )]
+    TenantQueueFull { waiting: u32, max: u32, retry_after: Duration },
+    #[error("{streams} streams are running or waiting, the limit is {max}; try again in {} s", .retry_after.as_secs())]
+    TooManyStreams { streams: u32, max: u32, retry_after: Duration },
+}

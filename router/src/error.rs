@@ -1,0 +1,64 @@
+//! Why the router cannot start or serve, and its exit codes.
+
+use std::io;
+use std::net::SocketAddr;
+
+use service::Exit;
+use service::exit::{HasExit, exit_for_io_error};
+use service::metrics::MetricsError;
+
+use crate::config::AdmissionConfigError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RouterError {
+    #[error("cannot start the runtime of the router")]
+    Runtime(#[source] io::Error),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error(transparent)]
+    Notify(#[from] service::notify::NotifyError),
+    #[error(transparent)]
+    Inherit(#[from] service::listen::ListenError),
+    #[error("cannot use the inherited listening socket")]
+    Inherited(#[source] io::Error),
+    #[error("cannot listen on {address}{}", address_in_use_hint(.address, .source))]
+    Listen { address: SocketAddr, source: io::Error },
+    #[error(transparent)]
+    Socket(#[from] service::grpc::BindError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error("cannot describe the gRPC services")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    #[error("the router's configuration is invalid")]
+    Admission(#[from] AdmissionConfigError),
+    #[error("the gRPC server on router.sock failed")]
+    Serve(#[source] tonic::transport::Error),
+}
+
+fn address_in_use_hint(address: &SocketAddr, source: &io::Error) -> String {
+    match source.kind() {
+        io::ErrorKind::AddrInUse => {
+            format!(": another process listens there; choose another port than {}", address.port())
+        }
+        _ => String::new(),
+    }
+}
+
+impl HasExit for RouterError {
+    fn exit(&self) -> Exit {
+        match self {
+            RouterError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Exit::Usage
+            }
+            RouterError::Admission(_) => Exit::Usage,
+            RouterError::Listen { source, .. }
+            | RouterError::Runtime(source)
+            | RouterError::Signals(source)
+            | RouterError::Inherited(source) => exit_for_io_error(source),
+            RouterError::Notify(error) => error.exit(),
+            RouterError::Inherit(error) => error.exit(),
+            RouterError::Socket(error) => error.exit(),
+            RouterError::Metrics(_) | RouterError::Reflection(_) | RouterError::Serve(_) => Exit::Internal,
+        }
+    }
+}

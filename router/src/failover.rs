@@ -1,0 +1,215 @@
+//! Failover: what to do with a choice whose worker was lost (I6). It continues on another worker or
+//! ends with a named error. A plain value.
+//!
+//! The tokens of a worker are a function of fingerprint, prompt, sampling parameters and seed (I5). So
+//! another worker with an equal fingerprint, given the prompt and the output so far, generates the
+//! tokens that the lost worker would have generated.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+
+/// A choice that loses this many workers without a new token in between probably kills them.
+const LOSSES_WITHOUT_PROGRESS_MAX: u32 = 2;
+
+/// Maximum number of lost workers of a choice, with any progress in between.
+const LOSSES_MAX: u32 = 8;
+
+/// How long a choice waits for another worker of its model. A restarted worker is back within a
+/// second.
+pub(crate) const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
+
+/// A sampler's state is at most a few numbers.
+pub(crate) const SAMPLER_STATE_BYTES_MAX: usize = 32;
+
+/// How a worker's stream ended, other than with `finished`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum StreamLoss {
+    /// The connection broke, or the stream ended without a status: the worker process is gone.
+    WorkerDied {
+        detail: String,
+    },
+    /// The worker ended the stream because it drains. It is alive.
+    WorkerDrains {
+        detail: String,
+    },
+    DeadlineExceeded,
+    /// The worker reported an error that another worker would report too.
+    WorkerError {
+        detail: String,
+    },
+}
+
+/// Why a choice ends with an error.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ChoiceError {
+    #[error("the worker was lost ({detail}) and no other worker with the same model took over within {} s", WAIT_FOR_WORKER.as_secs())]
+    NoWorker { detail: String },
+    #[error("the request lost {losses} workers ({detail}) and is not resumed again")]
+    TooManyLosses { losses: u32, detail: String },
+    #[error("the request's deadline passed")]
+    DeadlineExceeded,
+    #[error("the client read too slowly")]
+    SlowClient,
+    #[error("the worker failed: {detail}")]
+    WorkerError { detail: String },
+    #[error("the worker violated the protocol: {violation}")]
+    Protocol { violation: &'static str },
+}
+
+/// What to do after the loss of a stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum FailoverAction {
+    /// Send prompt and output to another worker of the model. Wait for one at most [`WAIT_FOR_WORKER`].
+    Resume {
+        detail: String,
+    },
+    /// The worker sent every token and only `finished` was lost: end the choice with reason length.
+    Finish,
+    Fail(ChoiceError),
+}
+
+/// The output of a choice so far, and its losses.
+#[derive(Debug)]
+pub(crate) struct ChoiceProgress {
+    output: Vec<u32>,
+    sampler_state: Bytes,
+    /// The smaller of what the client asked for and what the context allows.
+    max_tokens: u32,
+    losses: u32,
+    losses_without_progress: u32,
+}
+
+impl ChoiceProgress {
+    pub(crate) fn new(max_tokens: u32) -> Self {
+        Self {
+            output: Vec::new(),
+            sampler_state: Bytes::new(),
+            max_tokens,
+            losses: 0,
+            losses_without_progress: 0,
+        }
+    }
+
+    /// Appends tokens from the worker.
+    pub(crate) fn append(&mut self, ids: &[u32], sampler_state: Bytes) -> Result<(), ChoiceError> {
+        if sampler_state.len() > SAMPLER_STATE_BYTES_MAX {
+            return Err(ChoiceError::Protocol { violation: "a sampler state of more than 32 bytes" });
+        }
+        if self.output.len() + ids.len() > self.max_tokens as usize {
+            return Err(ChoiceError::Protocol { violation: "more tokens than the request asks for" });
+        }
+        self.output.extend_from_slice(ids);
+        self.sampler_state = sampler_state;
+        if !ids.is_empty() {
+            self.losses_without_progress = 0;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn handle_loss(&mut self, loss: StreamLoss) -> FailoverAction {
+        let detail = match loss {
+            StreamLoss::DeadlineExceeded => return FailoverAction::Fail(ChoiceError::DeadlineExceeded),
+            StreamLoss::WorkerError { detail } => {
+                return FailoverAction::Fail(ChoiceError::WorkerError { detail });
+            }
+            StreamLoss::WorkerDrains { detail } => detail,
+            StreamLoss::WorkerDied { detail } => {
+                self.losses_without_progress += 1;
+                detail
+            }
+        };
+        self.losses += 1;
+        if self.output.len() == self.max_tokens as usize {
+            return FailoverAction::Finish;
+        }
+        if self.losses_without_progress >= LOSSES_WITHOUT_PROGRESS_MAX || self.losses >= LOSSES_MAX {
+            return FailoverAction::Fail(ChoiceError::TooManyLosses { losses: self.losses, detail });
+        }
+        FailoverAction::Resume { detail }
+    }
+
+    pub(crate) fn output(&self) -> &[u32] {
+        &self.output
+    }
+
+    pub(crate) fn sampler_state(&self) -> Bytes {
+        self.sampler_state.clone()
+    }
+
+    pub(crate) fn losses(&self) -> u32 {
+        self.losses
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn died() -> StreamLoss {
+        StreamLoss::WorkerDied { detail: "connection reset".into() }
+    }
+
+    fn progress_with(max_tokens: u32, output: &[u32]) -> ChoiceProgress {
+        let mut progress = ChoiceProgress::new(max_tokens);
+        progress.append(output, Bytes::new()).unwrap();
+        progress
+    }
+
+    #[test]
+    fn a_lost_choice_is_resumed_with_its_output_and_sampler_state() {
+        let mut progress = progress_with(8, &[5, 6]);
+        progress.append(&[7], Bytes::from_static(b"mu")).unwrap();
+        assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }));
+        assert_eq!(progress.output(), [5, 6, 7]);
+        assert_eq!(progress.sampler_state(), "mu");
+    }
+
+    #[test]
+    fn a_choice_that_lost_only_its_finished_frame_finishes() {
+        assert_eq!(progress_with(2, &[5, 6]).handle_loss(died()), FailoverAction::Finish);
+    }
+
+    #[test]
+    fn a_choice_that_kills_two_workers_at_one_token_gets_no_third() {
+        let mut progress = progress_with(8, &[5]);
+        assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }));
+        let second = progress.handle_loss(died());
+        assert!(matches!(second, FailoverAction::Fail(ChoiceError::TooManyLosses { losses: 2, .. })));
+    }
+
+    #[test]
+    fn a_choice_with_progress_between_losses_is_resumed_at_most_seven_times() {
+        let mut progress = ChoiceProgress::new(100);
+        for loss in 1..LOSSES_MAX {
+            assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }), "loss {loss}");
+            progress.append(&[loss], Bytes::new()).unwrap();
+        }
+        let last = progress.handle_loss(died());
+        assert!(matches!(last, FailoverAction::Fail(ChoiceError::TooManyLosses { losses: LOSSES_MAX, .. })));
+    }
+
+    #[test]
+    fn draining_workers_do_not_count_as_losses_without_progress() {
+        let mut progress = ChoiceProgress::new(100);
+        for _ in 0..3 {
+            let loss = StreamLoss::WorkerDrains { detail: "draining".into() };
+            assert!(matches!(progress.handle_loss(loss), FailoverAction::Resume { .. }));
+        }
+    }
+
+    #[test]
+    fn a_worker_error_and_a_deadline_are_final() {
+        let mut progress = ChoiceProgress::new(4);
+        let action = progress.handle_loss(StreamLoss::DeadlineExceeded);
+        assert_eq!(action, FailoverAction::Fail(ChoiceError::DeadlineExceeded));
+        let action = progress.handle_loss(StreamLoss::WorkerError { detail: "step failed".into() });
+        assert_eq!(action, FailoverAction::Fail(ChoiceError::WorkerError { detail: "step failed".into() }));
+    }
+
+    #[test]
+    fn a_worker_that_sends_too_much_violates_the_protocol() {
+        assert!(progress_with(2, &[5]).append(&[6, 7], Bytes::new()).is_err());
+        assert!(ChoiceProgress::new(2).append(&[6], Bytes::from(vec![0; 33])).is_err());
+    }
+}

@@ -1,0 +1,141 @@
+//! Metrics that the router reads from the worker registry and from admission control at the time of a
+//! scrape. A worker that is gone has no line.
+
+use std::fmt::Write as _;
+
+use crate::admission::{ClassStats, PriorityClass};
+use crate::admission_control::AdmissionController;
+use crate::registry::{ModelSnapshot, WorkerRegistry, WorkerSnapshot};
+
+/// Maximum number of tenants of a model with a line of their own: those with the most waiting requests.
+const TENANT_LINES_MAX: usize = 16;
+
+type WorkerValue = fn(&WorkerSnapshot) -> f64;
+
+/// Name, type and value of the metrics that each worker has.
+const WORKER_METRICS: [(&str, &str, WorkerValue); 15] = [
+    ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
+    ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
+    ("num_streams_placed", "gauge", |w| f64::from(w.own_streams)),
+    ("kv_cache_usage_perc", "gauge", |w| match w.report.kv_total_tokens {
+        0 => 0.0,
+        total => w.report.kv_used_tokens as f64 / total as f64,
+    }),
+    ("kv_cached_tokens", "gauge", |w| w.report.kv_cached_tokens as f64),
+    ("kv_unfilled_tokens", "gauge", |w| w.report.kv_unfilled_tokens as f64),
+    ("kv_mapped_bytes", "gauge", |w| w.report.kv_mapped_bytes as f64),
+    ("kv_evictions_total", "counter", |w| w.report.evictions as f64),
+    ("forks_total", "counter", |w| w.report.forks as f64),
+    ("deferred_logits_total", "counter", |w| w.report.deferred_logits as f64),
+    ("prefix_cache_queries_total", "counter", |w| {
+        (w.report.prompt_tokens_computed + w.report.prompt_tokens_cached) as f64
+    }),
+    ("prefix_cache_hits_total", "counter", |w| w.report.prompt_tokens_cached as f64),
+    ("num_preemptions_total", "counter", |w| w.report.preemptions as f64),
+    ("spec_decode_num_draft_tokens_total", "counter", |w| w.report.draft_tokens as f64),
+    ("spec_decode_num_accepted_tokens_total", "counter", |w| w.report.accepted_draft_tokens as f64),
+];
+
+type ClassValue = fn(&ClassStats) -> u32;
+
+/// Name and value of the gauges that each priority class of a model has.
+const CLASS_GAUGES: [(&str, ClassValue); 2] =
+    [("num_requests_queued", |c| c.waiting_requests), ("num_permits_held", |c| c.held_permits)];
+
+/// The metrics in the Prometheus text format.
+pub(crate) fn render(registry: &WorkerRegistry, admission: &AdmissionController) -> String {
+    let models = registry.snapshot();
+    let mut page = MetricsPage::default();
+    page.line(format_args!("# TYPE ballast:num_streams gauge"));
+    page.line(format_args!("ballast:num_streams {}", admission.streams()));
+    page.render_workers(&models);
+    page.render_admission(&models, admission);
+    page.text
+}
+
+#[derive(Default)]
+struct MetricsPage {
+    text: String,
+}
+
+impl MetricsPage {
+    fn line(&mut self, arguments: std::fmt::Arguments<'_>) {
+        writeln!(self.text, "{arguments}").expect("writing to a string cannot fail");
+    }
+
+    fn render_workers(&mut self, models: &[ModelSnapshot]) {
+        self.line(format_args!("# TYPE ballast:workers gauge"));
+        for snapshot in models {
+            let model = escape(snapshot.model.name());
+            self.line(format_args!("ballast:workers{{model_name=\"{model}\"}} {}", snapshot.workers.len()));
+        }
+        for (name, kind, value) in WORKER_METRICS {
+            self.line(format_args!("# TYPE ballast:{name} {kind}"));
+            for snapshot in models {
+                let model = escape(snapshot.model.name());
+                for worker in &snapshot.workers {
+                    let (engine, value) = (escape(&worker.name), value(worker));
+                    self.line(format_args!(
+                        "ballast:{name}{{model_name=\"{model}\",engine=\"{engine}\"}} {value}"
+                    ));
+                }
+            }
+        }
+    }
+
+    fn render_admission(&mut self, models: &[ModelSnapshot], admission: &AdmissionController) {
+        let stats: Vec<_> = models
+            .iter()
+            .filter_map(|s| Some((escape(s.model.name()), admission.stats(s.model.key())?)))
+            .collect();
+        for (name, value) in CLASS_GAUGES {
+            self.line(format_args!("# TYPE ballast:{name} gauge"));
+            for (model, stats) in &stats {
+                for (class, class_stats) in PriorityClass::ALL.into_iter().zip(&stats.classes) {
+                    let (class, value) = (class.name(), value(class_stats));
+                    self.line(format_args!(
+                        "ballast:{name}{{model_name=\"{model}\",class=\"{class}\"}} {value}"
+                    ));
+                }
+            }
+        }
+        self.line(format_args!("# TYPE ballast:num_permits gauge"));
+        for (model, stats) in &stats {
+            self.line(format_args!("ballast:num_permits{{model_name=\"{model}\"}} {}", stats.permits));
+        }
+        self.line(format_args!("# TYPE ballast:num_tenant_requests_queued gauge"));
+        for (model, stats) in &stats {
+            for (tenant, waiting) in stats.tenants.iter().take(TENANT_LINES_MAX) {
+                let tenant = escape(tenant);
+                self.line(format_args!(
+                    "ballast:num_tenant_requests_queued{{model_name=\"{model}\",tenant=\"{tenant}\"}} {waiting}"
+                ));
+            }
+        }
+    }
+}
+
+/// Escapes a label value of the Prometheus text format.
+fn escape(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::AdmissionConfig;
+
+    #[test]
+    fn label_values_are_escaped() {
+        assert_eq!(escape("a\"b\\c\nd"), "a\\\"b\\\\c\\nd");
+    }
+
+    #[test]
+    fn a_registry_without_workers_gives_no_worker_lines() {
+        let registry = WorkerRegistry::new();
+        let limits = AdmissionConfig::default().limits(10);
+        let text = render(&registry, &AdmissionController::new(registry.clone(), limits));
+        assert!(text.contains("ballast:num_streams 0\n"), "{text}");
+        assert!(!text.contains("engine="), "{text}");
+    }
+}

@@ -1,0 +1,259 @@
+//! Registry of the workers that serve now and of their models. [`crate::worker_link`] registers
+//! workers, all other parts of the router query the registry.
+//!
+//! 1. One small lock guards plain values. It is held for a few map operations and never across an
+//!    await.
+//! 2. The registry holds healthy workers only: a worker is registered when its metadata is known and
+//!    removed when its connection ends.
+//! 3. The registry and its routing policy hold the same workers.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use proto::worker::v1::worker_client::WorkerClient;
+use tokio::sync::watch;
+use tonic::transport::Channel;
+
+use crate::admission::{ModelCapacity, WorkerCapacity};
+use crate::model::ServedModel;
+use crate::routing::{ModelKey, RoutingPolicy, WorkerId, WorkerReport};
+
+/// Maximum number of models without a worker whose tokenizers stay loaded. So a restarted worker
+/// serves at once.
+const IDLE_MODELS_MAX: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct WorkerRegistry {
+    state: Mutex<RegistryState>,
+    /// Counts changes of the set of workers.
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct RegistryState {
+    routing: RoutingPolicy,
+    workers: BTreeMap<WorkerId, RegisteredWorker>,
+    /// One for each key, in the order of registration.
+    models: Vec<Arc<ServedModel>>,
+    last_worker_id: u64,
+}
+
+#[derive(Debug)]
+struct RegisteredWorker {
+    name: String,
+    model: Arc<ServedModel>,
+    client: WorkerClient<Channel>,
+    capacity: WorkerCapacity,
+    report: WorkerReport,
+}
+
+/// A worker and the client to call it with.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkerHandle {
+    pub(crate) id: WorkerId,
+    pub(crate) name: String,
+    pub(crate) client: WorkerClient<Channel>,
+}
+
+/// A stream that is placed on a worker. The routing policy counts it until this value is dropped.
+#[derive(Debug)]
+pub(crate) struct PlacedStream {
+    registry: Arc<WorkerRegistry>,
+    pub(crate) worker: WorkerHandle,
+}
+
+impl Drop for PlacedStream {
+    fn drop(&mut self) {
+        self.registry.lock().routing.end_stream(self.worker.id);
+    }
+}
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ResolveError {
+    #[error("the model `{name}` does not exist; served models: {}", .known.join(", "))]
+    Unknown { name: String, known: Vec<String> },
+    #[error("`model` is missing; served models: {}", .known.join(", "))]
+    Ambiguous { known: Vec<String> },
+    #[error("no worker serves a model yet")]
+    NoModel,
+}
+
+/// A model and its workers, for listings and metrics.
+#[derive(Debug)]
+pub(crate) struct ModelSnapshot {
+    pub(crate) model: Arc<ServedModel>,
+    pub(crate) workers: Vec<WorkerSnapshot>,
+}
+
+#[derive(Debug)]
+pub(crate) struct WorkerSnapshot {
+    pub(crate) name: String,
+    /// Streams of this router on the worker.
+    pub(crate) own_streams: u32,
+    pub(crate) report: WorkerReport,
+}
+
+impl WorkerRegistry {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), changes: watch::channel(0).0 })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RegistryState> {
+        // A panic under this lock is a bug that ends the process in release builds (panic = abort).
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A model with the same content, whose tokenizer a new model can share. Prefers the model with
+    /// the same key.
+    pub(crate) fn model_with_content(&self, key: &ModelKey, digest: &[u8]) -> Option<Arc<ServedModel>> {
+        let state = self.lock();
+        let same_content = state.models.iter().filter(|model| model.description.digest == digest);
+        same_content.max_by_key(|model| model.key() == key).cloned()
+    }
+
+    pub(crate) fn register(
+        &self,
+        name: String,
+        model: Arc<ServedModel>,
+        client: WorkerClient<Channel>,
+        capacity: WorkerCapacity,
+    ) -> WorkerId {
+        let mut state = self.lock();
+        state.last_worker_id += 1;
+        let id = WorkerId(state.last_worker_id);
+        state.routing.add_worker(id, model.key().clone(), capacity.running_max);
+        state.models.retain(|known| known.key() != model.key());
+        state.models.push(model.clone());
+        let report = WorkerReport::default();
+        state.workers.insert(id, RegisteredWorker { name, model, client, capacity, report });
+        state.remove_idle_models();
+        drop(state);
+        self.changes.send_modify(|n| *n += 1);
+        id
+    }
+
+    /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its loss.
+    pub(crate) fn remove(&self, id: WorkerId) {
+        let mut state = self.lock();
+        state.routing.remove_worker(id);
+        state.workers.remove(&id);
+        drop(state);
+        self.changes.send_modify(|n| *n += 1);
+    }
+
+    pub(crate) fn update_report(&self, id: WorkerId, report: WorkerReport) {
+        let mut state = self.lock();
+        state.routing.update_load(id, report);
+        if let Some(worker) = state.workers.get_mut(&id) {
+            worker.report = report;
+        }
+    }
+
+    /// Places a stream of the model on a worker that is not among `tried`. Chooses `preferred` if it
+    /// has free capacity, otherwise the least loaded worker.
+    pub(crate) fn place_stream(
+        self: &Arc<Self>,
+        model: &ModelKey,
+        tried: &[WorkerId],
+        preferred: Option<WorkerId>,
+    ) -> Option<PlacedStream> {
+        let mut state = self.lock();
+        let id = state.routing.place_stream(model, tried, preferred)?;
+        let worker = state.worker_handle(id);
+        drop(state);
+        Some(PlacedStream { registry: self.clone(), worker })
+    }
+
+    /// The least loaded worker of the model that is not among `tried`.
+    pub(crate) fn least_loaded(&self, model: &ModelKey, tried: &[WorkerId]) -> Option<WorkerHandle> {
+        let state = self.lock();
+        let id = state.routing.least_loaded(model, tried)?;
+        Some(state.worker_handle(id))
+    }
+
+    /// Capacity of all workers of the model together.
+    pub(crate) fn capacity(&self, model: &ModelKey) -> ModelCapacity {
+        let state = self.lock();
+        let workers = state.workers.values().filter(|worker| worker.model.key() == model);
+        workers.map(|worker| worker.capacity).collect()
+    }
+
+    /// The key of every known model.
+    pub(crate) fn model_keys(&self) -> Vec<ModelKey> {
+        self.lock().models.iter().map(|model| model.key().clone()).collect()
+    }
+
+    /// A receiver that changes whenever a worker is registered or removed.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// The model of that name. While a model is swapped, two models have one name: the newer one that
+    /// has workers is returned.
+    pub(crate) fn resolve(&self, name: Option<&str>) -> Result<Arc<ServedModel>, ResolveError> {
+        let state = self.lock();
+        let known = || {
+            let mut names: Vec<String> = state.models.iter().map(|model| model.name().to_owned()).collect();
+            names.sort();
+            names.dedup();
+            names
+        };
+        let name = match (name, known()) {
+            (_, names) if names.is_empty() => return Err(ResolveError::NoModel),
+            (Some(name), _) => name.to_owned(),
+            (None, mut names) if names.len() == 1 => names.remove(0),
+            (None, known) => return Err(ResolveError::Ambiguous { known }),
+        };
+        let has_workers = |model: &ServedModel| state.routing.worker_count(model.key()) > 0;
+        let named = state.models.iter().filter(|model| model.name() == name);
+        named
+            .max_by_key(|model| (has_workers(model), model.description.generation))
+            .cloned()
+            .ok_or_else(|| ResolveError::Unknown { name, known: known() })
+    }
+
+    /// True if any worker serves a model.
+    pub(crate) fn has_workers(&self) -> bool {
+        !self.lock().workers.is_empty()
+    }
+
+    /// Every known model with its workers, by name.
+    pub(crate) fn snapshot(&self) -> Vec<ModelSnapshot> {
+        let state = self.lock();
+        let worker_snapshot = |(&id, worker): (&WorkerId, &RegisteredWorker)| WorkerSnapshot {
+            name: worker.name.clone(),
+            own_streams: state.routing.own_streams(id),
+            report: worker.report,
+        };
+        let model_snapshot = |model: &Arc<ServedModel>| {
+            let workers = state.workers.iter().filter(|(_, worker)| worker.model.key() == model.key());
+            ModelSnapshot { model: model.clone(), workers: workers.map(worker_snapshot).collect() }
+        };
+        let mut models: Vec<ModelSnapshot> = state.models.iter().map(model_snapshot).collect();
+        models.sort_by(|a, b| {
+            let order = |snapshot: &ModelSnapshot| snapshot.model.description.generation;
+            a.model.name().cmp(b.model.name()).then(order(a).cmp(&order(b)))
+        });
+        models
+    }
+}
+
+impl RegistryState {
+    fn worker_handle(&self, id: WorkerId) -> WorkerHandle {
+        let worker = self.workers.get(&id).expect("every worker of the routing policy is registered");
+        WorkerHandle { id, name: worker.name.clone(), client: worker.client.clone() }
+    }
+
+    /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker, the newest.
+    fn remove_idle_models(&mut self) {
+        let routing = &self.routing;
+        let is_idle = |model: &Arc<ServedModel>| routing.worker_count(model.key()) == 0;
+        let idle_models = self.models.iter().filter(|model| is_idle(model)).count();
+        let mut excess = idle_models.saturating_sub(IDLE_MODELS_MAX);
+        self.models.retain(|model| {
+            let remove = excess > 0 && is_idle(model);
+            excess -= usize::from(remove);
+            !remove
+        });
+    }
+}
