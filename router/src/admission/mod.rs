@@ -37,6 +37,7 @@
 
 mod capacity;
 mod class_queue;
+mod limits;
 mod model;
 mod policy;
 mod request;
@@ -46,11 +47,11 @@ mod simulation;
 mod tests;
 
 pub(crate) use capacity::{CapacityExceeded, ModelCapacity, WorkerCapacity};
+pub(crate) use limits::AdmissionLimits;
 #[cfg(test)]
 pub(crate) use model::OLDEST_FIRST_EVERY;
 pub(crate) use model::{ClassStats, ModelAdmissionStats};
 pub(crate) use policy::{AdmissionEvent, AdmissionPolicy};
 pub(crate) use request::{
-    AdmissionDecision, AdmissionError, AdmissionId, AdmissionLimits, AdmissionRequest, PriorityClass, Tenant,
-    Uptime,
+    AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, PriorityClass, Tenant, Uptime,
 };

@@ -15,9 +15,9 @@ use std::time::Duration;
 use pace::{Outside, Pace};
 
 use super::class_queue::{ClassQueue, RequestOrder};
+use super::limits::AdmissionLimits;
 use super::request::{
-    AdmissionDecision, AdmissionError, AdmissionId, AdmissionLimits, AdmissionRequest, PriorityClass, Tenant,
-    Uptime,
+    AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, PriorityClass, Tenant, Uptime,
 };
 
 /// One in this many admissions goes to the oldest request, whatever its class and tenant.

@@ -2,10 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::limits::AdmissionLimits;
 use super::model::{ModelAdmission, ModelAdmissionStats};
-use super::request::{
-    AdmissionDecision, AdmissionError, AdmissionId, AdmissionLimits, AdmissionRequest, Uptime,
-};
+use super::request::{AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, Uptime};
 use crate::routing::ModelKey;
 
 #[derive(Clone, Debug)]

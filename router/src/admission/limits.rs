@@ -1,0 +1,36 @@
+//! The configured limits of admission control.
+
+use super::capacity::ModelCapacity;
+use super::request::PriorityClass;
+
+/// The configured limits. `config.rs` documents the allowed values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdmissionLimits {
+    /// Streams of all models that run or wait in this process.
+    pub(crate) streams_max: u32,
+    /// Requests that wait for one model.
+    pub(crate) queue_max: u32,
+    /// Requests of one tenant that wait for one model.
+    pub(crate) tenant_queue_max: u32,
+    /// Percent of a model's permits and of its waiting queue that are reserved for the class.
+    pub(crate) interactive_floor: u32,
+    pub(crate) batch_floor: u32,
+}
+
+impl AdmissionLimits {
+    /// The part of `total` that is reserved for `class`.
+    pub(super) fn floor(&self, class: PriorityClass, total: u32) -> u32 {
+        let percent = match class {
+            PriorityClass::Interactive => self.interactive_floor,
+            PriorityClass::Default => 0,
+            PriorityClass::Batch => self.batch_floor,
+        };
+        (u64::from(total) * u64::from(percent) / 100) as u32
+    }
+
+    /// Number of permits for a model whose workers have `capacity`.
+    pub(crate) fn permits(&self, capacity: ModelCapacity) -> u32 {
+        let has_floor = |class| self.floor(class, capacity.running_max) > 0;
+        if PriorityClass::ALL.into_iter().any(has_floor) { capacity.running_max } else { capacity.window }
+    }
+}
