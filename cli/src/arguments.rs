@@ -1,4 +1,4 @@
-//! What can be typed. Each subcommand's own arguments stand beside its code.
+//! The command line. Each subcommand's arguments are defined next to its code.
 
 use clap::{Parser, Subcommand};
 
@@ -7,7 +7,7 @@ use crate::{
     serve, tokenize,
 };
 
-/// One copy of a model's weights, many processes that work with it.
+/// Serve GGUF models: one copy of the weights in shared memory, many worker processes
 #[derive(Parser)]
 #[command(name = "ballast", version, propagate_version = true)]
 pub(crate) struct Cli {
@@ -17,54 +17,55 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 pub(crate) enum CliCommand {
-    /// Run a fleet in the foreground: OpenAI-compatible HTTP and gRPC
+    /// Serve models over OpenAI-compatible HTTP and gRPC until Ctrl-C
     Serve(serve::ServeArguments),
-    /// Start a fleet, continue prompts, stop it
+    /// Generate text from prompts, then exit
     Generate(generate::GenerateArguments),
-    /// Start a fleet and talk to a model that has a chat template
+    /// Chat with a model on the terminal (needs a chat template)
     Chat(chat::ChatArguments),
-    /// Show the token ids of texts
+    /// Print the token ids of texts
     Tokenize(tokenize::TokenizeArguments),
-    /// Teacher-forced logits, or the perplexity of a text
+    /// Compute logits of given tokens, or the perplexity of a text
     Eval(eval::EvalArguments),
-    /// Show header, metadata, tensors and sizes of a model file
+    /// Print metadata, tensors and sizes of a model file
     Inspect(inspect::InspectArguments),
-    /// Write a file of random weights with the shape of a real model
+    /// Write a model file with random weights and the shape of a real model, for tests and
+    /// benchmarks
     Synth(file_tools::SynthArguments),
-    /// List the GPUs that a fleet can use
+    /// List the GPUs of this machine
     Devices(devices::DevicesArguments),
-    /// Find out what this machine can do
+    /// Check whether this machine can run a fleet, and how fast its memory is
     Doctor(doctor::DoctorArguments),
-    /// The other process of the doctor's hand-off
+    /// Child process of `doctor`; not for direct use
     #[command(hide = true)]
     DoctorPeer(doctor::PeerArguments),
-    /// Work out what a fleet will take of each device, without loading anything
+    /// Show how much memory a fleet will need on each device, without loading it
     Plan(plan::PlanArguments),
-    /// Measure a fleet
+    /// Benchmark a fleet
     Bench(bench::BenchArguments),
-    /// List the processes of a running fleet
+    /// List the processes of a running fleet with their memory
     Ps(ps::PsArguments),
-    /// Load one more model into a running fleet
+    /// Load another model into a running fleet
     Load(fleet_commands::LoadArguments),
     /// Unload a model from a running fleet
     Unload(fleet_commands::UnloadArguments),
-    /// Start one more worker in a running fleet
+    /// Start another worker in a running fleet
     AddWorker(fleet_commands::AddWorkerArguments),
-    /// Drain a worker of a running fleet and forget it
+    /// Drain a worker of a running fleet and remove it
     RemoveWorker(fleet_commands::ChildArguments),
-    /// Stop a process of a running fleet and start it again
+    /// Restart a process of a running fleet
     Restart(fleet_commands::ChildArguments),
-    /// Have the workers of a running fleet forget the prompts that they keep
+    /// Empty the prefix caches of all workers of a running fleet
     ResetPrefixCache(fleet_commands::FleetSelector),
-    /// One process of a fleet: holds the weights
+    /// Run the process that holds the weights (started by the supervisor)
     WeightServer(process::ProcessArguments),
-    /// One process of a fleet: reads a model file; started by the weight-server only
+    /// Read a model file into memory (started by the weight-server)
     #[command(hide = true)]
     Loader,
-    /// One process of a fleet: runs the model
+    /// Run the process that computes a model (started by the supervisor)
     Worker(process::ProcessArguments),
-    /// One process of a fleet: the public API
+    /// Run the process that serves the public API (started by the supervisor)
     Router(process::ProcessArguments),
-    /// A fleet from its configuration file, for a service manager
+    /// Run a fleet from its configuration file, for systemd and other service managers
     Supervisor(serve::SupervisorArguments),
 }

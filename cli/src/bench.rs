@@ -1,4 +1,4 @@
-//! `ballast bench`: a fleet measured from outside, as its clients and operators see it.
+//! `ballast bench`: measures a fleet from outside, as clients and operators see it.
 
 use std::path::{Path, PathBuf};
 
@@ -23,15 +23,15 @@ pub(crate) struct BenchArguments {
 
 #[derive(clap::Subcommand)]
 enum BenchCommand {
-    /// Prompt and decode speed of some streams that begin at once
+    /// Prefill and decode speed of concurrent streams
     Throughput(ThroughputArguments),
-    /// BenchCommand it costs that processes come and go: attach, one worker more, a dead worker back
+    /// Times of worker starts: attach, an added worker, and the restart of a killed worker
     Lives(LivesArguments),
-    /// The same prompts with drafts and without, in turns: speed, and how many drafts were right
+    /// Speculative decoding against plain decoding, in turns: speed and accepted draft tokens
     Drafts(DraftsArguments),
-    /// Streams whose output has a JSON schema and streams without, in turns: time between tokens
+    /// Output with a JSON schema against free output, in turns: time between tokens
     Structured(StructuredArguments),
-    /// Requests that share the beginning of their prompts, with that shared and not, in turns
+    /// Requests with a shared prompt prefix against requests without, in turns
     Burst(BurstArguments),
 }
 
@@ -51,7 +51,7 @@ struct ThroughputArguments {
 struct LivesArguments {
     #[command(flatten)]
     fleet: BenchFleetArguments,
-    /// Workers added, and workers killed
+    /// Number of workers to add, and number of workers to kill
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: u32,
 }
@@ -60,17 +60,17 @@ struct LivesArguments {
 struct DraftsArguments {
     #[command(flatten)]
     fleet: BenchFleetArguments,
-    /// Who drafts: the text itself, or a smaller model
+    /// Source of draft tokens: prompt lookup, or a smaller model
     #[arg(long, value_name = "lookup|MODEL.gguf")]
     draft: String,
-    /// Prompts, one JSON string a line
+    /// File of prompts, one JSON string per line
     #[arg(long, value_name = "FILE.jsonl")]
     prompts: PathBuf,
     #[arg(long, value_name = "N", default_value_t = 128)]
     tokens: u32,
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
-    /// Streams at any time
+    /// Concurrent streams
     #[arg(long, value_name = "N", default_value_t = 1)]
     streams: usize,
     #[arg(long, value_name = "N", default_value_t = 3)]
@@ -97,10 +97,10 @@ struct BurstArguments {
     fleet: BenchFleetArguments,
     #[arg(long, value_name = "N", default_value_t = 16)]
     requests: u32,
-    /// Tokens that all prompts begin with
+    /// Tokens of the shared prefix
     #[arg(long, value_name = "N", default_value_t = 2048)]
     prefix_tokens: u32,
-    /// Tokens that each prompt goes on with
+    /// Tokens of each prompt after the prefix
     #[arg(long, value_name = "N", default_value_t = 32)]
     own_tokens: u32,
     #[arg(long, value_name = "N", default_value_t = 16)]
@@ -119,13 +119,13 @@ struct BenchFleetArguments {
     /// Threads of each worker [default: cores / workers]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
-    /// Keys and values of each worker, in tokens
+    /// Size of each worker's KV cache in tokens
     #[arg(long, value_name = "TOKENS")]
     kv_tokens: Option<u32>,
-    /// Most tokens that a worker computes in one step
+    /// Token budget of one step of a worker
     #[arg(long, value_name = "TOKENS")]
     step_tokens: Option<u32>,
-    /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
+    /// Device of the weights and the workers: auto, host, cuda:N, or a GPU's UUID
     #[arg(long, default_value_t = DeviceOption::Auto)]
     device: DeviceOption,
     /// Print one JSON object
@@ -152,7 +152,7 @@ async fn throughput(arguments: ThroughputArguments) -> CliResult {
     let measured = async {
         let client = fleet.client().await.map_err(fleet_error)?;
         let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
-        // The first steps fault in pages of weights and KV cache; that is not what is measured.
+        // The first steps fault in pages of the weights and the KV cache, and do not count.
         run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(load_error)?;
         run_load(&client, load, vocabulary, 1).await.map_err(load_error)
     };
@@ -169,7 +169,7 @@ async fn throughput(arguments: ThroughputArguments) -> CliResult {
             print_stdout(&format!("{line}\n"))
         }
         false => print_stdout(&format!(
-            "{streams} streams of {prompt_tokens} + {tokens} tokens: prompts {prompt:.1} tokens/s, decode {decode:.1} tokens/s\n\
+            "{streams} streams of {prompt_tokens} + {tokens} tokens: prefill {prompt:.1} tokens/s, decode {decode:.1} tokens/s\n\
              first token {:.1} ms (p99 {:.1}), between tokens {:.2} ms (p99 {:.2})\n",
             report.first_token.p50_ms,
             report.first_token.p99_ms,
@@ -179,14 +179,14 @@ async fn throughput(arguments: ThroughputArguments) -> CliResult {
     }
 }
 
-/// Tokens per second of all streams together.
+/// Tokens per second over all streams.
 struct Throughput {
     prompt: f64,
     decode: f64,
 }
 
 impl Throughput {
-    /// Prompts are computed until the last stream has its first token; what follows is decoding.
+    /// Prefill ends when the last stream has its first token; what follows is decode.
     fn of(report: &LoadReport) -> Self {
         let Load { streams, prompt_tokens, tokens, .. } = report.load;
         let prompts_s = report.first_token.max_ms / 1e3;
@@ -220,10 +220,10 @@ async fn lives(arguments: LivesArguments) -> CliResult {
         return print_stdout(&format!("{line}\n"));
     }
     let mut text = format!("attach: {attach_ms:.2?} ms\n");
-    for (what, lives) in [("one worker more", &added), ("a dead worker back", &back)] {
+    for (what, lives) in [("added worker", &added), ("restarted worker", &back)] {
         for life in lives {
             text += &format!(
-                "{what}: socket after {:.0} ms, serving after {:.0}, first token after {:.0}, known to the router after {:.0}\n",
+                "{what}: socket after {:.0} ms, serving after {:.0} ms, first token after {:.0} ms, known to the router after {:.0} ms\n",
                 life.socket_ms, life.serving_ms, life.first_token_ms, life.router_ms
             );
         }
@@ -246,8 +246,8 @@ async fn drafts(arguments: DraftsArguments) -> CliResult {
     }
     let (drafted, accepted): (u64, u64) = (report.drafted.iter().sum(), report.accepted.iter().sum());
     print_stdout(&format!(
-        "plain {:.1?} tokens/s, with drafts {:.1?}: {:.2} times as fast; output equal\n\
-         {drafted} tokens drafted, {accepted} right; by place {:?} of {:?}\n",
+        "plain {:.1?} tokens/s, speculative {:.1?} tokens/s: {:.2} times as fast, same output\n\
+         {drafted} draft tokens, {accepted} accepted; by position {:?} of {:?}\n",
         report.plain_tokens_per_s,
         report.drafting_tokens_per_s,
         report.speed_up,
@@ -281,7 +281,10 @@ async fn structured(arguments: StructuredArguments) -> CliResult {
             decode.tokens_per_s,
         );
     }
-    print_stdout(&format!("{text}a schema makes it {:.3} times as long\n", report.slow_down))
+    print_stdout(&format!(
+        "{text}with a schema, the time between tokens is {:.3} times as long\n",
+        report.slow_down
+    ))
 }
 
 async fn burst(arguments: BurstArguments) -> CliResult {
@@ -300,7 +303,7 @@ async fn burst(arguments: BurstArguments) -> CliResult {
         return print_stdout(&format!("{}\n", json!(report)));
     }
     print_stdout(&format!(
-        "{requests} requests of {prefix_tokens} shared + {own_tokens} tokens, {tokens} out: shared {:.3?} s, not shared {:.3?}: \
+        "{requests} requests of {prefix_tokens} shared + {own_tokens} tokens, {tokens} output tokens: shared {:.3?} s, not shared {:.3?} s: \
          {:.1} times as fast, {:.1} by rows\n\
          first tokens: shared {:.3?} s, not shared {:.3?}: {:.1} times as fast, {:.1} by rows\n",
         report.shared_s,
@@ -332,7 +335,8 @@ impl BenchFleetArguments {
         self.start_with("fleet", &[])
     }
 
-    /// `name` tells the fleets of one bench apart, `more` are further arguments of `ballast serve`.
+    /// Starts a fleet. `name` distinguishes the fleets of one benchmark; `more` are further
+    /// arguments of `ballast serve`.
     fn start_with(&self, name: &str, more: &[String]) -> CliResult<MeasuredFleet> {
         let executable = std::env::current_exe().with_context(|| "cannot find this executable".to_owned())?;
         let mut arguments = vec!["--device".to_owned(), self.device.to_string()];

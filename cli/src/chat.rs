@@ -1,4 +1,4 @@
-//! `ballast chat`: a conversation on the terminal, with a fleet behind it.
+//! `ballast chat`: a conversation on the terminal with a model of a temporary fleet.
 
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
@@ -18,10 +18,10 @@ use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct ChatArguments {
-    /// The model file; it must have a chat template
+    /// Model file; it must have a chat template
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
-    /// What the model is told before the conversation
+    /// System message at the start of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     #[command(flatten)]
@@ -44,7 +44,7 @@ pub(crate) fn run(arguments: ChatArguments) -> CliResult {
     })
 }
 
-/// Turns until the end of standard input.
+/// Runs turns of the conversation until standard input ends.
 async fn converse(fleet: &RunningFleet, arguments: &ChatArguments) -> CliResult {
     let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
     let mut messages: Vec<ChatMessage> =
@@ -64,7 +64,7 @@ async fn converse(fleet: &RunningFleet, arguments: &ChatArguments) -> CliResult 
     }
 }
 
-/// Streams one answer to standard output.
+/// Streams one reply to standard output and returns it.
 async fn answer(
     fleet: &RunningFleet,
     arguments: &ChatArguments,
@@ -87,10 +87,10 @@ async fn answer(
             Some(Frame::Started(_)) | None => {}
         }
     }
-    Err(CliError::new(Exit::PeerLost, "the stream ended without its end"))
+    Err(CliError::new(Exit::PeerLost, "the stream ended without a final frame"))
 }
 
-/// Standard input blocks: it is read on a thread of its own, one line ahead.
+/// Reads standard input on a thread of its own, because the read blocks; one line ahead.
 fn lines_of_stdin() -> mpsc::Receiver<String> {
     let (sender, receiver) = mpsc::channel(1);
     std::thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! How a command fails: one line for people, one code for scripts.
+//! [`CliError`]: a failed command, as one line of text and an exit code.
 
 use service::Exit;
 use service::exit::{HasExit, one_line};
@@ -6,7 +6,7 @@ use service::exit::{HasExit, one_line};
 #[derive(Debug)]
 pub(crate) struct CliError {
     pub(crate) exit: Exit,
-    /// "what: why; what to do". Empty: nothing more is to be said.
+    /// "what: why; what to do". If empty, nothing is printed.
     message: String,
 }
 
@@ -17,12 +17,12 @@ impl CliError {
         Self { exit, message: message.into() }
     }
 
-    /// Ctrl-C: who has typed it knows why.
+    /// The user pressed Ctrl-C, which needs no message.
     pub(crate) fn interrupted() -> Self {
         Self::new(Exit::Interrupted, "")
     }
 
-    /// An answer of another process to something that was asked of it.
+    /// An error that another process returned. `what` names the process or the failed command.
     pub(crate) fn from_status(what: &str, status: &tonic::Status) -> Self {
         let exit = match status.code() {
             tonic::Code::InvalidArgument | tonic::Code::NotFound | tonic::Code::AlreadyExists => Exit::Usage,
@@ -40,7 +40,7 @@ impl CliError {
         }
     }
 
-    /// Somebody else tells it.
+    /// Removes the message, because another process reports the error.
     pub(crate) fn without_message(self) -> Self {
         Self::new(self.exit, "")
     }
@@ -50,14 +50,14 @@ impl CliError {
     }
 }
 
-/// Errors of our own crates say what, why and what to do themselves.
+/// Errors of this workspace's crates say what failed, why, and what to do.
 impl<E: HasExit> From<E> for CliError {
     fn from(error: E) -> Self {
         Self::new(error.exit(), one_line(&error))
     }
 }
 
-/// For errors of the operating system: what was tried stands before it.
+/// Adds what was being done to an error of the operating system.
 pub(crate) trait IoContext<T> {
     fn with_context(self, what: impl FnOnce() -> String) -> CliResult<T>;
 }

@@ -2,6 +2,7 @@
 
 use serde_json::json;
 
+/// Output and figures of one prompt.
 #[derive(Default)]
 pub(crate) struct PromptCompletion {
     pub(crate) prompt_tokens: Vec<u32>,

@@ -1,6 +1,8 @@
-//! Which device a model runs on: what the user wants, against what the machine has and the kernels can do.
+//! Chooses the device for a model: compares what the user asks for with the machine's GPUs and the
+//! available kernels.
 //!
-//! A plain function of its inputs. Whatever is chosen travels as "host" or as a UUID: ordinals are a process's own.
+//! The choice is a pure function. Processes pass it on as "host" or as a GPU's UUID, because
+//! ordinals differ between processes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,11 +19,11 @@ use worker::ComputeDevice;
 use crate::cli_error::{CliError, CliResult};
 use crate::devices::{GpuInfo, GpuInventory};
 
-/// What `--device` and the key `device` say: auto, host, cuda:N, or a GPU's UUID.
+/// Value of `--device` and of the key `device`: auto, host, cuda:N, or a GPU's UUID.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) enum DeviceOption {
-    /// The first GPU that can run the model, else the host.
+    /// The first GPU that can run the model; the host if there is none.
     #[default]
     Auto,
     Host,
@@ -29,17 +31,17 @@ pub(crate) enum DeviceOption {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("{text:?} is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it")]
+#[error("{text:?} is not a device; use auto, host, cuda:0, or a UUID as nvidia-smi -L shows it")]
 pub(crate) struct ParseDeviceError {
     text: String,
 }
 
-/// What became of it.
+/// The device that was chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceChoice {
-    /// The GPU; none is the host.
+    /// The GPU; `None` is the host.
     pub(crate) gpu: Option<GpuInfo>,
-    /// Why, where the user left it open.
+    /// The reason, if the user left the choice open.
     pub(crate) why: Option<String>,
 }
 
@@ -48,14 +50,14 @@ impl DeviceChoice {
         Self { gpu: None, why }
     }
 
-    /// As processes name it to each other.
+    /// The device's name in configurations and protocols.
     pub(crate) fn device(&self) -> ComputeDevice {
-        // A UUID comes from the driver, in the form in which it is read.
+        // The UUID comes from the driver, so it always parses.
         self.gpu.as_ref().and_then(|gpu| gpu.uuid.parse().ok()).unwrap_or_default()
     }
 }
 
-/// "cuda:0 NVIDIA H200 (GPU-...)", or "host (why)".
+/// Writes "cuda:0 NVIDIA H200 (GPU-...)" or "host (reason)".
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.gpu {
@@ -66,8 +68,8 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
-/// What of the model no kernel for GPUs computes: its first tensor of a type that none reads, or its first layer that sees
-/// a window of the past.
+/// Says why GPU kernels cannot run the model: names its first tensor of an unsupported type, or its
+/// first layer with a sliding window.
 pub(crate) fn without_kernel(model: &GgufModel, description: &ModelDescription) -> Option<String> {
     if let Some((_, tensor)) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none()) {
         return Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype));
@@ -80,7 +82,8 @@ pub(crate) fn without_kernel(model: &GgufModel, description: &ModelDescription) 
     })
 }
 
-/// `without_kernel` says why the model cannot run on a GPU.
+/// Chooses a device. `without_kernel` is the reason why the model cannot run on a GPU, if there is
+/// one.
 pub(crate) fn choose(
     wanted: DeviceOption,
     seen: &GpuInventory,
@@ -275,7 +278,9 @@ mod tests {
         for text in ["", "cpu", "cuda", "cuda:", "cuda:-1", "gpu0", "GPU-00"] {
             let error = text.parse::<DeviceOption>().unwrap_err().to_string();
             assert!(
-                error.ends_with("is no device: auto, host, cuda:0, or a UUID as nvidia-smi -L shows it"),
+                error.ends_with(
+                    "is not a device; use auto, host, cuda:0, or a UUID as nvidia-smi -L shows it"
+                ),
                 "{error}"
             );
         }

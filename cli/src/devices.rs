@@ -1,7 +1,8 @@
-//! `ballast devices`: the GPUs of this machine, as a fleet would see them.
+//! `ballast devices`: lists the GPUs that a fleet can use.
 //!
-//! Starting the driver costs a quarter of a second and some memory, and ties a process to the GPU. So it happens in a
-//! child that ends: neither the supervisor nor the weight-server ever loads it.
+//! Initializing the CUDA driver takes a quarter of a second and some memory, and binds the process
+//! to the GPU. A child process therefore does it and ends. Neither the supervisor nor the
+//! weight-server loads the driver.
 
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
@@ -17,39 +18,39 @@ use service::{ByteSize, Exit};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::gpu_support;
 
-/// A driver without persistence mode may take seconds to start, and many GPUs many of them.
+/// A driver without persistence mode may take seconds to start, and longer with many GPUs.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
 pub(crate) struct DevicesArguments {
-    /// All of it as one JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-/// A GPU, as far as choosing one and accounting for its memory need to know it.
+/// Properties of a GPU that are needed to choose one and to plan its memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GpuInfo {
-    /// N of "cuda:N"; CUDA_VISIBLE_DEVICES decides what is counted.
+    /// N of "cuda:N". CUDA_VISIBLE_DEVICES decides which GPUs are counted.
     pub(crate) ordinal: u32,
     pub(crate) uuid: String,
     pub(crate) name: String,
     /// Major * 10 + minor.
     pub(crate) compute_capability: u32,
     pub(crate) total_bytes: u64,
-    /// Where the management library tells.
+    /// Known only if NVML reports it.
     pub(crate) free_bytes: Option<u64>,
-    /// Shares its memory with the host.
+    /// Whether the GPU shares its memory with the host.
     pub(crate) integrated: bool,
-    /// Why no fleet can run on it.
+    /// The reason why no fleet can run on this GPU, if there is one.
     pub(crate) unusable: Option<String>,
 }
 
-/// What a process of this executable and environment finds.
+/// The GPUs that a process of this executable and environment sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GpuInventory {
     pub(crate) gpus: Vec<GpuInfo>,
-    /// Why there are none to be seen.
+    /// The reason why no GPU is visible, if the driver could not be used.
     pub(crate) problem: Option<String>,
 }
 
@@ -81,13 +82,13 @@ fn text(seen: &GpuInventory) -> String {
     seen.gpus.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Asks a child, which is gone when this returns.
+/// Lists the GPUs through a child process, which has ended when this returns.
 pub(crate) fn discover_gpus() -> CliResult<GpuInventory> {
     if !gpu_support::IS_BUILT_IN {
-        // There is nothing to load.
+        // Without CUDA there is no driver to load.
         return Ok(probe_gpus());
     }
-    let failed = |text: String| CliError::new(Exit::Internal, format!("cannot look for GPUs: {text}"));
+    let failed = |text: String| CliError::new(Exit::Internal, format!("cannot list the GPUs: {text}"));
     let mut child = Command::new("/proc/self/exe")
         .args(["devices", "--json"])
         .stdin(Stdio::null())
@@ -99,23 +100,23 @@ pub(crate) fn discover_gpus() -> CliResult<GpuInventory> {
     std::thread::spawn(move || {
         let mut text = String::new();
         let read = stdout.map(|mut stdout| stdout.read_to_string(&mut text));
-        // Nobody listens any more after the patience is over.
+        // The receiver is gone after the timeout.
         let _ = sender.send(read.unwrap_or(Ok(0)).map(|_| text));
     });
     let answer = answer.recv_timeout(TIMEOUT);
-    // It has ended, or it never will.
+    // The child has ended, or it does not respond.
     let _ = child.kill();
     let ended = child.wait().map_err(|error| failed(error.to_string()))?;
     match answer {
         Ok(Ok(text)) => {
-            serde_json::from_str(&text).map_err(|_| failed(format!("the driver ended it ({ended})")))
+            serde_json::from_str(&text).map_err(|_| failed(format!("the driver ended the process ({ended})")))
         }
         Ok(Err(error)) => Err(failed(error.to_string())),
-        Err(_) => Err(failed(format!("the driver does not answer within {} s", TIMEOUT.as_secs()))),
+        Err(_) => Err(failed(format!("the driver did not answer within {} s", TIMEOUT.as_secs()))),
     }
 }
 
-/// What this process sees; loads the driver.
+/// Lists the GPUs in this process. This loads the driver.
 fn probe_gpus() -> GpuInventory {
     let blind =
         |error: &dyn std::error::Error| GpuInventory { gpus: Vec::new(), problem: Some(one_line(error)) };

@@ -1,7 +1,8 @@
-//! `ballast doctor`: what this machine can do, found out by doing it.
+//! `ballast doctor`: checks by experiment whether this machine can run a fleet.
 //!
-//! Each finding is a fact with a verdict: "ok", "note" (works, but costs something or promises less) or "failed" (a fleet will
-//! not run like this). One failed finding makes the command fail; a machine without a GPU is no failure.
+//! Each finding has a verdict. "ok": works. "note": works, but is slower or has a limitation.
+//! "failed": a fleet does not run. The command fails if a check fails. A machine without a GPU is
+//! not a failure.
 
 pub(crate) mod finding;
 pub(crate) mod hand_off;
@@ -22,7 +23,7 @@ pub(crate) use peer::{PeerArguments, run_peer};
 
 #[derive(clap::Args)]
 pub(crate) struct DoctorArguments {
-    /// All findings as one JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -37,7 +38,7 @@ pub(crate) fn run(arguments: DoctorArguments) -> CliResult {
         0 => Ok(()),
         count => Err(CliError::new(
             Exit::Internal,
-            format!("this machine fails {count} of {} checks", findings.len()),
+            format!("{count} of {} checks failed on this machine", findings.len()),
         )),
     }
 }
@@ -47,7 +48,7 @@ fn json_report(findings: &[Finding]) -> String {
     format!("{:#}\n", json!({"version": env!("CARGO_PKG_VERSION"), "ok": ok, "findings": findings}))
 }
 
-/// One finding a line, under the part of the machine it is about.
+/// Formats one finding per line, grouped by the part of the machine.
 fn text_report(findings: &[Finding]) -> String {
     let width = findings.iter().map(|finding| finding.check.len()).max().unwrap_or(0);
     let mut report = String::new();

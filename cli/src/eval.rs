@@ -1,4 +1,5 @@
-//! `ballast eval`: teacher-forced logits of given tokens, or the perplexity of a text, computed by a worker.
+//! `ballast eval`: a worker computes the logits of given tokens (teacher forcing), or the
+//! perplexity of a text.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -20,7 +21,7 @@ use crate::fleet_arguments::FleetArguments;
 use crate::gguf_file;
 use crate::running_fleet::{RunningFleet, block_on};
 
-/// Files of tokens and texts are read whole.
+/// Most bytes of an input file, because files are read whole.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
 #[derive(clap::Args)]
@@ -28,7 +29,7 @@ pub(crate) struct EvalArguments {
     /// The model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
-    /// A JSON array of token ids
+    /// File with a JSON array of token ids
     #[arg(
         long,
         value_name = "FILE.json",
@@ -37,13 +38,14 @@ pub(crate) struct EvalArguments {
         required_unless_present = "text"
     )]
     tokens: Option<PathBuf>,
-    /// Where to write the logits of every position: little-endian f32, one row of the vocabulary's size a token
+    /// Output file for the logits of all positions: little-endian f32, one row of vocabulary size
+    /// per token
     #[arg(long, value_name = "FILE.f32", requires = "tokens")]
     logits_out: Option<PathBuf>,
-    /// A text, whose perplexity is printed
+    /// Text file to compute the perplexity of
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Print the perplexity as JSON
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -55,7 +57,7 @@ enum EvalTask {
     Perplexity { tokens: Vec<u32>, begin: Option<u32>, kv: KvCacheCost },
 }
 
-/// What keys and values are stored as, and what a token's take.
+/// Types of the KV cache, and its bytes per token.
 #[derive(Clone)]
 struct KvCacheCost {
     types: KvTypes,
@@ -101,7 +103,7 @@ fn task(arguments: &EvalArguments, types: KvTypes) -> CliResult<EvalTask> {
             let tokens: Vec<u32> = serde_json::from_str(&read(path)?)
                 .map_err(|error| usage(path, format!("not a JSON array of token ids ({error})")))?;
             if tokens.is_empty() {
-                return Err(usage(path, "no tokens: nothing to compute".to_owned()));
+                return Err(usage(path, "the list of tokens is empty".to_owned()));
             }
             Ok(EvalTask::Logits { tokens, out: out.clone() })
         }
@@ -112,7 +114,10 @@ fn task(arguments: &EvalArguments, types: KvTypes) -> CliResult<EvalTask> {
             let options = EncodeOptions { add_special: true, parse_special: false };
             let tokens = tokenizer.encode(&text, options).map_err(|error| usage(path, one_line(&error)))?;
             if tokens.len() < 2 {
-                return Err(usage(path, "fewer than two tokens: nothing to predict".to_owned()));
+                return Err(usage(
+                    path,
+                    "the text has fewer than two tokens, so there is nothing to predict".to_owned(),
+                ));
             }
             let begin = tokenizer.bos().filter(|bos| tokens.first() == Some(bos));
             let layers = gguf_file::describe(&arguments.model, &model)?.kv_layers(&types);
@@ -123,13 +128,13 @@ fn task(arguments: &EvalArguments, types: KvTypes) -> CliResult<EvalTask> {
     }
 }
 
-/// The only worker of the fleet.
+/// A client of the fleet's only worker.
 struct ScoringClient {
     client: WorkerClient<Channel>,
     description: WorkerDescription,
 }
 
-/// exp(mean of -log p) over all predicted tokens.
+/// Perplexity: exp(mean of -log p) over all predicted tokens.
 struct Perplexity {
     value: f64,
     predicted: usize,
@@ -145,11 +150,11 @@ impl ScoringClient {
         let mut frames = client.get_metadata(GetMetadataRequest {}).await.map_err(refused)?.into_inner();
         match frames.message().await.map_err(refused)?.and_then(|f| f.frame) {
             Some(MetadataFrame::Description(description)) => Ok(Self { client, description }),
-            _ => Err(CliError::new(Exit::PeerLost, "the worker does not describe its model")),
+            _ => Err(CliError::new(Exit::PeerLost, "the worker did not describe its model")),
         }
     }
 
-    /// Runs one Score call; `take` sees its frames in order.
+    /// Runs one Score call and passes its frames to `take` in order.
     async fn score(
         &self,
         tokens: &[u32],
@@ -191,7 +196,8 @@ impl ScoringClient {
         }
     }
 
-    /// Windows of the model's context length, each beginning anew (with BOS where the model wants one).
+    /// Scores the text in windows of the model's context length. Each window starts anew, with BOS
+    /// if the model uses one.
     async fn perplexity(&self, tokens: &[u32], begin: Option<u32>) -> CliResult<Perplexity> {
         let window_tokens = self.description.context_tokens as usize;
         let text = &tokens[usize::from(begin.is_some())..];
@@ -226,8 +232,8 @@ impl Perplexity {
             })
             .to_string(),
             false => format!(
-                "perplexity {value:.4} over {predicted} tokens in {windows} windows of {window_tokens}; keys and values \
-                 as {types}, {token_bytes} bytes a token"
+                "perplexity {value:.4} over {predicted} tokens in {windows} windows of {window_tokens} tokens; \
+                 KV cache of type {types}, {token_bytes} bytes per token"
             ),
         };
         writeln!(std::io::stdout(), "{line}").with_context(|| "cannot write".to_owned())

@@ -1,4 +1,4 @@
-//! `ballast inspect` and `ballast synth`: tools on model files, without a fleet.
+//! `ballast inspect` and `ballast synth`: commands on model files that need no fleet.
 
 use std::io::ErrorKind;
 
@@ -14,7 +14,7 @@ use crate::terminal::print_stdout;
 pub(crate) struct SynthArguments {
     #[command(flatten)]
     synth: SynthOptions,
-    /// Print what was written as one JSON object
+    /// Print one JSON object about the written file
     #[arg(long)]
     json: bool,
 }

@@ -1,4 +1,4 @@
-//! Arguments of every command that starts a fleet for one model.
+//! Arguments that all commands share which start a fleet for one model.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,12 @@ use crate::device_choice::DeviceOption;
 use crate::fleet_config::FleetConfig;
 use crate::model_config::{DEFAULT_WORKERS, FleetModelConfig};
 
-/// In the place of a draft model: the text itself.
+/// Value of `--draft` that selects prompt lookup instead of a draft model.
 const LOOKUP: &str = "lookup";
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FleetArguments {
-    /// Processes that run the model; they share one copy of the weights
+    /// Worker processes; all share one copy of the weights
     #[arg(long, value_name = "N", default_value_t = DEFAULT_WORKERS, value_parser = clap::value_parser!(u32).range(1..=256))]
     workers: u32,
     /// Directory of the fleet's sockets [default: a new one]
@@ -26,46 +26,47 @@ pub(crate) struct FleetArguments {
     worker: WorkerArguments,
 }
 
-/// What each worker of a model is given.
+/// Arguments of the workers of one model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WorkerArguments {
-    /// Where the weights lie and the model runs: auto, host, cuda:N, or a GPU's UUID
+    /// Device of the weights and the workers: auto, host, cuda:N, or a GPU's UUID
     #[arg(long, default_value_t = DeviceOption::Auto)]
     device: DeviceOption,
     /// Threads of each worker [default: cores / workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Longest sequence in tokens [default: the model's own]
+    /// Maximum sequence length in tokens [default: the model's context length]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     ctx_size: Option<u32>,
-    /// Memory for keys and values of each worker, such as 512MiB
+    /// Size of each worker's KV cache in bytes, such as 512MiB
     #[arg(long, value_name = "SIZE", conflicts_with = "kv_tokens")]
     kv_bytes: Option<ByteSize>,
-    /// The same as a number of tokens
+    /// Size of each worker's KV cache in tokens
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     kv_tokens: Option<u32>,
-    /// What keys and values are stored as: f32, f16, bf16 or q8_0; another type for some layers, counted from 0, behind it, as
-    /// in q8_0,0-1=f16
+    /// Type of the KV cache: f32, f16, bf16 or q8_0. Layers, counted from 0, may have another type:
+    /// q8_0,0-1=f16
     #[arg(long, value_name = "TYPE", default_value_t = KvTypes::default())]
     kv_type: KvTypes,
-    /// Most tokens that a worker computes in one step
+    /// Token budget of one step of a worker
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     step_tokens: Option<u32>,
-    /// Guess next tokens and check several at once: from the text itself (lookup), or by a smaller MODEL.gguf with the same
-    /// vocabulary. The output stays the same
+    /// Speculative decoding: source of draft tokens, either prompt lookup or a smaller model with
+    /// the same vocabulary. It does not change the output
     #[arg(long, value_name = "lookup|MODEL.gguf")]
     draft: Option<PathBuf>,
-    /// Give every tensor memory of its own instead of packing small ones together
+    /// Allocate each tensor separately instead of packing small tensors together
     #[arg(long)]
     no_pack: bool,
 }
 
 impl WorkerArguments {
-    /// The model that drafts, if it is another one: its weights alone.
+    /// Configuration of the draft model, if there is one. The fleet loads its weights but starts no
+    /// workers for it.
     pub(crate) fn draft_model(&self) -> Option<FleetModelConfig> {
         let path = self.draft.as_deref().filter(|path| *path != Path::new(LOOKUP))?;
         let model = self.model(path, 0);
-        // Its own keys and values are never kept: it has no worker.
+        // A draft model has no worker, so its KV cache settings are unused.
         let kv_type = KvTypes::default();
         Some(FleetModelConfig { draft: None, kv_bytes: None, kv_tokens: None, kv_type, ..model })
     }
@@ -90,7 +91,7 @@ impl WorkerArguments {
 }
 
 impl FleetArguments {
-    /// A fleet for this model and nothing else.
+    /// Configuration of a fleet with this model only, and its draft model.
     pub(crate) fn config(self, model: &Path, listen: Option<SocketAddr>) -> FleetConfig {
         FleetConfig {
             listen,
@@ -113,7 +114,7 @@ impl FleetArguments {
     }
 }
 
-/// A model is called as its file, without directory and extension.
+/// Default name of a model: its file name without directory and extension.
 pub(crate) fn model_name(path: &Path) -> String {
     path.file_stem().map_or_else(|| "model".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }

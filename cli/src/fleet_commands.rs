@@ -1,4 +1,5 @@
-//! Orders to a running fleet: load and unload models, add and remove workers, restart a child.
+//! Commands to a running fleet: load and unload models, add, remove and restart workers, empty
+//! prefix caches.
 
 use std::path::PathBuf;
 
@@ -20,13 +21,13 @@ use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
 pub(crate) struct LoadArguments {
-    /// The model file
+    /// Model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
-    /// What requests call it [default: the file's name]
+    /// Model name for requests [default: file name without extension]
     #[arg(long)]
     name: Option<String>,
-    /// Processes that run it
+    /// Number of workers
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=256))]
     workers: u32,
     #[command(flatten)]
@@ -45,14 +46,14 @@ pub(crate) struct UnloadArguments {
 
 #[derive(clap::Args)]
 pub(crate) struct AddWorkerArguments {
-    /// The model's name; may be left out where the fleet has one model
+    /// Model name; optional if the fleet has one model
     #[arg(default_value = "")]
     model: String,
     #[command(flatten)]
     fleet: FleetSelector,
 }
 
-/// One child, by the name that `ballast ps` shows.
+/// Arguments that name one child process.
 #[derive(clap::Args)]
 pub(crate) struct ChildArguments {
     name: String,
@@ -62,14 +63,14 @@ pub(crate) struct ChildArguments {
 
 #[derive(clap::Args)]
 pub(crate) struct FleetSelector {
-    /// Directory of the fleet [default: the only one that runs]
+    /// Runtime directory of the fleet [default: that of the only running fleet]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
 }
 
 type SupervisorClient = proto::fleet::v1::fleet_client::FleetClient<tonic::transport::Channel>;
 
-/// Gives one order to the supervisor; `what` names it in an error.
+/// Makes one call to the supervisor. `what` describes the call in error texts.
 fn call_supervisor(
     place: &FleetSelector,
     what: &str,
@@ -91,7 +92,7 @@ pub(crate) fn load(arguments: LoadArguments) -> CliResult {
         seen = known_to_fleet(seen, &fleet)?;
     }
     let sized = SizedModel::all(&models, workers, &seen)?;
-    // What drafts comes first, unless it is there: workers wait for it.
+    // Loads the draft model first, unless the fleet has it already: the workers wait for it.
     sized[1..].iter().try_for_each(|draft| load_one(&fleet, draft, true))?;
     sized[..1].iter().try_for_each(|model| load_one(&fleet, model, false))
 }
@@ -116,11 +117,11 @@ fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> Cl
                 return Ok(());
             }
         }
-        Err(tonic::Status::unavailable("the fleet has ended"))
+        Err(tonic::Status::unavailable("the fleet stopped during the load"))
     })
 }
 
-/// The GPUs that the fleet may use: those of its weight-server's ledger.
+/// Keeps only the GPUs that are in the ledger of the fleet's weight-server.
 fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
     let directory = find_fleet(place.runtime_dir.as_deref())?;
     let status = block_on(async {
@@ -131,7 +132,7 @@ fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<Gp
     let devices = status.ledger.map(|ledger| ledger.devices).unwrap_or_default();
     seen.gpus.retain(|gpu| devices.iter().any(|device| device.device == gpu.uuid));
     if seen.gpus.is_empty() {
-        seen.problem = Some("this fleet was started without a GPU".to_owned());
+        seen.problem = Some("the running fleet was started without a GPU".to_owned());
     }
     Ok(seen)
 }

@@ -1,4 +1,5 @@
-//! `ballast.toml`: what a fleet consists of, and how that becomes the configuration of each process.
+//! `ballast.toml`: the configuration of a fleet, and the specification of its processes that
+//! follows from it.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -19,15 +20,17 @@ use crate::sized_model::SizedModel;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct FleetConfig {
-    /// Absent: a fresh directory, removed at the end.
+    /// Directory of the fleet's sockets. If absent, a new directory that is removed at the end.
     pub(crate) runtime_dir: Option<PathBuf>,
-    /// Where the router serves HTTP and gRPC. Absent: on its socket in the runtime directory only.
+    /// Address of HTTP and gRPC. If absent, the router listens only on its socket in the runtime
+    /// directory.
     pub(crate) listen: Option<SocketAddr>,
-    /// Host memory for weights, KV caches and workspaces together. Absent: what is available at the start.
+    /// Limit on host memory for weights, KV caches and workspaces together. If absent, the memory
+    /// that is available at the start.
     pub(crate) host_budget: Option<ByteSize>,
-    /// The same for each GPU that the fleet uses. Absent: all its memory.
+    /// The same limit for each GPU that the fleet uses. If absent, all memory of the GPU.
     pub(crate) gpu_budget: Option<ByteSize>,
-    /// Who waits for workers, and who is refused.
+    /// Limits of the router's admission queues.
     #[serde(default)]
     pub(crate) admission: router::AdmissionConfig,
     #[serde(default)]
@@ -35,7 +38,8 @@ pub(crate) struct FleetConfig {
 }
 
 impl FleetConfig {
-    /// Reads `ballast.toml`. Relative model paths are relative to it; a runtime directory from the command line comes first.
+    /// Reads `ballast.toml`. Relative model paths are relative to the file. A `runtime_dir`
+    /// argument overrides the file's.
     pub(crate) fn load(path: &Path, runtime_dir: Option<&Path>) -> CliResult<Self> {
         let mut config: FleetConfig = service::config::load(path)?;
         let base = path.parent().unwrap_or(Path::new(""));
@@ -47,7 +51,7 @@ impl FleetConfig {
         }
         let named = |model: &FleetModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
         if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
-            let text = format!("configuration {}: two models are called {:?}", path.display(), twice.name);
+            let text = format!("configuration {}: two models have the name {:?}", path.display(), twice.name);
             return Err(CliError::new(Exit::Usage, text));
         }
         if let Some(runtime_dir) = runtime_dir {
@@ -56,14 +60,16 @@ impl FleetConfig {
         Ok(config)
     }
 
-    /// Looks at the machine's GPUs if any model may go there, and at the head of every model file.
+    /// Reads the header of every model file and computes its memory. Lists the GPUs if a model may
+    /// use one.
     pub(crate) fn sized(&self) -> CliResult<Vec<SizedModel>> {
         let seen = devices_for(self.models.iter().map(|model| model.device))?;
         let workers = self.models.iter().map(|m| m.workers).sum();
         SizedModel::all(&self.models, workers, &seen)
     }
 
-    /// The plan for a supervisor that works in this directory. `socket` is a listening one from socket activation.
+    /// Builds the specification of the fleet for the supervisor. `socket` is the public socket, if
+    /// socket activation has bound it.
     pub(crate) fn plan(
         &self,
         directory: &RuntimeDir,
@@ -96,7 +102,8 @@ impl FleetConfig {
         })
     }
 
-    /// Binds the public socket. A router that is taken over has it already, and keeps its address.
+    /// Binds the public socket, unless a running router is adopted: it keeps its socket and
+    /// address.
     fn listen(
         &self,
         directory: &RuntimeDir,
@@ -122,12 +129,12 @@ impl FleetConfig {
         Ok((Some(address), Some(listener.into())))
     }
 
-    /// What the fleet may take of a GPU.
+    /// Most bytes that the fleet may use on a GPU.
     pub(crate) fn budget_of(&self, gpu: &GpuInfo) -> u64 {
         self.gpu_budget.map_or(gpu.total_bytes, |budget| budget.0.min(gpu.total_bytes))
     }
 
-    /// What it may take of the host's memory, if it started now.
+    /// Most bytes that the fleet may use on the host if it started now.
     pub(crate) fn host_bytes(&self) -> u64 {
         let available = || service::meminfo::available_bytes().unwrap_or(u64::MAX);
         self.host_budget.map_or_else(available, |budget| budget.0)
@@ -156,7 +163,7 @@ impl FleetConfig {
     }
 }
 
-/// The GPUs of this machine, if anybody may want one.
+/// Lists the GPUs, unless all models run on the host.
 pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> CliResult<GpuInventory> {
     match wanted.into_iter().all(|wanted| wanted == DeviceOption::Host) {
         true => Ok(GpuInventory::default()),

@@ -1,4 +1,5 @@
-//! `ballast generate`: start a fleet, continue prompts, say what it took, stop it.
+//! `ballast generate`: starts a fleet, generates text for prompts, prints a summary, and stops the
+//! fleet.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -21,21 +22,21 @@ use crate::running_fleet::{RunningFleet, block_on};
 use crate::summary::{GenerationRun, RunSummary};
 use crate::terminal::print_stdout;
 
-/// Prompts in flight at once. One worker takes 64 and lets 256 wait.
+/// Most prompts in flight. One worker runs 64 and queues 256.
 const IN_FLIGHT_MAX: usize = 256;
 
 #[derive(clap::Args)]
 pub(crate) struct GenerateArguments {
-    /// The model file
+    /// Model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
-    /// The text to continue
+    /// Prompt
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts", required_unless_present = "prompts")]
     prompt: Option<String>,
-    /// Texts to continue, one JSON string a line: all at once, printed in order
+    /// File of prompts, one JSON string per line. All run concurrently; the output has their order
     #[arg(long, value_name = "FILE.jsonl")]
     prompts: Option<PathBuf>,
-    /// One JSON object a line and prompt
+    /// Print one JSON object per prompt
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -46,31 +47,31 @@ pub(crate) struct GenerateArguments {
 
 #[derive(clap::Args, Clone)]
 pub(crate) struct SamplingArguments {
-    /// Most tokens to generate for a prompt
+    /// Most tokens to generate for each prompt
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// 0 takes the most likely token; 1 draws as the model says
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
-    /// Draw from the K most likely tokens only
+    /// Sample from the K most likely tokens
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
-    /// Draw from the most likely tokens that have this probability together
+    /// Sample from the most likely tokens whose probabilities sum up to P
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
-    /// Draw from tokens at least this fraction as likely as the most likely one
+    /// Sample from tokens with at least P times the probability of the most likely one
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// Makes tokens that have occurred less likely
+    /// Divide the logits of tokens that occurred before by R
     #[arg(long, value_name = "R")]
     repetition_penalty: Option<f32>,
-    /// The same seed gives the same text; a random one is drawn where none is given
+    /// Seed of sampling; the same seed gives the same text [default: random]
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// Text at which to end; may be given several times
+    /// Stop string; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Do not end at the model's own end of text
+    /// Continue after the model's end-of-text token
     #[arg(long)]
     ignore_eos: bool,
 }
@@ -96,7 +97,7 @@ impl SamplingArguments {
     }
 }
 
-/// What has become of one prompt so far.
+/// An event of one prompt's stream.
 enum GenerationEvent {
     Text(String),
     Done(Box<PromptCompletion>),
@@ -125,7 +126,8 @@ pub(crate) fn run(arguments: GenerateArguments) -> CliResult {
     })
 }
 
-/// All prompts at once; output in their order, the text of the first unfinished one as it comes.
+/// Runs all prompts concurrently. Prints the outputs in the order of the prompts, and streams the
+/// text of the first unfinished one.
 async fn generate_all(
     fleet: &RunningFleet,
     texts: &[String],
@@ -135,7 +137,8 @@ async fn generate_all(
     let places = Arc::new(Semaphore::new(IN_FLIGHT_MAX));
     let mut streams = Vec::with_capacity(texts.len());
     for text in texts {
-        // Bounded by max_tokens: a channel that made the stream wait would make the router cut it.
+        // This channel is bounded by max_tokens. A channel that blocks the stream would make the
+        // router cancel it as a slow client.
         let (sender, receiver) = mpsc::unbounded_channel();
         let request = arguments.sampling.request(Prompt::Text(text.clone()));
         let (client, places) = (client.clone(), places.clone());
@@ -155,7 +158,7 @@ async fn generate_all(
     Ok(finished)
 }
 
-/// Prints what comes of one prompt. `None`: it has ended before its end.
+/// Prints the output of one prompt. Returns `None` if the stream ended early.
 async fn print(
     index: usize,
     prompt: &str,
@@ -163,7 +166,8 @@ async fn print(
     arguments: &GenerateArguments,
 ) -> CliResult<Option<PromptCompletion>> {
     let several = arguments.prompts.is_some();
-    // People see what is continued; programs get the continuation alone.
+    // On a terminal the prompt is shown before its continuation. Programs get the continuation
+    // alone.
     if !arguments.json && (several || std::io::stdout().is_terminal()) {
         print_stdout(prompt)?;
     }
@@ -188,14 +192,15 @@ fn why_it_ended(index: usize, task: Result<CliResult, tokio::task::JoinError>) -
         Ok(Err(failure)) => {
             CliError::new(failure.exit, format!("prompt {}: {}", index + 1, failure.message()))
         }
-        Ok(Ok(())) => {
-            CliError::new(Exit::PeerLost, format!("prompt {}: the stream ended without its end", index + 1))
-        }
+        Ok(Ok(())) => CliError::new(
+            Exit::PeerLost,
+            format!("prompt {}: the stream ended without a final frame", index + 1),
+        ),
         Err(error) => CliError::new(Exit::Internal, format!("prompt {}: {error}", index + 1)),
     }
 }
 
-/// Runs one prompt to its end and reports on the way.
+/// Runs one prompt to its end and sends its events.
 async fn continue_one(
     mut client: InferenceClient<Channel>,
     request: GenerateRequest,
@@ -213,7 +218,7 @@ async fn continue_one(
             Some(Frame::Delta(piece)) => {
                 done.tokens.extend(piece.tokens);
                 done.text.push_str(&piece.text);
-                // Nobody listens any more when the command is being interrupted.
+                // The receiver is gone if the command was interrupted.
                 let _: Result<(), _> = progress.send(GenerationEvent::Text(piece.text));
             }
             Some(Frame::Finished(finished)) => {
@@ -229,5 +234,5 @@ async fn continue_one(
             None => {}
         }
     }
-    Err(CliError::new(Exit::PeerLost, "the stream ended without its end"))
+    Err(CliError::new(Exit::PeerLost, "the stream ended without a final frame"))
 }

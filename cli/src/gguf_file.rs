@@ -1,4 +1,4 @@
-//! What can be read from the head of a model file, without loading it.
+//! Reads the header of a model file without loading the model.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use text::Tokenizer;
 
 use crate::cli_error::{CliError, CliResult};
 
-/// Opens a model and checks its header; tensor data is not touched.
+/// Reads and checks the headers of a model's files, but no tensor data.
 pub(crate) fn open(path: &Path) -> CliResult<GgufModel> {
     GgufModel::open(path).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))
 }
@@ -19,7 +19,7 @@ fn refused(path: &Path, error: &dyn std::error::Error) -> CliError {
     CliError::new(Exit::ModelRefused, format!("{}: {}", path.display(), one_line(error)))
 }
 
-/// Checks that this executable can run the model, and tells its shape.
+/// Checks that this executable can run the model, and describes the model.
 pub(crate) fn describe(path: &Path, model: &GgufModel) -> CliResult<ModelDescription> {
     let heads = model.tensors().map(|(_, tensor)| TensorHead {
         name: &tensor.name,

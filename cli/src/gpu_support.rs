@@ -1,6 +1,7 @@
-//! The parts of the executable that depend on the `cuda` feature. No other file of this package tests for it.
+//! The code that depends on the `cuda` feature. No other file of this package tests for the
+//! feature.
 //!
-//! Without the feature there is no driver to ask: fleets run on the host backend.
+//! Without the feature there is no driver to ask, and fleets run on the host backend.
 
 #[cfg(feature = "cuda")]
 mod doctor;

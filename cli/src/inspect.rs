@@ -1,4 +1,4 @@
-//! `ballast inspect`: what a GGUF file or split set says about itself, read from its header alone.
+//! `ballast inspect`: prints the contents of a model file's header.
 
 use gguf::{Array, GgufModel, OpenError, Value, check_model};
 use serde::Serialize;
@@ -7,33 +7,33 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Arrays up to this length are shown whole; of longer ones, such as vocabularies, the start.
+/// Arrays up to this length are printed whole. Longer ones, such as vocabularies, are abbreviated.
 const WHOLE_ARRAY: usize = 64;
 const ARRAY_START: usize = 4;
-/// Characters of a text or an array that one line shows.
+/// Most characters of one printed value.
 const LINE_CHARS: usize = 90;
 
-/// Show header, metadata, tensors and sizes of a model file.
+/// Print metadata, tensors and sizes of a model file
 #[derive(Debug, clap::Args)]
 pub(crate) struct InspectArguments {
-    /// A GGUF file, or the first of a split set.
+    /// GGUF file, or the first file of a split set
     pub(crate) model: PathBuf,
-    /// Print one JSON object.
+    /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// Everything that is shown. The JSON form has these names.
+/// The printed report. The field names are those of the JSON output.
 #[derive(Debug, Serialize)]
 pub(crate) struct InspectReport {
     files: Vec<FileRow>,
     architecture: Option<String>,
-    /// Why the model would be refused although its files are sound.
+    /// Why no engine can use the model, although its files are valid.
     refused: Option<String>,
     parameters: u64,
     tensor_bytes: u64,
     types: Vec<TypeRow>,
-    /// Long arrays stand as `{"array_of", "length", "start"}`.
+    /// Long arrays are abbreviated as `{"array_of", "length", "start"}`.
     metadata: Map<String, Json>,
     tensors: Vec<TensorRow>,
 }
@@ -65,7 +65,7 @@ struct TensorRow {
     dims: Vec<u64>,
     /// Index into `files`.
     file: usize,
-    /// From the start of that file.
+    /// Offset from the start of that file.
     offset: u64,
     bytes: u64,
 }
@@ -101,7 +101,7 @@ pub(crate) fn inspect(path: &Path) -> Result<InspectReport, OpenError> {
     })
 }
 
-/// Sums per type, the largest first.
+/// Totals for each tensor type, the largest first.
 fn types(model: &GgufModel) -> Vec<TypeRow> {
     let mut by_type = BTreeMap::new();
     for (_, tensor) in model.tensors() {
@@ -135,7 +135,8 @@ fn to_json(value: Value<'_>) -> Json {
     }
 }
 
-/// The shortest digits that give the stored number back (1e-6, not 9.999999974752427e-7); Inf and NaN as text.
+/// Prints the shortest digits that parse to the stored number (1e-6 instead of
+/// 9.999999974752427e-7). Inf and NaN become text.
 fn float(digits: String, value: f64) -> Json {
     match digits.parse::<f64>() {
         Ok(shortest) if value.is_finite() => shortest.into(),
@@ -189,7 +190,7 @@ impl fmt::Display for InspectReport {
     }
 }
 
-/// A value on one line.
+/// Formats a value on one line.
 fn shortened(value: &Json) -> String {
     let text = match value {
         Json::Object(array) => {

@@ -1,6 +1,8 @@
-//! The `ballast` executable: one subcommand per thing a user does and per process of a fleet.
+//! The `ballast` executable: one subcommand for each task of a user and for each process of a
+//! fleet.
 //!
-//! Errors are one line, "ballast: what: why; what to do", with the exit codes of `service::exit`.
+//! An error is one line on standard error, "ballast: what: why; what to do". `service::exit`
+//! defines the exit codes.
 
 #![forbid(unsafe_code)]
 
@@ -41,7 +43,8 @@ use clap::Parser;
 use service::Exit;
 
 fn main() -> ExitCode {
-    // The exec shim becomes another process before anything of this one has started.
+    // The exec shim replaces this process by another program, so it runs before anything else
+    // starts.
     let mut raw = std::env::args_os().skip(1);
     if raw.next().is_some_and(|first| first == supervisor::shim::SUBCOMMAND) {
         eprintln!("ballast: {}", service::exit::one_line(&supervisor::shim::exec(raw)));

@@ -1,4 +1,4 @@
-//! `[[models]]` of `ballast.toml`: one model of a fleet.
+//! `[[models]]` in `ballast.toml`: the configuration of one model of a fleet.
 
 use std::path::PathBuf;
 
@@ -10,13 +10,15 @@ use toml::Table;
 use crate::cli_error::{CliError, CliResult};
 use crate::device_choice::DeviceOption;
 
-/// Two show what the fleet is for: one copy of the weights, and a stream that survives the death of a worker.
+/// Two workers show the purpose of a fleet: they share one copy of the weights, and a stream
+/// survives the death of its worker.
 pub(crate) const DEFAULT_WORKERS: u32 = 2;
 
+/// One model of a fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct FleetModelConfig {
-    /// What requests and workers call it.
+    /// Name of the model in requests.
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     /// auto, host, cuda:N, or a GPU's UUID.
@@ -24,7 +26,7 @@ pub(crate) struct FleetModelConfig {
     pub(crate) device: DeviceOption,
     #[serde(default = "default_workers")]
     pub(crate) workers: u32,
-    /// Of each worker. Absent: cores / workers of the fleet.
+    /// Threads of each worker. If absent, cores / workers of the fleet.
     pub(crate) threads: Option<u32>,
     pub(crate) ctx_size: Option<u32>,
     pub(crate) kv_bytes: Option<ByteSize>,
@@ -33,9 +35,10 @@ pub(crate) struct FleetModelConfig {
     #[serde(default, with = "worker::kv_types")]
     pub(crate) kv_type: KvTypes,
     pub(crate) step_tokens: Option<u32>,
-    /// Guesses at next tokens: "lookup", or the name of a smaller model of this fleet with the same vocabulary.
+    /// Source of draft tokens: "lookup", or the name of a smaller model of this fleet with the same
+    /// vocabulary.
     pub(crate) draft: Option<String>,
-    /// Most tokens guessed at once.
+    /// Most draft tokens per step.
     pub(crate) draft_depth: Option<u32>,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
@@ -50,6 +53,7 @@ fn packed() -> bool {
 }
 
 pub(crate) fn to_toml_table(config: &impl Serialize) -> CliResult<Table> {
-    Table::try_from(config)
-        .map_err(|error| CliError::new(Exit::Internal, format!("a configuration cannot be written: {error}")))
+    Table::try_from(config).map_err(|error| {
+        CliError::new(Exit::Internal, format!("cannot encode a configuration as TOML: {error}"))
+    })
 }

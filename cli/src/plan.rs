@@ -1,6 +1,7 @@
-//! `ballast plan`: what a fleet will hold of each device, from the heads of its model files, before anything is loaded.
+//! `ballast plan`: computes how much memory a fleet will need on each device, from the headers of
+//! its model files.
 //!
-//! The figures are those that the weight-server's ledger will reserve, row by row.
+//! The figures are those that the weight-server's ledger will reserve.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -16,29 +17,29 @@ use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct PlanArguments {
-    /// The model file
+    /// Model file
     #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
     model: Option<PathBuf>,
-    /// A fleet of several models, described in TOML
+    /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
-    /// All of it as one JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
     fleet: FleetArguments,
 }
 
-/// A device, and what the fleet takes of it.
+/// Memory that the fleet needs on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct DeviceMemoryPlan {
-    /// "host", or a UUID.
+    /// "host", or a GPU's UUID.
     id: String,
-    /// For people.
+    /// Name for the report.
     name: String,
-    /// What the fleet may take.
+    /// Most bytes that the fleet may use.
     budget: u64,
-    /// What nobody holds at the moment, where somebody says.
+    /// Free memory at the moment, if it is known.
     free: Option<u64>,
     weights: u64,
     workers: Vec<WorkerMemory>,
@@ -47,7 +48,7 @@ struct DeviceMemoryPlan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct WorkerMemory {
     bytes: u64,
-    /// Keys and values: what a user can choose of it.
+    /// The KV cache's part of `bytes`, which the user can choose.
     kv: u64,
 }
 
@@ -56,7 +57,7 @@ impl DeviceMemoryPlan {
         self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>()
     }
 
-    /// What it can have now.
+    /// Bytes that the fleet can allocate now.
     fn room(&self) -> u64 {
         self.free.map_or(self.budget, |free| free.min(self.budget))
     }
@@ -65,7 +66,7 @@ impl DeviceMemoryPlan {
         self.needed().saturating_sub(self.room())
     }
 
-    /// What would make it fit, where it does not.
+    /// If the fleet does not fit, says what would make it fit.
     fn advice(&self) -> Option<String> {
         if self.missing() == 0 {
             return None;
@@ -74,7 +75,7 @@ impl DeviceMemoryPlan {
             let over = ByteSize(self.weights - self.room()).rounded();
             let percent = (self.room() as f64 / self.weights as f64 * 100.0).floor();
             return Some(format!(
-                "the weights alone are {over} too large: those of a quantisation with {percent}% of their size would fit"
+                "the weights alone are {over} too large; a quantisation with {percent}% of their size would fit"
             ));
         };
         let fitting = self.workers.iter().take_while(|worker| {
@@ -87,7 +88,7 @@ impl DeviceMemoryPlan {
         if self.workers.iter().all(|worker| each < worker.kv) {
             let each = ByteSize(each).rounded();
             // Writing to a string cannot fail.
-            let _ = write!(advice, "; all do with {each} less for each (--kv-bytes, --ctx-size)");
+            let _ = write!(advice, "; all fit with {each} less for each (--kv-bytes, --ctx-size)");
         }
         Some(advice)
     }
@@ -203,7 +204,7 @@ fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
         );
         let parts = [
             ("context", demand.context),
-            ("keys and values", demand.kv),
+            ("KV cache", demand.kv),
             ("activations", demand.workspace.activations),
             ("scratch", demand.workspace.scratch),
             ("graphs", demand.workspace.graphs),
@@ -248,7 +249,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// Half of each worker is keys and values.
+    /// Half of each worker's memory is KV cache.
     fn device(budget: u64, weights: u64, workers: &[u64]) -> DeviceMemoryPlan {
         let workers = workers.iter().map(|&bytes| WorkerMemory { bytes, kv: bytes / 2 }).collect();
         DeviceMemoryPlan {
@@ -272,7 +273,7 @@ mod tests {
         let device = device(10 * GIB, 4 * GIB, &[4 * GIB, 4 * GIB]);
         assert_eq!(device.missing(), 2 * GIB);
         let advice = device.advice().unwrap();
-        assert!(advice.starts_with("1 of 2 workers fit; all do with 1.00 GiB less for each"), "{advice}");
+        assert!(advice.starts_with("1 of 2 workers fit; all fit with 1.00 GiB less for each"), "{advice}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One process of a fleet, as the supervisor or a systemd unit starts it.
+//! Runs one process of a fleet. The supervisor or a systemd unit starts it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::cli_error::{CliError, CliResult};
 
 #[derive(Args)]
 pub(crate) struct ProcessArguments {
-    /// Configuration of this process
+    /// Configuration file of this process
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }
@@ -31,17 +31,18 @@ pub(crate) fn router(arguments: ProcessArguments) -> CliResult {
     run(arguments, router::run)
 }
 
-/// The loader takes its orders from standard input, a socket to the weight-server; what goes wrong is told there.
+/// Runs the loader. It gets its job on standard input, a socket to the weight-server, and reports
+/// errors there.
 pub(crate) fn loader() -> CliResult {
     service::logging::init("loader", Level::INFO);
     Ok(weight_server::loader::run()?)
 }
 
-/// How long a failing process waits for its parent to hear why it fails.
+/// How long a failing process waits until the supervisor has received its last status.
 const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
 
-/// Runs the process to its end. Whoever supervises it hears why it failed, and so says it to whoever wants to know;
-/// without a supervisor the process says it itself.
+/// Runs a process until it ends. A failing process reports its error to the supervisor; without a
+/// supervisor it prints the error itself.
 fn run<C: DeserializeOwned, E: HasExit>(
     arguments: ProcessArguments,
     process: fn(C) -> Result<(), E>,
@@ -56,7 +57,8 @@ fn run<C: DeserializeOwned, E: HasExit>(
     }
 }
 
-/// Tells the failure to the supervisor, as the last status.
+/// Sends the error to the supervisor as the last status. Returns true if the supervisor has
+/// received it.
 fn was_heard(failure: &CliError) -> bool {
     let Ok(notify) = Notify::from_env() else { return false };
     notify.has_parent()

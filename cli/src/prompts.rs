@@ -1,4 +1,4 @@
-//! Prompts from a file: one JSON string a line.
+//! Reads prompts from a file, one JSON string per line.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use service::Exit;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 
-/// A file of prompts is read whole.
+/// Most bytes of a prompts file, because it is read whole.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
 pub(crate) fn read(path: &Path) -> CliResult<Vec<String>> {

@@ -1,7 +1,7 @@
-//! `ballast ps`: the processes of a running fleet and their memory, on the host and on its devices.
+//! `ballast ps`: lists the processes of a running fleet and their memory, on the host and on GPUs.
 //!
-//! The supervisor knows the processes, each worker what it has of its device, the weight-server what weights there are. Of
-//! those that do not answer, the rest is shown all the same.
+//! The supervisor reports the processes, each worker its device memory, and the weight-server the
+//! weights. If a process does not answer, the list lacks only its figures.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -21,15 +21,15 @@ use tonic::transport::Channel;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::running_fleet::{block_on, find_fleet};
 
-/// A process that is in trouble does not answer; it is shown without its own figures.
+/// How long to wait for a process's figures.
 const ANSWER_WAIT: Duration = Duration::from_secs(2);
 
 #[derive(clap::Args)]
 pub(crate) struct PsArguments {
-    /// Directory of the fleet [default: the only one that runs]
+    /// Runtime directory of the fleet [default: that of the only running fleet]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
-    /// One process a line, as JSON
+    /// Print one JSON object per process
     #[arg(long)]
     json: bool,
 }
@@ -53,12 +53,12 @@ pub(crate) fn run(arguments: PsArguments) -> CliResult {
     })
 }
 
-/// A client of the supervisor in this directory.
+/// Connects to the supervisor in this runtime directory.
 pub(crate) async fn connect(directory: &RuntimeDir) -> CliResult<FleetClient<Channel>> {
     Ok(FleetClient::new(service::grpc::connect(&directory.supervisor_socket()).await?))
 }
 
-/// Everything that is known of a fleet.
+/// The state of a fleet, collected from its processes.
 struct FleetSnapshot {
     status: Status,
     /// By name.
@@ -133,7 +133,7 @@ impl FleetSnapshot {
         let status = &self.status;
         let mut text = format!(
             "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  STATUS\n",
-            "NAME", "PID", "STATE", "RESTARTS", "UPTIME", "OWN", "WEIGHTS", "DEVICE", "RESERVED"
+            "NAME", "PID", "STATE", "RESTARTS", "UPTIME", "PRIVATE", "WEIGHTS", "DEVICE", "RESERVED"
         );
         for child in &status.children {
             let own = child.memory.map_or_else(String::new, |m| ByteSize(m.anonymous).rounded());
@@ -178,7 +178,7 @@ impl FleetSnapshot {
             );
         }
         text += &format!(
-            "supervisor {} in {}, {} descriptors in the vault\n",
+            "supervisor {} in {}, {} descriptors in the FD store\n",
             status.supervisor_pid, status.runtime_dir, status.stored_fds
         );
         text
@@ -197,12 +197,12 @@ fn memory_json(memory: Memory) -> serde_json::Value {
     })
 }
 
-/// What the ledger keeps for a worker on its device.
+/// Bytes that the ledger reserves for a worker on its device.
 fn reserved(stats: &StatsReply) -> u64 {
     stats.context_bytes + stats.kv_reserved_bytes + stats.workspace_bytes
 }
 
-/// "host", or the start of a UUID.
+/// Shortens a UUID; "host" stays as it is.
 fn short(device: &str) -> &str {
     const SHOWN: usize = "GPU-01234".len();
     device.get(..SHOWN).unwrap_or(device)

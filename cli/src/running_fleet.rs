@@ -1,4 +1,5 @@
-//! A fleet that a command has started: wait until it serves, use it, stop it without a trace.
+//! [`RunningFleet`]: a fleet that a command has started. The command waits until it serves, uses
+//! it, and stops it.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,14 +19,17 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 
-/// A fleet that is starting may be slow, but not silent: this long without a byte loaded or a child changing is the end.
+/// The start fails after this time without any progress: no byte loaded and no child's state
+/// changed.
 const PROGRESS_WAIT: Duration = Duration::from_secs(60);
-/// What a .socket unit calls the public socket (FileDescriptorName=); everything else that systemd hands over is the vault's.
+/// Name of the public socket in a .socket unit (FileDescriptorName=). All other inherited
+/// descriptors belong to the FD store.
 const HTTP_SOCKET: &str = "http";
-/// How often the router is asked whether it has found the workers. It looks for them every 100 ms itself.
+/// How often the router is asked whether it serves all workers. The router scans for workers every
+/// 100 ms.
 const ASK_ROUTER: Duration = Duration::from_millis(10);
 
-/// Runs a command that works with a fleet, on a runtime of its own.
+/// Runs a command's future on a runtime of its own.
 pub(crate) fn block_on<T>(work: impl Future<Output = CliResult<T>>) -> CliResult<T> {
     supervisor::raise_descriptor_limit()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -34,7 +38,7 @@ pub(crate) fn block_on<T>(work: impl Future<Output = CliResult<T>>) -> CliResult
         .build()
         .with_context(|| "cannot start a runtime".to_owned())?;
     let outcome = runtime.block_on(work);
-    // A thread that waits for standard input must not hold up the end.
+    // This does not wait for a thread that reads standard input.
     runtime.shutdown_background();
     outcome
 }
@@ -43,13 +47,14 @@ pub(crate) struct RunningFleet {
     pub(crate) fleet: FleetHandle,
     pub(crate) shutdown: Shutdown,
     models: HashMap<String, u32>,
-    /// Where each model went, in the configuration's order.
+    /// The device of each model, in the order of the configuration.
     pub(crate) devices: Vec<(String, DeviceChoice)>,
     progress: ProgressBar,
 }
 
 impl RunningFleet {
-    /// Starts the processes. `notify` is who started us, `log` how much the children say.
+    /// Starts the processes. `notify` is the service manager; `log` is the log level of the
+    /// children.
     pub(crate) async fn start(config: &FleetConfig, notify: Notify, log: tracing::Level) -> CliResult<Self> {
         let shutdown = Shutdown::install().with_context(|| "cannot listen to signals".to_owned())?;
         let inherited = service::listen::inherited_fds()?;
@@ -73,7 +78,7 @@ impl RunningFleet {
         self.fleet.directory()
     }
 
-    /// A client of the router's public API.
+    /// Connects to the router's public API.
     pub(crate) fn client(&self) -> CliResult<InferenceClient<Channel>> {
         let channel = service::grpc::connect_lazy(&self.directory().router_socket())?;
         Ok(InferenceClient::new(channel)
@@ -81,7 +86,7 @@ impl RunningFleet {
             .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX))
     }
 
-    /// Does the work and stops the fleet, whatever came of it. Ctrl-C ends the work.
+    /// Does the work, then stops the fleet in any case. Ctrl-C cancels the work.
     pub(crate) async fn finish<T>(
         mut self,
         work: impl AsyncFnOnce(&mut Self) -> CliResult<T>,
@@ -100,7 +105,7 @@ impl RunningFleet {
         self.fleet.status().await.map_err(|error| CliError::new(Exit::Internal, error.to_string()))
     }
 
-    /// Returns when the fleet has been stopped by an order.
+    /// Waits until a command has stopped the fleet.
     pub(crate) async fn ended(&mut self) {
         self.fleet.stopped().await;
     }
@@ -139,7 +144,7 @@ impl RunningFleet {
                         last_change = Instant::now();
                         self.check_all().await?;
                     }
-                    Err(RecvError::Closed) => return Err(CliError::new(Exit::Internal, "the fleet has ended")),
+                    Err(RecvError::Closed) => return Err(CliError::new(Exit::Internal, "the fleet stopped while it was starting")),
                 },
                 _ = ask.tick() => {
                     if self.is_served(&mut client).await {
@@ -155,7 +160,7 @@ impl RunningFleet {
     }
 
     async fn is_served(&self, client: &mut InferenceClient<Channel>) -> bool {
-        // The router is not there yet, or restarting: not served.
+        // If the router does not answer, it is still starting or restarting.
         let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
         let served: HashMap<String, u32> =
             reply.into_inner().models.into_iter().map(|m| (m.name, m.workers)).collect();
@@ -164,8 +169,8 @@ impl RunningFleet {
             .all(|(name, workers)| *workers == 0 || served.get(name).is_some_and(|found| found >= workers))
     }
 
-    /// Whether anything has gone wrong that waiting does not cure. A model that cannot be loaded is told first: its workers
-    /// fail because of it.
+    /// Fails if a model or a child has an error that waiting cannot cure. A model that cannot be
+    /// loaded is reported first, because its workers fail as a consequence.
     async fn check_all(&self) -> CliResult {
         let status = self.status().await?;
         for model in &status.models {
@@ -187,19 +192,19 @@ impl RunningFleet {
             waiting.extend(status.children.iter().filter(not_running).map(|c| c.name.clone()));
         }
         let on_whom = match waiting.is_empty() {
-            true => "the router does not find the workers".to_owned(),
+            true => "the router does not see all workers".to_owned(),
             false => format!("still waiting for {}", waiting.join(", ")),
         };
         CliError::new(
             Exit::PeerLost,
             format!(
-                "the fleet does not start: no progress for {PROGRESS_WAIT:?}, {on_whom}; BALLAST_LOG=debug says more"
+                "the fleet does not start: no progress for {PROGRESS_WAIT:?}, {on_whom}; set BALLAST_LOG=debug for details"
             ),
         )
     }
 }
 
-/// A child that cannot start ends the command, except for what a restart may cure.
+/// Fails if a child cannot start, unless a restart may help.
 fn check_child(child: &ChildStatus) -> CliResult {
     let Some(last_termination) = &child.last_termination else { return Ok(()) };
     let exit = last_termination.exit().unwrap_or(Exit::Internal);
@@ -222,7 +227,8 @@ fn last_end_words(last_termination: &supervisor::LastTermination) -> String {
     }
 }
 
-/// The directory of the fleet that a command talks to: the named one, or the only one that runs.
+/// Finds the runtime directory of the fleet that a command talks to: the given one, or that of the
+/// only running fleet.
 pub(crate) fn find_fleet(runtime_dir: Option<&Path>) -> CliResult<RuntimeDir> {
     if let Some(path) = runtime_dir {
         return Ok(RuntimeDir::at(path));

@@ -1,4 +1,5 @@
-//! `ballast serve`: a fleet in the foreground; `ballast supervisor`: the same for a service manager.
+//! `ballast serve` runs a fleet in the foreground; `ballast supervisor` does the same for a service
+//! manager.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -15,21 +16,21 @@ use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
 use crate::running_fleet::{RunningFleet, block_on};
 
-/// Reachable from this machine only, until somebody says otherwise.
+/// By default the fleet is reachable from this machine only.
 const DEFAULT_LISTEN: &str = "127.0.0.1:8080";
 
 #[derive(clap::Args)]
 pub(crate) struct ServeArguments {
-    /// The model file
+    /// Model file
     #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
     model: Option<PathBuf>,
-    /// A fleet of several models, described in TOML
+    /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
-    /// Address and port of HTTP and gRPC; port 0 takes any free one [default: 127.0.0.1:8080]
+    /// Address and port of HTTP and gRPC; port 0 selects a free port [default: 127.0.0.1:8080]
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<SocketAddr>,
-    /// Print one line of JSON when requests are served
+    /// Print one line of JSON when the fleet is ready
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -38,7 +39,7 @@ pub(crate) struct ServeArguments {
 
 #[derive(clap::Args)]
 pub(crate) struct SupervisorArguments {
-    /// The fleet, described in TOML
+    /// Fleet configuration in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: PathBuf,
 }
@@ -51,7 +52,7 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     };
     let default = || DEFAULT_LISTEN.parse().ok();
     config.listen = arguments.listen.or(config.listen).or_else(default);
-    // What goes wrong with a child is reported below, in words.
+    // `report` prints the errors of children as text.
     service::logging::init("supervisor", Level::ERROR);
     let json = arguments.json;
     foreground(&config, Level::ERROR, async |fleet| {
@@ -62,7 +63,7 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     })
 }
 
-/// One line for every child that ends by itself, every model that fails.
+/// Prints one line for every child that crashes and every model that cannot be loaded.
 async fn report(mut events: broadcast::Receiver<FleetEvent>) {
     let mut told: HashMap<String, u32> = HashMap::new();
     loop {
@@ -71,7 +72,11 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
                 let before = told.insert(child.name.clone(), child.crashes).unwrap_or(0);
                 let given_up = matches!(child.state, ChildState::Failed(_));
                 if let (true, Some(end)) = (child.crashes > before, &child.last_termination) {
-                    let then = if given_up { "given up; `ballast restart` tries again" } else { "restarted" };
+                    let then = if given_up {
+                        "not restarted again; run `ballast restart` to retry"
+                    } else {
+                        "restarted"
+                    };
                     eprintln!("{}: {end}; {then}", child.name);
                 }
             }
@@ -90,7 +95,8 @@ pub(crate) fn run_supervisor(arguments: SupervisorArguments) -> CliResult {
     foreground(&config, Level::INFO, RunningFleet::ready)
 }
 
-/// Runs the fleet until it is told to stop. What goes wrong before it serves ends it; later, children are restarted.
+/// Runs the fleet until it is stopped. An error before the fleet serves ends it; later, the
+/// supervisor restarts children.
 fn foreground(
     config: &FleetConfig,
     log: Level,
@@ -99,7 +105,8 @@ fn foreground(
     block_on(async {
         let notify = Notify::from_env()?;
         let fleet = RunningFleet::start(config, notify.clone(), log).await?;
-        // Sockets are bound, children are starting: READY does not wait for models.
+        // The sockets are bound and the children are starting. READY does not wait for models to
+        // load.
         notify.ready()?;
         let shutdown = fleet.shutdown.clone();
         let outcome = fleet.finish(async |fleet| {
@@ -108,14 +115,15 @@ fn foreground(
             Ok(())
         });
         match outcome.await {
-            // To be told to stop is how it ends.
+            // Stopping on request is a success.
             Err(failure) if shutdown.is_requested() && failure.exit == Exit::Interrupted => Ok(()),
             outcome => outcome,
         }
     })
 }
 
-/// Says where requests go. Standard output is for whoever started us, so it is flushed at once.
+/// Prints where to send requests. Flushes at once, because another program may wait for this
+/// output.
 async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
     let status = fleet.status().await?;
     let url = format!("http://{}", status.http_address);
@@ -134,9 +142,9 @@ async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
                 "model": first, "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0,
             });
             let devices: Vec<String> =
-                fleet.devices.iter().map(|(model, choice)| format!("device   {model} on {choice}\n")).collect();
+                fleet.devices.iter().map(|(model, choice)| format!("device     {model}: {choice}\n")).collect();
             format!(
-                "serving  {} with {workers} workers\n{}HTTP     {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC     {url} (ballast.v1, with reflection)\nprocesses: ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops everything.",
+                "serving    {} with {workers} workers\n{}HTTP       {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC       {url} (ballast.v1, with reflection)\nprocesses  ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops the fleet.",
                 models.join(", "),
                 devices.concat(),
             )

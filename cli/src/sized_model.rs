@@ -1,6 +1,7 @@
-//! One model of a fleet, sized from the head of its file: where it goes, what its weights and each worker take there.
+//! [`SizedModel`]: a model of a fleet with its device and its memory, computed from the header of
+//! its file.
 //!
-//! The same figures become the configuration of the processes and the rows of `ballast plan`.
+//! The figures go into the configuration of the processes and into `ballast plan`.
 
 use std::path::{Path, PathBuf};
 
@@ -22,13 +23,14 @@ use crate::devices::{GpuInfo, GpuInventory};
 use crate::gguf_file;
 use crate::model_config::{FleetModelConfig, to_toml_table};
 
-/// Without a budget: four sequences of full length, or this many tokens (2.3 GiB for an 8B model with 8 KV heads).
+/// Default size of the KV cache on the host: four sequences of full length, but at most this many
+/// tokens (2.3 GiB for an 8B model with 8 KV heads).
 const DEFAULT_KV_TOKENS_MAX: usize = 16 << 10;
 
-/// The same on a GPU, where more sequences run at once (9.2 GiB for that model).
+/// The same limit on a GPU, where more sequences run at once (9.2 GiB for that model).
 const DEFAULT_GPU_KV_TOKENS_MAX: usize = 64 << 10;
 
-/// Numbers, checksums and tags of one tensor in a manifest.
+/// Estimated bytes of one tensor's entry in the manifest, without its name.
 const MANIFEST_ENTRY_BYTES: u64 = 128;
 
 pub(crate) struct SizedModel {
@@ -37,29 +39,29 @@ pub(crate) struct SizedModel {
     pub(crate) workers: u32,
     pub(crate) choice: DeviceChoice,
     pub(crate) weights: WeightSizes,
-    /// Of each worker.
+    /// Memory of each worker.
     pub(crate) demand: MemoryPlan,
     worker: worker::WorkerConfig,
     head: ModelFileSummary,
     pack: bool,
 }
 
-/// What the head of a file says of a model.
+/// Properties of a model from the header of its file.
 #[derive(Clone)]
 struct ModelFileSummary {
     description: ModelDescription,
-    /// Of its tensors, each once.
+    /// The distinct types of its tensors.
     dtypes: Vec<DType>,
 }
 
-/// What the weight-server will hold.
+/// Sizes of the weights in the weight-server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WeightSizes {
-    /// In the layout of the device.
+    /// In the device's layout.
     pub(crate) tensor_bytes: u64,
-    /// With packing and padding.
+    /// Including packing and padding.
     pub(crate) allocation_bytes: u64,
-    /// Always in the host's memory.
+    /// The manifest is always in host memory.
     pub(crate) manifest_bytes: u64,
     pub(crate) allocations: usize,
     on_host: bool,
@@ -92,16 +94,16 @@ impl WeightSizes {
         })
     }
 
-    /// As the ledger counts a generation on its device.
+    /// Bytes that the ledger reserves for the generation on its device.
     pub(crate) fn total(&self) -> u64 {
         self.allocation_bytes + if self.on_host { self.manifest_bytes } else { 0 }
     }
 }
 
 impl SizedModel {
-    /// Checks the head of the model file and sizes what its workers need.
+    /// Checks the header of the model file and computes the memory of its weights and workers.
     fn of(config: &FleetModelConfig, fleet_workers: u32, seen: &GpuInventory) -> CliResult<Self> {
-        // Processes of the fleet have working directories of their own.
+        // The fleet's processes have other working directories, so the path must be absolute.
         let path = std::path::absolute(&config.path)
             .with_context(|| format!("cannot find {}", config.path.display()))?;
         let model = gguf_file::open(&path)?;
@@ -111,7 +113,7 @@ impl SizedModel {
         let choice = choose(config.device, seen, unfit.as_deref())?;
         let weights = WeightSizes::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // A worker on a GPU computes there; its threads serve.
+        // On a GPU these threads only serve; the GPU computes.
         let threads = match config.threads {
             Some(threads) => threads as usize,
             None => (cores / fleet_workers.max(1) as usize).max(1),
@@ -129,7 +131,7 @@ impl SizedModel {
         worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
         if let Some(tokens) = config.step_tokens {
             worker.step_tokens = tokens as usize;
-            // Every running sequence moves in every step.
+            // Every running sequence needs at least one row in every step.
             worker.running_max = worker.running_max.min(worker.step_tokens);
         }
         worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
@@ -141,7 +143,7 @@ impl SizedModel {
         dtypes.sort_unstable();
         dtypes.dedup();
         let demand = MemoryPlan::of(&worker, &description, &dtypes).map_err(unfit)?;
-        // Whole units of the device, and the budget that buys as much.
+        // The device allocates whole units; the budget covers them.
         worker.kv_bytes = worker.kv_bytes.max(ByteSize(demand.kv));
         worker.workspace_bytes = Some(ByteSize(demand.workspace.total()));
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
@@ -158,7 +160,8 @@ impl SizedModel {
         })
     }
 
-    /// Sizes the models of a fleet together: some draft for others. `fleet_workers` is the number in the whole fleet.
+    /// Computes the sizes of all models of a fleet. They depend on each other, because some are
+    /// draft models of others. `fleet_workers` is the number of workers of the whole fleet.
     pub(crate) fn all(
         models: &[FleetModelConfig],
         fleet_workers: u32,
@@ -169,7 +172,7 @@ impl SizedModel {
         for (index, config) in models.iter().enumerate() {
             let Some(name) = sized[index].drafted_by() else { continue };
             let Some(draft) = sized.iter().find(|model| model.name == name) else {
-                let text = format!("model {:?}: no model is called {name:?}, to draft for it", config.name);
+                let text = format!("model {:?}: its draft model {name:?} is not in this fleet", config.name);
                 return Err(CliError::new(Exit::Usage, text));
             };
             let draft = draft.head.clone();
@@ -178,7 +181,7 @@ impl SizedModel {
         Ok(sized)
     }
 
-    /// The model that drafts for this one.
+    /// Name of this model's draft model.
     fn drafted_by(&self) -> Option<&str> {
         match &self.worker.draft {
             DraftSource::Model(name) => Some(name),
@@ -186,8 +189,8 @@ impl SizedModel {
         }
     }
 
-    /// What `draft`, which drafts for this model, takes of each worker. It keeps keys and values of the same tokens, stored as
-    /// the model's own: as many fit as without it, unless the budget is in bytes.
+    /// Adds what the draft model takes of each worker. Its KV cache has the same number of tokens
+    /// and the same type. If the budget is given in bytes, both caches share it; else it grows.
     fn make_room_for(&mut self, draft: &ModelFileSummary, config: &FleetModelConfig) -> CliResult<()> {
         let layers = self.head.description.kv_layers(&config.kv_type);
         let drafts = draft.description.kv_layers(&config.kv_type.rest().into());
@@ -196,7 +199,7 @@ impl SizedModel {
         self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
         self.worker.workspace_bytes = Some(ByteSize(self.demand.workspace.total()));
         if config.kv_bytes.is_none() {
-            // A block of the model's with one of the draft's beside it.
+            // A block of the model and a block of the draft model together.
             let block_bytes = |layers| KvLayout { block_tokens: 1, blocks: 1, layers }.block_bytes() as u64;
             let own = block_bytes(layers);
             let both = own + block_bytes(drafts);
@@ -218,7 +221,8 @@ impl SizedModel {
     }
 }
 
-/// Who asks for more than there is would find out by the first long prompt. (What drafts has no sequences of its own.)
+/// Refuses a context longer than the model's at the start, instead of at the first long prompt. A
+/// draft model has no sequences of its own.
 fn check_context(config: &FleetModelConfig, description: &ModelDescription) -> CliResult {
     let most = description.context_length;
     match config.ctx_size.filter(|&asked| config.workers > 0 && asked as usize > most) {
@@ -231,7 +235,8 @@ fn check_context(config: &FleetModelConfig, description: &ModelDescription) -> C
     }
 }
 
-/// Room for some long sequences or many short ones: a budget is always a number, never "what is free".
+/// Default size of the KV cache: some long sequences or many short ones. The budget is always a
+/// fixed number, never "what is free".
 fn kv_bytes(
     config: &FleetModelConfig,
     description: &ModelDescription,
@@ -264,7 +269,7 @@ fn default_kv_tokens(
     let most = match gpu {
         None => DEFAULT_KV_TOKENS_MAX,
         Some(gpu) => {
-            // A GPU is small beside a host: all workers together leave half of what the weights leave.
+            // GPU memory is scarce: all workers together use half of what the weights leave.
             let engine = EngineConfig::new(KvBudget::Tokens(1));
             let token_bytes = kv_token_bytes(description, &config.kv_type);
             let share =

@@ -1,4 +1,4 @@
-//! What a run has shown: weights held once, what each worker costs beside them, how fast it was.
+//! The summary of `ballast generate`: the shared weights, the memory of each worker, and the speed.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::completion::PromptCompletion;
 use crate::running_fleet::RunningFleet;
 
 pub(crate) struct GenerationRun {
-    /// From the fleet's being ready to the last token.
+    /// Time from the fleet's readiness to the last token.
     pub(crate) elapsed: Duration,
     pub(crate) finished: Vec<PromptCompletion>,
 }
@@ -22,15 +22,16 @@ pub(crate) struct GenerationRun {
 pub(crate) struct RunSummary {
     /// ByteSize of tensors, and of the memory that holds them.
     tensor_bytes: u64,
+    /// Bytes of the memory that holds them, with padding.
     weight_bytes: u64,
     workers: Vec<(u32, StatsReply)>,
-    /// Of the only model.
+    /// Device of the only model.
     device: String,
     measured: GenerationRun,
 }
 
 impl RunSummary {
-    /// Asks weight-server and workers, while they run.
+    /// Asks the weight-server and the workers, which must still run.
     pub(crate) async fn collect(fleet: &RunningFleet, measured: GenerationRun) -> CliResult<Self> {
         let directory = fleet.directory();
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
@@ -38,7 +39,7 @@ impl RunSummary {
         let status =
             status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner();
         let mut workers = Vec::new();
-        // A worker that has just died has nothing to tell.
+        // Skips a worker that does not answer.
         for (index, socket) in directory.worker_sockets().unwrap_or_default() {
             let Ok(channel) = service::grpc::connect(&socket).await else { continue };
             if let Ok(stats) = WorkerClient::new(channel).stats(StatsRequest {}).await {
@@ -60,7 +61,7 @@ impl fmt::Display for RunSummary {
         let GenerationRun { elapsed, finished } = &self.measured;
         writeln!(
             f,
-            "\nweights     {} bytes held once for {} workers ({} with padding)",
+            "\nweights     {} bytes in memory once, shared by {} workers ({} with padding)",
             self.tensor_bytes,
             self.workers.len(),
             ByteSize(self.weight_bytes).rounded(),
@@ -69,7 +70,7 @@ impl fmt::Display for RunSummary {
         for (index, stats) in &self.workers {
             writeln!(
                 f,
-                "worker-{index}    {} of its own ({} of it keys and values), attached in {:.1} ms",
+                "worker-{index}    {} of private memory ({} of it KV cache), attached to the weights in {:.1} ms",
                 ByteSize(stats.private_bytes).rounded(),
                 ByteSize(stats.kv_used_bytes).rounded(),
                 stats.attach_ms,
@@ -81,8 +82,8 @@ impl fmt::Display for RunSummary {
         write!(f, "speed       {tokens} tokens in {seconds:.2} s: {:.1} tokens/s", tokens as f64 / seconds)?;
         match finished.len() {
             0 => writeln!(f),
-            1 => writeln!(f, ", the first after {first:.0} ms"),
-            prompts => writeln!(f, ", {prompts} prompts, the first token after {first:.0} ms"),
+            1 => writeln!(f, ", first token after {first:.0} ms"),
+            prompts => writeln!(f, " for {prompts} prompts, first token after {first:.0} ms"),
         }
     }
 }

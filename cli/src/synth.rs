@@ -1,7 +1,8 @@
-//! `ballast synth`: writes files of random weights that have the shapes, types and metadata of real models.
+//! `ballast synth`: writes model files of random weights with the shapes, types and metadata of
+//! real models.
 //!
-//! What is measured on such a file (speed, memory, attach time) is what the real model would give; what it says is noise.
-//! A file depends on shape, types and seed only, and is written as a stream.
+//! Speed, memory and attach time measured on such a file are those of the real model; its output is
+//! noise. A file depends only on shape, types and seed. It is written as a stream.
 
 mod blocks;
 mod recipe;
@@ -19,28 +20,29 @@ use std::io::{self, BufWriter};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How much is made at a time, in bytes, before rounding to whole blocks.
+/// Bytes generated at a time, before rounding to whole blocks.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// Write a file of random weights with the shape of a real model.
+/// Write a model file with random weights and the shape of a real model
 #[derive(Debug, clap::Args)]
 pub(crate) struct SynthOptions {
-    /// ModelShape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b, llama3-70b; for tests
-    /// also qwen3-tiny, llama3-tiny, qwen3-moe-tiny, qwen3-many with more than 400 small tensors, and qwen3-wide with two
-    /// layers of qwen3-0.6b.
+    /// Shape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b,
+    /// llama3-70b. For tests: qwen3-tiny, llama3-tiny, qwen3-moe-tiny, qwen3-many (more than 400
+    /// small tensors), qwen3-wide (two layers of qwen3-0.6b)
     #[arg(value_parser = ModelShape::find)]
     shape: &'static ModelShape,
-    /// Types of the weights: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k_m, q4_k_m, q5_k_m, q6_k.
+    /// Types of the weights: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k_m, q4_k_m,
+    /// q5_k_m, q6_k
     #[arg(value_parser = QuantRecipe::find)]
     quant: &'static QuantRecipe,
-    /// The file to write.
+    /// Output file
     out: PathBuf,
-    /// Files of another seed have other weights.
+    /// Seed of the random weights
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
 
-/// Why no file was written.
+/// Why the file could not be written.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SynthError {
     #[error("cannot write {}", path.display())]
@@ -49,7 +51,7 @@ pub(crate) enum SynthError {
     Format { path: PathBuf, source: WriteError },
 }
 
-/// What was written.
+/// A description of the written file.
 #[derive(Debug, Serialize)]
 pub(crate) struct SynthReport {
     shape: &'static str,
@@ -75,7 +77,7 @@ impl std::fmt::Display for SynthReport {
     }
 }
 
-/// Writes beside the target first: a file that exists is whole.
+/// Writes to a temporary name first, so that a file under the final name is complete.
 pub(crate) fn synth(args: &SynthOptions) -> Result<SynthReport, SynthError> {
     let started = Instant::now();
     let mut partial = args.out.clone().into_os_string();
@@ -83,7 +85,7 @@ pub(crate) fn synth(args: &SynthOptions) -> Result<SynthReport, SynthError> {
     let partial = PathBuf::from(partial);
     let written = write_file(args, &partial, started);
     if written.is_err() && partial.exists() {
-        // The error that is on its way says more than one of cleaning up.
+        // The write error is more useful than an error of cleaning up.
         let _ = std::fs::remove_file(&partial);
     }
     written
@@ -125,7 +127,7 @@ fn write_model<W: io::Write>(
             writer.write(&ones)?;
             continue;
         }
-        // The variance of a product stays that of its input.
+        // This deviation keeps the variance of a matrix product at that of its input.
         let deviation = 1.0 / (tensor.row_values() as f32).sqrt();
         let block = tensor.dtype.block_bytes();
         let mut open = tensor.bytes as usize;
@@ -139,7 +141,7 @@ fn write_model<W: io::Write>(
     Ok((layout, writer.finish()?))
 }
 
-/// The keys that converters write for such a model.
+/// Writes the keys that converters write for such a model.
 fn metadata(shape: &ModelShape, recipe: &QuantRecipe) -> Result<MetadataBuilder, WriteError> {
     let mut metadata = MetadataBuilder::default();
     let architecture = shape.architecture();
@@ -156,7 +158,7 @@ fn metadata(shape: &ModelShape, recipe: &QuantRecipe) -> Result<MetadataBuilder,
     Ok(metadata)
 }
 
-/// Tensors in the order that llama.cpp's quantiser writes them.
+/// Lists tensors in the order in which llama.cpp's quantizer writes them.
 fn layout(shape: &ModelShape, recipe: &QuantRecipe) -> Result<TensorLayout, WriteError> {
     let mut layout = TensorLayout::default();
     for tensor in shape.tensors() {
@@ -194,7 +196,8 @@ mod tests {
         }
     }
 
-    /// Weights have mean 0 and the deviation that keeps activations at their size; norms are 1.
+    /// Checks that weights have mean 0 and a deviation that preserves the size of activations, and
+    /// that norms are 1.
     fn check_weights(tensor: &gguf::TensorInfo, bytes: &[u8]) {
         let mut values = vec![0.0; tensor.values() as usize];
         quant::decode(tensor.dtype, bytes, &mut values).unwrap();
@@ -219,7 +222,7 @@ mod tests {
 
     #[test]
     fn real_shapes_have_the_parameters_of_the_real_models() {
-        // In millions, from the models' cards.
+        // Parameters in millions, from the model cards.
         for (shape, millions) in [
             ("qwen3-0.6b", 596),
             ("qwen3-1.7b", 1720),
@@ -245,7 +248,8 @@ mod tests {
             let of = layout.tensors().iter().filter(|tensor| matches(&tensor.name));
             of.map(|tensor| tensor.dtype.name().trim_start_matches('Q').trim_end_matches("_K")).collect()
         };
-        // As in published files: every third layer between the first and the last eighth has the better type.
+        // As in published files: the better type goes to the first and last eighth of the layers
+        // and to every third layer between.
         assert_eq!(types("qwen3-0.6b", "q4_k_m", "ffn_down.weight"), "6664464464464464464464466666");
         assert_eq!(types("qwen3-0.6b", "q5_k_m", "attn_v.weight"), "6665565565565565565565566666");
         assert_eq!(types("qwen3-0.6b", "q4_k_m", "attn_q.weight"), "4".repeat(28));

@@ -1,4 +1,4 @@
-//! `ballast tokenize`: the token ids of texts, from the head of a model file alone.
+//! `ballast tokenize`: prints the token ids of texts. It reads only the header of the model file.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -12,19 +12,19 @@ use crate::{gguf_file, prompts};
 
 #[derive(clap::Args)]
 pub(crate) struct TokenizeArguments {
-    /// The model file
+    /// Model file
     #[arg(value_name = "MODEL.gguf")]
     model: PathBuf,
-    /// One text
+    /// Text to tokenize
     #[arg(long, value_name = "TEXT", conflicts_with = "prompts", required_unless_present = "prompts")]
     prompt: Option<String>,
-    /// Texts, one JSON string a line
+    /// File of texts, one JSON string per line
     #[arg(long, value_name = "FILE.jsonl")]
     prompts: Option<PathBuf>,
-    /// Plain text only: no BOS or EOS, and texts of control tokens stay text
+    /// Treat the text as plain: add no BOS or EOS, and do not parse control tokens
     #[arg(long)]
     no_special: bool,
-    /// One JSON object a line: {"tokens":[...]}
+    /// Print one JSON object per text: {"tokens":[...]}
     #[arg(long)]
     json: bool,
 }

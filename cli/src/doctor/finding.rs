@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+/// Whether a check passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Verdict {
@@ -11,16 +12,16 @@ pub(crate) enum Verdict {
     Failed,
 }
 
-/// One fact about one part of the machine.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 pub(crate) struct Finding {
-    /// "host", "driver", or a GPU: "cuda:0".
+    /// The part of the machine: "host", "driver", or a GPU such as "cuda:0".
     pub(crate) part: String,
     pub(crate) check: &'static str,
     pub(crate) verdict: Verdict,
-    /// For people.
+    /// The result as text.
     pub(crate) text: String,
-    /// For programs: bytes, seconds and bytes per second as plain numbers.
+    /// The result for programs: bytes, seconds and bytes per second as plain numbers.
     pub(crate) values: Map<String, Value>,
 }
 
@@ -29,7 +30,7 @@ impl Finding {
         Self { part: part.to_owned(), check, verdict, text: text.into(), values: Map::new() }
     }
 
-    /// The outcome of something that was tried.
+    /// Turns the result of a check into a finding; an error becomes a failed finding.
     pub(crate) fn from_result(part: &str, check: &'static str, outcome: CheckResult<Self>) -> Self {
         outcome
             .unwrap_or_else(|error| Self::new(part, check, Verdict::Failed, service::exit::one_line(&*error)))
@@ -41,7 +42,7 @@ impl Finding {
     }
 }
 
-/// Whatever went wrong becomes the text of a finding.
+/// Result of a check. Any error becomes the text of a finding.
 pub(crate) type CheckResult<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Formats bytes per second.

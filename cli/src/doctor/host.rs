@@ -1,4 +1,4 @@
-//! What the host backend needs: memfds with seals, descriptors, memory, huge pages.
+//! The doctor's host checks: memfd seals, descriptor limits, memory, huge pages, and copy speed.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -13,10 +13,10 @@ use crate::gpu_support;
 
 const HOST: &str = "host";
 
-/// A model has up to a few thousand tensors where each has an allocation of its own.
+/// A model has up to a few thousand tensors, and without packing each has a descriptor.
 const COMFORTABLE_FDS: u64 = 4096;
 
-/// Several times any cache of one core.
+/// Several times the size of any core's caches.
 const COPY_BYTES: usize = 256 << 20;
 const COPY_ROUNDS: u32 = 4;
 
@@ -52,9 +52,10 @@ fn kernel() -> CheckResult<Finding> {
 fn processor() -> CheckResult<Finding> {
     let (isa, threads) = (Isa::best().name(), std::thread::available_parallelism()?.get());
     let finding = match isa {
-        "portable" => {
-            note("processor", format!("{threads} threads; no instruction set that kernels are written for"))
-        }
+        "portable" => note(
+            "processor",
+            format!("{threads} threads; the kernels use no vector instructions of this processor"),
+        ),
         isa => ok("processor", format!("{threads} threads, kernels use {isa}")),
     };
     Ok(finding.with("threads", threads).with("isa", isa))
@@ -72,13 +73,13 @@ fn memory() -> CheckResult<Finding> {
 }
 
 fn descriptors() -> CheckResult<Finding> {
-    // The supervisor raises the soft limit to the hard one.
+    // Only the hard limit counts: the supervisor raises the soft limit to it.
     let hard = hard_limit("Max open files")?;
     let finding = match hard {
         Some(hard) if hard < COMFORTABLE_FDS => note(
             "descriptors",
             format!(
-                "{hard} may be open (RLIMIT_NOFILE); models with many allocations need {COMFORTABLE_FDS}: ulimit -Hn"
+                "{hard} may be open (RLIMIT_NOFILE); models with many allocations need {COMFORTABLE_FDS}; raise it with ulimit -Hn"
             ),
         ),
         Some(hard) => ok("descriptors", format!("{hard} may be open")),
@@ -96,11 +97,11 @@ fn locked_memory() -> CheckResult<Finding> {
         None => "any amount may be locked".to_owned(),
     };
     let finding = match pinned {
-        0 => ok("locked memory", format!("{may}; nothing here locks memory")),
+        0 => ok("locked memory", format!("{may}; the host backend locks none")),
         _ if limit < pinned => note(
             "locked memory",
             format!(
-                "{may}; a load onto a GPU pins {:.1} MiB, which the driver may count: ulimit -l, LimitMEMLOCK= in a unit",
+                "{may}; a load onto a GPU pins {:.1} MiB, which may count against the limit; raise it with ulimit -l or LimitMEMLOCK= in a unit",
                 mib(pinned)
             ),
         ),
@@ -109,13 +110,13 @@ fn locked_memory() -> CheckResult<Finding> {
     Ok(finding.with("hard_limit_bytes", hard).with("pinned_by_loads_bytes", pinned))
 }
 
-/// A hard limit of this process; none where it is unlimited.
+/// Reads a hard limit of this process; `None` if it is unlimited.
 fn hard_limit(name: &str) -> CheckResult<Option<u64>> {
     let limits = std::fs::read_to_string("/proc/self/limits")?;
     let line = limits.lines().find_map(|line| line.strip_prefix(name));
     let hard = line
         .and_then(|rest| rest.split_whitespace().nth(1))
-        .ok_or("/proc/self/limits has changed its form")?;
+        .ok_or("/proc/self/limits has an unknown format")?;
     Ok(if hard == "unlimited" { None } else { Some(hard.parse()?) })
 }
 
@@ -124,7 +125,7 @@ fn seals() -> CheckResult<Finding> {
     let (slice, backing) = allocation.parts();
     backing.ensure(0, WINDOW_BYTES)?;
     slice.fill(1);
-    // Seals and verifies; mapping a sealed memfd shared is what kernels before 6.7 refuse.
+    // `seal` also verifies the seals. Kernels before 6.7 refuse to map a sealed memfd as shared.
     let sealed = allocation.seal()?;
     let mapped = sealed.map("doctor's model", WINDOW_BYTES)?;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
@@ -135,7 +136,7 @@ fn seals() -> CheckResult<Finding> {
     } else {
         note(
             "memfd seals",
-            "memory is sealed; this kernel (before 6.7) maps it privately, which costs nothing",
+            "memory is sealed against writing; this kernel (before 6.7) maps it privately, at no cost",
         )
     }
     .with("shared", shared))
@@ -151,11 +152,11 @@ fn huge_pages() -> CheckResult<Finding> {
     let setting =
         std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     let setting = chosen(&setting).unwrap_or("absent").to_owned();
-    // MFD_HUGETLB pages come out of this pool; an empty one is why weights don't rely on it.
+    // MFD_HUGETLB takes its pages from this pool. It may be empty, so weights do not rely on it.
     let pool = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages");
     let pool: Option<u64> = pool.ok().and_then(|text| text.trim().parse().ok());
     let finding = if huge_bytes == WINDOW_BYTES {
-        ok("huge pages", "memory of weights is collapsed into huge pages")
+        ok("huge pages", "weights are stored in huge pages")
     } else {
         note(
             "huge pages",
@@ -167,7 +168,7 @@ fn huge_pages() -> CheckResult<Finding> {
     Ok(finding.with("huge_bytes", huge_bytes).with("shmem_enabled", setting).with("hugetlb_pool_pages", pool))
 }
 
-/// Bytes that the mapping at an address has in huge pages, from smaps.
+/// Finds the bytes in huge pages of the mapping that starts at an address, in the text of smaps.
 fn huge_bytes_at(smaps: &str, start: usize) -> Option<u64> {
     let start = format!("{start:x}-");
     let fields = smaps.lines().skip_while(|line| !line.starts_with(&start)).skip(1);
@@ -176,7 +177,7 @@ fn huge_bytes_at(smaps: &str, start: usize) -> Option<u64> {
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }
 
-/// The word in brackets of a sysfs choice.
+/// Returns the word in brackets, which is the selected value of a sysfs setting.
 fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
 }
@@ -184,7 +185,7 @@ fn chosen(text: &str) -> Option<&str> {
 fn hand_over() -> CheckResult<Finding> {
     let hand_off = hand_off::over_host()?;
     let text = format!(
-        "{} MiB of a killed process are readable here and not writable; mapped in {:.2} ms",
+        "{} MiB of a killed process stay readable and are not writable; mapped in {:.2} ms",
         test_model::total_bytes() >> 20,
         hand_off.import.as_secs_f64() * 1e3
     );

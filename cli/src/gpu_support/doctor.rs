@@ -1,4 +1,4 @@
-//! What the CUDA backend needs, for each GPU: shareable memory, persistence, and how fast bytes get there.
+//! The doctor's GPU checks: shareable memory, persistence mode, and copy speed.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::doctor::test_model::{self, ALLOCATION_BYTES};
 
 const DRIVER: &str = "driver";
 
-/// On the device: far above the latency of a copy, small enough for any GPU.
+/// Size of a copy on the device: its time is far above the latency of a copy, and it fits any GPU.
 const COPY_BYTES: usize = 256 << 20;
-/// The same out of host memory: what a slot of the loader brings comes in 80 us.
+/// Size of one copy from host memory. A slot of the loader is copied in 80 us.
 const PART_BYTES: usize = 32 << 20;
 const COPY_ROUNDS: u32 = 8;
 
@@ -147,7 +147,7 @@ fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     Ok(HandOffTimes { loading: received.loading, import })
 }
 
-/// The child's side.
+/// Loads the test model onto a GPU. The peer process of the hand-off calls this.
 pub(crate) fn load_test_model(device: &str, seed: u64) -> CheckResult<(Manifest, Vec<OwnedFd>)> {
     let device = Device::open(open_driver()?, device.parse()?)?;
     let context = device.context()?;
@@ -163,7 +163,7 @@ pub(crate) fn load_test_model(device: &str, seed: u64) -> CheckResult<(Manifest,
     Ok((test_model::manifest(device, &[0; ALLOCATION_BYTES.len()]), model.finish()?))
 }
 
-/// Host memory that the loader pins for a large model.
+/// Bytes of host memory that the loader pins for a large model.
 pub(crate) fn pinned_bytes_per_load() -> u64 {
     loading::ring_bytes(u64::MAX) as u64
 }
@@ -171,7 +171,8 @@ pub(crate) fn pinned_bytes_per_load() -> u64 {
 fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckResult<Finding> {
     let device = Device::open(Arc::clone(driver), DeviceSelector::Uuid(facts.uuid))?;
     let stream = Stream::new(&device)?;
-    // As much as a load pins, and given to the device as a load gives it: what is refused here is refused there.
+    // Pins and copies as much as a load does, in the same way, so that this check fails where a
+    // load would fail.
     let pinned =
         PinnedBuffer::pin(&device, HostPages::new(pinned_bytes_per_load() as usize)?)?.split(PART_BYTES);
     let mut part_of_target = Buffer::new(&device, PART_BYTES)?;
@@ -184,7 +185,7 @@ fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckRes
         }
         Ok(per_second(PART_BYTES * pinned.len(), started))
     };
-    // The first round finds the device asleep.
+    // The first round wakes the device and does not count.
     to_device()?;
     let to_device = to_device()?;
     let mut source = Buffer::<u8>::new(&device, COPY_BYTES)?;
@@ -196,7 +197,7 @@ fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckRes
         target.view_mut().copy_from(&stream, source.view())?;
     }
     stream.synchronize()?;
-    // Each byte is read and written.
+    // Each byte is both read and written.
     let on_device = 2.0 * per_second(COPY_BYTES, started);
     let text = format!(
         "{} from pinned host memory, {} on the device (read + write)",
@@ -208,7 +209,7 @@ fn copy(part: &str, driver: &Arc<dyn DriverApi>, facts: &DeviceInfo) -> CheckRes
         .with("on_device_bytes_per_second", on_device))
 }
 
-/// Of rounds of so many bytes each.
+/// Bytes per second over all rounds; `bytes` is the size of one round.
 fn per_second(bytes: usize, started: Instant) -> f64 {
     bytes as f64 * f64::from(COPY_ROUNDS) / started.elapsed().as_secs_f64()
 }

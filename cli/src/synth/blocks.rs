@@ -1,5 +1,5 @@
-//! WeightRng blocks of every type that can be computed with, made without a quantiser: random bits are the quants, and the
-//! scale fields are set so that the values have mean 0 and the wanted deviation.
+//! Random quantized blocks of every supported type, made without a quantizer: quants are random
+//! bits, and scale fields are set so that the values have mean 0 and the wanted deviation.
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use half::{bf16, f16};
@@ -8,11 +8,11 @@ use quant::{
     BlockQ8_0, DType, HalfBytes,
 };
 
-/// SplitMix64: one multiplication-xor round per eight bytes, and every seed is a good one.
+/// SplitMix64: one round of multiply and xor per eight bytes, and every seed gives a good sequence.
 pub(super) struct WeightRng(u64);
 
 impl WeightRng {
-    /// The sequence of one tensor of one file.
+    /// The sequence of one tensor of a file.
     pub(super) fn new(seed: u64, tensor: u64) -> Self {
         let mut start = Self(seed ^ tensor.rotate_left(32));
         Self(start.next())
@@ -34,16 +34,16 @@ impl WeightRng {
         rest.copy_from_slice(&last[..rest.len()]);
     }
 
-    /// Uniform, of the given deviation around 0.
+    /// A uniform number around 0 with the given standard deviation.
     fn uniform(&mut self, deviation: f32) -> f32 {
         let unit = (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
-        // A uniform number between -1 and 1 has the deviation 1/sqrt(3).
+        // A uniform number between -1 and 1 has a standard deviation of 1/sqrt(3).
         unit * deviation * 3_f32.sqrt()
     }
 }
 
-/// Fills `out`, whole blocks of `dtype`, with values of the given deviation. Types without blocks here stay random bits,
-/// and no recipe has them.
+/// Fills `out`, which holds whole blocks of `dtype`, with values of the given deviation. Types
+/// without scale fields here stay random bits; no recipe uses them.
 pub(super) fn fill(dtype: DType, deviation: f32, random: &mut WeightRng, out: &mut [u8]) {
     match dtype {
         DType::F32 => each(out, |value: &mut [u8; 4]| *value = random.uniform(deviation).to_le_bytes()),
@@ -60,17 +60,17 @@ pub(super) fn fill(dtype: DType, deviation: f32, random: &mut WeightRng, out: &m
     }
 }
 
-/// The deviation of whole numbers that are uniform over `count` neighbours.
+/// Standard deviation of integers that are uniform over `count` consecutive values.
 fn spread(count: f32) -> f32 {
     ((count * count - 1.0) / 12.0).sqrt()
 }
 
-/// The root of the mean square of 0, 1, ... `largest`.
+/// Root mean square of 0, 1, ... `largest`.
 fn root_mean_square(largest: f32) -> f32 {
     (largest * (2.0 * largest + 1.0) / 6.0).sqrt()
 }
 
-/// Centred quants have mean -1/2: the sign of the scale, taken from a random bit, makes the mean of many blocks 0.
+/// Signed quants have mean -1/2. A random sign of the scale makes the mean over many blocks 0.
 fn signed(scale: f32, random_bit: bool) -> HalfBytes {
     HalfBytes::from_f32(if random_bit { -scale } else { scale })
 }
@@ -78,7 +78,7 @@ fn signed(scale: f32, random_bit: bool) -> HalfBytes {
 fn set_scales(dtype: DType, deviation: f32, out: &mut [u8]) {
     match dtype {
         DType::Q8_0 => {
-            // Quantisers never write -128.
+            // Quantizers never write -128.
             let d = deviation / spread(255.0);
             each(out, |block: &mut BlockQ8_0| {
                 block.qs = block.qs.map(|q| q.max(-127));
@@ -137,14 +137,16 @@ fn set_scales(dtype: DType, deviation: f32, out: &mut [u8]) {
     }
 }
 
-/// Scale and minimum for which sub-blocks of equal scale and minimum are centred, with `count` possible quants.
+/// Scale and minimum that center sub-blocks of equal scale and minimum, with `count` possible
+/// quants.
 fn affine(deviation: f32, count: f32) -> (HalfBytes, HalfBytes) {
     let d = deviation / spread(count) / root_mean_square(63.0);
     (HalfBytes::from_f32(d), HalfBytes::from_f32(d * (count - 1.0) / 2.0))
 }
 
-/// Makes the minimum of each of the eight packed pairs its scale: the high bits of both sit alike in bytes 0 to 3 and 4
-/// to 7, the low ones of the last four pairs in the two nibbles of bytes 8 to 11.
+/// Sets the minimum of each of the eight packed pairs to its scale. Bytes 0 to 3 and 4 to 7 hold
+/// the high bits of both; the two nibbles of bytes 8 to 11 hold the low bits of the last four
+/// pairs.
 fn equal_scales_and_minima(packed: &mut [u8; 12]) {
     packed.copy_within(0..4, 4);
     for byte in &mut packed[8..] {
@@ -153,6 +155,6 @@ fn equal_scales_and_minima(packed: &mut [u8; 12]) {
 }
 
 fn each<B: AnyBitPattern + NoUninit>(out: &mut [u8], set: impl FnMut(&mut B)) {
-    // All these blocks have alignment 1, and `out` has whole blocks.
+    // All these blocks have alignment 1, and `out` holds whole blocks.
     bytemuck::cast_slice_mut::<u8, B>(out).iter_mut().for_each(set);
 }

@@ -1,19 +1,19 @@
-//! Which type each weight of a file gets: llama.cpp's mixtures, so that files have the sizes of published ones.
+//! The type of each weight: llama.cpp's mixtures, so that files have the sizes of published ones.
 
 use super::shapes::{ModelFamily, ModelShape, WeightRole};
 use quant::DType;
 
-/// A mixture by its name, with its number in `general.file_type`.
+/// A mixture with its number in `general.file_type`.
 #[derive(Debug)]
 pub(super) struct QuantRecipe {
     pub(super) name: &'static str,
     pub(super) file_type: u32,
-    /// The type of everything that no rule names.
+    /// The type of all weights without a rule of their own.
     base: DType,
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("no quantisation is called {name}; there are {}", RECIPES.iter().map(|recipe| recipe.name).collect::<Vec<_>>().join(", "))]
+#[error("unknown quantisation {name}; known: {}", RECIPES.iter().map(|recipe| recipe.name).collect::<Vec<_>>().join(", "))]
 pub(super) struct UnknownQuantRecipe {
     name: String,
 }
@@ -40,14 +40,15 @@ impl QuantRecipe {
         RECIPES.iter().find(|recipe| recipe.name == name).ok_or(UnknownQuantRecipe { name })
     }
 
-    /// The type of a weight with rows of `row` values.
+    /// Type of a weight with rows of `row` values.
     pub(super) fn dtype(&self, role: WeightRole, row: u64, shape: &ModelShape) -> DType {
         fitting(self.wanted(role, shape), row)
     }
 
     fn wanted(&self, role: WeightRole, shape: &ModelShape) -> DType {
         let layers = shape.layers;
-        // Llama 70B shares each value head among eight query heads: a better type costs little there.
+        // Llama 70B shares each value head among eight query heads, so a better type costs little
+        // there.
         let shares_widely = shape.family == ModelFamily::Llama3 && layers == 80;
         match (self.base, role) {
             (DType::F32 | DType::F16 | DType::BF16 | DType::Q8_0, _) => self.base,
@@ -79,12 +80,12 @@ impl QuantRecipe {
     }
 }
 
-/// The first and the last eighth of the layers, and every third between them.
+/// The first and the last eighth of the layers, and every third layer between them.
 fn deserves_more_bits(layer: u64, layers: u64) -> bool {
     layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2
 }
 
-/// What llama.cpp takes instead of a type whose blocks do not fill the rows.
+/// The type that llama.cpp uses instead of one whose blocks do not fit the row length.
 fn fitting(dtype: DType, row: u64) -> DType {
     if dtype.row_bytes(row).is_ok() {
         return dtype;

@@ -1,6 +1,6 @@
 //! Shapes of real models, and small ones for tests.
 
-/// One model's numbers.
+/// Dimensions of one model.
 #[derive(Debug)]
 pub(super) struct ModelShape {
     pub(super) name: &'static str,
@@ -11,12 +11,12 @@ pub(super) struct ModelShape {
     pub(super) heads: u64,
     pub(super) kv_heads: u64,
     pub(super) head_size: u64,
-    /// Experts of a layer, how many of them a token uses, and their feed-forward size.
+    /// Experts per layer, experts used per token, and their feed-forward size.
     pub(super) experts: Option<(u64, u64, u64)>,
     pub(super) vocabulary: u64,
-    /// The first of the special tokens.
+    /// Id of the first special token.
     pub(super) first_special: u64,
-    /// The output layer is the embedding.
+    /// Whether the output layer uses the embedding's weights.
     pub(super) tied: bool,
     pub(super) context: u64,
     pub(super) rope_base: f32,
@@ -29,7 +29,7 @@ pub(super) enum ModelFamily {
     Qwen3,
 }
 
-/// What a weight is for: types are chosen by it.
+/// The function of a weight, which determines its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WeightRole {
     Embedding,
@@ -40,7 +40,7 @@ pub(super) enum WeightRole {
     Other,
 }
 
-/// A tensor of a shape; without a role it stays in f32.
+/// A tensor of a shape. A tensor without a role has type f32.
 pub(super) struct ShapeTensor {
     pub(super) name: String,
     pub(super) dims: Vec<u64>,
@@ -48,7 +48,7 @@ pub(super) struct ShapeTensor {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("no shape is called {name}; there are {}", SHAPES.iter().map(|shape| shape.name).collect::<Vec<_>>().join(", "))]
+#[error("unknown shape {name}; known: {}", SHAPES.iter().map(|shape| shape.name).collect::<Vec<_>>().join(", "))]
 pub(super) struct UnknownShape {
     name: String,
 }
@@ -86,7 +86,7 @@ const LLAMA3: ModelShape = ModelShape {
     ..QWEN3
 };
 
-/// Two layers of rows of 256, so that every type fits.
+/// Two layers with rows of 256 values, which every type's blocks fit.
 const TINY: ModelShape = ModelShape {
     layers: 2,
     embedding: 256,
@@ -126,9 +126,10 @@ static SHAPES: [ModelShape; 12] = [
         ..TINY
     },
     ModelShape { name: "qwen3-moe-tiny", experts: Some((8, 2, 256)), ..TINY },
-    // What a worker needs for the steps of a real model, with little to compute.
+    // Needs the workspace of a real model, with little to compute.
     ModelShape { name: "qwen3-wide", layers: 2, tied: true, ..QWEN3 },
-    // 37 layers of 11 tensors: hand-off in several batches, in a few megabytes. K types do not fit its rows of 128.
+    // 37 layers of 11 tensors need several batches in a hand-off, in a few megabytes. K types do
+    // not fit the rows of 128 values.
     ModelShape {
         name: "qwen3-many",
         layers: 37,
@@ -154,7 +155,7 @@ impl ModelShape {
         }
     }
 
-    /// Keys below the architecture's name, all of them u32.
+    /// Metadata keys under the architecture's name; all values are u32.
     pub(super) fn counts(&self) -> Vec<(&'static str, u32)> {
         let mut counts = vec![
             ("context_length", self.context),

@@ -1,14 +1,14 @@
-//! A vocabulary of the right size that any text can be tokenised with: all bytes, a few merges, the family's special
-//! tokens where the real model has them, and made-up words that only a random model writes.
+//! A vocabulary of the real model's size that can tokenize any text: all bytes, a few merges, the
+//! family's special tokens at their real ids, and made-up words.
 
 use super::shapes::{ModelFamily, ModelShape};
 use gguf::{MetadataBuilder, WriteError};
 
-/// Token types of GGUF.
+/// GGUF token types.
 const NORMAL: i32 = 1;
 const CONTROL: i32 = 3;
 
-/// Pairs of tokens that are merged, in the byte alphabet, best first. All results are tokens.
+/// Merges in the byte alphabet, in rank order. Every result is a token.
 const MERGES: [(&str, &str); 16] = [
     ("Ġ", "Ġ"),
     ("ĠĠ", "ĠĠ"),
@@ -28,11 +28,11 @@ const MERGES: [(&str, &str); 16] = [
     ("Ġ", "="),
 ];
 
-/// The turns of a chat as the family writes them.
+/// Chat templates of the two families.
 const CHATML: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 const LLAMA3: &str = "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}";
 
-/// Special tokens from the first one on, at their real distance from it.
+/// Special tokens, with their real distance from the first one.
 const QWEN3_SPECIALS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 const LLAMA3_SPECIALS: [&str; 8] = [
     "<|begin_of_text|>",
@@ -89,14 +89,14 @@ fn tokens(count: usize, first_special: usize, specials: &[&str]) -> Vec<String> 
     tokens
 }
 
-/// The characters that stand for the 256 bytes in byte-level vocabularies: printable bytes stand for themselves, the
-/// others follow from U+0100 on. The printable ones come first, as in the real vocabularies.
+/// The characters that represent the 256 bytes in byte-level vocabularies. Printable bytes
+/// represent themselves and come first, as in real vocabularies; the others are U+0100 and up.
 fn byte_alphabet() -> impl Iterator<Item = char> {
     let printable = (33..=126_u8).chain(161..=172).chain(174..=255).map(char::from);
     printable.chain(('\u{100}'..).take(68))
 }
 
-/// Words of four syllables, all different: " babababe", " babababi" and so on.
+/// Distinct words of four syllables: " babababe", " babababi", and so on.
 fn made_up_word(number: usize) -> String {
     const CONSONANTS: &[u8; 16] = b"bdfghjklmnprstvz";
     const VOWELS: &[u8; 5] = b"aeiou";
