@@ -54,7 +54,7 @@ impl inference_server::Inference for InferenceService {
             priority: Some(i64::from(request.priority)),
             cache_salt: Some(request.cache_salt),
             deadline_ms: earlier_deadline_ms(timeout, request.deadline_ms),
-            ..sampling_params(request.sampling.unwrap_or_default())
+            ..sampling_to_params(request.sampling.unwrap_or_default())
         };
         let prompts = TokenizedPrompts { param, tokens: vec![tokens], at_text_start };
         let origin = RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant };
@@ -197,33 +197,26 @@ fn check_ids(model: &ServedModel, param: &'static str, ids: &[u32]) -> Result<Ve
     Ok(token_ids(param, &ids, model.limits())?)
 }
 
-fn sampling_params(wire: wire::Sampling) -> RequestParams {
-    RequestParams {
-        temperature: wire.temperature.map(f64::from),
-        top_k: wire.top_k.map(i64::from),
-        top_p: wire.top_p.map(f64::from),
-        min_p: wire.min_p.map(f64::from),
-        dynatemp_range: wire.dynatemp_range.map(f64::from),
-        dynatemp_exponent: wire.dynatemp_exponent.map(f64::from),
-        top_n_sigma: wire.top_n_sigma.map(f64::from),
-        typical_p: wire.typical_p.map(f64::from),
-        xtc_probability: wire.xtc_probability.map(f64::from),
-        xtc_threshold: wire.xtc_threshold.map(f64::from),
-        mirostat: wire.mirostat.map(i64::from),
-        mirostat_tau: wire.mirostat_tau.map(f64::from),
-        mirostat_eta: wire.mirostat_eta.map(f64::from),
-        dry_multiplier: wire.dry_multiplier.map(f64::from),
-        dry_base: wire.dry_base.map(f64::from),
-        dry_allowed_length: wire.dry_allowed_length.map(i64::from),
-        dry_penalty_last_n: wire.dry_penalty_last_n.map(i64::from),
+fn sampling_to_params(wire: wire::Sampling) -> RequestParams {
+    let mut params = RequestParams {
         dry_sequence_breakers: wire.dry_sequence_breakers.map(|breakers| breakers.values),
-        repetition_penalty: wire.repetition_penalty.map(f64::from),
-        presence_penalty: wire.presence_penalty.map(f64::from),
-        frequency_penalty: wire.frequency_penalty.map(f64::from),
         logit_bias: wire.logit_bias.into_iter().map(|(id, bias)| (i64::from(id), f64::from(bias))).collect(),
         seed: wire.seed,
         ..RequestParams::default()
+    };
+    macro_rules! copy_fields {
+        (
+            floats: [$($float:ident $float_constant:ident),*],
+            grouped_floats: [$($grouped:ident $grouped_constant:ident),*],
+            integers: [$($integer:ident $integer_constant:ident),*],
+        ) => {
+            $(params.$float = wire.$float.map(f64::from);)*
+            $(params.$grouped = wire.$grouped.map(f64::from);)*
+            $(params.$integer = wire.$integer.map(i64::from);)*
+        };
     }
+    sampling_params::with_parameter_names!(copy_fields);
+    params
 }
 
 fn frame(frame: generate_frame::Frame) -> wire::GenerateFrame {

@@ -14,6 +14,7 @@ use std::hash::BuildHasher;
 use std::time::Duration;
 
 use prost::Message;
+use sampling_params::{FloatParameter, IntegerDefault, IntegerParameter, LOGIT_BIAS_ENTRIES_MAX};
 
 /// Maximum number of choices of one prompt. Each choice occupies one running sequence of a worker.
 pub(crate) const N_MAX: i64 = 16;
@@ -23,8 +24,6 @@ pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
 /// OpenAI's bound.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
-/// OpenAI's bound is 300; the engine's is 1024.
-pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
 
 /// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
@@ -38,47 +37,52 @@ const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
 const DRY_BREAKERS_MAX: usize = 16;
 const DRY_BREAKER_BYTES_MAX: usize = 40;
 
-/// Parameters as the client sent them. A field that the client left out is `None`, empty or false.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct RequestParams {
-    pub(crate) max_tokens: Option<i64>,
-    pub(crate) min_tokens: Option<i64>,
-    pub(crate) temperature: Option<f64>,
-    pub(crate) top_k: Option<i64>,
-    pub(crate) top_p: Option<f64>,
-    pub(crate) min_p: Option<f64>,
-    pub(crate) dynatemp_range: Option<f64>,
-    pub(crate) dynatemp_exponent: Option<f64>,
-    pub(crate) top_n_sigma: Option<f64>,
-    pub(crate) typical_p: Option<f64>,
-    pub(crate) xtc_probability: Option<f64>,
-    pub(crate) xtc_threshold: Option<f64>,
-    pub(crate) mirostat: Option<i64>,
-    pub(crate) mirostat_tau: Option<f64>,
-    pub(crate) mirostat_eta: Option<f64>,
-    pub(crate) repetition_penalty: Option<f64>,
-    pub(crate) presence_penalty: Option<f64>,
-    pub(crate) frequency_penalty: Option<f64>,
-    pub(crate) dry_multiplier: Option<f64>,
-    pub(crate) dry_base: Option<f64>,
-    pub(crate) dry_allowed_length: Option<i64>,
-    pub(crate) dry_penalty_last_n: Option<i64>,
-    pub(crate) dry_sequence_breakers: Option<Vec<String>>,
-    pub(crate) logit_bias: Vec<(i64, f64)>,
-    pub(crate) seed: Option<u64>,
-    pub(crate) stop: Vec<String>,
-    pub(crate) stop_tokens: Vec<i64>,
-    pub(crate) ignore_eos: bool,
-    pub(crate) n: Option<i64>,
-    pub(crate) top_logprobs: Option<i64>,
-    pub(crate) grammar: Option<RequestGrammar>,
-    /// Completions only: the fleet generates this many choices, the client receives the `n` most
-    /// probable.
-    pub(crate) best_of: Option<i64>,
-    pub(crate) priority: Option<i64>,
-    pub(crate) cache_salt: Option<String>,
-    pub(crate) deadline_ms: Option<i64>,
+macro_rules! define_request_params {
+    (
+        floats: [$($float:ident $float_constant:ident),*],
+        grouped_floats: [$($grouped:ident $grouped_constant:ident),*],
+        integers: [$($integer:ident $integer_constant:ident),*],
+    ) => {
+        /// Parameters as the client sent them. A field that the client left out is `None`, empty or false. The fields
+        /// of floats and integers come from the table of sampling parameters.
+        #[derive(Clone, Debug, Default)]
+        pub(crate) struct RequestParams {
+                $(pub(crate) $float: Option<f64>,)*
+                $(pub(crate) $grouped: Option<f64>,)*
+                $(pub(crate) $integer: Option<i64>,)*
+            pub(crate) max_tokens: Option<i64>,
+            pub(crate) min_tokens: Option<i64>,
+            pub(crate) dry_sequence_breakers: Option<Vec<String>>,
+            pub(crate) logit_bias: Vec<(i64, f64)>,
+            pub(crate) seed: Option<u64>,
+            pub(crate) stop: Vec<String>,
+            pub(crate) stop_tokens: Vec<i64>,
+            pub(crate) ignore_eos: bool,
+            pub(crate) n: Option<i64>,
+            pub(crate) top_logprobs: Option<i64>,
+            pub(crate) grammar: Option<RequestGrammar>,
+            /// Completions only: the fleet generates this many choices, the client receives the `n` most
+            /// probable.
+            pub(crate) best_of: Option<i64>,
+            pub(crate) priority: Option<i64>,
+            pub(crate) cache_salt: Option<String>,
+            pub(crate) deadline_ms: Option<i64>,
+        }
+
+        /// Sampling parameters after validation.
+        #[derive(Clone, Debug, Default, PartialEq)]
+        pub(crate) struct CheckedSampling {
+            $(pub(crate) $float: f32,)*
+            pub(crate) top_k: u32,
+            pub(crate) mirostat: Option<Mirostat>,
+            pub(crate) dry: Option<Dry>,
+            pub(crate) logit_bias: Vec<(u32, f32)>,
+            pub(crate) seed: u64,
+        }
+    };
 }
+
+sampling_params::with_parameter_names!(define_request_params);
 
 /// Parameters after validation: every value is in its range, every default is filled in.
 #[derive(Clone, Debug, PartialEq)]
@@ -110,27 +114,6 @@ pub(crate) struct CheckedParams {
 pub(crate) struct RequestGrammar {
     pub(crate) param: &'static str,
     pub(crate) source: proto::v1::Grammar,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct CheckedSampling {
-    pub(crate) temperature: f32,
-    pub(crate) top_k: u32,
-    pub(crate) top_p: f32,
-    pub(crate) min_p: f32,
-    pub(crate) dynatemp_range: f32,
-    pub(crate) dynatemp_exponent: f32,
-    pub(crate) top_n_sigma: f32,
-    pub(crate) typical_p: f32,
-    pub(crate) xtc_probability: f32,
-    pub(crate) xtc_threshold: f32,
-    pub(crate) mirostat: Option<Mirostat>,
-    pub(crate) repetition_penalty: f32,
-    pub(crate) presence_penalty: f32,
-    pub(crate) frequency_penalty: f32,
-    pub(crate) dry: Option<Dry>,
-    pub(crate) logit_bias: Vec<(u32, f32)>,
-    pub(crate) seed: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -211,27 +194,21 @@ impl RequestParams {
         prompt_param: &'static str,
         prompt_tokens: usize,
     ) -> Result<CheckedParams, RequestParamError> {
-        let sampling = CheckedSampling {
-            temperature: real("temperature", self.temperature, 1.0, 0.0..=2.0)?,
-            // Clients of vLLM send -1 for "all".
-            top_k: integer("top_k", self.top_k, 0, -1, i64::from(u32::MAX))?.max(0) as u32,
-            top_p: above_zero("top_p", self.top_p, 1.0)?,
-            min_p: real("min_p", self.min_p, 0.0, 0.0..=1.0)?,
-            dynatemp_range: real("dynatemp_range", self.dynatemp_range, 0.0, 0.0..=2.0)?,
-            dynatemp_exponent: real("dynatemp_exponent", self.dynatemp_exponent, 1.0, 0.0..=100.0)?,
-            // Clients of llama.cpp send -1 for "off".
-            top_n_sigma: real("top_n_sigma", self.top_n_sigma.filter(|&n| n != -1.0), 0.0, 0.0..=1000.0)?,
-            typical_p: above_zero("typical_p", self.typical_p, 1.0)?,
-            xtc_probability: real("xtc_probability", self.xtc_probability, 0.0, 0.0..=1.0)?,
-            xtc_threshold: real("xtc_threshold", self.xtc_threshold, 0.1, 0.0..=1.0)?,
+        let mut sampling = CheckedSampling {
+            // -1 means "all", as 0 does.
+            top_k: integer(&sampling_params::TOP_K, self.top_k)?.max(0) as u32,
             mirostat: self.mirostat()?,
             dry: self.dry()?,
-            repetition_penalty: above_zero("repetition_penalty", self.repetition_penalty, 2.0)?,
-            presence_penalty: real("presence_penalty", self.presence_penalty, 0.0, -2.0..=2.0)?,
-            frequency_penalty: real("frequency_penalty", self.frequency_penalty, 0.0, -2.0..=2.0)?,
             logit_bias: logit_bias(&self.logit_bias, limits)?,
             seed: self.seed.unwrap_or_else(random_seed),
+            ..CheckedSampling::default()
         };
+        macro_rules! check_floats {
+            (floats: [$($name:ident $constant:ident),*], $($rest:tt)*) => {
+                $(sampling.$name = float(&sampling_params::$constant, self.$name)?;)*
+            };
+        }
+        sampling_params::with_parameter_names!(check_floats);
         if self.stop.len() > STOP_STRINGS_MAX {
             return Err(RequestParamError::TooManyEntries {
                 param: "stop",
@@ -265,23 +242,23 @@ impl RequestParams {
         let stop_tokens = token_ids("stop_token_ids", &self.stop_tokens, limits)?;
         let (max_tokens, is_max_tokens_given) =
             resolve_max_tokens(self.max_tokens, limits, prompt_param, prompt_tokens)?;
-        let min_tokens = integer("min_tokens", self.min_tokens, 0, 0, i64::from(max_tokens))? as u32;
+        let min_tokens = integer_in("min_tokens", self.min_tokens, 0, 0, i64::from(max_tokens))? as u32;
         let top_logprobs = match self.top_logprobs {
             None => None,
-            given => Some(integer("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
+            given => Some(integer_in("top_logprobs", given, 0, 0, TOP_LOGPROBS_MAX)? as u32),
         };
         let priority =
-            integer("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
+            integer_in("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
         let cache_salt = self.cache_salt.unwrap_or_default();
         if cache_salt.len() > CACHE_SALT_BYTES_MAX {
             return Err(RequestParamError::CacheSaltLength { bytes: cache_salt.len() });
         }
         let deadline = match self.deadline_ms {
             None => None,
-            given => Some(Duration::from_millis(integer("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
+            given => Some(Duration::from_millis(integer_in("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
         };
-        let n = integer("n", self.n, 1, 1, N_MAX)?;
-        let best_of = integer("best_of", self.best_of, n, n, N_MAX)?;
+        let n = integer_in("n", self.n, 1, 1, N_MAX)?;
+        let best_of = integer_in("best_of", self.best_of, n, n, N_MAX)?;
         Ok(CheckedParams {
             max_tokens,
             is_max_tokens_given,
@@ -303,17 +280,16 @@ impl RequestParams {
 
 impl RequestParams {
     fn mirostat(&self) -> Result<Option<Mirostat>, RequestParamError> {
-        let version = integer("mirostat", self.mirostat, 0, 0, 2)? as u32;
-        let tau = real("mirostat_tau", self.mirostat_tau, 5.0, 0.0..=100.0)?;
-        let eta = real("mirostat_eta", self.mirostat_eta, 0.1, 0.0..=1.0)?;
+        let version = integer(&sampling_params::MIROSTAT, self.mirostat)? as u32;
+        let tau = float(&sampling_params::MIROSTAT_TAU, self.mirostat_tau)?;
+        let eta = float(&sampling_params::MIROSTAT_ETA, self.mirostat_eta)?;
         Ok((version > 0).then_some(Mirostat { version, tau, eta }))
     }
 
     fn dry(&self) -> Result<Option<Dry>, RequestParamError> {
         let param = "dry_sequence_breakers";
-        let most = i64::from(u32::MAX);
-        // Clients of llama.cpp send -1 for "all".
-        let penalty_last_n = integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, -1, most)?;
+        // -1 means "all", as an absent value does.
+        let penalty_last_n = integer(&sampling_params::DRY_PENALTY_LAST_N, self.dry_penalty_last_n)?;
         let breakers = match &self.dry_sequence_breakers {
             None => DRY_BREAKERS.map(str::to_owned).to_vec(),
             Some(words) => words.clone(),
@@ -332,11 +308,9 @@ impl RequestParams {
             }
         }
         let dry = Dry {
-            multiplier: real("dry_multiplier", self.dry_multiplier, 0.0, 0.0..=100.0)?,
-            base: real("dry_base", self.dry_base, 1.75, 1.0..=100.0)?,
-            // One repeated token is a repetition of length 1. At 0, every token would be a
-            // repetition.
-            allowed_length: integer("dry_allowed_length", self.dry_allowed_length, 2, 1, most)? as u32,
+            multiplier: float(&sampling_params::DRY_MULTIPLIER, self.dry_multiplier)?,
+            base: float(&sampling_params::DRY_BASE, self.dry_base)?,
+            allowed_length: integer(&sampling_params::DRY_ALLOWED_LENGTH, self.dry_allowed_length)? as u32,
             penalty_last_n: u32::try_from(penalty_last_n).ok(),
             breakers,
         };
@@ -366,7 +340,7 @@ fn resolve_max_tokens(
     match max_tokens {
         None => Ok((left, false)),
         given => {
-            let output = integer("max_tokens", given, 1, 1, i64::from(u32::MAX))? as u32;
+            let output = integer_in("max_tokens", given, 1, 1, i64::from(u32::MAX))? as u32;
             if output > left {
                 return Err(RequestParamError::ContextExceeded {
                     param: "max_tokens",
@@ -402,14 +376,18 @@ pub(crate) fn token_ids(
 
 fn logit_bias(entries: &[(i64, f64)], limits: ModelLimits) -> Result<Vec<(u32, f32)>, RequestParamError> {
     let param = "logit_bias";
-    if entries.len() > LOGIT_BIAS_MAX {
-        return Err(RequestParamError::TooManyEntries { param, count: entries.len(), max: LOGIT_BIAS_MAX });
+    if entries.len() > LOGIT_BIAS_ENTRIES_MAX {
+        return Err(RequestParamError::TooManyEntries {
+            param,
+            count: entries.len(),
+            max: LOGIT_BIAS_ENTRIES_MAX,
+        });
     }
     let ids: Vec<i64> = entries.iter().map(|&(token, _)| token).collect();
     let mut bias = token_ids(param, &ids, limits)?
         .into_iter()
         .zip(entries)
-        .map(|(token, &(_, value))| Ok((token, real(param, Some(value), 0.0, -100.0..=100.0)?)))
+        .map(|(token, &(_, value))| Ok((token, float(&sampling_params::LOGIT_BIAS_VALUE, Some(value))?)))
         .collect::<Result<Vec<_>, RequestParamError>>()?;
     bias.sort_by_key(|&(token, _)| token);
     match bias.windows(2).find(|pair| pair[0].0 == pair[1].0) {
@@ -418,39 +396,36 @@ fn logit_bias(entries: &[(i64, f64)], limits: ModelLimits) -> Result<Vec<(u32, f
     }
 }
 
-/// A float in `allowed`. NaN is in no range.
-fn real(
-    param: &'static str,
-    value: Option<f64>,
-    default: f32,
-    allowed: std::ops::RangeInclusive<f64>,
-) -> Result<f32, RequestParamError> {
+/// The value of a float parameter, or its default.
+fn float(parameter: &FloatParameter, value: Option<f64>) -> Result<f32, RequestParamError> {
     match value {
-        None => Ok(default),
-        Some(value) if allowed.contains(&value) => Ok(value as f32),
-        Some(value) => Err(RequestParamError::OutOfRange {
-            param,
+        None => Ok(parameter.default),
+        Some(value) => parameter.checked(value).ok_or_else(|| RequestParamError::OutOfRange {
+            param: parameter.name,
             value: value.to_string(),
-            allowed: format!("{} to {}", allowed.start(), allowed.end()),
+            allowed: parameter.allowed(),
         }),
     }
 }
 
-/// A float above 0 whose neutral value is 1.
-fn above_zero(param: &'static str, value: Option<f64>, max: f64) -> Result<f32, RequestParamError> {
-    match value {
-        None => Ok(1.0),
-        // A positive f64 may round to 0 as an f32.
-        Some(value) if value as f32 > 0.0 && value <= max => Ok(value as f32),
-        Some(value) => Err(RequestParamError::OutOfRange {
-            param,
-            value: value.to_string(),
-            allowed: format!("numbers above 0 up to {max}"),
-        }),
+/// The value of an integer parameter, or its default. -1 stands for an absent default.
+fn integer(parameter: &IntegerParameter, value: Option<i64>) -> Result<i64, RequestParamError> {
+    let default = match parameter.default {
+        IntegerDefault::Value(default) => i64::from(default),
+        IntegerDefault::Absent(_) => -1,
+    };
+    let value = value.unwrap_or(default);
+    if value == default || parameter.contains(value) {
+        return Ok(value);
     }
+    Err(RequestParamError::OutOfRange {
+        param: parameter.name,
+        value: value.to_string(),
+        allowed: parameter.allowed(),
+    })
 }
 
-fn integer(
+fn integer_in(
     param: &'static str,
     value: Option<i64>,
     default: i64,

@@ -6,6 +6,7 @@
 //!    client that calls a worker directly gets the same errors.
 
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplingParams};
+use sampling_params::{FloatBounds, FloatParameter};
 
 use crate::params::{CheckedSampling, ModelLimits, RequestParamError, RequestParams};
 
@@ -18,25 +19,13 @@ fn checked(params: RequestParams) -> Result<CheckedSampling, RequestParamError> 
 
 /// The engine's form of checked sampling parameters.
 fn to_engine(sampling: CheckedSampling) -> SamplingParams {
-    SamplingParams {
-        temperature: sampling.temperature,
-        dynatemp_range: sampling.dynatemp_range,
-        dynatemp_exponent: sampling.dynatemp_exponent,
-        top_n_sigma: sampling.top_n_sigma,
+    let mut params = SamplingParams {
         top_k: sampling.top_k,
-        typical_p: sampling.typical_p,
-        top_p: sampling.top_p,
-        min_p: sampling.min_p,
-        xtc_probability: sampling.xtc_probability,
-        xtc_threshold: sampling.xtc_threshold,
         mirostat: sampling.mirostat.map(|mirostat| Mirostat {
             version: MirostatVersion::Two,
             tau: mirostat.tau,
             eta: mirostat.eta,
         }),
-        repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: sampling.presence_penalty,
-        frequency_penalty: sampling.frequency_penalty,
         dry: sampling.dry.map(|dry| Dry {
             multiplier: dry.multiplier,
             base: dry.base,
@@ -46,7 +35,15 @@ fn to_engine(sampling: CheckedSampling) -> SamplingParams {
         }),
         logit_bias: sampling.logit_bias,
         seed: sampling.seed,
+        ..SamplingParams::default()
+    };
+    macro_rules! copy_floats {
+        (floats: [$($name:ident $constant:ident),*], $($rest:tt)*) => {
+            $(params.$name = sampling.$name;)*
+        };
     }
+    sampling_params::with_parameter_names!(copy_floats);
+    params
 }
 
 fn dry() -> Dry {
@@ -57,99 +54,64 @@ fn mirostat() -> Mirostat {
     Mirostat { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
 }
 
-/// How to set a parameter in the router and in the engine, and its range.
-struct ParameterRange {
-    name: &'static str,
+/// How to set a parameter in the router and in the engine.
+struct ParameterSetter {
+    parameter: &'static FloatParameter,
     set_router: fn(&mut RequestParams, f64),
     set_engine: fn(&mut SamplingParams, f32),
-    min: f32,
-    max: f32,
 }
 
-const fn range(
-    name: &'static str,
-    set_router: fn(&mut RequestParams, f64),
-    set_engine: fn(&mut SamplingParams, f32),
-    min: f32,
-    max: f32,
-) -> ParameterRange {
-    ParameterRange { name, set_router, set_engine, min, max }
+/// Every parameter with a float value.
+fn float_parameters() -> Vec<ParameterSetter> {
+    macro_rules! independent {
+        (floats: [$($name:ident $constant:ident),*], $($rest:tt)*) => {
+            vec![$(ParameterSetter {
+                parameter: &sampling_params::$constant,
+                set_router: |params, value| params.$name = Some(value),
+                set_engine: |params, value| params.$name = value,
+            }),*]
+        };
+    }
+    let mut parameters = sampling_params::with_parameter_names!(independent);
+    parameters.extend([
+        ParameterSetter {
+            parameter: &sampling_params::MIROSTAT_TAU,
+            set_router: |p, v| (p.mirostat, p.mirostat_tau) = (Some(2), Some(v)),
+            set_engine: |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }),
+        },
+        ParameterSetter {
+            parameter: &sampling_params::MIROSTAT_ETA,
+            set_router: |p, v| (p.mirostat, p.mirostat_eta) = (Some(2), Some(v)),
+            set_engine: |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }),
+        },
+        ParameterSetter {
+            parameter: &sampling_params::DRY_MULTIPLIER,
+            set_router: |p, v| p.dry_multiplier = Some(v),
+            set_engine: |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }),
+        },
+        ParameterSetter {
+            parameter: &sampling_params::DRY_BASE,
+            set_router: |p, v| (p.dry_multiplier, p.dry_base) = (Some(1.0), Some(v)),
+            set_engine: |p, v| p.dry = Some(Dry { base: v, ..dry() }),
+        },
+        ParameterSetter {
+            parameter: &sampling_params::LOGIT_BIAS_VALUE,
+            set_router: |p, v| p.logit_bias = vec![(3, v)],
+            set_engine: |p, v| p.logit_bias = vec![(3, v)],
+        },
+    ]);
+    parameters
 }
-
-/// The smallest f32 above 0.
-const ABOVE_0: f32 = f32::from_bits(1);
-
-const RANGES: [ParameterRange; 17] = [
-    range("temperature", |p, v| p.temperature = Some(v), |p, v| p.temperature = v, 0.0, 2.0),
-    range("dynatemp_range", |p, v| p.dynatemp_range = Some(v), |p, v| p.dynatemp_range = v, 0.0, 2.0),
-    range(
-        "dynatemp_exponent",
-        |p, v| p.dynatemp_exponent = Some(v),
-        |p, v| p.dynatemp_exponent = v,
-        0.0,
-        100.0,
-    ),
-    range("top_n_sigma", |p, v| p.top_n_sigma = Some(v), |p, v| p.top_n_sigma = v, 0.0, 1000.0),
-    range("typical_p", |p, v| p.typical_p = Some(v), |p, v| p.typical_p = v, ABOVE_0, 1.0),
-    range("top_p", |p, v| p.top_p = Some(v), |p, v| p.top_p = v, ABOVE_0, 1.0),
-    range("min_p", |p, v| p.min_p = Some(v), |p, v| p.min_p = v, 0.0, 1.0),
-    range("xtc_probability", |p, v| p.xtc_probability = Some(v), |p, v| p.xtc_probability = v, 0.0, 1.0),
-    range("xtc_threshold", |p, v| p.xtc_threshold = Some(v), |p, v| p.xtc_threshold = v, 0.0, 1.0),
-    range(
-        "repetition_penalty",
-        |p, v| p.repetition_penalty = Some(v),
-        |p, v| p.repetition_penalty = v,
-        ABOVE_0,
-        2.0,
-    ),
-    range("presence_penalty", |p, v| p.presence_penalty = Some(v), |p, v| p.presence_penalty = v, -2.0, 2.0),
-    range(
-        "frequency_penalty",
-        |p, v| p.frequency_penalty = Some(v),
-        |p, v| p.frequency_penalty = v,
-        -2.0,
-        2.0,
-    ),
-    range(
-        "mirostat_tau",
-        |p, v| (p.mirostat, p.mirostat_tau) = (Some(2), Some(v)),
-        |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }),
-        0.0,
-        100.0,
-    ),
-    range(
-        "mirostat_eta",
-        |p, v| (p.mirostat, p.mirostat_eta) = (Some(2), Some(v)),
-        |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }),
-        0.0,
-        1.0,
-    ),
-    range(
-        "dry_multiplier",
-        |p, v| p.dry_multiplier = Some(v),
-        |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }),
-        0.0,
-        100.0,
-    ),
-    range(
-        "dry_base",
-        |p, v| (p.dry_multiplier, p.dry_base) = (Some(1.0), Some(v)),
-        |p, v| p.dry = Some(Dry { base: v, ..dry() }),
-        1.0,
-        100.0,
-    ),
-    range(
-        "logit_bias",
-        |p, v| p.logit_bias = vec![(3, v)],
-        |p, v| p.logit_bias = vec![(3, v)],
-        -100.0,
-        100.0,
-    ),
-];
 
 #[test]
 fn router_and_engine_accept_the_same_ranges() {
-    for ParameterRange { name, set_router, set_engine, min, max } in RANGES {
+    for ParameterSetter { parameter, set_router, set_engine } in float_parameters() {
+        let name = parameter.name;
+        let (min, max) = match parameter.bounds {
+            FloatBounds::Inclusive { min, max } => (min, max),
+            // The smallest f32 above 0.
+            FloatBounds::AboveZero { max } => (f32::from_bits(1), max),
+        };
         for value in [min, max] {
             let mut params = RequestParams::default();
             set_router(&mut params, f64::from(value));

@@ -69,17 +69,8 @@ fn dry_breakers(breakers: &[Vec<u32>]) -> wire::DryBreakers {
 }
 
 fn sampling(sampling: &CheckedSampling) -> public::Sampling {
-    public::Sampling {
-        temperature: Some(sampling.temperature),
+    let mut wire = public::Sampling {
         top_k: Some(sampling.top_k),
-        top_p: Some(sampling.top_p),
-        min_p: Some(sampling.min_p),
-        dynatemp_range: Some(sampling.dynatemp_range),
-        dynatemp_exponent: Some(sampling.dynatemp_exponent),
-        top_n_sigma: Some(sampling.top_n_sigma),
-        typical_p: Some(sampling.typical_p),
-        xtc_probability: Some(sampling.xtc_probability),
-        xtc_threshold: Some(sampling.xtc_threshold),
         mirostat: sampling.mirostat.map(|mirostat| mirostat.version),
         mirostat_tau: sampling.mirostat.map(|mirostat| mirostat.tau),
         mirostat_eta: sampling.mirostat.map(|mirostat| mirostat.eta),
@@ -89,12 +80,17 @@ fn sampling(sampling: &CheckedSampling) -> public::Sampling {
         dry_penalty_last_n: sampling.dry.as_ref().and_then(|dry| dry.penalty_last_n),
         // The worker gets token sequences in `dry_breakers`.
         dry_sequence_breakers: None,
-        repetition_penalty: Some(sampling.repetition_penalty),
-        presence_penalty: Some(sampling.presence_penalty),
-        frequency_penalty: Some(sampling.frequency_penalty),
         logit_bias: sampling.logit_bias.iter().copied().collect(),
         seed: Some(sampling.seed),
+        ..public::Sampling::default()
+    };
+    macro_rules! copy_floats {
+        (floats: [$($name:ident $constant:ident),*], $($rest:tt)*) => {
+            $(wire.$name = Some(sampling.$name);)*
+        };
     }
+    sampling_params::with_parameter_names!(copy_floats);
+    wire
 }
 
 /// A log probability with the most likely alternatives, descending.

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use super::error::ApiError;
 use super::numbers;
-use super::sampling_fields::{SAMPLING_FIELDS, SamplingFields};
+use super::sampling_fields::{SamplingFields, is_sampling_field};
 use super::scheduling_fields::SCHEDULING_FIELDS;
 use super::structured_output::STRUCTURED_OUTPUT_FIELDS;
 
@@ -179,15 +179,8 @@ pub(crate) fn parse_body<T: DeserializeOwned>(
     fields.values_mut().for_each(numbers::normalize_integer);
     for (name, value) in &fields {
         let name = name.as_str();
-        let is_supported = [
-            endpoint_fields,
-            &SAMPLING_FIELDS,
-            &STRUCTURED_OUTPUT_FIELDS,
-            &SCHEDULING_FIELDS,
-            &RESPONSE_FIELDS,
-        ]
-        .iter()
-        .any(|names| names.contains(&name));
+        let lists = [endpoint_fields, &STRUCTURED_OUTPUT_FIELDS, &SCHEDULING_FIELDS, &RESPONSE_FIELDS];
+        let is_supported = is_sampling_field(name) || lists.iter().any(|names| names.contains(&name));
         if !is_supported && !IGNORED_FIELDS.contains(&name) {
             check_unsupported(name, value)?;
         }

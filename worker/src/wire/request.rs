@@ -10,6 +10,7 @@ use grammar::GrammarSource;
 use proto::v1 as public;
 use proto::v1::grammar::Kind;
 use proto::worker::v1 as wire;
+use sampling_params::{DRY_BASE, IntegerDefault, MIROSTAT_ETA, MIROSTAT_TAU};
 
 /// A field that the engine's request cannot represent.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -82,7 +83,7 @@ fn sampling(
     wire: public::Sampling,
     breakers: wire::DryBreakers,
 ) -> Result<SamplingParams, RequestFieldError> {
-    let neutral = SamplingParams::default();
+    let defaults = SamplingParams::default();
     let version = match wire.mirostat.unwrap_or(0) {
         0 => None,
         1 => Some(MirostatVersion::One),
@@ -92,42 +93,39 @@ fn sampling(
     let mut logit_bias: Vec<(u32, f32)> = wire.logit_bias.into_iter().collect();
     // A protobuf map has no order, and the engine's request must not depend on one.
     logit_bias.sort_by_key(|&(token, _)| token);
-    Ok(SamplingParams {
-        temperature: wire.temperature.unwrap_or(neutral.temperature),
-        dynatemp_range: wire.dynatemp_range.unwrap_or(neutral.dynatemp_range),
-        dynatemp_exponent: wire.dynatemp_exponent.unwrap_or(neutral.dynatemp_exponent),
-        top_n_sigma: wire.top_n_sigma.unwrap_or(neutral.top_n_sigma),
-        top_k: wire.top_k.unwrap_or(neutral.top_k),
-        typical_p: wire.typical_p.unwrap_or(neutral.typical_p),
-        top_p: wire.top_p.unwrap_or(neutral.top_p),
-        min_p: wire.min_p.unwrap_or(neutral.min_p),
-        xtc_probability: wire.xtc_probability.unwrap_or(neutral.xtc_probability),
-        xtc_threshold: wire.xtc_threshold.unwrap_or(neutral.xtc_threshold),
+    let mut params = SamplingParams {
+        top_k: wire.top_k.unwrap_or(defaults.top_k),
         mirostat: version.map(|version| Mirostat {
             version,
-            tau: wire.mirostat_tau.unwrap_or(MIROSTAT_TAU),
-            eta: wire.mirostat_eta.unwrap_or(MIROSTAT_ETA),
+            tau: wire.mirostat_tau.unwrap_or(MIROSTAT_TAU.default),
+            eta: wire.mirostat_eta.unwrap_or(MIROSTAT_ETA.default),
         }),
-        repetition_penalty: wire.repetition_penalty.unwrap_or(neutral.repetition_penalty),
-        presence_penalty: wire.presence_penalty.unwrap_or(neutral.presence_penalty),
-        frequency_penalty: wire.frequency_penalty.unwrap_or(neutral.frequency_penalty),
         dry: wire.dry_multiplier.filter(|&multiplier| multiplier != 0.0).map(|multiplier| Dry {
             multiplier,
-            base: wire.dry_base.unwrap_or(DRY_BASE),
-            allowed_length: wire.dry_allowed_length.unwrap_or(DRY_ALLOWED_LENGTH),
+            base: wire.dry_base.unwrap_or(DRY_BASE.default),
+            allowed_length: wire.dry_allowed_length.unwrap_or(DEFAULT_DRY_ALLOWED_LENGTH),
             last_n: wire.dry_penalty_last_n,
             breakers: dry_breakers(breakers),
         }),
         logit_bias,
-        seed: wire.seed.unwrap_or(neutral.seed),
-    })
+        seed: wire.seed.unwrap_or(defaults.seed),
+        ..defaults
+    };
+    macro_rules! copy_floats {
+        (floats: [$($name:ident $constant:ident),*], $($rest:tt)*) => {
+            $(if let Some(value) = wire.$name {
+                params.$name = value;
+            })*
+        };
+    }
+    sampling_params::with_parameter_names!(copy_floats);
+    Ok(params)
 }
 
-/// Defaults as in llama.cpp; `ballast.proto` documents them.
-const MIROSTAT_TAU: f32 = 5.0;
-const MIROSTAT_ETA: f32 = 0.1;
-const DRY_BASE: f32 = 1.75;
-const DRY_ALLOWED_LENGTH: u32 = 2;
+const DEFAULT_DRY_ALLOWED_LENGTH: u32 = match sampling_params::DRY_ALLOWED_LENGTH.default {
+    IntegerDefault::Value(default) => default,
+    IntegerDefault::Absent(_) => panic!("DRY's allowed length has a default"),
+};
 
 fn dry_breakers(wire: wire::DryBreakers) -> DryBreakers {
     let singles = wire.tokens.into_iter().map(|token| vec![token]);

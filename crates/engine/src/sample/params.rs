@@ -1,5 +1,11 @@
 //! Sampling parameters of one request, and what is refused in them.
 
+use sampling_params::{
+    DRY_BASE, DRY_MULTIPLIER, DYNATEMP_EXPONENT, DYNATEMP_RANGE, FREQUENCY_PENALTY, FloatBounds,
+    FloatParameter, LOGIT_BIAS_VALUE, MIN_P, MIROSTAT_ETA, MIROSTAT_TAU, PRESENCE_PENALTY,
+    REPETITION_PENALTY, TEMPERATURE, TOP_N_SIGMA, TOP_P, TYPICAL_P, XTC_PROBABILITY, XTC_THRESHOLD,
+};
+
 /// Defaults draw from the model's own distribution. The order in which they act is in `sampler`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
@@ -114,20 +120,20 @@ impl DryBreakers {
 impl Default for SamplingParams {
     fn default() -> Self {
         Self {
-            temperature: 1.0,
-            dynatemp_range: 0.0,
-            dynatemp_exponent: 1.0,
-            top_n_sigma: 0.0,
+            temperature: TEMPERATURE.default,
+            dynatemp_range: DYNATEMP_RANGE.default,
+            dynatemp_exponent: DYNATEMP_EXPONENT.default,
+            top_n_sigma: TOP_N_SIGMA.default,
             top_k: 0,
-            typical_p: 1.0,
-            top_p: 1.0,
-            min_p: 0.0,
-            xtc_probability: 0.0,
-            xtc_threshold: 0.1,
+            typical_p: TYPICAL_P.default,
+            top_p: TOP_P.default,
+            min_p: MIN_P.default,
+            xtc_probability: XTC_PROBABILITY.default,
+            xtc_threshold: XTC_THRESHOLD.default,
             mirostat: None,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
+            repetition_penalty: REPETITION_PENALTY.default,
+            presence_penalty: PRESENCE_PENALTY.default,
+            frequency_penalty: FREQUENCY_PENALTY.default,
             dry: None,
             logit_bias: Vec::new(),
             seed: 0,
@@ -154,21 +160,21 @@ impl SamplingParams {
 
     /// Ranges are those of the OpenAI API where it has the parameter.
     pub fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
-        range("temperature", self.temperature, 0.0, 2.0)?;
-        range("dynatemp_range", self.dynatemp_range, 0.0, 2.0)?;
-        range("dynatemp_exponent", self.dynatemp_exponent, 0.0, DYNATEMP_EXPONENT_MAX)?;
-        range("top_n_sigma", self.top_n_sigma, 0.0, TOP_N_SIGMA_MAX)?;
-        range("min_p", self.min_p, 0.0, 1.0)?;
-        range("xtc_probability", self.xtc_probability, 0.0, 1.0)?;
-        range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)?;
-        range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
-        range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
-        above_zero("typical_p", self.typical_p, 1.0)?;
-        above_zero("top_p", self.top_p, 1.0)?;
-        above_zero("repetition_penalty", self.repetition_penalty, 2.0)?;
+        check_float(&TEMPERATURE, self.temperature)?;
+        check_float(&DYNATEMP_RANGE, self.dynatemp_range)?;
+        check_float(&DYNATEMP_EXPONENT, self.dynatemp_exponent)?;
+        check_float(&TOP_N_SIGMA, self.top_n_sigma)?;
+        check_float(&MIN_P, self.min_p)?;
+        check_float(&XTC_PROBABILITY, self.xtc_probability)?;
+        check_float(&XTC_THRESHOLD, self.xtc_threshold)?;
+        check_float(&PRESENCE_PENALTY, self.presence_penalty)?;
+        check_float(&FREQUENCY_PENALTY, self.frequency_penalty)?;
+        check_float(&TYPICAL_P, self.typical_p)?;
+        check_float(&TOP_P, self.top_p)?;
+        check_float(&REPETITION_PENALTY, self.repetition_penalty)?;
         if let Some(Mirostat { tau, eta, .. }) = self.mirostat {
-            range("mirostat_tau", tau, 0.0, MIROSTAT_TAU_MAX)?;
-            range("mirostat_eta", eta, 0.0, 1.0)?;
+            check_float(&MIROSTAT_TAU, tau)?;
+            check_float(&MIROSTAT_ETA, eta)?;
         }
         if let Some(dry) = &self.dry {
             dry.check(vocab_size)?;
@@ -187,7 +193,7 @@ impl SamplingParams {
             if self.logit_bias[..index].iter().any(|&(earlier, _)| earlier == token) {
                 return Err(ParamError::TokenTwice { field: "logit_bias", token });
             }
-            range("logit_bias", bias, -100.0, 100.0)?;
+            check_float(&LOGIT_BIAS_VALUE, bias)?;
         }
         Ok(())
     }
@@ -195,8 +201,8 @@ impl SamplingParams {
 
 impl Dry {
     fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
-        range("dry_multiplier", self.multiplier, 0.0, DRY_MULTIPLIER_MAX)?;
-        range("dry_base", self.base, 1.0, DRY_BASE_MAX)?;
+        check_float(&DRY_MULTIPLIER, self.multiplier)?;
+        check_float(&DRY_BASE, self.base)?;
         if self.allowed_length == 0 {
             // One repeated token is a repetition of length 1: at 0 every token would be one.
             let (field, max) = ("dry_allowed_length", u32::MAX as f32);
@@ -224,15 +230,7 @@ impl Dry {
 }
 
 /// Entries; the OpenAI API takes 300. Bounds the work per token.
-pub(crate) const LOGIT_BIAS_MAX: usize = 1024;
-/// Far beyond any use: the normalised entropy to this power is 0 unless it is 1.
-const DYNATEMP_EXPONENT_MAX: f32 = 100.0;
-/// No vocabulary has a logit this far below the highest.
-const TOP_N_SIGMA_MAX: f32 = 1000.0;
-/// Bits; a uniform draw from a million tokens has 20.
-const MIROSTAT_TAU_MAX: f32 = 100.0;
-const DRY_MULTIPLIER_MAX: f32 = 100.0;
-const DRY_BASE_MAX: f32 = 100.0;
+pub(crate) const LOGIT_BIAS_MAX: usize = sampling_params::LOGIT_BIAS_ENTRIES_MAX;
 /// Of more than one token; a word gives some for each token that its beginning may hide in.
 const DRY_SEQUENCES_MAX: usize = 65_536;
 /// As in llama.cpp.
@@ -253,6 +251,13 @@ pub enum ParamError {
     TokenTwice { field: &'static str, token: u32 },
     #[error("sampler_state of {bytes} bytes is not what the last token frame carried")]
     SamplerState { bytes: usize },
+}
+
+fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), ParamError> {
+    match parameter.bounds {
+        FloatBounds::Inclusive { min, max } => range(parameter.name, value, min, max),
+        FloatBounds::AboveZero { max } => above_zero(parameter.name, value, max),
+    }
 }
 
 /// NaN is in no range.
