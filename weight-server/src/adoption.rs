@@ -1,7 +1,9 @@
-//! What an earlier incarnation left in the FD store, sorted into generations and leases.
+//! Adopts what an earlier incarnation left in the FD store: sorts the descriptors into generations
+//! and leases and checks them.
 //!
-//! A manifest's descriptor is the commit record of its generation, a lease record's that of its lease: without them the
-//! rest is dropped. So is whatever does not fit them. Nothing here reads a model file.
+//! The manifest's descriptor is the commit record of a generation, and the lease record that of a
+//! lease. Without its commit record, or with a descriptor that does not match it, a generation or
+//! lease is dropped. Adoption reads no model file.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,9 +22,9 @@ use crate::held_fds::{GenerationFds, GenerationFdsError, LeaseFds};
 pub(crate) struct AdoptedState {
     pub(crate) generations: Vec<(AdoptedGeneration, Arc<GenerationFds>)>,
     pub(crate) leases: Vec<(LeaseRecord, LeaseFds)>,
-    /// Names of what was dropped: the FD store must remove them.
+    /// Names of dropped descriptors, which the FD store must remove.
     pub(crate) names_to_remove: Vec<String>,
-    /// Why, for the log and for `ballast ps`.
+    /// The reasons, for the log and for `ballast ps`.
     pub(crate) notes: Vec<AdoptionNote>,
 }
 
@@ -32,21 +34,21 @@ pub(crate) enum AdoptionNote {
     MissingAllocation { generation: u64, index: usize },
     #[error("generation {generation} was dropped")]
     Generation { generation: u64, source: GenerationFdsError },
-    #[error("generation {generation} was dropped: its manifest says it is {found}")]
+    #[error("generation {generation} was dropped: its manifest names generation {found}")]
     WrongGeneration { generation: u64, found: u64 },
     #[error("lease {lease} was dropped")]
     LeaseRecord { lease: u64, source: LeaseRecordError },
-    #[error("lease {lease} was dropped: its record says it is {found}")]
+    #[error("lease {lease} was dropped: its record names lease {found}")]
     WrongLease { lease: u64, found: u64 },
     #[error("lease {lease} was dropped: generation {generation} is gone")]
     LeaseWithoutGeneration { lease: u64, generation: u64 },
     #[error("lease {lease} has ended: its worker is gone")]
     WorkerGone { lease: u64 },
-    #[error("descriptor {name} belongs to nothing and was closed")]
+    #[error("descriptor {name} is not a known one and was closed")]
     Unrecognized { name: String },
 }
 
-/// What a descriptor's name says it is.
+/// What a descriptor is, according to its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StoredFdName {
     Allocation { generation: u64, index: usize },
@@ -89,7 +91,7 @@ struct InheritedLease {
     pidfd: Option<OwnedFd>,
 }
 
-/// Sorts and checks everything; what it does not return is closed.
+/// Sorts and checks all descriptors. Those that it does not return are closed.
 pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> AdoptedState {
     let mut generations: BTreeMap<u64, InheritedGeneration> = BTreeMap::new();
     let mut leases: BTreeMap<u64, InheritedLease> = BTreeMap::new();
@@ -130,7 +132,7 @@ impl AdoptedState {
             parts.allocations.keys().map(|index| format!("g{id}.a{index}")).collect();
         names.extend(parts.retired.then(|| format!("g{id}.retired")));
         let Some(manifest) = parts.manifest else {
-            // Interrupted while it was being stored or removed.
+            // The predecessor died while it stored or removed this generation.
             return names.into_iter().for_each(|name| self.reject_unrecognized(name));
         };
         match read_generation(id, manifest, parts.retired, parts.allocations) {
@@ -200,17 +202,19 @@ fn read_generation(
     Ok((AdoptedGeneration { id, model: manifest.model, key, contents, retired }, Arc::new(fds)))
 }
 
-/// A pidfd of the lease's worker, if that still lives.
+/// Returns a pidfd of the lease's worker, if the worker is still alive.
 fn open_live_process(record: &LeaseRecord, stored: Option<OwnedFd>) -> Option<OwnedFd> {
     let pidfd = match stored {
         Some(pidfd) => pidfd,
-        // systemd keeps one copy of equal descriptors: of two leases of one process only one has it.
+        // systemd stores equal descriptors once, so of two leases of one process only one has the
+        // pidfd.
         None => {
             let same = pidfd::start_ticks(record.pid) == Some(record.pid_start_ticks);
             same.then(|| pidfd::open(record.pid).ok()).flatten()?
         }
     };
-    // Read after opening: the number cannot change hands while the process is known to live.
+    // The start time is read after the pidfd is open: a process id is not reused while its process
+    // is known to live.
     let alive = !pidfd::has_ended(&pidfd.as_fd()).unwrap_or(true);
     let same = pidfd::start_ticks(record.pid) == Some(record.pid_start_ticks) || record.pid_start_ticks == 0;
     (alive && same).then_some(pidfd)
@@ -309,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_exchanged_and_foreign_allocations_drop_the_generation_and_its_leases() {
+    fn wrong_allocations_drop_the_generation_and_its_leases() {
         let missing: fn(&mut Vec<InheritedFd>) = |fds| drop(fds.remove(2));
         let last_missing: fn(&mut Vec<InheritedFd>) = |fds| drop(fds.remove(0));
         let exchanged: fn(&mut Vec<InheritedFd>) = |fds| {
@@ -354,14 +358,14 @@ mod tests {
     }
 
     #[test]
-    fn lease_whose_pidfd_was_merged_with_another_is_kept_while_the_process_lives() {
+    fn lease_with_a_deduplicated_pidfd_is_adopted_while_its_process_lives() {
         let mut fds = generation(3);
         fds.push(lease(5, 3, own_pid()).swap_remove(0));
         assert_eq!(names(&adopt(fds)), (vec![3], vec![5], vec![]));
     }
 
     #[test]
-    fn strays_are_closed_and_forgotten() {
+    fn unrecognized_descriptors_are_closed_and_removed() {
         let null = || std::fs::File::open("/dev/null").unwrap();
         let names_in = ["listener", "g1.a01", "g1.x", "gx.manifest", "l1.pidfd", "l01.record", "a.b.c"];
         let fds = names_in.map(|name| inherited(name, null())).into();

@@ -1,13 +1,14 @@
-//! Generations: what is loaded, being loaded, or on its way out.
+//! The generations: every load of a model, from its request until its memory is released.
 //!
 //! ```text
-//!            loader starts      plan reserved      handed over        in the FD store
-//!   Queued --------------> Starting -------> Loading -------> Storing -------------> Ready
-//!                                                                                     | unloaded or replaced
-//!                                                              last lease ended       v
-//!                                                       gone <------------------- Retiring
+//!          loader starts       plan reserved      handed over        in the FD store
+//! Queued --------------> Starting -------> Loading -------> Storing -------------> Ready
+//!                                                                                   |
+//!                                                            unloaded or replaced   |
+//!                                                  last lease ended                 v
+//!                                         removed <-------------------------- Retiring
 //! ```
-//! Plain values; `state` moves them.
+//! The types here are plain values; `state` changes them.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
 use crate::events::{CallId, Waiter};
 use crate::ledger::Reservation;
 
-/// What makes two loads the same: one job serves both.
+/// Identifies a load. Requests with the same key share one load.
 #[derive(Debug, Clone)]
 pub(crate) struct LoadKey {
     pub(crate) files: Vec<FileIdentity>,
@@ -36,19 +37,20 @@ impl LoadKey {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GenerationPhase {
-    /// Another load of the device goes first.
+    /// Another load on the same device comes first.
     Queued,
-    /// The loader checks the header.
+    /// The loader checks the headers of the model files.
     Starting,
     Loading,
-    /// On its way into the FD store.
+    /// The descriptors are being stored in the FD store.
     Storing,
     Ready,
-    /// Without a name; gone with its last lease.
+    /// The model name no longer resolves to this generation; its memory is released with the last
+    /// lease.
     Retiring,
 }
 
-/// What a loader or an adopted manifest says about a generation.
+/// Sizes and digest of a generation, from the loader's plan or from an adopted manifest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct GenerationContents {
     pub(crate) digest: Option<Digest>,
@@ -57,9 +59,10 @@ pub(crate) struct GenerationContents {
     pub(crate) manifest_bytes: u64,
     pub(crate) allocations: u32,
     pub(crate) tensors: u32,
-    /// Of the device beside the allocations, while it loads.
+    /// Device memory that the load takes beside the allocations, until it is done.
     pub(crate) staging_bytes: u64,
-    /// Of the host, while it loads; on the host and on boards that share its memory, also of the allocations.
+    /// Host memory that the load takes. On the host, and on boards that share its memory, it
+    /// includes the allocations.
     pub(crate) host_bytes: u64,
 }
 
@@ -77,8 +80,8 @@ impl GenerationContents {
         }
     }
 
-    /// What it takes of its device, and descriptors of the weight-server: every allocation, and the manifest, which lies on
-    /// the host wherever the model does.
+    /// What the generation reserves: its device's memory, and one descriptor for each allocation
+    /// and for the manifest. The manifest is in host memory on every device.
     pub(crate) fn reservation(&self, device: &str) -> Reservation {
         let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
         let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
@@ -86,25 +89,25 @@ impl GenerationContents {
     }
 }
 
-/// Whether the bytes are those that were loaded.
+/// Whether the bytes in memory are known to be those that were loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GenerationIntegrity {
-    /// Our loader took the checksums, or the kernel's seals keep every byte.
+    /// This weight-server's loader computed the checksums, or the kernel's seals protect the bytes.
     Loaded,
-    /// On a GPU, adopted: whoever held it meanwhile could have written to it.
+    /// Adopted on a GPU. A process that had it mapped could have written to it.
     Unverified,
     Verified,
-    /// Its checksums are others than the manifest's.
+    /// The checksums differ from those in the manifest.
     Quarantined,
 }
 
-/// Checking the bytes of a generation on a GPU.
+/// The state of checking a generation's bytes on a GPU.
 #[derive(Debug, Default)]
 pub(crate) struct VerificationState {
     pub(crate) running: bool,
-    /// Admin calls that wait for it.
+    /// Admin calls that wait for the result.
     pub(crate) calls: Vec<CallId>,
-    /// One that could not be done is tried again, later.
+    /// A check that failed is not repeated before this time.
     pub(crate) not_before: Duration,
 }
 
@@ -118,13 +121,13 @@ pub(crate) struct Generation {
     pub(crate) contents: GenerationContents,
     pub(crate) done_bytes: u64,
     pub(crate) requested_at: Duration,
-    /// When the loader last got further; bounds every wait for it.
+    /// When the loader last made progress. A load without progress is stopped.
     pub(crate) progressed_at: Duration,
     pub(crate) waiters: Vec<Waiter>,
     pub(crate) adopted: bool,
     pub(crate) integrity: GenerationIntegrity,
     pub(crate) verification: VerificationState,
-    /// Quarantined, and not yet loaded anew.
+    /// The generation is quarantined, and its model must be loaded again.
     pub(crate) reload: bool,
 }
 
@@ -133,12 +136,12 @@ impl Generation {
         self.key.files.first().map(|file| file.path.clone()).unwrap_or_default()
     }
 
-    /// Occupies its device's one loader.
+    /// A device has one loader at a time, and this generation's loader is it.
     pub(crate) fn occupies_loader(&self) -> bool {
         matches!(self.phase, GenerationPhase::Starting | GenerationPhase::Loading)
     }
 
-    /// On its way to ready.
+    /// The generation is on its way to Ready.
     pub(crate) fn is_pending(&self) -> bool {
         matches!(
             self.phase,
@@ -149,7 +152,7 @@ impl Generation {
         )
     }
 
-    /// Reserved, but not yet taken from the host's memory.
+    /// Memory that is reserved but not yet taken from the host.
     pub(crate) fn outstanding_bytes(&self, reserved: u64) -> u64 {
         match self.phase {
             GenerationPhase::Storing | GenerationPhase::Ready | GenerationPhase::Retiring => 0,
@@ -158,7 +161,8 @@ impl Generation {
             {
                 reserved.saturating_sub(self.done_bytes)
             }
-            // Of the host it takes little, and that at once.
+            // A load onto a GPU takes little host memory, and takes it before its first progress
+            // report.
             GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading => {
                 match self.done_bytes {
                     0 => self.contents.host_bytes,

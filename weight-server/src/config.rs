@@ -1,4 +1,4 @@
-//! Configuration of one weight-server, as its supervisor or an administrator writes it.
+//! The configuration of one weight-server, as the supervisor or an administrator writes it.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -10,19 +10,20 @@ use service::ByteSize;
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct WeightServerConfig {
-    /// Where the sockets go; the registry of the fleet.
+    /// The fleet's runtime directory, in which the sockets are created.
     pub runtime_dir: PathBuf,
-    /// What weights, KV caches and workspaces may take of the host's memory together. Without it: what is available
-    /// when the weight-server starts.
+    /// Host memory for weights, KV caches and workspaces together. Default: the memory that is
+    /// available when the weight-server starts.
     pub host_budget: Option<ByteSize>,
-    /// GPUs that models may be loaded onto.
+    /// GPUs onto which models may be loaded.
     #[serde(default)]
     pub devices: Vec<DeviceConfig>,
-    /// Users whose processes may attach. Without it: the weight-server's own.
+    /// Users whose processes may attach. Default: the weight-server's own user.
     pub allow_uids: Option<BTreeSet<u32>>,
-    /// Threads that read a model file. Without it: one per core, at most 8, onto a GPU at most 14.
+    /// Threads that read a model file. Default: one per core, at most 8 for the host and 14 for a
+    /// GPU.
     pub loader_threads: Option<usize>,
-    /// Loaded at start, for fleets that no supervisor loads for.
+    /// Models to load at start, for a weight-server without a supervisor.
     #[serde(default)]
     pub models: Vec<ModelLoadConfig>,
 }
@@ -30,25 +31,25 @@ pub struct WeightServerConfig {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ModelLoadConfig {
-    /// The name that workers ask for.
+    /// The name that workers use.
     pub name: String,
     pub path: PathBuf,
     /// "host", or the UUID of one of `devices`.
     #[serde(default = "host")]
     pub device: String,
-    /// False gives every tensor an allocation of its own.
+    /// False gives every tensor its own allocation.
     #[serde(default = "packed")]
     pub pack: bool,
 }
 
-/// A GPU, and how much of it the fleet may use.
+/// A GPU, and how much of its memory the fleet may use.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct DeviceConfig {
-    /// Its UUID, as nvidia-smi -L shows it.
+    /// The UUID, as `nvidia-smi -L` shows it.
     pub id: String,
-    /// What weights, contexts, KV caches and workspaces may take of its memory together. The weight-server never loads the
-    /// driver, so somebody who can ask has to tell it: `ballast serve` does.
+    /// Device memory for weights, contexts, KV caches and workspaces together. The weight-server
+    /// never loads the GPU driver, so it cannot query the device. `ballast serve` sets this value.
     pub budget: ByteSize,
 }
 
@@ -60,14 +61,15 @@ fn host() -> String {
     HOST_DEVICE.to_owned()
 }
 
-/// More readers than this wait for the same disk or memory bus.
+/// More readers compete for the same disk or memory bus.
 const MAX_DEFAULT_THREADS: usize = 8;
 
-/// A thread copies 3 to 6 GB/s out of the page cache (seen on one kind of guest on different days), a GPU takes 53. Where it
-/// is 3, 12 threads bring 38 to 45 and 14 bring 47 to 52; where it is 6, 10 are enough and 14 do no harm.
+/// A thread copies 3 to 6 GB/s out of the page cache (measured on one kind of guest on different
+/// days); a GPU takes 53 GB/s. At 3 GB/s a thread, 12 threads reach 38 to 45 and 14 reach 47 to 52.
+/// At 6 GB/s, 10 are enough and 14 do no harm.
 const MAX_DEFAULT_GPU_THREADS: usize = 14;
 
-/// Readers of one load, by where it goes.
+/// Reader threads of one load, by target.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LoaderThreads {
     pub(crate) host: usize,

@@ -1,7 +1,8 @@
-//! The one task that owns the state machine: takes inputs, asks `state` what follows, does it.
+//! The event loop of the weight-server: one task that owns the state machine. It takes inputs,
+//! applies them to `state`, and executes the resulting actions.
 //!
-//! Everything that isn't a plain value lives here: descriptors, connections, children, waiting calls. Nothing here
-//! decides anything.
+//! Everything that is not a plain value lives here: descriptors, connections, child processes and
+//! waiting calls. The loop makes no decisions.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -33,16 +34,17 @@ use crate::system_limits::available_bytes;
 use crate::tokens::TokenError;
 use crate::verifier_child::{self, VerifierHandle};
 
-/// Inputs that wait for the driver. Its work per input is far below what any sender does for it; a full queue makes
-/// senders wait.
+/// Inputs that wait for the event loop. Handling one is cheaper than producing it. Senders wait
+/// when the queue is full.
 const INPUT_QUEUE_CAPACITY: usize = 1024;
 
-/// Changes that a slow reader of WatchEvents may fall behind.
+/// Changes that a slow client of WatchEvents may fall behind.
 const CHANGE_QUEUE_CAPACITY: usize = 256;
 
 const TICK: Duration = Duration::from_secs(1);
 
-/// Everything that reaches the driver: plain events, and those that carry descriptors or answers.
+/// Everything that reaches the event loop: plain events, and inputs with descriptors or reply
+/// channels.
 #[derive(Debug)]
 pub(crate) enum LoopInput {
     WeightServerEvent(WeightServerEvent),
@@ -85,18 +87,18 @@ pub(crate) enum LoopInput {
     Status {
         answer: oneshot::Sender<StatusSnapshot>,
     },
-    /// The parent has changed, and with it the FD store.
+    /// A new supervisor runs, whose FD store is empty.
     SupervisorReplaced,
 }
 
-/// The driver's ends of an admin call that waits for a load.
+/// The event loop's ends of an admin call that waits for a load.
 #[derive(Debug)]
 pub(crate) struct LoadCall {
     pub(crate) progress: watch::Sender<Option<LoadProgress>>,
     pub(crate) answer: oneshot::Sender<Result<LoadOutcome, LoadFailure>>,
 }
 
-/// The way in. Cheap to clone.
+/// Sends inputs to the event loop. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct InputSender(mpsc::Sender<LoopInput>);
 
@@ -107,7 +109,7 @@ impl InputSender {
     }
 
     pub(crate) async fn send(&self, input: LoopInput) {
-        // The driver is gone only when the process ends.
+        // The event loop ends only with the process.
         let _ = self.0.send(input).await;
     }
 
@@ -119,7 +121,7 @@ impl InputSender {
 #[derive(Debug)]
 struct ConnectedWorker {
     commands: mpsc::Sender<ConnectionCommand>,
-    /// Of the attaching process, until its lease has it.
+    /// The pidfd of the attaching process, until a lease takes it.
     pidfd: Option<OwnedFd>,
 }
 
@@ -151,7 +153,7 @@ pub(crate) struct WeightServerLoop {
     next_call: u64,
 }
 
-/// What a driver is made of beside its state.
+/// What the event loop is built from.
 #[derive(Debug)]
 pub(crate) struct WeightServerLoopParts {
     pub(crate) state: WeightServerState,
@@ -197,7 +199,7 @@ impl WeightServerLoop {
         self.changes.clone()
     }
 
-    /// Works until every sender of inputs is gone or the task is aborted.
+    /// Runs until every sender is gone or the task is aborted.
     pub(crate) async fn run(mut self, mut inputs: mpsc::Receiver<LoopInput>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -266,7 +268,7 @@ impl WeightServerLoop {
                 self.handle_event(WeightServerEvent::VerifyRequested { call: id, model, device });
             }
             LoopInput::AllowToken { name, token, answer } => {
-                // A caller that has gone away has its token set all the same.
+                // The token is set even if the caller has gone away.
                 let _ = answer.send(self.state.allow_token(name, &token));
             }
             LoopInput::Status { answer } => {
@@ -280,7 +282,7 @@ impl WeightServerLoop {
                 let _ = answer.send(snapshot);
             }
             LoopInput::SupervisorReplaced => {
-                tracing::info!("a new supervisor: storing everything in its FD store");
+                tracing::info!("a new supervisor runs: storing all descriptors in its FD store");
                 let generations = self.generations.iter().map(|(id, fds)| (*id, Arc::clone(fds))).collect();
                 let retired = self.state.generations().filter(|g| g.phase == GenerationPhase::Retiring);
                 let retired = retired.map(|generation| generation.id).collect();
@@ -314,7 +316,7 @@ impl WeightServerLoop {
         }
     }
 
-    /// Does one thing; what follows from its failure is an event again.
+    /// Executes one action. If it fails, the consequence is returned as an event.
     fn execute(&mut self, action: WeightServerAction) -> Option<WeightServerEvent> {
         match action {
             WeightServerAction::StoreLease { lease, connection, record } => {
@@ -337,14 +339,14 @@ impl WeightServerLoop {
             WeightServerAction::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
             WeightServerAction::ReplyVerify { call, result } => {
                 if let Err(failure) = &result {
-                    tracing::warn!(%failure, "a model was not verified");
+                    tracing::warn!(%failure, "cannot verify a model");
                 }
                 if let Some(answer) = self.verify_calls.remove(&call) {
                     let _ = answer.send(result);
                 }
             }
             WeightServerAction::ReportReloadFailure { model, failure } => {
-                tracing::error!(model, %failure, "a damaged model could not be loaded anew");
+                tracing::error!(model, %failure, "cannot reload a damaged model");
             }
             WeightServerAction::MarkRetired { generation } => {
                 self.fd_store.send(FdStoreRequest::MarkRetired { generation })
@@ -377,7 +379,7 @@ impl WeightServerLoop {
                 self.send_command(connection, ConnectionCommand::Close)
             }
             WeightServerAction::SendProgress { waiter: WaiterId::Worker(connection), progress } => {
-                // A worker that doesn't read loses reports, nothing else.
+                // A worker that does not read loses progress reports, nothing else.
                 if let Some(client) = self.clients.get(&connection) {
                     let _ = client.commands.try_send(ConnectionCommand::Waiting(progress));
                 }
@@ -389,10 +391,10 @@ impl WeightServerLoop {
             }
             WeightServerAction::ReplyLoad { call, result } => {
                 if let Err(failure) = &result {
-                    tracing::warn!(%failure, "a load failed");
+                    tracing::warn!(%failure, "load failed");
                 }
                 if let Some(call) = self.load_calls.remove(&call) {
-                    // The caller may have hung up; the load counts all the same.
+                    // The caller may have gone away; the load stays valid.
                     let _ = call.answer.send(result);
                 }
             }
@@ -406,12 +408,13 @@ impl WeightServerLoop {
         None
     }
 
-    /// Gives a connection its order. One that has so many waiting is not read by its peer: it is cut off.
+    /// Sends a command to a connection. If its queue is full, the peer does not read, and the
+    /// connection is closed.
     fn send_command(&mut self, connection: ConnectionId, order: ConnectionCommand) {
         if let Some(client) = self.clients.get(&connection)
             && client.commands.try_send(order).is_err()
         {
-            // Its task sees the closed channel and ends.
+            // The connection's task ends when it sees the closed channel.
             self.clients.remove(&connection);
         }
     }
@@ -434,17 +437,17 @@ impl WeightServerLoop {
         else {
             return;
         };
-        tracing::info!(generation, model = found.model, "verifying");
+        tracing::info!(generation, model = found.model, "verifying checksums");
         let (device, fds) = (found.key.device.clone(), Arc::clone(fds));
         let handle = verifier_child::start(generation, device, fds, self.loader.clone(), self.inputs.clone());
         self.verifiers.insert(generation, handle);
     }
 
-    /// Records a lease and starts to watch its process. If that fails the worker has got nothing and never will: the
-    /// lease is over as if its process were.
+    /// Stores a lease and starts to watch its process. On failure the lease ends as if the process
+    /// had exited: the worker has received nothing and never will.
     fn store_lease(&mut self, lease: u64, connection: ConnectionId, record: &LeaseRecord) -> bool {
         let pidfd = self.clients.get_mut(&connection).and_then(|client| client.pidfd.take());
-        // Without one the client was cut off for not reading.
+        // The pidfd is missing if the connection was closed because its peer did not read.
         let Some(pidfd) = pidfd else { return false };
         match record.to_memfd() {
             Ok(record) => {
@@ -455,14 +458,14 @@ impl WeightServerLoop {
             }
             Err(error) => {
                 let cause = service::exit::one_line(&error);
-                tracing::error!(lease, cause, "cannot record a lease: cutting its worker off");
+                tracing::error!(lease, cause, "cannot store a lease record: closing the worker's connection");
                 self.clients.remove(&connection);
                 false
             }
         }
     }
 
-    /// Keeps a lease's descriptors and watches for the end of its process.
+    /// Keeps a lease's descriptors and waits for the exit of its process.
     fn watch_lease(&mut self, lease: u64, fds: LeaseFds) {
         let inputs = self.inputs.clone();
         let pidfd = Arc::clone(&fds.pidfd);
@@ -472,7 +475,7 @@ impl WeightServerLoop {
                     inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ProcessEnded { lease })).await
                 }
                 Err(error) => {
-                    tracing::error!(lease, %error, "cannot watch a worker's process: its lease ends by a detach only");
+                    tracing::error!(lease, %error, "cannot watch a worker's process: its lease ends only with a Detach frame");
                 }
             }
         });
@@ -481,7 +484,7 @@ impl WeightServerLoop {
 
     fn publish(&self, notice: ChangeNotice) {
         match notice {
-            ChangeNotice::GenerationRemoved(generation) => tracing::info!(generation, "gone"),
+            ChangeNotice::GenerationRemoved(generation) => tracing::info!(generation, "generation removed"),
             ChangeNotice::LeaseEnded(lease) => tracing::info!(lease, "lease ended"),
             ChangeNotice::Generation(generation) => {
                 if let Some(found) = self.state.generation(generation) {
@@ -490,7 +493,7 @@ impl WeightServerLoop {
                         tracing::error!(
                             generation,
                             model = found.model,
-                            "its weights are damaged: quarantined"
+                            "weights are damaged: generation quarantined"
                         );
                     }
                     tracing::info!(generation, model = found.model, ?phase, ?integrity, "generation");
@@ -503,12 +506,12 @@ impl WeightServerLoop {
             }
         }
         if let Some(change) = CatalogChange::of(&self.state, notice) {
-            // Nobody has to watch.
+            // A change without subscribers is dropped.
             let _ = self.changes.send(change);
         }
     }
 
-    /// For `ballast ps` and `systemctl status`.
+    /// The status text for `ballast ps` and `systemctl status`.
     fn status_line(&self) -> String {
         let loading = self.state.generations().find(|g| g.is_pending());
         let held = self.state.generations().filter(|g| !g.is_pending());
@@ -526,7 +529,8 @@ impl WeightServerLoop {
     }
 }
 
-/// Asks for a load, from wherever.
+/// Opens the model's files and requests a load; used by the admin service and for configured
+/// models.
 pub(crate) async fn request_load(
     inputs: &InputSender,
     model: String,

@@ -1,4 +1,5 @@
-//! The vocabulary of the state machine: what can happen to it, and what it can want done. Plain values, closed enums.
+//! The events and actions of the state machine, and the values that they carry. Plain values and
+//! closed enums.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +17,7 @@ pub(crate) struct ConnectionId(pub(crate) u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct CallId(pub(crate) u64);
 
-/// Who is told about a load.
+/// A caller that waits for a load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Waiter {
     /// An admin call.
@@ -25,7 +26,7 @@ pub(crate) enum Waiter {
     Worker { connection: ConnectionId, peer: WorkerProcess, params: AttachParams },
 }
 
-/// An Attach frame.
+/// The content of an Attach frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AttachParams {
     pub(crate) protocol: u32,
@@ -43,7 +44,7 @@ pub(crate) struct LoadParams {
     pub(crate) model: String,
     pub(crate) path: PathBuf,
     pub(crate) device: String,
-    /// What stands at the path now, or why that cannot be told.
+    /// The files that are at the path now, or why they cannot be opened.
     pub(crate) key: Result<LoadKey, LoadFailure>,
     pub(crate) one_per_tensor: bool,
 }
@@ -75,7 +76,7 @@ pub(crate) enum WeightServerEvent {
     GenerationStored {
         generation: u64,
     },
-    /// An empty device is any GPU.
+    /// An empty device means any GPU.
     VerifyRequested {
         call: CallId,
         model: String,
@@ -122,7 +123,7 @@ pub(crate) enum WeightServerEvent {
         lease: u64,
     },
     ShutdownRequested,
-    /// Time passes; comes at least every second.
+    /// Time has passed. Arrives at least every second.
     Tick,
 }
 
@@ -131,7 +132,7 @@ pub(crate) enum WeightServerAction {
     StartLoader {
         generation: u64,
     },
-    /// What the loader planned is reserved.
+    /// Lets the loader allocate: its plan is reserved.
     Proceed {
         generation: u64,
     },
@@ -151,20 +152,21 @@ pub(crate) enum WeightServerAction {
         call: CallId,
         result: Result<VerifyOutcome, VerifyFailure>,
     },
-    /// A quarantined model could not be loaded anew: nobody asked, so somebody has to be told.
+    /// Logs that a quarantined model could not be reloaded. No caller waits for that reload.
     ReportReloadFailure {
         model: String,
         failure: LoadFailure,
     },
-    /// A successor must not give it its name back.
+    /// Marks the generation in the FD store, so that a successor does not resolve the model name to
+    /// it.
     MarkRetired {
         generation: u64,
     },
-    /// Out of the FD store, and its descriptors closed.
+    /// Removes the generation from the FD store and closes its descriptors.
     RemoveGeneration {
         generation: u64,
     },
-    /// Into the FD store, and watch its process.
+    /// Stores the lease in the FD store and watches its process.
     StoreLease {
         lease: u64,
         connection: ConnectionId,
@@ -225,10 +227,10 @@ pub(crate) struct LoadOutcome {
     pub(crate) elapsed: Duration,
 }
 
-/// What a verifier found.
+/// The result of a verifier.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct VerifyReport {
-    /// Names of the first few damaged tensors.
+    /// Names of the first damaged tensors.
     pub(crate) damaged: Vec<String>,
     pub(crate) damaged_count: u32,
     pub(crate) checked_bytes: u64,
@@ -241,7 +243,7 @@ pub(crate) struct VerifyOutcome {
     pub(crate) report: VerifyReport,
 }
 
-/// Something changed that an operator may want to see.
+/// A change that clients of WatchEvents see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChangeNotice {
     Generation(u64),
@@ -250,13 +252,13 @@ pub(crate) enum ChangeNotice {
     LeaseEnded(u64),
 }
 
-/// A generation found in the FD store.
+/// A generation that was found in the FD store.
 #[derive(Debug)]
 pub(crate) struct AdoptedGeneration {
     pub(crate) id: u64,
     pub(crate) model: String,
     pub(crate) key: LoadKey,
     pub(crate) contents: GenerationContents,
-    /// It had lost its name already.
+    /// The model had been unloaded or replaced before.
     pub(crate) retired: bool,
 }

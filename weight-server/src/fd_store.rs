@@ -1,15 +1,18 @@
-//! The FD store: copies of our descriptors with the parent (supervisor or systemd), so that they outlive this process.
+//! The client of the FD store: keeps copies of this process's descriptors in its parent (the
+//! supervisor or systemd), so that they outlive the process.
 //!
-//! One thread writes, in order, since sd_notify calls may block. Names:
+//! One thread sends all requests in order, because sd_notify calls may block. Names of stored
+//! descriptors:
 //!
 //! ```text
 //! g<generation>.a<index>    an allocation
 //! g<generation>.manifest    the commit record of a generation: stored last, removed first
-//! g<generation>.retired     an empty memfd: the model was unloaded or replaced while workers still held it
+//! g<generation>.retired     an empty memfd: the model was unloaded or replaced while in use
 //! l<lease>.pidfd            the worker's process
 //! l<lease>.record           the commit record of a lease: stored last, removed first
 //! ```
-//! A FD store that fails costs the survival of the weights, not the service: it is reported, and everything goes on.
+//! If the FD store fails, the weight-server reports that and continues. The weights then do not
+//! survive its death.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,12 +28,12 @@ use crate::event_loop::{InputSender, LoopInput};
 use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, LeaseFds};
 
-/// The parent works off a thousand descriptors in about a second.
+/// The parent processes a thousand descriptors in about a second.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
 pub(crate) enum FdStoreRequest {
-    /// Answered by `GenerationStored` when the parent has it all.
+    /// Answered by `GenerationStored` when the parent has all descriptors.
     StoreGeneration {
         generation: u64,
         fds: Arc<GenerationFds>,
@@ -50,11 +53,11 @@ pub(crate) enum FdStoreRequest {
     RemoveLease {
         lease: u64,
     },
-    /// A descriptor of an earlier incarnation that belongs to nothing.
+    /// Removes a descriptor that adoption dropped.
     Remove {
         name: String,
     },
-    /// Stores anew what a new supervisor does not have.
+    /// Stores everything again in the FD store of a new supervisor.
     Restore {
         generations: Vec<(u64, Arc<GenerationFds>)>,
         retired: Vec<u64>,
@@ -64,11 +67,11 @@ pub(crate) enum FdStoreRequest {
     ReportStatus,
 }
 
-/// Sends jobs to the thread, which ends when this is dropped.
+/// Sends requests to the thread, which ends when the last client is dropped.
 #[derive(Debug, Clone)]
 pub(crate) struct FdStoreClient {
     jobs: mpsc::Sender<FdStoreRequest>,
-    /// The last attempt to store something succeeded, and there is somebody to store it.
+    /// True if a parent exists and the last request succeeded.
     healthy: Arc<AtomicBool>,
     status: Arc<Mutex<Option<String>>>,
 }
@@ -89,11 +92,12 @@ impl FdStoreClient {
     }
 
     pub(crate) fn send(&self, job: FdStoreRequest) {
-        // The thread ends with the last sender only.
+        // The thread outlives every client.
         let _ = self.jobs.send(job);
     }
 
-    /// Reports a status text; one that waits is replaced, so that a parent that doesn't read costs no memory.
+    /// Reports a status text. A text that still waits is replaced, so a parent that does not read
+    /// costs no memory.
     pub(crate) fn report_status(&self, text: String) {
         let waiting = self.status.lock().unwrap_or_else(PoisonError::into_inner).replace(text);
         if waiting.is_none() {
@@ -110,7 +114,7 @@ impl FdStoreClient {
 enum FdStoreError {
     #[error(transparent)]
     Notify(#[from] NotifyError),
-    #[error("cannot make a mark")]
+    #[error("cannot create the marker memfd")]
     Mark(#[from] MemfdError),
 }
 
@@ -134,10 +138,11 @@ impl FdStoreWriter {
                 self.record_result("mark a model as unloaded", self.mark_retired(generation));
             }
             FdStoreRequest::RemoveGeneration { generation, allocations } => {
-                self.record_result("forget a model", self.remove_generation(generation, allocations));
+                self.record_result("remove a model", self.remove_generation(generation, allocations));
             }
             FdStoreRequest::StoreLease { lease, fds } => {
-                // No barrier: messages are worked off in order, so whatever follows the grant finds the lease stored.
+                // A lease needs no barrier: the parent handles messages in order, so it has the
+                // lease before anything that follows the grant.
                 self.record_result("store a lease", self.store_lease(lease, &fds));
                 self.inputs
                     .send_blocking(LoopInput::WeightServerEvent(WeightServerEvent::LeaseStored { lease }));
@@ -147,10 +152,10 @@ impl FdStoreWriter {
                     .notify
                     .fdstore_remove(&format!("l{lease}.record"))
                     .and_then(|()| self.notify.fdstore_remove(&format!("l{lease}.pidfd")));
-                self.record_result("forget a lease", forgotten);
+                self.record_result("remove a lease", forgotten);
             }
             FdStoreRequest::Remove { name } => {
-                self.record_result("forget a descriptor", self.notify.fdstore_remove(&name))
+                self.record_result("remove a descriptor", self.notify.fdstore_remove(&name))
             }
             FdStoreRequest::Restore { generations, retired, leases } => {
                 for (generation, fds) in generations {

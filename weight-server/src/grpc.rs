@@ -1,4 +1,5 @@
-//! The admin service, `ballast.weights.v1.WeightServer`: conversions between its messages and ours, nothing else.
+//! The admin service `ballast.weights.v1.WeightServer`: converts between its messages and the event
+//! loop's types.
 
 use std::pin::Pin;
 
@@ -18,7 +19,7 @@ use crate::ledger::{Reservation, ReservationKey};
 use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
 use crate::status::{CatalogChange, GenerationView, LeaseView, StatusSnapshot};
 
-/// Names of models and tokens: shown in tables, kept in manifests.
+/// For names of models and tokens, which appear in tables and manifests.
 const MAX_NAME_BYTES: usize = 256;
 
 #[derive(Debug)]
@@ -151,7 +152,7 @@ async fn loaded(inputs: &InputSender, answer: LoadOutcome) -> Result<wire::Loade
     inputs.send(LoopInput::Status { answer: sender }).await;
     let snapshot = snapshot.await.map_err(|_| gone())?;
     let generation = snapshot.generations.into_iter().find(|generation| generation.id == answer.generation);
-    // Unloaded between its answer and this look at it.
+    // The model was unloaded after the reply and before this query.
     let generation = generation.ok_or_else(|| Status::from(LoadFailure::Unloaded))?;
     Ok(wire::Loaded {
         generation: Some(generation.into()),
@@ -161,7 +162,7 @@ async fn loaded(inputs: &InputSender, answer: LoadOutcome) -> Result<wire::Loade
 }
 
 impl From<LoadFailure> for Status {
-    /// The details are an encoded LoadFailed, for callers that choose an exit code.
+    /// The status details hold an encoded LoadFailed, from which callers choose an exit code.
     fn from(failure: LoadFailure) -> Self {
         use wire::LoadFailure as Kind;
         let (code, kind) = match &failure {

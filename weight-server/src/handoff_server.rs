@@ -1,7 +1,9 @@
-//! The hand-off socket: accepts workers, speaks the protocol with each, reports to the driver.
+//! The hand-off socket: accepts workers, runs the protocol with each, and reports to the event
+//! loop.
 //!
-//! One task per connection. It decides nothing: first frames become inputs, commands of the driver become frames. A client
-//! that sends descriptors, garbage, or frames out of turn is told so, counted, and cut off; none can hold up another.
+//! Each connection has one task, which makes no decisions: it turns first frames into inputs, and
+//! commands of the event loop into frames. A client that sends descriptors, malformed frames or
+//! frames out of order is refused, counted and disconnected. No client can block another.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -25,18 +27,18 @@ use crate::state::MAX_CLIENTS;
 /// A worker sends its first frame right after it has connected.
 const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A worker takes a batch of descriptors in microseconds; one that doesn't is stopped or hostile.
+/// A worker takes a batch of descriptors in microseconds. One that does not is stopped or hostile.
 const BATCH_TIMEOUT: Duration = Duration::from_secs(10);
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Orders that wait for one connection: progress reports and one grant.
+/// Commands that wait for one connection: progress reports and one grant.
 const COMMAND_QUEUE_CAPACITY: usize = 16;
 
-/// Between two attempts when accepting failed for lack of descriptors or memory.
+/// The wait after an accept that failed for lack of descriptors or memory.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the driver wants one connection to do.
+/// What the event loop tells one connection to do.
 #[derive(Debug)]
 pub(crate) enum ConnectionCommand {
     Waiting(LoadProgress),
@@ -46,7 +48,7 @@ pub(crate) enum ConnectionCommand {
     Close,
 }
 
-/// What clients did to the protocol, for `ballast ps` and tests.
+/// Counts protocol violations of clients, for `ballast ps` and tests.
 #[derive(Debug, Default)]
 pub(crate) struct ProtocolViolations(AtomicU64);
 
@@ -56,7 +58,7 @@ impl ProtocolViolations {
     }
 }
 
-/// Accepts until the listener is dropped with this task.
+/// Accepts connections until the task is aborted.
 pub(crate) async fn accept_loop(
     listener: Listener,
     inputs: InputSender,
@@ -64,11 +66,12 @@ pub(crate) async fn accept_loop(
 ) -> std::io::Result<()> {
     let listener = AsyncListener::new(listener)?;
     let slots = Arc::new(Semaphore::new(MAX_CLIENTS));
-    // Given up for a moment when the table is full, so that the queue can be emptied and clients see an answer.
+    // Closed for a moment when no descriptor is left, so that the listener can accept and refuse
+    // waiting clients.
     let mut spare = Some(spare_fd()?);
     let mut next = 0u64;
     loop {
-        // Never closed.
+        // The semaphore is never closed.
         let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return Ok(()) };
         let connection = loop {
             match listener.accept().await {
@@ -105,10 +108,10 @@ struct WorkerConnection {
     violations: Arc<ProtocolViolations>,
 }
 
-/// Why a conversation ended; none of it is the weight-server's trouble.
+/// Why a connection ended. None of these is an error of the weight-server.
 #[derive(Debug)]
 enum ConnectionEnd {
-    /// The peer or the driver is done.
+    /// The peer or the event loop closed the connection.
     Over,
     Broken(FrameError),
     Violation(&'static str),
@@ -118,7 +121,7 @@ impl From<FrameError> for ConnectionEnd {
     fn from(error: FrameError) -> Self {
         match error {
             FrameError::Closed => Self::Over,
-            FrameError::Malformed(_) => Self::Violation("a frame is no message of it"),
+            FrameError::Malformed(_) => Self::Violation("a frame cannot be decoded"),
             FrameError::Receive(handoff::fd_passing::ReceiveError::TooLong { .. }) => {
                 Self::Violation("a frame is too long")
             }
@@ -136,19 +139,19 @@ impl WorkerConnection {
         };
         let end = match peer {
             Ok((peer, pidfd)) => self.serve_frames(&connection, peer, pidfd).await.err(),
-            // It has ended already.
+            // The peer process has exited already.
             Err(_) => None,
         };
         match end {
             Some(ConnectionEnd::Violation(what)) => {
                 self.violations.0.fetch_add(1, Ordering::Relaxed);
                 tracing::warn!(connection = self.id.0, what, "a client broke the hand-off protocol");
-                // It may not listen any more.
+                // The client may no longer read.
                 let _ = refuse(&connection, &AttachRefusal::Violation { what }).await;
             }
             Some(ConnectionEnd::Broken(error)) => {
                 let cause = service::exit::one_line(&error);
-                tracing::info!(connection = self.id.0, cause, "a worker's connection broke");
+                tracing::info!(connection = self.id.0, cause, "a worker's connection failed");
             }
             Some(ConnectionEnd::Over) | None => {}
         }
@@ -172,7 +175,7 @@ impl WorkerConnection {
             worker_frame::Kind::Reclaim(claim) => {
                 LoopInput::Reclaim { connection: self.id, peer, claim, commands }
             }
-            _ => return Err(ConnectionEnd::Violation("it began with neither an attach nor a re-claim")),
+            _ => return Err(ConnectionEnd::Violation("the first frame is neither Attach nor Reclaim")),
         };
         self.inputs.send(input).await;
         loop {
@@ -187,7 +190,7 @@ impl WorkerConnection {
                         worker_frame::Kind::Detach(_) => {
                             self.inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::Detached { connection: self.id })).await;
                         }
-                        _ => return Err(ConnectionEnd::Violation("a frame came out of turn")),
+                        _ => return Err(ConnectionEnd::Violation("a frame came out of order")),
                     }
                 }
             }
@@ -229,7 +232,7 @@ impl WorkerConnection {
     }
 }
 
-/// The process at the other end, and a hold on it.
+/// Identifies the peer process and opens a pidfd on it.
 fn identify(connection: &Connection) -> std::io::Result<(WorkerProcess, OwnedFd)> {
     let peer = connection.peer()?;
     let pidfd = pidfd::of_peer(connection)?;
@@ -237,12 +240,12 @@ fn identify(connection: &Connection) -> std::io::Result<(WorkerProcess, OwnedFd)
     Ok((WorkerProcess { pid: peer.pid, uid: peer.uid, start_ticks }, pidfd))
 }
 
-/// Descriptors of clients are closed right here.
+/// Descriptors from a client are closed here.
 fn without_fds(frame: WorkerFrame, fds: Vec<OwnedFd>) -> Result<worker_frame::Kind, ConnectionEnd> {
     if !fds.is_empty() {
-        return Err(ConnectionEnd::Violation("it sent file descriptors"));
+        return Err(ConnectionEnd::Violation("the client sent file descriptors"));
     }
-    frame.kind.ok_or(ConnectionEnd::Violation("a frame is of no known kind"))
+    frame.kind.ok_or(ConnectionEnd::Violation("a frame has an unknown kind"))
 }
 
 async fn send(connection: &AsyncConnection, kind: server_frame::Kind) -> Result<(), FrameError> {
@@ -254,7 +257,7 @@ async fn refuse(connection: &AsyncConnection, refusal: &AttachRefusal) -> Result
     send(connection, server_frame::Kind::Refused(refused)).await
 }
 
-/// Grant, then all descriptors, one batch outstanding.
+/// Sends the grant, then all descriptors. One batch is outstanding at a time.
 async fn deliver_descriptors(
     connection: &AsyncConnection,
     lease: u64,
@@ -271,7 +274,7 @@ async fn deliver_descriptors(
         let (receipt, carried) = connection.receive_within::<WorkerFrame>(BATCH_TIMEOUT).await?;
         match without_fds(receipt, carried)? {
             worker_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
-            _ => return Err(ConnectionEnd::Violation("a batch was not acknowledged in turn")),
+            _ => return Err(ConnectionEnd::Violation("a batch was not acknowledged in order")),
         }
     }
     Ok(())

@@ -1,7 +1,8 @@
-//! What this process holds for others: the descriptors of each generation and of each lease.
+//! The descriptors that this process holds for each generation and each lease.
 //!
-//! Those of host memory are checked here: sealed memfds of the size and inode that the manifest says. What a descriptor of
-//! device memory is only the driver can tell, which this process never loads: a verifier child asks it.
+//! Descriptors of host memory are checked here: they must be sealed memfds of the size and inode in
+//! the manifest. Only the GPU driver can check descriptors of device memory. This process never
+//! loads it, so a verifier child does.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use memory::host_import::{ImportHostError, verify_host};
 use memory::manifest::{DeviceKind, Manifest};
 use memory::memfd::{MemfdError, SealedMemfd};
 
-/// Why descriptors are not the generation that their manifest describes.
+/// Why descriptors do not form the generation that their manifest describes.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum GenerationFdsError {
     #[error(transparent)]
@@ -22,7 +23,7 @@ pub(crate) enum GenerationFdsError {
     Duplicate(MemfdError),
 }
 
-/// All descriptors of one generation, verified against their manifest.
+/// All descriptors of one generation, checked against their manifest.
 #[derive(Debug)]
 pub(crate) struct GenerationFds {
     manifest: SealedMemfd,
@@ -30,7 +31,8 @@ pub(crate) struct GenerationFds {
 }
 
 impl GenerationFds {
-    /// Takes what a loader handed over or a FD store kept: the manifest first, then every allocation in its order.
+    /// Takes descriptors from a loader or from the FD store: the manifest first, then every
+    /// allocation in the manifest's order.
     pub(crate) fn verify(fds: Vec<OwnedFd>) -> Result<(Manifest, Self), GenerationFdsError> {
         let kept = fds.first().ok_or(SplitHandoffError::NoManifest)?.try_clone();
         let kept = kept.map_err(|source| GenerationFdsError::Duplicate(MemfdError::OutOfFds { source }))?;
@@ -59,7 +61,7 @@ impl GenerationFds {
     }
 }
 
-/// What the FD store keeps of a lease.
+/// The descriptors that the FD store keeps of a lease.
 #[derive(Debug, Clone)]
 pub(crate) struct LeaseFds {
     pub(crate) record: Arc<SealedMemfd>,

@@ -1,17 +1,19 @@
-//! Leases: which process holds which generation, and what it reserved beside it.
+//! The lease table: which process holds which generation, and what it has reserved.
 //!
 //! ```text
-//!            in the FD store        all descriptors taken
-//!   Storing ------------> Granting ------------> Held
-//!                             |   connection gone  |
-//!                             v                    v
-//!                          Disconnected <----------+     re-claimed: Held again
-//!                             | waited RECLAIM_TIMEOUT
-//!                             v
-//!                          Orphaned                      re-claimed: Held again
+//!          in the FD store        all descriptors taken
+//! Storing ------------> Granting ------------> Held <---------------+
+//!                           |  connection ended  |                  |
+//!                           v                    v                  | Reclaim
+//!                        Disconnected <----------+ -----------------+
+//!                           |                                       |
+//!                           | RECLAIM_TIMEOUT                       |
+//!                           v                                       |
+//!                        Orphaned ----------------------------------+
 //! ```
-//! From every state the lease ends when its process has ended, from Held also by Detach: memory counts as gone only when
-//! the unmap is acknowledged or the process is dead. Plain values; `state` moves them.
+//! A lease ends when its process has exited, and from Held also with a Detach frame. Until then its
+//! memory counts as used, because the process may still have it mapped. The types here are plain
+//! values; `state` changes them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,12 +23,12 @@ use handoff::lease_record::LeaseRecord;
 use crate::events::ConnectionId;
 use crate::tokens::TokenDigest;
 
-/// The process at the other end of a connection, as the kernel names it.
+/// The process at the other end of a connection, as the kernel identifies it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WorkerProcess {
     pub(crate) pid: i32,
     pub(crate) uid: u32,
-    /// Tells the process from a later one with its number; 0 if unknown.
+    /// The start time distinguishes the process from a later one with the same id; 0 if unknown.
     pub(crate) start_ticks: u64,
 }
 
@@ -49,7 +51,7 @@ pub(crate) struct LeaseEntry {
     pub(crate) workspace_bytes: u64,
     pub(crate) token: Option<(String, TokenDigest)>,
     pub(crate) phase: LeasePhase,
-    /// Taken over from an earlier incarnation and not re-claimed yet.
+    /// The lease was adopted, and its worker has not reclaimed it yet.
     pub(crate) awaiting_reclaim: bool,
 }
 
@@ -92,7 +94,7 @@ impl LeaseEntry {
         }
     }
 
-    /// Whether a re-claim comes from the process that this lease was granted to.
+    /// Whether a reclaim comes from the process to which the lease was granted.
     pub(crate) fn is_held_by(&self, peer: &WorkerProcess, token: &TokenDigest) -> bool {
         let same_process = self.worker.pid == peer.pid
             && self.worker.uid == peer.uid

@@ -1,7 +1,9 @@
-//! Who may hold how much: bytes of each device and descriptors of this process, one reservation per owner.
+//! The ledger: reservations of device memory and of this process's descriptors, one per owner.
 //!
-//! A plain value. Invariant: the sum of reservations never exceeds a capacity, except by reservations that were there before this process
-//! (`adopt`). Reservations come before the memory: what is not in here must not be allocated.
+//! Invariants:
+//! 1. The reservations of a device never exceed its capacity, except for those made with
+//!    `reserve_unchecked`.
+//! 2. Memory is reserved before it is allocated.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +11,7 @@ use service::ByteSize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum ReservationKey {
-    /// A load that runs or waits, by generation.
+    /// A load that is queued or runs, by generation.
     Loading(u64),
     /// A resident generation.
     Weights(u64),
@@ -33,10 +35,10 @@ pub(crate) struct Ledger {
     reservations: BTreeMap<ReservationKey, Reservation>,
 }
 
-/// Why a reservation is refused.
+/// Why a reservation was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ReservationError {
-    #[error("there is no device {device} here: {known}")]
+    #[error("there is no device {device}: {known}")]
     UnknownDevice { device: String, known: String },
     #[error(
         "{} are needed on {device}, {} of {} are free, {} are missing: unload a model, give workers less, or raise the budget",
@@ -55,7 +57,7 @@ impl Ledger {
         Self { devices, fds, reservations: BTreeMap::new() }
     }
 
-    /// Books a reservation or changes an existing one; on refusal nothing has changed.
+    /// Adds a reservation or changes an existing one. A refusal changes nothing.
     pub(crate) fn reserve(
         &mut self,
         key: ReservationKey,
@@ -92,12 +94,12 @@ impl Ledger {
         Ok(())
     }
 
-    /// Books what an earlier incarnation had reserved: it is in use already, whatever the capacity says.
+    /// Adds a reservation for memory that is in use already, whatever the capacity is.
     pub(crate) fn reserve_unchecked(&mut self, key: ReservationKey, reservation: Reservation) {
         self.reservations.insert(key, reservation);
     }
 
-    /// A load has become a resident generation.
+    /// Turns the reservation of a load into that of a resident generation.
     pub(crate) fn commit_load(&mut self, generation: u64) {
         if let Some(reservation) = self.reservations.remove(&ReservationKey::Loading(generation)) {
             self.reservations.insert(ReservationKey::Weights(generation), reservation);
@@ -112,7 +114,7 @@ impl Ledger {
         self.reservations.iter().map(|(key, reservation)| (*key, reservation))
     }
 
-    /// Capacity and sum of the reservations of each device.
+    /// Capacity and reserved bytes of each device.
     pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
             let reservations = self.reservations.values().filter(|reservation| reservation.device == *device);
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn refusal_says_what_is_needed_and_what_is_there() {
+    fn refusal_names_the_need_and_the_free_amount() {
         let mut ledger = ledger();
         ledger.reserve(ReservationKey::Weights(1), reservation(800, 2)).unwrap();
         assert_eq!(
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_have_budgets_of_their_own() {
+    fn each_device_has_its_own_budget() {
         let mut ledger = ledger();
         ledger.reserve(ReservationKey::Weights(1), reservation(1000, 0)).unwrap();
         ledger
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_row_is_not_counted_twice() {
+    fn changed_reservation_is_not_counted_twice() {
         let mut ledger = ledger();
         ledger.reserve(ReservationKey::Loading(1), reservation(900, 1)).unwrap();
         ledger.reserve(ReservationKey::Loading(1), reservation(1000, 10)).unwrap();
@@ -188,12 +190,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rows_never_exceed_the_capacity_and_all_comes_back(
+        fn reservations_never_exceed_the_capacity(
             steps in prop::collection::vec((0u64..6, 0u64..600, 0u64..6, any::<bool>()), 0..60)
         ) {
             let mut ledger = ledger();
-            for (id, bytes, fds, give_back) in steps {
-                if give_back {
+            for (id, bytes, fds, release) in steps {
+                if release {
                     ledger.release(ReservationKey::Lease(id));
                 } else {
                     let before: Vec<_> = ledger.reservations().map(|(k, r)| (k, r.clone())).collect();

@@ -1,17 +1,18 @@
-//! The weight-server: owns the one copy of each model, hands it to workers, and outlives nobody's need of it.
+//! The weight-server owns the one copy of each model's weights and hands it to workers.
 //!
 //! ```text
-//!   worker --- weights.sock ------- share.rs ----.
-//!   admin ---- weights-admin.sock - grpc.rs -----+--> driver.rs: one task owns everything
-//!   loader --- socket pair -------- loader_child.rs,      |            |            |
-//!                                   verifier_child.rs     |            |            |
-//!                                             state.rs (pure)   held_fds.rs    fd_store.rs --> parent
-//!                                       catalog, lease_table,     (descriptors)
-//!                                       ledger, tokens
+//!   worker --- weights.sock ------- handoff_server.rs --.
+//!   admin ---- weights-admin.sock - grpc.rs ------------+--> event_loop.rs: owns the state
+//!   loader --- socket pair -------- loader_child.rs,           |            |            |
+//!                                   verifier_child.rs          |            |            |
+//!                                           state.rs (pure)  held_fds.rs   fd_store.rs --> parent
+//!                                     catalog, lease_table,  (descriptors)
+//!                                    ledger, tokens
 //! ```
-//! It holds descriptors and decides; it never maps a tensor, reads a model file or loads a GPU driver: loaders do, and
-//! they are children that end. After its death the FD store returns its descriptors to a successor (`adoption`), while
-//! workers go on with what they have mapped.
+//! The weight-server holds descriptors and decides. It never maps a tensor, reads a model file or
+//! loads a GPU driver: short-lived loader children do that. After its death a successor inherits
+//! the descriptors from the FD store (`adoption`), while workers keep using the memory that they
+//! have mapped.
 
 #![forbid(unsafe_code)]
 
@@ -62,10 +63,11 @@ use state::{WeightServerLimits, WeightServerState};
 pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
 
-/// Admin calls and answers under way when a stop is asked for.
+/// For admin calls and replies in progress when the process is asked to stop.
 const DRAIN_GRACE: Duration = Duration::from_secs(2);
 
-/// Between attempts to load a configured model while workers of an earlier incarnation come back.
+/// The wait before a configured model is requested again while workers of an earlier incarnation
+/// may reclaim their leases.
 const RECLAIM_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]
@@ -84,7 +86,7 @@ pub enum WeightServerError {
     HandoffSocket(#[from] SocketError),
     #[error(transparent)]
     AdminSocket(#[from] service::grpc::BindError),
-    #[error("cannot offer reflection")]
+    #[error("cannot offer gRPC reflection")]
     Reflection(#[source] tonic_reflection::server::Error),
     #[error("the admin service failed")]
     AdminService(#[source] tonic::transport::Error),
@@ -113,20 +115,20 @@ impl HasExit for WeightServerError {
     }
 }
 
-/// Body of the process: returns when it was asked to stop.
+/// Runs the process until it is asked to stop.
 pub fn run(config: WeightServerConfig) -> Result<(), WeightServerError> {
     run_with_loader(config, LoaderProgram::own())
 }
 
-/// As `run`, with another program for loaders: tests have no `ballast` executable.
+/// Like `run`, with another loader program: tests have no `ballast` executable.
 pub fn run_with_loader(config: WeightServerConfig, loader: LoaderProgram) -> Result<(), WeightServerError> {
-    // Before any thread exists: numbers of inherited descriptors are claimed here.
+    // Inherited descriptors are claimed by number, so this comes before any thread exists.
     let inherited = inherited_fds()?;
     let fds = system_limits::fd_capacity()?;
     let notify = Notify::from_env()?;
     let _lock = lock(&config.runtime_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
-        // One works, one is free to answer.
+        // One thread works, the other can answer.
         .worker_threads(2)
         .enable_all()
         .build()
@@ -134,7 +136,8 @@ pub fn run_with_loader(config: WeightServerConfig, loader: LoaderProgram) -> Res
     runtime.block_on(serve(config, loader, inherited, fds, notify))
 }
 
-/// Only one weight-server per runtime directory; the kernel gives the lock back when it dies.
+/// Locks the runtime directory for one weight-server. The kernel releases the lock when the process
+/// dies.
 fn lock(path: &Path) -> Result<Flock<File>, WeightServerError> {
     let unusable = |source| WeightServerError::RuntimeDir { path: path.to_owned(), source };
     let directory = File::open(path).map_err(unusable)?;
@@ -161,12 +164,12 @@ async fn serve(
     let violations = Arc::new(ProtocolViolations::default());
 
     let adopted = adoption::adopt(inherited);
-    report(&adopted, &fd_store);
+    log_adoption(&adopted, &fd_store);
     let driver = driver(&config, loader, adopted, fds, &inputs, fd_store, &violations, started);
     let changes = driver.changes();
     let driver = tokio::spawn(driver.run(queue));
 
-    // After adoption: whoever connects from now on finds every lease known.
+    // The sockets open after adoption: a worker that connects now finds its lease.
     let directory = RuntimeDir::at(&config.runtime_dir);
     let listener = Listener::bind(&directory.weights_socket())?;
     let admin_listener = service::grpc::bind(&directory.weights_admin_socket())?;
@@ -191,7 +194,7 @@ async fn serve(
     inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ShutdownRequested)).await;
     match shutdown.within(DRAIN_GRACE, admin).await {
         Ok(ended) => ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::AdminService),
-        // Watchers of events stay as long as they are let.
+        // Streams of WatchEvents stay open until they are cut off.
         Err(cut) => {
             tracing::debug!(%cut, "admin calls were cut off");
             Ok(())
@@ -212,7 +215,7 @@ fn driver(
 ) -> WeightServerLoop {
     let on_host = adopted.generations.iter().filter(|(generation, _)| generation.key.device == HOST_DEVICE);
     let held: u64 = on_host.map(|(generation, _)| generation.contents.reservation(HOST_DEVICE).bytes).sum();
-    // What is adopted is in use already, so it comes on top of what is available.
+    // Adopted memory is in use already, so it comes on top of what is available.
     let budget = config
         .host_budget
         .map_or_else(|| system_limits::available_bytes().saturating_add(held), |bytes| bytes.0);
@@ -246,20 +249,20 @@ fn driver(
     WeightServerLoop::new(parts, started)
 }
 
-/// Says what was adopted, and has the FD store remove what was not.
-fn report(adopted: &AdoptedState, fd_store: &FdStoreClient) {
+/// Logs what was adopted, and removes what was dropped from the FD store.
+fn log_adoption(adopted: &AdoptedState, fd_store: &FdStoreClient) {
     for (generation, _) in &adopted.generations {
         tracing::info!(
             generation = generation.id,
             model = generation.model,
-            "adopted without reading its file"
+            "adopted a generation without reading its file"
         );
     }
     for (record, _) in &adopted.leases {
         tracing::info!(
             lease = record.lease,
             pid = record.pid,
-            "adopted a lease; its worker is expected back"
+            "adopted a lease; waiting for its worker to reclaim it"
         );
     }
     for note in &adopted.notes {
@@ -270,7 +273,7 @@ fn report(adopted: &AdoptedState, fd_store: &FdStoreClient) {
     }
 }
 
-/// A new supervisor starts with an empty FD store.
+/// Stores all descriptors again when a new supervisor runs, whose FD store is empty.
 async fn watch_supervisor(
     mut supervisor: tokio::sync::watch::Receiver<SupervisorState>,
     inputs: InputSender,
@@ -283,7 +286,7 @@ async fn watch_supervisor(
     }
 }
 
-/// Loads what the configuration names, one after the other.
+/// Loads the configured models, one after the other.
 async fn load_configured_models(models: Vec<ModelLoadConfig>, inputs: InputSender) {
     for model in models {
         loop {
@@ -294,7 +297,7 @@ async fn load_configured_models(models: Vec<ModelLoadConfig>, inputs: InputSende
                 Ok(Err(LoadFailure::AwaitingReclaim { .. })) => {
                     tokio::time::sleep(RECLAIM_RETRY_INTERVAL).await
                 }
-                // A failure has been logged where every load's is.
+                // A failed load has been logged by the event loop.
                 _ => break,
             }
         }

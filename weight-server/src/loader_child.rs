@@ -1,7 +1,8 @@
-//! The weight-server's side of one load: start the child, hand it the open files, follow it, take what it made.
+//! The weight-server's side of one load: starts the loader child, sends it the open files, follows
+//! its progress, and takes over the descriptors it made.
 //!
-//! One task per load. Whatever goes wrong ends in one `LoadFailed`; a child that dies takes everything it had with it,
-//! since only its descriptors held the memory.
+//! Each load has one task. Every failure ends in one `LoadFailed` event. If the child dies, its
+//! memory is released, because only its descriptors held it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -29,15 +30,15 @@ use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, GenerationFdsError};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
 
-/// Their descriptors go to the loader on one packet.
+/// All their descriptors travel in one packet.
 const MAX_MODEL_FILES: u32 = 128;
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// From the last frame of a loader to its end.
+/// From the last frame of a loader to its exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How a loader is started: as this executable's `loader` role, or as a test wants it.
+/// The command that starts a loader: this executable's `loader` role, or a test's program.
 #[derive(Debug, Clone)]
 pub struct LoaderProgram {
     pub program: PathBuf,
@@ -46,7 +47,7 @@ pub struct LoaderProgram {
 }
 
 impl LoaderProgram {
-    /// The file that this process runs, even if its path has been replaced meanwhile.
+    /// The file that this process executes, even if its path has been replaced in the meantime.
     pub(crate) fn own() -> Self {
         let arguments = vec!["loader".to_owned()];
         Self { program: "/proc/self/exe".into(), arguments, environment: Vec::new() }
@@ -58,7 +59,8 @@ impl LoaderProgram {
         for variable in service::env::PRIVATE {
             command.env_remove(variable);
         }
-        // The hand-off socket is the child's standard input: the one descriptor that needs no number to be agreed.
+        // The hand-off socket is the child's standard input, so no descriptor number has to be
+        // agreed.
         command.stdin(Stdio::from(OwnedFd::from(socket))).stdout(Stdio::null()).kill_on_drop(true);
         command.spawn()
     }
@@ -73,7 +75,7 @@ pub(crate) struct LoadJob {
     pub(crate) threads: usize,
 }
 
-/// Held by the driver. Dropping it kills the child.
+/// Kept by the event loop. Dropping it kills the child.
 #[derive(Debug)]
 pub(crate) struct LoaderHandle {
     proceed: Option<oneshot::Sender<()>>,
@@ -81,10 +83,10 @@ pub(crate) struct LoaderHandle {
 }
 
 impl LoaderHandle {
-    /// What the loader planned is reserved.
+    /// The loader's plan is reserved: it may allocate.
     pub(crate) fn proceed(&mut self) {
         if let Some(proceed) = self.proceed.take() {
-            // A loader that has failed meanwhile says so itself.
+            // A loader that has failed in the meantime reports that itself.
             let _ = proceed.send(());
         }
     }
@@ -96,7 +98,7 @@ impl Drop for LoaderHandle {
     }
 }
 
-/// Why a followed loader failed, before it is said in terms of the state machine.
+/// Why a session with a loader failed, before it is mapped to a `LoadFailure`.
 #[derive(Debug, thiserror::Error)]
 enum LoaderSessionError {
     #[error("{}", .0)]
@@ -145,7 +147,7 @@ async fn load(
     let (ours, theirs) = Connection::pair().map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
     let mut child = program.spawn(theirs).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
     let followed = run_session(&job, files, ours, inputs, reserved).await;
-    // Its memory is gone, or ours alone, only when it is: nothing is answered before.
+    // The result is reported after the child's exit: until then its memory is in use.
     let ended = wait_for_exit(&mut child).await;
     followed.map_err(|error| match error {
         LoaderSessionError::Failed(failure) => failure,
@@ -158,7 +160,7 @@ fn lost(error: &LoaderSessionError) -> LoadFailure {
     LoadFailure::LoaderLost { how: service::exit::one_line(error) }
 }
 
-/// Waits for a loader that has nothing left to do, or ends it; says how it went.
+/// Waits for a loader that has finished, or kills it after a timeout. Returns how it exited.
 pub(crate) async fn wait_for_exit(child: &mut Child) -> String {
     use std::os::unix::process::ExitStatusExt;
     let status = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
@@ -170,8 +172,8 @@ pub(crate) async fn wait_for_exit(child: &mut Child) -> String {
             format!("killed by signal {signal} (by hand, or by the kernel for lack of memory)")
         }
         Ok((_, Some(signal))) => format!("killed by signal {signal}"),
-        Ok((status, None)) => format!("it ended with {status} before it was done"),
-        Err(error) => format!("it ended, and its status cannot be had: {error}"),
+        Ok((status, None)) => format!("it exited with {status} before the load was done"),
+        Err(error) => format!("its exit status cannot be read: {error}"),
     }
 }
 
@@ -199,7 +201,7 @@ async fn run_session(
         };
         if !fds.is_empty() && !matches!(frame.kind, Some(loader_frame::Kind::Fds(_))) {
             return Err(LoaderSessionError::Protocol {
-                what: "descriptors came with another frame than theirs",
+                what: "descriptors came with a frame other than FdBatch",
             });
         }
         match frame.kind {
@@ -225,10 +227,10 @@ async fn run_session(
                     .await;
             }
             Some(loader_frame::Kind::Fds(batch)) => {
-                let collector = collector
-                    .as_mut()
-                    .filter(|_| may_allocate)
-                    .ok_or(LoaderSessionError::Protocol { what: "descriptors came before a reservation" })?;
+                let collector =
+                    collector.as_mut().filter(|_| may_allocate).ok_or(LoaderSessionError::Protocol {
+                        what: "descriptors came before the reservation",
+                    })?;
                 let receipt = collector.accept(&batch, fds)?;
                 command(&connection, loader_command::Kind::BatchReceived(receipt), &[]).await?;
             }
@@ -237,12 +239,12 @@ async fn run_session(
             }
             Some(loader_frame::Kind::Done(_)) => {
                 let collector = collector.filter(FdCollector::is_complete);
-                let collector =
-                    collector.ok_or(LoaderSessionError::Protocol { what: "it was done too early" })?;
+                let collector = collector
+                    .ok_or(LoaderSessionError::Protocol { what: "LoadDone came before all descriptors" })?;
                 let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
                 let elsewhere = manifest.devices.iter().any(|device| device.id != job.key.device);
                 if manifest.generation != generation || manifest.model != job.model || elsewhere {
-                    return Err(LoaderSessionError::Protocol { what: "the manifest is of another job" });
+                    return Err(LoaderSessionError::Protocol { what: "the manifest belongs to another job" });
                 }
                 return Ok((GenerationContents::from_manifest(&manifest, fds.manifest().bytes()), fds));
             }
@@ -252,7 +254,7 @@ async fn run_session(
                 | loader_frame::Kind::Verified(_),
             )
             | None => {
-                return Err(LoaderSessionError::Protocol { what: "a frame came out of turn" });
+                return Err(LoaderSessionError::Protocol { what: "a frame came out of order" });
             }
         }
     }
@@ -314,7 +316,7 @@ pub(crate) fn error_kind(failure: WireFailure) -> LoaderErrorKind {
     }
 }
 
-/// What stands at a path now: the file, or all files of a split model, opened.
+/// Opens the model at a path: one file, or all files of a split model.
 pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
     let split = path.file_name().and_then(|name| name.to_str()).and_then(SplitName::parse);
     let paths = match split {
@@ -329,7 +331,7 @@ pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadF
         Some(name) if name.number == 1 => {
             (1..=name.count).map(|number| path.with_file_name(name.sibling(number))).collect()
         }
-        // One file; if it is a later part of a split model its header says so.
+        // A single file. If it is a later part of a split model, its header says so.
         _ => vec![path.to_owned()],
     };
     open_files(paths)
@@ -343,7 +345,7 @@ fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFail
                 let text = format!("model file {} {what}", path.display());
                 LoadFailure::Loader { kind: LoaderErrorKind::File, text }
             };
-            // A FIFO would make the open wait for a writer.
+            // Without O_NONBLOCK, opening a FIFO would wait for a writer.
             let opened = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&path);
             let file = opened.map_err(|error| complain(&format!("cannot be opened: {error}")))?;
             let metadata =
@@ -356,11 +358,11 @@ fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFail
         .collect()
 }
 
-/// File systems may take their time.
+/// Runs file system calls on a blocking thread, because they may take long.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
-        // Cancelled only with the runtime itself, and then nobody is left to see this.
+        // The task is cancelled only when the runtime shuts down, and then this code does not run.
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }

@@ -1,4 +1,5 @@
-//! Why a load failed, an attach was refused, or an unload was not done: one closed enum each, with the numbers in it.
+//! Why a load failed, an attach was refused, or an unload or a verification was not done: one
+//! closed enum each.
 
 use handoff::PROTOCOL_VERSION;
 use handoff::manifest::MANIFEST_FORMAT;
@@ -6,7 +7,7 @@ use service::ByteSize;
 
 use crate::ledger::ReservationError;
 
-/// What a loader can report; each has a text of the loader's own.
+/// What a loader reports; the text is the loader's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LoaderErrorKind {
     File,
@@ -25,7 +26,7 @@ pub(crate) enum LoadFailure {
     Loader { kind: LoaderErrorKind, text: String },
     #[error("the loader was lost: {how}; nothing of the model is left in memory")]
     LoaderLost { how: String },
-    #[error("the loader got no further for {seconds} s: see to the disk that holds the model")]
+    #[error("the loader made no progress for {seconds} s: check the disk that holds the model")]
     NoProgress { seconds: u64 },
     #[error(transparent)]
     Reservation(#[from] ReservationError),
@@ -34,14 +35,14 @@ pub(crate) enum LoadFailure {
         ByteSize(*.needed).rounded(), ByteSize(*.available).rounded()
     )]
     InsufficientMemory { needed: u64, available: u64 },
-    #[error("the load was called off: the model was unloaded meanwhile")]
+    #[error("the load was cancelled: the model was unloaded in the meantime")]
     Unloaded,
     #[error("the same file is loaded as {model:?}: ask for that, or unload it first")]
     LoadedAs { model: String },
-    #[error("{jobs} loads are under way, which is the limit: try again when one is done")]
+    #[error("{jobs} loads are in progress, which is the limit: try again when one is done")]
     TooManyJobs { jobs: usize },
     #[error(
-        "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
+        "workers of the previous weight-server have not reclaimed their leases yet ({workers} are missing): try again in a few seconds"
     )]
     AwaitingReclaim { workers: usize },
     #[error("the weight-server is shutting down")]
@@ -51,7 +52,7 @@ pub(crate) enum LoadFailure {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AttachRefusal {
     #[error(
-        "hand-off protocol {found} is not spoken here, {PROTOCOL_VERSION} is: use the weight-server's own executable"
+        "hand-off protocol {found} is not supported, {PROTOCOL_VERSION} is: use the weight-server's own executable"
     )]
     Protocol { found: u32 },
     #[error("layout {wanted} was asked for, model {model:?} has layout {held}")]
@@ -64,7 +65,7 @@ pub(crate) enum AttachRefusal {
     UnknownModel { model: String, known: String },
     #[error("model {model:?} could not be loaded: {failure}")]
     LoadFailed { model: String, failure: LoadFailure },
-    #[error("the attach token is missing or not valid any more")]
+    #[error("the attach token is missing or no longer valid")]
     Token,
     #[error("user id {uid} may not attach here")]
     PeerUid { uid: u32 },
@@ -76,10 +77,10 @@ pub(crate) enum AttachRefusal {
     )]
     LeaseTooLarge { shortage: ReservationError, workspace: u64, kv_fits: u64 },
     #[error(
-        "the weights of model {model:?}, generation {generation}, are damaged: attach anew, they are loaded again"
+        "the weights of model {model:?}, generation {generation}, are damaged: attach again, the model is being reloaded"
     )]
     Quarantined { model: String, generation: u64 },
-    #[error("lease {lease} of generation {generation} is not known here: attach anew")]
+    #[error("lease {lease} of generation {generation} is not known: attach again")]
     UnknownLease { lease: u64, generation: u64 },
     #[error("process {pid} has {leases} leases, which is the limit")]
     LeasesOfProcess { pid: i32, leases: usize },
@@ -91,7 +92,7 @@ pub(crate) enum AttachRefusal {
     Violation { what: &'static str },
 }
 
-/// Why a generation was not checked.
+/// Why a generation was not verified.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum VerifyFailure {
     #[error("model {model:?} is not loaded on a GPU{}; loaded are: {known}", of_device(.device))]
@@ -102,7 +103,7 @@ pub(crate) enum VerifyFailure {
     Lost { how: String },
     #[error(transparent)]
     Reservation(#[from] ReservationError),
-    #[error("the model was unloaded meanwhile")]
+    #[error("the model was unloaded in the meantime")]
     Unloaded,
     #[error("the weight-server is shutting down")]
     ShuttingDown,
@@ -117,7 +118,7 @@ pub(crate) enum UnloadRefusal {
     #[error("model {model:?} is not loaded; loaded are: {known}")]
     UnknownModel { model: String, known: String },
     #[error(
-        "workers of the previous weight-server have not come back yet ({workers} are missing): try again in a few seconds"
+        "workers of the previous weight-server have not reclaimed their leases yet ({workers} are missing): try again in a few seconds"
     )]
     AwaitingReclaim { workers: usize },
 }

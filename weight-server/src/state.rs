@@ -1,9 +1,34 @@
-//! The weight-server's state machine: events in, actions out, no I/O, no clock, no lock.
+//! The state machine of the weight-server. It takes events and returns actions, without I/O, clock
+//! or lock. `event_loop` owns the one instance and executes the actions.
 //!
-//! It decides what is loaded, who may attach, what is reserved and what ends; `driver` owns the one instance and carries
-//! the actions out. Generations move as `catalog` shows, leases as `lease_table` shows. Invariants, checked after every
-//! random step by the tests: every pending or resident generation, every lease and every running verifier has exactly one
-//! ledger row; a device has at most one loader; no lease points at a generation that is gone; a quarantined one has no name.
+//! It decides what is loaded, which workers may attach, what is reserved, and when leases end.
+//!
+//! ```text
+//! events                             module and its table            actions
+//! LoadRequested, UnloadRequested --> loading.rs, catalog.rs      --> StartLoader, Proceed,
+//! LoadPlanned, LoadProgressed,           | Queued ... Retiring       StopLoader, ReplyLoad,
+//! LoadHandedOver, LoadFailed,            |                           StoreGeneration,
+//! GenerationStored                       |                           RemoveGeneration
+//!                                        v
+//!                                    ledger.rs (reservations)
+//!                                        ^
+//! AttachRequested, LeaseStored   --> leasing.rs, lease_table.rs  --> StoreLease, Deliver,
+//! Delivered, Detached,                   ^ Storing ... Orphaned      Reclaimed, Refuse, Close,
+//! ReclaimRequested,                      |                           RemoveLease
+//! ConnectionEnded, ProcessEnded          |
+//!                                        |
+//! VerifyRequested, Verified      --> verifying.rs                --> StartVerifier, StopVerifier,
+//! VerifyFailed, Tick                       Unverified ...            ReplyVerify
+//!                                          Quarantined
+//! ```
+//! `catalog` draws the phases of a generation, `lease_table` those of a lease, `verifying` those of
+//! an integrity check.
+//!
+//! Invariants, which the tests check after every random event:
+//! 1. Every generation, every lease and every running verifier has exactly one reservation.
+//! 2. A device has at most one loader.
+//! 3. The generation of a lease exists.
+//! 4. No model name resolves to a quarantined generation.
 
 mod leasing;
 mod loading;
@@ -23,23 +48,23 @@ use crate::refusal::{LoadFailure, VerifyFailure};
 use crate::tokens::{TokenError, TokenRegistry};
 use leasing::lease_reservation;
 
-/// A disk that gives nothing for this long will not help whoever waits.
+/// A disk that delivers nothing for this long is unlikely to recover.
 pub(crate) const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a worker may take to come back after its connection broke, before its row is called orphaned. Workers retry
-/// every second.
+/// How long a lease waits for its worker after the connection ended, before it counts as orphaned.
+/// Workers retry every second.
 pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Loads that run or wait; each is a model of gigabytes.
+/// Loads that run or wait. Each is a model of gigabytes.
 pub(crate) const MAX_PENDING_LOADS: usize = 64;
 
-/// Leases and attaches that wait; above any fleet on one machine.
+/// Leases and waiting attaches; above any fleet on one machine.
 pub(crate) const MAX_CLIENTS: usize = 4096;
 
-/// A worker holds one lease per model it uses (target, draft, adapters).
+/// A worker holds one lease per model that it uses (target, draft, adapters).
 pub(crate) const MAX_LEASES_PER_PROCESS: usize = 64;
 
-/// What never changes while the process lives.
+/// Limits that do not change while the process lives.
 #[derive(Debug)]
 pub(crate) struct WeightServerLimits {
     pub(crate) device_bytes: BTreeMap<String, u64>,
@@ -57,13 +82,14 @@ pub(crate) struct WeightServerState {
     next_generation: u64,
     next_lease: u64,
     shutting_down: bool,
-    /// Of the event that is being handled.
+    /// The time of the current event.
     now: Duration,
     actions: Vec<WeightServerAction>,
 }
 
 impl WeightServerState {
-    /// Starts with what an earlier incarnation left in the FD store. What follows from that comes with the first event.
+    /// Starts with the generations and leases that were adopted. Actions that follow from them come
+    /// with the first event.
     pub(crate) fn new(
         limits: WeightServerLimits,
         generations: Vec<AdoptedGeneration>,
@@ -100,7 +126,7 @@ impl WeightServerState {
         let AdoptedGeneration { id, model, key, contents, retired } = adopted;
         self.next_generation = self.next_generation.max(id + 1);
         self.ledger.reserve_unchecked(ReservationKey::Weights(id), contents.reservation(&key.device));
-        // The kernel's seals speak for host memory.
+        // The kernel's seals protect host memory.
         let integrity = if key.device == HOST_DEVICE {
             GenerationIntegrity::Loaded
         } else {
@@ -136,7 +162,7 @@ impl WeightServerState {
         self.leases.insert(lease);
     }
 
-    /// Of several ready generations of one model on one device only the newest keeps the name.
+    /// If a model has several ready generations on one device, all but the newest retire.
     fn retire_replaced_generations(&mut self) {
         let name = |g: &Generation| (g.model.clone(), g.key.device.clone());
         let mut newest: BTreeMap<(String, String), u64> = BTreeMap::new();
@@ -182,7 +208,7 @@ impl WeightServerState {
         self.tokens.required()
     }
 
-    /// What follows from one event, in the order in which it must happen.
+    /// Applies one event. Returns the actions in the order in which they must be executed.
     pub(crate) fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
         self.now = now;
         match event {
@@ -279,7 +305,7 @@ impl WeightServerState {
         }
     }
 
-    /// The newest generation of a model on a device that can be attached.
+    /// The newest generation of a model on a device that workers can attach to.
     fn find_ready(&self, model: &str, device: &str) -> Option<&Generation> {
         let ready =
             |g: &&Generation| g.model == model && g.key.device == device && g.phase == GenerationPhase::Ready;

@@ -1,4 +1,4 @@
-//! The state as others may see it: plain copies for the admin service.
+//! Copies of the state for the admin service: status snapshots and change events.
 
 use std::path::PathBuf;
 
@@ -39,7 +39,7 @@ pub(crate) struct StatusSnapshot {
     pub(crate) generations: Vec<GenerationView>,
     pub(crate) leases: Vec<LeaseView>,
     pub(crate) reservations: Vec<(ReservationKey, Reservation)>,
-    /// Capacity and reserved bytes of each.
+    /// Capacity and reserved bytes of each device.
     pub(crate) devices: Vec<(String, u64, u64)>,
     pub(crate) capacity_fds: u64,
     pub(crate) tokens_required: bool,
@@ -114,7 +114,7 @@ impl StatusSnapshot {
 }
 
 impl CatalogChange {
-    /// What a notice is about, as it is now; nothing if it is gone again already.
+    /// The current state of what the notice is about; `None` if it has been removed.
     pub(crate) fn of(state: &WeightServerState, notice: ChangeNotice) -> Option<Self> {
         match notice {
             ChangeNotice::Generation(id) => {

@@ -1,16 +1,18 @@
-//! What the machine has: memory that can be had now, descriptors that this process may open.
+//! The limits of the machine and the process: available memory and open descriptors.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Kept back from the ledger: sockets, the runtime, libraries, one loader's socket and files, connections that only ask.
+/// Not available to the ledger: sockets, the runtime, libraries, a loader's socket and files, and
+/// connections without a lease.
 const RESERVED_FDS: u64 = 256;
 
-/// Without this many the server cannot hold even one small model and its workers.
+/// With fewer descriptors the weight-server cannot hold even one small model and its workers.
 const MIN_FDS: u64 = 64;
 
-/// Memory that a load may take now; the machine's or the cgroup's, whichever is less.
+/// Memory that a load may take now: the machine's or the cgroup's, whichever is less.
 ///
-/// Where that cannot be told (no /proc), nothing is refused for it: backing memory fails with an error of its own.
+/// If it cannot be read (no /proc), no load is refused for it; the allocation itself then fails
+/// with its own error.
 pub(crate) fn available_bytes() -> u64 {
     service::meminfo::available_bytes().unwrap_or_else(|error| {
         tracing::debug!(%error, "cannot tell how much memory is available");
@@ -27,7 +29,7 @@ pub struct FdLimitError {
     pub limit: u64,
 }
 
-/// Raises the limit as far as it goes; returns what the ledger may hand out.
+/// Raises the soft limit to the hard limit; returns the number of descriptors for the ledger.
 pub(crate) fn fd_capacity() -> Result<u64, FdLimitError> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap_or((RESERVED_FDS, RESERVED_FDS));
     let limit = match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {

@@ -1,22 +1,23 @@
-//! Attach tokens: which worker starts may take weights.
+//! The registry of attach tokens, which decides which workers may attach.
 //!
-//! A plain value. Tokens come from the supervisor, one per worker start, and are kept as digests. As long as none was
-//! ever configured the peer's user id is the only check; from the first one on, every attach needs one.
+//! The supervisor registers one token per worker start; the registry keeps their digests. Until the
+//! first token is registered, only the peer's user id is checked. From then on every attach needs a
+//! token.
 
 use std::collections::BTreeMap;
 
 pub(crate) type TokenDigest = [u8; 32];
 
-/// Names of workers; far above any fleet.
+/// One per worker name; above any fleet.
 pub(crate) const MAX_TOKENS: usize = 4096;
 
-/// A token of fewer bytes could be guessed, one of more is no token.
+/// A shorter token could be guessed, a longer one is not a token.
 pub(crate) const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=256;
 
 #[derive(Debug, Default)]
 pub(crate) struct TokenRegistry {
     by_name: BTreeMap<String, TokenDigest>,
-    /// Leases taken over from an earlier incarnation had tokens: so there is a supervisor that will name them again.
+    /// Adopted leases had tokens, so a supervisor exists that will register tokens again.
     expected: bool,
 }
 
@@ -24,11 +25,12 @@ pub(crate) struct TokenRegistry {
 pub(crate) enum TokenError {
     #[error("a token has {} to {} bytes", TOKEN_BYTES.start(), TOKEN_BYTES.end())]
     Length,
-    #[error("more than {MAX_TOKENS} names of tokens")]
+    #[error("at most {MAX_TOKENS} token names can be registered")]
     TooMany,
 }
 
-/// Digests are compared, never tokens: the time that takes tells nothing about a token.
+/// Digests are compared instead of tokens, so the time of a comparison reveals nothing about a
+/// token.
 pub(crate) fn token_digest(token: &[u8]) -> TokenDigest {
     *blake3::hash(token).as_bytes()
 }
@@ -45,7 +47,7 @@ impl TokenRegistry {
         Ok(())
     }
 
-    /// From now on tokens are needed, though none is known yet.
+    /// From now on tokens are required, even if none is registered.
     pub(crate) fn expect(&mut self) {
         self.expected = true;
     }
@@ -54,7 +56,7 @@ impl TokenRegistry {
         self.expected || !self.by_name.is_empty()
     }
 
-    /// Whose token this is.
+    /// The name under which the token was registered.
     pub(crate) fn name_of(&self, digest: &TokenDigest) -> Option<&str> {
         self.by_name.iter().find(|(_, known)| *known == digest).map(|(name, _)| name.as_str())
     }
@@ -65,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn new_token_replaces_the_old_one_of_its_name() {
+    fn new_token_replaces_the_old_one_of_the_same_name() {
         let mut tokens = TokenRegistry::default();
         assert!(!tokens.required());
         tokens.allow("worker-0".to_owned(), &[1; 32]).unwrap();
@@ -78,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn guessable_tokens_are_refused() {
+    fn tokens_of_wrong_length_are_refused() {
         assert_eq!(TokenRegistry::default().allow("w".to_owned(), b"short"), Err(TokenError::Length));
         assert_eq!(TokenRegistry::default().allow("w".to_owned(), &[0; 257]), Err(TokenError::Length));
     }

@@ -1,6 +1,8 @@
-//! The weight-server's side of one check: start the child, give it the generation's descriptors, take its report.
+//! The weight-server's side of one verification: starts the child, sends it the generation's
+//! descriptors, and takes its report.
 //!
-//! The child is the loader's role with another first frame. Whatever goes wrong ends in one `VerifyFailed`.
+//! The child runs the loader role with another first frame. Every failure ends in one
+//! `VerifyFailed` event.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -17,10 +19,11 @@ use crate::held_fds::GenerationFds;
 use crate::loader_child::{LoaderProgram, command, error_kind, wait_for_exit};
 use crate::refusal::VerifyFailure;
 
-/// A context takes half a second, a terabyte of checksums another; a driver that does not answer is not waited for.
+/// Creating a context takes half a second, and so do the checksums of a terabyte. A driver that
+/// hangs is not waited for.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Held by the driver. Dropping it kills the child.
+/// Kept by the event loop. Dropping it kills the child.
 #[derive(Debug)]
 pub(crate) struct VerifierHandle(tokio::task::JoinHandle<()>);
 
@@ -46,7 +49,7 @@ pub(crate) fn start(
     }))
 }
 
-/// Why a conversation with a verifier ended early.
+/// Why a session with a verifier ended early.
 enum VerifierSessionError {
     Reported(wire::LoadFailed),
     Broken(FrameError),
@@ -73,7 +76,7 @@ async fn verify(
     let connection = AsyncConnection::new(ours).map_err(cannot)?;
     let conversation = run_session(&connection, generation, device, fds).await;
     drop(connection);
-    // Its context's memory is free only when it is gone.
+    // The memory of the child's context is free after its exit.
     let ended = wait_for_exit(&mut child).await;
     match conversation {
         Ok(found) => Ok(VerifyReport {
@@ -90,7 +93,7 @@ async fn verify(
             Err(VerifyFailure::Lost { how: service::exit::one_line(&error) })
         }
         Err(VerifierSessionError::OutOfTurn) => {
-            Err(VerifyFailure::Lost { how: "it broke the protocol: a frame came out of turn".to_owned() })
+            Err(VerifyFailure::Lost { how: "it broke the protocol: a frame came out of order".to_owned() })
         }
     }
 }
@@ -118,7 +121,8 @@ async fn run_session(
     }
 }
 
-/// The next frame; a failure is an error wherever it comes. Descriptors have no business here and are closed.
+/// Receives the next frame. A failure report is an error at any point. Descriptors are not expected
+/// and are closed.
 async fn answer(connection: &AsyncConnection) -> Result<loader_frame::Kind, VerifierSessionError> {
     let (frame, _) = connection.receive_within::<LoaderFrame>(FRAME_TIMEOUT).await?;
     match frame.kind {

@@ -1,5 +1,5 @@
-//! Loads onto a GPU, from memory, from the page cache and from the disk; the goals are shares of what each can give.
-//! With a file, that one from where it lies.
+//! Measures loads onto a GPU from shared memory, from the page cache and from the disk. The goals
+//! are shares of what each source delivers. With a file argument, only that file is loaded.
 
 use std::fs::File;
 use std::io::Read;
@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 
 use crate::{connect, load, start_server, write_model};
 
-/// Of an 8B model in 4 bits, roughly: 28 MB each.
+/// Roughly an 8B model in 4 bits: tensors of 28 MB.
 const DIMS: [u64; 2] = [4096, 12_288];
 const TENSORS: u64 = 160;
 
@@ -105,7 +105,7 @@ fn drop_cached(path: &Path) {
     fadvise(File::open(path).unwrap(), 0, None, Advice::DontNeed).unwrap();
 }
 
-/// Reads all of a file, for the cache or for the rate, which it returns in GB/s.
+/// Reads a whole file, which fills the page cache. Returns the rate in GB/s.
 fn read_whole(path: &Path) -> f64 {
     const THREADS: u64 = 8;
     let bytes = path.metadata().unwrap().len();

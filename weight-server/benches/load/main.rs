@@ -1,4 +1,6 @@
-//! How fast a model becomes resident, on the host and on a GPU where there is one, and how fast a worker attaches to it.
+//! Measures how fast a model becomes resident, on the host and on a GPU if there is one, and how
+//! fast a worker attaches.
+//!
 //! `cargo bench -p weight-server [--features cuda] [-- host | gpu [MODEL.gguf]]`.
 
 #![expect(
@@ -22,14 +24,14 @@ use weight_server::{LoaderProgram, WeightServerConfig};
 
 const ROLE: &str = "BALLAST_BENCH_LOADER";
 
-/// Of the shape of a 0.6B model in 8 bits: layers of a few megabytes each.
+/// The shape of a 0.6B model in 8 bits: tensors of a few megabytes.
 const TENSORS: u64 = 200;
 const TENSOR_VALUES: u64 = 3 * 1024 * 1024 / 4 + 1000;
 const ROUNDS: u32 = 5;
 
 fn main() {
     if std::env::var_os(ROLE).is_some() {
-        // What a load onto a GPU was made of is in the loader's log.
+        // The loader's log breaks a load onto a GPU down into stages.
         service::logging::init("loader", tracing::Level::INFO);
         return weight_server::loader::run().unwrap();
     }
@@ -52,7 +54,7 @@ fn host() {
     runtime.block_on(measure(directory.path(), &model));
 }
 
-/// A weight-server in this process, whose loaders are this executable.
+/// A weight-server in this process, whose loaders run this executable.
 fn start_server(directory: &Path, options: &str) {
     let config: WeightServerConfig =
         toml::from_str(&format!("runtime-dir = {directory:?}\n{options}")).unwrap();
@@ -64,7 +66,7 @@ fn start_server(directory: &Path, options: &str) {
     std::thread::spawn(move || weight_server::run_with_loader(config, loader).unwrap());
 }
 
-/// Tensors of one shape, of bytes that repeat nowhere near each other.
+/// Writes tensors of one shape; their bytes do not repeat at short distances.
 fn write_model(path: &Path, dtype: DType, dims: &[u64], tensors: u64) {
     let metadata = gguf::MetadataBuilder::default();
     let mut layout = gguf::TensorLayout::default();
@@ -91,7 +93,7 @@ async fn connect(directory: &Path) -> WeightServerClient<Channel> {
     }
 }
 
-/// Loads and waits for the end.
+/// Requests a load and waits for its end.
 async fn load(admin: &mut WeightServerClient<Channel>, request: LoadRequest) -> (Generation, Duration) {
     let started = Instant::now();
     let mut events = admin.load(request).await.unwrap().into_inner();

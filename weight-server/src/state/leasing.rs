@@ -1,4 +1,4 @@
-//! Leases: how workers get them, claim them anew, and lose them. `lease_table` has the picture.
+//! Grants, reclaims and ends leases. `lease_table` draws the phases of a lease.
 
 use handoff::PROTOCOL_VERSION;
 use handoff::manifest::MANIFEST_FORMAT;
@@ -65,7 +65,8 @@ impl WeightServerState {
         Ok(())
     }
 
-    /// Checks that do not depend on the model; the token's name and digest where tokens are in use.
+    /// Checks that do not depend on the model. Returns the token's name and digest if tokens are
+    /// required.
     pub(super) fn check_attach(
         &self,
         peer: &WorkerProcess,
@@ -129,7 +130,7 @@ impl WeightServerState {
 
     pub(super) fn handle_lease_stored(&mut self, id: u64) {
         let Some(lease) = self.leases.get_mut(id) else { return };
-        // A connection that broke meanwhile has moved the lease on.
+        // If the connection has ended in the meantime, the lease is in another phase.
         if let LeasePhase::Storing { connection } = lease.phase {
             lease.phase = LeasePhase::Granting { connection };
             self.actions.push(WeightServerAction::Deliver {
@@ -168,7 +169,7 @@ impl WeightServerState {
         let Some(held) = self.leases.get_mut(lease).filter(|held| held.generation == generation) else {
             return Err(unknown);
         };
-        // Who it belongs to is nobody else's business: the same answer.
+        // The reply does not reveal that the lease exists.
         if !held.is_held_by(peer, &digest) {
             return Err(unknown);
         }
@@ -177,7 +178,7 @@ impl WeightServerState {
         {
             return Err(AttachRefusal::Quarantined { model: found.model.clone(), generation });
         }
-        // The worker knows better than we do that the old connection is gone.
+        // The worker has noticed the end of the old connection before this process did.
         if let Some(old) = held.connection() {
             self.actions.push(WeightServerAction::Close { connection: old });
         }
@@ -213,7 +214,7 @@ impl WeightServerState {
     }
 }
 
-/// Says what would fit, where it is the KV cache that does not.
+/// If the KV cache does not fit, the refusal says what would.
 fn too_large(shortage: ReservationError, lease: &LeaseEntry) -> AttachRefusal {
     match shortage {
         ReservationError::InsufficientMemory { free, .. } if free > lease.workspace_bytes => {

@@ -1,4 +1,4 @@
-//! Generations: how they are asked for, loaded, replaced and unloaded. `catalog` has the picture.
+//! Requests, starts, replaces and unloads generations. `catalog` draws the phases of a generation.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -35,7 +35,7 @@ impl WeightServerState {
         }
         let key = match params.key {
             Ok(key) => key,
-            // The file may be gone: what is resident under this name and path does not need it.
+            // A resident model needs no file: the file may have been removed.
             Err(failure) => {
                 let resident = self.find_ready(&params.model, &params.device);
                 let resident = resident.filter(|generation| generation.path() == params.path);
@@ -91,7 +91,8 @@ impl WeightServerState {
         }
         let id = self.next_generation;
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
-        // First bounds; the loader's plan says it exactly, before anything is allocated for the model.
+        // A first bound. The loader's plan gives the exact sizes before it allocates memory for the
+        // model.
         let host_bytes = if key.device == HOST_DEVICE { file_bytes } else { PINNED_BYTES };
         self.check_available_memory(id, host_bytes, available_bytes)?;
         let waits = self.generations.values().any(|g| g.key.device == key.device && g.occupies_loader());
@@ -125,7 +126,8 @@ impl WeightServerState {
         Ok(())
     }
 
-    /// Holds what a load needs against what the machine has, less what other loads are about to take.
+    /// Compares a load's need with the available memory, less what other loads have reserved and
+    /// not yet taken.
     pub(super) fn check_available_memory(
         &self,
         id: u64,
@@ -147,8 +149,8 @@ impl WeightServerState {
         if needed > available { Err(LoadFailure::InsufficientMemory { needed, available }) } else { Ok(()) }
     }
 
-    /// Starts the next load of every device that has none running. A loader's context is there before its plan, so it is
-    /// reserved first.
+    /// Starts the next load of every device without a running loader. The loader creates its
+    /// context before it sends its plan, so the context is reserved first.
     pub(super) fn start_loaders(&mut self) {
         if self.shutting_down {
             return;
@@ -218,15 +220,16 @@ impl WeightServerState {
     pub(super) fn handle_load_handed_over(&mut self, id: u64, contents: GenerationContents) {
         let Some(generation) = self.generations.get_mut(&id).filter(|g| g.phase == GenerationPhase::Loading)
         else {
-            // Unloaded meanwhile: what came is dropped with the loader.
+            // The model was unloaded in the meantime: its descriptors are closed.
             return self.actions.push(WeightServerAction::RemoveGeneration { generation: id });
         };
         generation.done_bytes = contents.tensor_bytes;
         generation.phase = GenerationPhase::Storing;
         let row = contents.reservation(&generation.key.device);
         generation.contents = contents;
-        // The plan was exact but for the manifest's size, and the memory is there: book it as it is. What was taken for the
-        // time of the load is free again: the loader has ended.
+        // The plan was exact except for the size of the manifest, and the memory is allocated, so
+        // the reservation is not checked. The loader has exited, so its staging memory is free
+        // again.
         self.ledger.reserve_unchecked(ReservationKey::Loading(id), row);
         self.actions.push(WeightServerAction::StoreGeneration { generation: id });
     }
@@ -311,7 +314,7 @@ impl WeightServerState {
             .filter(|g| g.model == model && g.phase != GenerationPhase::Retiring)
             .map(|g| g.id)
             .collect();
-        // What was quarantined is not wanted back either.
+        // An unload also cancels the reload of a quarantined generation.
         let mut given_up = 0;
         for generation in self.generations.values_mut().filter(|g| g.model == model && g.reload) {
             generation.reload = false;
@@ -335,7 +338,7 @@ impl WeightServerState {
                 Some(GenerationPhase::Ready) => self.retire(id),
                 Some(phase) => {
                     self.actions.push(match phase {
-                        // Its descriptors are here already, and perhaps in the FD store.
+                        // This process already holds the descriptors, and the FD store may too.
                         GenerationPhase::Storing => WeightServerAction::RemoveGeneration { generation: id },
                         _ => WeightServerAction::StopLoader { generation: id },
                     });
@@ -347,7 +350,7 @@ impl WeightServerState {
         Ok(leases as u32)
     }
 
-    /// Takes the name from a ready generation; the memory goes at once if nobody holds it.
+    /// Takes the model name from a ready generation. Without leases its memory is released at once.
     pub(super) fn retire(&mut self, id: u64) {
         if let Some(generation) = self.generations.get_mut(&id) {
             generation.phase = GenerationPhase::Retiring;
@@ -374,7 +377,7 @@ impl WeightServerState {
     }
 }
 
-/// What a loader takes of a device by being there.
+/// Device memory of a loader's context.
 fn context_bytes(device: &str) -> u64 {
     if device == HOST_DEVICE { 0 } else { CONTEXT_BYTES }
 }

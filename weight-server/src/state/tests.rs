@@ -1,4 +1,4 @@
-//! Facts about the state machine; `random` holds its invariants against random events.
+//! Tests of the state machine. `random` checks the invariants under random events.
 
 use std::path::PathBuf;
 
@@ -19,9 +19,9 @@ use crate::refusal::{AttachRefusal, UnloadRefusal, VerifyFailure};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;
-const NEVER_SHORT: u64 = u64::MAX;
+const UNLIMITED: u64 = u64::MAX;
 const GPU: &str = "GPU-01010101-0101-0101-0101-010101010101";
-/// Room for a model of 400 MiB, two contexts, and not for two such models more.
+/// Fits a model of 400 MiB and two contexts, but not two more such models.
 const GPU_BYTES: u64 = 1800 * MIB;
 
 fn limits(capacity: u64, fds: u64) -> WeightServerLimits {
@@ -58,7 +58,7 @@ fn load(call: u64, model: &str, file: u64, bytes: u64) -> WeightServerEvent {
     let path = key.files[0].path.clone();
     let device = key.device.clone();
     let params = LoadParams { model: model.to_owned(), path, device, key: Ok(key), one_per_tensor: false };
-    WeightServerEvent::LoadRequested { call: CallId(call), params, available_bytes: NEVER_SHORT }
+    WeightServerEvent::LoadRequested { call: CallId(call), params, available_bytes: UNLIMITED }
 }
 
 fn contents(bytes: u64) -> GenerationContents {
@@ -97,7 +97,7 @@ fn attach(connection: u64, model: &str) -> WeightServerEvent {
 }
 
 fn planned(generation: u64, bytes: u64) -> WeightServerEvent {
-    WeightServerEvent::LoadPlanned { generation, contents: contents(bytes), available_bytes: NEVER_SHORT }
+    WeightServerEvent::LoadPlanned { generation, contents: contents(bytes), available_bytes: UNLIMITED }
 }
 
 fn answers(actions: &[WeightServerAction]) -> Vec<(u64, &Result<LoadOutcome, LoadFailure>)> {
@@ -120,7 +120,7 @@ fn refusals(actions: &[WeightServerAction]) -> Vec<&AttachRefusal> {
         .collect()
 }
 
-/// Everything from the request to ready; returns the actions of the last step.
+/// Runs a load from its request to Ready; returns the actions of the last event.
 fn load_fully(
     state: &mut WeightServerState,
     call: u64,
@@ -157,13 +157,16 @@ fn check_integrity(state: &WeightServerState) {
         assert!(
             generation.integrity != GenerationIntegrity::Quarantined
                 || generation.phase == GenerationPhase::Retiring,
-            "damaged weights have a name"
+            "a model name resolves to damaged weights"
         );
-        assert!(generation.waiters.is_empty() || generation.is_pending(), "somebody waits for nothing");
+        assert!(
+            generation.waiters.is_empty() || generation.is_pending(),
+            "a caller waits for a load that is not pending"
+        );
         let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
         assert!(
             generation.phase != GenerationPhase::Retiring || leases > 0,
-            "a retired generation that nobody holds"
+            "a retired generation without leases"
         );
     }
     assert_eq!(state.ledger().reservations().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
@@ -172,7 +175,7 @@ fn check_integrity(state: &WeightServerState) {
         assert!(here <= 1, "{here} loaders on {device}");
     }
     for lease in state.leases() {
-        assert!(state.generation(lease.generation).is_some(), "a lease of nothing");
+        assert!(state.generation(lease.generation).is_some(), "a lease without its generation");
     }
     let mut ready = BTreeSet::new();
     for generation in state.generations().filter(|generation| generation.phase == GenerationPhase::Ready) {
@@ -185,7 +188,7 @@ fn check_integrity(state: &WeightServerState) {
 }
 
 #[test]
-fn reservation_comes_before_the_loader_and_refusal_starts_nothing() {
+fn load_is_reserved_before_its_loader_starts() {
     let mut state = state();
     assert!(
         state
@@ -202,7 +205,7 @@ fn reservation_comes_before_the_loader_and_refusal_starts_nothing() {
 }
 
 #[test]
-fn plan_that_does_not_fit_stops_the_loader_before_it_allocates() {
+fn plan_that_does_not_fit_stops_the_loader() {
     let mut state = state();
     state.handle(load(1, "a", 1, 600 * MIB), at(0));
     let actions = state.handle(planned(1, 1001 * MIB), at(0));
@@ -213,7 +216,7 @@ fn plan_that_does_not_fit_stops_the_loader_before_it_allocates() {
 }
 
 #[test]
-fn machine_without_memory_refuses_what_the_ledger_would_allow() {
+fn load_is_refused_if_the_machine_lacks_memory() {
     let mut state = state();
     let mut event = load(1, "a", 1, 600 * MIB);
     if let WeightServerEvent::LoadRequested { available_bytes, .. } = &mut event {
@@ -225,14 +228,14 @@ fn machine_without_memory_refuses_what_the_ledger_would_allow() {
 }
 
 #[test]
-fn memory_promised_to_one_load_is_not_available_to_the_next() {
+fn memory_reserved_by_one_load_is_not_available_to_the_next() {
     let mut state = state();
     state.handle(load(1, "a", 1, 300 * MIB), at(0));
     state.handle(planned(1, 300 * MIB), at(0));
     state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 100 * MIB }, at(1));
     let mut event = load(2, "b", 2, 300 * MIB);
     if let WeightServerEvent::LoadRequested { available_bytes, .. } = &mut event {
-        // 200 MiB of it are still to be taken by the first.
+        // The first load has still to take 200 MiB of it.
         *available_bytes = 450 * MIB;
     }
     let actions = state.handle(event, at(1));
@@ -241,7 +244,7 @@ fn memory_promised_to_one_load_is_not_available_to_the_next() {
 }
 
 #[test]
-fn one_loader_per_device_and_the_others_know_their_place() {
+fn device_has_one_loader_and_queued_loads_report_their_position() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     state.handle(load(2, "b", 2, MIB), at(0));
@@ -262,7 +265,7 @@ fn one_loader_per_device_and_the_others_know_their_place() {
 }
 
 #[test]
-fn second_request_for_a_file_joins_and_another_name_for_it_is_refused() {
+fn second_request_for_a_file_joins_and_another_model_name_is_refused() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     assert!(state.handle(load(2, "a", 1, MIB), at(0)).is_empty());
@@ -275,12 +278,12 @@ fn second_request_for_a_file_joins_and_another_name_for_it_is_refused() {
 }
 
 #[test]
-fn loader_without_progress_is_stopped_after_the_patience_and_not_before() {
+fn loader_without_progress_is_stopped_after_the_timeout() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     state.handle(planned(1, MIB), at(20));
     state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 1 }, at(40));
-    // The same number again is no progress.
+    // A report with the same number is not progress.
     state.handle(WeightServerEvent::LoadProgressed { generation: 1, done_bytes: 1 }, at(60));
     let stopped =
         |actions: &[WeightServerAction]| actions.contains(&WeightServerAction::StopLoader { generation: 1 });
@@ -292,7 +295,7 @@ fn loader_without_progress_is_stopped_after_the_patience_and_not_before() {
 }
 
 #[test]
-fn lease_is_in_the_vault_before_it_is_granted() {
+fn lease_is_stored_before_it_is_granted() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let actions = state.handle(attach(5, "a"), at(4));
@@ -314,7 +317,7 @@ fn attach_during_the_load_is_granted_when_it_is_ready() {
         actions[..],
         [WeightServerAction::SendProgress { waiter: WaiterId::Worker(ConnectionId(5)), .. }]
     ));
-    // One that hangs up is not granted anything.
+    // A worker that disconnects is not granted a lease.
     state.handle(attach(6, "a"), at(1));
     state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(6) }, at(1));
     state.handle(planned(1, MIB), at(1));
@@ -324,7 +327,7 @@ fn attach_during_the_load_is_granted_when_it_is_ready() {
 }
 
 #[test]
-fn broken_connection_keeps_the_row_until_the_process_ends() {
+fn reservation_outlives_the_connection_until_the_process_exits() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let lease = attach_fully(&mut state, 5, "a");
@@ -334,7 +337,7 @@ fn broken_connection_keeps_the_row_until_the_process_ends() {
     state.handle(WeightServerEvent::Tick, at(11) + RECLAIM_TIMEOUT);
     assert_eq!(state.lease(lease).unwrap().phase, LeasePhase::Orphaned);
     check_integrity(&state);
-    // Late, but it is still the same process.
+    // The reclaim is late, but comes from the same process.
     let reclaim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(9),
         peer: peer(5),
@@ -394,7 +397,7 @@ fn reclaim_needs_the_same_process_user_token_and_generation() {
 }
 
 #[test]
-fn replaced_generation_goes_with_its_last_lease() {
+fn replaced_generation_is_removed_with_its_last_lease() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let old = attach_fully(&mut state, 5, "a");
@@ -417,7 +420,7 @@ fn replaced_generation_goes_with_its_last_lease() {
 }
 
 #[test]
-fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
+fn loads_and_unloads_wait_until_adopted_leases_are_reclaimed_or_orphaned() {
     let limits = limits(100 * MIB, 100);
     let record = |lease| LeaseRecord {
         lease,
@@ -441,7 +444,7 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
     let mut state = WeightServerState::new(limits, vec![generation], vec![record(7), record(8)], at(0));
     check_integrity(&state);
 
-    // What is resident needs no permission, even if its file is gone.
+    // A load of a resident model succeeds, even if its file no longer exists.
     assert!(answers(&state.handle(load(1, "a", 1, MIB), at(1)))[0].1.is_ok());
     let failure =
         LoadFailure::Loader { kind: crate::refusal::LoaderErrorKind::File, text: "gone".to_owned() };
@@ -454,12 +457,11 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
         one_per_tensor: false,
     };
     let gone = asked(path, Err(failure.clone()));
-    let gone =
-        WeightServerEvent::LoadRequested { call: CallId(2), params: gone, available_bytes: NEVER_SHORT };
+    let gone = WeightServerEvent::LoadRequested { call: CallId(2), params: gone, available_bytes: UNLIMITED };
     assert!(answers(&state.handle(gone, at(1)))[0].1.is_ok());
     let elsewhere = asked("/b".into(), Err(failure));
     let elsewhere =
-        WeightServerEvent::LoadRequested { call: CallId(3), params: elsewhere, available_bytes: NEVER_SHORT };
+        WeightServerEvent::LoadRequested { call: CallId(3), params: elsewhere, available_bytes: UNLIMITED };
     assert!(answers(&state.handle(elsewhere, at(1)))[0].1.is_err());
 
     let refused = |state: &mut WeightServerState, now| {
@@ -477,7 +479,7 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
     assert!(refused(&mut state, at(2)));
     state.handle(WeightServerEvent::ProcessEnded { lease: 7 }, at(3));
     assert!(refused(&mut state, at(3)));
-    // New workers hold nothing up, and numbers go on where the earlier incarnation stopped.
+    // New workers delay nothing, and ids continue after those of the earlier incarnation.
     assert_eq!(attach_fully(&mut state, 20, "a"), 9);
     state.handle(WeightServerEvent::Tick, at(1) + RECLAIM_TIMEOUT);
     assert!(!refused(&mut state, at(2) + RECLAIM_TIMEOUT));
@@ -485,13 +487,13 @@ fn adopted_workers_hold_up_loads_and_unloads_until_they_are_back_or_given_up() {
 }
 
 #[test]
-fn adopted_generations_keep_only_what_somebody_has_or_may_ask_for() {
+fn adopted_generations_without_lease_and_name_are_removed() {
     let limits = limits(100 * MIB, 100);
     let generation = |id, model: &str, retired| {
         let model = model.to_owned();
         AdoptedGeneration { id, model, key: key(id, MIB), contents: contents(MIB), retired }
     };
-    // Replaced by the next, unloaded, and the one that has the name.
+    // One that was replaced by the third, one that was unloaded, and the current one.
     let adopted = vec![generation(1, "a", false), generation(2, "b", true), generation(3, "a", false)];
     let mut state = WeightServerState::new(limits, adopted, Vec::new(), at(0));
     let forgotten: Vec<_> = state
@@ -511,7 +513,7 @@ fn adopted_generations_keep_only_what_somebody_has_or_may_ask_for() {
 }
 
 #[test]
-fn shutdown_stops_loads_and_refuses_what_comes_after() {
+fn shutdown_stops_loads_and_refuses_requests() {
     let mut state = state();
     state.handle(load(1, "a", 1, MIB), at(0));
     state.handle(load(2, "b", 2, MIB), at(0));
@@ -524,7 +526,7 @@ fn shutdown_stops_loads_and_refuses_what_comes_after() {
 }
 
 #[test]
-fn one_process_cannot_take_all_leases() {
+fn leases_of_one_process_are_limited() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
     let mut small = ask("a");
@@ -547,7 +549,7 @@ fn one_process_cannot_take_all_leases() {
     }
 }
 
-/// The same, onto a GPU.
+/// The same event for the GPU.
 fn on_gpu(event: WeightServerEvent) -> WeightServerEvent {
     match event {
         WeightServerEvent::LoadRequested { call, mut params, available_bytes } => {

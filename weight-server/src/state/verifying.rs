@@ -1,11 +1,13 @@
-//! Checking generations on GPUs: adopted ones by ourselves, any when asked; what follows from damage.
+//! Verifies the checksums of generations on GPUs: adopted ones without a request, others on
+//! request.
 //!
 //! ```text
-//!   Unverified --------> Verified        checksums as in the manifest
-//!       |                   |
-//!       +-------------------+----> Quarantined: no name any more, its readers lose their leases, its file is loaded anew
+//! Unverified ------> Verified          checksums equal those in the manifest
+//!     |                 |
+//!     +-----------------+-----> Quarantined
 //! ```
-//! Nobody waits for a check: an unverified generation serves meanwhile.
+//! A quarantined generation loses its model name, its leases are revoked, and its model is loaded
+//! again. An unverified generation serves workers while it waits for its check.
 
 use std::time::Duration;
 
@@ -18,7 +20,8 @@ use crate::ledger::{Reservation, ReservationKey};
 use crate::loader::CONTEXT_BYTES;
 use crate::refusal::{AttachRefusal, LoadFailure, VerifyFailure};
 
-/// Between two attempts at a check that nobody asked for: memory for it may become free, a driver may come back.
+/// The wait before a check without a request is repeated: memory may become free, or the driver may
+/// recover.
 const RETRY: Duration = Duration::from_secs(60);
 
 impl WeightServerState {
@@ -43,7 +46,8 @@ impl WeightServerState {
         }
     }
 
-    /// Starts every check that is due and has room. One that was asked for and has none is answered.
+    /// Starts every check that is due and whose context fits. If it does not fit, callers get the
+    /// error.
     pub(super) fn start_verifiers(&mut self) {
         if self.shutting_down {
             return;
@@ -56,7 +60,7 @@ impl WeightServerState {
         let due: Vec<u64> = self.generations.values().filter(due).map(|g| g.id).collect();
         for id in due {
             let Some(generation) = self.generations.get_mut(&id) else { continue };
-            // The context, and a socket.
+            // The verifier's context, and its socket.
             let row = Reservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
             match self.ledger.reserve(ReservationKey::Verifying(id), row) {
                 Ok(()) => {
@@ -96,7 +100,7 @@ impl WeightServerState {
         }
     }
 
-    /// Ends the check of a generation that goes, or of a server that does.
+    /// Cancels the check of a generation that is removed, or of a server that shuts down.
     pub(super) fn cancel_verification(&mut self, id: u64, why: &VerifyFailure) {
         let Some(generation) = self.generations.get_mut(&id) else { return };
         let was_running = generation.verification.running;
@@ -122,7 +126,8 @@ impl WeightServerState {
             self.actions.push(WeightServerAction::Refuse { connection, refusal });
         }
         if had_name {
-            // At once where both fit, so that workers which come back find a load to wait for; else when this one is gone.
+            // If both generations fit, the reload starts at once, so workers that attach again find
+            // a load to wait for. Otherwise it starts after this generation is removed.
             let reloading = self.create_generation(Vec::new(), model, key, one_per_tensor, u64::MAX).is_ok();
             if let Some(generation) = self.generations.get_mut(&id) {
                 generation.reload = !reloading;
@@ -133,7 +138,7 @@ impl WeightServerState {
         }
     }
 
-    /// Loads a quarantined model anew, now that its memory is free.
+    /// Loads a quarantined model again after its memory is free.
     pub(super) fn reload_model(&mut self, model: String, key: LoadKey, one_per_tensor: bool) {
         let loading = |g: &Generation| {
             g.model == model && g.key.device == key.device && g.phase != GenerationPhase::Retiring

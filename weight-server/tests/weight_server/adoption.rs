@@ -1,4 +1,4 @@
-//! The death of the weight-server, and what its successor makes of what it left.
+//! Tests adoption: the weight-server dies, and its successor adopts generations and leases.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ fn generation(status: &wire::Status) -> &wire::Generation {
     generation
 }
 
-/// Waits until the worker's own view of its lease is this.
+/// Waits until the worker reports this lease status.
 fn wait_lease(worker: &mut TestWorker, state: &str) -> String {
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     loop {
@@ -29,7 +29,7 @@ fn wait_lease(worker: &mut TestWorker, state: &str) -> String {
 }
 
 #[test]
-fn workers_serve_through_the_death_of_the_owner_and_its_successor_needs_no_file() {
+fn successor_adopts_generations_and_leases_without_the_model_file() {
     let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     let (lease, checksum) = worker.attached();
@@ -39,12 +39,12 @@ fn workers_serve_through_the_death_of_the_owner_and_its_successor_needs_no_file(
 
     server.kill_server();
     std::fs::remove_file(&path).unwrap();
-    assert!(wait_lease(&mut worker, "Broken").ends_with(&checksum), "the worker reads its weights as before");
+    assert!(wait_lease(&mut worker, "Broken").ends_with(&checksum), "the worker still reads its weights");
 
     server.restart_server();
     assert!(wait_lease(&mut worker, "Held").ends_with(&checksum));
     let after =
-        server.wait_status("the re-claim", |status| status.leases[0].state() == wire::LeaseState::Held);
+        server.wait_status("the reclaim", |status| status.leases[0].state() == wire::LeaseState::Held);
     assert!(generation(&after).adopted);
     assert_eq!(generation(&after).digest, generation(&before).digest);
     assert_eq!((after.leases[0].lease, after.leases[0].pid), (lease, worker.pid()));
@@ -52,19 +52,19 @@ fn workers_serve_through_the_death_of_the_owner_and_its_successor_needs_no_file(
     assert_eq!(rows(&after), rows(&before));
     assert!(after.adoption_notes.is_empty() && after.fd_store);
 
-    // Without the file: a load finds what is resident, and a new worker attaches.
+    // Without the file, a load finds the resident model, and a new worker attaches.
     assert!(!server.load("m", &path).unwrap().read_from_file);
     let second = server.worker("m", "");
     assert_eq!(second.attached(), (lease + 1, checksum.as_str()));
 
-    // The re-claimed lease is a full one: it ends with a detach.
+    // The reclaimed lease is complete: a detach ends it.
     assert_eq!(worker.order("detach"), "detached");
     server.wait_status("the end of the first lease", |status| status.leases.len() == 1);
     server.fd_store.wait_names(&["g1.a0", "g1.manifest", "l2.pidfd", "l2.record"]);
 }
 
 #[test]
-fn second_death_is_survived_like_the_first() {
+fn adoption_works_repeatedly() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     for _ in 0..2 {
@@ -76,7 +76,7 @@ fn second_death_is_survived_like_the_first() {
 }
 
 #[test]
-fn worker_that_died_meanwhile_leaves_nothing() {
+fn lease_of_a_dead_worker_is_not_adopted() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     server.kill_server();
@@ -89,7 +89,7 @@ fn worker_that_died_meanwhile_leaves_nothing() {
 }
 
 #[test]
-fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
+fn loads_and_unloads_wait_until_leases_are_reclaimed() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let worker = server.worker("m", "");
     let other = server.make_model("other", &[10]);
@@ -101,11 +101,11 @@ fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
         assert_eq!(refused.code(), tonic::Code::Unavailable);
         assert!(refused.message().contains("1 are missing"), "{}", refused.message());
     }
-    // A new worker costs nobody anything.
+    // A new worker may attach in the meantime.
     server.worker("m", "").attached();
     let stopped = worker.attached().0;
     signal(worker.pid(), Signal::SIGCONT);
-    server.wait_status("the re-claim", |status| {
+    server.wait_status("the reclaim", |status| {
         status.leases.iter().any(|lease| lease.lease == stopped && lease.state() == wire::LeaseState::Held)
     });
     server.load("other", &other).unwrap();
@@ -113,7 +113,7 @@ fn nothing_is_loaded_or_unloaded_until_known_workers_are_back() {
 }
 
 #[test]
-fn unloaded_model_does_not_come_back_with_the_successor() {
+fn unloaded_model_stays_unloaded_after_adoption() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     server.unload("m").unwrap();
@@ -156,7 +156,7 @@ fn commit_records_are_stored_last_and_removed_first() {
 }
 
 #[test]
-fn incomplete_and_exchanged_generations_are_dropped_and_reported() {
+fn incomplete_and_exchanged_generations_are_dropped() {
     for damage in ["missing", "exchanged", "unsealed"] {
         let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
         server.kill_server();
@@ -174,13 +174,14 @@ fn incomplete_and_exchanged_generations_are_dropped_and_reported() {
         let [note] = &status.adoption_notes[..] else { panic!("{:?}", status.adoption_notes) };
         assert!(note.starts_with("generation 1 was dropped"), "{note}");
         server.fd_store.wait_names(&[]);
-        // Numbers are not used again while a worker may still have the old one; the model itself can come back.
+        // Generation numbers are not reused, because a worker may still hold the old one. The model
+        // itself can be loaded again.
         assert!(server.load("m", &path).unwrap().read_from_file);
     }
 }
 
 #[test]
-fn lost_vault_is_a_reload_and_the_worker_is_told() {
+fn lost_fd_store_loses_the_lease_and_the_model() {
     let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     server.kill_server();
@@ -195,7 +196,7 @@ fn lost_vault_is_a_reload_and_the_worker_is_told() {
 }
 
 #[test]
-fn lease_of_another_process_cannot_be_claimed() {
+fn lease_of_another_process_cannot_be_reclaimed() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     let (lease, _) = worker.attached();
@@ -209,14 +210,14 @@ fn lease_of_another_process_cannot_be_claimed() {
 }
 
 #[test]
-fn tokens_stay_required_and_valid_over_a_restart() {
+fn tokens_stay_required_after_adoption() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let token = "0123456789abcdef0123456789abcdef";
     server.allow_token("worker-0", token);
     let mut worker = server.worker("m", token);
     server.kill_server();
     server.restart_server();
-    // The successor has not been told any token, but it knows its leases' digests.
+    // No token is registered with the successor, but the lease records hold digests.
     wait_lease(&mut worker, "Held");
     assert!(server.status().tokens_required);
     assert!(server.worker("m", "").greeting.starts_with("refused"));
@@ -224,7 +225,7 @@ fn tokens_stay_required_and_valid_over_a_restart() {
 }
 
 #[test]
-fn orderly_stop_leaves_the_vault_and_no_sockets() {
+fn stop_removes_the_sockets_and_keeps_the_fd_store() {
     let (mut server, _) = TestServer::with_model(ServerOptions::default(), "m");
     assert_eq!(server.stop_server().code(), Some(0));
     assert!(!server.socket().exists() && !server.path("weights-admin.sock").exists());

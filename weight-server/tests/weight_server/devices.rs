@@ -1,4 +1,4 @@
-//! GPUs, as far as they can be had without one: what is refused, and what is kept of an earlier incarnation.
+//! GPU cases that need no GPU: refused loads, and adoption of a generation on an absent GPU.
 
 use handoff::attach::{AttachRequest, request_model};
 use memory::manifest::{Allocation, DeviceKind, Manifest, ManifestDevice};
@@ -7,7 +7,7 @@ use proto::weights::v1 as wire;
 
 use crate::support::{ServerOptions, TestServer, load_failure, request};
 
-/// No machine has it.
+/// A UUID that no machine has.
 const ABSENT: &str = "GPU-00000000-0000-4000-8000-00000000dead";
 
 fn with_device() -> TestServer {
@@ -15,7 +15,7 @@ fn with_device() -> TestServer {
     TestServer::start(ServerOptions { config, ..ServerOptions::default() })
 }
 
-fn assert_nothing_is_held(server: &TestServer) {
+fn assert_nothing_reserved(server: &TestServer) {
     let status = server.status();
     assert!(status.generations.is_empty(), "{status:#?}");
     let ledger = status.ledger.unwrap();
@@ -24,43 +24,43 @@ fn assert_nothing_is_held(server: &TestServer) {
 }
 
 #[test]
-fn load_onto_a_device_that_is_not_there_is_one_clear_error_and_leaves_nothing() {
+fn load_onto_an_absent_device_fails_with_one_error_and_reserves_nothing() {
     let server = with_device();
     let path = server.make_model("m", &[1000, 2000]);
     let fds = server.server_fds();
     let error = server.load_onto(ABSENT, "m", &path).unwrap_err();
     assert_eq!(load_failure(&error), wire::LoadFailure::Unsupported);
-    // Which of them depends on the build and on the machine.
+    // The reason depends on the build and on the machine.
     let reasons = ["built without CUDA", "no NVIDIA driver here", "sees no GPU", "there is no GPU GPU-0000"];
     assert!(reasons.iter().any(|reason| error.message().contains(reason)), "{error}");
-    assert_nothing_is_held(&server);
-    // The admin connection of this test takes a moment to end.
+    assert_nothing_reserved(&server);
+    // This test's admin connection takes a moment to close.
     server.wait_status("the end of its descriptors", |_| server.server_fds() <= fds + 1);
     assert!(!server.server_has_driver());
 }
 
 #[test]
-fn load_onto_a_device_that_nobody_configured_names_those_there_are() {
+fn load_onto_an_unconfigured_device_names_the_configured_ones() {
     let server = with_device();
     let path = server.make_model("m", &[1000]);
     for device in ["GPU-ffffffff-0000-4000-8000-000000000000", "cuda:0"] {
         let error = server.load_onto(device, "m", &path).unwrap_err();
         assert!(error.message().contains(device) && error.message().contains(ABSENT), "{error}");
     }
-    assert_nothing_is_held(&server);
+    assert_nothing_reserved(&server);
 }
 
 #[test]
-fn device_that_is_no_uuid_is_refused_by_the_loader() {
+fn device_name_that_is_not_a_uuid_is_refused() {
     let config = "[[devices]]\nid = \"cuda:0\"\nbudget = \"16GiB\"".to_owned();
     let server = TestServer::start(ServerOptions { config, ..ServerOptions::default() });
     let path = server.make_model("m", &[1000]);
     let error = server.load_onto("cuda:0", "m", &path).unwrap_err();
     assert!(error.message().contains("nvidia-smi -L"), "{error}");
-    assert_nothing_is_held(&server);
+    assert_nothing_reserved(&server);
 }
 
-/// What a vault has of a model on a GPU: descriptors that only a driver could check.
+/// Puts the descriptors of a model on a GPU into the FD store. Only a driver could check them.
 fn put_generation(server: &TestServer) {
     let allocations = [4096, 8192].map(|bytes| SealedMemfd::from_bytes("stand-in", &vec![7; bytes]).unwrap());
     let manifest = Manifest {
@@ -86,7 +86,7 @@ fn put_generation(server: &TestServer) {
 }
 
 #[test]
-fn adopted_model_on_a_gpu_serves_unverified_while_nobody_can_check_it() {
+fn adopted_generation_on_an_absent_gpu_serves_unverified() {
     let mut server = with_device();
     server.kill_server();
     put_generation(&server);
@@ -100,14 +100,14 @@ fn adopted_model_on_a_gpu_serves_unverified_while_nobody_can_check_it() {
         let devices = &status.ledger.as_ref().unwrap().devices;
         devices.iter().find(|device| device.device == ABSENT).unwrap().reserved_bytes
     };
-    // A verifier may be running, and takes a context.
+    // A verifier may be running, whose context is reserved too.
     server.wait_status("the end of its first check", |status| device(status) == 4096 + 8192);
 
     let asked = AttachRequest { device: ABSENT.to_owned(), layout: 1, ..request("m") };
     let granted = request_model(&server.socket(), &asked, |_| {}).unwrap();
     let reserved = device(&server.status());
     assert_eq!(reserved, 4096 + 8192 + asked.kv_bytes + asked.workspace_bytes);
-    // Descriptors of another device are nothing that can be mapped on the host.
+    // Descriptors of another device cannot be mapped on the host.
     granted.import_host().unwrap_err();
 
     server.verify("m").unwrap_err();

@@ -1,4 +1,4 @@
-//! The vault that a weight-server's parent keeps, played by the test: stores descriptors, and says what is in it.
+//! A fake parent with an FD store: stores descriptors and reports its contents.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -11,10 +11,10 @@ use handoff::fd_passing::recv_with_fds;
 
 use crate::support::TEST_TIMEOUT;
 
-/// A message of the vault to itself.
+/// A message that the store sends to itself.
 const CATCH_UP: &str = "X_CATCH_UP";
 
-/// The parent's side of the notify protocol: keeps what is stored, as the supervisor or systemd would.
+/// The parent's side of the notify protocol, as the supervisor or systemd implements it.
 #[derive(Clone)]
 pub(crate) struct FakeFdStore {
     path: Arc<Path>,
@@ -23,7 +23,7 @@ pub(crate) struct FakeFdStore {
 
 #[derive(Default)]
 struct FakeFdStoreState {
-    /// Messages of `catch_up` that have been worked off.
+    /// How many messages of `catch_up` have been handled.
     caught_up: u64,
     fds: Vec<(String, OwnedFd)>,
     /// Stores and removals, in order.
@@ -68,7 +68,7 @@ impl FakeFdStore {
             state.caught_up += 1;
         }
         changed.notify_all();
-        // A barrier is over when its descriptor is dropped, here.
+        // A barrier ends when its descriptor is dropped, which happens here.
     }
 
     fn wait<T>(&self, what: &str, check: impl Fn(&FakeFdStoreState) -> Option<T>) -> T {
@@ -104,7 +104,8 @@ impl FakeFdStore {
         self.shared.0.lock().unwrap().log.clone()
     }
 
-    /// Returns when everything that was sent before is worked off: a parent hears a process out before it starts another.
+    /// Returns after all earlier messages are handled. A real parent also handles them before it
+    /// starts the next process.
     fn catch_up(&self) {
         let before = self.shared.0.lock().unwrap().caught_up;
         let message = format!("{CATCH_UP}=1");
@@ -112,14 +113,14 @@ impl FakeFdStore {
         self.wait("our own message", |state| (state.caught_up > before).then_some(()));
     }
 
-    /// Copies of everything stored, as a restarted server gets them.
+    /// Copies of everything stored, as a restarted server inherits them.
     pub(crate) fn contents(&self) -> Vec<(String, OwnedFd)> {
         self.catch_up();
         let state = self.shared.0.lock().unwrap();
         state.fds.iter().map(|(name, fd)| (name.clone(), fd.try_clone().unwrap())).collect()
     }
 
-    /// Puts a descriptor in as if an earlier server had stored it.
+    /// Adds a descriptor as if an earlier server had stored it.
     pub(crate) fn put(&self, name: &str, fd: OwnedFd) {
         self.shared.0.lock().unwrap().fds.push((name.to_owned(), fd));
     }

@@ -1,4 +1,4 @@
-//! What goes wrong in loads, and what hostile or broken clients try.
+//! Tests faults: failed loads, limits, and clients that violate the protocol.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,7 +16,7 @@ use crate::support::{
     make_sparse_model, raw_attach, raw_connection, send_raw, signal,
 };
 
-/// A server whose loader stops itself in the middle of this model.
+/// A server whose loader stops itself in the middle of loading this model.
 fn stopped_load(
     bytes: u64,
 ) -> (TestServer, PathBuf, tokio::task::JoinHandle<Result<wire::Loaded, tonic::Status>>) {
@@ -29,7 +29,7 @@ fn stopped_load(
     (server, path, loading)
 }
 
-fn assert_nothing_is_left(server: &TestServer) {
+fn assert_nothing_left(server: &TestServer) {
     let status = server.wait_status("an empty ledger", |status| status.generations.is_empty());
     let ledger = status.ledger.unwrap();
     assert_eq!((ledger.reserved_bytes, ledger.reserved_fds), (0, 0));
@@ -43,7 +43,7 @@ fn assert_nothing_is_left(server: &TestServer) {
 }
 
 #[test]
-fn killed_loader_is_an_error_to_everybody_who_waits_and_leaves_nothing() {
+fn killed_loader_fails_the_load_for_every_waiter_and_leaves_nothing() {
     let (server, _, loading) = stopped_load(128 << 20);
     let socket = server.socket();
     let (report, reports) = std::sync::mpsc::channel();
@@ -60,38 +60,38 @@ fn killed_loader_is_an_error_to_everybody_who_waits_and_leaves_nothing() {
     assert!(error.message().contains("killed by signal 9"), "{}", error.message());
     let refused = early.join().unwrap();
     assert!(refused.contains("killed by signal 9"), "{refused}");
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 
     let small = server.make_model("small", &[10]);
     server.load("small", &small).unwrap();
 }
 
 #[test]
-fn unload_calls_a_running_load_off() {
+fn unload_cancels_a_running_load() {
     let (server, _, loading) = stopped_load(64 << 20);
     server.unload("big").unwrap();
     let error = server.runtime.block_on(loading).unwrap().unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::Unloaded);
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 }
 
 #[test]
-fn dead_weight_server_takes_its_loader_along() {
+fn loader_exits_after_the_death_of_the_weight_server() {
     let (mut server, _, _loading) = stopped_load(64 << 20);
     let loader = server.loaders()[0];
     server.kill_server();
     signal(loader, Signal::SIGCONT);
     let deadline = Instant::now() + TEST_TIMEOUT;
     while Path::new(&format!("/proc/{loader}/exe")).exists() {
-        assert!(Instant::now() < deadline, "the loader works on for nobody");
+        assert!(Instant::now() < deadline, "the loader still runs");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
 #[test]
-fn file_that_changes_during_the_load_is_an_error() {
-    type Change = fn(&Path);
-    let changes: [(&str, Change); 3] = [
+fn file_that_changes_during_the_load_fails_the_load() {
+    type FileChange = fn(&Path);
+    let changes: [(&str, FileChange); 3] = [
         ("touched", |path| {
             File::options().append(true).open(path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap()
         }),
@@ -107,12 +107,12 @@ fn file_that_changes_during_the_load_is_an_error() {
         let error = server.runtime.block_on(loading).unwrap().unwrap_err();
         assert_eq!(load_failure(&error), LoadFailure::FileChanged, "{name}: {}", error.message());
         assert!(error.message().contains("big.gguf changed while"), "{name}: {}", error.message());
-        assert_nothing_is_left(&server);
+        assert_nothing_left(&server);
     }
 }
 
 #[test]
-fn bad_files_are_refused_each_with_its_own_text() {
+fn bad_files_are_refused_with_specific_errors() {
     let server = TestServer::plain();
     let cut = server.make_model("cut", &[1000, 2000]);
     let bytes = std::fs::read(&cut).unwrap();
@@ -136,11 +136,11 @@ fn bad_files_are_refused_each_with_its_own_text() {
         assert!(error.message().contains(text), "{}", error.message());
         assert!(!error.message().contains('\n'));
     }
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 }
 
 #[test]
-fn lack_of_memory_names_what_is_needed_and_what_is_there() {
+fn out_of_memory_names_the_need_and_the_free_amount() {
     let server = TestServer::start(ServerOptions {
         config: "host-budget = \"16MiB\"".to_owned(),
         ..ServerOptions::default()
@@ -160,23 +160,23 @@ fn lack_of_memory_names_what_is_needed_and_what_is_there() {
     let error = server.load("m", &path).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfMemory);
     assert!(error.message().contains("1.00 TiB are needed, the machine has"), "{}", error.message());
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 }
 
 #[test]
-fn file_size_limit_is_named() {
+fn file_size_limit_is_named_in_the_error() {
     let limits = format!("fsize={}", 4 << 20);
     let server = TestServer::start(ServerOptions { loader_limits: limits, ..ServerOptions::default() });
     let path = server.make_model("m", &[3 << 20]);
     let error = server.load("m", &path).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfMemory);
     assert!(error.message().contains("RLIMIT_FSIZE"), "{}", error.message());
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 }
 
 #[test]
-fn descriptor_limits_are_named_wherever_they_hit() {
-    // The weight-server itself cannot hold so many: refused before anything is allocated.
+fn descriptor_limits_are_named_in_the_error() {
+    // The weight-server cannot hold so many: it refuses before anything is allocated.
     let server = TestServer::start(ServerOptions {
         server_limits: "nofile=400".to_owned(),
         ..ServerOptions::default()
@@ -186,10 +186,10 @@ fn descriptor_limits_are_named_wherever_they_hit() {
     let error = server.load_with("m", &path, true).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfFds);
     assert!(error.message().contains("301 file descriptors are needed"), "{}", error.message());
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
     server.load("m", &path).unwrap();
 
-    // Only the loader cannot.
+    // Only the loader's limit is too low.
     let server = TestServer::start(ServerOptions {
         loader_limits: "nofile=100".to_owned(),
         ..ServerOptions::default()
@@ -198,11 +198,11 @@ fn descriptor_limits_are_named_wherever_they_hit() {
     let error = server.load_with("m", &path, true).unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::OutOfFds);
     assert!(error.message().contains("RLIMIT_NOFILE"), "{}", error.message());
-    assert_nothing_is_left(&server);
+    assert_nothing_left(&server);
 }
 
 #[test]
-fn server_that_cannot_start_says_why_in_one_line() {
+fn start_failure_prints_one_line() {
     let taken = TestServer::plain();
     let long = tempfile::tempdir().unwrap();
     let long = long.path().join("x".repeat(100));
@@ -227,7 +227,7 @@ fn server_that_cannot_start_says_why_in_one_line() {
     }
 }
 
-/// The refusal that ends a connection, and that it does end.
+/// The reason of the refusal; the connection ends after it.
 fn refused(connection: &Connection) -> RefusalReason {
     let reason = loop {
         let (frame, _) = connection.receive::<ServerFrame>().unwrap();
@@ -240,7 +240,7 @@ fn refused(connection: &Connection) -> RefusalReason {
 }
 
 #[test]
-fn clients_that_break_the_protocol_are_cut_off_and_counted() {
+fn protocol_violations_are_refused_and_counted() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let baseline = server.server_fds();
     let frame = |kind| wire::WorkerFrame { kind: Some(kind) };
@@ -284,16 +284,16 @@ fn clients_that_break_the_protocol_are_cut_off_and_counted() {
         assert_eq!(server.status().violations, count, "{name}");
     }
     drop(server.attach("m").unwrap());
-    // Connections that were granted something keep their record and pidfd until this process ends.
+    // Connections with a grant keep their record and pidfd until this test process exits.
     let leases = server.status().leases.len();
     server.wait_status("closed descriptors", |_| server.server_fds() <= baseline + 2 + 3 * leases);
 }
 
 #[test]
-fn protocol_and_format_of_another_version_are_named() {
+fn other_protocol_and_manifest_versions_are_refused() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
-    type Change = fn(&mut wire::Attach);
-    let cases: [(Change, RefusalReason); 3] = [
+    type AttachChange = fn(&mut wire::Attach);
+    let cases: [(AttachChange, RefusalReason); 3] = [
         (|attach| attach.protocol = 99, RefusalReason::Protocol),
         (|attach| attach.manifest_format = 0, RefusalReason::ManifestFormat),
         (|attach| attach.manifest_format = 99, RefusalReason::ManifestFormat),
@@ -309,7 +309,7 @@ fn protocol_and_format_of_another_version_are_named() {
 }
 
 #[test]
-fn client_that_never_answers_holds_up_nobody() {
+fn silent_clients_do_not_block_others() {
     let server = TestServer::plain();
     let path = server.make_model("m", &vec![8; 300]);
     server.load_with("m", &path, true).unwrap();
@@ -323,9 +323,10 @@ fn client_that_never_answers_holds_up_nobody() {
     let silent: Vec<Connection> = (0..8).map(|_| raw_connection(&server)).collect();
     let started = Instant::now();
     server.worker("m", "").attached();
-    // One after another they would hold it up for two minutes.
+    // One after another the clients would take two minutes.
     assert!(started.elapsed() < TEST_TIMEOUT, "{:?}", started.elapsed());
-    // Each is given up in time; its lease stays as long as this process, which may have mapped something.
+    // Each silent client is disconnected in time. The lease of a stuck one lasts as long as this
+    // process, which may have mapped something.
     for connection in silent {
         assert!(matches!(connection.receive::<ServerFrame>(), Err(FrameError::Closed)));
     }
@@ -336,7 +337,7 @@ fn client_that_never_answers_holds_up_nobody() {
 }
 
 #[test]
-fn dead_worker_frees_its_row_at_once() {
+fn dead_worker_releases_its_reservation() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let before = server.status().ledger.unwrap();
     let mut worker = server.worker("m", "");
@@ -349,7 +350,7 @@ fn dead_worker_frees_its_row_at_once() {
 }
 
 #[test]
-fn worker_that_dies_between_its_grant_and_its_context_gives_its_row_back() {
+fn worker_that_dies_after_its_grant_releases_its_reservation() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let before = server.status().ledger.unwrap();
     let mut taker = TestWorker::start(server.path("").as_path(), "taker", &[(MODEL, "m")]);
@@ -363,7 +364,7 @@ fn worker_that_dies_between_its_grant_and_its_context_gives_its_row_back() {
 }
 
 #[test]
-fn memory_counts_until_it_is_known_to_be_unmapped() {
+fn reservation_lasts_until_the_memory_is_known_to_be_unmapped() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
     assert_eq!(worker.order("sloppy"), "3 tensors left");

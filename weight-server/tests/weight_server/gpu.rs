@@ -1,4 +1,5 @@
-//! A model on a real GPU, from its file to its quarantine. Without a GPU it says so and passes.
+//! A model on a real GPU, from its file to its quarantine. Without a GPU the test prints SKIPPED
+//! and passes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,8 +18,9 @@ use crate::support::{DIRECTORY, MODEL, ServerOptions, TEST_TIMEOUT, TestServer, 
 
 const DEVICE: &str = "BALLAST_TEST_DEVICE";
 
-/// Dtype, columns, rows: every way in which a tensor travels. The first is in several parts, the third too, cut elsewhere than
-/// at whole rows of checksums' pieces; the last piece of the fourth is hashed on the host.
+/// Dtype, columns, rows: every way in which a tensor is transferred. The first and the third are
+/// transferred in several parts; those of the third do not end at whole checksum chunks. The last
+/// chunk of the fourth is hashed on the host.
 const TENSORS: [(DType, u64, u64); 8] = [
     (DType::Q4_K, 4096, 9000),
     (DType::F32, 777, 1),
@@ -63,7 +65,7 @@ fn make_model(path: &Path) {
     writer.finish().unwrap();
 }
 
-/// What a worker should say of it.
+/// The checksum that a worker should report.
 fn expected() -> String {
     let mut hasher = blake3::Hasher::new();
     for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
@@ -73,7 +75,7 @@ fn expected() -> String {
     hasher.finalize().to_hex()[..16].to_owned()
 }
 
-/// Over names and bytes of all tensors, as they stand in the file.
+/// Over names and bytes of all tensors, in the file's layout.
 fn checksum(device: &Device, tensors: &[DeviceTensor]) -> String {
     let context = device.context().unwrap();
     let mut hasher = blake3::Hasher::new();
@@ -135,7 +137,7 @@ fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
     status.generations.iter().map(wire::Generation::integrity).collect()
 }
 
-/// Writes into a tensor that the vault keeps, as a worker gone mad could; returns its name.
+/// Writes into a tensor of the FD store, as a faulty worker could; returns its name.
 fn damage(server: &TestServer, device: &Device) -> String {
     let stored: BTreeMap<_, _> = server.fd_store.contents().into_iter().collect();
     let manifest = stored["g1.manifest"].try_clone().unwrap();
@@ -173,7 +175,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     let whole = server.verify("m").unwrap();
     assert_eq!((whole.damaged_count, whole.checked_bytes), (0, loaded.tensor_bytes));
 
-    // A worker of a version that reads another layout: nothing is kept for it.
+    // A worker that reads another layout is refused, and nothing stays reserved for it.
     let rows = server.status().ledger.unwrap().reservations.len();
     for layout in [0, 2] {
         let asked = AttachRequest { layout, ..attach_request("m", &device) };
@@ -184,7 +186,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     assert_eq!(server.status().ledger.unwrap().reservations.len(), rows);
     println!("verified {} bytes in {:.2} s", whole.checked_bytes, whole.seconds);
 
-    // The owner dies; its successor has no file to read.
+    // The weight-server dies; its successor cannot read the file.
     let hidden = server.path("hidden.gguf");
     std::fs::rename(&path, &hidden).unwrap();
     server.kill_server();
@@ -196,7 +198,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     assert_eq!(first.order("check"), format!("held {expected}"));
     assert!(!server.server_has_driver());
 
-    // Somebody writes to the weights.
+    // The weights are damaged.
     std::fs::rename(&hidden, &path).unwrap();
     let damaged = damage(&server, &device);
     let found = server.verify("m").unwrap();

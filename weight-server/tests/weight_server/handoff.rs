@@ -1,4 +1,4 @@
-//! Loading and attaching when nothing goes wrong, and refusals of what does not fit.
+//! Tests loading and attaching without faults, and refusals of requests that do not fit.
 
 use handoff::AttachModelError;
 use handoff::lease::LeaseStatus;
@@ -15,7 +15,7 @@ fn refusal(error: AttachModelError) -> (RefusalReason, String) {
 }
 
 #[test]
-fn tensors_arrive_as_they_stand_in_the_file() {
+fn attached_tensors_equal_the_file() {
     let server = TestServer::plain();
     let tensors = [300_000, 1, 0, 1_500_000, 64, 524_288];
     let path = server.make_model("m", &tensors);
@@ -38,7 +38,7 @@ fn tensors_arrive_as_they_stand_in_the_file() {
 }
 
 #[test]
-fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
+fn four_hundred_allocations_take_several_batches() {
     let server = TestServer::plain();
     let tensors: Vec<u64> = (0..400).map(|i| 10 + i).collect();
     let path = server.make_model("m", &tensors);
@@ -57,7 +57,7 @@ fn four_hundred_tensors_with_an_allocation_each_need_several_batches() {
 fn weights_are_mapped_and_not_copied() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let attached = server.attach("m").unwrap();
-    // Touch everything.
+    // Reads every byte.
     let sum: u64 = attached.tensors.iter().flat_map(|t| t.bytes.iter()).map(|&b| u64::from(b)).sum();
     assert!(sum > 0);
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -88,7 +88,7 @@ fn second_load_of_a_file_joins_the_first() {
 }
 
 #[test]
-fn several_models_live_side_by_side_and_go_one_by_one() {
+fn several_models_are_resident_and_unloaded_independently() {
     let server = TestServer::plain();
     let baseline_fds = server.server_fds();
     let (a, b) = (server.make_model("a", &[1000]), server.make_model("b", &[2000, 3000]));
@@ -110,7 +110,7 @@ fn several_models_live_side_by_side_and_go_one_by_one() {
     let ledger = status.ledger.unwrap();
     assert_eq!((ledger.reserved_bytes, ledger.reserved_fds, ledger.reservations.len()), (0, 0, 0));
     server.fd_store.wait_names(&[]);
-    // One is the admin connection of the last status.
+    // One descriptor is the admin connection of the last status call.
     server.wait_status("its descriptors", |_| server.server_fds() <= baseline_fds + 2);
 }
 
@@ -126,12 +126,12 @@ fn changed_file_replaces_the_model_for_new_workers() {
     assert_eq!((old.lease.generation(), new.lease.generation()), (1, 2));
     assert_eq!((old.tensors.len(), new.tensors.len()), (3, 1));
     drop(old);
-    // Dropped in field order: the tensors go before the lease.
+    // Fields drop in order: the tensors before the lease.
     server.wait_status("the end of generation 1", |status| status.generations.len() == 1);
 }
 
 #[test]
-fn worker_that_comes_early_waits_for_the_load() {
+fn early_worker_waits_for_the_load() {
     let server =
         TestServer::start(ServerOptions { loader_stop_at: Some(32 << 20), ..ServerOptions::default() });
     let path = server.path("m.gguf");
@@ -144,7 +144,7 @@ fn worker_that_comes_early_waits_for_the_load() {
     let early = std::thread::spawn(move || {
         handoff::attach::attach(&socket, &request("m"), |progress| report.send(progress).unwrap_or_default())
     });
-    // The loader has stopped itself half way; it goes on once the worker waits.
+    // The loader stops itself half way and continues when the worker waits.
     let first = reports.recv_timeout(TEST_TIMEOUT).unwrap();
     crate::support::signal(loader, nix::sys::signal::Signal::SIGCONT);
     assert_eq!(early.join().unwrap().unwrap().tensors[0].bytes.len(), 128 << 20);
@@ -153,7 +153,7 @@ fn worker_that_comes_early_waits_for_the_load() {
 }
 
 #[test]
-fn refusals_name_what_does_not_fit() {
+fn refusals_name_the_reason() {
     let (server, _) = TestServer::with_model(
         ServerOptions { config: "host-budget = \"64MiB\"".to_owned(), ..ServerOptions::default() },
         "m",
@@ -177,7 +177,7 @@ fn refusals_name_what_does_not_fit() {
 }
 
 #[test]
-fn tokens_are_needed_from_the_first_one_on() {
+fn tokens_are_required_after_the_first_registration() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     drop(server.attach("m").unwrap());
     server.allow_token("worker-0", "0123456789abcdef0");
@@ -188,7 +188,7 @@ fn tokens_are_needed_from_the_first_one_on() {
     let status = server.status();
     let held = status.leases.iter().find(|held| held.lease == lease).unwrap();
     assert_eq!((held.token_name.as_str(), held.pid), ("worker-0", worker.pid()));
-    // The worker is started anew, with a new token.
+    // The worker restarts with a new token.
     server.allow_token("worker-0", "fedcba98765432100");
     assert!(server.worker("m", "0123456789abcdef0").greeting.starts_with("refused"));
     server.worker("m", "fedcba98765432100").attached();
@@ -219,7 +219,7 @@ fn configured_models_are_loaded_at_start() {
 }
 
 #[test]
-fn real_models_arrive_as_they_stand_in_their_files() {
+fn attached_tensors_of_real_models_equal_their_files() {
     let Some(data) = std::env::var_os("BALLAST_TEST_DATA") else {
         println!("SKIPPED: BALLAST_TEST_DATA is not set, no real model to load");
         return;
@@ -243,7 +243,7 @@ fn real_models_arrive_as_they_stand_in_their_files() {
 }
 
 #[test]
-fn split_model_is_loaded_from_all_its_files() {
+fn split_model_is_loaded_from_all_files() {
     let server = TestServer::plain();
     let part = |number: u16, tensors: &[(&str, u64)]| {
         let mut metadata = gguf::MetadataBuilder::default();
@@ -283,7 +283,7 @@ fn split_model_is_loaded_from_all_its_files() {
 }
 
 #[test]
-fn events_tell_what_changes() {
+fn watch_events_reports_changes() {
     let server = TestServer::plain();
     let mut admin = server.admin();
     let mut events =

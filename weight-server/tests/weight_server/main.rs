@@ -1,4 +1,4 @@
-//! The weight-server as a real process: real sockets, real loader children, real deaths.
+//! Tests the weight-server as a process, with real sockets, loader children and deaths.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 #![expect(clippy::print_stdout, reason = "the worker role answers on standard output")]

@@ -1,8 +1,8 @@
-//! A weight-server as a process of its own, with a vault that the test plays, models made on the spot, and workers that
-//! can be killed.
+//! A weight-server in a process of its own, with a fake FD store, generated models, and workers
+//! that can be killed.
 //!
-//! There is no `ballast` executable here: this test binary starts itself again, and [`child_process`] becomes the role
-//! that the environment names.
+//! There is no `ballast` executable here. The test executable starts itself, and [`child_process`]
+//! becomes the role that the environment names.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -25,7 +25,7 @@ use weight_server::{LoaderProgram, WeightServerConfig};
 
 use crate::fake_fd_store::FakeFdStore;
 
-/// Ten times what anything here takes on a quiet machine.
+/// Ten times what any test here takes on an idle machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) const ROLE: &str = "BALLAST_TEST_ROLE";
@@ -38,7 +38,7 @@ const LIMITS: &str = "BALLAST_TEST_LIMITS";
 /// A loader stops itself (SIGSTOP) when this many bytes of shared memory are resident.
 const STOP_AT: &str = "BALLAST_TEST_STOP_AT";
 
-/// Becomes another process of the server where the environment says so; a test that passes at once otherwise.
+/// Becomes another process if the environment names a role. Otherwise the test passes at once.
 #[test]
 fn child_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -162,7 +162,7 @@ fn become_worker() -> ! {
     std::process::exit(0);
 }
 
-/// Takes what it is granted and maps nothing, as a worker that is making its context.
+/// Takes the granted descriptors and maps nothing, as a worker does while it creates its context.
 fn become_taker() -> ! {
     let directory = PathBuf::from(std::env::var(DIRECTORY).unwrap());
     let ask = request(&std::env::var(MODEL).unwrap());
@@ -193,12 +193,12 @@ pub(crate) fn request(model: &str) -> AttachRequest {
     }
 }
 
-/// What tensor `index` of a made model holds.
+/// The content of tensor `index` of a generated model.
 pub(crate) fn pattern(index: usize, bytes: u64) -> impl Iterator<Item = u8> {
     (0..bytes).map(move |at| (at.wrapping_mul(2_654_435_761) >> 13) as u8 ^ (index as u8).wrapping_mul(37))
 }
 
-/// Writes a model of F32 tensors with these many values each.
+/// Writes a model of F32 tensors with these numbers of values.
 pub(crate) fn make_model(path: &Path, tensors: &[u64]) {
     let mut metadata = gguf::MetadataBuilder::default();
     metadata.put("general.name", "test").unwrap();
@@ -214,13 +214,13 @@ pub(crate) fn make_model(path: &Path, tensors: &[u64]) {
     writer.finish().unwrap();
 }
 
-/// Writes a model of one tensor whose data is a hole of the file: large, and quick to make.
+/// Writes a model of one tensor whose data is a hole in the file: large, and quick to write.
 pub(crate) fn make_sparse_model(path: &Path, bytes: u64) {
     make_model(path, &[8]);
     let mut contents = std::fs::read(path).unwrap();
     let header = gguf::Header::read(&contents[..], contents.len() as u64).unwrap();
     let data_start = header.data_start();
-    // The one dimension stands before type and offset at the end of the tensor table.
+    // The only dimension comes before type and offset, at the end of the tensor table.
     let dims_at = header.bytes().len() - 8 - 4 - 8;
     contents[dims_at..dims_at + 8].copy_from_slice(&(bytes / 4).to_le_bytes());
     contents.truncate(data_start as usize);
@@ -279,7 +279,7 @@ impl TestServer {
         path
     }
 
-    /// A server with one resident model of a few tensors.
+    /// Starts a server with one resident model of a few tensors.
     pub(crate) fn with_model(options: ServerOptions, name: &str) -> (Self, PathBuf) {
         let server = Self::start(options);
         let path = server.make_model(name, &[100_000, 10, 600_000]);
@@ -292,7 +292,7 @@ impl TestServer {
         self.server.wait().unwrap();
     }
 
-    /// Starts a successor, which gets what the vault has.
+    /// Starts a successor, which inherits the contents of the FD store.
     pub(crate) fn restart_server(&mut self) {
         self.server = spawn_server(self.directory.path(), &self.options, &self.fd_store);
         self.starts += 1;
@@ -347,7 +347,7 @@ impl TestServer {
         self.runtime.block_on(admin.get_status(wire::GetStatusRequest {})).unwrap().into_inner()
     }
 
-    /// Waits until the status looks as it should.
+    /// Waits until the status satisfies the condition.
     pub(crate) fn wait_status(&self, what: &str, check: impl Fn(&wire::Status) -> bool) -> wire::Status {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
@@ -374,23 +374,23 @@ impl TestServer {
         Ok(self.runtime.block_on(admin.verify(request))?.into_inner())
     }
 
-    /// Whether the server has a library of NVIDIA's driver in it.
+    /// Whether the server has mapped a library of NVIDIA's driver.
     pub(crate) fn server_has_driver(&self) -> bool {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.server_pid())).unwrap();
         maps.contains("libcuda") || maps.contains("libnvidia")
     }
 
-    /// Descriptors that the server has open.
+    /// The number of the server's open descriptors.
     pub(crate) fn server_fds(&self) -> usize {
         std::fs::read_dir(format!("/proc/{}/fd", self.server_pid())).unwrap().count()
     }
 
-    /// Waits until the running load's loader has stopped itself; returns its process id.
+    /// Waits until the loader has stopped itself; returns its process id.
     pub(crate) fn wait_stopped_loader(&self) -> i32 {
         let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let stopped = self.loaders().into_iter().find(|pid| {
-                // Gone meanwhile where it did not stop.
+                // The file is missing if the loader has exited.
                 std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T "))
             });
             if let Some(pid) = stopped {
@@ -401,7 +401,7 @@ impl TestServer {
         }
     }
 
-    /// The server's children.
+    /// The server's child processes.
     pub(crate) fn loaders(&self) -> Vec<i32> {
         let mut loaders = Vec::new();
         for task in std::fs::read_dir(format!("/proc/{}/task", self.server_pid())).unwrap() {
@@ -415,7 +415,7 @@ impl TestServer {
 
 impl Drop for TestServer {
     fn drop(&mut self) {
-        // Gone already where a test killed it.
+        // Fails if the test has killed the server already.
         let _ = self.server.kill();
         let _ = self.server.wait();
     }
@@ -423,7 +423,7 @@ impl Drop for TestServer {
 
 fn spawn_server(directory: &Path, options: &ServerOptions, fd_store: &FakeFdStore) -> Child {
     let stored = fd_store.contents();
-    // A shell stands in for the supervisor's shim: it knows its own process id, which exec keeps.
+    // A shell replaces the supervisor's shim: it knows its own process id, which exec keeps.
     let mut command = Command::new("sh");
     command
         .args(["-c", "export LISTEN_PID=$$; exec \"$0\" \"$@\""])
@@ -468,7 +468,7 @@ pub(crate) async fn load(
     panic!("the stream ended without a result");
 }
 
-/// What an error of Load says beside its text.
+/// The failure kind in the details of an error of Load.
 pub(crate) fn load_failure(status: &Status) -> wire::LoadFailure {
     use prost::Message;
     wire::LoadFailed::decode(status.details()).unwrap().failure()
@@ -483,7 +483,7 @@ pub(crate) struct TestWorker {
     pub(crate) child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    /// What it said first.
+    /// Its first line of output.
     pub(crate) greeting: String,
 }
 
@@ -505,13 +505,13 @@ impl TestWorker {
         worker
     }
 
-    /// The next line that is the worker's and not the test harness's.
+    /// The next line of the worker, without those of the test harness.
     fn line(&mut self) -> String {
         let mut line = String::new();
         loop {
             line.clear();
             assert!(self.stdout.read_line(&mut line).unwrap() > 0, "the worker ended");
-            // The harness prints the test's name without a line break first.
+            // The harness prints the test's name first, without a line break.
             if let Some((_, said)) = line.split_once("worker: ") {
                 return said.trim().to_owned();
             }
@@ -532,7 +532,7 @@ impl TestWorker {
         self.child.wait().unwrap();
     }
 
-    /// The lease number and the checksum of the model, from the greeting.
+    /// The lease id and the checksum of the model, from the greeting.
     pub(crate) fn attached(&self) -> (u64, &str) {
         let rest = self.greeting.strip_prefix("attached ").unwrap_or_else(|| panic!("{}", self.greeting));
         let (lease, checksum) = rest.split_once(' ').unwrap();
@@ -542,13 +542,13 @@ impl TestWorker {
 
 impl Drop for TestWorker {
     fn drop(&mut self) {
-        // Gone already where a test ended it.
+        // Fails if the test has ended the worker already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// A connection without the client library, for what that would never do.
+/// A connection without the client library, for frames that the library never sends.
 pub(crate) fn raw_connection(server: &TestServer) -> handoff::seqpacket::Connection {
     let connection = handoff::seqpacket::Connection::connect(&server.socket()).unwrap();
     connection.set_timeouts(Some(TEST_TIMEOUT), Some(TEST_TIMEOUT)).unwrap();
@@ -569,7 +569,7 @@ pub(crate) fn raw_attach(model: &str) -> wire::WorkerFrame {
     wire::WorkerFrame { kind: Some(wire::worker_frame::Kind::Attach(attach)) }
 }
 
-/// Sends bytes as one packet, whatever they are.
+/// Sends arbitrary bytes as one packet.
 pub(crate) fn send_raw(connection: &handoff::seqpacket::Connection, bytes: &[u8]) {
     let socket = UnixDatagram::from(connection.as_fd().try_clone_to_owned().unwrap());
     socket.send(bytes).unwrap();

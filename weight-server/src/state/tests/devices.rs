@@ -1,4 +1,4 @@
-//! Facts about GPUs: budgets, names on several devices, verification, quarantine.
+//! Tests with GPUs: budgets, models on several devices, verification and quarantine.
 
 use super::*;
 use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
@@ -8,11 +8,11 @@ fn planned_onto_gpu(generation: u64, bytes: u64, host_bytes: u64, available_byte
     WeightServerEvent::LoadPlanned { generation, contents, available_bytes }
 }
 
-/// A resident generation that a loader of ours made.
+/// A resident generation that was loaded, not adopted.
 fn load_onto_gpu(state: &mut WeightServerState, model: &str, file: u64, bytes: u64) -> u64 {
     state.handle(on_gpu(load(1, model, file, bytes)), at(1));
     let id = state.generations().last().unwrap().id;
-    state.handle(planned_onto_gpu(id, bytes, MIB, NEVER_SHORT), at(1));
+    state.handle(planned_onto_gpu(id, bytes, MIB, UNLIMITED), at(1));
     state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
     state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
     assert_eq!(state.generation(id).unwrap().phase, GenerationPhase::Ready);
@@ -27,7 +27,7 @@ fn attach_onto_gpu(state: &mut WeightServerState, connection: u64, model: &str) 
     lease
 }
 
-/// A state that found this generation on the GPU.
+/// A state that adopted this generation on the GPU.
 fn adopted(model: &str) -> WeightServerState {
     let key = LoadKey { device: GPU.to_owned(), layout: 1, ..key(1, MIB) };
     let contents = contents(400 * MIB);
@@ -56,11 +56,11 @@ fn loader_onto_a_gpu_reserves_its_context_and_gives_it_back() {
     let mut state = state();
     state.handle(on_gpu(load(1, "a", 1, 300 * MIB)), at(0));
     assert_eq!((reserved(&state, GPU), reserved(&state, HOST)), (300 * MIB + CONTEXT_BYTES, 0));
-    state.handle(planned_onto_gpu(1, 400 * MIB, MIB, NEVER_SHORT), at(1));
+    state.handle(planned_onto_gpu(1, 400 * MIB, MIB, UNLIMITED), at(1));
     assert_eq!(reserved(&state, GPU), 400 * MIB + CONTEXT_BYTES);
     let contents = GenerationContents { manifest_bytes: 5, ..contents(400 * MIB) };
     state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents }, at(2));
-    // The manifest lies on the host.
+    // The manifest is in host memory.
     assert_eq!(reserved(&state, GPU), 400 * MIB);
     check_integrity(&state);
 }
@@ -76,7 +76,7 @@ fn loader_onto_a_gpu_without_room_for_its_context_is_never_started() {
     assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
     assert_eq!(state.ledger().reservations().count(), 0);
 
-    // One that waits for its turn has none yet, and must find room for it then.
+    // A queued load has no context yet, and must reserve it when it starts.
     state.handle(on_gpu(load(1, "a", 1, 400 * MIB)), at(1));
     let id = state.generations().last().unwrap().id;
     state.handle(on_gpu(load(2, "b", 2, 400 * MIB)), at(1));
@@ -86,7 +86,7 @@ fn loader_onto_a_gpu_without_room_for_its_context_is_never_started() {
     };
     let params = AttachParams { kv_bytes: GPU_BYTES - 800 * MIB - params.workspace_bytes, ..params };
     state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(1));
-    state.handle(planned_onto_gpu(id, 400 * MIB, MIB, NEVER_SHORT), at(1));
+    state.handle(planned_onto_gpu(id, 400 * MIB, MIB, UNLIMITED), at(1));
     state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(400 * MIB) }, at(2));
     let actions = state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
     assert!(
@@ -116,7 +116,7 @@ fn worker_that_dies_before_it_has_mapped_anything_gives_its_row_back() {
         if taken {
             state.handle(WeightServerEvent::Delivered { connection }, at(4));
         }
-        // What it was granted is reserved, whether it has taken it or not: its context may be in the making.
+        // The whole grant is reserved, even if the worker is still creating its context.
         assert_eq!(reserved(&state, GPU), 1010 * MIB);
         state.handle(WeightServerEvent::ConnectionEnded { connection }, at(5));
         assert_eq!(reserved(&state, GPU), 1010 * MIB, "until its process has ended");
@@ -142,7 +142,7 @@ fn host_without_memory_for_pinned_buffers_refuses_a_load_onto_a_gpu() {
         }
         event
     };
-    // The file's size says nothing of what the host must have.
+    // The file's size does not bound the host memory of a load onto a GPU.
     let actions = state.handle(asked(PINNED_BYTES - 1), at(0));
     let expected = LoadFailure::InsufficientMemory { needed: PINNED_BYTES, available: PINNED_BYTES - 1 };
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
@@ -179,7 +179,7 @@ fn one_name_stands_for_a_model_on_several_devices() {
     attach_fully(&mut state, 10, "a");
     let on_device = attach_onto_gpu(&mut state, 11, "a");
     assert_eq!(state.lease(on_device).unwrap().generation, 2);
-    // Unloading takes the name, wherever it stands.
+    // Unloading affects the model on every device.
     state.handle(WeightServerEvent::UnloadRequested { call: CallId(5), model: "a".to_owned() }, at(5));
     assert!(state.generations().all(|g| g.phase == GenerationPhase::Retiring));
     check_integrity(&state);
@@ -244,7 +244,7 @@ fn verification_that_cannot_be_done_is_tried_again_and_a_caller_told() {
     state.handle(WeightServerEvent::VerifyFailed { generation: 4, failure }, at(2));
     assert_eq!(state.generation(4).unwrap().integrity, GenerationIntegrity::Unverified);
     assert!(state.handle(WeightServerEvent::Tick, at(30)).is_empty());
-    // Whoever asks does not wait for the next time.
+    // A request does not wait for the retry interval.
     assert!(
         state.handle(verify(7, "a"), at(31)).contains(&WeightServerAction::StartVerifier { generation: 4 })
     );
@@ -276,7 +276,7 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
     assert!(actions.contains(&WeightServerAction::StartLoader { generation: 2 }));
     check_integrity(&state);
 
-    // Its worker is not let back in, and waits for the new generation like everybody.
+    // The worker may not reclaim; it waits for the new generation like any other.
     state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(10) }, at(6));
     let claim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(11),
@@ -308,7 +308,7 @@ fn damaged_model_without_room_beside_it_is_loaded_when_it_is_gone_unless_it_was_
             panic!()
         };
         state.handle(WeightServerEvent::LoadRequested { call, params, available_bytes }, at(0));
-        state.handle(planned_onto_gpu(1, 1000 * MIB, 0, NEVER_SHORT), at(1));
+        state.handle(planned_onto_gpu(1, 1000 * MIB, 0, UNLIMITED), at(1));
         state.handle(
             WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(1000 * MIB) },
             at(2),

@@ -1,10 +1,10 @@
-//! The state machine's invariants under random events.
+//! Checks the state machine's invariants under random events.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// One random thing that can happen, on a tiny domain so that events hit what exists.
+/// A random event on a small domain, so that events refer to what exists.
 fn any_event() -> impl Strategy<Value = WeightServerEvent> {
     let id = 1u64..6;
     let connection = (1u64..8).prop_map(ConnectionId);
@@ -71,7 +71,7 @@ proptest! {
         let mut loaders = BTreeSet::new();
         for (event, seconds) in steps {
             now += at(seconds);
-            // A connection's first frame comes once.
+            // A connection sends its first frame once.
             if let WeightServerEvent::AttachRequested { connection, .. } | WeightServerEvent::ReclaimRequested { connection, .. } = &event
                 && state.leases.find_by_connection(*connection).is_some()
             {
@@ -83,7 +83,7 @@ proptest! {
                 continue;
             }
             if let WeightServerEvent::LoadFailed { generation, .. } = &event {
-                // Only a loader fails.
+                // Only a running loader fails.
                 if !state.generation(*generation).is_some_and(Generation::occupies_loader) {
                     continue;
                 }
@@ -102,7 +102,7 @@ proptest! {
             prop_assert_eq!(&loaders, &running);
             check_integrity(&state);
         }
-        // Everybody leaves: nothing stays reserved.
+        // After all leases and models are gone, nothing stays reserved.
         let leases: Vec<u64> = state.leases().map(|lease| lease.id).collect();
         for lease in leases {
             state.handle(WeightServerEvent::ProcessEnded { lease }, now);
