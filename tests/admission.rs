@@ -1,7 +1,7 @@
-//! Overload, tenants and deadlines on a real fleet: who waits in the router, who is refused, and what they are told.
+//! Admission control of a real fleet: overload, tenants and deadlines.
 //!
-//! One worker that runs two sequences and is given a third. Nothing here depends on how fast it is: a request of 16 long
-//! choices holds every place until it is dropped.
+//! The fleet has one worker that runs two sequences and queues a third. The tests do not depend on
+//! its speed: a request of 16 long choices occupies the whole capacity until the test drops it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 use crate::harness::http::HttpClient;
 use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, device, runs_on_host};
 
-/// Streams on the worker.
+/// Streams that the worker runs or queues.
 const PLACES: usize = 3;
 
 fn fleet(queue_max: u32) -> (TestFleet, HttpClient) {
@@ -25,7 +25,7 @@ fn fleet(queue_max: u32) -> (TestFleet, HttpClient) {
     fleet_of(&admission, "step-tokens = 2\nkv-tokens = 4096\n")
 }
 
-/// With these tables, and these lines of the model.
+/// Starts a fleet with these TOML tables and these lines of its `[[models]]` table.
 fn fleet_of(tables: &str, lines: &str) -> (TestFleet, HttpClient) {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let text = format!(
@@ -54,7 +54,8 @@ fn ask(http: &HttpClient, tenant: &str, fields: Value) -> RequestBuilder {
     http.client.post(format!("{}/v1/completions", http.url)).header("x-ballast-tenant", tenant).json(&body)
 }
 
-/// Holds every place until it is dropped; its first tokens have come.
+/// Starts a request that occupies the whole capacity until it is dropped, and waits for its first
+/// tokens.
 async fn full(http: &HttpClient) -> Response {
     let mut response = ask(http, "holder", json!({"n": 16, "max_tokens": 3000})).send().await.unwrap();
     assert_eq!(response.status(), 200);
@@ -81,7 +82,7 @@ async fn until_waiting(http: &HttpClient, count: usize) {
     eventually("the queue's length", async || metric(http, name).await == Some(count)).await;
 }
 
-/// A request that waits in the queue as number `place`.
+/// Sends a request and waits until the queue has `place` requests.
 async fn queued(http: &HttpClient, tenant: &str, place: usize) -> JoinHandle<Response> {
     let request = ask(http, tenant, json!({}));
     let queued = tokio::spawn(async move { request.send().await.unwrap() });
@@ -111,7 +112,7 @@ fn i7_an_overloaded_fleet_refuses_with_a_time_while_those_inside_stream_on() {
         let message = error["error"]["message"].as_str().unwrap();
         assert!(message.contains("is 2;") && message.contains(&format!("in {seconds} s")), "{message}");
         for _ in 0..5 {
-            assert!(inside.chunk().await.unwrap().is_some(), "the one inside goes on");
+            assert!(inside.chunk().await.unwrap().is_some(), "the running request continues");
         }
         drop(inside);
         for waited in [first, second] {
@@ -159,7 +160,8 @@ fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
     let (fleet, http) = fleet(8);
     http.runtime.block_on(async {
         let _inside = full(&http).await;
-        // The places are taken, and still nobody has to wait to hear this: context 4096, KV budget 4096 tokens.
+        // The capacity is used up, but such a request is refused without waiting. The context is
+        // 4096 tokens, the KV budget 4096 tokens.
         let check = async |fields: Value, code: &str, words: &[&str]| {
             let refused = ask(&http, "a", fields).send().await.unwrap();
             assert_eq!(refused.status(), 400);
@@ -190,7 +192,7 @@ fn a_grammar_that_is_none_is_refused_although_no_place_is_left() {
         for (param, grammar, word) in
             [("guided_json", unsatisfiable, "minimum"), ("guided_regex", json!("("), "regex")]
         {
-            // Twice: compiled by the worker, and remembered by the router.
+            // Twice: first the worker compiles the grammar, then the router remembers it.
             for _ in 0..2 {
                 let fields = json!({param: grammar, "ignore_eos": false});
                 let refused = ask(&http, "a", fields).send().await.unwrap();
@@ -215,7 +217,7 @@ fn a_grammar_that_is_none_is_refused_although_no_place_is_left() {
 fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
     let (fleet, http) = fleet_of("", "kv-tokens = 65536\n");
     http.runtime.block_on(async {
-        // Of 80 seats 8 are kept for interactive requests, 4 for batches.
+        // Of 80 permits, 8 are reserved for interactive requests and 4 for batch requests.
         let mut running = Vec::new();
         for (n, requests) in [(16, 4), (1, 4)] {
             for _ in 0..requests {
@@ -229,7 +231,7 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
         assert_eq!(urgent.status(), 200);
         let first = tokio::time::timeout(TIMEOUT, urgent.chunk()).await.expect("its first token in time");
         assert!(first.unwrap().is_some());
-        assert_eq!(metric(&http, held).await, Some(68), "nobody had to end for it");
+        assert_eq!(metric(&http, held).await, Some(68), "no request had to end for it");
         assert!(!next.is_finished(), "the next ordinary one waits");
         next.abort();
     });
@@ -238,13 +240,13 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
 
 #[test]
 fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
-    // A GPU's comes in units that are larger than this one.
+    // A GPU allocates its KV cache in units that are larger than this cache.
     if !runs_on_host("a_request_beyond_the_whole_cache_is_refused_with_the_numbers") {
         return;
     }
     let (fleet, http) = small_cache();
     let (status, text) = http.post("/v1/completions", &json!({"prompt": vec![5; 100], "max_tokens": 413}));
-    assert_eq!(status, 200, "what fills the budget is served: {text}");
+    assert_eq!(status, 200, "a request that fills the budget is served: {text}");
     let (status, text) = http.post("/v1/completions", &json!({"prompt": vec![5; 100], "max_tokens": 414}));
     let error: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((status, &error["error"]["code"]), (400, &json!("kv_budget_exceeded")), "{text}");
@@ -262,10 +264,11 @@ fn small_cache() -> (TestFleet, HttpClient) {
 
 #[test]
 fn a_flooding_tenant_does_not_hold_up_another() {
-    /// Requests of the flood: in order of arrival the other tenant would come after all of them.
+    /// Requests of the flood. In order of arrival, the other tenant would come after all of them.
     const FLOOD: usize = 24;
-    /// Of the flood that end before the other tenant's first token: one that goes by age, one whose place it gets, those
-    /// on the worker, and as many again while this test looks elsewhere.
+    /// Most requests of the flood that may end before the other tenant's first token: one that is
+    /// oldest, one whose permit the tenant gets, those on the worker, and as many again while the
+    /// test polls.
     const PASSED_MAX: usize = 2 + PLACES + 5;
 
     let (fleet, http) = fleet(64);

@@ -1,4 +1,4 @@
-//! Everything a user can get wrong: one line that says what to do, and the documented exit code.
+//! User errors: each gives one line that says what to do, and the documented exit code.
 
 use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, demo_22m, device, executable, proc, text};
 use std::io::Write;
@@ -12,7 +12,7 @@ const MODEL_REFUSED: i32 = 3;
 const OUT_OF_RESOURCES: i32 = 4;
 const ADDRESS: i32 = 6;
 
-/// One line on stderr, with the words, and the exit code; nothing on stdout; nothing left running.
+/// Checks the exit code, that stdout is empty, and that stderr has one line with these words.
 #[track_caller]
 fn check(output: &Output, code: i32, words: &[&str]) {
     let (stdout, stderr) = text(output);
@@ -74,7 +74,7 @@ fn an_unknown_architecture_is_named() {
     check(&generate(&file).output().unwrap(), MODEL_REFUSED, &["qwen9"]);
 }
 
-/// As long as Q4_K in bytes, and no backend has kernels for it.
+/// Has the same size as Q4_K, but no backend has kernels for it.
 const IQ4_NL: u32 = 20;
 
 #[test]
@@ -84,7 +84,7 @@ fn a_tensor_of_a_type_without_kernels_is_named_with_the_types_that_have_some() {
     let mut bytes = std::fs::read(demo_22m()).unwrap();
     let name = b"blk.0.ffn_up.weight";
     let at = bytes.windows(name.len()).position(|window| window == name).unwrap() + name.len();
-    // Two dimensions of 8 bytes follow their number, then the type.
+    // The name is followed by the dimension count, two dimensions of 8 bytes, and the type.
     let dtype = at + 4 + 2 * 8..at + 4 + 2 * 8 + 4;
     assert_eq!(bytes[dtype.clone()], 12_u32.to_le_bytes(), "Q4_K");
     bytes[dtype].copy_from_slice(&IQ4_NL.to_le_bytes());
@@ -138,7 +138,7 @@ fn two_fleets_cannot_share_a_runtime_directory() {
     fleet.stop();
 }
 
-/// Has the shell set a limit on itself and exec ballast under it.
+/// Runs `ballast generate` under a limit that the shell sets for itself first.
 fn limited(limit: &str, model: &Path) -> Output {
     let mut command = Command::new("sh");
     command
@@ -152,15 +152,16 @@ fn limited(limit: &str, model: &Path) -> Output {
 
 #[test]
 fn too_little_memory_for_the_weights_says_how_much() {
-    // Blocks of 512 bytes: 2 MiB, less than the model. A memfd is a file, so the limit on file size bounds it.
+    // 4096 blocks of 512 bytes are 2 MiB, less than the model. A memfd counts as a file, so the
+    // limit on file size applies to it.
     check(&limited("ulimit -f 4096", &demo_7m()), OUT_OF_RESOURCES, &["bytes", "RLIMIT_FSIZE"]);
 }
 
-/// A cgroup with a limit on memory, removed at the end.
+/// A cgroup with a memory limit; removed when dropped.
 struct LimitedGroup(PathBuf);
 
 impl LimitedGroup {
-    /// `None` where this user may not make one, after saying so loudly.
+    /// Returns `None` and prints a SKIPPED line if this user may not create a cgroup.
     fn new(bytes: u64) -> Option<Self> {
         let memberships = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let of = |line: &str, prefix: &str| line.split_once(':')?.1.strip_prefix(prefix).map(str::to_owned);
@@ -176,7 +177,7 @@ impl LimitedGroup {
                 continue;
             }
             let group = Self(directory);
-            // Only a mounted hierarchy has the file already; elsewhere this is a directory like any other.
+            // The file exists only in a mounted hierarchy; elsewhere this is an ordinary directory.
             let limit = std::fs::File::options().write(true).open(group.0.join(limit));
             if limit.and_then(|mut limit| limit.write_all(bytes.to_string().as_bytes())).is_ok() {
                 return Some(group);
@@ -189,7 +190,7 @@ impl LimitedGroup {
 
 impl Drop for LimitedGroup {
     fn drop(&mut self) {
-        // Its processes have ended; the kernel takes a moment to see it.
+        // Its processes have ended, but the kernel may take a moment to notice.
         crate::harness::eventually("the cgroup is empty", || std::fs::remove_dir(&self.0).ok());
     }
 }
@@ -222,7 +223,7 @@ fn a_file_changed_while_it_is_loaded_is_refused() {
     crate::harness::eventually("a loader runs", || {
         proc::descendants(root).into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
     });
-    // Appending changes size and mtime; the inode stays.
+    // Appending changes size and mtime; the inode stays the same.
     let mut file = std::fs::OpenOptions::new().append(true).open(&copy).unwrap();
     file.write_all(b"one line more").unwrap();
     let started = std::time::Instant::now();

@@ -1,4 +1,4 @@
-//! Which device a model goes to, what it will take there, and what a machine can do.
+//! Device choice, memory plans, and the doctor.
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::runtime;
@@ -11,7 +11,7 @@ use std::path::Path;
 const USAGE: i32 = 2;
 const OUT_OF_RESOURCES: i32 = 4;
 
-/// How far a plan may be off the ledger.
+/// Most percent by which a plan may differ from the ledger.
 const PLAN_PERCENT: f64 = 3.0;
 
 pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
@@ -34,7 +34,7 @@ fn a_plan_is_what_the_ledger_holds_later() {
     for (model, arguments) in [
         (demo_7m(), &["--workers", "2"][..]),
         (demo_22m(), &["--workers", "1", "--kv-tokens", "3000", "--no-pack"]),
-        // Three that make their contexts at once, beside the loader.
+        // Three workers that create their contexts at once, while the loader runs.
         (synth("qwen3-moe-tiny", "q8_0"), &["--workers", "3", "--kv-tokens", "2048"]),
     ] {
         let planned = plan(&model, arguments);
@@ -104,13 +104,13 @@ fn the_choice_is_said_with_its_reason() {
     let (stdout, _) = text(&output);
     let plan: Value = serde_json::from_str(&stdout).unwrap();
     assert!(plan["models"][0]["why"].as_str().is_some_and(|why| !why.is_empty()), "{plan}");
-    // Nothing was left open.
+    // With an explicit device there is no reason to print.
     let output = ballast().arg("plan").arg(demo_7m()).args(["--json", "--device", "host"]).output().unwrap();
     let plan: Value = serde_json::from_str(&text(&output).0).unwrap();
     assert_eq!((&plan["models"][0]["device"], &plan["models"][0]["why"]), (&"host".into(), &Value::Null));
 }
 
-/// Two processes, a killed one among them, as in a fleet.
+/// The doctor starts two processes and kills one, as a fleet may.
 #[test]
 fn the_doctor_finds_this_machine_sound() {
     let output = ballast().args(["doctor", "--json"]).output().unwrap();

@@ -1,9 +1,10 @@
-//! Invariant I5 on the whole fleet: tokens and log probabilities of a request are the same bits however it is served.
+//! Invariant I5 on a whole fleet: a request gives the same tokens and log probabilities, bit for
+//! bit, however it is served.
 //!
-//! [`CASES`] is the one list of ways to serve ([`DRAFTED_CASES`] those of a model with a smaller one to draft for it,
-//! [`Q8_0_CASES`] those of another type of cache). A new way that must keep the promise becomes a line of it, and is then
-//! held to it on every device that these tests run on. Requests are of all kinds at once: greedy and sampled, with
-//! penalties, of several choices, within grammars, more and less urgent.
+//! [`CASES`] lists the configurations and schedules. [`DRAFTED_CASES`] lists those with a draft
+//! model, and [`Q8_0_CASES`] those with another type of KV cache. A new feature that must keep the
+//! invariant needs one more line, which then runs on every device. The requests are a mix: greedy
+//! and sampled, with penalties, several choices, grammars, and different priorities.
 
 use crate::harness::api::{Continuation, TestRequest, connect, generate, generate_all, runtime};
 use crate::harness::http::HttpClient;
@@ -13,31 +14,33 @@ use proto::v1::grammar::Kind;
 use std::path::Path;
 use std::time::Duration;
 
-/// How the requests come to a fleet.
+/// When the requests arrive.
 #[derive(Debug, Clone, Copy)]
 enum RequestSchedule {
-    /// Each after the one before it has ended.
+    /// Each request starts after the previous one has ended.
     Sequential,
     Concurrent,
-    /// Shuffled and with pauses, by this seed.
+    /// In random order with pauses, from this seed.
     Staggered(u64),
-    /// The same without log probabilities: no row of logits has to come to the host, a device may draw the tokens itself.
+    /// Concurrent, without log probabilities: logits need not be copied to the host, and a device
+    /// may sample tokens itself.
     WithoutLogprobs,
-    /// All at once, and a worker dies when the first tokens have come: its streams go on at another.
+    /// Concurrent, and a worker is killed after the first tokens: another worker resumes its
+    /// streams.
     WorkerKilled,
 }
 
 use RequestSchedule::{Concurrent, Sequential, Staggered, WithoutLogprobs, WorkerKilled};
 
-/// A fleet, and what is done with it one after the other.
+/// A fleet's configuration and the schedules that run on it, one after the other.
 struct ServingCase {
     name: &'static str,
-    /// Those that end in .gguf are files of the tree.
+    /// Arguments of `ballast serve`. Names that end in .gguf are files of this repository.
     arguments: &'static [&'static str],
     ways: &'static [RequestSchedule],
-    /// Counters that must have moved: else the case has shown nothing. On the host, where a cache is as small as it is asked
-    /// for, all cases of a small one must have preempted; on a GPU it comes in whole units, and whoever drafts may be done
-    /// before they are full.
+    /// Counters that must have increased, because otherwise the case shows nothing. On the host,
+    /// every case with a small cache must also have preempted. A GPU allocates its cache in large
+    /// units, so those cases may finish without a preemption there.
     moved: &'static [&'static str],
 }
 
@@ -47,10 +50,10 @@ const PREEMPTIONS: &str = "ballast:num_preemptions_total";
 const RESUMES: &str = "ballast:stream_resumes_total";
 const ACCEPTED: &str = "ballast:spec_decode_num_accepted_tokens_total";
 
-/// The first way of the first case is what all others are compared with.
+/// The first schedule of the first case is the reference for all others.
 const CASES: &[ServingCase] = &[
     ServingCase {
-        // What has been asked before is found in the prefix cache.
+        // Repeated prompts are prefix cache hits.
         name: "alone, in any order, with prefix hits",
         arguments: &["--workers", "1", "--threads", "1"],
         ways: &[Sequential, Staggered(1), Staggered(2), Staggered(3)],
@@ -81,7 +84,7 @@ const CASES: &[ServingCase] = &[
         moved: &[],
     },
     ServingCase {
-        // 768 tokens hold a few of these requests at a time, and the longest alone.
+        // 768 tokens hold a few of these requests at a time, or the longest one alone.
         name: "preempted and computed again",
         arguments: &["--workers", "1", "--kv-tokens", "768"],
         ways: &[Concurrent],
@@ -107,10 +110,11 @@ const CASES: &[ServingCase] = &[
     },
 ];
 
-/// The same promise with a smaller model that drafts. Choices are not forked then, so the same tokens show forks, too.
+/// The same invariant with a draft model. With a draft model choices are not forked, so equal
+/// tokens also verify forks.
 const DRAFTED_CASES: &[ServingCase] = &[
     ServingCase {
-        name: "nobody drafts",
+        name: "no draft tokens",
         arguments: &["--workers", "1", "--threads", "1"],
         ways: &[Sequential],
         moved: &[FORKS],
@@ -135,7 +139,7 @@ const DRAFTED_CASES: &[ServingCase] = &[
     },
 ];
 
-/// The same promise where keys and values are not floats, whose tokens are their own.
+/// The same invariant with a quantized KV cache, which has tokens of its own.
 const Q8_0_CASES: &[ServingCase] = &[
     ServingCase {
         name: "q8_0 keys and values, alone, in any order, with prefix hits",
@@ -159,16 +163,16 @@ const Q8_0_CASES: &[ServingCase] = &[
 
 const REQUESTS: usize = 64;
 
-/// Every so many requests there is one that is long enough for something to happen in its middle.
+/// One of so many requests is long enough for an event in its middle.
 const LONG_EVERY: usize = 16;
 const LONG_TOKENS: u32 = 400;
 
-/// Every so many requests there is one of several choices, and one within a grammar.
+/// One of so many requests has several choices, and one has a grammar.
 const SPECIAL_EVERY: usize = 8;
 const CHOICES: u32 = 3;
 const GRAMMAR_TOKENS: u32 = 48;
 
-/// Every so many requests, of all the above, there is one with penalties.
+/// One of so many requests of any kind has penalties.
 const PENALISED_EVERY: usize = 5;
 
 /// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
@@ -201,8 +205,8 @@ fn requests() -> Vec<TestRequest> {
         .collect()
 }
 
-/// They make tokens of the past less likely: of all tokens where the row is read, of the best ones where a device has listed
-/// those.
+/// Penalties on past tokens. Without truncation they apply to all tokens of the row; with top_k or
+/// min_p a device applies them to the best tokens only.
 fn penalties(number: usize) -> Sampling {
     let (top_k, min_p, dry_multiplier) = (Some(40), Some(0.05), Some(0.8));
     match number % 4 {
@@ -227,7 +231,7 @@ fn grammar(number: usize) -> Kind {
     }
 }
 
-/// xorshift64*: a fixed sequence, so that a failure repeats.
+/// xorshift64*, with a fixed seed, so that a failure repeats.
 struct XorShift64(u64);
 
 impl XorShift64 {
@@ -240,27 +244,27 @@ impl XorShift64 {
 }
 
 impl RequestSchedule {
-    async fn serve(self, fleet: &TestFleet, asks: &[TestRequest]) -> Vec<Continuation> {
+    async fn serve(self, fleet: &TestFleet, requests: &[TestRequest]) -> Vec<Continuation> {
         let found = match self {
             Sequential => {
                 let mut client = connect(&fleet.grpc).await;
                 let mut found = Vec::new();
-                for ask in asks {
-                    found.push(generate(&mut client, ask, |_| {}).await);
+                for request in requests {
+                    found.push(generate(&mut client, request, |_| {}).await);
                 }
                 found
             }
-            Concurrent => generate_all(&fleet.grpc, asks).await,
+            Concurrent => generate_all(&fleet.grpc, requests).await,
             WithoutLogprobs => {
                 let without_logprobs =
-                    |ask: &TestRequest| TestRequest { without_logprobs: true, ..ask.clone() };
-                generate_all(&fleet.grpc, &asks.iter().map(without_logprobs).collect::<Vec<_>>()).await
+                    |request: &TestRequest| TestRequest { without_logprobs: true, ..request.clone() };
+                generate_all(&fleet.grpc, &requests.iter().map(without_logprobs).collect::<Vec<_>>()).await
             }
-            Staggered(seed) => arriving(fleet, asks, seed).await,
+            Staggered(seed) => arriving(fleet, requests, seed).await,
             WorkerKilled => {
                 let victim = fleet.processes_by_role("worker")[0].pid;
                 let kill = || proc::send_signal(victim, "KILL");
-                fleet.generate_during_fault(asks, kill).await
+                fleet.generate_during_fault(requests, kill).await
             }
         };
         found.into_iter().map(|result| result.unwrap()).collect()
@@ -269,10 +273,10 @@ impl RequestSchedule {
 
 async fn arriving(
     fleet: &TestFleet,
-    asks: &[TestRequest],
+    requests: &[TestRequest],
     seed: u64,
 ) -> Vec<Result<Continuation, tonic::Status>> {
-    let mut order: Vec<usize> = (0..asks.len()).collect();
+    let mut order: Vec<usize> = (0..requests.len()).collect();
     let mut random = XorShift64(seed);
     for last in (1..order.len()).rev() {
         order.swap(last, random.below(last as u64 + 1) as usize);
@@ -280,8 +284,8 @@ async fn arriving(
     let client = connect(&fleet.grpc).await;
     let mut tasks = Vec::new();
     for index in order {
-        let (mut client, ask) = (client.clone(), asks[index].clone());
-        tasks.push((index, tokio::spawn(async move { generate(&mut client, &ask, |_| {}).await })));
+        let (mut client, request) = (client.clone(), requests[index].clone());
+        tasks.push((index, tokio::spawn(async move { generate(&mut client, &request, |_| {}).await })));
         tokio::time::sleep(Duration::from_millis(random.below(8))).await;
     }
     tasks.sort_by_key(|(index, _)| *index);
@@ -308,7 +312,7 @@ fn i5_same_tokens_with_keys_and_values_of_q8_0() {
 }
 
 fn same_tokens(model: &Path, cases: &[ServingCase]) {
-    let asks = requests();
+    let requests = requests();
     let mut expected: Option<Vec<Continuation>> = None;
     for case in cases {
         let in_place = |argument: &&str| match argument.ends_with(".gguf") {
@@ -319,13 +323,13 @@ fn same_tokens(model: &Path, cases: &[ServingCase]) {
         let fleet = TestFleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
         let http = HttpClient::connect(&fleet);
         for way in case.ways {
-            let found = runtime().block_on(way.serve(&fleet, &asks));
+            let found = runtime().block_on(way.serve(&fleet, &requests));
             let expected = expected.get_or_insert_with(|| found.clone());
             for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
                 let how = format!("{}, {way:?}, request {index}", case.name);
-                let (ask, tokens) = (&asks[index], found.tokens.len());
-                let tokens_max = (ask.max_tokens * ask.choices) as usize;
-                assert!(tokens == tokens_max || ask.grammar.is_some() && tokens > 0, "{how}: {tokens}");
+                let (request, tokens) = (&requests[index], found.tokens.len());
+                let tokens_max = (request.max_tokens * request.choices) as usize;
+                assert!(tokens == tokens_max || request.grammar.is_some() && tokens > 0, "{how}: {tokens}");
                 assert_eq!(expected.tokens, found.tokens, "{how}: tokens");
                 if !matches!(way, WithoutLogprobs) {
                     assert_eq!(expected.logprob_bits, found.logprob_bits, "{how}: log probabilities");

@@ -1,11 +1,12 @@
-//! `kill -9` of every process at a bad moment. What each death may and may not do stands in docs/RELIABILITY.md.
+//! `kill -9` of every process at a bad moment. docs/RELIABILITY.md lists the effects that each
+//! death may have.
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
 use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
-/// Long enough to be killed in the middle.
+/// Tokens of a stream that is long enough for a fault in its middle.
 const LONG: u32 = 400;
 
 fn request(seed: u64) -> TestRequest {
@@ -103,7 +104,7 @@ fn i3_a_killed_weight_server_disturbs_no_stream_and_its_successor_needs_no_file(
         "workers were restarted"
     );
 
-    // A new worker attaches to the adopted weights; the file is gone.
+    // A new worker attaches to the adopted weights, although the file is deleted.
     proc::send_signal(workers[0], "KILL");
     eventually("a new worker serves", || {
         let now = fleet.processes_by_role("worker");
@@ -158,7 +159,7 @@ fn a_killed_loader_is_reported_and_leaves_no_memory() {
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    // The loader reads 640 MB: it can be caught in the middle.
+    // The loader reads 640 MB, so the test can kill it in the middle.
     let loader = eventually("a loader runs", || {
         let ballast_children = proc::descendants(child.id());
         ballast_children.into_iter().find(|pid| proc::arguments(*pid).iter().any(|a| a == "loader"))
@@ -222,7 +223,7 @@ fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights()
     std::mem::swap(&mut first.supervisor, &mut successor);
     assert_eq!(before, pids(&first), "children were restarted");
 
-    // The vault moved too: the weight-server can die now.
+    // The successor has adopted the FD store too, so the weight-server can be killed now.
     proc::send_signal(first.only_process("weight-server").pid, "KILL");
     eventually("the weight-server is back", || {
         first

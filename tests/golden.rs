@@ -1,7 +1,7 @@
-//! The whole path against llama.cpp: recorded greedy continuations of trained models.
+//! Compares greedy continuations of trained models with recorded ones of llama.cpp.
 //!
-//! `gap` is llama.cpp's margin between its two best logits at a step. Below [`GAP_QUANTISED`] its own rounding of
-//! activations decides, so another correct implementation may choose the other token there.
+//! `gap` is llama.cpp's margin between its two best logits at a step. Below [`GAP_QUANTISED`],
+//! rounding decides, so another correct implementation may choose the other token.
 
 use crate::harness::{ballast, demo_7m, demo_22m, device, in_tree, test_data, text};
 use serde_json::Value;
@@ -34,7 +34,7 @@ fn recorded(file: &Path) -> Vec<RecordedContinuation> {
     lines.lines().map(parse).collect()
 }
 
-/// `ballast eval --tokens`: the best token after each position.
+/// Runs `ballast eval --tokens` and returns the most likely token after each position.
 fn argmax_after_each(model: &Path, tokens: &[u32], folder: &Path) -> Vec<u32> {
     let (ids, logits) = (folder.join("ids.json"), folder.join("logits.f32"));
     std::fs::write(&ids, serde_json::to_string(tokens).unwrap()).unwrap();
@@ -67,7 +67,7 @@ fn argmax(logits: &[f32]) -> u32 {
     u32::try_from(best).unwrap()
 }
 
-/// Greedy continuations of all prompts, by `ballast generate --prompts`.
+/// Runs `ballast generate --prompts` and returns the greedy continuations.
 fn generate_all(model: &Path, prompts: &[RecordedContinuation], folder: &Path) -> Vec<Value> {
     let file = folder.join("prompts.jsonl");
     let lines: Vec<String> = prompts.iter().map(|p| serde_json::to_string(&p.prompt).unwrap()).collect();
@@ -110,7 +110,7 @@ fn check(model: PathBuf, recording: PathBuf, gap_min: f64) {
         assert_eq!(tokens[..common], line.tokens[..common], "{name:?}");
         assert!(tokens.len() >= certain || generated["finish_reason"] == "stop", "{name:?}: ended early");
 
-        // Whatever was chosen, it was the best token by the same model's own logits on that very output.
+        // Every generated token is the most likely one by the model's own logits on that output.
         let mut own = ids("prompt_tokens");
         own.extend(&tokens);
         let best = argmax_after_each(&model, &own, folder.path());

@@ -1,4 +1,4 @@
-//! The OpenAI-compatible surface of a real fleet, as clients use it.
+//! The OpenAI-compatible HTTP API of a real fleet.
 
 use crate::harness::admin::worker_stats;
 use crate::harness::http::HttpClient;
@@ -30,7 +30,7 @@ fn the_openai_surface_serves_completions() {
     assert_eq!(pieces, text);
     assert_eq!(events.last().unwrap()["usage"]["completion_tokens"], 24);
 
-    // A stop string that spans tokens ends the text before it.
+    // A stop string may span several tokens. The text ends before it.
     let mut stopped = body.clone();
     let stop = &text[6..16];
     stopped["stop"] = json!([stop]);
@@ -74,7 +74,7 @@ fn i8_bad_requests_name_the_field() {
         assert_eq!((status, error["error"]["param"].as_str()), (code, Some(param)), "{body}: {text}");
         assert!(error["error"]["message"].as_str().unwrap().contains(word), "{body}: {text}");
     }
-    // The demo models have no chat template: a named error, not a guess.
+    // The demo models have no chat template, which gives a named error.
     let (status, text) =
         http.post("/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "hi"}]}));
     assert_eq!(status, 400, "{text}");

@@ -1,4 +1,4 @@
-//! What keys and values are stored as: what each type costs, and what it loses.
+//! KV cache types: the bytes and the accuracy of each.
 
 use crate::harness::{ballast, demo_7m, device, in_tree, text};
 use serde_json::Value;
@@ -33,7 +33,7 @@ fn evaluate(model: &Path, file: &Path, kv_type: &str) -> Evaluation {
     }
 }
 
-/// Of the demo model: six layers with two heads of 64 values, keys and values.
+/// Bytes per token of the demo model: six layers, two KV heads of 64 values, keys and values.
 fn token_bytes(kv_type: &str) -> u64 {
     let layer = |head_bytes: u64| 2 * 2 * head_bytes;
     match kv_type {
@@ -45,13 +45,14 @@ fn token_bytes(kv_type: &str) -> u64 {
     }
 }
 
-/// Most that the perplexity of a trained model may change, as a share: the smallest change of a key or a value makes some
-/// activations other bytes, so all types are off by about as much (docs/PERFORMANCE.md: up to 0.15% over 4,000 tokens).
+/// Most relative change of a trained model's perplexity. Any change of a key or value changes the
+/// rounding of some activations, so all types differ by about as much (docs/PERFORMANCE.md: up to
+/// 0.15% over 4,000 tokens).
 const LOSS_MAX: f64 = 5e-3;
 
 #[test]
 fn every_type_is_stored_in_its_bytes_and_loses_little() {
-    // 13 kB of Python.
+    // 13 kB of Python code.
     let file = in_tree("crates/text/tests/data/make.py");
     let mut all = Vec::new();
     for kv_type in TYPES {
@@ -65,7 +66,7 @@ fn every_type_is_stored_in_its_bytes_and_loses_little() {
     for (index, (kv_type, perplexity)) in all.iter().enumerate() {
         let change = (perplexity / exact - 1.0).abs();
         assert!(change <= LOSS_MAX, "{kv_type}: {perplexity} instead of {exact}");
-        // A type that were not used would give the bits of another one.
+        // If a type were ignored, its result would equal that of another type bit for bit.
         for (other, of_other) in &all[..index] {
             assert_ne!(perplexity, of_other, "{kv_type} and {other}");
         }
@@ -119,7 +120,7 @@ fn a_budget_of_tokens_takes_what_the_type_takes() {
         assert!(output.status.success(), "{stderr}");
         let plan: Value = serde_json::from_str(&stdout).unwrap();
         let worker = &plan["models"][0]["worker"];
-        // A block of 16 tokens more, for rows that nobody wants.
+        // Plus one block of 16 tokens, which padding rows write to.
         assert_eq!(worker["kv"].as_u64(), Some((4096 + 16) * token_bytes(kv_type)), "{kv_type}");
     }
 }

@@ -1,5 +1,5 @@
-//! End-to-end tests: they start the real executable, look at it from outside, and kill parts of it.
-//! One binary, so that it is linked once.
+//! End-to-end tests: they start the real executable, observe it from outside, and kill parts of it.
+//! One binary holds all of them, so that it is linked once.
 
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]

@@ -1,14 +1,15 @@
-//! Weights exist once: what /proc/PID/smaps of a fleet says about a model of more than 512 MiB.
+//! Weights exist once in memory: checks /proc/PID/smaps of a fleet with a model of more than 512
+//! MiB.
 
 use crate::harness::api::{TestRequest, generate_all, runtime};
 use crate::harness::{TestFleet, proc, runs_on_host, synth};
 
 const WORKERS: usize = 4;
 
-/// Anonymous memory of a worker beside its KV cache: heap, stacks, step workspace.
+/// Most anonymous memory of a worker without its KV cache: heap, stacks, workspace.
 const OTHER_MEMORY_MAX: u64 = 40 << 20;
 
-/// How weight memfds are named in /proc/PID/smaps.
+/// Name of weight memfds in /proc/PID/smaps.
 const WEIGHT_MAPPING: &str = "/memfd:ballast-weights";
 
 fn ask(seed: u64) -> TestRequest {
@@ -55,7 +56,8 @@ fn i1_weights_exist_once_for_four_workers() {
             assert_eq!((mapping.anonymous, mapping.swap), (0, 0), "{}: {mapping:?}", process.name);
         }
         let anonymous: u64 = other.iter().map(|m| m.anonymous).sum();
-        // Two of the eight requests a worker, 44 tokens each; f16 keys and values of 28 layers, 8 heads of 128.
+        // Eight requests of up to 48 tokens, if one worker ran all of them; f16 KV cache of 28
+        // layers with 8 heads of 128 values.
         let kv_used = 8 * 48 * 28 * 2 * 8 * 128 * 2;
         assert!(
             anonymous <= kv_used + OTHER_MEMORY_MAX,

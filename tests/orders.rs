@@ -1,4 +1,4 @@
-//! Orders to a fleet that runs: what they leave behind.
+//! Commands to a running fleet: load, unload, and reset-prefix-cache.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ fn ask(http: &HttpClient, model: &str) -> (u16, String) {
     http.post("/v1/completions", &body)
 }
 
-/// Its greedy text, as soon as it is served.
+/// Returns the model's greedy text as soon as the model is served.
 fn answer(http: &HttpClient, model: &str) -> String {
     let served = || ask(http, model);
     let whole = eventually(model, || Some(served()).filter(|(status, _)| *status == 200));
@@ -34,7 +34,7 @@ fn answer(http: &HttpClient, model: &str) -> String {
     whole["choices"][0]["text"].as_str().unwrap().to_owned()
 }
 
-/// The same content in a file of its own: a file is loaded once.
+/// Copies a model, because a file can be loaded only once.
 fn copy(model: &Path, folder: &Path, name: &str) -> std::path::PathBuf {
     let copy = folder.join(name);
     std::fs::copy(model, &copy).unwrap();
@@ -51,7 +51,7 @@ fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
     let text = answer(&http, "first");
     assert_eq!(answer(&http, "second"), text);
     unload(&fleet, "first");
-    eventually("nobody serves the first", || (ask(&http, "first").0 != 200).then_some(()));
+    eventually("no worker serves the first", || (ask(&http, "first").0 != 200).then_some(()));
     assert_eq!(answer(&http, "second"), text, "its worker is its own");
     fleet.stop();
 }

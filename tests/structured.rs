@@ -1,4 +1,4 @@
-//! Structured output and samplers through a whole fleet: what a client asks for is what it gets, whatever the model says.
+//! Structured output and sampling parameters on a real fleet.
 
 use crate::harness::http::HttpClient;
 use crate::harness::{TestFleet, demo_7m};
@@ -101,7 +101,7 @@ fn samplers_of_all_kinds_are_served_and_repeatable() {
         let first = http.post_json("/v1/completions", &body);
         assert_eq!(first["choices"], http.post_json("/v1/completions", &body)["choices"], "{more}");
     }
-    // A repetition that greedy falls into, and DRY breaks.
+    // Greedy decoding repeats itself here; DRY ends the repetition.
     let looping = json!({"prompt": "x = 1\nx = 1\nx = 1\nx = 1\n", "max_tokens": 40, "temperature": 0});
     let mut dry = looping.clone();
     dry["dry_multiplier"] = json!(5.0);

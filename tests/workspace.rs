@@ -1,23 +1,25 @@
-//! What a worker on the host takes beside weights, keys and values, against what was planned for it.
+//! Compares the memory of a host worker, without weights and KV cache, with its plan.
 
 use crate::devices::plan;
 use crate::harness::api::{TestRequest, connect, generate, generate_all, runtime};
 use crate::harness::{TestFleet, eventually, proc, runs_on_host, synth};
 use proto::v1::grammar::Kind;
 
-/// A plan is a bound: rows of late masks, for one, are rarely all there. But no more than so many times what is found.
+/// A plan is an upper bound: deferred logits, for example, rarely fill all their rows. But it may
+/// be at most this many times the memory in use.
 const PLANNED_TIMES_MAX: u64 = 3;
 
-/// As many as an ordinary class of requests gets of a worker's seats, but for the one that keeps the worker from idling.
+/// The default class's share of a worker's permits, minus one for the request that keeps the worker
+/// busy.
 const STREAMS: u64 = 67;
 
 fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> TestRequest {
     let prompt = (0..prompt_tokens).map(|i| (i * 31 + seed as u32 * 977) % 100_000).collect();
-    // Drawn from whole rows on the host, after copies of them.
+    // Sampling on the host copies whole rows of logits.
     TestRequest { prompt, max_tokens, temperature: 1.1, seed, ..TestRequest::default() }
 }
 
-/// Anonymous memory of the only worker beside its cache.
+/// Anonymous memory of the only worker, without its KV cache.
 fn found(fleet: &TestFleet) -> Option<u64> {
     let status = fleet.try_ps_lines()?;
     let line = status.iter().find(|line| line["role"] == "worker")?;
@@ -62,7 +64,7 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     assert!(busy <= planned, "{busy} bytes are held, {planned} were planned: {worker}");
     assert!(busy * PLANNED_TIMES_MAX >= planned, "{busy} bytes are held, {planned} were planned: {worker}");
     lasting.abort();
-    // At least half of the streams had a row in one step.
+    // In one step at least half of the streams had a row of logits.
     let rows = STREAMS / 2 * 151_936 * 4;
     eventually("an idle worker gives rows of logits back", || {
         found(&fleet).filter(|idle| idle + rows <= busy)

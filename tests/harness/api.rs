@@ -1,4 +1,4 @@
-//! The public gRPC API, as a client of another team would use it, with blocking calls for tests.
+//! A client of the public gRPC API, with helpers for tests.
 
 use proto::v1::generate_frame::Frame;
 use proto::v1::generate_request::Prompt;
@@ -9,7 +9,8 @@ use tonic::transport::Channel;
 
 use super::{TIMEOUT, TestFleet};
 
-/// What one request produced, its choices one behind the other. Log probabilities as bits: equal means equal.
+/// The output of one request, with its choices concatenated. Log probabilities are stored as bits,
+/// so that comparison is exact.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Continuation {
     pub(crate) tokens: Vec<u32>,
@@ -18,20 +19,21 @@ pub(crate) struct Continuation {
     pub(crate) resumes: u32,
 }
 
-/// What is asked for.
+/// One request of a test.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TestRequest {
     pub(crate) prompt: Vec<u32>,
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
     pub(crate) seed: u64,
-    /// What else is said about drawing tokens.
+    /// Further sampling parameters.
     pub(crate) sampling: Sampling,
-    /// Log probabilities are not wanted.
+    /// Do not request log probabilities.
     pub(crate) without_logprobs: bool,
-    /// Continuations of the prompt; 0 means 1.
+    /// Number of choices; 0 means 1.
     pub(crate) choices: u32,
-    /// What the output must be. It ends there, or at `max_tokens`; any other goes on to `max_tokens`.
+    /// Grammar of the output. With a grammar, the output may end early; without, it has
+    /// `max_tokens` tokens.
     pub(crate) grammar: Option<Kind>,
     pub(crate) priority: i32,
 }
@@ -60,14 +62,15 @@ pub(crate) async fn connect(url: &str) -> InferenceClient<Channel> {
     InferenceClient::connect(url.to_owned()).await.unwrap()
 }
 
-/// Runs one request to its end. `on_token` sees the number of tokens so far, of all choices together.
+/// Runs one request to its end. Calls `on_token` with the number of tokens so far, over all
+/// choices.
 pub(crate) async fn generate(
     client: &mut InferenceClient<Channel>,
-    ask: &TestRequest,
+    request: &TestRequest,
     mut on_token: impl FnMut(usize),
 ) -> Result<Continuation, tonic::Status> {
-    let mut stream = client.generate(ask.request()).await?.into_inner();
-    let mut choices = vec![Continuation::default(); ask.choices.max(1) as usize];
+    let mut stream = client.generate(request.request()).await?.into_inner();
+    let mut choices = vec![Continuation::default(); request.choices.max(1) as usize];
     let (mut tokens, mut finished) = (0, 0);
     while let Some(frame) = stream.message().await? {
         match frame.frame {
@@ -86,7 +89,7 @@ pub(crate) async fn generate(
             Some(Frame::Started(_)) | None => {}
         }
     }
-    // Invariant I6: no stream ends without saying so.
+    // Invariant I6: no stream ends without a final frame or an error.
     if finished < choices.len() {
         return Err(tonic::Status::data_loss("the stream ended without a finished frame"));
     }
@@ -99,17 +102,17 @@ pub(crate) async fn generate(
     }))
 }
 
-/// All requests at once, results in the order of the requests.
+/// Runs all requests concurrently. The results have the order of the requests.
 pub(crate) async fn generate_all(
     url: &str,
-    asks: &[TestRequest],
+    requests: &[TestRequest],
 ) -> Vec<Result<Continuation, tonic::Status>> {
     let client = connect(url).await;
-    let tasks: Vec<_> = asks
+    let tasks: Vec<_> = requests
         .iter()
-        .map(|ask| {
-            let (mut client, ask) = (client.clone(), ask.clone());
-            tokio::spawn(async move { generate(&mut client, &ask, |_| {}).await })
+        .map(|request| {
+            let (mut client, request) = (client.clone(), request.clone());
+            tokio::spawn(async move { generate(&mut client, &request, |_| {}).await })
         })
         .collect();
     let mut results = Vec::new();
@@ -120,20 +123,21 @@ pub(crate) async fn generate_all(
 }
 
 impl TestFleet {
-    /// Runs the asks, and does `inject_fault` when some stream has had its first tokens. Results in the order of the asks.
+    /// Runs the requests concurrently, and calls `inject_fault` after the first tokens of some
+    /// stream. The results have the order of the requests.
     pub(crate) async fn generate_during_fault(
         &self,
-        asks: &[TestRequest],
+        requests: &[TestRequest],
         inject_fault: impl FnOnce() + Send,
     ) -> Vec<Result<Continuation, tonic::Status>> {
         let (started, mut any_started) = tokio::sync::mpsc::unbounded_channel();
         let client = connect(&self.grpc).await;
-        let tasks: Vec<_> = asks
+        let tasks: Vec<_> = requests
             .iter()
-            .map(|ask| {
-                let (mut client, ask, started) = (client.clone(), ask.clone(), started.clone());
+            .map(|request| {
+                let (mut client, request, started) = (client.clone(), request.clone(), started.clone());
                 tokio::spawn(async move {
-                    generate(&mut client, &ask, |tokens| {
+                    generate(&mut client, &request, |tokens| {
                         if tokens >= 3 {
                             let _ = started.send(());
                         }
@@ -142,11 +146,12 @@ impl TestFleet {
                 })
             })
             .collect();
-        tokio::time::timeout(TIMEOUT, any_started.recv()).await.expect("no stream started");
+        tokio::time::timeout(TIMEOUT, any_started.recv()).await.expect("a stream starts in time");
         tokio::task::block_in_place(inject_fault);
         let mut results = Vec::new();
         for task in tasks {
-            results.push(tokio::time::timeout(TIMEOUT, task).await.expect("a stream hangs").unwrap());
+            results
+                .push(tokio::time::timeout(TIMEOUT, task).await.expect("the stream ends in time").unwrap());
         }
         results
     }

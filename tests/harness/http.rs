@@ -38,7 +38,7 @@ impl HttpClient {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// The data of every server-sent event; the last one has to be [DONE].
+    /// Returns the data of all server-sent events, after checking that the last one is [DONE].
     pub(crate) fn post_stream(&self, path: &str, body: &Value) -> Vec<Value> {
         let (status, text) = self.post(path, body);
         assert_eq!(status, 200, "{text}");
@@ -48,7 +48,7 @@ impl HttpClient {
         events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
     }
 
-    /// The value of a metric of one worker; none before the router has it.
+    /// Value of a metric; `None` until the router reports it.
     pub(crate) fn metric(&self, name: &str) -> Option<f64> {
         let metrics = self.get("/metrics").1;
         let line = metrics.lines().find(|line| line.starts_with(name))?;

@@ -1,4 +1,5 @@
-//! A fleet under test: started from the real executable, spoken to over its public sockets, looked at through /proc.
+//! Test harness: starts a fleet from the real executable, talks to its public sockets, and observes
+//! its processes through /proc.
 
 pub(crate) mod admin;
 pub(crate) mod api;
@@ -11,10 +12,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long anything that should take well under a second may take on a busy machine.
+/// Timeout for anything that normally takes less than a second, for busy machines.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What cargo knew when it built this, unless a machine without the build says otherwise (`scripts/gpu-run`).
+/// A path from the environment; by default the path that cargo set at build time. `scripts/gpu-run`
+/// sets it on machines without the build.
 fn place(variable: &str, built: &str) -> PathBuf {
     std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
 }
@@ -30,12 +32,13 @@ pub(crate) fn ballast() -> Command {
     command
 }
 
-/// Where the fleets under test run: "host" unless BALLAST_TEST_DEVICE names a GPU, such as "cuda:0".
+/// Device of the fleets under test: "host", unless BALLAST_TEST_DEVICE names a GPU, such as
+/// "cuda:0".
 pub(crate) fn device() -> String {
     std::env::var("BALLAST_TEST_DEVICE").unwrap_or_else(|_| HOST.to_owned())
 }
 
-/// False, after saying loudly what is skipped, where fleets run on a GPU.
+/// Returns false and prints a SKIPPED line if fleets run on a GPU.
 pub(crate) fn runs_on_host(test: &str) -> bool {
     let host = device() == HOST;
     if !host {
@@ -46,7 +49,7 @@ pub(crate) fn runs_on_host(test: &str) -> bool {
 
 const HOST: &str = "host";
 
-/// A file of the tree.
+/// Path of a file in this repository.
 pub(crate) fn in_tree(path: &str) -> PathBuf {
     place("BALLAST_TEST_TREE", concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join(path)
 }
@@ -59,7 +62,7 @@ pub(crate) fn demo_22m() -> PathBuf {
     in_tree("demo/pycoder-22m-q4_k_m.gguf")
 }
 
-/// A file below BALLAST_TEST_DATA, or None after saying loudly what is skipped.
+/// A file below BALLAST_TEST_DATA. Returns `None` and prints a SKIPPED line if it does not exist.
 pub(crate) fn test_data(path: &str) -> Option<PathBuf> {
     let file = std::env::var_os("BALLAST_TEST_DATA").map(|root| Path::new(&root).join(path));
     let file = file.filter(|file| file.exists());
@@ -69,7 +72,7 @@ pub(crate) fn test_data(path: &str) -> Option<PathBuf> {
     file
 }
 
-/// A model of random weights, made once and kept.
+/// A model of random weights, generated once and kept.
 pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -91,7 +94,7 @@ pub(crate) fn text(output: &Output) -> (String, String) {
     )
 }
 
-/// Polls until `condition` holds; fails the test with `what` when patience ends.
+/// Polls until `condition` returns a value. Fails the test with `what` after [`TIMEOUT`].
 #[track_caller]
 pub(crate) fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let started = Instant::now();
@@ -104,7 +107,7 @@ pub(crate) fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>
     }
 }
 
-/// `ballast serve` in a runtime directory of its own. Dropping it kills whatever is left of it.
+/// `ballast serve` in a runtime directory of its own. Dropping it kills all its processes.
 pub(crate) struct TestFleet {
     pub(crate) supervisor: Child,
     pub(crate) http: String,
@@ -112,7 +115,7 @@ pub(crate) struct TestFleet {
     directory: tempfile::TempDir,
 }
 
-/// One line of `ballast ps --json`.
+/// A process, from one line of `ballast ps --json`.
 #[derive(Debug, Clone)]
 pub(crate) struct FleetProcess {
     pub(crate) name: String,
@@ -128,13 +131,13 @@ impl TestFleet {
         Self::start_in(directory, model, arguments)
     }
 
-    /// Waits for the line that `serve --json` prints when requests are served.
+    /// Starts a fleet and waits for the line that `serve --json` prints when the fleet is ready.
     pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> TestFleet {
         let command = serve(directory.path(), model, arguments);
         Self::start_command(directory, command)
     }
 
-    /// The same for a command of `serve` that the test has completed.
+    /// The same for a complete `serve` command.
     pub(crate) fn start_command(directory: tempfile::TempDir, mut command: Command) -> TestFleet {
         let mut supervisor = command.spawn().unwrap();
         let ready = first_json_line(&mut supervisor);
@@ -156,14 +159,14 @@ impl TestFleet {
         Some(lines.iter().filter_map(FleetProcess::parse).collect())
     }
 
-    /// Every line of `ballast ps --json`.
+    /// All lines of `ballast ps --json`.
     pub(crate) fn try_ps_lines(&self) -> Option<Vec<Value>> {
         let output = self.run_command(&["ps", "--json"]);
         let lines = || text(&output).0.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         output.status.success().then(lines)
     }
 
-    /// Runs a command that talks to this fleet.
+    /// Runs a `ballast` command on this fleet.
     pub(crate) fn run_command(&self, arguments: &[&str]) -> Output {
         ballast().args(arguments).arg("--runtime-dir").arg(self.runtime_dir()).output().unwrap()
     }
@@ -178,7 +181,7 @@ impl TestFleet {
         found.remove(0)
     }
 
-    /// Asks for the end as Ctrl-C does, and checks that nothing is left behind.
+    /// Stops the fleet as Ctrl-C does, and checks that no process and no socket is left.
     pub(crate) fn stop(mut self) {
         let pids: Vec<u32> = self.processes().iter().map(|process| process.pid).collect();
         proc::send_signal(self.supervisor.id(), "INT");
@@ -209,7 +212,7 @@ impl Drop for TestFleet {
 }
 
 impl FleetProcess {
-    /// None for a line of something that is no process.
+    /// Returns `None` for a line that does not describe a process.
     fn parse(line: &Value) -> Option<FleetProcess> {
         line.get("pid")?;
         let field = |name: &str| line.get(name).unwrap_or_else(|| panic!("no {name} in {line}"));
@@ -223,7 +226,7 @@ impl FleetProcess {
     }
 }
 
-/// `ballast serve`, not started yet.
+/// Builds a `ballast serve` command.
 pub(crate) fn serve(runtime_dir: &Path, model: &Path, arguments: &[&str]) -> Command {
     let mut command = ballast();
     command
@@ -236,7 +239,8 @@ pub(crate) fn serve(runtime_dir: &Path, model: &Path, arguments: &[&str]) -> Com
     command
 }
 
-/// The first line that a child prints, as JSON. The pipe is kept open: a child must not die of printing.
+/// Parses the first line of a child's output as JSON. A thread keeps reading, so that the child
+/// does not die of a closed pipe.
 pub(crate) fn first_json_line(child: &mut Child) -> Value {
     let mut reader = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();

@@ -1,4 +1,4 @@
-//! Looking at processes from outside: /proc and kill(1).
+//! Observes processes through /proc, and sends signals with kill(1).
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -25,7 +25,7 @@ pub(crate) fn is_alive(pid: u32) -> bool {
     }
 }
 
-/// One mapping of /proc/PID/smaps; sizes in bytes.
+/// One mapping of /proc/PID/smaps. All sizes are in bytes.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct SmapsEntry {
     pub(crate) name: String,
@@ -59,7 +59,7 @@ pub(crate) fn mappings(pid: u32) -> Vec<SmapsEntry> {
     mappings
 }
 
-/// Memory files in use anywhere: names of /proc/*/fd and of mappings that start with `prefix`, for the given processes.
+/// Names of the files that a process has open.
 pub(crate) fn open_files(pid: u32) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
     entries
@@ -95,7 +95,7 @@ pub(crate) fn memfd_bytes(pids: &[u32]) -> u64 {
     bytes_by_inode.values().sum()
 }
 
-/// Processes, apart from this test, whose environment or arguments name `text`.
+/// Processes whose arguments contain `text`, apart from this one.
 pub(crate) fn processes_with_argument(text: &str) -> Vec<u32> {
     let own = std::process::id();
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
