@@ -8,6 +8,9 @@ use std::process::Command;
 const FILE_LINES_MAX: usize = 600;
 const LONG_FILE_MARK: &str = "//! Longer than 600 lines:";
 
+/// The licence in the form that tools read; the first line of every source.
+const LICENCE_HEAD: &str = "SPDX-License-Identifier: Apache-2.0";
+
 /// Words for unfinished work; spelt in two halves so that this file passes its own check.
 const LEFTOVERS: [&str; 4] =
     [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("todo", "!("), concat!("unimplemented", "!(")];
@@ -51,6 +54,9 @@ fn check_source(file: &Path, text: &str) -> Vec<String> {
             "{}: {lines} lines; split it by reason to change, or say why in its head: `{LONG_FILE_MARK} ...`",
             file.display()
         ));
+    }
+    if !text.lines().next().is_some_and(|first| first.contains(LICENCE_HEAD)) {
+        findings.push(format!("{}: the first line is not `// {LICENCE_HEAD}`", file.display()));
     }
     for (number, line) in text.lines().enumerate() {
         if let Some(word) = LEFTOVERS.iter().find(|word| line.contains(**word)) {
@@ -102,16 +108,21 @@ mod tests {
 
     #[test]
     fn a_long_file_needs_a_reason() {
-        let long = "x\n".repeat(FILE_LINES_MAX + 1);
+        let long = format!("// {LICENCE_HEAD}\n{}", "x\n".repeat(FILE_LINES_MAX));
         assert_eq!(check_source(Path::new("a.rs"), &long).len(), 1);
-        let argued = format!("{LONG_FILE_MARK} one table\n{long}");
+        let argued = format!("{long}{LONG_FILE_MARK} one table\n");
         assert!(check_source(Path::new("a.rs"), &argued).is_empty());
     }
 
     #[test]
     fn leftovers_are_found_with_their_line() {
-        let text = format!("fn f() {{\n    {}\n}}\n", LEFTOVERS[2]);
-        assert_eq!(check_source(Path::new("a.rs"), &text), [format!("a.rs:2: {}", LEFTOVERS[2])]);
+        let text = format!("// {LICENCE_HEAD}\nfn f() {{\n    {}\n}}\n", LEFTOVERS[2]);
+        assert_eq!(check_source(Path::new("a.rs"), &text), [format!("a.rs:3: {}", LEFTOVERS[2])]);
+    }
+
+    #[test]
+    fn a_source_names_its_licence_first() {
+        assert_eq!(check_source(Path::new("a.rs"), "fn f() {}\n").len(), 1);
     }
 
     #[test]
