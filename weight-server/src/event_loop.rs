@@ -470,7 +470,7 @@ impl WeightServerLoop {
         let inputs = self.inputs.clone();
         let pidfd = Arc::clone(&fds.pidfd);
         let watch = tokio::spawn(async move {
-            match handoff::event_loop::process_end(pidfd).await {
+            match handoff::event_loop::wait_for_process_end(pidfd).await {
                 Ok(()) => {
                     inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ProcessEnded { lease })).await
                 }

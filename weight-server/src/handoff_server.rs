@@ -79,7 +79,7 @@ pub(crate) async fn accept_loop(
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a worker");
                     drop(spare.take());
-                    listener.turn_away();
+                    listener.reject_next();
                     tokio::time::sleep(ACCEPT_RETRY_INTERVAL).await;
                     spare = spare_fd().ok();
                 }

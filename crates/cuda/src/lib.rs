@@ -1,19 +1,23 @@
 //! The CUDA driver, in three layers.
 //!
 //! ```text
-//! safe      Device, Context, Stream, Buffer, LazyModule, PhysicalMemory, AddressRange, PinnedBuffer, ...
-//! checked   DriverApi + ExecutionApi: one method per driver call, errors as values   <- fake (tests)
+//! safe      Device, Context, Stream, Buffer, LazyModule, PhysicalMemory, PinnedBuffer, ...
+//! checked   DriverApi + ExecutionApi: one method per driver call, errors as values
+//!           two implementations: libcuda, and in tests the fake driver
 //! raw       function pointers of libcuda, types of cudarc
 //! ```
-//! libcuda is loaded at run time ([`open_driver`]): building needs no CUDA toolkit, starting needs no driver. Only `raw`,
-//! `libcuda` and `nvml` need the feature `cuda`, and with it cudarc. docs/decisions/0016-one-cuda-driver-layer.md says what
-//! cudarc's own layers lack.
+//! libcuda is loaded at run time ([`open_driver`]): building needs no CUDA toolkit, starting needs
+//! no driver. Only `raw`, `libcuda` and `nvml` need the feature `cuda`, and with it cudarc.
+//! docs/decisions/0016-one-cuda-driver-layer.md says what cudarc's own layers lack.
 //!
 //! # Invariants
-//! 1. An object that lives in a context (stream, event, module, buffer, pinned memory) keeps the context retained.
-//! 2. Memory that a launched kernel uses stays allocated until the kernel has ended. [`Buffer`] waits for the device
-//!    before it frees. Whoever makes a [`DeviceView`] by hand, or unmaps from an [`AddressRange`], waits before.
-//! 3. Two streams that touch one buffer need an [`Event`] between them. This crate does not check that.
+//! 1. An object that lives in a context (stream, event, module, buffer, pinned memory) keeps the
+//!    context retained.
+//! 2. Memory that a launched kernel uses stays allocated until the kernel has ended. [`Buffer`]
+//!    waits for the device before it frees. Whoever makes a [`DeviceView`] by hand, or unmaps from
+//!    an [`AddressRange`], waits before.
+//! 3. Two streams that touch one buffer need an [`Event`] between them. This crate does not check
+//!    that.
 
 pub mod checked;
 #[cfg(any(test, feature = "testing"))]
@@ -39,7 +43,8 @@ pub use safe::{
     PinnedBuffer, ResizableMemory, ResizeError, Stream, describe_memory_shortage, devices, format_mib,
 };
 
-/// Loads and initializes the driver (0.2 s). Call it once per process, and never in the weight-server.
+/// Loads and initializes the driver (0.2 s). Call it once per process, and never in the
+/// weight-server.
 pub fn open_driver() -> Result<Arc<dyn DriverApi>, OpenDriverError> {
     #[cfg(feature = "cuda")]
     return Ok(Arc::new(libcuda::LibCuda::open()?));

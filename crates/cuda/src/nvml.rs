@@ -1,7 +1,9 @@
-//! The management library: what a device holds in all, without a context, and what of it this process holds.
+//! The management library: what a device holds in all, without a context, and what of it this
+//! process holds.
 //!
-//! Loaded at run time; it may be missing, and on boards that share memory with the host it has no memory numbers. It loads
-//! libcuda into its process (seen with driver 580), without starting it: the weight-server asks a child.
+//! Loaded at run time; it may be missing, and on boards that share memory with the host it has no
+//! memory numbers. It loads libcuda into its process (seen with driver 580), without starting it:
+//! the weight-server asks a child.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
@@ -21,7 +23,8 @@ const INSUFFICIENT_SIZE: c_int = 7;
 /// NVML_VALUE_NOT_AVAILABLE, of 64 bits.
 const NOT_AVAILABLE: u64 = u64::MAX;
 
-/// Processes on a device that there is room for at first, and beside the number that the library then asks for.
+/// Processes on a device that there is room for at first, and beside the number that the library
+/// then asks for.
 const PROCESSES: usize = 64;
 
 /// Lists of processes that were longer when the library came to write them; more are not believed.
@@ -77,8 +80,9 @@ impl Nvml {
     pub fn open() -> Result<Self, NvmlError> {
         // SAFETY: NVIDIA's library starts nothing when it is loaded.
         let library = unsafe { Library::new(LIBRARY) }.map_err(NvmlError::Missing)?;
-        // SAFETY: here and in the struct: the types are those of the functions in nvml.h, which never change under their
-        // names, and the pointers don't outlive the library, which the struct holds.
+        // SAFETY: here and in the struct: the types are those of the functions in nvml.h, which
+        // never change under their names, and the pointers don't outlive the library, which the
+        // struct holds.
         let init = unsafe { function::<unsafe extern "C" fn() -> c_int>(&library, "nvmlInit_v2") }?;
         // SAFETY: as above.
         let nvml = unsafe {
@@ -92,7 +96,8 @@ impl Nvml {
                 _library: library,
             }
         };
-        // SAFETY: takes nothing; counted, and undone by drop, which also undoes nothing if this fails.
+        // SAFETY: takes nothing; counted, and undone by drop, which also undoes nothing if this
+        // fails.
         check("nvmlInit", unsafe { init() })?;
         Ok(nvml)
     }
@@ -123,16 +128,18 @@ impl Nvml {
         }
     }
 
-    /// What the driver counts to this process: its context (but for what it keeps of that for itself) and what it has
-    /// allocated, not what others have allocated and this process has mapped. None where it does not say: a process without
-    /// a context, one in a container whose process numbers it does not translate, a client of MPS, some boards.
+    /// What the driver counts to this process: its context (but for what it keeps of that for
+    /// itself) and what it has allocated, not what others have allocated and this process has
+    /// mapped. None where it does not say: a process without a context, one in a container whose
+    /// process numbers it does not translate, a client of MPS, some boards.
     pub fn process_bytes(&self, device: DeviceUuid) -> Result<Option<u64>, NvmlError> {
         const FUNCTION: &str = "nvmlDeviceGetComputeRunningProcesses";
         let (device, Some(processes)) = (self.device(device)?, self.processes) else { return Ok(None) };
         let mut list = vec![RawProcess::default(); PROCESSES];
         for _ in 0..LIST_ATTEMPTS {
             let mut count = list.len() as c_uint;
-            // SAFETY: a device from the look-up; at most as many structs are written as the list has, and their number.
+            // SAFETY: a device from the look-up; at most as many structs are written as the list
+            // has, and their number.
             match unsafe { processes(device, &mut count, list.as_mut_ptr()) } {
                 INSUFFICIENT_SIZE => list.resize(count as usize + PROCESSES, RawProcess::default()),
                 NOT_SUPPORTED => return Ok(None),
@@ -146,7 +153,8 @@ impl Nvml {
         Err(NvmlError::Refused { function: FUNCTION, code: INSUFFICIENT_SIZE })
     }
 
-    /// Whether the driver stays up on the device when no process uses it: only then do weights outlive all processes.
+    /// Whether the driver stays up on the device when no process uses it: only then do weights
+    /// outlive all processes.
     pub fn persistence_mode(&self, device: DeviceUuid) -> Result<bool, NvmlError> {
         let device = self.device(device)?;
         let mut mode = 0;

@@ -19,7 +19,8 @@ pub enum OpenDriverError {
     )]
     TooOld {
         symbol: &'static str,
-        /// The CUDA version that the driver is for, as 1000 * major + 10 * minor, if the driver reports it.
+        /// The CUDA version that the driver is for, as 1000 * major + 10 * minor, if the driver
+        /// reports it.
         version: Option<u32>,
     },
     #[error(

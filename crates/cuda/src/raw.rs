@@ -1,10 +1,11 @@
 //! The raw layer: pointers to the functions of libcuda, all looked up when the driver is opened.
 //!
-//! Types and the library come from cudarc. The functions are looked up here, and not through cudarc's own bindings, for
-//! two reasons:
-//! 1. A driver that lacks a function is an error that names the function. cudarc panics at the first call.
-//! 2. A result is a number. cudarc converts it to an enum, which is undefined behaviour for a result code that is newer
-//!    than cudarc.
+//! Types and the library come from cudarc. The functions are looked up here, and not through
+//! cudarc's own bindings, for two reasons:
+//! 1. A driver that lacks a function is an error that names the function. cudarc panics at the
+//!    first call.
+//! 2. A result is a number. cudarc converts it to an enum, which is undefined behaviour for a
+//!    result code that is newer than cudarc.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
@@ -20,7 +21,8 @@ use crate::OpenDriverError;
 /// A `CUresult` as the number that it is.
 pub(crate) type Status = c_uint;
 
-/// Function pointers under the names that the library exports. A later version of a function has another name.
+/// Function pointers under the names that the library exports. A later version of a function has
+/// another name.
 macro_rules! functions {
     ($($field:ident = $symbol:literal, ($($argument:ty),*);)*) => {
         pub(crate) struct Functions {
@@ -33,11 +35,13 @@ macro_rules! functions {
                 if !unsafe { sys::is_culib_present() } {
                     return Err(OpenDriverError::NoDriver);
                 }
-                // SAFETY: it can be loaded, as just seen, so this does not panic; it stays loaded for ever.
+                // SAFETY: it can be loaded, as just seen, so this does not panic; it stays loaded
+                // for ever.
                 let library = unsafe { sys::culib() };
                 Ok(Self {
                     $($field: {
-                        // SAFETY: the type is that of the function in cuda.h, which never changes under its name.
+                        // SAFETY: the type is that of the function in cuda.h, which never changes
+                        // under its name.
                         let found = unsafe { library.get(concat!($symbol, "\0").as_bytes()) };
                         *found.map_err(|_| too_old(library, $symbol))?
                     },)*

@@ -1,11 +1,12 @@
-//! The worker's side of the hand-off: ask for a model, take its descriptors, map it, hold the lease.
+//! The worker's side of the hand-off: request a model, receive its descriptors, map it, hold the
+//! lease.
 //!
 //! ```text
 //! Attach -> Waiting*  -> Grant -> (FdBatch -> BatchReceived)* -> the connection is the lease
 //!                     -> AttachRefused
 //! ```
-//! Blocking: call it from a thread that may wait. No wait is longer than `SILENCE` without a sign of life; there is no
-//! bound on the total, since a large model takes as long as its disk does.
+//! All calls block. If the weight-server sends nothing for `SILENCE`, the attach fails. The total
+//! time has no bound, since loading a large model takes as long as its disk needs.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -27,36 +28,37 @@ use crate::lease::LeaseGuard;
 use crate::manifest::{MANIFEST_FORMAT, split_handoff};
 use crate::seqpacket::{Connection, SocketError};
 
-/// How long a socket may be missing: the weight-server is being started or restarted.
+/// How long a socket may be missing while the weight-server starts or restarts.
 pub const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
 
 const CONNECT_RETRY: Duration = Duration::from_millis(20);
 
-/// What a worker asks for.
+/// What a worker requests.
 #[derive(Debug, Clone)]
 pub struct AttachRequest {
     pub model: String,
     /// "host" or a GPU's UUID.
     pub device: String,
-    /// Layout of tensor bytes that the worker's kernels expect.
+    /// The layout of tensor bytes that the kernels of the worker expect.
     pub layout: u32,
-    /// What the supervisor gave this worker start; none where nobody did.
+    /// The token that the supervisor gave to this start of the worker; `None` without a supervisor.
     pub token: Option<Bytes>,
-    /// Reserved in the ledger with the lease, beside the weights.
+    /// Bytes to reserve in the ledger together with the lease.
     pub kv_bytes: u64,
     pub workspace_bytes: u64,
 }
 
-/// How far the load is that a worker waits for.
+/// Progress of the load that a worker waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadingProgress {
     pub done_bytes: u64,
     pub total_bytes: u64,
-    /// Loads of the same device that come first.
+    /// Loads on the same device that run before this one.
     pub jobs_ahead: u32,
 }
 
-/// A granted lease and the descriptors of its model, not mapped yet. Dropping it gives the lease back.
+/// A granted lease and the descriptors of its model, which is not mapped yet. Dropping it releases
+/// the lease.
 #[derive(Debug)]
 pub struct GrantedModel {
     manifest: Manifest,
@@ -66,33 +68,35 @@ pub struct GrantedModel {
     token: Bytes,
     lease: u64,
     generation: u64,
-    /// From the grant to the last descriptor.
+    /// Time from the grant to the last descriptor.
     took: Duration,
     waited: Duration,
 }
 
-/// A model in this process; on the host its tensors are [`MappedTensor`]s, in the manifest's order.
+/// A mapped model and its lease. In host memory the tensors are [`MappedTensor`]s, in the order of
+/// the manifest.
 #[derive(Debug)]
 pub struct AttachedModel<T = Vec<MappedTensor>> {
     pub manifest: Manifest,
-    /// Drop every one, and every slice of one, before the lease.
+    /// Drop all of them, and all slices of their bytes, before the lease.
     pub tensors: T,
     pub lease: LeaseGuard,
-    /// Taking descriptors and mapping them: what a worker costs that finds its model resident.
+    /// Time for receiving and mapping the descriptors: the cost of a worker whose model is
+    /// resident.
     pub handoff: Duration,
-    /// From the request to the grant: connecting, and waiting for a load.
+    /// Time from the request to the grant: connecting, and waiting for a load.
     pub waited: Duration,
 }
 
 impl<T> AttachedModel<T> {
-    /// The same model with its tensors as somebody else sees them.
-    pub fn map<U>(self, see: impl FnOnce(T) -> U) -> AttachedModel<U> {
+    /// Converts the tensors.
+    pub fn map<U>(self, convert: impl FnOnce(T) -> U) -> AttachedModel<U> {
         let Self { manifest, tensors, lease, handoff, waited } = self;
-        AttachedModel { manifest, tensors: see(tensors), lease, handoff, waited }
+        AttachedModel { manifest, tensors: convert(tensors), lease, handoff, waited }
     }
 }
 
-/// Attaches a model from the host's memory.
+/// Attaches a model in host memory.
 pub fn attach(
     socket: &Path,
     request: &AttachRequest,
@@ -101,7 +105,7 @@ pub fn attach(
     request_model(socket, request, on_waiting)?.import_host()
 }
 
-/// Asks for a model, waits for a load of it, and takes its descriptors.
+/// Requests a model, waits until it is loaded, and receives its descriptors.
 pub fn request_model(
     socket: &Path,
     request: &AttachRequest,
@@ -149,12 +153,12 @@ pub fn request_model(
 }
 
 impl GrantedModel {
-    /// Maps a model that lies on the host.
+    /// Maps a model that lies in host memory.
     pub fn import_host(self) -> Result<AttachedModel, AttachModelError> {
         self.import(|manifest, fds| Ok(import_host(manifest, fds)?))
     }
 
-    /// Maps a model that lies on this GPU. It stays mapped while any of its tensors lives.
+    /// Maps a model that lies on this GPU. The model stays mapped while any of its tensors lives.
     pub fn import_cuda(self, device: &Device) -> Result<AttachedModel<Vec<DeviceTensor>>, AttachModelError> {
         self.import(|manifest, fds| {
             let model = ImportedModel::import(device, manifest, fds)?;
@@ -168,7 +172,7 @@ impl GrantedModel {
         import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch), AttachModelError>,
     ) -> Result<AttachedModel<T>, AttachModelError> {
         let Self { manifest, fds, connection, socket, token, lease, generation, took, waited } = self;
-        // Its holder may have made a context meanwhile.
+        // The time between grant and import does not count: the worker may have created a context.
         let started = Instant::now();
         let (tensors, mappings) = import(&manifest, fds)?;
         let handoff = took + started.elapsed();
@@ -191,7 +195,7 @@ fn attach_frame(request: &AttachRequest) -> wire::Attach {
     }
 }
 
-/// Connects, waiting for a socket that is not there yet.
+/// Connects, and waits for a socket that does not exist yet.
 fn connect(socket: &Path) -> Result<Connection, SocketError> {
     let deadline = Instant::now() + CONNECT_PATIENCE;
     loop {

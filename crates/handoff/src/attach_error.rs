@@ -10,7 +10,8 @@ use crate::fd_batches::FdBatchError;
 use crate::manifest::SplitHandoffError;
 use crate::seqpacket::{FrameError, SocketError};
 
-/// The weight-server reports at least every second while a model loads.
+/// Longest wait for the next frame. While a model loads, the weight-server reports at least every
+/// second.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
@@ -21,9 +22,9 @@ pub enum AttachModelError {
     Refused { reason: wire::RefusalReason, text: String },
     #[error("the connection to the weight-server broke")]
     Connection(#[source] FrameError),
-    #[error("the weight-server gave no sign of life for {} s", SILENCE.as_secs())]
+    #[error("the weight-server sent nothing for {} s", SILENCE.as_secs())]
     Silence,
-    #[error("the weight-server sent {found} where {expected} was due")]
+    #[error("the weight-server sent {found} instead of {expected}")]
     Unexpected { expected: &'static str, found: &'static str },
     #[error("the hand-off is inconsistent")]
     Batch(#[from] FdBatchError),

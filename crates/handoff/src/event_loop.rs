@@ -1,4 +1,5 @@
-//! Hand-off sockets and pidfds inside tokio's event loop, for the weight-server; workers and loaders block.
+//! Hand-off sockets and pidfds in tokio's event loop, for the weight-server. Workers and loaders
+//! use blocking sockets.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -11,7 +12,7 @@ use tokio::io::unix::AsyncFd;
 
 use crate::seqpacket::{Connection, FrameError, Listener};
 
-/// Types that own one descriptor and keep it open, under one number, as long as they live.
+/// A type that owns one descriptor and keeps it open, under one number, as long as it lives.
 trait OwnsFd: AsRawFd {}
 
 impl OwnsFd for Connection {}
@@ -19,8 +20,8 @@ impl OwnsFd for Listener {}
 impl OwnsFd for Arc<OwnedFd> {}
 
 fn register<T: OwnsFd>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
-    // SAFETY: by `OwnsFd` the descriptor is open and stays the same one until `inner` is dropped, which the AsyncFd does
-    // after it has left the event loop.
+    // SAFETY: by `OwnsFd` the descriptor is open and stays the same one until `inner` is dropped,
+    // which the AsyncFd does after it has left the event loop.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
 }
 
@@ -36,7 +37,7 @@ impl AsyncConnection {
         Ok(Self { fd: register(connection, Interest::READABLE | Interest::WRITABLE)? })
     }
 
-    /// The next frame; safe to cancel.
+    /// Receives the next frame. Cancellation loses nothing.
     pub async fn receive<M: Message + Default>(&self) -> Result<(M, Vec<OwnedFd>), FrameError> {
         loop {
             let mut ready = self.fd.readable().await.map_err(|error| FrameError::Receive(error.into()))?;
@@ -47,7 +48,7 @@ impl AsyncConnection {
         }
     }
 
-    /// `NotReady` if nothing comes in time.
+    /// Returns `NotReady` if no frame arrives in time.
     pub async fn receive_within<M: Message + Default>(
         &self,
         limit: Duration,
@@ -55,7 +56,7 @@ impl AsyncConnection {
         tokio::time::timeout(limit, self.receive()).await.unwrap_or(Err(FrameError::NotReady))
     }
 
-    /// `NotReady` if the peer makes no room in time.
+    /// Returns `NotReady` if the peer makes no room in time.
     pub async fn send_within(
         &self,
         limit: Duration,
@@ -96,15 +97,17 @@ impl AsyncListener {
         }
     }
 
-    /// Takes the next connection and drops it: its client sees the end instead of waiting.
-    pub fn turn_away(&self) {
-        // Nobody there, or no descriptor even for this: there is nothing more to do.
+    /// Accepts the next connection and closes it, so that its client gets an error instead of
+    /// waiting.
+    pub fn reject_next(&self) {
+        // An error means that no client waits, or that no descriptor is left: there is nothing more
+        // to do.
         drop(self.fd.get_ref().accept());
     }
 }
 
-/// Returns when the process has ended. Must be called inside a tokio runtime.
-pub async fn process_end(pidfd: Arc<OwnedFd>) -> io::Result<()> {
+/// Waits until the process has ended. Must be called inside a tokio runtime.
+pub async fn wait_for_process_end(pidfd: Arc<OwnedFd>) -> io::Result<()> {
     register(pidfd, Interest::READABLE)?.readable().await.map(drop)
 }
 
@@ -121,7 +124,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(10);
 
     #[tokio::test]
-    async fn frames_wait_without_blocking_and_give_up_in_time() {
+    async fn receive_waits_without_blocking_and_times_out() {
         let (left, right) = Connection::pair().unwrap();
         let (left, right) = (AsyncConnection::new(left).unwrap(), AsyncConnection::new(right).unwrap());
         assert!(matches!(left.receive_within::<FdBatch>(SHORT).await, Err(FrameError::NotReady)));
@@ -135,7 +138,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn peer_that_stops_reading_is_given_up() {
+    async fn send_to_a_peer_that_stops_reading_times_out() {
         let (left, _right) = Connection::pair().unwrap();
         let left = AsyncConnection::new(left).unwrap();
         let frame = AttachRefused { reason: 1, text: "x".repeat(30_000) };
@@ -149,10 +152,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn end_of_a_process_wakes_its_watcher() {
+    async fn end_of_a_process_wakes_the_task_that_waits_for_it() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pidfd = Arc::new(pidfd::open(child.id() as i32).unwrap());
-        let watch = tokio::spawn(process_end(pidfd));
+        let watch = tokio::spawn(wait_for_process_end(pidfd));
         tokio::time::sleep(SHORT).await;
         assert!(!watch.is_finished());
         child.kill().unwrap();

@@ -1,22 +1,29 @@
-//! Sending many descriptors: batches of at most 128, the count in the frame, the next batch only after the receipt.
+//! Sending many descriptors: batches of at most 128, each acknowledged before the next one is sent.
 //!
-//! The sequence is a plain value on both sides, so that the weight-server's event loop, a loader and a worker follow
-//! the same rules over whatever kind of wait they use.
+//! ```text
+//! sender                                receiver
+//! FdBatch { batch, first, count } ----> FdCollector::accept
+//!   with `count` descriptors       <--- BatchReceived { batch }
+//! ```
+//! Both sides of the sequence are plain values without a socket: the event loop of the
+//! weight-server, a loader and a worker follow the same rules, each with its own kind of waiting.
 
 use std::os::fd::OwnedFd;
 
 use proto::weights::v1::{BatchReceived, FdBatch};
 
-/// Below the kernel's 253 a packet, and below the 64 unread ones at which a small RLIMIT_NOFILE makes sends fail only
-/// together with other traffic: one batch is outstanding at a time.
+/// Below the kernel's limit of 253 descriptors a packet. The kernel also counts unread descriptors
+/// against RLIMIT_NOFILE of the sender; with one outstanding batch, a limit as small as 64 fails
+/// sends only together with other traffic.
 pub const FDS_PER_BATCH: u32 = 128;
 
-/// More descriptors than any hand-off has: one per tensor of the largest models is a few thousand.
+/// Above every real hand-off: one descriptor for each tensor of the largest models makes a few
+/// thousand.
 pub const MAX_HANDOFF_FDS: u32 = 65_536;
 
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum FdBatchError {
-    #[error("batch {found} came where batch {expected} was due")]
+    #[error("batch {found} arrived instead of batch {expected}")]
     OutOfOrder { expected: u32, found: u32 },
     #[error("a batch announced {announced} descriptors and carried {carried}")]
     Count { announced: u32, carried: usize },
@@ -26,7 +33,7 @@ pub enum FdBatchError {
     TooMany { fds: u32 },
 }
 
-/// The batches that carry `fds` descriptors.
+/// Splits `fds` descriptors into batches.
 pub fn fd_batches(fds: u32) -> impl Iterator<Item = FdBatch> {
     (0..fds.div_ceil(FDS_PER_BATCH)).map(move |batch| {
         let first = batch * FDS_PER_BATCH;
@@ -34,7 +41,7 @@ pub fn fd_batches(fds: u32) -> impl Iterator<Item = FdBatch> {
     })
 }
 
-/// Takes batches in; complete when all announced descriptors are here.
+/// Collects batches until all announced descriptors have arrived.
 #[derive(Debug)]
 pub struct FdCollector {
     expected: u32,
@@ -50,7 +57,7 @@ impl FdCollector {
         Ok(Self { expected, next_batch: 0, fds: Vec::new() })
     }
 
-    /// Takes one batch; what it returns goes back as the receipt.
+    /// Accepts one batch, and returns the acknowledgement to send.
     pub fn accept(&mut self, batch: &FdBatch, fds: Vec<OwnedFd>) -> Result<BatchReceived, FdBatchError> {
         if batch.batch != self.next_batch || batch.first as usize != self.fds.len() {
             return Err(FdBatchError::OutOfOrder { expected: self.next_batch, found: batch.batch });
@@ -91,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn every_other_batch_than_the_due_one_is_refused() {
+    fn batches_out_of_order_or_of_wrong_size_are_refused() {
         let batch = |batch, first, count| FdBatch { batch, first, count };
         let mut collector = FdCollector::new(200).unwrap();
         assert!(matches!(collector.accept(&batch(1, 0, 2), fds(2)), Err(FdBatchError::OutOfOrder { .. })));
@@ -110,7 +117,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batches_of_any_count_are_collected_whole(count in 0u32..600) {
+        fn any_count_of_descriptors_is_collected_whole(count in 0u32..600) {
             let mut collector = FdCollector::new(count).unwrap();
             for batch in fd_batches(count) {
                 collector.accept(&batch, fds(batch.count)).unwrap();

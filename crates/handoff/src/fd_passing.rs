@@ -1,8 +1,11 @@
-//! File descriptors over Unix sockets: one packet with its descriptors out, one packet with its descriptors in.
+//! Sending and receiving one packet with its file descriptors (SCM_RIGHTS).
 //!
-//! Serves packet sockets only (datagram and seqpacket), where one send is one receive. Invariant: every
-//! descriptor that the kernel installs in this process is owned by somebody, also when the receive fails;
-//! every one is close-on-exec from the start.
+//! For packet sockets only (datagram and seqpacket), where one send is one receive.
+//!
+//! # Invariants
+//! 1. Every descriptor that the kernel installs in this process has an owner, also when the receive
+//!    fails.
+//! 2. Every received descriptor is close-on-exec from the start.
 
 use std::io;
 use std::io::IoSliceMut;
@@ -12,11 +15,11 @@ use std::os::unix::net::UnixDatagram;
 use nix::sys::socket::{MsgFlags, recvmsg};
 use sendfd::SendWithFd;
 
-/// SCM_MAX_FD of the kernel: a packet with more is refused by sendmsg.
+/// SCM_MAX_FD of the kernel: sendmsg refuses a packet with more descriptors.
 pub const MAX_FDS_PER_PACKET: usize = 253;
 
-/// Room for the most descriptors one packet can carry and for one SCM_CREDENTIALS. With this much, a truncated
-/// control message can only mean that the descriptor table is full.
+/// Room for the most descriptors that one packet can carry and for one SCM_CREDENTIALS. With this
+/// size, a truncated control message can only mean that the descriptor table is full.
 const CONTROL_BYTES: usize =
     cmsg_space(MAX_FDS_PER_PACKET * size_of::<RawFd>()) + cmsg_space(size_of::<libc::ucred>());
 
@@ -26,13 +29,13 @@ struct Control([u8; CONTROL_BYTES]);
 
 const _: () = assert!(align_of::<Control>() >= align_of::<libc::cmsghdr>());
 
-/// One packet as it came.
+/// One received packet.
 #[derive(Debug)]
 pub struct Received {
-    /// How many bytes of the buffer it fills; 0 also when a seqpacket peer has closed.
+    /// How many bytes of the buffer it fills; 0 also if a seqpacket peer has closed.
     pub bytes: usize,
     pub fds: Vec<OwnedFd>,
-    /// Who sent it, where the socket has SO_PASSCRED set.
+    /// The sending process, if the socket has SO_PASSCRED set.
     pub sender: Option<Sender>,
 }
 
@@ -57,7 +60,7 @@ pub enum ReceiveError {
 }
 
 impl From<ReceiveError> for io::Error {
-    /// For callers inside `try_io`, which must see `WouldBlock` as it is.
+    /// For callers inside `try_io`, which has to see `WouldBlock` unchanged.
     fn from(error: ReceiveError) -> Self {
         match error {
             ReceiveError::Io(source) => source,
@@ -66,16 +69,16 @@ impl From<ReceiveError> for io::Error {
     }
 }
 
-/// Sends one packet with its descriptors; all of it is queued or none.
+/// Sends one packet with its descriptors. The kernel queues all of it or nothing.
 ///
-/// `socket` is any connected packet socket: std has a type for datagram sockets only, and for seqpacket ones the
-/// system calls are the same.
+/// `socket` is any connected packet socket: std has a type for datagram sockets only, and the
+/// system calls for seqpacket sockets are the same.
 pub fn send_with_fds(socket: &UnixDatagram, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let sent = if fds.is_empty() {
         socket.send(bytes)?
     } else {
         let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        // No MSG_NOSIGNAL in sendfd: it relies on the runtime of std, which ignores SIGPIPE.
+        // sendfd sets no MSG_NOSIGNAL: it relies on the runtime of std, which ignores SIGPIPE.
         socket.send_with_fd(bytes, &raw)?
     };
     if sent == bytes.len() {
@@ -85,9 +88,10 @@ pub fn send_with_fds(socket: &UnixDatagram, bytes: &[u8], fds: &[BorrowedFd<'_>]
     }
 }
 
-/// Receives one packet into `buffer` with all its descriptors and, where asked for, its sender.
+/// Receives one packet into `buffer` with all its descriptors and, if the socket asks for it, its
+/// sender.
 ///
-/// A descriptor that a failing receive left in this process is closed before the error is returned.
+/// If the receive fails, the descriptors that did arrive are closed.
 pub fn recv_with_fds(socket: impl AsFd, buffer: &mut [u8]) -> Result<Received, ReceiveError> {
     let limit = buffer.len();
     let mut control = Control([0; CONTROL_BYTES]);
@@ -102,7 +106,8 @@ pub fn recv_with_fds(socket: impl AsFd, buffer: &mut [u8]) -> Result<Received, R
         .map_err(io::Error::from)?;
         (message.bytes, message.flags)
     };
-    // Not through nix's iterator: it refuses a truncated control message and would leak what did arrive.
+    // Without nix's iterator: it refuses a truncated control message and would leak the descriptors
+    // that did arrive.
     let (fds, sender) = read_control(&control.0);
     if flags.contains(MsgFlags::MSG_CTRUNC) {
         return Err(ReceiveError::FdsLost { kept: fds.len() });
@@ -113,7 +118,8 @@ pub fn recv_with_fds(socket: impl AsFd, buffer: &mut [u8]) -> Result<Received, R
     Ok(Received { bytes, fds, sender })
 }
 
-/// Walks the control messages in a buffer that was zero before the kernel wrote them, and owns their descriptors.
+/// Reads the control messages in a buffer that was zero before the kernel wrote them, and takes
+/// their descriptors.
 fn read_control(mut control: &[u8]) -> (Vec<OwnedFd>, Option<Sender>) {
     let mut fds = Vec::new();
     let mut sender = None;
@@ -122,7 +128,8 @@ fn read_control(mut control: &[u8]) -> (Vec<OwnedFd>, Option<Sender>) {
             (libc::SOL_SOCKET, libc::SCM_RIGHTS) => {
                 let (numbers, _) = data.as_chunks::<{ size_of::<RawFd>() }>();
                 for number in numbers {
-                    // SAFETY: the kernel has just installed this descriptor for us and nobody else knows its number.
+                    // SAFETY: the kernel has just installed this descriptor for us and nothing else
+                    // knows its number.
                     fds.push(unsafe { OwnedFd::from_raw_fd(RawFd::from_ne_bytes(*number)) });
                 }
             }
@@ -143,7 +150,8 @@ fn read_control(mut control: &[u8]) -> (Vec<OwnedFd>, Option<Sender>) {
     (fds, sender)
 }
 
-/// Level, type and data of the first control message, and what follows it; none where the kernel wrote no more.
+/// Level, type and data of the first control message, and the bytes behind it; `None` behind the
+/// last message.
 fn next_message(control: &[u8]) -> Option<(i32, i32, &[u8], &[u8])> {
     let header = control.get(..size_of::<libc::cmsghdr>())?;
     let int = |at: usize| header.get(at..at + 4)?.try_into().ok().map(i32::from_ne_bytes);
@@ -220,7 +228,7 @@ mod tests {
         assert!(watched.send(b"x").is_err());
     }
 
-    /// Runs in a process of its own: the limit on descriptors is everybody's.
+    /// In a process of its own, since the limit on descriptors holds for the whole process.
     #[test]
     fn full_descriptor_table_is_an_error_and_leaks_nothing() {
         const CHILD: &str = "BALLAST_TEST_FULL_TABLE";

@@ -8,7 +8,7 @@ use proto::weights::v1::{self as wire, server_frame, worker_frame};
 use crate::attach_error::AttachModelError;
 use crate::seqpacket::{Connection, FrameError};
 
-/// A frame of ours is small; a server that doesn't take it is stuck.
+/// Frames of a worker are small, so a server that does not accept one in this time is stuck.
 pub(crate) const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn send(connection: &Connection, kind: worker_frame::Kind) -> Result<(), FrameError> {
@@ -17,7 +17,7 @@ pub(crate) fn send(connection: &Connection, kind: worker_frame::Kind) -> Result<
 
 pub(crate) type ReceivedFrame = (server_frame::Kind, Vec<OwnedFd>);
 
-/// The next frame; a refusal is an error wherever it comes.
+/// Receives the next frame. A refusal is an error at any time.
 pub(crate) fn receive(connection: &Connection) -> Result<ReceivedFrame, AttachModelError> {
     let (frame, fds) = connection.receive::<wire::ServerFrame>()?;
     match frame.kind {
@@ -35,7 +35,7 @@ pub(crate) fn unexpected(expected: &'static str, kind: server_frame::Kind) -> At
         server_frame::Kind::Waiting(_) => "a progress report",
         server_frame::Kind::Grant(_) => "a grant",
         server_frame::Kind::Fds(_) => "descriptors",
-        server_frame::Kind::Reclaimed(_) => "a re-claim's answer",
+        server_frame::Kind::Reclaimed(_) => "the answer to a re-claim",
     };
     AttachModelError::Unexpected { expected, found }
 }

@@ -1,13 +1,14 @@
-//! The worker's hold on a model: a connection that is watched, and claimed anew after the weight-server's death.
+//! [`LeaseGuard`]: a worker's lease, which a thread claims again after a restart of the
+//! weight-server.
 //!
 //! ```text
 //!          connection breaks             successor answers
 //!   Held ---------------------> Broken ---------------------> Held
 //!     |                           | successor does not know the lease
-//!     | taken back                v
+//!     | revoked                   v
 //!     +------------------------> Lost
 //! ```
-//! The mappings are untouched by all of this: the worker serves in every state. A thread of its own does the waiting.
+//! The mappings stay in every state, so the worker keeps serving.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -24,26 +25,28 @@ use crate::attach_error::AttachModelError;
 use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
 use crate::seqpacket::Connection;
 
-/// First wait before a re-claim; doubles up to the last. Attempts end only with the lease: a worker without an owner
-/// keeps serving, and a weight-server that comes back late must find it.
+/// First wait before a re-claim; each wait doubles, up to `LAST_RETRY`. Attempts end only with the
+/// lease: a worker without a weight-server keeps serving, and a weight-server that comes back late
+/// has to find it.
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 const LAST_RETRY: Duration = Duration::from_secs(1);
 
-/// A successor answers a re-claim from its tables.
+/// A successor answers a re-claim from its tables, without loading.
 const RECLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaseStatus {
     /// The weight-server counts this worker's memory.
     Held,
-    /// The weight-server is gone; claiming the lease from its successor, this many times so far.
+    /// The weight-server is gone; the lease has been re-claimed this many times without success.
     Broken { attempts: u32 },
-    /// The successor does not know the lease, so the weights go with this worker and the ledger does not have it; or
-    /// the weights were found damaged.
+    /// The successor does not know the lease: the ledger does not count this worker, whose mappings
+    /// alone keep the weights. Or the weights were found damaged.
     Lost { reason: RefusalReason, text: String },
 }
 
-/// Ends when dropped. Drop the tensors first: only then is their memory reported as unmapped.
+/// Holds the lease until it is dropped. Drop the tensors first: only then is their memory reported
+/// as unmapped.
 #[derive(Debug)]
 pub struct LeaseGuard {
     id: u64,
@@ -62,7 +65,7 @@ struct WatchedLease {
 #[derive(Debug)]
 struct LeaseState {
     status: LeaseStatus,
-    /// The connection that the thread waits on.
+    /// The connection on which the thread waits.
     connection: Arc<Connection>,
     released: bool,
 }
@@ -74,7 +77,7 @@ impl WatchedLease {
     }
 }
 
-/// What identifies the lease to a successor.
+/// How to claim the lease from a successor.
 struct ReclaimRequest {
     socket: PathBuf,
     frame: wire::Reclaim,
@@ -125,25 +128,26 @@ impl Drop for LeaseGuard {
             state.released = true;
             Arc::clone(&state.connection)
         };
-        // Without this frame the weight-server keeps the row until this process ends, which is right while anything
-        // is still mapped.
+        // Without this frame the weight-server keeps the lease until this process ends, which is
+        // right while anything is still mapped.
         if self.mappings.is_unmapped() {
-            // A broken connection says nothing; the process's end will.
+            // If the connection is broken, the end of the process releases the lease.
             let _ = send(&connection, worker_frame::Kind::Detach(wire::Detach {}));
         }
         connection.shutdown();
         self.shared.wake.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It has no result, and a panic in it is reported where it happened.
+            // The thread has no result, and a panic in it has been reported.
             let _ = thread.join();
         }
     }
 }
 
-/// Body of the thread: waits for the end of one connection after another.
+/// The thread: waits for the end of each connection and then claims the lease again.
 fn watch(shared: &WatchedLease, mut connection: Arc<Connection>, claim: &ReclaimRequest) {
     loop {
-        // Only one frame is due on a held lease: that it holds no more. Others of later servers are read and ignored.
+        // On a held lease, a refusal means that the lease is lost. Other frames, of later servers,
+        // are ignored.
         while let Ok((frame, _)) = connection.receive::<wire::ServerFrame>() {
             if let Some(server_frame::Kind::Refused(refused)) = frame.kind {
                 let (reason, text) = (refused.reason(), refused.text);
@@ -158,7 +162,7 @@ fn watch(shared: &WatchedLease, mut connection: Arc<Connection>, claim: &Reclaim
     }
 }
 
-/// Claims the lease until it is held again; nothing if it is released or lost meanwhile.
+/// Claims the lease until it is held again. Returns `None` if it is released or lost meanwhile.
 fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connection>> {
     let mut wait = FIRST_RETRY;
     for attempts in 0.. {
@@ -192,7 +196,7 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
                 shared.lock().status = LeaseStatus::Lost { reason, text };
                 return None;
             }
-            // No server, one that is busy or going down, one that broke off: the next attempt tells.
+            // There is no server, or it is busy, shuts down or broke off: try again.
             Err(_) => {}
         }
     }
@@ -211,7 +215,7 @@ fn try_reclaim(claim: &ReclaimRequest) -> Result<Connection, AttachModelError> {
     Ok(connection)
 }
 
-/// Whether asking again cannot help.
+/// Whether another attempt cannot succeed.
 fn is_final(reason: RefusalReason) -> bool {
     match reason {
         RefusalReason::Busy | RefusalReason::ShuttingDown | RefusalReason::Unspecified => false,

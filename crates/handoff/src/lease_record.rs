@@ -1,16 +1,18 @@
-//! A lease as it lies in the vault: what a successor must know to take a running worker back.
+//! [`LeaseRecord`]: what a successor of the weight-server must know about a lease to adopt a
+//! running worker.
 //!
-//! A small sealed memfd, stored beside the worker's pidfd before the lease is granted and removed when it ends.
+//! The weight-server stores the record in the FD store, as a small sealed memfd beside the worker's
+//! pidfd, before it grants the lease. It removes the record when the lease ends.
 
 use bytes::Bytes;
 use memory::memfd::{MemfdError, SealedMemfd};
 use prost::Message;
 use proto::weights::v1 as wire;
 
-/// The format that this crate writes; the one before is read too.
+/// The format that this crate writes. It also reads the format before.
 pub const LEASE_RECORD_FORMAT: u32 = 1;
 
-/// Device and token names are short.
+/// Far above any record: device and token names are short.
 const MAX_RECORD_BYTES: u64 = 64 << 10;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,10 +24,11 @@ pub struct LeaseRecord {
     pub workspace_bytes: u64,
     pub uid: u32,
     pub pid: i32,
-    /// Clock ticks since boot at which the process started: tells it from a later one with its number.
+    /// Clock ticks since boot at which the process started; a later process with the same number
+    /// has another value.
     pub pid_start_ticks: u64,
     pub token_name: String,
-    /// Of the token that the worker attached with; none where tokens were not in use.
+    /// Digest of the token that the worker attached with; `None` if tokens were not in use.
     pub token_digest: Option<[u8; 32]>,
 }
 
@@ -33,7 +36,7 @@ pub struct LeaseRecord {
 pub enum LeaseRecordError {
     #[error(transparent)]
     Memfd(#[from] MemfdError),
-    #[error("the lease record is no protobuf message")]
+    #[error("the lease record is not a protobuf message")]
     Malformed(#[from] prost::DecodeError),
     #[error("lease record format {found} is not readable here (at most {LEASE_RECORD_FORMAT} is)")]
     Format { found: u32 },
@@ -90,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn record_survives_its_memfd() {
+    fn record_is_read_back_from_its_memfd() {
         for token_digest in [None, Some([5; 32])] {
             let record = LeaseRecord {
                 lease: 4,

@@ -1,10 +1,15 @@
-//! Handing a model's memory to another process: descriptors travel over Unix sockets, with frames that describe them.
+//! Handing a model's memory to another process: descriptors travel over Unix sockets, with frames
+//! that describe them.
 //!
 //! ```text
-//! seqpacket      connections of frames             fd_passing   descriptors beside one packet (SCM_RIGHTS)
-//! event_loop     the same inside of tokio          fd_batches   many descriptors, one batch at a time
-//! manifest       memory::Manifest <-> bytes        lease_record what a successor of the weight-server reads
-//! attach, lease  the worker's side: ask for a model, map it, hold the lease
+//! seqpacket       connections that carry one frame in each packet
+//! event_loop      the same connections in tokio's event loop
+//! fd_passing      descriptors beside one packet (SCM_RIGHTS)
+//! fd_batches      many descriptors, one batch at a time
+//! manifest        a manifest as bytes, and back
+//! attach, lease   the worker's side: request a model, map it, hold the lease
+//! lease_record    what a successor of the weight-server reads about a lease
+//! pidfd           processes that cannot be confused with later ones
 //! ```
 
 pub mod attach;
@@ -21,5 +26,6 @@ pub mod seqpacket;
 
 pub use attach_error::AttachModelError;
 
-/// The version of the protocol on the hand-off socket; a peer with another version is refused by number.
+/// The version of the protocol on the hand-off socket; a peer with another version is refused by
+/// number.
 pub const PROTOCOL_VERSION: u32 = 1;

@@ -26,7 +26,7 @@ pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 pub enum DecodeManifestError {
     #[error(transparent)]
     Memfd(#[from] MemfdError),
-    #[error("the manifest is no protobuf message")]
+    #[error("the manifest is not a protobuf message")]
     Malformed(#[from] prost::DecodeError),
     #[error(
         "manifest format {found} is not readable here ({OLDEST_MANIFEST_FORMAT} to {MANIFEST_FORMAT} are): load the model anew"
@@ -46,7 +46,7 @@ pub enum SplitHandoffError {
     Count { expected: usize, found: usize },
 }
 
-/// Only the first field: a later format may have changed all others.
+/// The first field alone: a later format may have changed all other fields.
 #[derive(Clone, PartialEq, Message)]
 struct FormatOnly {
     #[prost(uint32, tag = "1")]
@@ -58,7 +58,8 @@ pub fn seal_manifest(manifest: &Manifest) -> Result<SealedMemfd, MemfdError> {
     SealedMemfd::from_bytes("ballast-manifest", &encode_manifest(manifest))
 }
 
-/// Reads a manifest from a descriptor that any process may have sent. The GGUF metadata stays in the mapping.
+/// Reads a manifest from a descriptor that any process may have sent. The GGUF metadata stays in
+/// the mapping.
 pub fn read_manifest(memfd: &SealedMemfd) -> Result<Manifest, DecodeManifestError> {
     decode_manifest(memfd.map("manifest", MAX_MANIFEST_BYTES)?)
 }
@@ -75,7 +76,8 @@ pub fn decode_manifest(bytes: Bytes) -> Result<Manifest, DecodeManifestError> {
     Ok(from_wire(wire::Manifest::decode(bytes)?)?)
 }
 
-/// Splits the descriptors of a hand-off: the first holds the manifest, the others are its allocations in order.
+/// Splits the descriptors of a hand-off: the first holds the manifest, the others are its
+/// allocations in order.
 pub fn split_handoff(fds: Vec<OwnedFd>) -> Result<(Manifest, Vec<OwnedFd>), SplitHandoffError> {
     let mut fds = fds.into_iter();
     let first = fds.next().ok_or(SplitHandoffError::NoManifest)?;
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn manifest_survives_its_memfd() {
+    fn manifest_is_read_back_from_its_memfd() {
         let memfd = seal_manifest(&sample()).unwrap();
         assert_eq!(read_manifest(&memfd).unwrap(), sample());
     }
@@ -305,7 +307,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic_the_reader(bytes in prop::collection::vec(any::<u8>(), 0..200), cut in 0usize..400, flip in 0usize..400) {
+        fn reader_never_panics_on_damaged_bytes(bytes in prop::collection::vec(any::<u8>(), 0..200), cut in 0usize..400, flip in 0usize..400) {
             let _ = decode_manifest(bytes.into());
             let mut damaged = encode_manifest(&sample());
             let flip = flip % damaged.len();

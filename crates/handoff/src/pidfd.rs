@@ -1,4 +1,5 @@
-//! Processes that cannot be mistaken for later ones with the same number.
+//! pidfds: descriptors of processes, which cannot be confused with later processes of the same
+//! number.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,7 +13,8 @@ use crate::seqpacket::Connection;
 pub fn of_peer(connection: &Connection) -> io::Result<OwnedFd> {
     match getsockopt(connection, sockopt::PeerPidfd) {
         Ok(fd) => Ok(fd),
-        // Before Linux 6.5: by number, then make sure that the number has not changed hands meanwhile.
+        // Before Linux 6.5: open by number, then check that the process has not ended and its
+        // number been reused.
         Err(nix::errno::Errno::ENOPROTOOPT | nix::errno::Errno::EINVAL) => {
             let pid = connection.peer()?.pid;
             let fd = open(pid)?;
@@ -28,13 +30,13 @@ pub fn open(pid: i32) -> io::Result<OwnedFd> {
     Ok(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?)
 }
 
-/// Whether the process has ended. A pidfd is readable from then on, so an event loop can wait for it.
+/// Whether the process has ended. A pidfd becomes readable then, so an event loop can wait for it.
 pub fn has_ended(pidfd: &impl AsFd) -> io::Result<bool> {
     let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
     Ok(poll(&mut fds, PollTimeout::ZERO)? > 0)
 }
 
-/// The number of the process; none once it has been reaped, or for another kind of descriptor.
+/// The number of the process; `None` once it has been reaped, or if the descriptor is no pidfd.
 pub fn number(pidfd: &impl AsFd) -> Option<i32> {
     let path = format!("/proc/self/fdinfo/{}", pidfd.as_fd().as_raw_fd());
     let info = std::fs::read_to_string(path).ok()?;
@@ -77,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn other_descriptors_have_no_number() {
+    fn other_descriptors_have_no_process_number() {
         assert_eq!(number(&std::fs::File::open("/dev/null").unwrap()), None);
     }
 }

@@ -1,8 +1,10 @@
-//! Connections of hand-off frames: Unix SOCK_SEQPACKET, one protobuf message a packet.
+//! [`Connection`] and [`Listener`]: Unix SOCK_SEQPACKET sockets that carry one protobuf message in
+//! each packet.
 //!
-//! Blocking, with timeouts, for workers and loaders; a non-blocking connection gives `FrameError::NotReady`, which
-//! the weight-server's event loop waits out. Descriptors that come beside a frame are handed to the caller, who
-//! decides whether the protocol allows them there.
+//! Workers and loaders use blocking connections with timeouts. The weight-server uses non-blocking
+//! ones, which return [`FrameError::NotReady`] when there is nothing to read or no room to write. A
+//! receive returns the descriptors that came beside a frame; the caller decides whether the
+//! protocol allows them there.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -21,13 +23,14 @@ use prost::Message;
 
 use crate::fd_passing::{ReceiveError, Sender, recv_with_fds, send_with_fds};
 
-/// Largest frame: far above any real one (the manifest travels as a descriptor), far below the socket buffer.
+/// Largest frame: far above every frame in use, since the manifest travels as a descriptor, and far
+/// below the socket buffer.
 pub const MAX_FRAME_BYTES: usize = 64 * 1024;
 
 /// `sun_path` has 108 bytes and ends with a zero.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Connections that wait to be accepted; a burst of starting workers.
+/// Connections that may wait to be accepted, as when many workers start at once.
 const LISTEN_BACKLOG: i32 = 64;
 
 #[derive(Debug, thiserror::Error)]
@@ -49,10 +52,11 @@ pub enum SocketError {
 pub enum FrameError {
     #[error("the peer closed the connection")]
     Closed,
-    /// Nothing to read or no room to write: the timeout passed, or the socket is non-blocking.
+    /// There is nothing to read or no room to write: the timeout has passed, or the socket is
+    /// non-blocking.
     #[error("the peer did not answer in time")]
     NotReady,
-    #[error("a frame is no message of this protocol")]
+    #[error("a frame is not a message of this protocol")]
     Malformed(#[from] prost::DecodeError),
     #[error("a frame of {bytes} bytes exceeds the limit of {MAX_FRAME_BYTES}")]
     TooLong { bytes: usize },
@@ -65,7 +69,7 @@ pub enum FrameError {
 /// One end of a connection.
 #[derive(Debug)]
 pub struct Connection {
-    /// A seqpacket socket: std's datagram type makes the same system calls.
+    /// A seqpacket socket. std has no type for it; its datagram type makes the same system calls.
     socket: UnixDatagram,
 }
 
@@ -91,7 +95,7 @@ impl Connection {
         Ok((Self::from(left), Self::from(right)))
     }
 
-    /// Bounds every later wait; none waits for ever.
+    /// Bounds every later wait. `None` removes a bound.
     pub fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
         self.socket.set_read_timeout(receive)?;
         self.socket.set_write_timeout(send)
@@ -105,13 +109,13 @@ impl Connection {
         Ok(Self { socket: self.socket.try_clone()? })
     }
 
-    /// Ends the connection in both directions, also for a thread that waits in `receive`.
+    /// Ends the connection in both directions. A thread that waits in `receive` returns.
     pub fn shutdown(&self) {
         // Only fails on a connection that is closed already.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Who connected, or who called listen, at that time.
+    /// The process that connected, or that called listen, as of that time.
     pub fn peer(&self) -> io::Result<Sender> {
         let credentials = getsockopt(&self.socket, sockopt::PeerCredentials)?;
         Ok(Sender { pid: credentials.pid(), uid: credentials.uid(), gid: credentials.gid() })
@@ -177,7 +181,8 @@ impl AsRawFd for Connection {
     }
 }
 
-/// A bound socket, non-blocking; its path is removed with it, unless a successor has bound it meanwhile.
+/// A bound, non-blocking socket. Dropping it removes its path, unless a successor has bound the
+/// path meanwhile.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
@@ -186,8 +191,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds `path`, taking over one whose server is dead. Two processes that start at once are kept apart by the
-    /// caller's lock on the runtime directory, not by this.
+    /// Binds `path`, and replaces the socket of a server that has died. The caller's lock on the
+    /// runtime directory, not this function, keeps two processes apart that start at once.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let address = address(path)?;
         match Connection::connect(path) {
@@ -210,10 +215,10 @@ impl Listener {
         Ok(Self { fd, path: path.to_owned(), inode })
     }
 
-    /// The next connection, blocking; the listener itself never blocks.
+    /// Accepts the next connection, which is a blocking one. `accept` itself never blocks.
     pub fn accept(&self) -> io::Result<Connection> {
         let raw = accept4(self.fd.as_raw_fd(), SockFlag::SOCK_CLOEXEC)?;
-        // SAFETY: accept4 has just returned this descriptor and nobody else knows its number.
+        // SAFETY: accept4 has just returned this descriptor and nothing else knows its number.
         Ok(Connection::from(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(raw) }))
     }
 }
@@ -227,7 +232,7 @@ impl AsRawFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if inode(&self.path).is_ok_and(|inode| inode == self.inode) {
-            // A path that stays is taken over by the next to bind it.
+            // If the path stays, the next `bind` replaces it.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -259,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_and_their_descriptors_keep_their_borders() {
+    fn each_frame_arrives_with_its_own_descriptors() {
         let (left, right) = Connection::pair().unwrap();
         for batch in 1..4 {
             let frame = FdBatch { batch, first: 0, count: batch };
@@ -272,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn oversized_and_empty_frames_are_refused_by_the_sender() {
+    fn sender_refuses_oversized_and_empty_frames() {
         let (left, _right) = Connection::pair().unwrap();
         let text = "x".repeat(MAX_FRAME_BYTES);
         let error = left.send(&AttachRefused { reason: 1, text }, &[]).unwrap_err();
@@ -281,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_ends_with_not_ready_and_a_closed_peer_with_closed() {
+    fn timeout_returns_not_ready_and_a_closed_peer_returns_closed() {
         let (left, right) = Connection::pair().unwrap();
         left.set_timeouts(Some(Duration::from_millis(20)), None).unwrap();
         assert!(matches!(left.receive::<FdBatch>(), Err(FrameError::NotReady)));
@@ -292,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn peer_that_stops_reading_ends_in_not_ready() {
+    fn send_to_a_peer_that_stops_reading_returns_not_ready() {
         let (left, _right) = Connection::pair().unwrap();
         left.set_timeouts(None, Some(Duration::from_millis(20))).unwrap();
         let frame = AttachRefused { reason: 1, text: "x".repeat(MAX_FRAME_BYTES / 2) };
@@ -301,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn long_path_is_named_before_anything_is_created() {
+    fn too_long_path_is_an_error_that_names_the_limit() {
         let path = PathBuf::from(format!("/tmp/{}", "x".repeat(MAX_SOCKET_PATH_BYTES)));
         for error in [Listener::bind(&path).unwrap_err(), Connection::connect(&path).unwrap_err()] {
             let text = error.to_string();
@@ -310,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn listener_takes_over_a_dead_path_but_not_a_served_one() {
+    fn listener_replaces_a_dead_socket_but_not_a_served_one() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("weights.sock");
         std::fs::write(&path, "").unwrap();

@@ -1,9 +1,15 @@
-//! Host memory for tensors: memfds backed by huge pages where the kernel has them, filled once, then sealed.
+//! [`HostAllocation`]: host memory for tensors, a memfd that is filled once and then sealed.
 //!
-//! Order of life: `HostAllocation::create` (address space only), `HostBacking::ensure` for each range before it is
-//! written (so that lack of memory is an error here and not SIGBUS at a write), `seal`. Measured on a 2-core guest:
-//! touching one byte per huge page, collapsing, then filling runs at 4.5 GB/s per thread, against 1.4 GB/s for
-//! fallocate and a fill of small pages, and needs no copy into huge pages afterwards.
+//! ```text
+//! HostAllocation::create     address space, no memory
+//!   HostBacking::ensure      memory for one range, on huge pages if the kernel has them
+//!   write the range
+//! HostAllocation::seal       nobody can write any more
+//! ```
+//! `ensure` comes before the write of each range, so that lack of memory is an error and not a
+//! SIGBUS at the write. It touches one byte of each huge page and then collapses the page: filling
+//! then runs at 4.5 GB/s a thread, against 1.4 GB/s for fallocate and a fill of small pages, and
+//! needs no copy into huge pages afterwards (measured on a 2-core guest).
 
 use std::fs::File;
 use std::io;
@@ -13,15 +19,15 @@ use std::sync::OnceLock;
 
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use crate::mapping::{FileAccess, Reservation};
+use crate::mapping::{AddressReservation, FileAccess};
 use crate::memfd::{self, MemfdError, SealedMemfd};
 use crate::pack::GRANULE_BYTES;
 
-/// One call of MADV_COLLAPSE waits once for all CPUs; one per window keeps that cost small and lets threads share the
-/// work of one allocation.
+/// Memory is backed in windows of this size. Each MADV_COLLAPSE waits once for all CPUs: one call
+/// for each window keeps that cost small, and lets threads share the work of one allocation.
 pub const WINDOW_BYTES: u64 = 8 << 20;
 
-/// From linux/mman.h; nix and memmap2 don't have it.
+/// From linux/mman.h; nix and memmap2 do not define it.
 const MADV_COLLAPSE: libc::c_int = 25;
 
 const _: () = assert!(WINDOW_BYTES.is_multiple_of(GRANULE_BYTES));
@@ -30,23 +36,23 @@ const _: () = assert!(WINDOW_BYTES.is_multiple_of(GRANULE_BYTES));
 #[derive(Debug)]
 pub struct HostAllocation {
     file: File,
-    mapping: Reservation,
+    mapping: AddressReservation,
     bytes: u64,
 }
 
 impl HostAllocation {
-    /// Makes a memfd of `bytes`, whole granules, with nothing in it yet.
+    /// Creates a memfd of `bytes`, whole granules, without memory.
     pub fn create(name: &str, bytes: u64) -> Result<Self, MemfdError> {
-        debug_assert!(bytes.is_multiple_of(GRANULE_BYTES) && bytes > 0, "pack plans whole granules");
+        debug_assert!(bytes.is_multiple_of(GRANULE_BYTES) && bytes > 0, "a plan has whole granules");
         let file = File::from(memfd::create(name)?);
         file.set_len(bytes).map_err(|error| MemfdError::of("size", bytes, error))?;
-        let mapping = Reservation::new(&[(file.as_fd(), bytes)], FileAccess::Write)
+        let mapping = AddressReservation::new(&[(file.as_fd(), bytes)], FileAccess::Write)
             .map_err(|error| MemfdError::of("map", bytes, error))?;
         Ok(Self { file, mapping, bytes })
     }
 
-    /// The bytes to fill, and what makes memory stand behind them: no range may be touched before
-    /// [`HostBacking::ensure`] has succeeded for it.
+    /// The bytes to fill, and their backing. A range may be touched once [`HostBacking::ensure`]
+    /// has succeeded for it.
     pub fn parts(&mut self) -> (&mut [u8], HostBacking<'_>) {
         let (slice, start) = self.mapping.writable();
         let windows = self.bytes.div_ceil(WINDOW_BYTES);
@@ -59,26 +65,26 @@ impl HostAllocation {
         (slice, backing)
     }
 
-    /// Ends writing for good.
+    /// Ends writing: no process can write the bytes any more.
     pub fn seal(self) -> Result<SealedMemfd, MemfdError> {
         drop(self.mapping);
         SealedMemfd::seal(OwnedFd::from(self.file))
     }
 }
 
-/// Puts memory behind ranges of one allocation; shared by the threads that fill it.
+/// Backs ranges of one allocation with memory. The threads that fill the allocation share it.
 #[derive(Debug)]
 pub struct HostBacking<'a> {
     file: &'a File,
-    /// Address of the mapping's first byte.
+    /// Address of the first byte of the mapping.
     start: usize,
     bytes: u64,
-    /// Set once a window is backed, or has failed with this errno.
+    /// For each window: unset, backed, or failed with this errno.
     windows: Vec<OnceLock<Result<(), i32>>>,
 }
 
 impl HostBacking<'_> {
-    /// After this, writing to these bytes cannot fail for lack of memory.
+    /// Backs a range. Writing it cannot fail for lack of memory afterwards.
     pub fn ensure(&self, offset: u64, bytes: u64) -> Result<(), MemfdError> {
         let end = offset.saturating_add(bytes).min(self.bytes);
         let first = offset / WINDOW_BYTES;
@@ -97,16 +103,17 @@ impl HostBacking<'_> {
     }
 
     fn back_window(&self, from: u64, length: u64) -> io::Result<()> {
-        // A collapse needs one page of each huge page to exist; it then clears the rest in one go.
+        // MADV_COLLAPSE needs one page of each huge page to exist. It clears the other pages.
         for page in (from..from + length).step_by(GRANULE_BYTES as usize) {
             self.file.write_all_at(&[0], page)?;
         }
-        // SAFETY: the range lies inside the mapping that `self` borrows, and collapsing changes no byte of it.
+        // SAFETY: the range lies inside the mapping that `self` borrows, and collapsing changes no
+        // byte of it.
         let collapsed = unsafe {
             libc::madvise((self.start + from as usize) as *mut libc::c_void, length as usize, MADV_COLLAPSE)
         };
-        // Not collapsed (an old kernel, fragmented memory, huge pages switched off): small pages serve as well, slower.
-        // The next call then has something to do, and in any case it is what promises memory.
+        // A collapse may fail (an old kernel, fragmented memory, huge pages switched off): small
+        // pages serve too, slower. In every case the fallocate below is what guarantees memory.
         let _ = collapsed;
         loop {
             match fallocate(self.file, FallocateFlags::empty(), from as i64, length as i64) {
@@ -124,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_stands_behind_ensured_ranges_only() {
+    fn only_ensured_ranges_have_memory() {
         let mut allocation = HostAllocation::create("test", 4 * WINDOW_BYTES).unwrap();
         let blocks = |file: &File| fstat(file).unwrap().st_blocks as u64 * 512;
         assert_eq!(blocks(&allocation.file), 0);
@@ -155,13 +162,13 @@ mod tests {
         }
     }
 
-    /// In a process of its own: the limit holds for all of it.
+    /// In a process of its own, since the limit holds for the whole process.
     #[test]
-    fn file_size_limit_is_an_error_that_names_it() {
+    fn exceeded_file_size_limit_is_named_in_the_error() {
         const CHILD: &str = "BALLAST_TEST_FSIZE";
         if std::env::var_os(CHILD).is_none() {
             let status = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "host::tests::file_size_limit_is_an_error_that_names_it"])
+                .args(["--exact", "host::tests::exceeded_file_size_limit_is_named_in_the_error"])
                 .env(CHILD, "1")
                 .status()
                 .unwrap();

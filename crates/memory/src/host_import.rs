@@ -1,5 +1,4 @@
-//! From descriptors and their manifest to tensors: the only place on the receiving side that knows what a device's
-//! descriptor is.
+//! Importing a model from host memory: descriptors and their manifest become read-only tensors.
 
 use std::os::fd::OwnedFd;
 
@@ -9,7 +8,7 @@ use crate::manifest::{DeviceKind, Manifest, ManifestDevice, TensorEntry};
 use crate::mapping::{MappingWatch, map_all};
 use crate::memfd::{MemfdError, SealedMemfd};
 
-/// A tensor of the host, read-only; its bytes keep the mapping alive.
+/// A read-only tensor in host memory. Its bytes keep the mapping alive.
 #[derive(Debug, Clone)]
 pub struct MappedTensor {
     pub name: String,
@@ -25,15 +24,15 @@ pub struct MappedTensor {
 pub enum ImportHostError {
     #[error("the manifest lists {expected} allocations, {found} descriptors came")]
     Count { expected: usize, found: usize },
-    #[error("allocation {index} is not what the manifest says")]
+    #[error("allocation {index} is not the one that the manifest describes")]
     Allocation { index: usize, source: MemfdError },
-    #[error("the model lies on {device}: this build reads host memory only")]
+    #[error("the model lies on {device}, not in host memory")]
     Device { device: String },
     #[error("the model cannot be mapped")]
     Map(#[source] MemfdError),
 }
 
-/// Checks that descriptors are the sealed memfds which the manifest describes.
+/// Checks that the descriptors are the sealed memfds that the manifest describes.
 pub fn verify_host(manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Vec<SealedMemfd>, ImportHostError> {
     if let Some(device) = manifest.devices.iter().find(|device| device.kind != DeviceKind::Host) {
         return Err(ImportHostError::Device { device: device_text(device) });
@@ -52,7 +51,7 @@ pub fn verify_host(manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Vec<SealedM
         .collect()
 }
 
-/// Maps a model that lies on the host; the descriptors are closed.
+/// Maps a model that lies in host memory, and closes the descriptors.
 pub fn import_host(
     manifest: &Manifest,
     fds: Vec<OwnedFd>,
@@ -70,7 +69,8 @@ fn tensor(entry: &TensorEntry, views: &[Bytes]) -> MappedTensor {
         dtype: entry.dtype,
         layout: entry.layout,
         shape: entry.shape.clone(),
-        // In bounds: a manifest's tensors lie inside their allocations, and each view has its allocation's size.
+        // In bounds: `Manifest::validate` has checked that tensors lie inside of their allocations,
+        // and each mapping has the size of its allocation.
         bytes: views[entry.allocation].slice(start..start + entry.bytes as usize),
     }
 }

@@ -1,7 +1,7 @@
 //! [`Manifest`]: what the descriptors of one generation hold.
 //!
-//! A manifest is a plain value; `handoff::manifest` turns it into bytes and back. [`Manifest::validate`] holds for every
-//! manifest that comes from another process:
+//! A manifest is a plain value; `handoff::manifest` turns it into bytes and back.
+//! [`Manifest::validate`] holds for every manifest that comes from another process:
 //! 1. Every tensor lies inside of its allocation.
 //! 2. Every index (device of an allocation, allocation of a tensor) exists.
 //! 3. The sum of all allocations fits 64 bits.

@@ -1,7 +1,9 @@
-//! Address space for a model: one reservation, one mapping per allocation in it, 2 MiB aligned.
+//! Mappings of a model on the host: one address reservation, one mapping for each allocation, 2 MiB
+//! aligned.
 //!
-//! Read-only views of sealed memfds leave this file as `bytes::Bytes`: cheap to clone and slice, and the address space
-//! goes back when the last of them is dropped. `MappingWatch` tells whether that has happened.
+//! [`map_all`] returns read-only mappings as `bytes::Bytes`, which are cheap to clone and slice.
+//! The address space is released when the last clone is dropped; [`MappingWatch`] tells whether
+//! that has happened.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -25,23 +27,23 @@ pub(crate) enum FileAccess {
     Write,
 }
 
-/// A range of addresses that files are mapped into, back to back on 2 MiB borders.
+/// A range of addresses with files mapped into it, one behind the other, each on a 2 MiB boundary.
 #[derive(Debug)]
-pub(crate) struct Reservation {
-    /// What to unmap.
+pub(crate) struct AddressReservation {
+    /// The whole range, for `munmap`.
     base: NonNull<libc::c_void>,
     length: usize,
-    /// First byte of each file, and its length.
+    /// First byte and length of each mapped file.
     parts: Vec<(NonNull<u8>, usize)>,
 }
 
-// SAFETY: the reservation owns its addresses; shared access only reads `parts`, and bytes behind them are either
-// immutable (sealed files) or reached through `&mut self` alone.
-unsafe impl Send for Reservation {}
+// SAFETY: the reservation owns its addresses; shared access only reads `parts`, and bytes behind
+// them are either immutable (sealed files) or reached through `&mut self` alone.
+unsafe impl Send for AddressReservation {}
 // SAFETY: as above.
-unsafe impl Sync for Reservation {}
+unsafe impl Sync for AddressReservation {}
 
-impl Reservation {
+impl AddressReservation {
     pub(crate) fn new(files: &[(BorrowedFd<'_>, u64)], access: FileAccess) -> io::Result<Self> {
         let out_of_range = || io::Error::from(Errno::ENOMEM);
         let mut total = ALIGNMENT;
@@ -61,7 +63,8 @@ impl Reservation {
         for ((fd, _), length) in files.iter().zip(lengths) {
             at = at.next_multiple_of(ALIGNMENT);
             let pointer = match NonZeroUsize::new(length) {
-                // SAFETY: [at, at + length) lies inside the range reserved above, which nothing else uses.
+                // SAFETY: [at, at + length) lies inside the range reserved above, which nothing
+                // else uses.
                 Some(length) => unsafe { map_fixed(at, length, *fd, access) }?,
                 None => NonNull::dangling(),
             };
@@ -71,17 +74,17 @@ impl Reservation {
         Ok(reservation)
     }
 
-    /// The only part of a writable reservation, and its address.
+    /// The bytes of a reservation with one writable file, and their address.
     pub(crate) fn writable(&mut self) -> (&mut [u8], usize) {
         let (pointer, length) = self.parts[0];
-        // SAFETY: mapped readable and writable for `length` bytes; `&mut self` makes this the only view of it in this
-        // process, and the memfd behind it has not been handed to any other.
+        // SAFETY: mapped readable and writable for `length` bytes; `&mut self` makes this the only
+        // view of it in this process, and the memfd behind it has not been handed to any other.
         let slice = unsafe { std::slice::from_raw_parts_mut(pointer.as_ptr(), length) };
         (slice, pointer.as_ptr() as usize)
     }
 }
 
-impl Drop for Reservation {
+impl Drop for AddressReservation {
     fn drop(&mut self) {
         // SAFETY: the range is ours alone, and every view of it borrows or owns `self`.
         let unmapped = unsafe { munmap(self.base, self.length) };
@@ -89,7 +92,8 @@ impl Drop for Reservation {
     }
 }
 
-/// Maps a file over part of a reservation; a write-sealed one privately where the kernel (before 6.7) refuses to share.
+/// Maps a file over part of a reservation, shared. Kernels before 6.7 refuse that for a
+/// write-sealed file; they get a private mapping.
 ///
 /// # Safety
 /// `[at, at + length)` must belong to a reservation of the caller that holds nothing yet.
@@ -114,28 +118,29 @@ unsafe fn map_fixed(
     Ok(mapped?.cast())
 }
 
-/// Keeps one allocation's view, and with it the whole reservation, alive inside `Bytes`.
+/// The owner inside of `Bytes`: one mapped file, which keeps the whole reservation alive.
 struct MappedFile {
-    reservation: Arc<Reservation>,
+    reservation: Arc<AddressReservation>,
     part: usize,
 }
 
 impl AsRef<[u8]> for MappedFile {
     fn as_ref(&self) -> &[u8] {
         let (pointer, length) = self.reservation.parts[self.part];
-        // SAFETY: mapped readable for `length` bytes as long as the reservation lives, over a file that is sealed
-        // against writing and shrinking; of a zero length any aligned pointer will do.
+        // SAFETY: mapped readable for `length` bytes as long as the reservation lives, over a file
+        // that is sealed against writing and shrinking; of a zero length any aligned pointer will
+        // do.
         unsafe { std::slice::from_raw_parts(pointer.as_ptr(), length) }
     }
 }
 
-/// Tells whether a model is still mapped in this process.
+/// Tells whether a model is still mapped in this process, without keeping it mapped.
 #[derive(Debug, Clone)]
 pub struct MappingWatch(WatchedMapping);
 
 #[derive(Debug, Clone)]
 enum WatchedMapping {
-    Host(Weak<Reservation>),
+    Host(Weak<AddressReservation>),
     Device(Weak<AddressRange>),
 }
 
@@ -152,12 +157,13 @@ impl MappingWatch {
     }
 }
 
-/// Maps sealed memfds read-only, in order; the descriptors may be closed afterwards.
+/// Maps sealed memfds read-only, in order. The descriptors may be closed afterwards.
 pub fn map_all(memfds: &[SealedMemfd]) -> Result<(Vec<Bytes>, MappingWatch), MemfdError> {
     let files: Vec<_> = memfds.iter().map(|memfd| (memfd.as_fd(), memfd.bytes())).collect();
     let total = memfds.iter().map(SealedMemfd::bytes).sum();
     let reservation = Arc::new(
-        Reservation::new(&files, FileAccess::Read).map_err(|error| MemfdError::of("map", total, error))?,
+        AddressReservation::new(&files, FileAccess::Read)
+            .map_err(|error| MemfdError::of("map", total, error))?,
     );
     let views = (0..files.len())
         .map(|part| Bytes::from_owner(MappedFile { reservation: Arc::clone(&reservation), part }))
@@ -170,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_are_aligned_and_hold_what_was_sealed() {
+    fn mappings_are_aligned_and_hold_the_sealed_bytes() {
         let memfds: Vec<_> =
             (1..6u8).map(|i| SealedMemfd::from_bytes("test", &vec![i; i as usize * 5000]).unwrap()).collect();
         let (views, watch) = map_all(&memfds).unwrap();
@@ -188,14 +194,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_map_is_fine() {
+    fn empty_files_and_empty_lists_can_be_mapped() {
         let empty = SealedMemfd::from_bytes("test", b"").unwrap();
         assert_eq!(map_all(&[empty]).unwrap().0, [Bytes::new()]);
         assert!(map_all(&[]).unwrap().0.is_empty());
     }
 
     #[test]
-    fn views_are_not_writable() {
+    fn mappings_are_not_writable() {
         let (views, _) = map_all(&[SealedMemfd::from_bytes("test", &[1; 4096]).unwrap()]).unwrap();
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let start = format!("{:x}-", views[0].as_ptr() as usize);

@@ -1,7 +1,9 @@
-//! Sealed memfds: bytes that nobody can change any more, and the proof of it.
+//! [`SealedMemfd`]: a memory file whose bytes and size can never change again.
 //!
-//! Invariant: a `SealedMemfd` has F_SEAL_WRITE, SHRINK, GROW and SEAL set, so neither its bytes nor its size can ever
-//! change, whoever else holds it. Whoever maps one can neither see it change nor get SIGBUS from it.
+//! # Invariants
+//! 1. F_SEAL_WRITE, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL are set, whichever process created
+//!    the file.
+//! 2. So a mapping of it never changes, and never raises SIGBUS.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,7 +15,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// What an importer insists on.
+/// The seals that every importer requires.
 pub(crate) const SEALS: SealFlag = SealFlag::F_SEAL_WRITE
     .union(SealFlag::F_SEAL_SHRINK)
     .union(SealFlag::F_SEAL_GROW)
@@ -23,7 +25,7 @@ pub(crate) const SEALS: SealFlag = SealFlag::F_SEAL_WRITE
 pub enum MemfdError {
     #[error("cannot {action} a memfd")]
     Io { action: &'static str, source: io::Error },
-    #[error("no memory for {bytes} bytes")]
+    #[error("no memory is left for {bytes} bytes")]
     OutOfMemory { bytes: u64, source: io::Error },
     #[error(
         "a memfd of {bytes} bytes exceeds this process's file size limit (RLIMIT_FSIZE): raise it with ulimit -f"
@@ -44,7 +46,7 @@ pub enum MemfdError {
 }
 
 impl MemfdError {
-    /// Names the cause that the user can do something about; `bytes` is what was asked for.
+    /// Picks the variant that tells the user what to change. `bytes` is the requested size.
     pub(crate) fn of(action: &'static str, bytes: u64, source: io::Error) -> Self {
         match source.raw_os_error() {
             Some(libc::ENOMEM | libc::ENOSPC) => Self::OutOfMemory { bytes, source },
@@ -55,7 +57,7 @@ impl MemfdError {
     }
 }
 
-/// A new, empty memfd that can be sealed. `name` shows in /proc/PID/maps.
+/// A new, empty memfd that can be sealed. /proc/PID/maps shows `name`.
 pub(crate) fn create(name: &str) -> Result<OwnedFd, MemfdError> {
     memfd_create(Path::new(name), MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)
         .map_err(|errno| MemfdError::of("create", 0, errno.into()))
@@ -69,21 +71,21 @@ pub struct SealedMemfd {
 }
 
 impl SealedMemfd {
-    /// A small one with these contents: a manifest, a lease record.
+    /// Creates and seals a small file: a manifest, a lease record.
     pub fn from_bytes(name: &str, contents: &[u8]) -> Result<Self, MemfdError> {
         let mut file = std::fs::File::from(create(name)?);
         file.write_all(contents).map_err(|error| MemfdError::of("fill", contents.len() as u64, error))?;
         Self::seal(file.into())
     }
 
-    /// Seals one that no writable mapping exists of.
+    /// Seals a file. It must have no writable mapping.
     pub(crate) fn seal(fd: OwnedFd) -> Result<Self, MemfdError> {
         fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALS))
             .map_err(|errno| MemfdError::Io { action: "seal", source: errno.into() })?;
         Self::verify(fd)
     }
 
-    /// Takes a descriptor from elsewhere, after checking that its bytes can't change.
+    /// Takes a descriptor of another process, and checks that it is sealed.
     pub fn verify(fd: OwnedFd) -> Result<Self, MemfdError> {
         let seals = fcntl(&fd, FcntlArg::F_GET_SEALS)
             .map_err(|errno| MemfdError::NotMemfd { source: errno.into() })?;
@@ -96,7 +98,7 @@ impl SealedMemfd {
         Ok(Self { fd, bytes, inode: stat.st_ino })
     }
 
-    /// Checks that this is the one that a manifest describes.
+    /// Checks that this is the file that a manifest describes.
     pub fn expect(self, bytes: u64, inode: u64) -> Result<Self, MemfdError> {
         if self.bytes != bytes {
             return Err(MemfdError::WrongSize { expected: bytes, found: self.bytes });
@@ -115,7 +117,8 @@ impl SealedMemfd {
         self.inode
     }
 
-    /// The contents, mapped read-only. `what` and `limit` bound what an untrusted sender can make us map.
+    /// The contents, mapped read-only. `limit` bounds what an untrusted sender can make this
+    /// process map; `what` names the contents in the error.
     pub fn map(&self, what: &'static str, limit: u64) -> Result<Bytes, MemfdError> {
         if self.bytes > limit {
             return Err(MemfdError::TooLarge { what, bytes: self.bytes, limit });
@@ -145,9 +148,11 @@ impl AsFd for SealedMemfd {
     }
 }
 
-/// Maps a sealed memfd shared, or private where the kernel (before 6.7) refuses to share a write-sealed one.
+/// Maps a sealed memfd shared. Kernels before 6.7 refuse that for a write-sealed file; they get a
+/// private mapping.
 fn map_shared(fd: &OwnedFd) -> io::Result<Mmap> {
-    // SAFETY: the file is sealed against writing and resizing, so the mapped bytes never change and never vanish.
+    // SAFETY: the file is sealed against writing and resizing, so the mapped bytes never change and
+    // never vanish.
     match unsafe { MmapOptions::new().map(fd) } {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             // SAFETY: as above.
@@ -170,7 +175,7 @@ mod tests {
         let file = File::from(sealed.fd.try_clone().unwrap());
         assert!(file.write_at(b"x", 0).is_err());
         assert!(file.set_len(3).is_err() && file.set_len(300).is_err());
-        // SAFETY: never created.
+        // SAFETY: the mapping is never created.
         assert!(unsafe { MmapOptions::new().map_mut(&file) }.is_err());
         assert_eq!(sealed.map("test", 7).unwrap(), &b"ballast"[..]);
         assert!(matches!(sealed.map("test", 6), Err(MemfdError::TooLarge { bytes: 7, .. })));
@@ -194,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn mixed_up_descriptors_are_noticed() {
+    fn exchanged_descriptors_are_noticed() {
         let first = SealedMemfd::from_bytes("test", b"same size").unwrap();
         let second = SealedMemfd::from_bytes("test", b"same size").unwrap();
         let (bytes, inode) = (first.bytes(), first.inode());

@@ -1,37 +1,50 @@
-//! Which tensor lies in which allocation: a pure value, worked out from sizes alone.
+//! [`PackPlan`]: which tensor lies in which allocation, computed from the sizes of the tensors
+//! alone.
 //!
-//! Devices hand out memory in granules of 2 MiB. A tensor that nearly fills its granules gets an allocation of its
-//! own; the others share slabs. What rounding and alignment cost is paid from one budget, a fixed small share of the
-//! model, spent where it buys most. So no mix of tensor sizes can waste much: one allocation per tensor regardless
-//! would cost 38% of a 0.6B Q8_0 file.
+//! ```text
+//! allocation 0   | large tensor                  |      an allocation of its own
+//! allocation 1   | a | b |  c  | d |             |      a slab: small tensors, 256-byte aligned
+//!                0           2 MiB           4 MiB      granules
+//! ```
+//! A device allocates memory in granules of 2 MiB. A tensor that nearly fills its granules gets an
+//! allocation of its own, the others share slabs. Rounding and alignment waste memory; the plan
+//! limits the waste to a fixed small share of the model and spends it where it gives most tensors
+//! an allocation of their own. One allocation for each tensor would waste 38% of a 0.6B Q8_0 file.
+//!
+//! # Invariants
+//! 1. Tensors do not overlap, and lie inside of their allocations.
+//! 2. Allocations are whole granules and never empty.
+//! 3. A plan depends on nothing but the sizes and their order.
 
-/// Smallest piece of memory that CUDA allocates, and a huge page of the host.
+/// The unit in which CUDA allocates memory, and the size of a huge page of the host.
 pub const GRANULE_BYTES: u64 = 2 << 20;
 
-/// Start of a tensor inside a slab: what CUDA guarantees for its own allocations.
+/// Alignment of a tensor inside a slab: the alignment that CUDA guarantees for its own allocations.
 pub const SLAB_ALIGNMENT_BYTES: u64 = 256;
 
-/// A slab takes no further tensor beyond this; each slab's end costs one granule at most.
+/// A slab that has reached this size takes no further tensor. The end of each slab wastes one
+/// granule at most.
 pub const SLAB_BYTES: u64 = 1 << 30;
 
-/// An allocation of its own may waste at most this part of the tensor.
-const OWN_WASTE_DIVISOR: u64 = 16;
+/// A tensor gets an allocation of its own only if that wastes at most this part of the tensor.
+const SINGLE_WASTE_DIVISOR: u64 = 16;
 
-/// All own allocations and all 2 MiB starts inside slabs together may waste at most this part of the model.
+/// Allocations for single tensors and 2 MiB alignment inside slabs together waste at most this part
+/// of the model.
 const WASTE_BUDGET_DIVISOR: u64 = 512;
 
-/// Beyond this a size is no memory of any machine; keeps every sum below in range.
+/// Larger than any memory. The limit keeps all sums below 64 bits.
 const MAX_TENSOR_BYTES: u64 = 1 << 46;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// Small tensors share.
+    /// Small tensors share allocations.
     Slabs,
-    /// Strictly one allocation each, whatever that wastes.
+    /// One allocation for each tensor, whatever that wastes.
     OnePerTensor,
 }
 
-/// Where one tensor lies.
+/// The place of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPlacement {
     pub allocation: usize,
@@ -40,9 +53,9 @@ pub struct TensorPlacement {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackPlan {
-    /// Bytes of each allocation, whole granules.
+    /// Size of each allocation in bytes, whole granules.
     pub allocations: Vec<u64>,
-    /// In the order of the tensors given.
+    /// In the order of the tensors.
     pub placements: Vec<TensorPlacement>,
     pub tensor_bytes: u64,
 }
@@ -55,7 +68,7 @@ pub struct PackError {
 }
 
 impl PackPlan {
-    /// Plans tensors of these sizes, in the order in which the file holds them: slabs keep that order, so that
+    /// Plans tensors of these sizes, given in the order of the file. Slabs keep this order, so that
     /// reading the file forward writes memory forward.
     pub fn new(tensors: &[u64], packing: Packing) -> Result<Self, PackError> {
         if let Some((index, &bytes)) =
@@ -65,16 +78,19 @@ impl PackPlan {
         }
         let tensor_bytes: u64 = tensors.iter().sum();
         let mut budget = tensor_bytes / WASTE_BUDGET_DIVISOR;
-        let own = match packing {
+        let single = match packing {
             Packing::OnePerTensor => vec![true; tensors.len()],
-            Packing::Slabs => own_allocations(tensors, &mut budget),
+            Packing::Slabs => choose_single_allocations(tensors, &mut budget),
         };
         let mut plan =
             Self { allocations: Vec::new(), placements: Vec::with_capacity(tensors.len()), tensor_bytes };
         let mut slab = None;
-        for (&bytes, own) in tensors.iter().zip(own) {
-            let placement =
-                if own { plan.place_alone(bytes) } else { plan.place_in_slab(bytes, &mut slab, &mut budget) };
+        for (&bytes, single) in tensors.iter().zip(single) {
+            let placement = if single {
+                plan.place_alone(bytes)
+            } else {
+                plan.place_in_slab(bytes, &mut slab, &mut budget)
+            };
             plan.placements.push(placement);
         }
         for bytes in &mut plan.allocations {
@@ -87,13 +103,13 @@ impl PackPlan {
         self.allocations.iter().sum()
     }
 
-    /// What is held beyond the tensors themselves.
+    /// Allocated bytes that hold no tensor.
     pub fn waste_bytes(&self) -> u64 {
         self.allocation_bytes() - self.tensor_bytes
     }
 
     fn place_alone(&mut self, bytes: u64) -> TensorPlacement {
-        // An empty tensor needs a place too.
+        // An empty tensor needs an address too.
         self.allocations.push(bytes.max(1));
         TensorPlacement { allocation: self.allocations.len() - 1, offset: 0 }
     }
@@ -101,7 +117,8 @@ impl PackPlan {
     fn place_in_slab(&mut self, bytes: u64, slab: &mut Option<usize>, budget: &mut u64) -> TensorPlacement {
         let end = slab.map_or(0, |index| self.allocations[index]);
         let mut offset = end.next_multiple_of(SLAB_ALIGNMENT_BYTES);
-        // A large tensor starts on a granule where that is affordable: huge pages and wide loads like it.
+        // A large tensor starts on a granule if the budget allows: that suits huge pages and wide
+        // loads.
         let gap = offset.next_multiple_of(GRANULE_BYTES) - offset;
         if bytes >= GRANULE_BYTES && gap <= *budget {
             *budget -= gap;
@@ -121,28 +138,29 @@ impl PackPlan {
     }
 }
 
-/// Picks tensors for allocations of their own, the best filled first, while the budget lasts.
-fn own_allocations(tensors: &[u64], budget: &mut u64) -> Vec<bool> {
+/// Chooses the tensors that get an allocation of their own: those with the least relative waste
+/// first, while the budget lasts.
+fn choose_single_allocations(tensors: &[u64], budget: &mut u64) -> Vec<bool> {
     let waste = |bytes: u64| bytes.next_multiple_of(GRANULE_BYTES) - bytes;
     let mut candidates: Vec<usize> = (0..tensors.len())
-        .filter(|&index| tensors[index] > 0 && waste(tensors[index]) <= tensors[index] / OWN_WASTE_DIVISOR)
+        .filter(|&index| tensors[index] > 0 && waste(tensors[index]) <= tensors[index] / SINGLE_WASTE_DIVISOR)
         .collect();
-    // By waste relative to size, in whole numbers: waste_a / size_a < waste_b / size_b. Stable, so equal ones stay in
-    // file order and a plan depends on nothing but the sizes.
+    // By relative waste, as integers: waste_a / size_a < waste_b / size_b. The sort is stable, so
+    // tensors of equal waste keep the order of the file.
     candidates.sort_by(|&a, &b| {
         let left = u128::from(waste(tensors[a])) * u128::from(tensors[b]);
         let right = u128::from(waste(tensors[b])) * u128::from(tensors[a]);
         left.cmp(&right)
     });
-    let mut own = vec![false; tensors.len()];
+    let mut single = vec![false; tensors.len()];
     for index in candidates {
         if waste(tensors[index]) > *budget {
             break;
         }
         *budget -= waste(tensors[index]);
-        own[index] = true;
+        single[index] = true;
     }
-    own
+    single
 }
 
 #[cfg(test)]
@@ -184,7 +202,7 @@ mod tests {
         plan
     }
 
-    /// Tensor bytes of qwen3-8b, Q4_K for most and Q6_K for some, as llama.cpp's Q4_K_M mixes them.
+    /// Sizes of the tensors of qwen3-8b in Q4_K_M: most are Q4_K, some Q6_K.
     fn qwen3_8b() -> Vec<u64> {
         let q4 = |columns: u64, rows: u64| columns / 256 * 144 * rows;
         let q6 = |columns: u64, rows: u64| columns / 256 * 210 * rows;
@@ -212,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_granules_get_allocations_of_their_own() {
+    fn tensors_of_whole_granules_get_allocations_of_their_own() {
         let plan = check(&[64 * MIB, 100, 32 * MIB, 100], Packing::Slabs);
         assert_eq!(plan.allocations, [64 * MIB, 2 * MIB, 32 * MIB]);
         assert_eq!(plan.placements[3], TensorPlacement { allocation: 1, offset: 256 });
@@ -225,20 +243,20 @@ mod tests {
     }
 
     #[test]
-    fn slab_ends_before_it_grows_without_bound() {
+    fn a_full_slab_takes_no_further_tensor() {
         let plan = check(&[600 * MIB + 1, 600 * MIB + 1, 600 * MIB + 1, 5], Packing::Slabs);
         assert_eq!(plan.allocations.len(), 3);
         assert_eq!(plan.placements[3].allocation, 2);
     }
 
     #[test]
-    fn absurd_size_is_refused_by_index() {
+    fn a_size_beyond_any_memory_is_refused_with_its_index() {
         let error = PackPlan::new(&[1, u64::MAX], Packing::Slabs).unwrap_err();
         assert_eq!(error, PackError { index: 1, bytes: u64::MAX });
     }
 
     #[test]
-    fn no_tensors_need_no_memory() {
+    fn a_model_without_tensors_needs_no_memory() {
         assert_eq!(check(&[], Packing::Slabs).allocation_bytes(), 0);
     }
 

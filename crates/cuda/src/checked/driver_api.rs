@@ -5,7 +5,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::{DriverError, ExecutionApi};
 
-/// A physical allocation (`CUmemGenericAllocationHandle`). The number means nothing in another process.
+/// A physical allocation (`CUmemGenericAllocationHandle`). The number means nothing in another
+/// process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AllocationHandle(pub u64);
 
@@ -51,7 +52,8 @@ pub struct MemoryInfo {
     pub total_bytes: u64,
 }
 
-/// Devices, contexts and memory. A call that could take memory away from its user is unsafe; every other call is safe.
+/// Devices, contexts and memory. A call that could take memory away from its user is unsafe; every
+/// other call is safe.
 pub trait DriverApi: ExecutionApi + fmt::Debug + Send + Sync {
     /// 1000 * major + 10 * minor of the newest CUDA version that the driver supports.
     fn version(&self) -> Result<u32, DriverError>;
@@ -113,7 +115,8 @@ pub trait DriverApi: ExecutionApi + fmt::Debug + Send + Sync {
     unsafe fn set_current(&self, context: RawContext) -> Result<(), DriverError>;
 
     /// # Safety
-    /// Once for each `retain_context`; what was made in the context is gone, or others retain it too.
+    /// Once for each `retain_context`; what was made in the context is gone, or others retain it
+    /// too.
     unsafe fn release_context(&self, ordinal: u32) -> Result<(), DriverError>;
 
     /// Pins memory of this process, for the context that is current on this thread.
@@ -129,7 +132,8 @@ pub trait DriverApi: ExecutionApi + fmt::Debug + Send + Sync {
     /// Copies to the device and returns when the copy is complete.
     ///
     /// # Safety
-    /// The range is device memory that the caller may write, and a context of its device is current.
+    /// The range is device memory that the caller may write, and a context of its device is
+    /// current.
     unsafe fn copy_to_device(&self, address: u64, bytes: &[u8]) -> Result<(), DriverError>;
 
     /// Copies to the host and returns when the copy is complete.

@@ -2,11 +2,13 @@
 
 use std::fmt;
 
-/// A `CUresult`. A number and no enum, since a driver that is newer than this program has more codes.
+/// A `CUresult`. A number and no enum, since a driver that is newer than this program has more
+/// codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct ErrorCode(pub u32);
 
-/// Codes that this crate handles or that a user is likely to meet, with the name that cuda.h gives them.
+/// Codes that this crate handles or that a user is likely to meet, with the name that cuda.h gives
+/// them.
 macro_rules! codes {
     ($($name:ident = $number:literal;)*) => {
         impl ErrorCode {

@@ -1,8 +1,10 @@
-//! [`ExecutionApi`]: memory of a context, streams, events, graphs and kernels; one method per driver call.
+//! [`ExecutionApi`]: memory of a context, streams, events, graphs and kernels; one method per
+//! driver call.
 //!
-//! All of these belong to the context that was current on the calling thread when they were made. The driver's calls on
-//! contexts, streams, events, modules and functions are thread-safe, so their handles are plain numbers that any thread may
-//! use. Graphs are the exception: one thread at a time.
+//! All of these belong to the context that was current on the calling thread when they were made.
+//! The driver's calls on contexts, streams, events, modules and functions are thread-safe, so their
+//! handles are plain numbers that any thread may use. Graphs are the exception: one thread at a
+//! time.
 
 use std::ffi::{CStr, c_void};
 
@@ -39,13 +41,14 @@ pub struct LaunchConfig {
     pub block: u32,
     /// Dynamic shared memory.
     pub shared_bytes: u32,
-    /// Programmatic dependent launch: the kernel may start while its predecessor in the stream ends. Such a kernel
-    /// executes `griddepcontrol.wait` before it touches what the predecessor writes or reads.
+    /// Programmatic dependent launch: the kernel may start while its predecessor in the stream
+    /// ends. Such a kernel executes `griddepcontrol.wait` before it touches what the predecessor
+    /// writes or reads.
     pub overlaps_predecessor: bool,
 }
 
-/// A handle is valid from the call that returns it until the call that destroys it. Methods that take a handle are
-/// unsafe: the handle has to be valid, and of this driver.
+/// A handle is valid from the call that returns it until the call that destroys it. Methods that
+/// take a handle are unsafe: the handle has to be valid, and of this driver.
 pub trait ExecutionApi {
     /// Waits for all work of the context that is current on this thread.
     fn synchronize(&self) -> Result<(), DriverError>;
@@ -135,7 +138,8 @@ pub trait ExecutionApi {
     unsafe fn upload_graph(&self, graph: RawGraphExec, stream: RawStream) -> Result<(), DriverError>;
 
     /// # Safety
-    /// A valid graph and a valid stream; all memory that the captured work uses stays valid until the launch has ended.
+    /// A valid graph and a valid stream; all memory that the captured work uses stays valid until
+    /// the launch has ended.
     unsafe fn launch_graph(&self, graph: RawGraphExec, stream: RawStream) -> Result<(), DriverError>;
 
     /// The driver defers the destruction of a graph that still runs.
@@ -184,9 +188,9 @@ pub trait ExecutionApi {
     ) -> Result<u32, DriverError>;
 
     /// # Safety
-    /// A function of a loaded module and a valid stream. `arguments` are as many as the kernel has parameters, each
-    /// pointing to a value of the parameter's type, and what the kernel reads and writes with them stays valid until the
-    /// kernel has ended.
+    /// A function of a loaded module and a valid stream. `arguments` are as many as the kernel has
+    /// parameters, each pointing to a value of the parameter's type, and what the kernel reads and
+    /// writes with them stays valid until the kernel has ended.
     unsafe fn launch(
         &self,
         function: RawFunction,
@@ -196,8 +200,8 @@ pub trait ExecutionApi {
     ) -> Result<(), DriverError>;
 
     /// # Safety
-    /// A valid stream; until the copy has ended, the device's range stays valid and writable, and `source` stays valid and
-    /// unchanged.
+    /// A valid stream; until the copy has ended, the device's range stays valid and writable, and
+    /// `source` stays valid and unchanged.
     unsafe fn enqueue_copy_to_device(
         &self,
         stream: RawStream,
@@ -206,8 +210,8 @@ pub trait ExecutionApi {
     ) -> Result<(), DriverError>;
 
     /// # Safety
-    /// A valid stream; until the copy has ended, the device's range stays valid and readable, and nothing else touches
-    /// `target`.
+    /// A valid stream; until the copy has ended, the device's range stays valid and readable, and
+    /// nothing else touches `target`.
     unsafe fn enqueue_copy_to_host(
         &self,
         stream: RawStream,
@@ -216,7 +220,8 @@ pub trait ExecutionApi {
     ) -> Result<(), DriverError>;
 
     /// # Safety
-    /// A valid stream; until the copy has ended, both ranges of the device stay valid. They do not overlap.
+    /// A valid stream; until the copy has ended, both ranges of the device stay valid. They do not
+    /// overlap.
     unsafe fn enqueue_copy_on_device(
         &self,
         stream: RawStream,

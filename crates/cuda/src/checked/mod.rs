@@ -1,12 +1,13 @@
 //! The checked layer: the CUDA driver API as two traits whose every call says whether it succeeded.
 //!
 //! ```text
-//! safe      Device, Context, Stream, Buffer, ...   owners: they release what they hold when they are dropped
-//! checked   DriverApi + ExecutionApi               one method per driver call; handles are plain numbers
+//! safe      Device, Context, Stream, Buffer, ...   owners: dropping one releases what it holds
+//! checked   DriverApi + ExecutionApi               one method per driver call; handles are numbers
 //! raw       function pointers of libcuda           cudarc's types
 //! ```
-//! The traits have two implementations: `libcuda`, the real driver, and in tests [`crate::fake`], which fails calls on
-//! demand and records misuse. Handles and addresses mean something only to the driver that returned them.
+//! The traits have two implementations: `libcuda`, the real driver, and in tests [`crate::fake`],
+//! which fails calls on demand and records misuse. Handles and addresses mean something only to the
+//! driver that returned them.
 
 mod driver_api;
 mod error;

@@ -1,7 +1,8 @@
 //! Retries of calls that the driver answers with 801 (not supported) for a moment.
 //!
-//! Others have seen `cuMemMap` return 801 when many MPS clients import at once while further processes initialize. A
-//! device that lacks a feature returns 801 for ever, so the number of attempts is bounded.
+//! Others have seen `cuMemMap` return 801 when many MPS clients import at once while further
+//! processes initialize. A device that lacks a feature returns 801 for ever, so the number of
+//! attempts is bounded.
 
 use std::time::Duration;
 

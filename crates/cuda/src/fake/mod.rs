@@ -1,8 +1,10 @@
-//! [`FakeDriver`]: a driver without a GPU, for tests. Two devices, as much memory as a test sets, errors at chosen calls.
+//! [`FakeDriver`]: a driver without a GPU, for tests. Two devices, as much memory as a test sets,
+//! errors at chosen calls.
 //!
-//! The fake follows the real driver's rules and records each violation of the contract of [`DriverApi`]: a handle that is
-//! released twice, addresses that are freed under a mapping, access that is set over a gap. An allocation is a memfd, so a
-//! hand-over between two fakes carries real bytes. Streams run their work at once; kernels and graphs are not supported.
+//! The fake follows the real driver's rules and records each violation of the contract of
+//! [`DriverApi`]: a handle that is released twice, addresses that are freed under a mapping, access
+//! that is set over a gap. An allocation is a memfd, so a hand-over between two fakes carries real
+//! bytes. Streams run their work at once; kernels and graphs are not supported.
 
 #![expect(clippy::unwrap_used, reason = "test support: a test that cannot go on should say where")]
 
@@ -198,8 +200,8 @@ impl FakeState {
         self.next
     }
 
-    /// One allocation counts once, however many handles and mappings it has. Descriptors are not counted here: whoever
-    /// holds one is out of sight.
+    /// One allocation counts once, however many handles and mappings it has. Descriptors are not
+    /// counted here: whoever holds one is out of sight.
     fn used(&self) -> u64 {
         let memories = self.handles.values().chain(self.mapped.values().map(|mapping| &mapping.memory));
         let sizes: BTreeSet<(u64, u64)> = memories.map(|memory| (memory.inode(), memory.bytes())).collect();

@@ -13,7 +13,8 @@ use crate::checked::{
     RawGraphExec, RawModule, RawStream,
 };
 
-/// Handles are pointers into the driver; outside of this crate's two lowest layers they are numbers.
+/// Handles are pointers into the driver; outside of this crate's two lowest layers they are
+/// numbers.
 macro_rules! handles {
     ($($raw:ident = $pointer:ty;)*) => {
         $(impl $raw {
@@ -185,7 +186,8 @@ impl ExecutionApi for LibCuda {
 
     unsafe fn load_module(&self, image: &[u8]) -> Result<RawModule, DriverError> {
         let mut module: CUmodule = std::ptr::null_mut();
-        // SAFETY: the caller vouches for the image, which says itself where it ends; one pointer is written.
+        // SAFETY: the caller vouches for the image, which says itself where it ends; one pointer is
+        // written.
         let status = unsafe { (self.functions.load_module)(&mut module, image.as_ptr().cast()) };
         check(DriverCall::ModuleLoadData, status)?;
         Ok(RawModule::new(module))
@@ -198,7 +200,8 @@ impl ExecutionApi for LibCuda {
 
     unsafe fn module_function(&self, module: RawModule, name: &CStr) -> Result<RawFunction, DriverError> {
         let mut function: CUfunction = std::ptr::null_mut();
-        // SAFETY: the caller vouches for the module; the name is a C string; one pointer is written.
+        // SAFETY: the caller vouches for the module; the name is a C string; one pointer is
+        // written.
         let status =
             unsafe { (self.functions.module_function)(&mut function, module.pointer(), name.as_ptr()) };
         check(DriverCall::ModuleGetFunction, status)?;
@@ -286,7 +289,8 @@ impl ExecutionApi for LibCuda {
         source: &[u8],
     ) -> Result<(), DriverError> {
         let (start, bytes) = (source.as_ptr().cast(), source.len());
-        // SAFETY: the caller vouches for the stream, the range and the time that both sides stay valid.
+        // SAFETY: the caller vouches for the stream, the range and the time that both sides stay
+        // valid.
         let status =
             unsafe { (self.functions.enqueue_copy_to_device)(address, start, bytes, stream.pointer()) };
         check(DriverCall::MemcpyHtoDAsync, status)
@@ -299,7 +303,8 @@ impl ExecutionApi for LibCuda {
         address: u64,
     ) -> Result<(), DriverError> {
         let (start, bytes) = (target.as_mut_ptr().cast(), target.len());
-        // SAFETY: the caller vouches for the stream, the range and the time that both sides stay valid.
+        // SAFETY: the caller vouches for the stream, the range and the time that both sides stay
+        // valid.
         let status =
             unsafe { (self.functions.enqueue_copy_to_host)(start, address, bytes, stream.pointer()) };
         check(DriverCall::MemcpyDtoHAsync, status)

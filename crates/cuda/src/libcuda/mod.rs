@@ -35,10 +35,11 @@ fn check(call: DriverCall, status: Status) -> Result<(), DriverError> {
     if status == 0 { Ok(()) } else { Err(DriverError { call, code: ErrorCode(status) }) }
 }
 
-/// The properties of all allocations: device memory that can leave the process as a file descriptor. Granularity,
-/// creation and import have to use the same properties.
+/// The properties of all allocations: device memory that can leave the process as a file
+/// descriptor. Granularity, creation and import have to use the same properties.
 fn properties(device: CUdevice) -> CUmemAllocationProp {
-    // SAFETY: a struct of integers and a pointer that may be null, which the API wants to be zero where not used.
+    // SAFETY: a struct of integers and a pointer that may be null, which the API wants to be zero
+    // where not used.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.requestedHandleTypes = POSIX_FD;
@@ -169,8 +170,8 @@ impl DriverApi for LibCuda {
 
     fn export(&self, handle: AllocationHandle) -> Result<OwnedFd, DriverError> {
         let mut fd: RawFd = -1;
-        // SAFETY: for this type of handle the driver writes one descriptor, an int. A number that is no handle is
-        // refused here, unlike in cuMemRelease.
+        // SAFETY: for this type of handle the driver writes one descriptor, an int. A number that
+        // is no handle is refused here, unlike in cuMemRelease.
         let status = unsafe { (self.functions.export)((&raw mut fd).cast(), handle.0, POSIX_FD, 0) };
         check(DriverCall::MemExportToShareableHandle, status)?;
         // SAFETY: the driver has just opened it for us, close-on-exec.
@@ -181,7 +182,8 @@ impl DriverApi for LibCuda {
         let mut handle = 0;
         // The API takes the descriptor's number in place of a pointer.
         let number = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: the descriptor is open; the driver keeps a reference of its own to what it finds behind it.
+        // SAFETY: the descriptor is open; the driver keeps a reference of its own to what it finds
+        // behind it.
         let status = unsafe { (self.functions.import)(&mut handle, number, POSIX_FD) };
         check(DriverCall::MemImportFromShareableHandle, status)?;
         Ok(AllocationHandle(handle))

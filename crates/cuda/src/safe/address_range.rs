@@ -7,8 +7,8 @@
 //! # Invariants
 //! 1. Mappings lie inside of the range and do not overlap; each holds one whole allocation.
 //! 2. The range owns its mappings: it unmaps each of them, whole, before it frees the addresses.
-//! 3. Whoever gives an address of it to a kernel keeps the range alive until that work has ended. `unmap` and drop rely
-//!    on this.
+//! 3. Whoever gives an address of it to a kernel keeps the range alive until that work has ended.
+//!    `unmap` and drop rely on this.
 
 use std::collections::BTreeMap;
 
@@ -48,7 +48,8 @@ impl AddressRange {
         self.mapped.values().sum()
     }
 
-    /// Maps a whole allocation at an offset. Kernels may touch it after `set_access`. The handle may be dropped afterwards.
+    /// Maps a whole allocation at an offset. Kernels may touch it after `set_access`. The handle
+    /// may be dropped afterwards.
     ///
     /// # Panics
     /// If the mapping leaves the range or overlaps another one.
@@ -59,14 +60,16 @@ impl AddressRange {
         let before = self.mapped.range(..offset + bytes).next_back();
         assert!(before.is_none_or(|(at, size)| at + size <= offset), "mappings don't overlap");
         retry_unsupported(|| {
-            // SAFETY: inside of what this value reserved, and unmapped, both checked above; the handle is borrowed.
+            // SAFETY: inside of what this value reserved, and unmapped, both checked above; the
+            // handle is borrowed.
             unsafe { self.device.driver().map(self.address + offset, bytes, memory.handle()) }
         })?;
         self.mapped.insert(offset, bytes);
         Ok(())
     }
 
-    /// Sets what kernels may do with `[offset, offset + bytes)`, where whole allocations are mapped back to back.
+    /// Sets what kernels may do with `[offset, offset + bytes)`, where whole allocations are mapped
+    /// back to back.
     ///
     /// # Panics
     /// If the range is not mapped like this.
@@ -88,29 +91,29 @@ impl AddressRange {
         })
     }
 
-    /// Copies bytes into writable mappings and returns when the copy is complete. For little data; kernels and streams
-    /// write to `address`.
+    /// Copies bytes into writable mappings and returns when the copy is complete. For little data;
+    /// kernels and streams write to `address`.
     ///
     /// # Panics
     /// Outside of what is mapped.
     pub fn write(&mut self, context: &Context, offset: u64, bytes: &[u8]) -> Result<(), DriverError> {
         self.assert_mapped(offset, bytes.len());
         context.bind()?;
-        // SAFETY: inside of mappings of this value, and a context of some device is current; were it another one, or were the
-        // mappings read-only, the driver would refuse.
+        // SAFETY: inside of mappings of this value, and a context of some device is current; were
+        // it another one, or were the mappings read-only, the driver would refuse.
         unsafe { self.device.driver().copy_to_device(self.address + offset, bytes) }
     }
 
-    /// Copies bytes of readable mappings to the host and returns when the copy is complete. For little data; kernels and
-    /// streams read at `address`.
+    /// Copies bytes of readable mappings to the host and returns when the copy is complete. For
+    /// little data; kernels and streams read at `address`.
     ///
     /// # Panics
     /// Outside of what is mapped.
     pub fn read(&self, context: &Context, offset: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
         self.assert_mapped(offset, bytes.len());
         context.bind()?;
-        // SAFETY: inside of mappings of this value, and a context of some device is current; were it another one, the
-        // driver would refuse.
+        // SAFETY: inside of mappings of this value, and a context of some device is current; were
+        // it another one, the driver would refuse.
         unsafe { self.device.driver().copy_to_host(bytes, self.address + offset) }
     }
 
@@ -124,16 +127,16 @@ impl AddressRange {
         assert!(end >= wanted, "inside of what is mapped");
     }
 
-    /// Unmaps the allocation that one `map` put at `offset`; if the driver fails, it stays mapped. No work on any stream
-    /// may touch it any more.
+    /// Unmaps the allocation that one `map` put at `offset`; if the driver fails, it stays mapped.
+    /// No work on any stream may touch it any more.
     ///
     /// # Panics
     /// If no mapping starts at `offset`.
     pub fn unmap(&mut self, offset: u64) -> Result<(), DriverError> {
         let bytes = self.mapped.get(&offset).copied();
         assert!(bytes.is_some(), "only what is mapped can be unmapped");
-        // SAFETY: exactly what one `map` filled. Device memory: a kernel that still touched it would fault, which ends
-        // this process's context and disturbs nobody else.
+        // SAFETY: exactly what one `map` filled. Device memory: a kernel that still touched it
+        // would fault, which ends this process's context and disturbs nobody else.
         unsafe { self.device.driver().unmap(self.address + offset, bytes.unwrap_or_default()) }?;
         self.mapped.remove(&offset);
         Ok(())
@@ -144,8 +147,8 @@ impl Drop for AddressRange {
     fn drop(&mut self) {
         let offsets: Vec<u64> = self.mapped.keys().copied().collect();
         for offset in offsets {
-            // An error has no receiver, here and below: after a fault every call fails, and the driver takes back what
-            // this process held when the process ends.
+            // An error has no receiver, here and below: after a fault every call fails, and the
+            // driver takes back what this process held when the process ends.
             let _ = self.unmap(offset);
         }
         if !self.mapped.is_empty() {

@@ -45,7 +45,8 @@ impl<T: Pod> Buffer<T> {
     }
 
     pub fn view(&self) -> DeviceView<'_, T> {
-        // SAFETY: `len` values at `address`, which the buffer keeps allocated until work on them has ended.
+        // SAFETY: `len` values at `address`, which the buffer keeps allocated until work on them
+        // has ended.
         unsafe { DeviceView::from_raw(self.address, self.len) }
     }
 
@@ -62,8 +63,8 @@ impl<T: Pod> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // Kernels in flight may still use the memory, so the device is waited for. If that fails, the context is gone, and
-        // the memory with it.
+        // Kernels in flight may still use the memory, so the device is waited for. If that fails,
+        // the context is gone, and the memory with it.
         if self.context.synchronize().is_ok() {
             // SAFETY: the owner, and all work that could use the memory has ended.
             let _ = unsafe { self.context.driver().free(self.address) };

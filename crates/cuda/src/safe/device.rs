@@ -1,11 +1,11 @@
 //! [`Device`]: a GPU that can share memory between processes; [`Context`]: its primary context.
 //!
-//! A `Device` takes no device memory. Its context does (half a GiB), so the context is retained only when something needs
-//! it, and released with the last object that lives in it:
+//! A `Device` takes no device memory. Its context does (half a GiB), so the context is retained
+//! only when something needs it, and released with the last object that lives in it:
 //!
 //! ```text
 //! Device ---- context() ----> Context <---- Stream, Event, Buffer, LazyModule, PinnedBuffer
-//!   (facts, driver)             (retained while any of these lives; all clones of one Device share it)
+//!                             retained while any of these lives; clones of a Device share it
 //! ```
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -110,8 +110,8 @@ impl Device {
         self.0.granularity
     }
 
-    /// The size of an allocation that holds `bytes`. Exporter and importer use the same rounding. `None` if the size
-    /// exceeds 64 bits.
+    /// The size of an allocation that holds `bytes`. Exporter and importer use the same rounding.
+    /// `None` if the size exceeds 64 bits.
     pub fn allocated_bytes(&self, bytes: u64) -> Option<u64> {
         bytes.max(1).checked_next_multiple_of(self.0.granularity)
     }
@@ -121,8 +121,8 @@ impl Device {
         self.driver().memory_info(self.ordinal()).ok()
     }
 
-    /// The device's primary context, current on this thread on return. Retains the context unless a clone of this
-    /// `Device` has done so already.
+    /// The device's primary context, current on this thread on return. Retains the context unless a
+    /// clone of this `Device` has done so already.
     pub fn context(&self) -> Result<Context, DriverError> {
         let mut live = self.live_context();
         let context = match live.upgrade() {
@@ -152,7 +152,8 @@ impl Device {
         live.map_or(Ok(()), |retained| Ok(Context(retained).synchronize()?))
     }
 
-    /// Device memory that modules of this process take: the free memory that loading each of them cost.
+    /// Device memory that modules of this process take: the free memory that loading each of them
+    /// cost.
     pub fn module_bytes(&self) -> u64 {
         self.0.module_bytes.load(Ordering::Relaxed)
     }
@@ -186,7 +187,8 @@ impl Device {
     }
 }
 
-/// Keeps the primary context retained: half a GiB of device memory while any clone of it lives in this process.
+/// Keeps the primary context retained: half a GiB of device memory while any clone of it lives in
+/// this process.
 #[derive(Debug, Clone)]
 pub struct Context(Arc<RetainedContext>);
 
@@ -199,8 +201,8 @@ struct RetainedContext {
 impl Context {
     /// Makes the context current on the calling thread.
     pub fn bind(&self) -> Result<(), DriverError> {
-        // SAFETY: retained as long as self. A thread that has it current after that can only get errors: every use of
-        // device memory in this crate holds on to a context.
+        // SAFETY: retained as long as self. A thread that has it current after that can only get
+        // errors: every use of device memory in this crate holds on to a context.
         unsafe { self.driver().set_current(self.0.raw) }
     }
 
@@ -226,8 +228,9 @@ impl Context {
 
 impl Drop for RetainedContext {
     fn drop(&mut self) {
-        // SAFETY: retained once, by `Device::context`; every object that lives in the context keeps this value.
-        // An error has no receiver: the driver is broken or shutting down, and releases the context itself.
+        // SAFETY: retained once, by `Device::context`; every object that lives in the context keeps
+        // this value. An error has no receiver: the driver is broken or shutting down, and releases
+        // the context itself.
         let _ = unsafe { self.device.driver().release_context(self.device.ordinal()) };
     }
 }

@@ -10,8 +10,8 @@ use crate::checked::{RawGraph, RawGraphExec};
 pub struct Graph {
     stream: Stream,
     exec: RawGraphExec,
-    /// Not `Sync`: the driver does not synchronize launches of one graph from several threads. `Send`: launches go through
-    /// `&self` of one stream, which the driver serializes.
+    /// Not `Sync`: the driver does not synchronize launches of one graph from several threads.
+    /// `Send`: launches go through `&self` of one stream, which the driver serializes.
     not_sync: PhantomData<Cell<()>>,
 }
 
@@ -37,10 +37,12 @@ impl Graph {
         // SAFETY: a capture was begun on this stream by this thread.
         let captured = unsafe { driver.end_capture(stream.raw()) };
         let captured = captured.map(|raw| CapturedWork { stream, raw });
-        // If `work` failed halfway, the driver may still have made a graph of it, which is dropped here.
+        // If `work` failed halfway, the driver may still have made a graph of it, which is dropped
+        // here.
         worked?;
         let captured = captured.map_err(CudaError::from)?;
-        // SAFETY: the graph came from the capture and lives; `exec` is owned by the value that is returned.
+        // SAFETY: the graph came from the capture and lives; `exec` is owned by the value that is
+        // returned.
         let exec = unsafe { driver.instantiate_graph(captured.raw) }.map_err(CudaError::from)?;
         Ok(Self { stream: stream.clone(), exec, not_sync: PhantomData })
     }
@@ -54,8 +56,8 @@ impl Graph {
     /// Launches the captured work in the stream that it was captured from.
     ///
     /// # Safety
-    /// All memory that the captured work uses lives until this launch has ended, and nothing else uses it meanwhile in a way
-    /// that the work itself could not have been enqueued with.
+    /// All memory that the captured work uses lives until this launch has ended, and nothing else
+    /// uses it meanwhile in a way that the work itself could not have been enqueued with.
     pub unsafe fn launch(&self) -> Result<(), CudaError> {
         // SAFETY: both live; what the work uses, by this function's contract.
         Ok(unsafe { self.stream.driver().launch_graph(self.exec, self.stream.raw()) }?)

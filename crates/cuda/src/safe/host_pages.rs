@@ -46,7 +46,8 @@ impl HostPages {
         // SAFETY: inside of the mapping; contents and access stay as they are.
         let _ = unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
         for at in (0..bytes).step_by(PAGE_BYTES) {
-            // SAFETY: inside of the mapping, which nobody else has yet. Volatile: the write is what is wanted.
+            // SAFETY: inside of the mapping, which nobody else has yet. Volatile: the write is what
+            // is wanted.
             unsafe { start.add(at).write_volatile(0) };
         }
         Ok(pages)
@@ -63,8 +64,8 @@ impl HostPages {
 
 impl Drop for HostPages {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and no reference into it outlives its owner. Of a range that was mapped as a whole this
-        // cannot fail.
+        // SAFETY: mapped by `new`, and no reference into it outlives its owner. Of a range that was
+        // mapped as a whole this cannot fail.
         let _ = unsafe { munmap(self.mapping, self.mapped_bytes) };
     }
 }

@@ -1,4 +1,5 @@
-//! [`LazyModule`]: the kernels of one .cu file, loaded at their first use; [`Kernel`]: one of them, ready to be launched.
+//! [`LazyModule`]: the kernels of one .cu file, loaded at their first use; [`Kernel`]: one of them,
+//! ready to be launched.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
@@ -9,7 +10,8 @@ use std::time::Instant;
 use super::{Context, CudaError, Device, Stream};
 use crate::checked::{DriverError, ErrorCode, LaunchConfig, RawFunction, RawModule};
 
-/// One embedded image (a fatbin) on one device. The first [`LazyModule::kernel`] loads it, which takes about a millisecond.
+/// One embedded image (a fatbin) on one device. The first [`LazyModule::kernel`] loads it, which
+/// takes about a millisecond.
 pub struct LazyModule {
     name: &'static str,
     image: &'static [u8],
@@ -39,7 +41,8 @@ pub struct Kernel {
     shared_bytes: Arc<Mutex<u32>>,
 }
 
-/// The driver allocates memory for code in units of 2 MiB, and no image has more than one unit of code.
+/// The driver allocates memory for code in units of 2 MiB, and no image has more than one unit of
+/// code.
 const MODULE_BYTES_MAX: u64 = 2 << 20;
 
 /// A kernel that needs more shared memory, including what it declares itself, has to opt in.
@@ -104,8 +107,9 @@ impl Drop for LoadedModule {
 
 impl Kernel {
     /// # Safety
-    /// `arguments` are as many as the kernel has parameters, each pointing to a value of the parameter's type, and what
-    /// the kernel reads and writes with them is valid until it has ended.
+    /// `arguments` are as many as the kernel has parameters, each pointing to a value of the
+    /// parameter's type, and what the kernel reads and writes with them is valid until it has
+    /// ended.
     pub unsafe fn launch(
         &self,
         stream: &Stream,
@@ -113,7 +117,8 @@ impl Kernel {
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         self.allow_shared(config.shared_bytes)?;
-        // SAFETY: the function is loaded, the stream lives, and the arguments are right by this function's contract.
+        // SAFETY: the function is loaded, the stream lives, and the arguments are right by this
+        // function's contract.
         Ok(unsafe { stream.driver().launch(self.raw, &config, stream.raw(), arguments) }?)
     }
 

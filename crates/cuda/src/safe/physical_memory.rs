@@ -1,7 +1,7 @@
 //! [`PhysicalMemory`]: a handle of one exportable allocation of device memory (CUDA VMM).
 //!
-//! The driver frees the memory when the last handle, file descriptor and mapping of it are gone, in any process. So a
-//! handle may be dropped before or after its mappings.
+//! The driver frees the memory when the last handle, file descriptor and mapping of it are gone, in
+//! any process. So a handle may be dropped before or after its mappings.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -22,7 +22,8 @@ impl PhysicalMemory {
         Ok(Self { device: device.clone(), handle, bytes })
     }
 
-    /// Imports a file descriptor that another process exported. `bytes` is the size that process created.
+    /// Imports a file descriptor that another process exported. `bytes` is the size that process
+    /// created.
     pub fn import(device: &Device, fd: impl AsFd, bytes: u64) -> Result<Self, DriverError> {
         let handle = retry_unsupported(|| device.driver().import(fd.as_fd()))?;
         Ok(Self { device: device.clone(), handle, bytes })
@@ -43,8 +44,8 @@ impl PhysicalMemory {
 
 impl Drop for PhysicalMemory {
     fn drop(&mut self) {
-        // SAFETY: the handle is this value's own, and nothing uses it after.
-        // An error has no receiver: the driver is broken or shutting down, and frees what this process held.
+        // SAFETY: the handle is this value's own, and nothing uses it after. An error has no
+        // receiver: the driver is broken or shutting down, and frees what this process held.
         let _ = unsafe { self.device.driver().release(self.handle) };
     }
 }

@@ -1,10 +1,11 @@
 //! [`PinnedBuffer`]: page-locked host memory that a device copies from and to at full speed.
 //!
 //! Two ways to make one, since their costs differ (measured on a guest with an H200):
-//! - [`PinnedBuffer::new`] lets the driver allocate (cuMemHostAlloc): 0.5 ms a MiB, one thread at a time, while others wait
-//!   for the driver's locks. For small buffers.
-//! - [`PinnedBuffer::pin`] pins [`HostPages`] that exist already: 2 ms for 96 MiB. Clearing those pages takes one thread
-//!   20 ms, needs no driver, and so can run beside the driver's start. For the loader.
+//! - [`PinnedBuffer::new`] lets the driver allocate (cuMemHostAlloc): 0.5 ms a MiB, one thread at a
+//!   time, while others wait for the driver's locks. For small buffers.
+//! - [`PinnedBuffer::pin`] pins [`HostPages`] that exist already: 2 ms for 96 MiB. Clearing those
+//!   pages takes one thread 20 ms, needs no driver, and so can run beside the driver's start. For
+//!   the loader.
 
 use std::io;
 use std::ptr::NonNull;
@@ -16,10 +17,12 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use super::{Context, Device, HostPages, format_mib};
 use crate::checked::{DriverError, retry_unsupported};
 
-/// `len` values in pinned memory, or a part of a larger piece. The memory is released with its last part.
+/// `len` values in pinned memory, or a part of a larger piece. The memory is released with its last
+/// part.
 ///
-/// Whoever has a buffer ensures that no copy of the device uses it while it is written. A part of pinned [`HostPages`] must
-/// also not be dropped during a copy; for memory that the driver allocated, the driver waits.
+/// Whoever has a buffer ensures that no copy of the device uses it while it is written. A part of
+/// pinned [`HostPages`] must also not be dropped during a copy; for memory that the driver
+/// allocated, the driver waits.
 #[derive(Debug)]
 pub struct PinnedBuffer<T> {
     _memory: Arc<PinnedMemory>,
@@ -36,11 +39,11 @@ unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
 struct PinnedMemory {
     /// Pinned memory belongs to a context.
     context: Context,
-    origin: Origin,
+    origin: PinnedOrigin,
 }
 
 #[derive(Debug)]
-enum Origin {
+enum PinnedOrigin {
     Driver { start: NonNull<u8> },
     Pages(HostPages),
 }
@@ -76,7 +79,7 @@ impl<T: Pod> PinnedBuffer<T> {
         let start = NonNull::new(start).ok_or(PinError::TooLarge { bytes: bytes as u64 })?;
         // SAFETY: `bytes` bytes, page-aligned, just allocated; all zeroes are a valid `T`.
         unsafe { start.write_bytes(0, bytes) };
-        let memory = Arc::new(PinnedMemory { context, origin: Origin::Driver { start } });
+        let memory = Arc::new(PinnedMemory { context, origin: PinnedOrigin::Driver { start } });
         Ok(Self { _memory: memory, start: start.cast(), len })
     }
 
@@ -99,14 +102,15 @@ impl PinnedBuffer<u8> {
         // SAFETY: mapped until `pages` is dropped, which is after the drop of what is returned.
         let registered = retry_unsupported(|| unsafe { context.driver().register_host(start.as_ptr(), len) });
         registered.map_err(|source| failed(len, source))?;
-        let memory = Arc::new(PinnedMemory { context, origin: Origin::Pages(pages) });
+        let memory = Arc::new(PinnedMemory { context, origin: PinnedOrigin::Pages(pages) });
         Ok(Self { _memory: memory, start, len })
     }
 
     /// Splits the buffer into as many parts of `bytes` bytes as fit, one behind the other.
     pub fn split(self, bytes: usize) -> Vec<Self> {
         let part = |index: usize| {
-            // SAFETY: inside of the buffer, which is consumed, so that each part is reached through one value only.
+            // SAFETY: inside of the buffer, which is consumed, so that each part is reached through
+            // one value only.
             let start = unsafe { self.start.add(index * bytes) };
             Self { _memory: self._memory.clone(), start, len: bytes }
         };
@@ -119,9 +123,11 @@ impl Drop for PinnedMemory {
         // An error has no receiver: the context is gone, and with it what it knew of the memory.
         let _ = self.context.bind().and_then(|()| match &self.origin {
             // SAFETY: the owner. The driver waits for copies in flight before it frees.
-            Origin::Driver { start } => unsafe { self.context.driver().free_host(start.as_ptr()) },
+            PinnedOrigin::Driver { start } => unsafe { self.context.driver().free_host(start.as_ptr()) },
             // SAFETY: registered by `pin`; whoever had a part has waited for copies out of it.
-            Origin::Pages(pages) => unsafe { self.context.driver().unregister_host(pages.start().as_ptr()) },
+            PinnedOrigin::Pages(pages) => unsafe {
+                self.context.driver().unregister_host(pages.start().as_ptr())
+            },
         });
     }
 }

@@ -1,11 +1,13 @@
-//! [`ResizableMemory`]: device memory of one process that grows and shrinks at one address, one unit at a time.
+//! [`ResizableMemory`]: device memory of one process that grows and shrinks at one address, one
+//! unit at a time.
 //!
 //! ```text
 //! address        + unit_bytes   + 2 unit_bytes              + max_units * unit_bytes
 //! | unit 0       | unit 1       | addresses without memory  |
 //! ```
-//! Addresses for `max_units` are reserved at the start, so data never moves and a captured graph stays valid. Units have
-//! exportable handles, so that a pool can later be handed to another process.
+//! Addresses for `max_units` are reserved at the start, so data never moves and a captured graph
+//! stays valid. Units have exportable handles, so that a pool can later be handed to another
+//! process.
 
 use super::{AddressRange, Context, Device, PhysicalMemory, describe_memory_shortage};
 use crate::checked::{DeviceAccess, DriverError};
@@ -30,7 +32,8 @@ pub enum ResizeError {
 }
 
 impl ResizableMemory {
-    /// Reserves addresses for `max_units` units of `unit_bytes`, rounded up to the granularity, without memory.
+    /// Reserves addresses for `max_units` units of `unit_bytes`, rounded up to the granularity,
+    /// without memory.
     pub fn reserve(device: &Device, unit_bytes: u64, max_units: u64) -> Result<Self, ResizeError> {
         let beyond = ResizeError::BeyondReservation { requested: max_units, max: 0 };
         let sizes =
@@ -60,8 +63,8 @@ impl ResizableMemory {
         self.range.mapped_bytes()
     }
 
-    /// Adds memory until there are `units` units; the contents of new memory are undefined. On an error the memory stays as
-    /// it was.
+    /// Adds memory until there are `units` units; the contents of new memory are undefined. On an
+    /// error the memory stays as it was.
     pub fn grow_to(&mut self, context: &Context, units: u64) -> Result<(), ResizeError> {
         if units > self.max_units {
             return Err(ResizeError::BeyondReservation { requested: units, max: self.max_units });
@@ -73,8 +76,8 @@ impl ResizableMemory {
         let before = self.units;
         let grown = self.add(units);
         grown.map_err(|error| {
-            // Nothing uses the new units, so no fence is needed to unmap them. Should that fail too, they stay mapped and
-            // unused until the memory grows again or is dropped.
+            // Nothing uses the new units, so no fence is needed to unmap them. Should that fail
+            // too, they stay mapped and unused until the memory grows again or is dropped.
             let _ = self.remove(before);
             if error.is_out_of_memory() {
                 ResizeError::OutOfMemory {
@@ -87,9 +90,9 @@ impl ResizableMemory {
         })
     }
 
-    /// Removes units until `units` are left, the last one first. `fence` must wait for all work that could touch them. It
-    /// is called once, before the first unit is unmapped. If it fails, all units stay. If the driver fails to unmap a unit,
-    /// that unit and those before it stay.
+    /// Removes units until `units` are left, the last one first. `fence` must wait for all work
+    /// that could touch them. It is called once, before the first unit is unmapped. If it fails,
+    /// all units stay. If the driver fails to unmap a unit, that unit and those before it stay.
     pub fn shrink_to<E: From<ResizeError>>(
         &mut self,
         units: u64,

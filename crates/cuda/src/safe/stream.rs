@@ -1,4 +1,5 @@
-//! [`Stream`]: a queue of work on the device; [`Event`]: a point in a stream that other streams and the host can wait for.
+//! [`Stream`]: a queue of work on the device; [`Event`]: a point in a stream that other streams and
+//! the host can wait for.
 
 use std::sync::Arc;
 
@@ -43,7 +44,8 @@ impl Stream {
     /// Enqueues a copy to the device.
     ///
     /// # Safety
-    /// Until the copy has ended, the device's range stays valid and writable, and `source` stays valid and unchanged.
+    /// Until the copy has ended, the device's range stays valid and writable, and `source` stays
+    /// valid and unchanged.
     pub unsafe fn enqueue_copy_to_device<T: Pod>(&self, address: u64, source: &[T]) -> Result<(), CudaError> {
         let source = bytemuck::cast_slice(source);
         // SAFETY: the stream lives; the rest is this function's contract.
@@ -53,7 +55,8 @@ impl Stream {
     /// Enqueues a copy to the host.
     ///
     /// # Safety
-    /// Until the copy has ended, the device's range stays valid and readable, and nothing else touches `target`.
+    /// Until the copy has ended, the device's range stays valid and readable, and nothing else
+    /// touches `target`.
     pub unsafe fn enqueue_copy_to_host<T: Pod>(
         &self,
         target: &mut [T],

@@ -1,4 +1,5 @@
-//! [`DeviceView`] and [`DeviceViewMut`]: typed ranges of device memory, whichever allocation they lie in.
+//! [`DeviceView`] and [`DeviceViewMut`]: typed ranges of device memory, whichever allocation they
+//! lie in.
 
 use std::marker::PhantomData;
 
@@ -30,8 +31,8 @@ impl<T> Copy for DeviceView<'_, T> {}
 
 impl<'a, T: Pod> DeviceView<'a, T> {
     /// # Safety
-    /// `len` values of `T` at `address`, aligned, readable from the device and initialized for `'a` and until work enqueued
-    /// during `'a` has ended.
+    /// `len` values of `T` at `address`, aligned, readable from the device and initialized for `'a`
+    /// and until work enqueued during `'a` has ended.
     pub unsafe fn from_raw(address: u64, len: usize) -> Self {
         Self { address, len, owner: PhantomData }
     }
@@ -73,7 +74,8 @@ impl<'a, T: Pod> DeviceView<'a, T> {
         if found != expected {
             return Err(CudaError::Length { what: "copy to host", found, expected });
         }
-        // SAFETY: the view is readable by its contract, `host` has its length and outlives the copy waited for.
+        // SAFETY: the view is readable by its contract, `host` has its length and outlives the copy
+        // waited for.
         unsafe { stream.enqueue_copy_to_host(host, self.address) }?;
         stream.synchronize()
     }
@@ -121,7 +123,8 @@ impl<'a, T: Pod> DeviceViewMut<'a, T> {
         if found != expected {
             return Err(CudaError::Length { what: "copy from host", found, expected });
         }
-        // SAFETY: the view is writable by its contract, `host` has its length and outlives the copy waited for.
+        // SAFETY: the view is writable by its contract, `host` has its length and outlives the copy
+        // waited for.
         unsafe { stream.enqueue_copy_to_device(self.address, host) }?;
         stream.synchronize()
     }

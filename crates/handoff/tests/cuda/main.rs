@@ -1,8 +1,9 @@
-//! Device memory between real processes on a real GPU: `cargo test -p memory --features cuda --test cuda`.
+//! Device memory between real processes on a real GPU: `cargo test -p memory --features cuda --test
+//! cuda`.
 //!
-//! The parent does what the weight-server does: it holds descriptors and never loads the driver. Children of the same
-//! executable load, import, misbehave, and look at the device (`roles`). Without a driver it says so and passes. One argument
-//! picks a check by name.
+//! The parent does what the weight-server does: it holds descriptors and never loads the driver.
+//! Children of the same executable load, import, misbehave, and look at the device (`roles`).
+//! Without a driver it says so and passes. One argument picks a check by name.
 
 #![expect(
     clippy::unwrap_used,
@@ -23,8 +24,9 @@ use proto::weights::v1::BatchReceived;
 
 use roles::{MIB, NO_DRIVER, PATIENCE, ROLE};
 
-/// What 1,000 allocations may take. The goal is 50 ms; H200s were seen to need 42 to 68 (printed), nearly all of it the
-/// driver's. This bound is for what grows faster than the number of allocations.
+/// What 1,000 allocations may take. The goal is 50 ms; H200s were seen to need 42 to 68 (printed),
+/// nearly all of it the driver's. This bound is for what grows faster than the number of
+/// allocations.
 const IMPORT_MAX: Duration = Duration::from_millis(200);
 
 /// The goal: what may be missing on the device when everything has gone.
@@ -40,10 +42,10 @@ struct Machine {
     uuid: String,
 }
 
-type Check = fn(&Machine) -> String;
+type GpuCheck = fn(&Machine) -> String;
 
 /// In this order: what may leave the device in a bad state comes last.
-const CHECKS: [(&str, Check); 9] = [
+const CHECKS: [(&str, GpuCheck); 9] = [
     ("descriptors_alone_keep_the_memory_and_a_later_process_reads_it", descriptors_alone),
     ("a_thousand_allocations_are_imported_in_time", import_speed),
     ("killed_loader_disturbs_no_importer", killed_loader),

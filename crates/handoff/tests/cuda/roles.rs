@@ -257,7 +257,8 @@ fn parts_of_import(driver: &dyn DriverApi, manifest: &Manifest, fds: &[OwnedFd])
         })
     };
     for ((at, bytes), handle) in places().zip(&handles) {
-        // SAFETY: back to back inside of the range just reserved, which is torn down below in order.
+        // SAFETY: back to back inside of the range just reserved, which is torn down below in
+        // order.
         unsafe { driver.map(at, bytes, *handle) }.unwrap();
     }
     lap("map");
@@ -427,7 +428,8 @@ fn cycles(device: &Device) {
         assert!(free() + MIB >= free_before, "cycle {cycle}: {} free, {free_before} before", free());
     }
     let each = started.elapsed().as_secs_f64() * 1e3 / CYCLES as f64;
-    // One access call over several mappings, and a mapping that is only part of a range, work as the layer assumes.
+    // One access call over several mappings, and a mapping that is only part of a range, work as
+    // the layer assumes.
     let physical = PhysicalMemory::create(device, 2 * MIB).unwrap();
     let mut range = AddressRange::reserve(device, 8 * MIB).unwrap();
     range.map(4 * MIB, &physical).unwrap();

@@ -1,7 +1,9 @@
-//! The worker's side: a model that another process loaded, read-only at addresses of this process.
+//! [`ImportedModel`]: a model on a GPU that another process loaded, mapped read-only into this
+//! process.
 //!
-//! One reservation, one mapping per allocation, one call for the access to all of it. Handles and descriptors are gone
-//! when `import` returns: mappings alone keep the memory.
+//! The import reserves one address range, maps each allocation, and sets the access of the whole
+//! range in one call. It closes handles and file descriptors: the mappings alone keep the memory
+//! alive.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,13 +15,13 @@ use crate::mapping::MappingWatch;
 
 #[derive(Debug)]
 pub struct ImportedModel {
-    /// In the manifest's order.
+    /// In the order of the manifest.
     pub tensors: Vec<DeviceTensor>,
     memory: Arc<AddressRange>,
 }
 
-/// A tensor on the device, read-only for kernels. It keeps the whole model mapped: drop it when the work that was
-/// given its address has ended.
+/// A tensor on the device, read-only for kernels. It keeps the whole model mapped. Drop it only
+/// when the work that uses its address has ended.
 #[derive(Debug, Clone)]
 pub struct DeviceTensor {
     pub name: String,
@@ -39,7 +41,8 @@ impl DeviceTensor {
         self.address
     }
 
-    /// Copies bytes of it to the host, complete on return. For little data: kernels read at `address`.
+    /// Copies bytes of the tensor to the host and returns when the copy is complete. For little
+    /// data; kernels read at `address`.
     ///
     /// # Panics
     /// Beyond the end of the tensor.
@@ -56,18 +59,18 @@ pub enum ImportModelError {
     WrongDevice { expected: DeviceUuid, found: String },
     #[error("the manifest lists {expected} allocations, {found} descriptors came")]
     Count { expected: usize, found: usize },
-    #[error("the manifest's allocations are larger than any memory")]
+    #[error("the allocations of the manifest exceed any memory")]
     TooLarge,
     #[error(
         "allocation {index} of {bytes} bytes cannot be imported: if driver or device were reset since it was loaded, load the model again"
     )]
     Allocation { index: usize, bytes: u64, source: DriverError },
-    #[error("the model's {bytes} bytes cannot be mapped")]
+    #[error("the {bytes} bytes of the model cannot be mapped")]
     Map { bytes: u64, source: DriverError },
 }
 
 impl ImportedModel {
-    /// Maps what a manifest describes; the descriptors are closed.
+    /// Maps the allocations that a manifest describes, and closes their descriptors.
     pub fn import(device: &Device, manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Self, ImportModelError> {
         let here = device.uuid().to_string();
         let elsewhere = |found: &&ManifestDevice| found.kind != DeviceKind::Cuda || found.id != here;
@@ -95,7 +98,8 @@ impl ImportedModel {
             layout: tensor.layout,
             shape: tensor.shape.clone(),
             bytes: tensor.bytes,
-            // In range: a manifest's tensors lie inside their allocations.
+            // In range: `Manifest::validate` has checked that tensors lie inside of their
+            // allocations.
             address: memory.address() + offsets[tensor.allocation].0 + tensor.offset,
             memory: Arc::clone(&memory),
         });
@@ -112,7 +116,8 @@ impl ImportedModel {
     }
 }
 
-/// Offset and size of each allocation in one range, and the range's size; none if no memory could hold it.
+/// Offset and size of each allocation in one range, and the size of the range; `None` if no memory
+/// could hold it.
 fn offsets(device: &Device, manifest: &Manifest) -> Option<(Vec<(u64, u64)>, u64)> {
     let mut total = 0u64;
     let mut offsets = Vec::with_capacity(manifest.allocations.len());
@@ -121,6 +126,6 @@ fn offsets(device: &Device, manifest: &Manifest) -> Option<(Vec<(u64, u64)>, u64
         offsets.push((total, bytes));
         total = total.checked_add(bytes)?;
     }
-    // Addresses are sums of a base and an offset: far from the end of 64 bits.
+    // An address is the sum of a base and an offset; this limit keeps it below 64 bits.
     (total < 1 << 48).then_some((offsets, total))
 }

@@ -18,7 +18,8 @@ const SIZES: [u64; 3] = [GRANULE, 3 * GRANULE, 2 * GRANULE];
 
 const TOTAL: u64 = 6 * GRANULE;
 
-/// Everything that allocating, handing over and importing calls before there is something to tear down.
+/// Everything that allocating, handing over and importing calls before there is something to tear
+/// down.
 const BUILDING: [DriverCall; 8] = [
     DriverCall::MemAddressReserve,
     DriverCall::MemCreate,

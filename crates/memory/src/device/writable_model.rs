@@ -1,4 +1,4 @@
-//! The loader's side: a model's allocations, writable until they are handed over.
+//! [`WritableModel`]: the allocations of a model on a GPU, as the loader fills them.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -8,14 +8,16 @@ use cuda::{
 };
 use nix::sys::resource::{Resource, getrlimit};
 
-/// Between two looks at a device whose memory is still held by a process that is ending.
+/// Pause between two attempts to allocate while a process that was killed still holds device
+/// memory.
 const MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
-/// A model in the making: all its allocations back to back, readable and writable for this process's kernels.
+/// All allocations of a model, mapped back to back; kernels of this process may read and write
+/// them.
 #[derive(Debug)]
 pub struct WritableModel {
     range: AddressRange,
-    /// Address of each allocation's first byte.
+    /// Address of the first byte of each allocation.
     addresses: Vec<u64>,
     allocations: Vec<PhysicalMemory>,
 }
@@ -25,14 +27,14 @@ pub enum AllocateError {
     #[error("{}", describe_memory_shortage(*.requested_bytes, *.free_bytes))]
     OutOfMemory {
         requested_bytes: u64,
-        /// Before anything of it was allocated; none where the driver does not say.
+        /// Free bytes before anything was allocated; `None` if the driver does not report them.
         free_bytes: Option<u64>,
     },
     #[error(
-        "{needed} file descriptors are needed for the model's allocations, {free} are free (RLIMIT_NOFILE): raise it with ulimit -n"
+        "the allocations of the model need {needed} file descriptors, {free} are free (RLIMIT_NOFILE): raise it with ulimit -n"
     )]
     OutOfFds { needed: usize, free: usize },
-    #[error("allocation {index} of {bytes} bytes is larger than any memory")]
+    #[error("allocation {index} of {bytes} bytes exceeds any memory")]
     TooLarge { index: usize, bytes: u64 },
     #[error("the model's memory cannot be allocated")]
     Driver(#[from] DriverError),
@@ -40,18 +42,18 @@ pub enum AllocateError {
 
 #[derive(Debug, thiserror::Error)]
 pub enum FinishError {
-    #[error("the writable view of the model cannot be taken away")]
+    #[error("the writable mapping of the model cannot be removed")]
     Unmap(#[source] DriverError),
     #[error("allocation {index} cannot be exported")]
     Export { index: usize, source: DriverError },
 }
 
 impl WritableModel {
-    /// Allocates memory for a plan's allocations, all or nothing.
+    /// Allocates and maps all allocations of a plan, or none.
     ///
-    /// Where the device lacks memory it asks again for as long as `patience`, holding nothing meanwhile: a process that
-    /// was killed gives its memory back late. The context is for the addresses to be of use, and for the driver to say how
-    /// much is free.
+    /// If the device has too little free memory, it tries again until `patience` has passed, and
+    /// holds nothing meanwhile: the memory of a process that was killed becomes free late. The
+    /// context makes the addresses usable, and lets the driver report how much memory is free.
     pub fn allocate(
         context: &Context,
         allocations: &[u64],
@@ -67,7 +69,8 @@ impl WritableModel {
         let requested_bytes = sizes.iter().sum();
         let deadline = Instant::now() + patience;
         loop {
-            // What it had got so far went back with the failed attempt: the number is that of before.
+            // A failed attempt has released what it had allocated, so the free bytes are those
+            // before the attempt.
             let attempt = if device.memory_info().is_some_and(|info| info.free_bytes < requested_bytes) {
                 None
             } else {
@@ -106,12 +109,12 @@ impl WritableModel {
         Ok(Self { range, addresses, allocations })
     }
 
-    /// Where each allocation starts, in the plan's order: writable until `finish`.
+    /// The address of each allocation, in the order of the plan; writable until `finish`.
     pub fn addresses(&self) -> &[u64] {
         &self.addresses
     }
 
-    /// What allocation `index` takes: what was asked for, in whole granules.
+    /// The size of allocation `index`: the requested size, rounded up to whole granules.
     pub fn bytes(&self, index: usize) -> Option<u64> {
         self.allocations.get(index).map(PhysicalMemory::bytes)
     }
@@ -120,7 +123,8 @@ impl WritableModel {
         self.range.device()
     }
 
-    /// Copies bytes into an allocation, complete on return. For little data: kernels and streams write to `addresses`.
+    /// Copies bytes into an allocation and returns when the copy is complete. For little data;
+    /// kernels and streams write to `addresses`.
     ///
     /// # Panics
     /// Beyond the end of the allocation.
@@ -140,7 +144,8 @@ impl WritableModel {
         self.range.write(context, start + offset, bytes)
     }
 
-    /// Ends writing and gives out one descriptor for each allocation. All work on the device must have ended.
+    /// Removes the writable mappings and exports one file descriptor for each allocation. All work
+    /// on the device must have ended.
     pub fn finish(self) -> Result<Vec<OwnedFd>, FinishError> {
         let Self { mut range, addresses, allocations } = self;
         for address in addresses {
@@ -155,7 +160,7 @@ impl WritableModel {
     }
 }
 
-/// Whole granules of the device, whose sum is in range.
+/// The sizes in whole granules of the device; their sum fits 64 bits.
 fn sizes(device: &Device, allocations: &[u64]) -> Result<Vec<u64>, AllocateError> {
     let mut total = 0u64;
     let mut sizes = Vec::with_capacity(allocations.len());
@@ -167,7 +172,7 @@ fn sizes(device: &Device, allocations: &[u64]) -> Result<Vec<u64>, AllocateError
     Ok(sizes)
 }
 
-/// How many descriptors this process may still open; unknown counts as enough.
+/// How many file descriptors this process may still open. An unknown limit counts as unlimited.
 fn free_descriptors() -> usize {
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
