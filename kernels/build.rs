@@ -1,11 +1,20 @@
-//! Compiles kernels/cuda/*.cu with nvcc, one image per file, when the feature `cuda` is on; otherwise does nothing.
+//! Compiles kernels/cuda/*.cu with nvcc, one image per file, if the feature `cuda` is on.
 //!
-//! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists what an image holds: `sm_90a` is
-//! machine code, `compute_90` is PTX that newer drivers compile at load. The default is what the development machines
-//! need; a release sets "sm_90a,sm_100,sm_120,compute_120". Bulk copies make 9.0 the least.
+//! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists what an image
+//! holds: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they load it.
+//! The default is what the development machines need; a release sets
+//! "sm_90a,sm_100,sm_120,compute_120". Bulk copies need at least 9.0.
 //!
-//! An image is made again only if the command that makes it, or a file that nvcc read for it, has changed since: beside
-//! `x.fatbin` stand `x.command`, written when its compilation began, and `x.d`, the files that nvcc read.
+//! Before nvcc runs, the tables of src/cuda/abi become headers in $OUT_DIR/abi. Afterwards
+//! $OUT_DIR/compiled_kernels.rs lists the kernels of each image, so that the crate can refuse a
+//! launch of a kernel that does not exist.
+//!
+//! An image is compiled again only if its command changed, or a file that nvcc read for it. Four
+//! files record this: `x.fatbin`, `x.command` (written when the compilation began), `x.d` (the files
+//! that nvcc read) and `x.kernels` (the names that ptxas compiled).
+
+#[path = "src/cuda/abi/mod.rs"]
+mod abi;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,6 +22,8 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 
 const DEFAULT_ARCHS: &str = "sm_90a";
+/// What `ptxas -v` prints for each kernel: "Compiling entry function 'rms_norm' for 'sm_90a'".
+const COMPILED_KERNEL: &str = "Compiling entry function '";
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -23,6 +34,7 @@ fn main() {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=cuda");
+    println!("cargo:rerun-if-changed=src/cuda/abi");
     if let Err(problem) = compile_all() {
         // Cargo shows what a failed build script printed.
         eprintln!("{problem}");
@@ -30,19 +42,27 @@ fn main() {
     }
 }
 
+struct Compiler {
+    nvcc: PathBuf,
+    /// Values of `-gencode`.
+    targets: Vec<String>,
+    out: PathBuf,
+}
+
 fn compile_all() -> Result<(), String> {
     let archs = std::env::var("BALLAST_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.to_owned());
     let targets: Vec<String> = archs.split(',').map(|arch| gencode(arch.trim())).collect::<Result<_, _>>()?;
     println!("cargo:rustc-env=BALLAST_CUDA_ARCHS={archs}");
-    let nvcc = nvcc()?;
     let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    write_headers(&out.join("abi"))?;
+    let compiler = Compiler { nvcc: find_nvcc()?, targets, out };
     let mut sources: Vec<PathBuf> = std::fs::read_dir("cuda")
         .map_err(|error| format!("kernels/cuda cannot be listed: {error}"))?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
         .collect();
     sources.sort();
-    let queue = Mutex::new(sources);
+    let queue = Mutex::new(sources.clone());
     let next = || queue.lock().ok()?.pop();
     let jobs = std::env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
     std::thread::scope(|scope| {
@@ -50,16 +70,49 @@ fn compile_all() -> Result<(), String> {
             .map(|_| {
                 scope.spawn(|| {
                     while let Some(source) = next() {
-                        compile(&nvcc, &targets, &source, &out)?;
+                        compiler.compile(&source)?;
                     }
-                    Ok(())
+                    Ok::<(), String>(())
                 })
             })
             .collect();
         workers
             .into_iter()
             .try_for_each(|worker| worker.join().map_err(|_| "a compile thread panicked".to_owned())?)
-    })
+    })?;
+    write_kernel_names(&compiler.out, &sources)
+}
+
+/// The tables of src/cuda/abi as headers. An unchanged header keeps its time, or all images would be
+/// compiled again.
+fn write_headers(folder: &Path) -> Result<(), String> {
+    let failed = |error| format!("{} cannot be written: {error}", folder.display());
+    std::fs::create_dir_all(folder).map_err(failed)?;
+    for header in &abi::HEADERS {
+        let (path, text) = (folder.join(header.file), header.to_cuda());
+        if std::fs::read_to_string(&path).is_ok_and(|current| current == text) {
+            continue;
+        }
+        std::fs::write(&path, text).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// The kernels of each image; none for an image without machine code (PTX alone), whose names nvcc
+/// does not print.
+fn write_kernel_names(out: &Path, sources: &[PathBuf]) -> Result<(), String> {
+    let mut text = String::from("const COMPILED_KERNELS: &[(&str, &[&str])] = &[\n");
+    for source in sources {
+        let stem = source.file_stem().ok_or("a source without a name")?;
+        let path = out.join(stem).with_extension("kernels");
+        let names = std::fs::read_to_string(&path)
+            .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+        let names: Vec<&str> = names.lines().collect();
+        text += &format!("    ({:?}, &{names:?}),\n", stem.to_string_lossy());
+    }
+    text += "];\n";
+    std::fs::write(out.join("compiled_kernels.rs"), text)
+        .map_err(|error| format!("compiled_kernels.rs cannot be written: {error}"))
 }
 
 fn gencode(arch: &str) -> Result<String, String> {
@@ -70,50 +123,65 @@ fn gencode(arch: &str) -> Result<String, String> {
     }
 }
 
-/// `--fmad=false`: an addition is fused with a product only where the source says fmaf, so that every kernel rounds alike.
-fn compile(nvcc: &Path, targets: &[String], source: &Path, out: &Path) -> Result<(), String> {
-    let stem = source.file_stem().ok_or("a source without a name")?;
-    let made = |extension: &str| out.join(stem).with_extension(extension);
-    let (image, dependencies, record) = (made("fatbin"), made("d"), made("command"));
-    let mut command = Command::new(nvcc);
-    command.args([
-        "-fatbin",
-        "-std=c++17",
-        "-O3",
-        "--fmad=false",
-        "-Werror",
-        "all-warnings",
-        "--compress-mode=size",
-    ]);
-    for target in targets {
-        command.args(["-gencode", target]);
+impl Compiler {
+    /// `--fmad=false`: nvcc fuses an addition with a product only where the source says fmaf, so that
+    /// every kernel rounds alike.
+    fn compile(&self, source: &Path) -> Result<(), String> {
+        let stem = source.file_stem().ok_or("a source without a name")?;
+        let output_path = |extension: &str| self.out.join(stem).with_extension(extension);
+        let (image, dependencies, record) = (output_path("fatbin"), output_path("d"), output_path("command"));
+        let mut command = Command::new(&self.nvcc);
+        command.args([
+            "-fatbin",
+            "-std=c++17",
+            "-O3",
+            "--fmad=false",
+            "-Werror",
+            "all-warnings",
+            "--compress-mode=size",
+            "-Xptxas=-v",
+            "-Icuda",
+        ]);
+        command.arg("-I").arg(&self.out);
+        for target in &self.targets {
+            command.args(["-gencode", target]);
+        }
+        command.arg("-MD").arg("-MF").arg(&dependencies).arg("-o").arg(&image).arg(source);
+        let wanted = format!("{command:?}");
+        if std::fs::read_to_string(&record).is_ok_and(|current| current == wanted)
+            && is_current(&image, &dependencies, &record).unwrap_or(false)
+            && output_path("kernels").exists()
+        {
+            return Ok(());
+        }
+        let failed = |path: &Path, error| format!("{} cannot be replaced: {error}", path.display());
+        match std::fs::remove_file(&image) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(&image, error)),
+            _ => std::fs::write(&record, &wanted).map_err(|error| failed(&record, error))?,
+        }
+        let output = command
+            .output()
+            .map_err(|error| format!("{} cannot be started: {error}", self.nvcc.display()))?;
+        let printed = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        if !output.status.success() {
+            return Err(format!("nvcc failed on {}:\n{}", source.display(), printed.concat()));
+        }
+        let names = output_path("kernels");
+        std::fs::write(&names, compiled_kernels(&printed.concat())).map_err(|error| failed(&names, error))
     }
-    command.arg("-MD").arg("-MF").arg(&dependencies).arg("-o").arg(&image).arg(source);
-    let wanted = format!("{command:?}");
-    if std::fs::read_to_string(&record).is_ok_and(|made| made == wanted)
-        && is_current(&image, &dependencies, &record).unwrap_or(false)
-    {
-        return Ok(());
-    }
-    let failed = |path: &Path, error| format!("{} cannot be replaced: {error}", path.display());
-    match std::fs::remove_file(&image) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(&image, error)),
-        _ => std::fs::write(&record, &wanted).map_err(|error| failed(&record, error))?,
-    }
-    let output =
-        command.output().map_err(|error| format!("{} cannot be started: {error}", nvcc.display()))?;
-    if !output.status.success() {
-        return Err(format!(
-            "nvcc failed on {}:\n{}{}",
-            source.display(),
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        ));
-    }
-    Ok(())
 }
 
-/// Whether the image is there and nothing that it was made of is younger than the record of its making.
+/// The kernels that `ptxas -v` named, one a line.
+fn compiled_kernels(printed: &str) -> String {
+    let named = |line: &str| Some(line.split_once(COMPILED_KERNEL)?.1.split_once('\'')?.0.to_owned());
+    let mut names: Vec<String> = printed.lines().filter_map(named).collect();
+    names.sort();
+    // Once per architecture.
+    names.dedup();
+    names.join("\n")
+}
+
+/// Whether the image exists and no file that nvcc read for it is newer than its record.
 fn is_current(image: &Path, dependencies: &Path, record: &Path) -> std::io::Result<bool> {
     let changed = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
     let began = changed(record)?;
@@ -128,7 +196,7 @@ fn is_current(image: &Path, dependencies: &Path, record: &Path) -> std::io::Resu
     image.try_exists()
 }
 
-fn nvcc() -> Result<PathBuf, String> {
+fn find_nvcc() -> Result<PathBuf, String> {
     let output = Command::new("../scripts/cuda-toolkit")
         .output()
         .map_err(|error| format!("scripts/cuda-toolkit cannot be started: {error}"))?;

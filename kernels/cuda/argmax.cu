@@ -6,11 +6,12 @@
 
 #include <cstdint>
 
+#include "abi/elementwise.cuh"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int THREADS = 1024;
+constexpr int THREADS = ARGMAX_THREADS;
 constexpr uint32_t NO_BEST = 0xFFFFFFFF;
 
 struct Candidate {
@@ -61,3 +62,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x
     best = best_of_warp(warp_best[threadIdx.x]);
     if (threadIdx.x == 0) out[blockIdx.x] = isfinite(best.value) ? best.index : NO_BEST;
 }
+CHECK_SIGNATURE(argmax_rows, ArgmaxRows);

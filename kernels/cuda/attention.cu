@@ -125,13 +125,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float value = merge_dimension(partial_sums, partial_weights, merge, head, heads, dim, i);
     if (i < dim) out[(size_t(merge.row) * heads + head) * dim + i] = value;
 }
+CHECK_SIGNATURE(attention_merge, AttentionMerge);
 
 #define MERGE_KERNEL(SUFFIX, QUANTIZER)                                                                                                \
     extern "C" __global__ void __launch_bounds__(TILE_COLS)                                                                    \
         attention_merge##SUFFIX(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,                 \
                                 const uint32_t *count, int heads, int dim, float *out, uint8_t *act_tiles) {                      \
         merge_and_quantize<QUANTIZER>(partial_sums, partial_weights, merges, count, heads, dim, out, act_tiles);                      \
-    }
+    } \
+    CHECK_SIGNATURE(attention_merge##SUFFIX, AttentionMergeQuantized);
 MERGE_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 MERGE_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 MERGE_KERNEL(_q8_k, QuantizePer256)

@@ -10,13 +10,14 @@
 
 #include <cstdint>
 
+#include "abi/elementwise.cuh"
+
 namespace {
 
-constexpr uint64_t PIECE_BYTES = 1 << 20;
 constexpr int BLOCK_BYTES = 1024;
 constexpr int STRIPE_BYTES = 64;
 constexpr int STRIPES = BLOCK_BYTES / STRIPE_BYTES;
-constexpr int THREADS = 512;
+constexpr int THREADS = CHECKSUM_THREADS;
 // Eight lanes sum one block.
 constexpr int BLOCKS_AT_ONCE = THREADS / 8;
 
@@ -77,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
     __shared__ uint64_t final_acc[8];
     __shared__ uint64_t keys[24];
     load_keys(keys);
-    const uint8_t *plane_offset = bytes + blockIdx.x * PIECE_BYTES;
-    uint64_t len = min(total - blockIdx.x * PIECE_BYTES, PIECE_BYTES);
+    const uint8_t *plane_offset = bytes + blockIdx.x * uint64_t(PIECE_BYTES);
+    uint64_t len = min(total - blockIdx.x * uint64_t(PIECE_BYTES), uint64_t(PIECE_BYTES));
     int lane = threadIdx.x % 8, group = threadIdx.x / 8;
     int whole_blocks = (len - 1) / BLOCK_BYTES;
 
@@ -122,3 +123,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
         out[2 * blockIdx.x + threadIdx.x] = merge(final_acc, SECRET + (high ? 117 : 11), start);
     }
 }
+CHECK_SIGNATURE(checksum_pieces, ChecksumPieces);

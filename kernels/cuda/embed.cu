@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 
+#include "abi/elementwise.cuh"
 #include "linear/async_copy.cuh"
 #include "linear/planes.cuh"
 
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
     const uint8_t *block = raw + threadIdx.x / block_len * planes.block_bytes;
     out[static_cast<size_t>(blockIdx.y) * cols + col] = decode(type, block, threadIdx.x % block_len);
 }
+CHECK_SIGNATURE(embed_quantized, EmbedQuantized);
 
 // The same for plain types.
 extern "C" __global__ void __launch_bounds__(TILE_COLS) embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
@@ -108,3 +110,4 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS) embed_float(int type, co
                                 : __bfloat162float(reinterpret_cast<const __nv_bfloat16 *>(table)[at]);
     out[static_cast<size_t>(blockIdx.y) * cols + col] = value;
 }
+CHECK_SIGNATURE(embed_float, EmbedFloat);

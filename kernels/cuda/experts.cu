@@ -16,7 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "experts/group.cuh"
+#include "abi/experts.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
 
@@ -25,10 +25,11 @@ namespace {
 // Smallest divisor when probabilities are renormalised (the smallest normal f16, as ops::choose_experts has it).
 constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 // Of a lane: up to 512 experts.
-constexpr int EXPERTS_PER_LANE = 16;
-constexpr int GROUP_THREADS = 1024;
-constexpr int QUANTIZE_WARPS = 8;
-constexpr int EXPERTS_MAX = 32 * EXPERTS_PER_LANE;
+constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
+constexpr int GROUP_THREADS = EXPERT_SORT_THREADS;
+// In the order of sorted pairs, of a slot without a pair: what an expert's pairs leave of their last
+// activation tile.
+constexpr uint32_t NO_PAIR = ~0u;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -39,7 +40,7 @@ template <typename T>
 __device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token, int rows, int cols, float *out) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = blockIdx.x * EXPERT_MATVEC_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     size_t pair = blockIdx.y;
     weights += (size_t(experts[pair]) * rows + row) * cols;
@@ -56,7 +57,7 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-    int at = blockIdx.x * QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
+    int at = blockIdx.x * EXPERT_QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
     if (slot >= slots) return;
     uint32_t pair = sorted_pairs[slot];
     if (pair == NO_PAIR) return;
@@ -72,11 +73,11 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts, float *expert_weights) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     logits += size_t(row) * count;
     float probability[EXPERTS_PER_LANE];
@@ -139,6 +140,8 @@ extern "C" __global__ void __launch_bounds__(128)
         *expert_weight = __fdiv_rn(*expert_weight, divisor);
     }
 }
+
+CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
 // Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `sorted_pairs` gets the pair of each of `slots`
 // slots, or NO_PAIR; `groups` the experts' groups of at most `group_pairs`, `*group_count` how many there are.
@@ -211,13 +214,14 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(co
     __syncthreads();
     walk([&](int pair, uint32_t expert, uint32_t place) { sorted_pairs[first_slot[expert] + place] = pair; });
 }
+CHECK_SIGNATURE(expert_sort_pairs, ExpertSortPairs);
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
     expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
     wait_for_previous_kernel();
     launch_next_kernel();
     size_t row = blockIdx.x;
-    int col = blockIdx.y * 256 + threadIdx.x;
+    int col = blockIdx.y * EXPERT_COMBINE_THREADS + threadIdx.x;
     if (col >= cols) return;
     contributions += row * used * cols + col;
     expert_weights += row * used;
@@ -226,21 +230,24 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int rank = 0; rank < used; rank++) sum += expert_weights[rank] * contributions[size_t(rank) * cols];
     out[row * cols + col] = sum;
 }
+CHECK_SIGNATURE(expert_combine, ExpertCombine);
 
 #define QUANTIZE_PAIRS_KERNEL(NAME, QUANTIZER)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS) expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, \
+    extern "C" __global__ void __launch_bounds__(32 * EXPERT_QUANTIZE_WARPS) expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, \
                                                                                       int pairs_per_token, int cols, uint8_t *act_tiles) { \
         quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, act_tiles);                                                  \
-    }
+    } \
+    CHECK_SIGNATURE(expert_quantize_##NAME, ExpertQuantize);
 QUANTIZE_PAIRS_KERNEL(q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 QUANTIZE_PAIRS_KERNEL(q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 QUANTIZE_PAIRS_KERNEL(q8_k, QuantizePer256)
 
-#define FLOAT_MATVEC_KERNEL(NAME, TYPE)                                                                                               \
+#define FLOAT_MATVEC_KERNEL(NAME, TYPE, SIGNATURE)                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) expert_matvec_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
                                                                             int pairs_per_token, int rows, int cols, float *out) { \
         float_matvec<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);                                             \
-    }
-FLOAT_MATVEC_KERNEL(f32, float)
-FLOAT_MATVEC_KERNEL(f16, __half)
-FLOAT_MATVEC_KERNEL(bf16, __nv_bfloat16)
+    } \
+    CHECK_SIGNATURE(expert_matvec_##NAME, SIGNATURE);
+FLOAT_MATVEC_KERNEL(f32, float, ExpertMatvecF32)
+FLOAT_MATVEC_KERNEL(f16, __half, ExpertMatvecF16)
+FLOAT_MATVEC_KERNEL(bf16, __nv_bfloat16, ExpertMatvecBF16)

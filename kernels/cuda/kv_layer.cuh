@@ -4,26 +4,13 @@
 // A head's part in q8_0 is the bytes of all tokens, [token][dim], then their f16 scales, [token][q8_scales].
 #pragma once
 
-#include <cstdint>
+#include "abi/kv.cuh"
 
-struct KvLayer {
-    uint8_t *base;
-    uint64_t unit_bytes;
-    // Where the layer starts in a unit.
-    uint64_t layer_offset;
-    // One block's part of the layer.
-    uint32_t block_bytes;
-    // Keys, or values, of one head in a block.
-    uint32_t head_bytes;
-    uint32_t unit_shift;
-    uint32_t block_tokens;
-
-    // The keys of `head` in `block`; the values follow after head_bytes.
-    __device__ __forceinline__ uint8_t *keys(uint32_t block, uint32_t head) const {
-        uint64_t unit = block >> unit_shift, inside = block & ((1u << unit_shift) - 1);
-        return base + unit * unit_bytes + layer_offset + inside * block_bytes + uint64_t(head) * 2 * head_bytes;
-    }
-};
+// The keys of `head` in `block`; the values follow after head_bytes.
+__device__ __forceinline__ uint8_t *head_keys(const KvLayerAddress &kv, uint32_t block, uint32_t head) {
+    uint64_t unit = block >> kv.unit_shift, inside = block & ((1u << kv.unit_shift) - 1);
+    return kv.base + unit * kv.unit_bytes + kv.layer_offset + inside * kv.block_bytes + uint64_t(head) * 2 * kv.head_bytes;
+}
 
 // Scales of a token: one for 32 values, and one more that nobody reads if they were odd, so that copies of four bytes do.
 __host__ __device__ constexpr int q8_scales(int dim) { return ((dim + 31) / 32 + 1) & ~1; }

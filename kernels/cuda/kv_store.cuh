@@ -39,7 +39,7 @@ template <typename T>
 struct KvReaderFloat {
     const T *values;
 
-    __device__ __forceinline__ KvReaderFloat(const KvLayer &, const uint8_t *head, uint32_t token, int dim)
+    __device__ __forceinline__ KvReaderFloat(const KvLayerAddress &, const uint8_t *head, uint32_t token, int dim)
         : values(reinterpret_cast<const T *>(head) + size_t(token) * dim) {}
 
     __device__ __forceinline__ float operator[](int i) const { return float(values[i]); }
@@ -49,7 +49,7 @@ struct KvReaderQ8_0 {
     const int8_t *quants;
     const __half *scales;
 
-    __device__ __forceinline__ KvReaderQ8_0(const KvLayer &kv, const uint8_t *head, uint32_t token, int dim)
+    __device__ __forceinline__ KvReaderQ8_0(const KvLayerAddress &kv, const uint8_t *head, uint32_t token, int dim)
         : quants(reinterpret_cast<const int8_t *>(head) + size_t(token) * dim),
           scales(reinterpret_cast<const __half *>(head + q8_scales_at(kv.block_tokens, dim)) + size_t(token) * q8_scales(dim)) {}
 

@@ -9,10 +9,10 @@
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = KV_WRITE_THREADS;
 
 template <typename T>
-__device__ void write_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+__device__ void write_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
@@ -21,14 +21,14 @@ __device__ void write_row(KvLayer kv, const float *keys, const float *values, co
     size_t row = size_t(blockIdx.x) * cols;
     for (int i = threadIdx.x; i < cols; i += THREADS) {
         int head = i / head_dim, dim = i % head_dim;
-        uint8_t *to = kv.keys(block, head) + (size_t(token) * head_dim + dim) * sizeof(T);
+        uint8_t *to = head_keys(kv, block, head) + (size_t(token) * head_dim + dim) * sizeof(T);
         store(keys[row + i], reinterpret_cast<T *>(to));
         store(values[row + i], reinterpret_cast<T *>(to + kv.head_bytes));
     }
 }
 
 // A warp has 32 values that share a scale.
-__device__ void write_q8_row(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+__device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
@@ -39,28 +39,32 @@ __device__ void write_q8_row(KvLayer kv, const float *keys, const float *values,
         int count = min(head_dim - 32 * part, 32);
         size_t from = (size_t(blockIdx.x) * kv_heads + head) * head_dim + 32 * part + lane;
         float value = lane < count ? (is_value ? values : keys)[from] : 0.0f;
-        store_q8(value, count, kv.keys(block, head) + is_value * kv.head_bytes, kv.block_tokens, token, head_dim, part);
+        store_q8(value, count, head_keys(kv, block, head) + is_value * kv.head_bytes, kv.block_tokens, token, head_dim, part);
     }
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_f16(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_f16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     write_row<__half>(kv, keys, values, slots, kv_heads, head_dim);
 }
+CHECK_SIGNATURE(kv_write_f16, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_f32(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_f32(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     write_row<float>(kv, keys, values, slots, kv_heads, head_dim);
 }
+CHECK_SIGNATURE(kv_write_f32, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_bf16(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_bf16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     write_row<__nv_bfloat16>(kv, keys, values, slots, kv_heads, head_dim);
 }
+CHECK_SIGNATURE(kv_write_bf16, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_q8_0(KvLayer kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_q8_0(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
     write_q8_row(kv, keys, values, slots, kv_heads, head_dim);
 }
+CHECK_SIGNATURE(kv_write_q8_0, KvWrite);

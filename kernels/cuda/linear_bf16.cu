@@ -6,5 +6,4 @@
 
 FLOAT_KERNELS(bf16, BF16)
 
-// Three blocks of it fit a multiprocessor.
-MATMUL_KERNEL(bf16, 8_short, BF16, 1, 1, 2, 1, 1)
+BF16_SMALL_MATMUL(bf16, BF16)

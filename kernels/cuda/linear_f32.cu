@@ -5,12 +5,13 @@
 // Limit: reads through the first-level cache, five of 16 bytes per 16 products. Four rows a warp were 13% faster at 512 tokens
 // and twice as slow at 64, where they leave the device empty.
 
+#include "abi/linear.cuh"
 #include "linear/async_copy.cuh"
 
 namespace {
 
-constexpr int WARPS = 8;
-constexpr int TOKENS = 4;
+constexpr int WARPS = LINEAR_F32_WARPS;
+constexpr int TOKENS = LINEAR_F32_TOKENS;
 
 // Columns k to k + 3 of a row, 0 beyond it. ALIGNED: rows are multiples of four long.
 template <bool ALIGNED>
@@ -68,3 +69,4 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         multiply_rows<false>(weights, x, bias, out, cols, rows, tokens);
     }
 }
+CHECK_SIGNATURE(linear_f32, LinearF32);

@@ -10,16 +10,18 @@
 // values, warps add_residual by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
 // a load, a reduction and a store, some 2 us.
 
+#include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int THREADS = 512;
+constexpr int THREADS = NORM_THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTOR = 8;
 // Runs that a thread keeps between its two passes: rows of up to 16,384 values. As in norm.rs.
 constexpr int VECTORS_PER_THREAD = 4;
+static_assert(VECTOR * VECTORS_PER_THREAD * THREADS == NORM_QUANTIZED_COLS_MAX);
 
 __device__ float block_sum(float x) {
     __shared__ float sums[WARPS];
@@ -122,20 +124,22 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
         rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {                    \
         normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, act_tiles);                                                 \
     }                                                                                                                          \
+    CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm); \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
         add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) { \
         normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, act_tiles);                                                        \
-    }
+    } \
+    CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
 NORM_KERNELS(, NoQuantizer)
 NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
 NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)
 NORM_KERNELS(_q8_k, WithQuantizer<QuantizePer256>)
 
 // `heads` over all rows; a head is `head_dim` values of x.
-extern "C" __global__ void __launch_bounds__(128) rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
+extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS) rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    int head = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int head = blockIdx.x * NORM_HEADS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= heads) return;
     x += size_t(head) * head_dim;
     float squares = 0.0f;
@@ -143,10 +147,12 @@ extern "C" __global__ void __launch_bounds__(128) rms_norm_heads(float *x, const
     float factor = norm_factor(warp_sum(squares), head_dim, eps);
     for (int i = lane; i < head_dim; i += 32) x[i] = x[i] * factor * weight[i];
 }
+CHECK_SIGNATURE(rms_norm_heads, RmsNormHeads);
 
-extern "C" __global__ void __launch_bounds__(256) add_residual(float *x, const float *y, uint64_t values) {
+extern "C" __global__ void __launch_bounds__(ADD_THREADS) add_residual(float *x, const float *y, uint64_t values) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
+    uint64_t i = blockIdx.x * uint64_t(ADD_THREADS) + threadIdx.x;
     if (i < values) x[i] += y[i];
 }
+CHECK_SIGNATURE(add_residual, AddResidual);

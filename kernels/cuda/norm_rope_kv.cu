@@ -14,38 +14,20 @@
 
 namespace {
 
-constexpr int WARPS = 8;
-// As in heads.rs.
-constexpr int HEAD_DIM_MAX = 256;
-
-}  // namespace
-
-// As `NormRopeKvParams` in heads.rs.
-struct NormRopeKvParams {
-    float *queries, *keys;
-    const float *values;
-    // Of the norms; both or none.
-    const float *query_weight, *key_weight;
-    const uint32_t *positions, *slots;
-    const float *inverse_frequencies;
-    float eps, magnitude;
-    int heads, kv_heads, head_dim, pairs;
-    int adjacent;
-};
-
-namespace {
+constexpr int WARPS = NORM_ROPE_WARPS;
+constexpr int HEAD_DIM_MAX = NORM_ROPE_HEAD_DIM_MAX;
 
 // A head of one token in the cache, as one warp stores it.
 template <typename T>
 struct KvWriterFloat {
-    static __device__ __forceinline__ void store_head(const float *values, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv, uint8_t *head, uint32_t token, int dim) {
         T *to = reinterpret_cast<T *>(head) + size_t(token) * dim;
         for (int i = threadIdx.x % 32; i < dim; i += 32) store(values[i], to + i);
     }
 };
 
 struct KvWriterQ8_0 {
-    static __device__ __forceinline__ void store_head(const float *values, const KvLayer &kv, uint8_t *head, uint32_t token, int dim) {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv, uint8_t *head, uint32_t token, int dim) {
         const int lane = threadIdx.x % 32;
         for (int part = 0; 32 * part < dim; part++) {
             int count = min(dim - 32 * part, 32);
@@ -55,7 +37,7 @@ struct KvWriterQ8_0 {
 };
 
 template <class KvWriter>
-__device__ __forceinline__ void norm_rope_kv_write(const KvLayer &kv, const NormRopeKvParams &p) {
+__device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, const NormRopeKvParams &p) {
     __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
     __shared__ float rotated[WARPS][HEAD_DIM_MAX];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -101,16 +83,17 @@ __device__ __forceinline__ void norm_rope_kv_write(const KvLayer &kv, const Norm
         for (int i = lane; i < p.head_dim; i += 32) x[i] = values[i];
         if (is_query) return;
     }
-    KvWriter::store_head(values, kv, kv.keys(block, head) + (is_value ? kv.head_bytes : 0), token, p.head_dim);
+    KvWriter::store_head(values, kv, head_keys(kv, block, head) + (is_value ? kv.head_bytes : 0), token, p.head_dim);
 }
 
 }  // namespace
 
 #define NORM_ROPE_KV_KERNEL(SUFFIX, KV_WRITER)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                   \
-        norm_rope_kv_write_##SUFFIX(const __grid_constant__ KvLayer kv, const __grid_constant__ NormRopeKvParams p) {                         \
-        norm_rope_kv_write<KV_WRITER>(kv, p);                                                                                         \
-    }
+        norm_rope_kv_write_##SUFFIX(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ NormRopeKvParams params) {                         \
+        norm_rope_kv_write<KV_WRITER>(kv, params);                                                                                         \
+    } \
+    CHECK_SIGNATURE(norm_rope_kv_write_##SUFFIX, NormRopeKvWrite);
 NORM_ROPE_KV_KERNEL(f32, KvWriterFloat<float>)
 NORM_ROPE_KV_KERNEL(f16, KvWriterFloat<__half>)
 NORM_ROPE_KV_KERNEL(bf16, KvWriterFloat<__nv_bfloat16>)

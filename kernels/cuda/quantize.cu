@@ -8,12 +8,13 @@
 
 #include <cuda_bf16.h>
 
+#include "abi/elementwise.cuh"
 #include "linear/async_copy.cuh"
 #include "linear/quantize.cuh"
 
 namespace {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = QUANTIZE_WARPS;
 
 // What a warp converts: 256 columns of a token.
 struct TokenTile {
@@ -111,7 +112,8 @@ __device__ void split_into_f16(const TokenTile &token_tile) {
         wait_for_previous_kernel();                                                                                               \
         TokenTile token_tile;                                                                                                          \
         if (find_token_tile(token_tile, x, tokens, cols, act_tiles, act_tile_bytes(ACTIVATION))) BODY(token_tile);                                          \
-    }
+    } \
+    CHECK_SIGNATURE(NAME, QuantizeActivations);
 
 QUANTIZE_KERNEL(quantize_q8_0, ActivationFormat::Q8_0, quantize_values<QuantizePer32<ActivationFormat::Q8_0>>)
 QUANTIZE_KERNEL(quantize_q8_1, ActivationFormat::Q8_1, quantize_values<QuantizePer32<ActivationFormat::Q8_1>>)

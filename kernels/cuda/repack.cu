@@ -4,6 +4,7 @@
 // and written once. Measured on an H200: 300 GB/s, bound by the instructions of finding each byte; the loader's copies from
 // the host bring 55.
 
+#include "abi/elementwise.cuh"
 #include "linear/planes.cuh"
 
 // Grid: (tiles of a row, row tiles). `raw` begins at the first row; rows are `row_bytes` long, `rows` of them.
@@ -19,6 +20,7 @@ extern "C" __global__ void repack_rows_to_tiles(const __grid_constant__ TilePlan
         out[at] = row < rows && in_row < row_bytes ? *reinterpret_cast<const uint16_t *>(raw + row * row_bytes + in_row) : 0;
     }
 }
+CHECK_SIGNATURE(repack_rows_to_tiles, RepackRowsToTiles);
 
 extern "C" __global__ void unpack_tiles_to_rows(const __grid_constant__ TilePlanes planes, uint8_t *__restrict__ raw, int64_t row_bytes, int rows,
                                         const uint8_t *__restrict__ tiles) {
@@ -32,3 +34,4 @@ extern "C" __global__ void unpack_tiles_to_rows(const __grid_constant__ TilePlan
         if (row < rows && in_row < row_bytes) *reinterpret_cast<uint16_t *>(raw + row * row_bytes + in_row) = in[at];
     }
 }
+CHECK_SIGNATURE(unpack_tiles_to_rows, UnpackTilesToRows);

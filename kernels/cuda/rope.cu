@@ -3,12 +3,13 @@
 // One thread block per row; a thread forms the rope_angle of one pair (in f64, as the host backend does) and turns that pair of
 // several heads. Limit: bytes, 8 per value; the angles are 64 evaluations a row.
 
+#include "abi/elementwise.cuh"
 #include "rope_angles.cuh"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = ROPE_THREADS;
 
 }  // namespace
 
@@ -31,3 +32,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 }
+CHECK_SIGNATURE(rope, Rope);

@@ -13,26 +13,25 @@
 
 #include <cstdint>
 
+#include "abi/shortlist.cuh"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int LEN = 256;
-constexpr int GROUPS = 2048;
+constexpr int THREADS = SHORTLIST_THREADS;
+constexpr int LEN = SHORTLIST_LEN;
+constexpr int GROUPS = SHORTLIST_GROUPS;
 constexpr int OWN_GROUPS = GROUPS / THREADS;
-constexpr int CANDIDATES_MAX = 1024;
+constexpr int CANDIDATES_MAX = SHORTLIST_CANDIDATES_MAX;
 // Of ops::weights: values of a partial sum, and running sums that it is made of.
-constexpr int BLOCK = 1024;
+constexpr int BLOCK = SHORTLIST_BLOCK;
 constexpr int LANES = 8;
 // Partial sums of a thread block: as many as one warp adds at once.
-constexpr int SUMS = 4;
+constexpr int SUMS = SHORTLIST_SUMS;
 // So that the warp's lanes hit different banks.
 constexpr int PADDED = BLOCK + LANES;
-constexpr int SUMS_MAX = 1024;
-// Words of a row's weighing, and of its result: count, sum, drawn token, best values.
-constexpr int WEIGHING = 4;
-constexpr int RESULT_WORDS = 3 + LEN;
+constexpr int SUMS_MAX = SHORTLIST_SUMS_MAX;
+constexpr int RESULT_WORDS = SHORTLIST_RESULT_WORDS;
 constexpr uint32_t NOT_DRAWN = 0xFFFFFFFF;
 constexpr uint32_t POSITIVE_INFINITY = 0xFF800000;
 constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFF;
@@ -65,12 +64,6 @@ __device__ float softmax_weight(float value, float max, float temperature) {
     return x < LOWEST ? 0.0f : fraction * __uint_as_float(exponent);
 }
 
-// What is known of a row before its values are looked at again.
-struct RowThreshold {
-    uint32_t highest;
-    uint32_t threshold_key;
-};
-
 // A row without a highest number: it holds a NaN or infinity, or nothing else than minus infinity.
 __device__ bool has_no_finite_max(uint32_t highest) { return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY; }
 
@@ -97,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shortlist_group_max(const 
     }
     groups[row * GROUPS + group] = highest;
 }
+CHECK_SIGNATURE(shortlist_group_max, ShortlistGroupMax);
 
 // One block per row. The threshold_key is the LEN-th highest of the groups without its last bits, candidates bit by bit; 0 if there are
 // fewer groups.
@@ -136,10 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         counts[row] = 0;
     }
 }
+CHECK_SIGNATURE(shortlist_threshold, ShortlistThreshold);
 
 // Block (b, row) looks at SUMS partial sums of the row, from b * SUMS on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_collect(const float *x, uint32_t cols, const uint32_t *weighings, const RowThreshold *thresholds, uint32_t *counts,
+    shortlist_collect(const float *x, uint32_t cols, const uint32_t *draw_params, const RowThreshold *thresholds, uint32_t *counts,
                    uint64_t *candidates, double *sums) {
     constexpr int OWN = SUMS * BLOCK / THREADS;
     __shared__ float weights[SUMS * PADDED];
@@ -156,12 +151,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const RowThreshold threshold = thresholds[row];
     if (has_no_finite_max(threshold.highest)) return;
-    const float max = sort_key_value(threshold.highest), temperature = __uint_as_float(weighings[row * WEIGHING]);
+    const float max = sort_key_value(threshold.highest), temperature = __uint_as_float(draw_params[row * DRAW_PARAM_WORDS]);
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
         const int at = k * THREADS + threadIdx.x;
         const uint32_t id = first + at, key = sort_key(v[k]);
-        if (id < cols && key >= threshold.threshold_key) {
+        if (id < cols && key >= threshold.threshold) {
             const uint32_t place = atomicAdd(&counts[row], 1);
             if (place < CANDIDATES_MAX) candidates[row * CANDIDATES_MAX + place] = uint64_t(~key) << 32 | id;
         }
@@ -180,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint32_t blocks = (cols + BLOCK - 1) / BLOCK, at = blockIdx.x * SUMS + threadIdx.x / LANES;
     if (threadIdx.x % LANES == 0 && at < blocks) sums[row * blocks + at] = sum;
 }
+CHECK_SIGNATURE(shortlist_collect, ShortlistCollect);
 
 namespace {
 
@@ -262,7 +258,7 @@ __device__ uint32_t choose_in_block(const float *weights, double target) {
     return 0;
 }
 
-__device__ void draw_token(const float *x, uint32_t cols, const uint32_t *weighing, float max, const double *sums,
+__device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_param, float max, const double *sums,
                      uint64_t *result) {
     __shared__ double partial[SUMS_MAX];
     __shared__ float weights[BLOCK];
@@ -270,7 +266,7 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *weighi
     const uint32_t blocks = (cols + BLOCK - 1) / BLOCK;
     for (uint32_t i = threadIdx.x; i < SUMS_MAX; i += THREADS) partial[i] = i < blocks ? sums[i] : 0.0;
     __syncthreads();
-    const bool wanted = weighing[1] != 0;
+    const bool wanted = draw_param[1] != 0;
     if (threadIdx.x == 0) {
         double total = 0.0;
         for (uint32_t start = 0; start < blocks; start += ROUND) {
@@ -278,14 +274,14 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *weighi
             for (int k = 0; k < ROUND; k++) total += partial[start + k];
         }
         result[1] = __double_as_longlong(total);
-        const double uniform = __longlong_as_double(uint64_t(weighing[3]) << 32 | weighing[2]);
+        const double uniform = __longlong_as_double(uint64_t(draw_param[3]) << 32 | draw_param[2]);
         if (wanted) chosen_block = choose_block(partial, blocks, uniform * total);
     }
     uint32_t drawn = NOT_DRAWN;
     if (wanted) {
         __syncthreads();
         const uint32_t start = chosen_block.block * BLOCK;
-        const float temperature = __uint_as_float(weighing[0]);
+        const float temperature = __uint_as_float(draw_param[0]);
         for (uint32_t i = threadIdx.x; i < BLOCK; i += THREADS) {
             const float value = start + i < cols ? x[start + i] : -INFINITY;
             weights[i] = softmax_weight(value, max, temperature);
@@ -300,7 +296,7 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *weighi
 
 // Two blocks per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *weighings, const RowThreshold *thresholds, const uint32_t *counts,
+    shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params, const RowThreshold *thresholds, const uint32_t *counts,
                      const uint64_t *candidates, const double *sums, uint64_t *results) {
     wait_for_previous_kernel();
     launch_next_kernel();
@@ -316,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } else if (lists) {
         sort_candidates(candidates + row * CANDIDATES_MAX, counts[row], result);
     } else {
-        draw_token(x + row * cols, cols, weighings + row * WEIGHING, sort_key_value(threshold.highest), sums + row * blocks, result);
+        draw_token(x + row * cols, cols, draw_params + row * DRAW_PARAM_WORDS, sort_key_value(threshold.highest), sums + row * blocks, result);
     }
 }
+CHECK_SIGNATURE(shortlist_sort_and_draw, ShortlistSortAndDraw);

@@ -1,12 +1,13 @@
 // out = gate / (1 + exp(-gate)) * up, value by value; *_q8_0 and its like also round the rows into act_tiles: quantize.cu's work,
 // while the values are in registers. Limit: bytes, 12 per value.
 
+#include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
 
 namespace {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = SILU_WARPS;
 
 __device__ float silu(float gate, float up) { return __fdiv_rn(gate, 1.0f + exp_exact(-gate)) * up; }
 
@@ -36,26 +37,29 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
 }  // namespace
 
 // `vectors` of four values.
-extern "C" __global__ void __launch_bounds__(256) silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
+extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
+    uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
     if (i < vectors) out[i] = silu(gate[i], up[i]);
 }
+CHECK_SIGNATURE(silu_and_mul, SiluAndMul);
 
 // For numbers of values that are no multiple of four.
-extern "C" __global__ void __launch_bounds__(256) silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
+extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    uint64_t i = blockIdx.x * uint64_t(256) + threadIdx.x;
+    uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
     if (i < values) out[i] = silu(gate[i], up[i]);
 }
+CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
 #define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                                       \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                          \
         silu_and_mul##SUFFIX(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) {   \
         silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, act_tiles);                                                     \
-    }
+    } \
+    CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 SILU_KERNEL(_q8_k, QuantizePer256)

@@ -20,8 +20,8 @@ struct Kv16Bit {
     // Of a token's keys.
     using KeyAddress = const uint8_t *;
 
-    static __device__ __forceinline__ KeyAddress key_address(const KvLayer &kv, uint32_t block, uint32_t head, uint32_t token) {
-        return kv.keys(block, head) + size_t(token) * (DIM * sizeof(__half));
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block, uint32_t head, uint32_t token) {
+        return head_keys(kv, block, head) + size_t(token) * (DIM * sizeof(__half));
     }
 
     // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond `valid` become zero.

@@ -10,7 +10,7 @@ namespace {
 // before it is asked for and the keys one, so that nobody waits for the table.
 template <class Cache>
 struct KeyAddresses {
-    const KvLayer &kv;
+    const KvLayerAddress &kv;
     const uint32_t *table;
     uint32_t head, first, last;
 
@@ -29,7 +29,7 @@ struct KeyAddresses {
 
 template <class Cache>
 struct KvPipeline {
-    static constexpr int STAGES = 2;
+    static constexpr int STAGES = ATTENTION_STAGES;
     using AddressBuffer = typename Cache::KeyAddress[STAGES][TILE];
 
     const KeyAddresses<Cache> keys;

@@ -49,8 +49,8 @@ struct KvQ8_0 {
         const uint8_t *bytes, *scales;
     };
 
-    static __device__ __forceinline__ KeyAddress key_address(const KvLayer &kv, uint32_t block, uint32_t head, uint32_t token) {
-        const uint8_t *keys = kv.keys(block, head);
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block, uint32_t head, uint32_t token) {
+        const uint8_t *keys = head_keys(kv, block, head);
         return {keys + size_t(token) * DIM, keys + q8_scales_at(kv.block_tokens, DIM) + token * SCALE_BYTES};
     }
 

@@ -9,7 +9,7 @@ namespace {
 
 // One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most of what it has.
 template <class Cache>
-__device__ void attention_prefill(const KvLayer &kv, const AttentionQueries &queries, const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count, float *out) {
+__device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries, const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count, float *out) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int COLS = DIM / 8;
@@ -147,7 +147,8 @@ __device__ void attention_prefill(const KvLayer &kv, const AttentionQueries &que
 
 #define PREFILL_KERNEL(DIM, CACHE)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                 \
-        attention_prefill_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ AttentionQueries queries,                   \
+        attention_prefill_##DIM(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,                   \
                               const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count, float *out) {           \
         attention_prefill<CACHE>(kv, queries, tables, query_tiles, query_tile_count, out);                                                      \
-    }
+    } \
+    CHECK_SIGNATURE(attention_prefill_##DIM, AttentionPrefill);

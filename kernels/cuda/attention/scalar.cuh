@@ -8,7 +8,7 @@
 namespace {
 
 template <class KvReader>
-__device__ void attention_scalar(KvLayer kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+__device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
     // The query, then the sums.
     extern __shared__ __align__(16) float values[];
     __shared__ float weights[TILE];
@@ -33,7 +33,7 @@ __device__ void attention_scalar(KvLayer kv, AttentionQueries queries, int dim, 
         float score = 0.0f;
         if (int(key) < keys) {
             uint32_t at = first + key, block = table[at / kv.block_tokens];
-            const KvReader from(kv, kv.keys(block, kv_head), at % kv.block_tokens, dim);
+            const KvReader from(kv, head_keys(kv, block, kv_head), at % kv.block_tokens, dim);
             for (int i = threadIdx.x % 2; i < dim; i += 2) score = fmaf(values[i], from[i], score);
         }
         score += __shfl_xor_sync(~0u, score, 1);
@@ -52,7 +52,7 @@ __device__ void attention_scalar(KvLayer kv, AttentionQueries queries, int dim, 
             float sum = 0.0f;
             for (int k = 0; k < keys; k++) {
                 uint32_t at = first + k, block = table[at / kv.block_tokens];
-                const KvReader from(kv, kv.keys(block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
+                const KvReader from(kv, head_keys(kv, block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
                 sum = fmaf(weights[k], from[i], sum);
             }
             sums[i] = total.merge(sums[i], sum);
@@ -66,7 +66,8 @@ __device__ void attention_scalar(KvLayer kv, AttentionQueries queries, int dim, 
 
 #define SCALAR_KERNEL(SUFFIX, KV_READER)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
-        attention_scalar_##SUFFIX(KvLayer kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
+        attention_scalar_##SUFFIX(KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
                                  const uint32_t *positions, float *out) {                                                    \
         attention_scalar<KV_READER>(kv, queries, dim, tables, table_starts, positions, out);                                           \
-    }
+    } \
+    CHECK_SIGNATURE(attention_scalar_##SUFFIX, AttentionScalar);

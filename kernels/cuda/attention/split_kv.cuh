@@ -8,7 +8,7 @@
 namespace {
 
 template <class Cache>
-__device__ void attention_split_kv(const KvLayer &kv, const AttentionQueries &queries, const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+__device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQueries &queries, const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count, float *partial_sums, float2 *partial_weights) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int WEIGHT_PITCH = TILE + PAD;
@@ -24,7 +24,7 @@ __device__ void attention_split_kv(const KvLayer &kv, const AttentionQueries &qu
     const uint32_t count = *split_count;
     const KvSplit split = splits[blockIdx.x];
     if (blockIdx.x >= count) return;
-    const QueryTile &query_tile = split.query_tile;
+    const QueryTile &query_tile = split.queries;
     const uint32_t kv_head = blockIdx.y;
     const int pairs = query_tile.tokens * queries.group;
     const uint32_t first = split.split * (TILE << query_tile.split_shift), last = query_tile.position + query_tile.tokens - 1;
@@ -137,8 +137,9 @@ __device__ void attention_split_kv(const KvLayer &kv, const AttentionQueries &qu
 
 #define SPLIT_KV_KERNEL(DIM, CACHE)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM))                                                 \
-        attention_split_kv_##DIM(const __grid_constant__ KvLayer kv, const __grid_constant__ AttentionQueries queries,                   \
+        attention_split_kv_##DIM(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,                   \
                               const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count,         \
                               float *partial_sums, float2 *partial_weights) {                                                \
         attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, partial_sums, partial_weights);                \
-    }
+    } \
+    CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);

@@ -10,52 +10,18 @@
 #include <cuda_fp16.h>
 
 #include "../kv_layer.cuh"
+#include "abi/attention.cuh"
 #include "../numeric.cuh"
 
 namespace {
 
-constexpr int TILE = 64;
-constexpr int WARPS = 4;
+constexpr int TILE = ATTENTION_TILE;
+constexpr int WARPS = ATTENTION_WARPS;
 constexpr int THREADS = 32 * WARPS;
 // Kv16Bit between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
-constexpr int PAD = 8;
-constexpr int PAD_BYTES = 16;
+constexpr int PAD = ATTENTION_PAD;
+constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
-
-// Consecutive tokens of one sequence.
-struct QueryTile {
-    uint32_t row;
-    uint32_t tokens;
-    // Of the first token.
-    uint32_t position;
-    // Where the sequence's block ids start in `tables`.
-    uint32_t table;
-    // A split has 64 << split_shift keys.
-    uint32_t split_shift;
-};
-
-// One split of an query_tile.
-struct alignas(16) KvSplit {
-    QueryTile query_tile;
-    uint32_t split;
-    // Number of the partial of the query_tile's first token; those of the others follow.
-    uint32_t partial;
-    uint32_t unused;
-};
-
-// One row whose partials are to be merged.
-struct alignas(16) PartialMerge {
-    uint32_t row, partial, stride, splits;
-};
-
-struct AttentionQueries {
-    const float *values;
-    int heads;
-    // Query heads per kv head.
-    int group;
-    // The score's scale, times log2(e).
-    float scale;
-};
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 

@@ -13,20 +13,13 @@
 
 #include "../linear/async_copy.cuh"
 #include "../linear/tile.cuh"
-#include "params.cuh"
-
-// As `TileWork` in experts.rs. Panels are those of slots; without `sorted_pairs`, outputs are those of slots too.
-struct ExpertMatmulParams : ExpertParams {
-    int stacks;
-    // Stages of the ring.
-    int stages;
-};
+#include "abi/experts.cuh"
 
 namespace experts {
 
 // Warps of a block, of which a multiprocessor has two.
-constexpr int ROW_TILES = 8;
-constexpr int GROUP_ACT_TILES = 8;
+constexpr int ROW_TILES = EXPERT_MATMUL_WARPS;
+constexpr int GROUP_ACT_TILES = EXPERT_MATMUL_ACT_TILES;
 
 // Code of its own for each number of act_tiles: branches between act_tiles would keep their operations apart (a fifth slower).
 template <class Format, int NT, class Accumulate>
@@ -43,8 +36,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
     constexpr int ACT_TILES_OFFSET = ROW_TILES * Format::TILE_BYTES, STAGE_BYTES = ACT_TILES_OFFSET + GROUP_ACT_TILES * ACT_TILE_BYTES;
     static_assert(ROW_TILES >= GROUP_ACT_TILES);
-    const int col_tiles = params.col_tiles, stages = params.stages;
-    const int row_tiles = params.rows / TILE_ROWS, row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
+    const int col_tiles = params.common.col_tiles, stages = params.stages;
+    const int row_tiles = params.common.rows / TILE_ROWS, row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint64_t *const full = reinterpret_cast<uint64_t *>(shared + stages * STAGE_BYTES), *const empty = full + stages;
     if (threadIdx.x == 0) {
@@ -58,7 +51,7 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     wait_for_previous_kernel();
     launch_next_kernel();
 
-    const int output_tiles = *params.group_count * row_blocks * params.stacks;
+    const int output_tiles = *params.common.group_count * row_blocks * params.stacks;
     // Of each warp's first lane: the next stage, of which it brings the warp's own tile and one act_tile. A warp's copies start
     // one after the other, so every warp starts some.
     int next_output_tile = blockIdx.x, next_col = 0, next_stage = 0, next_phase = 0;
@@ -66,10 +59,10 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     auto load_next_stage = [&] {
         if (next_output_tile >= output_tiles) return;
         if (next_col == 0) {
-            const ExpertGroup group = params.groups[next_output_tile / (row_blocks * params.stacks)];
+            const ExpertGroup group = params.common.groups[next_output_tile / (row_blocks * params.stacks)];
             const int stack = next_output_tile / row_blocks % params.stacks, tile = next_output_tile % row_blocks * ROW_TILES + warp;
-            weight_tile_source = tile < row_tiles ? params.weights[stack] + (size_t(group.expert) * row_tiles + tile) * col_tiles * Format::TILE_BYTES : nullptr;
-            act_tile_source = warp * ACT_TILE_TOKENS < int(group.pairs) ? params.act_tiles + (size_t(group.first / ACT_TILE_TOKENS) + warp) * col_tiles * ACT_TILE_BYTES : nullptr;
+            weight_tile_source = tile < row_tiles ? params.common.weights[stack] + (size_t(group.expert) * row_tiles + tile) * col_tiles * Format::TILE_BYTES : nullptr;
+            act_tile_source = warp * ACT_TILE_TOKENS < int(group.pairs) ? params.common.act_tiles + (size_t(group.first / ACT_TILE_TOKENS) + warp) * col_tiles * ACT_TILE_BYTES : nullptr;
         }
         // The first time, nobody has to have been there.
         barrier_wait(empty + next_stage, next_phase ^ 1);
@@ -87,7 +80,7 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     // A stage is brought anew when the next one is done, so that a warp seldom waits for the others.
     int stage_index = 0, phase = 0, stages_before_refill = stages > 2 ? 1 : 0;
     for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
-        const ExpertGroup group = params.groups[output_tile / (row_blocks * params.stacks)];
+        const ExpertGroup group = params.common.groups[output_tile / (row_blocks * params.stacks)];
         const int stack = output_tile / row_blocks % params.stacks, first = output_tile % row_blocks * ROW_TILES;
         const int row_tiles_here = min(ROW_TILES, row_tiles - first), act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
         float own[GROUP_ACT_TILES][4] = {};
@@ -105,7 +98,7 @@ __device__ void matmul(const ExpertMatmulParams &params) {
             if (++stage_index == stages) stage_index = 0, phase ^= 1;
         }
         if (warp >= row_tiles_here) continue;
-        float *const out = params.out[stack] + (first + warp) * TILE_ROWS;
+        float *const out = params.common.out[stack] + (first + warp) * TILE_ROWS;
 #pragma unroll
         for (int act_tile = 0; act_tile < GROUP_ACT_TILES; act_tile++)
 #pragma unroll
@@ -113,8 +106,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
                 int row = lane / 4 + i / 2 * 8, at = act_tile * ACT_TILE_TOKENS + lane % 4 * 2 + i % 2;
                 if (at >= int(group.pairs)) continue;
                 uint32_t to = group.first + at;
-                if (params.sorted_pairs != nullptr) to = params.sorted_pairs[to];
-                out[size_t(to) * params.rows + row] = own[act_tile][i];
+                if (params.common.sorted_pairs != nullptr) to = params.common.sorted_pairs[to];
+                out[size_t(to) * params.common.rows + row] = own[act_tile][i];
             }
     }
 }

@@ -10,21 +10,13 @@
 
 #include "../linear/async_copy.cuh"
 #include "../linear/tile.cuh"
-#include "params.cuh"
-
-// As `ProductWork` in experts.rs.
-struct ExpertMatvecParams : ExpertParams {
-    // The activations of pair p are token p / pairs_per_token of the act_tiles.
-    int pairs_per_token;
-    // Tiles of 16 rows of a block.
-    int row_tiles;
-};
+#include "abi/experts.cuh"
 
 namespace experts {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = EXPERT_MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILES_PER_STAGE = 2;
+constexpr int TILES_PER_STAGE = EXPERT_MATVEC_TILES;
 
 // The part of token `token` in the act_tiles of column tile `col`, as linear/matvec.cuh lays it out: 16 bytes at 16 `p`.
 template <ActivationFormat ACTIVATION>
@@ -45,25 +37,25 @@ template <class Format, int M>
 __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGroup &group) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
-    const int col_tiles = params.col_tiles;
+    const int col_tiles = params.common.col_tiles;
     uint8_t *const act_rows = shared;
     float *const values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
-    const int row_tiles = (params.rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int row_tiles = (params.common.rows + TILE_ROWS - 1) / TILE_ROWS;
     const int first_tile = blockIdx.x * params.row_tiles, tiles = min(params.row_tiles, row_tiles - first_tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
         int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles, m = act_row / col_tiles;
         // A group with fewer pairs repeats its last one.
-        uint32_t pair = params.sorted_pairs[group.first + min(m, int(group.pairs) - 1)];
+        uint32_t pair = params.common.sorted_pairs[group.first + min(m, int(group.pairs) - 1)];
         int token = pair / params.pairs_per_token;
-        const uint8_t *act_tile = params.act_tiles + (size_t(token / ACT_TILE_TOKENS) * col_tiles + col) * act_tile_bytes(Format::ACTIVATION);
+        const uint8_t *act_tile = params.common.act_tiles + (size_t(token / ACT_TILE_TOKENS) * col_tiles + col) * act_tile_bytes(Format::ACTIVATION);
         *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = load_act_row_vector<Format::ACTIVATION>(act_tile, token % ACT_TILE_TOKENS, p);
     }
     __syncthreads();
 
     const size_t matrix_bytes = size_t(row_tiles) * col_tiles * Format::TILE_BYTES;
-    const uint8_t *matrix = params.weights[blockIdx.z] + group.expert * matrix_bytes;
+    const uint8_t *matrix = params.common.weights[blockIdx.z] + group.expert * matrix_bytes;
     const int row = lane % TILE_ROWS, second = lane / TILE_ROWS;
     const int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
     for (int tile_pair = warp; tile_pair < tiles * pairs_per_row_tile; tile_pair += WARPS) {
@@ -79,11 +71,11 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
     for (int at = threadIdx.x; at < tiles * TILE_ROWS * M; at += THREADS) {
         int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
         int out_row = (first_tile + tile) * TILE_ROWS + r;
-        if (m >= int(group.pairs) || out_row >= params.rows) continue;
+        if (m >= int(group.pairs) || out_row >= params.common.rows) continue;
         const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
         float sum = 0;
         for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-        params.out[blockIdx.z][size_t(params.sorted_pairs[group.first + m]) * params.rows + out_row] = sum;
+        params.common.out[blockIdx.z][size_t(params.common.sorted_pairs[group.first + m]) * params.common.rows + out_row] = sum;
     }
 }
 
@@ -91,8 +83,8 @@ template <class Format>
 __device__ void matvec(const ExpertMatvecParams &params) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    if (blockIdx.y >= *params.group_count) return;
-    const ExpertGroup group = params.groups[blockIdx.y];
+    if (blockIdx.y >= *params.common.group_count) return;
+    const ExpertGroup group = params.common.groups[blockIdx.y];
     if (group.pairs == 1) {
         multiply_group<Format, 1>(params, group);
     } else if (group.pairs == 2) {

@@ -17,9 +17,9 @@
 
 namespace matvec {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILES_PER_STAGE = 2;
+constexpr int TILES_PER_STAGE = MATVEC_TILES_PER_STAGE;
 
 // Row tiles whose values are collected before they are added: enough that every warp has a tile_pair.
 __device__ inline int tiles_per_batch(int pairs_per_row_tile) { return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile; }

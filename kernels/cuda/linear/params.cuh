@@ -4,27 +4,8 @@
 
 #include <cstdint>
 
+#include "abi/linear.cuh"
 #include "tile.cuh"
-
-constexpr int MATRICES_MAX = 4;
-
-// As `LinearParams` in linear.rs.
-struct LinearParams {
-    // Tiles (quant's layout 1) or, of floats, rows; 16-byte aligned.
-    const uint8_t *weights[MATRICES_MAX];
-    // f32 [tokens][rows].
-    float *out[MATRICES_MAX];
-    // f32 [rows], or null.
-    const float *bias[MATRICES_MAX];
-    int rows[MATRICES_MAX];
-    int matrices;
-    int cols;
-    // SubBlock16KQuant of 256 columns.
-    int col_tiles;
-    int tokens;
-    // Panel of tokens 8 p to 8 p + 7 and columns 256 c to 256 c + 255 is number p * col_tiles + c.
-    const uint8_t *act_tiles;
-};
 
 __device__ inline int row_tiles(const LinearParams &params, int matrix) { return (params.rows[matrix] + TILE_ROWS - 1) / TILE_ROWS; }
 

@@ -4,19 +4,6 @@
 
 #include "tile.cuh"
 
-constexpr int PLANES_MAX = 4;
-
-// As `TilePlanes` in planes.rs: quant::layout::Plane, and where the plane begins in the tile.
-struct TilePlanes {
-    int offset[PLANES_MAX];
-    int len[PLANES_MAX];
-    int blocks[PLANES_MAX];
-    int base[PLANES_MAX];
-    int planes;
-    int block_bytes;
-    int tile_bytes;
-};
-
 // Raw byte of the tile's byte `at`: block of the tile's columns, byte of the block; and the row.
 struct BlockByte {
     int row, block, byte;

@@ -6,9 +6,7 @@
 #include <cstdint>
 #include <cuda_fp16.h>
 
-constexpr int TILE_ROWS = 16;
-constexpr int TILE_COLS = 256;
-constexpr int ACT_TILE_TOKENS = 8;
+#include "abi/tiles.cuh"
 
 // Offset of a plane_offset of 16 bytes of `row` in a plane that has BYTES per row.
 template <int BYTES>

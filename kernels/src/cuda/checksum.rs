@@ -1,40 +1,35 @@
-//! Launcher of checksum.cu: the loader's piece checksums (XXH3-128 of every MiB), computed where the bytes are.
+//! Launcher of checksum.cu: XXH3-128 of every MiB of a range, computed where the bytes are.
 
-use std::ffi::CStr;
+pub use super::abi::elementwise::PIECE_BYTES;
+use super::abi::elementwise::{CHECKSUM_THREADS, ChecksumPieces};
+use super::launch::{KernelName, kernel_name, launch_kernel};
+use super::module::image;
+use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-use super::module::{arguments, image};
-use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
-
-/// Bytes of one piece; the last of a range may be shorter. As in checksum.cu and in the weight-server's loader.
-pub const PIECE_BYTES: usize = 1 << 20;
-
-/// XXH3 hashes inputs up to this length by other algorithms, which are left to the host.
+/// XXH3 hashes inputs up to this length with other algorithms, which only the host has.
 pub(super) const SHORT_BYTES: usize = 240;
 
-/// As checksum.cu.
-const THREADS: u32 = 512;
-
-const KERNEL: &CStr = c"checksum_pieces";
-
-pub struct ChecksumKernels(Family);
+pub struct ChecksumKernels(LazyModule);
 
 impl ChecksumKernels {
+    const KERNEL: KernelName<ChecksumPieces> = kernel_name!("checksum", "checksum_pieces");
+
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "checksum", image!("checksum")))
+        Self(LazyModule::new(device, "checksum", image!("checksum")))
     }
 
-    /// Brings the kernel to the device now rather than with the first launch.
+    /// Loads the kernel now rather than with the first launch.
     pub fn load(&self) -> Result<(), CudaError> {
-        self.0.kernel(KERNEL).map(drop)
+        self.0.kernel(Self::KERNEL.as_c_str()).map(drop)
     }
 
-    /// Low and high half of every piece of `bytes`, which start at a multiple of 8. The last one is not written if it has
-    /// at most 240 bytes: [`super::loading`] takes care of it.
+    /// Low and high half of the checksum of every piece of `bytes`, which begin at a multiple of 8. A
+    /// last piece of at most 240 bytes is not written: [`super::loading`] hashes it on the host.
     pub fn launch(
         &self,
         stream: &Stream,
-        bytes: View<'_, u8>,
-        out: &mut ViewMut<'_, [u64; 2]>,
+        bytes: DeviceView<'_, u8>,
+        out: &mut DeviceViewMut<'_, [u64; 2]>,
     ) -> Result<(), CudaError> {
         let pieces = bytes.len().div_ceil(PIECE_BYTES);
         if out.len() != pieces {
@@ -49,13 +44,17 @@ impl ChecksumKernels {
         if long == 0 {
             return Ok(());
         }
-        let (address, total, out) = (bytes.address(), bytes.len() as u64, out.address());
-        let grid = (long as u32, 1, 1);
-        let launch = Launch { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false };
-        let kernel = self.0.kernel(KERNEL)?;
-        // SAFETY: (const uint8_t *, uint64_t, uint64_t *); block p reads at most 1 MiB from p MiB on, inside `bytes`, and
-        // writes 16 bytes at 16 p, inside `out`.
-        unsafe { kernel.launch(stream, launch, arguments![address, total, out]) }
+        let launch = LaunchConfig {
+            grid: (long as u32, 1, 1),
+            block: CHECKSUM_THREADS,
+            shared_bytes: 0,
+            overlaps_predecessor: false,
+        };
+        let arguments =
+            ChecksumPieces { bytes: bytes.address(), total: bytes.len() as u64, out: out.address() };
+        // SAFETY: block p reads at most 1 MiB from p MiB on, inside `bytes`, and writes 16 bytes at
+        // 16 p, inside `out`.
+        unsafe { launch_kernel(&self.0, Self::KERNEL, stream, launch, &arguments) }
     }
 }
 

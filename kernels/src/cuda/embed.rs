@@ -3,31 +3,33 @@
 use ops::OpError;
 use quant::layout::{TILE_COLS, Tiles, planes};
 
+use super::abi::elementwise::{EmbedFloat, EmbedQuantized};
 use super::error::device_error;
-use super::module::{arguments, image};
+use super::launch::{kernel_name, launch_kernel};
+use super::module::image;
 use super::planes::tile_planes;
-use super::{Device, Family, Launch, Stream, View, ViewMut};
+use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const OP: &str = "embed";
-/// A grid's second dimension.
+/// Limit of a grid's second dimension.
 const TOKENS_MAX: usize = 65_535;
 
-pub struct EmbedKernels(Family);
+pub struct EmbedKernels(LazyModule);
 
 impl EmbedKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "embed", image!("embed")))
+        Self(LazyModule::new(device, "embed", image!("embed")))
     }
 
-    /// `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. Rows of tokens beyond the table are not
-    /// written: callers check tokens where they are known.
+    /// `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel skips a token
+    /// beyond the table: callers check tokens on the host.
     pub fn launch(
         &self,
         stream: &Stream,
         shape: &Tiles,
-        table: View<'_, u8>,
-        tokens: View<'_, u32>,
-        out: &mut ViewMut<'_, f32>,
+        table: DeviceView<'_, u8>,
+        tokens: DeviceView<'_, u32>,
+        out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), OpError> {
         let (cols, rows) = (shape.cols(), shape.rows());
         for (what, found, expected) in [
@@ -50,7 +52,7 @@ impl EmbedKernels {
         if tokens.is_empty() || cols == 0 {
             return Ok(());
         }
-        let launch = Launch {
+        let launch = LaunchConfig {
             grid: (shape.col_tiles() as u32, tokens.len() as u32, 1),
             block: TILE_COLS as u32,
             shared_bytes: 0,
@@ -59,19 +61,19 @@ impl EmbedKernels {
         let dtype = shape.dtype().id() as i32;
         let (cols, rows) = (cols as i32, rows as i32);
         let (table, tokens, out) = (table.address(), tokens.address(), out.address());
-        let is_plain = planes(shape.dtype()).is_none_or(<[_]>::is_empty);
-        let kernel = self.0.kernel(if is_plain { c"embed_float" } else { c"embed_quantized" });
-        let kernel = kernel.map_err(device_error(OP))?;
-        // SAFETY: embed_quantized takes (TilePlanes, int, const uint8_t *, const uint32_t *, float *, int, int), embed_float the
-        // ensure_same_len without planes; block (c, t) reads the 256 columns of one row below `rows` and writes those of row t of
-        // `out`: lengths were checked.
-        unsafe {
-            if is_plain {
-                kernel.launch(stream, launch, arguments![dtype, table, tokens, out, cols, rows])
-            } else {
-                let planes = tile_planes(shape);
-                kernel.launch(stream, launch, arguments![planes, dtype, table, tokens, out, cols, rows])
-            }
+        let is_float = planes(shape.dtype()).is_none_or(<[_]>::is_empty);
+        if is_float {
+            let name = kernel_name!("embed", "embed_float");
+            let arguments = EmbedFloat { dtype, table, tokens, out, cols, rows };
+            // SAFETY: block (c, t) reads 256 columns of one row below `rows` and writes those of row t
+            // of `out`, inside lengths that were checked.
+            unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+        } else {
+            let name = kernel_name!("embed", "embed_quantized");
+            let planes = tile_planes(shape);
+            let arguments = EmbedQuantized { planes, dtype, tiles: table, tokens, out, cols, rows };
+            // SAFETY: as above.
+            unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
         }
         .map_err(device_error(OP))
     }

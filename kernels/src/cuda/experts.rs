@@ -1,51 +1,51 @@
-//! Launcher of experts.cu and experts_*.cu: a mixture of experts, everything about who goes where decided on the device.
-
-use std::ffi::CStr;
+//! Launcher of experts.cu and experts_*.cu: a mixture of experts. The device decides which row goes
+//! through which expert.
+//!
+//! A pair is a (row, rank): pair p is rank p % used of row p / used. A slot is a pair's place in the
+//! order of experts.
 
 use ops::OpError;
 use quant::DType;
 use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
+pub use super::abi::experts::EXPERTS_MAX;
+use super::abi::experts::{
+    EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_TILES,
+    EXPERT_MATVEC_WARPS, EXPERT_QUANTIZE_WARPS, EXPERT_SORT_THREADS, EXPERT_STACKS_MAX, EXPERT_TOPK_ROWS,
+    ExpertCombine, ExpertGroup, ExpertMatmul, ExpertMatmulParams, ExpertMatvec, ExpertMatvecBF16,
+    ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertParams, ExpertQuantize, ExpertSortPairs,
+    ExpertTopkSoftmax,
+};
 use super::error::device_error;
+use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::linear::act_row_bytes;
-use super::module::{arguments, image};
+use super::module::image;
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, activation_bytes};
-use super::quantized_output::{QuantizedOutput, select_kernel};
-use super::{Device, Family, Launch, Stream, View, ViewMut};
+use super::quantized_output::QuantizedOutput;
+use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const OP: &str = "experts";
 
-/// As experts.cu.
-pub const EXPERTS_MAX: usize = 512;
-const TOPK_ROWS: usize = 4;
-const GROUP_THREADS: u32 = 1024;
-const COMBINE_THREADS: u32 = 256;
-/// As experts/params.cuh.
-pub const STACKS_MAX: usize = 2;
-const MATVEC_WARPS: usize = 8;
-const TILES_PER_STAGE: usize = 2;
-/// Pairs of a group: the kernel has code for 1, 2 and 4.
+/// Pairs of a matvec group: the kernel has code for 1, 2 and 4.
 const MATVEC_GROUP_PAIRS: usize = 4;
-const GROUP_WORDS: usize = 3;
-/// As experts/matmul.cuh: pairs of a group there, and tiles of 16 rows of a block, of which two share a multiprocessor.
-const MATMUL_GROUP_PAIRS: usize = 8 * ACT_TILE_TOKENS;
-const MATMUL_WARPS: usize = 8;
+const MATMUL_GROUP_PAIRS: usize = EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS;
+const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
 const MATMUL_STAGES_MAX: usize = 6;
 /// Shared memory that the device takes for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
-/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768, gate and up: two pairs take
-/// 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of Q8_0 half a pair takes 64 and 55.
+/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768, gate
+/// and up: two pairs take 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of Q8_0 half
+/// a pair takes 64 and 55.
 const MATMUL_PAIRS_MIN: usize = 2;
-const QUANTIZE_WARPS: usize = 8;
-/// Values that a block collects before it adds them.
+/// Bytes of the values that a matvec block collects before it adds them.
 const VALUES_BYTES_MAX: usize = 32 << 10;
 
-/// How pairs are put together. Never a matter of results.
+/// How pairs are grouped for a kernel. It never changes results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PairGrouping {
-    /// Four pairs share a read of an expert's weights at most: one after the other in sorted_pairs of experts.
+    /// For expert_matvec_*: at most four pairs share a read of an expert's weights.
     Matvec,
-    /// For the tensor cores: an expert's pairs begin with a act_tile of their own.
+    /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
     Matmul,
 }
 
@@ -54,13 +54,13 @@ impl PairGrouping {
         if pairs < MATMUL_PAIRS_MIN * count { Self::Matvec } else { Self::Matmul }
     }
 
-    /// Places for pairs in sorted_pairs of experts.
+    /// Slots for `pairs` pairs in the order of `count` experts.
     pub fn slots(self, pairs: usize, count: usize) -> usize {
         let padding = (self.align() - 1) * count.min(pairs);
         (pairs + padding).next_multiple_of(self.align())
     }
 
-    /// Words of [`ExpertRouting::groups`]: the sorted_pairs of pairs, the groups, and how matmul there are.
+    /// Words of [`ExpertRouting::groups`]: the pair of each slot, the groups, and the number of groups.
     pub fn words(self, pairs: usize, count: usize) -> usize {
         self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
     }
@@ -76,6 +76,7 @@ impl PairGrouping {
         }
     }
 
+    /// The first slot of an expert is a multiple of this.
     fn align(self) -> usize {
         match self {
             Self::Matvec => 1,
@@ -91,203 +92,181 @@ impl PairGrouping {
     }
 }
 
-/// Which pairs of (row, rank) go through which expert. Pair p is rank p % used of row p / used.
+/// Where the device writes its routing.
 pub struct ExpertRouting<'a> {
-    /// `[pairs]`.
-    pub experts: ViewMut<'a, u32>,
-    pub shares: ViewMut<'a, f32>,
+    /// The expert of each pair.
+    pub experts: DeviceViewMut<'a, u32>,
+    /// The weight of each pair in the sum of its row.
+    pub expert_weights: DeviceViewMut<'a, f32>,
     pub grouping: PairGrouping,
-    /// Scratch: [`PairGrouping::words`] of them.
-    pub groups: ViewMut<'a, u32>,
+    /// Scratch memory of [`PairGrouping::words`].
+    pub groups: DeviceViewMut<'a, u32>,
 }
 
-/// Experts' matrices of one shape and type, one after the other.
+/// The matrices of all experts, of one shape and type, one after the other.
 pub struct ExpertWeights<'a> {
     /// Of one expert.
     pub shape: Tiles,
-    pub tiles: View<'a, u8>,
-    /// `[pairs, rows]`, or slots instead of pairs.
-    pub out: ViewMut<'a, f32>,
+    pub tiles: DeviceView<'a, u8>,
+    /// `[pairs, rows]`, or `[slots, rows]`.
+    pub out: DeviceViewMut<'a, f32>,
 }
 
-/// What [`ExpertKernels::route`] made of the pairs.
+/// Pairs that [`ExpertKernels::route`] sorted and grouped.
 #[derive(Clone, Copy)]
 pub struct GroupedPairs<'a> {
     pub pairs: usize,
-    /// Experts.
+    /// Number of experts.
     pub count: usize,
-    pub groups: View<'a, u32>,
+    pub groups: DeviceView<'a, u32>,
 }
 
-/// As `ExpertWork` in experts/params.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpertParams {
-    weights: [u64; STACKS_MAX],
-    out: [u64; STACKS_MAX],
-    act_tiles: u64,
+/// Where the parts of [`ExpertRouting::groups`] begin.
+struct GroupAddress {
     sorted_pairs: u64,
     groups: u64,
     group_count: u64,
-    rows: i32,
-    col_tiles: i32,
 }
 
-impl ExpertParams {
-    fn new(x: QuantizedActivations<'_>, at: GroupAddress, stacks: &[ExpertWeights<'_>]) -> Self {
-        let mut params = Self {
-            weights: [0; STACKS_MAX],
-            out: [0; STACKS_MAX],
-            act_tiles: x.data.address(),
-            sorted_pairs: at.sorted_pairs,
-            groups: at.groups,
-            group_count: at.group_count,
-            rows: stacks[0].shape.rows() as i32,
-            col_tiles: stacks[0].shape.col_tiles() as i32,
-        };
-        for ((weights, out), stack) in params.weights.iter_mut().zip(&mut params.out).zip(stacks) {
-            (*weights, *out) = (stack.tiles.address(), stack.out.address());
-        }
-        params
+fn expert_params(
+    x: QuantizedActivations<'_>,
+    at: GroupAddress,
+    stacks: &[ExpertWeights<'_>],
+) -> ExpertParams {
+    let mut params = ExpertParams {
+        weights: [0; EXPERT_STACKS_MAX],
+        out: [0; EXPERT_STACKS_MAX],
+        act_tiles: x.data.address(),
+        sorted_pairs: at.sorted_pairs,
+        groups: at.groups,
+        group_count: at.group_count,
+        rows: stacks[0].shape.rows() as i32,
+        col_tiles: stacks[0].shape.col_tiles() as i32,
+    };
+    for ((weights, out), stack) in params.weights.iter_mut().zip(&mut params.out).zip(stacks) {
+        (*weights, *out) = (stack.tiles.address(), stack.out.address());
     }
-}
-
-/// As `ExpertProductWork` in experts/matvec.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpertMatvecParams {
-    params: ExpertParams,
-    pairs_per_token: i32,
-    row_tiles: i32,
-}
-
-/// As `ExpertTileWork` in experts/matmul.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ExpertMatmulParams {
-    params: ExpertParams,
-    stacks: i32,
-    stages: i32,
+    params
 }
 
 /// The kernels of a weight type.
 struct ExpertTypeKernels {
     dtype: DType,
-    matvec: &'static CStr,
-    matmul: &'static CStr,
-    family: Family,
+    matvec: KernelName<ExpertMatvec>,
+    matmul: KernelName<ExpertMatmul>,
+    family: LazyModule,
 }
 
 pub struct ExpertKernels {
     device: Device,
-    routing_kernels: Family,
+    routing_kernels: LazyModule,
     products: Vec<ExpertTypeKernels>,
 }
 
 impl ExpertKernels {
     pub fn new(device: &Device) -> Self {
         macro_rules! family {
-            ($dtype:ident, $matvec:literal, $matmul:literal, $stem:literal) => {
+            ($dtype:ident, $name:literal) => {
                 ExpertTypeKernels {
                     dtype: DType::$dtype,
-                    matvec: $matvec,
-                    matmul: $matmul,
-                    family: Family::new(device, $stem, image!($stem)),
+                    matvec: kernel_name!(concat!("experts_", $name), concat!("expert_matvec_", $name)),
+                    matmul: kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name)),
+                    family: LazyModule::new(
+                        device,
+                        concat!("experts_", $name),
+                        include_bytes!(concat!(env!("OUT_DIR"), "/experts_", $name, ".fatbin")),
+                    ),
                 }
             };
         }
         let products = vec![
-            family!(Q8_0, c"expert_matvec_q8_0", c"expert_matmul_q8_0", "experts_q8_0"),
-            family!(Q4_0, c"expert_matvec_q4_0", c"expert_matmul_q4_0", "experts_q4_0"),
-            family!(Q4_1, c"expert_matvec_q4_1", c"expert_matmul_q4_1", "experts_q4_1"),
-            family!(Q5_0, c"expert_matvec_q5_0", c"expert_matmul_q5_0", "experts_q5_0"),
-            family!(Q5_1, c"expert_matvec_q5_1", c"expert_matmul_q5_1", "experts_q5_1"),
-            family!(Q2_K, c"expert_matvec_q2_k", c"expert_matmul_q2_k", "experts_q2_k"),
-            family!(Q3_K, c"expert_matvec_q3_k", c"expert_matmul_q3_k", "experts_q3_k"),
-            family!(Q4_K, c"expert_matvec_q4_k", c"expert_matmul_q4_k", "experts_q4_k"),
-            family!(Q5_K, c"expert_matvec_q5_k", c"expert_matmul_q5_k", "experts_q5_k"),
-            family!(Q6_K, c"expert_matvec_q6_k", c"expert_matmul_q6_k", "experts_q6_k"),
+            family!(Q8_0, "q8_0"),
+            family!(Q4_0, "q4_0"),
+            family!(Q4_1, "q4_1"),
+            family!(Q5_0, "q5_0"),
+            family!(Q5_1, "q5_1"),
+            family!(Q2_K, "q2_k"),
+            family!(Q3_K, "q3_k"),
+            family!(Q4_K, "q4_k"),
+            family!(Q5_K, "q5_k"),
+            family!(Q6_K, "q6_k"),
         ];
-        let routing_kernels = Family::new(device, "experts", image!("experts"));
+        let routing_kernels = LazyModule::new(device, "experts", image!("experts"));
         Self { device: device.clone(), routing_kernels, products }
     }
 
-    /// Routes `rows` rows by `logits`, `[rows, count]`, through `used` experts each.
+    /// Routes rows by `logits`, `[rows, count]`, through `used` experts each, then sorts their pairs by
+    /// expert.
     pub fn route(
         &self,
         stream: &Stream,
-        logits: View<'_, f32>,
+        logits: DeviceView<'_, f32>,
         count: usize,
         used: usize,
         routing: &mut ExpertRouting<'_>,
     ) -> Result<(), OpError> {
         let rows = logits.len() / count.max(1);
         let pairs = rows * used;
-        expect("values of the router", logits.len(), rows * count)?;
-        expect("experts of a row", used.clamp(1, count.max(1)), used)?;
-        expect("experts", count.min(EXPERTS_MAX), count)?;
-        expect("pairs", routing.experts.len(), pairs)?;
-        expect("shares", routing.shares.len(), pairs)?;
+        ensure_equal("values of the router", logits.len(), rows * count)?;
+        ensure_equal("experts of a row", used.clamp(1, count.max(1)), used)?;
+        ensure_equal("experts", count.min(EXPERTS_MAX), count)?;
+        ensure_equal("pairs", routing.experts.len(), pairs)?;
+        ensure_equal("weights of pairs", routing.expert_weights.len(), pairs)?;
         let grouping = routing.grouping;
-        expect("words of groups", routing.groups.len(), grouping.words(pairs, count))?;
+        ensure_equal("words of groups", routing.groups.len(), grouping.words(pairs, count))?;
         if pairs == 0 {
             return Ok(());
         }
-        let launch = |blocks: usize, block| Launch {
+        let launch = |blocks: usize, block| LaunchConfig {
             grid: (blocks as u32, 1, 1),
             block,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let (logits, experts, shares) =
-            (logits.address(), routing.experts.address(), routing.shares.address());
-        let (rows32, count32, used32) = (rows as i32, count as i32, used as i32);
-        let kernel = self.routing_kernels.kernel(c"expert_topk_softmax").map_err(device_error(OP))?;
-        // SAFETY: (const float *, int, int, int, uint32_t *, float *); a warp reads a row of `logits` and writes `used`
-        // values of the row; experts are below `count`.
-        unsafe {
-            kernel.launch(
-                stream,
-                launch(rows.div_ceil(TOPK_ROWS), 128),
-                arguments![logits, rows32, count32, used32, experts, shares],
-            )
-        }
-        .map_err(device_error(OP))?;
-        let (pairs32, group_pairs) = (pairs as i32, grouping.group_pairs() as i32);
-        let (align, slots) = (grouping.align() as i32, grouping.slots(pairs, count) as i32);
+        let experts = routing.experts.address();
+        let topk = ExpertTopkSoftmax {
+            logits: logits.address(),
+            rows: rows as i32,
+            count: count as i32,
+            used: used as i32,
+            experts,
+            expert_weights: routing.expert_weights.address(),
+        };
+        let name = kernel_name!("experts", "expert_topk_softmax");
+        let blocks = launch(rows.div_ceil(EXPERT_TOPK_ROWS), 32 * EXPERT_TOPK_ROWS as u32);
+        // SAFETY: a warp reads a row of `logits` and writes `used` values of the row; experts are below
+        // `count`.
+        unsafe { launch_kernel(&self.routing_kernels, name, stream, blocks, &topk) }
+            .map_err(device_error(OP))?;
         let GroupAddress { sorted_pairs, groups, group_count } =
             grouping.addresses(routing.groups.address(), pairs, count);
-        let kernel = self.routing_kernels.kernel(c"expert_sort_pairs").map_err(device_error(OP))?;
-        // SAFETY: (const uint32_t *, int, int, int, int, int, uint32_t *, Group *, uint32_t *); all pairs and what aligns them
-        // fill at most `slots` words, their groups are at most `groups_max`.
-        unsafe {
-            kernel.launch(
-                stream,
-                launch(1, GROUP_THREADS),
-                arguments![
-                    experts,
-                    pairs32,
-                    count32,
-                    group_pairs,
-                    align,
-                    slots,
-                    sorted_pairs,
-                    groups,
-                    group_count
-                ],
-            )
-        }
-        .map_err(device_error(OP))
+        let sort = ExpertSortPairs {
+            experts,
+            pairs: pairs as i32,
+            count: count as i32,
+            group_pairs: grouping.group_pairs() as i32,
+            align: grouping.align() as i32,
+            slots: grouping.slots(pairs, count) as i32,
+            sorted_pairs,
+            groups,
+            group_count,
+        };
+        let name = kernel_name!("experts", "expert_sort_pairs");
+        // SAFETY: all pairs with their padding fill at most `slots` words, and their groups are at most
+        // `groups_max`.
+        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch(1, EXPERT_SORT_THREADS), &sort) }
+            .map_err(device_error(OP))
     }
 
-    /// Rounds rows of `x`, `[tokens, cols]`, for [`Self::tiles`]: a slot gets the row p / pairs_per_token of its pair p.
+    /// Quantises rows of `x`, `[tokens, cols]`, for [`Self::matmul`]: the slot of pair p gets row
+    /// p / pairs_per_token.
     ///
     /// # Safety
     /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matmul`].
     pub unsafe fn quantize(
         &self,
         stream: &Stream,
-        x: View<'_, f32>,
+        x: DeviceView<'_, f32>,
         cols: usize,
         pairs_per_token: usize,
         of: GroupedPairs<'_>,
@@ -295,36 +274,43 @@ impl ExpertKernels {
     ) -> Result<(), OpError> {
         let GroupedPairs { pairs, count, groups } = of;
         let slots = PairGrouping::Matmul.slots(pairs, count);
-        expect("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * cols)?;
-        expect("misalignment of the input", (x.address() % 16) as usize, 0)?;
-        expect("words of groups", groups.len(), PairGrouping::Matmul.words(pairs, count))?;
+        ensure_equal("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * cols)?;
+        ensure_equal("misalignment of the input", (x.address() % 16) as usize, 0)?;
+        ensure_equal("words of groups", groups.len(), PairGrouping::Matmul.words(pairs, count))?;
         let act_tiles = quantized.address(slots, cols).map_err(device_error(OP))?;
         let warps = slots * cols.div_ceil(TILE_COLS);
         if warps == 0 {
             return Ok(());
         }
-        let names = [c"", c"expert_quantize_q8_0", c"expert_quantize_q8_1", c"expert_quantize_q8_k"];
-        let kernel =
-            self.routing_kernels.kernel(select_kernel(Some(quantized), names)).map_err(device_error(OP))?;
-        let launch = Launch {
-            grid: (warps.div_ceil(QUANTIZE_WARPS) as u32, 1, 1),
-            block: 32 * QUANTIZE_WARPS as u32,
+        let launch = LaunchConfig {
+            grid: (warps.div_ceil(EXPERT_QUANTIZE_WARPS) as u32, 1, 1),
+            block: 32 * EXPERT_QUANTIZE_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
         let GroupAddress { sorted_pairs, .. } =
             PairGrouping::Matmul.addresses(groups.address(), pairs, count);
-        let (x, slots, per_token, cols) = (x.address(), slots as i32, pairs_per_token as i32, cols as i32);
-        // SAFETY: (const float *, const uint32_t *, int, int, int, uint8_t *); a warp reads 256 values of the row of a slot's
-        // pair, which is below `pairs` by this function's contract, and writes the slot's part of a act_tile.
-        unsafe {
-            kernel.launch(stream, launch, arguments![x, sorted_pairs, slots, per_token, cols, act_tiles])
-        }
-        .map_err(device_error(OP))
+        let arguments = ExpertQuantize {
+            x: x.address(),
+            sorted_pairs,
+            slots: slots as i32,
+            pairs_per_token: pairs_per_token as i32,
+            cols: cols as i32,
+            act_tiles,
+        };
+        let name = quantized.select([
+            kernel_name!("experts", "expert_quantize_q8_0"),
+            kernel_name!("experts", "expert_quantize_q8_1"),
+            kernel_name!("experts", "expert_quantize_q8_k"),
+        ]);
+        // SAFETY: a warp reads 256 values of the row of a slot's pair, which is below `pairs` by this
+        // function's contract, and writes the slot's part of an activation tile.
+        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
+            .map_err(device_error(OP))
     }
 
-    /// `stack.out = matrix of a slot's expert times the slot's row of x`, for one or two stacks of one shape: in the sorted_pairs of
-    /// slots, or of pairs.
+    /// `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor cores, for one or
+    /// two stacks of one shape. Outputs are in the order of pairs if `by_pair`, else of slots.
     ///
     /// # Safety
     /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matmul`].
@@ -336,49 +322,54 @@ impl ExpertKernels {
         by_pair: bool,
         stacks: &mut [ExpertWeights<'_>],
     ) -> Result<(), OpError> {
-        let Some(products) = self.check(x, of, PairGrouping::Matmul, stacks)? else { return Ok(()) };
+        let Some(kernels) = self.check_stacks(x, of, PairGrouping::Matmul, stacks)? else { return Ok(()) };
         let GroupedPairs { pairs, count, groups } = of;
         let (slots, shape) = (PairGrouping::Matmul.slots(pairs, count), stacks[0].shape);
-        expect("tokens", x.tokens, slots)?;
+        ensure_equal("tokens", x.tokens, slots)?;
         for stack in stacks.iter() {
-            let found = if by_pair { pairs } else { slots };
-            expect("values of the output", stack.out.len(), found * shape.rows())?;
+            let outputs = if by_pair { pairs } else { slots };
+            ensure_equal("values of the output", stack.out.len(), outputs * shape.rows())?;
         }
         let act_tile = activation_bytes(x.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
-        let stage = MATMUL_WARPS * shape.tile_bytes() + MATMUL_GROUP_PAIRS / ACT_TILE_TOKENS * act_tile;
+        let stage_bytes = EXPERT_MATMUL_WARPS * shape.tile_bytes() + EXPERT_MATMUL_ACT_TILES * act_tile;
         let barriers = 2 * MATMUL_STAGES_MAX * size_of::<u64>();
         let available = self.device.shared_bytes_max() as usize;
-        // Two blocks of a multiprocessor where both have a stage that comes while another is computed.
+        // A multiprocessor runs two blocks if each has room for a stage that loads while the block
+        // computes another.
         let half = available.saturating_sub(BLOCK_SHARED_BYTES) / 2;
-        let available = if half >= 2 * stage + barriers { half } else { available };
-        let stages = (available.saturating_sub(barriers) / stage).min(MATMUL_STAGES_MAX);
+        let available = if half >= 2 * stage_bytes + barriers { half } else { available };
+        let stages = (available.saturating_sub(barriers) / stage_bytes).min(MATMUL_STAGES_MAX);
         if stages == 0 {
             let what = "bytes of shared memory for a stage of experts";
-            return Err(OpError::Shape { op: OP, what, found: stage + barriers, expected: available });
+            let found = stage_bytes + barriers;
+            return Err(OpError::Shape { op: OP, what, found, expected: available });
         }
         let mut at = PairGrouping::Matmul.addresses(groups.address(), pairs, count);
         if !by_pair {
             at.sorted_pairs = 0;
         }
         let params = ExpertMatmulParams {
-            params: ExpertParams::new(x, at, stacks),
+            common: expert_params(x, at, stacks),
             stacks: stacks.len() as i32,
             stages: stages as i32,
         };
-        let kernel = products.family.kernel(products.matmul).map_err(device_error(OP))?;
-        let (block, shared_bytes) = (32 * MATMUL_WARPS as u32, (stages * stage + barriers) as u32);
-        let at_once = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
-        let runs = shape.row_tiles().div_ceil(MATMUL_WARPS);
-        let items = PairGrouping::Matmul.groups_max(pairs, count) * runs * stacks.len();
-        let blocks = items.min((at_once.max(1) * self.device.multiprocessors()) as usize) as u32;
-        let launch = Launch { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
-        // SAFETY: (ExpertTileWork). Experts of groups are below `count`, slots and pairs below their numbers by this function's
-        // contract, so tiles, act_tiles and outputs are read and written inside the lengths that were checked.
-        unsafe { kernel.launch(stream, launch, arguments![params]) }.map_err(device_error(OP))
+        let (block, shared_bytes) =
+            (32 * EXPERT_MATMUL_WARPS as u32, (stages * stage_bytes + barriers) as u32);
+        let kernel = kernels.family.kernel(kernels.matmul.as_c_str()).map_err(device_error(OP))?;
+        let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
+        let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_WARPS);
+        let output_tiles = PairGrouping::Matmul.groups_max(pairs, count) * row_blocks * stacks.len();
+        let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
+        let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
+        // SAFETY: experts of groups are below `count`, slots and pairs below their numbers by this
+        // function's contract, so tiles, activation tiles and outputs are read and written inside the
+        // lengths that were checked.
+        unsafe { launch_kernel(&kernels.family, kernels.matmul, stream, launch, &ExpertMatmul { params }) }
+            .map_err(device_error(OP))
     }
 
-    /// What both kinds of products need; none if there is nothing to compute.
-    fn check(
+    /// Checks what both kinds of products need; none if there is nothing to compute.
+    fn check_stacks(
         &self,
         x: QuantizedActivations<'_>,
         of: GroupedPairs<'_>,
@@ -388,28 +379,29 @@ impl ExpertKernels {
         let Some(first) = stacks.first() else { return Ok(None) };
         let shape = first.shape;
         let dtype = shape.dtype();
-        let products = self.products.iter().find(|products| products.dtype == dtype);
-        let Some(products) = products.filter(|_| dtype.activation() == Some(x.format)) else {
+        let kernels = self.products.iter().find(|kernels| kernels.dtype == dtype);
+        let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(x.format)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        expect("stacks", stacks.len().min(STACKS_MAX), stacks.len())?;
-        expect("row length", x.cols, shape.cols())?;
-        expect("words of groups", of.groups.len(), grouping.words(of.pairs, of.count))?;
-        expect("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
+        ensure_equal("stacks", stacks.len().min(EXPERT_STACKS_MAX), stacks.len())?;
+        ensure_equal("row length", x.cols, shape.cols())?;
+        ensure_equal("words of groups", of.groups.len(), grouping.words(of.pairs, of.count))?;
+        ensure_equal("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
         let act_tiles = activation_bytes(x.format, x.tokens, x.cols).unwrap_or(usize::MAX);
-        expect("bytes of the activations", x.data.len(), act_tiles)?;
+        ensure_equal("bytes of the activations", x.data.len(), act_tiles)?;
         for stack in stacks {
             if stack.shape != shape {
                 return Err(OpError::Type { op: OP, dtype: stack.shape.dtype() });
             }
-            expect("bytes of the experts", stack.tiles.len(), of.count * shape.bytes())?;
-            expect("misalignment of the experts", (stack.tiles.address() % 16) as usize, 0)?;
+            ensure_equal("bytes of the experts", stack.tiles.len(), of.count * shape.bytes())?;
+            ensure_equal("misalignment of the experts", (stack.tiles.address() % 16) as usize, 0)?;
         }
-        let empty = of.pairs == 0 || shape.row_tiles() == 0 || shape.col_tiles() == 0;
-        Ok((!empty).then_some(products))
+        let is_empty = of.pairs == 0 || shape.row_tiles() == 0 || shape.col_tiles() == 0;
+        Ok((!is_empty).then_some(kernels))
     }
 
-    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or two stacks of one shape.
+    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or two
+    /// stacks of one shape.
     ///
     /// # Safety
     /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matvec`].
@@ -421,18 +413,19 @@ impl ExpertKernels {
         of: GroupedPairs<'_>,
         stacks: &mut [ExpertWeights<'_>],
     ) -> Result<(), OpError> {
-        let Some(products) = self.check(x, of, PairGrouping::Matvec, stacks)? else { return Ok(()) };
+        let Some(kernels) = self.check_stacks(x, of, PairGrouping::Matvec, stacks)? else { return Ok(()) };
         let GroupedPairs { pairs, count, groups } = of;
         let shape = stacks[0].shape;
-        expect("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
+        ensure_equal("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
         for stack in stacks.iter() {
-            expect("values of the output", stack.out.len(), pairs * shape.rows())?;
+            ensure_equal("values of the output", stack.out.len(), pairs * shape.rows())?;
         }
         let (row_tiles, col_tiles) = (shape.row_tiles(), shape.col_tiles());
-        // Enough tiles that every warp has params.
-        let pairs_per_row_tile = col_tiles.div_ceil(TILES_PER_STAGE);
+        // Enough row tiles that every warp has work.
+        let pairs_per_row_tile = col_tiles.div_ceil(EXPERT_MATVEC_TILES);
         let tile_values = col_tiles * TILE_ROWS * MATVEC_GROUP_PAIRS * size_of::<f32>();
-        let tiles = MATVEC_WARPS.div_ceil(pairs_per_row_tile).min((VALUES_BYTES_MAX / tile_values).max(1));
+        let tiles =
+            EXPERT_MATVEC_WARPS.div_ceil(pairs_per_row_tile).min((VALUES_BYTES_MAX / tile_values).max(1));
         let shared = MATVEC_GROUP_PAIRS * col_tiles * act_row_bytes(x.format) + tiles * tile_values;
         let available = self.device.shared_bytes_max() as usize;
         if shared > available {
@@ -441,103 +434,114 @@ impl ExpertKernels {
         }
         let at = PairGrouping::Matvec.addresses(groups.address(), pairs, count);
         let params = ExpertMatvecParams {
-            params: ExpertParams::new(x, at, stacks),
+            common: expert_params(x, at, stacks),
             pairs_per_token: pairs_per_token as i32,
             row_tiles: tiles as i32,
         };
         let groups_max = PairGrouping::Matvec.groups_max(pairs, count) as u32;
-        let grid = (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32);
-        let launch = Launch {
-            grid,
-            block: 32 * MATVEC_WARPS as u32,
+        let launch = LaunchConfig {
+            grid: (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32),
+            block: 32 * EXPERT_MATVEC_WARPS as u32,
             shared_bytes: shared as u32,
             overlaps_predecessor: true,
         };
-        let kernel = products.family.kernel(products.matvec).map_err(device_error(OP))?;
-        // SAFETY: (ExpertProductWork). Experts of groups are below `count` and pairs below `pairs` by this function's contract, so
-        // tiles, act_tiles and outputs are read and written inside the lengths that were checked.
-        unsafe { kernel.launch(stream, launch, arguments![params]) }.map_err(device_error(OP))
+        // SAFETY: experts of groups are below `count` and pairs below `pairs` by this function's
+        // contract, so tiles, activation tiles and outputs are read and written inside the lengths that
+        // were checked.
+        unsafe { launch_kernel(&kernels.family, kernels.matvec, stream, launch, &ExpertMatvec { params }) }
+            .map_err(device_error(OP))
     }
 
-    /// [`Self::matvec`] of one stack of floats with rows of `x` as they are.
+    /// [`Self::matvec`] of one stack of floats, with rows of `x` as they are.
     ///
     /// # Safety
     /// Every one of `experts`, which are on the device, is below `count`.
     pub unsafe fn float_matvec(
         &self,
         stream: &Stream,
-        x: View<'_, f32>,
-        experts: View<'_, u32>,
+        x: DeviceView<'_, f32>,
+        experts: DeviceView<'_, u32>,
         pairs_per_token: usize,
         count: usize,
         stack: &mut ExpertWeights<'_>,
     ) -> Result<(), OpError> {
         let (shape, pairs) = (stack.shape, experts.len());
-        let dtype = shape.dtype();
-        let name = match dtype {
-            DType::F32 => c"expert_matvec_f32",
-            DType::F16 => c"expert_matvec_f16",
-            DType::BF16 => c"expert_matvec_bf16",
-            _ => return Err(OpError::Type { op: OP, dtype }),
-        };
-        expect("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * shape.cols())?;
-        expect("bytes of the experts", stack.tiles.len(), count * shape.bytes())?;
-        expect("values of the output", stack.out.len(), pairs * shape.rows())?;
+        ensure_equal("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * shape.cols())?;
+        ensure_equal("bytes of the experts", stack.tiles.len(), count * shape.bytes())?;
+        ensure_equal("values of the output", stack.out.len(), pairs * shape.rows())?;
         if stack.out.is_empty() {
             return Ok(());
         }
-        let grid = (shape.rows().div_ceil(MATVEC_WARPS) as u32, pairs as u32, 1);
-        let block = 32 * MATVEC_WARPS as u32;
-        let launch = Launch { grid, block, shared_bytes: 0, overlaps_predecessor: true };
+        let grid = (shape.rows().div_ceil(EXPERT_MATVEC_WARPS) as u32, pairs as u32, 1);
+        let block = 32 * EXPERT_MATVEC_WARPS as u32;
+        let launch = LaunchConfig { grid, block, shared_bytes: 0, overlaps_predecessor: true };
         let (weights, x, experts) = (stack.tiles.address(), x.address(), experts.address());
-        let (per_token, rows, cols) = (pairs_per_token as i32, shape.rows() as i32, shape.cols() as i32);
-        let out = stack.out.address();
-        let kernel = self.routing_kernels.kernel(name).map_err(device_error(OP))?;
-        // SAFETY: (const T *, const float *, const uint32_t *, int, int, int, float *); a warp reads a row of an expert's
-        // matrix and a row of `x`, inside lengths that were checked.
-        unsafe { kernel.launch(stream, launch, arguments![weights, x, experts, per_token, rows, cols, out]) }
-            .map_err(device_error(OP))
+        let (rows, cols, out) = (shape.rows() as i32, shape.cols() as i32, stack.out.address());
+        let pairs_per_token = pairs_per_token as i32;
+        let family = &self.routing_kernels;
+        // SAFETY: a warp reads a row of an expert's matrix and a row of `x`, inside lengths that were
+        // checked.
+        unsafe {
+            match shape.dtype() {
+                DType::F32 => {
+                    let name = kernel_name!("experts", "expert_matvec_f32");
+                    let arguments = ExpertMatvecF32 { weights, x, experts, pairs_per_token, rows, cols, out };
+                    launch_kernel(family, name, stream, launch, &arguments)
+                }
+                DType::F16 => {
+                    let name = kernel_name!("experts", "expert_matvec_f16");
+                    let arguments = ExpertMatvecF16 { weights, x, experts, pairs_per_token, rows, cols, out };
+                    launch_kernel(family, name, stream, launch, &arguments)
+                }
+                DType::BF16 => {
+                    let name = kernel_name!("experts", "expert_matvec_bf16");
+                    let arguments =
+                        ExpertMatvecBF16 { weights, x, experts, pairs_per_token, rows, cols, out };
+                    launch_kernel(family, name, stream, launch, &arguments)
+                }
+                dtype => return Err(OpError::Type { op: OP, dtype }),
+            }
+        }
+        .map_err(device_error(OP))
     }
 
-    /// `out[r] = sum over ranks of share times contribution`.
+    /// `out[r] = sum over ranks of expert weight times contribution`.
     pub fn combine(
         &self,
         stream: &Stream,
-        contributions: View<'_, f32>,
-        shares: View<'_, f32>,
+        contributions: DeviceView<'_, f32>,
+        expert_weights: DeviceView<'_, f32>,
         used: usize,
-        out: &mut ViewMut<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), OpError> {
-        let rows = shares.len() / used.max(1);
+        let rows = expert_weights.len() / used.max(1);
         let cols = out.len() / rows.max(1);
-        expect("values of the output", out.len(), rows * cols)?;
-        expect("contributions", contributions.len(), rows * used * cols)?;
+        ensure_equal("values of the output", out.len(), rows * cols)?;
+        ensure_equal("contributions", contributions.len(), rows * used * cols)?;
         if out.is_empty() {
             return Ok(());
         }
-        let launch = Launch {
-            grid: (rows as u32, (cols as u32).div_ceil(COMBINE_THREADS), 1),
-            block: COMBINE_THREADS,
+        let launch = LaunchConfig {
+            grid: (rows as u32, (cols as u32).div_ceil(EXPERT_COMBINE_THREADS), 1),
+            block: EXPERT_COMBINE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let (contributions, shares, out) = (contributions.address(), shares.address(), out.address());
-        let (used, cols) = (used as i32, cols as i32);
-        let kernel = self.routing_kernels.kernel(c"expert_combine").map_err(device_error(OP))?;
-        // SAFETY: (const float *, const float *, int, int, float *); blocks (r, _) read the pairs of row r and write the row.
-        unsafe { kernel.launch(stream, launch, arguments![contributions, shares, used, cols, out]) }
+        let arguments = ExpertCombine {
+            contributions: contributions.address(),
+            expert_weights: expert_weights.address(),
+            used: used as i32,
+            cols: cols as i32,
+            out: out.address(),
+        };
+        let name = kernel_name!("experts", "expert_combine");
+        // SAFETY: blocks (r, _) read the pairs of row r and write the row.
+        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }
 }
 
-/// Parts of the words of groups.
-struct GroupAddress {
-    sorted_pairs: u64,
-    groups: u64,
-    group_count: u64,
-}
-
-fn expect(what: &'static str, found: usize, expected: usize) -> Result<(), OpError> {
+fn ensure_equal(what: &'static str, found: usize, expected: usize) -> Result<(), OpError> {
     if found == expected {
         return Ok(());
     }

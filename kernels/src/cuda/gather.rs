@@ -1,17 +1,16 @@
 //! Launcher of gather.cu: rows picked out of a matrix.
 
-use super::module::{arguments, image};
-use super::norm::count_rows;
-use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+use super::abi::elementwise::{GATHER_THREADS, GatherRows};
+use super::launch::{kernel_name, launch_kernel};
+use super::module::image;
+use super::norm::{count_rows, ensure_same_len};
+use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-/// As gather.cu.
-const THREADS: u32 = 256;
-
-pub struct GatherKernels(Family);
+pub struct GatherKernels(LazyModule);
 
 impl GatherKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "gather", image!("gather")))
+        Self(LazyModule::new(device, "gather", image!("gather")))
     }
 
     /// `out[i] = x[rows[i]]`, rows of `cols` values.
@@ -21,26 +20,26 @@ impl GatherKernels {
     pub unsafe fn rows(
         &self,
         stream: &Stream,
-        x: View<'_, f32>,
-        rows: View<'_, u32>,
+        x: DeviceView<'_, f32>,
+        rows: DeviceView<'_, u32>,
         cols: usize,
-        out: &mut ViewMut<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
-        count_rows("x of a gather", x.len(), cols)?;
-        super::norm::ensure_same_len("output of a gather", out.len(), rows.len() * cols)?;
+        count_rows("input of a gather", x.len(), cols)?;
+        ensure_same_len("output of a gather", out.len(), rows.len() * cols)?;
         if out.is_empty() {
             return Ok(());
         }
-        let launch = Launch {
+        let launch = LaunchConfig {
             grid: (rows.len() as u32, 1, 1),
-            block: THREADS,
+            block: GATHER_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let (x, rows, out, cols) = (x.address(), rows.address(), out.address(), cols as i32);
-        let kernel = self.0.kernel(c"gather_rows")?;
-        // SAFETY: (const float *, const uint32_t *, float *, int); block i copies `cols` values of row `rows[i]`, inside
-        // `x` by this function's contract, to row i of `out`.
-        unsafe { kernel.launch(stream, launch, arguments![x, rows, out, cols]) }
+        let arguments =
+            GatherRows { x: x.address(), rows: rows.address(), out: out.address(), cols: cols as i32 };
+        // SAFETY: block i copies `cols` values of row `rows[i]`, inside `x` by this function's
+        // contract, to row i of `out`.
+        unsafe { launch_kernel(&self.0, kernel_name!("gather", "gather_rows"), stream, launch, &arguments) }
     }
 }

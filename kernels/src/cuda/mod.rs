@@ -3,6 +3,7 @@
 //! The crate `cuda` owns devices, streams, buffers and kernels; here are the launchers, one per .cu file, which check shapes
 //! and are safe to call, and the backend that is made of them.
 
+mod abi;
 mod archs;
 pub mod argmax;
 pub mod attention;
@@ -13,6 +14,7 @@ mod error;
 pub mod experts;
 pub mod gather;
 pub mod kv_write;
+mod launch;
 pub mod linear;
 pub mod loading;
 mod module;
@@ -32,6 +34,6 @@ pub use backend::{
     predict_device_bytes,
 };
 pub use cuda::{
-    Buffer, CudaError, Device, DeviceView as View, DeviceViewMut as ViewMut, Event, Graph, Kernel,
-    LaunchConfig as Launch, LazyModule as Family, PinnedBuffer, Stream,
+    Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Graph, Kernel, LaunchConfig, LazyModule,
+    PinnedBuffer, Stream,
 };

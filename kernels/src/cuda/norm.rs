@@ -1,50 +1,61 @@
-//! Launcher of norm.cu: root mean square norms of rows and heads, and sums.
+//! Launcher of norm.cu: RMS norms of rows and heads, and the residual sum.
 
-use super::module::{arguments, image};
-use super::quantized_output::{QuantizedOutput, select_kernel};
-use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+use super::abi::elementwise::{
+    ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_THREADS, RmsNorm,
+    RmsNormHeads,
+};
+use super::launch::{kernel_name, launch_kernel};
+use super::module::image;
+use super::quantized_output::QuantizedOutput;
+use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-/// As norm.cu.
-const ROW_THREADS: u32 = 512;
-const HEADS_PER_BLOCK: usize = 4;
-const ADD_THREADS: u32 = 256;
-/// Longest row that is quantized: what a block keeps in registers.
-const ROUNDED_COLS_MAX: usize = 16_384;
-
-pub struct NormKernels(Family);
+pub struct NormKernels(LazyModule);
 
 impl NormKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "norm", image!("norm")))
+        Self(LazyModule::new(device, "norm", image!("norm")))
     }
 
-    /// Whether rows of this length can be quantized too.
+    /// Whether the kernels can also quantise rows of this length.
     pub(super) fn can_quantize(cols: usize) -> bool {
-        cols.is_multiple_of(32) && cols <= ROUNDED_COLS_MAX
+        cols.is_multiple_of(32) && cols <= NORM_QUANTIZED_COLS_MAX
     }
 
     /// `out = norm(x)`, rows of `weight.len()` values.
     pub fn rows(
         &self,
         stream: &Stream,
-        x: View<'_, f32>,
-        weight: View<'_, f32>,
+        x: DeviceView<'_, f32>,
+        weight: DeviceView<'_, f32>,
         eps: f32,
-        out: &mut ViewMut<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
-        let rows = count_rows("x of a norm", x.len(), weight.len())?;
-        let act_tiles = act_tiles(quantized.as_ref(), rows, weight.len())?;
+        let rows = count_rows("input of a norm", x.len(), weight.len())?;
+        let act_tiles = act_tiles_address(quantized.as_ref(), rows, weight.len())?;
         ensure_same_len("output of a norm", out.len(), x.len())?;
         if rows == 0 {
             return Ok(());
         }
-        let (x, weight, out, cols) = (x.address(), weight.address(), out.address(), weight.len() as i32);
-        let names = [c"rms_norm", c"rms_norm_q8_0", c"rms_norm_q8_1", c"rms_norm_q8_k"];
-        let kernel = self.0.kernel(select_kernel(quantized.as_ref(), names))?;
-        // SAFETY: (float *, const float *, float, float *, int, uint8_t *); block r reads and writes `cols` values at
-        // r * cols, inside `x` and `out` by the checks above, and its token's part of the act_tiles; `x` is not written.
-        unsafe { kernel.launch(stream, per_row(rows), arguments![x, weight, eps, out, cols, act_tiles]) }
+        let arguments = RmsNorm {
+            x: x.address(),
+            weight: weight.address(),
+            eps,
+            out: out.address(),
+            cols: weight.len() as i32,
+            act_tiles,
+        };
+        let name = match quantized {
+            None => kernel_name!("norm", "rms_norm"),
+            Some(quantized) => quantized.select([
+                kernel_name!("norm", "rms_norm_q8_0"),
+                kernel_name!("norm", "rms_norm_q8_1"),
+                kernel_name!("norm", "rms_norm_q8_k"),
+            ]),
+        };
+        // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the checks
+        // above, and its token's part of the activation tiles. The kernel does not write `x`.
+        unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
     /// `x += y; out = norm(x)`.
@@ -52,80 +63,119 @@ impl NormKernels {
     pub fn add_rows(
         &self,
         stream: &Stream,
-        x: &mut ViewMut<'_, f32>,
-        y: View<'_, f32>,
-        weight: View<'_, f32>,
+        x: &mut DeviceViewMut<'_, f32>,
+        y: DeviceView<'_, f32>,
+        weight: DeviceView<'_, f32>,
         eps: f32,
-        out: &mut ViewMut<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
-        let rows = count_rows("x of a norm", x.len(), weight.len())?;
-        let act_tiles = act_tiles(quantized.as_ref(), rows, weight.len())?;
-        ensure_same_len("y of a norm", y.len(), x.len())?;
+        let rows = count_rows("input of a norm", x.len(), weight.len())?;
+        let act_tiles = act_tiles_address(quantized.as_ref(), rows, weight.len())?;
+        ensure_same_len("second input of a norm", y.len(), x.len())?;
         ensure_same_len("output of a norm", out.len(), x.len())?;
         if rows == 0 {
             return Ok(());
         }
-        let (x, y, weight, out, cols) =
-            (x.address(), y.address(), weight.address(), out.address(), weight.len() as i32);
-        let names = [c"add_rms_norm", c"add_rms_norm_q8_0", c"add_rms_norm_q8_1", c"add_rms_norm_q8_k"];
-        let kernel = self.0.kernel(select_kernel(quantized.as_ref(), names))?;
-        // SAFETY: (float *, const float *, const float *, float, float *, int, uint8_t *); as for `rows`.
-        unsafe { kernel.launch(stream, per_row(rows), arguments![x, y, weight, eps, out, cols, act_tiles]) }
+        let arguments = AddRmsNorm {
+            x: x.address(),
+            y: y.address(),
+            weight: weight.address(),
+            eps,
+            out: out.address(),
+            cols: weight.len() as i32,
+            act_tiles,
+        };
+        let name = match quantized {
+            None => kernel_name!("norm", "add_rms_norm"),
+            Some(quantized) => quantized.select([
+                kernel_name!("norm", "add_rms_norm_q8_0"),
+                kernel_name!("norm", "add_rms_norm_q8_1"),
+                kernel_name!("norm", "add_rms_norm_q8_k"),
+            ]),
+        };
+        // SAFETY: as for `rows`, but that the kernel writes `x` too.
+        unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
-    /// Every head of `weight.len()` values, in place.
+    /// Normalises every head of `weight.len()` values in place.
     pub fn heads(
         &self,
         stream: &Stream,
-        x: &mut ViewMut<'_, f32>,
-        weight: View<'_, f32>,
+        x: &mut DeviceViewMut<'_, f32>,
+        weight: DeviceView<'_, f32>,
         eps: f32,
     ) -> Result<(), CudaError> {
-        let heads = count_rows("x of a norm of heads", x.len(), weight.len())?;
+        let heads = count_rows("input of a norm of heads", x.len(), weight.len())?;
         if heads == 0 {
             return Ok(());
         }
-        let grid = (heads.div_ceil(HEADS_PER_BLOCK) as u32, 1, 1);
-        let launch = Launch { grid, block: 128, shared_bytes: 0, overlaps_predecessor: true };
-        let (x, weight, count, head_dim) = (x.address(), weight.address(), heads as i32, weight.len() as i32);
-        let kernel = self.0.kernel(c"rms_norm_heads")?;
-        // SAFETY: (float *, const float *, float, int, int); warp h works on `head_dim` values at h * head_dim, h < heads.
-        unsafe { kernel.launch(stream, launch, arguments![x, weight, eps, count, head_dim]) }
+        let launch = LaunchConfig {
+            grid: (heads.div_ceil(NORM_HEADS) as u32, 1, 1),
+            block: 32 * NORM_HEADS as u32,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let arguments = RmsNormHeads {
+            x: x.address(),
+            weight: weight.address(),
+            eps,
+            heads: heads as i32,
+            head_dim: weight.len() as i32,
+        };
+        // SAFETY: warp h works on `head_dim` values at h * head_dim, h < heads.
+        unsafe { launch_kernel(&self.0, kernel_name!("norm", "rms_norm_heads"), stream, launch, &arguments) }
     }
 
     /// `x += y`.
-    pub fn add(&self, stream: &Stream, x: &mut ViewMut<'_, f32>, y: View<'_, f32>) -> Result<(), CudaError> {
-        ensure_same_len("y of a sum", y.len(), x.len())?;
+    pub fn add(
+        &self,
+        stream: &Stream,
+        x: &mut DeviceViewMut<'_, f32>,
+        y: DeviceView<'_, f32>,
+    ) -> Result<(), CudaError> {
+        ensure_same_len("second input of a sum", y.len(), x.len())?;
         if x.is_empty() {
             return Ok(());
         }
-        let grid = (x.len().div_ceil(ADD_THREADS as usize) as u32, 1, 1);
-        let launch = Launch { grid, block: ADD_THREADS, shared_bytes: 0, overlaps_predecessor: true };
-        let (x, y, values) = (x.address(), y.address(), x.len() as u64);
-        let kernel = self.0.kernel(c"add_residual")?;
-        // SAFETY: (float *, const float *, uint64_t); a thread has one value below `values`.
-        unsafe { kernel.launch(stream, launch, arguments![x, y, values]) }
+        let launch = LaunchConfig {
+            grid: (x.len().div_ceil(ADD_THREADS as usize) as u32, 1, 1),
+            block: ADD_THREADS,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let arguments = AddResidual { x: x.address(), y: y.address(), values: x.len() as u64 };
+        // SAFETY: a thread has one value below `values`.
+        unsafe { launch_kernel(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
     }
 }
 
-/// The address of the act_tiles, 0 if there are none.
-fn act_tiles(quantized: Option<&QuantizedOutput<'_>>, rows: usize, cols: usize) -> Result<u64, CudaError> {
+/// The address of the activation tiles, 0 if there are none.
+fn act_tiles_address(
+    quantized: Option<&QuantizedOutput<'_>>,
+    rows: usize,
+    cols: usize,
+) -> Result<u64, CudaError> {
     if quantized.is_some() && !NormKernels::can_quantize(cols) {
         return Err(CudaError::Length {
             what: "row to be quantized",
             found: 4 * cols,
-            expected: 4 * ROUNDED_COLS_MAX,
+            expected: 4 * NORM_QUANTIZED_COLS_MAX,
         });
     }
     quantized.map_or(Ok(0), |quantized| quantized.address(rows, cols))
 }
 
-fn per_row(rows: usize) -> Launch {
-    Launch { grid: (rows as u32, 1, 1), block: ROW_THREADS, shared_bytes: 0, overlaps_predecessor: true }
+fn one_block_per_row(rows: usize) -> LaunchConfig {
+    LaunchConfig {
+        grid: (rows as u32, 1, 1),
+        block: NORM_THREADS,
+        shared_bytes: 0,
+        overlaps_predecessor: true,
+    }
 }
 
-/// How many rows of `cols` values are `len` values.
+/// The number of rows of `cols` values that `len` values are.
 pub(super) fn count_rows(what: &'static str, len: usize, cols: usize) -> Result<usize, CudaError> {
     let rows = len / cols.max(1);
     ensure_same_len(what, len, rows * cols)?;

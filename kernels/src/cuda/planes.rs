@@ -1,21 +1,11 @@
-//! quant::layout's planes as numbers, as kernels take them.
+//! quant::layout's planes as the numbers that kernels take.
 
-use quant::layout::{TILE_ROWS, Tiles, planes};
+use quant::layout::{Tiles, planes};
 
-const PLANES_MAX: usize = 4;
+use super::abi::tiles::{ACT_TILE_TOKENS, PLANES_MAX, TILE_COLS, TILE_ROWS, TilePlanes};
 
-/// As in linear/planes.cuh.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct TilePlanes {
-    offset: [i32; PLANES_MAX],
-    len: [i32; PLANES_MAX],
-    blocks: [i32; PLANES_MAX],
-    base: [i32; PLANES_MAX],
-    planes: i32,
-    block_bytes: i32,
-    tile_bytes: i32,
-}
+const _: () = assert!(TILE_ROWS == quant::layout::TILE_ROWS && TILE_COLS == quant::layout::TILE_COLS);
+const _: () = assert!(ACT_TILE_TOKENS == 8, "an MMA multiplies with 8 tokens");
 
 pub(super) fn tile_planes(shape: &Tiles) -> TilePlanes {
     let mut out = TilePlanes {
@@ -28,7 +18,9 @@ pub(super) fn tile_planes(shape: &Tiles) -> TilePlanes {
         tile_bytes: shape.tile_bytes() as i32,
     };
     let mut base = 0;
-    for (at, plane) in planes(shape.dtype()).unwrap_or_default().iter().enumerate().take(PLANES_MAX) {
+    let planes = planes(shape.dtype()).unwrap_or_default();
+    assert!(planes.len() <= PLANES_MAX, "{} has {} planes", shape.dtype(), planes.len());
+    for (at, plane) in planes.iter().enumerate() {
         out.offset[at] = plane.offset as i32;
         out.len[at] = plane.len as i32;
         out.blocks[at] = plane.blocks as i32;

@@ -1,37 +1,37 @@
-//! Launcher of quantize.cu: activation rows to the form that a weight type is multiplied with
-//! (`DType::activation`): quants, halves, or for F32 the rows as they are.
+//! Launcher of quantize.cu: converts activation rows to the format that a weight type is multiplied
+//! with (`DType::activation`): activation tiles of quants or of 16-bit floats, or f32 rows as they are.
 
 use ops::OpError;
 use quant::DType;
 use quant::layout::TILE_COLS;
 
+use super::abi::elementwise::{QUANTIZE_WARPS, QuantizeActivations};
+pub use super::abi::tiles::ACT_TILE_TOKENS;
 use super::error::device_error;
-use super::module::arguments;
+use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
-use super::{Device, Family, Launch, Stream, View, ViewMut};
+use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const OP: &str = "quantize";
 
-/// Tokens that share a act_tile, as in linear/tile.cuh.
-pub const ACT_TILE_TOKENS: usize = 8;
-const WARPS: u32 = 8;
-/// Rows of F16 and BF16 weights are multiples of this long.
-pub const HALVES: usize = 16;
+/// Rows of F16 and BF16 weights have a multiple of this many values: bulk copies move whole runs of
+/// 16 values.
+pub const FLOAT16_ROW_STEP: usize = 16;
 
-/// Rows of activations ready for [`super::linear::Linear`]: a view with what it holds.
+/// Activations in the format that [`super::linear::LinearKernels`] multiplies with.
 #[derive(Clone, Copy)]
 pub struct QuantizedActivations<'a> {
     pub(super) format: DType,
     pub(super) tokens: usize,
     pub(super) cols: usize,
-    pub(super) data: View<'a, u8>,
+    pub(super) data: DeviceView<'a, u8>,
 }
 
-/// Bytes that `tokens` rows need; none if `format` is not what some weight type names as its activation.
+/// Bytes that `tokens` rows need; none if no weight type has `format` as its activation.
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
     let act_tile = match format {
         DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
-        // Two or three 16-bit parts of a value.
+        // A value is the sum of two f16 with a scale per token, or of three bf16.
         DType::F16 => ACT_TILE_TOKENS * (TILE_COLS * 2 * 2 + 4),
         DType::BF16 => ACT_TILE_TOKENS * TILE_COLS * 3 * 2,
         DType::Q8_0 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4),
@@ -42,38 +42,38 @@ pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usi
     tokens.div_ceil(ACT_TILE_TOKENS).checked_mul(cols.div_ceil(TILE_COLS))?.checked_mul(act_tile)
 }
 
-pub struct QuantizeKernels(Family);
+pub struct QuantizeKernels(LazyModule);
 
 impl QuantizeKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "quantize", image!("quantize")))
+        Self(LazyModule::new(device, "quantize", image!("quantize")))
     }
 
-    /// `x` is `[tokens, cols]`. `out` is the start of scratch memory, at a multiple of 128 bytes, and may be longer than
-    /// needed.
+    /// `x` is `[tokens, cols]`. `out` is scratch memory at a multiple of 128 bytes, and may be longer
+    /// than needed.
     pub fn launch<'a>(
         &self,
         stream: &Stream,
         format: DType,
-        x: View<'_, f32>,
+        x: DeviceView<'_, f32>,
         tokens: usize,
         cols: usize,
-        out: &'a mut ViewMut<'_, u8>,
+        out: &'a mut DeviceViewMut<'_, u8>,
     ) -> Result<QuantizedActivations<'a>, OpError> {
-        let kernel = match format {
-            DType::F32 => c"",
-            DType::F16 => c"quantize_f16",
-            DType::BF16 => c"quantize_bf16",
-            DType::Q8_0 => c"quantize_q8_0",
-            DType::Q8_1 => c"quantize_q8_1",
-            DType::Q8_K => c"quantize_q8_k",
+        let name = match format {
+            DType::F32 => None,
+            DType::F16 => Some(kernel_name!("quantize", "quantize_f16")),
+            DType::BF16 => Some(kernel_name!("quantize", "quantize_bf16")),
+            DType::Q8_0 => Some(kernel_name!("quantize", "quantize_q8_0")),
+            DType::Q8_1 => Some(kernel_name!("quantize", "quantize_q8_1")),
+            DType::Q8_K => Some(kernel_name!("quantize", "quantize_q8_k")),
             dtype => return Err(OpError::Type { op: OP, dtype }),
         };
         let shape = |what, found, expected| Err(OpError::Shape { op: OP, what, found, expected });
-        // Bulk copies of halves need rows of 16 values.
-        let whole = if matches!(format, DType::F16 | DType::BF16) { HALVES } else { format.block_len() };
-        if !cols.is_multiple_of(whole) {
-            return shape("values beyond whole blocks in a row", cols % whole, 0);
+        let is_float16 = matches!(format, DType::F16 | DType::BF16);
+        let step = if is_float16 { FLOAT16_ROW_STEP } else { format.block_len() };
+        if !cols.is_multiple_of(step) {
+            return shape("values beyond whole blocks in a row", cols % step, 0);
         }
         if x.len() < tokens * cols {
             return shape("values of the input", x.len(), tokens * cols);
@@ -91,22 +91,31 @@ impl QuantizeKernels {
             }
         }
         let warps = tokens * cols.div_ceil(TILE_COLS);
-        if format == DType::F32 {
-            if let (Some(x), Some(mut out)) = (x.slice(0, tokens * cols), out.slice_mut(0, bytes)) {
-                out.copy_from(stream, x.bytes()).map_err(device_error(OP))?;
+        match name {
+            None => {
+                if let (Some(x), Some(mut out)) = (x.slice(0, tokens * cols), out.slice_mut(0, bytes)) {
+                    out.copy_from(stream, x.bytes()).map_err(device_error(OP))?;
+                }
             }
-        } else if warps > 0 {
-            let grid = ((warps as u32).div_ceil(WARPS), 1, 1);
-            let launch = Launch { grid, block: 32 * WARPS, shared_bytes: 0, overlaps_predecessor: true };
-            let kernel = self.0.kernel(kernel).map_err(device_error(OP))?;
-            let (x, tokens, cols, out) = (x.address(), tokens as i32, cols as i32, out.address());
-            // SAFETY: (const float *, int, int, uint8_t *); a warp reads 256 values of one row inside `x` and writes its
-            // token's part of one act_tile inside `out`: lengths and alignment were checked.
-            unsafe { kernel.launch(stream, launch, arguments![x, tokens, cols, out]) }
-                .map_err(device_error(OP))?;
+            Some(name) if warps > 0 => {
+                let launch = LaunchConfig {
+                    grid: (warps.div_ceil(QUANTIZE_WARPS) as u32, 1, 1),
+                    block: 32 * QUANTIZE_WARPS as u32,
+                    shared_bytes: 0,
+                    overlaps_predecessor: true,
+                };
+                let (tokens, cols) = (tokens as i32, cols as i32);
+                let arguments =
+                    QuantizeActivations { x: x.address(), tokens, cols, act_tiles: out.address() };
+                // SAFETY: a warp reads 256 values of one row inside `x` and writes its token's part of
+                // one activation tile inside `out`: lengths and alignment were checked.
+                unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+                    .map_err(device_error(OP))?;
+            }
+            Some(_) => {}
         }
         // SAFETY: the range is inside `out`, which stays borrowed for 'a.
-        let data = unsafe { View::from_raw(out.address(), bytes) };
+        let data = unsafe { DeviceView::from_raw(out.address(), bytes) };
         Ok(QuantizedActivations { format, tokens, cols, data })
     }
 }

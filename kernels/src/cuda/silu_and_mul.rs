@@ -1,58 +1,67 @@
-//! Launcher of silu_and_mul.cu: the gate of a feed-forward layer.
+//! Launcher of silu_and_mul.cu: the gated activation of a feed-forward layer.
 
 use quant::layout::TILE_COLS;
 
-use super::module::{arguments, image};
+use super::abi::elementwise::{SILU_THREADS, SILU_WARPS, SiluAndMul, SiluAndMulQuantized, SiluAndMulScalar};
+use super::launch::{kernel_name, launch_kernel};
+use super::module::image;
 use super::norm::{count_rows, ensure_same_len};
-use super::quantized_output::{QuantizedOutput, select_kernel};
-use super::{CudaError, Device, Family, Launch, Stream, View, ViewMut};
+use super::quantized_output::QuantizedOutput;
+use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-/// As silu_and_mul.cu.
-const THREADS: u32 = 256;
-/// Values that a thread takes at once.
+/// Values of a float4.
 const VECTOR: usize = 4;
-const WARPS: usize = 8;
 
-pub struct SiluKernels(Family);
+pub struct SiluKernels(LazyModule);
 
 impl SiluKernels {
     pub fn new(device: &Device) -> Self {
-        Self(Family::new(device, "silu_and_mul", image!("silu_and_mul")))
+        Self(LazyModule::new(device, "silu_and_mul", image!("silu_and_mul")))
     }
 
     /// `out = silu(gate) * up`.
     pub fn silu(
         &self,
         stream: &Stream,
-        gate: View<'_, f32>,
-        up: View<'_, f32>,
-        out: &mut ViewMut<'_, f32>,
+        gate: DeviceView<'_, f32>,
+        up: DeviceView<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
         ensure_same_len("output of a gate", out.len(), gate.len())?;
         if gate.is_empty() {
             return Ok(());
         }
-        let odd = !gate.len().is_multiple_of(VECTOR);
-        let (name, units) =
-            if odd { (c"silu_and_mul_scalar", gate.len()) } else { (c"silu_and_mul", gate.len() / VECTOR) };
-        let grid = (units.div_ceil(THREADS as usize) as u32, 1, 1);
-        let launch = Launch { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: true };
-        let (gate, up, out, units) = (gate.address(), up.address(), out.address(), units as u64);
-        let kernel = self.0.kernel(name)?;
-        // SAFETY: (const float *, const float *, float *, uint64_t), the odd kernel's unit being a value, the other's four;
-        // a thread has one unit below `units`. Tensors start at multiples of 256 bytes.
-        unsafe { kernel.launch(stream, launch, arguments![gate, up, out, units]) }
+        let launch = |threads: usize| LaunchConfig {
+            grid: (threads.div_ceil(SILU_THREADS as usize) as u32, 1, 1),
+            block: SILU_THREADS,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let values = gate.len();
+        let (gate, up, out) = (gate.address(), up.address(), out.address());
+        if values.is_multiple_of(VECTOR) {
+            let vectors = values / VECTOR;
+            let arguments = SiluAndMul { gate, up, out, vectors: vectors as u64 };
+            let name = kernel_name!("silu_and_mul", "silu_and_mul");
+            // SAFETY: a thread has one vector below `vectors`. Tensors begin at multiples of 256 bytes.
+            unsafe { launch_kernel(&self.0, name, stream, launch(vectors), &arguments) }
+        } else {
+            let arguments = SiluAndMulScalar { gate, up, out, values: values as u64 };
+            let name = kernel_name!("silu_and_mul", "silu_and_mul_scalar");
+            // SAFETY: a thread has one value below `values`.
+            unsafe { launch_kernel(&self.0, name, stream, launch(values), &arguments) }
+        }
     }
 
-    /// The ensure_same_len over rows of `cols` values, which are also quantized.
+    /// The same over rows of `cols` values, which are also quantised.
     pub fn silu_quantized(
         &self,
         stream: &Stream,
-        gate: View<'_, f32>,
-        up: View<'_, f32>,
+        gate: DeviceView<'_, f32>,
+        up: DeviceView<'_, f32>,
         cols: usize,
-        out: &mut ViewMut<'_, f32>,
+        out: &mut DeviceViewMut<'_, f32>,
         quantized: &QuantizedOutput<'_>,
     ) -> Result<(), CudaError> {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
@@ -63,14 +72,26 @@ impl SiluKernels {
             return Ok(());
         }
         let warps = tokens * cols.div_ceil(TILE_COLS);
-        let grid = (warps.div_ceil(WARPS) as u32, 1, 1);
-        let launch = Launch { grid, block: 32 * WARPS as u32, shared_bytes: 0, overlaps_predecessor: true };
-        let (gate, up, out, tokens, cols) =
-            (gate.address(), up.address(), out.address(), tokens as i32, cols as i32);
-        let names = [c"silu_and_mul", c"silu_and_mul_q8_0", c"silu_and_mul_q8_1", c"silu_and_mul_q8_k"];
-        let kernel = self.0.kernel(select_kernel(Some(quantized), names))?;
-        // SAFETY: (const float *, const float *, float *, int, int, uint8_t *), `QuantizedOutput::address` having refused other
-        // forms; a warp works on 256 columns of a token and its part of a act_tile.
-        unsafe { kernel.launch(stream, launch, arguments![gate, up, out, tokens, cols, act_tiles]) }
+        let launch = LaunchConfig {
+            grid: (warps.div_ceil(SILU_WARPS) as u32, 1, 1),
+            block: 32 * SILU_WARPS as u32,
+            shared_bytes: 0,
+            overlaps_predecessor: true,
+        };
+        let arguments = SiluAndMulQuantized {
+            gate: gate.address(),
+            up: up.address(),
+            out: out.address(),
+            tokens: tokens as i32,
+            cols: cols as i32,
+            act_tiles,
+        };
+        let name = quantized.select([
+            kernel_name!("silu_and_mul", "silu_and_mul_q8_0"),
+            kernel_name!("silu_and_mul", "silu_and_mul_q8_1"),
+            kernel_name!("silu_and_mul", "silu_and_mul_q8_k"),
+        ]);
+        // SAFETY: a warp works on 256 columns of a token and its part of an activation tile.
+        unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }

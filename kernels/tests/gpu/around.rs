@@ -12,7 +12,7 @@ use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
 use kernels::cuda::quantized_output::QuantizedOutput;
 use kernels::cuda::rope::{RopeAngles, RopeKernels};
 use kernels::cuda::silu_and_mul::SiluKernels;
-use kernels::cuda::{Buffer, View};
+use kernels::cuda::{Buffer, DeviceView};
 use ops::{KvType, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
@@ -138,14 +138,14 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
     let weight = floats(gpu, &mut random, HEAD_DIM)?;
     let frequencies = floats(gpu, &mut random, HEAD_DIM / 2)?;
     let positions = Buffer::from_host(stream, &(0..rows as u32).collect::<Vec<_>>())?;
-    let turn =
+    let angles =
         RopeAngles { pairing: RopePairing::Halves, inverse_frequencies: frequencies.view(), magnitude: 1.0 };
     let row = HEAD_DIM * size_of::<f32>();
     line(gpu, "norms of query heads", rows, 2 * HEADS * row, |_| {
         Ok(norms.heads(stream, &mut queries.view_mut(), weight.view(), EPS)?)
     })?;
     line(gpu, "rotation of query heads", rows, 2 * HEADS * row, |_| {
-        Ok(ropes.launch(stream, &mut queries.view_mut(), positions.view(), turn, HEAD_DIM)?)
+        Ok(ropes.launch(stream, &mut queries.view_mut(), positions.view(), angles, HEAD_DIM)?)
     })?;
     for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
         let head_bytes = head_bytes(kind, HEAD_DIM, BLOCK_TOKENS).context("bytes of a head")?;
@@ -162,7 +162,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
             unit_shift: 20,
             block_tokens: BLOCK_TOKENS as u32,
         };
-        let slots: View<'_, u32> = positions.view();
+        let slots: DeviceView<'_, u32> = positions.view();
         let cached = block_bytes as usize / BLOCK_TOKENS;
         line(gpu, &format!("keys and values to {kind}"), rows, 2 * KV_HEADS * row + cached, |_| {
             // SAFETY: the cache has a block for every slot, and nobody else uses it.
@@ -179,7 +179,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
                 norms: Some((weight.view(), weight.view(), EPS)),
                 positions: positions.view(),
                 slots,
-                turn,
+                angles,
                 head_dim: HEAD_DIM,
                 kv_heads: KV_HEADS,
             };

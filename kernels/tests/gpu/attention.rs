@@ -1,4 +1,4 @@
-//! attention.cu against `ops::Reference`, and against itself: the ensure_same_len bits however rows are cut into steps, whatever
+//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut into steps, whatever
 //! shares a step, and however the cache is cut into blocks (I5).
 
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! I5 on whole models: the logits of a sequence are the ensure_same_len bits however its tokens came to be computed. One list of cases; each is
-//! another way to bring the ensure_same_len tokens through the model.
+//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be computed. One list of cases; each is
+//! another way to bring the same tokens through the model.
 
 use std::ops::Range;
 use std::path::Path;

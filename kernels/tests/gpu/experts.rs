@@ -131,11 +131,11 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             for _ in 0..ROUTINGS {
                 let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
                 let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
-                let mut shares = Buffer::<f32>::new(&gpu.device, pairs)?;
+                let mut pair_weights = Buffer::<f32>::new(&gpu.device, pairs)?;
                 let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
                 let mut routing = ExpertRouting {
                     experts: experts.view_mut(),
-                    shares: shares.view_mut(),
+                    expert_weights: pair_weights.view_mut(),
                     grouping,
                     groups: words.view_mut(),
                 };

@@ -1,4 +1,4 @@
-//! What one launch does for several ops (backend/fusion.rs), against the ensure_same_len ops each by itself: the ensure_same_len bits everywhere. OpRunner are
+//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself: the same bits everywhere. OpRunner are
 //! collected until somebody waits, so waiting behind each keeps them apart.
 
 use std::ops::Range;
@@ -62,7 +62,7 @@ impl OpRunner {
     }
 }
 
-/// The ensure_same_len ops together and apart, with the ensure_same_len values.
+/// The same ops together and apart, with the same values.
 fn compare(pair: &mut [OpRunner; 2], what: &str, work: impl Fn(&mut OpRunner) -> Result<()>) -> Result<()> {
     for ops in pair.iter_mut() {
         ops.random = TestRng::new(71);

@@ -133,7 +133,7 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
                     let mut queries = Buffer::from_host(stream, &vec![0.0; count * head_dim])?;
                     let mut own_keys = Buffer::from_host(stream, &keys)?;
                     let none = Buffer::<f32>::new(&gpu.device, 0)?;
-                    let turn = RopeAngles {
+                    let angles = RopeAngles {
                         pairing: RopePairing::Halves,
                         inverse_frequencies: none.view(),
                         magnitude: 1.0,
@@ -145,7 +145,7 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
                         norms: None,
                         positions: device_slots.view(),
                         slots: device_slots.view(),
-                        turn,
+                        angles,
                         head_dim,
                         kv_heads: KV_HEADS,
                     };

@@ -5,7 +5,7 @@ use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct};
 use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
 use kernels::cuda::repack::RepackKernels;
-use kernels::cuda::{Buffer, View};
+use kernels::cuda::{Buffer, DeviceView};
 use quant::layout::{TILE_COLS, Tiles};
 use quant::{Activations, DType};
 
@@ -416,13 +416,13 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                 let all = methods(dtype, tokens);
                 for &method in if full { all.as_slice() } else { chosen.as_slice() } {
                     if let LinearMethod::Matmul(shape) = method
-                        && (shape.tokens * 8 < tokens || (tokens * 16 < shape.tokens))
+                        && (shape.tokens() * 8 < tokens || (tokens * 16 < shape.tokens()))
                     {
                         continue;
                     }
                     let calls = if tokens > 64 { copies.min(4) } else { copies };
                     let seconds = time(gpu, calls, |call| {
-                        let tiles: View<'_, u8> = weights
+                        let tiles: DeviceView<'_, u8> = weights
                             .view()
                             .slice(call % copies * shape.bytes(), shape.bytes())
                             .context("copy")?;
@@ -432,7 +432,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                     let name = match method {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
-                        LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens),
+                        LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
                     };
                     println!(
                         "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",

@@ -1,7 +1,7 @@
 //! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
-//!   gpu small [FILTER]     the ensure_same_len on smaller shapes, for compute-sanitizer, which makes kernels slow
+//!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow
 //!   gpu list [FILTER]      the names of the tests
 //!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
 
@@ -115,7 +115,7 @@ fn main() -> anyhow::Result<()> {
             ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
             ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
             ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
-            ("exact: every way gives the ensure_same_len logits", exact::every_way_gives_the_same_logits),
+            ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
             ("models: goldens", models::goldens),
             ("models: transcripts", models::transcripts),
         ],

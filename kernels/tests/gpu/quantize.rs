@@ -1,4 +1,4 @@
-//! quantize.cu against quant's activation functions: the ensure_same_len bits.
+//! quantize.cu against quant's activation functions: the same bits.
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;

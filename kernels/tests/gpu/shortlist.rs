@@ -122,7 +122,7 @@ pub(crate) fn single_rows_are_read(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Of logits of a real vocabulary, drawing or not, against the argmax of the ensure_same_len rows.
+/// Of logits of a real vocabulary, drawing or not, against the argmax of the same rows.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     let kernels = ShortlistKernels::new(&gpu.device);
     let argmaxes = kernels::cuda::argmax::ArgmaxKernels::new(&gpu.device);
@@ -136,7 +136,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             time(gpu, 20, |_| Ok(argmaxes.rows(&gpu.stream, x.view(), cols, &mut best.view_mut())?))?;
         println!("argmax    {rows:2} rows of {cols}: {:6.1} us", seconds * 1e6);
         for (uniform, what) in [(None, "lists"), (Some(0.5), "lists and draws")] {
-            let weighing = shortlist::weighing_words(&DrawParams { temperature: 0.8, uniform });
+            let weighing = shortlist::draw_param_words(&DrawParams { temperature: 0.8, uniform });
             let draw_params = Buffer::from_host(&gpu.stream, &weighing.repeat(rows))?;
             let seconds = time(gpu, 20, |_| {
                 Ok(kernels.rows(&gpu.stream, x.view(), cols, draw_params.view(), &mut work.view_mut())?)

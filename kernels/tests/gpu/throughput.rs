@@ -256,7 +256,7 @@ pub(crate) fn step(
         (vec![], vec![], vec![], vec![], vec![]);
     for (sequence, &(table, start, len)) in parts.iter().enumerate() {
         for position in start..start + len {
-            // Sequences that are alike would go through the ensure_same_len experts.
+            // Sequences that are alike would go through the same experts.
             tokens.push(((position * 7919 + sequence * 104_729) % 100_000) as u32);
             positions.push(position as u32);
             sequences.push(sequence as u32);
@@ -403,7 +403,7 @@ fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -
         let next = done.min(shape.bytes() - done);
         let from = buffer.view().address();
         // SAFETY: the first `next` bytes, which the copy does not write.
-        let from = unsafe { kernels::cuda::View::from_raw(from, next) };
+        let from = unsafe { kernels::cuda::DeviceView::from_raw(from, next) };
         if let Some(mut rest) = buffer.view_mut().slice_mut(done, next) {
             rest.copy_from(&gpu.stream, from)?;
         }

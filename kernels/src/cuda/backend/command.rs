@@ -22,7 +22,7 @@ use crate::cuda::quantize::{QuantizeKernels, QuantizedActivations};
 use crate::cuda::rope::{RopeAngles, RopeKernels};
 use crate::cuda::shortlist::ShortlistKernels;
 use crate::cuda::silu_and_mul::SiluKernels;
-use crate::cuda::{Device, Stream, View, ViewMut};
+use crate::cuda::{Device, DeviceView, DeviceViewMut, Stream};
 use ops::OpError;
 
 /// Bytes on the device.
@@ -258,7 +258,7 @@ impl KernelSet {
 
     /// # Safety
     /// As [`Self::enqueue`].
-    pub(super) unsafe fn products(
+    pub(super) unsafe fn enqueue_products(
         &self,
         stream: &Stream,
         activation_tiles: ActivationTiles,
@@ -266,17 +266,18 @@ impl KernelSet {
     ) -> Result<(), OpError> {
         let mut products = Vec::with_capacity(MATRICES_MAX);
         for command in commands {
-            if let KernelCommand::Product { matrix, bias, out, .. } = *command {
-                products.push(MatrixProduct {
-                    shape: matrix.tiles()?,
-                    // SAFETY: the caller's contract.
-                    tiles: unsafe { matrix.range.view() },
-                    // SAFETY: as above.
-                    bias: bias.map(|bias| unsafe { bias.view() }),
-                    // SAFETY: as above.
-                    out: unsafe { out.view_mut() },
-                });
-            }
+            let KernelCommand::Product { matrix, bias, out, .. } = *command else {
+                unreachable!("{command:?} is among the products of one launch");
+            };
+            products.push(MatrixProduct {
+                shape: matrix.tiles()?,
+                // SAFETY: the caller's contract.
+                tiles: unsafe { matrix.range.view() },
+                // SAFETY: as above.
+                bias: bias.map(|bias| unsafe { bias.view() }),
+                // SAFETY: as above.
+                out: unsafe { out.view_mut() },
+            });
         }
         // SAFETY: as above.
         let x = unsafe { activation_tiles.activations() };
@@ -332,17 +333,17 @@ impl KernelSet {
                         .map(|_activations| ())
                 }
                 KernelCommand::Product { activation_tiles, .. } => {
-                    self.products(stream, activation_tiles, std::slice::from_ref(command))
+                    self.enqueue_products(stream, activation_tiles, std::slice::from_ref(command))
                 }
                 KernelCommand::Rope { x, positions, adjacent, frequencies, magnitude, head_dim } => {
                     let pairing = if adjacent { RopePairing::Adjacent } else { RopePairing::Halves };
-                    let turn = RopeAngles {
+                    let angles = RopeAngles {
                         pairing,
                         inverse_frequencies: frequencies.view(),
                         magnitude: magnitude.value(),
                     };
                     self.ropes
-                        .launch(stream, &mut x.view_mut(), positions.view(), turn, head_dim as usize)
+                        .launch(stream, &mut x.view_mut(), positions.view(), angles, head_dim as usize)
                         .map_err(device_error("rope"))
                 }
                 KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, head_dim } => self
@@ -392,7 +393,7 @@ impl KernelSet {
                     .rows(stream, x.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("argmax")),
                 KernelCommand::Shortlist { x, cols, draw_params, work } => {
-                    let mut work = ViewMut::from_raw(work.address, work.len / size_of::<u64>());
+                    let mut work = DeviceViewMut::from_raw(work.address, work.len / size_of::<u64>());
                     self.shortlists
                         .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
                         .map_err(device_error("shortlists"))
@@ -404,7 +405,7 @@ impl KernelSet {
 
 impl WeightMatrix {
     pub(super) fn tiles(&self) -> Result<Tiles, OpError> {
-        // The ensure_same_len numbers made a valid shape when the command was.
+        // The same numbers made a valid shape when the command was.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
     }
@@ -435,40 +436,40 @@ impl AttentionOperands {
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },
             // SAFETY: as above; the launcher takes the address alone.
-            tables: unsafe { View::from_raw(self.tables, 0) },
+            tables: unsafe { DeviceView::from_raw(self.tables, 0) },
         }
     }
 }
 
 impl ByteRange {
     /// # Safety
-    /// As [`View::from_raw`].
-    pub(super) unsafe fn view<'a>(self) -> View<'a, u8> {
+    /// As [`DeviceView::from_raw`].
+    pub(super) unsafe fn view<'a>(self) -> DeviceView<'a, u8> {
         // SAFETY: the caller's contract.
-        unsafe { View::from_raw(self.address, self.len) }
+        unsafe { DeviceView::from_raw(self.address, self.len) }
     }
 
     /// # Safety
-    /// As [`ViewMut::from_raw`].
-    pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, u8> {
+    /// As [`DeviceViewMut::from_raw`].
+    pub(super) unsafe fn view_mut<'a>(self) -> DeviceViewMut<'a, u8> {
         // SAFETY: the caller's contract.
-        unsafe { ViewMut::from_raw(self.address, self.len) }
+        unsafe { DeviceViewMut::from_raw(self.address, self.len) }
     }
 }
 
 impl FloatRange {
     /// # Safety
-    /// As [`View::from_raw`].
-    pub(super) unsafe fn view<'a>(self) -> View<'a, f32> {
+    /// As [`DeviceView::from_raw`].
+    pub(super) unsafe fn view<'a>(self) -> DeviceView<'a, f32> {
         // SAFETY: the caller's contract.
-        unsafe { View::from_raw(self.address, self.len) }
+        unsafe { DeviceView::from_raw(self.address, self.len) }
     }
 
     /// # Safety
-    /// As [`ViewMut::from_raw`].
-    pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, f32> {
+    /// As [`DeviceViewMut::from_raw`].
+    pub(super) unsafe fn view_mut<'a>(self) -> DeviceViewMut<'a, f32> {
         // SAFETY: the caller's contract.
-        unsafe { ViewMut::from_raw(self.address, self.len) }
+        unsafe { DeviceViewMut::from_raw(self.address, self.len) }
     }
 }
 
@@ -482,16 +483,16 @@ impl FloatRange {
 
 impl WordRange {
     /// # Safety
-    /// As [`ViewMut::from_raw`].
-    pub(super) unsafe fn view_mut<'a>(self) -> ViewMut<'a, u32> {
+    /// As [`DeviceViewMut::from_raw`].
+    pub(super) unsafe fn view_mut<'a>(self) -> DeviceViewMut<'a, u32> {
         // SAFETY: the caller's contract.
-        unsafe { ViewMut::from_raw(self.address, self.len) }
+        unsafe { DeviceViewMut::from_raw(self.address, self.len) }
     }
 
     /// # Safety
-    /// As [`View::from_raw`].
-    pub(super) unsafe fn view<'a>(self) -> View<'a, u32> {
+    /// As [`DeviceView::from_raw`].
+    pub(super) unsafe fn view<'a>(self) -> DeviceView<'a, u32> {
         // SAFETY: the caller's contract.
-        unsafe { View::from_raw(self.address, self.len) }
+        unsafe { DeviceView::from_raw(self.address, self.len) }
     }
 }

@@ -73,7 +73,7 @@ pub(super) fn make_resident(
         .map_err(|error| layout_error(op, weight, &error))?;
     let (range, owner): (ByteRange, Arc<dyn Any + Send + Sync>) = match (&weight.data.0, weight.layout) {
         (WeightLocation::Device { range, owner }, LAYOUT_TILES) => (*range, owner.clone()),
-        // Types without blocks are the ensure_same_len in both layouts.
+        // Types without blocks are the same in both layouts.
         (WeightLocation::Device { range, owner }, LAYOUT_GGML) if tiles.tile_bytes() == 0 => {
             (*range, owner.clone())
         }

@@ -24,7 +24,7 @@ pub(super) enum ExpertCommand {
         logits: FloatRange,
         used: u32,
         experts: WordRange,
-        shares: FloatRange,
+        pair_weights: FloatRange,
         groups: ExpertGroups,
     },
     /// Few pairs of an expert.
@@ -60,7 +60,7 @@ pub(super) enum ExpertCommand {
     },
     Combine {
         contributions: FloatRange,
-        shares: FloatRange,
+        pair_weights: FloatRange,
         used: u32,
         out: FloatRange,
     },
@@ -73,10 +73,10 @@ impl ExpertCommand {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
             match *self {
-                Self::Route { logits, used, experts, shares, groups } => {
+                Self::Route { logits, used, experts, pair_weights, groups } => {
                     let mut routing = ExpertRouting {
                         experts: experts.view_mut(),
-                        shares: shares.view_mut(),
+                        expert_weights: pair_weights.view_mut(),
                         grouping: groups.grouping,
                         groups: groups.words.view_mut(),
                     };
@@ -120,10 +120,10 @@ impl ExpertCommand {
                         count as usize,
                         &mut expert_weights.expert_slice(count, out)?,
                     ),
-                Self::Combine { contributions, shares, used, out } => kernels.combine(
+                Self::Combine { contributions, pair_weights, used, out } => kernels.combine(
                     stream,
                     contributions.view(),
-                    shares.view(),
+                    pair_weights.view(),
                     used as usize,
                     &mut out.view_mut(),
                 ),

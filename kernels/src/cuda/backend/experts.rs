@@ -26,7 +26,7 @@ const ALIGN: usize = 256;
 /// ExpertScratch memory of so many pairs.
 struct ExpertScratch {
     experts: WordRange,
-    shares: FloatRange,
+    pair_weights: FloatRange,
     /// Of groups.
     words: WordRange,
     gate: FloatRange,
@@ -83,14 +83,14 @@ impl Cuda {
             let floats = [gate, up, down].iter().any(|expert_weights| is_float(expert_weights.dtype));
             let grouping = if floats { PairGrouping::Matvec } else { PairGrouping::of(pairs, count) };
             let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
-            let ExpertScratch { experts, shares, words, contributions, .. } = scratch;
+            let ExpertScratch { experts, pair_weights, words, contributions, .. } = scratch;
             let groups = ExpertGroups { pairs: pairs as u32, count: count as u32, grouping, words };
             let logits = part(router, count);
             self.push(KernelCommand::Experts(ExpertCommand::Route {
                 logits,
                 used: used as u32,
                 experts,
-                shares,
+                pair_weights,
                 groups,
             }));
             let of_rows = ProductInputs { groups, experts, side: ProductSide::In { used } };
@@ -105,8 +105,12 @@ impl Cuda {
             self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
-            let combine =
-                ExpertCommand::Combine { contributions, shares, used: used as u32, out: part(out, n_in) };
+            let combine = ExpertCommand::Combine {
+                contributions,
+                pair_weights,
+                used: used as u32,
+                out: part(out, n_in),
+            };
             self.push(KernelCommand::Experts(combine));
         }
         Ok(())
@@ -235,7 +239,7 @@ impl Cuda {
         let floats = |part: ByteRange| FloatRange { address: part.address, len: part.len };
         Ok(ExpertScratch {
             experts: words(next()),
-            shares: floats(next()),
+            pair_weights: floats(next()),
             words: words(next()),
             gate: floats(next()),
             up: floats(next()),
@@ -248,7 +252,7 @@ fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// WordRange or floats of experts, shares, groups, gate, up and contributions.
+/// WordRange or floats of experts, pair_weights, groups, gate, up and contributions.
 fn scratch_values(
     pairs: usize,
     count: usize,

@@ -1,6 +1,6 @@
 //! Which commands become one launch. A launch costs more than a microsecond of an otherwise idle device, and a decode step has
-//! hundreds, so commands that follow each other in every model are given to kernels that do all of them. Those write the ensure_same_len
-//! bits to the ensure_same_len places as one command after the other.
+//! hundreds, so commands that follow each other in every model are given to kernels that do all of them. Those write the same
+//! bits to the same places as one command after the other.
 
 use ops::{OpError, RopePairing};
 
@@ -24,7 +24,7 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
     }
     if let [first, KernelCommand::Quantize { x, activation_tiles }, ..] = list
-        && QuantizedOutput::has(activation_tiles.format)
+        && QuantizedOutput::supports(activation_tiles.format)
     {
         let cols = activation_tiles.cols as usize;
         let made = match *first {
@@ -75,7 +75,7 @@ fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
     };
     let same_turn = (positions, adjacent, frequencies, magnitude, head_dim)
         == (other_positions, other_adjacent, other_frequencies, other_magnitude, other_dim);
-    let same_heads = other == keys && head_dim == kv_dim && NormRopeKvKernels::has(*head_dim as usize);
+    let same_heads = other == keys && head_dim == kv_dim && NormRopeKvKernels::supports(*head_dim as usize);
     let norms_fit = normed.is_none_or(|normed| normed == (queries, keys, *head_dim as usize));
     same_turn && same_heads && norms_fit && queries != keys
 }
@@ -95,7 +95,7 @@ impl KernelSet {
         unsafe {
             match commands {
                 [KernelCommand::Product { activation_tiles, .. }, ..] => {
-                    self.products(stream, *activation_tiles, commands)
+                    self.enqueue_products(stream, *activation_tiles, commands)
                 }
                 [one] => self.enqueue_one(stream, one, plans),
                 [first, KernelCommand::Quantize { activation_tiles, .. }] => {
@@ -110,7 +110,8 @@ impl KernelSet {
                     let norms = Some((query.view(), key.view(), eps.value()));
                     self.enqueue_norm_rope_kv(stream, &commands[2..], norms)
                 }
-                _ => self.enqueue_norm_rope_kv(stream, commands, None),
+                [KernelCommand::Rope { .. }, ..] => self.enqueue_norm_rope_kv(stream, commands, None),
+                other => unreachable!("count_fusible put together {other:?}"),
             }
         }
     }
@@ -168,7 +169,7 @@ impl KernelSet {
                         Some(quantized),
                     )
                     .map_err(device_error("attention")),
-                ref other => self.enqueue_one(stream, other, plans),
+                ref other => unreachable!("count_fusible gave {other:?} a quantized output"),
             }
         }
     }
@@ -181,7 +182,7 @@ impl KernelSet {
         &self,
         stream: &Stream,
         commands: &[KernelCommand],
-        norms: Option<(crate::cuda::View<'_, f32>, crate::cuda::View<'_, f32>, f32)>,
+        norms: Option<(crate::cuda::DeviceView<'_, f32>, crate::cuda::DeviceView<'_, f32>, f32)>,
     ) -> Result<(), OpError> {
         let [
             KernelCommand::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
@@ -189,12 +190,12 @@ impl KernelSet {
             KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, .. },
         ] = *commands
         else {
-            return Ok(());
+            unreachable!("count_fusible took {commands:?} for the rotations and the KV write of a step");
         };
         let pairing = if adjacent { RopePairing::Adjacent } else { RopePairing::Halves };
         // SAFETY: this function's contract.
         unsafe {
-            let turn =
+            let angles =
                 RopeAngles { pairing, inverse_frequencies: frequencies.view(), magnitude: magnitude.value() };
             let mut rows = NormRopeKvOperands {
                 queries: queries.view_mut(),
@@ -203,7 +204,7 @@ impl KernelSet {
                 norms,
                 positions: positions.view(),
                 slots: slots.view(),
-                turn,
+                angles,
                 head_dim: head_dim as usize,
                 kv_heads: kv_heads as usize,
             };

@@ -6,7 +6,7 @@
 //! ops        shapes checked, weights made make_resident, command pushed   vocabulary, data, tensor, command
 //! attention  which kernel computes which rows                        plan, attention_plan
 //! read       everything collected goes to the device, as a graph     recorder
-//!            when the ensure_same_len list came before
+//!            when the same list came before
 //! ```
 
 mod attention_plan;

@@ -1,8 +1,10 @@
 //! Which kernel computes the attention of which rows of a step: a pure function of positions, sequences and table starts.
 //!
-//! Any plan gives the ensure_same_len bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
+//! Any plan gives the same bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
 //! go to the chunk kernel when they are long; decode rows and short runs are split along their keys, so that a few rows
 //! fill the device. A plan ends where the room for partial results does: the rows behind it get plans of their own.
+
+pub(super) use crate::cuda::abi::attention::{KvSplit, PartialMerge, QueryTile};
 
 /// Keys of the smallest split, and of a tile.
 const TILE: u32 = 64;
@@ -11,36 +13,23 @@ pub(super) const SPLITS_MAX: u32 = 32;
 /// Tokens of a run from which on the chunk kernel takes it. Shorter ones leave most of the device idle there.
 const PREFILL_TOKENS_MIN: usize = 64;
 
-/// `QueryTile` of attention.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct QueryTile {
-    pub(super) row: u32,
-    pub(super) tokens: u32,
-    pub(super) position: u32,
-    pub(super) table: u32,
-    pub(super) split_shift: u32,
-}
+// SAFETY: repr(C) structs of u32 alone, and so without padding (the assertions below); all zeros are
+// valid values.
+unsafe impl bytemuck::Zeroable for QueryTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for QueryTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for KvSplit {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for KvSplit {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for PartialMerge {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for PartialMerge {}
 
-/// `KvSplit` of attention.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct KvSplit {
-    pub(super) queries: QueryTile,
-    pub(super) split: u32,
-    pub(super) partial: u32,
-    pub(super) unused: u32,
-}
-
-/// `PartialMerge` of attention.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub(super) struct PartialMerge {
-    pub(super) row: u32,
-    pub(super) partial: u32,
-    pub(super) stride: u32,
-    pub(super) splits: u32,
-}
+const _: () = assert!(size_of::<QueryTile>() == 5 * size_of::<u32>());
+const _: () = assert!(size_of::<KvSplit>() == 8 * size_of::<u32>());
+const _: () = assert!(size_of::<PartialMerge>() == 4 * size_of::<u32>());
 
 #[derive(Debug, Default)]
 pub(super) struct AttentionPlan {

@@ -1,7 +1,7 @@
-//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the ensure_same_len list came
+//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the same list came
 //! before, one by one otherwise.
 //!
-//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the ensure_same_len
+//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the same
 //! whenever the number of rows and the bounds of the attention plan are. A graph is launched only for a list equal to the
 //! one it was captured from; addresses in it are thus those of memory that this step's own owners keep.
 

@@ -417,11 +417,11 @@ impl Backend for Cuda {
         self.recorder.keep(self.shortlists.clone());
         let work = self.shortlists.view().address();
         let fill = |to: &mut [u32]| {
-            for (to, weighing) in to.chunks_exact_mut(shortlist::WEIGHING_WORDS).zip(draw_params) {
-                to.copy_from_slice(&shortlist::weighing_words(weighing));
+            for (to, weighing) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
+                to.copy_from_slice(&shortlist::draw_param_words(weighing));
             }
         };
-        let len = rows * shortlist::WEIGHING_WORDS;
+        let len = rows * shortlist::DRAW_PARAM_WORDS;
         self.draw_params.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
         let x = self.use_tensor(x, rows);
         self.push(KernelCommand::Shortlist {

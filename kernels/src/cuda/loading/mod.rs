@@ -12,7 +12,7 @@
 //! The bus is what bounds a load, so nothing comes between its copies: they are in one stream, and each slot has a staging
 //! buffer of its own, free when the slot is. What is done with a part is in the stream of its buffer.
 //!
-//! [`sum_all`] computes the ensure_same_len checksums over any ranges, [`verify`] over a model that another process loaded.
+//! [`sum_all`] computes the same checksums over any ranges, [`verify`] over a model that another process loaded.
 
 mod ring;
 mod sums;

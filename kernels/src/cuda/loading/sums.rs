@@ -4,7 +4,7 @@ use memory::device::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
-use crate::cuda::{Buffer, CudaError, Device, Stream, View};
+use crate::cuda::{Buffer, CudaError, Device, DeviceView, Stream};
 
 /// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of 100: many run at once.
 const STREAMS: usize = 16;
@@ -60,7 +60,7 @@ impl PieceChecksums {
         stream: &Stream,
         index: usize,
         piece: usize,
-        bytes: View<'_, u8>,
+        bytes: DeviceView<'_, u8>,
     ) -> Result<(), CudaError> {
         let range = self.ranges[index];
         let pieces = bytes.len().div_ceil(PIECE_BYTES);
@@ -106,7 +106,7 @@ impl PieceChecksums {
 pub fn sum_all(
     checksums: &ChecksumKernels,
     device: &Device,
-    ranges: &[View<'_, u8>],
+    ranges: &[DeviceView<'_, u8>],
 ) -> Result<Vec<Vec<u128>>, CudaError> {
     let streams: Vec<Stream> = (0..STREAMS).map(|_| Stream::new(device)).collect::<Result<_, _>>()?;
     let mut sums = PieceChecksums::new(device, ranges.iter().map(|range| range.len() as u64))?;
@@ -123,7 +123,7 @@ pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>
     let view = |tensor: &DeviceTensor| {
         // SAFETY: the tensor's bytes are mapped for reading as long as it lives, which is beyond `sum_all`; that waits for
         // all work it gives, here and, where it fails, by dropping its buffers.
-        unsafe { View::from_raw(tensor.address(), tensor.bytes as usize) }
+        unsafe { DeviceView::from_raw(tensor.address(), tensor.bytes as usize) }
     };
     sum_all(&ChecksumKernels::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())
 }

@@ -9,7 +9,7 @@ use super::ring::{HostSlot, PART_BYTES, SLOTS, StagingRing};
 use super::sums::{PieceChecksums, sum_all};
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::repack::RepackKernels;
-use crate::cuda::{Buffer, CudaError, Device, Event, Stream, View, ViewMut};
+use crate::cuda::{Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Stream};
 
 /// Device memory that an upload takes beside the model, at most.
 pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
@@ -235,9 +235,9 @@ impl<'m> ModelUpload<'m> {
         let raw = self.raw.read(&self.staging[0].stream)?;
         let view = |target: &UploadTarget| {
             // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work that it gives.
-            unsafe { View::from_raw(target.address, target.tiles.bytes()) }
+            unsafe { DeviceView::from_raw(target.address, target.tiles.bytes()) }
         };
-        let views: Vec<View<'_, u8>> = self.targets.iter().map(view).collect();
+        let views: Vec<DeviceView<'_, u8>> = self.targets.iter().map(view).collect();
         let laid_out = sum_all(&self.checksums, &self.device, &views)?;
         Ok(ModelChecksums { raw, laid_out })
     }
@@ -293,7 +293,7 @@ fn lay_out(
     stream: &Stream,
     target: &UploadTarget,
     start: usize,
-    raw: View<'_, u8>,
+    raw: DeviceView<'_, u8>,
 ) -> Result<(), UploadError> {
     let tiles = &target.tiles;
     let (offset, bytes, part) = if tiles.tile_bytes() == 0 {
@@ -306,7 +306,7 @@ fn lay_out(
     debug_assert!(offset + bytes <= tiles.bytes(), "a part is inside of its tensor");
     // SAFETY: inside of the tensor's place, which lies in an allocation of the model that the upload borrows; parts of a
     // tensor do not overlap.
-    let mut to = unsafe { ViewMut::from_raw(target.address + offset as u64, bytes) };
+    let mut to = unsafe { DeviceViewMut::from_raw(target.address + offset as u64, bytes) };
     match part {
         Some(part) => repack.repack(stream, &part, raw, &mut to)?,
         None => to.copy_from(stream, raw)?,

@@ -1,0 +1,13 @@
+// CHECK_SIGNATURE(kernel, Name): fails the build when the parameter types of a kernel are not those of
+// `kernel Name(...)` in kernels/src/cuda/abi, which its launcher fills. It stands behind each kernel.
+
+#pragma once
+
+template <class A, class B>
+constexpr bool is_same_type = false;
+template <class A>
+constexpr bool is_same_type<A, A> = true;
+
+#define CHECK_SIGNATURE(KERNEL, NAME)                           \
+    static_assert(is_same_type<decltype(KERNEL), abi::NAME>,    \
+                  "the parameters of " #KERNEL " are not those of kernel " #NAME " in kernels/src/cuda/abi")

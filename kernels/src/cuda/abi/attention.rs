@@ -1,0 +1,120 @@
+//! Attention over the paged KV cache: constants of the tensor-core kernels, entries of a step's plan,
+//! and the kernels' parameters.
+
+use super::kv::KvLayerAddress;
+
+abi! {
+    header "attention.cuh";
+    include "\"abi/kv.cuh\"";
+
+    constants {
+        /// Keys of a tile.
+        const ATTENTION_TILE: usize = 64;
+        /// Warps of a block.
+        const ATTENTION_WARPS: usize = 4;
+        /// Stages of the KV pipeline, where a block has more than one tile.
+        const ATTENTION_STAGES: usize = 2;
+        /// 16-bit values between rows in shared memory: 16-byte vectors of a column fall into different banks.
+        const ATTENTION_PAD: usize = 8;
+        /// The same between rows of bytes.
+        const ATTENTION_PAD_BYTES: usize = 16;
+        /// (token, head) pairs of a block of the prefill kernel: 16 per warp.
+        const PREFILL_PAIRS: usize = 64;
+        /// (token, head) pairs of a block of the split-KV kernel: the rows of one MMA.
+        const SPLIT_KV_PAIRS: usize = 16;
+    }
+    structs {
+        /// Consecutive tokens of one sequence.
+        #[derive(Debug, PartialEq, Eq)]
+        struct QueryTile [20 bytes] {
+            /// Row of the first token in the step.
+            row: u32,
+            tokens: u32,
+            /// Position of the first token.
+            position: u32,
+            /// Where the block ids of the sequence begin in the step's tables.
+            table: u32,
+            /// A split has 64 << split_shift keys.
+            split_shift: u32,
+        }
+
+        /// One split of the keys of a query tile.
+        #[derive(Debug, PartialEq, Eq)]
+        struct KvSplit [32 bytes, align 16] {
+            queries: QueryTile,
+            split: u32,
+            /// Index of the first token's partial result; those of the other tokens follow.
+            partial: u32,
+            unused: u32,
+        }
+
+        /// One row whose partial results are merged.
+        #[derive(Debug, PartialEq, Eq)]
+        struct PartialMerge [16 bytes, align 16] {
+            row: u32,
+            /// Index of the first split's partial result.
+            partial: u32,
+            /// Distance between the partial results of successive splits.
+            stride: u32,
+            splits: u32,
+        }
+
+        struct AttentionQueries [24 bytes] {
+            values: u64 as "const float *",
+            heads: i32,
+            /// Query heads per KV head.
+            group: i32,
+            /// The scale of scores, times log2(e).
+            scale: f32,
+        }
+    }
+    kernels {
+        kernel AttentionSplitKv(
+            kv: KvLayerAddress,
+            queries: AttentionQueries,
+            tables: u64 as "const uint32_t *",
+            splits: u64 as "const KvSplit *",
+            split_count: u64 as "const uint32_t *",
+            stage_count: i32,
+            partial_sums: u64 as "float *",
+            partial_weights: u64 as "float2 *",
+        );
+        kernel AttentionMerge(
+            partial_sums: u64 as "const float *",
+            partial_weights: u64 as "const float2 *",
+            merges: u64 as "const PartialMerge *",
+            merge_count: u64 as "const uint32_t *",
+            heads: i32,
+            dim: i32,
+            out: u64 as "float *",
+        );
+        /// The same, and the row as activation tiles.
+        kernel AttentionMergeQuantized(
+            partial_sums: u64 as "const float *",
+            partial_weights: u64 as "const float2 *",
+            merges: u64 as "const PartialMerge *",
+            merge_count: u64 as "const uint32_t *",
+            heads: i32,
+            dim: i32,
+            out: u64 as "float *",
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel AttentionPrefill(
+            kv: KvLayerAddress,
+            queries: AttentionQueries,
+            tables: u64 as "const uint32_t *",
+            query_tiles: u64 as "const QueryTile *",
+            query_tile_count: u64 as "const uint32_t *",
+            out: u64 as "float *",
+        );
+        kernel AttentionScalar(
+            kv: KvLayerAddress,
+            queries: AttentionQueries,
+            dim: i32,
+            tables: u64 as "const uint32_t *",
+            table_starts: u64 as "const uint32_t *",
+            positions: u64 as "const uint32_t *",
+            out: u64 as "float *",
+        );
+    }
+}

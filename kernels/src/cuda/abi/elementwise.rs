@@ -1,0 +1,132 @@
+//! Kernels that work row by row or value by value.
+
+use super::tiles::TilePlanes;
+
+abi! {
+    header "elementwise.cuh";
+    include "\"abi/tiles.cuh\"";
+
+    constants {
+        /// Threads of a block of norm.cu, which normalises one row.
+        const NORM_THREADS: u32 = 512;
+        /// Longest row that norm.cu also quantises: what a block keeps in registers.
+        const NORM_QUANTIZED_COLS_MAX: usize = 16_384;
+        /// Heads of a block of rms_norm_heads, one warp each.
+        const NORM_HEADS: usize = 4;
+        const ADD_THREADS: u32 = 256;
+        const SILU_THREADS: u32 = 256;
+        /// Warps of a block of silu_and_mul_q8_*, each with 256 columns of a token.
+        const SILU_WARPS: usize = 8;
+        const ROPE_THREADS: u32 = 256;
+        const GATHER_THREADS: u32 = 256;
+        const ARGMAX_THREADS: u32 = 1024;
+        /// Warps of a block of quantize.cu, each with 256 columns of a token.
+        const QUANTIZE_WARPS: usize = 8;
+        const CHECKSUM_THREADS: u32 = 512;
+        /// Bytes of a checksummed piece; the weight server's loader has the same number.
+        const PIECE_BYTES: usize = 1 << 20;
+    }
+    structs {}
+    kernels {
+        kernel RmsNorm(
+            x: u64 as "float *",
+            weight: u64 as "const float *",
+            eps: f32,
+            out: u64 as "float *",
+            cols: i32,
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel AddRmsNorm(
+            x: u64 as "float *",
+            y: u64 as "const float *",
+            weight: u64 as "const float *",
+            eps: f32,
+            out: u64 as "float *",
+            cols: i32,
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel RmsNormHeads(
+            x: u64 as "float *",
+            weight: u64 as "const float *",
+            eps: f32,
+            heads: i32,
+            head_dim: i32,
+        );
+        kernel AddResidual(x: u64 as "float *", y: u64 as "const float *", values: u64);
+        kernel SiluAndMul(
+            gate: u64 as "const float4 *",
+            up: u64 as "const float4 *",
+            out: u64 as "float4 *",
+            vectors: u64,
+        );
+        kernel SiluAndMulScalar(
+            gate: u64 as "const float *",
+            up: u64 as "const float *",
+            out: u64 as "float *",
+            values: u64,
+        );
+        kernel SiluAndMulQuantized(
+            gate: u64 as "const float *",
+            up: u64 as "const float *",
+            out: u64 as "float *",
+            tokens: i32,
+            cols: i32,
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel Rope(
+            x: u64 as "float *",
+            positions: u64 as "const uint32_t *",
+            inverse_frequencies: u64 as "const float *",
+            magnitude: f32,
+            adjacent: i32,
+            pairs: i32,
+            head_dim: i32,
+            heads: i32,
+        );
+        kernel GatherRows(
+            x: u64 as "const float *",
+            rows: u64 as "const uint32_t *",
+            out: u64 as "float *",
+            cols: i32,
+        );
+        kernel ArgmaxRows(x: u64 as "const float *", cols: u32, out: u64 as "uint32_t *");
+        kernel EmbedQuantized(
+            planes: TilePlanes,
+            dtype: i32,
+            tiles: u64 as "const uint8_t *",
+            tokens: u64 as "const uint32_t *",
+            out: u64 as "float *",
+            cols: i32,
+            rows: i32,
+        );
+        kernel EmbedFloat(
+            dtype: i32,
+            table: u64 as "const uint8_t *",
+            tokens: u64 as "const uint32_t *",
+            out: u64 as "float *",
+            cols: i32,
+            rows: i32,
+        );
+        kernel QuantizeActivations(
+            x: u64 as "const float *",
+            tokens: i32,
+            cols: i32,
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel RepackRowsToTiles(
+            planes: TilePlanes,
+            raw: u64 as "const uint8_t *",
+            row_bytes: i64,
+            rows: i32,
+            tiles: u64 as "uint8_t *",
+        );
+        kernel UnpackTilesToRows(
+            planes: TilePlanes,
+            raw: u64 as "uint8_t *",
+            row_bytes: i64,
+            rows: i32,
+            tiles: u64 as "const uint8_t *",
+        );
+        kernel ChecksumPieces(bytes: u64 as "const uint8_t *", total: u64, out: u64 as "uint64_t *");
+    }
+}

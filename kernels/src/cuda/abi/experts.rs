@@ -1,0 +1,135 @@
+//! Mixture of experts: routing, and products with the matrices of the chosen experts.
+
+abi! {
+    header "experts.cuh";
+    include "<cuda_bf16.h>";
+    include "<cuda_fp16.h>";
+
+    constants {
+        /// Experts of a layer at most: 16 per lane of a warp.
+        const EXPERTS_MAX: usize = 512;
+        /// Stacks of expert matrices that one launch multiplies with: gate and up.
+        const EXPERT_STACKS_MAX: usize = 2;
+        /// Rows of a block of expert_topk_softmax, one warp each.
+        const EXPERT_TOPK_ROWS: usize = 4;
+        /// Threads of the one block of expert_sort_pairs.
+        const EXPERT_SORT_THREADS: u32 = 1024;
+        const EXPERT_COMBINE_THREADS: u32 = 256;
+        /// Warps of a block of expert_quantize_*.
+        const EXPERT_QUANTIZE_WARPS: usize = 8;
+        /// Warps of a block of expert_matvec_*.
+        const EXPERT_MATVEC_WARPS: usize = 8;
+        /// Weight tiles that a warp of expert_matvec_* takes at a time.
+        const EXPERT_MATVEC_TILES: usize = 2;
+        /// Warps of a block of expert_matmul_*, one row tile each. A multiprocessor has two such blocks.
+        const EXPERT_MATMUL_WARPS: usize = 8;
+        /// Activation tiles of a group of expert_matmul_*.
+        const EXPERT_MATMUL_ACT_TILES: usize = 8;
+    }
+    structs {
+        /// Pairs of (row, rank) that go through one expert together.
+        struct ExpertGroup [12 bytes] {
+            expert: u32,
+            /// First slot, in the order of sorted pairs.
+            first: u32,
+            pairs: u32,
+        }
+
+        /// What expert_matvec_* and expert_matmul_* read and write.
+        struct ExpertParams [72 bytes] {
+            /// Tiles of all experts' matrices, one matrix after the other.
+            weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
+            /// f32 [pairs][rows], or [slots][rows].
+            out: [u64; EXPERT_STACKS_MAX] as "float *",
+            act_tiles: u64 as "const uint8_t *",
+            /// The pair of each slot.
+            sorted_pairs: u64 as "const uint32_t *",
+            groups: u64 as "const ExpertGroup *",
+            group_count: u64 as "const uint32_t *",
+            /// Rows of one expert's matrix.
+            rows: i32,
+            col_tiles: i32,
+        }
+
+        struct ExpertMatvecParams [80 bytes] {
+            common: ExpertParams,
+            /// The activations of pair p are token p / pairs_per_token of the activation tiles.
+            pairs_per_token: i32,
+            /// Tiles of 16 rows of a block.
+            row_tiles: i32,
+        }
+
+        /// The activation tiles are those of slots. Without sorted pairs, outputs are those of slots too.
+        struct ExpertMatmulParams [80 bytes] {
+            common: ExpertParams,
+            stacks: i32,
+            /// Stages of the pipeline.
+            stages: i32,
+        }
+    }
+    kernels {
+        kernel ExpertTopkSoftmax(
+            logits: u64 as "const float *",
+            rows: i32,
+            count: i32,
+            used: i32,
+            experts: u64 as "uint32_t *",
+            expert_weights: u64 as "float *",
+        );
+        kernel ExpertSortPairs(
+            experts: u64 as "const uint32_t *",
+            pairs: i32,
+            count: i32,
+            group_pairs: i32,
+            align: i32,
+            slots: i32,
+            sorted_pairs: u64 as "uint32_t *",
+            groups: u64 as "ExpertGroup *",
+            group_count: u64 as "uint32_t *",
+        );
+        kernel ExpertQuantize(
+            x: u64 as "const float *",
+            sorted_pairs: u64 as "const uint32_t *",
+            slots: i32,
+            pairs_per_token: i32,
+            cols: i32,
+            act_tiles: u64 as "uint8_t *",
+        );
+        kernel ExpertMatvec(params: ExpertMatvecParams);
+        kernel ExpertMatmul(params: ExpertMatmulParams);
+        kernel ExpertMatvecF32(
+            weights: u64 as "const float *",
+            x: u64 as "const float *",
+            experts: u64 as "const uint32_t *",
+            pairs_per_token: i32,
+            rows: i32,
+            cols: i32,
+            out: u64 as "float *",
+        );
+        kernel ExpertMatvecF16(
+            weights: u64 as "const __half *",
+            x: u64 as "const float *",
+            experts: u64 as "const uint32_t *",
+            pairs_per_token: i32,
+            rows: i32,
+            cols: i32,
+            out: u64 as "float *",
+        );
+        kernel ExpertMatvecBF16(
+            weights: u64 as "const __nv_bfloat16 *",
+            x: u64 as "const float *",
+            experts: u64 as "const uint32_t *",
+            pairs_per_token: i32,
+            rows: i32,
+            cols: i32,
+            out: u64 as "float *",
+        );
+        kernel ExpertCombine(
+            contributions: u64 as "const float *",
+            expert_weights: u64 as "const float *",
+            used: i32,
+            cols: i32,
+            out: u64 as "float *",
+        );
+    }
+}

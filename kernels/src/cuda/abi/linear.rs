@@ -1,0 +1,149 @@
+//! Linear layers: the matrices of one launch, and the block shapes of the tensor-core kernels.
+
+use std::fmt::Write;
+
+use super::tiles::ACT_TILE_TOKENS;
+
+abi! {
+    header "linear.cuh";
+    include "\"abi/tiles.cuh\"";
+
+    constants {
+        /// Matrices that one launch multiplies with the same input, at most.
+        const MATRICES_MAX: usize = 4;
+        /// Warps of a matrix-vector block.
+        const MATVEC_WARPS: usize = 8;
+        /// Weight tiles of a pipeline stage of a matrix-vector warp.
+        const MATVEC_TILES_PER_STAGE: usize = 2;
+        /// Rows of a block of linear_f32.cu, one warp each.
+        const LINEAR_F32_WARPS: usize = 8;
+        /// Tokens of a block of linear_f32.cu.
+        const LINEAR_F32_TOKENS: usize = 4;
+    }
+    structs {
+        /// Up to four matrices of one type that share their input.
+        struct LinearParams [136 bytes] {
+            /// Tiles (quant's layout 1), or rows of floats; 16-byte aligned.
+            weights: [u64; MATRICES_MAX] as "const uint8_t *",
+            /// f32 [tokens][rows].
+            out: [u64; MATRICES_MAX] as "float *",
+            /// f32 [rows], or null.
+            bias: [u64; MATRICES_MAX] as "const float *",
+            rows: [i32; MATRICES_MAX],
+            matrices: i32,
+            cols: i32,
+            /// Column tiles of 256 columns.
+            col_tiles: i32,
+            tokens: i32,
+            /// The activation tile of tokens 8 t to 8 t + 7 and columns 256 c to 256 c + 255 has index
+            /// t * col_tiles + c.
+            act_tiles: u64 as "const uint8_t *",
+        }
+    }
+    kernels {
+        kernel LinearMatvec(params: LinearParams, stages: i32);
+        kernel LinearMatmul(params: LinearParams, stages: i32);
+        kernel LinearF32(
+            weights: u64 as "const float *",
+            x: u64 as "const float *",
+            bias: u64 as "const float *",
+            out: u64 as "float *",
+            cols: i32,
+            rows: i32,
+            tokens: i32,
+        );
+    }
+
+    text matmul_kernels;
+}
+
+/// A block of a tensor-core kernel. It has `warps_m * warps_n * warps_k` warps; each computes
+/// `tiles_m` row tiles by `tiles_n` activation tiles of one of `warps_k` column tiles at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(unreachable_pub, reason = "the launcher exports it")]
+pub struct MatmulShape {
+    tiles_m: usize,
+    tiles_n: usize,
+    warps_m: usize,
+    warps_n: usize,
+    warps_k: usize,
+}
+
+#[allow(dead_code, unreachable_pub, reason = "build.rs needs the dimensions, launchers the sizes")]
+impl MatmulShape {
+    const fn new(tiles: [usize; 2], warps: [usize; 3]) -> Self {
+        let ([tiles_m, tiles_n], [warps_m, warps_n, warps_k]) = (tiles, warps);
+        Self { tiles_m, tiles_n, warps_m, warps_n, warps_k }
+    }
+
+    /// 16 warps: fewer do not hide the latencies of the steps between the tensor cores.
+    pub(crate) const QUANTS: [Self; 4] = [
+        Self::new([1, 1], [2, 1, 8]),
+        Self::new([1, 1], [2, 2, 4]),
+        Self::new([1, 2], [2, 2, 4]),
+        Self::new([2, 4], [4, 4, 1]),
+    ];
+    /// 16-bit floats use the tensor cores from one token on, so that there is one order of sums. Their
+    /// stages are larger, so their blocks are smaller.
+    pub(crate) const FLOATS: [Self; 4] = [
+        Self::new([1, 1], [2, 1, 2]),
+        Self::new([1, 2], [2, 1, 2]),
+        Self::new([1, 4], [4, 1, 1]),
+        Self::new([1, 4], [4, 2, 1]),
+    ];
+    /// For BF16 and at most 8 tokens: three blocks of it fit one multiprocessor, where one of
+    /// `FLOATS[0]` fills it with its large activation tiles.
+    pub(crate) const BF16_SMALL: Self = Self::new([1, 1], [2, 1, 1]);
+
+    /// Tokens of a block; part of the kernel's name.
+    pub const fn tokens(&self) -> usize {
+        self.act_tiles() * ACT_TILE_TOKENS
+    }
+
+    /// Activation tiles of a block along the tokens.
+    pub(crate) const fn act_tiles(&self) -> usize {
+        self.tiles_n * self.warps_n
+    }
+
+    /// Tiles of 16 rows of a block.
+    pub(crate) const fn row_tiles(&self) -> usize {
+        self.tiles_m * self.warps_m
+    }
+
+    pub(crate) const fn warps(&self) -> usize {
+        self.warps_m * self.warps_n * self.warps_k
+    }
+
+    /// Column tiles of a pipeline stage.
+    pub(crate) const fn depth(&self) -> usize {
+        self.warps_k
+    }
+
+    fn macro_arguments(&self) -> String {
+        let Self { tiles_m, tiles_n, warps_m, warps_n, warps_k } = self;
+        format!("{tiles_m}, {tiles_n}, {warps_m}, {warps_n}, {warps_k}")
+    }
+}
+
+/// `QUANT_MATMULS(q4_k, Q4_K)` and `FLOAT_MATMULS(f16, F16)` define the kernels of a type.
+#[allow(dead_code, reason = "for build.rs")]
+fn matmul_kernels() -> String {
+    let mut out = String::new();
+    for (name, shapes) in [("QUANT_MATMULS", MatmulShape::QUANTS), ("FLOAT_MATMULS", MatmulShape::FLOATS)] {
+        let _ = write!(
+            out,
+            "\n// MATMUL_KERNEL(name, tokens, format, MT, NT, WM, WN, WK)\n#define {name}(NAME, FORMAT)"
+        );
+        for shape in shapes {
+            let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
+            let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
+        }
+        out.push('\n');
+    }
+    let (tokens, arguments) = (MatmulShape::BF16_SMALL.tokens(), MatmulShape::BF16_SMALL.macro_arguments());
+    let _ = write!(
+        out,
+        "\n#define BF16_SMALL_MATMUL(NAME, FORMAT) MATMUL_KERNEL(NAME, {tokens}_small, FORMAT, {arguments})\n"
+    );
+    out
+}
