@@ -1,5 +1,6 @@
-//! A step's attention plan on the device: made once per step and shape of query_tiles, at addresses that stay. Steps of
-//! many rows have several plans, which share the memory of partial results one after the other.
+//! A step's attention plan in device memory, built once per step and shape of query tiles, at
+//! addresses that stay. A step of many rows has several plans, which use the buffer of partial
+//! results one after the other.
 
 use ops::OpError;
 
@@ -12,12 +13,12 @@ use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
 const OP: &str = "attention";
-/// Partial results of a plan: 16 decode rows of 32 splits. StepRows beyond it get a plan of their own, behind the first.
+/// Partial results of a plan: 16 decode rows of 32 splits. Further rows get a plan of their own.
 pub(super) const PARTIALS_MAX: u32 = 512;
-/// Counts before the sections of a plan.
+/// Words of counts before the sections of a plan.
 const HEADER_WORDS: usize = 4;
 
-/// Everything that decides what a plan looks like and needs, beside the rows.
+/// What decides a plan besides the rows, and the memory that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AttentionPlanShape {
     pub(super) split_tokens: usize,
@@ -28,7 +29,7 @@ pub(super) struct AttentionPlanShape {
 
 pub(super) struct DeviceAttentionPlan {
     shape: AttentionPlanShape,
-    /// The step it was last made for.
+    /// The step that the plans are for.
     step: u64,
     plans: Vec<AttentionPlan>,
     upload: StepUpload,
@@ -58,7 +59,7 @@ impl DeviceAttentionPlan {
         self.shape
     }
 
-    /// Device memory for it.
+    /// Bytes of device memory.
     pub(super) fn bytes(&self) -> u64 {
         let partials =
             [self.sums.len(), self.weights.len()].map(|len| allocated((len * size_of::<f32>()) as u64));
@@ -120,8 +121,8 @@ impl DeviceAttentionPlan {
     }
 }
 
-/// Where the sections of a plan start, in words. They have room for a power of two, so that they stay where they are from
-/// step to step.
+/// Where the sections of a plan begin, in words. Each has room for a power of two of entries, so
+/// that it keeps its address from step to step.
 struct PlanSections {
     counts: usize,
     splits: usize,
@@ -130,7 +131,7 @@ struct PlanSections {
 }
 
 impl PlanSections {
-    /// Behind `words` words, which then count these too.
+    /// Places the sections behind `words` words, and adds theirs.
     fn new(plan: &AttentionPlan, words: &mut usize) -> Self {
         let mut take = |count: usize, size: usize| {
             let start = *words;
@@ -141,7 +142,7 @@ impl PlanSections {
             counts: take(HEADER_WORDS, size_of::<u32>()),
             splits: take(launch_bound(plan.splits.len()), size_of::<KvSplit>()),
             merges: take(launch_bound(plan.merges.len()), size_of::<PartialMerge>()),
-            // PlanSections are aligned for the largest of their structs: query_tiles are five words.
+            // Sections are aligned for the largest of their structs; a query tile has five words.
             prefill_tiles: take(
                 launch_bound(plan.prefill_tiles.len()).next_multiple_of(4),
                 size_of::<QueryTile>(),
@@ -159,7 +160,7 @@ impl PlanSections {
     }
 }
 
-/// The count that launches are made for.
+/// The count that launches are made for: the next power of two.
 fn launch_bound(count: usize) -> usize {
     if count == 0 { 0 } else { count.next_power_of_two() }
 }

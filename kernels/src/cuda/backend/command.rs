@@ -1,5 +1,5 @@
-//! [`KernelCommand`]: one op as the device will run it, by addresses. CommandList are collected first and given to the device
-//! together, so that a list that comes again and again can be replayed as a graph.
+//! [`KernelCommand`]: one op by device addresses. The recorder collects commands and enqueues them
+//! together, so that it can replay a list that comes again as a CUDA graph.
 
 use ops::{AttentionSpec, KvType, RopePairing};
 use quant::DType;
@@ -25,21 +25,21 @@ use crate::cuda::silu_and_mul::SiluKernels;
 use crate::cuda::{Device, DeviceView, DeviceViewMut, Stream};
 use ops::OpError;
 
-/// Bytes on the device.
+/// Bytes in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ByteRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
-/// f32 values on the device.
+/// f32 values in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FloatRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
-/// An f32 that is compared and hashed by its bits.
+/// An f32 that compares and hashes by its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct F32Bits(u32);
 
@@ -92,7 +92,7 @@ impl AttentionShape {
     }
 }
 
-/// The operands of attention that both of its methods have.
+/// The operands that both methods of attention have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttentionOperands {
     pub(super) layer: KvLayerAddress,
@@ -159,7 +159,7 @@ pub(super) enum KernelCommand {
         kv_heads: u32,
         head_dim: u32,
     },
-    /// `plan` is an index into the list's plans.
+    /// `plan` is an index into [`CommandList::plans`].
     AttentionPaged {
         operands: AttentionOperands,
         plan: u32,
@@ -185,7 +185,7 @@ pub(super) enum KernelCommand {
         cols: u32,
         out: WordRange,
     },
-    /// `work` is of u64 words.
+    /// `work` holds u64 words.
     Shortlist {
         x: FloatRange,
         cols: u32,
@@ -195,14 +195,14 @@ pub(super) enum KernelCommand {
     Experts(ExpertCommand),
 }
 
-/// CommandList with what they refer to.
+/// Commands, and the attention plans that they refer to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct CommandList {
     pub(super) list: Vec<KernelCommand>,
     pub(super) plans: Vec<AttentionPlanAddress>,
 }
 
-/// The launchers.
+/// The launchers of all kernels.
 pub(super) struct KernelSet {
     pub(super) norms: NormKernels,
     ropes: RopeKernels,
@@ -238,12 +238,12 @@ impl KernelSet {
         }
     }
 
-    /// Gives all commands to the stream.
+    /// Enqueues all commands on the stream.
     ///
     /// # Safety
-    /// Every range of the commands is device memory of its type that lives until the work has ended; ranges that a command
-    /// writes do not overlap others of it, except where an op splits in place; indices among a step's words are below the
-    /// lengths of what they index.
+    /// Every range of the commands is device memory of its type that lives until the work has
+    /// ended; ranges that a command writes do not overlap others of it, except where an op works in
+    /// place; indices among a step's words are below the lengths of what they index.
     pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
         let mut rest = commands.list.as_slice();
         while !rest.is_empty() {
@@ -405,7 +405,7 @@ impl KernelSet {
 
 impl WeightMatrix {
     pub(super) fn tiles(&self) -> Result<Tiles, OpError> {
-        // The same numbers made a valid shape when the command was.
+        // The same numbers made a valid shape when the command was pushed.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
     }
@@ -474,7 +474,7 @@ impl FloatRange {
 }
 
 impl FloatRange {
-    /// `len` values from `start` on, which lie in the range.
+    /// The `len` values from `start` on, which lie in the range.
     pub(super) fn part(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);
         Self { address: self.address + (start * size_of::<f32>()) as u64, len }

@@ -1,4 +1,4 @@
-//! What a mixture of experts asks of the device: the part of a step's commands that experts.rs makes.
+//! [`ExpertCommand`]: the commands of a mixture of experts, which experts.rs makes.
 
 use ops::OpError;
 
@@ -8,11 +8,11 @@ use crate::cuda::Stream;
 use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
 use crate::cuda::quantized_output::QuantizedOutput;
 
-/// Pairs of (row, rank) in order of experts.
+/// Pairs of (row, rank), sorted by expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ExpertGroups {
     pub(super) pairs: u32,
-    /// Experts.
+    /// Number of experts.
     pub(super) count: u32,
     pub(super) grouping: PairGrouping,
     pub(super) words: WordRange,
@@ -27,7 +27,7 @@ pub(super) enum ExpertCommand {
         pair_weights: FloatRange,
         groups: ExpertGroups,
     },
-    /// Few pairs of an expert.
+    /// A product for few pairs per expert.
     Matvec {
         activation_tiles: ActivationTiles,
         pairs_per_token: u32,
@@ -35,14 +35,14 @@ pub(super) enum ExpertCommand {
         first: (WeightMatrix, FloatRange),
         second: Option<(WeightMatrix, FloatRange)>,
     },
-    /// StepRows of `x` to activation_tiles in order of slots, for [`Self::Matmul`].
+    /// Quantises rows of `x` in the order of slots, for [`Self::Matmul`].
     Quantize {
         x: FloatRange,
         pairs_per_token: u32,
         groups: ExpertGroups,
         activation_tiles: ActivationTiles,
     },
-    /// Many pairs of an expert.
+    /// A product for many pairs per expert, on the tensor cores.
     Matmul {
         activation_tiles: ActivationTiles,
         groups: ExpertGroups,
@@ -155,7 +155,7 @@ unsafe fn expert_weight_list<'a>(
 }
 
 impl WeightMatrix {
-    /// One of `count` experts' matrices that this one is made of, and where its products go.
+    /// One of the `count` expert matrices in this matrix, and where its products go.
     ///
     /// # Safety
     /// As [`ExpertCommand::enqueue`].

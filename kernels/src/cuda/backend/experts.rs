@@ -1,4 +1,5 @@
-//! A mixture of experts as commands: routing, two products, the gate between them, and the sum.
+//! A mixture of experts as commands: routing, the gate and up products, the activation between
+//! them, the down product, and the weighted sum.
 
 use std::sync::Arc;
 
@@ -17,24 +18,25 @@ use crate::cuda::experts::PairGrouping;
 
 const OP: &str = "experts";
 
-/// Pairs of (row, rank) computed at once: bounds the scratch memory. Results do not depend on it. With 8 experts a row it is
-/// as many rows as a model computes at once at most; half as many would read the weights of 128 experts twice as often.
+/// Pairs of (row, rank) computed at once, which bounds the scratch memory. It does not change
+/// results. With 8 experts a row these are as many rows as a model computes at once at most; half
+/// as many would read the weights of 128 experts twice as often.
 pub(super) const PAIRS_MAX: usize = 4096;
-/// Parts of the scratch memory start at multiples of this.
+/// Parts of the scratch memory begin at multiples of this.
 const ALIGN: usize = 256;
 
-/// ExpertScratch memory of so many pairs.
+/// Scratch memory of a range of rows.
 struct ExpertScratch {
     experts: WordRange,
     pair_weights: FloatRange,
-    /// Of groups.
+    /// Sorted pairs and groups.
     words: WordRange,
     gate: FloatRange,
     up: FloatRange,
     contributions: FloatRange,
 }
 
-/// A pair's expert matrices, and what goes in and comes out.
+/// The pairs of a product.
 #[derive(Clone, Copy)]
 struct ProductInputs {
     groups: ExpertGroups,
@@ -45,9 +47,9 @@ struct ProductInputs {
 /// Which of a layer's products.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ProductSide {
-    /// From rows to pairs, of which a row has so many.
+    /// Gate and up: from rows to pairs, `used` of them for each row.
     In { used: usize },
-    /// From pairs to pairs.
+    /// Down: from pairs to pairs.
     Out,
 }
 
@@ -79,7 +81,7 @@ impl Cuda {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
             let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
-            // ProductInputs of floats take pairs in their own order.
+            // Products of floats take pairs in their own order.
             let floats = [gate, up, down].iter().any(|expert_weights| is_float(expert_weights.dtype));
             let grouping = if floats { PairGrouping::Matvec } else { PairGrouping::of(pairs, count) };
             let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
@@ -101,7 +103,7 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate)])?;
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
-            // Value by value: in place. Slots that no pair has hold what they held.
+            // In place. Slots without a pair keep what they held.
             self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
@@ -116,7 +118,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// All experts' matrices of `[cols, rows]`, as one matrix.
+    /// The matrices of all experts, `[cols, rows]` each, as one matrix.
     fn expert_weights(
         &mut self,
         weight: &ops::Weight<Self>,
@@ -146,7 +148,7 @@ impl Cuda {
         Ok(matrix)
     }
 
-    /// ProductInputs of `x`, rows of `cols` values, with one or two expert_weight_list of one type.
+    /// Products of `x`, rows of `cols` values, with one or two stacks of one type.
     fn expert_products(
         &mut self,
         x: FloatRange,
@@ -202,7 +204,7 @@ impl Cuda {
                         groups,
                         activation_tiles,
                     }),
-                    // In order of slots since the products before.
+                    // The products before left these rows in the order of slots.
                     ProductSide::Out => KernelCommand::Quantize { x, activation_tiles },
                 });
                 let by_pair = side == ProductSide::Out;
@@ -252,7 +254,7 @@ fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// WordRange or floats of experts, pair_weights, groups, gate, up and contributions.
+/// Lengths in 4-byte words of experts, pair weights, groups, gate, up and contributions.
 fn scratch_values(
     pairs: usize,
     count: usize,
@@ -268,7 +270,7 @@ fn part_bytes(values: usize) -> usize {
     (values * size_of::<f32>()).next_multiple_of(ALIGN)
 }
 
-/// ExpertScratch memory for experts of quantised matrices.
+/// Bytes of scratch memory for experts with quantised matrices.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
     let values = scratch_values(pairs, count, PairGrouping::of(pairs, count), hidden, n_in);
     values.into_iter().map(part_bytes).sum()

@@ -1,6 +1,15 @@
-//! Which commands become one launch. A launch costs more than a microsecond of an otherwise idle device, and a decode step has
-//! hundreds, so commands that follow each other in every model are given to kernels that do all of them. Those write the same
-//! bits to the same places as one command after the other.
+//! Kernel fusion: which successive commands become one launch. A launch costs more than a
+//! microsecond of an otherwise idle device, and a decode step has hundreds.
+//!
+//! ```text
+//! products of one type with the same input            one launch of linear_*.cu
+//! norm, gate or attention, then quantize              the kernel that also writes activation tiles
+//! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
+//! ```
+//!
+//! A fused launch writes the same bits to the same places as its commands one by one.
+//! [`count_fusible`] decides; [`KernelSet::enqueue_fused`] must know every combination that it
+//! decides on.
 
 use ops::{OpError, RopePairing};
 
@@ -14,7 +23,7 @@ use crate::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::rope::RopeAngles;
 
-/// How many commands at the start of `list`, which is not empty, one launch does.
+/// The number of commands at the beginning of `list` that one launch computes. `list` is not empty.
 pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
     if let Some(KernelCommand::Product { activation_tiles, matrix, .. }) = list.first() {
         let together = |other: &&KernelCommand| matches!(other, KernelCommand::Product { activation_tiles: p, matrix: m, .. } if p == activation_tiles && m.dtype == matrix.dtype);
@@ -45,7 +54,8 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
     1
 }
 
-/// `[norm of queries, norm of keys,] rotation of queries, rotation of keys, cache` of one step's heads.
+/// Whether `list` begins with `[norm of queries, norm of keys,] rotation of queries, rotation of
+/// keys, write to the cache` of the same heads.
 fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
     let (normed, rest) = match list {
         [
@@ -81,7 +91,8 @@ fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
 }
 
 impl KernelSet {
-    /// Gives commands that [`count_fusible`] found to belong together.
+    /// Enqueues commands that [`count_fusible`] put together. Panics on a combination that it never
+    /// makes: a dropped command would give wrong text.
     ///
     /// # Safety
     /// As [`Self::enqueue`].
@@ -174,7 +185,8 @@ impl KernelSet {
         }
     }
 
-    /// Two rotations and the cache.
+    /// Enqueues two rotations and the write to the cache, after `norms` of the heads if there are
+    /// any.
     ///
     /// # Safety
     /// As [`Self::enqueue`].

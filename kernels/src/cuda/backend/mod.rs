@@ -1,12 +1,12 @@
-//! [`Cuda`]: `ops::Backend` on a GPU: what it owns, and how ops reach it. Ops become commands that the recorder gives to the
-//! device.
+//! [`Cuda`]: `ops::Backend` on a GPU. Each op becomes a [`KernelCommand`]; the [`Recorder`]
+//! enqueues the collected commands when a result is read.
 //!
 //! ```text
-//! begin      rows of a step, checked and sent to the device          step, upload
-//! ops        shapes checked, weights made make_resident, command pushed   vocabulary, data, tensor, command
-//! attention  which kernel computes which rows                        plan, attention_plan
-//! read       everything collected goes to the device, as a graph     recorder
-//!            when the same list came before
+//! begin      checks the rows of a step and uploads them               step, upload
+//! ops        check shapes, upload weights on first use, push commands vocabulary, data, tensor
+//! attention  decides which kernel computes which rows                 plan, attention_plan
+//! read       enqueues all commands, as a CUDA graph if the same list  recorder, command, fusion
+//!            came before, and copies the result to the host           readback
 //! ```
 
 mod attention_plan;
@@ -52,15 +52,15 @@ pub use rope::CudaRope;
 pub use tensor::CudaTensor;
 pub use usage::{CudaWorkerShape, DeviceBytes, predict_device_bytes};
 
-/// StepRows whose best value is looked for at once.
+/// Rows whose best token one argmax finds without a larger buffer.
 const BEST_ROWS: usize = 64;
 
-/// The GPU backend. Ops are collected and run when something is read.
+/// The GPU backend. It collects ops and runs them when a result is read.
 pub struct Cuda {
     device: Device,
     recorder: Recorder,
     step: StepRows,
-    /// Steps begun so far.
+    /// Number of steps begun so far.
     steps: u64,
     plans: Vec<DeviceAttentionPlan>,
     caches: Vec<UnitPrefetch>,
@@ -69,7 +69,7 @@ pub struct Cuda {
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,
     draw_params: StepUpload,
-    /// What shortlists are made in, and the records of them.
+    /// Work space of the shortlist kernels, which begins with their results.
     shortlists: Arc<Buffer<u64>>,
     records: Vec<u64>,
     readback: Readback,
@@ -105,24 +105,25 @@ impl Cuda {
         &self.device
     }
 
-    /// Whether steps that come again are replayed as graphs; on at first. For measurements and tests.
+    /// Turns the replay of repeated steps as CUDA graphs on or off, for benches and tests. It is on
+    /// by default.
     pub fn set_graphs(&mut self, on: bool) {
         self.recorder.set_graphs(on);
     }
 
-    /// Graphs captured and still kept.
+    /// Number of captured graphs that are kept.
     pub fn graphs(&self) -> usize {
         self.recorder.graphs()
     }
 
-    /// What decides the bits of results, beside the types of weights and cache: kernels for one architecture add in one
-    /// order, and tensor cores of another may round otherwise.
+    /// What decides the bits of results besides the types of weights and cache. Kernels for one
+    /// architecture add in one order; tensor cores of another may round differently.
     pub fn fingerprint(&self) -> String {
         let (major, minor) = self.device.capability();
         format!("cuda-sm{major}{minor}")
     }
 
-    /// Device memory that is there now for this backend.
+    /// Device memory that this backend has allocated by now.
     pub fn device_bytes(&self) -> DeviceBytes {
         let lists = self.shortlists.len() * size_of::<u64>();
         let scratch = [
@@ -142,18 +143,20 @@ impl Cuda {
         }
     }
 
-    /// What making graphs has taken so far: each when its list of commands came for the second time.
+    /// Time spent on captures so far. A list of commands is captured when it comes for the second
+    /// time.
     pub fn graph_time(&self) -> Duration {
         self.recorder.graph_time()
     }
 
-    /// Starts what was collected and waits for its end. `read` does so too.
+    /// Enqueues the collected commands and waits until they have ended. `read` does so too.
     pub fn wait(&mut self) -> Result<(), OpError> {
         self.recorder.flush()?;
         self.recorder.wait()
     }
 
-    /// A command over memory that lives: the ranges of tensors and weights whose owners were kept, or of this value.
+    /// Adds a command whose memory lives: its ranges belong to this value, or to tensors and
+    /// weights whose owners were kept.
     fn push(&mut self, command: KernelCommand) {
         // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory, and keep the owners of the
         // first three; caches and scratch memory go only after the device was waited for. Lengths and indices were checked.
@@ -192,7 +195,7 @@ impl Cuda {
         Ok(WeightMatrix { dtype: weight.dtype, range, cols: tiles.cols() as u32, rows: tiles.rows() as u32 })
     }
 
-    /// ExpertScratch memory for `rows` rows of activations in `format`.
+    /// Scratch memory for `rows` rows of activations in `format`.
     fn activation_tiles(
         &mut self,
         op: &'static str,
@@ -212,7 +215,7 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// The plans of this step for one shape of items, as indices for commands.
+    /// The plans of this step for one shape of query tiles, as indices for commands.
     fn plan_attention(&mut self, shape: AttentionPlanShape) -> Result<Vec<u32>, OpError> {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
@@ -226,15 +229,15 @@ impl Cuda {
         Ok(addresses.iter().map(|&address| self.recorder.plan(address)).collect())
     }
 
-    /// Waits for all ops, and fills `host` from what they left at `address`: as many values of a tensor, or of scratch
-    /// memory.
+    /// Waits for all ops, then fills `host` with the values at `address`, which lie in a tensor or
+    /// in scratch memory.
     fn read_to_host<T: bytemuck::Pod>(
         &mut self,
         op: &'static str,
         address: u64,
         host: &mut [T],
     ) -> Result<(), OpError> {
-        // The device is busy meanwhile.
+        // Maps cache units while the device is busy.
         self.caches.retain(|cache| cache.map().is_some());
         // SAFETY: the callers checked lengths against what they own.
         unsafe { self.readback.read_to_host(self.recorder.stream(), address, host) }

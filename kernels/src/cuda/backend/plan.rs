@@ -1,16 +1,19 @@
-//! Which kernel computes the attention of which rows of a step: a pure function of positions, sequences and table starts.
+//! The attention plan: which kernel computes which rows of a step. A plan is a pure function of
+//! positions, sequences and table starts.
 //!
-//! Any plan gives the same bits (attention.cu says why); it only decides how fast. Runs of consecutive tokens of one sequence
-//! go to the chunk kernel when they are long; decode rows and short runs are split along their keys, so that a few rows
-//! fill the device. A plan ends where the room for partial results does: the rows behind it get plans of their own.
+//! Every plan gives the same bits (attention.cu says why); it decides speed alone. Long runs of
+//! consecutive tokens of one sequence go to the prefill kernel. Decode rows and short runs are
+//! split along their keys, so that a few rows fill the device. A plan ends when its partial results
+//! fill their buffer; the remaining rows get further plans.
 
 pub(super) use crate::cuda::abi::attention::{KvSplit, PartialMerge, QueryTile};
 
-/// Keys of the smallest split, and of a tile.
+/// Keys of a tile, which is the smallest split.
 const TILE: u32 = 64;
-/// Splits that a row has at most: a split grows with the position.
+/// Splits of a row at most: the length of a split grows with the position.
 pub(super) const SPLITS_MAX: u32 = 32;
-/// Tokens of a run from which on the chunk kernel takes it. Shorter ones leave most of the device idle there.
+/// Tokens of a run from which on the prefill kernel computes it. Shorter runs would leave most of
+/// the device idle there.
 const PREFILL_TOKENS_MIN: usize = 64;
 
 // SAFETY: repr(C) structs of u32 alone, and so without padding (the assertions below); all zeros are
@@ -36,16 +39,16 @@ pub(super) struct AttentionPlan {
     pub(super) splits: Vec<KvSplit>,
     pub(super) merges: Vec<PartialMerge>,
     pub(super) prefill_tiles: Vec<QueryTile>,
-    /// Partial results of one row and split.
+    /// Partial results, one per row and split.
     pub(super) partials: u32,
-    /// Whether a split of `splits` has more than one tile.
+    /// Whether a split has more than one tile.
     pub(super) has_multi_tile_splits: bool,
 }
 
-/// What a plan may use.
+/// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttentionPlanLimits {
-    /// Tokens of one queries of the split kernel, and of the chunk kernel.
+    /// Tokens of one query tile of the split-KV kernel, and of the prefill kernel.
     pub(super) split_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) partials_max: u32,
@@ -57,8 +60,8 @@ pub(super) fn split_shift(position: u32) -> u32 {
 }
 
 impl AttentionPlan {
-    /// StepRows as in [`ops::Step`], from row `start` on; `table_starts[r]` is where row r's block ids start. Returns the first
-    /// row that has no place in this plan.
+    /// Plans the rows of an [`ops::Step`] from row `start` on. The block ids of row r begin at
+    /// `table_starts[r]`. Returns the first row that does not fit this plan.
     pub(super) fn build(
         &mut self,
         mut start: usize,
@@ -86,7 +89,7 @@ impl AttentionPlan {
                 table: table_starts[start],
                 split_shift: shift,
             };
-            // No row of the run has more splits than its last one.
+            // The last row of a run has the most splits.
             let partials = run.tokens * count_splits(positions[end - 1], shift);
             if end - start >= PREFILL_TOKENS_MIN || partials > limits.partials_max {
                 self.prefill_tiles.extend(split_into_tiles(run, limits.prefill_tokens));
@@ -167,8 +170,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every row is in one queries; an queries's tokens follow each other and have splits of one length; partials of
-        /// different rows and splits do not meet.
+        /// Every row is in one query tile. Tokens of a tile are consecutive and have splits of one
+        /// length. Partial results of different rows and splits do not overlap.
         #[test]
         fn every_row_is_computed_once(runs in prop::collection::vec((0_u32..9000, 1_u32..200), 1..12)) {
             let (mut positions, mut starts) = (Vec::new(), Vec::new());

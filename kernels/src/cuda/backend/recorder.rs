@@ -1,9 +1,12 @@
-//! [`Recorder`]: collects the commands of a step and gives them to the device at once: as a graph when the same list came
-//! before, one by one otherwise.
+//! [`Recorder`]: collects the commands of a step and enqueues them together, as a CUDA graph if the
+//! same list came before, else one by one.
 //!
-//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory, so a list is the same
-//! whenever the number of rows and the bounds of the attention plan are. A graph is launched only for a list equal to the
-//! one it was captured from; addresses in it are thus those of memory that this step's own owners keep.
+//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory.
+//! So two steps have the same list if they have the same number of rows and the same bounds of the
+//! attention plan.
+//!
+//! 1. A graph runs only for a list equal to the one it was captured from.
+//! 2. The addresses in it are thus addresses of memory whose owners this step keeps.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -18,11 +21,11 @@ use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
-/// Graphs kept at once: decode batches of as many sizes.
+/// Graphs kept at once: one per size of decode batch.
 pub(super) const GRAPHS_MAX: usize = 12;
-/// Lists remembered to have been seen once.
+/// Hashes of lists that came once.
 const SEEN_MAX: usize = 256;
-/// Owners of work in flight before the device is waited for.
+/// Owners of memory in use before the recorder waits for the device.
 const IN_FLIGHT_MAX: usize = 1 << 15;
 
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
@@ -31,14 +34,14 @@ pub(super) struct Recorder {
     stream: Stream,
     kernels: KernelSet,
     pending: CommandList,
-    /// What keeps the memory of `pending`, and of work in flight.
+    /// Owners of the memory of `pending`, and of work in flight.
     owners: Vec<MemoryOwner>,
     in_flight: Vec<MemoryOwner>,
-    /// The most recently used last.
+    /// The most recently used graph is the last one.
     graphs: Vec<CapturedGraph>,
     seen: VecDeque<u64>,
     use_graphs: bool,
-    /// What making graphs has taken so far.
+    /// Time spent on captures so far.
     graph_time: Duration,
 }
 
@@ -71,7 +74,7 @@ impl Recorder {
         self.use_graphs = on;
     }
 
-    /// Graphs captured and still kept.
+    /// Number of captured graphs that are kept.
     pub(super) fn graphs(&self) -> usize {
         self.graphs.len()
     }
@@ -81,7 +84,7 @@ impl Recorder {
         self.graphs.iter().map(|captured| captured.commands.list.len() as u64).sum()
     }
 
-    /// What making graphs has taken so far.
+    /// Time spent on captures so far.
     pub(super) fn graph_time(&self) -> Duration {
         self.graph_time
     }
@@ -106,7 +109,7 @@ impl Recorder {
         index as u32
     }
 
-    /// Gives what was collected to the device.
+    /// Enqueues the collected commands.
     pub(super) fn flush(&mut self) -> Result<(), OpError> {
         if self.pending.list.is_empty() {
             return Ok(());
@@ -121,7 +124,7 @@ impl Recorder {
         given
     }
 
-    /// Waits for all that was flushed.
+    /// Waits until all flushed work has ended.
     pub(super) fn wait(&mut self) -> Result<(), OpError> {
         self.stream.synchronize().map_err(device_error("wait"))?;
         self.in_flight.clear();
@@ -167,7 +170,8 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        // Owners may go only after the work; if that fails the context is gone, and the memory with it.
+        // Owners may be dropped only after the work. If waiting fails, the context is gone, and its
+        // memory too.
         let _ = self.stream.synchronize();
     }
 }
@@ -192,7 +196,8 @@ impl CaptureError {
     }
 }
 
-/// A hash for 40 KB a step: one multiplication per word, no defence against crafted input, since equality decides.
+/// A hash of 40 KB a step: one multiplication per word. It needs no defence against crafted input,
+/// since equality decides.
 fn hash_commands(commands: &CommandList) -> u64 {
     #[derive(Default)]
     struct MixHasher(u64);

@@ -1,4 +1,5 @@
-//! The row data of the current step: checked once, kept for the checks of the ops, and sent to the device.
+//! The rows of the current step: checked once, kept for the checks of the ops, and uploaded to the
+//! device.
 
 use std::ops::Range;
 
@@ -8,7 +9,7 @@ use super::upload::StepUpload;
 use crate::cuda::error::device_error;
 use crate::cuda::{CudaError, Stream};
 
-/// Where a step's words stand on the device, all of them u32.
+/// u32 words of a step in device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct WordRange {
     pub(super) address: u64,
@@ -17,14 +18,14 @@ pub(super) struct WordRange {
 
 pub(super) struct StepRows {
     pub(super) positions: Vec<u32>,
-    /// Where each row's block ids start in `blocks`.
+    /// Where the block ids of each row begin in `blocks`.
     pub(super) table_starts: Vec<u32>,
     kv_slots: Vec<u32>,
-    /// Block ids of all sequences, one after the other.
+    /// Block ids of all sequences, one sequence after the other.
     pub(super) blocks: Vec<u32>,
-    /// Block ids of each sequence in `blocks`.
+    /// Where the block ids of each sequence stand in `blocks`.
     tables: Vec<Range<usize>>,
-    /// Of each sequence, how many positions its rows look back on.
+    /// Keys that the rows of each sequence attend to.
     keys: Vec<usize>,
     token_max: u32,
     slot_max: u32,
@@ -90,7 +91,7 @@ impl StepRows {
         self.slot_max = step.kv_slots.iter().copied().max().unwrap_or(0);
         self.outputs = step.outputs.len();
 
-        // Sections in this order; the tables last, since their length changes most.
+        // Sections in this order; the tables come last, since their length changes most.
         let words = 4 * rows + step.outputs.len() + self.blocks.len();
         let sections: [&[u32]; 6] =
             [step.tokens, step.positions, step.kv_slots, &self.table_starts, step.outputs, &self.blocks];
@@ -132,7 +133,7 @@ impl StepRows {
         Err(OpError::Shape { op, what: "number of rows against the step's", found: rows, expected })
     }
 
-    /// The blocks of all sequences that rows of this step read, if blocks hold `block_tokens` tokens.
+    /// The blocks that the rows of this step read, if a block holds `block_tokens` tokens.
     pub(super) fn blocks_read(
         &self,
         op: &'static str,
@@ -166,17 +167,17 @@ impl StepRows {
         self.section(3 * self.len(), self.len())
     }
 
-    /// A run of the outputs, which are [`Self::outputs`] in all.
+    /// A range of the outputs, of which there are [`Self::outputs`].
     pub(super) fn outputs_on_device(&self, run: Range<usize>) -> WordRange {
         self.section(4 * self.len() + run.start, run.len())
     }
 
-    /// Of this step's address only: how long the tables are is no part of a launch.
+    /// The address alone: the length of the tables is no part of a launch.
     pub(super) fn tables_on_device(&self) -> u64 {
         self.section(4 * self.len() + self.outputs, 0).address
     }
 
-    /// Device memory for it.
+    /// Bytes of device memory.
     pub(super) fn bytes(&self) -> u64 {
         self.upload.bytes()
     }
