@@ -353,7 +353,7 @@ fn a_block_of_another_group_is_not_read() {
         texts.try_into().unwrap()
     }
     let expected = [
-        "attention: block 1 of the cache is read but was never written",
+        "attention: block 1 of the KV cache is read before it is written",
         "kv_write: number of the step's groups is 1, expected 2",
         "begin: number of block tables is 3, expected 2",
     ];

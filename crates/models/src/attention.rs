@@ -1,4 +1,5 @@
-//! Self-attention with grouped keys and values: projections, optional norms of query and key heads, rope, cache, output.
+//! Self-attention with grouped keys and values: projections, optional norms of query and key heads,
+//! rope, cache, output.
 
 use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::AttentionScratch};
 use ops::{AttentionSpec, Backend, Linear, OpError, Weight};
@@ -42,7 +43,8 @@ impl<B: Backend> Attention<B> {
         })
     }
 
-    /// `delta = attention(normed)`; this step's keys and values of `layer` are in the cache afterwards.
+    /// `delta = attention(normed)`; this step's keys and values of `layer` are in the cache
+    /// afterwards.
     #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     pub(crate) fn forward(
         &self,

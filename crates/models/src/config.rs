@@ -5,8 +5,8 @@ use gguf::{KeyError, Metadata, StringArray, Value};
 use ops::{Activation, AttentionSpan, RopePairing};
 use std::ops::RangeInclusive;
 
-/// Bounds on what a file may claim. The first two are llama.cpp's; the others lie well above every published model and
-/// keep all products of them within 64 bits.
+/// Bounds on what a file may claim. The first two are llama.cpp's; the others lie well above every
+/// published model and keep all products of them within 64 bits.
 pub(crate) const LAYERS_MAX: usize = 512;
 pub(crate) const EXPERTS_MAX: usize = 1024;
 pub(crate) const HEADS_MAX: usize = 4096;
@@ -162,7 +162,8 @@ impl<'a> MetadataKeys<'a> {
         }
     }
 
-    /// A value that a file may give once or for each layer; here it must be the same in all of them.
+    /// A value that a file may give once or for each layer; here it must be the same in all of
+    /// them.
     fn uniform(&self, name: &str, layers: usize, highest: usize) -> Result<Option<usize>, ModelConfigError> {
         let key = self.key(name);
         let Some(values) = self.metadata.per_layer::<u32>(&key, layers)? else { return Ok(None) };

@@ -1,6 +1,6 @@
-//! The pre-norm decoder that llama, qwen2, qwen3 and gemma3 share: per layer `h = x + attention(norm(x))`,
-//! `y = h + feed_forward(norm(h))`; then the output norm and the head. What only some of them have stands in
-//! [`DecoderConfig`].
+//! The pre-norm decoder that llama, qwen2, qwen3 and gemma3 share: per layer `h = x +
+//! attention(norm(x))`, `y = h + feed_forward(norm(h))`; then the output norm and the head. What
+//! only some of them have stands in [`DecoderConfig`].
 
 use crate::{
     Model, ModelDescription, ModelLimits, TakeLogits, WeightError, WeightTable,
@@ -13,7 +13,8 @@ use crate::{
 use ops::{Activation, AttentionSpan, Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
 use std::{convert::Infallible, ops::Range};
 
-/// What an architecture file makes of the metadata. All counts are at least one and bounded (`config.rs`).
+/// What an architecture file makes of the metadata. All counts are at least one and bounded
+/// (`config.rs`).
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DecoderConfig {
     pub(crate) vocab_size: usize,
@@ -176,7 +177,8 @@ impl<B: Backend> Decoder<B> {
         Ok(Self { config, weights, rope, window_rope, scratch, rows_at_once, outputs_at_once })
     }
 
-    /// At most `rows_at_once` rows. `before` is the number of outputs that stand before those of `step`.
+    /// At most `rows_at_once` rows. `before` is the number of outputs that stand before those of
+    /// `step`.
     fn run(
         &mut self,
         backend: &mut B,

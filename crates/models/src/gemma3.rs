@@ -1,6 +1,7 @@
-//! Architecture `gemma3`: rope over halves, norms of query and key heads and of what each block adds, GELU gates, and
-//! embeddings scaled by the root of their length. Most layers have a window and a rope of their own; every sixth sees all
-//! tokens. Files hold norm weights with the 1 that Gemma adds to them already in.
+//! Architecture `gemma3`: rope over halves, norms of query and key heads and of what each block
+//! adds, GELU gates, and embeddings scaled by the root of their length. Most layers have a window
+//! and a rope of their own; every sixth sees all tokens. Files hold norm weights with the 1 that
+//! Gemma adds to them already in.
 
 use crate::{
     ModelConfigError,
@@ -9,14 +10,16 @@ use crate::{
 };
 use ops::{Activation, AttentionSpan, RopePairing};
 
-/// The one size (27B) that divides scores by the root of `embedding / heads` and not of the length of a head.
+/// The one size (27B) that divides scores by the root of `embedding / heads` and not of the length
+/// of a head.
 const LAYERS_OF_27B: usize = 62;
 /// Layers from one that sees all tokens to the next, where a file does not say.
 const PERIOD: usize = 6;
 
 pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let config = keys.decoder(RopePairing::Halves)?;
-    // No published model has a cap: logits stay as they are, and a file that wants them otherwise is refused.
+    // No published model has a cap: logits stay as they are, and a file that wants them otherwise
+    // is refused.
     keys.number("final_logit_softcapping", 0.0..=0.0)?;
     let (mut attention_spans, mut window_rope) = (config.attention_spans, None);
     let tokens = keys.count_or("attention.sliding_window", 0, 0..=CONTEXT_MAX)?;
@@ -42,7 +45,8 @@ pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelC
     })
 }
 
-/// A flag for each layer, or the period whose last layer has no window; a period of 0 leaves none without.
+/// A flag for each layer, or the period whose last layer has no window; a period of 0 leaves none
+/// without.
 fn windowed_layers(keys: &MetadataKeys<'_>, layers: usize) -> Result<Vec<bool>, ModelConfigError> {
     const PATTERN: &str = "attention.sliding_window_pattern";
     if let Some(flags) = keys.flags(PATTERN, layers)? {

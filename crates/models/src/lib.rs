@@ -1,11 +1,12 @@
 //! Models, written once over [`ops::Backend`]: metadata and weights in, logits out.
 //!
-//! [`build`] reads the architecture's name from the metadata and finds its builder in the registry. An architecture
-//! file says which keys and tensors its files have; the blocks they share (attention, feed-forward, rope) stand in files
-//! of their own. Nothing here knows of requests, batching policy or where weights came from.
+//! [`build`] reads the architecture's name from the metadata and finds its builder in the registry.
+//! An architecture file says which keys and tensors its files have; the blocks they share
+//! (attention, feed-forward, rope) stand in files of their own. Nothing here knows of requests,
+//! batching policy or where weights came from.
 //!
-//! [`validate`] runs the same code without a byte of tensor data, so that a bad file is refused before anything is
-//! attached.
+//! [`validate`] runs the same code without a byte of tensor data, so that a bad file is refused
+//! before anything is attached.
 
 #![forbid(unsafe_code)]
 

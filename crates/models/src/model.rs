@@ -11,7 +11,8 @@ const LOGITS_BYTES_MAX: usize = 10 << 20;
 /// Kernels multiply so many rows together.
 const ROWS_TOGETHER: usize = 8;
 
-/// How large a step may be. Memory for activations is taken once, at build: for as many rows as are computed at once.
+/// How large a step may be. Memory for activations is taken once, at build: for as many rows as are
+/// computed at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelLimits {
     /// Rows (tokens) of one step.
@@ -21,8 +22,9 @@ pub struct ModelLimits {
 }
 
 impl ModelLimits {
-    /// Rows of a step that go through the model together; the next ones follow them. A quarter of the largest step, so
-    /// that activations stay a fraction of what a step of this size would need.
+    /// Rows of a step that go through the model together; the next ones follow them. A quarter of
+    /// the largest step, so that activations stay a fraction of what a step of this size would
+    /// need.
     pub fn rows_at_once(self) -> usize {
         let (least, most) = ROWS_AT_ONCE;
         (self.rows_max / 4).clamp(least, most).min(self.rows_max)
@@ -36,7 +38,8 @@ impl ModelLimits {
     }
 }
 
-/// Called with the logits of a run of the wanted rows: row i of the tensor belongs to output `start + i` of the step.
+/// Called with the logits of a run of the wanted rows: row i of the tensor belongs to output `start
+/// + i` of the step.
 pub type TakeLogits<'a, B> =
     dyn FnMut(&mut B, Range<usize>, &<B as Backend>::Tensor) -> Result<(), OpError> + 'a;
 
@@ -55,8 +58,9 @@ pub trait Model<B: Backend>: Send {
         backend.kv_copy(kv, copies)
     }
 
-    /// Runs one step, and hands out the logits of `step.outputs` in order, a run at a time. Rows go through the model in
-    /// runs too, so none may look at what a later row of the step writes: inside a sequence none does.
+    /// Runs one step, and hands out the logits of `step.outputs` in order, a run at a time. Rows go
+    /// through the model in runs too, so none may look at what a later row of the step writes:
+    /// inside a sequence none does.
     fn forward(
         &mut self,
         backend: &mut B,
@@ -86,8 +90,8 @@ pub struct ModelDescription {
     /// Experts per layer, and those that a row goes through; 0 in dense models.
     pub experts: usize,
     pub experts_used: usize,
-    /// Widths of the f32 tensors that activations need: of those with a row for each row computed at once, and of those with
-    /// one for each of these whose logits are wanted.
+    /// Widths of the f32 tensors that activations need: of those with a row for each row computed
+    /// at once, and of those with one for each of these whose logits are wanted.
     pub workspace_row_widths: Vec<usize>,
     pub workspace_output_widths: Vec<usize>,
     /// Tensors of the file that this architecture does not read.

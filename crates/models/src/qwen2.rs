@@ -1,4 +1,5 @@
-//! Architecture `qwen2` (Qwen 2 and 2.5): llama's graph with rope over halves and biases on query, key and value.
+//! Architecture `qwen2` (Qwen 2 and 2.5): llama's graph with rope over halves and biases on query,
+//! key and value.
 
 use crate::{ModelConfigError, config::MetadataKeys, decoder::DecoderConfig};
 use ops::RopePairing;

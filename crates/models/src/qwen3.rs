@@ -1,5 +1,6 @@
-//! Architectures `qwen3` and `qwen3moe`: rope over halves, and a norm of each query and key head before the rotation.
-//! In `qwen3moe` every layer is a mixture of experts; the shares of the chosen experts always add up to one.
+//! Architectures `qwen3` and `qwen3moe`: rope over halves, and a norm of each query and key head
+//! before the rotation. In `qwen3moe` every layer is a mixture of experts; the shares of the chosen
+//! experts always add up to one.
 
 use crate::{
     ModelConfigError,

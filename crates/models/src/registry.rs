@@ -28,7 +28,8 @@ pub struct TensorHead<'a> {
     pub dims: &'a [u64],
 }
 
-/// Makes the model that `metadata` names out of `weights`. Memory for steps of up to `limits` is taken here.
+/// Makes the model that `metadata` names out of `weights`. Memory for steps of up to `limits` is
+/// taken here.
 pub fn build<B: Backend>(
     metadata: &Metadata,
     mut weights: WeightTable<B>,

@@ -1,11 +1,12 @@
-//! Rotary embedding as the metadata describes it, worked out to one frequency per pair: plain, linear, YaRN, and
-//! factor tensors.
+//! Rotary embedding as the metadata describes it, worked out to one frequency per pair: plain,
+//! linear, YaRN, and factor tensors.
 
 use crate::{BuildModelError, ModelConfigError, config::MetadataKeys};
 use ops::{Backend, RopePairing, RopeSpec, Step, Weight};
 use std::{f64::consts::TAU, ops::RangeInclusive};
 
-/// Turns over the original context beyond which YaRN leaves a pair alone, and below which it is fully interpolated.
+/// Turns over the original context beyond which YaRN leaves a pair alone, and below which it is
+/// fully interpolated.
 const YARN_BETA_FAST: f64 = 32.0;
 const YARN_BETA_SLOW: f64 = 1.0;
 /// Smallest width of YaRN's ramp, in pairs, so that it never divides by zero.
@@ -68,7 +69,8 @@ impl RopeConfig {
         Ok(Self { pairing, rotated, base: base.into(), scaling, magnitude: magnitude.into() })
     }
 
-    /// Of layers with a window, which are not made for longer contexts: a base of their own, and no scaling.
+    /// Of layers with a window, which are not made for longer contexts: a base of their own, and no
+    /// scaling.
     pub(crate) fn of_windows(&self, keys: &MetadataKeys<'_>) -> Result<Self, ModelConfigError> {
         let base = keys.number("rope.freq_base_swa", BASES)?.unwrap_or(BASE_DEFAULT);
         Ok(Self { base: base.into(), scaling: Scaling::None, ..self.clone() })
@@ -115,7 +117,8 @@ impl RopeConfig {
     }
 }
 
-/// Brings a factor tensor to the host. It lives where the weights live, so it is read as one row of a table.
+/// Brings a factor tensor to the host. It lives where the weights live, so it is read as one row of
+/// a table.
 pub(crate) fn read_factors<B: Backend>(
     backend: &mut B,
     weight: &Weight<B>,

@@ -1,7 +1,8 @@
-//! Whole models against recorded results, generic over the backend: the same checks run on `ops::Reference` here and on
-//! the fast backends in their own tests. Cargo feature `testing`.
+//! Whole models against recorded results, generic over the backend: the same checks run on
+//! `ops::Reference` here and on the fast backends in their own tests. Cargo feature `testing`.
 //!
-//! Data: `tests/data` of this crate, and the larger set that the environment variable `BALLAST_TEST_DATA` points to.
+//! Data: `tests/data` of this crate, and the larger set that the environment variable
+//! `BALLAST_TEST_DATA` points to.
 
 mod file;
 mod golden;

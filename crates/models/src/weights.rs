@@ -1,4 +1,5 @@
-//! The tensors of a model by name. Taking one checks its shape and type; what is left over was not read.
+//! The tensors of a model by name. Taking one checks its shape and type; what is left over was not
+//! read.
 
 use ops::{Backend, Linear, Weight};
 use quant::DType;

@@ -1,4 +1,5 @@
-//! Reference against llama.cpp's logits and greedy tokens, on small random models of every architecture.
+//! Reference against llama.cpp's logits and greedy tokens, on small random models of every
+//! architecture.
 
 use anyhow::Result;
 use models::testing::{Arithmetic, Golden, shared_data, tree_data};
@@ -39,7 +40,8 @@ fn golden_models_of_the_full_set() -> Result<()> {
     }
 }
 
-/// The checks themselves can fail: what rounding does is far beyond the tolerance of exact arithmetic.
+/// The checks themselves can fail: what rounding does is far beyond the tolerance of exact
+/// arithmetic.
 #[test]
 fn rounded_activations_do_not_pass_as_exact() -> Result<()> {
     let goldens = Golden::all(&tree_data(), &["qwen3"])?;

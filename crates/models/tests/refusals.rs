@@ -15,7 +15,8 @@ fn run(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<ModelDescription, 
     validate(metadata, heads.map(|t| TensorHead { name: &t.name, dtype: t.dtype, dims: &t.dims }))
 }
 
-/// The error of the qwen3 model with `key` replaced, or removed if `value` is none; sources included.
+/// The error of the qwen3 model with `key` replaced, or removed if `value` is none; sources
+/// included.
 fn with_key(key: &str, value: Option<impl ToValue>) -> String {
     let file = qwen3();
     let mut builder = MetadataBuilder::default();
@@ -52,8 +53,8 @@ fn a_description_tells_what_a_worker_must_reserve() {
     assert_eq!(layers.len(), 2);
     assert_eq!(layers[0].token_bytes(), 2 * 64 * 2);
     assert_eq!(description.unread_tensors, Vec::<String>::new());
-    // Rows: residual, normed and delta of 256; queries and mixed of 256; keys and values of 64; three of 256 in the
-    // feed-forward block. Outputs: the selected rows of 256 and logits of 256.
+    // Rows: residual, normed and delta of 256; queries and mixed of 256; keys and values of 64;
+    // three of 256 in the feed-forward block. Outputs: the selected rows of 256 and logits of 256.
     assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256, 256]);
     assert_eq!(description.workspace_output_widths, [256, 256]);
     let limits = ModelLimits { rows_max: 10, outputs_max: 2 };

@@ -5,7 +5,8 @@ use models::testing::{check_transcripts, demo_models, shared_data};
 use ops::Reference;
 use std::path::Path;
 
-/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the other in f16 ones.
+/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the
+/// other in f16 ones.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 const F16_GAP_MIN: f32 = 0.01;
 /// Reference is slow: a few of the 20 transcripts of each model.

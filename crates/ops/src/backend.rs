@@ -1,19 +1,22 @@
-//! The trait between models and kernels.
+//! [`Backend`]: the trait between models and kernels.
 //!
-//! Shapes: a tensor is `[rows, cols]`, row-major f32, allocated once for the largest step and used with fewer rows.
-//! `rows` is the first argument after the operands of every op; rows beyond it are neither read nor written.
-//! Every output row depends only on its own input row (and, in [`Backend::attention`], on the keys before it), never
-//! on which other rows share the step: invariant I5. DESIGN of the order of additions: docs/ARCHITECTURE.md.
+//! A tensor is a row-major f32 matrix `[rows, cols]`. A model allocates it once, for the largest
+//! step, and uses it with fewer rows. In every op, `rows` follows the operands; the op neither
+//! reads nor writes rows beyond `rows`.
+//!
+//! Invariant I5: an output row depends on its own input row only, and in [`Backend::attention`] on
+//! the keys of its sequence. It never depends on its batch neighbours. docs/ARCHITECTURE.md
+//! describes the order of additions.
 
 use std::ops::Range;
 
 use crate::softmax::SoftmaxWeights;
 use crate::{DrawParams, Experts, KvLayout, Linear, RopeSpec, Shortlist, Step, Weight, experts};
 
-/// Stands for the best of a row that has none: [`Backend::argmax`].
+/// The result of [`Backend::argmax`] for a row without a finite maximum.
 pub const NO_ARGMAX: u32 = u32::MAX;
 
-/// How attention scores are formed. Query head `h` reads kv head `h / (heads / kv_heads)`.
+/// Shape and scale of attention. Query head `h` reads KV head `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {
     pub heads: usize,
@@ -33,24 +36,26 @@ pub const GELU_CUBIC: f64 = 0.044_715 * GELU_LINEAR;
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
-    /// `x / 2 * (1 + tanh(u))` with `u = sqrt(2 / pi) * (x + 0.044715 x^3)`, which is `x * sigmoid(2 u)`.
+    /// `x / 2 * (1 + tanh(u))` with `u = sqrt(2 / pi) * (x + 0.044715 x^3)`, which is `x *
+    /// sigmoid(2 u)`.
     GeluTanh,
 }
 
-/// Why an op could not be carried out. The step is lost, the process goes on unless `Device`.
+/// Why an op failed. The caller drops the step. After [`OpError::Device`] the process must end;
+/// after the others it can continue.
 #[derive(Debug, thiserror::Error)]
 pub enum OpError {
     #[error("{op}: {what} is {found}, expected {expected}")]
     Shape { op: &'static str, what: &'static str, found: usize, expected: usize },
-    #[error("{op}: {what} {index} is beyond the {len} there are")]
+    #[error("{op}: {what} {index} is out of range: there are {len}")]
     Index { op: &'static str, what: &'static str, index: usize, len: usize },
-    #[error("{op}: block {block} of the cache is read but was never written")]
+    #[error("{op}: block {block} of the KV cache is read before it is written")]
     Unwritten { op: &'static str, block: usize },
     #[error("{op}: no kernel for tensor type {dtype}")]
     Type { op: &'static str, dtype: quant::DType },
     #[error("{op}: no kernel for {what}")]
     Unsupported { op: &'static str, what: &'static str },
-    #[error("{op}: no kernel for a layer that sees a window of {tokens} tokens")]
+    #[error("{op}: no kernel for a layer with an attention window of {tokens} tokens")]
     Window { op: &'static str, tokens: usize },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
@@ -59,7 +64,7 @@ pub enum OpError {
         op: &'static str,
         what: &'static str,
         bytes: u64,
-        /// Where the backend can tell.
+        /// Bytes that the device has free, if the backend can tell.
         free: Option<u64>,
     },
     #[error("{op}: device failure")]
@@ -74,42 +79,45 @@ fn of_which(bytes: u64, free: Option<u64>) -> String {
     }
 }
 
-/// The op vocabulary. Ops run in the order of the calls; results are visible to the host only after [`Backend::read_rows`].
+/// The operations of a model. A backend runs them in the order of the calls. The host sees results
+/// only after [`Backend::read_rows`].
 pub trait Backend: Sized + Send + 'static {
-    /// A weight as the backend addresses it: cheap to clone, keeps its memory alive.
+    /// The bytes of a weight as the backend addresses them. A clone is cheap and keeps the memory
+    /// alive.
     type Data: Clone + Send + Sync;
     /// An activation matrix, f32.
     type Tensor: Send;
-    /// Keys and values of all layers, in blocks.
+    /// The KV cache of all layers, in blocks.
     type Kv: Send;
-    /// Angles of one rotary embedding, prepared once.
+    /// Rotation angles of one rotary position embedding, computed once.
     type Rope: Send;
 
-    /// Whether [`Backend::shortlists`] is to be preferred to reading rows: not where they are in the host's memory anyway.
+    /// Whether the sampler calls [`Backend::shortlists`] instead of reading whole rows. False if
+    /// rows are in host memory.
     const PREFERS_SHORTLISTS: bool;
 
     /// Whether [`Backend::attention`] computes layers with [`crate::AttentionSpan::Window`].
     const SUPPORTS_WINDOWS: bool;
 
-    /// An uninitialised `[rows_max, cols]` tensor.
+    /// Allocates an uninitialised tensor of `[rows_max, cols]`.
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Self::Tensor, OpError>;
 
-    /// Room for keys and values. Memory is reserved, and used as blocks are first written.
+    /// Reserves address space for a KV cache. Blocks take memory when an op first writes them.
     fn kv(&mut self, layout: &KvLayout) -> Result<Self::Kv, OpError>;
 
-    /// Memory behind the cache now.
+    /// Bytes of memory that the KV cache takes now.
     fn kv_bytes(&self, kv: &Self::Kv) -> u64;
 
-    /// Copies blocks, all layers of a block's group, from the first to the second of each pair, one pair after the other. What is copied has
-    /// been written.
+    /// Copies blocks from the first to the second of each pair, in order, for all layers of the
+    /// block's group. Source blocks have been written.
     fn kv_copy(&mut self, kv: &mut Self::Kv, copies: &[(u32, u32)]) -> Result<(), OpError>;
 
     fn rope_table(&mut self, spec: &RopeSpec) -> Result<Self::Rope, OpError>;
 
-    /// Takes over the row data of a step; the ops until the next `begin` refer to it.
+    /// Copies the row data of a step. Ops refer to it until the next `begin`.
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError>;
 
-    /// `out[r] = table[tokens[r]]`, dequantised to f32.
+    /// `out[r] = table[tokens[r]]`, dequantized to f32.
     fn embed(&mut self, table: &Weight<Self>, out: &mut Self::Tensor, rows: usize) -> Result<(), OpError>;
 
     /// `out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight`.
@@ -165,7 +173,8 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Several linear layers of one input: the input is quantised once, the threads start once.
+    /// Several linear layers of one input. A backend quantizes the input once and starts its
+    /// threads once.
     fn linears(
         &mut self,
         x: &Self::Tensor,
@@ -187,7 +196,8 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Rounds keys and values to the cache's type and stores them in the rows' KV slots of `layer`.
+    /// Rounds keys and values to the cache's element type and writes them to the rows' KV slots of
+    /// `layer`.
     fn kv_write(
         &mut self,
         kv: &mut Self::Kv,
@@ -197,9 +207,10 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Causal attention of every row over the keys of its sequence that the layer sees ([`crate::AttentionSpan`]): those at positions
-    /// `first(positions[r])..=positions[r]`, all read from the cache (this step's keys were written by `kv_write` before).
-    /// Blocks before the first are not looked at.
+    /// Causal attention of each row over the keys of its sequence inside the layer's
+    /// [`crate::AttentionSpan`]: positions `span.first_position(positions[r])..=positions[r]`. All
+    /// keys come from the cache, since `kv_write` has written those of this step. The op does not
+    /// read table entries of earlier blocks.
     fn attention(
         &mut self,
         kv: &Self::Kv,
@@ -220,12 +231,13 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// Matrix `index` of the stack `[n_in, n_out, experts]`: a view, nothing is copied.
+    /// Matrix `index` of the stack `[n_in, n_out, experts]`, as a view without a copy.
     fn expert(&self, stack: &Weight<Self>, index: usize) -> Result<Weight<Self>, OpError>;
 
-    /// Mixture of experts: softmax of the row's `router` logits over all experts, the best `used` of them (a tie goes
-    /// to the lower index), their probabilities divided by their sum, and
-    /// `out[r] = sum over j of probability_j * down_j(activation(gate_j x[r]) * up_j x[r])`, added in rank order.
+    /// Mixture of experts: softmax of the row's `router` logits over all experts, the best `used`
+    /// of them (a tie goes to the lower index), their probabilities divided by their sum, and
+    /// `out[r] = sum over j of probability_j * down_j(activation(gate_j x[r]) * up_j x[r])`, added
+    /// in rank order.
     fn experts(
         &mut self,
         layer: &Experts<Self>,
@@ -238,7 +250,7 @@ pub trait Backend: Sized + Send + 'static {
         experts::by_expert(self, layer, activation, router, x, out, rows)
     }
 
-    /// `out[i] = x[step.outputs[outputs.start + i]]`: a run of the rows whose logits are wanted.
+    /// `out[i] = x[step.outputs[outputs.start + i]]`: gathers a range of the rows that need logits.
     fn gather_outputs(
         &mut self,
         x: &Self::Tensor,
@@ -246,8 +258,9 @@ pub trait Backend: Sized + Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), OpError>;
 
-    /// `best[r]` is where the largest of the `cols` values of row r stands, the first among equals; [`NO_ARGMAX`] if
-    /// the row holds a NaN or its largest value is infinite. One number a row comes to the host, instead of `cols` of them.
+    /// Sets `best[r]` to the column of the largest of the `cols` values of row r, the first among
+    /// equals. It is [`NO_ARGMAX`] if the row contains a NaN or its largest value is infinite. The
+    /// host receives one number per row instead of `cols`.
     fn argmax(
         &mut self,
         x: &Self::Tensor,
@@ -267,8 +280,9 @@ pub trait Backend: Sized + Send + 'static {
         Ok(())
     }
 
-    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as `draw_params` say: some numbers a
-    /// row come to the host. Lists of some rows may stay empty: those are to be read.
+    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as
+    /// `draw_params` say: some numbers a row come to the host. Lists of some rows may stay empty:
+    /// those are to be read.
     fn shortlists(
         &mut self,
         x: &Self::Tensor,
@@ -291,8 +305,8 @@ pub trait Backend: Sized + Send + 'static {
         Ok(())
     }
 
-    /// Gives back memory of the cache's blocks from number `blocks` on, as far as the backend can: nothing reads them
-    /// before it has written them again. Memory comes back as they are written.
+    /// Releases the memory of blocks with numbers from `blocks` on, as far as the backend can. The
+    /// caller writes such a block again before it reads the block; that write takes memory again.
     fn trim(&mut self, _kv: &mut Self::Kv, _blocks: usize) -> Result<(), OpError> {
         Ok(())
     }
@@ -300,7 +314,7 @@ pub trait Backend: Sized + Send + 'static {
     /// Sets the first `rows` rows from `host` (`rows * cols` values).
     fn write(&mut self, x: &mut Self::Tensor, rows: usize, host: &[f32]) -> Result<(), OpError>;
 
-    /// Waits for all ops and copies a run of rows to `host` (`rows.len() * cols` values).
+    /// Waits for all ops and copies a range of rows to `host` (`rows.len() * cols` values).
     fn read_rows(&mut self, x: &Self::Tensor, rows: Range<usize>, host: &mut [f32]) -> Result<(), OpError>;
 
     /// `read_rows` of the first `rows` rows.
@@ -309,9 +323,9 @@ pub trait Backend: Sized + Send + 'static {
     }
 }
 
-/// Where the largest of a row stands, as [`Backend::argmax`] has it.
+/// The column of the largest value of a row, as [`Backend::argmax`] defines it.
 pub fn finite_argmax(row: &[f32]) -> u32 {
-    // Lanes without branches, so that they become vectors.
+    // The lanes have no branches, so that the compiler vectorizes them.
     const LANES: usize = 16;
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let mut nan = false;
@@ -337,7 +351,7 @@ mod tests {
     use crate::Reference;
 
     #[test]
-    fn lack_of_memory_says_what_is_wanted_what_is_free_and_what_is_missing() {
+    fn memory_error_names_wanted_free_and_missing_bytes() {
         let text = |free| OpError::Memory { op: "kv", what: "keys and values", bytes: 100, free }.to_string();
         let told = [
             (None, ""),
@@ -350,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_the_largest_is_the_best_and_a_broken_row_has_none() {
+    fn argmax_is_the_first_maximum_and_absent_for_a_row_with_nan_or_infinity() {
         const INF: f32 = f32::INFINITY;
         let rows = [
             ([1.0, 5.0, 5.0, -1.0], 1),
@@ -369,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_of_a_long_row_stands_anywhere() {
+    fn argmax_finds_every_column_of_a_long_row() {
         for len in [1, 15, 16, 17, 100] {
             for at in 0..len {
                 let mut row = vec![-1.0; len];

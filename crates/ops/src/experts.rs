@@ -1,18 +1,19 @@
-//! Mixture of experts: which experts a row goes through, and the body of [`Backend::experts`] made of plain ops.
+//! Mixture of experts: the choice of experts for a row, and [`Backend::experts`] in plain ops.
 
 use crate::{Activation, Backend, Experts, Linear, OpError};
 
-/// Smallest divisor when probabilities are renormalised (the smallest normal f16, as llama.cpp has it).
+/// Smallest divisor when probabilities are renormalised (the smallest normal f16, as llama.cpp has
+/// it).
 const PROBABILITY_SUM_MIN: f32 = 1.0 / 16384.0;
 
-/// One expert of a row, with its share of the result.
+/// An expert that a row goes through, and the factor on its output.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertChoice {
     pub expert: usize,
     pub probability: f32,
 }
 
-/// The `used` experts of one row in falling order of probability, shares adding up to one.
+/// The `used` experts of one row, in falling order of probability. Their probabilities add up to 1.
 pub fn choose_experts(logits: &[f32], used: usize) -> Vec<ExpertChoice> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits.iter().map(|&logit| f64::from(logit - largest).exp()).collect();
@@ -22,7 +23,7 @@ pub fn choose_experts(logits: &[f32], used: usize) -> Vec<ExpertChoice> {
         .enumerate()
         .map(|(expert, &weight)| ExpertChoice { expert, probability: (weight / total) as f32 })
         .collect();
-    // Stable, so that a tie goes to the lower index.
+    // The sort is stable, so that the lower index wins a tie.
     ranked.sort_by(|a, b| b.probability.total_cmp(&a.probability));
     ranked.truncate(used);
     let sum: f32 = ranked.iter().map(|choice| choice.probability).sum();
@@ -32,7 +33,8 @@ pub fn choose_experts(logits: &[f32], used: usize) -> Vec<ExpertChoice> {
     ranked
 }
 
-/// Runs every expert once over the rows that chose it, then adds each row's contributions in rank order.
+/// Runs every expert once over the rows that chose it, then adds each row's contributions in rank
+/// order.
 pub(crate) fn by_expert<B: Backend>(
     backend: &mut B,
     layer: &Experts<B>,
@@ -55,7 +57,7 @@ pub(crate) fn by_expert<B: Backend>(
     let mut up = backend.tensor(rows, hidden)?;
     let mut product = backend.tensor(rows, hidden)?;
     let mut result = backend.tensor(rows, n_in)?;
-    // Row `r * used + j` holds what the expert of rank `j` makes of row `r`.
+    // Row `r * used + j` is the output of row `r`'s expert of rank `j`.
     let mut contributions = vec![0.0; rows * used * n_in];
     for expert in 0..count {
         let slots: Vec<usize> = (0..choices.len()).filter(|&slot| choices[slot].expert == expert).collect();

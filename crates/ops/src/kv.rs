@@ -1,27 +1,38 @@
-//! What the key/value cache of a model looks like, and what its element types make of the values that they store.
+//! Layout of the KV cache: element types, attention spans, and groups of layers that share a block
+//! table.
+//!
+//! A block holds the keys and values of `block_tokens` tokens, for all layers of one KV cache
+//! group:
+//!
+//! ```text
+//! group 0 (layers 5, 11)       block table: 7 2 9    block 7 = | layer 5: keys, values | layer 11: keys, values |
+//! group 1 (layers 0, 1, 2, 3)  block table: 4 1      block 4 = | layer 0 | layer 1 | layer 2 | layer 3 |
+//! ```
 
 use half::{bf16, f16};
 use quant::{Block, BlockQ8_0};
 use std::fmt;
 use std::str::FromStr;
 
-/// Element type of stored keys and values. A head of a token is stored by itself, whatever is written beside it (I5).
+/// Element type of stored keys and values. What is stored for a head of a token depends on that
+/// head only (I5).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvType {
     F32,
     #[default]
     F16,
     Bf16,
-    /// Signed bytes and an f16 scale for each 32 values of a head; the last ones of a head may be fewer.
+    /// Signed bytes with an f16 scale for each 32 values of a head. The last group of a head may
+    /// have fewer values.
     Q8_0,
 }
 
-/// Values that share a scale.
+/// Values that share one scale.
 const SCALED_VALUES: usize = 32;
 const SCALE_BYTES: usize = 2;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no type of keys and values: f32, f16, bf16 or q8_0")]
+#[error("{text:?} is not a KV cache type; use f32, f16, bf16 or q8_0")]
 pub struct UnknownKvType {
     text: String,
 }
@@ -29,7 +40,7 @@ pub struct UnknownKvType {
 impl KvType {
     pub const ALL: [Self; 4] = [Self::F32, Self::F16, Self::Bf16, Self::Q8_0];
 
-    /// Bytes of a head's keys, or values, of one token.
+    /// Bytes of the key, or of the value, of one head and one token.
     pub fn head_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F32 => 4 * head_dim,
@@ -38,8 +49,10 @@ impl KvType {
         }
     }
 
-    /// Turns a head into what is read back after it was stored. Beyond the largest f16 (a scale's for q8_0, so 127 times
-    /// that) nothing finite is read back; a value that is no number makes all that share its scale so.
+    /// Replaces a head by the values that a reader gets after the head was stored.
+    ///
+    /// A magnitude above the largest f16 becomes infinite; for q8_0, whose scale is an f16, above
+    /// 127 times that. A NaN turns all values that share its scale into NaN.
     pub fn round(self, head: &mut [f32]) {
         match self {
             Self::F32 => {}
@@ -110,7 +123,7 @@ impl AttentionSpan {
     }
 }
 
-/// What one layer keeps of a token.
+/// Shape, element type and span of one layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayer {
     pub kv_heads: usize,
@@ -120,7 +133,8 @@ pub struct KvLayer {
     pub span: AttentionSpan,
 }
 
-/// The whole cache: `blocks` blocks of `block_tokens` tokens, each holding keys and values of the layers of one group.
+/// The KV cache: `blocks` blocks of `block_tokens` tokens. Each block holds the keys and values of
+/// one group's layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     pub block_tokens: usize,
@@ -128,11 +142,11 @@ pub struct KvLayout {
     pub layers: Vec<KvLayer>,
 }
 
-/// Layers that see the same part of the past, whose keys and values stand in a block together.
+/// A KV cache group: layers of the same span that share a block table and a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvGroup {
     pub span: AttentionSpan,
-    /// In the order of the block.
+    /// Layer numbers, in their order inside a block.
     pub layers: Vec<usize>,
 }
 
@@ -140,26 +154,32 @@ pub struct KvGroup {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvLayerLocation {
     pub group: usize,
-    /// Index among the group's layers.
+    /// Index among the layers of the group.
     pub slot: usize,
 }
 
-/// A sequence has a table for each group, and a step carries all of them: more groups than these are not made where it can
-/// be avoided.
+/// A sequence has a block table for each group, and a step carries all tables. [`KvLayout::groups`]
+/// makes more groups only if the model has more than this many different spans.
 const GROUPS_MAX: usize = 16;
 
 impl KvLayer {
-    /// Bytes of keys and values of one token.
+    /// Bytes of the keys and values of one token.
     pub fn token_bytes(&self) -> usize {
         2 * self.kv_heads * self.kind.head_bytes(self.head_dim)
     }
 }
 
 impl KvLayout {
-    /// Layers that share blocks. Those that see the same part of the past are one group, or several, so that a block of any
-    /// group is about as large as one of another: of the ways to cut at the size of all layers that see the same, the one
-    /// that takes the fewest bytes. Layers that all see the same are one group. The first one sees all of the past, if
-    /// any does.
+    /// Divides the layers into KV cache groups.
+    ///
+    /// All blocks have one size, that of the largest group, so groups should be about equally
+    /// large. The candidates are the total sizes of the layers of each span. For each candidate,
+    /// the layers of a span are cut into groups of at most that size; the candidate that takes the
+    /// fewest bytes wins.
+    ///
+    /// 1. Layers of one group have the same span.
+    /// 2. If all layers have the same span, there is one group.
+    /// 3. If any layer has full attention, group 0 has.
     pub fn groups(&self) -> Vec<KvGroup> {
         let mut spans: Vec<AttentionSpan> = Vec::new();
         for layer in &self.layers {
@@ -174,13 +194,13 @@ impl KvLayout {
         };
         let sizes = spans.iter().map(|&span| bytes_of(span));
         let ways = sizes.map(|size| self.cut(&spans, size));
-        // The largest size makes a group of each past.
+        // The largest candidate makes one group of each span.
         let fit = ways.filter(|groups| groups.len() <= GROUPS_MAX.max(spans.len()));
         fit.min_by_key(|groups| (self.group_bytes(groups).saturating_mul(groups.len()), groups.len()))
             .unwrap_or_default()
     }
 
-    /// Groups of at most `size` bytes a token, or of one layer.
+    /// Cuts the layers into groups of at most `size` bytes per token, or of one layer.
     fn cut(&self, spans: &[AttentionSpan], size: usize) -> Vec<KvGroup> {
         let mut groups = Vec::new();
         for &span in spans {
@@ -202,7 +222,7 @@ impl KvLayout {
         groups
     }
 
-    /// Bytes of a token in the largest group.
+    /// Bytes per token of the largest group.
     fn group_bytes(&self, groups: &[KvGroup]) -> usize {
         let bytes = |group: &KvGroup| -> usize {
             let layers = group.layers.iter().map(|&layer| self.layers[layer].token_bytes());
@@ -211,7 +231,7 @@ impl KvLayout {
         groups.iter().map(bytes).max().unwrap_or(0)
     }
 
-    /// Where each layer's keys and values stand, for `groups` of this layout.
+    /// The location of each layer, for `groups` of this layout.
     pub fn layer_locations(&self, groups: &[KvGroup]) -> Vec<KvLayerLocation> {
         let mut locations = vec![KvLayerLocation::default(); self.layers.len()];
         for (group, layers) in groups.iter().map(|group| &group.layers).enumerate() {
@@ -222,7 +242,7 @@ impl KvLayout {
         locations
     }
 
-    /// Bytes of one block: of the largest group's layers.
+    /// Bytes of one block, which fits the largest group.
     pub fn block_bytes(&self) -> usize {
         self.block_tokens * self.group_bytes(&self.groups())
     }
@@ -233,16 +253,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn types_are_written_as_they_are_read() {
+    fn type_names_round_trip() {
         for kind in KvType::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }
         let error = "q4_0".parse::<KvType>().unwrap_err();
-        assert_eq!(error.to_string(), "\"q4_0\" is no type of keys and values: f32, f16, bf16 or q8_0");
+        assert_eq!(error.to_string(), "\"q4_0\" is not a KV cache type; use f32, f16, bf16 or q8_0");
     }
 
     #[test]
-    fn a_token_takes_its_elements_and_scales() {
+    fn token_bytes_count_elements_and_scales() {
         let bytes =
             |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind, span: AttentionSpan::Full }.token_bytes();
         assert_eq!(KvType::ALL.map(|kind| bytes(kind, 128)), [2048, 1024, 1024, 544]);
@@ -251,7 +271,8 @@ mod tests {
         assert_eq!(bytes(KvType::Q8_0, 5), 4 * (5 + 2));
     }
 
-    /// `f` a layer that sees all, digits one that sees so many tokens; `F` and `9` keep twice the bytes.
+    /// One letter per layer: `f` has full attention, a digit is a window of so many tokens. `F` and
+    /// `9` take twice the bytes.
     fn layout(text: &str) -> KvLayout {
         let layer = |letter: char| {
             let span = match letter.to_digit(10) {
@@ -269,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_see_the_same_are_one_group_whatever_they_are_stored_as() {
+    fn layers_of_one_span_are_one_group_for_any_element_type() {
         assert_eq!(groups(""), Vec::<Vec<usize>>::new());
         assert_eq!(groups("ffF"), [[0, 1, 2]]);
         assert_eq!(groups("444"), [[0, 1, 2]]);
@@ -278,8 +299,8 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_about_as_large_as_each_other() {
-        // Five layers with a window for each one that sees all.
+    fn groups_have_similar_sizes() {
+        // Five layers with a window for each layer with full attention.
         assert_eq!(groups("44444f"), [[5], [0], [1], [2], [3], [4]]);
         let two = groups("44444f44444f");
         assert_eq!(two, [[5, 11], [0, 1], [2, 3], [4, 6], [7, 8], [9, 10]]);
@@ -290,25 +311,25 @@ mod tests {
         assert_eq!(sizes, [4, 4, 4, 4, 4, 4, 2]);
         // One location empty in two groups is less than three in three.
         assert_eq!(groups("4f4f4f4f4"), [vec![1, 3, 5, 7], vec![0, 2, 4, 6, 8]]);
-        // A single layer of one kind would make too many groups.
+        // Groups as small as the single full layer would be too many.
         assert_eq!(groups(&format!("f{}", "4".repeat(60))).len(), 2);
     }
 
     #[test]
-    fn larger_layers_count_as_what_they_keep() {
+    fn group_size_counts_bytes_not_layers() {
         assert_eq!(groups("Ff44444"), [vec![0, 1], vec![2, 3, 4], vec![5, 6]]);
         assert_eq!(groups("f99"), [[0], [1], [2]]);
-        assert_eq!(layout("f99").block_bytes(), 2 * 8, "no group can be smaller than a layer");
+        assert_eq!(layout("f99").block_bytes(), 2 * 8, "a group is at least one layer");
     }
 
     #[test]
-    fn windows_of_different_lengths_are_groups_of_their_own() {
+    fn windows_of_different_lengths_are_separate_groups() {
         assert_eq!(groups("3434"), [[0, 2], [1, 3]]);
         assert_eq!(groups("34f"), [[2], [0], [1]]);
     }
 
     #[test]
-    fn every_layer_has_one_place_and_places_of_a_group_fit_a_block() {
+    fn every_layer_has_one_location_and_a_group_fits_a_block() {
         for code in 0..3_usize.pow(7) {
             let layers: String = (0..7).map(|at| ['f', '4', '9'][code / 3_usize.pow(at) % 3]).collect();
             let layout = layout(&layers);
@@ -331,19 +352,19 @@ mod tests {
     }
 
     #[test]
-    fn a_window_counts_the_rows_own_position() {
+    fn a_window_includes_the_position_of_the_row() {
         assert_eq!(
             [0, 5, 6, 9].map(|position| AttentionSpan::Window { tokens: 6 }.first_position(position)),
             [0, 0, 1, 4]
         );
         assert_eq!(AttentionSpan::Window { tokens: 1 }.first_position(7), 7);
-        // A row sees itself, whatever a file says.
+        // A row attends to itself, even if a file says 0.
         assert_eq!(AttentionSpan::Window { tokens: 0 }.first_position(7), 7);
         assert_eq!(AttentionSpan::Full.first_position(7), 0);
     }
 
     #[test]
-    fn what_is_read_back_is_near() {
+    fn rounding_error_is_bounded() {
         let head: Vec<f32> = (0..80).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
         for (kind, bound) in
             [(KvType::F32, 0.0), (KvType::F16, 5e-4), (KvType::Bf16, 4e-3), (KvType::Q8_0, 4.5e-3)]
@@ -355,23 +376,24 @@ mod tests {
             assert!(kind == KvType::F32 || worst > bound / 10.0, "{kind} does not round: {worst}");
             let mut again = rounded.clone();
             kind.round(&mut again);
-            // The stored scale of q8_0 is rounded, so the quants of what was read back may differ by one step.
+            // The stored scale of q8_0 is rounded, so a second rounding may move a quant by one
+            // step.
             let moved = rounded.iter().zip(&again).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(moved <= if kind == KvType::Q8_0 { 9e-3 } else { 0.0 }, "{kind}: {moved}");
         }
     }
 
     #[test]
-    fn a_scale_is_shared_inside_a_head_only_by_its_32() {
+    fn a_q8_0_scale_covers_32_values() {
         let mut head = vec![1e-3_f32; 48];
         head[3] = 1000.0;
         KvType::Q8_0.round(&mut head);
-        assert_eq!(head[4], 0.0, "drowned by its neighbour");
+        assert_eq!(head[4], 0.0, "rounded to 0 by the scale of its large neighbour");
         assert!((head[40] - 1e-3).abs() < 1e-5, "{}", head[40]);
     }
 
     #[test]
-    fn what_is_no_number_or_too_large_stays_visible() {
+    fn nan_and_overflow_stay_visible() {
         for kind in KvType::ALL {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut head = [1.0; 40];

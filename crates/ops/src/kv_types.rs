@@ -1,6 +1,7 @@
-//! Which layer of a model stores its keys and values as what.
+//! [`KvTypes`]: the KV cache element type of each layer of a model.
 //!
-//! As text: a type for all layers, then others for some, counted from 0: `q8_0`, or `q8_0,0-1=f16,7=f32`.
+//! The text form is a type for all layers, then exceptions for ranges of layers counted from 0:
+//! `q8_0`, or `q8_0,0-1=f16,7=f32`.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -8,11 +9,11 @@ use std::str::FromStr;
 
 use crate::{AttentionSpan, KvLayer, KvType, UnknownKvType};
 
-/// Equal values are written alike, however they were read.
+/// Element types by layer. Equal values have equal text, independent of the text that was parsed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvTypes {
     rest: KvType,
-    /// Ascending and disjoint; none is of type `rest`, none could be joined with the next.
+    /// Ascending and disjoint ranges. No range has type `rest`; neighbours of one type are joined.
     parts: Vec<(RangeInclusive<u16>, KvType)>,
 }
 
@@ -20,11 +21,11 @@ pub struct KvTypes {
 pub enum KvTypesError {
     #[error(transparent)]
     Type(#[from] UnknownKvType),
-    #[error("{text:?} gives no layers a type: 3=f16 or 0-3=f16, layers counted from 0")]
+    #[error("{text:?} is not LAYER=TYPE or FIRST-LAST=TYPE, as in 0-3=f16 with layers counted from 0")]
     Layers { text: String },
-    #[error("two types of keys and values are given for layer {layer}")]
+    #[error("two KV cache types are given for layer {layer}")]
     Twice { layer: u16 },
-    #[error("a type of keys and values is given for layer {layer}, the model has {layers} layers from 0 on")]
+    #[error("a KV cache type is given for layer {layer}, but the model has {layers} layers, counted from 0")]
     Beyond { layer: u16, layers: usize },
 }
 
@@ -50,7 +51,7 @@ impl KvTypes {
         Ok(Self { rest, parts })
     }
 
-    /// The type of layers for which no other one is given.
+    /// The type of layers without an exception.
     pub fn rest(&self) -> KvType {
         self.rest
     }
@@ -62,13 +63,13 @@ impl KvTypes {
         self.parts.iter().find(of_layer).map_or(self.rest, |(_, kind)| *kind)
     }
 
-    /// The cache of a model whose layers all see the whole past and are alike but for the type.
+    /// The layers of a model with full attention and one shape in all layers.
     pub fn layers(&self, count: usize, kv_heads: usize, head_dim: usize) -> Vec<KvLayer> {
         let layer = |layer| KvLayer { kv_heads, head_dim, kind: self.of(layer), span: AttentionSpan::Full };
         (0..count).map(layer).collect()
     }
 
-    /// That the model has the layers that are named.
+    /// Checks that a model of `layers` layers has the layers of all exceptions.
     pub fn check(&self, layers: usize) -> Result<(), KvTypesError> {
         match self.parts.last().map(|(named, _)| *named.end()) {
             Some(layer) if usize::from(layer) >= layers => Err(KvTypesError::Beyond { layer, layers }),
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn one_type_or_some_layers_of_another_are_written_as_they_are_read() {
+    fn text_round_trips() {
         for text in ["f16", "q8_0", "q8_0,0-1=f16", "f32,3=bf16", "q8_0,0-1=f16,7=f32,9-31=bf16"] {
             assert_eq!(types(text).to_string(), text);
         }
@@ -133,16 +134,16 @@ mod tests {
     }
 
     #[test]
-    fn equal_assignments_are_written_alike() {
+    fn equal_assignments_have_equal_text() {
         for text in ["q8_0,2=f16,0-1=f16", "q8_0, 0=f16, 1-2 = f16, 5=q8_0", "q8_0,0-2=f16"] {
             assert_eq!(types(text).to_string(), "q8_0,0-2=f16", "{text}");
         }
-        // The types of neighbours differ, or they are none.
+        // Ranges that differ in type or do not touch stay apart.
         assert_eq!(types("q8_0,0=f16,1=f32,3=f32").to_string(), "q8_0,0=f16,1=f32,3=f32");
     }
 
     #[test]
-    fn layers_get_the_type_that_names_them() {
+    fn layers_get_the_type_of_their_range() {
         let types = types("q8_0,0-1=f16,3=f32");
         let kinds: Vec<KvType> = types.layers(5, 2, 64).iter().map(|layer| layer.kind).collect();
         assert_eq!(kinds, [KvType::F16, KvType::F16, KvType::Q8_0, KvType::F32, KvType::Q8_0]);
@@ -152,18 +153,18 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn parse_errors_quote_the_wrong_part() {
         let refused = |text: &str| text.parse::<KvTypes>().unwrap_err().to_string();
         for (text, part) in [
-            ("", "\"\" is no type of keys and values: f32, f16, bf16 or q8_0"),
-            ("q4_0", "\"q4_0\" is no type"),
-            ("f16,", "\"\" gives no layers a type: 3=f16 or 0-3=f16"),
-            ("f16,q8_0", "\"q8_0\" gives no layers a type"),
-            ("f16,x=q8_0", "\"x=q8_0\" gives no layers"),
-            ("f16,3-1=q8_0", "\"3-1=q8_0\" gives no layers"),
-            ("f16,-1=q8_0", "gives no layers"),
-            ("f16,70000=q8_0", "gives no layers"),
-            ("f16,1=int8", "\"int8\" is no type"),
+            ("", "\"\" is not a KV cache type; use f32, f16, bf16 or q8_0"),
+            ("q4_0", "\"q4_0\" is not a KV cache type"),
+            ("f16,", "\"\" is not LAYER=TYPE or FIRST-LAST=TYPE"),
+            ("f16,q8_0", "\"q8_0\" is not LAYER=TYPE"),
+            ("f16,x=q8_0", "\"x=q8_0\" is not LAYER=TYPE"),
+            ("f16,3-1=q8_0", "\"3-1=q8_0\" is not LAYER=TYPE"),
+            ("f16,-1=q8_0", "is not LAYER=TYPE"),
+            ("f16,70000=q8_0", "is not LAYER=TYPE"),
+            ("f16,1=int8", "\"int8\" is not a KV cache type"),
             ("f16,0-3=q8_0,3=f32", "two types of keys and values are given for layer 3"),
             ("f16,5=q8_0,5=q8_0", "given for layer 5"),
             ("f16,5=f16,5=q8_0", "given for layer 5"),
@@ -173,13 +174,13 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_the_model_lacks_are_refused() {
+    fn layers_beyond_the_model_are_refused() {
         assert_eq!(types("f16,2-3=q8_0").check(4), Ok(()));
         let beyond = types("f16,2-3=q8_0").check(3).unwrap_err();
         assert_eq!(beyond, KvTypesError::Beyond { layer: 3, layers: 3 });
         assert_eq!(
             beyond.to_string(),
-            "a type of keys and values is given for layer 3, the model has 3 layers from 0 on"
+            "a KV cache type is given for layer 3, but the model has 3 layers, counted from 0"
         );
         assert_eq!(types("q8_0").check(0), Ok(()));
     }

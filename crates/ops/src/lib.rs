@@ -1,7 +1,12 @@
-//! The op vocabulary that models are written in ([`Backend`]), and [`Reference`], its slow obvious implementation.
+//! The operations that models are written in: the trait [`Backend`], and [`Reference`], its scalar
+//! implementation.
 //!
-//! A model calls these ops and nothing else; `kernels` implements them fast. A method exists because a model that we
-//! ship calls it. A fused op has a default body made of plain ops: that body is the fused kernel's specification.
+//! A model calls these ops and nothing else. The `kernels` crate implements them with SIMD and
+//! CUDA.
+//!
+//! 1. Each method has a caller among the models of this repository.
+//! 2. A fused op has a default body of plain ops. That body specifies the fused kernel.
+//! 3. The result of a row does not depend on the other rows of the step (invariant I5).
 
 #![forbid(unsafe_code)]
 

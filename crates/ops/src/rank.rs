@@ -1,20 +1,23 @@
-//! The order of a row's logits, and the n highest of them without sorting all. Equal logits: the lower id ranks higher.
-//! Samplers and the kernels that work for them go by this order.
+//! Ranking of logits: [`RankedLogit`], and top-k selection without a full sort.
+//!
+//! Of equal logits the lower token id ranks higher. The samplers and the kernels that make
+//! shortlists use this order.
 
-/// Orders by falling logit, then rising id, as one integer: smaller is better.
+/// A logit and its token id as one integer, ordered by falling logit, then rising id: the smaller
+/// integer ranks higher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RankedLogit(u64);
 
 impl RankedLogit {
     #[inline]
     pub fn new(logit: f32, id: u32) -> Self {
-        // -0.0 + 0.0 is 0.0: the two zeros are one rank.
+        // -0.0 + 0.0 is 0.0, so both zeros have one rank.
         let bits = (logit + 0.0).to_bits();
         let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
         Self(u64::from(!rising) << 32 | u64::from(id))
     }
 
-    /// Of the integer that [`Self::bits`] gave.
+    /// The inverse of [`Self::bits`].
     pub fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
@@ -35,14 +38,16 @@ impl RankedLogit {
     }
 }
 
-/// Candidates kept beyond `n` before the worst are dropped: work per logit stays constant for small `n`.
+/// Candidates beyond `2 n` that collect before the worst are dropped. They keep the work per logit
+/// constant for small `n`.
 const SLACK: usize = 256;
 
-/// Replaces `best` by the `n` highest logits, in no order. `logits` has no NaN.
+/// Replaces `best` by the `n` highest logits, in any order. `logits` has no NaN.
 pub fn select_top_k(logits: &[f32], n: usize, best: &mut Vec<RankedLogit>) {
     best.clear();
     let limit = 2 * n + SLACK;
-    // Of what was dropped so far, nothing is above it; an equal one that comes later has a higher id.
+    // No dropped logit is above the floor. A later logit equal to the floor has a higher id and
+    // ranks lower.
     let mut floor = f32::NEG_INFINITY;
     for (id, &logit) in logits.iter().enumerate() {
         if logit > floor || best.len() < n {
@@ -56,7 +61,7 @@ pub fn select_top_k(logits: &[f32], n: usize, best: &mut Vec<RankedLogit>) {
     truncate_to_top_k(best, n);
 }
 
-/// Leaves the `n` best, in no order.
+/// Keeps the `n` best, in any order.
 pub fn truncate_to_top_k(best: &mut Vec<RankedLogit>, n: usize) {
     if n == 0 {
         best.clear();
@@ -66,7 +71,7 @@ pub fn truncate_to_top_k(best: &mut Vec<RankedLogit>, n: usize) {
     }
 }
 
-/// The highest logit, the lowest id among equals. `logits` is not empty and has no NaN.
+/// The id of the highest logit, the lowest among equals. `logits` is not empty and has no NaN.
 pub fn argmax(logits: &[f32]) -> usize {
     let max = max(logits);
     logits.iter().position(|&logit| logit == max).unwrap_or(0)
@@ -88,9 +93,9 @@ mod tests {
     }
 
     proptest! {
-        /// Few distinct values, so that ties are everywhere.
+        /// The logits have few distinct values, so that there are many ties.
         #[test]
-        fn highest_is_the_head_of_the_sorted_order(
+        fn top_k_is_the_head_of_the_sorted_order(
             logits in prop::collection::vec((-6..6_i8).prop_map(|v| f32::from(v) / 2.0), 1..3000),
             n in 0..400_usize,
         ) {

@@ -1,8 +1,13 @@
-//! `Reference`: plain loops, f64 sums, no SIMD, no threads: the ground truth that kernels are compared with.
+//! [`Reference`]: the backend that tests compare kernels with. Plain loops and f64 sums, no SIMD,
+//! no threads.
 //!
-//! Two truths. By default quantised weights meet activations rounded to int8 blocks, as kernels compute it;
-//! [`Reference::dequantised`] decodes the weights and leaves activations alone, as the model was meant.
-//! Tensors start as NaN and cache blocks too, so that a value read before it was written shows in the result.
+//! It computes products with quantized weights in one of two ways:
+//!
+//! 1. [`Reference::new`] rounds activations to int8 blocks first, as the kernels do.
+//! 2. [`Reference::dequantised`] decodes the weights to f32 and does not round activations.
+//!
+//! New tensors and cache blocks are filled with NaN, so that a read before a write shows in the
+//! result.
 
 mod cache;
 mod host_tensor;
@@ -20,7 +25,7 @@ use std::ops::Range;
 pub use cache::HostKv;
 pub use host_tensor::HostTensor;
 
-/// The slow obvious backend.
+/// The scalar backend.
 #[derive(Debug, Default)]
 pub struct Reference {
     dequantise: bool,
@@ -45,7 +50,7 @@ impl Backend for Reference {
     type Kv = HostKv;
     type Rope = RopeSpec;
 
-    /// As on a device, so that what is drawn from them is tested with it.
+    // True as on a GPU, so that tests of the engine cover sampling from shortlists.
     const PREFERS_SHORTLISTS: bool = true;
     const SUPPORTS_WINDOWS: bool = true;
 

@@ -1,16 +1,17 @@
-//! Rotary position embedding: which values of a head turn together, and how fast.
+//! [`RopeSpec`]: pairing and frequencies of a rotary position embedding (RoPE).
 
-/// Which two values form a pair.
+/// Which two values of a head rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopePairing {
-    /// `(x[2i], x[2i + 1])`: llama files, whose rows the converter permuted.
+    /// `(x[2i], x[2i + 1])`: llama files, whose rows the GGUF converter permuted.
     Adjacent,
     /// `(x[i], x[i + n_rot / 2])`: NEOX style, qwen and most others.
     Halves,
 }
 
-/// Angle of pair `i` at position `p` is `p * inverse_frequencies[i]`; cos and sin are multiplied by `magnitude`.
-/// Scaling (linear, YaRN, factor tensors) is already in the frequencies. Values beyond the pairs do not turn.
+/// Angle of pair `i` at position `p` is `p * inverse_frequencies[i]`; cos and sin are multiplied by
+/// `magnitude`. The frequencies include all scaling (linear, YaRN, factor tensors). Values beyond
+/// the pairs are not rotated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
     pub pairing: RopePairing,

@@ -1,32 +1,38 @@
-//! [`Shortlist`]: what of a row of logits most draws need, so that the rest of it can stay on the device.
+//! [`Shortlist`]: what of a row of logits most draws need, so that the rest of it can stay on the
+//! device.
 //!
-//! It is a pure function of the row and the [`DrawParams`], to the last bit: order and sums are those of [`crate::rank`] and
-//! [`crate::softmax`]. Whoever draws from it must draw what it would draw from the row, or ask for the row.
+//! It is a pure function of the row and the [`DrawParams`], to the last bit: order and sums are
+//! those of [`crate::rank`] and [`crate::softmax`]. Whoever draws from it must draw what it would
+//! draw from the row, or ask for the row.
 
 use crate::rank::{self, RankedLogit};
 use crate::softmax::SoftmaxWeights;
 
-/// Best logits of a shortlist: common values of top-k are up to 100, and top-p or min-p of a sure model leave fewer.
+/// Logits of a shortlist. Common values of top-k are at most 100; top-p and min-p usually keep
+/// fewer.
 pub const SHORTLIST_LEN: usize = 256;
 
-/// How a row's logits are weighed: by `e^((logit - max) / temperature)`.
+/// How a backend draws a token from a row, whose weights are `e^((logit - max) / temperature)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DrawParams {
     /// Above 0.
     pub temperature: f32,
-    /// The number in `[0, 1)` that draws a token from the whole row, where one is wanted.
+    /// Uniform random number in `[0, 1)` that draws a token from the whole row. Without it, no
+    /// token is drawn.
     pub uniform: Option<f64>,
 }
 
 impl Default for DrawParams {
-    /// Of a softmax that nothing is drawn from.
+    /// A plain softmax without a draw.
     fn default() -> Self {
         Self { temperature: 1.0, uniform: None }
     }
 }
 
-/// Nothing is in it of a row that holds a NaN or whose highest logit is infinite. It may leave out what its row has: then
-/// that is looked for in the row.
+/// The highest logits of a row, the sum of its weights, and a token drawn from it.
+///
+/// The list is empty if the row contains a NaN or its highest logit is infinite. A backend may also
+/// leave it empty; then the sampler reads the row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Shortlist {
     best: Vec<RankedLogit>,
@@ -35,17 +41,18 @@ pub struct Shortlist {
 }
 
 impl Shortlist {
-    /// The [`SHORTLIST_LEN`] highest logits, or all where there are no more, the best first; or none of them.
+    /// The [`SHORTLIST_LEN`] highest logits (all logits of a shorter row), the best first. May be
+    /// empty.
     pub fn best(&self) -> &[RankedLogit] {
         &self.best
     }
 
-    /// Sum of the weights of the whole row, where there are best ones.
+    /// Sum of the weights of the whole row. Valid if [`Self::best`] is not empty.
     pub fn total(&self) -> f64 {
         self.total
     }
 
-    /// The token that was wanted: [`SoftmaxWeights::pick`].
+    /// The drawn token, as [`SoftmaxWeights::pick`] defines it.
     pub fn drawn(&self) -> Option<u32> {
         self.drawn
     }
@@ -56,14 +63,14 @@ impl Shortlist {
         self.drawn = None;
     }
 
-    /// `best` is in order, and as long as [`Self::best`] says.
+    /// Replaces the contents. `best` is in order and has the length that [`Self::best`] describes.
     pub fn set(&mut self, best: impl Iterator<Item = RankedLogit>, total: f64, drawn: Option<u32>) {
         self.best.clear();
         self.best.extend(best);
         (self.total, self.drawn) = (total, drawn);
     }
 
-    /// Makes it that of a row.
+    /// Computes the shortlist of a row.
     pub fn fill(&mut self, row: &[f32], weighing: &DrawParams, weights: &mut SoftmaxWeights) {
         self.clear();
         let max = rank::max(row);
@@ -84,7 +91,7 @@ mod tests {
 
     fn shortlist(row: &[f32], weighing: DrawParams) -> Shortlist {
         let mut list = Shortlist::default();
-        // What was there before leaves nothing.
+        // The list is used before, so that the test sees leftovers.
         list.fill(
             &[1.0; 3],
             &DrawParams { temperature: 2.0, uniform: Some(0.5) },
@@ -95,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_stand_in_order_and_equals_by_id() {
+    fn best_logits_are_in_order_with_ties_by_id() {
         let row: Vec<f32> = (0..1000).map(|i| (i * 7 % 100) as f32 - 50.0).collect();
         let list = shortlist(&row, DrawParams::default());
         let mut ids: Vec<u32> = (0..1000).collect();
@@ -108,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_row_is_there_whole_and_a_broken_one_not_at_all() {
+    fn a_short_row_is_complete_and_a_row_with_nan_or_infinity_is_empty() {
         let list =
             shortlist(&[1.0, f32::NEG_INFINITY, 3.0], DrawParams { temperature: 0.5, uniform: Some(0.999) });
         assert_eq!(list.best().iter().map(|best| best.id()).collect::<Vec<_>>(), [2, 0, 1]);

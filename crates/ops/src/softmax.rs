@@ -1,19 +1,19 @@
-//! Softmax weights: an exponential of our own and sums in one fixed order.
+//! Softmax with the same bits on every machine: an f32 exponential, and sums in one fixed order.
 //!
-//! The C library's `exp` differs between machines in the last bit; this one is multiplications and additions of f32
-//! only, so it gives the same bits everywhere and the compiler can vectorise it. What a device draws with them is what
-//! the host would draw.
+//! The last bit of the C library's `exp` differs between machines. [`exp`] uses f32 multiplications
+//! and additions only, so it has the same bits everywhere, and the compiler can vectorize it. A GPU
+//! and the host therefore draw the same token.
 
-/// Values per partial sum; a partial sum is made of `LANES` running sums.
+/// Values per partial sum. `LANES` running sums make a partial sum.
 const BLOCK: usize = 1024;
 const LANES: usize = 8;
 
-/// `e^x` for `x <= 0`, within 2 units in the last place; 0 below -87, where f32 runs out of normal numbers.
-/// Polynomial of Cephes' `expf` on `|r| <= ln(2) / 2`, where `x = n ln(2) + r`.
+/// `e^x` for `x <= 0`, within 2 units in the last place; 0 below -87, where f32 runs out of normal
+/// numbers. Polynomial of Cephes' `expf` on `|r| <= ln(2) / 2`, where `x = n ln(2) + r`.
 #[inline]
 pub fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.0;
-    /// Adding it leaves the nearest integer in the low bits of the mantissa.
+    /// After this addition, the low bits of the mantissa are the nearest integer.
     const ROUND: f32 = 12_582_912.0;
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
@@ -46,7 +46,7 @@ pub struct SoftmaxWeights {
 }
 
 impl SoftmaxWeights {
-    /// `e^((logit - max) / temperature)` of each.
+    /// Computes `e^((logit - max) / temperature)` of each logit.
     pub fn fill(&mut self, logits: impl Iterator<Item = f32>, max: f32, temperature: f32) {
         self.values.clear();
         self.values.extend(logits.map(|logit| exp((logit - max) / temperature)));
@@ -54,18 +54,18 @@ impl SoftmaxWeights {
         self.blocks.extend(self.values.chunks(BLOCK).map(|block| sum(block, |weight| weight)));
     }
 
-    /// Sum of all.
+    /// Sum of all weights.
     pub fn total(&self) -> f64 {
         self.blocks.iter().sum()
     }
 
-    /// Of one among them.
+    /// Weight `index` divided by the sum.
     pub fn probability(&self, index: usize) -> f64 {
         f64::from(self.values[index]) / self.total()
     }
 
-    /// The first index at which the running sum exceeds `uniform` (in `[0, 1)`) of the total. Never one of weight 0,
-    /// as long as there is another.
+    /// Draws by inversion: the first index at which the running sum exceeds `uniform` (in `[0, 1)`)
+    /// times the total. An index of weight 0 is never drawn unless all weights are 0.
     pub fn pick(&self, uniform: f64) -> usize {
         let mut target = uniform * self.total();
         let mut chosen = 0;
@@ -95,12 +95,12 @@ impl SoftmaxWeights {
     }
 }
 
-/// `term(values[i])` goes to lane `i % LANES`; lanes are added in order.
+/// Adds `term(values[i])` to lane `i % LANES`, then adds the lanes in order.
 fn sum(values: &[f32], term: impl Fn(f32) -> f32) -> f64 {
     let mut lanes = [0.0_f64; LANES];
     let (groups, rest) = values.as_chunks::<LANES>();
     for group in groups {
-        // First all terms, then all sums: both loops are vectorised.
+        // Two loops, terms then sums, so that the compiler vectorizes both.
         let terms = group.map(&term);
         lanes.iter_mut().zip(terms).for_each(|(lane, term)| *lane += f64::from(term));
     }

@@ -1,23 +1,24 @@
-//! One step of the engine: a ragged batch of rows, each one token of some sequence.
+//! [`Step`]: the batch of one forward pass. Each row is one token of a sequence.
 
 use crate::OpError;
 
-/// Row data of a step. Decode rows and chunks of prompts stand side by side; rows of one sequence are in position order.
+/// Row data of a step, which mixes decodes and chunked prefills. Rows of one sequence are in order
+/// of position.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
     /// Token id of each row.
     pub tokens: &'a [u32],
     /// Absolute position of each row in its sequence.
     pub positions: &'a [u32],
-    /// Index of each row's sequence.
+    /// Index of each row's sequence among those of the step.
     pub sequences: &'a [u32],
-    /// Where each row's key and value go, in each group of layers ([`crate::KvLayout::groups`]): of row `r` in group `g`,
-    /// entry `r * groups + g` is `block * block_tokens + offset`.
+    /// KV slot of each row in each KV cache group ([`crate::KvLayout::groups`]): entry `r * groups
+    /// + g` is `block * block_tokens + offset` for row `r` in group `g`.
     pub kv_slots: &'a [u32],
-    /// Block ids of each sequence, in each group: entry `i` of table `sequence * groups + g` holds positions
-    /// `i * block_tokens ..`. Blocks that no row of the step sees there may be any.
+    /// Block tables: entry `i` of table `sequence * groups + g` is the block with positions `i *
+    /// block_tokens ..`. Entries that no row of the step attends to may have any value.
     pub tables: &'a [&'a [u32]],
-    /// Rows whose logits are wanted, ascending.
+    /// Rows that need logits, ascending.
     pub outputs: &'a [u32],
 }
 
@@ -26,12 +27,13 @@ impl Step<'_> {
         self.tokens.len()
     }
 
-    /// Groups of layers that have tables of their own. A step without rows has no use for any.
+    /// Number of KV cache groups. A step without rows counts as one group.
     pub fn groups(&self) -> usize {
         self.kv_slots.len().checked_div(self.rows()).unwrap_or(1).max(1)
     }
 
-    /// That there is one of everything for each row, and that sequences and outputs are among those there are.
+    /// Checks that all arrays have one entry per row, and that sequence and output indices are in
+    /// range.
     pub fn check(&self, op: &'static str) -> Result<(), OpError> {
         let (rows, groups) = (self.rows(), self.groups());
         let sequences = self.tables.len() / groups;

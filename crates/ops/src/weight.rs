@@ -1,14 +1,16 @@
-//! A weight with its type and shape, and the layers made of weights.
+//! [`Weight`]: a tensor of the model with its type and shape; [`Linear`] and [`Experts`]: layers
+//! made of weights.
 
 use crate::Backend;
 use quant::DType;
 
-/// One tensor of the model as the backend holds it.
+/// One tensor of the model, as the backend addresses it.
 pub struct Weight<B: Backend> {
     pub dtype: DType,
-    /// GGUF order: `dims[0]` is the row length (input dimension). Without trailing ones, never empty.
+    /// In GGUF order: `dims[0]` is the row length, which is the input dimension. Never empty;
+    /// trailing ones are dropped.
     pub dims: Vec<usize>,
-    /// 0 = block bytes as in the file (quant's layout numbers).
+    /// Layout number of `quant::layout`; 0 is the layout of the file.
     pub layout: u32,
     pub data: B::Data,
 }
@@ -54,7 +56,7 @@ impl<B: Backend> Linear<B> {
     }
 }
 
-/// The gated feed-forward layers of a mixture of experts, one matrix per expert stacked in the last dimension.
+/// The gated feed-forward layers of a mixture of experts. The last dimension counts experts.
 pub struct Experts<B: Backend> {
     /// `[n_in, hidden, experts]`.
     pub gate: Weight<B>,
@@ -62,7 +64,7 @@ pub struct Experts<B: Backend> {
     pub up: Weight<B>,
     /// `[hidden, n_in, experts]`.
     pub down: Weight<B>,
-    /// How many experts a row goes through.
+    /// Experts that each row goes through.
     pub used: usize,
 }
 
@@ -77,7 +79,7 @@ impl<B: Backend> Experts<B> {
         self.gate.cols()
     }
 
-    /// Width inside one expert.
+    /// Hidden width of one expert.
     pub fn hidden(&self) -> usize {
         self.down.cols()
     }

@@ -176,7 +176,8 @@ fn attention_sees_the_keys_up_to_its_own_position_through_the_block_table() {
     let mut backend = Reference::new();
     let mut kv = backend.kv(&layout(KvType::F32)).unwrap();
     let positions: Vec<u32> = (0..6).collect();
-    // Key p is (p, 0), value p is (p, 1): with a large scale attention picks the last key that it may see.
+    // Key p is (p, 0), value p is (p, 1): with a large scale attention picks the last key that it
+    // may see.
     let keys: Vec<f32> = positions.iter().flat_map(|&p| [p as f32, 0.0]).collect();
     let ends: Vec<f32> = positions.iter().flat_map(|&p| [p as f32, 1.0]).collect();
     begin(&mut backend, &positions, &[2, 0]);
@@ -243,7 +244,7 @@ fn refusals_name_op_and_operand() {
     let norm = f32_weight(&[2], &[1.0; 2]);
     assert_eq!(
         text(backend.rms_norm(&x, &norm, 0.0, &mut out, 2)),
-        "rms_norm: row 1 is beyond the 1 there are"
+        "rms_norm: row 1 is out of range: there are 1"
     );
     let short = Weight { data: Bytes::from_static(&[0; 7]), ..norm.clone() };
     assert_eq!(
@@ -267,17 +268,23 @@ fn refusals_name_op_and_operand() {
         "embed: columns of out is 2, expected 3"
     );
     let empty = Weight { dims: vec![2, 0], data: Bytes::new(), ..norm };
-    assert_eq!(text(backend.embed(&empty, &mut out, 1)), "embed: token 0 is beyond the 0 there are");
+    assert_eq!(text(backend.embed(&empty, &mut out, 1)), "embed: token 0 is out of range: there are 0");
 
     let mut kv = backend.kv(&layout(KvType::F16)).unwrap();
     let spec = AttentionSpec { heads: 1, kv_heads: 1, head_dim: 2, scale: 1.0 };
     assert_eq!(
         text(backend.attention(&kv, 0, &x, &spec, &mut out, 1)),
-        "attention: block 0 of the cache is read but was never written"
+        "attention: block 0 of the KV cache is read before it is written"
     );
     begin(&mut backend, &[0], &[3]);
-    assert_eq!(text(backend.kv_write(&mut kv, 0, &x, &x, 1)), "kv_write: block 3 is beyond the 3 there are");
-    assert_eq!(text(backend.kv_write(&mut kv, 1, &x, &x, 1)), "kv_write: layer 1 is beyond the 1 there are");
+    assert_eq!(
+        text(backend.kv_write(&mut kv, 0, &x, &x, 1)),
+        "kv_write: block 3 is out of range: there are 3"
+    );
+    assert_eq!(
+        text(backend.kv_write(&mut kv, 1, &x, &x, 1)),
+        "kv_write: layer 1 is out of range: there are 1"
+    );
 }
 
 #[test]
@@ -294,8 +301,8 @@ fn a_step_must_be_whole() {
     assert!(backend.begin(&step).is_ok());
     for (broken, text) in [
         (Step { positions: &[0], ..step }, "begin: number of positions is 1, expected 2"),
-        (Step { sequences: &[0, 1], ..step }, "begin: sequence 1 is beyond the 1 there are"),
-        (Step { outputs: &[2], ..step }, "begin: output row 2 is beyond the 2 there are"),
+        (Step { sequences: &[0, 1], ..step }, "begin: sequence 1 is out of range: there are 1"),
+        (Step { outputs: &[2], ..step }, "begin: output row 2 is out of range: there are 2"),
     ] {
         assert_eq!(backend.begin(&broken).unwrap_err().to_string(), text);
     }

@@ -1,13 +1,16 @@
-//! Activation rows in the formats that weights are multiplied with: Q8_0 and Q8_1 per 32 values, Q8_K per 256.
+//! [`Activations`]: activation rows quantized for a dot product, to Q8_0 or Q8_1 in blocks of 32
+//! values or Q8_K in blocks of 256.
 //!
-//! These functions are the truth for kernels: scalar rules of ggml, in which only Q8_K rounds halves to even.
+//! Kernels must match these functions. They follow ggml's scalar code: Q8_K rounds halves to even,
+//! the others away from zero.
 
 use crate::legacy::quantize_q8;
 use crate::{Block, BlockQ8_0, DType, HalfBytes, SizeError};
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
 
-/// y = q d, and `s` = d * sum of quants, which a weight's minimum is multiplied with.
+/// y = q d. `s` is d times the sum of the quants; the dot product multiplies a weight's minimum
+/// with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct BlockQ8_1 {
@@ -16,8 +19,8 @@ pub struct BlockQ8_1 {
     pub qs: [i8; 32],
 }
 
-/// y = q d with a scale in f32, which is negative when the value of largest magnitude is positive. `bsums[k]` is the sum
-/// of quants 16k to 16k + 15.
+/// y = q d with an f32 scale. The scale is negative if the value of largest magnitude is positive.
+/// `bsums[k]` is the sum of quants 16k to 16k + 15.
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct BlockQ8_K {
@@ -26,7 +29,7 @@ pub struct BlockQ8_K {
     pub bsums: [i16; 16],
 }
 
-/// An activation row as the kernels of one weight type want it.
+/// An activation row in the format that the kernels of a weight type read.
 #[expect(non_camel_case_types, reason = "names as ggml writes them")]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Activations {
@@ -39,7 +42,7 @@ pub enum Activations {
 }
 
 impl Activations {
-    /// Converts a row for weights of type `weight`; none if weights of that type cannot be computed with.
+    /// Converts a row for weights of type `weight`. `None` if no kernel reads that type.
     pub fn for_weight(weight: DType, x: &[f32]) -> Result<Option<Self>, SizeError> {
         let Some(format) = weight.activation() else { return Ok(None) };
         format.row_bytes(x.len() as u64)?;
@@ -78,13 +81,14 @@ impl Activations {
     }
 }
 
-/// Per 32: d = largest magnitude / 127, halves away from zero.
+/// Quantizes blocks of 32 values: d = largest magnitude / 127, halves round away from zero.
 pub fn quantize_row_q8_0(x: &[f32]) -> Result<Vec<BlockQ8_0>, SizeError> {
     DType::Q8_0.row_bytes(x.len() as u64)?;
     Ok(x.chunks_exact(32).map(BlockQ8_0::encode).collect())
 }
 
-/// As Q8_0, and the sum is formed with the unrounded scale.
+/// As [`quantize_row_q8_0`], with a sum per block. The sum uses the scale before it is rounded to
+/// f16.
 pub fn quantize_row_q8_1(x: &[f32]) -> Result<Vec<BlockQ8_1>, SizeError> {
     DType::Q8_1.row_bytes(x.len() as u64)?;
     Ok(x.chunks_exact(32)
@@ -96,7 +100,8 @@ pub fn quantize_row_q8_1(x: &[f32]) -> Result<Vec<BlockQ8_1>, SizeError> {
         .collect())
 }
 
-/// Per 256: the value of largest magnitude becomes -127, halves to even, -128 never occurs.
+/// Quantizes blocks of 256 values: the value of largest magnitude becomes -127, halves round to
+/// even, -128 does not occur.
 pub fn quantize_row_q8_k(x: &[f32]) -> Result<Vec<BlockQ8_K>, SizeError> {
     DType::Q8_K.row_bytes(x.len() as u64)?;
     Ok(x.chunks_exact(256).map(quantize_q8_k).collect())

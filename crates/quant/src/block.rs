@@ -1,28 +1,28 @@
-//! [`Block`]: what each block format offers, once per format.
+//! [`Block`]: decode, encode and dot product of one block format.
 
 use crate::{DType, HalfBytes};
 use bytemuck::Pod;
 
-/// A block struct whose fields stand as in the file. Alignment is 1 for every weight format.
+/// A block with the byte layout of the file. Every weight format has alignment 1.
 pub trait Block: Pod {
     const DTYPE: DType;
     /// Values per block.
     const LEN: usize = Self::DTYPE.block_len();
-    /// What its activations are quantised to; one activation block has as many values as one weight block.
+    /// The activation block. It has as many values as the weight block.
     type Activation: Pod;
 
-    /// `out` has [`Self::LEN`] values; products are formed in f32 from left to right, so the result is the same bit for
-    /// bit everywhere.
+    /// Dequantizes to `out`, which has [`Self::LEN`] values. Products are f32, from left to right,
+    /// so the result has the same bits on every machine.
     fn decode(&self, out: &mut [f32]);
 
-    /// `x` has [`Self::LEN`] finite values.
+    /// Quantizes `x`, which has [`Self::LEN`] finite values.
     fn encode(x: &[f32]) -> Self;
 
-    /// Integer sums are exact; scales are applied in f32.
+    /// The dot product: exact integer sums, then f32 scales.
     fn dot(&self, activation: &Self::Activation) -> f32;
 }
 
-/// The exact sum of products of two runs of small integers.
+/// The exact dot product of two slices of small integers.
 pub(crate) fn int_dot(q: &[i8], a: &[i8]) -> i32 {
     q.iter().zip(a).map(|(&q, &a)| i32::from(q) * i32::from(a)).sum()
 }

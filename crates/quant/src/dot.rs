@@ -1,4 +1,5 @@
-//! [`dot`]: one weight row times one activation row, block after block: slow, and the truth for kernels.
+//! [`dot`]: the scalar dot product of a weight row and an activation row. Tests compare kernels
+//! with it.
 
 use crate::{
     Activations, Block, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1,
@@ -6,10 +7,10 @@ use crate::{
 };
 use half::{bf16, f16};
 
-/// The product of a weight row with activations of the format that [`DType::activation`] names.
+/// The dot product of a weight row and activations of the format that [`DType::activation`] names.
 ///
-/// Quantised types: exact integers inside a block, blocks added in order in f32. Plain types: products in f64, rounded
-/// once at the end.
+/// Quantized types use exact integers inside a block and add the blocks in order in f32. F32, F16
+/// and BF16 use f64 products and round once at the end.
 pub fn dot(weight: DType, bytes: &[u8], activations: &Activations) -> Result<f32, RowError> {
     use Activations as A;
     row::check_bytes(weight, activations.values(), bytes.len())?;

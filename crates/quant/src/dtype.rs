@@ -1,8 +1,9 @@
-//! [`DType`]: the ggml tensor types by id, name and size. Ids are those of files, manifests and the wire.
+//! [`DType`]: the ggml tensor types with their ids, names and sizes. Files, manifests and messages
+//! use these ids.
 
 use std::fmt;
 
-/// A tensor's element type. Names are ggml's, so that they can be searched for.
+/// The element type of a tensor. The names are ggml's.
 #[expect(non_camel_case_types, reason = "names as files and ggml write them")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u32)]
@@ -44,14 +45,14 @@ pub enum DType {
     Q2_0 = 42,
 }
 
-/// The id of a tensor type that ggml never had or has removed.
+/// A type id that ggml never had or has removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{id} is not the id of a tensor type (known: 0 to 42 without 4, 5, 31 to 33, 36 to 38)")]
 pub struct UnknownDType {
     pub id: u32,
 }
 
-/// Why a number of values has no size in bytes.
+/// Why the size in bytes of a number of values does not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     #[error("{values} values do not fill whole blocks of {block} as {dtype} needs")]
@@ -104,12 +105,12 @@ impl DType {
         Self::ALL.into_iter().find(|dtype| dtype.id() == id).ok_or(UnknownDType { id })
     }
 
-    /// Looks a name up without regard to case: "q4_k" and "Q4_K" are the same.
+    /// Finds a type by its name. Case is ignored.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| dtype.name().eq_ignore_ascii_case(name))
     }
 
-    /// The number that stands for it in files, manifests and messages.
+    /// The id of the type in files, manifests and messages.
     pub const fn id(self) -> u32 {
         self as u32
     }
@@ -131,7 +132,7 @@ impl DType {
         8.0 * self.block_bytes() as f64 / self.block_len() as f64
     }
 
-    /// Bytes of `values` values that fill whole blocks: a row, or any number of rows.
+    /// Bytes of `values` values, which must fill whole blocks: one row, or several.
     pub const fn row_bytes(self, values: u64) -> Result<u64, SizeError> {
         let (_, block, bytes) = self.format();
         let (block, bytes) = (block as u64, bytes as u64);
@@ -144,8 +145,8 @@ impl DType {
         }
     }
 
-    /// The type that an activation row is converted to before it meets weights of this type, for the types that can be
-    /// computed with.
+    /// The type to which a kernel converts activations before it multiplies them with weights of
+    /// this type. `None` if no kernel reads this type.
     pub const fn activation(self) -> Option<Self> {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => Some(self),
@@ -209,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_id_finds_its_type_and_removed_ids_find_none() {
+    fn ids_and_names_round_trip_and_removed_ids_are_refused() {
         for dtype in DType::ALL {
             assert_eq!(DType::from_id(dtype.id()), Ok(dtype));
             assert_eq!(DType::from_name(&dtype.name().to_lowercase()), Some(dtype));

@@ -1,15 +1,16 @@
-//! An IEEE half as it stands in a block: two little-endian bytes at any address.
+//! [`HalfBytes`]: an f16 in a block, as two little-endian bytes.
 
 use bytemuck::{Pod, Zeroable};
 use half::f16;
 
-/// Scale fields of blocks. Without alignment, so that a block struct can be laid over file bytes wherever they are.
+/// A scale field of a block. Its alignment is 1, so that a block struct may be read from any file
+/// offset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct HalfBytes([u8; 2]);
 
 impl HalfBytes {
-    /// Rounds to nearest even; too large becomes infinite.
+    /// Rounds to nearest even. A value beyond the range of f16 becomes infinite.
     pub fn from_f32(x: f32) -> Self {
         Self(f16::from_f32(x).to_le_bytes())
     }

@@ -1,6 +1,8 @@
-//! Q2_K to Q6_K: 256 values whose sub-blocks have integer scales under one or two f16 scales.
+//! K-quants, Q2_K to Q6_K: super-blocks of 256 values. Sub-blocks have integer scales, which one or
+//! two f16 scales of the super-block multiply.
 //!
-//! Each file has the block of one type, its quants as plain integers, its sub-scales, and the arithmetic on them.
+//! Each file has the block struct of one type, and functions that unpack its quants and its
+//! sub-block scales.
 
 mod fit;
 mod packed_scales;
@@ -16,5 +18,5 @@ pub use q4_k::BlockQ4_K;
 pub use q5_k::BlockQ5_K;
 pub use q6_k::BlockQ6_K;
 
-/// Values per block of every K type.
+/// Values per super-block of every K-quant.
 const LEN: usize = 256;

@@ -1,30 +1,37 @@
-//! How a matrix stands in memory. Layout 0: block bytes row after row, as in a GGUF file. Layout 1: tiles for GPUs.
+//! Memory layouts of a matrix. Layout 0 is that of a GGUF file: block bytes, row after row. Layout
+//! 1 has tiles, for GPUs.
 //!
-//! A tile is 16 rows by 256 values, and tiles of the same rows follow each other: whole columns of work are contiguous,
-//! so that one bulk copy brings them, and a warp has one row per lane. Inside a tile stand planes, one per field of the
-//! block format: quants of 16 rows, then high bits, then scales. A row's part of a plane is cut into pieces of 16 bytes,
-//! whose order is permuted by the row so that eight lanes that read the same piece of eight rows meet eight different
-//! banks of shared memory. Rows are padded with zero bytes to a multiple of 16, columns to one of 256.
+//! ```text
+//! matrix:  | tile 0,0 | tile 0,1 | ..  (rows 0 to 15)  | tile 1,0 | tile 1,1 | ..  (rows 16 to 31)
+//! tile:    16 rows x 256 values   = | plane: quants | plane: high bits | plane: scales |
+//! plane:   one field of the block = | row 0: 16-byte pieces | row 1 | .. | row 15 |
+//! ```
 //!
-//! Layout 1 is a permutation of layout 0's bytes: nothing is computed, and [`restore`] undoes [`repack`]. F32, F16 and
-//! BF16 are the same in both.
+//! 1. The tiles of 16 rows are contiguous, so that one bulk copy loads a run of columns.
+//! 2. In each row, the order of the 16-byte pieces of a plane is permuted (XOR swizzle). Eight
+//!    lanes that read the same piece of eight rows then access eight different groups of shared
+//!    memory banks.
+//! 3. Rows are padded with zero bytes to a multiple of 16, columns to a multiple of 256.
+//! 4. Layout 1 is a permutation of the bytes of layout 0: [`Tiles::restore`] inverts
+//!    [`Tiles::repack`].
+//! 5. F32, F16 and BF16 have the same bytes in both layouts.
 
 mod plane;
 
 use crate::{DType, SizeError};
 pub use plane::{Plane, planes};
 
-/// Block bytes as they stand in the file.
+/// The layout of the file: block bytes, row after row.
 pub const LAYOUT_GGML: u32 = 0;
 /// Tiles of 16 rows by 256 values.
 pub const LAYOUT_TILES: u32 = 1;
 
 pub const TILE_ROWS: usize = 16;
 pub const TILE_COLS: usize = 256;
-/// What bulk copies, 16-byte loads and the planes' permutation work in.
+/// The unit of bulk copies, of vector loads and of the permutation inside a plane.
 pub const PIECE_BYTES: usize = 16;
 
-/// Why a matrix was not laid out.
+/// Why a matrix cannot be converted between layouts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     #[error(
@@ -37,18 +44,18 @@ pub enum LayoutError {
         "a matrix of {rows} x {cols} values of {dtype} is {expected} bytes {form}, but {found} were given"
     )]
     Bytes { dtype: DType, cols: usize, rows: usize, form: &'static str, expected: u64, found: usize },
-    #[error("row {row} is beyond the {rows} there are")]
+    #[error("row {row} is out of range: there are {rows}")]
     Row { row: usize, rows: usize },
 }
 
-/// A matrix whose sizes are checked: `rows` rows of `cols` values.
+/// The tile layout of a matrix of `rows` rows of `cols` values. Its sizes are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
     dtype: DType,
     cols: usize,
     rows: usize,
     row_bytes: usize,
-    /// Empty for types that are the same in both layouts.
+    /// Empty for types with the same bytes in both layouts.
     planes: &'static [Plane],
 }
 
@@ -56,7 +63,7 @@ impl Tiles {
     pub fn new(dtype: DType, cols: usize, rows: usize) -> Result<Self, LayoutError> {
         let planes = planes(dtype).ok_or(LayoutError::Unsupported { dtype })?;
         let row_bytes = dtype.row_bytes(cols as u64)?;
-        // The largest size that is formed below: every row padded to whole tiles.
+        // The largest size that the methods compute: all rows padded to whole tiles.
         let overflow = SizeError::Overflow { dtype, values: cols as u64 };
         (cols as u64)
             .checked_add(TILE_COLS as u64)
@@ -93,12 +100,12 @@ impl Tiles {
         self.rows.div_ceil(TILE_ROWS)
     }
 
-    /// Tiles that a row goes through.
+    /// Tiles across a row.
     pub fn col_tiles(&self) -> usize {
         self.cols.div_ceil(TILE_COLS)
     }
 
-    /// Bytes of one tile; 0 for types that are the same in both layouts.
+    /// Bytes of one tile. 0 for types with the same bytes in both layouts.
     pub fn tile_bytes(&self) -> usize {
         self.planes.iter().map(|plane| TILE_ROWS * plane.row_bytes()).sum()
     }
@@ -108,8 +115,8 @@ impl Tiles {
         self.col_tiles() * self.tile_bytes()
     }
 
-    /// Calls `copy` with the raw position (in its row's bytes), the position in layout 1 and the length of every run of
-    /// bytes of `row`.
+    /// Calls `copy` for each contiguous run of bytes of `row`, with its offset in the row, its
+    /// offset in layout 1 and its length.
     fn runs(&self, row: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let block_bytes = self.dtype.block_bytes();
         let blocks = self.cols / self.dtype.block_len();
@@ -135,7 +142,7 @@ impl Tiles {
         Ok(())
     }
 
-    /// Layout 0 to layout 1. Padding becomes zero.
+    /// Converts layout 0 to layout 1. Padding is zero.
     pub fn repack(&self, raw: &[u8], tiles: &mut [u8]) -> Result<(), LayoutError> {
         self.check("in the file's layout", self.raw_bytes(), raw.len())?;
         self.check("in tiles", self.bytes(), tiles.len())?;
@@ -150,7 +157,7 @@ impl Tiles {
         Ok(())
     }
 
-    /// Layout 1 to layout 0.
+    /// Converts layout 1 to layout 0.
     pub fn restore(&self, tiles: &[u8], raw: &mut [u8]) -> Result<(), LayoutError> {
         self.check("in the file's layout", self.raw_bytes(), raw.len())?;
         for (row, raw) in raw.chunks_exact_mut(self.row_bytes.max(1)).enumerate() {
@@ -159,7 +166,7 @@ impl Tiles {
         Ok(())
     }
 
-    /// The block bytes of one row out of layout 1.
+    /// Copies the block bytes of one row out of layout 1.
     pub fn gather(&self, tiles: &[u8], row: usize, raw: &mut [u8]) -> Result<(), LayoutError> {
         self.check("in tiles", self.bytes(), tiles.len())?;
         if row >= self.rows {

@@ -1,7 +1,8 @@
-//! Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: 32 values with one scale, and for the `_1` types one minimum.
+//! Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: blocks of 32 values with one scale; the `_1` types also have a
+//! minimum.
 //!
-//! Value e of a 4- or 5-bit block is the low nibble of byte e for e < 16, the high nibble of byte e - 16 after that:
-//! halves, not pairs.
+//! Value e of a 4- or 5-bit block is the low nibble of byte e if e < 16, else the high nibble of
+//! byte e - 16.
 
 use crate::block::{Block, int_dot, scale_pair};
 use crate::{BlockQ8_1, DType, HalfBytes};
@@ -46,7 +47,7 @@ pub struct BlockQ5_1 {
     pub qs: [u8; HALF],
 }
 
-/// y = q d. Weights and activations.
+/// y = q d. A weight format and an activation format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct BlockQ8_0 {
@@ -91,7 +92,8 @@ impl Block for BlockQ4_0 {
     }
 
     fn encode(x: &[f32]) -> Self {
-        // The value of largest magnitude becomes -8, the end of the range that has one step more.
+        // The value of largest magnitude becomes -8, since the range -8 to 7 has one more step
+        // below zero.
         let d = signed_max(x) / -8.0;
         let inverse = inverse_or_zero(d);
         let q = quantize(x, |x| (x * inverse + 8.5).min(15.0));
@@ -176,7 +178,7 @@ impl Block for BlockQ8_0 {
         scale(&self.qs, self.d, out);
     }
 
-    /// The quants come from the unrounded scale; only the stored one is rounded to f16.
+    /// Quants are computed with the f32 scale. Only the stored scale is rounded to f16.
     fn encode(x: &[f32]) -> Self {
         let (d, qs) = quantize_q8(x);
         Self { d: HalfBytes::from_f32(d), qs }
@@ -187,7 +189,8 @@ impl Block for BlockQ8_0 {
     }
 }
 
-/// The scale and quants that Q8_0 and Q8_1 share: largest magnitude to 127, halves away from zero.
+/// Scale and quants of a Q8_0 or Q8_1 block: the largest magnitude becomes 127, halves round away
+/// from zero.
 pub(crate) fn quantize_q8(x: &[f32]) -> (f32, [i8; LEN]) {
     let d = x.iter().fold(0.0_f32, |max, x| max.max(x.abs())) / 127.0;
     let inverse = inverse_or_zero(d);
@@ -248,7 +251,7 @@ fn pack_fifth_bits(q: &[u8; LEN]) -> [u8; 4] {
     fifth.to_le_bytes()
 }
 
-/// `code` gives a number whose integer part is the quant.
+/// `code` returns a number whose integer part is the quant.
 fn quantize(x: &[f32], code: impl Fn(f32) -> f32) -> [u8; LEN] {
     let mut q = [0; LEN];
     for (q, &x) in q.iter_mut().zip(x) {
@@ -257,12 +260,12 @@ fn quantize(x: &[f32], code: impl Fn(f32) -> f32) -> [u8; LEN] {
     q
 }
 
-/// The value of largest magnitude, with its sign; the first of equals.
+/// The value of largest magnitude with its sign, the first among equals.
 fn signed_max(x: &[f32]) -> f32 {
     x.iter().fold(0.0_f32, |max, &x| if x.abs() > max.abs() { x } else { max })
 }
 
-/// The step that spreads `steps` over the range of `x`, and its minimum.
+/// The scale that divides the range of `x` into `steps`, and the minimum of `x`.
 fn range(x: &[f32], steps: f32) -> (f32, f32) {
     let (min, max) = x.iter().fold((f32::MAX, f32::MIN), |(min, max), &x| (min.min(x), max.max(x)));
     ((max - min) / steps, min)

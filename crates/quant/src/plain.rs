@@ -1,8 +1,8 @@
-//! F32, F16 and BF16: one value per "block", little-endian.
+//! F32, F16 and BF16: little-endian values without blocks.
 
 use half::{bf16, f16};
 
-/// A type whose values stand alone.
+/// An element type without blocks.
 pub(crate) trait Plain {
     const BYTES: usize;
 

@@ -1,4 +1,4 @@
-//! Whole rows: checks the lengths once, then walks the blocks of the format that the type names.
+//! [`decode`] and [`encode`] for rows: check the lengths once, then convert block after block.
 
 use crate::{
     Block, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1, BlockQ5_K, BlockQ6_K,
@@ -6,22 +6,22 @@ use crate::{
 };
 use half::{bf16, f16};
 
-/// Why a row was not decoded, encoded or multiplied.
+/// Why a row cannot be decoded, encoded or multiplied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     #[error(
-        "values of {dtype} cannot be computed with: only F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K can"
+        "no kernel for {dtype}: supported are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K"
     )]
     Unsupported { dtype: DType },
     #[error(transparent)]
     Size(#[from] SizeError),
-    #[error("{values} values of {dtype} are {expected} bytes, but {found} were given")]
+    #[error("{values} values of {dtype} take {expected} bytes, but the slice has {found}")]
     Bytes { dtype: DType, values: usize, expected: u64, found: usize },
-    #[error("weights of {weight} meet activations of {expected}, but {found} were given")]
+    #[error("weights of {weight} need activations of {expected}, but got {found}")]
     Activation { weight: DType, expected: DType, found: DType },
 }
 
-/// Dequantises a row, or any number of rows, of `dtype`. `out` decides how many values.
+/// Dequantizes one or several rows of `dtype`. The length of `out` is the number of values.
 pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), RowError> {
     check_bytes(dtype, out.len(), bytes.len())?;
     match dtype {
@@ -43,7 +43,7 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), RowErro
     Ok(())
 }
 
-/// Quantises finite values to `dtype`. `out` must have exactly the bytes they need.
+/// Quantizes finite values to `dtype`. The length of `out` must be the size of the values in bytes.
 pub fn encode(dtype: DType, x: &[f32], out: &mut [u8]) -> Result<(), RowError> {
     check_bytes(dtype, x.len(), out.len())?;
     match dtype {
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wrong_lengths_and_formats_are_named() {
+    fn errors_name_wrong_lengths_and_formats() {
         let mut out = [0.0; 32];
         assert_eq!(
             decode(DType::Q8_0, &[0; 33], &mut out),

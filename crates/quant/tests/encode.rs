@@ -5,7 +5,8 @@
 use proptest::prelude::*;
 use quant::{DType, decode, encode};
 
-/// Formats with the largest relative error (rms) for values of a normal distribution: ggml's own, rounded up.
+/// Formats with the largest relative error (rms) for values of a normal distribution: ggml's own,
+/// rounded up.
 const NORMAL_ERROR: [(DType, f64); 13] = [
     (DType::F32, 0.0),
     (DType::F16, 0.00021),
@@ -30,7 +31,8 @@ fn round_trip(dtype: DType, x: &[f32]) -> Vec<f32> {
     y
 }
 
-/// Sums of uniform numbers of a fixed sequence: near enough to a normal distribution of deviation 0.05.
+/// Sums of uniform numbers of a fixed sequence: near enough to a normal distribution of deviation
+/// 0.05.
 fn normal(count: usize) -> Vec<f32> {
     let mut state = 1_u64;
     let mut uniform = || {
@@ -78,7 +80,8 @@ proptest! {
         for (dtype, _) in NORMAL_ERROR {
             // Of its 16 bits, BF16 has 8 for the value.
             let bits = if dtype == DType::BF16 { 8 } else { dtype.bits_per_value().floor() as i32 };
-            // A Q6_K block whose values are below 2^-25 * 128 * 32 has a scale that f16 rounds to 0.
+            // A Q6_K block whose values are below 2^-25 * 128 * 32 has a scale that f16 rounds to
+            // 0.
             let allowed = 3.0 * range * 0.5_f32.powi(bits.min(11)) + 2e-4;
             for (x, y) in x.iter().zip(round_trip(dtype, &x)) {
                 prop_assert!((x - y).abs() <= allowed, "{}: {} is not {} within {}", dtype, y, x, allowed);

@@ -1,7 +1,7 @@
 //! Formats against ggml's own numbers: blocks, decoded values, activations and dot products.
 //!
-//! `BALLAST_TEST_DATA` names the folder with `data/quants` and `data/ggml-blocks` (their READMEs say how they were made).
-//! Without it the tests use the sample of ggml's vectors in `tests/data`.
+//! `BALLAST_TEST_DATA` names the folder with `data/quants` and `data/ggml-blocks` (their READMEs
+//! say how they were made). Without it the tests use the sample of ggml's vectors in `tests/data`.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -95,7 +95,8 @@ fn dot_products_equal_ggml_within_the_stated_tolerance() {
             let (Some(product), Some(scale)) = (facts["dot_f64"][row].as_f64(), scale) else { continue };
             check_dot(dtype, weights, &activation, product, scale, tolerance);
             if format == DType::Q8_1 {
-                // ggml's own number uses the same stored sum, so it is met as closely as for the other types.
+                // ggml's own number uses the same stored sum, so it is met as closely as for the
+                // other types.
                 let product = facts["vec_dot"][row].as_f64().unwrap();
                 check_dot(dtype, weights, &activation, product, scale, DOT_TOLERANCE);
             }

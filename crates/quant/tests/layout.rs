@@ -45,7 +45,8 @@ proptest! {
         }
     }
 
-    /// A group of 16 rows is contiguous, and laid out without regard to the others: loaders may cut there.
+    /// A group of 16 rows is contiguous, and laid out without regard to the others: loaders may cut
+    /// there.
     #[test]
     fn row_groups_are_independent((tiles, raw) in matrix()) {
         let mut whole = vec![0; tiles.bytes()];
@@ -63,13 +64,15 @@ proptest! {
     }
 }
 
-/// Golden place of one byte, so that a change of the layout cannot go unnoticed (manifests carry its number).
+/// Golden place of one byte, so that a change of the layout cannot go unnoticed (manifests carry
+/// its number).
 #[test]
 fn places_of_layout_1_are_fixed() {
     let tiles = Tiles::new(DType::Q4_K, 2 * TILE_COLS, 20).unwrap();
     assert_eq!((tiles.tile_bytes(), tiles.bytes()), (16 * 144, 2 * 2 * 16 * 144));
     let mut raw = vec![0; tiles.raw_bytes()];
-    // Row 19, second block: byte 35 of its 128 quants (piece 2, byte 3), and the third byte of its head.
+    // Row 19, second block: byte 35 of its 128 quants (piece 2, byte 3), and the third byte of its
+    // head.
     let block = 19 * 288 + 144;
     raw[block + 16 + 35] = 1;
     raw[block + 2] = 2;

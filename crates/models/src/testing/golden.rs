@@ -1,4 +1,5 @@
-//! Small random-weight models with the logits and greedy continuations that llama.cpp computes for them.
+//! Small random-weight models with the logits and greedy continuations that llama.cpp computes for
+//! them.
 
 use super::{
     ModelFile, Runner,
@@ -10,8 +11,9 @@ use ops::{Backend, KvType};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
-/// Rounded activations, with f32 keys and values, come this much closer to llama.cpp's own rounded logits than to the
-/// exact ones: both round by the same rule, and only a value that lies on an edge falls to the other side.
+/// Rounded activations, with f32 keys and values, come this much closer to llama.cpp's own rounded
+/// logits than to the exact ones: both round by the same rule, and only a value that lies on an
+/// edge falls to the other side.
 const LLAMA_CPP_SHARE: f32 = 0.5;
 
 /// How the backend under test multiplies by quantised weights.
@@ -81,8 +83,8 @@ impl Golden {
         ModelFile::open(&self.folder.join(&self.model))
     }
 
-    /// Logits within tolerance, the same bits however tokens are cut into steps and whatever shares them, and the same
-    /// greedy tokens; for both types of the cache.
+    /// Logits within tolerance, the same bits however tokens are cut into steps and whatever shares
+    /// them, and the same greedy tokens; for both types of the cache.
     pub fn check<B>(&self, make: impl Fn() -> B, arithmetic: Arithmetic) -> Result<()>
     where
         B: Backend<Data: From<Bytes>>,
@@ -126,8 +128,8 @@ impl Golden {
         Ok(())
     }
 
-    /// Sequences that share steps, decode rows beside chunks of prompts and only some logits wanted, give the same bits
-    /// as each sequence alone.
+    /// Sequences that share steps, decode rows beside chunks of prompts and only some logits
+    /// wanted, give the same bits as each sequence alone.
     fn check_ragged<B>(&self, file: &ModelFile, make: impl Fn() -> B, kind: KvType) -> Result<()>
     where
         B: Backend<Data: From<Bytes>>,

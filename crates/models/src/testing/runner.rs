@@ -51,7 +51,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         Ok(Self { backend, model, kv, sequences })
     }
 
-    /// Runs one step: each part appends tokens to a sequence. Returns the logits of the rows that are wanted, in order.
+    /// Runs one step: each part appends tokens to a sequence. Returns the logits of the rows that
+    /// are wanted, in order.
     pub fn step(
         &mut self,
         parts: &[(usize, &[u32])],
@@ -90,7 +91,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         Ok(host.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
     }
 
-    /// Appends `tokens` to the first sequence in one step and returns the logits after each of them.
+    /// Appends `tokens` to the first sequence in one step and returns the logits after each of
+    /// them.
     pub fn extend(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
         self.step(&[(0, tokens)], |_| true)
     }

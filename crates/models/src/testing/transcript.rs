@@ -23,8 +23,8 @@ impl Transcript {
     }
 }
 
-/// Teacher-forced over the first `lines` transcripts, the best token is the recorded one wherever its gap is at least
-/// `gap_min`. Returns how many steps that were.
+/// Teacher-forced over the first `lines` transcripts, the best token is the recorded one wherever
+/// its gap is at least `gap_min`. Returns how many steps that were.
 pub fn check_transcripts<B>(
     model: &Path,
     transcripts: &Path,

@@ -1,8 +1,10 @@
-//! Keys and values in blocks of host memory. Values are rounded to the cache's type when they are written.
+//! [`HostKv`]: the KV cache of the reference backend. A write rounds values to the cache's element
+//! type.
 
 use crate::{KvLayer, KvLayerLocation, KvLayout, OpError};
 
-/// The cache of [`crate::Reference`]: a layer's part of a block comes into being, filled with NaN, when it is first written.
+/// Blocks in host memory. The first write of a layer to a block allocates the layer's part, filled
+/// with NaN.
 #[derive(Debug)]
 pub struct HostKv {
     layout: KvLayout,
@@ -14,7 +16,7 @@ pub struct HostKv {
 
 #[derive(Clone, Debug, Default)]
 struct HostKvBlock {
-    /// Whose layers it holds: those of the group that was the last to write.
+    /// The KV cache group that wrote the block last.
     group: usize,
     /// By slot: `block_tokens` times keys then values of one token.
     parts: Vec<Option<Box<[f32]>>>,
@@ -106,7 +108,7 @@ impl HostKv {
         Ok(())
     }
 
-    /// Key and value of all heads in `slot`.
+    /// Key and value of all heads in the KV slot `slot`.
     pub(super) fn read(
         &self,
         op: &'static str,

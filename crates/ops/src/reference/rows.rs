@@ -1,4 +1,5 @@
-//! The row data of the current step, copied and checked once, so that the ops may index without looking back.
+//! [`ReferenceStep`]: the row data of the current step, copied and checked once so that ops can
+//! index it.
 
 use crate::{AttentionSpan, OpError, Step};
 
@@ -43,7 +44,7 @@ impl ReferenceStep {
         })
     }
 
-    /// That the step is of a cache with so many groups.
+    /// Checks that the step has block tables for so many KV cache groups.
     pub(super) fn check_groups(&self, op: &'static str, groups: usize) -> Result<(), OpError> {
         if groups == self.groups || self.len() == 0 {
             return Ok(());
@@ -51,12 +52,12 @@ impl ReferenceStep {
         Err(OpError::Shape { op, what: "number of the step's groups", found: self.groups, expected: groups })
     }
 
-    /// Where row `r`'s key and value go in the blocks of `group`.
+    /// KV slot of row `r` in `group`.
     pub(super) fn kv_slot(&self, r: usize, group: usize) -> usize {
         self.kv_slots[r * self.groups + group] as usize
     }
 
-    /// The KV slots in `group` of the positions that row `r` sees, in their order.
+    /// KV slots in `group` of the positions that row `r` attends to, in order of position.
     pub(super) fn history(
         &self,
         op: &'static str,

@@ -1,10 +1,10 @@
-//! Weights as bytes: rows, views of one expert, and the two kinds of product.
+//! Weights of the reference backend: rows, views of one expert, and the two kinds of product.
 
 use super::{HostTensor, Reference};
 use crate::{OpError, Weight};
 use quant::{Activations, DType, RowError};
 
-/// The number of quant's layouts that stands for block bytes as in the file.
+/// The layout of the file: block bytes, row after row.
 const LAYOUT_FILE: u32 = 0;
 
 /// The bytes of row `index`; `what` names the index.
@@ -74,7 +74,7 @@ pub(super) fn product(
     Ok(())
 }
 
-/// As [`product`], but activations that meet quantised weights are rounded to int8 blocks first.
+/// As [`product`], with activations rounded to int8 blocks first if the weights are quantized.
 pub(super) fn rounded_product(
     weight: &Weight<Reference>,
     x: &HostTensor,
@@ -103,7 +103,7 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
 }
 
-/// Bytes of one row, once the data is known to hold all of them.
+/// Bytes of one row, after a check that the data has all rows.
 fn check(op: &'static str, weight: &Weight<Reference>) -> Result<usize, OpError> {
     if weight.layout != LAYOUT_FILE {
         return Err(OpError::Layout { op, layout: weight.layout });

@@ -1,13 +1,15 @@
-//! Finding scales: a few candidate grids per sub-block, each improved by weighted least squares, the best one kept.
+//! Scale search of the K-quants: tries a few grids per sub-block, improves each by weighted least
+//! squares, and keeps the best.
 //!
-//! Errors are weighted with rms + |x|: large weights matter more than their square alone says.
+//! The weight of an error is rms + |x|, so that large values count more than by their square alone.
 
 use super::LEN;
 
-/// Candidate grids on each side of the plain one, in tenths of a step of the largest quant.
+/// Grids tried on each side of the plain grid, in tenths of a step of the largest quant.
 const CANDIDATES: i32 = 9;
 
-/// The scale s for which x = s q with q in `-steps..steps` fits best. It is negative when that uses the longer side better.
+/// The scale s with the smallest error of x = s q, for q in `-steps..steps`. It may be negative,
+/// since the negative side has one more step.
 pub(super) fn symmetric(x: &[f32], steps: i32) -> f32 {
     let max = x.iter().fold(0.0_f32, |max, &x| if x.abs() > max.abs() { x } else { max });
     if max == 0.0 {
@@ -24,7 +26,7 @@ pub(super) fn symmetric(x: &[f32], steps: i32) -> f32 {
             xq += weight * x * q;
             qq += weight * q * q;
         }
-        // Least squares leaves an error of (sum of w x^2) - gain.
+        // The error of least squares is (sum of w x^2) - gain.
         let gain = if qq > 0.0 { xq * xq / qq } else { 0.0 };
         if gain > best.0 {
             best = (gain, xq / qq);
@@ -33,11 +35,12 @@ pub(super) fn symmetric(x: &[f32], steps: i32) -> f32 {
     best.1
 }
 
-/// The scale and minimum for which x = s q - m with q in `0..=steps` fits best; both are at least 0.
+/// Scale and minimum with the smallest error of x = s q - m, for q in `0..=steps`. Both are at
+/// least 0.
 pub(super) fn affine(x: &[f32], steps: i32) -> (f32, f32) {
     let (low, high) = x.iter().fold((0.0_f32, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
     if high <= low {
-        // All values are equal and at most 0: the minimum alone gives them.
+        // All values are equal and at most 0, so the minimum alone represents them.
         return (0.0, -low);
     }
     let floor = rms(x);
@@ -81,11 +84,11 @@ fn affine_least_squares(x: &[f32], floor: f32, quant: &impl Fn(f32) -> f32) -> (
             return (scale, min);
         }
     }
-    // A minimum above zero cannot be stored: the best line through zero instead.
+    // The format cannot store a minimum above zero, so fit a line through zero.
     (if wqq > 0.0 { (wxq / wqq).max(0.0) } else { 0.0 }, 0.0)
 }
 
-/// Nearest quants of sub-blocks of `sub` values for x = scale q - min, in `low..=high`.
+/// The nearest quants in `low..=high` for x = scale q - min, in sub-blocks of `sub` values.
 pub(super) fn quantize(
     x: &[f32],
     sub: usize,
@@ -104,7 +107,8 @@ pub(super) fn quantize(
     quants
 }
 
-/// The step that maps the largest of `values` to `steps`, and the integers next to `values` at that step.
+/// The scale that maps the largest of `values` to `steps`, and the nearest integers of `values` at
+/// that scale.
 pub(super) fn quantize_scales<const N: usize>(values: &[f32; N], steps: f32) -> (f32, [u8; N]) {
     let max = values.iter().fold(0.0_f32, |max, &value| max.max(value));
     let step = max / steps;
@@ -112,7 +116,8 @@ pub(super) fn quantize_scales<const N: usize>(values: &[f32; N], steps: f32) -> 
     (step, values.map(|value| (value * inverse).round().clamp(0.0, steps) as u8))
 }
 
-/// As [`quantize_scales`] for scales of either sign: the one of largest magnitude becomes -`steps`, the longer end.
+/// As [`quantize_scales`], for scales of either sign. The scale of largest magnitude becomes
+/// -`steps`.
 pub(super) fn quantize_signed_scales<const N: usize>(values: &[f32; N], steps: f32) -> (f32, [i8; N]) {
     let max = values.iter().fold(0.0_f32, |max, &value| if value.abs() > max.abs() { value } else { max });
     let step = max / -steps;

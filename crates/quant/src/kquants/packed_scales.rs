@@ -1,7 +1,10 @@
 //! Eight pairs of 6-bit scale and minimum in 12 bytes, as Q4_K and Q5_K store them.
 //!
-//! Bytes 0 to 3 hold the scales of sub-blocks 0 to 3 in their low six bits, bytes 4 to 7 their minima. Bytes 8 to 11 hold
-//! the low four bits of sub-blocks 4 to 7 (scale low, minimum high), whose top two bits sit above the six of bytes 0 to 7.
+//! ```text
+//! bytes 0 to 3   low six bits: scale of sub-block 0 to 3      top two bits: of scale of sub-block 4 to 7
+//! bytes 4 to 7   low six bits: minimum of sub-block 0 to 3    top two bits: of minimum of sub-block 4 to 7
+//! bytes 8 to 11  low nibble: scale of sub-block 4 to 7        high nibble: minimum of sub-block 4 to 7
+//! ```
 
 /// Scale and minimum of sub-block `s`.
 pub(super) fn unpack(packed: &[u8; 12], s: usize) -> (u8, u8) {

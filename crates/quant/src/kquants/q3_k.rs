@@ -14,7 +14,8 @@ pub struct BlockQ3_K {
     pub hmask: [u8; LEN / 8],
     /// Bits 2j of byte 32h + l belong to value 128h + 32j + l.
     pub qs: [u8; LEN / 4],
-    /// Low nibbles of scales 0 to 7, then 8 to 15 in bytes 0 to 7; the top two bits of scale s in byte 8 + s % 4.
+    /// Low nibbles of scales 0 to 7, then 8 to 15 in bytes 0 to 7; the top two bits of scale s in
+    /// byte 8 + s % 4.
     pub scales: [u8; 12],
     pub d: HalfBytes,
 }

@@ -49,7 +49,7 @@ impl Block for BlockQ4_K {
     }
 }
 
-/// What Q4_K and Q5_K blocks begin with.
+/// The common header of Q4_K and Q5_K blocks.
 pub(super) struct AffineHeader {
     pub(super) d: HalfBytes,
     pub(super) dmin: HalfBytes,

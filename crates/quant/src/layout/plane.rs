@@ -1,12 +1,12 @@
-//! [`Plane`]: one field of a block format, gathered over the 16 rows of a tile.
+//! [`Plane`]: one field of a block format, for the 16 rows of a tile.
 
 use super::{PIECE_BYTES, TILE_COLS, TILE_ROWS};
 use crate::DType;
 
-/// Eight lanes of 16 bytes are all 32 banks of shared memory.
+/// Lanes that access shared memory in one phase: eight lanes of 16 bytes cover all 32 banks.
 const LANES_PER_PHASE: usize = 8;
 
-/// Bytes `offset..offset + len` of every block.
+/// The field at bytes `offset..offset + len` of each block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plane {
     pub offset: usize,
@@ -21,28 +21,30 @@ impl Plane {
         self.len * self.blocks
     }
 
-    /// Where byte `at` of the field of block `block` stands in the plane. Bytes of one piece stay together.
+    /// Offset in the plane of byte `at` of the field, for block `block` of row `row`. The bytes of
+    /// a piece stay contiguous.
     pub fn position(&self, row: usize, block: usize, at: usize) -> usize {
         let byte = block * self.len + at;
         let pieces = self.row_bytes() / PIECE_BYTES;
         if pieces < 2 {
             return row * self.row_bytes() + byte;
         }
-        // Rows that share a group of eight 16-byte bank columns, and so must differ in the piece's place.
+        // Rows that start at the same bank would conflict, so each gets another permutation.
         let rows_per_group = (LANES_PER_PHASE / pieces).max(1);
         let turn = row / rows_per_group % pieces.min(LANES_PER_PHASE);
         let piece = (byte / PIECE_BYTES) ^ turn;
         row * self.row_bytes() + piece * PIECE_BYTES + byte % PIECE_BYTES
     }
 
-    /// Start and length of the runs of the field that stay together: at most a piece.
+    /// Start and length of the contiguous runs of the field, each at most one piece.
     pub(super) fn runs(&self) -> impl Iterator<Item = (usize, usize)> {
         let step = self.len.min(PIECE_BYTES);
         (0..self.len).step_by(step).map(move |from| (from, step))
     }
 }
 
-/// Block types: planes in the order of a tile. Plain types: none, they have no tiles. Other types: no layout.
+/// The planes of a type, in the order of a tile. Empty for F32, F16 and BF16, which have no tiles.
+/// `None` for a type without a layout.
 pub fn planes(dtype: DType) -> Option<&'static [Plane]> {
     const fn small(offset: usize, len: usize) -> Plane {
         Plane { offset, len, blocks: TILE_COLS / 32 }
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn eight_rows_meet_eight_bank_groups() {
+    fn eight_rows_access_eight_bank_groups() {
         for dtype in DType::ALL {
             for plane in planes(dtype).unwrap_or_default() {
                 if !plane.row_bytes().is_multiple_of(PIECE_BYTES) {
