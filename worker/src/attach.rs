@@ -1,5 +1,5 @@
-//! From a model's name to an engine: requests a grant from the weight-server, waits for a load in progress, maps the
-//! weights, and builds the engine. Blocking; runs on the engine's thread.
+//! From a model's name to an engine: requests a grant from the weight-server, waits for a load in
+//! progress, maps the weights, and builds the engine. Blocking; runs on the engine's thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,8 +21,9 @@ use crate::config::{DraftSource, WorkerConfig};
 use crate::draft_vocabulary;
 use crate::startup_timeline::StartupTimeline;
 
-/// How long to ask for a model that the weight-server does not know yet, or a weight-server that restarts. When a fleet
-/// starts, workers may be first. A load in progress is awaited for as long as it advances.
+/// How long to ask for a model that the weight-server does not know yet, or a weight-server that
+/// restarts. When a fleet starts, workers may be first. A load in progress is awaited for as long
+/// as it advances.
 const RETRY_FOR: Duration = Duration::from_secs(30);
 const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
@@ -60,7 +61,8 @@ pub(crate) struct AttachedModelInfo {
     pub(crate) timeline: StartupTimeline,
 }
 
-/// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before the leases end.
+/// An engine on attached weights. Fields are dropped in this order: weights must be unmapped before
+/// the leases end.
 pub(crate) struct AttachedEngine<B: Backend> {
     pub(crate) engine: Engine<B>,
     /// The leases of the model and of its draft model.
@@ -68,8 +70,8 @@ pub(crate) struct AttachedEngine<B: Backend> {
     pub(crate) info: AttachedModelInfo,
 }
 
-/// Waits until the weight-server grants the configured model. The grant reserves all device memory that the worker will
-/// take, and the worker takes none of it before.
+/// Waits until the weight-server grants the configured model. The grant reserves all device memory
+/// that the worker will take, and the worker takes none of it before.
 pub(crate) fn request_grant<R: DeviceRuntime>(
     device: String,
     context: &AttachContext<'_>,
@@ -110,7 +112,8 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
             draft_vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
             let draft_model =
                 models::build(&draft.metadata, draft.weights, &mut compute, config.draft_limits())?;
-            // The cost of a draft step relative to a step of the model: a small step is bound by reading weights.
+            // The cost of a draft step relative to a step of the model: a small step is bound by
+            // reading weights.
             let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
             timeline.mark("draft");
             tracing::info!(draft = %name, share, "attached the draft model");

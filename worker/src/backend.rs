@@ -1,7 +1,8 @@
-//! What differs between devices. A [`DeviceRuntime`] maps weights, creates the compute backend, and measures it. There
-//! is one for the host ([`host`]) and one for a GPU ([`gpu`](crate::gpu)).
+//! What differs between devices. A [`DeviceRuntime`] maps weights, creates the compute backend, and
+//! measures it. There is one for the host ([`host`]) and one for a GPU ([`gpu`](crate::gpu)).
 //!
-//! `run` looks at the configured device once. All other code of this crate is generic over the runtime.
+//! `run` looks at the configured device once. All other code of this crate is generic over the
+//! runtime.
 
 pub(crate) mod host;
 
@@ -53,8 +54,8 @@ pub(crate) trait DeviceRuntime: Sized {
 /// What only the backend itself can measure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BackendUsage {
-    /// Current device memory of activations, logits and kernel buffers. `None` where only the whole process can be
-    /// measured.
+    /// Current device memory of activations, logits and kernel buffers. `None` where only the whole
+    /// process can be measured.
     pub(crate) workspace_used: Option<WorkspaceBytes>,
     pub(crate) lazy_init: LazyInit,
 }
@@ -79,8 +80,8 @@ pub enum TensorImportError {
     Dimension { tensor: String, dim: u64 },
 }
 
-/// Everything beside the request that decides a worker's tokens. A stream can be resumed on any worker with an equal
-/// fingerprint.
+/// Everything beside the request that decides a worker's tokens. A stream can be resumed on any
+/// worker with an equal fingerprint.
 pub(crate) fn fingerprint<R: DeviceRuntime>(
     digest: [u8; 32],
     runtime: &R,

@@ -29,7 +29,8 @@ pub struct WorkerConfig {
     /// The types of keys and values: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
     #[serde(default, with = "crate::kv_types")]
     pub kv_type: KvTypes,
-    /// Memory for activations, logits and kernel buffers, reserved with the KV cache. Absent: enough for small steps.
+    /// Memory for activations, logits and kernel buffers, reserved with the KV cache. Absent:
+    /// enough for small steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_bytes: Option<ByteSize>,
     /// Compute threads.
@@ -49,10 +50,12 @@ pub struct WorkerConfig {
     /// Where draft tokens come from.
     #[serde(default, skip_serializing_if = "DraftSource::is_off")]
     pub draft: DraftSource,
-    /// Draft tokens per step, at most. Fewer are drafted while many are rejected or the batch is full.
+    /// Draft tokens per step, at most. Fewer are drafted while many are rejected or the batch is
+    /// full.
     #[serde(default = "draft_depth")]
     pub draft_depth: usize,
-    /// How long streams may continue after the request to stop. The router resumes aborted streams on other workers.
+    /// How long streams may continue after the request to stop. The router resumes aborted streams
+    /// on other workers.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
 }
@@ -66,8 +69,8 @@ pub enum ComputeDevice {
     Gpu(DeviceSelector),
 }
 
-/// The source of draft tokens: "off", "lookup" (repetitions in the text itself), or the name of a smaller model with
-/// the same vocabulary at the weight-server.
+/// The source of draft tokens: "off", "lookup" (repetitions in the text itself), or the name of a
+/// smaller model with the same vocabulary at the weight-server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum DraftSource {

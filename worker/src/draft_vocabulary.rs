@@ -4,7 +4,8 @@ use gguf::{KeyError, Metadata, StringArray};
 
 /// Metadata key of the texts of all tokens, in the order of their ids.
 const TOKENS_KEY: &str = "tokenizer.ggml.tokens";
-/// Models of one family pad their vocabularies to different sizes. Padding tokens are never sampled.
+/// Models of one family pad their vocabularies to different sizes. Padding tokens are never
+/// sampled.
 const PADDING_MAX: usize = 512;
 
 #[derive(Debug, thiserror::Error)]

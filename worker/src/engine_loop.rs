@@ -1,5 +1,5 @@
-//! The engine loop: the thread that owns the engine. It handles commands between steps, steps while there is work, and
-//! sleeps while there is none.
+//! The engine loop: the thread that owns the engine. It handles commands between steps, steps while
+//! there is work, and sleeps while there is none.
 //!
 //! ```text
 //! calls (async)                                  engine loop (one thread)
@@ -11,8 +11,8 @@
 //! ```
 //!
 //! 1. Only this thread touches the engine.
-//! 2. A dropped receiver closes its channel. The loop checks channels before every step, so the KV blocks of a
-//!    cancelled call are free within one step.
+//! 2. A dropped receiver closes its channel. The loop checks channels before every step, so the KV
+//!    blocks of a cancelled call are free within one step.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -38,7 +38,8 @@ use command::{COMMANDS_MAX, EngineCommand, KV_SUBSCRIBERS_MAX, PAUSED_POLL, Subm
 pub(crate) use command::{EngineSnapshot, SubmitError};
 pub(crate) use handle::{EngineHandle, EngineWaker};
 
-/// After this long without work, the engine frees unused memory and checks the integrity of its block pool.
+/// After this long without work, the engine frees unused memory and checks the integrity of its
+/// block pool.
 const IDLE: Duration = Duration::from_secs(1);
 /// A cached prefix expires after one to two periods without a hit.
 const PREFIX_RETENTION: Duration = Duration::from_secs(300);
@@ -99,7 +100,8 @@ pub(crate) fn engine_loop<B: Backend>(
         epoch,
         score_rows_max,
         next_request_id: AtomicU64::new(0),
-        // Random, so that event numbers of an earlier process are not taken for numbers of this one.
+        // Random, so that event numbers of an earlier process are not taken for numbers of this
+        // one.
         kv_log: RandomState::new().hash_one(std::process::id()),
         kv_subscribers: Arc::new(Semaphore::new(KV_SUBSCRIBERS_MAX)),
     };
@@ -145,7 +147,8 @@ impl<B: Backend> EngineLoop<B> {
         }
     }
 
-    /// Sleeps until a command arrives, and frees memory meanwhile. Returns `None` once all handles are dropped.
+    /// Sleeps until a command arrives, and frees memory meanwhile. Returns `None` once all handles
+    /// are dropped.
     fn wait_while_idle(&mut self) -> Result<Option<EngineCommand>, EngineLoopError> {
         let mut wait = IDLE;
         loop {
@@ -166,7 +169,8 @@ impl<B: Backend> EngineLoop<B> {
         }
     }
 
-    /// Expires unused prefixes once a period, idle or not: occasional requests must not keep the prefixes of others.
+    /// Expires unused prefixes once a period, idle or not: occasional requests must not keep the
+    /// prefixes of others.
     fn expire_prefixes(&mut self, now: Duration) {
         if now.saturating_sub(self.prefixes_expired_at) >= self.prefix_retention {
             self.prefixes_expired_at = now;
@@ -201,7 +205,8 @@ impl<B: Backend> EngineLoop<B> {
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {
             self.record_first_step(lazy_init, now);
         }
-        // Publish before delivering: a client that reads the end of its stream then finds its blocks free.
+        // Publish before delivering: a client that reads the end of its stream then finds its
+        // blocks free.
         self.publish();
         match stepped {
             Ok(report) => {
@@ -228,7 +233,8 @@ impl<B: Backend> EngineLoop<B> {
         }
     }
 
-    /// Adds the step that began at `started` to the startup timeline, and logs the timeline if it changed.
+    /// Adds the step that began at `started` to the startup timeline, and logs the timeline if it
+    /// changed.
     fn record_first_step(&mut self, before: LazyInit, started: Duration) {
         let lazy_init = (self.measure)(self.engine.backend()).lazy_init;
         let is_first = self.first_step.is_zero();
@@ -242,8 +248,8 @@ impl<B: Backend> EngineLoop<B> {
         }
     }
 
-    /// Waits while every request is paused, waits for its grammar mask, or waits for blocks of such requests. Returns
-    /// false once all handles are dropped.
+    /// Waits while every request is paused, waits for its grammar mask, or waits for blocks of such
+    /// requests. Returns false once all handles are dropped.
     fn wait_while_paused(&mut self) -> bool {
         let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
         match self.commands.recv_timeout(due.map_or(PAUSED_POLL, |due| due.min(PAUSED_POLL))) {
@@ -297,11 +303,13 @@ impl<B: Backend> EngineLoop<B> {
         if queued.is_ok() {
             self.streams.insert(id, channel);
         }
-        // A caller that is gone has dropped its receiver too. The closed channel then cancels the request.
+        // A caller that is gone has dropped its receiver too. The closed channel then cancels the
+        // request.
         drop(reply.send(queued));
     }
 
-    /// Cancels requests whose receiver is dropped, and pauses, resumes or aborts those with a slow reader.
+    /// Cancels requests whose receiver is dropped, and pauses, resumes or aborts those with a slow
+    /// reader.
     fn apply_flow_control(&mut self) {
         let now = self.epoch.elapsed();
         let mut cancelled = Vec::new();

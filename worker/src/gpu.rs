@@ -1,5 +1,6 @@
-//! The parts of the worker that need CUDA kernels. `cfg(feature = "cuda")` stands in this file and in no other one of
-//! this crate. In a build without the feature, a worker on a GPU ends with an error that says so.
+//! The parts of the worker that need CUDA kernels. `cfg(feature = "cuda")` stands in this file and
+//! in no other one of this crate. In a build without the feature, a worker on a GPU ends with an
+//! error that says so.
 
 use cuda::DeviceSelector;
 use models::{ModelDescription, ModelLimits};
@@ -25,13 +26,15 @@ pub(crate) fn run_engine(_: EngineThread<'_>, _: DeviceSelector) -> Result<(), W
     Err(crate::attach_error::WorkerAttachError::from(cuda::OpenDriverError::NotBuilt).into())
 }
 
-/// Bytes of a KV cache on a GPU. A layout beyond 64 bits counts as `u64::MAX`: the engine refuses to create it.
+/// Bytes of a KV cache on a GPU. A layout beyond 64 bits counts as `u64::MAX`: the engine refuses
+/// to create it.
 #[cfg(feature = "cuda")]
 pub(crate) fn kv_cache_bytes(layout: &ops::KvLayout) -> u64 {
     kernels::cuda::kv_bytes(layout).unwrap_or(u64::MAX)
 }
 
-/// Without the kernels, only a configuration file can select a GPU, and the worker reports it at its start.
+/// Without the kernels, only a configuration file can select a GPU, and the worker reports it at
+/// its start.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn kv_cache_bytes(_: &ops::KvLayout) -> u64 {
     0

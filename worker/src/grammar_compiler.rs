@@ -1,9 +1,10 @@
 //! Compiles the grammars of requests before the requests are queued.
 //!
 //! 1. One thread compiles, with a stack for the deepest grammar that `grammar` accepts.
-//! 2. A grammar that panics or exceeds its time costs that thread ([`worker_pool`](crate::worker_pool)), even if the
-//!    call that sent it is gone. Its refusal is permanent, so the router tries no other worker. The
-//!    [`GrammarDenylist`] keeps this worker from trying it again soon.
+//! 2. A grammar that panics or exceeds its time costs that thread
+//!    ([`worker_pool`](crate::worker_pool)), even if the call that sent it is gone. Its refusal is
+//!    permanent, so the router tries no other worker. The [`GrammarDenylist`] keeps this worker
+//!    from trying it again soon.
 //! 3. A request that waited too long behind other grammars gets a refusal that says when to retry.
 //!
 //! [`grammar_constraint`](crate::grammar_constraint) then computes what a compiled grammar allows.
@@ -24,11 +25,13 @@ use crate::grammar_constraint::{MASK_SECONDS_MAX, MaskComputer};
 use crate::grammar_denylist::GrammarDenylist;
 use crate::worker_pool::{JobFailure, JobHandler, LostThreads, PoolConfig, WorkerPool};
 
-/// For recursion over grammars of the deepest nesting that `grammar` accepts. The kernel maps only the pages in use.
+/// For recursion over grammars of the deepest nesting that `grammar` accepts. The kernel maps only
+/// the pages in use.
 const STACK_BYTES: usize = 64 << 20;
 /// Grammars that may wait to be compiled. Further requests are refused as an overload.
 const COMPILE_QUEUE_MAX: usize = 64;
-/// Compiling takes some tens of milliseconds. A busy machine compiles a full queue within this time.
+/// Compiling takes some tens of milliseconds. A busy machine compiles a full queue within this
+/// time.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 /// A grammar that compiles for this long on a busy machine is taken for one that never ends.
 const COMPILE_SECONDS_MAX: u32 = 20;
@@ -82,7 +85,8 @@ struct CompileJob {
 
 type CompilePool = Arc<WorkerPool<CompileJob, CompileResult>>;
 
-/// The async side of the compiler. Threads start with the first grammar, because most workers never receive one.
+/// The async side of the compiler. Threads start with the first grammar, because most workers never
+/// receive one.
 pub(crate) struct GrammarCompiler {
     gguf: Bytes,
     mask_threads: usize,
@@ -92,8 +96,8 @@ pub(crate) struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// `gguf` is the model's metadata section, `threads` the number of threads that may compute masks, and `waker` the
-    /// waker of the engine that samples under those masks.
+    /// `gguf` is the model's metadata section, `threads` the number of threads that may compute
+    /// masks, and `waker` the waker of the engine that samples under those masks.
     pub(crate) fn new(gguf: Bytes, threads: usize, waker: EngineWaker) -> Self {
         let mask_threads = threads.clamp(1, MASK_THREADS_MAX);
         Self { gguf, mask_threads, waker, denylist: GrammarDenylist::default(), pool: Mutex::new(None) }
@@ -124,7 +128,8 @@ impl GrammarCompiler {
         Ok(pool.insert(started).clone())
     }
 
-    /// Compiles a grammar into the constraint of a request. The constraint has accepted the request's prior output.
+    /// Compiles a grammar into the constraint of a request. The constraint has accepted the
+    /// request's prior output.
     pub(crate) async fn compile(&self, source: GrammarSource, prior_output: Vec<u32>) -> CompileResult {
         self.compile_within(source, prior_output, tokio::time::sleep(QUEUE_TIMEOUT)).await
     }
@@ -251,7 +256,8 @@ pub(crate) mod tests {
         fn accept(&mut self, _: u32) {}
     }
 
-    /// A compiler whose handler reports what it begins, and blocks on the source "blocks" until the fixture is dropped.
+    /// A compiler whose handler reports what it begins, and blocks on the source "blocks" until the
+    /// fixture is dropped.
     struct CompilerFixture {
         compiler: GrammarCompiler,
         pool: CompilePool,

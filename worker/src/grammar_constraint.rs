@@ -10,9 +10,10 @@
 //! ```
 //!
 //! 1. A request has at most one mask job. The job owns the matcher until its result is read.
-//! 2. Only the request itself waits for a late mask. The engine defers that row's logits and steps on.
-//! 3. A request that ends drops its job. The queue therefore holds at most one job per running request, which bounds
-//!    how long a request waits.
+//! 2. Only the request itself waits for a late mask. The engine defers that row's logits and steps
+//!    on.
+//! 3. A request that ends drops its job. The queue therefore holds at most one job per running
+//!    request, which bounds how long a request waits.
 
 use std::io;
 use std::sync::Arc;
@@ -25,8 +26,8 @@ use crate::engine_loop::EngineWaker;
 use crate::grammar_denylist::GrammarDenylist;
 use crate::worker_pool::{JobFailure, JobHandler, JobTicket, LostThreads, PoolConfig, WorkerPool};
 
-/// A mask takes bounded work: about 20 ms, and half a second for hostile grammars. The limit is twenty times that, for
-/// a busy machine.
+/// A mask takes bounded work: about 20 ms, and half a second for hostile grammars. The limit is
+/// twenty times that, for a busy machine.
 pub(crate) const MASK_SECONDS_MAX: u32 = 10;
 /// Rust's default for threads. A matcher does not recurse.
 const STACK_BYTES: usize = 2 << 20;

@@ -7,7 +7,8 @@ use grammar::GrammarSource;
 
 use crate::worker_pool::JobFailure;
 
-/// How long a grammar stays on the list. It expires because the machine, not the grammar, may have been at fault.
+/// How long a grammar stays on the list. It expires because the machine, not the grammar, may have
+/// been at fault.
 pub(crate) const DENIED_FOR: Duration = Duration::from_secs(600);
 
 /// Holds at most as many grammars as a process may lose threads.

@@ -1,5 +1,5 @@
-//! `ballast.worker.v1.Worker` on the worker's socket. The service runs from the start, and refuses calls until the
-//! weights are attached.
+//! `ballast.worker.v1.Worker` on the worker's socket. The service runs from the start, and refuses
+//! calls until the weights are attached.
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -171,8 +171,8 @@ impl WorkerService {
         }
     }
 
-    /// Reports "not serving", so that the router chooses other workers, and waits for running streams. Aborts those
-    /// that still run after `grace`, and returns their number.
+    /// Reports "not serving", so that the router chooses other workers, and waits for running
+    /// streams. Aborts those that still run after `grace`, and returns their number.
     pub(crate) async fn drain_within(&self, grace: Duration) -> usize {
         self.health.set_not_serving::<WorkerServer<Self>>().await;
         match self.state.get() {
@@ -210,7 +210,8 @@ impl WorkerService {
     }
 }
 
-/// Checks that the caller means this worker. A restarted worker has the same socket but may have another fingerprint.
+/// Checks that the caller means this worker. A restarted worker has the same socket but may have
+/// another fingerprint.
 fn check_fingerprint(expected: &[u8], info: &AttachedModelInfo) -> Result<(), Status> {
     if expected == info.fingerprint {
         return Ok(());

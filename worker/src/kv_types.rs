@@ -1,4 +1,5 @@
-//! Serializes [`KvTypes`] as the text that configuration files use, for `#[serde(with = "worker::kv_types")]`.
+//! Serializes [`KvTypes`] as the text that configuration files use, for `#[serde(with =
+//! "worker::kv_types")]`.
 
 use ops::KvTypes;
 use serde::de::Error;

@@ -1,24 +1,24 @@
-//! The worker process: attaches a model's weights read-only, computes, and serves token ids to the router
-//! (`ballast.worker.v1`).
+//! The worker process: attaches a model's weights read-only, computes, and serves token ids to the
+//! router (`ballast.worker.v1`).
 //!
 //! ```text
-//! process            run --> grpc (all calls, one thread)        engine_thread (attach, then steps)
-//!                                   |  commands, TokenChannel            |
-//!                                   +------------> engine_loop <---------+
-//!                                                     ^
-//!                    grammar_compiler --> grammar_constraint (masks, on WorkerPool threads)
+//! run --> grpc (all calls, one thread)          engine_thread (attaches, then steps)
+//!           | commands, TokenChannel                |
+//!           +-----------> engine_loop <-------------+
+//!                            ^
+//!     grammar_compiler --> grammar_constraint (masks, on WorkerPool threads)
 //! ```
 //!
 //! | module | does |
 //! |---|---|
-//! | `config`, `reservation` | configuration of one process; what it reserves at the weight-server |
+//! | `config`, `reservation` | configuration; what a worker reserves at the weight-server |
 //! | `run`, `run_error` | socket first, then weights; drains on a stop |
-//! | `engine_thread`, `attach`, `attach_error` | requests the weights, waits for a load, builds the engine |
+//! | `engine_thread`, `attach`, `attach_error` | requests the weights, builds the engine |
 //! | `backend`, `gpu` | [`DeviceRuntime`](backend::DeviceRuntime) of the host and of a GPU |
 //! | `engine_loop` | owns the engine: commands in, outputs out, one step at a time |
 //! | `token_channel` | bounded queue of outputs from the engine loop to one call |
-//! | `grpc`, `wire` | `ballast.worker.v1` on the worker's socket; its messages to and from engine types |
-//! | `grammar_compiler`, `grammar_denylist` | compiles grammars before their requests are queued |
+//! | `grpc`, `wire` | `ballast.worker.v1`; its messages to and from engine types |
+//! | `grammar_compiler`, `grammar_denylist` | compiles grammars before requests are queued |
 //! | `grammar_constraint` | computes the next token bitmask while the engine steps |
 //! | `worker_pool`, `panic_isolation` | threads whose jobs may panic or hang |
 //! | `draft_vocabulary` | whether one model can draft for another |
@@ -26,8 +26,8 @@
 //! | `process_memory`, `startup_timeline` | private memory; duration of each startup stage |
 //! | `kv_types` | how a configuration file writes KV cache types |
 //!
-//! The worker does not own the weights. When it dies, the fleet loses one KV cache and one socket. When the
-//! weight-server dies, the worker keeps serving, and the successor adopts its lease.
+//! The worker does not own the weights. When it dies, the fleet loses one KV cache and one socket.
+//! When the weight-server dies, the worker keeps serving, and the successor adopts its lease.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The memory that a worker will take of its device beside the weights, computed before the worker starts. `ballast
-//! plan` shows the plan, and the weight-server's ledger reserves it.
+//! The memory that a worker will take of its device beside the weights, computed before the worker
+//! starts. `ballast plan` shows the plan, and the weight-server's ledger reserves it.
 
 use engine::ConfigError;
 use models::ModelDescription;
@@ -23,7 +23,8 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// The plan of a worker with this configuration. `dtypes` holds each type of the model's tensors once.
+    /// The plan of a worker with this configuration. `dtypes` holds each type of the model's
+    /// tensors once.
     pub fn of(
         config: &WorkerConfig,
         model: &ModelDescription,

@@ -1,17 +1,18 @@
 //! Runs a closure whose panic ends its thread instead of the process.
 //!
-//! A release build aborts on panic, because a panic leaves shared state undefined. Compiling and following grammars is
-//! different: that code is large, reads what clients write, and shares nothing with the worker except its jobs. An
-//! abort there would also kill the next worker, because the router retries the request.
+//! A release build aborts on panic, because a panic leaves shared state undefined. Compiling and
+//! following grammars is different: that code is large, reads what clients write, and shares
+//! nothing with the worker except its jobs. An abort there would also kill the next worker, because
+//! the router retries the request.
 //!
-//! The panic hook runs before the abort. On a thread inside [`run_isolated`], the hook reports the loss and parks the
-//! thread forever, so the abort never comes. Consequences:
+//! The panic hook runs before the abort. On a thread inside [`run_isolated`], the hook reports the
+//! loss and parks the thread forever, so the abort never comes. Consequences:
 //!
 //! 1. Memory and locks of the parked thread are never freed. No other code may need them.
 //! 2. The parked thread holds the lock of the panic hook: no code can set another hook afterwards.
 //! 3. If `on_panic` returns false (too many threads are lost), the process aborts.
-//! 4. In a build that unwinds (tests), the hook returns and the thread unwinds to its end. The test harness replaces
-//!    the hook when its last test is done.
+//! 4. In a build that unwinds (tests), the hook returns and the thread unwinds to its end. The test
+//!    harness replaces the hook when its last test is done.
 
 use std::cell::Cell;
 use std::panic;
@@ -25,8 +26,8 @@ thread_local! {
     static ON_PANIC: Cell<Option<OnPanic>> = const { Cell::new(None) };
 }
 
-/// Runs `work`. If `work` panics, `on_panic` runs and returns whether the process goes on without this thread.
-/// Calls must not nest.
+/// Runs `work`. If `work` panics, `on_panic` runs and returns whether the process goes on without
+/// this thread. Calls must not nest.
 pub(crate) fn run_isolated<T>(on_panic: impl FnOnce() -> bool + 'static, work: impl FnOnce() -> T) -> T {
     static INSTALL: Once = Once::new();
     INSTALL.call_once(install_hook);

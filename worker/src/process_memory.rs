@@ -1,5 +1,6 @@
-//! The private memory of this process: its anonymous resident memory, from the kernel's counter RssAnon
-//! (proc_pid_status(5)). Weights are mapped from memfds, which the kernel counts as RssShmem instead.
+//! The private memory of this process: its anonymous resident memory, from the kernel's counter
+//! RssAnon (proc_pid_status(5)). Weights are mapped from memfds, which the kernel counts as
+//! RssShmem instead.
 
 use std::io;
 

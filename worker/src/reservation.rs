@@ -1,4 +1,5 @@
-//! What a worker reserves at the weight-server before its model is known, and the engine's part of its configuration.
+//! What a worker reserves at the weight-server before its model is known, and the engine's part of
+//! its configuration.
 
 use engine::{EngineConfig, KvBudget};
 use models::ModelLimits;
@@ -8,14 +9,15 @@ use crate::config::{ComputeDevice, DraftSource, WorkerConfig};
 /// Memory of a CUDA context, where nothing measures it: 523.6 MiB on an H200 with driver 580.
 pub(crate) const CONTEXT_BYTES: u64 = 524 << 20;
 
-/// Host workspace without a model to compute it from: a model of 0.6B parameters and a vocabulary of 150,000, with
-/// steps of 512 tokens.
+/// Host workspace without a model to compute it from: a model of 0.6B parameters and a vocabulary
+/// of 150,000, with steps of 512 tokens.
 const HOST_WORKSPACE_BYTES: u64 = 192 << 20;
 
 /// Additional workspace of a draft model, without a model to compute it from.
 const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
 
-/// GPU workspace without a model to compute it from: a model of 8B parameters and steps of 2,048 tokens.
+/// GPU workspace without a model to compute it from: a model of 8B parameters and steps of 2,048
+/// tokens.
 pub(crate) const GPU_WORKSPACE_BYTES: u64 = 192 << 20;
 
 impl WorkerConfig {

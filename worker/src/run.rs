@@ -1,7 +1,8 @@
 //! The worker process: binds its socket first, then attaches the weights, and drains on a stop.
 //!
-//! Two threads matter. This thread runs all of gRPC: frames are small, and the other cores are for computing. The
-//! engine's thread attaches the model and then steps. The process ends with the thread that ends first.
+//! Two threads matter. This thread runs all of gRPC: frames are small, and the other cores are for
+//! computing. The engine's thread attaches the model and then steps. The process ends with the
+//! thread that ends first.
 
 use std::convert::Infallible;
 use std::io::Read;
@@ -30,7 +31,8 @@ use crate::startup_timeline::StartupTimeline;
 const ATTACH_TOKEN_BYTES_MAX: u64 = 256;
 /// Time between the last frame of a drained worker and the end of its connections.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
-/// How often the state of a lease is read. Only the log depends on it, except for quarantined weights.
+/// How often the state of a lease is read. Only the log depends on it, except for quarantined
+/// weights.
 const LEASE_POLL: Duration = Duration::from_secs(1);
 
 /// Runs the worker until it has drained.
@@ -49,7 +51,8 @@ pub fn run(config: WorkerConfig) -> Result<(), WorkerRunError> {
     })
 }
 
-/// Reads the attach token from the pipe that the supervisor fills for each start. `None` without a supervisor.
+/// Reads the attach token from the pipe that the supervisor fills for each start. `None` without a
+/// supervisor.
 fn read_token() -> Result<Option<Bytes>, WorkerRunError> {
     let Some(fd) = service::listen::fd_from_env(service::env::ATTACH_TOKEN_FD)? else { return Ok(None) };
     let mut token = Vec::new();
@@ -60,7 +63,8 @@ fn read_token() -> Result<Option<Bytes>, WorkerRunError> {
     Ok(Some(token.into()))
 }
 
-/// The worker without its process: serves until `shutdown` is requested and all streams have ended or are aborted.
+/// The worker without its process: serves until `shutdown` is requested and all streams have ended
+/// or are aborted.
 pub async fn serve(
     config: WorkerConfig,
     token: Option<Bytes>,
@@ -105,8 +109,8 @@ pub async fn serve(
             drop(flushed_sender);
         }
     };
-    // The engine's thread is not joined. The end of the process ends it, even in the middle of a step, and tells the
-    // weight-server that nothing is mapped here any more.
+    // The engine's thread is not joined. The end of the process ends it, even in the middle of a
+    // step, and tells the weight-server that nothing is mapped here any more.
     tokio::select! {
         served = service::grpc::serve(server, listener, stop) => served.map_err(WorkerRunError::Serve),
         _ = async { drop(flushed.await); tokio::time::sleep(FLUSH_WAIT).await } => Ok(()),
@@ -160,7 +164,8 @@ fn drain_on_request(
     }
 }
 
-/// Runs the engine on the configured device. All code behind this is generic over the device's runtime.
+/// Runs the engine on the configured device. All code behind this is generic over the device's
+/// runtime.
 fn run_engine_thread(mut thread: EngineThread<'_>) -> Result<(), WorkerRunError> {
     thread.timeline.mark("sockets");
     match thread.config.device {
@@ -174,8 +179,8 @@ fn run_engine_thread(mut thread: EngineThread<'_>) -> Result<(), WorkerRunError>
     }
 }
 
-/// Logs what becomes of a lease. The worker serves in every state of the lease, except that quarantined weights are an
-/// error.
+/// Logs what becomes of a lease. The worker serves in every state of the lease, except that
+/// quarantined weights are an error.
 async fn watch_lease(lease: Weak<LeaseGuard>) -> Result<(), WorkerRunError> {
     let mut last = LeaseStatus::Held;
     while let Some(lease) = lease.upgrade() {

@@ -33,7 +33,8 @@ pub enum WorkerRunError {
         "{device} failed and this worker ends; other workers keep the weights, which are mapped read-only"
     )]
     Engine { device: String, source: engine::StepError },
-    /// The worker ends because sequences could otherwise share blocks wrongly and produce wrong text.
+    /// The worker ends because sequences could otherwise share blocks wrongly and produce wrong
+    /// text.
     #[error("the integrity check of the idle KV cache failed, this worker ends")]
     Integrity(#[source] engine::IntegrityError),
     #[error("the weights are damaged, this worker ends and attaches them again: {text}")]

@@ -1,5 +1,5 @@
-//! The startup timeline: how long each stage took from the start of the process until the worker was ready. It shows
-//! what a restart costs, stage by stage.
+//! The startup timeline: how long each stage took from the start of the process until the worker
+//! was ready. It shows what a restart costs, stage by stage.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -40,7 +40,8 @@ pub(crate) struct StartupTimeline {
 }
 
 impl StartupTimeline {
-    /// Call this early. The time since the start of the process is the stage "exec", known to 10 ms.
+    /// Call this early. The time since the start of the process is the stage "exec", known to 10
+    /// ms.
     pub(crate) fn start() -> Self {
         let now = Instant::now();
         let age = process_age().unwrap_or_default();

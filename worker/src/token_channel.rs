@@ -1,4 +1,5 @@
-//! The channel from the engine loop to one call: a bounded queue of outputs that the engine never blocks on.
+//! The channel from the engine loop to one call: a bounded queue of outputs that the engine never
+//! blocks on.
 //!
 //! ```text
 //!          room >= per_step          room < per_step            paused for PAUSED_MAX
@@ -8,8 +9,8 @@
 //! ```
 //!
 //! 1. A paused request keeps its KV blocks and skips steps.
-//! 2. One entry of the queue is reserved from the start for the item that ends the stream. The reader therefore always
-//!    learns why its stream ended.
+//! 2. One entry of the queue is reserved from the start for the item that ends the stream. The
+//!    reader therefore always learns why its stream ended.
 
 use std::time::Duration;
 
@@ -27,12 +28,14 @@ pub(crate) struct ChannelCapacity {
     per_step: usize,
 }
 
-/// The capacity of a token stream. One step adds one token and the accepted draft tokens. If the constraint was not
-/// ready for the token before, the step adds that token instead of drafts. Token outputs are small.
+/// The capacity of a token stream. One step adds one token and the accepted draft tokens. If the
+/// constraint was not ready for the token before, the step adds that token instead of drafts. Token
+/// outputs are small.
 pub(crate) const TOKEN_CAPACITY: ChannelCapacity =
     ChannelCapacity { outputs: 128, per_step: 1 + DRAFT_DEPTH_MAX };
 
-/// The capacity of a score stream. `rows` is the limit of scored rows in one step, which bounds the queued bytes.
+/// The capacity of a score stream. `rows` is the limit of scored rows in one step, which bounds the
+/// queued bytes.
 pub(crate) fn score_capacity(rows: usize) -> ChannelCapacity {
     // One more output reports the admission.
     ChannelCapacity { outputs: 2 * (rows + 1), per_step: rows + 1 }
@@ -70,7 +73,8 @@ pub(crate) struct TokenChannel {
     paused_since: Option<Duration>,
 }
 
-/// The queue is full although the request was paused in time. This is a bug of the worker; the stream is aborted.
+/// The queue is full although the request was paused in time. This is a bug of the worker; the
+/// stream is aborted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ChannelFull;
 

@@ -1,4 +1,5 @@
-//! A thread pool for untrusted jobs: a job may panic or never return, and then costs only its thread.
+//! A thread pool for untrusted jobs: a job may panic or never return, and then costs only its
+//! thread.
 //!
 //! ```text
 //! submit --> queue --> thread runs the handler --> callback(Ok(result))
@@ -10,14 +11,17 @@
 //!
 //! Invariants:
 //!
-//! 1. Every queued job has a live [`JobTicket`]. Dropping the ticket removes a job that has not begun.
-//! 2. The callback of a job runs at most once. The thread that removes the job from `running` calls it: the pool
-//!    thread that finished the job, the panic hook on that thread ([`panic_isolation`](crate::panic_isolation)), or
-//!    the watchdog.
-//! 3. A pool thread whose job is no longer in `running` when the handler returns is already replaced, and ends.
-//! 4. The watchdog depends on no caller. It counts its own ticks instead of reading a clock. A process that was
-//!    stopped or starved of CPU time therefore does not find every job overdue.
-//! 5. A process that loses more than [`LOST_THREADS_MAX`] threads aborts, and the supervisor restarts it.
+//! 1. Every queued job has a live [`JobTicket`]. Dropping the ticket removes a job that has not
+//!    begun.
+//! 2. The callback of a job runs at most once. The thread that removes the job from `running` calls
+//!    it: the pool thread that finished the job, the panic hook on that thread
+//!    ([`panic_isolation`](crate::panic_isolation)), or the watchdog.
+//! 3. A pool thread whose job is no longer in `running` when the handler returns is already
+//!    replaced, and ends.
+//! 4. The watchdog depends on no caller. It counts its own ticks instead of reading a clock. A
+//!    process that was stopped or starved of CPU time therefore does not find every job overdue.
+//! 5. A process that loses more than [`LOST_THREADS_MAX`] threads aborts, and the supervisor
+//!    restarts it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,8 +33,8 @@ use tokio::time::MissedTickBehavior;
 
 use crate::panic_isolation::run_isolated;
 
-/// Threads that a process may lose. A lost thread may keep the memory of a grammar (at most about 30 MB) and, if it
-/// does not sleep, a core.
+/// Threads that a process may lose. A lost thread may keep the memory of a grammar (at most about
+/// 30 MB) and, if it does not sleep, a core.
 pub(crate) const LOST_THREADS_MAX: usize = 16;
 /// The period of the watchdog. A job may run for up to one period longer than its limit.
 const WATCHDOG_PERIOD: Duration = Duration::from_secs(1);
@@ -113,7 +117,8 @@ struct RunningJob<R> {
 }
 
 impl<J: Send + 'static, R: 'static> WorkerPool<J, R> {
-    /// Starts the threads, and the watchdog on the current tokio runtime. Each thread calls `new_handler` once.
+    /// Starts the threads, and the watchdog on the current tokio runtime. Each thread calls
+    /// `new_handler` once.
     pub(crate) fn start(
         config: PoolConfig,
         new_handler: impl Fn() -> JobHandler<J, R> + Send + Sync + 'static,
@@ -145,7 +150,8 @@ impl<J: Send + 'static, R: 'static> WorkerPool<J, R> {
         Ok(Arc::new(pool))
     }
 
-    /// Queues a job. `callback` runs once, on any thread, unless the ticket is dropped before the job begins.
+    /// Queues a job. `callback` runs once, on any thread, unless the ticket is dropped before the
+    /// job begins.
     pub(crate) fn submit(
         &self,
         job: J,
@@ -222,7 +228,8 @@ impl<J: Send + 'static, R: 'static> PoolShared<J, R> {
         }
     }
 
-    /// Waits for a job and marks it as running. Returns `None` once the pool is closed and its queue is empty.
+    /// Waits for a job and marks it as running. Returns `None` once the pool is closed and its
+    /// queue is empty.
     fn next_job(&self) -> Option<(u64, J)> {
         let is_idle = |state: &mut PoolState<J, R>| state.queue.is_empty() && !state.is_closed;
         let state = self.changed.wait_while(self.lock(), is_idle);
@@ -232,7 +239,8 @@ impl<J: Send + 'static, R: 'static> PoolShared<J, R> {
         Some((id, job))
     }
 
-    /// Removes the job from `running`. The caller that gets the callback is the one that must call it.
+    /// Removes the job from `running`. The caller that gets the callback is the one that must call
+    /// it.
     fn take_callback(&self, id: u64) -> Option<JobCallback<R>> {
         let running = &mut self.lock().running;
         let at = running.iter().position(|job| job.id == id)?;
@@ -241,7 +249,8 @@ impl<J: Send + 'static, R: 'static> PoolShared<J, R> {
 
     /// Gives up a running job together with its thread. Returns whether the process may go on.
     fn fail_job(self: &Arc<Self>, id: u64, failure: JobFailure) -> bool {
-        // Without a callback, the job has ended meanwhile, or its thread was lost before it panicked.
+        // Without a callback, the job has ended meanwhile, or its thread was lost before it
+        // panicked.
         let Some(callback) = self.take_callback(id) else { return true };
         if !self.config.lost_threads.count_one() {
             return false;

@@ -1,4 +1,5 @@
-//! The workspace of a worker: the memory of its device that holds neither weights, nor context, nor KV cache.
+//! The workspace of a worker: the memory of its device that holds neither weights, nor context, nor
+//! KV cache.
 
 /// Bytes of the worker's device that are reserved with the lease, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,7 +20,8 @@ impl WorkspaceBytes {
         self.activations + self.scratch + self.graphs + self.modules + self.process
     }
 
-    /// The workspace of two models that compute in turn in one process. Kernel buffers serve both models.
+    /// The workspace of two models that compute in turn in one process. Kernel buffers serve both
+    /// models.
     pub(crate) fn shared_with(self, other: Self) -> Self {
         Self {
             activations: self.activations + other.activations,

@@ -1,5 +1,6 @@
-//! Adds patterns to string formats that the compiler checks incompletely. The compiler allows February 29 in every
-//! year and second 60 in every minute. The patterns exclude both, real leap seconds included.
+//! Adds patterns to string formats that the compiler checks incompletely. The compiler allows
+//! February 29 in every year and second 60 in every minute. The patterns exclude both, real leap
+//! seconds included.
 
 use serde_json::{Map, Value, json};
 

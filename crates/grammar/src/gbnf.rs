@@ -1,16 +1,18 @@
 //! Translates llama.cpp's grammar notation (GBNF) to Lark.
 //!
-//! GBNF has no lexer: its rules match characters. The translation therefore distinguishes two kinds of rules:
+//! GBNF has no lexer: its rules match characters. The translation therefore distinguishes two kinds
+//! of rules:
 //!
-//! 1. A rule that does not lead back to itself is a regular expression. It becomes a Lark terminal (`T0`) with exactly
-//!    the same language.
-//! 2. A recursive rule becomes a Lark rule (`r0`). The terminals in it match as many characters as possible.
+//! 1. A rule that does not lead back to itself is a regular expression. It becomes a Lark terminal
+//!    (`T0`) with exactly the same language.
+//! 2. A recursive rule becomes a Lark rule (`r0`). The terminals in it match as many characters as
+//!    possible.
 
 use std::collections::HashMap;
 use std::fmt::Write;
 
-/// Most parts of a non-recursive rule, those of the rules in it included: a terminal is expanded to one regular
-/// expression.
+/// Most parts of a non-recursive rule, those of the rules in it included: a terminal is expanded to
+/// one regular expression.
 const EXPANDED_PARTS_MAX: usize = 100_000;
 
 /// Why a text is not a GBNF grammar.
@@ -104,9 +106,11 @@ impl Gbnf {
         lark
     }
 
-    /// For each rule: the number of its expanded parts, or `None` if it is recursive or refers to a recursive rule.
+    /// For each rule: the number of its expanded parts, or `None` if it is recursive or refers to a
+    /// recursive rule.
     ///
-    /// A rule is settled once all rules that it refers to are settled. Rules on a cycle, or leading to one, never are.
+    /// A rule is settled once all rules that it refers to are settled. Rules on a cycle, or leading
+    /// to one, never are.
     fn count_regular_parts(&self) -> Vec<Option<usize>> {
         let mut referenced_by = vec![Vec::new(); self.rules.len()];
         let mut open = vec![0_usize; self.rules.len()];

@@ -9,7 +9,8 @@ use crate::schema::{self, SchemaError};
 
 /// Longest source. Real schemas have a few kilobytes.
 pub const SOURCE_BYTES_MAX: usize = 256 << 10;
-/// Deepest nesting of brackets. Bounds the stack of the compiler. (The JSON parser has its own limit, 128.)
+/// Deepest nesting of brackets. Bounds the stack of the compiler. (The JSON parser has its own
+/// limit, 128.)
 pub const NESTING_MAX: usize = 100;
 /// Most rules. A chain of rules that refer to each other uses the same stack.
 const RULES_MAX: usize = 4_000;

@@ -1,16 +1,17 @@
-//! Structured output: computes which tokens a JSON schema, a regular expression or a grammar allows next.
+//! Structured output: computes which tokens a JSON schema, a regular expression or a grammar allows
+//! next.
 //!
 //! ```text
-//! text::Tokenizer ----------------> GrammarVocabulary --+
-//!                                                       +--> CompiledGrammar --> Matcher
-//! GrammarSource (schema, regex, Lark, GBNF, choice) ----+                          |  ^
-//!                                                                     compute_mask |  | accept
-//!                                                        token bitmask <-----------+  +--- sampled token
+//! text::Tokenizer --> GrammarVocabulary --+
+//!                                         +--> CompiledGrammar --> Matcher
+//! GrammarSource (schema, regex, ...) -----+                          |  ^
+//!                                                       compute_mask |  | accept
+//!                                          token bitmask <-----------+  +--- sampled token
 //! ```
 //!
 //! 1. Everything here is a plain value. The caller decides on which thread it is used.
-//! 2. Sources come from clients. Named constants bound their length, their nesting, the states of a matcher, and the
-//!    work per token.
+//! 2. Sources come from clients. Named constants bound their length, their nesting, the states of a
+//!    matcher, and the work per token.
 //! 3. A refused source gets an error that says what is wrong, before a token is sampled.
 //!
 //! The engine behind this crate is llguidance.
@@ -30,8 +31,8 @@ pub use matcher::{CompiledGrammar, MatchError, Matcher, MatcherStatus};
 pub use schema::SchemaError;
 pub use vocabulary::{GrammarVocabulary, GrammarVocabularyError};
 
-/// Makes llguidance set its panic hook now instead of at its first use. A caller that needs its own hook to run first
-/// calls this before it sets that hook.
+/// Makes llguidance set its panic hook now instead of at its first use. A caller that needs its own
+/// hook to run first calls this before it sets that hook.
 pub fn install_panic_hook() {
     // The call only has to be llguidance's first use. It cannot fail.
     drop(llguidance::panic_utils::catch_unwind(|| Ok(())));

@@ -22,7 +22,8 @@ pub struct Matcher {
 /// Whether an output may continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatcherStatus {
-    /// The tokens of the mask may follow. Where the grammar may end, the mask includes the end-of-generation tokens.
+    /// The tokens of the mask may follow. Where the grammar may end, the mask includes the
+    /// end-of-generation tokens.
     Active,
     /// The output is complete: no token may follow.
     Finished,
@@ -57,7 +58,8 @@ impl CompiledGrammar {
         }
     }
 
-    /// Creates a matcher. Matchers share no state, so the cost of one output does not depend on another.
+    /// Creates a matcher. Matchers share no state, so the cost of one output does not depend on
+    /// another.
     pub fn matcher(&self) -> Matcher {
         Matcher { inner: self.start.deep_clone() }
     }
@@ -87,8 +89,8 @@ impl Matcher {
         accepted.map(drop).map_err(|_| self.limit_error_or(MatchError::Token { token }))
     }
 
-    /// Returns `TooComplex` if llguidance reached a limit, else `otherwise`. After a limit, its other answers are
-    /// unreliable.
+    /// Returns `TooComplex` if llguidance reached a limit, else `otherwise`. After a limit, its
+    /// other answers are unreliable.
     fn limit_error_or(&self, otherwise: MatchError) -> MatchError {
         if self.inner.parser.get_error().is_some() { MatchError::TooComplex } else { otherwise }
     }

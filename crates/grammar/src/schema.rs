@@ -1,25 +1,29 @@
-//! Checks a JSON schema before it is compiled: every keyword is known, and its value has the right type.
+//! Checks a JSON schema before it is compiled: every keyword is known, and its value has the right
+//! type.
 //!
-//! The compiler ignores unknown keywords as annotations: a mistyped `maxlength` would have no effect and no error. Its
-//! errors also locate wrong values less precisely.
+//! The compiler ignores unknown keywords as annotations: a mistyped `maxlength` would have no
+//! effect and no error. Its errors also locate wrong values less precisely.
 
 use serde_json::{Deserializer, Map, Value};
 
 use crate::formats;
 
-/// Largest count or length, which is the largest repetition that the compiler accepts. Schemas generated from 32-bit
-/// types use this bound.
+/// Largest count or length, which is the largest repetition that the compiler accepts. Schemas
+/// generated from 32-bit types use this bound.
 const COUNT_MAX: u64 = u32::MAX as u64;
 /// Bounds and constants are compared as doubles. Beyond this value not every integer is a double.
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
-/// Named and required properties of the whole schema. The size of the compiled form grows with their square.
+/// Named and required properties of the whole schema. The size of the compiled form grows with
+/// their square.
 const PROPERTIES_MAX: usize = 2_000;
-/// Regular expressions of the whole schema. If several apply to one string, their automata multiply.
+/// Regular expressions of the whole schema. If several apply to one string, their automata
+/// multiply.
 const PATTERNS_MAX: usize = 200;
 /// Regular expressions in the schemas of one `allOf`.
 const PATTERNS_ALL_OF_MAX: usize = 8;
-/// Least common multiple of all `multipleOf` values, without their decimal points (2.5 counts as 25). The automaton
-/// distinguishes that many remainders. Compiling a million of them takes a second and 150 MB.
+/// Least common multiple of all `multipleOf` values, without their decimal points (2.5 counts as
+/// 25). The automaton distinguishes that many remainders. Compiling a million of them takes a
+/// second and 150 MB.
 const MULTIPLE_MAX: u64 = 100_000;
 /// Longest path in a message. The names in a path come from the client.
 const PATH_BYTES_MAX: usize = 200;
@@ -142,14 +146,14 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("contentSchema", KeywordForm::Annotation),
 ];
 
-/// Checks a schema, removes keywords without effect, and adds patterns to formats. If `lenient` is set, unknown keywords
-/// and keywords that cannot be enforced are accepted.
+/// Checks a schema, removes keywords without effect, and adds patterns to formats. If `lenient` is
+/// set, unknown keywords and keywords that cannot be enforced are accepted.
 pub(crate) fn check_schema(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
     SchemaChecker::new(lenient).schema(schema)
 }
 
-/// Checks the limits for all schemas of a Lark source together. Skips text after `%json` that is not JSON: the compiler
-/// refuses it, or it is part of a string.
+/// Checks the limits for all schemas of a Lark source together. Skips text after `%json` that is
+/// not JSON: the compiler refuses it, or it is part of a string.
 pub(crate) fn check_embedded_schemas(lark: &str) -> Result<(), SchemaError> {
     let mut check = SchemaChecker::new(true);
     for (at, keyword) in lark.match_indices("%json") {

@@ -1,5 +1,5 @@
-//! A model's vocabulary as the trie that masks are computed over. Built once per model, which takes some tens of
-//! milliseconds. 150,000 tokens take about 15 MB.
+//! A model's vocabulary as the trie that masks are computed over. Built once per model, which takes
+//! some tens of milliseconds. 150,000 tokens take about 15 MB.
 
 use std::sync::Arc;
 
@@ -13,11 +13,13 @@ use text::{TokenKind, Tokenizer};
 
 /// Precedes the name of a control token. No text contains this byte.
 const SPECIAL_MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
-/// Longer tokens (runs of blanks in some vocabularies) are never allowed. This bounds the depth of the trie.
+/// Longer tokens (runs of blanks in some vocabularies) are never allowed. This bounds the depth of
+/// the trie.
 const TOKEN_BYTES_MAX: usize = 200;
 
-/// Limits work and memory of one matcher. A mask takes about 50 us on average and tens of milliseconds at most. The
-/// slowest mask of a hostile grammar (rules repeated about ten thousand times) took half a second.
+/// Limits work and memory of one matcher. A mask takes about 50 us on average and tens of
+/// milliseconds at most. The slowest mask of a hostile grammar (rules repeated about ten thousand
+/// times) took half a second.
 const PARSER_LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2_000,
     initial_lexer_fuel: 1_000_000,
@@ -59,7 +61,8 @@ impl GrammarVocabulary {
     }
 }
 
-/// The bytes that a token adds to the text. Control tokens add nothing: a grammar can only refer to their names.
+/// The bytes that a token adds to the text. Control tokens add nothing: a grammar can only refer to
+/// their names.
 fn trie_word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     let bytes = tokenizer.token_bytes(id).unwrap_or_default();
     match tokenizer.kind(id) {

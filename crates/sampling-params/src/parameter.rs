@@ -80,7 +80,8 @@ impl FloatParameter {
         }
     }
 
-    /// The checked value of a parameter that arrives as an `f64`. `None` if the value is out of range.
+    /// The checked value of a parameter that arrives as an `f64`. `None` if the value is out of
+    /// range.
     pub fn checked(&self, value: f64) -> Option<f32> {
         let narrow = value as f32;
         let is_allowed = match self.bounds {

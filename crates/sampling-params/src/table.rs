@@ -31,11 +31,11 @@ pub const PARAMETERS: [Parameter; 23] = [
     Parameter::Other(&DRY_SEQUENCE_BREAKERS),
 ];
 
-/// Calls the macro `$callback` with the names of all float and integer parameters and their constants. Structs and
-/// conversions of router and worker are generated with it.
+/// Calls the macro `$callback` with the names of all float and integer parameters and their
+/// constants. Structs and conversions of router and worker are generated with it.
 ///
-/// `floats` are fields of the engine's `SamplingParams`. `grouped_floats` belong to Mirostat or DRY, which the router
-/// and the worker handle as a whole.
+/// `floats` are fields of the engine's `SamplingParams`. `grouped_floats` belong to Mirostat or
+/// DRY, which the router and the worker handle as a whole.
 #[macro_export]
 macro_rules! with_parameter_names {
     ($callback:ident) => {
@@ -154,7 +154,8 @@ pub const DYNATEMP_EXPONENT: FloatParameter = float(
     1.0,
     "Above 1, the dynamic temperature stays low longer as the entropy rises.",
 );
-/// In no vocabulary is a logit 1000 standard deviations below the highest. Clients of llama.cpp send -1 for "off".
+/// In no vocabulary is a logit 1000 standard deviations below the highest. Clients of llama.cpp
+/// send -1 for "off".
 pub const TOP_N_SIGMA: FloatParameter = FloatParameter {
     name: "top_n_sigma",
     bounds: inclusive(0.0, 1000.0),

@@ -1,7 +1,8 @@
-//! Reads and writes the TOML files of a fleet. Each process has one struct, and an unknown key is an error.
+//! Reads and writes the TOML files of a fleet. Each process has one struct, and an unknown key is
+//! an error.
 //!
-//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`. Sizes are [`crate::ByteSize`], durations use
-//! `#[serde(with = "service::duration")]`.
+//! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`. Sizes are
+//! [`crate::ByteSize`], durations use `#[serde(with = "service::duration")]`.
 
 use std::io;
 use std::path::{Path, PathBuf};

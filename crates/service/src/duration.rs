@@ -20,7 +20,8 @@ pub struct ParseDurationError {
     text: String,
 }
 
-/// Parses "250ms", "1.5s", "10min". Refuses a number without a unit, which could mean seconds or milliseconds.
+/// Parses "250ms", "1.5s", "10min". Refuses a number without a unit, which could mean seconds or
+/// milliseconds.
 pub fn parse(text: &str) -> Result<Duration, ParseDurationError> {
     let malformed = || ParseDurationError { text: text.to_owned() };
     let trimmed = text.trim();

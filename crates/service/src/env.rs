@@ -1,5 +1,5 @@
-//! Every environment variable that a Ballast process reads: the log level, and what a parent passes to one child.
-//! Configuration comes from files.
+//! Every environment variable that a Ballast process reads: the log level, and what a parent passes
+//! to one child. Configuration comes from files.
 
 /// The socket for sd_notify messages. Each child has its own.
 pub const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
@@ -17,7 +17,8 @@ pub const WATCHDOG_PID: &str = "WATCHDOG_PID";
 /// Log level, as `tracing` directives.
 pub const LOG: &str = "BALLAST_LOG";
 
-/// Variables for this process alone. A process removes them from the environment of its own children.
+/// Variables for this process alone. A process removes them from the environment of its own
+/// children.
 pub const PRIVATE: [&str; 8] = [
     NOTIFY_SOCKET,
     LIVENESS_FD,

@@ -1,6 +1,7 @@
 //! Exit codes. docs/OPERATING.md documents them, and scripts may rely on them.
 //!
-//! The supervisor's restart policy reads them too: a restart does not help against `Usage` and `ModelRefused`.
+//! The supervisor's restart policy reads them too: a restart does not help against `Usage` and
+//! `ModelRefused`.
 
 use std::process::ExitCode;
 

@@ -15,15 +15,17 @@ use tonic_health::server::HealthReporter;
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
 
-/// Largest message that a service receives or sends. Vocabularies and logits are sent as streams of smaller frames.
+/// Largest message that a service receives or sends. Vocabularies and logits are sent as streams of
+/// smaller frames.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Connecting to a local socket takes microseconds. A stopped peer (SIGSTOP) would block it forever.
+/// Connecting to a local socket takes microseconds. A stopped peer (SIGSTOP) would block it
+/// forever.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that does not answer HTTP/2 pings for this long counts as dead.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The token streams of all clients share one connection per peer. With the default of 64 KiB, one slow stream would
-/// delay the others.
+/// The token streams of all clients share one connection per peer. With the default of 64 KiB, one
+/// slow stream would delay the others.
 const WINDOW_BYTES: u32 = 1 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -49,14 +51,16 @@ impl HasExit for BindError {
     }
 }
 
-/// A bound socket. Dropping it removes the path, unless another process has bound the path meanwhile.
+/// A bound socket. Dropping it removes the path, unless another process has bound the path
+/// meanwhile.
 #[derive(Debug)]
 pub struct UdsListener {
     listener: UnixListener,
     _path: BoundPath,
 }
 
-/// Removes the path of a bound socket on drop. The inode distinguishes the socket from a successor's.
+/// Removes the path of a bound socket on drop. The inode distinguishes the socket from a
+/// successor's.
 #[derive(Debug)]
 struct BoundPath {
     path: PathBuf,
@@ -76,7 +80,8 @@ fn inode(path: &Path) -> io::Result<u64> {
     std::fs::symlink_metadata(path).map(|metadata| metadata.ino())
 }
 
-/// Binds a stream socket at `path` and replaces the socket of a dead process. Call inside a tokio runtime.
+/// Binds a stream socket at `path` and replaces the socket of a dead process. Call inside a tokio
+/// runtime.
 pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     clear_dead_socket(path)?;
     let failed = |source| BindError::Bind { path: path.to_owned(), source };
@@ -85,7 +90,8 @@ pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     Ok(UdsListener { listener, _path: BoundPath { path: path.to_owned(), inode } })
 }
 
-/// Checks the length of a socket path and removes the socket of a dead process. A socket that answers is an error.
+/// Checks the length of a socket path and removes the socket of a dead process. A socket that
+/// answers is an error.
 pub fn clear_dead_socket(path: &Path) -> Result<(), BindError> {
     if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
         return Err(BindError::PathTooLong { path: path.to_owned() });
@@ -117,8 +123,8 @@ pub fn server() -> Server {
 type ServeFuture<'a> = Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send + 'a>>;
 type ConnectFuture<'a> = Pin<Box<dyn Future<Output = Result<Channel, ConnectError>> + Send + 'a>>;
 
-/// Serves until `stop` resolves, then until the last open stream ends. [`crate::Shutdown::within`] can bound the second
-/// part.
+/// Serves until `stop` resolves, then until the last open stream ends. [`crate::Shutdown::within`]
+/// can bound the second part.
 pub fn serve<'a>(
     router: Router,
     listener: UdsListener,
@@ -127,8 +133,8 @@ pub fn serve<'a>(
     serve_until(router, listener, Box::pin(stop))
 }
 
-/// Boxed and without type parameters, so that the HTTP/2 server is compiled once, in this crate. The body of an
-/// `async fn` is compiled in each crate that awaits it.
+/// Boxed and without type parameters, so that the HTTP/2 server is compiled once, in this crate.
+/// The body of an `async fn` is compiled in each crate that awaits it.
 fn serve_until(
     router: Router,
     listener: UdsListener,
@@ -186,7 +192,8 @@ pub fn health() -> (
     tonic_health::server::health_reporter()
 }
 
-/// gRPC reflection for the encoded FileDescriptorSet of the `proto` crate and for the health service.
+/// gRPC reflection for the encoded FileDescriptorSet of the `proto` crate and for the health
+/// service.
 pub fn reflection(
     descriptors: &'static [u8],
 ) -> Result<

@@ -1,8 +1,9 @@
 //! Turns a file descriptor number from an environment variable into an `OwnedFd` without `unsafe`.
 //!
-//! `OwnedFd::from_raw_fd` is unsafe because any number can be passed. Here the kernel checks the number: this process
-//! sends it to itself as SCM_RIGHTS, which fails with EBADF if the number is not open. The received descriptor is new,
-//! close-on-exec, and refers to the same open file. Then the inherited number is closed.
+//! `OwnedFd::from_raw_fd` is unsafe because any number can be passed. Here the kernel checks the
+//! number: this process sends it to itself as SCM_RIGHTS, which fails with EBADF if the number is
+//! not open. The received descriptor is new, close-on-exec, and refers to the same open file. Then
+//! the inherited number is closed.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,8 +13,8 @@ use std::os::unix::net::UnixDatagram;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-/// Takes the descriptor with this number and closes the number. Call once per number, before other threads can open a
-/// file that gets the same number.
+/// Takes the descriptor with this number and closes the number. Call once per number, before other
+/// threads can open a file that gets the same number.
 pub(crate) fn take_fd(number: RawFd) -> io::Result<OwnedFd> {
     let (ours, theirs) = UnixDatagram::pair()?;
     let payload = [IoSlice::new(b"f")];
@@ -32,7 +33,8 @@ pub(crate) fn take_fd(number: RawFd) -> io::Result<OwnedFd> {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
-    // Without a descriptor in the message, this process's table is full: the kernel drops what it cannot install.
+    // Without a descriptor in the message, this process's table is full: the kernel drops what it
+    // cannot install.
     let owned = owned.ok_or(rustix::io::Errno::MFILE)?;
     nix::unistd::close(number)?;
     Ok(owned)

@@ -1,5 +1,6 @@
-//! What every process of a fleet shares: configuration, logging, readiness, supervision, shutdown, exit codes,
-//! metrics, memory figures, and gRPC over Unix sockets. This crate knows neither weights nor tokens.
+//! What every process of a fleet shares: configuration, logging, readiness, supervision, shutdown,
+//! exit codes, metrics, memory figures, and gRPC over Unix sockets. This crate knows neither
+//! weights nor tokens.
 //!
 //! A process calls this crate in the following order:
 //!
@@ -7,8 +8,8 @@
 //! logging::init(role)                 one line per event on stderr, with the role's name
 //! config::load(path)                  TOML; unknown keys are errors that name file, line and key
 //! listen::inherited_fds()             descriptors that the FD store kept from an earlier process
-//! Shutdown::install()                 SIGTERM and SIGINT start a drain; a deadline or a second signal ends it
-//! supervision::watch_supervisor(..)   the supervisor's death starts a drain, unless a successor adopts the process
+//! Shutdown::install()                 SIGTERM and SIGINT start a drain
+//! supervision::watch_supervisor(..)   the supervisor's death starts one, except after an adoption
 //! grpc::bind(path)                    binds the sockets first
 //! notify.ready()                      then sends READY=1
 //! exit::Exit                          the exit code says why the process ended

@@ -1,5 +1,5 @@
-//! File descriptors that a parent passes at start (sd_listen_fds(3)): those that the FD store kept from an earlier
-//! process, or sockets of systemd's socket activation.
+//! File descriptors that a parent passes at start (sd_listen_fds(3)): those that the FD store kept
+//! from an earlier process, or sockets of systemd's socket activation.
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -11,7 +11,8 @@ use crate::inherited_fd::take_fd;
 /// Number of the first inherited descriptor, as sd_listen_fds(3) defines.
 pub const LISTEN_FDS_START: RawFd = 3;
 
-/// More inherited descriptors mean a corrupted environment. The limit is above that of the FD store.
+/// More inherited descriptors mean a corrupted environment. The limit is above that of the FD
+/// store.
 pub const LISTEN_FDS_MAX: usize = 65_536;
 
 #[derive(Debug)]
@@ -43,7 +44,8 @@ impl HasExit for ListenError {
     }
 }
 
-/// Checks what the environment announces, without taking descriptors. Tests therefore need no real ones.
+/// Checks what the environment announces, without taking descriptors. Tests therefore need no real
+/// ones.
 fn parse_announced_fds(
     pid: Option<&str>,
     count: Option<&str>,
@@ -70,7 +72,8 @@ fn parse_announced_fds(
     Ok((LISTEN_FDS_START..).zip(names).collect())
 }
 
-/// Takes all descriptors that are announced to this process. Call once and early, before threads start.
+/// Takes all descriptors that are announced to this process. Call once and early, before threads
+/// start.
 pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
     let variable = |name| std::env::var(name).ok();
     let announced = parse_announced_fds(
@@ -88,7 +91,8 @@ pub fn inherited_fds() -> Result<Vec<InheritedFd>, ListenError> {
         .collect()
 }
 
-/// Takes the descriptor whose number the environment variable contains. `None` if the variable is not set.
+/// Takes the descriptor whose number the environment variable contains. `None` if the variable is
+/// not set.
 pub fn fd_from_env(variable: &'static str) -> Result<Option<OwnedFd>, ListenError> {
     let Ok(value) = std::env::var(variable) else { return Ok(None) };
     let number = value.parse::<RawFd>().map_err(|_| io::ErrorKind::InvalidInput.into());

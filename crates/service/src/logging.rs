@@ -1,7 +1,8 @@
-//! Logging: one line per event on stderr. `BALLAST_LOG` sets the level (default `info`; `debug`, `worker=trace,info`).
+//! Logging: one line per event on stderr. `BALLAST_LOG` sets the level (default `info`; `debug`,
+//! `worker=trace,info`).
 //!
-//! Under systemd the journal records time and unit. Lines then begin with a syslog priority `<N>` instead of a time
-//! (sd-daemon(3)). No level logs prompts or generated text.
+//! Under systemd the journal records time and unit. Lines then begin with a syslog priority `<N>`
+//! instead of a time (sd-daemon(3)). No level logs prompts or generated text.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -15,7 +16,8 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::env;
 
-/// Starts logging for this process. `BALLAST_LOG` overrides `default_level`. A second call does nothing.
+/// Starts logging for this process. `BALLAST_LOG` overrides `default_level`. A second call does
+/// nothing.
 pub fn init(role: &str, default_level: Level) {
     let filter = match std::env::var(env::LOG) {
         Ok(directives) if !directives.is_empty() => EnvFilter::new(directives),
@@ -33,7 +35,8 @@ pub fn init(role: &str, default_level: Level) {
     drop(installed);
 }
 
-/// Formats `   0.123s  INFO worker-0 text key=value`, or `<6>worker-0 text key=value` for the journal.
+/// Formats `   0.123s  INFO worker-0 text key=value`, or `<6>worker-0 text key=value` for the
+/// journal.
 struct RoleFormat {
     role: String,
     journal: bool,

@@ -1,6 +1,7 @@
 //! Available memory of the host, and of the cgroup of this process.
 //!
-//! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc and /sys itself.
+//! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc and /sys
+//! itself.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostMemory {
     pub total_bytes: u64,
-    /// Memory that can be allocated without swapping; reclaimable page cache counts (proc_meminfo(5)).
+    /// Memory that can be allocated without swapping; reclaimable page cache counts
+    /// (proc_meminfo(5)).
     pub available_bytes: u64,
 }
 
@@ -18,7 +20,8 @@ pub struct HostMemory {
 pub struct CgroupMemoryLimit {
     pub limit_bytes: u64,
     pub usage_bytes: u64,
-    /// The part of the usage that the kernel reclaims first: file pages that were not used recently.
+    /// The part of the usage that the kernel reclaims first: file pages that were not used
+    /// recently.
     pub inactive_file_bytes: u64,
 }
 
@@ -70,7 +73,8 @@ const V1: CgroupFiles = CgroupFiles {
 /// Version 1 reports "no limit" as i64::MAX rounded down to a page. Pages have at most 64 KiB.
 const V1_UNLIMITED: u64 = i64::MAX as u64 & !0xffff;
 
-/// The tightest memory limit between the cgroup of this process and the root. `None` without a limit.
+/// The tightest memory limit between the cgroup of this process and the root. `None` without a
+/// limit.
 pub fn tightest_cgroup_limit() -> Option<CgroupMemoryLimit> {
     let memberships = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let of = |files: &CgroupFiles| {
@@ -101,7 +105,8 @@ fn tightest_limit_at(files: &CgroupFiles, root: &Path, own: &Path) -> Option<Cgr
         .min_by_key(|memory| memory.available_bytes())
 }
 
-/// Bytes that this process can allocate now: the smaller of the host's available memory and the cgroup's.
+/// Bytes that this process can allocate now: the smaller of the host's available memory and the
+/// cgroup's.
 pub fn available_bytes() -> io::Result<u64> {
     let host = host_memory()?.available_bytes;
     Ok(tightest_cgroup_limit().map_or(host, |cgroup| host.min(cgroup.available_bytes())))

@@ -20,14 +20,16 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Installs the recorder that the macros use. Call once per process. Histogram names end in `_seconds`.
+    /// Installs the recorder that the macros use. Call once per process. Histogram names end in
+    /// `_seconds`.
     pub fn install() -> Result<Self, MetricsError> {
         let builder = PrometheusBuilder::new().set_buckets(&SECONDS_BUCKETS).map_err(MetricsError)?;
         let handle = builder.install_recorder().map_err(MetricsError)?;
         Ok(Self { handle })
     }
 
-    /// Renders all metrics. Also aggregates recorded samples, so regular calls bound the memory they use.
+    /// Renders all metrics. Also aggregates recorded samples, so regular calls bound the memory
+    /// they use.
     pub fn render(&self) -> String {
         self.handle.run_upkeep();
         self.handle.render()

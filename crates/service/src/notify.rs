@@ -1,7 +1,9 @@
-//! The child's side of systemd's notify protocol (sd_notify(3)). The same code talks to systemd and to our supervisor.
+//! The child's side of systemd's notify protocol (sd_notify(3)). The same code talks to systemd and
+//! to our supervisor.
 //!
-//! Without `NOTIFY_SOCKET` every call succeeds and does nothing, so that a process also runs by hand. Each message is one
-//! datagram to the path instead of a connected socket. A successor that binds the path therefore gets the next message.
+//! Without `NOTIFY_SOCKET` every call succeeds and does nothing, so that a process also runs by
+//! hand. Each message is one datagram to the path instead of a connected socket. A successor that
+//! binds the path therefore gets the next message.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -121,7 +123,8 @@ impl Notify {
         message.map_or(Ok(()), |message| self.send(&message, &[]))
     }
 
-    /// The drain has begun. Succeeds if the parent is gone: its death may be the reason for the drain.
+    /// The drain has begun. Succeeds if the parent is gone: its death may be the reason for the
+    /// drain.
     pub fn stopping(&self) -> Result<(), NotifyError> {
         match self.send("STOPPING=1", &[]) {
             Err(NotifyError::Send { source, .. })
@@ -149,11 +152,13 @@ impl Notify {
         self.send(&format!("EXTEND_TIMEOUT_USEC={}", by.as_micros()), &[])
     }
 
-    /// Sends descriptors to the FD store under one name. They are stored when [`Notify::barrier`] returns.
+    /// Sends descriptors to the FD store under one name. They are stored when [`Notify::barrier`]
+    /// returns.
     pub fn fdstore(&self, name: &str, fds: &[BorrowedFd<'_>]) -> Result<(), NotifyError> {
         check_fd_name(name)?;
         let numbers: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        // FDPOLL=0: the store must keep a device file even if poll(2) reports an error condition on it.
+        // FDPOLL=0: the store must keep a device file even if poll(2) reports an error condition on
+        // it.
         self.send(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &numbers)
     }
 
@@ -163,7 +168,8 @@ impl Notify {
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
     }
 
-    /// Returns once the parent has handled all earlier messages. Blocks, so do not call it in an async task.
+    /// Returns once the parent has handled all earlier messages. Blocks, so do not call it in an
+    /// async task.
     pub fn barrier(&self, timeout: Duration) -> Result<(), NotifyError> {
         if self.parent.is_none() {
             return Ok(());

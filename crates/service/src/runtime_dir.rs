@@ -1,4 +1,5 @@
-//! The runtime directory is the registry of a fleet: a process is found by the socket that it has bound there.
+//! The runtime directory is the registry of a fleet: a process is found by the socket that it has
+//! bound there.
 //!
 //! ```text
 //! supervisor.lock        locked (flock) by the running supervisor: two cannot share a directory
@@ -12,8 +13,8 @@
 //! <child>.pid            process id and start time of a running child
 //! ```
 //!
-//! Only these files are ever removed. The directory is removed only if a supervisor created it and it is empty. A
-//! `--runtime-dir` that existed before, or that contains other files, stays.
+//! Only these files are ever removed. The directory is removed only if a supervisor created it and
+//! it is empty. A `--runtime-dir` that existed before, or that contains other files, stays.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
@@ -125,7 +126,8 @@ impl RuntimeDir {
         self.path.join(format!("{child}.pid"))
     }
 
-    /// Records a running child, so that a successor and a later cleanup can check whether the child is alive.
+    /// Records a running child, so that a successor and a later cleanup can check whether the child
+    /// is alive.
     pub fn record_child(&self, child: &str, pid: u32) -> io::Result<()> {
         let started = process_start_ticks(pid).unwrap_or(0);
         fs::write(self.pid_record(child), format!("{pid} {started}\n"))
@@ -133,7 +135,8 @@ impl RuntimeDir {
 
     /// Removes the record of a child that has ended.
     pub fn forget_child(&self, child: &str) {
-        // A missing record is fine. After any other failure, the record's start time shows that the process is dead.
+        // A missing record is fine. After any other failure, the record's start time shows that the
+        // process is dead.
         let _: io::Result<()> = fs::remove_file(self.pid_record(child));
     }
 
@@ -199,7 +202,8 @@ pub struct ClaimedRuntimeDir {
 }
 
 impl ClaimedRuntimeDir {
-    /// Creates or takes over the directory. Without a path, creates one for this process. Never waits for the lock.
+    /// Creates or takes over the directory. Without a path, creates one for this process. Never
+    /// waits for the lock.
     pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
         let path = match path {
             Some(path) => std::path::absolute(path)
@@ -259,8 +263,8 @@ fn default_path() -> PathBuf {
     }
 }
 
-/// A child calls this last: if its supervisor and all other children are dead, it removes the runtime directory. The
-/// path of the notify socket contains the directory and the child's name.
+/// A child calls this last: if its supervisor and all other children are dead, it removes the
+/// runtime directory. The path of the notify socket contains the directory and the child's name.
 pub fn remove_dir_if_last_child() {
     if std::env::var_os(crate::env::LIVENESS_FD).is_none() {
         return;
@@ -291,7 +295,8 @@ pub fn running_fleets() -> Vec<RuntimeDir> {
     directories.filter(|d| std::os::unix::net::UnixStream::connect(d.supervisor_socket()).is_ok()).collect()
 }
 
-/// Removes the default directories of dead fleets: their lock is free, and no recorded child is alive.
+/// Removes the default directories of dead fleets: their lock is free, and no recorded child is
+/// alive.
 pub fn remove_dead_dirs() {
     for (directory, pid) in default_directories() {
         // A running process with that id may be about to take the lock.
@@ -301,7 +306,8 @@ pub fn remove_dead_dirs() {
     }
 }
 
-/// Start time of a running process in clock ticks since boot (field 22 of /proc/PID/stat). `None` for a zombie.
+/// Start time of a running process in clock ticks since boot (field 22 of /proc/PID/stat). `None`
+/// for a zombie.
 fn process_start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, and the name may contain parentheses.

@@ -1,7 +1,8 @@
-//! How every process stops: a request (SIGTERM, SIGINT, a lost supervisor), a drain with a deadline, the exit.
+//! How every process stops: a request (SIGTERM, SIGINT, a lost supervisor), a drain with a
+//! deadline, the exit.
 //!
-//! The first request starts the drain. A second signal or the deadline interrupts it. Nothing here ends the process:
-//! `run` returns, and the exit code says what happened.
+//! The first request starts the drain. A second signal or the deadline interrupts it. Nothing here
+//! ends the process: `run` returns, and the exit code says what happened.
 
 use std::io;
 use std::time::Duration;
@@ -57,7 +58,8 @@ impl Shutdown {
         self.drain.is_cancelled()
     }
 
-    /// Resolves when a stop is requested. The future is owned, so that it can move into spawned tasks and servers.
+    /// Resolves when a stop is requested. The future is owned, so that it can move into spawned
+    /// tasks and servers.
     pub fn requested(&self) -> impl Future<Output = ()> + Send + 'static {
         self.drain.clone().cancelled_owned()
     }

@@ -7,7 +7,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// A number of bytes. Parses "512MiB", "1.5 GiB", "4096" or an integer. Prints the largest unit that is exact.
+/// A number of bytes. Parses "512MiB", "1.5 GiB", "4096" or an integer. Prints the largest unit
+/// that is exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
@@ -35,7 +36,8 @@ impl ByteSize {
         Self(n << 30)
     }
 
-    /// Three significant digits, with the largest unit that leaves at least one digit before the point.
+    /// Three significant digits, with the largest unit that leaves at least one digit before the
+    /// point.
     pub fn rounded(self) -> String {
         let (unit, shift) = UNITS.into_iter().find(|&(_, shift)| self.0 >> shift > 0).unwrap_or(("B", 0));
         let value = self.0 as f64 / (1u64 << shift) as f64;

@@ -1,8 +1,10 @@
-//! Memory of a process by mapping: a parser for /proc/PID/smaps and smaps_rollup (proc_pid_smaps(5)).
+//! Memory of a process by mapping: a parser for /proc/PID/smaps and smaps_rollup
+//! (proc_pid_smaps(5)).
 //!
-//! Two sums show that the weights exist once. The sum of `Pss` over all processes of a mapping is the memory that the
-//! mapping takes. `Anonymous` plus `Swap` of a mapping is the memory that a process has copied.
-//! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc itself.
+//! Two sums show that the weights exist once. The sum of `Pss` over all processes of a mapping is
+//! the memory that the mapping takes. `Anonymous` plus `Swap` of a mapping is the memory that a
+//! process has copied. `docs/decisions/0015-process-and-host-figures.md` says why this file reads
+//! /proc itself.
 
 use std::io;
 

@@ -1,14 +1,17 @@
-//! The child's side of supervision: detects that the supervisor died, waits for a successor, and stops without one.
+//! The child's side of supervision: detects that the supervisor died, waits for a successor, and
+//! stops without one.
 //!
-//! A child inherits one end of a socket pair (`BALLAST_LIVENESS_FD`). End of file on it means that the supervisor is gone,
-//! for whatever reason. The child then offers itself to a successor on its notify socket:
+//! A child inherits one end of a socket pair (`BALLAST_LIVENESS_FD`). End of file on it means that
+//! the supervisor is gone, for whatever reason. The child then offers itself to a successor on its
+//! notify socket:
 //!
 //! ```text
-//! child                                                     successor (binds the same notify-<child>.sock)
-//!   | ADOPT=1 ROLE=worker NAME=worker-0  + one end of a new pair |
-//!   |----------------------------------------------------------->|  checks SO_PASSCRED, keeps the end
-//!   |<----------------------------------------- one byte 'a' ----|
-//!   |      supervised again: end of file has the same meaning    |
+//! child                                        successor (binds the same notify-<child>.sock)
+//!   | ADOPT=1 ROLE=worker NAME=worker-0          |
+//!   | with one end of a new socket pair          |
+//!   |------------------------------------------->|  checks SO_PASSCRED, keeps the end
+//!   |<------------------------ one byte 'a' -----|
+//!   | supervised again: same meaning of EOF      |
 //! ```
 //!
 //! Without a successor within [`SUCCESSOR_WAIT`], the child requests its own [`Shutdown`].
@@ -40,17 +43,18 @@ pub const ADOPTED: u8 = b'a';
 pub enum SupervisorState {
     /// The process was started by hand or by systemd.
     None,
-    /// Supervisors are numbered from 0. The FD store of a new supervisor is empty, so a process that stored descriptors
-    /// stores them again.
+    /// Supervisors are numbered from 0. The FD store of a new supervisor is empty, so a process
+    /// that stored descriptors stores them again.
     Present { epoch: u32 },
     /// The supervisor is gone, and no successor has adopted this process yet.
     Lost,
 }
 
-/// Watches the supervisor of this process in a task of its own. The receiver shows the supervisor's state.
+/// Watches the supervisor of this process in a task of its own. The receiver shows the supervisor's
+/// state.
 ///
-/// If the parent expects watchdog messages (WATCHDOG_USEC), a second task sends them as long as the runtime makes
-/// progress. Call once, inside a tokio runtime.
+/// If the parent expects watchdog messages (WATCHDOG_USEC), a second task sends them as long as the
+/// runtime makes progress. Call once, inside a tokio runtime.
 pub fn watch_supervisor(
     role: &str,
     name: &str,

@@ -33,12 +33,12 @@ pub(crate) struct EngineWaker {
 }
 
 impl EngineWaker {
-    /// Call this after the result is stored where the engine looks for it. Occupies at most one entry of the command
-    /// queue, however often it is called.
+    /// Call this after the result is stored where the engine looks for it. Occupies at most one
+    /// entry of the command queue, however often it is called.
     ///
-    /// A wake-up can be lost. If the queue is full, `is_wake_queued` is briefly true although no `Wake` is queued.
-    /// Another waker may see this value after the engine loop has emptied the queue. The engine loop then looks again
-    /// after `PAUSED_POLL`.
+    /// A wake-up can be lost. If the queue is full, `is_wake_queued` is briefly true although no
+    /// `Wake` is queued. Another waker may see this value after the engine loop has emptied the
+    /// queue. The engine loop then looks again after `PAUSED_POLL`.
     pub(crate) fn wake(&self) {
         if !self.is_wake_queued.swap(true, Ordering::AcqRel)
             && let Some(commands) = self.commands.upgrade()
@@ -109,7 +109,8 @@ impl EngineHandle {
         self.kv_log
     }
 
-    /// Subscribes from event `from` on. If the log no longer holds that event, the first update is a snapshot.
+    /// Subscribes from event `from` on. If the log no longer holds that event, the first update is
+    /// a snapshot.
     pub(crate) fn subscribe_kv_events(&self, from: u64) -> Result<KvEventSubscriber, SubmitError> {
         let permit = self.kv_subscribers.clone().try_acquire_owned();
         Ok(KvEventSubscriber {
@@ -124,13 +125,13 @@ impl EngineHandle {
         *self.snapshot.borrow()
     }
 
-    /// Refuses new requests and waits for the running ones. Aborts those that still run after `grace`, and returns
-    /// their number.
+    /// Refuses new requests and waits for the running ones. Aborts those that still run after
+    /// `grace`, and returns their number.
     pub(crate) async fn drain(&self, grace: Duration) -> usize {
         send_command(&self.commands, EngineCommand::Drain).await;
         let mut snapshot = self.snapshot.clone();
-        // The command sets `is_draining`, so every request submitted before it is in `streams`. A stopped engine has
-        // no streams, and the wait ends.
+        // The command sets `is_draining`, so every request submitted before it is in `streams`. A
+        // stopped engine has no streams, and the wait ends.
         let all_ended = snapshot.wait_for(|now| now.is_draining && now.streams == 0);
         let is_in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
         if is_in_time {

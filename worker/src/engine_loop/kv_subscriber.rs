@@ -1,8 +1,9 @@
 //! Streams KV cache events to one call.
 //!
-//! The engine keeps no state for a subscriber. Once its reader has taken the last update, the subscriber waits for news
-//! and asks for it. The engine answers with the events that its log still holds, or with a snapshot. A slow reader
-//! therefore costs the engine nothing, and the worker the memory of one update.
+//! The engine keeps no state for a subscriber. Once its reader has taken the last update, the
+//! subscriber waits for news and asks for it. The engine answers with the events that its log still
+//! holds, or with a snapshot. A slow reader therefore costs the engine nothing, and the worker the
+//! memory of one update.
 
 use std::sync::Weak;
 use std::sync::mpsc::SyncSender;
@@ -24,7 +25,8 @@ pub(crate) struct KvEventSubscriber {
 }
 
 impl KvEventSubscriber {
-    /// Waits for new events. An error ends the subscription: the worker drains, or its engine has stopped.
+    /// Waits for new events. An error ends the subscription: the worker drains, or its engine has
+    /// stopped.
     pub(crate) async fn next(&mut self) -> Result<Update, SubmitError> {
         let next = self.next;
         let changed = self.snapshot.wait_for(|now| now.is_draining || now.stats.kv_events != next);

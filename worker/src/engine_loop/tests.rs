@@ -126,7 +126,8 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
     assert!(matches!(late.recv().await, Some(Ok(Output::Admitted { .. }))));
     assert!(late.try_recv().is_err(), "no token is sampled without a mask");
 
-    // Now the request is alone. The engine asks for its mask before each step, and sleeps between steps.
+    // Now the request is alone. The engine asks for its mask before each step, and sleeps between
+    // steps.
     let since = Instant::now();
     let before = asked.load(Ordering::SeqCst);
     tokio::time::sleep(100 * PAUSED_POLL).await;

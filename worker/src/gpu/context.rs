@@ -2,8 +2,9 @@
 
 use crate::reservation::CONTEXT_BYTES;
 
-/// What a context takes beyond the bytes that the driver counts for its process. On an H200, the device's free memory
-/// fell by 523.5625 MiB and the process counted 518, with 1, 2, 4 or 8 processes starting at once.
+/// What a context takes beyond the bytes that the driver counts for its process. On an H200, the
+/// device's free memory fell by 523.5625 MiB and the process counted 518, with 1, 2, 4 or 8
+/// processes starting at once.
 const CONTEXT_UNCOUNTED_BYTES: u64 = 5_696 << 10;
 
 /// The bytes of this process's context, from the driver's count before and after its creation.

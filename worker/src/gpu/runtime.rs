@@ -50,8 +50,9 @@ impl DetectedGpu {
         Ok(Self { device: Device::open(driver?, selector)?, nvml })
     }
 
-    /// Creates the context, whose memory the lease has reserved. Its size comes from the driver's count for this
-    /// process: other processes may load and start meanwhile, so the device's free memory says nothing.
+    /// Creates the context, whose memory the lease has reserved. Its size comes from the driver's
+    /// count for this process: other processes may load and start meanwhile, so the device's free
+    /// memory says nothing.
     fn create_context(self, _lease: &GrantedModel) -> Result<GpuRuntime, WorkerAttachError> {
         let Self { device, nvml } = self;
         let counted = || nvml.as_ref()?.process_bytes(device.uuid()).ok()?;

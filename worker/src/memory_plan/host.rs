@@ -1,5 +1,5 @@
-//! The workspace of a worker on the host. Only the process as a whole can be measured there: each part is an upper
-//! bound, and `tests/workspace.rs` compares their sum with a worker under load.
+//! The workspace of a worker on the host. Only the process as a whole can be measured there: each
+//! part is an upper bound, and `tests/workspace.rs` compares their sum with a worker under load.
 
 use kernels::cpu::{CpuWorkerShape, predict_host_bytes};
 use models::{ModelDescription, ModelLimits};
@@ -9,18 +9,20 @@ use quant::DType;
 use crate::config::WorkerConfig;
 use crate::workspace::WorkspaceBytes;
 
-/// The process with its threads (3 MiB when idle), requests, queued outputs, compiled grammars of usual size, and
-/// freed memory that the allocator keeps.
+/// The process with its threads (3 MiB when idle), requests, queued outputs, compiled grammars of
+/// usual size, and freed memory that the allocator keeps.
 const PROCESS_BYTES: u64 = 24 << 20;
 
-/// The vocabulary in the form that grammars need, per token: 15 MB for 150,000 tokens, from the first grammar on.
+/// The vocabulary in the form that grammars need, per token: 15 MB for 150,000 tokens, from the
+/// first grammar on.
 const GRAMMAR_BYTES_PER_TOKEN: usize = 100;
 
-/// Buffers of the sampler, per token of the vocabulary: the row after penalties and after temperature, two lists of
-/// candidates, the best candidates, and weights.
+/// Buffers of the sampler, per token of the vocabulary: the row after penalties and after
+/// temperature, two lists of candidates, the best candidates, and weights.
 const SAMPLER_BYTES_PER_TOKEN: usize = 36;
 
-/// What the block pool, its index and its event log keep for each block, beside one mark for each layer.
+/// What the block pool, its index and its event log keep for each block, beside one mark for each
+/// layer.
 const POOL_BYTES_PER_BLOCK: usize = 160;
 
 /// The whole workspace of a worker with this model.

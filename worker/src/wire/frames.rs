@@ -95,8 +95,8 @@ impl ScoreFrames {
     }
 }
 
-/// Splits an update of `log` into frames. Only the last frame names the event to resume from, because a part of a
-/// snapshot is no snapshot.
+/// Splits an update of `log` into frames. Only the last frame names the event to resume from,
+/// because a part of a snapshot is no snapshot.
 pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = wire::KvEventsFrame> {
     let Update { events, next } = update;
     (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {

@@ -11,7 +11,8 @@ use crate::engine_loop::SubmitError;
 use crate::grammar_compiler::GrammarError;
 use crate::token_channel::StreamAbort;
 
-/// Names the field of a refusal for its grammar, because the router's APIs have other names for the grammar.
+/// Names the field of a refusal for its grammar, because the router's APIs have other names for the
+/// grammar.
 const FIELD_KEY: &str = "ballast-field";
 /// Seconds after which a refused request is worth a retry.
 const RETRY_AFTER_KEY: &str = "retry-after";

@@ -1,5 +1,5 @@
-//! Tests of a pool whose watchdog the test ticks itself, and of one with its real watchdog. The end of a test releases
-//! every job that still blocks.
+//! Tests of a pool whose watchdog the test ticks itself, and of one with its real watchdog. The end
+//! of a test releases every job that still blocks.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -170,7 +170,8 @@ fn an_overdue_job_costs_its_thread_even_if_its_ticket_is_dropped() {
     assert!(client.pool.shared.tick());
     client.expect_result("blocks", Err(JobFailure::Overdue));
     client.expect_result("next", Ok("next"));
-    // The overdue job ends after all: its callback does not run again, and its thread is not one too many.
+    // The overdue job ends after all: its callback does not run again, and its thread is not one
+    // too many.
     drop(release);
     let _last = client.submit("last", JobAction::Pass);
     client.expect_result("last", Ok("last"));

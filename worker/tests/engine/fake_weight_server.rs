@@ -1,4 +1,5 @@
-//! A weight-server as small as the hand-off allows: one model in one sealed memfd, leases that are counted.
+//! A weight-server as small as the hand-off allows: one model in one sealed memfd, leases that are
+//! counted.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};

@@ -10,7 +10,8 @@ use tonic::Code;
 use crate::figures::{FIGURES, NO_NUMBERS};
 use crate::harness::{Generated, TestWorker, fleet, fleet_with};
 
-/// llama.cpp's greedy output for the demo model, up to the first step whose two best logits are closer than `GAP`.
+/// llama.cpp's greedy output for the demo model, up to the first step whose two best logits are
+/// closer than `GAP`.
 struct RecordedOutput {
     prompt: Vec<u32>,
     tokens: Vec<u32>,

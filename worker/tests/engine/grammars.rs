@@ -1,4 +1,5 @@
-//! Generate under a grammar: refusals before anything is queued, and a resume that goes on in the middle of it.
+//! Generate under a grammar: refusals before anything is queued, and a resume that goes on in the
+//! middle of it.
 
 use proto::v1::grammar::Kind;
 use proto::v1::{FinishReason, Grammar, StringList};

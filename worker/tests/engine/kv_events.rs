@@ -1,4 +1,5 @@
-//! What the cache holds, told as it changes: to several, to those who come back, to those who do not read.
+//! What the cache holds, told as it changes: to several, to those who come back, to those who do
+//! not read.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -168,7 +169,8 @@ async fn followers_who_do_not_read_hold_nothing_up() {
         following.catch_up(&mut worker).await;
         assert!(following.known.is_superset(&next));
     }
-    // The window is full of what it has not read; what came after that it gets as events, or as a snapshot.
+    // The window is full of what it has not read; what came after that it gets as events, or as a
+    // snapshot.
     lagging.catch_up(&mut worker).await;
     assert_eq!((lagging.known, lagging.next), (following.known.clone(), following.next));
 

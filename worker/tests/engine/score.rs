@@ -137,7 +137,8 @@ async fn a_score_that_nobody_reads_is_cancelled() {
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
 }
 
-/// What is scored cannot be found again, so an idle worker keeps none of its keys and values; a prompt stays.
+/// What is scored cannot be found again, so an idle worker keeps none of its keys and values; a
+/// prompt stays.
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_of_the_cache_goes_back_when_nothing_runs() {
     let (_directory, _weight_server, mut worker) = fleet().await;

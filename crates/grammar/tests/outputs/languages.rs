@@ -1,4 +1,5 @@
-//! Regular expressions, Lark, GBNF and choices: the whole output belongs to the language of the source.
+//! Regular expressions, Lark, GBNF and choices: the whole output belongs to the language of the
+//! source.
 
 use grammar::{CompiledGrammar, GrammarSource};
 use proptest::prelude::*;
@@ -69,7 +70,8 @@ impl SyntaxNode {
         }
     }
 
-    /// Written as one terminal. Separate terminals in a Lark rule would each match as much as possible.
+    /// Written as one terminal. Separate terminals in a Lark rule would each match as much as
+    /// possible.
     fn lark(&self) -> String {
         match self {
             SyntaxNode::Text(text) => json!(text).to_string(),
@@ -171,7 +173,8 @@ fn outputs_belong_to_the_language_of_their_source() {
     }
 }
 
-/// A text of the language is allowed token by token, as the tokenizer encodes it, and may end at its end.
+/// A text of the language is allowed token by token, as the tokenizer encodes it, and may end at
+/// its end.
 #[test]
 fn texts_of_the_language_are_accepted_and_others_are_not() {
     let object = strict(&json!({

@@ -10,8 +10,8 @@ mod vocabularies;
 
 use proptest::test_runner::{Config, RngSeed};
 
-/// Runs the same cases every time, so that a failure belongs to the change that caused it. PROPTEST_RNG_SEED selects
-/// other cases, and PROPTEST_CASES their number.
+/// Runs the same cases every time, so that a failure belongs to the change that caused it.
+/// PROPTEST_RNG_SEED selects other cases, and PROPTEST_CASES their number.
 fn cases(count: u32) -> Config {
     let default = Config::default();
     let asked_for = std::env::var_os("PROPTEST_CASES").is_some();

@@ -105,7 +105,8 @@ fn schemas_that_no_value_satisfies_are_refused_with_a_reason() {
     }
 }
 
-/// The automaton tracks which of the last characters were an "a". Random text visits ever more of its states.
+/// The automaton tracks which of the last characters were an "a". Random text visits ever more of
+/// its states.
 #[test]
 fn a_grammar_that_becomes_too_complex_during_an_output_is_an_error() {
     for lark in [

@@ -182,20 +182,21 @@ fn schemas() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Whether the grammar accepts this JSON text. Three valid notations are not accepted: an unescaped DEL, some
-/// exponents and -0.0, and letters with separate accents, which the tokenizer composes.
+/// Whether the grammar accepts this JSON text. Three valid notations are not accepted: an unescaped
+/// DEL, some exponents and -0.0, and letters with separate accents, which the tokenizer composes.
 fn usual(text: &str) -> bool {
     let tokens = DEMO.tokenizer.encode(text, EncodeOptions::default()).unwrap();
     let unusual = ["\u{7f}", "-0.0", "e-"];
     !unusual.iter().any(|part| text.contains(part)) && DEMO.text(&tokens) == text.as_bytes()
 }
 
-/// Every finished output is valid JSON, and every truncated output could become JSON. Conversely, the grammar accepts
-/// the same value in the notation of another writer.
+/// Every finished output is valid JSON, and every truncated output could become JSON. Conversely,
+/// the grammar accepts the same value in the notation of another writer.
 #[test]
 fn outputs_under_generated_schemas_are_json_that_validates() {
     let (outputs, whole) = (Cell::new(0), Cell::new(0));
-    // A schema that cannot be satisfied (no multiple lies within its bounds) is replaced. The number is limited.
+    // A schema that cannot be satisfied (no multiple lies within its bounds) is replaced. The
+    // number is limited.
     let config = Config { max_global_rejects: 60, ..cases(400) };
     let mut runner = TestRunner::new(config);
     let done = runner.run(&(schemas(), any::<u64>()), |(schema, seed)| {

@@ -11,7 +11,8 @@ pub(crate) enum TokenChooser {
     Indifferent,
     /// Prefers the same tokens everywhere, by one fixed logit per token.
     Stubborn,
-    /// Prefers quotes, brackets, escapes, blanks and parts of characters, and ends only if nothing else is allowed.
+    /// Prefers quotes, brackets, escapes, blanks and parts of characters, and ends only if nothing
+    /// else is allowed.
     Hostile,
 }
 
