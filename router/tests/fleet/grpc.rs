@@ -109,7 +109,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
 async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is_asked() {
     let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
     let mut client = fleet.grpc().await;
-    for (name, change) in FIGURES {
+    for &(name, change) in FIGURES {
         for value in NO_NUMBERS.into_iter().chain([1e9, -1e9]) {
             let mut sampling = wire::Sampling::default();
             change(&mut sampling, value);

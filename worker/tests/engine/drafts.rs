@@ -1,4 +1,4 @@
-//! A worker that drafts gives the tokens of one that does not.
+//! A worker with drafting generates the tokens of a worker without drafting.
 
 use proto::worker::v1 as wire;
 use service::exit::HasExit;
@@ -7,7 +7,7 @@ use worker::{DraftSource, WorkerRunError};
 use crate::fake_weight_server::MODEL;
 use crate::harness::{Generated, TestWorker, config, fleet, fleet_with, spawn};
 
-/// A text that repeats itself, greedy and drawn, with the log-probabilities.
+/// Greedy and sampled requests for a text that repeats itself, with log probabilities.
 fn requests(worker: &TestWorker) -> Vec<wire::GenerateRequest> {
     let prompt: Vec<u32> = (0..48).map(|i| 300 + i % 12).collect();
     (0..6)
@@ -43,7 +43,7 @@ async fn drafts_change_no_token_and_are_counted() {
             fleet_with(|config| config.draft = draft.clone()).await;
         let attached = weight_server.attached.load(std::sync::atomic::Ordering::Relaxed);
         assert_eq!(attached, leases, "{draft:?}");
-        assert_eq!(drafting.fingerprint, plain.fingerprint, "streams may go on at either");
+        assert_eq!(drafting.fingerprint, plain.fingerprint, "a stream can be resumed on either worker");
         for (got, expected) in answers(&mut drafting).await.iter().zip(&expected) {
             assert_eq!((&got.tokens, &got.logprobs), (&expected.tokens, &expected.logprobs), "{draft:?}");
         }
@@ -58,7 +58,7 @@ async fn drafts_change_no_token_and_are_counted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_depth_beyond_what_is_possible_is_a_fault_of_the_configuration() {
+async fn a_draft_depth_above_the_limit_is_a_configuration_error() {
     let (directory, _weight_server, _worker) = fleet().await;
     let mut config = config(directory.path(), 1);
     (config.draft, config.draft_depth) = (DraftSource::Lookup, 17);

@@ -1,5 +1,4 @@
-//! A weight-server as small as the hand-off allows: one model in one sealed memfd, leases that are
-//! counted.
+//! A minimal weight-server: one model in one sealed memfd. Counts attached and adopted leases.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -54,7 +53,7 @@ const GRANULE_BYTES: usize = 2 << 20;
 const ACCEPT_POLL: std::time::Duration = std::time::Duration::from_millis(1);
 
 impl FakeWeightServer {
-    /// Has the model, but does not serve yet.
+    /// Loads the model. `start` serves it.
     pub(crate) fn new(directory: &Path, file: &DemoModelFile) -> Self {
         let data = &file.bytes[file.header.data_start() as usize..];
         let mut contents = data.to_vec();
@@ -120,7 +119,7 @@ impl FakeWeightServer {
         self.running = Some(ServerThreads { stop, acceptor, connections });
     }
 
-    /// As a dead process: nobody listens, every connection is closed.
+    /// Behaves as a dead process: stops listening and closes every connection.
     pub(crate) fn kill(&mut self) {
         let Some(ServerThreads { stop, acceptor, connections }) = self.running.take() else { return };
         stop.store(true, Ordering::SeqCst);
@@ -137,7 +136,7 @@ impl Drop for FakeWeightServer {
     }
 }
 
-/// Serves one worker; returns when its connection ends.
+/// Serves one worker until its connection ends.
 fn serve_worker(
     connection: &Connection,
     model: &ServedModel,

@@ -1,4 +1,4 @@
-//! Generate: right tokens, whatever else runs; refusals; readers that leave or lag.
+//! Generate: the tokens do not depend on other requests; refusals; clients that leave or read slowly.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use tonic::Code;
 use crate::figures::{FIGURES, NO_NUMBERS};
 use crate::harness::{Generated, TestWorker, fleet, fleet_with};
 
-/// llama.cpp's greedy output for the demo model, up to the first step whose two best logits are
+/// llama.cpp's greedy output for the demo model. Ends at the first step whose two highest logits are
 /// closer than `GAP`.
 struct RecordedOutput {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
 }
 
-/// Below it, llama.cpp's own rounding of activations decides.
+/// Below this difference, the rounding of llama.cpp's activations decides.
 const GAP: f64 = 0.3;
 
 fn golden() -> Vec<RecordedOutput> {
@@ -38,7 +38,10 @@ fn golden() -> Vec<RecordedOutput> {
 async fn greedy_tokens_are_the_recorded_ones() {
     let (_directory, _weight_server, worker) = fleet().await;
     let golden = golden();
-    assert!(golden.iter().map(|line| line.tokens.len()).sum::<usize>() > 200, "the record says something");
+    assert!(
+        golden.iter().map(|line| line.tokens.len()).sum::<usize>() > 200,
+        "the recording has more than 200 tokens"
+    );
     let all = golden.iter().map(|line| {
         let (mut worker, request) = (clone(&worker), worker.greedy(&line.prompt, 96));
         async move { worker.generate(request).await.unwrap() }
@@ -62,7 +65,7 @@ fn clone(worker: &TestWorker) -> TestWorker {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sampled_tokens_do_not_depend_on_company_or_chunks() {
+async fn sampled_tokens_do_not_depend_on_batch_neighbours_or_chunked_prefill() {
     let (_directory, _weight_server, mut alone) = fleet().await;
     let request = |worker: &TestWorker, seed| {
         let mut request = worker.greedy(&golden()[13].prompt, 24);
@@ -90,7 +93,7 @@ async fn sampled_tokens_do_not_depend_on_company_or_chunks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_token_is_named_and_not_sent() {
+async fn a_stop_token_is_reported_and_not_sent() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let prompt = golden()[11].prompt.clone();
     let whole = worker.generate(worker.greedy(&prompt, 20)).await.unwrap();
@@ -105,7 +108,7 @@ async fn a_stop_token_is_named_and_not_sent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_resumed_stream_goes_on_with_the_same_tokens() {
+async fn a_resumed_stream_continues_with_the_same_tokens() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let mut request = worker.greedy(&golden()[3].prompt, 30);
     let sampling = request.sampling.as_mut().unwrap();
@@ -123,7 +126,7 @@ async fn a_resumed_stream_goes_on_with_the_same_tokens() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reader_that_leaves_frees_its_blocks() {
+async fn a_client_that_leaves_frees_its_blocks() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     for _ in 0..3 {
         let mut frames = worker.client.generate(worker.greedy(&[1, 2, 3], 400)).await.unwrap().into_inner();
@@ -135,26 +138,26 @@ async fn a_reader_that_leaves_frees_its_blocks() {
         drop(frames);
         worker.until("an empty engine", |stats| stats.kv_used_tokens == 0 && stats.running == 0).await;
     }
-    assert!(worker.stats().await.output_tokens < 3 * 400, "they were not run to their end");
+    assert!(worker.stats().await.output_tokens < 3 * 400, "the requests were cancelled before their end");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reader_that_lags_is_held_and_does_not_hold_up_others() {
+async fn a_slow_reader_pauses_its_own_request_only() {
     let (_directory, _weight_server, mut worker) = fleet().await;
-    let mut lagging = worker.lagging_client().await;
+    let mut lagging = worker.slow_client().await;
     let mut frames = lagging.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap().into_inner();
     let whole = worker.generate(worker.greedy(&[1, 2, 3], 480)).await.unwrap();
     assert_eq!(whole.tokens.len(), 480);
     tokio::time::sleep(Duration::from_millis(300)).await;
     let stats = worker.stats().await;
-    assert!(stats.output_tokens < 960 && stats.running == 1, "the unread stream is held: {stats:?}");
+    assert!(stats.output_tokens < 960 && stats.running == 1, "the unread stream is paused: {stats:?}");
     let mut tokens = Vec::new();
     while let Some(frame) = frames.message().await.unwrap() {
         if let Some(generate_frame::Frame::Tokens(frame)) = frame.frame {
             tokens.extend(frame.ids);
         }
     }
-    assert_eq!(tokens, whole.tokens, "and complete once it is read");
+    assert_eq!(tokens, whole.tokens, "the stream is complete once it is read");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -201,7 +204,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
         assert_eq!(status.code(), code, "{status}");
         assert!(status.message().contains(text), "{text}: {status}");
     }
-    for (name, change) in FIGURES {
+    for &(name, change) in FIGURES {
         for value in NO_NUMBERS {
             let mut request = good.clone();
             change(request.sampling.get_or_insert_default(), value);
@@ -213,7 +216,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
     }
     let stats = worker.stats().await;
     assert_eq!((stats.running, stats.waiting), (0, 0));
-    // One runs, one waits, the third is refused.
+    // One request runs, one waits, the third is refused.
     let long = worker.greedy(&[1, 2], 400);
     let mut running = worker.client.generate(long.clone()).await.unwrap().into_inner();
     running.message().await.unwrap();
@@ -228,7 +231,7 @@ async fn refusals_are_statuses_before_the_first_frame() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deadline_ends_a_stream_by_its_name() {
+async fn a_deadline_ends_a_stream_with_deadline_exceeded() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let request = wire::GenerateRequest { deadline_ms: 5, ..worker.greedy(&[1, 2], 480) };
     let generated = worker.generate(request).await.unwrap();

@@ -1,5 +1,5 @@
-//! Generate under a grammar: refusals before anything is queued, and a resume that goes on in the
-//! middle of it.
+//! Generate under a grammar: refusals before a request is queued, and a resume in the middle of a
+//! grammar.
 
 use proto::v1::grammar::Kind;
 use proto::v1::{FinishReason, Grammar, StringList};
@@ -17,7 +17,7 @@ fn constrained(worker: &TestWorker, kind: Kind) -> wire::GenerateRequest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_resumed_stream_goes_on_in_the_middle_of_its_grammar() {
+async fn a_stream_can_be_resumed_in_the_middle_of_its_grammar() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let schema =
         r#"{"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 4, "maxItems": 6}"#;
@@ -53,7 +53,7 @@ fn check(request: &wire::GenerateRequest) -> wire::CheckGrammarRequest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grammar_that_is_none_is_refused_by_name() {
+async fn an_invalid_grammar_is_refused_with_its_field() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     for (kind, word) in [
         (Kind::JsonSchema(r#"{"type": 5}"#.to_owned()), "#/type"),
@@ -84,26 +84,28 @@ async fn a_grammar_that_is_none_is_refused_by_name() {
     assert_eq!((stats.running, stats.waiting), (0, 0));
 }
 
-/// What panics inside llguidance 1.9.1 (an assertion about rules that only pass a parameter on).
+/// A grammar that panics inside llguidance 1.9.1 (an assertion about rules that only pass a
+/// parameter on).
 const BREAKS: &str = r#"start: perm::0x0
 perm::_: "" %if is_ones([0:3]) | perm::set_bit(0) %if bit_clear(0) | "b" perm::set_bit(1) %if bit_clear(1)"#;
 
-/// A release build aborts on panic; there and here the thread is lost and the worker is not.
+/// The thread is lost and the worker keeps serving, in release builds (abort on panic) and in tests.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grammar_that_breaks_the_compiler_fails_alone() {
+async fn a_grammar_that_panics_the_compiler_fails_only_its_own_request() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     for _ in 0..3 {
         let status = worker.generate(constrained(&worker, Kind::Lark(BREAKS.to_owned()))).await.unwrap_err();
         assert_eq!(status.code(), Code::Internal, "{status}");
-        assert!(status.message().contains("mistake of this program"), "{status}");
+        assert!(status.message().contains("bug of this program"), "{status}");
         let digits = worker.generate(constrained(&worker, Kind::Regex("[0-9]{4}".to_owned()))).await.unwrap();
         assert_eq!(digits.finished.unwrap().reason(), FinishReason::Stop);
     }
 }
 
-/// Which of the last characters were an "a": states without end, which random text comes through.
+/// The automaton tracks which of the last characters were an "a". Random text visits ever more of
+/// its states.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grammar_that_becomes_too_complex_ends_its_request_and_nothing_else() {
+async fn a_grammar_that_becomes_too_complex_ends_only_its_own_request() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let kind =
         Kind::Lark("start: A\nA: /[a-z ]*a[a-z ]{40}[0-9]/ & /[a-z ]*e[a-z ]{31}[a-z0-9]+/".to_owned());
@@ -111,7 +113,7 @@ async fn a_grammar_that_becomes_too_complex_ends_its_request_and_nothing_else() 
     let status = generated.cut.unwrap();
     assert_eq!(status.code(), Code::Internal, "{status}");
     assert!(status.message().contains("too complex"), "{status}");
-    assert!(!generated.tokens.is_empty(), "it began well");
+    assert!(!generated.tokens.is_empty(), "the output has begun");
     let digits = worker.generate(constrained(&worker, Kind::Regex("[0-9]{4}".to_owned()))).await.unwrap();
     assert_eq!(digits.finished.unwrap().reason(), FinishReason::Stop);
     let stats = worker.stats().await;

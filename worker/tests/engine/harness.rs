@@ -1,4 +1,4 @@
-//! A worker on a thread of its own, as its process would be, and a client on its socket.
+//! A worker on a thread of its own instead of a process, and a client on its socket.
 
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -14,7 +14,7 @@ use worker::{WorkerConfig, WorkerRunError};
 
 use crate::fake_weight_server::{DemoModelFile, FakeWeightServer, MODEL};
 
-/// For a machine under load; what is waited for takes milliseconds.
+/// Long enough for a loaded machine; the awaited events take milliseconds.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) struct TestWorker {
@@ -114,10 +114,8 @@ impl TestWorker {
         Generated::collect(self.client.generate(request).await?.into_inner()).await
     }
 
-    /// A connection of its own with a small window: what is not read stays in the worker.
-    pub(crate) async fn lagging_client(
-        &self,
-    ) -> wire::worker_client::WorkerClient<tonic::transport::Channel> {
+    /// A separate connection with a small window: unread frames stay in the worker.
+    pub(crate) async fn slow_client(&self) -> wire::worker_client::WorkerClient<tonic::transport::Channel> {
         let socket = self.socket.display();
         let endpoint = tonic::transport::Endpoint::from_shared(format!("unix://{socket}")).unwrap();
         let channel = endpoint.initial_stream_window_size(1024).connect().await.unwrap();
@@ -162,7 +160,7 @@ pub(crate) struct Generated {
 }
 
 impl Generated {
-    /// Reads a stream to its end, or to where it was cut.
+    /// Reads a stream to its end or its abort.
     pub(crate) async fn collect(mut frames: tonic::Streaming<wire::GenerateFrame>) -> Result<Self, Status> {
         let mut generated = Self::default();
         let first = frames.message().await?.and_then(|frame| frame.frame);
@@ -187,7 +185,7 @@ impl Generated {
     }
 }
 
-/// A weight_server that serves the demo model and a worker that has attached it.
+/// A weight-server with the demo model, and a worker that has attached it.
 pub(crate) async fn fleet() -> (tempfile::TempDir, FakeWeightServer, TestWorker) {
     fleet_with(|_| ()).await
 }

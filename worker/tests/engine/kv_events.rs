@@ -1,5 +1,4 @@
-//! What the cache holds, told as it changes: to several, to those who come back, to those who do
-//! not read.
+//! KV cache events: several subscribers, subscribers that reconnect, and subscribers that do not read.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -13,13 +12,13 @@ use tonic::{Code, Status, Streaming};
 
 use crate::harness::{TIMEOUT, TestWorker, fleet, fleet_with};
 
-/// An index as a router would keep it.
+/// The cached blocks as a router would track them from events.
 struct KvCacheReplica {
     frames: Streaming<wire::KvEventsFrame>,
     log: u64,
     next: u64,
     known: HashSet<Bytes>,
-    /// How often it was told that what it knows does not count.
+    /// How often an event has cleared `known`.
     cleared: usize,
 }
 
@@ -39,7 +38,7 @@ impl KvCacheReplica {
         Self { frames, log: 0, next: 0, known: HashSet::new(), cleared: 0 }
     }
 
-    /// With what it knows, to go on from there.
+    /// Reconnects and continues from its last event.
     async fn again(&mut self, worker: &mut TestWorker) {
         let from = (self.log, self.next);
         self.frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
@@ -47,15 +46,15 @@ impl KvCacheReplica {
 
     async fn read(&mut self) -> Result<(), Status> {
         let frame = tokio::time::timeout(TIMEOUT, self.frames.message()).await.expect("a frame in time")?;
-        let frame = frame.expect("the stream ends with a status only");
+        let frame = frame.expect("the stream ends only with a status");
         for event in frame.events {
             match event.event.unwrap() {
                 kv_event::Event::Stored(block) => {
-                    assert_eq!(block.group, 0, "all layers of this model read everything");
-                    assert!(self.known.insert(block.hash), "stored twice");
+                    assert_eq!(block.group, 0, "this model has one KV cache group");
+                    assert!(self.known.insert(block.hash), "the block was stored twice");
                 }
                 kv_event::Event::Removed(block) => {
-                    assert!(self.known.remove(&block.hash), "removed, but never stored");
+                    assert!(self.known.remove(&block.hash), "the removed block was never stored");
                 }
                 kv_event::Event::Cleared(wire::AllBlocksCleared {}) => {
                     self.known.clear();
@@ -67,7 +66,7 @@ impl KvCacheReplica {
         Ok(())
     }
 
-    /// To where the cache stands while nobody generates.
+    /// Reads up to the current state of the cache. Call while no request runs.
     async fn catch_up(&mut self, worker: &mut TestWorker) {
         let next = worker.stats().await.next_kv_event;
         while self.next != next {
@@ -80,7 +79,8 @@ async fn block_tokens(worker: &mut TestWorker) -> usize {
     worker.metadata().await.unwrap().0.kv_block_tokens as usize
 }
 
-/// Names of the full blocks of what has been computed: all of prompt and output but the last token.
+/// Runs a request. Returns the keys of its full blocks: all tokens of prompt and output are computed
+/// except the last.
 async fn run(worker: &mut TestWorker, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
     let block_tokens = block_tokens(worker).await;
     let request = wire::GenerateRequest { cache_salt: salt.into(), ..worker.greedy(prompt, 40) };
@@ -98,7 +98,7 @@ fn prompt(number: u32) -> Vec<u32> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_request_leaves_is_told_to_all_who_follow() {
+async fn every_subscriber_receives_the_blocks_of_a_request() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let mut first = KvCacheReplica::new(&mut worker).await;
     first.read().await.unwrap();
@@ -110,15 +110,19 @@ async fn what_a_request_leaves_is_told_to_all_who_follow() {
     let all: HashSet<Bytes> = &plain | &salted;
     for follower in [&mut first, &mut second] {
         follower.catch_up(&mut worker).await;
-        assert_eq!((&follower.known, follower.cleared), (&all, 1), "nothing but that");
+        assert_eq!((&follower.known, follower.cleared), (&all, 1), "the replica has exactly these blocks");
     }
     let mut late = KvCacheReplica::new(&mut worker).await;
     late.read().await.unwrap();
-    assert_eq!((late.known, late.next, late.log), (all, first.next, first.log), "a snapshot");
+    assert_eq!(
+        (late.known, late.next, late.log),
+        (all, first.next, first.log),
+        "the first update is a snapshot"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
+async fn a_reconnecting_subscriber_continues_or_gets_a_snapshot() {
     let (_directory, _weight_server, mut worker) =
         fleet_with(|config| config.kv_bytes = service::ByteSize::mib(4)).await;
     let blocks = worker.metadata().await.unwrap().0.kv_blocks;
@@ -130,9 +134,13 @@ async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
     let second = run(&mut worker, &prompt(1), "").await;
     follower.again(&mut worker).await;
     follower.catch_up(&mut worker).await;
-    assert_eq!((&follower.known, follower.cleared), (&(&first | &second), 1), "what it knew before counts");
+    assert_eq!(
+        (&follower.known, follower.cleared),
+        (&(&first | &second), 1),
+        "the earlier events still count"
+    );
 
-    // Blocks are evicted, until the log does not reach back.
+    // Requests evict blocks until the log no longer holds the first events.
     let mut number = 2;
     while follower.next <= left_at + blocks {
         let next = run(&mut worker, &prompt(number), "").await;
@@ -157,67 +165,68 @@ async fn who_comes_back_goes_on_from_its_number_or_begins_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn followers_who_do_not_read_hold_nothing_up() {
+async fn subscribers_that_do_not_read_delay_nothing() {
     let (_directory, _weight_server, mut worker) =
         fleet_with(|config| config.kv_bytes = service::ByteSize::mib(4)).await;
     let mut lagging = KvCacheReplica::new(&mut worker).await;
-    lagging.frames =
-        subscribe(&mut worker.lagging_client().await, &worker.fingerprint, (0, 0)).await.unwrap();
+    lagging.frames = subscribe(&mut worker.slow_client().await, &worker.fingerprint, (0, 0)).await.unwrap();
     let mut following = KvCacheReplica::new(&mut worker).await;
     for number in 0..20 {
         let next = run(&mut worker, &prompt(number), "").await;
         following.catch_up(&mut worker).await;
         assert!(following.known.is_superset(&next));
     }
-    // The window is full of what it has not read; what came after that it gets as events, or as a
-    // snapshot.
+    // The window is full of unread frames. Later changes arrive as events or as a snapshot.
     lagging.catch_up(&mut worker).await;
     assert_eq!((lagging.known, lagging.next), (following.known.clone(), following.next));
 
-    let mut unread = worker.lagging_client().await;
+    let mut unread = worker.slow_client().await;
     let unread = subscribe(&mut unread, &worker.fingerprint, (0, 0)).await.unwrap();
     worker.client.drain(wire::DrainRequest { grace_ms: 60_000 }).await.unwrap();
     assert_eq!(following.read().await.unwrap_err().code(), Code::Unavailable);
     let refused = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await;
-    // A stream that ends before its first frame may answer with its headers, or after them.
+    // A stream that ends before its first frame may report its status in the headers or after them.
     let status = match refused {
         Ok(mut frames) => frames.message().await.unwrap_err(),
         Err(status) => status,
     };
     assert_eq!(status.code(), Code::Unavailable);
-    tokio::time::timeout(TIMEOUT, worker.stop()).await.expect("nobody is waited for").unwrap();
+    tokio::time::timeout(TIMEOUT, worker.stop())
+        .await
+        .expect("the worker stops without waiting for subscribers")
+        .unwrap();
     drop(unread);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_more_follow_than_there_are_places_for() {
-    const PLACES: usize = 16;
+async fn the_number_of_subscribers_is_limited() {
+    const SUBSCRIBERS_MAX: usize = 16;
     let (_directory, _weight_server, mut worker) = fleet().await;
     let mut followers = Vec::new();
-    for _ in 0..PLACES {
+    for _ in 0..SUBSCRIBERS_MAX {
         followers.push(KvCacheReplica::new(&mut worker).await);
     }
     let refused = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
     assert!(refused.metadata().contains_key("retry-after"));
     followers.pop();
-    let has_place = async {
+    let has_permit = async {
         while subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.is_err() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, has_place).await.expect("a place is given back");
+    tokio::time::timeout(TIMEOUT, has_permit).await.expect("a dropped subscription frees its permit");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reset_is_refused_while_blocks_are_held_and_told_as_one_event() {
+async fn a_reset_is_refused_while_blocks_are_in_use_and_is_one_event() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let mut follower = KvCacheReplica::new(&mut worker).await;
     let left = run(&mut worker, &prompt(0), "").await;
     follower.catch_up(&mut worker).await;
     assert_eq!((&follower.known, follower.cleared), (&left, 1));
-    // Nobody reads it: it is held, and goes on holding its blocks.
-    let mut client = worker.lagging_client().await;
+    // The client does not read, so the request is paused and keeps its blocks.
+    let mut client = worker.slow_client().await;
     let running = client.generate(worker.greedy(&prompt(1), 400)).await.unwrap();
     worker.until("a running request", |stats| stats.running == 1).await;
     let refused = worker.client.reset_prefix_cache(wire::ResetPrefixCacheRequest {}).await.unwrap_err();
@@ -231,5 +240,5 @@ async fn a_reset_is_refused_while_blocks_are_held_and_told_as_one_event() {
     assert_eq!((follower.known.len(), follower.cleared), (0, 2));
     let cached = worker.stats().await.prompt_tokens_cached;
     run(&mut worker, &prompt(0), "").await;
-    assert_eq!(worker.stats().await.prompt_tokens_cached, cached, "it was computed again");
+    assert_eq!(worker.stats().await.prompt_tokens_cached, cached, "the prompt was computed again");
 }

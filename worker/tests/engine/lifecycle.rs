@@ -1,4 +1,4 @@
-//! Coming up, serving through the weight-server's death, draining, going down.
+//! Startup, the death of the weight-server, drain and stop.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ async fn health(worker: &TestWorker) -> i32 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_says_what_it_serves() {
+async fn a_worker_describes_what_it_serves() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let (description, gguf) = worker.metadata().await.unwrap();
     let file = DemoModelFile::demo();
@@ -34,13 +34,16 @@ async fn a_worker_says_what_it_serves() {
     assert_eq!((description.running_max, queues), (80, (256, 224, 192)));
     assert!(String::from_utf8(description.fingerprint.to_vec()).unwrap().starts_with("ballast-1 model=0909"));
     let stats = worker.stats().await;
-    assert!(stats.attach_ms > 0.0 && stats.attach_ms < 500.0, "ten times the goal: {stats:?}");
+    assert!(
+        stats.attach_ms > 0.0 && stats.attach_ms < 500.0,
+        "the attach took more than ten times its goal: {stats:?}"
+    );
     assert!(stats.private_bytes > 0 && stats.kv_total_tokens > 512, "{stats:?}");
     assert_eq!(health(&worker).await, SERVING);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stages_of_a_start_add_up_to_when_the_worker_was_ready_and_work_adds_its_own() {
+async fn startup_stages_add_up_to_ready_ms_and_the_first_step_adds_a_stage() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let ready = ["exec", "sockets", "wait", "import", "model", "kv"];
     let stats = worker.stats().await;
@@ -53,12 +56,12 @@ async fn stages_of_a_start_add_up_to_when_the_worker_was_ready_and_work_adds_its
     worker.generate(worker.greedy(&[1, 2, 3], 2)).await.unwrap();
     let after = worker.stats().await;
     assert_eq!(after.ready_ms, stats.ready_ms);
-    // Modules and graphs are a GPU's.
+    // Only a GPU has the stages of modules and graphs.
     assert_eq!(names(&after), [&ready[..], &["first_step"]].concat());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
+async fn a_worker_binds_its_socket_before_its_weights_are_there() {
     let directory = tempfile::tempdir().unwrap();
     let config = config(directory.path(), 0);
     let socket = config.listen.clone();
@@ -84,7 +87,7 @@ async fn a_worker_waits_for_its_weights_with_its_socket_bound() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_serves_on_without_its_weight_server_and_claims_its_lease_from_the_next() {
+async fn a_worker_keeps_serving_without_its_weight_server_and_reclaims_its_lease() {
     let (_directory, mut weight_server, mut worker) = fleet().await;
     let before = worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens;
     weight_server.kill();
@@ -93,15 +96,15 @@ async fn a_worker_serves_on_without_its_weight_server_and_claims_its_lease_from_
     weight_server.start();
     let start = Instant::now();
     while weight_server.reclaimed.load(Ordering::SeqCst) == 0 {
-        assert!(start.elapsed() < TIMEOUT, "the lease was not claimed again");
+        assert!(start.elapsed() < TIMEOUT, "the worker did not reclaim its lease");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(weight_server.attached.load(Ordering::SeqCst), 1, "nothing was attached twice");
+    assert_eq!(weight_server.attached.load(Ordering::SeqCst), 1, "the weights were attached once");
     assert_eq!(worker.generate(worker.greedy(&[1, 2, 3], 30)).await.unwrap().tokens, before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_drain_lets_streams_end_and_takes_no_more() {
+async fn a_drain_waits_for_streams_and_refuses_requests() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let request = worker.greedy(&[1, 2], 200);
     let mut frames = worker.client.generate(request.clone()).await.unwrap().into_inner();
@@ -115,20 +118,20 @@ async fn a_drain_lets_streams_end_and_takes_no_more() {
     while frames.message().await.unwrap().is_some() {
         count += 1;
     }
-    assert_eq!(count, 201, "all tokens and the last word");
+    assert_eq!(count, 201, "all tokens and the end of the stream");
     assert_eq!(drain.await.unwrap().unwrap().into_inner().streams_cut, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
+async fn a_stream_aborted_by_a_drain_can_be_resumed_on_another_worker() {
     let (directory, _weight_server, mut first) = fleet().await;
     let mut second = TestWorker::start(config(directory.path(), 1)).await;
     assert_eq!(first.fingerprint, second.fingerprint);
     let mut request = first.greedy(&[7, 8, 9], 400);
     request.sampling.as_mut().unwrap().temperature = Some(0.7);
     let whole = second.generate(request.clone()).await.unwrap().tokens;
-    // What it does not read is not computed: the stream still runs when the drain comes.
-    let mut lagging = first.lagging_client().await;
+    // The client does not read, so the stream is paused and still runs when the drain begins.
+    let mut lagging = first.slow_client().await;
     let frames = lagging.generate(request.clone()).await.unwrap().into_inner();
     first.until("a running stream", |stats| stats.running == 1).await;
     let drained = first.client.drain(wire::DrainRequest { grace_ms: 0 }).await.unwrap().into_inner();
@@ -142,11 +145,11 @@ async fn what_a_drain_cuts_can_be_resumed_elsewhere() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stopping_worker_finishes_its_streams_and_leaves_nothing() {
+async fn a_stopping_worker_finishes_its_streams_and_removes_its_socket() {
     let (directory, _weight_server, mut worker) = fleet().await;
     let mut frames = worker.client.generate(worker.greedy(&[1, 2], 100)).await.unwrap().into_inner();
     frames.message().await.unwrap();
-    // A watching router must not keep the worker alive.
+    // An open health watch must not keep the worker running.
     let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
     let mut watch = HealthClient::new(worker.channel.clone()).watch(request).await.unwrap().into_inner();
     let start = Instant::now();
@@ -160,14 +163,14 @@ async fn a_stopping_worker_finishes_its_streams_and_leaves_nothing() {
     while let Ok(Some(state)) = watch.message().await {
         states.push(state.status);
     }
-    assert_eq!(states, [SERVING, NOT_SERVING], "and then the end of the watch");
+    assert_eq!(states, [SERVING, NOT_SERVING], "then the watch ends");
     stop.await.unwrap().unwrap();
-    assert!(start.elapsed() < Duration::from_secs(8), "it did not wait for the drain's deadline");
+    assert!(start.elapsed() < Duration::from_secs(8), "the worker did not wait for the drain's deadline");
     assert!(!directory.path().join("worker-0.sock").exists());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_cannot_have_its_budget_says_so() {
+async fn a_kv_budget_that_is_too_small_is_reported() {
     let directory = tempfile::tempdir().unwrap();
     let mut weight_server = FakeWeightServer::new(directory.path(), &DemoModelFile::demo());
     weight_server.start();
@@ -181,7 +184,7 @@ async fn a_worker_that_cannot_have_its_budget_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_while_waiting_for_weights_is_prompt() {
+async fn a_worker_that_waits_for_weights_stops_promptly() {
     let directory = tempfile::tempdir().unwrap();
     let (shutdown, thread) = spawn(config(directory.path(), 0));
     tokio::time::sleep(Duration::from_millis(50)).await;

@@ -1,4 +1,4 @@
-//! Score against the model itself, run without an engine.
+//! Compares scores with the model's own logits, computed without an engine.
 
 use kernels::Cpu;
 use models::{ModelLimits, WeightTable};
@@ -79,7 +79,7 @@ fn request(worker: &TestWorker) -> wire::ScoreRequest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scored_logits_are_the_models_bits() {
+async fn scored_logits_equal_the_models_bit_by_bit() {
     let expected = logits(&TOKENS);
     for step_tokens in [512, 64] {
         let narrow = |config: &mut worker::WorkerConfig| {
@@ -96,13 +96,13 @@ async fn scored_logits_are_the_models_bits() {
         let values: Vec<f32> =
             bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         assert_eq!(values.len(), expected.len());
-        assert!(values == expected, "the bits differ");
+        assert!(values == expected, "the logits differ");
         assert_eq!(worker.stats().await.kv_used_tokens, 0);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scored_log_probabilities_are_those_of_the_logits() {
+async fn scored_log_probabilities_match_the_logits() {
     let (_directory, _weight_server, worker) = fleet().await;
     let expected = logits(&TOKENS);
     let vocabulary = expected.len() / TOKENS.len();
@@ -126,7 +126,7 @@ async fn scored_log_probabilities_are_those_of_the_logits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_score_that_nobody_reads_is_cancelled() {
+async fn a_score_whose_client_is_gone_is_cancelled() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let tokens = TOKENS.repeat(12);
     let frames = worker.client.score(wire::ScoreRequest { tokens, ..request(&worker) }).await.unwrap();
@@ -137,10 +137,10 @@ async fn a_score_that_nobody_reads_is_cancelled() {
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
 }
 
-/// What is scored cannot be found again, so an idle worker keeps none of its keys and values; a
-/// prompt stays.
+/// Scored tokens are not cached, so an idle worker frees their KV blocks. The blocks of a prompt stay
+/// cached.
 #[tokio::test(flavor = "multi_thread")]
-async fn memory_of_the_cache_goes_back_when_nothing_runs() {
+async fn an_idle_worker_releases_kv_cache_memory() {
     let (_directory, _weight_server, mut worker) = fleet().await;
     let tokens = TOKENS.repeat(12);
     let mut frames =
