@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
 use crate::harness::http::HttpClient;
-use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, device, runs_on_host};
+use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_7m, device, runs_on_host};
 
 /// Streams that the worker runs or queues.
 const PLACES: usize = 3;
 
-fn fleet(queue_max: u32) -> (TestFleet, HttpClient) {
+fn fleet(queue_max: u32) -> (ServedFleet, HttpClient) {
     let admission = format!(
         "[admission]\nqueue-max = {queue_max}\ntenant-queue-max = {queue_max}\n\
          interactive-floor = 0\nbatch-floor = 0\n"
@@ -26,7 +26,7 @@ fn fleet(queue_max: u32) -> (TestFleet, HttpClient) {
 }
 
 /// Starts a fleet with these TOML tables and these lines of its `[[models]]` table.
-fn fleet_of(tables: &str, lines: &str) -> (TestFleet, HttpClient) {
+fn fleet_of(tables: &str, lines: &str) -> (ServedFleet, HttpClient) {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let text = format!(
         "{tables}[[models]]\nname = \"demo\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n{lines}",
@@ -43,7 +43,7 @@ fn fleet_of(tables: &str, lines: &str) -> (TestFleet, HttpClient) {
         "--runtime-dir",
     ]);
     command.arg(directory.path()).stdout(std::process::Stdio::piped());
-    let fleet = TestFleet::start_command(directory, command);
+    let fleet = ServedFleet::start_command(directory, command);
     let http = HttpClient::connect(&fleet);
     (fleet, http)
 }
@@ -256,8 +256,8 @@ fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
     fleet.stop();
 }
 
-fn small_cache() -> (TestFleet, HttpClient) {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--kv-tokens", "512"]);
+fn small_cache() -> (ServedFleet, HttpClient) {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--kv-tokens", "512"]);
     let http = HttpClient::connect(&fleet);
     (fleet, http)
 }

@@ -1,6 +1,6 @@
 //! User errors: each gives one line that says what to do, and the documented exit code.
 
-use crate::harness::{TIMEOUT, TestFleet, ballast, demo_7m, demo_22m, device, executable, proc, text};
+use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, executable, proc, text};
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -126,7 +126,7 @@ fn a_runtime_directory_too_long_for_a_socket_is_refused() {
 
 #[test]
 fn two_fleets_cannot_share_a_runtime_directory() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1"]);
     let output = ballast()
         .arg("serve")
         .arg(demo_7m())

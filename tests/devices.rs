@@ -2,7 +2,7 @@
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::runtime;
-use crate::harness::{TestFleet, ballast, demo_7m, demo_22m, device, synth, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, demo_22m, device, synth, text};
 use proto::weights::v1::ReservationKind;
 use serde_json::Value;
 use std::path::Path;
@@ -23,7 +23,7 @@ pub(crate) fn plan(model: &Path, arguments: &[&str]) -> Value {
 }
 
 /// Bytes of all ledger reservations of one kind.
-fn reserved_bytes(fleet: &TestFleet, kind: ReservationKind) -> Vec<u64> {
+fn reserved_bytes(fleet: &ServedFleet, kind: ReservationKind) -> Vec<u64> {
     let status = runtime().block_on(weight_server_status(fleet));
     let reservations = status.ledger.unwrap().reservations;
     reservations.iter().filter(|row| row.kind() == kind).map(|row| row.bytes).collect()
@@ -38,7 +38,7 @@ fn a_plan_is_what_the_ledger_holds_later() {
         (synth("qwen3-moe-tiny", "q8_0"), &["--workers", "3", "--kv-tokens", "2048"]),
     ] {
         let planned = plan(&model, arguments);
-        let fleet = TestFleet::start(&model, arguments);
+        let fleet = ServedFleet::start(&model, arguments);
         let planned = &planned["models"][0];
         let close = |what: &str, planned: &Value, found: u64| {
             let planned = planned.as_u64().unwrap();

@@ -8,7 +8,7 @@
 
 use crate::harness::api::{Continuation, TestRequest, connect, generate, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
 use proto::v1::Sampling;
 use proto::v1::grammar::Kind;
 use std::path::Path;
@@ -244,7 +244,7 @@ impl XorShift64 {
 }
 
 impl RequestSchedule {
-    async fn serve(self, fleet: &TestFleet, requests: &[TestRequest]) -> Vec<Continuation> {
+    async fn serve(self, fleet: &ServedFleet, requests: &[TestRequest]) -> Vec<Continuation> {
         let found = match self {
             Sequential => {
                 let mut client = connect(&fleet.grpc).await;
@@ -272,7 +272,7 @@ impl RequestSchedule {
 }
 
 async fn arriving(
-    fleet: &TestFleet,
+    fleet: &ServedFleet,
     requests: &[TestRequest],
     seed: u64,
 ) -> Vec<Result<Continuation, tonic::Status>> {
@@ -320,7 +320,7 @@ fn same_tokens(model: &Path, cases: &[ServingCase]) {
             false => (*argument).to_owned(),
         };
         let arguments: Vec<String> = case.arguments.iter().map(in_place).collect();
-        let fleet = TestFleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        let fleet = ServedFleet::start(model, &arguments.iter().map(String::as_str).collect::<Vec<_>>());
         let http = HttpClient::connect(&fleet);
         for way in case.ways {
             let found = runtime().block_on(way.serve(&fleet, &requests));

@@ -3,7 +3,7 @@
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
-use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
 /// Tokens of a stream that is long enough for a fault in its middle.
@@ -24,7 +24,7 @@ fn requests(count: u64) -> Vec<TestRequest> {
 }
 
 fn generate_during_fault(
-    fleet: &TestFleet,
+    fleet: &ServedFleet,
     requests: &[TestRequest],
     inject_fault: impl FnOnce() + Send,
 ) -> Vec<Result<Continuation, tonic::Status>> {
@@ -33,7 +33,7 @@ fn generate_during_fault(
 
 #[test]
 fn i6_streams_of_a_killed_worker_are_completed_by_another() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let requests = requests(6);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
     let victim = fleet.processes_by_role("worker")[0].clone();
@@ -59,7 +59,7 @@ fn i6_streams_of_a_killed_worker_are_completed_by_another() {
 
 #[test]
 fn i6_a_stream_without_a_worker_ends_with_an_explicit_error() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let (worker, weight_server) = (fleet.only_process("worker"), fleet.only_process("weight-server"));
     // The restarted worker cannot attach to a stopped weight-server, so no worker serves within the
     // 5 s that the router waits. The supervisor's watchdog allows 30 s.
@@ -82,7 +82,7 @@ fn i3_a_killed_weight_server_disturbs_no_stream_and_its_successor_needs_no_file(
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     std::fs::copy(demo_7m(), &model).unwrap();
-    let fleet = TestFleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&model, &["--workers", "2", "--threads", "1"]);
     std::fs::remove_file(&model).unwrap();
     let before = fleet.only_process("weight-server");
     let workers: Vec<u32> = fleet.processes_by_role("worker").iter().map(|w| w.pid).collect();
@@ -122,7 +122,7 @@ fn i3_weights_survive_the_death_of_weight_server_and_all_workers_together() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     std::fs::copy(demo_7m(), &model).unwrap();
-    let fleet = TestFleet::start(&model, &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&model, &["--workers", "2", "--threads", "1"]);
     std::fs::remove_file(&model).unwrap();
     let expected = runtime().block_on(generate_all(&fleet.grpc, &requests(2)));
     let killed: Vec<u32> = fleet
@@ -175,7 +175,7 @@ fn a_killed_loader_is_reported_and_leaves_no_memory() {
 
 #[test]
 fn streams_of_other_workers_do_not_notice_a_killed_worker() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let found = generate_during_fault(&fleet, &requests(4), || {
         proc::send_signal(fleet.processes_by_role("worker")[1].pid, "KILL")
     });
@@ -189,7 +189,7 @@ fn streams_of_other_workers_do_not_notice_a_killed_worker() {
 
 #[test]
 fn a_killed_router_is_back_and_its_connections_are_reset() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let victim = fleet.only_process("router");
     let found = generate_during_fault(&fleet, &[request(1)], || proc::send_signal(victim.pid, "KILL"));
     assert!(found[0].is_err(), "the stream of a dead router cannot end well");
@@ -207,8 +207,8 @@ fn a_killed_router_is_back_and_its_connections_are_reset() {
 #[test]
 fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights() {
     let directory = tempfile::tempdir().unwrap();
-    let mut first = TestFleet::start_in(directory, &demo_7m(), &["--workers", "2", "--threads", "1"]);
-    let pids = |fleet: &TestFleet| {
+    let mut first = ServedFleet::start_in(directory, &demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let pids = |fleet: &ServedFleet| {
         let mut pids: Vec<u32> =
             fleet.processes().iter().filter(|p| p.role != "supervisor").map(|p| p.pid).collect();
         pids.sort_unstable();
@@ -238,7 +238,7 @@ fn a_dead_supervisor_is_followed_by_a_successor_that_keeps_workers_and_weights()
 
 #[test]
 fn without_a_successor_all_children_end_after_a_grace_period() {
-    let mut fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let mut fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let pids: Vec<u32> = fleet.processes().iter().map(|p| p.pid).collect();
     proc::send_signal(fleet.supervisor.id(), "KILL");
     let _ = fleet.supervisor.wait();
@@ -261,7 +261,7 @@ struct HeldResources {
 }
 
 impl HeldResources {
-    fn of(fleet: &TestFleet) -> Self {
+    fn of(fleet: &ServedFleet) -> Self {
         let status = runtime().block_on(weight_server_status(fleet));
         let pids: Vec<u32> = fleet.processes().iter().map(|process| process.pid).collect();
         let keepers = [fleet.only_process("weight-server").pid, fleet.supervisor.id()];
@@ -283,7 +283,7 @@ impl HeldResources {
 
 #[test]
 fn i4_load_and_unload_return_to_the_baseline() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let baseline = HeldResources::of(&fleet);
     let folder = tempfile::tempdir().unwrap();
     for round in 0..20 {
@@ -313,7 +313,7 @@ fn i4_load_and_unload_return_to_the_baseline() {
     fleet.stop();
 }
 
-fn run(fleet: &TestFleet, arguments: &[&str]) {
+fn run(fleet: &ServedFleet, arguments: &[&str]) {
     let output = fleet.run_command(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
 }

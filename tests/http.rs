@@ -2,12 +2,12 @@
 
 use crate::harness::admin::worker_stats;
 use crate::harness::http::HttpClient;
-use crate::harness::{TestFleet, demo_7m, eventually};
+use crate::harness::{ServedFleet, demo_7m, eventually};
 use serde_json::{Value, json};
 
 #[test]
 fn the_openai_surface_serves_completions() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     assert_eq!(http.get("/health").0, 200);
     assert_eq!(http.get("/ready").0, 200);
@@ -56,7 +56,7 @@ fn the_openai_surface_serves_completions() {
 
 #[test]
 fn i8_bad_requests_name_the_field() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     let cases = [
         (json!({"prompt": "x", "temperature": -1}), 400, "temperature", "-1"),
@@ -90,7 +90,7 @@ const TOKENS: u64 = 3900;
 #[test]
 fn a_client_that_goes_away_frees_its_blocks() {
     let arguments = ["--workers", "1", "--threads", "1", "--kv-tokens", "65536"];
-    let fleet = TestFleet::start(&demo_7m(), &arguments);
+    let fleet = ServedFleet::start(&demo_7m(), &arguments);
     let http = HttpClient::connect(&fleet);
     http.runtime.block_on(async {
         let body = json!({

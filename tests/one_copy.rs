@@ -2,7 +2,7 @@
 //! MiB.
 
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{TestFleet, proc, runs_on_host, synth};
+use crate::harness::{ServedFleet, proc, runs_on_host, synth};
 
 const WORKERS: usize = 4;
 
@@ -31,7 +31,7 @@ fn i1_weights_exist_once_for_four_workers() {
     let file_bytes = std::fs::metadata(&model).unwrap().len();
     assert!(file_bytes >= 512 << 20, "{file_bytes} bytes");
     let arguments = ["--workers", "4", "--threads", "1", "--kv-tokens", "2048"];
-    let fleet = TestFleet::start(&model, &arguments);
+    let fleet = ServedFleet::start(&model, &arguments);
     let asks: Vec<TestRequest> = (0..8).map(ask).collect();
     for result in runtime().block_on(generate_all(&fleet.grpc, &asks)) {
         assert_eq!(result.unwrap().tokens.len(), 4);
@@ -77,7 +77,7 @@ fn four_hundred_allocations_are_handed_over_in_several_batches() {
         return;
     }
     let model = synth("qwen3-many", "q8_0");
-    let fleet = TestFleet::start(&model, &["--workers", "2", "--no-pack"]);
+    let fleet = ServedFleet::start(&model, &["--workers", "2", "--no-pack"]);
     for worker in fleet.processes_by_role("worker") {
         let weights =
             proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();

@@ -5,9 +5,9 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{TestFleet, demo_7m, demo_22m, device, eventually, text};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, text};
 
-fn load(fleet: &TestFleet, model: &Path, more: &[&str]) {
+fn load(fleet: &ServedFleet, model: &Path, more: &[&str]) {
     let device = device();
     let mut order = vec!["load", model.to_str().unwrap(), "--threads", "1", "--device", &device];
     order.extend(["--kv-tokens", "1024"].iter().chain(more));
@@ -15,7 +15,7 @@ fn load(fleet: &TestFleet, model: &Path, more: &[&str]) {
     assert!(output.status.success(), "{order:?}: {}", text(&output).1);
 }
 
-fn unload(fleet: &TestFleet, name: &str) {
+fn unload(fleet: &ServedFleet, name: &str) {
     let output = fleet.run_command(&["unload", name]);
     assert!(output.status.success(), "{name}: {}", text(&output).1);
 }
@@ -44,7 +44,7 @@ fn copy(model: &Path, folder: &Path, name: &str) -> std::path::PathBuf {
 #[test]
 fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
     let folder = tempfile::tempdir().unwrap();
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     load(&fleet, &copy(&demo_22m(), folder.path(), "a.gguf"), &["--name", "first"]);
     load(&fleet, &copy(&demo_22m(), folder.path(), "b.gguf"), &["--name", "second"]);
@@ -60,7 +60,7 @@ fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
 fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
     let folder = tempfile::tempdir().unwrap();
     let small = copy(&demo_7m(), folder.path(), "small.gguf");
-    let fleet = TestFleet::start(&demo_22m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_22m(), &["--workers", "1", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     let text_alone = answer(&http, "pycoder-22m-q4_k_m");
     let draft = ["--draft", small.to_str().unwrap()];
@@ -79,7 +79,7 @@ fn load_with_a_draft_loads_what_drafts_unless_it_is_there() {
 
 #[test]
 fn prompts_are_forgotten_when_that_is_ordered() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     let body = json!({"prompt": "def add(a, b):\n".repeat(8), "max_tokens": 8, "n": 4, "temperature": 1});
     http.post_json("/v1/completions", &body);

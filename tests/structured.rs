@@ -1,7 +1,7 @@
 //! Structured output and sampling parameters on a real fleet.
 
 use crate::harness::http::HttpClient;
-use crate::harness::{TestFleet, demo_7m};
+use crate::harness::{ServedFleet, demo_7m};
 use serde_json::{Value, json};
 
 fn text(answer: &Value, choice: usize) -> &str {
@@ -11,7 +11,7 @@ fn text(answer: &Value, choice: usize) -> &str {
 
 #[test]
 fn output_is_what_the_grammar_says() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
     let http = HttpClient::connect(&fleet);
     let ask = |more: Value| {
         let mut body = json!({"prompt": "def answer():\n    return ", "max_tokens": 200, "seed": 4});
@@ -87,7 +87,7 @@ fn output_is_what_the_grammar_says() {
 
 #[test]
 fn samplers_of_all_kinds_are_served_and_repeatable() {
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1", "--threads", "2"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "2"]);
     let http = HttpClient::connect(&fleet);
     for more in [
         json!({"dynatemp_range": 0.5, "typical_p": 0.9, "top_n_sigma": 2.0}),

@@ -2,7 +2,7 @@
 
 use crate::devices::plan;
 use crate::harness::api::{TestRequest, connect, generate, generate_all, runtime};
-use crate::harness::{TestFleet, eventually, proc, runs_on_host, synth};
+use crate::harness::{ServedFleet, eventually, proc, runs_on_host, synth};
 use proto::v1::grammar::Kind;
 
 /// A plan is an upper bound: deferred logits, for example, rarely fill all their rows. But it may
@@ -20,7 +20,7 @@ fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> TestRequest {
 }
 
 /// Anonymous memory of the only worker, without its KV cache.
-fn found(fleet: &TestFleet) -> Option<u64> {
+fn found(fleet: &ServedFleet) -> Option<u64> {
     let status = fleet.try_ps_lines()?;
     let line = status.iter().find(|line| line["role"] == "worker")?;
     let mapped = line["device_memory"]["kv_mapped"].as_u64()?;
@@ -39,7 +39,7 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     let part = |name: &str| worker[name].as_u64().unwrap();
     let planned = part("activations") + part("scratch") + part("process");
     assert_eq!(planned + part("kv"), part("total"), "{worker}");
-    let fleet = TestFleet::start(&model, &arguments);
+    let fleet = ServedFleet::start(&model, &arguments);
     let runtime = runtime();
     let all = |asks: Vec<TestRequest>| {
         for done in runtime.block_on(generate_all(&fleet.grpc, &asks)) {

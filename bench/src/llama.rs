@@ -1,4 +1,5 @@
-//! llama.cpp in this process: prompt and decode speed of some streams, as its own batched benchmark measures them.
+//! Runs llama.cpp in this process and measures prefill and decode speed of concurrent streams, as
+//! its own batched benchmark does.
 
 use crate::{Workload, TokenRates};
 use anyhow::{Context, Result};
@@ -12,7 +13,7 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Instant;
 
-/// Rows of one prompt batch: llama.cpp's own default micro-batch.
+/// Rows of one prompt batch: llama.cpp's default micro-batch.
 const BATCH_ROWS: usize = 512;
 
 pub(crate) struct Peer {

@@ -1,5 +1,5 @@
-//! Compares Ballast with llama.cpp on one model, in one run, alternating, so that a machine whose speed drifts
-//! slows both. Quote the medians and the ratio.
+//! Compares Ballast with llama.cpp on one model, alternately in one run, so that a change of the
+//! machine's speed affects both. Quote the medians and the ratio.
 //!
 //!     cargo run --release -- --ballast ../target/release/ballast --model MODEL.gguf
 
@@ -14,15 +14,15 @@ mod llama;
 
 #[derive(Parser)]
 struct CompareArguments {
-    /// The ballast executable.
+    /// Path of the ballast executable
     #[arg(long)]
     ballast: PathBuf,
     #[arg(long)]
     model: PathBuf,
-    /// Threads for either side.
+    /// Threads of each side
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Concurrent streams; may be given several times.
+    /// Concurrent streams; may be given several times
     #[arg(long, default_values_t = [1, 16])]
     streams: Vec<usize>,
     #[arg(long, default_value_t = 128)]
@@ -33,7 +33,7 @@ struct CompareArguments {
     rounds: usize,
 }
 
-/// What is measured: `streams` sequences of `prompt_tokens`, each continued by `tokens`.
+/// The workload: `streams` sequences with prompts of `prompt_tokens`, each continued by `tokens`.
 #[derive(Clone, Copy)]
 struct Workload {
     streams: usize,
@@ -41,7 +41,7 @@ struct Workload {
     tokens: usize,
 }
 
-/// Tokens a second over all streams.
+/// Tokens per second over all streams.
 #[derive(Clone, Copy)]
 struct TokenRates {
     prompt: f64,
@@ -49,7 +49,7 @@ struct TokenRates {
 }
 
 impl Workload {
-    /// Token ids of one prompt; different in every stream, so that no prefix is shared.
+    /// Token ids of one prompt. They differ between streams, so that no prefix is shared.
     fn prompt(self, stream: usize, vocabulary: u32) -> Vec<u32> {
         (0..self.prompt_tokens)
             .map(|i| ((i * 7919 + stream * 104_729 + 17) % vocabulary as usize) as u32)
@@ -80,7 +80,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// One fleet of one worker, measured from outside by the executable's own load generator.
+/// Measures a fleet of one worker with `ballast bench throughput`.
 fn measure_ballast(executable: &Path, model: &Path, threads: usize, shape: Workload) -> Result<TokenRates> {
     let output = Command::new(executable)
         .args(["bench", "throughput"])

@@ -118,14 +118,14 @@ pub(crate) fn choose(
 
 fn automatic(seen: &GpuInventory, without_kernel: Option<&str>) -> DeviceChoice {
     let reason = seen.problem.as_deref().or(without_kernel);
-    let first_lame = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
+    let first_unusable = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
     match (reason, seen.gpus.iter().find(|gpu| gpu.unusable.is_none())) {
         (None, Some(gpu)) => {
             DeviceChoice { gpu: Some(gpu.clone()), why: Some("the first usable GPU".to_owned()) }
         }
         (Some(reason), _) => DeviceChoice::host(Some(reason.to_owned())),
         (None, None) => {
-            DeviceChoice::host(Some(first_lame().unwrap_or("this process sees no GPU").to_owned()))
+            DeviceChoice::host(Some(first_unusable().unwrap_or("this process sees no GPU").to_owned()))
         }
     }
 }
@@ -202,8 +202,8 @@ mod tests {
         }
     }
 
-    fn lame(ordinal: u32) -> GpuInfo {
-        GpuInfo { unusable: Some("it is lame".to_owned()), ..gpu(ordinal) }
+    fn unusable_gpu(ordinal: u32) -> GpuInfo {
+        GpuInfo { unusable: Some("it has no kernels".to_owned()), ..gpu(ordinal) }
     }
 
     fn seen(gpus: Vec<GpuInfo>) -> GpuInventory {
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn auto_takes_the_first_gpu_that_works() {
-        let choice = choose(DeviceOption::Auto, &seen(vec![lame(0), gpu(1), gpu(2)]), None).unwrap();
+        let choice = choose(DeviceOption::Auto, &seen(vec![unusable_gpu(0), gpu(1), gpu(2)]), None).unwrap();
         assert_eq!(choice.device().to_string(), gpu(1).uuid);
         assert!(choice.to_string().starts_with("cuda:1 NVIDIA H200 (GPU-"), "{choice}");
     }
@@ -230,7 +230,7 @@ mod tests {
         for (seen, without_kernel, why) in [
             (blind(), None, "host (no driver)"),
             (seen(vec![]), None, "host (this process sees no GPU)"),
-            (seen(vec![lame(0)]), None, "host (it is lame)"),
+            (seen(vec![unusable_gpu(0)]), None, "host (it has no kernels)"),
             (seen(vec![gpu(0)]), Some("no kernel"), "host (no kernel)"),
         ] {
             let choice = choose(DeviceOption::Auto, &seen, without_kernel).unwrap();
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_was_named_is_taken_or_refused_never_replaced() {
-        let two = seen(vec![gpu(0), lame(1)]);
+        let two = seen(vec![gpu(0), unusable_gpu(1)]);
         assert_eq!(choose(wanted("cuda:0"), &two, None).unwrap().gpu, Some(gpu(0)));
         assert_eq!(choose(wanted(&gpu(0).uuid), &two, None).unwrap().gpu, Some(gpu(0)));
         for (text, seen, without_kernel, exit, part) in [
@@ -251,7 +251,7 @@ mod tests {
                 Exit::Usage,
                 "cuda:7 cannot be used: there is no such GPU, this process sees cuda:0",
             ),
-            ("cuda:1", &two, None, Exit::Usage, "it is lame"),
+            ("cuda:1", &two, None, Exit::Usage, "it has no kernels"),
             ("cuda:0", &blind(), None, Exit::Usage, "no driver"),
             ("cuda:0", &two, Some("no kernel"), Exit::ModelRefused, "no kernel"),
         ] {

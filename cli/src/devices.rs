@@ -171,8 +171,8 @@ mod tests {
 
     #[test]
     fn what_is_seen_survives_its_line_of_json() {
-        let lame = GpuInfo { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
-        let seen = GpuInventory { gpus: vec![h200(0), lame], problem: None };
+        let unusable_gpu = GpuInfo { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
+        let seen = GpuInventory { gpus: vec![h200(0), unusable_gpu], problem: None };
         let line = serde_json::to_string(&seen).unwrap();
         assert!(!line.contains('\n'), "{line}");
         assert_eq!(serde_json::from_str::<GpuInventory>(&line).unwrap(), seen);

@@ -238,7 +238,8 @@ mod tests {
         let (alone, drafted) =
             (sized(&text.replace("draft = \"small\"\n", "")).unwrap(), sized(&text).unwrap());
         let more = drafted.demand.workspace.total() - alone.demand.workspace.total();
-        // 512 rows of logits for what is drafted, 8,000 values each, and its tensors; what kernels keep serves both.
+        // 512 rows of logits for draft tokens, 8,000 values each, and activations. Both models
+        // share the kernels' scratch memory.
         assert!((17 << 20..24 << 20).contains(&more), "{more} bytes");
         assert!(drafted.demand.kv > alone.demand.kv);
         let reserved = drafted.plan().unwrap().worker_config["workspace-bytes"].clone();

@@ -1,7 +1,7 @@
 //! Load, attach, kill, unload, a hundred times: device memory and descriptors are where they were.
 
 use super::Gpu;
-use crate::harness::{TestFleet, demo_7m, device, eventually, proc, text};
+use crate::harness::{ServedFleet, demo_7m, device, eventually, proc, text};
 use std::path::{Path, PathBuf};
 
 /// Side by side, each with a model of its own.
@@ -13,7 +13,7 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     let Some(gpu) = Gpu::here("i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives") else {
         return;
     };
-    let fleet = TestFleet::start(&demo_7m(), &["--workers", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1"]);
     // A file is loaded once: lanes have one each.
     let folder = tempfile::tempdir().unwrap();
     let models: Vec<PathBuf> =
@@ -43,7 +43,7 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
     fleet.stop();
 }
 
-fn live_and_die(fleet: &TestFleet, model: &Path) {
+fn live_and_die(fleet: &ServedFleet, model: &Path) {
     let name = model.file_stem().unwrap().to_str().unwrap();
     let run_command = |arguments: &[&str]| {
         let output = fleet.run_command(arguments);

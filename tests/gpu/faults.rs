@@ -2,7 +2,7 @@
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{TestFleet, demo_7m, eventually, proc};
+use crate::harness::{ServedFleet, demo_7m, eventually, proc};
 
 /// Libraries of the driver that are mapped into a process.
 fn driver_of(pid: u32) -> Option<String> {
@@ -10,7 +10,7 @@ fn driver_of(pid: u32) -> Option<String> {
     names.into_iter().find(|name| name.contains("libcuda") || name.contains("libnvidia"))
 }
 
-fn assert_only_workers_have_the_driver(fleet: &TestFleet) {
+fn assert_only_workers_have_the_driver(fleet: &ServedFleet) {
     for process in fleet.processes() {
         let found = driver_of(process.pid);
         assert_eq!(found.is_some(), process.role == "worker", "{}: {found:?}", process.name);
@@ -24,7 +24,7 @@ fn i3_weights_outlive_every_process_but_the_vault() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     std::fs::copy(demo_7m(), &model).unwrap();
-    let fleet = TestFleet::start(&model, &["--workers", "2"]);
+    let fleet = ServedFleet::start(&model, &["--workers", "2"]);
     std::fs::remove_file(&model).unwrap();
     assert_only_workers_have_the_driver(&fleet);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks(4, 40, 100)));

@@ -3,7 +3,7 @@
 use super::{Gpu, MIB, asks};
 use crate::devices::plan;
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{TestFleet, eventually, synth, text};
+use crate::harness::{ServedFleet, eventually, synth, text};
 use serde_json::Value;
 
 /// Of a worker beside its context and its KV cache, by the tokens of a step.
@@ -28,7 +28,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         let arguments = ["--workers", "1", "--kv-tokens", "8192", "--step-tokens", step_tokens];
         let planned = &plan(&model, &arguments)["models"][0]["worker"];
         let baseline = gpu.used();
-        let fleet = TestFleet::start(&model, &arguments);
+        let fleet = ServedFleet::start(&model, &arguments);
         work(&fleet);
         let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, FULL, 32)));
         assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 32);
@@ -127,7 +127,7 @@ fn is_as_planned(planned: &Value, found: &Value) {
 }
 
 /// Prompts that fill steps, and batches of several sizes, so that all that grows has grown.
-fn work(fleet: &TestFleet) {
+fn work(fleet: &ServedFleet) {
     for (count, prompt_tokens) in [(2, 3000), (16, 100)] {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(count, prompt_tokens, 32))) {
             assert_eq!(done.unwrap().tokens.len(), 32);

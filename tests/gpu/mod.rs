@@ -11,7 +11,7 @@ mod start;
 mod stray_write;
 
 use crate::harness::api::TestRequest;
-use crate::harness::{TestFleet, ballast, device, eventually, text};
+use crate::harness::{ServedFleet, ballast, device, eventually, text};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -68,7 +68,7 @@ fn asks(count: u64, prompt_tokens: u32, max_tokens: u32) -> Vec<TestRequest> {
     (0..count).map(ask).collect()
 }
 
-impl TestFleet {
+impl ServedFleet {
     /// The line of `ballast ps --json` with this name.
     fn line(&self, name: &str) -> Option<Value> {
         self.try_ps_lines()?.into_iter().find(|line| line["name"] == name)

@@ -2,7 +2,7 @@
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{TestFleet, ballast, demo_7m, device, eventually, serve, synth, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, serve, synth, text};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -55,7 +55,7 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
         assert!(times[times.len() / 2] < FIRST_TOKEN_MAX_MS, "{what}: {times:?}");
     }
 
-    let fleet = TestFleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
+    let fleet = ServedFleet::start(&model, &["--workers", "1", "--kv-tokens", "8192"]);
     time_line(&fleet, "worker-0", "was there before its model");
     assert!(fleet.run_command(&["add-worker"]).status.success());
     eventually("both workers serve", || (fleet.serving("qwen3-8b-q4_k_m").len() == 2).then_some(()));
@@ -64,7 +64,7 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
 }
 
 /// Has a worker compute, and checks that every stage of its start was measured.
-fn time_line(fleet: &TestFleet, worker: &str, which: &str) {
+fn time_line(fleet: &ServedFleet, worker: &str, which: &str) {
     let line = eventually("a step has been recorded", || {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(2, 100, 16))) {
             assert_eq!(done.unwrap().tokens.len(), 16);
@@ -151,7 +151,7 @@ fn pinned_rate() -> f64 {
 
 /// A fleet that loads a large model again and again, and its log.
 struct Loads {
-    fleet: TestFleet,
+    fleet: ServedFleet,
     log: PathBuf,
 }
 
@@ -161,7 +161,7 @@ impl Loads {
         let log = directory.path().join("log");
         let mut command = serve(directory.path(), &demo_7m(), &["--workers", "1"]);
         command.env("BALLAST_LOG", "info").stderr(File::create(&log).unwrap());
-        Self { fleet: TestFleet::start_command(directory, command), log }
+        Self { fleet: ServedFleet::start_command(directory, command), log }
     }
 
     /// Bytes a second of reading and copying, by the loader's own clock.

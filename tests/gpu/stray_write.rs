@@ -4,7 +4,7 @@
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{TestFleet, demo_7m, eventually, in_tree, proc, serve};
+use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, proc, serve};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,7 +17,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2"]);
     command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
-    let fleet = TestFleet::start_command(directory, command);
+    let fleet = ServedFleet::start_command(directory, command);
 
     // Long enough for the order to reach the worker in the middle.
     let asks = asks(6, 40, 1800);

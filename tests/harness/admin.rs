@@ -5,15 +5,15 @@ use proto::weights::v1::{GetStatusRequest, Status};
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{StatsReply, StatsRequest};
 
-use super::TestFleet;
+use super::ServedFleet;
 
-pub(crate) async fn weight_server_status(fleet: &TestFleet) -> Status {
+pub(crate) async fn weight_server_status(fleet: &ServedFleet) -> Status {
     let channel = service::grpc::connect(&fleet.runtime_dir().join("weights-admin.sock")).await.unwrap();
     WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner()
 }
 
 /// Statistics of the fleet's first worker.
-pub(crate) async fn worker_stats(fleet: &TestFleet) -> StatsReply {
+pub(crate) async fn worker_stats(fleet: &ServedFleet) -> StatsReply {
     let socket = service::RuntimeDir::at(fleet.runtime_dir()).worker_socket(0);
     let channel = service::grpc::connect(&socket).await.unwrap();
     WorkerClient::new(channel).stats(StatsRequest {}).await.unwrap().into_inner()

@@ -7,7 +7,7 @@ use proto::v1::inference_client::InferenceClient;
 use proto::v1::{GenerateRequest, Grammar, Sampling, TokenIds};
 use tonic::transport::Channel;
 
-use super::{TIMEOUT, TestFleet};
+use super::{ServedFleet, TIMEOUT};
 
 /// The output of one request, with its choices concatenated. Log probabilities are stored as bits,
 /// so that comparison is exact.
@@ -122,7 +122,7 @@ pub(crate) async fn generate_all(
     results
 }
 
-impl TestFleet {
+impl ServedFleet {
     /// Runs the requests concurrently, and calls `inject_fault` after the first tokens of some
     /// stream. The results have the order of the requests.
     pub(crate) async fn generate_during_fault(

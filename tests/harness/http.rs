@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::TestFleet;
+use super::ServedFleet;
 use super::api::runtime;
 
 /// A client of one fleet, with blocking calls for tests.
@@ -13,7 +13,7 @@ pub(crate) struct HttpClient {
 }
 
 impl HttpClient {
-    pub(crate) fn connect(fleet: &TestFleet) -> HttpClient {
+    pub(crate) fn connect(fleet: &ServedFleet) -> HttpClient {
         HttpClient { runtime: runtime(), client: reqwest::Client::new(), url: fleet.http.clone() }
     }
 

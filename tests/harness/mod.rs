@@ -108,7 +108,7 @@ pub(crate) fn eventually<T>(what: &str, mut condition: impl FnMut() -> Option<T>
 }
 
 /// `ballast serve` in a runtime directory of its own. Dropping it kills all its processes.
-pub(crate) struct TestFleet {
+pub(crate) struct ServedFleet {
     pub(crate) supervisor: Child,
     pub(crate) http: String,
     pub(crate) grpc: String,
@@ -125,25 +125,25 @@ pub(crate) struct FleetProcess {
     pub(crate) restarts: u64,
 }
 
-impl TestFleet {
-    pub(crate) fn start(model: &Path, arguments: &[&str]) -> TestFleet {
+impl ServedFleet {
+    pub(crate) fn start(model: &Path, arguments: &[&str]) -> ServedFleet {
         let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
         Self::start_in(directory, model, arguments)
     }
 
     /// Starts a fleet and waits for the line that `serve --json` prints when the fleet is ready.
-    pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> TestFleet {
+    pub(crate) fn start_in(directory: tempfile::TempDir, model: &Path, arguments: &[&str]) -> ServedFleet {
         let command = serve(directory.path(), model, arguments);
         Self::start_command(directory, command)
     }
 
     /// The same for a complete `serve` command.
-    pub(crate) fn start_command(directory: tempfile::TempDir, mut command: Command) -> TestFleet {
+    pub(crate) fn start_command(directory: tempfile::TempDir, mut command: Command) -> ServedFleet {
         let mut supervisor = command.spawn().unwrap();
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
-        TestFleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
+        ServedFleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
     }
 
     pub(crate) fn runtime_dir(&self) -> &Path {
@@ -200,7 +200,7 @@ impl TestFleet {
     }
 }
 
-impl Drop for TestFleet {
+impl Drop for ServedFleet {
     fn drop(&mut self) {
         let pids: Vec<u32> = self.try_processes().unwrap_or_default().iter().map(|p| p.pid).collect();
         proc::send_signal(self.supervisor.id(), "KILL");

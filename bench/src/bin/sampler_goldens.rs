@@ -1,10 +1,11 @@
-//! Writes what llama.cpp's own samplers leave of rows of logits, each alone and several in the order of its default chain
-//! (`samplers` in `common/common.h`): the fixture of `crates/engine/tests/llama_samplers.rs`.
+//! Writes the results of llama.cpp's samplers on rows of logits: each sampler alone, and several in
+//! the order of its default chain (`samplers` in `common/common.h`). The output is the fixture of
+//! `crates/engine/tests/llama_samplers.rs`.
 //!
 //!     cargo run --release --bin sampler_goldens -- ../demo/pycoder-7m-q8_0.gguf \
 //!         > ../crates/engine/tests/data/llama_samplers.txt
 //!
-//! The vocabulary is only there to make token sequences of DRY's breakers.
+//! The model file only provides the token sequences of DRY's breakers.
 
 #![forbid(unsafe_code)]
 
@@ -19,17 +20,18 @@ use llama_cpp_2::token::data_array::LlamaTokenDataArray;
 use llama_cpp_2::token::logit_bias::LlamaLogitBias;
 use std::str::FromStr;
 
-/// Probability below which a token is as good as gone, and above which the test is sure to see it. None may lie between.
+/// A token below GONE counts as removed; the test can verify a token above SEEN. No probability may
+/// lie between the two.
 const GONE: f32 = 1e-8;
 const SEEN: f32 = 1e-4;
-/// Tokens that mirostat draws of one row.
+/// Tokens that mirostat draws from one row.
 const MIROSTAT_STEPS: usize = 6;
 const HEAD: &str = "\
 # What the samplers of llama.cpp leave, by bench/src/bin/sampler_goldens.rs with llama-cpp-2 0.1.160 (llama-cpp-sys-2 0.1.161).
 # row NAME LOGIT ...
 # NAME OPTION=VALUE ... | ID:PROBABILITY ... | ... (mirostat: one part for each token, * before the drawn one)";
 
-/// For rows of distinct logits of which all are possible.
+/// For rows with distinct logits and no masked token.
 const DISTINCT: [&str; 53] = [
     "temperature=1",
     "temperature=0.8",
@@ -59,7 +61,7 @@ const DISTINCT: [&str; 53] = [
     "temperature=1.2 range=0.8 exponent=2",
     "temperature=1 range=1.5 exponent=0.5",
     "range=0.4 exponent=0",
-    // Two of them, where it matters which comes first.
+    // Two samplers whose order matters.
     "sigma=1.2 top_p=0.8",
     "sigma=1.5 top_k=9",
     "top_k=10 typical=0.6",
@@ -86,7 +88,7 @@ const DISTINCT: [&str; 53] = [
     "prompt=7,8,9,10,15,8,9,11 output=7,8,9 dry=0.4 base=1.5 allowed=1 break=7",
     "output=7,8,9,10,15,8,9,11,7,8,9 frequency=0.1 dry=0.3 base=1.75 allowed=1 break=15.8,12 top_k=12 top_p=0.9",
 ];
-/// For rows in which many logits are equal.
+/// For rows with many equal logits.
 const TIES: [&str; 12] = [
     "temperature=1",
     "temperature=0",
@@ -101,7 +103,7 @@ const TIES: [&str; 12] = [
     "temperature=1 range=0.5",
     "output=0,1,1 frequency=0.25 presence=0.5",
 ];
-/// For rows of one or two tokens, of one that leaves nothing to the others, and with tokens that are ruled out.
+/// For rows of one or two tokens, rows with one dominant token, and rows with masked tokens.
 const ODD: [&str; 15] = [
     "temperature=1",
     "temperature=1.7",
@@ -137,7 +139,8 @@ const MIROSTAT: [&str; 6] = [
     "mirostat=2 tau=1.5 eta=0.9",
     "mirostat=2 tau=2 eta=0.6 temperature=0.8",
 ];
-/// What Ballast does otherwise, and the test by name. The row, and what is asked of it.
+/// Cases in which Ballast deviates from llama.cpp: the row and its options. The test lists the
+/// reasons by name.
 const DEVIATIONS: [(&str, &str); 9] = [
     ("random", "deviation=greedy temperature=0 typical=0.2"),
     ("random", "deviation=greedy temperature=0 xtc=0.03"),
@@ -161,9 +164,9 @@ fn main() -> Result<()> {
     let mut random = LinearCongruential(20_240_229);
     let rows = [
         ("random", random.logits(40, -2.5, 2.5), [&DISTINCT[..], &MIROSTAT].concat()),
-        // Negative ones only: penalties multiply them.
+        // Negative logits only, because penalties multiply them.
         ("cold", random.logits(33, -5.0, -1.5), DISTINCT.to_vec()),
-        // At a temperature below 1 the rarest of its survivors could not be seen.
+        // At a temperature below 1, the rarest remaining token would fall below SEEN.
         ("wide", random.logits(300, -3.0, 1.5), [&WIDE[..], &MIROSTAT[..2], &MIROSTAT[3..5]].concat()),
         (
             "ties",
@@ -194,14 +197,14 @@ fn dominant(mut logits: Vec<f32>, logit: f32) -> Vec<f32> {
     logits
 }
 
-/// Every third is, and what would be the best is among them.
+/// Masks every third token, among them the most likely one.
 fn ruled_out(mut logits: Vec<f32>) -> Vec<f32> {
     logits[0] = 3.0;
     logits.iter_mut().step_by(3).for_each(|logit| *logit = f32::NEG_INFINITY);
     logits
 }
 
-/// Knuth's linear congruence, upper half.
+/// Knuth's linear congruential generator; uses the upper half.
 struct LinearCongruential(u64);
 
 impl LinearCongruential {
@@ -214,7 +217,7 @@ impl LinearCongruential {
     }
 }
 
-/// Options as `name=value`, separated by spaces.
+/// Options `name=value`, separated by spaces.
 #[derive(Clone, Copy)]
 struct SamplerCase<'a>(&'a str);
 
@@ -266,7 +269,8 @@ fn write(model: &LlamaModel, row: &str, logits: &[f32], text: &str) -> Result<()
     Ok(())
 }
 
-/// In the order of the default chain. An option that is not there leaves its sampler out.
+/// Builds the samplers in the order of the default chain. A missing option leaves its sampler
+/// neutral.
 fn chain(
     model: &LlamaModel,
     case: SamplerCase<'_>,
@@ -318,7 +322,7 @@ fn chain(
     ])
 }
 
-/// DRY's breakers as texts: an option names each by the tokens that it is made of.
+/// Texts of DRY's sequence breakers. An option names each breaker by its tokens.
 fn breakers(model: &LlamaModel, case: SamplerCase<'_>) -> Result<Vec<String>> {
     let text =
         |tokens: &str| tokens.split('.').map(|token| piece(model, LlamaToken(token.parse()?))).collect();
@@ -329,8 +333,9 @@ fn piece(model: &LlamaModel, token: LlamaToken) -> Result<String> {
     Ok(String::from_utf8(model.vocab().detokenize(&[token], false, true))?)
 }
 
-/// What llama.cpp makes of the breakers, as far as a row of this size can have their first token: a token that has the
-/// breaker in it, and one that it begins in, with the tokens of the rest.
+/// Token sequences that llama.cpp derives from the breakers, limited to first tokens within the
+/// row: tokens that contain the breaker, and tokens that end with its beginning, followed by the
+/// tokens of the rest.
 fn token_sequences(model: &LlamaModel, breakers: &[String], vocab_size: usize) -> Result<Vec<String>> {
     let mut sequences = Vec::new();
     for breaker in breakers {

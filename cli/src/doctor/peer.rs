@@ -1,5 +1,5 @@
-//! `ballast doctor-peer`: the child process of the doctor's hand-off. It loads the test model, sends its
-//! descriptors to the parent, and waits until the parent kills it.
+//! `ballast doctor-peer`: the child process of the doctor's hand-off. It loads the test model,
+//! sends its descriptors to the parent, and waits until the parent kills it.
 
 use std::os::fd::{AsFd, OwnedFd};
 

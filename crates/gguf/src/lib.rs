@@ -8,8 +8,8 @@
 //! 3. Errors name the key or tensor, and the byte offset.
 //!
 //! ```text
-//!  GGUF file:  magic, version, counts | metadata (keys and values) | tensor table | padding | tensor data
-//!              '------------------------- Header ------------------------------'
+//! magic, version, counts | metadata (keys, values) | tensor table | padding | tensor data
+//! '------------------------- Header ------------------------------'
 //! ```
 //!
 //! - [`GgufModel::open`] opens one file or a whole split set. [`Header::read`] reads one file.

@@ -1,4 +1,5 @@
-//! Files as llama.cpp's tools write them: vocabularies of real models, small models of many architectures and types.
+//! Files that llama.cpp's tools wrote: vocabularies of real models, and small models of many
+//! architectures and types.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -7,7 +8,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A vocabulary takes 30 ms to parse; quadratic work over 150,000 tokens would take minutes.
+/// Parsing a vocabulary takes 30 ms. Quadratic work over 150,000 tokens would take minutes.
 const PARSE_BOUND: Duration = Duration::from_secs(10);
 
 #[test]
@@ -97,7 +98,7 @@ fn encoders_give_the_bytes_that_ggml_gives() {
     }
 }
 
-/// For the K types only the format is fixed, and ours must lose no more than ggml's search does.
+/// For K types only the format is fixed. Our encoder may lose no more than ggml's search, plus 3%.
 #[test]
 fn k_encoders_lose_as_little_as_ggml() {
     let Some(folder) = data("data/golden") else { return };
@@ -119,13 +120,13 @@ fn k_encoders_lose_as_little_as_ggml() {
     }
 }
 
-/// Relative root of the mean square of differences.
+/// Root mean square of the differences, relative to `x`.
 fn error(x: &[f32], y: &[f32]) -> f64 {
     let difference: f64 = x.iter().zip(y).map(|(x, y)| f64::from(x - y).powi(2)).sum();
     (difference / x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>()).sqrt()
 }
 
-/// A small model with its file in memory.
+/// A small model, with its file in memory.
 struct LoadedTensors {
     model: GgufModel,
     file: Vec<u8>,

@@ -1,4 +1,5 @@
-//! What the writer writes the reader reads; and damaging it anywhere gives an error or a sound header, never a panic.
+//! The reader reads what the writer writes. Damage anywhere gives an error or a valid header, never
+//! a panic.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -9,7 +10,7 @@ use gguf::{
 use proptest::prelude::*;
 use quant::DType;
 
-/// A file with one key of every kind of value, a vocabulary and tensors of several types.
+/// A file with every kind of value, a vocabulary, and tensors of several types.
 fn sample() -> Vec<u8> {
     let mut metadata = MetadataBuilder::default();
     metadata.put("general.architecture", "llama").unwrap();
@@ -128,7 +129,7 @@ fn every_cut_is_an_error_until_the_last_tensor_is_whole() {
     for len in 0..file.len() {
         assert_eq!(exercise(&file[..len]), len >= end, "cut at {len} of {end}");
     }
-    // A length that promises more than the file gives is an error too, not a wait.
+    // A file that is shorter than its stated length gives an error, too.
     for len in 0..header.bytes().len() {
         Header::read(&file[..len], file.len() as u64).unwrap_err();
     }
@@ -197,7 +198,7 @@ proptest! {
     }
 }
 
-/// Parses and uses a file in every way a reader may. Says whether it was accepted.
+/// Parses a file and reads everything in it. Returns whether it was accepted.
 fn exercise(file: &[u8]) -> bool {
     let Ok(header) = Header::read(file, file.len() as u64) else { return false };
     let _ = check_model(header.metadata());

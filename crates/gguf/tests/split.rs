@@ -1,4 +1,5 @@
-//! Split sets: found by name, checked as one, refused by name.
+//! Split sets are found by file name, checked as a whole, and refused with the name of the wrong
+//! file.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -8,7 +9,7 @@ use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A shard with the given split keys and tensors of one value.
+/// A file of a split set with the given split keys and tensors of one value each.
 fn shard(number: u16, count: u16, total: i32, tensors: &[&str]) -> Vec<u8> {
     let mut metadata = MetadataBuilder::default();
     if number == 0 {
@@ -43,7 +44,7 @@ fn good() -> [(&'static str, Vec<u8>); 3] {
     [(FIRST, shard(0, 3, 3, &[])), (SECOND, shard(1, 3, 3, &["a", "b"])), (THIRD, shard(2, 3, 3, &["c"]))]
 }
 
-/// Opens a good set with some files replaced.
+/// Opens a valid set with some files replaced and checks the error.
 fn check(replaced: &[(&'static str, Vec<u8>)], expected: &str) {
     let mut files = good().to_vec();
     for (name, bytes) in replaced {

@@ -1,7 +1,7 @@
-//! Every kind of malformed file is refused with an error of its own that says what and where.
+//! Malformed files: each kind gives its own error, which says what is wrong and where.
 //!
-//! Cases come from the limits of the format as llama.cpp enforces them, its hand-crafted tests, and the published
-//! vulnerabilities of GGUF readers; the CVE numbers name those.
+//! The cases come from the limits that llama.cpp enforces, from its hand-crafted tests, and from
+//! published vulnerabilities of GGUF readers, which are named by CVE number.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 

@@ -1,4 +1,4 @@
-//! Sound files whose keys describe a model that no engine should run.
+//! Valid files with metadata that no engine should use.
 
 use crate::chain;
 use crate::raw::{RawGguf, STRING, U8, U32, array, pair};
@@ -13,14 +13,6 @@ fn implausible_models_are_refused() {
         check_file_model(
             case,
             RawGguf { pairs: [vec![architecture(), layers()], pairs].concat(), ..RawGguf::default() },
-            expected,
-        );
-    };
-    let vocabulary = |case, pairs: Vec<Vec<u8>>, expected| {
-        let tokens = array("tokenizer.ggml.tokens", STRING, 2, &[text("a"), text("b")].concat());
-        check_file_model(
-            case,
-            RawGguf { pairs: [vec![tokens], pairs].concat(), ..RawGguf::default() },
             expected,
         );
     };
@@ -103,6 +95,18 @@ fn implausible_models_are_refused() {
         ],
         "rope.dimension_count is 10 but must be even and at most the head size",
     );
+}
+
+#[test]
+fn implausible_vocabularies_are_refused() {
+    let vocabulary = |case, pairs: Vec<Vec<u8>>, expected| {
+        let tokens = array("tokenizer.ggml.tokens", STRING, 2, &[text("a"), text("b")].concat());
+        check_file_model(
+            case,
+            RawGguf { pairs: [vec![tokens], pairs].concat(), ..RawGguf::default() },
+            expected,
+        );
+    };
     vocabulary(
         "llama.cpp#26690: scores of the wrong type",
         vec![array("tokenizer.ggml.scores", U8, 2, &[0; 2])],

@@ -1,4 +1,4 @@
-//! GGUF files put together by hand, so that any field can be wrong.
+//! Builds GGUF files by hand, so that any field can be wrong.
 
 /// Value types.
 pub(crate) const U8: u32 = 0;
@@ -16,13 +16,13 @@ pub(crate) const F64: u32 = 28;
 #[derive(Clone, Debug)]
 pub(crate) struct RawGguf {
     pub(crate) version: u32,
-    /// Instead of the number of `tensor_entries`.
+    /// Replaces the number of `tensor_entries`.
     pub(crate) tensors: Option<u64>,
-    /// Instead of the number of `pairs`.
+    /// Replaces the number of `pairs`.
     pub(crate) keys: Option<u64>,
     pub(crate) pairs: Vec<Vec<u8>>,
     pub(crate) tensor_entries: Vec<Vec<u8>>,
-    /// What follows the table, after padding to 32 bytes if there are tensors and data.
+    /// Data after the table, padded to 32 bytes if there are tensors and data.
     pub(crate) data: Vec<u8>,
 }
 
