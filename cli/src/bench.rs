@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use loadgen::{
-    Burst, DraftError, DraftLoad, FleetError, LifeError, Load, LoadError, LoadReport, MeasuredFleet,
-    StartOptions, Summary, run_load,
+    DraftError, DraftLoad, FleetError, LatencySummary, MeasuredFleet, PrefixBurst, StartOptions, StreamLoad,
+    StreamLoadError, StreamLoadReport, WorkerStartupError, run_load,
 };
 use serde_json::json;
 use service::Exit;
@@ -147,13 +147,15 @@ pub(crate) fn run(arguments: BenchArguments) -> CliResult {
 
 async fn throughput(arguments: ThroughputArguments) -> CliResult {
     let ThroughputArguments { fleet: options, streams, prompt_tokens, tokens } = arguments;
-    let load = Load { streams, prompt_tokens, tokens, schema: None };
+    let load = StreamLoad { streams, prompt_tokens, tokens, schema: None };
     let fleet = options.start()?;
     let measured = async {
         let client = fleet.client().await.map_err(fleet_error)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
+        let vocabulary = loadgen::vocabulary_size(&fleet).await.map_err(lifecycle_error)?;
         // The first steps fault in pages of the weights and the KV cache, and do not count.
-        run_load(&client, Load { tokens: tokens.min(8), ..load }, vocabulary, 0).await.map_err(load_error)?;
+        run_load(&client, StreamLoad { tokens: tokens.min(8), ..load }, vocabulary, 0)
+            .await
+            .map_err(load_error)?;
         run_load(&client, load, vocabulary, 1).await.map_err(load_error)
     };
     let report = measured.await;
@@ -187,8 +189,8 @@ struct Throughput {
 
 impl Throughput {
     /// Prefill ends when the last stream has its first token; what follows is decode.
-    fn of(report: &LoadReport) -> Self {
-        let Load { streams, prompt_tokens, tokens, .. } = report.load;
+    fn of(report: &StreamLoadReport) -> Self {
+        let StreamLoad { streams, prompt_tokens, tokens, .. } = report.load;
         let prompts_s = report.first_token.max_ms / 1e3;
         let decode_s = report.total_s - prompts_s;
         Self {
@@ -205,14 +207,14 @@ async fn lives(arguments: LivesArguments) -> CliResult {
         let attach_ms = loadgen::attach_times(&fleet).await?;
         let (mut added, mut back) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
-            added.push(loadgen::one_more_worker(&fleet).await?);
+            added.push(loadgen::add_worker(&fleet).await?);
         }
         for _ in 0..rounds {
-            back.push(loadgen::dead_worker_back(&fleet).await?);
+            back.push(loadgen::replace_killed_worker(&fleet).await?);
         }
         Ok((attach_ms, added, back))
     };
-    let measured: Result<_, LifeError> = measured.await;
+    let measured: Result<_, WorkerStartupError> = measured.await;
     fleet.stop().await.map_err(fleet_error)?;
     let (attach_ms, added, back) = measured.map_err(lifecycle_error)?;
     if options.json {
@@ -237,7 +239,7 @@ async fn drafts(arguments: DraftsArguments) -> CliResult {
     let load = DraftLoad { prompts, tokens, temperature, at_once: streams, rounds };
     let plain = options.start()?;
     let drafting = options.start_with("drafting", &["--draft".to_owned(), draft])?;
-    let measured = loadgen::drafts_against_plain(&plain, &drafting, &load).await;
+    let measured = loadgen::compare_drafting(&plain, &drafting, &load).await;
     plain.stop().await.map_err(fleet_error)?;
     drafting.stop().await.map_err(fleet_error)?;
     let report = measured.map_err(draft_error)?;
@@ -258,12 +260,12 @@ async fn drafts(arguments: DraftsArguments) -> CliResult {
 
 async fn structured(arguments: StructuredArguments) -> CliResult {
     let StructuredArguments { fleet: options, streams, prompt_tokens, tokens, rounds } = arguments;
-    let load = Load { streams, prompt_tokens, tokens, schema: None };
+    let load = StreamLoad { streams, prompt_tokens, tokens, schema: None };
     let fleet = options.start()?;
     let measured = async {
         let client = fleet.client().await.map_err(fleet_error)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
-        loadgen::structured_against_free(&client, load, vocabulary, rounds).await.map_err(load_error)
+        let vocabulary = loadgen::vocabulary_size(&fleet).await.map_err(lifecycle_error)?;
+        loadgen::compare_structured_output(&client, load, vocabulary, rounds).await.map_err(load_error)
     };
     let report = measured.await;
     fleet.stop().await.map_err(fleet_error)?;
@@ -273,7 +275,8 @@ async fn structured(arguments: StructuredArguments) -> CliResult {
     }
     let mut text = String::new();
     for (name, decode) in [("free", &report.free), ("with a schema", &report.constrained)] {
-        let of = |figure: fn(&Summary) -> f64| decode.inter_token.iter().map(figure).collect::<Vec<_>>();
+        let of =
+            |figure: fn(&LatencySummary) -> f64| decode.inter_token.iter().map(figure).collect::<Vec<_>>();
         text += &format!(
             "{name}: between tokens {:.3?} ms (p99 {:.3?}), {:.1?} tokens/s of a stream\n",
             of(|times| times.p50_ms),
@@ -289,12 +292,12 @@ async fn structured(arguments: StructuredArguments) -> CliResult {
 
 async fn burst(arguments: BurstArguments) -> CliResult {
     let BurstArguments { fleet: options, requests, prefix_tokens, own_tokens, tokens, rounds } = arguments;
-    let burst = Burst { requests, prefix_tokens, own_tokens, tokens };
+    let burst = PrefixBurst { requests, prefix_tokens, own_tokens, tokens };
     let fleet = options.start()?;
     let measured = async {
         let client = fleet.client().await.map_err(fleet_error)?;
-        let vocabulary = loadgen::vocabulary(&fleet).await.map_err(lifecycle_error)?;
-        loadgen::shared_against_apart(&client, burst, vocabulary, rounds).await.map_err(load_error)
+        let vocabulary = loadgen::vocabulary_size(&fleet).await.map_err(lifecycle_error)?;
+        loadgen::compare_prefix_sharing(&client, burst, vocabulary, rounds).await.map_err(load_error)
     };
     let report = measured.await;
     fleet.stop().await.map_err(fleet_error)?;
@@ -317,7 +320,7 @@ async fn burst(arguments: BurstArguments) -> CliResult {
     ))
 }
 
-fn load_error(error: LoadError) -> CliError {
+fn load_error(error: StreamLoadError) -> CliError {
     CliError::new(Exit::PeerLost, one_line(&error))
 }
 
@@ -367,9 +370,9 @@ fn fleet_error(error: FleetError) -> CliError {
     CliError::new(exit, one_line(&error))
 }
 
-fn lifecycle_error(error: LifeError) -> CliError {
+fn lifecycle_error(error: WorkerStartupError) -> CliError {
     match error {
-        LifeError::Fleet(error) => fleet_error(error),
+        WorkerStartupError::Fleet(error) => fleet_error(error),
         error => CliError::new(Exit::PeerLost, one_line(&error)),
     }
 }

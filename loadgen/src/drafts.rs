@@ -1,4 +1,5 @@
-//! What drafts are worth: the same prompts through a fleet that drafts and through one that does not, in turns.
+//! Measures speculative decoding: the same prompts on a fleet with draft tokens and on one without,
+//! in turns.
 
 use std::time::Instant;
 
@@ -10,29 +11,29 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use crate::fleet::{FleetError, MeasuredFleet};
-use crate::lives::{LifeError, worker_stats};
 use crate::report::median;
+use crate::worker_startup::{WorkerStartupError, worker_stats};
 
-/// What is asked of both fleets.
+/// The load for both fleets.
 #[derive(Clone, Debug)]
 pub struct DraftLoad {
     pub prompts: Vec<String>,
-    /// Output of each prompt.
+    /// Output tokens of each prompt.
     pub tokens: u32,
     pub temperature: f32,
-    /// Streams at any time.
+    /// Maximum number of concurrent streams.
     pub at_once: usize,
     pub rounds: u32,
 }
 
 #[derive(Clone, Debug, Serialize)]
 pub struct DraftReport {
-    /// Output tokens per second of each round, prompts included.
+    /// Output tokens per second of each round, including the time of prefill.
     pub plain_tokens_per_s: Vec<f64>,
     pub drafting_tokens_per_s: Vec<f64>,
-    /// Drafting to plain, the median over the rounds.
+    /// Ratio of speed with draft tokens to speed without, the median over the rounds.
     pub speed_up: f64,
-    /// Drafted tokens that were computed, and those that were put out, by place in their draft.
+    /// Verified draft tokens and accepted draft tokens, by position in the draft.
     pub drafted: Vec<u64>,
     pub accepted: Vec<u64>,
 }
@@ -42,15 +43,16 @@ pub enum DraftError {
     #[error(transparent)]
     Fleet(#[from] FleetError),
     #[error(transparent)]
-    Life(#[from] LifeError),
+    Life(#[from] WorkerStartupError),
     #[error("prompt {prompt} failed")]
     Stream { prompt: usize, source: Box<Status> },
-    #[error("prompt {prompt} is continued differently with drafts: {drafting:?} instead of {plain:?}")]
+    #[error("prompt {prompt} has another output with draft tokens: {drafting:?} instead of {plain:?}")]
     Different { prompt: usize, plain: Vec<u32>, drafting: Vec<u32> },
 }
 
-/// Runs the load through both, once unmeasured and then `rounds` times in turns; the outputs must be equal.
-pub async fn drafts_against_plain(
+/// Runs the load on both fleets, once as warm-up and then `rounds` times in turns. Outputs must be
+/// equal.
+pub async fn compare_drafting(
     plain: &MeasuredFleet,
     drafting: &MeasuredFleet,
     load: &DraftLoad,
@@ -67,7 +69,7 @@ pub async fn drafts_against_plain(
                 return Err(DraftError::Different { prompt, plain, drafting });
             }
         }
-        // The first steps fault in pages, and the first round computes the prompts that later ones find.
+        // The warm-up round faults in pages and fills the prefix cache.
         if round > 0 {
             rates.0.push(without.tokens_per_s);
             rates.1.push(with.tokens_per_s);
@@ -75,8 +77,8 @@ pub async fn drafts_against_plain(
     }
     let (mut drafted, mut accepted) = (Vec::new(), Vec::new());
     for stats in worker_stats(drafting).await? {
-        add(&mut drafted, &stats.draft_tokens_per_position);
-        add(&mut accepted, &stats.accepted_tokens_per_position);
+        add_per_position(&mut drafted, &stats.draft_tokens_per_position);
+        add_per_position(&mut accepted, &stats.accepted_tokens_per_position);
     }
     let speed_up = median(rates.1.iter().zip(&rates.0).map(|(with, without)| with / without).collect());
     Ok(DraftReport {
@@ -88,12 +90,12 @@ pub async fn drafts_against_plain(
     })
 }
 
-struct Run {
+struct DraftRun {
     outputs: Vec<Vec<u32>>,
     tokens_per_s: f64,
 }
 
-async fn run(client: &InferenceClient<Channel>, load: &DraftLoad) -> Result<Run, DraftError> {
+async fn run(client: &InferenceClient<Channel>, load: &DraftLoad) -> Result<DraftRun, DraftError> {
     let start = Instant::now();
     let streams = load.prompts.iter().enumerate().map(|(prompt, text)| async move {
         let output = output(client.clone(), text.clone(), prompt as u64, load).await;
@@ -101,7 +103,7 @@ async fn run(client: &InferenceClient<Channel>, load: &DraftLoad) -> Result<Run,
     });
     let outputs: Vec<Vec<u32>> = stream::iter(streams).buffered(load.at_once.max(1)).try_collect().await?;
     let count: usize = outputs.iter().map(Vec::len).sum();
-    Ok(Run { outputs, tokens_per_s: count as f64 / start.elapsed().as_secs_f64() })
+    Ok(DraftRun { outputs, tokens_per_s: count as f64 / start.elapsed().as_secs_f64() })
 }
 
 async fn output(
@@ -120,14 +122,14 @@ async fn output(
     let mut frames = client.generate(request).await?.into_inner();
     let mut tokens = Vec::with_capacity(load.tokens as usize);
     while let Some(frame) = frames.message().await? {
-        if let Some(generate_frame::Frame::Delta(piece)) = frame.frame {
-            tokens.extend(piece.tokens);
+        if let Some(generate_frame::Frame::Delta(delta)) = frame.frame {
+            tokens.extend(delta.tokens);
         }
     }
     Ok(tokens)
 }
 
-fn add(sums: &mut Vec<u64>, more: &[u64]) {
+fn add_per_position(sums: &mut Vec<u64>, more: &[u64]) {
     sums.resize(sums.len().max(more.len()), 0);
     sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
 }
@@ -137,11 +139,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_of_several_workers_add_up() {
+    fn positions_of_several_workers_add_up() {
         let mut sums = vec![];
-        add(&mut sums, &[3, 2]);
-        add(&mut sums, &[1, 1, 1]);
-        add(&mut sums, &[]);
+        add_per_position(&mut sums, &[3, 2]);
+        add_per_position(&mut sums, &[1, 1, 1]);
+        add_per_position(&mut sums, &[]);
         assert_eq!(sums, [4, 3, 1]);
     }
 }

@@ -1,4 +1,4 @@
-//! A fleet to be measured: `ballast serve` as a child, known by its runtime directory.
+//! The measured fleet: `ballast serve` as a child process, addressed by its runtime directory.
 
 use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
@@ -11,16 +11,16 @@ use proto::v1::inference_client::InferenceClient;
 use service::RuntimeDir;
 use tonic::transport::Channel;
 
-/// A drained fleet is gone within its own graces, which are shorter.
-const STOP_WAIT: Duration = Duration::from_secs(40);
-const STOP_POLL: Duration = Duration::from_millis(20);
+/// A fleet stops within its own grace periods, which are shorter.
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What to start.
+/// How to start a fleet.
 #[derive(Clone, Debug)]
 pub struct StartOptions {
     pub executable: PathBuf,
     pub model: PathBuf,
-    /// An empty directory, or one that does not exist.
+    /// An empty or missing directory.
     pub runtime_dir: PathBuf,
     pub workers: u32,
     /// Further arguments of `ballast serve`, such as `--threads 2`.
@@ -31,26 +31,26 @@ pub struct StartOptions {
 pub enum FleetError {
     #[error("cannot start {}", executable.display())]
     Start { executable: PathBuf, source: io::Error },
-    #[error("the fleet ended before it served; it says why on standard error")]
+    #[error("the fleet exited before it served; see its standard error")]
     Ended,
-    #[error("cannot read what the fleet says")]
+    #[error("cannot read the output or state of the fleet")]
     Read(#[source] io::Error),
     #[error(transparent)]
     Connect(#[from] service::grpc::ConnectError),
     #[error("{call} failed")]
     Call { call: &'static str, source: Box<tonic::Status> },
-    #[error("the fleet did not stop within {} s", STOP_WAIT.as_secs())]
-    NotStopped,
+    #[error("the fleet did not stop within {} s", STOP_TIMEOUT.as_secs())]
+    StopTimeout,
 }
 
-/// A fleet that serves. Killed when dropped; [`MeasuredFleet::stop`] is the civil way.
+/// A running fleet. [`MeasuredFleet::stop`] drains it. Dropping the value kills it.
 pub struct MeasuredFleet {
     child: Child,
     directory: RuntimeDir,
 }
 
 impl MeasuredFleet {
-    /// Starts it and waits until it serves. Blocks for as long as the model takes to load.
+    /// Starts a fleet and waits until it serves. Blocks while the model loads.
     pub fn start(options: &StartOptions) -> Result<Self, FleetError> {
         let mut child = Command::new(&options.executable)
             .arg("serve")
@@ -67,19 +67,19 @@ impl MeasuredFleet {
         let stdout = child.stdout.take();
         let fleet = Self { child, directory: RuntimeDir::at(&options.runtime_dir) };
         let mut line = String::new();
-        let announced = match stdout {
+        let line_bytes = match stdout {
             Some(stdout) => BufReader::new(stdout).read_line(&mut line).map_err(FleetError::Read)?,
             None => 0,
         };
-        // The one line of JSON comes when requests are served.
-        if announced == 0 { Err(FleetError::Ended) } else { Ok(fleet) }
+        // The fleet prints one line of JSON when it serves.
+        if line_bytes == 0 { Err(FleetError::Ended) } else { Ok(fleet) }
     }
 
     pub fn directory(&self) -> &RuntimeDir {
         &self.directory
     }
 
-    /// A client of the router, by its socket.
+    /// A client of the router, over its Unix socket.
     pub async fn client(&self) -> Result<InferenceClient<Channel>, FleetError> {
         Ok(InferenceClient::new(service::grpc::connect(&self.directory.router_socket()).await?))
     }
@@ -90,30 +90,30 @@ impl MeasuredFleet {
 
     pub async fn status(&self) -> Result<FleetStatus, FleetError> {
         let status = self.supervisor().await?.get_status(GetStatusRequest { memory: true }).await;
-        Ok(status.map_err(call("GetStatus"))?.into_inner())
+        Ok(status.map_err(call_error("GetStatus"))?.into_inner())
     }
 
     pub async fn stop(mut self) -> Result<(), FleetError> {
-        self.supervisor().await?.stop_fleet(StopFleetRequest {}).await.map_err(call("StopFleet"))?;
-        let deadline = tokio::time::Instant::now() + STOP_WAIT;
+        self.supervisor().await?.stop_fleet(StopFleetRequest {}).await.map_err(call_error("StopFleet"))?;
+        let deadline = tokio::time::Instant::now() + STOP_TIMEOUT;
         while tokio::time::Instant::now() < deadline {
             if self.child.try_wait().map_err(FleetError::Read)?.is_some() {
                 return Ok(());
             }
-            tokio::time::sleep(STOP_POLL).await;
+            tokio::time::sleep(STOP_POLL_INTERVAL).await;
         }
-        Err(FleetError::NotStopped)
+        Err(FleetError::StopTimeout)
     }
 }
 
-pub(crate) fn call(call: &'static str) -> impl FnOnce(tonic::Status) -> FleetError {
+pub(crate) fn call_error(call: &'static str) -> impl FnOnce(tonic::Status) -> FleetError {
     move |source| FleetError::Call { call, source: Box::new(source) }
 }
 
 impl Drop for MeasuredFleet {
     fn drop(&mut self) {
         if matches!(self.child.try_wait(), Ok(None)) {
-            // The supervisor's children notice and end by themselves.
+            // The children of the supervisor notice its death and exit.
             let _: io::Result<()> = self.child.kill();
             let _: io::Result<std::process::ExitStatus> = self.child.wait();
         }

@@ -1,23 +1,27 @@
-//! Measures a fleet from outside, as its clients and operators see it: the code behind `ballast bench`.
+//! Load generator behind `ballast bench`: measures a fleet from outside, as clients and operators
+//! see it.
 //!
-//! It starts the real executable and talks to its sockets; no process of the fleet is linked in. Figures are wall-clock
-//! times on this side of the sockets. Streams do not stop early, and share a prefix only where that is what is measured, so
-//! that every run does the same work.
+//! 1. It starts the real executable and calls its sockets. No process of the fleet is linked in.
+//! 2. Times are wall-clock times at the client side of the sockets.
+//! 3. Every run does the same work: streams do not stop early, and share a prefix only where prefix
+//!    sharing is measured.
 
 #![forbid(unsafe_code)]
 
 mod burst;
 mod drafts;
 mod fleet;
-mod lives;
 mod report;
 mod streams;
 mod structured;
+mod worker_startup;
 
-pub use burst::{Burst, BurstReport, shared_against_apart};
-pub use drafts::{DraftError, DraftLoad, DraftReport, drafts_against_plain};
+pub use burst::{PrefixBurst, PrefixBurstReport, compare_prefix_sharing};
+pub use drafts::{DraftError, DraftLoad, DraftReport, compare_drafting};
 pub use fleet::{FleetError, MeasuredFleet, StartOptions};
-pub use lives::{LifeError, NewWorker, attach_times, dead_worker_back, one_more_worker, vocabulary};
-pub use report::{Summary, summary};
-pub use streams::{Load, LoadError, LoadReport, run_load};
-pub use structured::{Decode, StructuredReport, structured_against_free};
+pub use report::{LatencySummary, summarize};
+pub use streams::{StreamLoad, StreamLoadError, StreamLoadReport, run_load};
+pub use structured::{DecodeSpeed, StructuredReport, compare_structured_output};
+pub use worker_startup::{
+    WorkerStartup, WorkerStartupError, add_worker, attach_times, replace_killed_worker, vocabulary_size,
+};

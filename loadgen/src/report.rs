@@ -1,10 +1,10 @@
-//! A sample in a few figures.
+//! Summaries of samples.
 
 use serde::Serialize;
 
-/// Milliseconds. Percentiles are values of the sample, by nearest rank.
+/// Latencies in milliseconds. Percentiles are values of the sample, by nearest rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Summary {
+pub struct LatencySummary {
     pub count: usize,
     pub mean_ms: f64,
     pub p50_ms: f64,
@@ -13,13 +13,13 @@ pub struct Summary {
     pub max_ms: f64,
 }
 
-/// All zero for an empty sample.
-pub fn summary(mut sample_ms: Vec<f64>) -> Summary {
+/// Summarizes a sample. All values are 0 for an empty sample.
+pub fn summarize(mut sample_ms: Vec<f64>) -> LatencySummary {
     sample_ms.sort_by(f64::total_cmp);
-    let Some(&max_ms) = sample_ms.last() else { return Summary::default() };
+    let Some(&max_ms) = sample_ms.last() else { return LatencySummary::default() };
     let count = sample_ms.len();
     let rank = |share: f64| sample_ms[((count as f64 * share).ceil() as usize).clamp(1, count) - 1];
-    Summary {
+    LatencySummary {
         count,
         mean_ms: sample_ms.iter().sum::<f64>() / count as f64,
         p50_ms: rank(0.50),
@@ -29,7 +29,7 @@ pub fn summary(mut sample_ms: Vec<f64>) -> Summary {
     }
 }
 
-/// The middle of an odd number of values, the upper middle of an even one; 0 of none.
+/// The median, for an even number of values the upper one. 0 for no values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(0.0)
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn percentiles_are_values_of_the_sample() {
         let sample = (1..=200).rev().map(f64::from).collect();
-        let summary = summary(sample);
+        let summary = summarize(sample);
         assert_eq!(
             (summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms),
             (100.0, 180.0, 198.0, 200.0)
@@ -59,8 +59,8 @@ mod tests {
 
     #[test]
     fn a_sample_of_one_is_all_its_percentiles() {
-        let summary = summary(vec![3.0]);
+        let summary = summarize(vec![3.0]);
         assert_eq!((summary.p50_ms, summary.p99_ms, summary.max_ms), (3.0, 3.0, 3.0));
-        assert_eq!(super::summary(vec![]), Summary::default());
+        assert_eq!(super::summarize(vec![]), LatencySummary::default());
     }
 }

@@ -1,4 +1,4 @@
-//! Many streams at once, each timed token by token.
+//! Measures concurrent streams: times each token of each stream.
 
 use std::time::{Duration, Instant};
 
@@ -9,72 +9,73 @@ use serde::Serialize;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use crate::report::{Summary, summary};
+use crate::report::{LatencySummary, summarize};
 
-/// `streams` prompts of `prompt_tokens`, each continued by `tokens`, all begun at once.
+/// `streams` requests that start at once, each with `prompt_tokens` of prompt and `tokens` of
+/// output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Load {
+pub struct StreamLoad {
     pub streams: u32,
     pub prompt_tokens: u32,
     pub tokens: u32,
-    /// The JSON schema of every output, which must have more than `tokens` tokens.
+    /// JSON schema of every output. It must need more than `tokens` tokens.
     #[serde(skip)]
     pub schema: Option<&'static str>,
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct LoadReport {
+pub struct StreamLoadReport {
     #[serde(flatten)]
-    pub load: Load,
-    /// From the first request to the last token.
+    pub load: StreamLoad,
+    /// Time from the first request to the last token.
     pub total_s: f64,
-    /// Tokens of output in that time.
+    /// Output tokens per second of that time.
     pub tokens_per_s: f64,
-    /// Tokens of one stream after its first, in the time since its first: the mean over the streams.
+    /// Decode speed of one stream after its first token, the mean over the streams.
     pub decode_tokens_per_s_of_a_stream: f64,
-    pub first_token: Summary,
-    pub inter_token: Summary,
-    /// Streams that the router moved to another worker.
+    pub first_token: LatencySummary,
+    pub inter_token: LatencySummary,
+    /// Number of failovers to another worker.
     pub resumes: u32,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum LoadError {
+pub enum StreamLoadError {
     #[error("stream {stream} failed")]
     Stream { stream: u32, source: Box<Status> },
-    #[error("stream {stream} gave {found} tokens instead of {expected}")]
+    #[error("stream {stream} generated {found} tokens instead of {expected}")]
     Count { stream: u32, found: usize, expected: u32 },
     #[error("stream {stream} ended without its last frame")]
     Unfinished { stream: u32 },
 }
 
-/// What a stream begins with.
-pub(crate) struct Prompt {
+/// The prompt of one stream.
+pub(crate) struct LoadPrompt {
     pub(crate) ids: Vec<u32>,
-    /// Prompts of different salts share nothing.
+    /// Prompts with different salts share no prefix cache entries.
     pub(crate) cache_salt: String,
 }
 
-/// Runs the load once. `vocabulary` bounds the token ids, `round` makes the prompts of a repetition new ones.
+/// Runs the load once. Token ids are below `vocabulary`. Each `round` has other prompts.
 pub async fn run_load(
     client: &InferenceClient<Channel>,
-    load: Load,
+    load: StreamLoad,
     vocabulary: u32,
     round: u32,
-) -> Result<LoadReport, LoadError> {
+) -> Result<StreamLoadReport, StreamLoadError> {
     let prompts = (0..load.streams).map(|stream| {
         let number = round.wrapping_mul(load.streams).wrapping_add(stream);
-        Prompt { ids: tokens(load.prompt_tokens, vocabulary, number), cache_salt: String::new() }
+        LoadPrompt { ids: random_tokens(load.prompt_tokens, vocabulary, number), cache_salt: String::new() }
     });
     run_prompts(client, load, prompts.collect()).await
 }
 
-/// Runs the load once with `prompts`, which are as many and as long as it says.
+/// Runs the load once with `prompts`, whose number and length match the load.
 pub(crate) async fn run_prompts(
     client: &InferenceClient<Channel>,
-    load: Load,
-    prompts: Vec<Prompt>,
-) -> Result<LoadReport, LoadError> {
+    load: StreamLoad,
+    prompts: Vec<LoadPrompt>,
+) -> Result<StreamLoadReport, StreamLoadError> {
     let start = Instant::now();
     let streams = (0..).zip(prompts);
     let streams = streams.map(|(stream, prompt)| run_stream(client.clone(), stream, prompt, load));
@@ -87,38 +88,38 @@ pub(crate) async fn run_prompts(
         .iter()
         .flat_map(|stream| stream.tokens_at.windows(2).map(|pair| milliseconds(pair[1] - pair[0])))
         .collect();
-    let rates: Vec<f64> = streams.iter().filter_map(Timed::decode_rate).collect();
+    let rates: Vec<f64> = streams.iter().filter_map(TimedStream::decode_rate).collect();
     let count: usize = streams.iter().map(|stream| stream.tokens_at.len()).sum();
-    Ok(LoadReport {
+    Ok(StreamLoadReport {
         load,
         total_s,
         tokens_per_s: count as f64 / total_s,
         decode_tokens_per_s_of_a_stream: rates.iter().sum::<f64>() / rates.len().max(1) as f64,
-        first_token: summary(first_tokens),
-        inter_token: summary(gaps),
+        first_token: summarize(first_tokens),
+        inter_token: summarize(gaps),
         resumes: streams.iter().map(|stream| stream.resumes).sum(),
     })
 }
 
-/// Different in its first tokens already, so that no prefix cache helps.
-pub(crate) fn tokens(count: u32, vocabulary: u32, number: u32) -> Vec<u32> {
+/// Random token ids. Prompts differ in their first tokens, so they share no prefix cache entries.
+pub(crate) fn random_tokens(count: u32, vocabulary: u32, number: u32) -> Vec<u32> {
     let mut state = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d;
     (0..count)
         .map(|_| {
-            // Knuth's linear congruential generator; its high bits are good enough for token ids.
+            // Knuth's linear congruential generator. Its high bits are random enough for token ids.
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             ((state >> 33) % u64::from(vocabulary.max(1))) as u32
         })
         .collect()
 }
 
-struct Timed {
-    /// Since the stream's request, for each token.
+struct TimedStream {
+    /// Time of each token since the request of its stream.
     tokens_at: Vec<Duration>,
     resumes: u32,
 }
 
-impl Timed {
+impl TimedStream {
     fn decode_rate(&self) -> Option<f64> {
         let (first, last) = (self.tokens_at.first()?, self.tokens_at.last()?);
         let seconds = (*last - *first).as_secs_f64();
@@ -129,10 +130,10 @@ impl Timed {
 async fn run_stream(
     mut client: InferenceClient<Channel>,
     stream: u32,
-    prompt: Prompt,
-    Load { tokens, schema, .. }: Load,
-) -> Result<Timed, LoadError> {
-    let failed = |source| LoadError::Stream { stream, source: Box::new(source) };
+    prompt: LoadPrompt,
+    StreamLoad { tokens, schema, .. }: StreamLoad,
+) -> Result<TimedStream, StreamLoadError> {
+    let failed = |source| StreamLoadError::Stream { stream, source: Box::new(source) };
     let request = wire::GenerateRequest {
         prompt: Some(generate_request::Prompt::Tokens(wire::TokenIds { ids: prompt.ids })),
         cache_salt: prompt.cache_salt,
@@ -147,13 +148,13 @@ async fn run_stream(
     };
     let start = Instant::now();
     let mut frames = client.generate(request).await.map_err(failed)?.into_inner();
-    let mut timed = Timed { tokens_at: Vec::with_capacity(tokens as usize), resumes: 0 };
+    let mut timed = TimedStream { tokens_at: Vec::with_capacity(tokens as usize), resumes: 0 };
     let mut finished = false;
     while let Some(frame) = frames.message().await.map_err(failed)? {
         match frame.frame {
-            Some(generate_frame::Frame::Delta(piece)) => {
+            Some(generate_frame::Frame::Delta(delta)) => {
                 let at = start.elapsed();
-                timed.tokens_at.extend(piece.tokens.iter().map(|_| at));
+                timed.tokens_at.extend(delta.tokens.iter().map(|_| at));
             }
             Some(generate_frame::Frame::Finished(end)) => {
                 timed.resumes = end.usage.map_or(0, |usage| usage.resumes);
@@ -163,8 +164,8 @@ async fn run_stream(
         }
     }
     match timed.tokens_at.len() {
-        _ if !finished => Err(LoadError::Unfinished { stream }),
-        found if found != tokens as usize => Err(LoadError::Count { stream, found, expected: tokens }),
+        _ if !finished => Err(StreamLoadError::Unfinished { stream }),
+        found if found != tokens as usize => Err(StreamLoadError::Count { stream, found, expected: tokens }),
         _ => Ok(timed),
     }
 }
@@ -174,20 +175,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_stay_in_the_vocabulary_and_differ_at_once() {
-        let prompts: Vec<Vec<u32>> = (0..64).map(|number| tokens(8, 1000, number)).collect();
+    fn prompts_are_in_the_vocabulary_and_differ_in_their_first_tokens() {
+        let prompts: Vec<Vec<u32>> = (0..64).map(|number| random_tokens(8, 1000, number)).collect();
         assert!(prompts.iter().flatten().all(|&token| token < 1000));
         let beginnings: std::collections::HashSet<&[u32]> =
             prompts.iter().map(|prompt| &prompt[..2]).collect();
         assert_eq!(beginnings.len(), prompts.len());
-        assert_eq!(tokens(8, 1000, 5), tokens(8, 1000, 5));
+        assert_eq!(random_tokens(8, 1000, 5), random_tokens(8, 1000, 5));
     }
 
     #[test]
     fn the_first_token_is_not_part_of_the_decode_rate() {
         let at = |ms: u64| Duration::from_millis(ms);
-        let timed = Timed { tokens_at: vec![at(900), at(1000), at(1100)], resumes: 0 };
+        let timed = TimedStream { tokens_at: vec![at(900), at(1000), at(1100)], resumes: 0 };
         assert_eq!(timed.decode_rate(), Some(10.0));
-        assert_eq!(Timed { tokens_at: vec![at(5)], resumes: 0 }.decode_rate(), None);
+        assert_eq!(TimedStream { tokens_at: vec![at(5)], resumes: 0 }.decode_rate(), None);
     }
 }

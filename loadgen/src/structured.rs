@@ -1,13 +1,13 @@
-//! What a grammar costs a stream: the same streams free and constrained, through one fleet, in turns.
+//! Measures structured output: the same streams with a grammar and without, on one fleet, in turns.
 
 use proto::v1::inference_client::InferenceClient;
 use serde::Serialize;
 use tonic::transport::Channel;
 
-use crate::report::{Summary, median};
-use crate::streams::{Load, LoadError, LoadReport, run_load};
+use crate::report::{LatencySummary, median};
+use crate::streams::{StreamLoad, StreamLoadError, StreamLoadReport, run_load};
 
-/// An array of records that has not ended when a stream has its tokens.
+/// An array of records that is longer than the output of a stream.
 const RECORDS: &str = r#"{"type": "array", "minItems": 1000, "items": {
     "type": "object",
     "properties": {
@@ -22,40 +22,40 @@ const RECORDS: &str = r#"{"type": "array", "minItems": 1000, "items": {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct StructuredReport {
-    pub free: Decode,
-    pub constrained: Decode,
-    /// Time between two tokens, constrained to free: the median over the rounds of the rounds' medians.
+    pub free: DecodeSpeed,
+    pub constrained: DecodeSpeed,
+    /// Ratio of inter-token latency with grammar to without: the median over the rounds' medians.
     pub slow_down: f64,
 }
 
-/// Of each round.
+/// Decode speed in each round.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Decode {
-    pub inter_token: Vec<Summary>,
-    /// Of one stream, after its first token.
+pub struct DecodeSpeed {
+    pub inter_token: Vec<LatencySummary>,
+    /// Decode speed of one stream after its first token.
     pub tokens_per_s: Vec<f64>,
 }
 
-impl Decode {
-    fn add(&mut self, report: LoadReport) {
+impl DecodeSpeed {
+    fn add(&mut self, report: StreamLoadReport) {
         self.inter_token.push(report.inter_token);
         self.tokens_per_s.push(report.decode_tokens_per_s_of_a_stream);
     }
 }
 
-/// Once unmeasured and then `rounds` times in turns.
-pub async fn structured_against_free(
+/// Runs both once as warm-up and then `rounds` times in turns.
+pub async fn compare_structured_output(
     client: &InferenceClient<Channel>,
-    load: Load,
+    load: StreamLoad,
     vocabulary: u32,
     rounds: u32,
-) -> Result<StructuredReport, LoadError> {
-    let (mut free, mut constrained) = (Decode::default(), Decode::default());
+) -> Result<StructuredReport, StreamLoadError> {
+    let (mut free, mut constrained) = (DecodeSpeed::default(), DecodeSpeed::default());
     for round in 0..=rounds {
-        let without = run_load(client, Load { schema: None, ..load }, vocabulary, 2 * round).await?;
+        let without = run_load(client, StreamLoad { schema: None, ..load }, vocabulary, 2 * round).await?;
         let with =
-            run_load(client, Load { schema: Some(RECORDS), ..load }, vocabulary, 2 * round + 1).await?;
-        // The first steps fault in pages, and the first grammar is compiled.
+            run_load(client, StreamLoad { schema: Some(RECORDS), ..load }, vocabulary, 2 * round + 1).await?;
+        // The warm-up round faults in pages and compiles the grammar.
         if round > 0 {
             free.add(without);
             constrained.add(with);

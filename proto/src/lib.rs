@@ -1,32 +1,33 @@
-//! Wire types of Ballast: generated from `proto/proto`, used only at the edges (`grpc.rs`, hand-off frames).
+//! Protobuf types of Ballast, generated from `proto/proto`. Only the code at the edge of each
+//! process uses them (`grpc.rs`, `wire.rs`, hand-off frames).
 
 #![forbid(unsafe_code)]
 
-/// Public API that the router serves: text in, text out.
+/// The public API of the router: text in, text out.
 pub mod v1 {
     tonic::include_proto!("ballast.v1");
 }
 
-/// What a worker serves to the router: token ids in, token ids out.
+/// The API of a worker for the router: token ids in, token ids out.
 pub mod worker {
     pub mod v1 {
         tonic::include_proto!("ballast.worker.v1");
     }
 }
 
-/// Hand-off frames, the manifest, and the weight-server's admin service.
+/// Hand-off frames, the manifest, and the admin service of the weight-server.
 pub mod weights {
     pub mod v1 {
         tonic::include_proto!("ballast.weights.v1");
     }
 }
 
-/// What the supervisor serves to `ballast ps` and its like.
+/// The API of the supervisor for `ballast ps` and other commands.
 pub mod fleet {
     pub mod v1 {
         tonic::include_proto!("ballast.fleet.v1");
     }
 }
 
-/// The encoded FileDescriptorSet of every package, for gRPC reflection.
+/// The encoded `FileDescriptorSet` of every package, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -1,9 +1,10 @@
-//! Runs the [`AdmissionPolicy`]: tells it about arrivals, ended streams, workers and time, and carries
-//! out its decisions.
+//! Runs the [`AdmissionPolicy`]: tells it about arrivals, ended streams, workers and time, and
+//! carries out its decisions.
 //!
-//! 1. A small lock guards the policy. It is held for a few map operations and never across an await.
-//! 2. An admitted request holds [`StreamPermits`], which release themselves when dropped. So a client
-//!    that disconnects while waiting, and a stream that ends, free capacity at once.
+//! 1. A small lock guards the policy. It is held for a few map operations and never across an
+//!    await.
+//! 2. An admitted request holds [`StreamPermits`], which release themselves when dropped. So a
+//!    client that disconnects while waiting, and a stream that ends, free capacity at once.
 //! 3. [`AdmissionController::run`] tells the policy about workers that join or leave and about
 //!    deadlines.
 
@@ -43,8 +44,9 @@ struct ControllerState {
     last_id: u64,
 }
 
-/// Permits for streams on the workers of a model, from the arrival of a request to the end of its last
-/// stream. Dropping the value releases the permits, or cancels the request if it is still waiting.
+/// Permits for streams on the workers of a model, from the arrival of a request to the end of its
+/// last stream. Dropping the value releases the permits, or cancels the request if it is still
+/// waiting.
 #[derive(Debug)]
 pub(crate) struct StreamPermits {
     controller: Arc<AdmissionController>,

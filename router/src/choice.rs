@@ -1,8 +1,8 @@
 //! One choice of a response: reads a worker's token frames, detokenizes them, and fails over to
 //! another worker if the worker is lost (I6).
 //!
-//! 1. A choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone. A permit for
-//!    that event in the client's channel is reserved from the start.
+//! 1. A choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone. A permit
+//!    for that event in the client's channel is reserved from the start.
 //! 2. Dropping the worker's stream cancels it at the worker.
 
 use std::sync::Arc;
@@ -177,7 +177,8 @@ impl RunningChoice {
     async fn next_frame(&self, stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
         let late = async {
             match self.task.deadline {
-                // A worker ends the stream itself at the deadline. This timer is for a worker that hangs.
+                // A worker ends the stream itself at the deadline. This timer is for a worker that
+                // hangs.
                 Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
                 None => std::future::pending().await,
             }
@@ -260,8 +261,8 @@ impl RunningChoice {
         })
     }
 
-    /// Sends a delta to the client. While the client's channel is full, the worker's stream fills up
-    /// to the worker's own limit.
+    /// Sends a delta to the client. While the client's channel is full, the worker's stream fills
+    /// up to the worker's own limit.
     async fn send(&self, delta: OutputDelta) -> Result<(), ChoiceError> {
         let sent = self.task.events.send(ChoiceEvent::Output(delta));
         match tokio::time::timeout(SLOW_CLIENT_WAIT, sent).await {

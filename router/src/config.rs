@@ -12,8 +12,8 @@ use crate::admission::AdmissionLimits;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct RouterConfig {
-    /// TCP address for HTTP and gRPC. If absent, the router serves only gRPC on `router.sock` in the
-    /// runtime directory. An inherited listening socket replaces it.
+    /// TCP address for HTTP and gRPC. If absent, the router serves only gRPC on `router.sock` in
+    /// the runtime directory. An inherited listening socket replaces it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listen: Option<SocketAddr>,
     /// The directory of the workers' sockets.

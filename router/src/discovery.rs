@@ -1,8 +1,9 @@
 //! Discovers workers: the runtime directory is the service registry, and a worker is a socket
 //! `worker-<N>.sock` in it.
 //!
-//! The path and inode of a socket identify one run of a worker. Each gets one [`crate::worker_link`]
-//! task. If that task ends and the socket still exists, the next scan starts another one.
+//! The path and inode of a socket identify one run of a worker. Each gets one
+//! [`crate::worker_link`] task. If that task ends and the socket still exists, the next scan starts
+//! another one.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -45,7 +46,8 @@ pub(crate) async fn run(directory: RuntimeDir, registry: Arc<WorkerRegistry>, st
         is_unreadable = false;
         links.retain(|_, link| !link.is_finished());
         for (_, path) in sockets.into_iter().take(WORKERS_MAX) {
-            // The socket may vanish between the listing and this call. The next scan does not list it.
+            // The socket may vanish between the listing and this call. The next scan does not list
+            // it.
             let Ok(metadata) = std::fs::symlink_metadata(&path) else { continue };
             links
                 .entry((path.clone(), metadata.ino()))

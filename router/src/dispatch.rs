@@ -1,5 +1,5 @@
-//! Opens the stream of a choice on a worker: tries the least loaded worker first, then the others, and
-//! returns a named refusal if all refuse.
+//! Opens the stream of a choice on a worker: tries the least loaded worker first, then the others,
+//! and returns a named refusal if all refuse.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -98,8 +98,8 @@ impl RequestRefusal {
     }
 }
 
-/// Tries each worker of the call's model once. `placed` is the first try, if the caller has placed the
-/// stream already.
+/// Tries each worker of the call's model once. `placed` is the first try, if the caller has placed
+/// the stream already.
 pub(crate) async fn open_stream(
     registry: &Arc<WorkerRegistry>,
     call: &ChoiceCall,
@@ -143,8 +143,8 @@ pub(crate) async fn open_stream(
 
 /// What the refusal of a worker means.
 ///
-/// `Err`: every worker would refuse the request. `Ok`: another worker may admit it. If none does, the
-/// router answers with the refusal in `Ok`.
+/// `Err`: every worker would refuse the request. `Ok`: another worker may admit it. If none does,
+/// the router answers with the refusal in `Ok`.
 pub(crate) fn classify_refusal(
     registry: &WorkerRegistry,
     worker: &WorkerHandle,

@@ -33,8 +33,8 @@ impl DryBreakerCache {
     }
 }
 
-/// Finds every token that contains a string. Finds also every token that ends with the beginning of a
-/// string, and appends the tokens of the string's rest.
+/// Finds every token that contains a string. Finds also every token that ends with the beginning of
+/// a string, and appends the tokens of the string's rest.
 fn find_sequences(strings: &[String], tokenizer: &Tokenizer) -> Vec<Vec<u32>> {
     let mut sequences = Vec::new();
     for string in strings {

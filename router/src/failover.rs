@@ -1,9 +1,9 @@
 //! Failover: what to do with a choice whose worker was lost (I6). It continues on another worker or
 //! ends with a named error. A plain value.
 //!
-//! The tokens of a worker are a function of fingerprint, prompt, sampling parameters and seed (I5). So
-//! another worker with an equal fingerprint, given the prompt and the output so far, generates the
-//! tokens that the lost worker would have generated.
+//! The tokens of a worker are a function of fingerprint, prompt, sampling parameters and seed (I5).
+//! So another worker with an equal fingerprint, given the prompt and the output so far, generates
+//! the tokens that the lost worker would have generated.
 
 use std::time::Duration;
 
@@ -60,7 +60,8 @@ pub(crate) enum ChoiceError {
 /// What to do after the loss of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum FailoverAction {
-    /// Send prompt and output to another worker of the model. Wait for one at most [`WAIT_FOR_WORKER`].
+    /// Send prompt and output to another worker of the model. Wait for one at most
+    /// [`WAIT_FOR_WORKER`].
     Resume {
         detail: String,
     },

@@ -1,5 +1,5 @@
-//! Metrics that the router reads from the worker registry and from admission control at the time of a
-//! scrape. A worker that is gone has no line.
+//! Metrics that the router reads from the worker registry and from admission control at the time of
+//! a scrape. A worker that is gone has no line.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,8 @@ use crate::admission::{ClassStats, PriorityClass};
 use crate::admission_control::AdmissionController;
 use crate::registry::{ModelSnapshot, WorkerRegistry, WorkerSnapshot};
 
-/// Maximum number of tenants of a model with a line of their own: those with the most waiting requests.
+/// Maximum number of tenants of a model with a line of their own: those with the most waiting
+/// requests.
 const TENANT_LINES_MAX: usize = 16;
 
 type WorkerValue = fn(&WorkerSnapshot) -> f64;

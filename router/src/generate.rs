@@ -1,7 +1,7 @@
 //! Admits a checked request as a whole and starts the tasks of its choices.
 //!
-//! The router sends nothing to the client before a worker has admitted every choice of the request. So
-//! overload and invalid requests are refusals with a status, and never errors in mid-response.
+//! The router sends nothing to the client before a worker has admitted every choice of the request.
+//! So overload and invalid requests are refusals with a status, and never errors in mid-response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,8 @@ use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
 use crate::wire::ChoiceCall;
 
-/// Deltas of each choice that the router buffers for a slow client. Then the worker has to wait too.
+/// Deltas of each choice that the router buffers for a slow client. Then the worker has to wait
+/// too.
 const BUFFERED_DELTAS_MAX: usize = 128;
 /// Maximum number of choices of one request, over all prompts.
 pub(crate) const CHOICES_MAX: usize = 128;
@@ -68,7 +69,8 @@ impl GenerationRequest {
         let mut checked = Vec::with_capacity(tokens.len());
         for prompt in tokens {
             let checked_params = params.clone().check(model.limits(), param, prompt.len())?;
-            // All prompts of a request share one seed, so each gives the output that it gives alone.
+            // All prompts of a request share one seed, so each gives the output that it gives
+            // alone.
             params.seed = Some(checked_params.sampling.seed);
             checked.push((prompt.into(), Arc::new(checked_params)));
         }
@@ -232,7 +234,8 @@ impl Generator {
         Ok(receiver)
     }
 
-    /// Places the choices of a prompt on one worker, if it has capacity: it computes the prompt once.
+    /// Places the choices of a prompt on one worker, if it has capacity: it computes the prompt
+    /// once.
     fn place_choices(&self, calls: &[ChoiceCall]) -> Vec<Option<PlacedStream>> {
         let mut previous = None;
         let placed = calls.iter().map(|call| {

@@ -1,11 +1,12 @@
 //! Has a worker compile the grammar of a request before the request waits anywhere.
 //!
-//! 1. A grammar that does not compile, or that matches nothing, is refused at once. The request takes
-//!    no permit and gets no retry time.
-//! 2. A grammar that stalls or breaks a worker's compiler is refused too, and no other worker is asked.
+//! 1. A grammar that does not compile, or that matches nothing, is refused at once. The request
+//!    takes no permit and gets no retry time.
+//! 2. A grammar that stalls or breaks a worker's compiler is refused too, and no other worker is
+//!    asked.
 //! 3. Checks cost a worker time and a client nothing, so they are limited. A tenant has few checks
-//!    running, and all tenants together have fewer than a worker lets wait. Other checks wait, up to a
-//!    limit and their deadline.
+//!    running, and all tenants together have fewer than a worker lets wait. Other checks wait, up
+//!    to a limit and their deadline.
 //! 4. Results are cached for a while, so a repeated grammar costs no call.
 
 use std::collections::{HashMap, VecDeque};
@@ -25,14 +26,14 @@ use crate::routing::{ModelKey, WorkerFingerprint};
 
 /// Running checks of one tenant. A worker compiles grammars one after the other, for all tenants.
 const TENANT_RUNNING_MAX: usize = 4;
-/// Running checks of all tenants: half of the compile jobs that a worker lets wait. The other half is
-/// for admitted requests.
+/// Running checks of all tenants: half of the compile jobs that a worker lets wait. The other half
+/// is for admitted requests.
 const RUNNING_MAX: usize = 32;
 /// Checks that run or wait, of one tenant and of all. Each holds the body of a request.
 const TENANT_CHECKS_MAX: u32 = 128;
 const CHECKS_MAX: u32 = 256;
-/// A worker answers within about 31 s: it waits 10 s for its turn, compiles for 20 s, and its watchdog
-/// adds one. If a worker takes longer than this, the router asks the next one.
+/// A worker answers within about 31 s: it waits 10 s for its turn, compiles for 20 s, and its
+/// watchdog adds one. If a worker takes longer than this, the router asks the next one.
 const CHECK_WAIT: Duration = Duration::from_secs(40);
 /// Maximum number of cached results. Each holds a grammar of up to 257 KiB.
 const CACHED_RESULTS_MAX: usize = 32;
@@ -73,7 +74,8 @@ impl GrammarChecker {
         Arc::new(Self { registry, running: Semaphore::new(RUNNING_MAX), state: Mutex::default() })
     }
 
-    /// Checks a grammar. Returns `Ok` also if the model has no worker: admission control then decides.
+    /// Checks a grammar. Returns `Ok` also if the model has no worker: admission control then
+    /// decides.
     pub(crate) async fn check(
         &self,
         model: &ModelKey,

@@ -26,16 +26,16 @@ pub(crate) struct InferenceService {
     pub(crate) generator: Generator,
 }
 
-type FrameStream = Pin<Box<dyn Stream<Item = Result<wire::GenerateFrame, Status>> + Send>>;
+type InferenceStream = Pin<Box<dyn Stream<Item = Result<wire::GenerateFrame, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl inference_server::Inference for InferenceService {
-    type GenerateStream = FrameStream;
+    type GenerateStream = InferenceStream;
 
     async fn generate(
         &self,
         request: Request<wire::GenerateRequest>,
-    ) -> Result<Response<FrameStream>, Status> {
+    ) -> Result<Response<InferenceStream>, Status> {
         let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant)?;
@@ -175,8 +175,8 @@ fn tokenize_prompt(
     }
 }
 
-/// The call's deadline (gRPC over HTTP/2, "Timeout"), which tonic applies only to the first frame. A
-/// malformed value counts as none.
+/// The call's deadline (gRPC over HTTP/2, "Timeout"), which tonic applies only to the first frame.
+/// A malformed value counts as none.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;

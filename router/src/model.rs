@@ -1,5 +1,5 @@
-//! A model that workers serve: its name and limits, tokenizer and chat template. The router builds it
-//! once from the GGUF metadata that a worker sends. Workers with the same content share it.
+//! A model that workers serve: its name and limits, tokenizer and chat template. The router builds
+//! it once from the GGUF metadata that a worker sends. Workers with the same content share it.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use text::{
 };
 
 use crate::dry_breakers::DryBreakerCache;
-use crate::params::ModelLimits;
+use crate::params::TokenLimits;
 use crate::routing::ModelKey;
 
 /// A worker's description of the model that it serves.
 #[derive(Debug)]
-pub(crate) struct ModelDescription {
+pub(crate) struct ServedModelInfo {
     pub(crate) key: ModelKey,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
@@ -26,7 +26,7 @@ pub(crate) struct ModelDescription {
 
 #[derive(Debug)]
 pub(crate) struct ServedModel {
-    pub(crate) description: ModelDescription,
+    pub(crate) description: ServedModelInfo,
     pub(crate) loaded_unix_seconds: i64,
     pub(crate) text: Arc<ModelText>,
 }
@@ -59,7 +59,7 @@ pub(crate) enum ChatError {
 }
 
 impl ServedModel {
-    pub(crate) fn load(description: ModelDescription, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
+    pub(crate) fn load(description: ServedModelInfo, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
         let metadata = gguf::Metadata::parse(gguf)?;
         let tokenizer = Arc::new(Tokenizer::from_metadata(&metadata)?);
         let template = ChatTemplate::from_metadata(&metadata, &tokenizer);
@@ -71,7 +71,7 @@ impl ServedModel {
     }
 
     /// The same content with another description: another name, generation or backend.
-    pub(crate) fn with_description(&self, description: ModelDescription) -> Self {
+    pub(crate) fn with_description(&self, description: ServedModelInfo) -> Self {
         let loaded_unix_seconds = match description.key == self.description.key {
             true => self.loaded_unix_seconds,
             false => unix_seconds(),
@@ -87,8 +87,8 @@ impl ServedModel {
         &self.description.key.name
     }
 
-    pub(crate) fn limits(&self) -> ModelLimits {
-        ModelLimits {
+    pub(crate) fn limits(&self) -> TokenLimits {
+        TokenLimits {
             context_tokens: self.description.context_tokens,
             vocabulary: self.description.vocabulary,
         }

@@ -22,7 +22,7 @@ pub(crate) const N_MAX: i64 = 16;
 pub(crate) const STOP_STRINGS_MAX: usize = 16;
 pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
-/// OpenAI's bound.
+/// OpenAI's limit.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 
 /// A salt is a short secret.
@@ -136,7 +136,7 @@ pub(crate) struct Dry {
 
 /// The limits of a model that parameters are checked against.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ModelLimits {
+pub(crate) struct TokenLimits {
     pub(crate) context_tokens: u32,
     pub(crate) vocabulary: u32,
 }
@@ -162,7 +162,7 @@ pub(crate) enum RequestParamError {
     #[error("`{param}` is empty: the model needs at least one prompt token")]
     EmptyPrompt { param: &'static str },
     #[error(
-        "this model's maximum context length is {context} tokens, but {prompt} tokens of prompt{} were asked for",
+        "this model's maximum context length is {context} tokens, but {prompt} tokens of prompt{} are requested",
         .output.map(|o| format!(" and {o} of output")).unwrap_or_default()
     )]
     ContextExceeded { param: &'static str, context: u32, prompt: usize, output: Option<u32> },
@@ -190,7 +190,7 @@ impl RequestParams {
     /// this API.
     pub(crate) fn check(
         self,
-        limits: ModelLimits,
+        limits: TokenLimits,
         prompt_param: &'static str,
         prompt_tokens: usize,
     ) -> Result<CheckedParams, RequestParamError> {
@@ -320,7 +320,7 @@ impl RequestParams {
 
 fn resolve_max_tokens(
     max_tokens: Option<i64>,
-    limits: ModelLimits,
+    limits: TokenLimits,
     prompt_param: &'static str,
     prompt: usize,
 ) -> Result<(u32, bool), RequestParamError> {
@@ -358,7 +358,7 @@ fn resolve_max_tokens(
 pub(crate) fn token_ids(
     param: &'static str,
     ids: &[i64],
-    limits: ModelLimits,
+    limits: TokenLimits,
 ) -> Result<Vec<u32>, RequestParamError> {
     let vocabulary = limits.vocabulary;
     ids.iter()
@@ -374,7 +374,7 @@ pub(crate) fn token_ids(
         .collect()
 }
 
-fn logit_bias(entries: &[(i64, f64)], limits: ModelLimits) -> Result<Vec<(u32, f32)>, RequestParamError> {
+fn logit_bias(entries: &[(i64, f64)], limits: TokenLimits) -> Result<Vec<(u32, f32)>, RequestParamError> {
     let param = "logit_bias";
     if entries.len() > LOGIT_BIAS_ENTRIES_MAX {
         return Err(RequestParamError::TooManyEntries {
@@ -448,7 +448,7 @@ fn random_seed() -> u64 {
 mod tests {
     use super::*;
 
-    const LIMITS: ModelLimits = ModelLimits { context_tokens: 100, vocabulary: 50 };
+    const LIMITS: TokenLimits = TokenLimits { context_tokens: 100, vocabulary: 50 };
 
     fn check(change: impl FnOnce(&mut RequestParams)) -> Result<CheckedParams, RequestParamError> {
         let mut params = RequestParams::default();

@@ -8,12 +8,12 @@
 use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplingParams};
 use sampling_params::{FloatBounds, FloatParameter};
 
-use crate::params::{CheckedSampling, ModelLimits, RequestParamError, RequestParams};
+use crate::params::{CheckedSampling, RequestParamError, RequestParams, TokenLimits};
 
 const VOCABULARY: u32 = 50;
 
 fn checked(params: RequestParams) -> Result<CheckedSampling, RequestParamError> {
-    let limits = ModelLimits { context_tokens: 100, vocabulary: VOCABULARY };
+    let limits = TokenLimits { context_tokens: 100, vocabulary: VOCABULARY };
     params.check(limits, "prompt", 10).map(|plan| plan.sampling)
 }
 
@@ -163,7 +163,7 @@ fn router_and_engine_accept_the_same_counts() {
         [(true, true), (false, false)]
     );
     let are_entries_accepted = |count: u32| {
-        let limits = ModelLimits { context_tokens: 100, vocabulary: count };
+        let limits = TokenLimits { context_tokens: 100, vocabulary: count };
         let asked = RequestParams {
             logit_bias: (0..count).map(|token| (i64::from(token), 1.0)).collect(),
             ..RequestParams::default()

@@ -3,8 +3,8 @@
 //!
 //! 1. One small lock guards plain values. It is held for a few map operations and never across an
 //!    await.
-//! 2. The registry holds healthy workers only: a worker is registered when its metadata is known and
-//!    removed when its connection ends.
+//! 2. The registry holds healthy workers only: a worker is registered when its metadata is known
+//!    and removed when its connection ends.
 //! 3. The registry and its routing policy hold the same workers.
 
 use std::collections::BTreeMap;
@@ -132,7 +132,8 @@ impl WorkerRegistry {
         id
     }
 
-    /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its loss.
+    /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its
+    /// loss.
     pub(crate) fn remove(&self, id: WorkerId) {
         let mut state = self.lock();
         state.routing.remove_worker(id);
@@ -149,8 +150,8 @@ impl WorkerRegistry {
         }
     }
 
-    /// Places a stream of the model on a worker that is not among `tried`. Chooses `preferred` if it
-    /// has free capacity, otherwise the least loaded worker.
+    /// Places a stream of the model on a worker that is not among `tried`. Chooses `preferred` if
+    /// it has free capacity, otherwise the least loaded worker.
     pub(crate) fn place_stream(
         self: &Arc<Self>,
         model: &ModelKey,
@@ -188,8 +189,8 @@ impl WorkerRegistry {
         self.changes.subscribe()
     }
 
-    /// The model of that name. While a model is swapped, two models have one name: the newer one that
-    /// has workers is returned.
+    /// The model of that name. While a model is swapped, two models have one name: the newer one
+    /// that has workers is returned.
     pub(crate) fn resolve(&self, name: Option<&str>) -> Result<Arc<ServedModel>, ResolveError> {
         let state = self.lock();
         let known = || {

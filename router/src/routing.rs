@@ -3,8 +3,8 @@
 //!
 //! 1. Only workers of the request's model are candidates.
 //! 2. A worker with free capacity comes before a full one.
-//! 3. Then the worker with fewer streams comes first: streams of this router, which are known exactly,
-//!    plus streams of other clients as of the worker's last report.
+//! 3. Then the worker with fewer streams comes first: streams of this router, which are known
+//!    exactly, plus streams of other clients as of the worker's last report.
 //! 4. Then the worker with the emptier KV cache, then the one chosen longest ago. So equal workers
 //!    take turns.
 //! 5. Choices of one prompt go to the same worker while it has free capacity, because that worker
@@ -23,9 +23,9 @@ pub(crate) struct WorkerFingerprint(pub(crate) Vec<u8>);
 
 /// What a request asks for and a worker serves.
 ///
-/// The name is part of the key: a file loaded under two names has workers, queues and a lifetime for
-/// each name. The fingerprint is part of it too: while a model is swapped, one name stands for two
-/// contents.
+/// The name is part of the key: a file loaded under two names has workers, queues and a lifetime
+/// for each name. The fingerprint is part of it too: while a model is swapped, one name stands for
+/// two contents.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ModelKey {
     pub(crate) name: Arc<str>,
@@ -95,7 +95,8 @@ impl RoutingPolicy {
         self.workers.insert(worker, load);
     }
 
-    /// The worker died or drains: no stream goes there. The policy forgets the streams that run there.
+    /// The worker died or drains: no stream goes there. The policy forgets the streams that run
+    /// there.
     pub(crate) fn remove_worker(&mut self, worker: WorkerId) {
         self.workers.remove(&worker);
     }

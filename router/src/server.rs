@@ -1,8 +1,9 @@
-//! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC), `router.sock` for gRPC.
+//! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC), `router.sock` for
+//! gRPC.
 //!
-//! The accept loop limits the number of connections, the time until a client has sent its headers, and
-//! the streams of one HTTP/2 connection. On a stop, it closes idle connections at once and busy ones
-//! after their last response.
+//! The accept loop limits the number of connections, the time until a client has sent its headers,
+//! and the streams of one HTTP/2 connection. On a stop, it closes idle connections at once and busy
+//! ones after their last response.
 
 use std::io;
 use std::net::SocketAddr;
@@ -99,7 +100,8 @@ impl Router {
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
         let Router { config, tcp, socket, generator, metrics } = self;
-        // Links to workers stay until the last stream has ended: a draining router still fails over.
+        // Links to workers stay until the last stream has ended: a draining router still fails
+        // over.
         let links = CancellationToken::new();
         let discovery = tokio::spawn(discovery::run(
             RuntimeDir::at(&config.runtime_dir),
@@ -137,7 +139,8 @@ impl Router {
         };
         let served = tokio::select! {
             served = async { tokio::try_join!(on_socket, on_tcp) } => served.map(drop).map_err(RouterError::Serve),
-            // Dropping the connections resets them, so a client sees a cut stream and no regular end.
+            // Dropping the connections resets them, so a client sees a cut stream and no regular
+            // end.
             () = drained => Ok(()),
             () = shutdown.forced() => Ok(()),
         };
@@ -244,7 +247,8 @@ async fn serve_connection(
     Ok(connection.await?)
 }
 
-/// Peeks at the first bytes. An HTTP/1 request differs from the preface in its fourth byte at the latest.
+/// Peeks at the first bytes. An HTTP/1 request differs from the preface in its fourth byte at the
+/// latest.
 async fn speaks_http2(stream: &TcpStream) -> io::Result<bool> {
     let mut bytes = [0u8; HTTP2_PREFACE.len()];
     loop {

@@ -1,7 +1,7 @@
 //! Determines the tenant of a request, for fairness and per-tenant limits.
 //!
-//! 1. The header `x-ballast-tenant` names the tenant. In gRPC it is metadata, and the field `tenant` is
-//!    an alternative.
+//! 1. The header `x-ballast-tenant` names the tenant. In gRPC it is metadata, and the field
+//!    `tenant` is an alternative.
 //! 2. Otherwise the caller's API key stands for a tenant.
 //! 3. Otherwise the tenant is unnamed.
 //!
@@ -54,8 +54,8 @@ impl TenantResolver {
         })
     }
 
-    /// The number that workers identify the tenant by. 0 is the unnamed tenant. The secret keeps clients
-    /// from choosing a name with another tenant's number.
+    /// The number that workers identify the tenant by. 0 is the unnamed tenant. The secret keeps
+    /// clients from choosing a name with another tenant's number.
     pub(crate) fn number(&self, tenant: &Tenant) -> u64 {
         match tenant {
             Tenant::Unnamed => 0,

@@ -26,7 +26,8 @@ pub(crate) struct PushedText {
 }
 
 impl TextStream {
-    /// `at_text_start`: the output is a text of its own (a chat reply) and does not continue the prompt.
+    /// `at_text_start`: the output is a text of its own (a chat reply) and does not continue the
+    /// prompt.
     pub(crate) fn new(
         model: &ServedModel,
         stops: &[String],

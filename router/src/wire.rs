@@ -19,7 +19,8 @@ pub(crate) struct ChoiceCall {
     pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
     pub(crate) params: Arc<CheckedParams>,
-    /// The client's stop tokens and, unless `ignore_eos` is set, the model's end-of-generation tokens.
+    /// The client's stop tokens and, unless `ignore_eos` is set, the model's end-of-generation
+    /// tokens.
     pub(crate) stop_tokens: Arc<[u32]>,
     /// The DRY sequence breakers as token sequences of the model.
     pub(crate) dry_breakers: Arc<[Vec<u32>]>,
@@ -158,8 +159,8 @@ impl From<Logprob> for public::TokenLogprob {
     }
 }
 
-/// True if the worker sent this status. A status that the transport made up has the broken connection
-/// as its source.
+/// True if the worker sent this status. A status that the transport made up has the broken
+/// connection as its source.
 pub(crate) fn is_from_worker(status: &Status) -> bool {
     std::error::Error::source(status).is_none()
 }

@@ -22,7 +22,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::admission::WorkerCapacity;
-use crate::model::{LoadModelError, ModelDescription, ServedModel};
+use crate::model::{LoadModelError, ServedModel, ServedModelInfo};
 use crate::registry::WorkerRegistry;
 use crate::routing::{ModelKey, WorkerFingerprint, WorkerId, WorkerReport};
 
@@ -32,7 +32,8 @@ const WORKER_HEALTH_SERVICE: &str = "ballast.worker.v1.Worker";
 const STATS_INTERVAL: Duration = Duration::from_millis(250);
 /// A worker answers these calls from memory. A worker that takes longer hangs.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// A GGUF header with a vocabulary of 256k tokens has about 15 MiB. The parser has limits of its own.
+/// A GGUF header with a vocabulary of 256k tokens has about 15 MiB. The parser has limits of its
+/// own.
 const GGUF_BYTES_MAX: u64 = 256 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +143,8 @@ impl WorkerLink {
         Ok(())
     }
 
-    /// The worker's name, capacity and model. Reads the GGUF section only for a model with new content.
+    /// The worker's name, capacity and model. Reads the GGUF section only for a model with new
+    /// content.
     async fn read_metadata(
         &self,
         client: &mut WorkerClient<Channel>,
@@ -162,7 +164,7 @@ impl WorkerLink {
             kv_blocks: wire.kv_blocks,
             kv_block_tokens: wire.kv_block_tokens,
         };
-        let description = ModelDescription {
+        let description = ServedModelInfo {
             key: ModelKey {
                 name: wire.model.into(),
                 fingerprint: WorkerFingerprint(wire.fingerprint.to_vec()),

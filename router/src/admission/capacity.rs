@@ -24,14 +24,15 @@ pub(crate) struct WorkerCapacity {
 const AHEAD_DIVISOR: u32 = 4;
 
 impl WorkerCapacity {
-    /// Streams that the router sends to the worker at once. They leave half of the worker's queue to
-    /// its other clients.
+    /// Streams that the router sends to the worker at once. They leave half of the worker's queue
+    /// to its other clients.
     pub(crate) fn window(self) -> u32 {
         let ahead = (self.running_max / AHEAD_DIVISOR).clamp(1, (self.queue_max / 2).max(1));
         self.running_max.saturating_add(ahead)
     }
 
-    /// Choices of one request that the worker accepts at once. Until its next step, all of them wait.
+    /// Choices of one request that the worker accepts at once. Until its next step, all of them
+    /// wait.
     fn choices_max(self, is_batch: bool, has_tenant_limit: bool) -> u32 {
         let class_queue_max = if is_batch { self.batch_queue_max } else { self.queue_max };
         if has_tenant_limit { class_queue_max.min(self.tenant_queue_max) } else { class_queue_max }
@@ -97,8 +98,8 @@ impl ModelCapacity {
         self.choices_max[usize::from(class == PriorityClass::Batch)][usize::from(*tenant != Tenant::Unnamed)]
     }
 
-    /// Checks that a worker can run the request. `output_tokens` is `None` if the output may end with
-    /// the KV cache.
+    /// Checks that a worker can run the request. `output_tokens` is `None` if the output may end
+    /// with the KV cache.
     pub(crate) fn check(
         self,
         prompt_tokens: u64,

@@ -4,8 +4,8 @@
 //! 2. Among tenants with equal permits, the one whose last turn is longest ago comes first.
 //! 3. Requests of one tenant are ordered by priority, then by arrival.
 //!
-//! Tenants share permits and not admissions, because a stream holds its permit for as long as it runs.
-//! So a tenant with long streams gets no more of a worker than a tenant with short ones.
+//! Tenants share permits and not admissions, because a stream holds its permit for as long as it
+//! runs. So a tenant with long streams gets no more of a worker than a tenant with short ones.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -98,7 +98,8 @@ impl ClassQueue {
         self.held_permits -= 1;
     }
 
-    /// Keeps `order` in step with the tenant's share. Removes a tenant without requests and permits.
+    /// Keeps `order` in step with the tenant's share. Removes a tenant without requests and
+    /// permits.
     fn update_share<T>(&mut self, tenant: &Tenant, update: impl FnOnce(&mut TenantShare) -> T) {
         let share = self.tenants.entry(tenant.clone()).or_default();
         if !share.waiting.is_empty() {

@@ -1,7 +1,7 @@
 //! Admission control: decides which requests may use the workers of a model, and when.
 //!
-//! [`AdmissionPolicy`] is a plain value without a clock. [`crate::admission_control`] owns it, tells
-//! it about events and carries out its decisions.
+//! [`AdmissionPolicy`] is a plain value without a clock. [`crate::admission_control`] owns it,
+//! tells it about events and carries out its decisions.
 //!
 //! ```text
 //! request arrives -- permits are free ------------> Admit: holds its permits until each stream ends
@@ -16,9 +16,9 @@
 //! step. Otherwise a worker gives a quarter more permits. So it finds the next request in its own
 //! queue when a stream ends.
 //!
-//! All other requests wait here and not at a worker. A worker's death therefore costs no request its
-//! turn, a new worker helps at once, and tenants share the whole fleet. The engine orders the requests
-//! that a worker has.
+//! All other requests wait here and not at a worker. A worker's death therefore costs no request
+//! its turn, a new worker helps at once, and tenants share the whole fleet. The engine orders the
+//! requests that a worker has.
 //!
 //! Order of admission to a model ([`model`]):
 //! 1. The highest priority class comes first.
@@ -28,8 +28,8 @@
 //! 5. No request overtakes one that needs more permits than are free, except in a class below its
 //!    floor.
 //!
-//! Bounds, in admissions to a model. [`tests`] and [`simulation`] check them. They exclude admissions
-//! within a class's own floor, and the time in which a larger request waits for permits.
+//! Bounds, in admissions to a model. [`tests`] and [`simulation`] check them. They exclude
+//! admissions within a class's own floor, and the time in which a larger request waits for permits.
 //! 1. A request behind `m` older ones is admitted after at most `OLDEST_FIRST_EVERY * (m + 1)`
 //!    admissions, whatever arrives after it.
 //! 2. Each other tenant of its class overtakes a tenant without permits at most once. A tenant that

@@ -23,8 +23,8 @@ use super::request::{
 /// One in this many admissions goes to the oldest request, whatever its class and tenant.
 pub(crate) const OLDEST_FIRST_EVERY: u32 = 8;
 
-/// How long requests keep waiting while the model has no worker. A restarted worker is back within a
-/// second.
+/// How long requests keep waiting while the model has no worker. A restarted worker is back within
+/// a second.
 pub(super) const WORKER_WAIT: Duration = Duration::from_secs(5);
 
 /// Admission figures of one model, for metrics.

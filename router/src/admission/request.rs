@@ -21,7 +21,8 @@ pub(crate) enum Tenant {
     Named(Arc<str>),
 }
 
-/// OpenAI's service tiers `priority`, `default` and `flex`; vLLM's priorities below, at and above 0.
+/// OpenAI's service tiers `priority`, `default` and `flex`; vLLM's priorities below, at and above
+/// 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum PriorityClass {
     Interactive,
@@ -61,8 +62,8 @@ impl PriorityClass {
 pub(crate) struct AdmissionRequest {
     pub(crate) model: ModelKey,
     pub(crate) tenant: Tenant,
-    /// Lower is more urgent. The sign determines the class. Within a class, the value orders only the
-    /// requests of one tenant.
+    /// Lower is more urgent. The sign determines the class. Within a class, the value orders only
+    /// the requests of one tenant.
     pub(crate) priority: i32,
     /// Permits, granted together: one for each stream.
     pub(crate) permits: u32,

@@ -1,5 +1,5 @@
-//! Simulation of the admission policy: random requests, classes, tenants, deadlines and worker losses.
-//! A reference model of plain maps checks every decision. A failure prints its seed.
+//! Simulation of the admission policy: random requests, classes, tenants, deadlines and worker
+//! losses. A reference model of plain maps checks every decision. A failure prints its seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -143,7 +143,8 @@ impl Simulation {
                 AdmissionDecision::Refuse(id, error) => self.check_refusal(id, error, arrived),
             }
         }
-        // Requests that this arrival admitted were before the new request. Overtaking counts from now.
+        // Requests that this arrival admitted were before the new request. Overtaking counts from
+        // now.
         if let Some((id, waiting)) = arrived.and_then(|id| self.waiting.remove_entry(&id)) {
             self.add_waiting(id, waiting.request);
         }
@@ -293,14 +294,14 @@ impl Simulation {
 }
 
 /// What random requests a seed generates.
-struct Workload {
+struct SimulatedWorkload {
     models: [ModelKey; 2],
     tenants: Vec<Tenant>,
     has_large_requests: bool,
     arrival_percent: u64,
 }
 
-impl Workload {
+impl SimulatedWorkload {
     fn random(rng: &mut SimulationRng) -> Self {
         let tenant = |n: u64| if n == 0 { Tenant::Unnamed } else { named(&n.to_string()) };
         Self {
@@ -351,7 +352,7 @@ fn simulate(seed: u64, steps: u64) -> (u64, u64) {
         interactive_floor: rng.below(46) as u32,
         batch_floor: rng.below(46) as u32,
     };
-    let workload = Workload::random(&mut rng);
+    let workload = SimulatedWorkload::random(&mut rng);
     let mut simulation = Simulation::new(limits);
     for _ in 0..steps {
         simulation.now += Duration::from_millis(rng.below(300));
@@ -400,9 +401,9 @@ fn nightly_a_hundred_million_events_violate_no_invariant() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever one tenant did before, the first request of another tenant is admitted with the third
-    /// permit that becomes free, at the latest. One permit may go to the first tenant if it holds none,
-    /// one to the oldest request.
+    /// Whatever one tenant did before, the first request of another tenant is admitted with the
+    /// third permit that becomes free, at the latest. One permit may go to the first tenant if it
+    /// holds none, one to the oldest request.
     #[test]
     fn a_flood_of_one_tenant_does_not_delay_another_tenant(
         permits in 1u32..20,

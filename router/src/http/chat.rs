@@ -1,5 +1,5 @@
-//! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates the
-//! reply.
+//! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates
+//! the reply.
 
 use std::sync::Arc;
 

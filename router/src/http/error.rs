@@ -1,5 +1,5 @@
-//! Errors in the form of OpenAI's API, `{"error": {"message", "type", "param", "code"}}`, each with its
-//! HTTP status.
+//! Errors in the form of OpenAI's API, `{"error": {"message", "type", "param", "code"}}`, each with
+//! its HTTP status.
 //!
 //! An invalid request never gets a 5xx status, because clients and proxies retry those.
 

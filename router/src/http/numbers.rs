@@ -12,7 +12,7 @@ use super::error::ApiError;
 use super::sampling_fields::SamplingFields;
 use super::scheduling_fields::SchedulingFields;
 use super::structured_output::StructuredOutputFields;
-use crate::params::{ModelLimits, RequestParamError, RequestParams};
+use crate::params::{RequestParamError, RequestParams, TokenLimits};
 
 /// Maximum length of a number in an error text.
 const SHOWN_NUMBER_BYTES_MAX: usize = 40;
@@ -66,7 +66,7 @@ pub(super) fn normalize_integer(value: &mut Value) {
 /// The range of numbers that a field accepts. [`RequestParams::check`] reports it when it refuses
 /// the largest float or the largest integer, because no range contains both.
 fn allowed_range(field: &str) -> Option<(&'static str, String)> {
-    let any = ModelLimits { context_tokens: u32::MAX, vocabulary: u32::MAX };
+    let any = TokenLimits { context_tokens: u32::MAX, vocabulary: u32::MAX };
     [json!(f64::MAX), json!(i64::MAX)].into_iter().find_map(|out_of_range| {
         match params_with(field, out_of_range)?.check(any, "prompt", 1) {
             Err(RequestParamError::OutOfRange { param, allowed, .. }) => Some((param, allowed)),

@@ -69,7 +69,8 @@ impl FromRequest<AppState> for BoundedBody {
     }
 }
 
-/// Runs `work`. For a large input, it uses a blocking thread, so that token streams do not wait for it.
+/// Runs `work`. For a large input, it uses a blocking thread, so that token streams do not wait for
+/// it.
 pub(crate) async fn run_tokenizer<T, E>(
     input_bytes: usize,
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
@@ -87,8 +88,8 @@ where
     }
 }
 
-/// Middleware around every route: determines the request id, returns it in the response, and counts the
-/// response.
+/// Middleware around every route: determines the request id, returns it in the response, and counts
+/// the response.
 pub(crate) async fn observe(
     State(routes): State<&'static [&'static str]>,
     mut request: Request,

@@ -1,7 +1,8 @@
-//! Sends the response of a request: one JSON body at the end, or server-sent events as tokens arrive.
+//! Sends the response of a request: one JSON body at the end, or server-sent events as tokens
+//! arrive.
 //!
-//! An error in mid-stream is an event `{"error": ...}`. After it, the stream ends without `[DONE]`. So a
-//! client that reads `[DONE]` has the whole response.
+//! An error in mid-stream is an event `{"error": ...}`. After it, the stream ends without `[DONE]`.
+//! So a client that reads `[DONE]` has the whole response.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -76,8 +77,8 @@ impl ResponseUsage {
     }
 }
 
-/// Selects of each prompt's `best_of` choices the `n` with the highest mean log probability, the best
-/// first. If `n` is not smaller, returns all in their order.
+/// Selects of each prompt's `best_of` choices the `n` with the highest mean log probability, the
+/// best first. If `n` is not smaller, returns all in their order.
 fn most_probable(
     ended: Vec<(OutputDelta, FinishCause)>,
     best_of: usize,
@@ -169,7 +170,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
     }
 
     fn into_event_stream(self) -> Response {
-        let running = EventStream {
+        let running = ServerSentEvents {
             ended: 0,
             usage: ResponseUsage::default(),
             response: self,
@@ -196,14 +197,14 @@ enum StreamPhase {
     Over,
 }
 
-struct EventStream<S> {
+struct ServerSentEvents<S> {
     response: GenerationResponse<S>,
     usage: ResponseUsage,
     ended: usize,
     phase: StreamPhase,
 }
 
-impl<S: ChoiceFormat> EventStream<S> {
+impl<S: ChoiceFormat> ServerSentEvents<S> {
     async fn next_bytes(&mut self) -> Option<Bytes> {
         let mut out = Vec::new();
         match self.phase {

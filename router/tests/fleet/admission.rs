@@ -1,4 +1,5 @@
-//! Who enters: queues, classes, tenants, deadlines, and what those who do not enter are told.
+//! Admission control: queues, priority classes, tenants, deadlines, and the errors of refused
+//! requests.
 
 use std::time::Instant;
 
@@ -9,89 +10,92 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, Grammars, Misfortune, says};
-use crate::harness::{Harness, PATIENCE};
+use crate::fake_worker::{FakeBehaviour, Fault, GrammarAnswer, token_ids_of};
+use crate::harness::{RouterHarness, TIMEOUT};
 
-/// One stream at a time, and a second one on its way to it.
-const PLACES: usize = 2;
+/// A worker that runs one sequence gets a second stream ahead of time.
+const PERMITS: usize = 2;
 
-/// A fleet whose streams stand still after their first token, until their client goes.
-async fn fleet(queue_max: u32, tenant_queue_max: u32) -> Harness {
-    let stands =
-        Behaviour { running_max: 1, misfortune: Some((1, Misfortune::Hang)), ..Behaviour::default() };
-    Harness::with_config(&says("a b c d"), &[stands], |config| {
+/// A fleet whose streams hang after their first token, until their client disconnects.
+async fn fleet(queue_max: u32, tenant_queue_max: u32) -> RouterHarness {
+    let hangs = FakeBehaviour { running_max: 1, fault: Some((1, Fault::Hang)), ..FakeBehaviour::default() };
+    RouterHarness::with_config(&token_ids_of("a b c d"), &[hangs], |config| {
         config.admission =
             AdmissionConfig { queue_max, tenant_queue_max, interactive_floor: 0, batch_floor: 0 };
     })
     .await
 }
 
-fn ask(fleet: &Harness, tenant: &str, fields: Value) -> RequestBuilder {
+fn completion_request(fleet: &RouterHarness, tenant: &str, fields: Value) -> RequestBuilder {
     let mut body = json!({"prompt": "x", "max_tokens": 4, "stream": true});
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     fleet.client.post(format!("{}/v1/completions", fleet.url)).header("x-ballast-tenant", tenant).json(&body)
 }
 
-/// Streams that have begun, as many as there are places.
-async fn full(fleet: &Harness, tenant: &str) -> Vec<Response> {
+/// Starts as many streams as there are permits.
+async fn start_streams(fleet: &RouterHarness, tenant: &str) -> Vec<Response> {
     let mut running = Vec::new();
-    for _ in 0..PLACES {
-        let response = ask(fleet, tenant, json!({})).send().await.unwrap();
+    for _ in 0..PERMITS {
+        let response = completion_request(fleet, tenant, json!({})).send().await.unwrap();
         assert_eq!(response.status(), 200);
         running.push(response);
     }
     running
 }
 
-/// A request in the queue, behind those that are there.
-async fn queued(fleet: &Harness, tenant: &str, fields: Value) -> JoinHandle<Response> {
-    let before = waiting(fleet).await;
-    let request = ask(fleet, tenant, fields);
+/// Starts a request that waits behind the waiting requests.
+async fn start_waiting(fleet: &RouterHarness, tenant: &str, fields: Value) -> JoinHandle<Response> {
+    let before = waiting_requests(fleet).await;
+    let request = completion_request(fleet, tenant, fields);
     let queued = tokio::spawn(async move { request.send().await.unwrap() });
-    until_waiting(fleet, before + 1).await;
+    wait_for_waiting(fleet, before + 1).await;
     queued
 }
 
-async fn answer(queued: JoinHandle<Response>) -> Response {
-    tokio::time::timeout(PATIENCE, queued).await.expect("an answer in time").unwrap()
+async fn wait_for_response(queued: JoinHandle<Response>) -> Response {
+    tokio::time::timeout(TIMEOUT, queued).await.expect("a response before the timeout").unwrap()
 }
 
-async fn metrics(fleet: &Harness) -> String {
+async fn metrics(fleet: &RouterHarness) -> String {
     fleet.client.get(format!("{}/metrics", fleet.url)).send().await.unwrap().text().await.unwrap()
 }
 
-/// Requests in the queue, of all classes.
-async fn waiting(fleet: &Harness) -> usize {
+/// Waiting requests of all classes.
+async fn waiting_requests(fleet: &RouterHarness) -> usize {
     let text = metrics(fleet).await;
     let lines = text.lines().filter(|line| line.starts_with("ballast:num_requests_queued{"));
     lines.map(|line| line.rsplit(' ').next().unwrap().parse::<usize>().unwrap()).sum()
 }
 
-async fn until_waiting(fleet: &Harness, count: usize) {
+async fn wait_for_waiting(fleet: &RouterHarness, count: usize) {
     let start = Instant::now();
-    while waiting(fleet).await != count {
-        assert!(start.elapsed() < PATIENCE, "{count} should wait, {} do", waiting(fleet).await);
+    while waiting_requests(fleet).await != count {
+        assert!(
+            start.elapsed() < TIMEOUT,
+            "expected {count} waiting requests, found {}",
+            waiting_requests(fleet).await
+        );
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
 }
 
-async fn until_calls(fleet: &Harness, count: usize) {
+async fn wait_for_calls(fleet: &RouterHarness, count: usize) {
     let start = Instant::now();
     while fleet.workers[0].calls().len() != count {
-        assert!(start.elapsed() < PATIENCE, "{count} calls should come");
+        assert!(start.elapsed() < TIMEOUT, "expected {count} calls");
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_queue_refuses_with_a_time_and_those_inside_go_on() {
+async fn a_full_queue_refuses_with_a_retry_time_and_running_streams_continue() {
     let fleet = fleet(2, 2).await;
-    let mut running = full(&fleet, "a").await;
-    let first = queued(&fleet, "a", json!({})).await;
-    let second = queued(&fleet, "b", json!({})).await;
-    assert_eq!(fleet.workers[0].calls().len(), PLACES, "nothing that waits is on the worker");
+    let mut running = start_streams(&fleet, "a").await;
+    let first = start_waiting(&fleet, "a", json!({})).await;
+    let second = start_waiting(&fleet, "b", json!({})).await;
+    assert_eq!(fleet.workers[0].calls().len(), PERMITS, "no waiting request is at the worker");
 
-    let refused = ask(&fleet, "b", json!({})).send().await.unwrap();
+    let refused = completion_request(&fleet, "b", json!({})).send().await.unwrap();
     assert_eq!(refused.status(), 503);
     let seconds: u64 = refused.headers()["retry-after"].to_str().unwrap().parse().unwrap();
     assert!((1..=60).contains(&seconds), "{seconds}");
@@ -107,12 +111,12 @@ async fn a_full_queue_refuses_with_a_time_and_those_inside_go_on() {
     assert_eq!(status.code(), Code::Unavailable, "{status}");
     assert!(status.metadata().get("retry-after").is_some());
 
-    assert!(running[0].chunk().await.unwrap().is_some(), "those inside have their tokens");
-    // Tenant b holds nothing yet.
+    assert!(running[0].chunk().await.unwrap().is_some(), "running streams receive tokens");
+    // Tenant b holds no permit yet, so its request comes first.
     running.pop();
-    assert_eq!(answer(second).await.status(), 200);
+    assert_eq!(wait_for_response(second).await.status(), 200);
     running.pop();
-    assert_eq!(answer(first).await.status(), 200);
+    assert_eq!(wait_for_response(first).await.status(), 200);
     let text = metrics(&fleet).await;
     let refusals =
         "ballast:requests_refused_total{model_name=\"demo\",class=\"default\",reason=\"overloaded\"}";
@@ -123,11 +127,11 @@ async fn a_full_queue_refuses_with_a_time_and_those_inside_go_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_tenants_own_bound_is_429_and_others_still_enter() {
+async fn a_tenant_limit_is_429_and_other_tenants_are_admitted() {
     let fleet = fleet(10, 1).await;
-    let running = full(&fleet, "a").await;
-    let _waits = queued(&fleet, "a", json!({})).await;
-    let refused = ask(&fleet, "a", json!({})).send().await.unwrap();
+    let running = start_streams(&fleet, "a").await;
+    let _waits = start_waiting(&fleet, "a", json!({})).await;
+    let refused = completion_request(&fleet, "a", json!({})).send().await.unwrap();
     assert_eq!(refused.status(), 429);
     assert!(refused.headers().contains_key("retry-after"));
     let error = refused.json::<Value>().await.unwrap()["error"].clone();
@@ -141,7 +145,7 @@ async fn a_tenants_own_bound_is_429_and_others_still_enter() {
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert!(status.metadata().get("retry-after").is_some());
 
-    let _other = queued(&fleet, "b", json!({})).await;
+    let _other = start_waiting(&fleet, "b", json!({})).await;
     let text = metrics(&fleet).await;
     let line = "ballast:num_tenant_requests_queued{model_name=\"demo\",tenant=\"b\"} 1";
     assert!(text.contains(line), "{text}");
@@ -149,40 +153,41 @@ async fn a_tenants_own_bound_is_429_and_others_still_enter() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_flood_of_one_tenant_does_not_hold_up_another() {
+async fn a_flood_of_one_tenant_does_not_delay_another() {
     let fleet = fleet(100, 100).await;
-    let mut running = full(&fleet, "flood").await;
+    let mut running = start_streams(&fleet, "flood").await;
     let mut flood = Vec::new();
     for _ in 0..8 {
-        flood.push(queued(&fleet, "flood", json!({})).await);
+        flood.push(start_waiting(&fleet, "flood", json!({})).await);
     }
-    let other = queued(&fleet, "other", json!({})).await;
-    // It holds no place: the next one is its own, or the one after if that goes by age.
-    let mut places = 0;
+    let other = start_waiting(&fleet, "other", json!({})).await;
+    // The other tenant holds no permit: it gets the next one, or the one after an oldest-first
+    // admission.
+    let mut released = 0;
     let flooding = fleet.workers[0].calls()[0].tenant;
     while fleet.workers[0].calls().iter().all(|call| call.tenant == flooding) {
-        assert!(places < 2, "passed by {places} of the flood");
-        places += 1;
+        assert!(released < 2, "{released} requests of the flood came first");
+        released += 1;
         drop(running.pop().expect("two streams run"));
-        until_calls(&fleet, PLACES + places).await;
+        wait_for_calls(&fleet, PERMITS + released).await;
     }
-    assert_eq!(answer(other).await.status(), 200);
+    assert_eq!(wait_for_response(other).await.status(), 200);
     assert_ne!(flooding, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn classes_come_in_their_order() {
+async fn higher_priority_classes_are_admitted_first() {
     let fleet = fleet(10, 10).await;
-    let mut running = full(&fleet, "a").await;
+    let mut running = start_streams(&fleet, "a").await;
     let tiers = ["flex", "default", "priority"];
     let mut waiting = Vec::new();
     for tier in tiers {
-        waiting.push(queued(&fleet, "a", json!({"service_tier": tier})).await);
+        waiting.push(start_waiting(&fleet, "a", json!({"service_tier": tier})).await);
     }
-    for (place, tier) in tiers.iter().rev().enumerate() {
+    for (position, tier) in tiers.iter().rev().enumerate() {
         drop(running.remove(0));
-        running.push(answer(waiting.pop().unwrap()).await);
-        let call = &fleet.workers[0].calls()[PLACES + place];
+        running.push(wait_for_response(waiting.pop().unwrap()).await);
+        let call = &fleet.workers[0].calls()[PERMITS + position];
         assert_eq!(
             call.priority,
             ["priority", "default", "flex"].iter().position(|t| t == tier).unwrap() as i32 - 1
@@ -191,24 +196,24 @@ async fn classes_come_in_their_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_goes_away_in_the_queue_frees_its_place() {
+async fn a_client_that_disconnects_leaves_the_queue() {
     let fleet = fleet(1, 1).await;
-    let mut running = full(&fleet, "a").await;
-    let gone = queued(&fleet, "a", json!({})).await;
-    assert_eq!(ask(&fleet, "b", json!({})).send().await.unwrap().status(), 503);
+    let mut running = start_streams(&fleet, "a").await;
+    let gone = start_waiting(&fleet, "a", json!({})).await;
+    assert_eq!(completion_request(&fleet, "b", json!({})).send().await.unwrap().status(), 503);
     gone.abort();
-    until_waiting(&fleet, 0).await;
-    let next = queued(&fleet, "b", json!({})).await;
+    wait_for_waiting(&fleet, 0).await;
+    let next = start_waiting(&fleet, "b", json!({})).await;
     running.pop();
-    assert_eq!(answer(next).await.status(), 200);
-    assert_eq!(fleet.workers[0].calls().len(), PLACES + 1, "the one that left was never placed");
+    assert_eq!(wait_for_response(next).await.status(), 200);
+    assert_eq!(fleet.workers[0].calls().len(), PERMITS + 1, "the cancelled request reached no worker");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deadline_that_passes_in_the_queue_is_an_error_with_a_name() {
+async fn a_deadline_that_passes_in_the_queue_is_an_explicit_error() {
     let fleet = fleet(4, 4).await;
-    let running = full(&fleet, "a").await;
-    let late = ask(&fleet, "a", json!({"deadline_ms": 50})).send().await.unwrap();
+    let running = start_streams(&fleet, "a").await;
+    let late = completion_request(&fleet, "a", json!({"deadline_ms": 50})).send().await.unwrap();
     assert_eq!(late.status(), 504);
     let error = late.json::<Value>().await.unwrap()["error"].clone();
     assert_eq!(error["code"], "deadline_exceeded", "{error}");
@@ -217,15 +222,15 @@ async fn a_deadline_that_passes_in_the_queue_is_an_error_with_a_name() {
     let prompt = generate_request::Prompt::Text("x".into());
     let request = wire::GenerateRequest { prompt: Some(prompt), deadline_ms: 50, ..Default::default() };
     assert_eq!(client.generate(request).await.unwrap_err().code(), Code::DeadlineExceeded);
-    until_waiting(&fleet, 0).await;
-    assert_eq!(fleet.workers[0].calls().len(), PLACES, "no worker was asked");
+    wait_for_waiting(&fleet, 0).await;
+    assert_eq!(fleet.workers[0].calls().len(), PERMITS, "no worker was called");
     drop(running);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_never_fits_is_refused_at_once_with_the_numbers() {
-    let small = Behaviour { kv_blocks: 4, running_max: 2, queue_max: 3, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[small]).await;
+async fn a_request_that_exceeds_every_worker_is_refused_at_once_with_the_numbers() {
+    let small = FakeBehaviour { kv_blocks: 4, running_max: 2, queue_max: 3, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[small]).await;
     let ids: Vec<u32> = vec![1; 60];
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": ids, "max_tokens": 6})).await;
     let error = &error["error"];
@@ -236,17 +241,18 @@ async fn what_never_fits_is_refused_at_once_with_the_numbers() {
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("66 tokens") && message.contains("need 5 KV blocks"), "{message}");
     assert!(message.contains("worker has 4"), "{message}");
-    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was called");
     let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": ids, "max_tokens": 5})).await;
     assert_eq!(status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_choices_than_are_ever_taken_are_refused_at_once_with_the_number() {
-    // Two workers take three of a tenant each, four of nobody.
-    let worker = Behaviour { running_max: 64, queue_max: 4, tenant_queue_max: 3, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[worker.clone(), worker.clone()]).await;
-    let choices = async |fleet: &Harness, tenant: Option<&str>, n: u32| {
+async fn more_choices_than_the_fleet_accepts_are_refused_at_once_with_the_number() {
+    // Each of two workers accepts three choices of a named tenant and four of the unnamed tenant.
+    let worker =
+        FakeBehaviour { running_max: 64, queue_max: 4, tenant_queue_max: 3, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[worker.clone(), worker.clone()]).await;
+    let choices = async |fleet: &RouterHarness, tenant: Option<&str>, n: u32| {
         let body = json!({"prompt": "x", "n": n, "max_tokens": 1});
         let mut request = fleet.client.post(format!("{}/v1/completions", fleet.url)).json(&body);
         if let Some(tenant) = tenant {
@@ -262,24 +268,25 @@ async fn more_choices_than_are_ever_taken_are_refused_at_once_with_the_number() 
         assert!(message.contains(&format!("at most {most} per request")), "{message}");
         assert_eq!(choices(&fleet, tenant, most).await.0, 200);
     }
-    // What this process has room for is a bound, too, and waiting would not help.
-    let fleet = Harness::with_config(&says("x"), &[worker], |config| config.streams_max = 2).await;
+    // The limit of this process counts too: waiting would not help.
+    let fleet =
+        RouterHarness::with_config(&token_ids_of("x"), &[worker], |config| config.streams_max = 2).await;
     let (status, error) = choices(&fleet, None, 3).await;
     assert_eq!((status, &error["code"]), (400, &json!("too_many_choices")), "{error}");
     assert!(error["message"].as_str().unwrap().contains("at most 2 per request"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn choices_of_a_prompt_go_to_one_worker_while_it_has_seats() {
-    let worker = Behaviour { running_max: 4, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[worker.clone(), worker]).await;
+async fn choices_of_a_prompt_go_to_one_worker_while_it_has_capacity() {
+    let worker = FakeBehaviour { running_max: 4, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[worker.clone(), worker]).await;
     let calls = || -> Vec<usize> { fleet.workers.iter().map(|worker| worker.calls().len()).collect() };
     let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": "x", "n": 4})).await;
     assert_eq!(status, 200);
     let mut first = calls();
     first.sort_unstable();
     assert_eq!(first, [0, 4]);
-    // Two prompts of three choices each: one for each worker.
+    // Two prompts of three choices each: each worker gets one prompt.
     let (status, _) = fleet.post_json("/v1/completions", json!({"prompt": ["a", "b"], "n": 3})).await;
     assert_eq!(status, 200);
     for worker in &fleet.workers {
@@ -293,84 +300,89 @@ async fn choices_of_a_prompt_go_to_one_worker_while_it_has_seats() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_floor_is_seats_and_not_places_in_a_workers_queue() {
-    let stands =
-        Behaviour { running_max: 20, misfortune: Some((1, Misfortune::Hang)), ..Behaviour::default() };
-    // Of 20 seats 2 are for interactive requests, 1 for batches.
-    let fleet = Harness::with_config(&says("a b c d"), &[stands], |config| {
+async fn a_floor_reserves_running_sequences_and_not_the_workers_queue() {
+    let hangs = FakeBehaviour { running_max: 20, fault: Some((1, Fault::Hang)), ..FakeBehaviour::default() };
+    // Of 20 permits, 2 are reserved for class interactive and 1 for class batch.
+    let fleet = RouterHarness::with_config(&token_ids_of("a b c d"), &[hangs], |config| {
         config.admission =
             AdmissionConfig { queue_max: 100, tenant_queue_max: 100, interactive_floor: 10, batch_floor: 5 };
     })
     .await;
     let mut running = Vec::new();
     for _ in 0..17 {
-        running.push(ask(&fleet, "a", json!({})).send().await.unwrap());
+        running.push(completion_request(&fleet, "a", json!({})).send().await.unwrap());
     }
-    let _waits = queued(&fleet, "a", json!({})).await;
+    let _waits = start_waiting(&fleet, "a", json!({})).await;
     for tier in ["priority", "flex", "priority"] {
-        running.push(ask(&fleet, "b", json!({"service_tier": tier})).send().await.unwrap());
+        running.push(completion_request(&fleet, "b", json!({"service_tier": tier})).send().await.unwrap());
     }
-    let _more = queued(&fleet, "b", json!({"service_tier": "priority"})).await;
-    assert_eq!(fleet.workers[0].calls().len(), 20, "each has a seat");
+    let _more = start_waiting(&fleet, "b", json!({"service_tier": "priority"})).await;
+    assert_eq!(fleet.workers[0].calls().len(), 20, "each call runs at once");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grammar_that_is_none_is_refused_before_anything_waits() {
+async fn an_invalid_grammar_is_refused_before_the_request_waits() {
     let fleet = fleet(1, 1).await;
-    let mut running = full(&fleet, "a").await;
-    let waits = queued(&fleet, "a", json!({})).await;
-    // Neither the queue nor the tenant has a place left.
+    let mut running = start_streams(&fleet, "a").await;
+    let waits = start_waiting(&fleet, "a", json!({})).await;
+    // The queue and the tenant's queue are full.
     for _ in 0..2 {
-        let refused = ask(&fleet, "a", json!({"guided_regex": "bad"})).send().await.unwrap();
+        let refused = completion_request(&fleet, "a", json!({"guided_regex": "bad"})).send().await.unwrap();
         assert_eq!(refused.status(), 400);
         let error = refused.json::<Value>().await.unwrap()["error"].clone();
         assert_eq!(error["param"], "guided_regex", "{error}");
-        assert!(error["message"].as_str().unwrap().contains("nothing matches"), "{error}");
+        assert!(error["message"].as_str().unwrap().contains("matches nothing"), "{error}");
     }
-    assert_eq!(fleet.workers[0].grammar_calls(), 1, "what was found is known");
-    assert_eq!(ask(&fleet, "a", json!({"guided_regex": "fine"})).send().await.unwrap().status(), 429);
-    assert_eq!(waiting(&fleet).await, 1);
+    assert_eq!(fleet.workers[0].grammar_calls(), 1, "the result is cached");
+    assert_eq!(
+        completion_request(&fleet, "a", json!({"guided_regex": "fine"})).send().await.unwrap().status(),
+        429
+    );
+    assert_eq!(waiting_requests(&fleet).await, 1);
     running.pop();
-    let inside = answer(waits).await;
+    let inside = wait_for_response(waits).await;
     assert_eq!(inside.status(), 200);
-    let next = queued(&fleet, "a", json!({"guided_regex": "fine"})).await;
+    let next = start_waiting(&fleet, "a", json!({"guided_regex": "fine"})).await;
     drop(inside);
-    assert_eq!(answer(next).await.status(), 200);
+    assert_eq!(wait_for_response(next).await.status(), 200);
     assert_eq!(fleet.workers[0].grammar_calls(), 2);
     let kinds = fleet.workers[0].calls().iter().filter(|call| call.grammar.is_some()).count();
-    assert_eq!(kinds, 1, "no worker was asked to generate for the other");
+    assert_eq!(kinds, 1, "the invalid grammar reached no worker");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn checks_of_grammars_are_bounded_for_each_tenant() {
-    let hangs = Behaviour { grammars: Grammars::Hang, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[hangs]).await;
+async fn grammar_checks_are_limited_for_each_tenant() {
+    let hangs = FakeBehaviour { grammar_answer: GrammarAnswer::Hang, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[hangs]).await;
     let mut flood = Vec::new();
     for n in 0..12 {
-        let request = ask(&fleet, "flood", json!({"guided_regex": format!("x{n}")}));
+        let request = completion_request(&fleet, "flood", json!({"guided_regex": format!("x{n}")}));
         flood.push(tokio::spawn(async move { request.send().await.unwrap() }));
     }
     let start = Instant::now();
     let until_asked = async |count: usize| {
         while fleet.workers[0].grammar_calls() < count {
-            assert!(start.elapsed() < PATIENCE, "{count} grammars should be asked about");
+            assert!(start.elapsed() < TIMEOUT, "expected {count} grammar checks");
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
     };
     until_asked(4).await;
-    let late = ask(&fleet, "flood", json!({"guided_regex": "late", "deadline_ms": 50})).send().await.unwrap();
-    assert_eq!(late.status(), 504, "a deadline ends this wait, too");
-    assert_eq!(fleet.workers[0].grammar_calls(), 4, "the rest of the flood waits here");
-    let other = ask(&fleet, "other", json!({"guided_regex": "y"}));
+    let late = completion_request(&fleet, "flood", json!({"guided_regex": "late", "deadline_ms": 50}))
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(late.status(), 504, "a deadline ends the wait for a grammar check");
+    assert_eq!(fleet.workers[0].grammar_calls(), 4, "the remaining checks wait at the router");
+    let other = completion_request(&fleet, "other", json!({"guided_regex": "y"}));
     let other = tokio::spawn(async move { other.send().await.unwrap() });
     until_asked(5).await;
-    assert_eq!(waiting(&fleet).await, 0, "nobody has entered the queue");
-    // Who goes away makes room for the next.
+    assert_eq!(waiting_requests(&fleet).await, 0, "no request has entered the queue");
+    // A client that disconnects frees its check.
     flood.iter().for_each(JoinHandle::abort);
     other.abort();
     let next: Vec<_> = (0..4)
         .map(|n| {
-            let request = ask(&fleet, "flood", json!({"guided_regex": format!("z{n}")}));
+            let request = completion_request(&fleet, "flood", json!({"guided_regex": format!("z{n}")}));
             tokio::spawn(async move { request.send().await.unwrap() })
         })
         .collect();
@@ -379,56 +391,56 @@ async fn checks_of_grammars_are_bounded_for_each_tenant() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_without_room_for_grammars_is_passed_over() {
-    let crowded = Behaviour { grammars: Grammars::Crowded, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[crowded.clone(), Behaviour::default()]).await;
+async fn a_worker_that_is_too_busy_to_check_a_grammar_is_skipped() {
+    let busy = FakeBehaviour { grammar_answer: GrammarAnswer::Busy, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[busy.clone(), FakeBehaviour::default()]).await;
     let (status, body) =
         fleet.post_json("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
     assert_eq!(status, 200, "{body}");
-    let fleet = Harness::start(&says("x"), &[crowded]).await;
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[busy]).await;
     let refused = fleet.post("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
     assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (503, &"1".parse().unwrap()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grammar_that_costs_a_worker_its_compiler_is_tried_on_no_other() {
-    let ruin = Behaviour { grammars: Grammars::Ruin, ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[ruin.clone(), ruin]).await;
+async fn a_grammar_that_breaks_the_compiler_is_sent_to_no_other_worker() {
+    let fails = FakeBehaviour { grammar_answer: GrammarAnswer::CompilerFailed, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[fails.clone(), fails]).await;
     let refused = fleet.post("/v1/completions", json!({"prompt": "x", "guided_regex": "x"})).await;
     assert_eq!((refused.status().as_u16(), refused.headers().get("retry-after")), (502, None));
     let error = refused.json::<Value>().await.unwrap();
-    assert!(error["error"]["message"].as_str().unwrap().contains("given up"), "{error}");
+    assert!(error["error"]["message"].as_str().unwrap().contains("compiler failed"), "{error}");
     assert_eq!(fleet.workers.iter().map(|worker| worker.grammar_calls()).sum::<usize>(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workers_bound_of_a_tenant_is_429() {
-    let full = Behaviour {
-        refuse: Some((Code::ResourceExhausted, "3 requests of this tenant wait already")),
+async fn a_tenant_limit_of_a_worker_is_429() {
+    let full = FakeBehaviour {
+        refuse: Some((Code::ResourceExhausted, "3 requests of this tenant are waiting")),
         refuses_tenant: true,
-        ..Behaviour::default()
+        ..FakeBehaviour::default()
     };
-    let fleet = Harness::start(&says("x"), &[full]).await;
-    let refused = ask(&fleet, "a", json!({})).send().await.unwrap();
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[full]).await;
+    let refused = completion_request(&fleet, "a", json!({})).send().await.unwrap();
     assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (429, &"7".parse().unwrap()));
     let error = refused.json::<Value>().await.unwrap();
     assert_eq!(error["error"]["code"], "rate_limit_exceeded", "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn those_who_wait_go_to_a_worker_that_comes() {
+async fn waiting_requests_go_to_a_new_worker() {
     let mut fleet = fleet(10, 10).await;
-    let running = full(&fleet, "a").await;
-    let waits = queued(&fleet, "a", json!({})).await;
-    fleet.add_worker(5, &says("a b c d"), Behaviour::default()).await;
-    assert_eq!(answer(waits).await.status(), 200);
+    let running = start_streams(&fleet, "a").await;
+    let waits = start_waiting(&fleet, "a", json!({})).await;
+    fleet.add_worker(5, &token_ids_of("a b c d"), FakeBehaviour::default()).await;
+    assert_eq!(wait_for_response(waits).await.status(), 200);
     assert_eq!(fleet.workers[1].calls().len(), 1);
     drop(running);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tenant_priority_and_salt_reach_the_worker() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let post = |body: Value| fleet.client.post(format!("{}/v1/completions", fleet.url)).json(&body);
     let body = json!({"prompt": "x", "priority": -3, "cache_salt": "secret"});
     post(body.clone()).header("x-ballast-tenant", "team").send().await.unwrap();
@@ -444,14 +456,14 @@ async fn tenant_priority_and_salt_reach_the_worker() {
         cache_salt: "pepper".into(),
         ..Default::default()
     });
-    // A gateway's word comes first.
+    // The metadata of a gateway overrides the field.
     request.metadata_mut().insert("x-ballast-tenant", "team".parse().unwrap());
     let mut stream = client.generate(request).await.unwrap().into_inner();
     while stream.message().await.unwrap().is_some() {}
 
     let calls = fleet.workers[0].calls();
-    let standing: Vec<_> = calls.iter().map(|call| (call.priority, call.cache_salt.as_str())).collect();
-    assert_eq!(standing, [(-3, "secret"), (-3, "secret"), (-3, "secret"), (0, ""), (2, "pepper")]);
+    let scheduling: Vec<_> = calls.iter().map(|call| (call.priority, call.cache_salt.as_str())).collect();
+    assert_eq!(scheduling, [(-3, "secret"), (-3, "secret"), (-3, "secret"), (0, ""), (2, "pepper")]);
     let tenants: Vec<u64> = calls.iter().map(|call| call.tenant).collect();
     assert!(tenants[0] != 0 && tenants[1] != 0 && tenants[0] != tenants[1] && tenants[1] != tenants[2]);
     assert_eq!((tenants[3], tenants[4]), (0, tenants[0]));
@@ -462,13 +474,13 @@ async fn tenant_priority_and_salt_reach_the_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn impossible_bounds_are_a_usage_error() {
+async fn impossible_floors_are_a_usage_error() {
     use service::HasExit;
     let directory = tempfile::tempdir().unwrap();
     let mut config = router::RouterConfig::new(None, directory.path().to_owned());
     config.admission.interactive_floor = 91;
     let Err(error) = router::Router::bind(config, None, crate::harness::metrics()).await else {
-        panic!("bound")
+        panic!("the router accepted impossible floors")
     };
     assert_eq!(error.exit(), service::Exit::Usage);
     let line = service::exit::one_line(&error);

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::fake_worker::{Behaviour, says};
-use crate::harness::{Harness, finish_reason, joined};
+use crate::fake_worker::{FakeBehaviour, token_ids_of};
+use crate::harness::{RouterHarness, finish_reason, joined_text};
 
 const REPLY: &str = "Sure: `x = 1` 🙂";
 
@@ -16,7 +16,7 @@ fn request() -> Value {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_chat_is_rendered_with_the_models_template() {
-    let fleet = Harness::start(&says(REPLY), &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&token_ids_of(REPLY), &[FakeBehaviour::default()]).await;
     let (status, body) = fleet.post_json("/v1/chat/completions", request()).await;
     assert_eq!(status, 200, "{body}");
     assert_eq!(body["object"], "chat.completion");
@@ -33,7 +33,7 @@ async fn a_chat_is_rendered_with_the_models_template() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
-    let fleet = Harness::start(&says(REPLY), &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&token_ids_of(REPLY), &[FakeBehaviour::default()]).await;
     let mut request = request();
     request["stream_options"] = json!({"include_usage": true});
     request["n"] = json!(2);
@@ -45,18 +45,18 @@ async fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
         assert_eq!(event["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
     }
     for choice in 0..2 {
-        assert_eq!(joined(&events, choice), REPLY);
+        assert_eq!(joined_text(&events, choice), REPLY);
         assert_eq!(finish_reason(&events, choice).as_deref(), Some("stop"));
     }
     let usage = &events.last().unwrap()["usage"];
-    assert_eq!(usage["completion_tokens"], 2 * says(REPLY).len());
+    assert_eq!(usage["completion_tokens"], 2 * token_ids_of(REPLY).len());
     let id = &events[0]["id"];
     assert!(events.iter().all(|event| event["id"] == *id));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chat_logprobs_have_bytes_and_alternatives() {
-    let fleet = Harness::start(&says(REPLY), &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&token_ids_of(REPLY), &[FakeBehaviour::default()]).await;
     let mut request = request();
     request["logprobs"] = json!(true);
     request["top_logprobs"] = json!(3);
@@ -78,9 +78,9 @@ async fn chat_logprobs_have_bytes_and_alternatives() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn max_completion_tokens_is_max_tokens() {
-    let script = says(REPLY);
-    let fleet = Harness::start(&script, &[Behaviour::default()]).await;
+async fn max_completion_tokens_means_max_tokens() {
+    let script = token_ids_of(REPLY);
+    let fleet = RouterHarness::start(&script, &[FakeBehaviour::default()]).await;
     let mut request = request();
     request["max_completion_tokens"] = json!(2);
     let (_, body) = fleet.post_json("/v1/chat/completions", request).await;

@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::fake_worker::{Behaviour, says};
-use crate::harness::{Harness, finish_reason, joined};
+use crate::fake_worker::{FakeBehaviour, token_ids_of};
+use crate::harness::{RouterHarness, finish_reason, joined_text};
 
 const TEXT: &str = "    naïve = \"日本語 🙂\"\n    return naïve\n";
 
-fn with_frames(frame_tokens: usize) -> Behaviour {
-    Behaviour { frame_tokens, ..Behaviour::default() }
+fn with_frames(frame_tokens: usize) -> FakeBehaviour {
+    FakeBehaviour { frame_tokens, ..FakeBehaviour::default() }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_whole_response_has_the_text_and_its_usage() {
-    let script = says(TEXT);
-    let fleet = Harness::start(&script, &[with_frames(3)]).await;
+async fn a_whole_response_has_text_and_usage() {
+    let script = token_ids_of(TEXT);
+    let fleet = RouterHarness::start(&script, &[with_frames(3)]).await;
     let (status, body) = fleet
         .post_json("/v1/completions", json!({"model": "demo", "prompt": "def f():\n", "max_tokens": 99}))
         .await;
@@ -32,10 +32,10 @@ async fn a_whole_response_has_the_text_and_its_usage() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_is_the_same_text_however_tokens_are_framed() {
-    let script = says(TEXT);
+async fn the_text_of_a_stream_does_not_depend_on_frames() {
+    let script = token_ids_of(TEXT);
     for frame_tokens in [1, 2, 5, 100] {
-        let fleet = Harness::start(&script, &[with_frames(frame_tokens)]).await;
+        let fleet = RouterHarness::start(&script, &[with_frames(frame_tokens)]).await;
         let (events, done) = fleet
             .events(
                 "/v1/completions",
@@ -43,7 +43,7 @@ async fn a_stream_is_the_same_text_however_tokens_are_framed() {
             )
             .await;
         assert!(done);
-        assert_eq!(joined(&events, 0), TEXT, "{frame_tokens} tokens in a frame");
+        assert_eq!(joined_text(&events, 0), TEXT, "{frame_tokens} tokens in a frame");
         assert_eq!(finish_reason(&events, 0).as_deref(), Some("stop"));
         let (last, earlier) = events.split_last().unwrap();
         assert_eq!(last["choices"], json!([]));
@@ -51,49 +51,49 @@ async fn a_stream_is_the_same_text_however_tokens_are_framed() {
         assert!(earlier.iter().all(|event| event["usage"].is_null() && event.get("usage").is_some()));
         let replacement =
             earlier.iter().any(|e| e["choices"][0]["text"].as_str().unwrap_or("").contains('\u{fffd}'));
-        assert!(!replacement, "half a character was sent");
+        assert!(!replacement, "an incomplete character was sent");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stop_strings_across_tokens_end_the_text_and_cancel_the_worker() {
     let text = "abc def ghi jkl mno pqr stu vwx yz";
-    let script = says(text);
+    let script = token_ids_of(text);
     for (stop, expected) in [(json!("ghi j"), "abc def "), (json!(["zzz", "hi"]), "abc def g")] {
-        let slow = Behaviour { pause: Duration::from_millis(20), ..Behaviour::default() };
-        let fleet = Harness::start(&script, &[slow]).await;
+        let slow = FakeBehaviour { pause: Duration::from_millis(20), ..FakeBehaviour::default() };
+        let fleet = RouterHarness::start(&script, &[slow]).await;
         let request = json!({"prompt": "x", "max_tokens": 99, "stop": stop});
         let (events, done) = fleet.events("/v1/completions", request.clone()).await;
         assert!(done);
-        assert_eq!(joined(&events, 0), expected);
+        assert_eq!(joined_text(&events, 0), expected);
         assert_eq!(finish_reason(&events, 0).as_deref(), Some("stop"));
         let (_, body) = fleet.post_json("/v1/completions", request).await;
         assert_eq!(body["choices"][0]["text"], expected);
         assert!(body["choices"][0]["stop_reason"].is_string());
         let used = body["usage"]["completion_tokens"].as_u64().unwrap() as usize;
         assert!(used < script.len(), "{used} tokens");
-        until_streams_end(&fleet).await;
+        wait_for_streams_to_end(&fleet).await;
     }
 }
 
-pub(crate) async fn until_streams_end(fleet: &Harness) {
+pub(crate) async fn wait_for_streams_to_end(fleet: &RouterHarness) {
     let start = std::time::Instant::now();
-    while fleet.workers.iter().any(|worker| worker.streams_open() > 0) {
-        assert!(start.elapsed() < crate::harness::PATIENCE, "a worker's stream was not cancelled");
+    while fleet.workers.iter().any(|worker| worker.open_streams() > 0) {
+        assert!(start.elapsed() < crate::harness::TIMEOUT, "a worker's stream was not cancelled");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unfinished_stop_string_is_text_after_all() {
-    let fleet = Harness::start(&says("one two th"), &[Behaviour::default()]).await;
+async fn an_incomplete_stop_string_is_output() {
+    let fleet = RouterHarness::start(&token_ids_of("one two th"), &[FakeBehaviour::default()]).await;
     let request = json!({"prompt": "x", "max_tokens": 99, "stop": "three"});
-    assert_eq!(joined(&fleet.events("/v1/completions", request).await.0, 0), "one two th");
+    assert_eq!(joined_text(&fleet.events("/v1/completions", request).await.0, 0), "one two th");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn parameters_reach_the_worker_and_defaults_are_openais() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn parameters_and_openai_defaults_reach_the_worker() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let request = json!({
         "prompt": [1, 2, 3], "seed": -1, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3,
@@ -120,8 +120,10 @@ async fn parameters_reach_the_worker_and_defaults_are_openais() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn several_prompts_and_choices_come_back_in_order() {
-    let fleet = Harness::start(&says(" ok"), &[Behaviour::default(), Behaviour::default()]).await;
+async fn prompts_and_choices_are_in_order() {
+    let fleet =
+        RouterHarness::start(&token_ids_of(" ok"), &[FakeBehaviour::default(), FakeBehaviour::default()])
+            .await;
     let request = json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "echo": true});
     let (_, body) = fleet.post_json("/v1/completions", request.clone()).await;
     let texts: Vec<&str> =
@@ -130,7 +132,7 @@ async fn several_prompts_and_choices_come_back_in_order() {
     let (events, done) = fleet.events("/v1/completions", request).await;
     assert!(done);
     for (choice, text) in texts.iter().enumerate() {
-        assert_eq!(joined(&events, choice as u64), *text);
+        assert_eq!(joined_text(&events, choice as u64), *text);
         assert!(finish_reason(&events, choice as u64).is_some());
     }
     let calls: Vec<_> = fleet.workers.iter().flat_map(|worker| worker.calls()).collect();
@@ -143,10 +145,10 @@ async fn several_prompts_and_choices_come_back_in_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn logprobs_have_a_line_for_each_token() {
+async fn logprobs_have_an_entry_for_each_token() {
     let text = "one two three";
-    let script = says(text);
-    let fleet = Harness::start(&script, &[with_frames(2)]).await;
+    let script = token_ids_of(text);
+    let fleet = RouterHarness::start(&script, &[with_frames(2)]).await;
     let request = json!({"prompt": "x", "max_tokens": 99, "logprobs": 2});
     let (_, body) = fleet.post_json("/v1/completions", request.clone()).await;
     let logprobs = &body["choices"][0]["logprobs"];
@@ -175,9 +177,9 @@ async fn logprobs_have_a_line_for_each_token() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_ids_come_back_where_they_are_asked_for() {
-    let script = says("a b c");
-    let fleet = Harness::start(&script, &[with_frames(2)]).await;
+async fn token_ids_are_returned_if_requested() {
+    let script = token_ids_of("a b c");
+    let fleet = RouterHarness::start(&script, &[with_frames(2)]).await;
     let request = json!({"prompt": [4, 5], "max_tokens": 99, "return_token_ids": true});
     let (_, body) = fleet.post_json("/v1/completions", request.clone()).await;
     assert_eq!(body["choices"][0]["token_ids"], json!(script));
@@ -191,22 +193,22 @@ async fn token_ids_come_back_where_they_are_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_goes_away_cancels_its_stream() {
-    let slow = Behaviour { pause: Duration::from_millis(20), ..Behaviour::default() };
-    let fleet = Harness::start(&says(&"word ".repeat(100)), &[slow]).await;
+async fn a_client_that_disconnects_cancels_its_stream() {
+    let slow = FakeBehaviour { pause: Duration::from_millis(20), ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of(&"word ".repeat(100)), &[slow]).await;
     for stream in [true, false] {
         let request = json!({"prompt": "x", "max_tokens": 200, "stream": stream});
         let answer = fleet.client.post(format!("{}/v1/completions", fleet.url)).json(&request).send();
         let answer = tokio::spawn(answer);
         let start = std::time::Instant::now();
-        while fleet.workers[0].streams_open() == 0 {
-            assert!(start.elapsed() < crate::harness::PATIENCE);
+        while fleet.workers[0].open_streams() == 0 {
+            assert!(start.elapsed() < crate::harness::TIMEOUT);
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         match stream {
             true => drop(answer.await.unwrap().unwrap()),
             false => answer.abort(),
         }
-        until_streams_end(&fleet).await;
+        wait_for_streams_to_end(&fleet).await;
     }
 }

@@ -1,4 +1,4 @@
-//! What clients get for bad requests and full queues: a status, OpenAI's envelope, the field's name.
+//! Error responses: the status, OpenAI's error object, and the name of the field.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, RETRY_AFTER, says};
-use crate::harness::Harness;
+use crate::fake_worker::{CONTEXT_TOKENS, FakeBehaviour, RETRY_AFTER, token_ids_of};
+use crate::harness::RouterHarness;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_bad_field_is_refused_by_its_name() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn every_invalid_field_is_refused_with_its_name() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let completions = "/v1/completions";
     let chat = "/v1/chat/completions";
     let messages = json!([{"role": "user", "content": "x"}]);
@@ -83,12 +83,12 @@ async fn every_bad_field_is_refused_by_its_name() {
         let name = param.split(['.', '[']).next().unwrap();
         assert!(message.contains(name) || message.contains("context"), "{body}: {message}");
     }
-    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was called");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_are_no_json_objects_are_refused() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn bodies_that_are_not_json_objects_are_refused() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let deep = format!("{{\"prompt\":{}", "[".repeat(100_000));
     let words = "{\"prompt\":\"x\",\"top_p\":None}";
     for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", words, deep.as_str()] {
@@ -101,8 +101,8 @@ async fn bodies_that_are_no_json_objects_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_number_of_json_is_refused_by_its_field_and_range() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn numbers_that_json_lacks_are_refused_with_field_and_range() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     for (fields, param, words) in [
         ("\"top_p\":1e999", "top_p", "`top_p` is 1e999, allowed are numbers above 0 up to 1"),
         ("\"temperature\": -1E+999 ", "temperature", "`temperature` is -1E+999, allowed are 0 to 2"),
@@ -135,8 +135,8 @@ async fn what_is_no_number_of_json_is_refused_by_its_field_and_range() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_value_of_another_type_is_refused_by_its_field_and_range() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn a_value_of_another_type_is_refused_with_field_and_range() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     for (param, value, words) in [
         (
             "temperature",
@@ -157,8 +157,8 @@ async fn a_value_of_another_type_is_refused_by_its_field_and_range() {
     }
     let (status, error) = fleet.post_json("/v1/completions", json!({"n": 1})).await;
     assert_eq!((status, &error["error"]["param"]), (400, &json!("prompt")), "{error}");
-    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
-    // As other servers read it.
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was called");
+    // Floats without a fraction are integers, as in other servers.
     let whole = json!({"prompt": "x", "max_tokens": 7.0, "n": 2.0, "temperature": 1.0});
     assert_eq!(fleet.post_json("/v1/completions", whole).await.0, 200);
     assert_eq!(fleet.workers[0].calls()[1].max_tokens, 7);
@@ -166,10 +166,13 @@ async fn a_value_of_another_type_is_refused_by_its_field_and_range() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unknown_models_routes_and_methods_have_their_own_errors() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let (status, error) = fleet.post_json("/v1/completions", json!({"model": "gpt-4", "prompt": "x"})).await;
     assert_eq!((status, &error["error"]["code"]), (404, &json!("model_not_found")));
-    assert!(error["error"]["message"].as_str().unwrap().contains("demo"), "names what is served: {error}");
+    assert!(
+        error["error"]["message"].as_str().unwrap().contains("demo"),
+        "the error names the served models: {error}"
+    );
     let (status, error) = fleet.get("/v1/models/gpt-4").await;
     assert_eq!((status, &error["error"]["param"]), (404, &json!("model")));
     let (status, error) = fleet.get("/v1/embeddings").await;
@@ -180,7 +183,7 @@ async fn unknown_models_routes_and_methods_have_their_own_errors() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_over_the_limit_is_413() {
-    let fleet = Harness::with_config(&says("x"), &[Behaviour::default()], |config| {
+    let fleet = RouterHarness::with_config(&token_ids_of("x"), &[FakeBehaviour::default()], |config| {
         config.body_max = service::ByteSize::kib(4);
     })
     .await;
@@ -189,25 +192,25 @@ async fn a_body_over_the_limit_is_413() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_that_are_full_are_503_with_their_retry_after_before_the_stream_starts() {
-    let full = Behaviour {
-        refuse: Some((Code::ResourceExhausted, "8 requests wait already")),
-        ..Behaviour::default()
+async fn full_workers_are_503_with_retry_after_before_the_stream_starts() {
+    let full = FakeBehaviour {
+        refuse: Some((Code::ResourceExhausted, "8 requests are waiting")),
+        ..FakeBehaviour::default()
     };
-    let fleet = Harness::start(&says("x"), &[full.clone(), full]).await;
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[full.clone(), full]).await;
     let response = fleet.post("/v1/completions", json!({"prompt": "x", "stream": true})).await;
     assert_eq!(response.status(), 503);
     assert_eq!(response.headers()["retry-after"], RETRY_AFTER);
     let error: Value = response.json().await.unwrap();
     assert_eq!(error["error"]["code"], "overloaded");
-    assert!(error["error"]["message"].as_str().unwrap().contains("8 requests wait"), "{error}");
-    assert!(fleet.workers.iter().all(|worker| worker.calls().len() == 1), "every worker was asked once");
+    assert!(error["error"]["message"].as_str().unwrap().contains("8 requests are waiting"), "{error}");
+    assert!(fleet.workers.iter().all(|worker| worker.calls().len() == 1), "every worker was called once");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_refuses_is_passed_over() {
-    let full = Behaviour { refuse: Some((Code::ResourceExhausted, "full")), ..Behaviour::default() };
-    let fleet = Harness::start(&says("fine"), &[full, Behaviour::default()]).await;
+async fn a_worker_that_refuses_is_skipped() {
+    let full = FakeBehaviour { refuse: Some((Code::ResourceExhausted, "full")), ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&token_ids_of("fine"), &[full, FakeBehaviour::default()]).await;
     for _ in 0..4 {
         let (status, body) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
         assert_eq!((status, &body["choices"][0]["text"]), (200, &json!("fine")));
@@ -215,36 +218,40 @@ async fn a_worker_that_refuses_is_passed_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workers_own_verdict_on_the_request_is_400() {
-    let never =
-        Behaviour { refuse: Some((Code::InvalidArgument, "needs 99 KV blocks")), ..Behaviour::default() };
-    let fleet = Harness::start(&says("x"), &[never]).await;
+async fn an_invalid_argument_of_a_worker_is_400() {
+    let refuses = FakeBehaviour {
+        refuse: Some((Code::InvalidArgument, "needs 99 KV blocks")),
+        ..FakeBehaviour::default()
+    };
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[refuses]).await;
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
     assert_eq!((status, &error["error"]["message"]), (400, &json!("needs 99 KV blocks")));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_streams_than_allowed_are_503() {
-    let slow = Behaviour { pause: Duration::from_millis(500), ..Behaviour::default() };
-    let fleet =
-        Harness::with_config(&says(&"a ".repeat(100)), &[slow], |config| config.streams_max = 2).await;
+async fn more_streams_than_the_limit_are_503() {
+    let slow = FakeBehaviour { pause: Duration::from_millis(500), ..FakeBehaviour::default() };
+    let fleet = RouterHarness::with_config(&token_ids_of(&"a ".repeat(100)), &[slow], |config| {
+        config.streams_max = 2
+    })
+    .await;
     let running =
         fleet.post("/v1/completions", json!({"prompt": "x", "n": 2, "max_tokens": 99, "stream": true})).await;
     assert_eq!(running.status(), 200);
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x"})).await;
     assert_eq!((status, &error["error"]["code"]), (503, &json!("overloaded")));
     drop(running);
-    crate::completions::until_streams_end(&fleet).await;
+    crate::completions::wait_for_streams_to_end(&fleet).await;
     let start = std::time::Instant::now();
     while fleet.post("/v1/completions", json!({"prompt": "x", "max_tokens": 1})).await.status() != 200 {
-        assert!(start.elapsed() < crate::harness::PATIENCE, "the places were not given back");
+        assert!(start.elapsed() < crate::harness::TIMEOUT, "the permits were not released");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_worker_the_answer_is_503_with_retry_after() {
-    let fleet = Harness::start(&[], &[]).await;
+async fn without_a_worker_the_status_is_503_with_retry_after() {
+    let fleet = RouterHarness::start(&[], &[]).await;
     let response = fleet.post("/v1/completions", json!({"prompt": "x"})).await;
     assert_eq!(response.status(), 503);
     assert_eq!(response.headers()["retry-after"], "1");
@@ -253,8 +260,8 @@ async fn without_a_worker_the_answer_is_503_with_retry_after() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bytes_that_are_no_http_end_their_connection_only() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn bytes_that_are_not_http_end_only_their_connection() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let address = fleet.url.strip_prefix("http://").unwrap().to_owned();
     for bytes in [
         &b"\x16\x03\x01\x02\x00"[..],
@@ -268,7 +275,7 @@ async fn bytes_that_are_no_http_end_their_connection_only() {
             stream.write_all(&bytes).unwrap();
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             let mut answer = Vec::new();
-            // A reset is as good an end as a 400.
+            // The router answers 400 or resets the connection.
             let _: std::io::Result<usize> = stream.read_to_end(&mut answer);
         })
         .await

@@ -1,7 +1,7 @@
-//! A worker without a model: the real gRPC surface on a real socket, with a script for output and for misfortunes.
+//! A fake worker: serves the real gRPC API on a real socket and replays scripted output and faults.
 //!
-//! It runs on a runtime of its own, so that a test can end it as `kill -9` does: every connection breaks, the socket
-//! file stays.
+//! A fake worker runs on a runtime of its own, so that a test can end it as `kill -9` does: every
+//! connection breaks and the socket file stays.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -19,55 +19,56 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Code, Request, Response, Status};
 
-/// What a fake does with every request.
+/// How a fake worker treats every request.
 #[derive(Clone, Debug)]
-pub(crate) struct Behaviour {
-    /// The name it serves.
+pub(crate) struct FakeBehaviour {
+    /// Name of the model that it serves.
     pub(crate) model: &'static str,
     pub(crate) fingerprint: u8,
-    /// Tokens in a frame.
+    /// Tokens per frame.
     pub(crate) frame_tokens: usize,
-    /// Between frames.
+    /// Pause between frames.
     pub(crate) pause: Duration,
     pub(crate) refuse: Option<(Code, &'static str)>,
-    /// It says that its full queue is the tenant's own.
+    /// The refusal names the tenant's limit.
     pub(crate) refuses_tenant: bool,
-    /// What becomes of grammars; those with "bad" in them are none.
-    pub(crate) grammars: Grammars,
-    /// Requests that it says to run and to let wait; it takes them all.
+    /// Answer to grammar checks. A grammar that contains "bad" is always invalid.
+    pub(crate) grammar_answer: GrammarAnswer,
+    /// Reported capacity. The fake worker itself accepts any number of requests.
     pub(crate) running_max: u32,
     pub(crate) queue_max: u32,
     pub(crate) tenant_queue_max: u32,
-    /// Of 16 tokens.
+    /// Blocks of 16 tokens.
     pub(crate) kv_blocks: u64,
-    /// After so many output tokens (prior output counts), once.
-    pub(crate) misfortune: Option<(usize, Misfortune)>,
+    pub(crate) context_tokens: u32,
+    /// A fault after this many output tokens, including resumed output.
+    pub(crate) fault: Option<(usize, Fault)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Grammars {
+pub(crate) enum GrammarAnswer {
     Compile,
-    /// It is asked, and does not answer.
+    /// No answer.
     Hang,
-    /// It has no room.
+    /// RESOURCE_EXHAUSTED: too many grammars wait.
     Crowded,
-    /// They cost it its compiler.
+    /// INTERNAL: the compiler failed.
     Ruin,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Misfortune {
+pub(crate) enum Fault {
     /// The process dies: every stream and connection breaks.
     Die,
     /// The stream ends with this status.
     Status(Code),
-    /// Nothing comes any more.
+    /// The stream stays open without further frames.
     Hang,
     /// The stream ends without `finished`.
-    FallSilent,
+    EndStream,
 }
 
-impl Default for Behaviour {
+impl Default for FakeBehaviour {
     fn default() -> Self {
         Self {
             model: "demo",
@@ -76,48 +77,51 @@ impl Default for Behaviour {
             pause: Duration::ZERO,
             refuse: None,
             refuses_tenant: false,
-            grammars: Grammars::Compile,
+            grammar_answer: GrammarAnswer::Compile,
             running_max: 64,
             queue_max: 256,
             tenant_queue_max: 192,
             kv_blocks: 1 << 20,
-            misfortune: None,
+            context_tokens: CONTEXT_TOKENS,
+            fault: None,
         }
     }
 }
 
 pub(crate) struct FakeWorker {
     runtime: Arc<Mutex<Option<Runtime>>>,
-    pub(crate) seen: Arc<Seen>,
+    pub(crate) record: Arc<FakeWorkerRecord>,
 }
 
-/// What a test may look at.
+/// What a fake worker records for tests.
 #[derive(Default)]
-pub(crate) struct Seen {
+pub(crate) struct FakeWorkerRecord {
     pub(crate) calls: Mutex<Vec<wire::GenerateRequest>>,
     pub(crate) metadata_calls: AtomicUsize,
     pub(crate) grammar_calls: AtomicUsize,
-    pub(crate) streams_open: AtomicUsize,
+    pub(crate) open_streams: AtomicUsize,
+    /// Frames that the gRPC server took from the fake worker, over all streams.
+    pub(crate) sent_frames: AtomicUsize,
 }
 
 impl FakeWorker {
-    /// Serves `script` (what the model "says") at `worker-<index>.sock`.
-    pub(crate) fn start(directory: &Path, index: u32, script: Vec<u32>, behaviour: Behaviour) -> Self {
+    /// Serves `script`, the output of the model, at `worker-<index>.sock`.
+    pub(crate) fn start(directory: &Path, index: u32, script: Vec<u32>, behaviour: FakeBehaviour) -> Self {
         let path = directory.join(format!("worker-{index}.sock"));
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let seen = Arc::new(Seen::default());
+        let record = Arc::new(FakeWorkerRecord::default());
         let slot = Arc::new(Mutex::new(None));
-        let service = Service {
+        let service = FakeService {
             name: format!("worker-{index}"),
             script: script.into(),
             behaviour,
-            seen: seen.clone(),
+            record: record.clone(),
             runtime: slot.clone(),
         };
         runtime.block_on(async {
             let (health, health_service) = tonic_health::server::health_reporter();
-            health.set_serving::<WorkerServer<Service>>().await;
+            health.set_serving::<WorkerServer<FakeService>>().await;
             let listener = bind(&path);
             tokio::spawn(
                 tonic::transport::Server::builder()
@@ -127,7 +131,7 @@ impl FakeWorker {
             );
         });
         *slot.lock().unwrap() = Some(runtime);
-        Self { runtime: slot, seen }
+        Self { runtime: slot, record }
     }
 
     pub(crate) fn kill(&self) {
@@ -135,15 +139,19 @@ impl FakeWorker {
     }
 
     pub(crate) fn calls(&self) -> Vec<wire::GenerateRequest> {
-        self.seen.calls.lock().unwrap().clone()
+        self.record.calls.lock().unwrap().clone()
     }
 
     pub(crate) fn grammar_calls(&self) -> usize {
-        self.seen.grammar_calls.load(Ordering::SeqCst)
+        self.record.grammar_calls.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn streams_open(&self) -> usize {
-        self.seen.streams_open.load(Ordering::SeqCst)
+    pub(crate) fn sent_frames(&self) -> usize {
+        self.record.sent_frames.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn open_streams(&self) -> usize {
+        self.record.open_streams.load(Ordering::SeqCst)
     }
 }
 
@@ -167,38 +175,38 @@ fn bind(path: &PathBuf) -> UnixListener {
     UnixListener::bind(path).unwrap()
 }
 
-struct Service {
+struct FakeService {
     name: String,
     script: Arc<[u32]>,
-    behaviour: Behaviour,
-    seen: Arc<Seen>,
+    behaviour: FakeBehaviour,
+    record: Arc<FakeWorkerRecord>,
     runtime: Arc<Mutex<Option<Runtime>>>,
 }
 
-type Frames<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type FakeStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// Counts a stream for as long as it lives.
-struct Open(Arc<Seen>);
+/// Counts an open stream until it is dropped.
+struct OpenStreamGuard(Arc<FakeWorkerRecord>);
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.streams_open.fetch_sub(1, Ordering::SeqCst);
+        self.0.open_streams.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 #[tonic::async_trait]
-impl Worker for Service {
-    type GenerateStream = Frames<wire::GenerateFrame>;
-    type ScoreStream = Frames<wire::ScoreFrame>;
-    type GetMetadataStream = Frames<wire::MetadataFrame>;
-    type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
+impl Worker for FakeService {
+    type GenerateStream = FakeStream<wire::GenerateFrame>;
+    type ScoreStream = FakeStream<wire::ScoreFrame>;
+    type GetMetadataStream = FakeStream<wire::MetadataFrame>;
+    type SubscribeKvEventsStream = FakeStream<wire::KvEventsFrame>;
 
     async fn generate(
         &self,
         request: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let request = request.into_inner();
-        self.seen.calls.lock().unwrap().push(request.clone());
+        self.record.calls.lock().unwrap().push(request.clone());
         if let Some((code, message)) = self.behaviour.refuse {
             let mut status = Status::new(code, message);
             status.metadata_mut().insert("retry-after", RETRY_AFTER.parse().unwrap());
@@ -210,17 +218,18 @@ impl Worker for Service {
         if request.fingerprint[..] != [self.behaviour.fingerprint] {
             return Err(Status::failed_precondition("another fingerprint"));
         }
-        self.seen.streams_open.fetch_add(1, Ordering::SeqCst);
-        let open = Open(self.seen.clone());
+        self.record.open_streams.fetch_add(1, Ordering::SeqCst);
+        let open = OpenStreamGuard(self.record.clone());
         let (sender, receiver) = mpsc::channel(4);
-        let play = Play {
+        let player = ScriptPlayer {
             script: self.script.clone(),
             behaviour: self.behaviour.clone(),
             runtime: self.runtime.clone(),
+            record: self.record.clone(),
         };
         tokio::spawn(async move {
             tokio::select! {
-                _ = play.run(request, &sender) => {}
+                _ = player.run(request, &sender) => {}
                 () = sender.closed() => {}
             }
             drop(open);
@@ -232,16 +241,16 @@ impl Worker for Service {
         &self,
         request: Request<wire::CheckGrammarRequest>,
     ) -> Result<Response<wire::CheckGrammarReply>, Status> {
-        self.seen.grammar_calls.fetch_add(1, Ordering::SeqCst);
-        match self.behaviour.grammars {
-            Grammars::Compile => {}
-            Grammars::Hang => std::future::pending().await,
-            Grammars::Crowded => return Err(Status::resource_exhausted("64 grammars wait already")),
-            Grammars::Ruin => return Err(Status::internal("compiling it was given up")),
+        self.record.grammar_calls.fetch_add(1, Ordering::SeqCst);
+        match self.behaviour.grammar_answer {
+            GrammarAnswer::Compile => {}
+            GrammarAnswer::Hang => std::future::pending().await,
+            GrammarAnswer::Busy => return Err(Status::resource_exhausted("64 grammars are waiting")),
+            GrammarAnswer::CompilerFailed => return Err(Status::internal("the grammar compiler failed")),
         }
         let grammar = request.into_inner().grammar.unwrap();
         if format!("{grammar:?}").contains("bad") {
-            let mut status = Status::invalid_argument("nothing matches it");
+            let mut status = Status::invalid_argument("the grammar matches nothing");
             status.metadata_mut().insert("ballast-field", "grammar".parse().unwrap());
             return Err(status);
         }
@@ -249,28 +258,28 @@ impl Worker for Service {
     }
 
     async fn score(&self, _: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
-        Err(Status::unimplemented("the fake has no model"))
+        Err(Status::unimplemented("the fake worker has no model"))
     }
 
     async fn subscribe_kv_events(
         &self,
         _: Request<wire::SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        Err(Status::unimplemented("the fake has no cache"))
+        Err(Status::unimplemented("the fake worker has no cache"))
     }
 
     async fn reset_prefix_cache(
         &self,
         _: Request<wire::ResetPrefixCacheRequest>,
     ) -> Result<Response<wire::ResetPrefixCacheReply>, Status> {
-        Err(Status::unimplemented("the fake has no cache"))
+        Err(Status::unimplemented("the fake worker has no cache"))
     }
 
     async fn get_metadata(
         &self,
         _: Request<wire::GetMetadataRequest>,
     ) -> Result<Response<Self::GetMetadataStream>, Status> {
-        self.seen.metadata_calls.fetch_add(1, Ordering::SeqCst);
+        self.record.metadata_calls.fetch_add(1, Ordering::SeqCst);
         let gguf = metadata();
         let description = wire::WorkerDescription {
             worker: self.name.clone(),
@@ -278,7 +287,7 @@ impl Worker for Service {
             digest: vec![7; 32].into(),
             generation: 1,
             fingerprint: vec![self.behaviour.fingerprint].into(),
-            context_tokens: CONTEXT_TOKENS,
+            context_tokens: self.behaviour.context_tokens,
             vocabulary: VOCABULARY,
             gguf_bytes: gguf.len() as u64,
             running_max: self.behaviour.running_max,
@@ -300,17 +309,19 @@ impl Worker for Service {
     }
 
     async fn drain(&self, _: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
-        Err(Status::unimplemented("the fake does not drain"))
+        Err(Status::unimplemented("the fake worker does not drain"))
     }
 }
 
-struct Play {
+/// Replays the script on one stream.
+struct ScriptPlayer {
     script: Arc<[u32]>,
-    behaviour: Behaviour,
+    behaviour: FakeBehaviour,
     runtime: Arc<Mutex<Option<Runtime>>>,
+    record: Arc<FakeWorkerRecord>,
 }
 
-impl Play {
+impl ScriptPlayer {
     async fn run(
         self,
         request: wire::GenerateRequest,
@@ -324,24 +335,27 @@ impl Play {
             max => self.script.len().min(max as usize),
         };
         if *prior != self.script[..prior.len()] || prior.len() >= end {
-            sender.send(Err(Status::invalid_argument("prior output is not what was said"))).await.ok()?;
+            sender
+                .send(Err(Status::invalid_argument("the resumed output differs from the script")))
+                .await
+                .ok()?;
             return None;
         }
         let mut at = prior.len();
         while at < end {
-            if let Some((after, misfortune)) = self.behaviour.misfortune.filter(|&(after, _)| after <= at) {
+            if let Some((after, fault)) = self.behaviour.fault.filter(|&(after, _)| after <= at) {
                 assert!(after <= at);
-                match misfortune {
-                    // The frames before must have left the process: the router may not have read them yet.
-                    Misfortune::Die => {
+                match fault {
+                    // Earlier frames must have left the process, read by the router or not.
+                    Fault::Die => {
                         tokio::time::sleep(Duration::from_millis(50)).await;
                         kill(&self.runtime);
                     }
-                    Misfortune::Status(code) => {
-                        return sender.send(Err(Status::new(code, "misfortune"))).await.ok();
+                    Fault::Status(code) => {
+                        return sender.send(Err(Status::new(code, "scripted fault"))).await.ok();
                     }
-                    Misfortune::Hang => std::future::pending().await,
-                    Misfortune::FallSilent => {}
+                    Fault::Hang => std::future::pending().await,
+                    Fault::EndStream => {}
                 }
                 return None;
             }
@@ -353,6 +367,7 @@ impl Play {
             };
             let sampler_state = vec![until as u8].into();
             send(generate_frame::Frame::Tokens(wire::Tokens { ids, logprobs, sampler_state })).await?;
+            self.record.sent_frames.fetch_add(1, Ordering::SeqCst);
             at = until;
             tokio::time::sleep(self.behaviour.pause).await;
         }
@@ -375,7 +390,7 @@ fn logprob(script: &[u32], index: usize, top: u32) -> TokenLogprob {
     }
 }
 
-/// What a fake says when it refuses, in seconds.
+/// Retry time of a refusal, in seconds.
 pub(crate) const RETRY_AFTER: &str = "7";
 pub(crate) const CONTEXT_TOKENS: u32 = 256;
 pub(crate) const VOCABULARY: u32 = 8192;
@@ -383,7 +398,7 @@ pub(crate) const VOCABULARY: u32 = 8192;
 const CHAT_TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}\
     {% if add_generation_prompt %}[assistant] {% endif %}";
 
-/// The demo model's metadata section, and a chat template, which it has not.
+/// The demo model's metadata section with a chat template, which the demo model lacks.
 pub(crate) fn metadata() -> &'static [u8] {
     static SECTION: OnceLock<Vec<u8>> = OnceLock::new();
     SECTION.get_or_init(|| {
@@ -408,7 +423,7 @@ pub(crate) fn tokenizer() -> Arc<text::Tokenizer> {
         .clone()
 }
 
-/// Ids of a text that the model "says".
-pub(crate) fn says(text: &str) -> Vec<u32> {
+/// Token ids of a text.
+pub(crate) fn token_ids_of(text: &str) -> Vec<u32> {
     tokenizer().encode(text, text::EncodeOptions::default()).unwrap()
 }

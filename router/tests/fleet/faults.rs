@@ -1,12 +1,12 @@
-//! I6, whole or error: workers that die, drain, hang or fail in the middle of a stream.
+//! I6: a stream is complete or ends with an error. Workers die, drain, hang or fail in mid-stream.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, Misfortune, says};
-use crate::harness::{Harness, finish_reason, joined};
+use crate::fake_worker::{FakeBehaviour, Fault, token_ids_of};
+use crate::harness::{RouterHarness, TIMEOUT, finish_reason, joined_text, parse_events};
 
 const TEXT: &str = "one two three — four five 🙂 six seven eight nine ten";
 
@@ -14,20 +14,21 @@ fn request() -> serde_json::Value {
     json!({"prompt": [1, 2, 3], "max_tokens": 200, "seed": 5, "logprobs": 0, "stream_options": {"include_usage": true}})
 }
 
-fn unlucky(after: usize, misfortune: Misfortune) -> Behaviour {
-    Behaviour { misfortune: Some((after, misfortune)), frame_tokens: 2, ..Behaviour::default() }
+fn faulty(after: usize, fault: Fault) -> FakeBehaviour {
+    FakeBehaviour { fault: Some((after, fault)), frame_tokens: 2, ..FakeBehaviour::default() }
 }
 
-/// One worker meets `misfortune` after `after` tokens, the other is healthy. Which one is asked first is arranged.
-async fn resumed_after(misfortune: Misfortune, after: usize) {
-    let script = says(TEXT);
-    let mut fleet = Harness::start(&script, &[unlucky(after, misfortune)]).await;
-    fleet.add_worker(1, &script, Behaviour::default()).await;
-    fleet.until_workers(2).await;
-    // Both are idle: the one that joined first is picked first.
+/// A stream starts on a worker that meets `fault` after `after` tokens and is resumed by a healthy
+/// one.
+async fn check_resume_after(fault: Fault, after: usize) {
+    let script = token_ids_of(TEXT);
+    let mut fleet = RouterHarness::start(&script, &[faulty(after, fault)]).await;
+    fleet.add_worker(1, &script, FakeBehaviour::default()).await;
+    fleet.wait_for_workers(2).await;
+    // Both workers are idle, so the router chooses the one that it registered first.
     let (events, done) = fleet.events("/v1/completions", request()).await;
-    assert!(done, "{misfortune:?} after {after}: {events:?}");
-    assert_eq!(joined(&events, 0), TEXT, "{misfortune:?} after {after}");
+    assert!(done, "{fault:?} after {after}: {events:?}");
+    assert_eq!(joined_text(&events, 0), TEXT, "{fault:?} after {after}");
     assert_eq!(finish_reason(&events, 0).as_deref(), Some("stop"));
     assert_eq!(events.last().unwrap()["usage"]["completion_tokens"], script.len());
     let logprobs: Vec<f64> = events
@@ -38,7 +39,7 @@ async fn resumed_after(misfortune: Misfortune, after: usize) {
     assert_eq!(logprobs, (0..script.len()).map(|i| -(i as f64)).collect::<Vec<_>>());
     let [first, second] = [&fleet.workers[0].calls()[0], &fleet.workers[1].calls()[0]];
     let sent = second.tokens.len() - 3;
-    assert!(sent >= after, "{sent} tokens had been sent");
+    assert!(sent >= after, "the resumed request has {sent} output tokens");
     assert_eq!(second.tokens, [&[1, 2, 3], &script[..sent]].concat());
     assert_eq!(second.sampling, first.sampling, "the same seed");
     assert_eq!((second.prompt_tokens, second.max_tokens, second.choice), (3, 200, 0));
@@ -49,152 +50,183 @@ async fn resumed_after(misfortune: Misfortune, after: usize) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_survives_the_death_of_its_worker() {
     for after in [0, 1, 7] {
-        resumed_after(Misfortune::Die, after).await;
+        check_resume_after(Fault::Die, after).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_moves_away_from_a_draining_worker() {
-    resumed_after(Misfortune::Status(Code::Unavailable), 4).await;
+async fn a_stream_of_a_draining_worker_is_resumed() {
+    check_resume_after(Fault::Status(Code::Unavailable), 4).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_that_ends_without_a_word_is_resumed() {
-    resumed_after(Misfortune::FallSilent, 4).await;
+async fn a_stream_that_ends_without_a_status_is_resumed() {
+    check_resume_after(Fault::EndStream, 4).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_waits_for_a_restarted_worker() {
-    let script = says(TEXT);
-    let mut fleet = Harness::start(&script, &[unlucky(5, Misfortune::Die)]).await;
+    let script = token_ids_of(TEXT);
+    let mut fleet = RouterHarness::start(&script, &[faulty(5, Fault::Die)]).await;
     let events = {
         let answer = fleet.events("/v1/completions", request());
         let mut answer = std::pin::pin!(answer);
         tokio::select! {
-            early = &mut answer => panic!("ended without a worker: {early:?}"),
+            early = &mut answer => panic!("the stream ended without a worker: {early:?}"),
             () = tokio::time::sleep(Duration::from_millis(400)) => {}
         }
-        // The same socket path, as a supervisor restarts it.
+        // A supervisor restarts a worker at the same socket path.
         let (path, script) = (fleet.directory.path().to_owned(), script.clone());
-        let start = move || crate::fake_worker::FakeWorker::start(&path, 0, script, Behaviour::default());
+        let start = move || crate::fake_worker::FakeWorker::start(&path, 0, script, FakeBehaviour::default());
         let _restarted = tokio::task::spawn_blocking(start).await.unwrap();
         answer.await
     };
     assert!(events.1, "{:?}", events.0);
-    assert_eq!(joined(&events.0, 0), TEXT);
+    assert_eq!(joined_text(&events.0, 0), TEXT);
     fleet.workers.clear();
 }
 
-/// A stream that loses its worker while only `other` is there ends with an error.
-async fn not_resumed_by(other: Behaviour) {
-    let mut fleet = Harness::start(&says(TEXT), &[unlucky(3, Misfortune::Hang)]).await;
+/// A stream whose worker dies is not resumed on `other` and ends with an error.
+async fn check_not_resumed_on(other: FakeBehaviour) {
+    let mut fleet = RouterHarness::start(&token_ids_of(TEXT), &[faulty(3, Fault::Hang)]).await;
     let mut streamed = request();
     streamed["stream"] = json!(true);
     let response = fleet.post("/v1/completions", streamed).await;
-    fleet.add_worker(1, &says("something else"), other).await;
-    fleet.until_workers(2).await;
+    fleet.add_worker(1, &token_ids_of("something else"), other).await;
+    fleet.wait_for_workers(2).await;
     fleet.workers[0].kill();
-    let (events, done) = crate::harness::events_of(&response.text().await.unwrap());
+    let (events, done) = parse_events(&response.text().await.unwrap());
     assert!(!done, "{events:?}");
     assert_eq!(events.last().unwrap()["error"]["code"], "worker_lost");
     assert!(fleet.workers[1].calls().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_with_another_fingerprint_never_takes_over() {
-    not_resumed_by(Behaviour { fingerprint: 2, ..Behaviour::default() }).await;
+async fn a_worker_with_another_fingerprint_never_resumes_a_stream() {
+    check_not_resumed_on(FakeBehaviour { fingerprint: 2, ..FakeBehaviour::default() }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_of_another_name_never_takes_over() {
-    not_resumed_by(Behaviour { model: "twin", ..Behaviour::default() }).await;
+async fn a_worker_of_another_model_name_never_resumes_a_stream() {
+    check_not_resumed_on(FakeBehaviour { model: "renamed", ..FakeBehaviour::default() }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn when_all_workers_die_the_stream_ends_with_an_explicit_error() {
-    let script = says(TEXT);
-    let fleet = Harness::start(&script, &[unlucky(3, Misfortune::Die)]).await;
+    let script = token_ids_of(TEXT);
+    let fleet = RouterHarness::start(&script, &[faulty(4, Fault::Die)]).await;
     let (events, done) = fleet.events("/v1/completions", request()).await;
     assert!(!done, "no [DONE] after an error");
-    let error = &events.last().unwrap()["error"];
-    assert_eq!(
-        (&error["type"], &error["code"]),
-        (&json!("server_error"), &json!("worker_lost")),
-        "{events:?}"
-    );
-    assert!(TEXT.starts_with(&joined(&events, 0)), "what was sent is a beginning of the right text");
+    let errors: Vec<_> = events.iter().filter(|event| event.get("error").is_some()).collect();
+    assert_eq!(errors.len(), 1, "the stream has exactly one error: {events:?}");
+    assert_eq!(errors[0], events.last().unwrap(), "the error is the last event");
+    assert_eq!(errors[0]["error"]["type"], "server_error", "{events:?}");
+    assert_eq!(errors[0]["error"]["code"], "worker_lost", "{events:?}");
+    let text = joined_text(&events, 0);
+    assert!(!text.is_empty() && text.len() < TEXT.len(), "{text:?} is a part of the output");
+    assert!(TEXT.starts_with(&text), "{text:?} is not the beginning of the output");
     assert_eq!(finish_reason(&events, 0), None);
-    fleet.until_workers(0).await;
+    assert!(events.iter().all(|event| event["usage"].is_null()), "a failed stream has no usage");
+    fleet.wait_for_workers(0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_that_kills_its_workers_is_given_up() {
-    let script = says(TEXT);
-    let deadly = || unlucky(4, Misfortune::Die);
-    let fleet = Harness::start(&script, &[deadly(), deadly(), deadly(), deadly()]).await;
+async fn a_request_that_kills_its_workers_is_not_resumed_again() {
+    let script = token_ids_of(TEXT);
+    let deadly = || faulty(4, Fault::Die);
+    let fleet = RouterHarness::start(&script, &[deadly(), deadly(), deadly(), deadly()]).await;
     let (events, done) = fleet.events("/v1/completions", request()).await;
     assert!(!done);
     assert!(
         events.last().unwrap()["error"]["message"].as_str().unwrap().contains("not resumed again"),
         "{events:?}"
     );
-    assert!(fleet.serving().await >= 2, "two workers at most died of it");
+    assert!(fleet.worker_count().await >= 2, "the request killed at most two workers");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workers_verdict_is_passed_on_and_not_tried_elsewhere() {
-    let script = says(TEXT);
-    let fails = || unlucky(4, Misfortune::Status(Code::Internal));
-    let fleet = Harness::start(&script, &[fails(), fails()]).await;
+async fn an_error_of_a_worker_is_reported_and_not_retried() {
+    let script = token_ids_of(TEXT);
+    let fails = || faulty(4, Fault::Status(Code::Internal));
+    let fleet = RouterHarness::start(&script, &[fails(), fails()]).await;
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": [1], "max_tokens": 99})).await;
     assert_eq!((status, &error["error"]["code"]), (502, &json!("worker_failed")), "{error}");
     assert_eq!(fleet.workers.iter().map(|worker| worker.calls().len()).sum::<usize>(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hanging_worker_cannot_outlive_the_deadline() {
-    let script = says(TEXT);
-    let fleet = Harness::with_config(&script, &[unlucky(2, Misfortune::Hang)], |config| {
+async fn a_stream_of_a_hanging_worker_ends_at_the_deadline() {
+    let script = token_ids_of(TEXT);
+    let fleet = RouterHarness::with_config(&script, &[faulty(2, Fault::Hang)], |config| {
         config.request_timeout = Duration::from_secs(3);
     })
     .await;
     let (events, done) = fleet.events("/v1/completions", request()).await;
     assert!(!done);
     assert_eq!(events.last().unwrap()["error"]["code"], "deadline_exceeded");
-    crate::completions::until_streams_end(&fleet).await;
+    crate::completions::wait_for_streams_to_end(&fleet).await;
+}
+
+/// The number of frames that the worker has sent, once it has not changed for two seconds.
+async fn settled_frame_count(fleet: &RouterHarness) -> usize {
+    let start = Instant::now();
+    let (mut count, mut since) = (0, Instant::now());
+    while since.elapsed() < Duration::from_secs(2) {
+        assert!(start.elapsed() < TIMEOUT, "the worker still sends: {count} frames");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let sent = fleet.workers[0].sent_frames();
+        if sent != count {
+            (count, since) = (sent, Instant::now());
+        }
+    }
+    count
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_does_not_read_holds_the_worker_back_and_gets_everything_later() {
-    // More than the sockets' buffers and the router's queue hold.
-    let text = "word ".repeat(20_000);
-    let script = says(&text);
-    let fleet = Harness::start(&script, &[Behaviour { frame_tokens: 1, ..Behaviour::default() }]).await;
-    let request = json!({"prompt": [1], "max_tokens": 255, "stream": true, "n": 8});
+    // The buffers between worker and client hold about half of these frames: 1 MiB of HTTP/2
+    // window, 128 deltas in the router, and up to 10 MiB of TCP buffers. With 20 log probabilities,
+    // a frame has about 150 bytes and an event about 700.
+    const TOKENS: usize = 50_000;
+    let word = token_ids_of(" word");
+    let script: Vec<u32> = word.iter().copied().cycle().take(TOKENS).collect();
+    let worker = FakeBehaviour { context_tokens: 2 * TOKENS as u32, ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&script, &[worker]).await;
+    let request = json!({
+        "prompt": [1], "max_tokens": TOKENS, "logprobs": 20, "stream": true,
+        "stream_options": {"include_usage": true},
+    });
     let response = fleet.post("/v1/completions", request).await;
     assert_eq!(response.status(), 200);
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    let (events, done) = crate::harness::events_of(&response.text().await.unwrap());
+    let sent = settled_frame_count(&fleet).await;
+    assert!(sent > 0 && sent < TOKENS * 3 / 4, "the worker sent {sent} of {TOKENS} frames unread");
+
+    let (events, done) = parse_events(&response.text().await.unwrap());
     assert!(done);
-    for choice in 0..8 {
-        assert!(text.starts_with(&joined(&events, choice)));
-        assert_eq!(finish_reason(&events, choice).as_deref(), Some("length"));
-    }
+    assert_eq!(fleet.workers[0].sent_frames(), TOKENS);
+    let usage = events.last().unwrap()["usage"].clone();
+    assert_eq!(usage["completion_tokens"], TOKENS, "{usage}");
+    let text = joined_text(&events, 0);
+    assert_eq!(text, " word".repeat(TOKENS / word.len()));
+    assert_eq!(finish_reason(&events, 0).as_deref(), Some("length"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stopping_router_finishes_its_streams() {
-    let script = says(TEXT);
-    let slow = Behaviour { pause: Duration::from_millis(20), ..Behaviour::default() };
-    let mut fleet = Harness::start(&script, &[slow]).await;
+    let script = token_ids_of(TEXT);
+    let slow = FakeBehaviour { pause: Duration::from_millis(20), ..FakeBehaviour::default() };
+    let mut fleet = RouterHarness::start(&script, &[slow]).await;
     let mut request = request();
     request["stream"] = json!(true);
     let response = fleet.post("/v1/completions", request).await;
     fleet.request_stop();
-    let (events, done) = crate::harness::events_of(&response.text().await.unwrap());
+    let (events, done) = parse_events(&response.text().await.unwrap());
     assert!(done);
-    assert_eq!(joined(&events, 0), TEXT);
-    fleet.stopped().await.unwrap();
-    assert!(reqwest::get(format!("{}/health", fleet.url)).await.is_err(), "nobody listens any more");
+    assert_eq!(joined_text(&events, 0), TEXT);
+    fleet.wait_stopped().await.unwrap();
+    assert!(
+        reqwest::get(format!("{}/health", fleet.url)).await.is_err(),
+        "the router has closed its listening socket"
+    );
     assert!(!service::RuntimeDir::at(fleet.directory.path()).router_socket().exists());
 }

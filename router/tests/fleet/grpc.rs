@@ -1,11 +1,11 @@
-//! `ballast.v1.Inference`, over TCP beside HTTP and over `router.sock`.
+//! `ballast.v1.Inference`, over TCP on the HTTP port and over `router.sock`.
 
 use proto::v1::{self as wire, generate_frame, generate_request};
 use tonic::Code;
 
-use crate::fake_worker::{Behaviour, CONTEXT_TOKENS, says};
+use crate::fake_worker::{CONTEXT_TOKENS, FakeBehaviour, token_ids_of};
 use crate::figures::{FIGURES, NO_NUMBERS};
-use crate::harness::Harness;
+use crate::harness::RouterHarness;
 
 const TEXT: &str = "return 🙂 a + b\n";
 
@@ -26,9 +26,10 @@ async fn frames(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_generation_carries_ids_text_and_usage() {
-    let script = says(TEXT);
-    let fleet = Harness::start(&script, &[Behaviour { frame_tokens: 2, ..Behaviour::default() }]).await;
+async fn a_generation_has_token_ids_text_and_usage() {
+    let script = token_ids_of(TEXT);
+    let fleet =
+        RouterHarness::start(&script, &[FakeBehaviour { frame_tokens: 2, ..FakeBehaviour::default() }]).await;
     for mut client in [fleet.grpc().await, fleet.grpc_on_socket().await] {
         let mut request = request(generate_request::Prompt::Text("def f(a, b):\n".into()));
         request.n = 2;
@@ -44,10 +45,10 @@ async fn a_generation_carries_ids_text_and_usage() {
             let mut finished = None;
             for frame in &frames {
                 match frame {
-                    generate_frame::Frame::Delta(piece) if piece.choice == choice => {
+                    generate_frame::Frame::Delta(delta) if delta.choice == choice => {
                         assert!(finished.is_none());
-                        tokens.extend_from_slice(&piece.tokens);
-                        text.push_str(&piece.text);
+                        tokens.extend_from_slice(&delta.tokens);
+                        text.push_str(&delta.text);
                     }
                     generate_frame::Frame::Finished(end) if end.choice == choice => {
                         finished = Some(end.clone())
@@ -67,13 +68,13 @@ async fn a_generation_carries_ids_text_and_usage() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn text_goes_to_ids_and_back() {
-    let fleet = Harness::start(&[], &[Behaviour::default()]).await;
+async fn tokenize_and_detokenize_are_inverse() {
+    let fleet = RouterHarness::start(&[], &[FakeBehaviour::default()]).await;
     let mut client = fleet.grpc().await;
     let text = "x = \"日本\"".to_owned();
     let request = wire::TokenizeRequest { model: "demo".into(), text: text.clone(), no_special: true };
     let tokens = client.tokenize(request).await.unwrap().into_inner().tokens;
-    assert_eq!(tokens, says(&text));
+    assert_eq!(tokens, token_ids_of(&text));
     let request = wire::DetokenizeRequest { model: String::new(), tokens };
     assert_eq!(client.detokenize(request).await.unwrap().into_inner().text, text);
     let models = client.list_models(wire::ListModelsRequest {}).await.unwrap().into_inner().models;
@@ -83,8 +84,8 @@ async fn text_goes_to_ids_and_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn refusals_are_statuses_before_the_first_frame() {
-    let full = Behaviour { refuse: Some((Code::ResourceExhausted, "full")), ..Behaviour::default() };
-    let fleet = Harness::start(&[], &[full]).await;
+    let full = FakeBehaviour { refuse: Some((Code::ResourceExhausted, "full")), ..FakeBehaviour::default() };
+    let fleet = RouterHarness::start(&[], &[full]).await;
     let mut client = fleet.grpc().await;
     let prompt = || generate_request::Prompt::Text("x".into());
     let status = client.generate(request(prompt())).await.unwrap_err();
@@ -106,8 +107,8 @@ async fn refusals_are_statuses_before_the_first_frame() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is_asked() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn values_out_of_range_are_refused_by_name_before_a_worker_is_called() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let mut client = fleet.grpc().await;
     for &(name, change) in FIGURES {
         for value in NO_NUMBERS.into_iter().chain([1e9, -1e9]) {
@@ -123,12 +124,12 @@ async fn what_is_no_number_or_out_of_range_is_refused_by_name_before_a_worker_is
             assert!(message.contains(name) && message.contains("allowed"), "{name} {value}: {message}");
         }
     }
-    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was called");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lengths_that_cannot_be_are_refused_with_the_numbers_before_a_worker_is_asked() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn impossible_lengths_are_refused_with_the_numbers_before_a_worker_is_called() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let mut client = fleet.grpc().await;
     let good = request(generate_request::Prompt::Text("x".into()));
     let tokens =
@@ -159,19 +160,19 @@ async fn lengths_that_cannot_be_are_refused_with_the_numbers_before_a_worker_is_
             assert!(status.message().contains(word), "{status} lacks {word}");
         }
     }
-    assert!(fleet.workers[0].calls().is_empty(), "no worker was asked");
+    assert!(fleet.workers[0].calls().is_empty(), "no worker was called");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deadline_reaches_the_worker_whichever_way_it_was_given() {
-    let fleet = Harness::start(&says("x"), &[Behaviour::default()]).await;
+async fn a_deadline_in_metadata_or_message_reaches_the_worker() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let mut client = fleet.grpc().await;
     let ask = |deadline_ms| wire::GenerateRequest {
         deadline_ms,
         ..request(generate_request::Prompt::Tokens(wire::TokenIds { ids: vec![1] }))
     };
     for (deadline_ms, timeout_s) in [(9_000, None), (0, Some(9)), (90_000, Some(9)), (9_000, Some(90))] {
-        let mut call = tonic::Request::new(ask(deadline_ms));
+        let mut call = tonic::Request::new(completion_request(deadline_ms));
         if let Some(seconds) = timeout_s {
             call.set_timeout(std::time::Duration::from_secs(seconds));
         }
@@ -184,14 +185,14 @@ async fn a_deadline_reaches_the_worker_whichever_way_it_was_given() {
 #[tokio::test(flavor = "multi_thread")]
 async fn health_and_reflection_are_served() {
     use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
-    let fleet = Harness::start(&[], &[Behaviour::default()]).await;
+    let fleet = RouterHarness::start(&[], &[FakeBehaviour::default()]).await;
     let channel =
         tonic::transport::Endpoint::from_shared(fleet.url.clone()).unwrap().connect().await.unwrap();
     let mut health = HealthClient::new(channel.clone());
     let request = || HealthCheckRequest { service: "ballast.v1.Inference".into() };
     assert_eq!(health.check(request()).await.unwrap().into_inner().status, 1);
     fleet.workers[0].kill();
-    fleet.until_workers(0).await;
+    fleet.wait_for_workers(0).await;
     assert_eq!(health.check(request()).await.unwrap().into_inner().status, 2);
 
     use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;

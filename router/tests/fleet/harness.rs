@@ -1,4 +1,5 @@
-//! A router in this process on a port of its own, over a runtime directory with fake workers.
+//! Test harness: a router in this process on a port of its own, and a runtime directory with fake
+//! workers.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -12,12 +13,12 @@ use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tonic::transport::Channel;
 
-use crate::fake_worker::{Behaviour, FakeWorker};
+use crate::fake_worker::{FakeBehaviour, FakeWorker};
 
-/// Whatever happens in these tests happens within milliseconds; this is for a machine under load.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// Events in these tests take milliseconds. The timeout allows for a loaded machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub(crate) struct Harness {
+pub(crate) struct RouterHarness {
     pub(crate) directory: TempDir,
     pub(crate) url: String,
     pub(crate) client: reqwest::Client,
@@ -26,27 +27,27 @@ pub(crate) struct Harness {
     router: Option<JoinHandle<Result<(), router::RouterError>>>,
 }
 
-/// The recorder can be installed once per process.
+/// The metrics recorder, which a process can install only once.
 pub(crate) fn metrics() -> Metrics {
     static METRICS: OnceLock<Metrics> = OnceLock::new();
     METRICS.get_or_init(|| Metrics::install().unwrap()).clone()
 }
 
-impl Harness {
-    pub(crate) async fn start(script: &[u32], behaviours: &[Behaviour]) -> Self {
+impl RouterHarness {
+    pub(crate) async fn start(script: &[u32], behaviours: &[FakeBehaviour]) -> Self {
         Self::with_config(script, behaviours, |_| ()).await
     }
 
     pub(crate) async fn with_config(
         script: &[u32],
-        behaviours: &[Behaviour],
+        behaviours: &[FakeBehaviour],
         change: impl FnOnce(&mut RouterConfig),
     ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_owned();
         let (script, behaviours) = (script.to_vec(), behaviours.to_vec());
         let count = behaviours.len();
-        // A fake blocks on its own runtime while it starts.
+        // A fake worker blocks on its own runtime while it starts.
         let workers = tokio::task::spawn_blocking(move || {
             let starts = (0..).zip(behaviours);
             starts.map(|(index, b)| FakeWorker::start(&path, index, script.clone(), b)).collect()
@@ -62,20 +63,24 @@ impl Harness {
         let router = Some(tokio::spawn(async move { router.serve(&stop).await }));
         let client = reqwest::Client::builder().no_proxy().build().unwrap();
         let harness = Self { directory, url, client, workers, shutdown, router };
-        harness.until_workers(count).await;
+        harness.wait_for_workers(count).await;
         harness
     }
 
-    pub(crate) async fn add_worker(&mut self, index: u32, script: &[u32], behaviour: Behaviour) {
+    pub(crate) async fn add_worker(&mut self, index: u32, script: &[u32], behaviour: FakeBehaviour) {
         let (path, script) = (self.directory.path().to_owned(), script.to_vec());
         let start = move || FakeWorker::start(&path, index, script, behaviour);
         self.workers.push(tokio::task::spawn_blocking(start).await.unwrap());
     }
 
-    pub(crate) async fn until_workers(&self, count: usize) {
+    pub(crate) async fn wait_for_workers(&self, count: usize) {
         let start = Instant::now();
-        while self.serving().await != count {
-            assert!(start.elapsed() < PATIENCE, "{count} workers did not come, {} did", self.serving().await);
+        while self.worker_count().await != count {
+            assert!(
+                start.elapsed() < TIMEOUT,
+                "expected {count} workers, found {}",
+                self.worker_count().await
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -101,13 +106,13 @@ impl Harness {
         (status, response.json().await.unwrap())
     }
 
-    /// The events of a streamed response: JSON, and whether `[DONE]` came at the end.
+    /// The JSON events of a streamed response, and whether `[DONE]` ended it.
     pub(crate) async fn events(&self, path: &str, mut body: Value) -> (Vec<Value>, bool) {
         body["stream"] = json!(true);
         let response = self.post(path, body).await;
         assert_eq!(response.status(), 200);
         assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
-        events_of(&response.text().await.unwrap())
+        parse_events(&response.text().await.unwrap())
     }
 
     pub(crate) async fn grpc(&self) -> InferenceClient<Channel> {
@@ -123,18 +128,18 @@ impl Harness {
         self.shutdown.request();
     }
 
-    pub(crate) async fn stopped(&mut self) -> Result<(), router::RouterError> {
+    pub(crate) async fn wait_stopped(&mut self) -> Result<(), router::RouterError> {
         self.router.take().unwrap().await.unwrap()
     }
 }
 
-impl Drop for Harness {
+impl Drop for RouterHarness {
     fn drop(&mut self) {
         self.shutdown.request();
     }
 }
 
-pub(crate) fn events_of(text: &str) -> (Vec<Value>, bool) {
+pub(crate) fn parse_events(text: &str) -> (Vec<Value>, bool) {
     let mut events = Vec::new();
     let mut done = false;
     for block in text.split_terminator("\n\n") {
@@ -151,8 +156,8 @@ pub(crate) fn events_of(text: &str) -> (Vec<Value>, bool) {
     (events, done)
 }
 
-/// The texts of one choice of a streamed completion, joined.
-pub(crate) fn joined(events: &[Value], choice: u64) -> String {
+/// The whole text of one choice of a streamed response.
+pub(crate) fn joined_text(events: &[Value], choice: u64) -> String {
     let entries = events.iter().flat_map(|event| event["choices"].as_array().into_iter().flatten());
     entries
         .filter(|entry| entry["index"] == choice)
@@ -167,6 +172,6 @@ pub(crate) fn finish_reason(events: &[Value], choice: u64) -> Option<String> {
         .filter(|e| e["index"] == choice)
         .filter_map(|e| e["finish_reason"].as_str().map(str::to_owned));
     let reason = reasons.next();
-    assert_eq!(reasons.next(), None, "a choice ends once");
+    assert_eq!(reasons.next(), None, "a choice has one finish reason");
     reason
 }

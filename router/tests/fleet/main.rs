@@ -1,4 +1,4 @@
-//! The router as its clients see it, over workers that follow a script.
+//! End-to-end tests of the router: real clients, and fake workers that replay a script.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
