@@ -51,9 +51,9 @@ pub(crate) enum GrammarAnswer {
     /// No answer.
     Hang,
     /// RESOURCE_EXHAUSTED: too many grammars wait.
-    Crowded,
+    Busy,
     /// INTERNAL: the compiler failed.
-    Ruin,
+    CompilerFailed,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -188,7 +188,7 @@ type FakeStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 /// Counts an open stream until it is dropped.
 struct OpenStreamGuard(Arc<FakeWorkerRecord>);
 
-impl Drop for Open {
+impl Drop for OpenStreamGuard {
     fn drop(&mut self) {
         self.0.open_streams.fetch_sub(1, Ordering::SeqCst);
     }

@@ -167,12 +167,12 @@ async fn impossible_lengths_are_refused_with_the_numbers_before_a_worker_is_call
 async fn a_deadline_in_metadata_or_message_reaches_the_worker() {
     let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let mut client = fleet.grpc().await;
-    let ask = |deadline_ms| wire::GenerateRequest {
+    let request_with_deadline = |deadline_ms| wire::GenerateRequest {
         deadline_ms,
         ..request(generate_request::Prompt::Tokens(wire::TokenIds { ids: vec![1] }))
     };
     for (deadline_ms, timeout_s) in [(9_000, None), (0, Some(9)), (90_000, Some(9)), (9_000, Some(90))] {
-        let mut call = tonic::Request::new(completion_request(deadline_ms));
+        let mut call = tonic::Request::new(request_with_deadline(deadline_ms));
         if let Some(seconds) = timeout_s {
             call.set_timeout(std::time::Duration::from_secs(seconds));
         }

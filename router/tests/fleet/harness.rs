@@ -85,7 +85,7 @@ impl RouterHarness {
         }
     }
 
-    pub(crate) async fn serving(&self) -> usize {
+    pub(crate) async fn worker_count(&self) -> usize {
         let ready: Value = self.get("/ready").await.1;
         ready["workers"].as_u64().unwrap_or(0) as usize
     }

@@ -48,20 +48,21 @@ async fn one_content_under_two_names_is_served_by_the_workers_of_each_name() {
         models["data"].as_array().unwrap().iter().map(|model| (&model["id"], &model["workers"])).collect();
     assert_eq!(listed, [(&json!("demo"), &json!(1)), (&json!("renamed"), &json!(1))]);
     // The output of each fake worker is the name of its model.
-    let ask = async |model| fleet.post_json("/v1/completions", json!({"model": model, "prompt": "x"})).await;
+    let complete =
+        async |model| fleet.post_json("/v1/completions", json!({"model": model, "prompt": "x"})).await;
     for model in ["demo", "renamed", "demo"] {
-        let (status, answer) = completion_request(model).await;
+        let (status, answer) = complete(model).await;
         assert_eq!((status, &answer["choices"][0]["text"]), (200, &json!(model)), "{answer}");
         assert_eq!(answer["model"], model);
     }
     fleet.workers[0].kill();
     fleet.wait_for_workers(1).await;
     assert_eq!(
-        completion_request("demo").await.0,
+        complete("demo").await.0,
         503,
         "its worker is gone, although another worker has the same content"
     );
-    assert_eq!(completion_request("renamed").await.1["choices"][0]["text"], "renamed");
+    assert_eq!(complete("renamed").await.1["choices"][0]["text"], "renamed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
