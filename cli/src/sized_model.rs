@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use engine::{ConfigError, EngineConfig, KvBudget};
+use engine::{EngineConfig, EngineConfigError, KvBudget};
 use gguf::GgufModel;
 use memory::pack::{PackPlan, Packing};
 use models::ModelDescription;
@@ -136,7 +136,7 @@ impl SizedModel {
         }
         worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
         worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
-        let unfit = |error: ConfigError| {
+        let unfit = |error: EngineConfigError| {
             CliError::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
         };
         let mut dtypes: Vec<DType> = model.tensors().map(|(_, tensor)| tensor.dtype).collect();

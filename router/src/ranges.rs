@@ -5,7 +5,7 @@
 //! 2. The engine refuses every value that the router refuses, with the same parameter name. So a
 //!    client that calls a worker directly gets the same errors.
 
-use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplingParams};
+use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplingParams};
 use sampling_params::{FloatBounds, FloatParameter};
 
 use crate::params::{CheckedSampling, RequestParamError, RequestParams, TokenLimits};
@@ -21,12 +21,12 @@ fn checked(params: RequestParams) -> Result<CheckedSampling, RequestParamError> 
 fn to_engine(sampling: CheckedSampling) -> SamplingParams {
     let mut params = SamplingParams {
         top_k: sampling.top_k,
-        mirostat: sampling.mirostat.map(|mirostat| Mirostat {
+        mirostat: sampling.mirostat.map(|mirostat| MirostatParams {
             version: MirostatVersion::Two,
             tau: mirostat.tau,
             eta: mirostat.eta,
         }),
-        dry: sampling.dry.map(|dry| Dry {
+        dry: sampling.dry.map(|dry| DryParams {
             multiplier: dry.multiplier,
             base: dry.base,
             allowed_length: dry.allowed_length,
@@ -46,12 +46,18 @@ fn to_engine(sampling: CheckedSampling) -> SamplingParams {
     params
 }
 
-fn dry() -> Dry {
-    Dry { multiplier: 1.0, base: 1.75, allowed_length: 2, last_n: None, breakers: DryBreakers::default() }
+fn dry() -> DryParams {
+    DryParams {
+        multiplier: 1.0,
+        base: 1.75,
+        allowed_length: 2,
+        last_n: None,
+        breakers: DryBreakers::default(),
+    }
 }
 
-fn mirostat() -> Mirostat {
-    Mirostat { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
+fn mirostat() -> MirostatParams {
+    MirostatParams { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
 }
 
 /// How to set a parameter in the router and in the engine.
@@ -77,22 +83,22 @@ fn float_parameters() -> Vec<ParameterSetter> {
         ParameterSetter {
             parameter: &sampling_params::MIROSTAT_TAU,
             set_router: |p, v| (p.mirostat, p.mirostat_tau) = (Some(2), Some(v)),
-            set_engine: |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }),
+            set_engine: |p, v| p.mirostat = Some(MirostatParams { tau: v, ..mirostat() }),
         },
         ParameterSetter {
             parameter: &sampling_params::MIROSTAT_ETA,
             set_router: |p, v| (p.mirostat, p.mirostat_eta) = (Some(2), Some(v)),
-            set_engine: |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }),
+            set_engine: |p, v| p.mirostat = Some(MirostatParams { eta: v, ..mirostat() }),
         },
         ParameterSetter {
             parameter: &sampling_params::DRY_MULTIPLIER,
             set_router: |p, v| p.dry_multiplier = Some(v),
-            set_engine: |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }),
+            set_engine: |p, v| p.dry = Some(DryParams { multiplier: v, ..dry() }),
         },
         ParameterSetter {
             parameter: &sampling_params::DRY_BASE,
             set_router: |p, v| (p.dry_multiplier, p.dry_base) = (Some(1.0), Some(v)),
-            set_engine: |p, v| p.dry = Some(Dry { base: v, ..dry() }),
+            set_engine: |p, v| p.dry = Some(DryParams { base: v, ..dry() }),
         },
         ParameterSetter {
             parameter: &sampling_params::LOGIT_BIAS_VALUE,
@@ -141,7 +147,7 @@ fn router_and_engine_accept_the_same_counts() {
             ..RequestParams::default()
         };
         let given = SamplingParams {
-            dry: Some(Dry { allowed_length: length, ..dry() }),
+            dry: Some(DryParams { allowed_length: length, ..dry() }),
             ..SamplingParams::default()
         };
         (checked(asked).map(drop).map_err(|error| error.param()), check_engine(&given))

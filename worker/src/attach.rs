@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use engine::{DraftModel, Drafter, Engine, Lookup};
+use engine::{DraftModel, Drafter, Engine, PromptLookup};
 use handoff::attach::{AttachRequest, GrantedModel, LoadingProgress};
 use handoff::lease::LeaseGuard;
 use memory::manifest::Manifest;
@@ -103,7 +103,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
     timeline.mark("model");
     let drafter: Option<Box<dyn Drafter<R::Compute>>> = match &config.draft {
         DraftSource::Off => None,
-        DraftSource::Lookup => Some(Box::new(Lookup::default())),
+        DraftSource::Lookup => Some(Box::new(PromptLookup::default())),
         DraftSource::Model(name) => {
             // The grant of the worker's own model has reserved the memory of the draft model too.
             let granted = wait_for_grant::<R>(runtime.device(), name, ReservedBytes::default(), context)?;
@@ -124,7 +124,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
     let fingerprint = backend::fingerprint(manifest.digest, runtime, &compute, &config.kv_type)?;
     let engine = match drafter {
         None => Engine::new(model, compute, &engine_config)?,
-        Some(drafter) => Engine::drafting(model, drafter, compute, &engine_config)?,
+        Some(drafter) => Engine::with_drafter(model, drafter, compute, &engine_config)?,
     };
     timeline.mark("kv");
     let info = AttachedModelInfo {

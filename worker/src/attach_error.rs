@@ -1,7 +1,7 @@
 //! Why a worker could not attach its model, and the exit code for it.
 
 use cuda::{DeviceError, OpenDriverError};
-use engine::StartError;
+use engine::EngineStartError;
 use models::{BuildModelError, WeightError};
 use ops::OpError;
 use prefix::FingerprintError;
@@ -42,7 +42,7 @@ pub enum WorkerAttachError {
     #[error("cannot start the compute backend")]
     Backend(#[source] OpError),
     #[error(transparent)]
-    Start(#[from] StartError),
+    Start(#[from] EngineStartError),
     #[error(transparent)]
     Vocabulary(#[from] DraftVocabularyError),
     #[error("cannot compute the worker's fingerprint")]
@@ -75,8 +75,8 @@ impl HasExit for WorkerAttachError {
             WorkerAttachError::Build(_)
             | WorkerAttachError::Vocabulary(_)
             | WorkerAttachError::Window { .. } => Exit::ModelRefused,
-            WorkerAttachError::Start(StartError::Config(_)) => Exit::Usage,
-            WorkerAttachError::Start(StartError::Kv { source, .. }) => exit_for_op_error(source),
+            WorkerAttachError::Start(EngineStartError::Config(_)) => Exit::Usage,
+            WorkerAttachError::Start(EngineStartError::Kv { source, .. }) => exit_for_op_error(source),
             WorkerAttachError::Fingerprint(_) => Exit::Internal,
         }
     }

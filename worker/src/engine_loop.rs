@@ -22,7 +22,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use engine::schedule::integrity::IntegrityError;
-use engine::{Engine, FinishReason, KvUse, Output, Queued, RefuseReason, RequestId, StepError};
+use engine::{Engine, EngineOutput, FinishReason, KvCacheUsage, Queued, RefuseReason, RequestId, StepError};
 use ops::Backend;
 use tokio::sync::{Semaphore, watch};
 
@@ -66,10 +66,10 @@ pub(crate) struct EngineLoop<B: Backend> {
     is_wake_queued: Arc<AtomicBool>,
     snapshot: watch::Sender<EngineSnapshot>,
     streams: HashMap<RequestId, TokenChannel>,
-    outputs: Vec<Output>,
+    outputs: Vec<EngineOutput>,
     is_draining: bool,
     first_step: Duration,
-    kv_usage: KvUse,
+    kv_usage: KvCacheUsage,
     kv_usage_sampled_at: Duration,
     prefixes_expired_at: Duration,
     /// [`PREFIX_RETENTION`]; shorter in tests.
@@ -86,7 +86,7 @@ pub(crate) fn engine_loop<B: Backend>(
     let (command_sender, commands) = sync_channel(COMMANDS_MAX);
     let first = EngineSnapshot {
         stats: engine.stats(),
-        kv_usage: engine.kv_use(),
+        kv_usage: engine.kv_cache_usage(),
         backend_usage: measure(engine.backend()),
         ..EngineSnapshot::default()
     };
@@ -117,7 +117,7 @@ pub(crate) fn engine_loop<B: Backend>(
         outputs: Vec::new(),
         is_draining: false,
         first_step: Duration::ZERO,
-        kv_usage: KvUse::default(),
+        kv_usage: KvCacheUsage::default(),
         kv_usage_sampled_at: Duration::ZERO,
         prefixes_expired_at: Duration::ZERO,
         prefix_retention: PREFIX_RETENTION,
@@ -174,16 +174,16 @@ impl<B: Backend> EngineLoop<B> {
     fn expire_prefixes(&mut self, now: Duration) {
         if now.saturating_sub(self.prefixes_expired_at) >= self.prefix_retention {
             self.prefixes_expired_at = now;
-            self.engine.forget_unused_prefixes();
+            self.engine.evict_unused_prefixes();
             self.release_memory();
         }
     }
 
     fn release_memory(&mut self) {
-        let before = self.engine.kv_use().bytes;
+        let before = self.engine.kv_cache_usage().bytes;
         match self.engine.release_memory() {
             Ok(()) => {
-                let bytes = before.saturating_sub(self.engine.kv_use().bytes);
+                let bytes = before.saturating_sub(self.engine.kv_cache_usage().bytes);
                 tracing::debug!(bytes, "released unused KV cache memory");
             }
             // The memory stays mapped, and the next attempt may release it.
@@ -321,10 +321,10 @@ impl<B: Backend> EngineLoop<B> {
             match channel.flow_control(now) {
                 FlowControl::Unchanged => {}
                 FlowControl::Pause => {
-                    self.engine.hold(id, true);
+                    self.engine.set_paused(id, true);
                 }
                 FlowControl::Resume => {
-                    self.engine.hold(id, false);
+                    self.engine.set_paused(id, false);
                 }
                 FlowControl::Abort => cancelled.push((id, Some(StreamAbort::TooSlow))),
             }
@@ -355,7 +355,7 @@ impl<B: Backend> EngineLoop<B> {
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
             let id = output_id(&output);
-            if let Output::Finished { reason, .. } = output {
+            if let EngineOutput::Finished { reason, .. } = output {
                 if let Some(channel) = self.streams.remove(&id) {
                     channel.finish(final_item(output, reason, failure));
                 }
@@ -372,7 +372,7 @@ impl<B: Backend> EngineLoop<B> {
     fn publish(&mut self) {
         let now = self.epoch.elapsed();
         if !self.engine.has_work() || now.saturating_sub(self.kv_usage_sampled_at) >= KV_USAGE_PERIOD {
-            (self.kv_usage, self.kv_usage_sampled_at) = (self.engine.kv_use(), now);
+            (self.kv_usage, self.kv_usage_sampled_at) = (self.engine.kv_cache_usage(), now);
         }
         let current = EngineSnapshot {
             stats: self.engine.stats(),
@@ -390,18 +390,18 @@ impl<B: Backend> EngineLoop<B> {
     }
 }
 
-fn output_id(output: &Output) -> RequestId {
+fn output_id(output: &EngineOutput) -> RequestId {
     match output {
-        Output::Token(token) => token.id,
-        Output::Admitted { id, .. }
-        | Output::Logits { id, .. }
-        | Output::Scored { id, .. }
-        | Output::Finished { id, .. } => *id,
+        EngineOutput::Token(token) => token.id,
+        EngineOutput::Admitted { id, .. }
+        | EngineOutput::Logits { id, .. }
+        | EngineOutput::Scored { id, .. }
+        | EngineOutput::Finished { id, .. } => *id,
     }
 }
 
 /// The last item of a stream: its regular end, or the reason why it is aborted.
-fn final_item(output: Output, reason: FinishReason, failure: Option<&StreamAbort>) -> StreamItem {
+fn final_item(output: EngineOutput, reason: FinishReason, failure: Option<&StreamAbort>) -> StreamItem {
     match reason {
         FinishReason::Stop(_) | FinishReason::Complete | FinishReason::Length | FinishReason::Scored => {
             Ok(output)

@@ -225,7 +225,7 @@ pub(crate) mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::task::{self, Context, Poll};
 
-    use engine::{Allowed, ConstraintError};
+    use engine::{ConstraintError, TokenMask};
 
     use super::*;
     use crate::engine_loop::tests::idle_engine_loop;
@@ -249,8 +249,8 @@ pub(crate) mod tests {
     struct FinishedConstraint;
 
     impl Constraint for FinishedConstraint {
-        fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
-            Ok(Allowed::Nothing)
+        fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
+            Ok(TokenMask::Complete)
         }
 
         fn accept(&mut self, _: u32) {}

@@ -19,7 +19,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use engine::{Allowed, Constraint, ConstraintError};
+use engine::{Constraint, ConstraintError, TokenMask};
 use grammar::{GrammarSource, MatchError, Matcher, MatcherStatus};
 
 use crate::engine_loop::EngineWaker;
@@ -111,18 +111,18 @@ pub(crate) struct GrammarConstraint {
 }
 
 impl Constraint for GrammarConstraint {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
         if self.current.is_none() {
             self.current = self.results.try_recv().ok();
         }
         let state = match &self.current {
             Some(Ok(state)) => state,
             Some(Err(error)) => return Err(*error),
-            None => return Ok(Allowed::Later),
+            None => return Ok(TokenMask::Pending),
         };
         match state.status {
-            Ok(MatcherStatus::Active) => Ok(Allowed::Tokens(&state.mask)),
-            Ok(MatcherStatus::Finished) => Ok(Allowed::Nothing),
+            Ok(MatcherStatus::Active) => Ok(TokenMask::Allowed(&state.mask)),
+            Ok(MatcherStatus::Finished) => Ok(TokenMask::Complete),
             Err(MatchError::TooComplex) => Err(ConstraintError::TooComplex),
             Err(MatchError::DeadEnd | MatchError::Token { .. }) => Err(ConstraintError::DeadEnd),
         }
@@ -143,7 +143,7 @@ impl Constraint for GrammarConstraint {
         });
         match submitted {
             Ok(ticket) => self.ticket = Some(ticket),
-            Err(_) => self.current = Some(Err(ConstraintError::Late)),
+            Err(_) => self.current = Some(Err(ConstraintError::MaskTimeout)),
         }
     }
 }
@@ -151,8 +151,8 @@ impl Constraint for GrammarConstraint {
 impl From<JobFailure> for ConstraintError {
     fn from(failure: JobFailure) -> Self {
         match failure {
-            JobFailure::Panicked => ConstraintError::Broken,
-            JobFailure::Overdue => ConstraintError::Late,
+            JobFailure::Panicked => ConstraintError::Internal,
+            JobFailure::Overdue => ConstraintError::MaskTimeout,
         }
     }
 }
@@ -205,16 +205,16 @@ mod tests {
         let (masks, yes) = (masks(&handle), YesGrammar::new());
         let mut constraint = yes.constraint(&masks);
         for &token in &yes.tokens {
-            let Ok(Allowed::Tokens(mask)) = constraint.allowed() else {
+            let Ok(TokenMask::Allowed(mask)) = constraint.token_mask() else {
                 panic!("the grammar allows no token")
             };
             assert_ne!(mask[token as usize / 32] & 1 << (token % 32), 0);
             constraint.accept(token);
             assert!(constraint.current.is_none(), "the job owns the matcher");
-            assert_eq!(constraint.allowed(), Ok(Allowed::Later));
+            assert_eq!(constraint.token_mask(), Ok(TokenMask::Pending));
             run_next_job(&masks.pool);
         }
-        assert_eq!(constraint.allowed(), Ok(Allowed::Nothing));
+        assert_eq!(constraint.token_mask(), Ok(TokenMask::Complete));
     }
 
     #[test]
@@ -226,7 +226,7 @@ mod tests {
         assert!(!take_wake(&engine_loop));
         run_next_job(&masks.pool);
         assert!(take_wake(&engine_loop));
-        assert!(matches!(constraint.allowed(), Ok(Allowed::Tokens(_) | Allowed::Nothing)));
+        assert!(matches!(constraint.token_mask(), Ok(TokenMask::Allowed(_) | TokenMask::Complete)));
     }
 
     #[test]
@@ -246,23 +246,24 @@ mod tests {
             "the test, one constraint and its job hold the source"
         );
         run_next_job(&masks.pool);
-        assert!(matches!(stays.allowed(), Ok(Allowed::Tokens(_) | Allowed::Nothing)));
+        assert!(matches!(stays.token_mask(), Ok(TokenMask::Allowed(_) | TokenMask::Complete)));
     }
 
     #[test]
     fn a_mask_job_that_fails_ends_its_request_and_puts_its_grammar_on_the_denylist() {
         let yes = YesGrammar::new();
-        for (failure, error) in
-            [(JobFailure::Panicked, ConstraintError::Broken), (JobFailure::Overdue, ConstraintError::Late)]
-        {
+        for (failure, error) in [
+            (JobFailure::Panicked, ConstraintError::Internal),
+            (JobFailure::Overdue, ConstraintError::MaskTimeout),
+        ] {
             let (handle, engine_loop) = idle_engine_loop();
             let masks = masks(&handle);
             let mut constraint = yes.constraint(&masks);
             constraint.accept(yes.tokens[0]);
             fail_next_job(&masks.pool, failure);
             assert!(take_wake(&engine_loop));
-            assert_eq!(constraint.allowed(), Err(error));
-            assert_eq!(constraint.allowed(), Err(error), "the error is permanent");
+            assert_eq!(constraint.token_mask(), Err(error));
+            assert_eq!(constraint.token_mask(), Err(error), "the error is permanent");
             assert_eq!(masks.denylist.find(&yes.source, Instant::now()), Some(failure));
         }
     }

@@ -6,8 +6,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use engine::EngineStats;
-use engine::kv::events::NOTHING_KNOWN;
-use engine::schedule::admission::Bounds;
+use engine::kv::events::FULL_SNAPSHOT;
+use engine::schedule::admission::QueueLimits;
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
 use proto::worker::v1::{self as wire, metadata_frame};
@@ -124,7 +124,7 @@ impl Worker for WorkerService {
         let wire = wire.into_inner();
         check_fingerprint(&wire.fingerprint, info)?;
         let log = handle.kv_log();
-        let from = if wire.log_id == log { wire.from_event } else { NOTHING_KNOWN };
+        let from = if wire.log_id == log { wire.from_event } else { FULL_SNAPSHOT };
         let subscriber = handle.subscribe_kv_events(from)?;
         let updates = stream::try_unfold(subscriber, async |mut subscriber| {
             let update = subscriber.next().await?;
@@ -186,7 +186,7 @@ impl WorkerService {
     }
 
     fn description(&self, info: &AttachedModelInfo, stats: EngineStats) -> wire::WorkerDescription {
-        let bounds = Bounds::of_queue(self.config.queue_max);
+        let bounds = QueueLimits::for_queue(self.config.queue_max);
         wire::WorkerDescription {
             worker: self.config.name.clone(),
             pid: std::process::id(),
@@ -198,8 +198,8 @@ impl WorkerService {
             context_tokens: u32::try_from(info.context_tokens).unwrap_or(u32::MAX),
             vocabulary: info.vocab_size as u32,
             running_max: self.config.running_max as u32,
-            queue_max: bounds.places(0) as u32,
-            batch_queue_max: bounds.places(1) as u32,
+            queue_max: bounds.capacity_for(0) as u32,
+            batch_queue_max: bounds.capacity_for(1) as u32,
             tenant_queue_max: bounds.tenant_queue_max as u32,
             weight_bytes: info.weight_bytes,
             gguf_bytes: info.gguf.len() as u64,

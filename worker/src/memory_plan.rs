@@ -1,7 +1,7 @@
 //! The memory that a worker will take of its device beside the weights, computed before the worker
 //! starts. `ballast plan` shows the plan, and the weight-server's ledger reserves it.
 
-use engine::ConfigError;
+use engine::EngineConfigError;
 use models::ModelDescription;
 use quant::DType;
 
@@ -29,7 +29,7 @@ impl MemoryPlan {
         config: &WorkerConfig,
         model: &ModelDescription,
         dtypes: &[DType],
-    ) -> Result<Self, ConfigError> {
+    ) -> Result<Self, EngineConfigError> {
         let engine = config.engine_config();
         config.kv_type.check(model.layers)?;
         let layout = engine.kv_layout(model.kv_layers(&config.kv_type))?;

@@ -14,7 +14,7 @@
 
 use std::time::Duration;
 
-use engine::{ConstraintError, DRAFT_DEPTH_MAX, Output, SampleError};
+use engine::{ConstraintError, DRAFT_DEPTH_MAX, EngineOutput, SampleError};
 use tokio::sync::mpsc;
 
 /// How long a paused request may keep its KV blocks from other requests.
@@ -63,7 +63,7 @@ pub(crate) enum StreamAbort {
     Grammar(ConstraintError),
 }
 
-pub(crate) type StreamItem = Result<Output, StreamAbort>;
+pub(crate) type StreamItem = Result<EngineOutput, StreamAbort>;
 
 /// The engine's end of the channel.
 pub(crate) struct TokenChannel {
@@ -100,7 +100,7 @@ impl TokenChannel {
         self.sender.is_closed()
     }
 
-    pub(crate) fn send(&mut self, output: Output) -> Result<(), ChannelFull> {
+    pub(crate) fn send(&mut self, output: EngineOutput) -> Result<(), ChannelFull> {
         match self.sender.try_send(Ok(output)) {
             // With a dropped receiver, the next check of `is_closed` cancels the request.
             Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
@@ -147,8 +147,8 @@ mod tests {
 
     const CAPACITY: ChannelCapacity = ChannelCapacity { outputs: 8, per_step: 3 };
 
-    fn output(number: u64) -> Output {
-        Output::Admitted { id: RequestId(number), cached_tokens: 0 }
+    fn output(number: u64) -> EngineOutput {
+        EngineOutput::Admitted { id: RequestId(number), cached_tokens: 0 }
     }
 
     #[test]

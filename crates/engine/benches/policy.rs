@@ -2,15 +2,15 @@
 //! sequences under 200 us, a lookup over 32,768 tokens under 300 us.
 
 use divan::Bencher;
-use engine::sample::draw::Draw;
+use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
 use engine::sample::logprobs::LogProbs;
 use engine::sample::sampler::Sampler;
 use engine::schedule::scheduler::Scheduler;
-use engine::schedule::sequence::{Kind, NewSequence};
-use engine::schedule::sequence_id::Slot;
-use engine::schedule::step_plan::{ChunkOutputs, Limits};
-use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
+use engine::schedule::sequence::{NewSequence, SequenceKind};
+use engine::schedule::sequence_id::SequenceId;
+use engine::schedule::step_plan::{ChunkOutputs, SchedulerLimits};
+use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplerState, SamplingParams};
 use prefix::Scope;
 
 const BLOCK_TOKENS: usize = 16;
@@ -22,30 +22,37 @@ fn main() {
 }
 
 fn scheduler(running_max: usize, blocks: usize) -> Scheduler {
-    let limits = Limits {
+    let limits = SchedulerLimits {
         block_tokens: BLOCK_TOKENS,
         step_tokens: 2 * running_max + 512,
         running_max,
         score_rows_max: 16,
         draft_rows_max: 8,
         prefix_cache: true,
-        forks: true,
+        can_fork: true,
     };
     Scheduler::new(limits, blocks)
 }
 
-fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> Slot {
+fn add(scheduler: &mut Scheduler, tokens: Vec<u32>, tokens_max: usize) -> SequenceId {
     let scope = &Scope::default();
-    scheduler.add(NewSequence { kind: Kind::Generate, priority: 0, tenant: 0, tokens, tokens_max, scope })
+    scheduler.add(NewSequence {
+        kind: SequenceKind::Generate,
+        priority: 0,
+        tenant: 0,
+        tokens,
+        tokens_max,
+        scope,
+    })
 }
 
-fn step(scheduler: &mut Scheduler, slots: &mut Vec<Slot>) {
-    slots.clear();
+fn step(scheduler: &mut Scheduler, sequence_ids: &mut Vec<SequenceId>) {
+    sequence_ids.clear();
     scheduler.schedule(usize::MAX);
-    let last = |chunk: &&engine::schedule::step_plan::Chunk| chunk.outputs == ChunkOutputs::Last;
-    slots.extend(scheduler.plan().chunks.iter().filter(last).map(|chunk| chunk.slot));
+    let last = |chunk: &&engine::schedule::step_plan::ScheduledChunk| chunk.outputs == ChunkOutputs::Last;
+    sequence_ids.extend(scheduler.plan().chunks.iter().filter(last).map(|chunk| chunk.sequence_id));
     scheduler.commit();
-    slots.iter().for_each(|&slot| scheduler.push_token(slot, 7));
+    sequence_ids.iter().for_each(|&sequence_id| scheduler.push_token(sequence_id, 7));
 }
 
 /// All decoding, one block border in 16 steps each, an empty queue. So many steps that most of them are not among the first
@@ -58,23 +65,23 @@ fn decode_step(bencher: Bencher<'_, '_>, running: usize) {
         let tokens = (0..1 + i % 16).map(|p| p + i).collect();
         add(&mut scheduler, tokens, (blocks_each - 1) * BLOCK_TOKENS);
     }
-    let mut slots = Vec::with_capacity(running);
-    while scheduler.waiting() > 0 {
-        step(&mut scheduler, &mut slots);
+    let mut sequence_ids = Vec::with_capacity(running);
+    while scheduler.waiting_count() > 0 {
+        step(&mut scheduler, &mut sequence_ids);
     }
-    bencher.bench_local(|| step(&mut scheduler, &mut slots));
+    bencher.bench_local(|| step(&mut scheduler, &mut sequence_ids));
 }
 
-/// Queue, hash, find and hold a cached prompt of 32,768 tokens, and let it go again.
+/// WaitingQueue, hash, find and hold a cached prompt of 32,768 tokens, and let it go again.
 #[divan::bench]
 fn admit_cached_32k(bencher: Bencher<'_, '_>) {
     let mut scheduler = scheduler(16_384, 4096);
     let tokens: Vec<u32> = (0..32_768).collect();
-    let mut slots = Vec::new();
+    let mut sequence_ids = Vec::new();
     let mut admit = |tokens: Vec<u32>| {
-        let slot = add(&mut scheduler, tokens, 32_800);
-        step(&mut scheduler, &mut slots);
-        scheduler.remove(slot);
+        let sequence_id = add(&mut scheduler, tokens, 32_800);
+        step(&mut scheduler, &mut sequence_ids);
+        scheduler.remove(sequence_id);
     };
     admit(tokens.clone());
     bencher.with_inputs(|| tokens.clone()).bench_local_values(admit);
@@ -84,9 +91,11 @@ fn admit_cached_32k(bencher: Bencher<'_, '_>) {
 #[divan::bench]
 fn lookup_cached_32k(bencher: Bencher<'_, '_>) {
     let mut scheduler = scheduler(16_384, 4096);
-    let slot = add(&mut scheduler, (0..32_768).collect(), 32_800);
+    let sequence_id = add(&mut scheduler, (0..32_768).collect(), 32_800);
     step(&mut scheduler, &mut Vec::new());
-    bencher.bench_local(|| scheduler.sequence(slot).map(|sequence| sequence.hits(scheduler.pool())));
+    bencher.bench_local(|| {
+        scheduler.sequence(sequence_id).map(|sequence| sequence.find_prefix(scheduler.pool()))
+    });
 }
 
 fn logits() -> Vec<f32> {
@@ -129,18 +138,18 @@ fn sample(bencher: Bencher<'_, '_>, chain: &str) {
     let mut position = 0;
     bencher.bench_local(|| {
         position += 1;
-        let draw = Draw { params: &params, choice: 0, position, ruled_out: &[], allowed: None };
+        let draw = SampleContext { params: &params, choice: 0, position, forbidden: &[], allowed: None };
         sampler.sample(&logits, &draw, &mut history)
     });
 }
 
-fn dry() -> Dry {
+fn dry() -> DryParams {
     let breakers = DryBreakers::new((0..8).map(|token| vec![token]));
-    Dry { multiplier: 0.8, base: 1.75, allowed_length: 2, last_n: None, breakers }
+    DryParams { multiplier: 0.8, base: 1.75, allowed_length: 2, last_n: None, breakers }
 }
 
-fn mirostat(version: MirostatVersion) -> Option<Mirostat> {
-    Some(Mirostat { version, tau: 5.0, eta: 0.1 })
+fn mirostat(version: MirostatVersion) -> Option<MirostatParams> {
+    Some(MirostatParams { version, tau: 5.0, eta: 0.1 })
 }
 
 #[divan::bench]

@@ -9,7 +9,7 @@
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
 
-use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams};
+use engine::{Engine, EngineConfig, EngineOutput, KvBudget, Request, RequestId, SamplingParams};
 use kernels::Cpu;
 use models::testing::{ModelFile, demo_models};
 use std::time::{Duration, Instant};
@@ -62,7 +62,7 @@ fn burst(file: &ModelFile, count: usize, (own, output): (usize, usize), share: b
         most = most.max(engine.stats().kv_blocks_used);
     }
     let took = start.elapsed();
-    let tokens = out.iter().filter(|output| matches!(output, Output::Token(_))).count();
+    let tokens = out.iter().filter(|output| matches!(output, EngineOutput::Token(_))).count();
     assert_eq!(tokens, count * output);
     (took, most * engine.stats().kv_block_bytes)
 }

@@ -1,4 +1,4 @@
-//! Bounds of one engine. Nothing is sized from "free memory": the KV budget is explicit.
+//! QueueLimits of one engine. Nothing is sized from "free memory": the KV budget is explicit.
 
 use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use ops::{AttentionSpan, KvLayer, KvLayout, KvTypes, KvTypesError};
@@ -21,7 +21,7 @@ pub struct EngineConfig {
     /// Most rows of a step, over all sequences. Not below `running_max`, so that every decode moves in every step.
     pub step_tokens: usize,
     /// What prompts may add to a step in which sequences decode, as far as earlier steps tell.
-    pub prompt_pause: Duration,
+    pub max_prefill_stall: Duration,
     /// Most sequences that hold KV blocks at once.
     pub running_max: usize,
     /// Most requests of ordinary priority that wait; `admission` says what that means for others.
@@ -41,7 +41,7 @@ pub const RUNNING_MAX: usize = 80;
 /// Requests that wait.
 pub const QUEUE_MAX: usize = 256;
 /// Who reads a stream along hardly notices.
-const PROMPT_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PREFILL_STALL: Duration = Duration::from_millis(100);
 /// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
 const SCORE_LOGITS_BYTES: usize = 8 << 20;
 /// Bytes of the logits that drafts add to a step: 55 drafted tokens with a vocabulary of 150,000.
@@ -52,7 +52,7 @@ const GROUPS_MAX: usize = 256;
 
 /// A configuration that no engine can run with.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ConfigError {
+pub enum EngineConfigError {
     #[error("{field} is 0, it must be at least 1")]
     Zero { field: &'static str },
     #[error("a draft depth of {depth} is asked for, at most {DRAFT_DEPTH_MAX} is possible")]
@@ -90,7 +90,7 @@ impl EngineConfig {
             kv,
             kv_types: KvTypes::default(),
             step_tokens: STEP_TOKENS,
-            prompt_pause: PROMPT_PAUSE,
+            max_prefill_stall: MAX_PREFILL_STALL,
             running_max: RUNNING_MAX,
             queue_max: QUEUE_MAX,
             context_tokens: None,
@@ -100,7 +100,7 @@ impl EngineConfig {
     }
 
     /// The cache that the budget buys, its trash block included. What it takes: `blocks * block_bytes()`.
-    pub fn kv_layout(&self, layers: Vec<KvLayer>) -> Result<KvLayout, ConfigError> {
+    pub fn kv_layout(&self, layers: Vec<KvLayer>) -> Result<KvLayout, EngineConfigError> {
         self.kv_layout_beside(layers, 0)
     }
 
@@ -110,34 +110,34 @@ impl EngineConfig {
         &self,
         layers: Vec<KvLayer>,
         others: usize,
-    ) -> Result<KvLayout, ConfigError> {
+    ) -> Result<KvLayout, EngineConfigError> {
         let mut layout = KvLayout { block_tokens: self.block_tokens, blocks: 0, layers };
         let block_bytes = (layout.block_bytes() + others) as u64;
         let groups = layout.groups().len();
         if groups > GROUPS_MAX {
-            return Err(ConfigError::Groups { groups, max: GROUPS_MAX });
+            return Err(EngineConfigError::Groups { groups, max: GROUPS_MAX });
         }
         if self.block_tokens == 0 {
-            return Err(ConfigError::Zero { field: "block_tokens" });
+            return Err(EngineConfigError::Zero { field: "block_tokens" });
         }
         if block_bytes == 0 {
-            return Err(ConfigError::NoLayers);
+            return Err(EngineConfigError::NoLayers);
         }
         let needed_bytes = 2 * block_bytes;
         let blocks = match self.kv {
-            KvBudget::Tokens(0) => return Err(ConfigError::Zero { field: "kv_tokens" }),
+            KvBudget::Tokens(0) => return Err(EngineConfigError::Zero { field: "kv_tokens" }),
             KvBudget::Tokens(tokens) => {
                 (tokens.div_ceil(self.block_tokens) as u64).saturating_mul(groups as u64).saturating_add(1)
             }
             KvBudget::Bytes(budget_bytes) if budget_bytes < needed_bytes => {
-                return Err(ConfigError::BudgetTooSmall { budget_bytes, needed_bytes });
+                return Err(EngineConfigError::BudgetTooSmall { budget_bytes, needed_bytes });
             }
             KvBudget::Bytes(budget_bytes) => budget_bytes / block_bytes,
         };
         // A KV slot, the index of a token in the cache, is a u32.
         let tokens = blocks.saturating_mul(self.block_tokens as u64);
         if tokens > u64::from(u32::MAX) {
-            return Err(ConfigError::BudgetTooLarge { tokens, max: u64::from(u32::MAX) });
+            return Err(EngineConfigError::BudgetTooLarge { tokens, max: u64::from(u32::MAX) });
         }
         layout.blocks = blocks as usize;
         Ok(layout)
@@ -167,27 +167,27 @@ impl EngineConfig {
         }
     }
 
-    /// Most rows of a step that scoring gets: the longest run of `Output::Logits` or `Scored` from one step.
+    /// Most rows of a step that scoring gets: the longest run of `EngineOutput::Logits` or `Scored` from one step.
     pub fn score_rows_max(&self, vocab_size: usize) -> usize {
         (SCORE_LOGITS_BYTES / (size_of::<f32>() * vocab_size.max(1))).clamp(1, self.step_tokens.max(1))
     }
 
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+    pub(crate) fn check(&self) -> Result<(), EngineConfigError> {
         for (field, value) in [
             ("step_tokens", self.step_tokens),
             ("running_max", self.running_max),
             ("queue_max", self.queue_max),
         ] {
             if value == 0 {
-                return Err(ConfigError::Zero { field });
+                return Err(EngineConfigError::Zero { field });
             }
         }
         if self.draft_depth_max > DRAFT_DEPTH_MAX {
-            return Err(ConfigError::DraftDepth { depth: self.draft_depth_max });
+            return Err(EngineConfigError::DraftDepth { depth: self.draft_depth_max });
         }
         let (step_tokens, running_max) = (self.step_tokens, self.running_max);
         if step_tokens < running_max {
-            return Err(ConfigError::StepBelowRunning { step_tokens, running_max });
+            return Err(EngineConfigError::StepBelowRunning { step_tokens, running_max });
         }
         Ok(())
     }
@@ -195,11 +195,11 @@ impl EngineConfig {
 
 /// Whether a model with layers `drafts` can draft for one with layers `own`. It uses the tables of the first group, and the
 /// blocks there for all of its own layers: nothing in them may be given back while the sequence lives.
-pub fn check_draft(own: &[KvLayer], drafts: &[KvLayer]) -> Result<(), ConfigError> {
+pub fn check_draft(own: &[KvLayer], drafts: &[KvLayer]) -> Result<(), EngineConfigError> {
     let window = |whose, layers: &[KvLayer]| {
         layers.iter().find_map(|layer| match layer.span {
             AttentionSpan::Full => None,
-            AttentionSpan::Window { tokens } => Some(ConfigError::DraftWindow { whose, tokens }),
+            AttentionSpan::Window { tokens } => Some(EngineConfigError::DraftWindow { whose, tokens }),
         })
     };
     let refused = match drafts {

@@ -1,31 +1,31 @@
 //! [`Engine`]: requests in, steps of the model, outputs out.
 
-use crate::config::{ConfigError, EngineConfig, check_draft};
+use crate::config::{EngineConfig, EngineConfigError, check_draft};
 use crate::draft::drafter::Drafter;
 use crate::draft::speculation::{DraftStats, Speculation};
-use crate::error::{StartError, StepError};
-use crate::integrity::Books;
+use crate::error::{EngineStartError, StepError};
+use crate::integrity::RequestRecords;
 use crate::kv::block_key::BlockId;
-use crate::kv::events::Update;
-use crate::kv::group::GroupKind;
+use crate::kv::events::KvEventBatch;
+use crate::kv::group::KvGroupKind;
 use crate::request::input::{Request, RequestId, ScoreRequest};
-use crate::request::output::{FinishReason, Output};
+use crate::request::output::{EngineOutput, FinishReason};
 use crate::request::refusal::{Queued, RefuseReason};
-use crate::request::state::{Drawn, Task, Work};
-use crate::request::validate::Capacity;
+use crate::request::state::{RequestState, RequestWork, SampleOutcome};
+use crate::request::validate::RequestLimits;
 use crate::sample::constraint::Constraint;
-use crate::sample::deferred_logits::LateRows;
-use crate::sample::output_rows::{OutputRows, Row};
+use crate::sample::deferred_logits::DeferredLogits;
+use crate::sample::output_rows::{OutputRows, RowOutput};
 use crate::sample::sampler::Sampler;
-use crate::schedule::admission::{Admission, Bounds};
+use crate::schedule::admission::{AdmissionControl, QueueLimits};
 use crate::schedule::batch::{Batch, OutputRow};
 use crate::schedule::integrity::IntegrityError;
-use crate::schedule::prefill_rate::RowTime;
+use crate::schedule::prefill_rate::PrefillRateEstimator;
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence::{Kind, NewSequence};
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::Limits;
-use crate::stats::{EngineStats, KvUse, StepReport};
+use crate::schedule::sequence::{NewSequence, SequenceKind};
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::SchedulerLimits;
+use crate::stats::{EngineStats, KvCacheUsage, StepReport};
 use models::Model;
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
@@ -41,22 +41,22 @@ pub struct Engine<B: Backend> {
     backend: B,
     kv: B::Kv,
     block_tokens: usize,
-    capacity: Capacity,
-    admission: Admission,
+    capacity: RequestLimits,
+    admission: AdmissionControl,
     scheduler: Scheduler,
     sampler: Sampler,
     /// Set if tokens are drafted.
     drafting: Option<Drafting<B>>,
     batch: Batch,
-    prompt_pause: Duration,
-    row_time: RowTime,
+    max_prefill_stall: Duration,
+    prefill_rate: PrefillRateEstimator,
     /// What the step brought to the host.
     rows: OutputRows,
-    late: LateRows,
+    deferred: DeferredLogits,
     /// By slot of the scheduler.
-    tasks: Vec<Option<Task>>,
-    slots: HashMap<RequestId, Slot>,
-    deadlines: BTreeSet<(Duration, Slot)>,
+    requests: Vec<Option<RequestState>>,
+    sequence_ids: HashMap<RequestId, SequenceId>,
+    deadlines: BTreeSet<(Duration, SequenceId)>,
     draining: bool,
     stats: EngineStats,
 }
@@ -68,17 +68,21 @@ struct Drafting<B: Backend> {
 
 impl<B: Backend> Engine<B> {
     /// `model` was built with at least [`EngineConfig::model_limits`].
-    pub fn new(model: Box<dyn Model<B>>, backend: B, config: &EngineConfig) -> Result<Self, StartError> {
+    pub fn new(
+        model: Box<dyn Model<B>>,
+        backend: B,
+        config: &EngineConfig,
+    ) -> Result<Self, EngineStartError> {
         Self::start(model, None, backend, config)
     }
 
     /// The same engine with tokens drafted by `drafter`, to the depth that the configuration allows.
-    pub fn drafting(
+    pub fn with_drafter(
         model: Box<dyn Model<B>>,
         drafter: Box<dyn Drafter<B>>,
         backend: B,
         config: &EngineConfig,
-    ) -> Result<Self, StartError> {
+    ) -> Result<Self, EngineStartError> {
         let drafter = (config.draft_depth_max > 0).then_some(drafter);
         Self::start(model, drafter, backend, config)
     }
@@ -88,23 +92,23 @@ impl<B: Backend> Engine<B> {
         mut drafter: Option<Box<dyn Drafter<B>>>,
         mut backend: B,
         config: &EngineConfig,
-    ) -> Result<Self, StartError> {
+    ) -> Result<Self, EngineStartError> {
         config.check()?;
         // One budget and one table of blocks for both.
         let own_layers = model.kv_layers(&config.kv_types);
-        config.kv_types.check(own_layers.len()).map_err(ConfigError::from)?;
+        config.kv_types.check(own_layers.len()).map_err(EngineConfigError::from)?;
         let draft_kind = config.kv_types.rest();
         let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(draft_kind));
         let mut drafts = KvLayout { block_tokens: config.block_tokens, blocks: 0, layers: draft_layers };
         let layout = config.kv_layout_beside(own_layers, drafts.block_bytes())?;
         drafts.blocks = layout.blocks;
         check_draft(&layout.layers, &drafts.layers)?;
-        let groups: Vec<GroupKind> = layout.groups().iter().map(|group| group.span.into()).collect();
+        let groups: Vec<KvGroupKind> = layout.groups().iter().map(|group| group.span.into()).collect();
         // A draft's keys and values would have to be copied too.
-        let forks = drafts.layers.is_empty();
+        let can_fork = drafts.layers.is_empty();
         let block_bytes = layout.block_bytes() + drafts.block_bytes();
         let bytes = layout.blocks as u64 * block_bytes as u64;
-        let no_room = |source| StartError::Kv { blocks: layout.blocks, bytes, source };
+        let no_room = |source| EngineStartError::Kv { blocks: layout.blocks, bytes, source };
         let kv = backend.kv(&layout).map_err(no_room)?;
         if let Some(drafter) = &mut drafter {
             drafter.start(&mut backend, &drafts).map_err(no_room)?;
@@ -112,17 +116,17 @@ impl<B: Backend> Engine<B> {
         let usable = layout.blocks - 1;
         let vocab_size = model.vocab_size();
         let context = model.context_length();
-        let limits = Limits {
+        let limits = SchedulerLimits {
             block_tokens: layout.block_tokens,
             step_tokens: config.step_tokens,
             running_max: config.running_max,
             score_rows_max: config.score_rows_max(vocab_size),
             draft_rows_max: config.draft_rows_max(vocab_size),
             prefix_cache: config.prefix_cache,
-            forks,
+            can_fork,
         };
         Ok(Self {
-            capacity: Capacity {
+            capacity: RequestLimits {
                 vocab_size,
                 context_tokens: config.context_tokens.map_or(context, |cut| cut.min(context)),
                 block_tokens: layout.block_tokens,
@@ -142,19 +146,19 @@ impl<B: Backend> Engine<B> {
             backend,
             kv,
             block_tokens: layout.block_tokens,
-            admission: Admission::new(Bounds::of_queue(config.queue_max)),
+            admission: AdmissionControl::new(QueueLimits::for_queue(config.queue_max)),
             sampler: Sampler::default(),
             drafting: drafter.map(|drafter| Drafting {
                 drafter,
                 speculation: Speculation::new(config.draft_depth_max, vocab_size),
             }),
             batch: Batch::default(),
-            prompt_pause: config.prompt_pause,
-            row_time: RowTime::default(),
+            max_prefill_stall: config.max_prefill_stall,
+            prefill_rate: PrefillRateEstimator::default(),
             rows: OutputRows::default(),
-            late: LateRows::default(),
-            tasks: Vec::new(),
-            slots: HashMap::new(),
+            deferred: DeferredLogits::default(),
+            requests: Vec::new(),
+            sequence_ids: HashMap::new(),
             deadlines: BTreeSet::new(),
             draining: false,
         })
@@ -172,14 +176,14 @@ impl<B: Backend> Engine<B> {
         constraint: Option<Box<dyn Constraint>>,
     ) -> Result<Queued, RefuseReason> {
         let checked = self.capacity.check(&request).and_then(|checked| {
-            self.take_place(request.id, request.priority, request.tenant).map(|()| checked)
+            self.check_admission(request.id, request.priority, request.tenant).map(|()| checked)
         });
         let (tokens_max, history) = self.count_refusal(checked)?;
-        let task = Task::generate(&request, history, constraint, tokens_max);
-        Ok(self.queue(
-            task,
+        let request_state = RequestState::generate(&request, history, constraint, tokens_max);
+        Ok(self.enqueue(
+            request_state,
             NewSequence {
-                kind: Kind::Generate,
+                kind: SequenceKind::Generate,
                 priority: request.priority,
                 tenant: request.tenant,
                 tokens: request.prompt,
@@ -194,13 +198,13 @@ impl<B: Backend> Engine<B> {
         let checked = self
             .capacity
             .check_score(&request)
-            .and_then(|()| self.take_place(request.id, request.priority, NO_TENANT));
+            .and_then(|()| self.check_admission(request.id, request.priority, NO_TENANT));
         self.count_refusal(checked)?;
-        let task = Task::score(&request);
-        Ok(self.queue(
-            task,
+        let request_state = RequestState::score(&request);
+        Ok(self.enqueue(
+            request_state,
             NewSequence {
-                kind: Kind::Score,
+                kind: SequenceKind::Score,
                 priority: request.priority,
                 tenant: NO_TENANT,
                 tokens_max: request.tokens.len(),
@@ -211,10 +215,10 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Ends a request; its blocks are free when this returns. `false`: there is none of that id.
-    pub fn cancel(&mut self, id: RequestId, out: &mut Vec<Output>) -> bool {
-        match self.slots.get(&id) {
-            Some(&slot) => {
-                self.finish(slot, FinishReason::Cancelled, out);
+    pub fn cancel(&mut self, id: RequestId, out: &mut Vec<EngineOutput>) -> bool {
+        match self.sequence_ids.get(&id) {
+            Some(&sequence_id) => {
+                self.finish(sequence_id, FinishReason::Cancelled, out);
                 true
             }
             None => false,
@@ -222,9 +226,9 @@ impl<B: Backend> Engine<B> {
     }
 
     /// While held, a request gets no rows beyond those of its admission: its reader is behind. It keeps its blocks.
-    pub fn hold(&mut self, id: RequestId, held: bool) -> bool {
-        let slot = self.slots.get(&id).copied();
-        slot.inspect(|&slot| self.scheduler.hold(slot, held)).is_some()
+    pub fn set_paused(&mut self, id: RequestId, is_paused: bool) -> bool {
+        let sequence_id = self.sequence_ids.get(&id).copied();
+        sequence_id.inspect(|&sequence_id| self.scheduler.set_paused(sequence_id, is_paused)).is_some()
     }
 
     /// From now on requests are refused; those there are run to their end.
@@ -234,7 +238,7 @@ impl<B: Backend> Engine<B> {
 
     /// Requests wait or run. A step may still have no rows, when all of them are held.
     pub fn has_work(&self) -> bool {
-        !self.slots.is_empty()
+        !self.sequence_ids.is_empty()
     }
 
     /// When the next request's time is up: a step is due then even if none has rows.
@@ -243,19 +247,19 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Ends what is overdue at `now`, computes one batch and reports what came of it.
-    pub fn step(&mut self, now: Duration, out: &mut Vec<Output>) -> Result<StepReport, StepError> {
+    pub fn step(&mut self, now: Duration, out: &mut Vec<EngineOutput>) -> Result<StepReport, StepError> {
         let ended_before = self.stats.finished;
-        while let Some(&(deadline, slot)) = self.deadlines.first()
+        while let Some(&(deadline, sequence_id)) = self.deadlines.first()
             && deadline <= now
         {
-            self.finish(slot, FinishReason::Deadline, out);
+            self.finish(sequence_id, FinishReason::Deadline, out);
         }
         let outputs_before = out.len();
-        self.draw_late(out);
-        let drawn_late = tokens(&out[outputs_before..]);
-        self.stats.output_tokens += drawn_late as u64;
-        self.admission.passed(now);
-        let plan = self.scheduler.schedule(self.row_time.beside(self.prompt_pause));
+        self.sample_deferred(out);
+        let sampled_deferred = tokens(&out[outputs_before..]);
+        self.stats.output_tokens += sampled_deferred as u64;
+        self.admission.start_step(now);
+        let plan = self.scheduler.schedule(self.prefill_rate.prefill_row_limit(self.max_prefill_stall));
         let mut report = StepReport {
             rows: plan.rows,
             decode_rows: plan.decode_rows,
@@ -263,23 +267,23 @@ impl<B: Backend> Engine<B> {
             sequences: plan.chunks.len(),
             admitted: plan.admitted.len(),
             preempted: plan.preempted,
-            tokens_sampled: drawn_late,
+            tokens_sampled: sampled_deferred,
             ..StepReport::default()
         };
         self.stats.preemptions += plan.preempted as u64;
-        for &(slot, cached_tokens) in &plan.admitted {
-            if let Some(task) = &mut self.tasks[slot.0 as usize] {
-                task.usage.cached_tokens = cached_tokens;
-                if let Some(tenant) = task.queued_for.take() {
+        for &(sequence_id, cached_tokens) in &plan.admitted {
+            if let Some(request_state) = &mut self.requests[sequence_id.index()] {
+                request_state.usage.cached_tokens = cached_tokens;
+                if let Some(tenant) = request_state.queued_tenant.take() {
                     self.admission.admitted(tenant, now);
                 }
                 self.stats.prompt_tokens_cached += cached_tokens as u64;
-                out.push(Output::Admitted { id: task.id, cached_tokens });
+                out.push(EngineOutput::Admitted { id: request_state.id, cached_tokens });
             }
         }
         if report.rows > 0 {
             self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
-            self.draft().and_then(|()| self.compute()).map_err(|source| self.lose_step(source, out))?;
+            self.draft().and_then(|()| self.compute()).map_err(|source| self.fail_step(source, out))?;
             let plan = self.scheduler.plan();
             (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
             self.scheduler.commit();
@@ -298,7 +302,7 @@ impl<B: Backend> Engine<B> {
     /// is put out.
     pub fn observe(&mut self, report: &StepReport, took: Duration) {
         let others = report.decode_rows + report.draft_rows;
-        self.row_time.observe(others, report.rows - others, took);
+        self.prefill_rate.observe(others, report.rows - others, took);
         // Steps with prompts in them say little about small steps.
         if let Some(drafting) = &mut self.drafting
             && report.rows > 0
@@ -316,36 +320,36 @@ impl<B: Backend> Engine<B> {
     pub fn stats(&self) -> EngineStats {
         let pool = self.scheduler.pool();
         EngineStats {
-            running: self.scheduler.running(),
-            waiting: self.scheduler.waiting(),
-            kv_blocks_used: pool.used(),
-            kv_blocks_free: pool.free(),
-            kv_blocks_cached: pool.cached(),
+            running: self.scheduler.running_count(),
+            waiting: self.scheduler.waiting_count(),
+            kv_blocks_used: pool.used_blocks(),
+            kv_blocks_free: pool.free_blocks(),
+            kv_blocks_cached: pool.cached_blocks(),
             evictions: pool.evictions(),
-            kv_events: pool.next_event(),
-            forks: self.scheduler.forks(),
+            kv_events: pool.next_event_number(),
+            forks: self.scheduler.fork_count(),
             drafts: self.drafting.as_ref().map_or_else(DraftStats::default, |now| now.speculation.stats()),
             ..self.stats
         }
     }
 
     /// What the cache takes and how well it is filled: looks at every running sequence, so not for every step.
-    pub fn kv_use(&self) -> KvUse {
-        let (places, unfilled) = self.scheduler.unfilled();
+    pub fn kv_cache_usage(&self) -> KvCacheUsage {
+        let (token_capacity, unused_tokens) = self.scheduler.token_slots();
         let drafts = self.drafting.as_ref().map_or(0, |now| now.drafter.kv_bytes(&self.backend));
-        KvUse { bytes: self.backend.kv_bytes(&self.kv) + drafts, places, unfilled }
+        KvCacheUsage { bytes: self.backend.kv_bytes(&self.kv) + drafts, token_capacity, unused_tokens }
     }
 
     /// What became findable in the cache, and ceased to be, from event `from` on. Between steps.
-    pub fn kv_events(&self, from: u64) -> Update {
+    pub fn kv_events(&self, from: u64) -> KvEventBatch {
         self.scheduler.pool().events_since(from)
     }
 
     /// Gives back memory behind the last block that is held or can be found, and that of logits. Between steps.
     pub fn release_memory(&mut self) -> Result<(), OpError> {
-        self.rows.release();
-        self.late.release();
-        let blocks = self.scheduler.pool().tail() as usize;
+        self.rows.release_memory();
+        self.deferred.release_memory();
+        let blocks = self.scheduler.pool().in_use_end() as usize;
         if let Some(Drafting { drafter, .. }) = &mut self.drafting {
             drafter.trim(&mut self.backend, blocks)?;
         }
@@ -353,8 +357,8 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Forgets cached prefixes that no request has found since the last call. Between steps.
-    pub fn forget_unused_prefixes(&mut self) {
-        self.scheduler.forget_unused_prefixes();
+    pub fn evict_unused_prefixes(&mut self) {
+        self.scheduler.evict_unused_prefixes();
     }
 
     /// Forgets all cached prefixes. `false`, and nothing is done, while any request holds blocks.
@@ -365,19 +369,19 @@ impl<B: Backend> Engine<B> {
     /// Checks every block against the sequences that hold it, and every list of requests and sequences against the others. For
     /// an idle moment: it looks at the whole pool.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        let Self { tasks, slots, deadlines, admission, scheduler, .. } = self;
+        let Self { requests, sequence_ids, deadlines, admission, scheduler, .. } = self;
         scheduler.check_integrity()?;
-        Books { tasks, slots, deadlines, admission, scheduler }.check()
+        RequestRecords { requests, sequence_ids, deadlines, admission, scheduler }.check()
     }
 
     /// The last of all checks: from here on the request is in the queue.
-    fn take_place(&mut self, id: RequestId, priority: i32, tenant: u64) -> Result<(), RefuseReason> {
+    fn check_admission(&mut self, id: RequestId, priority: i32, tenant: u64) -> Result<(), RefuseReason> {
         if self.draining {
             Err(RefuseReason::Draining)
-        } else if self.slots.contains_key(&id) {
+        } else if self.sequence_ids.contains_key(&id) {
             Err(RefuseReason::DuplicateId(id))
         } else {
-            Ok(self.admission.enter(priority, tenant)?)
+            Ok(self.admission.try_enter(priority, tenant)?)
         }
     }
 
@@ -386,28 +390,30 @@ impl<B: Backend> Engine<B> {
         checked
     }
 
-    fn queue(&mut self, mut task: Task, new: NewSequence<'_>) -> Queued {
-        task.queued_for = Some(new.tenant);
-        let slot = self.scheduler.add(new);
-        self.slots.insert(task.id, slot);
-        if let Some(deadline) = task.deadline {
-            self.deadlines.insert((deadline, slot));
+    fn enqueue(&mut self, mut request_state: RequestState, new: NewSequence<'_>) -> Queued {
+        request_state.queued_tenant = Some(new.tenant);
+        let sequence_id = self.scheduler.add(new);
+        self.sequence_ids.insert(request_state.id, sequence_id);
+        if let Some(deadline) = request_state.deadline {
+            self.deadlines.insert((deadline, sequence_id));
         }
-        if self.tasks.len() <= slot.0 as usize {
-            self.tasks.resize_with(slot.0 as usize + 1, || None);
+        if self.requests.len() <= sequence_id.index() {
+            self.requests.resize_with(sequence_id.index() + 1, || None);
         }
-        self.tasks[slot.0 as usize] = Some(task);
+        self.requests[sequence_id.index()] = Some(request_state);
         if let Some(Drafting { speculation, .. }) = &mut self.drafting {
-            speculation.begin(slot);
+            speculation.begin(sequence_id);
         }
-        Queued { ahead: self.scheduler.ahead(slot) }
+        Queued { ahead: self.scheduler.waiting_ahead(sequence_id) }
     }
 
     /// Extends the plan by guesses at what its sequences go on with.
     fn draft(&mut self) -> Result<(), OpError> {
         let Some(Drafting { drafter, speculation }) = &mut self.drafting else { return Ok(()) };
-        let tasks = &self.tasks;
-        let may = |slot: Slot| tasks[slot.0 as usize].as_ref().is_some_and(Task::may_draft);
+        let requests = &self.requests;
+        let may = |sequence_id: SequenceId| {
+            requests[sequence_id.index()].as_ref().is_some_and(RequestState::may_draft)
+        };
         speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
 
@@ -421,17 +427,17 @@ impl<B: Backend> Engine<B> {
             self.model.copy_blocks(&mut self.backend, &mut self.kv, &copies)?;
         }
         let chunks = self.scheduler.plan().chunks.iter();
-        let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.slot));
+        let sequences = chunks.filter_map(|chunk| self.scheduler.sequence(chunk.sequence_id));
         let count = self.scheduler.plan().chunks.len() * self.capacity.groups.len();
         let mut tables: Vec<&[BlockId]> = Vec::with_capacity(count);
         tables.extend(sequences.flat_map(|sequence| sequence.blocks().tables()));
-        let (wanted, vocab_size) = (self.batch.wanted(), self.capacity.vocab_size);
-        let (tasks, scheduler) = (&self.tasks, &self.scheduler);
+        let (wanted, vocab_size) = (self.batch.output_rows(), self.capacity.vocab_size);
+        let (requests, scheduler) = (&self.requests, &self.scheduler);
         let draw = |row: &OutputRow| {
             // Others may sample from a leader's row in other ways.
-            let leads = scheduler.sequence(row.slot).is_some_and(|sequence| sequence.followers > 0);
-            let task = tasks[row.slot.0 as usize].as_ref().filter(|_| !leads);
-            task.and_then(|task| task.draw(row.position, row.drafted.is_some()))
+            let leads = scheduler.sequence(row.sequence_id).is_some_and(|sequence| sequence.followers > 0);
+            let request_state = requests[row.sequence_id.index()].as_ref().filter(|_| !leads);
+            request_state.and_then(|request_state| request_state.draw(row.position, row.drafted.is_some()))
         };
         let rows = &mut self.rows;
         rows.start(wanted.len());
@@ -443,89 +449,98 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Rows that waited for their constraint and need not any more.
-    fn draw_late(&mut self, out: &mut Vec<Output>) {
+    fn sample_deferred(&mut self, out: &mut Vec<EngineOutput>) {
         let mut index = 0;
         loop {
-            let tasks = &mut self.tasks;
-            let is_late = |slot: Slot| tasks[slot.0 as usize].as_mut().is_some_and(Task::is_late);
-            let Some(row) = self.late.take(&mut index, is_late) else { return };
-            self.report_row_and_end(row.slot, row.position, Row::Logits(&row.logits), out);
-            self.late.give_back(row);
+            let requests = &mut self.requests;
+            let is_mask_pending = |sequence_id: SequenceId| {
+                requests[sequence_id.index()].as_mut().is_some_and(RequestState::is_mask_pending)
+            };
+            let Some(row) = self.deferred.take_ready(&mut index, is_mask_pending) else { return };
+            self.report_row_and_end(row.sequence_id, row.position, RowOutput::Logits(&row.logits), out);
+            self.deferred.recycle(row);
         }
     }
 
     /// Hands every row of logits to its request.
-    fn report_rows(&mut self, out: &mut Vec<Output>) {
+    fn report_rows(&mut self, out: &mut Vec<EngineOutput>) {
         let rows = std::mem::take(&mut self.rows);
-        for index in 0..self.batch.wanted().len() {
-            let wanted = self.batch.wanted()[index];
-            if !self.counts(&wanted) {
+        for index in 0..self.batch.output_rows().len() {
+            let wanted = self.batch.output_rows()[index];
+            if !self.is_valid_row(&wanted) {
                 continue;
             }
             let row = rows.row(index, self.capacity.vocab_size);
-            self.report_row_and_end(wanted.slot, wanted.position, row, out);
+            self.report_row_and_end(wanted.sequence_id, wanted.position, row, out);
             if wanted.drafted.is_none() {
-                let forked = self.scheduler.plan().forked.iter().filter(|fork| fork.leader == wanted.slot);
-                let followers: Vec<Slot> = forked.map(|fork| fork.follower).collect();
-                for slot in followers {
-                    self.report_row_and_end(slot, wanted.position, row, out);
+                let forked =
+                    self.scheduler.plan().forked.iter().filter(|fork| fork.leader == wanted.sequence_id);
+                let followers: Vec<SequenceId> = forked.map(|fork| fork.follower).collect();
+                for sequence_id in followers {
+                    self.report_row_and_end(sequence_id, wanted.position, row, out);
                 }
             }
         }
         self.rows = rows;
         if let Some(Drafting { speculation, .. }) = &mut self.drafting {
-            self.scheduler.settle();
+            self.scheduler.release_rejected_drafts();
             speculation.settle();
         }
     }
 
     /// Whether a row was computed from its sequence's tokens: a drafted one is if the rows before it gave its token.
-    fn counts(&mut self, row: &OutputRow) -> bool {
+    fn is_valid_row(&mut self, row: &OutputRow) -> bool {
         let Some(drafted) = row.drafted else { return true };
-        let right = self.scheduler.accept(row.slot, row.position, drafted);
+        let right = self.scheduler.accept_draft(row.sequence_id, row.position, drafted);
         if right && let Some(Drafting { speculation, .. }) = &mut self.drafting {
-            speculation.accept(row.slot);
+            speculation.accept(row.sequence_id);
         }
         right
     }
 
-    fn report_row_and_end(&mut self, slot: Slot, position: usize, row: Row<'_>, out: &mut Vec<Output>) {
-        if let Some(reason) = self.report_row(slot, position, row, out) {
-            self.finish(slot, reason, out);
+    fn report_row_and_end(
+        &mut self,
+        sequence_id: SequenceId,
+        position: usize,
+        row: RowOutput<'_>,
+        out: &mut Vec<EngineOutput>,
+    ) {
+        if let Some(reason) = self.report_row(sequence_id, position, row, out) {
+            self.finish(sequence_id, reason, out);
         }
     }
 
     fn report_row(
         &mut self,
-        slot: Slot,
+        sequence_id: SequenceId,
         position: usize,
-        row: Row<'_>,
-        out: &mut Vec<Output>,
+        row: RowOutput<'_>,
+        out: &mut Vec<EngineOutput>,
     ) -> Option<FinishReason> {
-        let Task { id, usage, work, .. } = self.tasks[slot.0 as usize].as_mut()?;
+        let RequestState { id, usage, work, .. } = self.requests[sequence_id.index()].as_mut()?;
         match work {
-            Work::Generate(generation) => {
+            RequestWork::Generate(generation) => {
                 match generation.draw(*id, usage, position + 1, row, &mut self.sampler, out) {
-                    Ok(Drawn::Continue(token)) => {
+                    Ok(SampleOutcome::Continue(token)) => {
                         // A preempted one may get its row a second time before it has drawn from the first.
-                        self.late.forget(slot);
-                        self.scheduler.push_token(slot, token);
+                        self.deferred.remove(sequence_id);
+                        self.scheduler.push_token(sequence_id, token);
                         None
                     }
-                    Ok(Drawn::Finished(reason)) => Some(reason),
-                    Ok(Drawn::Later) => {
+                    Ok(SampleOutcome::Finished(reason)) => Some(reason),
+                    Ok(SampleOutcome::Pending) => {
                         // Whole rows come for whoever has a constraint.
-                        let Row::Logits(logits) = row else { return None };
-                        self.stats.late_rows += 1;
-                        self.late.keep(slot, position, logits);
+                        let RowOutput::Logits(logits) = row else { return None };
+                        self.stats.deferred_rows += 1;
+                        self.deferred.insert(sequence_id, position, logits);
                         None
                     }
                     Err(error) => Some(FinishReason::BadLogits(error)),
                 }
             }
-            Work::Score(scoring) => {
-                let Row::Logits(row) = row else { return None };
-                let tokens = self.scheduler.sequence(slot)?.tokens();
+            RequestWork::Score(scoring) => {
+                let RowOutput::Logits(row) = row else { return None };
+                let tokens = self.scheduler.sequence(sequence_id)?.tokens();
                 match scoring.report(*id, tokens, position, row, out) {
                     Ok(()) => (position + 1 == tokens.len()).then_some(FinishReason::Scored),
                     Err(error) => Some(FinishReason::BadLogits(error)),
@@ -534,36 +549,36 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    fn lose_step(&mut self, source: OpError, out: &mut Vec<Output>) -> StepError {
+    fn fail_step(&mut self, source: OpError, out: &mut Vec<EngineOutput>) -> StepError {
         self.scheduler.abandon();
         let plan = self.scheduler.plan();
         let rows = plan.rows;
-        let slots: Vec<Slot> = plan.chunks.iter().map(|chunk| chunk.slot).collect();
-        for &slot in &slots {
-            self.finish(slot, FinishReason::StepFailed, out);
+        let sequence_ids: Vec<SequenceId> = plan.chunks.iter().map(|chunk| chunk.sequence_id).collect();
+        for &sequence_id in &sequence_ids {
+            self.finish(sequence_id, FinishReason::StepFailed, out);
         }
-        StepError { rows, requests: slots.len(), source }
+        StepError { rows, requests: sequence_ids.len(), source }
     }
 
-    fn finish(&mut self, slot: Slot, reason: FinishReason, out: &mut Vec<Output>) {
-        let Some(task) = self.tasks[slot.0 as usize].take() else { return };
-        self.scheduler.remove(slot);
-        self.late.forget(slot);
-        if let Some(tenant) = task.queued_for {
+    fn finish(&mut self, sequence_id: SequenceId, reason: FinishReason, out: &mut Vec<EngineOutput>) {
+        let Some(request_state) = self.requests[sequence_id.index()].take() else { return };
+        self.scheduler.remove(sequence_id);
+        self.deferred.remove(sequence_id);
+        if let Some(tenant) = request_state.queued_tenant {
             self.admission.leave(tenant);
         }
         if let Some(Drafting { drafter, .. }) = &mut self.drafting {
-            drafter.forget(slot);
+            drafter.forget(sequence_id);
         }
-        self.slots.remove(&task.id);
-        if let Some(deadline) = task.deadline {
-            self.deadlines.remove(&(deadline, slot));
+        self.sequence_ids.remove(&request_state.id);
+        if let Some(deadline) = request_state.deadline {
+            self.deadlines.remove(&(deadline, sequence_id));
         }
         self.stats.finished += 1;
-        out.push(Output::Finished { id: task.id, reason, usage: task.usage });
+        out.push(EngineOutput::Finished { id: request_state.id, reason, usage: request_state.usage });
     }
 }
 
-fn tokens(outputs: &[Output]) -> usize {
-    outputs.iter().filter(|output| matches!(output, Output::Token(_))).count()
+fn tokens(outputs: &[EngineOutput]) -> usize {
+    outputs.iter().filter(|output| matches!(output, EngineOutput::Token(_))).count()
 }

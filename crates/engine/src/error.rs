@@ -1,13 +1,13 @@
 //! Why an engine could not start, and why a step failed.
 
-use crate::config::ConfigError;
+use crate::config::EngineConfigError;
 use ops::OpError;
 
 /// Why an engine could not start.
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub enum EngineStartError {
     #[error("engine configuration refused")]
-    Config(#[from] ConfigError),
+    Config(#[from] EngineConfigError),
     #[error("no room for the KV cache of {blocks} blocks, {bytes} bytes")]
     Kv { blocks: usize, bytes: u64, source: OpError },
 }

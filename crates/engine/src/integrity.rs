@@ -1,50 +1,55 @@
 //! What the engine notes about its requests, compared with what the scheduler has of them.
 
 use crate::request::input::RequestId;
-use crate::request::state::Task;
-use crate::schedule::admission::Admission;
+use crate::request::state::RequestState;
+use crate::schedule::admission::AdmissionControl;
 use crate::schedule::integrity::IntegrityError;
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence_id::Slot;
+use crate::schedule::sequence_id::SequenceId;
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
-pub(crate) struct Books<'a> {
-    pub(crate) tasks: &'a [Option<Task>],
-    pub(crate) slots: &'a HashMap<RequestId, Slot>,
-    pub(crate) deadlines: &'a BTreeSet<(Duration, Slot)>,
-    pub(crate) admission: &'a Admission,
+pub(crate) struct RequestRecords<'a> {
+    pub(crate) requests: &'a [Option<RequestState>],
+    pub(crate) sequence_ids: &'a HashMap<RequestId, SequenceId>,
+    pub(crate) deadlines: &'a BTreeSet<(Duration, SequenceId)>,
+    pub(crate) admission: &'a AdmissionControl,
     pub(crate) scheduler: &'a Scheduler,
 }
 
-impl Books<'_> {
+impl RequestRecords<'_> {
     /// Every request has its sequence, its name, its deadline and, until it is admitted, its place in the queue; there are
     /// no others.
     pub(crate) fn check(&self) -> Result<(), IntegrityError> {
         let (mut live, mut with_deadline) = (0, 0);
         let mut queued: HashMap<u64, usize> = HashMap::new();
-        for (index, task) in self.tasks.iter().enumerate() {
-            let slot = Slot(index as u32);
-            let sequence = self.scheduler.sequence(slot);
-            let Some(task) = task else {
-                sequence.map_or(Ok(()), |_| Err(IntegrityError::Task(slot)))?;
+        for (index, request_state) in self.requests.iter().enumerate() {
+            let sequence_id = SequenceId(index as u32);
+            let sequence = self.scheduler.sequence(sequence_id);
+            let Some(request_state) = request_state else {
+                sequence.map_or(Ok(()), |_| Err(IntegrityError::RequestRecord(sequence_id)))?;
                 continue;
             };
-            let is_named = self.slots.get(&task.id) == Some(&slot);
-            if !is_named || sequence.is_none_or(|sequence| sequence.admitted == task.queued_for.is_some()) {
-                return Err(IntegrityError::Task(slot));
+            let is_named = self.sequence_ids.get(&request_state.id) == Some(&sequence_id);
+            if !is_named
+                || sequence
+                    .is_none_or(|sequence| sequence.was_admitted == request_state.queued_tenant.is_some())
+            {
+                return Err(IntegrityError::RequestRecord(sequence_id));
             }
             live += 1;
-            with_deadline +=
-                usize::from(task.deadline.is_some_and(|at| self.deadlines.contains(&(at, slot))));
-            if let Some(tenant) = task.queued_for {
+            with_deadline += usize::from(
+                request_state.deadline.is_some_and(|at| self.deadlines.contains(&(at, sequence_id))),
+            );
+            if let Some(tenant) = request_state.queued_tenant {
                 *queued.entry(tenant).or_default() += 1;
             }
         }
-        if self.slots.len() != live {
-            return Err(IntegrityError::Named { named: self.slots.len(), live });
+        if self.sequence_ids.len() != live {
+            return Err(IntegrityError::Named { named: self.sequence_ids.len(), live });
         }
-        let expected = self.tasks.iter().flatten().filter(|task| task.deadline.is_some()).count();
+        let expected =
+            self.requests.iter().flatten().filter(|request_state| request_state.deadline.is_some()).count();
         if self.deadlines.len() != expected || with_deadline != expected {
             return Err(IntegrityError::Deadlines { listed: self.deadlines.len(), live: expected });
         }
@@ -57,7 +62,7 @@ impl Books<'_> {
         let found = queued.values().sum();
         match self.admission.waiting() {
             counted if counted == found => Ok(()),
-            counted => Err(IntegrityError::Queue { counted, found }),
+            counted => Err(IntegrityError::QueueLength { counted, found }),
         }
     }
 }

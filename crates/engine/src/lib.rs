@@ -25,20 +25,24 @@ pub mod sample;
 pub mod schedule;
 mod stats;
 
-pub use config::{ConfigError, EngineConfig, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS, check_draft};
+pub use config::{
+    EngineConfig, EngineConfigError, KvBudget, QUEUE_MAX, RUNNING_MAX, STEP_TOKENS, check_draft,
+};
 pub use draft::draft_model::DraftModel;
 pub use draft::draft_tokens::DRAFT_DEPTH_MAX;
 pub use draft::drafter::Drafter;
-pub use draft::prompt_lookup::Lookup;
+pub use draft::prompt_lookup::PromptLookup;
 pub use draft::speculation::DraftStats;
 pub use engine::Engine;
-pub use error::{StartError, StepError};
+pub use error::{EngineStartError, StepError};
 pub use request::input::{Request, RequestId, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX};
-pub use request::output::{FinishReason, Output, TokenOutput, Usage};
+pub use request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
 pub use request::refusal::{Queued, RefuseReason};
-pub use sample::constraint::{Allowed, Constraint, ConstraintError};
+pub use sample::constraint::{Constraint, ConstraintError, TokenMask};
 pub use sample::error::SampleError;
-pub use sample::params::{Dry, DryBreakers, Mirostat, MirostatVersion, ParamError, SamplingParams};
+pub use sample::params::{
+    DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplingParamError, SamplingParams,
+};
 pub use sample::sampler_state::SamplerState;
 pub use schedule::integrity::IntegrityError;
-pub use stats::{EngineStats, KvUse, StepReport};
+pub use stats::{EngineStats, KvCacheUsage, StepReport};

@@ -21,13 +21,13 @@ pub struct StepReport {
 
 /// How the cache's memory is used, now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KvUse {
+pub struct KvCacheUsage {
     /// Memory behind the cache.
     pub bytes: u64,
     /// Token places in the tables of running sequences for the first group of layers, a shared block counted for each.
-    pub places: usize,
+    pub token_capacity: usize,
     /// Those of them that hold nothing yet: fragmentation.
-    pub unfilled: usize,
+    pub unused_tokens: usize,
 }
 
 /// Gauges of now and counters since the start.
@@ -61,7 +61,7 @@ pub struct EngineStats {
     /// Requests that went on from another's computed prompt.
     pub forks: u64,
     /// Rows that were there before their constraint could say what is allowed: the request waited, nobody else.
-    pub late_rows: u64,
+    pub deferred_rows: u64,
     pub drafts: DraftStats,
     pub finished: u64,
     pub refused: u64,

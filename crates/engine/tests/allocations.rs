@@ -6,15 +6,17 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use allocation_counter::measure;
-use engine::{Engine, EngineConfig, KvBudget, Lookup, Output, Request, RequestId, SamplingParams};
+use engine::{
+    Engine, EngineConfig, EngineOutput, KvBudget, PromptLookup, Request, RequestId, SamplingParams,
+};
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::time::Duration;
 
 use engine::schedule::scheduler::Scheduler;
-use engine::schedule::sequence::{Kind, NewSequence};
-use engine::schedule::sequence_id::Slot;
-use engine::schedule::step_plan::{ChunkOutputs, Limits};
+use engine::schedule::sequence::{NewSequence, SequenceKind};
+use engine::schedule::sequence_id::SequenceId;
+use engine::schedule::step_plan::{ChunkOutputs, SchedulerLimits};
 use prefix::Scope;
 
 const BLOCK_TOKENS: usize = 16;
@@ -22,8 +24,8 @@ const RUNNING: usize = 512;
 const STEPS: usize = 400;
 
 /// Every sequence gets a token; some have drafts, of which some are right.
-fn step(scheduler: &mut Scheduler, slots: &mut Vec<(Slot, usize)>, number: usize) {
-    slots.clear();
+fn step(scheduler: &mut Scheduler, sequence_ids: &mut Vec<(SequenceId, usize)>, number: usize) {
+    sequence_ids.clear();
     scheduler.schedule(usize::MAX);
     let mut spare = scheduler.spare_blocks();
     for index in 0..scheduler.plan().chunks.len() {
@@ -32,59 +34,66 @@ fn step(scheduler: &mut Scheduler, slots: &mut Vec<(Slot, usize)>, number: usize
             continue;
         }
         let drafts =
-            if (index + number).is_multiple_of(5) { scheduler.extend(index, 3, &mut spare) } else { 0 };
-        slots.push((chunk.slot, drafts));
+            if (index + number).is_multiple_of(5) { scheduler.add_drafts(index, 3, &mut spare) } else { 0 };
+        sequence_ids.push((chunk.sequence_id, drafts));
     }
     scheduler.commit();
-    for &(slot, drafts) in &*slots {
+    for &(sequence_id, drafts) in &*sequence_ids {
         let mut token = number as u32 % 3;
-        scheduler.push_token(slot, token);
+        scheduler.push_token(sequence_id, token);
         for _ in 0..drafts.min(number % 3) {
-            let last = scheduler.sequence(slot).map_or(0, |sequence| sequence.tokens().len() - 1);
-            assert!(scheduler.accept(slot, last, token));
+            let last = scheduler.sequence(sequence_id).map_or(0, |sequence| sequence.tokens().len() - 1);
+            assert!(scheduler.accept_draft(sequence_id, last, token));
             token = number as u32 % 5;
-            scheduler.push_token(slot, token);
+            scheduler.push_token(sequence_id, token);
         }
     }
-    scheduler.settle();
+    scheduler.release_rejected_drafts();
 }
 
 #[test]
 fn a_step_of_decodes_allocates_nothing() {
     let blocks_each = 64;
-    let limits = Limits {
+    let limits = SchedulerLimits {
         block_tokens: BLOCK_TOKENS,
         step_tokens: 4 * RUNNING,
         running_max: RUNNING,
         score_rows_max: 16,
         draft_rows_max: RUNNING,
         prefix_cache: true,
-        forks: true,
+        can_fork: true,
     };
     let mut scheduler = Scheduler::new(limits, RUNNING * blocks_each);
     let tokens_max = blocks_each * BLOCK_TOKENS;
     let add = |scheduler: &mut Scheduler, first: u32, tokens_max: usize| {
         let tokens = (0..1 + first % 40).map(|place| first * 64 + place).collect();
         let scope = &Scope::default();
-        scheduler.add(NewSequence { kind: Kind::Generate, priority: 0, tenant: 0, tokens, tokens_max, scope })
+        scheduler.add(NewSequence {
+            kind: SequenceKind::Generate,
+            priority: 0,
+            tenant: 0,
+            tokens,
+            tokens_max,
+            scope,
+        })
     };
-    let mut slots = Vec::new();
+    let mut sequence_ids = Vec::new();
     // Others before them have filled the cache, so that every block that is taken is one that could be found.
-    let before: Vec<Slot> =
+    let before: Vec<SequenceId> =
         (0..RUNNING as u32).map(|index| add(&mut scheduler, 1_000_000 + index, tokens_max)).collect();
-    (0..700).for_each(|number| step(&mut scheduler, &mut slots, number));
-    before.into_iter().for_each(|slot| scheduler.remove(slot));
+    (0..700).for_each(|number| step(&mut scheduler, &mut sequence_ids, number));
+    before.into_iter().for_each(|sequence_id| scheduler.remove(sequence_id));
     for index in 0..RUNNING as u32 {
         add(&mut scheduler, index, tokens_max);
     }
-    while scheduler.waiting() > 0 {
-        step(&mut scheduler, &mut slots, 1);
+    while scheduler.waiting_count() > 0 {
+        step(&mut scheduler, &mut sequence_ids, 1);
     }
-    (0..10).for_each(|number| step(&mut scheduler, &mut slots, number));
+    (0..10).for_each(|number| step(&mut scheduler, &mut sequence_ids, number));
 
-    let (evicted, cached) = (scheduler.pool().evictions(), scheduler.pool().cached());
-    let counted = measure(|| (0..STEPS).for_each(|number| step(&mut scheduler, &mut slots, number)));
-    assert_eq!(scheduler.running(), RUNNING);
+    let (evicted, cached) = (scheduler.pool().evictions(), scheduler.pool().cached_blocks());
+    let counted = measure(|| (0..STEPS).for_each(|number| step(&mut scheduler, &mut sequence_ids, number)));
+    assert_eq!(scheduler.running_count(), RUNNING);
     assert!(scheduler.pool().evictions() > evicted + 5_000, "blocks were taken from the cache of {cached}");
     assert_eq!(counted.count_total, 0, "allocations in {STEPS} steps of {RUNNING} sequences: {counted:?}");
 }
@@ -144,7 +153,8 @@ fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> 
     let outputs = config.model_limits(VOCAB).outputs_max;
     let logits = backend.tensor(outputs, VOCAB).unwrap();
     let model = Box::new(Still { logits, host: Vec::with_capacity(outputs * VOCAB) });
-    let mut engine = Engine::drafting(model, Box::new(Lookup::default()), backend, &config).unwrap();
+    let mut engine =
+        Engine::with_drafter(model, Box::new(PromptLookup::default()), backend, &config).unwrap();
     for id in 0..running as u64 {
         let prompt =
             (0..20 + id as usize % 9).map(|place| (place + id as usize) as u32 % VOCAB as u32).collect();
@@ -152,7 +162,7 @@ fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> 
         let request = Request { sampling, ..Request::new(RequestId(id), prompt, 1_900) };
         engine.submit(request).unwrap();
     }
-    let mut out: Vec<Output> = Vec::with_capacity(64 * running);
+    let mut out: Vec<EngineOutput> = Vec::with_capacity(64 * running);
     let mut tokens = 0;
     let mut step = || {
         out.clear();

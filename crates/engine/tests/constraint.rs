@@ -7,10 +7,10 @@
 mod fake;
 
 use engine::{
-    Allowed, Constraint, ConstraintError, Engine, EngineConfig, FinishReason, KvBudget, Request,
-    SamplingParams, StopConditions,
+    Constraint, ConstraintError, Engine, EngineConfig, FinishReason, KvBudget, Request, SamplingParams,
+    StopConditions, TokenMask,
 };
-use fake::{Answer, FakeModel, VOCAB, answers, request, run_out};
+use fake::{FakeModel, Generated, VOCAB, answers, request, run_out};
 use ops::{KvType, Reference};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,18 +38,18 @@ fn allows(output: &[u32], token: u32) -> bool {
 }
 
 impl Constraint for Alternating {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
         if self.output.len() == self.fails_at {
             return Err(ConstraintError::DeadEnd);
         }
         if self.output.len() == self.length {
-            return Ok(Allowed::Nothing);
+            return Ok(TokenMask::Complete);
         }
         self.mask = [0; 2];
         for token in (0..VOCAB as u32).filter(|&token| allows(&self.output, token)) {
             self.mask[token as usize / 32] |= 1 << (token % 32);
         }
-        Ok(Allowed::Tokens(&self.mask))
+        Ok(TokenMask::Allowed(&self.mask))
     }
 
     fn accept(&mut self, token: u32) {
@@ -81,7 +81,7 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
     let requests: Vec<Request> =
         (0..24).map(|id| alternating(id, 3 + id as usize % 9, id as u32 % 3 * 4)).collect();
     let length = |request: &Request| 6 + request.id.0 as usize % 20;
-    let alone: Vec<Answer> = requests
+    let alone: Vec<Generated> = requests
         .iter()
         .map(|request| {
             let mut engine = engine(40, 1);
@@ -127,8 +127,8 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
 fn the_end_of_the_grammar_comes_before_min_tokens() {
     struct OnlyEnd;
     impl Constraint for OnlyEnd {
-        fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
-            Ok(Allowed::Tokens(&[0, 1 << (END - 32)]))
+        fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
+            Ok(TokenMask::Allowed(&[0, 1 << (END - 32)]))
         }
         fn accept(&mut self, _: u32) {
             unreachable!("the end is no part of the output");
@@ -174,12 +174,12 @@ impl Tardy {
 }
 
 impl Constraint for Tardy {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
         if self.asked < (self.delay)(self.output) {
             self.asked += 1;
-            return Ok(Allowed::Later);
+            return Ok(TokenMask::Pending);
         }
-        self.constraint.allowed()
+        self.constraint.token_mask()
     }
 
     fn accept(&mut self, token: u32) {
@@ -203,11 +203,11 @@ fn gated(length: usize) -> (Option<Box<dyn Constraint>>, Arc<AtomicBool>) {
 }
 
 impl Constraint for Gated {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
         if self.output >= 4 && !self.open.load(Ordering::Relaxed) {
-            return Ok(Allowed::Later);
+            return Ok(TokenMask::Pending);
         }
-        self.constraint.allowed()
+        self.constraint.token_mask()
     }
 
     fn accept(&mut self, token: u32) {
@@ -216,7 +216,7 @@ impl Constraint for Gated {
     }
 }
 
-fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> Answer {
+fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> Generated {
     let mut engine = engine(40, 1);
     engine.submit_constrained(request.clone(), constraint).unwrap();
     answers(run_out(&mut engine)).remove(&request.id).unwrap()
@@ -238,7 +238,7 @@ fn whoever_has_a_late_constraint_waits_alone_and_draws_the_same() {
     for _ in 0..5 {
         step(&mut engine);
     }
-    assert_eq!(engine.stats().late_rows, 1);
+    assert_eq!(engine.stats().deferred_rows, 1);
     for _ in 0..20 {
         let report = step(&mut engine);
         assert_eq!((report.decode_rows, report.tokens_sampled), (3, 3), "each of the others moves");
@@ -255,7 +255,7 @@ fn whoever_has_a_late_constraint_waits_alone_and_draws_the_same() {
     for request in &others {
         assert_eq!(together[&request.id], fake::oracle(request));
     }
-    assert_eq!((engine.stats().late_rows, engine.stats().kv_blocks_used), (1, 0));
+    assert_eq!((engine.stats().deferred_rows, engine.stats().kv_blocks_used), (1, 0));
 }
 
 /// Late now and then, short of blocks, and with equal prompts that are forked: every token is the same.
@@ -279,7 +279,7 @@ fn late_constraints_change_no_token_under_pressure() {
     }
     crowd.check_integrity().unwrap();
     let stats = crowd.stats();
-    assert!(stats.preemptions > 3 && stats.forks > 0 && stats.late_rows > 100 && waited > 0, "{stats:?}");
+    assert!(stats.preemptions > 3 && stats.forks > 0 && stats.deferred_rows > 100 && waited > 0, "{stats:?}");
     let together = answers(out);
     for request in &requests {
         assert_eq!(together[&request.id], alone(request, Alternating::boxed(length(request), &[])));
@@ -303,7 +303,7 @@ fn a_late_request_ends_by_cancellation_deadline_and_its_constraints_own_bound() 
     for _ in 0..9 {
         step(&mut engine, 1, &mut out);
     }
-    assert_eq!((engine.stats().late_rows, engine.stats().running), (3, 3));
+    assert_eq!((engine.stats().deferred_rows, engine.stats().running), (3, 3));
     assert_eq!(step(&mut engine, 1, &mut out).rows, 0, "there is nothing to compute");
     let used = engine.stats().kv_blocks_used;
     assert!(engine.cancel(engine::RequestId(1), &mut out));
@@ -327,9 +327,9 @@ fn a_late_request_ends_by_cancellation_deadline_and_its_constraints_own_bound() 
     /// Never there, and after 30 looks says so.
     struct Lost(usize);
     impl Constraint for Lost {
-        fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+        fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
             self.0 += 1;
-            if self.0 > 30 { Err(ConstraintError::Late) } else { Ok(Allowed::Later) }
+            if self.0 > 30 { Err(ConstraintError::MaskTimeout) } else { Ok(TokenMask::Pending) }
         }
         fn accept(&mut self, _: u32) {
             unreachable!("nothing is drawn");
@@ -347,6 +347,6 @@ fn a_late_request_ends_by_cancellation_deadline_and_its_constraints_own_bound() 
     };
     assert_eq!(
         (answer.tokens.len(), answer.reason),
-        (0, Some(FinishReason::Constraint(ConstraintError::Late)))
+        (0, Some(FinishReason::Constraint(ConstraintError::MaskTimeout)))
     );
 }

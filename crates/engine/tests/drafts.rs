@@ -9,8 +9,8 @@ mod fake;
 use drafters::{Guess, KINDS, Scripted, drafter};
 use engine::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use engine::{
-    ConfigError, DraftModel, Drafter, Engine, EngineConfig, EngineStats, FinishReason, KvBudget, Output,
-    Request, RequestId, SamplingParams, StartError,
+    DraftModel, Drafter, Engine, EngineConfig, EngineConfigError, EngineOutput, EngineStartError,
+    EngineStats, FinishReason, KvBudget, Request, RequestId, SamplingParams,
 };
 use fake::{FakeModel, answers, oracle, request, run_out};
 use ops::{KvType, Reference};
@@ -29,7 +29,7 @@ fn config() -> EngineConfig {
 }
 
 fn engine(config: &EngineConfig, drafter: Box<dyn Drafter<Reference>>) -> Engine<Reference> {
-    Engine::drafting(Box::new(FakeModel::new(config)), drafter, Reference::new(), config).unwrap()
+    Engine::with_drafter(Box::new(FakeModel::new(config)), drafter, Reference::new(), config).unwrap()
 }
 
 /// Steps that the requests take, and what the engine counted.
@@ -94,8 +94,8 @@ fn blocks_hold_no_more_than_tokens_after_each_step() {
             engine.step(NOW, &mut out).unwrap();
             for output in out.drain(..) {
                 match output {
-                    Output::Token(token) => lengths[token.id.0 as usize] = token.position + 1,
-                    Output::Finished { id, .. } => lengths[id.0 as usize] = 0,
+                    EngineOutput::Token(token) => lengths[token.id.0 as usize] = token.position + 1,
+                    EngineOutput::Finished { id, .. } => lengths[id.0 as usize] = 0,
                     _ => {}
                 }
             }
@@ -121,7 +121,7 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
         let out = run_out(&mut engine);
         let cached = (whole.len() - 1) / 4 * 4;
         assert!(
-            out.contains(&Output::Admitted { id: RequestId(1), cached_tokens: cached }),
+            out.contains(&EngineOutput::Admitted { id: RequestId(1), cached_tokens: cached }),
             "kind {kind}, {cached} expected: {:?}",
             out[0]
         );
@@ -253,5 +253,5 @@ fn preempted_sequences_are_drafted_on() {
 fn a_depth_beyond_what_streams_keep_room_for_is_refused() {
     let config = EngineConfig { draft_depth_max: DRAFT_DEPTH_MAX + 1, ..config() };
     let refused = Engine::new(Box::new(FakeModel::new(&config)), Reference::new(), &config);
-    assert!(matches!(refused, Err(StartError::Config(ConfigError::DraftDepth { depth: 17 }))));
+    assert!(matches!(refused, Err(EngineStartError::Config(EngineConfigError::DraftDepth { depth: 17 }))));
 }

@@ -5,8 +5,9 @@
 mod fake;
 
 use engine::{
-    ConfigError, Engine, EngineConfig, FinishReason, KvBudget, Output, ParamError, RefuseReason, Request,
-    RequestId, SamplingParams, ScoreKind, ScoreRequest, StartError, StopConditions, Usage,
+    Engine, EngineConfig, EngineConfigError, EngineOutput, EngineStartError, FinishReason, KvBudget,
+    RefuseReason, Request, RequestId, SamplingParamError, SamplingParams, ScoreKind, ScoreRequest,
+    StopConditions, TokenUsage,
 };
 use fake::{FakeModel, VOCAB, answers, oracle, request, run_out};
 use ops::{KvType, Reference};
@@ -23,9 +24,9 @@ fn engine(config: &EngineConfig) -> Engine<Reference> {
     Engine::new(Box::new(FakeModel::new(config)), Reference::new(), config).unwrap()
 }
 
-fn finish(outputs: &[Output], id: u64) -> Option<(FinishReason, Usage)> {
+fn finish(outputs: &[EngineOutput], id: u64) -> Option<(FinishReason, TokenUsage)> {
     outputs.iter().find_map(|output| match *output {
-        Output::Finished { id: finished, reason, usage } if finished == RequestId(id) => {
+        EngineOutput::Finished { id: finished, reason, usage } if finished == RequestId(id) => {
             Some((reason, usage))
         }
         _ => None,
@@ -96,26 +97,26 @@ fn impossible_configurations_are_refused() {
         Reference::new(),
         &config,
     ) {
-        Err(StartError::Config(error)) => error,
+        Err(EngineStartError::Config(error)) => error,
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("accepted"),
     };
-    let zero = |field| ConfigError::Zero { field };
+    let zero = |field| EngineConfigError::Zero { field };
     assert_eq!(refused(EngineConfig { running_max: 0, ..config() }), zero("running_max"));
     assert_eq!(refused(EngineConfig { block_tokens: 0, ..config() }), zero("block_tokens"));
     assert_eq!(
         refused(EngineConfig { step_tokens: 63, running_max: 64, ..config() }),
-        ConfigError::StepBelowRunning { step_tokens: 63, running_max: 64 }
+        EngineConfigError::StepBelowRunning { step_tokens: 63, running_max: 64 }
     );
     // One block of 4 tokens is 4 * 2 * 4 * 4 = 128 bytes.
     assert_eq!(
         refused(EngineConfig { kv: KvBudget::Bytes(255), ..config() }),
-        ConfigError::BudgetTooSmall { budget_bytes: 255, needed_bytes: 256 }
+        EngineConfigError::BudgetTooSmall { budget_bytes: 255, needed_bytes: 256 }
     );
     assert_eq!(refused(EngineConfig { kv: KvBudget::Tokens(0), ..config() }), zero("kv_tokens"));
     assert!(matches!(
         refused(EngineConfig { kv: KvBudget::Tokens(usize::MAX), ..config() }),
-        ConfigError::BudgetTooLarge { .. }
+        EngineConfigError::BudgetTooLarge { .. }
     ));
     let exact = EngineConfig { kv: KvBudget::Bytes(256), ..config() };
     assert_eq!(engine(&exact).stats().kv_blocks, 1);
@@ -156,7 +157,7 @@ fn cancellation_frees_blocks_at_once_and_is_the_last_output() {
     assert!(engine.cancel(RequestId(1), &mut out));
     assert_eq!(engine.stats().kv_blocks_used, used / 2);
     assert!(!engine.cancel(RequestId(1), &mut out), "it is gone");
-    let usage = Usage { prompt_tokens: 9, output_tokens: 3, cached_tokens: 0 };
+    let usage = TokenUsage { prompt_tokens: 9, output_tokens: 3, cached_tokens: 0 };
     assert_eq!(finish(&out, 1), Some((FinishReason::Cancelled, usage)));
     engine.check_integrity().unwrap();
     let request = request(2, vec![2; 9], 50);
@@ -179,7 +180,7 @@ fn deadlines_end_running_and_waiting_requests() {
     assert_eq!(engine.step(Duration::from_secs(10), &mut out).unwrap().rows, 0);
     assert_eq!(
         finish(&out, 1).unwrap(),
-        (FinishReason::Deadline, Usage { prompt_tokens: 1, output_tokens: 2, cached_tokens: 0 })
+        (FinishReason::Deadline, TokenUsage { prompt_tokens: 1, output_tokens: 2, cached_tokens: 0 })
     );
     assert_eq!((engine.has_work(), engine.next_deadline(), engine.stats().kv_blocks_used), (false, None, 0));
 }
@@ -195,7 +196,7 @@ fn open_ended_output_stops_at_the_context_or_the_budget() {
     // The last token of 121 needs no room in a cache of 120.
     assert_eq!(
         length(120),
-        (FinishReason::Length, Usage { prompt_tokens: 10, output_tokens: 111, cached_tokens: 0 })
+        (FinishReason::Length, TokenUsage { prompt_tokens: 10, output_tokens: 111, cached_tokens: 0 })
     );
     assert_eq!(length(400).1.output_tokens, 190);
 }
@@ -226,7 +227,7 @@ fn an_equal_prompt_is_found_in_the_cache() {
     run_out(&mut engine);
     engine.submit(request(2, vec![5; 23], 4)).unwrap();
     let out = run_out(&mut engine);
-    assert!(out.contains(&Output::Admitted { id: RequestId(2), cached_tokens: 20 }));
+    assert!(out.contains(&EngineOutput::Admitted { id: RequestId(2), cached_tokens: 20 }));
     assert_eq!(finish(&out, 2).unwrap().1.cached_tokens, 20);
     assert_eq!((engine.stats().prompt_tokens_cached, engine.stats().prompt_tokens_computed), (20, 26));
 }
@@ -250,11 +251,11 @@ fn scoring_reports_every_position_once_despite_preemption() {
         engine.step(NOW, &mut out).unwrap();
     }
     engine.submit(Request { priority: 0, ..request(2, vec![3; 10], 30) }).unwrap();
-    engine.hold(RequestId(1), true);
+    engine.set_paused(RequestId(1), true);
     while engine.stats().preemptions == 0 {
         engine.step(NOW, &mut out).unwrap();
     }
-    engine.hold(RequestId(1), false);
+    engine.set_paused(RequestId(1), false);
     out.extend(run_out(&mut engine));
     engine.submit_score(score(3, ScoreKind::Logits)).unwrap();
     out.extend(run_out(&mut engine));
@@ -262,7 +263,7 @@ fn scoring_reports_every_position_once_despite_preemption() {
     let scored: Vec<_> = out
         .iter()
         .filter_map(|output| match output {
-            Output::Scored { position, token, logprob, top, .. } => {
+            EngineOutput::Scored { position, token, logprob, top, .. } => {
                 Some((*position, *token, *logprob, top.clone()))
             }
             _ => None,
@@ -271,7 +272,7 @@ fn scoring_reports_every_position_once_despite_preemption() {
     let rows: Vec<(usize, Vec<f32>)> = out
         .iter()
         .filter_map(|output| match output {
-            Output::Logits { position, logits, .. } => Some((*position, logits.clone())),
+            EngineOutput::Logits { position, logits, .. } => Some((*position, logits.clone())),
             _ => None,
         })
         .collect();
@@ -309,7 +310,7 @@ fn a_failed_step_ends_its_requests_and_only_those() {
     assert_eq!(finish(&out, 2).unwrap().0, FinishReason::StepFailed);
     // The prompt of the third is that of the first, whose blocks were never filled.
     let rest = run_out(&mut engine);
-    assert!(rest.contains(&Output::Admitted { id: RequestId(3), cached_tokens: 0 }));
+    assert!(rest.contains(&EngineOutput::Admitted { id: RequestId(3), cached_tokens: 0 }));
     assert_eq!(answers(rest)[&RequestId(3)], oracle(&waiting));
 }
 
@@ -317,7 +318,7 @@ fn a_failed_step_ends_its_requests_and_only_those() {
 fn parameters_are_checked_in_the_open_too() {
     assert_eq!(
         SamplingParams { min_p: -1.0, ..SamplingParams::default() }.check(10),
-        Err(ParamError::Range { field: "min_p", value: -1.0, min: 0.0, max: 1.0 })
+        Err(SamplingParamError::Range { field: "min_p", value: -1.0, min: 0.0, max: 1.0 })
     );
 }
 
@@ -331,7 +332,7 @@ fn streams_go_on_while_a_long_prompt_is_computed() {
     let mut step = |engine: &mut Engine<Reference>| {
         let report = engine.step(NOW, &mut out).unwrap();
         engine.observe(&report, Duration::from_millis(10) * report.rows as u32);
-        let got = out.drain(..).filter(|output| matches!(output, Output::Token(_))).count();
+        let got = out.drain(..).filter(|output| matches!(output, EngineOutput::Token(_))).count();
         (report.rows, got)
     };
     let endless = |id, prompt| Request { prompt, ..request(id, vec![1], 60) };

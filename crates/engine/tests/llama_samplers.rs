@@ -1,7 +1,7 @@
 //! The chain against llama.cpp's own samplers: which tokens are left of a row, and how probable each is.
 //!
 //! The fixture was written by `bench/src/bin/sampler_goldens.rs`. A draw is a step function of a number that anyone can
-//! compute ([`Stream`]): each step is tried from both sides, so a token too many or too few or a probability that is off
+//! compute ([`RandomStream`]): each step is tried from both sides, so a token too many or too few or a probability that is off
 //! by more than [`TOLERANCE`] gives another token than expected.
 //!
 //! What differs on purpose is in [`DEVIATIONS`]; of tokens of equal logits, the test says which; XTC always or never acts
@@ -9,11 +9,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sample::draw::Draw;
+use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
-use engine::sample::random::{Purpose, Stream};
+use engine::sample::random::{RandomPurpose, RandomStream};
 use engine::sample::sampler::Sampler;
-use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
+use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplerState, SamplingParams};
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
@@ -30,27 +30,27 @@ const RAREST: f64 = 9e-5;
 const DEVIATIONS: [&str; 3] = ["greedy", "prompt", "ruled-out"];
 
 /// Options of one case, and what is left of the row, for each token that is drawn.
-struct Case {
+struct SamplerCase {
     text: &'static str,
     row: &'static str,
     options: BTreeMap<&'static str, &'static str>,
-    steps: Vec<Step>,
+    steps: Vec<ExpectedSample>,
 }
 
 #[derive(Clone)]
-struct Step {
+struct ExpectedSample {
     /// In order of rising id.
     left: Vec<(u32, f64)>,
     drawn: Option<u32>,
 }
 
-impl Case {
+impl SamplerCase {
     fn parse(line: &'static str) -> Self {
         let mut parts = line.split(" |");
         let text = parts.next().unwrap();
         let (row, options) = text.split_once(' ').unwrap();
         let options = options.split(' ').map(|option| option.split_once('=').unwrap()).collect();
-        Self { text, row, options, steps: parts.map(Step::parse).collect() }
+        Self { text, row, options, steps: parts.map(ExpectedSample::parse).collect() }
     }
 
     fn number<T: FromStr<Err: std::fmt::Debug>>(&self, name: &str, off: T) -> T {
@@ -66,7 +66,7 @@ impl Case {
     }
 
     fn params(&self) -> SamplingParams {
-        let mirostat = self.options.get("mirostat").map(|&version| Mirostat {
+        let mirostat = self.options.get("mirostat").map(|&version| MirostatParams {
             version: if version == "1" { MirostatVersion::One } else { MirostatVersion::Two },
             tau: self.number("tau", 5.0),
             eta: self.number("eta", 0.1),
@@ -74,7 +74,7 @@ impl Case {
         let breakers = self
             .list("breakers")
             .map(|tokens| tokens.split('.').map(|token| token.parse().unwrap()).collect());
-        let dry = self.options.get("dry").map(|multiplier| Dry {
+        let dry = self.options.get("dry").map(|multiplier| DryParams {
             multiplier: multiplier.parse().unwrap(),
             base: self.number("base", 1.75),
             allowed_length: self.number("allowed", 2),
@@ -128,7 +128,7 @@ impl Case {
     }
 }
 
-impl Step {
+impl ExpectedSample {
     fn parse(text: &str) -> Self {
         let token = |text: &str| {
             let (id, probability) = text.trim_start_matches('*').split_once(':').unwrap();
@@ -163,8 +163,8 @@ struct Probe(Vec<(f64, usize)>);
 
 impl Probe {
     fn new() -> Self {
-        let stream = Stream { seed: SEED, choice: 0 };
-        let uniform = |position| (stream.uniform(position as u64, Purpose::Token), position);
+        let stream = RandomStream { seed: SEED, choice: 0 };
+        let uniform = |position| (stream.uniform(position as u64, RandomPurpose::Token), position);
         let mut numbers: Vec<(f64, usize)> = (0..POSITIONS).map(uniform).collect();
         numbers.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
         Self(numbers)
@@ -208,11 +208,11 @@ impl Probe {
 }
 
 fn sample(logits: &[f32], params: &SamplingParams, position: usize, history: &mut History) -> u32 {
-    let draw = Draw { params, choice: 0, position, ruled_out: &[], allowed: None };
+    let draw = SampleContext { params, choice: 0, position, forbidden: &[], allowed: None };
     Sampler::default().sample(logits, &draw, history).unwrap()
 }
 
-fn fixture() -> (BTreeMap<&'static str, Vec<f32>>, Vec<Case>) {
+fn fixture() -> (BTreeMap<&'static str, Vec<f32>>, Vec<SamplerCase>) {
     let (mut rows, mut cases) = (BTreeMap::new(), Vec::new());
     for line in FIXTURE.lines().filter(|line| !line.starts_with('#')) {
         match line.strip_prefix("row ") {
@@ -220,7 +220,7 @@ fn fixture() -> (BTreeMap<&'static str, Vec<f32>>, Vec<Case>) {
                 let (name, logits) = row.split_once(' ').unwrap();
                 rows.insert(name, logits.split(' ').map(|logit| logit.parse().unwrap()).collect());
             }
-            None => cases.push(Case::parse(line)),
+            None => cases.push(SamplerCase::parse(line)),
         }
     }
     (rows, cases)
@@ -230,8 +230,9 @@ fn fixture() -> (BTreeMap<&'static str, Vec<f32>>, Vec<Case>) {
 fn what_is_left_of_a_row_is_what_llama_cpp_leaves() {
     let (rows, cases) = fixture();
     let probe = Probe::new();
-    let same = |case: &&Case| !case.options.contains_key("deviation");
-    let differs = |case: &Case| Some(format!("{}: {}", case.text, case.difference(&rows[case.row], &probe)?));
+    let same = |case: &&SamplerCase| !case.options.contains_key("deviation");
+    let differs =
+        |case: &SamplerCase| Some(format!("{}: {}", case.text, case.difference(&rows[case.row], &probe)?));
     let differing: Vec<String> = cases.iter().filter(same).filter_map(differs).collect();
     assert!(differing.is_empty(), "{}", differing.join("\n"));
     assert!(cases.iter().filter(same).count() > 200);
@@ -257,11 +258,15 @@ fn the_comparison_sees_one_token_more_or_less_and_a_hundredth_of_a_percent() {
     let (rows, cases) = fixture();
     let probe = Probe::new();
     let case = cases.iter().find(|case| case.text == "random top_p=0.5").unwrap();
-    let [Step { left, .. }] = &case.steps[..] else { panic!("{}", case.text) };
+    let [ExpectedSample { left, .. }] = &case.steps[..] else { panic!("{}", case.text) };
     let wrong = |left: Vec<(u32, f64)>| {
         let total: f64 = left.iter().map(|(_, probability)| probability).sum();
         let left = left.into_iter().map(|(id, probability)| (id, probability / total)).collect();
-        let case = Case { options: case.options.clone(), steps: vec![Step { left, drawn: None }], ..*case };
+        let case = SamplerCase {
+            options: case.options.clone(),
+            steps: vec![ExpectedSample { left, drawn: None }],
+            ..*case
+        };
         case.difference(&rows[case.row], &probe).is_some()
     };
     assert!(!wrong(left.clone()));

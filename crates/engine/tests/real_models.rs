@@ -8,10 +8,10 @@ mod fake;
 
 use bytes::Bytes;
 use engine::{
-    DRAFT_DEPTH_MAX, DraftModel, Drafter, Engine, EngineConfig, EngineStats, KvBudget, Lookup, Request,
+    DRAFT_DEPTH_MAX, DraftModel, Drafter, Engine, EngineConfig, EngineStats, KvBudget, PromptLookup, Request,
     RequestId, SamplingParams,
 };
-use fake::{Answer, answers, request, run_out};
+use fake::{Generated, answers, request, run_out};
 use kernels::{Cpu, Isa};
 use models::testing::{ModelFile, Transcript, demo_models, tree_data};
 use ops::{AttentionSpan, Backend, KvType, Reference};
@@ -46,13 +46,13 @@ where
     let model = build(file, &mut backend);
     let drafter: Box<dyn Drafter<B>> = match draft {
         Some(draft) => Box::new(DraftModel::new(build(draft, &mut backend), config.step_tokens, 0.1)),
-        None => Box::new(Lookup::default()),
+        None => Box::new(PromptLookup::default()),
     };
-    Engine::drafting(model, drafter, backend, config).unwrap()
+    Engine::with_drafter(model, drafter, backend, config).unwrap()
 }
 
 /// One request at a time, nothing shared, each prompt in one step.
-fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<RequestId, Answer> {
+fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<RequestId, Generated> {
     let mut outputs = Vec::new();
     for request in requests {
         engine.submit(request.clone()).unwrap();
@@ -67,7 +67,7 @@ fn together<B: Backend>(
     requests: &[Request],
     shuffle: u64,
     per_step: usize,
-) -> HashMap<RequestId, Answer> {
+) -> HashMap<RequestId, Generated> {
     let mut order: Vec<&Request> = requests.iter().collect();
     order.sort_by_key(|request| {
         (request.id.0 / 2 + 1).wrapping_mul(shuffle | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 7
@@ -128,7 +128,7 @@ fn variants(pressure_tokens: usize) -> Vec<EngineConfig> {
 fn check_variants<B>(
     file: &ModelFile,
     requests: &[Request],
-    expected: &HashMap<RequestId, Answer>,
+    expected: &HashMap<RequestId, Generated>,
     pressure_tokens: usize,
     make: impl Fn() -> B,
 ) where
@@ -233,14 +233,14 @@ fn memory_of_a_burst_comes_back_though_requests_go_on_coming() {
     let burst = requests(&prompts, prompts.len(), 4);
     together(&mut engine, &burst, 3, burst.len());
     engine.release_memory().unwrap();
-    let after_burst = engine.kv_use().bytes;
+    let after_burst = engine.kv_cache_usage().bytes;
     // One of them is asked again and again, as a probe is.
     let mut bytes = Vec::new();
     for _ in 0..4 {
         alone(&mut engine, &burst[11..]);
-        engine.forget_unused_prefixes();
+        engine.evict_unused_prefixes();
         engine.release_memory().unwrap();
-        bytes.push(engine.kv_use().bytes);
+        bytes.push(engine.kv_cache_usage().bytes);
     }
     let one = after_burst / 12;
     assert!(bytes[3] <= 4 * one, "of {after_burst} bytes {bytes:?} stay for one prompt");
@@ -259,19 +259,19 @@ fn what_an_idle_engine_gives_back_is_computed_again() {
     let expected = alone(&mut engine(&file, Cpu::new(1).unwrap(), &one_by_one()), &requests);
     let config = EngineConfig { prefix_cache: true, ..one_by_one() };
     let mut engine = engine(&file, Cpu::new(1).unwrap(), &config);
-    assert_eq!(engine.kv_use().bytes, 0);
+    assert_eq!(engine.kv_cache_usage().bytes, 0);
     assert_eq!(together(&mut engine, &requests, 5, 3), expected);
     let block_bytes = engine.stats().kv_block_bytes as u64;
-    let used = engine.kv_use().bytes;
+    let used = engine.kv_cache_usage().bytes;
     engine.release_memory().unwrap();
-    let kept = engine.kv_use().bytes;
+    let kept = engine.kv_cache_usage().bytes;
     let cached = engine.stats().kv_blocks_cached as u64 * block_bytes;
     assert!((cached..used).contains(&kept), "{kept} of {used} bytes are kept for {cached} that can be found");
     assert_eq!(together(&mut engine, &requests, 9, 3), expected);
     assert!(engine.stats().prompt_tokens_cached > 0);
     assert!(engine.reset_prefix_cache());
     engine.release_memory().unwrap();
-    assert_eq!((engine.kv_use().bytes, engine.stats().kv_blocks_cached), (0, 0));
+    assert_eq!((engine.kv_cache_usage().bytes, engine.stats().kv_blocks_cached), (0, 0));
     engine.check_integrity().unwrap();
     assert_eq!(together(&mut engine, &requests, 13, 3), expected);
 }
@@ -312,7 +312,7 @@ fn greedy_output_is_the_recorded_one_up_to_the_first_close_call() {
     assert!(compared > 10 * transcripts.len());
 }
 
-/// Output with drafts is that without, alone and in company; returns the figures of the run alone.
+/// EngineOutput with drafts is that without, alone and in company; returns the figures of the run alone.
 fn check_drafts(
     (file, draft): (&ModelFile, Option<&ModelFile>),
     requests: &[Request],

@@ -9,13 +9,13 @@ mod drafters;
 mod fake;
 
 use drafters::{KINDS, drafter};
-use engine::kv::block_key::Name;
-use engine::kv::events::{Event, NOTHING_KNOWN};
+use engine::kv::block_key::BlockKey;
+use engine::kv::events::{FULL_SNAPSHOT, KvCacheEvent};
 use engine::{
-    Engine, EngineConfig, FinishReason, KvBudget, Output, RefuseReason, Request, RequestId, SamplingParams,
-    ScoreKind, ScoreRequest,
+    Engine, EngineConfig, EngineOutput, FinishReason, KvBudget, RefuseReason, Request, RequestId,
+    SamplingParams, ScoreKind, ScoreRequest,
 };
-use fake::{Answer, FakeModel, VOCAB, id_of, oracle, request};
+use fake::{FakeModel, Generated, VOCAB, id_of, oracle, request};
 use ops::{KvType, Reference};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -26,9 +26,9 @@ const SEEDS: u64 = 60;
 const STEPS: usize = 250;
 const LIVE_MAX: usize = 14;
 
-struct Random(u64);
+struct RequestRng(u64);
 
-impl Random {
+impl RequestRng {
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
         (self.0 >> 33) as usize % end
@@ -39,11 +39,11 @@ impl Random {
     }
 }
 
-struct Live {
+struct ActiveRequest {
     /// What is generated, or a count of tokens to be scored.
     wanted: Result<Request, usize>,
     deadline: Option<Duration>,
-    answer: Answer,
+    answer: Generated,
     scored: usize,
 }
 
@@ -56,24 +56,24 @@ struct Ends {
     refused: usize,
 }
 
-struct Service {
-    random: Random,
+struct EngineHarness {
+    random: RequestRng,
     engine: Engine<Reference>,
     fail_after: Arc<AtomicUsize>,
     /// What may be asked for: drafters know the answers.
     requests: Vec<Request>,
-    live: BTreeMap<RequestId, Live>,
+    live: BTreeMap<RequestId, ActiveRequest>,
     now: Duration,
-    out: Vec<Output>,
+    out: Vec<EngineOutput>,
     ends: Ends,
     /// Blocks that events have told of, and the number of the next one.
-    cached: HashSet<Name>,
+    cached: HashSet<BlockKey>,
     next_event: u64,
 }
 
-impl Service {
+impl EngineHarness {
     fn new(seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = RequestRng(seed);
         let running_max = 1 + random.below(6);
         let config = EngineConfig {
             block_tokens: 1 + random.below(6),
@@ -89,9 +89,9 @@ impl Service {
         let model = FakeModel::new(&config);
         let fail_after = model.fail_after();
         let drafter = drafter(random.below(KINDS), &config, &requests);
-        let engine = Engine::drafting(Box::new(model), drafter, Reference::new(), &config).unwrap();
+        let engine = Engine::with_drafter(Box::new(model), drafter, Reference::new(), &config).unwrap();
         let (live, now, out) = (BTreeMap::new(), Duration::ZERO, Vec::new());
-        let (ends, cached, next_event) = (Ends::default(), HashSet::new(), NOTHING_KNOWN);
+        let (ends, cached, next_event) = (Ends::default(), HashSet::new(), FULL_SNAPSHOT);
         Self { random, engine, fail_after, requests, live, now, out, ends, cached, next_event }
     }
 
@@ -100,7 +100,7 @@ impl Service {
             self.happen();
             self.step();
         }
-        self.live.keys().for_each(|&id| assert!(self.engine.hold(id, false)));
+        self.live.keys().for_each(|&id| assert!(self.engine.set_paused(id, false)));
         while self.engine.has_work() {
             self.step();
         }
@@ -124,7 +124,7 @@ impl Service {
                 assert_eq!(id_of(&cancelled), id);
                 self.end(cancelled, false);
             }
-            1..4 => assert!(self.engine.hold(id, self.random.one_in(2))),
+            1..4 => assert!(self.engine.set_paused(id, self.random.one_in(2))),
             4 => self.fail_after.store(0, Ordering::Relaxed),
             _ => {}
         }
@@ -146,7 +146,7 @@ impl Service {
         };
         match queued {
             Ok(_) => {
-                let live = Live { wanted, deadline, answer: Answer::new(), scored: 0 };
+                let live = ActiveRequest { wanted, deadline, answer: Generated::new(), scored: 0 };
                 assert!(self.live.insert(id, live).is_none());
                 let again = self.engine.submit(request(id.0, vec![1], 1));
                 assert_eq!(again.unwrap_err(), RefuseReason::DuplicateId(id));
@@ -170,8 +170,8 @@ impl Service {
         }
         for output in std::mem::take(&mut self.out) {
             match output {
-                Output::Finished { .. } => self.end(output, failed),
-                Output::Logits { id, position, .. } => {
+                EngineOutput::Finished { .. } => self.end(output, failed),
+                EngineOutput::Logits { id, position, .. } => {
                     let live = self.live.get_mut(&id).unwrap();
                     assert_eq!(position, live.scored);
                     live.scored += 1;
@@ -191,14 +191,14 @@ impl Service {
         self.next_event = update.next;
         assert_eq!(self.next_event, self.engine.stats().kv_events);
         let mut cached = HashSet::new();
-        apply(self.engine.kv_events(NOTHING_KNOWN).events, &mut cached);
+        apply(self.engine.kv_events(FULL_SNAPSHOT).events, &mut cached);
         assert_eq!(self.cached, cached);
     }
 
     /// The last output of a request: all that it was promised, or the first part of it and a reason.
-    fn end(&mut self, output: Output, failed: bool) {
-        let Output::Finished { id, reason, .. } = output else { return };
-        let Live { wanted, deadline, answer, scored } = self.live.remove(&id).unwrap();
+    fn end(&mut self, output: EngineOutput, failed: bool) {
+        let EngineOutput::Finished { id, reason, .. } = output else { return };
+        let ActiveRequest { wanted, deadline, answer, scored } = self.live.remove(&id).unwrap();
         match reason {
             FinishReason::Cancelled => self.ends.cancelled += 1,
             FinishReason::StepFailed => {
@@ -226,18 +226,18 @@ impl Service {
     }
 }
 
-fn apply(events: Vec<Event>, cached: &mut HashSet<Name>) {
+fn apply(events: Vec<KvCacheEvent>, cached: &mut HashSet<BlockKey>) {
     for event in events {
         match event {
-            Event::Stored(name) => assert!(cached.insert(name), "stored twice"),
-            Event::Removed(name) => assert!(cached.remove(&name), "removed, but never stored"),
-            Event::Cleared => cached.clear(),
+            KvCacheEvent::BlockStored(name) => assert!(cached.insert(name), "stored twice"),
+            KvCacheEvent::BlockRemoved(name) => assert!(cached.remove(&name), "removed, but never stored"),
+            KvCacheEvent::AllBlocksCleared => cached.clear(),
         }
     }
 }
 
 /// Heads of two common texts with a tail of their own.
-fn some_request(random: &mut Random, id: u64) -> Request {
+fn some_request(random: &mut RequestRng, id: u64) -> Request {
     let (text, common) = (random.below(2), random.below(25));
     let mut prompt: Vec<u32> = (0..common).map(|place| ((place * 7 + text) % VOCAB) as u32).collect();
     prompt.extend((0..1 + random.below(6)).map(|_| random.below(VOCAB) as u32));
@@ -259,7 +259,7 @@ fn every_request_ends_once_and_as_promised() {
     let mut total = Ends::default();
     for seed in 0..SEEDS {
         // A failure names its seed.
-        let ends = std::panic::catch_unwind(|| Service::new(seed).run());
+        let ends = std::panic::catch_unwind(|| EngineHarness::new(seed).run());
         let ends = ends.unwrap_or_else(|_| panic!("seed {seed}"));
         total.whole += ends.whole;
         total.cancelled += ends.cancelled;

@@ -9,10 +9,10 @@ mod fake;
 
 use drafters::{KINDS, drafter};
 use engine::{
-    DRAFT_DEPTH_MAX, Dry, DryBreakers, Engine, EngineConfig, KvBudget, Mirostat, MirostatVersion, Output,
-    Request, SamplingParams, StopConditions,
+    DRAFT_DEPTH_MAX, DryBreakers, DryParams, Engine, EngineConfig, EngineOutput, KvBudget, MirostatParams,
+    MirostatVersion, Request, SamplingParams, StopConditions,
 };
-use fake::{Answer, FakeModel, VOCAB, answers, id_of, oracle, request, run_out};
+use fake::{FakeModel, Generated, VOCAB, answers, id_of, oracle, request, run_out};
 use ops::{KvType, Reference};
 use proptest::prelude::*;
 use std::collections::{HashMap, VecDeque};
@@ -39,7 +39,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 /// What remembers earlier draws or needs more than one random number.
 fn more_params() -> impl Strategy<Value = SamplingParams> {
     let dry = (0.1..2.0_f32, 1.0..2.0_f32, 1..4_u32, prop::option::of(0..40_u32), 0..VOCAB as u32).prop_map(
-        |(multiplier, base, allowed_length, last_n, breaker)| Dry {
+        |(multiplier, base, allowed_length, last_n, breaker)| DryParams {
             multiplier,
             base,
             allowed_length,
@@ -47,7 +47,7 @@ fn more_params() -> impl Strategy<Value = SamplingParams> {
             breakers: DryBreakers::new([vec![breaker], vec![breaker, 1]]),
         },
     );
-    let mirostat = (any::<bool>(), 0.5..5.0_f32, 0.05..0.9_f32).prop_map(|(one, tau, eta)| Mirostat {
+    let mirostat = (any::<bool>(), 0.5..5.0_f32, 0.05..0.9_f32).prop_map(|(one, tau, eta)| MirostatParams {
         version: if one { MirostatVersion::One } else { MirostatVersion::Two },
         tau,
         eta,
@@ -127,7 +127,7 @@ fn one_request() -> impl Strategy<Value = Request> {
 }
 
 /// How requests come and go, and what drafts for them.
-struct Plan {
+struct Schedule {
     /// Steps between one arrival and the next.
     gaps: Vec<usize>,
     /// Requests whose stream is cut after so many tokens and resumed.
@@ -145,16 +145,17 @@ fn numbered(requests: Vec<Request>) -> Vec<Request> {
 fn served_as_if_alone(
     config: &EngineConfig,
     requests: Vec<Request>,
-    plan: Plan,
+    plan: Schedule,
 ) -> Result<(), TestCaseError> {
-    let Plan { gaps, cuts, held, kind } = plan;
+    let Schedule { gaps, cuts, held, kind } = plan;
     let model = Box::new(FakeModel::new(config));
     let mut engine =
-        Engine::drafting(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
+        Engine::with_drafter(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
     let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
     let mut cuts: HashMap<_, _> =
         requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
-    let mut got: HashMap<_, Answer> = requests.iter().map(|request| (request.id, Answer::new())).collect();
+    let mut got: HashMap<_, Generated> =
+        requests.iter().map(|request| (request.id, Generated::new())).collect();
     let mut out = Vec::new();
     let mut held = held.into_iter();
     while engine.has_work() || !arrivals.is_empty() {
@@ -167,9 +168,9 @@ fn served_as_if_alone(
             engine.submit(request).unwrap();
         }
         if let Some(held) = held.next() {
-            engine.hold(engine::RequestId(0), held);
+            engine.set_paused(engine::RequestId(0), held);
         } else {
-            engine.hold(engine::RequestId(0), false);
+            engine.set_paused(engine::RequestId(0), false);
         }
         let report = engine.step(Duration::ZERO, &mut out).unwrap();
         prop_assert!(report.rows <= config.step_tokens);
@@ -213,7 +214,7 @@ proptest! {
         held in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
     ) {
-        let plan = Plan { gaps, cuts, held, kind };
+        let plan = Schedule { gaps, cuts, held, kind };
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
@@ -234,7 +235,7 @@ proptest! {
             let same_prompt = |other| Request { prompt: prompt.clone(), ..other };
             together.extend(std::iter::once(first).chain(others.into_iter().map(same_prompt)));
         }
-        let plan = Plan { gaps: pauses, cuts, held, kind };
+        let plan = Schedule { gaps: pauses, cuts, held, kind };
         served_as_if_alone(&config, numbered(together), plan)?;
     }
 }
@@ -255,7 +256,7 @@ fn pressure_preempts_and_answers_stay_the_same() {
     for request in &requests {
         engine.submit(request.clone()).unwrap();
     }
-    let outputs: Vec<Output> = run_out(&mut engine);
+    let outputs: Vec<EngineOutput> = run_out(&mut engine);
     let stats = engine.stats();
     assert!(stats.preemptions > 10 && stats.prompt_tokens_cached > 100 && stats.evictions > 10, "{stats:?}");
     let got = answers(outputs);

@@ -2,16 +2,16 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sample::draw::Draw;
+use engine::sample::draw::SampleContext;
 use engine::sample::error::SampleError;
 use engine::sample::history::History;
 use engine::sample::logprobs::LogProbs;
 use engine::sample::sampler::Sampler;
-use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
+use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplerState, SamplingParams};
 use proptest::prelude::*;
 
-fn draw<'a>(params: &'a SamplingParams, position: usize) -> Draw<'a> {
-    Draw { params, choice: 0, position, ruled_out: &[], allowed: None }
+fn draw<'a>(params: &'a SamplingParams, position: usize) -> SampleContext<'a> {
+    SampleContext { params, choice: 0, position, forbidden: &[], allowed: None }
 }
 
 fn fresh(params: &SamplingParams) -> History {
@@ -231,7 +231,7 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
         for temperature in [1.0, 1.7] {
             // The distribution itself has 2.8 bits and more: it can be reached.
             let tau = 2.2;
-            let mirostat = Some(Mirostat { version, tau, eta: 0.1 });
+            let mirostat = Some(MirostatParams { version, tau, eta: 0.1 });
             let params = SamplingParams { mirostat, temperature, seed: 5, ..SamplingParams::default() };
             let mut sampler = Sampler::default();
             // A fresh history each time: the bound is that of the first token, twice the target.
@@ -261,13 +261,13 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
 fn with_mirostat_neither_penalties_nor_dry_nor_filters_are_looked_at() {
     for version in [MirostatVersion::One, MirostatVersion::Two] {
         for temperature in [0.0, 0.8] {
-            let mirostat = Some(Mirostat { version, tau: 3.0, eta: 0.1 });
+            let mirostat = Some(MirostatParams { version, tau: 3.0, eta: 0.1 });
             let plain = SamplingParams { mirostat, temperature, seed: 3, ..SamplingParams::default() };
             let all = SamplingParams {
                 repetition_penalty: 1.9,
                 presence_penalty: 1.5,
                 frequency_penalty: 1.5,
-                dry: Some(Dry {
+                dry: Some(DryParams {
                     multiplier: 5.0,
                     base: 2.0,
                     allowed_length: 1,
@@ -302,7 +302,7 @@ fn with_mirostat_neither_penalties_nor_dry_nor_filters_are_looked_at() {
 
 #[test]
 fn mirostat_goes_on_from_a_carried_state_with_the_same_tokens() {
-    let mirostat = Some(Mirostat { version: MirostatVersion::Two, tau: 4.0, eta: 0.3 });
+    let mirostat = Some(MirostatParams { version: MirostatVersion::Two, tau: 4.0, eta: 0.3 });
     let params = SamplingParams { mirostat, seed: 9, ..SamplingParams::default() };
     let mut sampler = Sampler::default();
     let mut history = fresh(&params);
@@ -343,13 +343,19 @@ fn any_params() -> impl Strategy<Value = SamplingParams> {
         3 => Just(None),
         1 => (any::<bool>(), 0.0..10.0_f32, 0.0..1.0_f32).prop_map(|(one, tau, eta)| {
             let version = if one { MirostatVersion::One } else { MirostatVersion::Two };
-            Some(Mirostat { version, tau, eta })
+            Some(MirostatParams { version, tau, eta })
         }),
     ];
     let dry = prop_oneof![
         Just(None),
         (0.0..5.0_f32, 1.0..3.0_f32, 0..4_u32).prop_map(|(multiplier, base, allowed_length)| {
-            Some(Dry { multiplier, base, allowed_length, last_n: None, breakers: DryBreakers::default() })
+            Some(DryParams {
+                multiplier,
+                base,
+                allowed_length,
+                last_n: None,
+                breakers: DryBreakers::default(),
+            })
         }),
     ];
     let thinning = (
@@ -462,7 +468,7 @@ proptest! {
         };
         let possible = (0..logits.len()).any(|token| allowed(token) && logits[token] > f32::NEG_INFINITY);
         for position in 0..10 {
-            let draw = Draw { allowed: Some(&mask), ..draw(&params, position) };
+            let draw = SampleContext { allowed: Some(&mask), ..draw(&params, position) };
             match Sampler::default().sample(&logits, &draw, &mut fresh(&params)) {
                 Ok(token) => prop_assert!(allowed(token as usize)),
                 Err(error) => prop_assert_eq!((error, possible), (SampleError::NothingLeft, false)),
@@ -475,9 +481,9 @@ proptest! {
 fn bias_and_penalties_act_on_greedy_too() {
     let logits = [1.0, 3.0, 2.0];
     let mut sampler = Sampler::default();
-    let mut greedy = |params: &SamplingParams, [prompt, output]: [&[u32]; 2], ruled_out: &[u32]| {
+    let mut greedy = |params: &SamplingParams, [prompt, output]: [&[u32]; 2], forbidden: &[u32]| {
         let mut history = History::new(params, prompt, output, &SamplerState::default()).unwrap();
-        sampler.sample(&logits, &Draw { ruled_out, ..draw(params, 0) }, &mut history)
+        sampler.sample(&logits, &SampleContext { forbidden, ..draw(params, 0) }, &mut history)
     };
     let plain = SamplingParams::greedy();
     assert_eq!(greedy(&plain, [&[], &[]], &[]), Ok(1));
@@ -490,8 +496,13 @@ fn bias_and_penalties_act_on_greedy_too() {
     let present = SamplingParams { presence_penalty: 1.5, ..plain.clone() };
     assert_eq!(greedy(&present, [&[1], &[]], &[]), Ok(1));
     assert_eq!(greedy(&present, [&[], &[1]], &[]), Ok(2));
-    let dry =
-        Dry { multiplier: 2.0, base: 2.0, allowed_length: 1, last_n: None, breakers: DryBreakers::default() };
+    let dry = DryParams {
+        multiplier: 2.0,
+        base: 2.0,
+        allowed_length: 1,
+        last_n: None,
+        breakers: DryBreakers::default(),
+    };
     let dry = SamplingParams { dry: Some(dry), ..plain };
     assert_eq!(greedy(&dry, [&[0, 1, 2], &[0]], &[]), Ok(2), "1 followed 0 before");
     assert_eq!(greedy(&dry, [&[2, 2], &[0]], &[]), Ok(1));

@@ -3,36 +3,41 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
-use engine::sample::draw::Draw;
+use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
 use engine::sample::sampler::Sampler;
-use engine::{Dry, DryBreakers, Mirostat, MirostatVersion, SamplerState, SamplingParams};
+use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplerState, SamplingParams};
 use ops::softmax::SoftmaxWeights;
 use ops::{SHORTLIST_LEN, Shortlist};
 use proptest::prelude::*;
 
 /// Prompt, output so far, and tokens that are ruled out.
 #[derive(Clone, Debug, Default)]
-struct Past {
+struct HistoryInputs {
     prompt: Vec<u32>,
     output: Vec<u32>,
-    ruled_out: Vec<u32>,
+    forbidden: Vec<u32>,
 }
 
-impl Past {
+impl HistoryInputs {
     fn history(&self, params: &SamplingParams) -> History {
         // As good as any that a frame may have carried.
         let bytes = if params.mirostat.is_some() { &4.0_f32.to_le_bytes()[..] } else { &[] };
         History::new(params, &self.prompt, &self.output, &SamplerState::from_bytes(bytes).unwrap()).unwrap()
     }
 
-    fn draw<'a>(&'a self, params: &'a SamplingParams, position: usize) -> Draw<'a> {
-        Draw { params, choice: 1, position, ruled_out: &self.ruled_out, allowed: None }
+    fn draw<'a>(&'a self, params: &'a SamplingParams, position: usize) -> SampleContext<'a> {
+        SampleContext { params, choice: 1, position, forbidden: &self.forbidden, allowed: None }
     }
 }
 
 /// The token of the row itself, if there is one, and that of its shortlist.
-fn both(logits: &[f32], params: &SamplingParams, past: &Past, position: usize) -> (Option<u32>, Option<u32>) {
+fn both(
+    logits: &[f32],
+    params: &SamplingParams,
+    past: &HistoryInputs,
+    position: usize,
+) -> (Option<u32>, Option<u32>) {
     let (mut sampler, draw) = (Sampler::default(), past.draw(params, position));
     let mut history = past.history(params);
     let weighing = draw.weighing(logits.len(), &history);
@@ -61,12 +66,12 @@ prop_compose! {
         top_n_sigma in prop_oneof![5 => Just(0.0), 1 => 0.1..4.0_f32],
         (xtc_probability, xtc_threshold) in (sometimes(0.0, 0.0..1.0_f32), 0.0..0.6_f32),
         (dynatemp_range, dynatemp_exponent) in (sometimes(0.0, 0.0..1.0_f32), 0.1..3.0_f32),
-        mirostat in prop_oneof![9 => Just(None), 1 => Just(Some(Mirostat {
+        mirostat in prop_oneof![9 => Just(None), 1 => Just(Some(MirostatParams {
             version: MirostatVersion::Two, tau: 3.0, eta: 0.1,
         }))],
         repetition_penalty in prop_oneof![4 => Just(1.0), 2 => 1.0..2.0_f32, 1 => 0.5..1.0_f32],
         (presence_penalty, frequency_penalty) in (sometimes(0.0, -0.5..2.0_f32), sometimes(0.0, -0.1..1.0_f32)),
-        dry in prop_oneof![3 => Just(None), 1 => (0..3_u32).prop_map(|allowed_length| Some(Dry {
+        dry in prop_oneof![3 => Just(None), 1 => (0..3_u32).prop_map(|allowed_length| Some(DryParams {
             multiplier: 0.8, base: 1.75, allowed_length, last_n: None, breakers: DryBreakers::new([vec![1]]),
         }))],
         logit_bias in prop_oneof![9 => Just(vec![]), 1 => (-5.0..5.0_f32).prop_map(|bias| vec![(0, bias)])],
@@ -95,7 +100,7 @@ fn any_logits() -> impl Strategy<Value = Vec<f32>> {
 }
 
 /// Of the best tokens above all, so that penalties change who is best.
-fn any_past(logits: &[f32]) -> impl Strategy<Value = Past> + use<> {
+fn any_past(logits: &[f32]) -> impl Strategy<Value = HistoryInputs> + use<> {
     let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
     ids.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
     let count = ids.len();
@@ -105,7 +110,7 @@ fn any_past(logits: &[f32]) -> impl Strategy<Value = Past> + use<> {
         prop::collection::vec(one.prop_map(move |rank| ids[rank]), 0..most)
     };
     (tokens(20), tokens(60), prop_oneof![3 => Just(vec![]).boxed(), 1 => tokens(4).boxed()])
-        .prop_map(|(prompt, output, ruled_out)| Past { prompt, output, ruled_out })
+        .prop_map(|(prompt, output, forbidden)| HistoryInputs { prompt, output, forbidden })
 }
 
 proptest! {
@@ -147,8 +152,9 @@ fn common_parameters_are_served_by_the_list() {
         SamplingParams { repetition_penalty: 1.2, ..SamplingParams::greedy() },
     ] {
         let penalised = params.has_penalties();
-        let past = Past { output: (3..20_000).step_by(2 * 997).collect(), ..Past::default() };
-        let past = if penalised { past } else { Past::default() };
+        let past =
+            HistoryInputs { output: (3..20_000).step_by(2 * 997).collect(), ..HistoryInputs::default() };
+        let past = if penalised { past } else { HistoryInputs::default() };
         let mut drawn = std::collections::BTreeSet::new();
         for position in 0..300 {
             let (token, short) = both(&logits, &params, &past, position);
@@ -162,7 +168,7 @@ fn common_parameters_are_served_by_the_list() {
 #[test]
 fn what_weighs_every_token_needs_the_row() {
     let base = SamplingParams { seed: 5, ..SamplingParams::default() };
-    let mirostat = Mirostat { version: MirostatVersion::One, tau: 3.0, eta: 0.1 };
+    let mirostat = MirostatParams { version: MirostatVersion::One, tau: 3.0, eta: 0.1 };
     for params in [
         SamplingParams { top_n_sigma: 1.0, top_k: 40, ..base.clone() },
         SamplingParams { top_k: SHORTLIST_LEN as u32 + 1, ..base.clone() },
@@ -176,11 +182,11 @@ fn what_weighs_every_token_needs_the_row() {
         SamplingParams { top_k: 40, repetition_penalty: 0.9, ..base.clone() },
         SamplingParams { logit_bias: vec![(7, -1.0)], ..SamplingParams::greedy() },
     ] {
-        let past = Past { output: vec![1, 2], ..Past::default() };
+        let past = HistoryInputs { output: vec![1, 2], ..HistoryInputs::default() };
         let weighing = past.draw(&params, 3).weighing(20_000, &past.history(&params));
         assert_eq!(weighing, None, "{params:?}");
     }
     // Equal logits: a shortlist is a small part of what top-p keeps.
     let params = SamplingParams { top_p: 0.9, ..base };
-    assert_eq!(both(&[1.0; 5000], &params, &Past::default(), 3).1, None);
+    assert_eq!(both(&[1.0; 5000], &params, &HistoryInputs::default(), 3).1, None);
 }

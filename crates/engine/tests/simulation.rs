@@ -6,10 +6,10 @@
 mod storm;
 
 use engine::{draft, kv, schedule};
-use storm::{STEPS_PER_SEED, Summary};
+use storm::{STEPS_PER_SEED, StormCounts};
 
-fn run(seeds: impl Iterator<Item = u64>) -> Summary {
-    let mut total = Summary::default();
+fn run(seeds: impl Iterator<Item = u64>) -> StormCounts {
+    let mut total = StormCounts::default();
     for seed in seeds {
         match storm::run(seed) {
             Ok(summary) => total += summary,
@@ -20,10 +20,10 @@ fn run(seeds: impl Iterator<Item = u64>) -> Summary {
 }
 
 /// Otherwise the storm tests nothing.
-fn check(total: Summary, seeds: usize) {
+fn check(total: StormCounts, seeds: usize) {
     eprintln!("{total:?}");
-    let Summary { finished, preempted, shared, accepted, forked, copied, .. } = total;
-    let Summary { refused, crashes, late, evictions, told, behind, passed, found, .. } = total;
+    let StormCounts { finished, preempted, shared, accepted, forked, copied, .. } = total;
+    let StormCounts { refused, crashes, late, evictions, told, behind, passed, found, .. } = total;
     assert!(finished > 50 * seeds && preempted > 5 * seeds && evictions > 50 * seeds as u64);
     assert!(shared > seeds && accepted > 50 * seeds && refused > 10 * seeds);
     assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4 && late > 50 * seeds);
@@ -51,7 +51,7 @@ fn nightly_a_hundred_million_steps_break_no_invariant() {
     let of =
         |thread: u64| move || run((1_000_000 + thread..1_000_000 + seeds as u64).step_by(threads as usize));
     let running: Vec<_> = (0..threads).map(|thread| std::thread::spawn(of(thread))).collect();
-    let mut total = Summary::default();
+    let mut total = StormCounts::default();
     running.into_iter().for_each(|thread| total += thread.join().unwrap());
     check(total, seeds);
 }

@@ -7,10 +7,10 @@
 mod fake;
 
 use engine::{
-    ConfigError, DraftModel, Engine, EngineConfig, KvBudget, Lookup, RefuseReason, Request, RequestId,
-    StartError,
+    DraftModel, Engine, EngineConfig, EngineConfigError, EngineStartError, KvBudget, PromptLookup,
+    RefuseReason, Request, RequestId,
 };
-use fake::{Answer, VOCAB, answers, request, run_out};
+use fake::{Generated, VOCAB, answers, request, run_out};
 use models::{Model, TakeLogits};
 use ops::{AttentionSpan, Backend, KvLayer, KvLayout, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
@@ -91,7 +91,7 @@ impl Model<Reference> for Windows {
         let mut states = Vec::new();
         for row in 0..step.rows() {
             let position = step.positions[row] as usize;
-            let slot = |group: usize, position: usize| {
+            let sequence_id = |group: usize, position: usize| {
                 let table = step.tables[step.sequences[row] as usize * groups + group];
                 assert_ne!(
                     table[position / tokens],
@@ -103,18 +103,18 @@ impl Model<Reference> for Windows {
             // What is before this row, by the first group; it must see the last position at least.
             let before = position.checked_sub(1).map_or(0, |last| {
                 match self.groups[0].first_position(position) <= last {
-                    true => self.cells[&slot(0, last)].1,
+                    true => self.cells[&sequence_id(0, last)].1,
                     false => 0,
                 }
             });
             let state = chain(before, step.tokens[row]);
             for (group, span) in self.groups.iter().enumerate() {
-                assert_eq!(step.kv_slots[row * groups + group], slot(group, position));
-                self.cells.insert(slot(group, position), (group, state));
+                assert_eq!(step.kv_slots[row * groups + group], sequence_id(group, position));
+                self.cells.insert(sequence_id(group, position), (group, state));
                 for seen in span.first_position(position)..position {
-                    let cell = self.cells.get(&slot(group, seen)).copied();
+                    let cell = self.cells.get(&sequence_id(group, seen)).copied();
                     let by_first = match self.groups[0].first_position(position) <= seen {
-                        true => self.cells.get(&slot(0, seen)).map(|cell| cell.1),
+                        true => self.cells.get(&sequence_id(0, seen)).map(|cell| cell.1),
                         false => cell.map(|cell| cell.1),
                     };
                     assert!(by_first.is_some(), "group {group}: position {seen} was never written");
@@ -229,7 +229,11 @@ fn a_budget_in_tokens_is_for_these_tokens_however_short_their_sequences_are() {
 }
 
 /// One request at a time, with room for everything.
-fn alone(spans: &[AttentionSpan], config: &EngineConfig, requests: &[Request]) -> HashMap<RequestId, Answer> {
+fn alone(
+    spans: &[AttentionSpan],
+    config: &EngineConfig,
+    requests: &[Request],
+) -> HashMap<RequestId, Generated> {
     let roomy = EngineConfig {
         kv: KvBudget::Tokens(4000),
         prefix_cache: false,
@@ -245,9 +249,9 @@ fn alone(spans: &[AttentionSpan], config: &EngineConfig, requests: &[Request]) -
     answers(outputs)
 }
 
-struct Random(u64);
+struct WindowRng(u64);
 
-impl Random {
+impl WindowRng {
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
@@ -258,7 +262,7 @@ impl Random {
 fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
     let (mut preempted, mut cached, mut forks, mut drafts, mut evictions) = (0, 0, 0, 0, 0);
     for seed in 0..150 {
-        let random = &mut Random(seed);
+        let random = &mut WindowRng(seed);
         let (short, long) = (1 + random.below(20), 1 + random.below(60));
         let spans: &[AttentionSpan] = match random.below(5) {
             0 => &[FULL, window(short)],
@@ -291,9 +295,9 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
         let least = (1..4000).find(|&blocks| fits(blocks)).unwrap();
         for more in [0, least / 2] {
             let model = Box::new(Windows::new(spans, &config));
-            let drafter = Box::new(Lookup::default());
+            let drafter = Box::new(PromptLookup::default());
             let mut engine =
-                Engine::drafting(model, drafter, Reference::new(), &with_blocks(least + more)).unwrap();
+                Engine::with_drafter(model, drafter, Reference::new(), &with_blocks(least + more)).unwrap();
             let mut outputs = Vec::new();
             for request in &requests {
                 engine.submit(request.clone()).unwrap();
@@ -321,7 +325,12 @@ fn a_draft_model_keeps_everything_or_does_not_draft() {
     let drafting = |spans: &[AttentionSpan], of_draft: &[AttentionSpan]| {
         let config = EngineConfig { draft_depth_max: 2, ..config() };
         let draft = DraftModel::new(Box::new(Windows::new(of_draft, &config)), 16, 0.1);
-        Engine::drafting(Box::new(Windows::new(spans, &config)), Box::new(draft), Reference::new(), &config)
+        Engine::with_drafter(
+            Box::new(Windows::new(spans, &config)),
+            Box::new(draft),
+            Reference::new(),
+            &config,
+        )
     };
     for (spans, of_draft, text) in [
         (
@@ -332,7 +341,7 @@ fn a_draft_model_keeps_everything_or_does_not_draft() {
         (&[window(8)], &[FULL], "each layer of the model sees only the last 8 tokens"),
     ] {
         match drafting(spans, of_draft) {
-            Err(StartError::Config(error @ ConfigError::DraftWindow { .. })) => {
+            Err(EngineStartError::Config(error @ EngineConfigError::DraftWindow { .. })) => {
                 assert!(error.to_string().starts_with(text), "{error}");
             }
             Err(error) => panic!("{error}"),

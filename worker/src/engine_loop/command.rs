@@ -3,8 +3,8 @@
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
-use engine::kv::events::Update;
-use engine::{Constraint, EngineStats, KvUse, Queued, RefuseReason, Request, ScoreRequest};
+use engine::kv::events::KvEventBatch;
+use engine::{Constraint, EngineStats, KvCacheUsage, Queued, RefuseReason, Request, ScoreRequest};
 use tokio::sync::oneshot;
 
 use crate::backend::BackendUsage;
@@ -35,7 +35,7 @@ pub(super) enum EngineCommand {
     /// Asks for the KV cache events from number `from` on.
     KvEvents {
         from: u64,
-        reply: oneshot::Sender<Update>,
+        reply: oneshot::Sender<KvEventBatch>,
     },
     /// Replies whether the prefix cache was cleared.
     ResetPrefixCache {
@@ -59,7 +59,7 @@ pub(crate) struct EngineSnapshot {
     /// Duration of the first step, which also loads kernels and maps memory.
     pub(crate) first_step: Duration,
     /// Sampled at most every `KV_USAGE_PERIOD`.
-    pub(crate) kv_usage: KvUse,
+    pub(crate) kv_usage: KvCacheUsage,
     pub(crate) backend_usage: BackendUsage,
 }
 

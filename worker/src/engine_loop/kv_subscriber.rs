@@ -9,7 +9,7 @@ use std::sync::Weak;
 use std::sync::mpsc::SyncSender;
 
 use engine::RefuseReason;
-use engine::kv::events::Update;
+use engine::kv::events::KvEventBatch;
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use super::command::{EngineCommand, EngineSnapshot, SubmitError, send_command};
@@ -27,7 +27,7 @@ pub(crate) struct KvEventSubscriber {
 impl KvEventSubscriber {
     /// Waits for new events. An error ends the subscription: the worker drains, or its engine has
     /// stopped.
-    pub(crate) async fn next(&mut self) -> Result<Update, SubmitError> {
+    pub(crate) async fn next(&mut self) -> Result<KvEventBatch, SubmitError> {
         let next = self.next;
         let changed = self.snapshot.wait_for(|now| now.is_draining || now.stats.kv_events != next);
         let is_draining = changed.await.map_err(|_| SubmitError::Stopped)?.is_draining;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use engine::{Allowed, Constraint, ConstraintError, EngineConfig, KvBudget, Request};
+use engine::{Constraint, ConstraintError, EngineConfig, KvBudget, Request, TokenMask};
 use models::{Model, TakeLogits};
 use ops::{KvLayer, KvType, KvTypes, OpError, Reference, Step};
 use tokio::sync::mpsc;
@@ -81,12 +81,12 @@ struct GatedConstraint {
 }
 
 impl Constraint for GatedConstraint {
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError> {
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         if self.open.load(Ordering::SeqCst) {
-            Ok(Allowed::Tokens(&[(1 << VOCAB_SIZE) - 1]))
+            Ok(TokenMask::Allowed(&[(1 << VOCAB_SIZE) - 1]))
         } else {
-            Ok(Allowed::Later)
+            Ok(TokenMask::Pending)
         }
     }
 
@@ -102,8 +102,8 @@ async fn tokens(outputs: &mut mpsc::Receiver<StreamItem>) -> usize {
     loop {
         let output = tokio::time::timeout(TIMEOUT, outputs.recv()).await.expect("outputs in time");
         match output.expect("an end").expect("no cut") {
-            Output::Token(_) => tokens += 1,
-            Output::Finished { reason, .. } => {
+            EngineOutput::Token(_) => tokens += 1,
+            EngineOutput::Finished { reason, .. } => {
                 assert_eq!(reason, FinishReason::Length);
                 return tokens;
             }
@@ -123,7 +123,7 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
     let (_, mut late) = handle.generate(request(&handle, 3), constraint()).await.unwrap();
     let (_, mut other) = handle.generate(request(&handle, 100), None).await.unwrap();
     assert_eq!(tokens(&mut other).await, 100, "this request runs while the other one has no mask");
-    assert!(matches!(late.recv().await, Some(Ok(Output::Admitted { .. }))));
+    assert!(matches!(late.recv().await, Some(Ok(EngineOutput::Admitted { .. }))));
     assert!(late.try_recv().is_err(), "no token is sampled without a mask");
 
     // Now the request is alone. The engine asks for its mask before each step, and sleeps between
@@ -146,7 +146,7 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
     let mut until = async |is: fn(&EngineSnapshot) -> bool| {
         drop(tokio::time::timeout(TIMEOUT, snapshot.wait_for(is)).await.expect("in time").unwrap());
     };
-    until(|now| now.stats.late_rows == 2 && now.stats.kv_blocks_used > 0).await;
+    until(|now| now.stats.deferred_rows == 2 && now.stats.kv_blocks_used > 0).await;
     drop(leaving);
     until(|now| now.streams == 0 && now.stats.kv_blocks_used == 0).await;
     drop((handle, snapshot));
@@ -161,7 +161,9 @@ async fn a_stream_that_runs_out_of_device_memory_ends_with_needed_free_and_missi
     let cut = loop {
         let output = tokio::time::timeout(TIMEOUT, outputs.recv()).await.expect("outputs in time");
         match output.expect("an end") {
-            Ok(Output::Finished { reason, .. }) => panic!("the stream ended without an error: {reason:?}"),
+            Ok(EngineOutput::Finished { reason, .. }) => {
+                panic!("the stream ended without an error: {reason:?}")
+            }
             Ok(_) => {}
             Err(cut) => break tonic::Status::from(cut),
         }

@@ -1,6 +1,6 @@
 //! Collects the outputs of a score request into frames.
 
-use engine::Output;
+use engine::EngineOutput;
 use futures::{Stream, stream};
 use proto::worker::v1 as wire;
 use tokio::sync::mpsc;
@@ -27,7 +27,7 @@ impl ScoreStream {
         // Collects outputs until a frame is full or the request has ended.
         while self.end.is_none() && !self.frames.is_full() {
             match self.outputs.recv().await {
-                Some(Ok(Output::Finished { .. })) => self.end = Some(Ok(())),
+                Some(Ok(EngineOutput::Finished { .. })) => self.end = Some(Ok(())),
                 Some(Ok(output)) => self.frames.push(output),
                 Some(Err(abort)) => self.end = Some(Err(abort.into())),
                 None => self.end = Some(Err(Status::unavailable("the engine has stopped"))),

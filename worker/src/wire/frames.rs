@@ -1,9 +1,9 @@
 //! From the engine's outputs and events to frames of `ballast.worker.v1`.
 
 use bytes::{Bytes, BytesMut};
-use engine::kv::block_key::Name;
-use engine::kv::events::{Event, NOTHING_KNOWN, Update};
-use engine::{FinishReason, Output, TokenOutput, Usage};
+use engine::kv::block_key::BlockKey;
+use engine::kv::events::{FULL_SNAPSHOT, KvCacheEvent, KvEventBatch};
+use engine::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
 use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame, kv_event, score_frame};
 
@@ -18,11 +18,15 @@ pub(crate) fn admitted(ahead: usize) -> wire::GenerateFrame {
 }
 
 /// Returns `None` for outputs that the router does not use.
-pub(crate) fn generate_frame(output: Output) -> Option<wire::GenerateFrame> {
+pub(crate) fn generate_frame(output: EngineOutput) -> Option<wire::GenerateFrame> {
     let frame = match output {
-        Output::Token(token) => generate_frame::Frame::Tokens(tokens(token)),
-        Output::Finished { reason, usage, .. } => generate_frame::Frame::Finished(finished(reason, usage)),
-        Output::Admitted { .. } | Output::Logits { .. } | Output::Scored { .. } => return None,
+        EngineOutput::Token(token) => generate_frame::Frame::Tokens(tokens(token)),
+        EngineOutput::Finished { reason, usage, .. } => {
+            generate_frame::Frame::Finished(finished(reason, usage))
+        }
+        EngineOutput::Admitted { .. } | EngineOutput::Logits { .. } | EngineOutput::Scored { .. } => {
+            return None;
+        }
     };
     Some(wire::GenerateFrame { frame: Some(frame) })
 }
@@ -41,7 +45,7 @@ fn token_logprob(logprob: f32, top: Vec<(u32, f32)>) -> public::TokenLogprob {
     public::TokenLogprob { logprob, top_tokens, top_logprobs }
 }
 
-fn finished(reason: FinishReason, usage: Usage) -> wire::Finished {
+fn finished(reason: FinishReason, usage: TokenUsage) -> wire::Finished {
     let mut finished = wire::Finished { cached_tokens: usage.cached_tokens as u32, ..Default::default() };
     match reason {
         FinishReason::Stop(token) => {
@@ -62,16 +66,16 @@ pub(crate) struct ScoreFrames {
 }
 
 impl ScoreFrames {
-    pub(crate) fn push(&mut self, output: Output) {
+    pub(crate) fn push(&mut self, output: EngineOutput) {
         match output {
-            Output::Logits { logits, .. } => {
+            EngineOutput::Logits { logits, .. } => {
                 self.logits.reserve(logits.len() * size_of::<f32>());
                 for value in logits {
                     self.logits.extend_from_slice(&value.to_le_bytes());
                 }
             }
-            Output::Scored { logprob, top, .. } => self.scored.push(token_logprob(logprob, top)),
-            Output::Admitted { .. } | Output::Token(_) | Output::Finished { .. } => {}
+            EngineOutput::Scored { logprob, top, .. } => self.scored.push(token_logprob(logprob, top)),
+            EngineOutput::Admitted { .. } | EngineOutput::Token(_) | EngineOutput::Finished { .. } => {}
         }
     }
 
@@ -97,11 +101,11 @@ impl ScoreFrames {
 
 /// Splits an update of `log` into frames. Only the last frame names the event to resume from,
 /// because a part of a snapshot is no snapshot.
-pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = wire::KvEventsFrame> {
-    let Update { events, next } = update;
+pub(crate) fn kv_event_frames(log: u64, update: KvEventBatch) -> impl Iterator<Item = wire::KvEventsFrame> {
+    let KvEventBatch { events, next } = update;
     (0..events.len()).step_by(FRAME_EVENTS_MAX).map(move |at| {
         let end = events.len().min(at + FRAME_EVENTS_MAX);
-        let next = if end == events.len() { next } else { NOTHING_KNOWN };
+        let next = if end == events.len() { next } else { FULL_SNAPSHOT };
         wire::KvEventsFrame {
             log_id: log,
             next_event: next,
@@ -110,15 +114,15 @@ pub(crate) fn kv_event_frames(log: u64, update: Update) -> impl Iterator<Item = 
     })
 }
 
-fn kv_event(event: &Event) -> wire::KvEvent {
-    let block = |name: &Name| wire::KvBlock {
+fn kv_event(event: &KvCacheEvent) -> wire::KvEvent {
+    let block = |name: &BlockKey| wire::KvBlock {
         hash: Bytes::copy_from_slice(name.hash.as_bytes()),
         group: u32::from(name.group),
     };
     let event = match event {
-        Event::Stored(name) => kv_event::Event::Stored(block(name)),
-        Event::Removed(name) => kv_event::Event::Removed(block(name)),
-        Event::Cleared => kv_event::Event::Cleared(wire::AllBlocksCleared {}),
+        KvCacheEvent::BlockStored(name) => kv_event::Event::Stored(block(name)),
+        KvCacheEvent::BlockRemoved(name) => kv_event::Event::Removed(block(name)),
+        KvCacheEvent::AllBlocksCleared => kv_event::Event::Cleared(wire::AllBlocksCleared {}),
     };
     wire::KvEvent { event: Some(event) }
 }
@@ -135,10 +139,12 @@ mod tests {
 
     #[test]
     fn only_the_last_frame_of_an_update_can_be_resumed_from() {
-        let name = |number: usize| Name { hash: [number as u8; 32].into(), group: 3 };
-        let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| Event::Stored(name(number)));
-        let events: Vec<Event> = std::iter::once(Event::Cleared).chain(stored).collect();
-        let frames: Vec<_> = kv_event_frames(7, Update { events: events.clone(), next: 99_999 }).collect();
+        let name = |number: usize| BlockKey { hash: [number as u8; 32].into(), group: 3 };
+        let stored = (0..2 * FRAME_EVENTS_MAX).map(|number| KvCacheEvent::BlockStored(name(number)));
+        let events: Vec<KvCacheEvent> =
+            std::iter::once(KvCacheEvent::AllBlocksCleared).chain(stored).collect();
+        let frames: Vec<_> =
+            kv_event_frames(7, KvEventBatch { events: events.clone(), next: 99_999 }).collect();
         let heads: Vec<_> =
             frames.iter().map(|frame| (frame.log_id, frame.next_event, frame.events.len())).collect();
         assert_eq!(heads, [(7, 0, FRAME_EVENTS_MAX), (7, 0, FRAME_EVENTS_MAX), (7, 99_999, 1)]);
@@ -154,7 +160,7 @@ mod tests {
         let rows = [vec![1.5f32; 200_000], vec![-2.0; 200_000], vec![3.0; 5]];
         let mut bytes = Vec::new();
         for (position, row) in rows.iter().enumerate() {
-            frames.push(Output::Logits { id: id(), position, logits: row.clone() });
+            frames.push(EngineOutput::Logits { id: id(), position, logits: row.clone() });
         }
         while let Some(frame) = frames.take() {
             let Some(score_frame::Frame::Logits(chunk)) = frame.frame else { panic!("logits") };

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use engine::{
-    Dry, DryBreakers, Mirostat, MirostatVersion, Request, RequestId, SamplerState, SamplingParams, ScoreKind,
-    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+    DryBreakers, DryParams, MirostatParams, MirostatVersion, Request, RequestId, SamplerState,
+    SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
 };
 use grammar::GrammarSource;
 use proto::v1 as public;
@@ -95,12 +95,12 @@ fn sampling(
     logit_bias.sort_by_key(|&(token, _)| token);
     let mut params = SamplingParams {
         top_k: wire.top_k.unwrap_or(defaults.top_k),
-        mirostat: version.map(|version| Mirostat {
+        mirostat: version.map(|version| MirostatParams {
             version,
             tau: wire.mirostat_tau.unwrap_or(MIROSTAT_TAU.default),
             eta: wire.mirostat_eta.unwrap_or(MIROSTAT_ETA.default),
         }),
-        dry: wire.dry_multiplier.filter(|&multiplier| multiplier != 0.0).map(|multiplier| Dry {
+        dry: wire.dry_multiplier.filter(|&multiplier| multiplier != 0.0).map(|multiplier| DryParams {
             multiplier,
             base: wire.dry_base.unwrap_or(DRY_BASE.default),
             allowed_length: wire.dry_allowed_length.unwrap_or(DEFAULT_DRY_ALLOWED_LENGTH),

@@ -10,7 +10,7 @@ use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 
 /// How often the drafts of one sequence were right lately.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Acceptance {
+pub struct AcceptanceEstimate {
     right: f64,
     tried: f64,
     /// Steps since a draft was tried although it did not seem worth it.
@@ -26,13 +26,13 @@ const MEMORY: f64 = 0.96;
 const PROBE_EVERY: u32 = 32;
 const PROBE_DEPTH: usize = 2;
 
-impl Default for Acceptance {
+impl Default for AcceptanceEstimate {
     fn default() -> Self {
         Self { right: FIRST_RATE * FIRST_TRIED, tried: FIRST_TRIED, unprobed: 0 }
     }
 }
 
-impl Acceptance {
+impl AcceptanceEstimate {
     /// Estimated probability that a drafted token is right if those before it are.
     pub fn rate(&self) -> f64 {
         self.right / self.tried
@@ -63,7 +63,7 @@ impl Acceptance {
 
 /// What drafting itself computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Work {
+pub struct DraftingCost {
     /// Steps of a draft model, and their rows.
     pub steps: usize,
     pub rows: usize,
@@ -73,7 +73,7 @@ pub struct Work {
 
 /// Cost of a step as `fixed + row * rows`, fitted to what steps took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct StepCost {
+pub struct StepCostModel {
     /// Sums over steps, of products of: steps of the model's cost `u`, rows `v`, seconds `y`.
     uu: f64,
     uv: f64,
@@ -89,9 +89,9 @@ const STEP_MEMORY: f64 = 0.99;
 /// Steps differ in width if the determinant of the fit exceeds this share of its largest possible value.
 const SPREAD_MIN: f64 = 1e-3;
 
-impl StepCost {
+impl StepCostModel {
     /// A step of `rows` rows, and the drafting before it, took so many seconds.
-    pub fn observe(&mut self, rows: usize, work: Work, seconds: f64) {
+    pub fn observe(&mut self, rows: usize, work: DraftingCost, seconds: f64) {
         let u = 1.0 + work.steps as f64 * work.share;
         let v = rows as f64 + work.rows as f64 * work.share;
         let add = |sum: &mut f64, term: f64| *sum = *sum * STEP_MEMORY + term;
@@ -178,9 +178,9 @@ mod tests {
             share in 0.0..0.5_f64,
             steps in prop::collection::vec((1..80_usize, 0..8_usize, 0..40_usize), 20..100),
         ) {
-            let mut cost = StepCost::default();
+            let mut cost = StepCostModel::default();
             for (rows, steps, draft_rows) in [(1, 0, 0), (9, 0, 0)].into_iter().chain(steps) {
-                let work = Work { steps, rows: draft_rows, share };
+                let work = DraftingCost { steps, rows: draft_rows, share };
                 let once = |rows: usize| fixed + row * rows as f64;
                 let drafting = share * (fixed * steps as f64 + row * draft_rows as f64);
                 cost.observe(rows, work, once(rows) + drafting);
@@ -191,7 +191,7 @@ mod tests {
 
         #[test]
         fn acceptance_follows_what_happens(rate in 0.0..=1.0_f64, depth in 1..8_usize) {
-            let mut acceptance = Acceptance::default();
+            let mut acceptance = AcceptanceEstimate::default();
             let mut owed = 0.0;
             let mut sum = 0.0;
             for round in 0..2000 {
@@ -210,18 +210,18 @@ mod tests {
 
     #[test]
     fn a_sequence_without_luck_is_probed_now_and_then() {
-        let mut acceptance = Acceptance::default();
+        let mut acceptance = AcceptanceEstimate::default();
         let depths: Vec<usize> = (0..2 * PROBE_EVERY).map(|_| acceptance.next_depth(0, 8)).collect();
         assert_eq!(depths.iter().filter(|&&depth| depth > 0).count(), 2);
         assert_eq!(acceptance.next_depth(5, 8), 5);
-        assert_eq!(Acceptance::default().next_depth(0, 0), 0);
+        assert_eq!(AcceptanceEstimate::default().next_depth(0, 0), 0);
     }
 
     #[test]
     fn equal_steps_say_nothing_about_rows() {
-        let mut cost = StepCost::default();
+        let mut cost = StepCostModel::default();
         assert_eq!(cost.fit(), (1.0, FIRST_ROW));
-        (0..50).for_each(|_| cost.observe(4, Work::default(), 0.01));
+        (0..50).for_each(|_| cost.observe(4, DraftingCost::default(), 0.01));
         assert_eq!(cost.fit(), (1.0, FIRST_ROW));
     }
 }

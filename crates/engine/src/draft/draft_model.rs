@@ -6,13 +6,13 @@
 //! For each place a hash of the tokens up to it says what stands there, so a prefix that another sequence left in a
 //! shared block is found, and one that was overwritten is not.
 
-use crate::draft::depth::Work;
-use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, Draft};
-use crate::draft::drafter::{Drafter, Wanted};
+use crate::draft::depth::DraftingCost;
+use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, DraftTokens};
+use crate::draft::drafter::{DraftRequest, Drafter};
 use crate::kv::block_key::BlockId;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::Sequence;
-use crate::schedule::sequence_id::Slot;
+use crate::schedule::sequence_id::SequenceId;
 use models::Model;
 use ops::{Backend, KvLayer, KvLayout, KvType, NO_ARGMAX, OpError, Step};
 use std::ops::Range;
@@ -22,22 +22,22 @@ pub struct DraftModel<B: Backend> {
     /// Set by `start`.
     kv: Option<B::Kv>,
     block_tokens: usize,
-    /// Rows that its steps may have.
+    /// DraftBatch that its steps may have.
     rows_max: usize,
     share: f64,
     /// By KV slot: hash of the tokens up to the one whose keys and values stand there; 0: nothing does.
     filled: Vec<u64>,
     /// By slot: what was filled with the sequence's own tokens, and in which of its tables.
-    prefixes: Vec<(u32, Prefix)>,
+    prefixes: Vec<(u32, FilledPrefix)>,
     /// The same with drafts, for each sequence of the step under way.
-    heads: Vec<Prefix>,
-    rows: Rows,
+    heads: Vec<FilledPrefix>,
+    rows: DraftBatch,
     best: Vec<u32>,
 }
 
 /// Tokens of a sequence whose places are filled.
 #[derive(Clone, Copy, Debug, Default)]
-struct Prefix {
+struct FilledPrefix {
     len: usize,
     /// Of these tokens.
     hash: u64,
@@ -45,7 +45,7 @@ struct Prefix {
 
 /// Row data of one of its steps.
 #[derive(Debug, Default)]
-struct Rows {
+struct DraftBatch {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     sequences: Vec<u32>,
@@ -55,7 +55,7 @@ struct Rows {
     owners: Vec<usize>,
 }
 
-/// Rows of one sequence that a step feeds: a long prompt is fed in pieces, beside which others decode.
+/// DraftBatch of one sequence that a step feeds: a long prompt is fed in pieces, beside which others decode.
 const FED_MAX: usize = 256;
 
 impl<B: Backend> DraftModel<B> {
@@ -71,22 +71,22 @@ impl<B: Backend> DraftModel<B> {
             filled: Vec::new(),
             prefixes: Vec::new(),
             heads: Vec::new(),
-            rows: Rows::default(),
+            rows: DraftBatch::default(),
             best: Vec::new(),
         }
     }
 
     /// How much of the sequence is filled, as its table stands now: drafts that were right among it.
-    fn prefix(&mut self, slot: Slot, sequence: &Sequence) -> Prefix {
-        let index = slot.0 as usize;
+    fn prefix(&mut self, sequence_id: SequenceId, sequence: &Sequence) -> FilledPrefix {
+        let index = sequence_id.index();
         if self.prefixes.len() <= index {
             self.prefixes.resize(index + 1, Default::default());
         }
         let (tokens, table) = (sequence.tokens(), sequence.table());
         let mut prefix = match self.prefixes[index] {
-            (of_table, prefix) if of_table == sequence.tables_before() => prefix,
+            (of_table, prefix) if of_table == sequence.table_version() => prefix,
             // It was preempted: any of its blocks may be another one now.
-            _ => Prefix::default(),
+            _ => FilledPrefix::default(),
         };
         // The last token's row is what is asked for.
         while prefix.len + 1 < tokens.len() {
@@ -122,7 +122,12 @@ impl<B: Backend> DraftModel<B> {
     }
 
     /// Computes the rows; the most probable token of each output goes to its draft.
-    fn step(&mut self, backend: &mut B, tables: &[&[BlockId]], drafts: &mut [Draft]) -> Result<(), OpError> {
+    fn step(
+        &mut self,
+        backend: &mut B,
+        tables: &[&[BlockId]],
+        drafts: &mut [DraftTokens],
+    ) -> Result<(), OpError> {
         let Self { model, kv, rows, best, .. } = self;
         let Some(kv) = kv else { return Ok(()) };
         let step = Step {
@@ -153,26 +158,26 @@ impl<B: Backend> DraftModel<B> {
         &mut self,
         backend: &mut B,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError> {
-        let sequence = |wanted: &Wanted| scheduler.sequence(wanted.slot);
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError> {
+        let sequence = |wanted: &DraftRequest| scheduler.sequence(wanted.sequence_id);
         let tables: Vec<&[BlockId]> =
             wanted.iter().map(|wanted| sequence(wanted).map_or(&[][..], Sequence::table)).collect();
-        let mut work = Work { share: self.share, ..Work::default() };
+        let mut work = DraftingCost { share: self.share, ..DraftingCost::default() };
         let vocab_size = self.model.vocab_size() as u32;
         self.rows.clear();
         self.heads.clear();
-        self.heads.resize(wanted.len(), Prefix::default());
+        self.heads.resize(wanted.len(), FilledPrefix::default());
         for (index, wanted) in wanted.iter().enumerate() {
             let Some(sequence) = sequence(wanted) else { continue };
-            self.heads[index] = self.prefix(wanted.slot, sequence);
+            self.heads[index] = self.prefix(wanted.sequence_id, sequence);
             let room = (self.rows_max - self.rows.tokens.len()).min(FED_MAX);
             let missing = &sequence.tokens()[self.heads[index].len..];
             for &token in missing.iter().take(room).take_while(|&&token| token < vocab_size) {
                 self.feed(index, tables[index], token);
             }
-            self.prefixes[wanted.slot.0 as usize] = (sequence.tables_before(), self.heads[index]);
+            self.prefixes[wanted.sequence_id.index()] = (sequence.table_version(), self.heads[index]);
             if self.heads[index].len == sequence.tokens().len() {
                 self.ask(index);
             }
@@ -214,12 +219,12 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
         &mut self,
         backend: &mut B,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError> {
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError> {
         let drafted = self.draft(backend, scheduler, wanted, drafts);
         if drafted.is_err() {
-            // Rows that were to be filled may not be.
+            // DraftBatch that were to be filled may not be.
             self.filled.fill(0);
             self.prefixes.fill(Default::default());
         }
@@ -236,8 +241,8 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
         backend.trim(kv, blocks)
     }
 
-    fn forget(&mut self, slot: Slot) {
-        if let Some(prefix) = self.prefixes.get_mut(slot.0 as usize) {
+    fn forget(&mut self, sequence_id: SequenceId) {
+        if let Some(prefix) = self.prefixes.get_mut(sequence_id.index()) {
             *prefix = Default::default();
         }
     }
@@ -247,7 +252,7 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
     }
 }
 
-impl Rows {
+impl DraftBatch {
     fn clear(&mut self) {
         let Self { tokens, positions, sequences, kv_slots, outputs, owners } = self;
         [tokens, positions, sequences, kv_slots, outputs].into_iter().for_each(Vec::clear);
@@ -255,7 +260,7 @@ impl Rows {
     }
 }
 
-impl Prefix {
+impl FilledPrefix {
     /// With one token more. The hash is never 0; equal ones of unequal tokens would cost an acceptance, no more.
     fn next(self, token: u32) -> Self {
         let mixed = (self.hash ^ (u64::from(token) + 1)).wrapping_mul(0x9E37_79B9_7F4A_7C15);

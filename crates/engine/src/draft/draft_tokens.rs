@@ -6,12 +6,12 @@ pub const DRAFT_DEPTH_MAX: usize = 16;
 
 /// Drafted tokens of one sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Draft {
+pub struct DraftTokens {
     tokens: [u32; DRAFT_DEPTH_MAX],
     len: usize,
 }
 
-impl Draft {
+impl DraftTokens {
     /// Tokens beyond [`DRAFT_DEPTH_MAX`] are dropped.
     pub fn push(&mut self, token: u32) {
         if let Some(place) = self.tokens.get_mut(self.len) {

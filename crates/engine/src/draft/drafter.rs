@@ -1,15 +1,15 @@
 //! What proposes draft tokens.
 
-use crate::draft::depth::Work;
-use crate::draft::draft_tokens::Draft;
+use crate::draft::depth::DraftingCost;
+use crate::draft::draft_tokens::DraftTokens;
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence_id::Slot;
+use crate::schedule::sequence_id::SequenceId;
 use ops::{Backend, KvLayer, KvLayout, KvType, OpError};
 
 /// A sequence for which up to `depth` tokens are wanted. Its blocks have room for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
-    pub slot: Slot,
+pub struct DraftRequest {
+    pub sequence_id: SequenceId,
     pub depth: usize,
     /// Index of its chunk in the plan.
     pub(crate) chunk: usize,
@@ -32,9 +32,9 @@ pub trait Drafter<B: Backend>: Send {
         &mut self,
         backend: &mut B,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError>;
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError>;
 
     /// Memory that its share of the cache takes now.
     fn kv_bytes(&self, _: &B) -> u64 {
@@ -47,7 +47,7 @@ pub trait Drafter<B: Backend>: Send {
     }
 
     /// The sequence in this slot has ended.
-    fn forget(&mut self, slot: Slot);
+    fn forget(&mut self, sequence_id: SequenceId);
 
     /// What drafting one token costs, as a share of a step of the model itself.
     fn share(&self) -> f64 {

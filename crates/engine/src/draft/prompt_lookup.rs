@@ -4,12 +4,12 @@
 //! equals; as many tokens are copied as agreed, so that a chance match risks little and a long copy runs far. No
 //! weights, a few hundred nanoseconds a token: it costs nothing where nothing repeats.
 
-use crate::draft::depth::Work;
-use crate::draft::draft_tokens::Draft;
-use crate::draft::drafter::{Drafter, Wanted};
+use crate::draft::depth::DraftingCost;
+use crate::draft::draft_tokens::DraftTokens;
+use crate::draft::drafter::{DraftRequest, Drafter};
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::Sequence;
-use crate::schedule::sequence_id::Slot;
+use crate::schedule::sequence_id::SequenceId;
 use ops::{Backend, OpError};
 
 /// Fewest equal tokens that make a match; shorter ones are right too seldom.
@@ -25,62 +25,62 @@ const TABLE_BITS: std::ops::RangeInclusive<u32> = 8..=16;
 
 /// The longest earlier occurrence of each sequence's end.
 #[derive(Debug, Default)]
-pub struct Lookup {
+pub struct PromptLookup {
     /// By slot.
-    texts: Vec<Option<Text>>,
+    texts: Vec<Option<NgramIndex>>,
 }
 
-impl<B: Backend> Drafter<B> for Lookup {
+impl<B: Backend> Drafter<B> for PromptLookup {
     fn propose(
         &mut self,
         _: &mut B,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError> {
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError> {
         for (wanted, draft) in wanted.iter().zip(drafts) {
-            if let Some(sequence) = scheduler.sequence(wanted.slot) {
-                self.text(wanted.slot, sequence).propose(sequence.tokens(), wanted.depth, draft);
+            if let Some(sequence) = scheduler.sequence(wanted.sequence_id) {
+                self.text(wanted.sequence_id, sequence).propose(sequence.tokens(), wanted.depth, draft);
             }
         }
-        Ok(Work::default())
+        Ok(DraftingCost::default())
     }
 
-    fn forget(&mut self, slot: Slot) {
-        if let Some(text) = self.texts.get_mut(slot.0 as usize) {
+    fn forget(&mut self, sequence_id: SequenceId) {
+        if let Some(text) = self.texts.get_mut(sequence_id.index()) {
             *text = None;
         }
     }
 }
 
-impl Lookup {
-    fn text(&mut self, slot: Slot, sequence: &Sequence) -> &mut Text {
-        let index = slot.0 as usize;
+impl PromptLookup {
+    fn text(&mut self, sequence_id: SequenceId, sequence: &Sequence) -> &mut NgramIndex {
+        let index = sequence_id.index();
         if self.texts.len() <= index {
             self.texts.resize_with(index + 1, || None);
         }
-        let new = || Text::new(sequence.tokens().len(), sequence.tokens_max());
+        let new = || NgramIndex::new(sequence.tokens().len(), sequence.tokens_max());
         self.texts[index].get_or_insert_with(new)
     }
 }
 
 /// Where each run of [`MATCH_MIN`] tokens ended last, and where before that.
 #[derive(Debug)]
-struct Text {
+struct NgramIndex {
     /// Place + 1 of the last run with this hash; 0: none.
     last: Vec<u32>,
     /// For each place, place + 1 of the run before it with the same hash.
     previous: Vec<u32>,
 }
 
-impl Text {
+impl NgramIndex {
     /// Of a text with `tokens` tokens now and `tokens_max` in the end, until when nothing is allocated.
     fn new(tokens: usize, tokens_max: usize) -> Self {
         let bits = tokens.next_power_of_two().ilog2().clamp(*TABLE_BITS.start(), *TABLE_BITS.end());
         Self { last: vec![0; 1 << bits], previous: Vec::with_capacity(tokens_max) }
     }
 
-    fn propose(&mut self, tokens: &[u32], depth: usize, draft: &mut Draft) {
+    fn propose(&mut self, tokens: &[u32], depth: usize, draft: &mut DraftTokens) {
         // The last token is not indexed yet: it is what is looked for.
         let known = tokens.len().saturating_sub(1);
         self.index(&tokens[..known]);
@@ -105,14 +105,14 @@ impl Text {
         }
     }
 
-    fn find(&self, tokens: &[u32]) -> Option<Match> {
-        let mut best: Option<Match> = None;
+    fn find(&self, tokens: &[u32]) -> Option<NgramMatch> {
+        let mut best: Option<NgramMatch> = None;
         let mut at = self.last[self.bucket(tokens)?] as usize;
         for _ in 0..PLACES_MAX {
             let Some(place) = at.checked_sub(1) else { break };
             let agreed = agreed(&tokens[..=place], tokens);
             if agreed >= MATCH_MIN && best.is_none_or(|best| agreed > best.agreed) {
-                best = Some(Match { next: place + 1, agreed });
+                best = Some(NgramMatch { next: place + 1, agreed });
             }
             if agreed == MATCH_MAX {
                 break;
@@ -133,7 +133,7 @@ impl Text {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Match {
+struct NgramMatch {
     /// What followed stands from here.
     next: usize,
     /// Tokens before that agree with the end of the text.
@@ -151,8 +151,8 @@ mod tests {
     use super::*;
 
     fn propose(tokens: &[u32], depth: usize) -> Vec<u32> {
-        let mut draft = Draft::default();
-        Text::new(tokens.len(), tokens.len()).propose(tokens, depth, &mut draft);
+        let mut draft = DraftTokens::default();
+        NgramIndex::new(tokens.len(), tokens.len()).propose(tokens, depth, &mut draft);
         draft.tokens().to_vec()
     }
 
@@ -183,9 +183,9 @@ mod tests {
     #[test]
     fn an_index_that_grows_proposes_what_a_fresh_one_does() {
         let text: Vec<u32> = (0..4000u32).map(|i| i.wrapping_mul(i) / 7 % 5).collect();
-        let mut grown = Text::new(1, 1);
+        let mut grown = NgramIndex::new(1, 1);
         for end in 0..text.len() {
-            let mut draft = Draft::default();
+            let mut draft = DraftTokens::default();
             grown.propose(&text[..end], 8, &mut draft);
             assert!(draft.tokens().len() <= 8);
             if end % 97 == 0 {
@@ -199,9 +199,9 @@ mod tests {
     #[test]
     fn a_long_prompt_is_indexed_in_pieces() {
         let text: Vec<u32> = (0..3 * INDEXED_MAX as u32 + 5).collect();
-        let mut index = Text::new(text.len(), text.len());
+        let mut index = NgramIndex::new(text.len(), text.len());
         for done in 1..5 {
-            index.propose(&text, 4, &mut Draft::default());
+            index.propose(&text, 4, &mut DraftTokens::default());
             assert_eq!(index.previous.len(), (done * INDEXED_MAX).min(text.len() - 1));
         }
     }

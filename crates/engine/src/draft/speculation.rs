@@ -1,11 +1,11 @@
 //! From a plan to a plan with drafts, and from what came of them to the next depths. A plain value: who drafts is an
 //! argument.
 
-use crate::draft::depth::{Acceptance, StepCost, Work, depth};
-use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, Draft};
-use crate::draft::drafter::{Drafter, Wanted};
+use crate::draft::depth::{AcceptanceEstimate, DraftingCost, StepCostModel, depth};
+use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, DraftTokens};
+use crate::draft::drafter::{DraftRequest, Drafter};
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence_id::Slot;
+use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::ChunkOutputs;
 use ops::{Backend, OpError};
 use std::time::Duration;
@@ -35,16 +35,16 @@ impl DraftStats {
 pub struct Speculation {
     depth_max: usize,
     vocab_size: usize,
-    cost: StepCost,
+    cost: StepCostModel,
     /// By slot.
-    acceptance: Vec<Acceptance>,
+    acceptance: Vec<AcceptanceEstimate>,
     /// Of the step under way, in order of its chunks.
-    wanted: Vec<Wanted>,
-    drafts: Vec<Draft>,
+    wanted: Vec<DraftRequest>,
+    drafts: Vec<DraftTokens>,
     accepted: Vec<usize>,
     /// Place in `wanted`.
     looked_at: usize,
-    work: Work,
+    work: DraftingCost,
     stats: DraftStats,
 }
 
@@ -53,24 +53,24 @@ impl Speculation {
         Self {
             depth_max,
             vocab_size,
-            cost: StepCost::default(),
+            cost: StepCostModel::default(),
             acceptance: Vec::new(),
             wanted: Vec::new(),
             drafts: Vec::new(),
             accepted: Vec::new(),
             looked_at: 0,
-            work: Work::default(),
+            work: DraftingCost::default(),
             stats: DraftStats::default(),
         }
     }
 
     /// A new sequence stands in this slot.
-    pub fn begin(&mut self, slot: Slot) {
-        let index = slot.0 as usize;
+    pub fn begin(&mut self, sequence_id: SequenceId) {
+        let index = sequence_id.index();
         if self.acceptance.len() <= index {
-            self.acceptance.resize(index + 1, Acceptance::default());
+            self.acceptance.resize(index + 1, AcceptanceEstimate::default());
         }
-        self.acceptance[index] = Acceptance::default();
+        self.acceptance[index] = AcceptanceEstimate::default();
     }
 
     /// Extends the plan by drafts for sequences that `may` have them. Only a device failure is an error.
@@ -79,15 +79,15 @@ impl Speculation {
         drafter: &mut dyn Drafter<B>,
         backend: &mut B,
         scheduler: &mut Scheduler,
-        may: impl Fn(Slot) -> bool,
+        may: impl Fn(SequenceId) -> bool,
     ) -> Result<(), OpError> {
         self.wanted.clear();
         self.accepted.clear();
         self.looked_at = 0;
-        self.work = Work::default();
+        self.work = DraftingCost::default();
         self.want(drafter.share(), scheduler, may);
         self.drafts.clear();
-        self.drafts.resize(self.wanted.len(), Draft::default());
+        self.drafts.resize(self.wanted.len(), DraftTokens::default());
         if self.wanted.is_empty() {
             return Ok(());
         }
@@ -96,7 +96,7 @@ impl Speculation {
             Err(error @ OpError::Device { .. }) => return Err(error),
             Err(_) => {
                 self.stats.failures += 1;
-                self.drafts.fill(Draft::default());
+                self.drafts.fill(DraftTokens::default());
             }
         }
         for (wanted, draft) in self.wanted.iter().zip(&mut self.drafts) {
@@ -104,38 +104,38 @@ impl Speculation {
             let known =
                 draft.tokens().iter().take_while(|&&token| (token as usize) < self.vocab_size).count();
             draft.truncate(known.min(wanted.depth));
-            scheduler.shorten(wanted.chunk, wanted.depth - draft.tokens().len());
+            scheduler.drop_drafts(wanted.chunk, wanted.depth - draft.tokens().len());
         }
         self.accepted.resize(self.wanted.len(), 0);
         Ok(())
     }
 
-    fn want(&mut self, share: f64, scheduler: &mut Scheduler, may: impl Fn(Slot) -> bool) {
+    fn want(&mut self, share: f64, scheduler: &mut Scheduler, may: impl Fn(SequenceId) -> bool) {
         let mut spare = scheduler.spare_blocks();
         let (cost, sequences) = (self.cost.fit(), scheduler.plan().chunks.len());
         for index in 0..sequences {
             let chunk = scheduler.plan().chunks[index];
-            if chunk.outputs != ChunkOutputs::Last || !may(chunk.slot) {
+            if chunk.outputs != ChunkOutputs::Last || !may(chunk.sequence_id) {
                 continue;
             }
-            let acceptance = &mut self.acceptance[chunk.slot.0 as usize];
+            let acceptance = &mut self.acceptance[chunk.sequence_id.index()];
             let best = depth(acceptance.rate(), cost, share, sequences, self.depth_max);
             let most = acceptance.next_depth(best, self.depth_max);
-            let depth = scheduler.extend(index, most, &mut spare);
+            let depth = scheduler.add_drafts(index, most, &mut spare);
             if depth > 0 {
-                self.wanted.push(Wanted { slot: chunk.slot, depth, chunk: index });
+                self.wanted.push(DraftRequest { sequence_id: chunk.sequence_id, depth, chunk: index });
             }
         }
     }
 
     /// Drafted tokens of the plan's chunks that have some, in order.
     pub fn drafts(&self) -> impl Iterator<Item = &[u32]> {
-        self.drafts.iter().map(Draft::tokens).filter(|tokens| !tokens.is_empty())
+        self.drafts.iter().map(DraftTokens::tokens).filter(|tokens| !tokens.is_empty())
     }
 
     /// The next drafted row of the sequence was right. Sequences come in the plan's order.
-    pub fn accept(&mut self, slot: Slot) {
-        while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.slot != slot) {
+    pub fn accept(&mut self, sequence_id: SequenceId) {
+        while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.sequence_id != sequence_id) {
             self.looked_at += 1;
         }
         if let Some(accepted) = self.accepted.get_mut(self.looked_at) {
@@ -147,7 +147,7 @@ impl Speculation {
     pub fn settle(&mut self) {
         for ((wanted, draft), &right) in self.wanted.iter().zip(&self.drafts).zip(&self.accepted) {
             let drafted = draft.tokens().len();
-            self.acceptance[wanted.slot.0 as usize].observe(drafted, right);
+            self.acceptance[wanted.sequence_id.index()].observe(drafted, right);
             self.stats.drafted[..drafted].iter_mut().for_each(|count| *count += 1);
             self.stats.accepted[..right].iter_mut().for_each(|count| *count += 1);
         }
@@ -163,7 +163,7 @@ impl Speculation {
     }
 
     /// How often drafts of the sequence in this slot are right, as it is estimated now.
-    pub fn rate(&self, slot: Slot) -> Option<f64> {
-        self.acceptance.get(slot.0 as usize).map(Acceptance::rate)
+    pub fn rate(&self, sequence_id: SequenceId) -> Option<f64> {
+        self.acceptance.get(sequence_id.index()).map(AcceptanceEstimate::rate)
     }
 }

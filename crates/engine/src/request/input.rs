@@ -1,6 +1,6 @@
 //! What goes into the engine and what comes out of it: token ids in, token ids out, no text and no wire types.
 //!
-//! The caller feeds [`Request`]s through `Engine::submit`, which queues or refuses at once, and gets [`Output`]s from
+//! The caller feeds [`Request`]s through `Engine::submit`, which queues or refuses at once, and gets [`EngineOutput`]s from
 //! `Engine::step`, each with the request's id. Every queued request ends with exactly one `Finished`, its last output.
 
 use crate::sample::params::SamplingParams;

@@ -6,7 +6,7 @@ use crate::sample::error::SampleError;
 use crate::sample::sampler_state::SamplerState;
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum Output {
+pub enum EngineOutput {
     /// The request left the queue for the first time and holds KV blocks.
     Admitted {
         id: RequestId,
@@ -30,7 +30,7 @@ pub enum Output {
     Finished {
         id: RequestId,
         reason: FinishReason,
-        usage: Usage,
+        usage: TokenUsage,
     },
 }
 
@@ -70,7 +70,7 @@ pub enum FinishReason {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct TokenUsage {
     /// Without prior output.
     pub prompt_tokens: usize,
     /// With prior output, without the stop token.

@@ -1,8 +1,8 @@
 //! The answer to a submission: queued, or refused with the reason before anything is queued.
 
 use crate::request::input::RequestId;
-use crate::sample::params::ParamError;
-use crate::schedule::admission::Full;
+use crate::sample::params::SamplingParamError;
+use crate::schedule::admission::QueueFullError;
 use std::time::Duration;
 
 /// The request waits, or runs from the next step on.
@@ -45,13 +45,13 @@ pub enum RefuseReason {
     )]
     NeverFits { tokens: usize, needed: usize, block_tokens: usize, blocks: usize },
     #[error(transparent)]
-    Param(#[from] ParamError),
+    Param(#[from] SamplingParamError),
 }
 
-impl From<Full> for RefuseReason {
-    fn from(full: Full) -> Self {
-        let Full { waiting, max, of_tenant, retry_after } = full;
-        match of_tenant {
+impl From<QueueFullError> for RefuseReason {
+    fn from(full: QueueFullError) -> Self {
+        let QueueFullError { waiting, max, is_tenant_limit, retry_after } = full;
+        match is_tenant_limit {
             true => RefuseReason::TenantQueueFull { waiting, max, retry_after },
             false => RefuseReason::QueueFull { waiting, max, retry_after },
         }

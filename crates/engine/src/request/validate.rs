@@ -1,21 +1,21 @@
 //! What is checked of a request before it is queued, and how long its sequence may get.
 
-use crate::kv::group::GroupKind;
+use crate::kv::group::KvGroupKind;
 use crate::request::input::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
 use crate::request::refusal::RefuseReason;
 use crate::sample::history::History;
-use crate::sample::params::ParamError;
+use crate::sample::params::SamplingParamError;
 
 /// What requests are measured against.
 #[derive(Clone, Debug)]
-pub(crate) struct Capacity {
+pub(crate) struct RequestLimits {
     pub(crate) vocab_size: usize,
     pub(crate) context_tokens: usize,
     pub(crate) block_tokens: usize,
     /// Usable ones.
     pub(crate) blocks: usize,
     /// Each of which has blocks of its own for every sequence.
-    pub(crate) groups: Vec<GroupKind>,
+    pub(crate) groups: Vec<KvGroupKind>,
     /// Most rows of a step.
     pub(crate) step_tokens: usize,
 }
@@ -23,7 +23,7 @@ pub(crate) struct Capacity {
 /// Entries of `stop_tokens`; bounds the work per token.
 const STOP_TOKENS_MAX: usize = 256;
 
-impl Capacity {
+impl RequestLimits {
     /// The length at which the request's sequence ends, and what its draws remember.
     pub(crate) fn check(&self, request: &Request) -> Result<(usize, History), RefuseReason> {
         let Request { prompt, prior_output, stop, .. } = request;
@@ -33,7 +33,7 @@ impl Capacity {
         check_top(request.logprobs.unwrap_or(0))?;
         if stop.stop_tokens.len() > STOP_TOKENS_MAX {
             let (count, max) = (stop.stop_tokens.len(), STOP_TOKENS_MAX);
-            return Err(ParamError::TooMany { field: "stop_tokens", count, max }.into());
+            return Err(SamplingParamError::TooMany { field: "stop_tokens", count, max }.into());
         }
         let prompt_tokens = prompt.len();
         if prompt_tokens == 0 {
@@ -87,7 +87,10 @@ impl Capacity {
 
     /// Blocks that a sequence with so many blocks of tokens takes at most, if it is alone.
     fn blocks_of(&self, entries: usize) -> usize {
-        self.groups.iter().map(|group| group.at_once(entries, self.step_tokens, self.block_tokens)).sum()
+        self.groups
+            .iter()
+            .map(|group| group.blocks_held_max(entries, self.step_tokens, self.block_tokens))
+            .sum()
     }
 
     /// Tokens in all the blocks of the longest sequence that fits alone, as far as the context goes.
@@ -114,10 +117,10 @@ impl Capacity {
     }
 }
 
-fn check_top(top: u8) -> Result<(), ParamError> {
+fn check_top(top: u8) -> Result<(), SamplingParamError> {
     if top > TOP_LOGPROBS_MAX {
         let (value, max) = (f32::from(top), f32::from(TOP_LOGPROBS_MAX));
-        return Err(ParamError::Range { field: "logprobs", value, min: 0.0, max });
+        return Err(SamplingParamError::Range { field: "logprobs", value, min: 0.0, max });
     }
     Ok(())
 }

@@ -3,21 +3,21 @@
 
 /// One request's output so far, as its grammar sees it. Prior output was accepted before the engine got it.
 pub trait Constraint: Send {
-    /// What may be drawn next. Never waits: what the last `accept` began may be [`Allowed::Later`], until a bound of the
+    /// What may be drawn next. Never waits: what the last `accept` began may be [`TokenMask::Pending`], until a bound of the
     /// constraint's own makes an error of that; any other answer stays the same until the next `accept`.
-    fn allowed(&mut self) -> Result<Allowed<'_>, ConstraintError>;
+    fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError>;
     /// The token was drawn and reported. Must not wait: the next mask is computed beside the next step.
     fn accept(&mut self, token: u32);
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allowed<'a> {
+pub enum TokenMask<'a> {
     /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn.
-    Tokens(&'a [u32]),
+    Allowed(&'a [u32]),
     /// The output is whole.
-    Nothing,
+    Complete,
     /// Not known yet. The engine asks again before each step; others go on meanwhile.
-    Later,
+    Pending,
 }
 
 /// Why nobody can say what may be drawn.
@@ -28,15 +28,15 @@ pub enum ConstraintError {
     #[error("the grammar allows no token of this vocabulary here")]
     DeadEnd,
     #[error("the mask of the next token was not computed in time")]
-    Late,
+    MaskTimeout,
     #[error("following the grammar failed, which is a mistake of this program and not of the grammar")]
-    Broken,
+    Internal,
 }
 
 /// Whether any token that is not `ruled_out` may be drawn.
-pub(crate) fn leaves_any(allowed: &[u32], ruled_out: &[u32]) -> bool {
+pub(crate) fn leaves_any(allowed: &[u32], forbidden: &[u32]) -> bool {
     allowed.iter().enumerate().any(|(word, &bits)| {
-        let here = ruled_out.iter().filter(|&&token| token as usize / 32 == word);
+        let here = forbidden.iter().filter(|&&token| token as usize / 32 == word);
         here.fold(bits, |bits, token| bits & !(1 << (token % 32))) != 0
     })
 }

@@ -3,44 +3,44 @@
 use crate::sample::candidates::Filter;
 use crate::sample::history::History;
 use crate::sample::params::SamplingParams;
-use crate::sample::random::{Purpose, Stream};
+use crate::sample::random::{RandomPurpose, RandomStream};
 use ops::{DrawParams, SHORTLIST_LEN};
 
 /// What beside logits, parameters and earlier draws decides a draw.
 #[derive(Clone, Copy, Debug)]
-pub struct Draw<'a> {
+pub struct SampleContext<'a> {
     pub params: &'a SamplingParams,
     pub choice: u32,
     /// Absolute position of the token to draw.
     pub position: usize,
     /// Tokens that must not be drawn here.
-    pub ruled_out: &'a [u32],
+    pub forbidden: &'a [u32],
     /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn. Tokens beyond the end may not.
     pub allowed: Option<&'a [u32]>,
 }
 
-impl Draw<'_> {
+impl SampleContext<'_> {
     /// Whether it is the model's own logits that decide.
-    pub(crate) fn is_plain(&self, history: &History) -> bool {
+    pub(crate) fn uses_raw_logits(&self, history: &History) -> bool {
         self.params.logit_bias.is_empty()
-            && self.ruled_out.is_empty()
+            && self.forbidden.is_empty()
             && self.allowed.is_none()
-            && history.is_plain()
+            && history.uses_raw_logits()
     }
 
-    fn stream(&self) -> Stream {
-        Stream { seed: self.params.seed, choice: self.choice }
+    fn stream(&self) -> RandomStream {
+        RandomStream { seed: self.params.seed, choice: self.choice }
     }
 
     /// The number that decides between the tokens in the end.
     pub(super) fn uniform(&self) -> f64 {
-        self.stream().uniform(self.position as u64, Purpose::Token)
+        self.stream().uniform(self.position as u64, RandomPurpose::Token)
     }
 
     /// Whether it is XTC's turn, if it is on at all.
     pub(super) fn xtc_acts(&self) -> bool {
         let chance = f64::from(self.params.xtc_probability);
-        chance > 0.0 && self.stream().uniform(self.position as u64, Purpose::Xtc) < chance
+        chance > 0.0 && self.stream().uniform(self.position as u64, RandomPurpose::Xtc) < chance
     }
 
     /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: no filter weighs all
@@ -48,7 +48,7 @@ impl Draw<'_> {
     /// that is not listed comes before those that are.
     pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<DrawParams> {
         let params = self.params;
-        let plain = self.is_plain(history);
+        let plain = self.uses_raw_logits(history);
         if !plain && (self.allowed.is_some() || !params.only_lowers()) {
             return None;
         }

@@ -3,21 +3,21 @@
 //! As llama.cpp has it: a token that followed an earlier occurrence of the last n tokens is lowered by
 //! `multiplier * base^(n - allowed_length)`, n at its longest, counted back to the last sequence breaker at most.
 
-use crate::sample::params::Dry;
+use crate::sample::params::DryParams;
 use std::collections::BTreeMap;
 
 /// Buffers, kept between draws.
 #[derive(Debug, Default)]
-pub(super) struct Repetitions {
+pub(super) struct DryRepetitions {
     /// By distance from the end: how many tokens up to there equal the last tokens.
     matched: Vec<usize>,
     /// Longest repetition that each token would prolong.
     longest: BTreeMap<u32, usize>,
 }
 
-impl Repetitions {
+impl DryRepetitions {
     /// `tokens` are prompt and output so far.
-    pub(super) fn apply(&mut self, dry: &Dry, tokens: &[u32], logits: &mut [f32]) {
+    pub(super) fn apply(&mut self, dry: &DryParams, tokens: &[u32], logits: &mut [f32]) {
         self.find(dry, tokens);
         for &token in self.longest.keys() {
             let logit = &mut logits[token as usize];
@@ -26,7 +26,7 @@ impl Repetitions {
     }
 
     /// What `apply` makes of the logit of one token, after `find`.
-    pub(super) fn applied(&self, dry: &Dry, token: u32, logit: f32) -> f32 {
+    pub(super) fn applied(&self, dry: &DryParams, token: u32, logit: f32) -> f32 {
         match self.longest.get(&token) {
             Some(length) if !dry.breakers.is_single(token) => {
                 logit - penalty(dry, length - dry.allowed_length as usize)
@@ -36,7 +36,7 @@ impl Repetitions {
     }
 
     /// Finds the repetitions that tokens would prolong. `tokens` are prompt and output so far.
-    pub(super) fn find(&mut self, dry: &Dry, tokens: &[u32]) {
+    pub(super) fn find(&mut self, dry: &DryParams, tokens: &[u32]) {
         self.longest.clear();
         let allowed = dry.allowed_length as usize;
         let seen = dry.last_n.map_or(tokens.len(), |last_n| tokens.len().min(last_n as usize));
@@ -81,7 +81,7 @@ impl Repetitions {
 }
 
 /// How many tokens stand after the last breaker.
-fn since_breaker(dry: &Dry, tokens: &[u32]) -> usize {
+fn since_breaker(dry: &DryParams, tokens: &[u32]) -> usize {
     for (distance, &token) in tokens.iter().rev().enumerate() {
         let after = &tokens[tokens.len() - distance..];
         let single = dry.breakers.is_single(token).then_some(0);
@@ -95,7 +95,7 @@ fn since_breaker(dry: &Dry, tokens: &[u32]) -> usize {
 }
 
 /// Finite, however long the repetition.
-fn penalty(dry: &Dry, beyond: usize) -> f32 {
+fn penalty(dry: &DryParams, beyond: usize) -> f32 {
     let mut penalty = dry.multiplier;
     for _ in 0..beyond {
         let next = penalty * dry.base;
@@ -114,8 +114,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashMap;
 
-    fn dry(breakers: &[&[u32]]) -> Dry {
-        Dry {
+    fn dry(breakers: &[&[u32]]) -> DryParams {
+        DryParams {
             multiplier: 1.0,
             base: 2.0,
             allowed_length: 2,
@@ -124,9 +124,9 @@ mod tests {
         }
     }
 
-    fn lowered(dry: &Dry, tokens: &[u32]) -> Vec<(u32, f32)> {
+    fn lowered(dry: &DryParams, tokens: &[u32]) -> Vec<(u32, f32)> {
         let mut logits = [0.0; 12];
-        Repetitions::default().apply(dry, tokens, &mut logits);
+        DryRepetitions::default().apply(dry, tokens, &mut logits);
         let lowered = logits.iter().enumerate().filter(|(_, logit)| **logit != 0.0);
         lowered.map(|(token, &logit)| (token as u32, -logit)).collect()
     }
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn only_the_last_tokens_are_looked_at() {
         let tokens = [1, 2, 3, 4, 9, 1, 2, 3];
-        let last = |last_n| lowered(&Dry { last_n: Some(last_n), ..dry(&[]) }, &tokens);
+        let last = |last_n| lowered(&DryParams { last_n: Some(last_n), ..dry(&[]) }, &tokens);
         assert_eq!((last(8), last(7), last(6)), (vec![(4, 2.0)], vec![(4, 1.0)], vec![]));
         assert_eq!(last(0), []);
     }
@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn the_penalty_of_an_endless_repetition_is_finite() {
         let mut logits = [0.0; 2];
-        Repetitions::default().apply(&dry(&[]), &[1; 5000], &mut logits);
+        DryRepetitions::default().apply(&dry(&[]), &[1; 5000], &mut logits);
         assert!(logits[1].is_finite() && logits[1] < -1e38 && logits[0] == 0.0);
     }
 
@@ -171,7 +171,7 @@ mod tests {
         fn the_longest_match_of_every_follower_is_found(
             tokens in prop::collection::vec(0..4_u32, 0..60), breaker in 0..6_u32, last_n in 0..70_u32,
         ) {
-            let dry = Dry { last_n: Some(last_n), ..dry(&[&[breaker]]) };
+            let dry = DryParams { last_n: Some(last_n), ..dry(&[&[breaker]]) };
             let seen = &tokens[tokens.len().saturating_sub(last_n as usize)..];
             let limit = seen.iter().rev().take_while(|&&token| token != breaker).count();
             let mut expected: HashMap<u32, f32> = HashMap::new();

@@ -1,7 +1,7 @@
 //! What the draws of one request remember of earlier ones. Built again from prompt, output and the sampler state of the
 //! last token frame, it is the same: a resumed request goes on as if nothing had happened.
 
-use crate::sample::params::{Mirostat, ParamError, SamplingParams};
+use crate::sample::params::{MirostatParams, SamplingParamError, SamplingParams};
 use crate::sample::penalties::TokenCounts;
 use crate::sample::sampler_state::SamplerState;
 
@@ -11,7 +11,7 @@ pub struct History {
     pub(super) counts: Option<TokenCounts>,
     /// Prompt and output, for DRY.
     pub(super) tokens: Option<Vec<u32>>,
-    /// Mirostat's bound on surprise in bits.
+    /// MirostatParams's bound on surprise in bits.
     pub(super) mu: Option<f32>,
 }
 
@@ -22,15 +22,15 @@ impl History {
         prompt: &[u32],
         output: &[u32],
         state: &SamplerState,
-    ) -> Result<Self, ParamError> {
+    ) -> Result<Self, SamplingParamError> {
         let mu = match (params.mirostat, state.as_bytes()) {
             (None, []) => None,
-            (Some(Mirostat { tau, .. }), []) if output.is_empty() => Some(2.0 * tau),
+            (Some(MirostatParams { tau, .. }), []) if output.is_empty() => Some(2.0 * tau),
             (Some(_), &[a, b, c, d]) => Some(f32::from_le_bytes([a, b, c, d])).filter(|mu| mu.is_finite()),
-            (_, other) => return Err(ParamError::SamplerState { bytes: other.len() }),
+            (_, other) => return Err(SamplingParamError::SamplerState { bytes: other.len() }),
         };
         if params.mirostat.is_some() && mu.is_none() {
-            return Err(ParamError::SamplerState { bytes: state.as_bytes().len() });
+            return Err(SamplingParamError::SamplerState { bytes: state.as_bytes().len() });
         }
         let looks_back = params.mirostat.is_none();
         Ok(Self {
@@ -46,7 +46,7 @@ impl History {
     }
 
     /// Whether no earlier token changes what the logits mean.
-    pub(crate) fn is_plain(&self) -> bool {
+    pub(crate) fn uses_raw_logits(&self) -> bool {
         self.counts.is_none() && self.tokens.is_none()
     }
 
@@ -67,7 +67,7 @@ mod tests {
     use crate::sample::params::MirostatVersion;
 
     fn mirostat() -> SamplingParams {
-        let mirostat = Mirostat { version: MirostatVersion::Two, tau: 3.0, eta: 0.1 };
+        let mirostat = MirostatParams { version: MirostatVersion::Two, tau: 3.0, eta: 0.1 };
         SamplingParams { mirostat: Some(mirostat), ..SamplingParams::default() }
     }
 

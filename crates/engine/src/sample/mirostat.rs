@@ -1,10 +1,10 @@
-//! Mirostat 1 and 2: how many tokens stay in the running so that the drawn ones are as surprising as asked for.
+//! MirostatParams 1 and 2: how many tokens stay in the running so that the drawn ones are as surprising as asked for.
 //!
 //! Formulas and constants as in llama.cpp, surprise in bits.
 
 use crate::sample::candidates::Candidates;
 use crate::sample::math;
-use crate::sample::params::{Mirostat, MirostatVersion};
+use crate::sample::params::{MirostatParams, MirostatVersion};
 use ops::rank::{self, RankedLogit};
 use ops::softmax;
 use std::f64::consts::LN_2;
@@ -17,7 +17,7 @@ pub(super) fn thin_out(
     candidates: &mut Candidates,
     best: &mut Vec<RankedLogit>,
     logits: &[f32],
-    mirostat: &Mirostat,
+    mirostat: &MirostatParams,
     mu: f32,
 ) {
     match mirostat.version {
@@ -65,7 +65,7 @@ fn count(best: &[RankedLogit], vocabulary: usize, mu: f32) -> usize {
 }
 
 /// The bound after a token of this probability was drawn.
-pub(super) fn learn(mirostat: &Mirostat, mu: f32, probability: f64) -> f32 {
+pub(super) fn learn(mirostat: &MirostatParams, mu: f32, probability: f64) -> f32 {
     let surprise = -math::ln(probability) / LN_2;
     mu - mirostat.eta * (surprise as f32 - mirostat.tau)
 }
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn the_bound_moves_against_the_error() {
-        let mirostat = Mirostat { version: MirostatVersion::Two, tau: 3.0, eta: 0.5 };
+        let mirostat = MirostatParams { version: MirostatVersion::Two, tau: 3.0, eta: 0.5 };
         assert!((learn(&mirostat, 6.0, 0.5) - 7.0).abs() < 1e-6);
         assert!((learn(&mirostat, 6.0, 1.0 / 64.0) - 4.5).abs() < 1e-6);
     }

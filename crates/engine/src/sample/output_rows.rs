@@ -2,7 +2,7 @@
 //!
 //! Both say the same: a token drawn from a shortlist is the token that the sampler draws from the row.
 
-use crate::sample::draw::Draw;
+use crate::sample::draw::SampleContext;
 use crate::sample::history::History;
 use crate::sample::sampler::Sampler;
 use ops::{Backend, DrawParams, NO_ARGMAX, OpError, Shortlist};
@@ -27,11 +27,11 @@ impl OutputRows {
     }
 
     /// Between steps: gives back what the largest step took.
-    pub(crate) fn release(&mut self) {
+    pub(crate) fn release_memory(&mut self) {
         *self = Self::default();
     }
 
-    /// Takes a run of outputs; `draws` are theirs, as [`crate::task::Task::draw`] has them.
+    /// Takes a run of outputs; `draws` are theirs, as [`crate::task::RequestState::draw`] has them.
     pub(crate) fn take<'a, B: Backend>(
         &mut self,
         backend: &mut B,
@@ -39,11 +39,13 @@ impl OutputRows {
         vocab_size: usize,
         run: Range<usize>,
         logits: &B::Tensor,
-        draws: impl Iterator<Item = Option<(Draw<'a>, &'a History)>> + Clone,
+        draws: impl Iterator<Item = Option<(SampleContext<'a>, &'a History)>> + Clone,
     ) -> Result<(), OpError> {
         let drawn = &mut self.drawn[run.clone()];
-        let is_greedy = |draw: Option<(Draw<'_>, &History)>| {
-            draw.is_some_and(|(draw, history)| draw.params.temperature == 0.0 && draw.is_plain(history))
+        let is_greedy = |draw: Option<(SampleContext<'_>, &History)>| {
+            draw.is_some_and(|(draw, history)| {
+                draw.params.temperature == 0.0 && draw.uses_raw_logits(history)
+            })
         };
         if draws.clone().all(is_greedy) {
             backend.argmax(logits, run.len(), vocab_size, drawn)?;
@@ -88,22 +90,22 @@ impl OutputRows {
         Ok(())
     }
 
-    pub(crate) fn row(&self, output: usize, vocab_size: usize) -> Row<'_> {
+    pub(crate) fn row(&self, output: usize, vocab_size: usize) -> RowOutput<'_> {
         match self.drawn[output] {
-            NO_ARGMAX => Row::Logits(&self.logits[output * vocab_size..][..vocab_size]),
-            token => Row::Drawn(token),
+            NO_ARGMAX => RowOutput::Logits(&self.logits[output * vocab_size..][..vocab_size]),
+            token => RowOutput::Token(token),
         }
     }
 }
 
-fn weighing(vocab_size: usize, draw: Option<(Draw<'_>, &History)>) -> Option<DrawParams> {
+fn weighing(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> Option<DrawParams> {
     draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
 }
 
 /// What the model said of the token after a row's.
 #[derive(Clone, Copy)]
-pub(crate) enum Row<'a> {
+pub(crate) enum RowOutput<'a> {
     Logits(&'a [f32]),
-    /// The token of the request's [`Task::draw`].
-    Drawn(u32),
+    /// The token of the request's [`RequestState::draw`].
+    Token(u32),
 }

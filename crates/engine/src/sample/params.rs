@@ -30,23 +30,23 @@ pub struct SamplingParams {
     /// Above 0.5 no two tokens can reach it: off.
     pub xtc_threshold: f32,
     /// Draws in place of everything from `top_n_sigma` to `xtc`, and of the dynamic temperature.
-    pub mirostat: Option<Mirostat>,
+    pub mirostat: Option<MirostatParams>,
     /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
     pub repetition_penalty: f32,
     /// Subtracted from logits of tokens in the output.
     pub presence_penalty: f32,
     /// Subtracted from a token's logit for each time it is in the output.
     pub frequency_penalty: f32,
-    pub dry: Option<Dry>,
+    pub dry: Option<DryParams>,
     /// Added to logits before everything else; each token at most once.
     pub logit_bias: Vec<(u32, f32)>,
     /// Equal seeds give equal output. Whoever takes the client's request draws one if it gave none.
     pub seed: u64,
 }
 
-/// Keeps the surprise of the drawn tokens near a target (Basu et al., "Mirostat", 2021).
+/// Keeps the surprise of the drawn tokens near a target (Basu et al., "MirostatParams", 2021).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Mirostat {
+pub struct MirostatParams {
     pub version: MirostatVersion,
     /// Target surprise in bits.
     pub tau: f32,
@@ -64,10 +64,10 @@ pub enum MirostatVersion {
 
 /// "Don't repeat yourself": lowers tokens that would prolong a repetition of what is there already.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Dry {
+pub struct DryParams {
     pub multiplier: f32,
     pub base: f32,
-    /// Repetitions shorter than this cost nothing; the penalty of longer ones is `multiplier * base^(length - allowed_length)`.
+    /// DryRepetitions shorter than this cost nothing; the penalty of longer ones is `multiplier * base^(length - allowed_length)`.
     pub allowed_length: u32,
     /// How many of the last tokens of prompt and output are looked at; `None`: all.
     pub last_n: Option<u32>,
@@ -159,7 +159,7 @@ impl SamplingParams {
     }
 
     /// Ranges are those of the OpenAI API where it has the parameter.
-    pub fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
+    pub fn check(&self, vocab_size: usize) -> Result<(), SamplingParamError> {
         check_float(&TEMPERATURE, self.temperature)?;
         check_float(&DYNATEMP_RANGE, self.dynatemp_range)?;
         check_float(&DYNATEMP_EXPONENT, self.dynatemp_exponent)?;
@@ -172,7 +172,7 @@ impl SamplingParams {
         check_float(&TYPICAL_P, self.typical_p)?;
         check_float(&TOP_P, self.top_p)?;
         check_float(&REPETITION_PENALTY, self.repetition_penalty)?;
-        if let Some(Mirostat { tau, eta, .. }) = self.mirostat {
+        if let Some(MirostatParams { tau, eta, .. }) = self.mirostat {
             check_float(&MIROSTAT_TAU, tau)?;
             check_float(&MIROSTAT_ETA, eta)?;
         }
@@ -180,7 +180,7 @@ impl SamplingParams {
             dry.check(vocab_size)?;
         }
         if self.logit_bias.len() > LOGIT_BIAS_MAX {
-            return Err(ParamError::TooMany {
+            return Err(SamplingParamError::TooMany {
                 field: "logit_bias",
                 count: self.logit_bias.len(),
                 max: LOGIT_BIAS_MAX,
@@ -188,10 +188,10 @@ impl SamplingParams {
         }
         for (index, &(token, bias)) in self.logit_bias.iter().enumerate() {
             if token as usize >= vocab_size {
-                return Err(ParamError::TokenId { field: "logit_bias", token, vocab_size });
+                return Err(SamplingParamError::TokenId { field: "logit_bias", token, vocab_size });
             }
             if self.logit_bias[..index].iter().any(|&(earlier, _)| earlier == token) {
-                return Err(ParamError::TokenTwice { field: "logit_bias", token });
+                return Err(SamplingParamError::TokenTwice { field: "logit_bias", token });
             }
             check_float(&LOGIT_BIAS_VALUE, bias)?;
         }
@@ -199,19 +199,19 @@ impl SamplingParams {
     }
 }
 
-impl Dry {
-    fn check(&self, vocab_size: usize) -> Result<(), ParamError> {
+impl DryParams {
+    fn check(&self, vocab_size: usize) -> Result<(), SamplingParamError> {
         check_float(&DRY_MULTIPLIER, self.multiplier)?;
         check_float(&DRY_BASE, self.base)?;
         if self.allowed_length == 0 {
             // One repeated token is a repetition of length 1: at 0 every token would be one.
             let (field, max) = ("dry_allowed_length", u32::MAX as f32);
-            return Err(ParamError::Range { field, value: 0.0, min: 1.0, max });
+            return Err(SamplingParamError::Range { field, value: 0.0, min: 1.0, max });
         }
         let field = "dry_sequence_breakers";
         let Self { breakers, .. } = self;
         if breakers.sequences.len() > DRY_SEQUENCES_MAX {
-            return Err(ParamError::TooMany {
+            return Err(SamplingParamError::TooMany {
                 field,
                 count: breakers.sequences.len(),
                 max: DRY_SEQUENCES_MAX,
@@ -220,10 +220,14 @@ impl Dry {
         if let Some(long) =
             breakers.sequences.iter().find(|sequence| sequence.len() > DRY_SEQUENCE_TOKENS_MAX)
         {
-            return Err(ParamError::TooMany { field, count: long.len(), max: DRY_SEQUENCE_TOKENS_MAX });
+            return Err(SamplingParamError::TooMany {
+                field,
+                count: long.len(),
+                max: DRY_SEQUENCE_TOKENS_MAX,
+            });
         }
         match breakers.tokens().find(|&token| token as usize >= vocab_size) {
-            Some(token) => Err(ParamError::TokenId { field, token, vocab_size }),
+            Some(token) => Err(SamplingParamError::TokenId { field, token, vocab_size }),
             None => Ok(()),
         }
     }
@@ -238,7 +242,7 @@ const DRY_SEQUENCE_TOKENS_MAX: usize = 20;
 
 /// A parameter that is not a number in its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum ParamError {
+pub enum SamplingParamError {
     #[error("{field} is {value}, allowed are {min} to {max}")]
     Range { field: &'static str, value: f32, min: f32, max: f32 },
     #[error("{field} is {value}, allowed is above 0 and up to {max}")]
@@ -253,7 +257,7 @@ pub enum ParamError {
     SamplerState { bytes: usize },
 }
 
-fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), ParamError> {
+fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), SamplingParamError> {
     match parameter.bounds {
         FloatBounds::Inclusive { min, max } => range(parameter.name, value, min, max),
         FloatBounds::AboveZero { max } => above_zero(parameter.name, value, max),
@@ -261,12 +265,20 @@ fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), ParamError>
 }
 
 /// NaN is in no range.
-fn range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), ParamError> {
-    if (min..=max).contains(&value) { Ok(()) } else { Err(ParamError::Range { field, value, min, max }) }
+fn range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), SamplingParamError> {
+    if (min..=max).contains(&value) {
+        Ok(())
+    } else {
+        Err(SamplingParamError::Range { field, value, min, max })
+    }
 }
 
-fn above_zero(field: &'static str, value: f32, max: f32) -> Result<(), ParamError> {
-    if value > 0.0 && value <= max { Ok(()) } else { Err(ParamError::AboveZero { field, value, max }) }
+fn above_zero(field: &'static str, value: f32, max: f32) -> Result<(), SamplingParamError> {
+    if value > 0.0 && value <= max {
+        Ok(())
+    } else {
+        Err(SamplingParamError::AboveZero { field, value, max })
+    }
 }
 
 #[cfg(test)]
@@ -289,18 +301,24 @@ mod tests {
         ("repetition_penalty", |p, v| p.repetition_penalty = v, 0.0, 2.1),
         ("presence_penalty", |p, v| p.presence_penalty = v, -2.1, 2.1),
         ("frequency_penalty", |p, v| p.frequency_penalty = v, -2.1, 2.1),
-        ("dry_multiplier", |p, v| p.dry = Some(Dry { multiplier: v, ..dry() }), -0.1, 101.0),
-        ("dry_base", |p, v| p.dry = Some(Dry { base: v, ..dry() }), 0.9, 101.0),
-        ("mirostat_tau", |p, v| p.mirostat = Some(Mirostat { tau: v, ..mirostat() }), -0.1, 101.0),
-        ("mirostat_eta", |p, v| p.mirostat = Some(Mirostat { eta: v, ..mirostat() }), -0.1, 1.1),
+        ("dry_multiplier", |p, v| p.dry = Some(DryParams { multiplier: v, ..dry() }), -0.1, 101.0),
+        ("dry_base", |p, v| p.dry = Some(DryParams { base: v, ..dry() }), 0.9, 101.0),
+        ("mirostat_tau", |p, v| p.mirostat = Some(MirostatParams { tau: v, ..mirostat() }), -0.1, 101.0),
+        ("mirostat_eta", |p, v| p.mirostat = Some(MirostatParams { eta: v, ..mirostat() }), -0.1, 1.1),
     ];
 
-    fn dry() -> Dry {
-        Dry { multiplier: 0.8, base: 1.75, allowed_length: 2, last_n: None, breakers: DryBreakers::default() }
+    fn dry() -> DryParams {
+        DryParams {
+            multiplier: 0.8,
+            base: 1.75,
+            allowed_length: 2,
+            last_n: None,
+            breakers: DryBreakers::default(),
+        }
     }
 
-    fn mirostat() -> Mirostat {
-        Mirostat { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
+    fn mirostat() -> MirostatParams {
+        MirostatParams { version: MirostatVersion::Two, tau: 5.0, eta: 0.1 }
     }
 
     #[test]
@@ -319,12 +337,15 @@ mod tests {
     #[test]
     fn breakers_must_be_tokens_of_the_vocabulary() {
         let with = |sequences: Vec<Vec<u32>>| SamplingParams {
-            dry: Some(Dry { breakers: DryBreakers::new(sequences), ..dry() }),
+            dry: Some(DryParams { breakers: DryBreakers::new(sequences), ..dry() }),
             ..SamplingParams::default()
         };
         assert_eq!(with(vec![vec![9], vec![1, 2], vec![]]).check(10), Ok(()));
         let error = with(vec![vec![1, 10]]).check(10).unwrap_err();
-        assert!(matches!(error, ParamError::TokenId { field: "dry_sequence_breakers", token: 10, .. }));
+        assert!(matches!(
+            error,
+            SamplingParamError::TokenId { field: "dry_sequence_breakers", token: 10, .. }
+        ));
         assert!(with(vec![vec![1; 21]]).check(10).is_err());
     }
 

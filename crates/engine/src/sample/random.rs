@@ -5,7 +5,7 @@
 /// What a number is drawn for; one position may need several that do not depend on each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Purpose {
+pub enum RandomPurpose {
     Token = 0,
     /// Whether XTC acts.
     Xtc = 1,
@@ -13,14 +13,14 @@ pub enum Purpose {
 
 /// The request's part of the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stream {
+pub struct RandomStream {
     pub seed: u64,
     pub choice: u32,
 }
 
-impl Stream {
+impl RandomStream {
     /// Uniform in `[0, 1)`, a multiple of 2^-53.
-    pub fn uniform(self, position: u64, purpose: Purpose) -> f64 {
+    pub fn uniform(self, position: u64, purpose: RandomPurpose) -> f64 {
         let counter = [position as u32, (position >> 32) as u32, self.choice, purpose as u32];
         let words = philox(counter, [self.seed as u32, (self.seed >> 32) as u32]);
         let bits = u64::from(words[0]) << 32 | u64::from(words[1]);
@@ -63,15 +63,15 @@ mod tests {
 
     #[test]
     fn every_part_of_the_key_changes_the_number() {
-        let base = Stream { seed: 7, choice: 0 };
-        let number = base.uniform(3, Purpose::Token);
-        assert_eq!(number, base.uniform(3, Purpose::Token));
+        let base = RandomStream { seed: 7, choice: 0 };
+        let number = base.uniform(3, RandomPurpose::Token);
+        assert_eq!(number, base.uniform(3, RandomPurpose::Token));
         for other in [
-            Stream { seed: 8, ..base }.uniform(3, Purpose::Token),
-            Stream { seed: 7 | 1 << 40, ..base }.uniform(3, Purpose::Token),
-            Stream { choice: 1, ..base }.uniform(3, Purpose::Token),
-            base.uniform(4, Purpose::Token),
-            base.uniform(3, Purpose::Xtc),
+            RandomStream { seed: 8, ..base }.uniform(3, RandomPurpose::Token),
+            RandomStream { seed: 7 | 1 << 40, ..base }.uniform(3, RandomPurpose::Token),
+            RandomStream { choice: 1, ..base }.uniform(3, RandomPurpose::Token),
+            base.uniform(4, RandomPurpose::Token),
+            base.uniform(3, RandomPurpose::Xtc),
         ] {
             assert_ne!(number, other);
         }
@@ -83,7 +83,7 @@ mod tests {
         let mut cells = [0_u32; 100];
         const DRAWS: u64 = 100_000;
         for position in 0..DRAWS {
-            let number = Stream { seed: 42, choice: 0 }.uniform(position, Purpose::Token);
+            let number = RandomStream { seed: 42, choice: 0 }.uniform(position, RandomPurpose::Token);
             cells[(number * 100.0) as usize] += 1;
         }
         let expected = DRAWS as f64 / 100.0;

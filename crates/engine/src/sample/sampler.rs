@@ -16,7 +16,7 @@
 //! 12. temperature: logits are divided by it; a dynamic one follows the entropy of what is left
 //! 13. draw: one uniform number inverts the running sum of the weights in order of rising id
 //!
-//! Mirostat takes the place of 3 to 11 as it does there: it comes after 1, 2 and a temperature that is not dynamic.
+//! MirostatParams takes the place of 3 to 11 as it does there: it comes after 1, 2 and a temperature that is not dynamic.
 //!
 //! `tests/llama_samplers.rs` compares what is left, and how probable it is, with what llama.cpp leaves. On purpose another:
 //!
@@ -25,7 +25,7 @@
 //! - Presence and frequency count the output, as in the OpenAI API; there, the last n tokens of prompt and output.
 //! - A token ruled out (by mask, bias or top-n-sigma) is gone; there it stays with a logit of -inf. It counts in the number
 //!   of tokens that dynamic temperature and mirostat 1 go by, and makes typical's entropy and mirostat 1's exponent no number.
-//! - Mirostat 1 keeps everything where its formula overflows; there, the conversion to an integer is undefined.
+//! - MirostatParams 1 keeps everything where its formula overflows; there, the conversion to an integer is undefined.
 //! - Which of equal logits stays at a filter's border; there, it is as the sort leaves them.
 //! - The random numbers, XTC's among them.
 //!
@@ -34,8 +34,8 @@
 //! token wherever and however often it runs.
 
 use crate::sample::candidates::{Candidates, Filter};
-use crate::sample::draw::Draw;
-use crate::sample::dry::Repetitions;
+use crate::sample::draw::SampleContext;
+use crate::sample::dry::DryRepetitions;
 use crate::sample::error::{SampleError, check};
 use crate::sample::history::History;
 use crate::sample::params::SamplingParams;
@@ -51,7 +51,7 @@ pub struct Sampler {
     adjusted: Vec<f32>,
     /// The row after temperature, for mirostat.
     tempered: Vec<f32>,
-    repetitions: Repetitions,
+    repetitions: DryRepetitions,
     candidates: Candidates,
     /// For mirostat; and a shortlist after penalties.
     best: Vec<RankedLogit>,
@@ -63,11 +63,11 @@ impl Sampler {
     pub fn sample(
         &mut self,
         logits: &[f32],
-        draw: &Draw<'_>,
+        draw: &SampleContext<'_>,
         history: &mut History,
     ) -> Result<u32, SampleError> {
         check(logits)?;
-        let token = if draw.is_plain(history) {
+        let token = if draw.uses_raw_logits(history) {
             self.choose(logits, draw, history)?
         } else {
             let mut adjusted = std::mem::take(&mut self.adjusted);
@@ -82,12 +82,12 @@ impl Sampler {
         Ok(token)
     }
 
-    fn adjust(&mut self, logits: &mut [f32], draw: &Draw<'_>, history: &History) {
+    fn adjust(&mut self, logits: &mut [f32], draw: &SampleContext<'_>, history: &History) {
         let params = draw.params;
         if let Some(allowed) = draw.allowed {
             rule_out(logits, allowed);
         }
-        for &token in draw.ruled_out {
+        for &token in draw.forbidden {
             logits[token as usize] = f32::NEG_INFINITY;
         }
         for &(token, bias) in &params.logit_bias {
@@ -101,7 +101,12 @@ impl Sampler {
         }
     }
 
-    fn choose(&mut self, logits: &[f32], draw: &Draw<'_>, history: &mut History) -> Result<u32, SampleError> {
+    fn choose(
+        &mut self,
+        logits: &[f32],
+        draw: &SampleContext<'_>,
+        history: &mut History,
+    ) -> Result<u32, SampleError> {
         let params = draw.params;
         let max = rank::max(logits);
         if max == f32::NEG_INFINITY {
@@ -135,16 +140,16 @@ impl Sampler {
     }
 
     /// The token that `sample` draws from a row of `vocab_size` logits, if its shortlist shows it. The list is weighed as
-    /// [`Draw::weighing`] says, and it is for the caller to add the token to the history.
+    /// [`SampleContext::weighing`] says, and it is for the caller to add the token to the history.
     pub fn sample_shortlist(
         &mut self,
         list: &Shortlist,
         vocab_size: usize,
-        draw: &Draw<'_>,
+        draw: &SampleContext<'_>,
         history: &History,
     ) -> Option<u32> {
         draw.weighing(vocab_size, history)?;
-        if draw.is_plain(history) {
+        if draw.uses_raw_logits(history) {
             return self.choose_listed(list.best(), list, vocab_size, draw);
         }
         let mut best = std::mem::take(&mut self.best);
@@ -161,7 +166,7 @@ impl Sampler {
         &mut self,
         listed: &[RankedLogit],
         whole: bool,
-        draw: &Draw<'_>,
+        draw: &SampleContext<'_>,
         history: &History,
         best: &mut Vec<RankedLogit>,
     ) {
@@ -172,7 +177,7 @@ impl Sampler {
         best.clear();
         best.extend(listed.iter().map(|listed| {
             let id = listed.id();
-            let mut logit = if draw.ruled_out.contains(&id) { f32::NEG_INFINITY } else { listed.logit() };
+            let mut logit = if draw.forbidden.contains(&id) { f32::NEG_INFINITY } else { listed.logit() };
             if let Some(counts) = &history.counts {
                 logit = counts.applied(draw.params, id, logit);
             }
@@ -193,7 +198,7 @@ impl Sampler {
         best: &[RankedLogit],
         list: &Shortlist,
         vocab_size: usize,
-        draw: &Draw<'_>,
+        draw: &SampleContext<'_>,
     ) -> Option<u32> {
         let (params, xtc_acts) = (draw.params, draw.xtc_acts());
         let is_greedy = params.temperature == 0.0;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use pace::{Outside, Pace};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
+pub struct QueueLimits {
     /// Most requests that wait when one of ordinary priority (0) comes.
     pub queue_max: usize,
     /// Most of one tenant.
@@ -22,13 +22,13 @@ const HIGH_EIGHTHS: usize = 9;
 /// Most of one tenant, in eighths of the queue.
 const TENANT_EIGHTHS: usize = 6;
 
-impl Bounds {
-    pub fn of_queue(queue_max: usize) -> Self {
+impl QueueLimits {
+    pub fn for_queue(queue_max: usize) -> Self {
         Self { queue_max, tenant_queue_max: eighths(queue_max, TENANT_EIGHTHS) }
     }
 
     /// Most requests of any priority that may wait when one of this priority comes.
-    pub fn places(&self, priority: i32) -> usize {
+    pub fn capacity_for(&self, priority: i32) -> usize {
         match priority {
             ..0 => eighths(self.queue_max, HIGH_EIGHTHS),
             0 => self.queue_max,
@@ -44,60 +44,61 @@ fn eighths(whole: usize, parts: usize) -> usize {
 
 /// Why nobody can be queued now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full {
+pub struct QueueFullError {
     pub waiting: usize,
     pub max: usize,
     /// The bound is the tenant's own.
-    pub of_tenant: bool,
+    pub is_tenant_limit: bool,
     pub retry_after: Duration,
 }
 
 #[derive(Debug)]
-pub struct Admission {
-    bounds: Bounds,
+pub struct AdmissionControl {
+    bounds: QueueLimits,
     waiting: usize,
-    tenants: HashMap<u64, Own>,
+    tenants: HashMap<u64, TenantWaiting>,
     /// Of the last step.
     now: Duration,
     /// The first step that somebody has waited for since the queue was empty.
     since: Option<Duration>,
-    pace: Pace,
+    retry_after: Pace,
 }
 
 #[derive(Debug, Default)]
-struct Own {
+struct TenantWaiting {
     waiting: usize,
     outside: Outside,
 }
 
-impl Admission {
-    pub fn new(bounds: Bounds) -> Self {
-        let pace = Pace::default();
-        Self { bounds, waiting: 0, tenants: HashMap::new(), now: Duration::ZERO, since: None, pace }
+impl AdmissionControl {
+    pub fn new(bounds: QueueLimits) -> Self {
+        let retry_after = Pace::default();
+        Self { bounds, waiting: 0, tenants: HashMap::new(), now: Duration::ZERO, since: None, retry_after }
     }
 
     /// Most requests of any priority that may wait when one of this priority comes.
-    pub fn places(&self, priority: i32) -> usize {
-        self.bounds.places(priority)
+    pub fn capacity_for(&self, priority: i32) -> usize {
+        self.bounds.capacity_for(priority)
     }
 
     /// Takes a place in the queue.
-    pub fn enter(&mut self, priority: i32, tenant: u64) -> Result<(), Full> {
-        let (waiting, max) = (self.waiting, self.places(priority));
+    pub fn try_enter(&mut self, priority: i32, tenant: u64) -> Result<(), QueueFullError> {
+        let (waiting, max) = (self.waiting, self.capacity_for(priority));
         if waiting >= max {
-            let retry_after = self.pace.promise(self.now, waiting as u32, 1);
-            return Err(Full { waiting, max, of_tenant: false, retry_after });
+            let retry_after = self.retry_after.promise(self.now, waiting as u32, 1);
+            return Err(QueueFullError { waiting, max, is_tenant_limit: false, retry_after });
         }
         let share = self.tenants.len() as u32;
-        let own = self.tenants.entry(tenant).or_default();
-        let (waiting, max) = (own.waiting, self.bounds.tenant_queue_max);
+        let tenant_waiting = self.tenants.entry(tenant).or_default();
+        let (waiting, max) = (tenant_waiting.waiting, self.bounds.tenant_queue_max);
         // Those who do not say whose they are share the queue as one.
         if tenant != 0 && waiting >= max {
             let ahead = waiting as u32;
-            let retry_after = self.pace.promise_to(&mut own.outside, self.now, ahead, 1, share);
-            return Err(Full { waiting, max, of_tenant: true, retry_after });
+            let retry_after =
+                self.retry_after.promise_to(&mut tenant_waiting.outside, self.now, ahead, 1, share);
+            return Err(QueueFullError { waiting, max, is_tenant_limit: true, retry_after });
         }
-        own.waiting += 1;
+        tenant_waiting.waiting += 1;
         self.waiting += 1;
         Ok(())
     }
@@ -106,30 +107,30 @@ impl Admission {
     pub fn leave(&mut self, tenant: u64) {
         debug_assert!(self.waiting > 0);
         self.waiting -= 1;
-        if let Some(own) = self.tenants.get_mut(&tenant) {
-            own.waiting -= 1;
-            if own.waiting == 0 {
+        if let Some(tenant_waiting) = self.tenants.get_mut(&tenant) {
+            tenant_waiting.waiting -= 1;
+            if tenant_waiting.waiting == 0 {
                 self.tenants.remove(&tenant);
             }
         }
-        self.passed(self.now);
+        self.start_step(self.now);
     }
 
     /// To be told at the begin of each step: a queue in which nobody waits says nothing of the pace.
-    pub fn passed(&mut self, now: Duration) {
+    pub fn start_step(&mut self, now: Duration) {
         self.now = now;
         match self.waiting {
             0 => self.since = None,
             _ => self.since = self.since.or(Some(now)),
         }
-        self.pace.waiting(now, self.waiting > 0);
+        self.retry_after.waiting(now, self.waiting > 0);
     }
 
     /// Holds blocks from now on.
     pub fn admitted(&mut self, tenant: u64, now: Duration) {
         // Who comes in with its first step has waited for nobody.
         if self.since.is_some_and(|since| since < now) {
-            self.pace.freed(now);
+            self.retry_after.freed(now);
         }
         self.leave(tenant);
     }
@@ -139,7 +140,7 @@ impl Admission {
     }
 
     pub fn waiting_of(&self, tenant: u64) -> usize {
-        self.tenants.get(&tenant).map_or(0, |own| own.waiting)
+        self.tenants.get(&tenant).map_or(0, |tenant_waiting| tenant_waiting.waiting)
     }
 }
 
@@ -147,52 +148,52 @@ impl Admission {
 mod tests {
     use super::*;
 
-    fn admission() -> Admission {
-        Admission::new(Bounds { queue_max: 16, tenant_queue_max: 10 })
+    fn admission() -> AdmissionControl {
+        AdmissionControl::new(QueueLimits { queue_max: 16, tenant_queue_max: 10 })
     }
 
     #[test]
     fn each_class_leaves_a_floor_to_those_before_it() {
         let mut admission = admission();
-        (0..14).for_each(|tenant| admission.enter(1, tenant).unwrap());
-        let low = admission.enter(1, 99).unwrap_err();
-        assert_eq!((low.waiting, low.max, low.of_tenant), (14, 14, false));
-        (14..16).for_each(|tenant| admission.enter(0, tenant).unwrap());
-        assert_eq!(admission.enter(0, 99).unwrap_err().max, 16);
-        (16..18).for_each(|tenant| admission.enter(-1, tenant).unwrap());
-        assert_eq!(admission.enter(-1, 99).unwrap_err().max, 18);
+        (0..14).for_each(|tenant| admission.try_enter(1, tenant).unwrap());
+        let low = admission.try_enter(1, 99).unwrap_err();
+        assert_eq!((low.waiting, low.max, low.is_tenant_limit), (14, 14, false));
+        (14..16).for_each(|tenant| admission.try_enter(0, tenant).unwrap());
+        assert_eq!(admission.try_enter(0, 99).unwrap_err().max, 16);
+        (16..18).for_each(|tenant| admission.try_enter(-1, tenant).unwrap());
+        assert_eq!(admission.try_enter(-1, 99).unwrap_err().max, 18);
     }
 
     #[test]
     fn a_tenant_cannot_fill_the_queue() {
         let mut admission = admission();
-        (0..10).for_each(|_| admission.enter(0, 7).unwrap());
-        let full = admission.enter(0, 7).unwrap_err();
-        assert_eq!((full.waiting, full.max, full.of_tenant), (10, 10, true));
-        admission.enter(0, 8).unwrap();
+        (0..10).for_each(|_| admission.try_enter(0, 7).unwrap());
+        let full = admission.try_enter(0, 7).unwrap_err();
+        assert_eq!((full.waiting, full.max, full.is_tenant_limit), (10, 10, true));
+        admission.try_enter(0, 8).unwrap();
         admission.leave(7);
-        admission.enter(0, 7).unwrap();
+        admission.try_enter(0, 7).unwrap();
     }
 
     /// A queue of two that always wait; one gets in every four seconds, from second 4 to second 80.
-    fn measured() -> Admission {
-        let mut admission = Admission::new(Bounds { queue_max: 2, tenant_queue_max: 2 });
-        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
-        assert_eq!(admission.enter(0, 1).unwrap_err().retry_after.as_secs(), 1, "nothing is known yet");
-        admission.passed(Duration::ZERO);
+    fn measured() -> AdmissionControl {
+        let mut admission = AdmissionControl::new(QueueLimits { queue_max: 2, tenant_queue_max: 2 });
+        (0..2).for_each(|_| admission.try_enter(0, 2).unwrap());
+        assert_eq!(admission.try_enter(0, 1).unwrap_err().retry_after.as_secs(), 1, "nothing is known yet");
+        admission.start_step(Duration::ZERO);
         (1..=20).for_each(|k| one_gets_in(&mut admission, 4 * k));
         admission
     }
 
-    fn one_gets_in(admission: &mut Admission, second: u64) {
+    fn one_gets_in(admission: &mut AdmissionControl, second: u64) {
         let now = Duration::from_secs(second);
-        admission.passed(now);
+        admission.start_step(now);
         admission.admitted(2, now);
-        admission.enter(0, 2).unwrap();
+        admission.try_enter(0, 2).unwrap();
     }
 
-    fn told(admission: &mut Admission) -> u64 {
-        admission.enter(0, 1).unwrap_err().retry_after.as_secs()
+    fn told(admission: &mut AdmissionControl) -> u64 {
+        admission.try_enter(0, 1).unwrap_err().retry_after.as_secs()
     }
 
     #[test]
@@ -212,12 +213,12 @@ mod tests {
         let later = |second: u64| Duration::from_secs(3600 + second);
         (0..2).for_each(|_| admission.leave(2));
         for second in 0..50 {
-            admission.enter(0, 2).unwrap();
-            admission.passed(later(second));
+            admission.try_enter(0, 2).unwrap();
+            admission.start_step(later(second));
             admission.admitted(2, later(second));
         }
-        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
-        admission.passed(later(50));
+        (0..2).for_each(|_| admission.try_enter(0, 2).unwrap());
+        admission.start_step(later(50));
         assert_eq!(told(&mut admission), 12, "as before that hour");
     }
 
@@ -231,12 +232,16 @@ mod tests {
 
     #[test]
     fn a_tenant_at_its_own_bound_is_told_its_own_time() {
-        let mut admission = Admission::new(Bounds { queue_max: 9, tenant_queue_max: 2 });
-        (0..2).for_each(|_| admission.enter(0, 2).unwrap());
-        admission.enter(0, 3).unwrap();
-        admission.passed(Duration::ZERO);
+        let mut admission = AdmissionControl::new(QueueLimits { queue_max: 9, tenant_queue_max: 2 });
+        (0..2).for_each(|_| admission.try_enter(0, 2).unwrap());
+        admission.try_enter(0, 3).unwrap();
+        admission.start_step(Duration::ZERO);
         (1..=20).for_each(|k| one_gets_in(&mut admission, 4 * k));
-        let full = admission.enter(0, 2).unwrap_err();
-        assert_eq!((full.of_tenant, full.retry_after.as_secs()), (true, 24), "every second place is its own");
+        let full = admission.try_enter(0, 2).unwrap_err();
+        assert_eq!(
+            (full.is_tenant_limit, full.retry_after.as_secs()),
+            (true, 24),
+            "every second place is its tenant_waiting"
+        );
     }
 }

@@ -3,8 +3,8 @@
 use crate::kv::block_key::BlockId;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::Sequence;
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::{Chunk, ChunkOutputs};
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::{ChunkOutputs, ScheduledChunk};
 use ops::Step;
 
 #[derive(Debug, Default)]
@@ -16,12 +16,12 @@ pub(crate) struct Batch {
     kv_slots: Vec<u32>,
     outputs: Vec<u32>,
     /// Whose rows the outputs are, in the same order.
-    wanted: Vec<OutputRow>,
+    output_rows: Vec<OutputRow>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutputRow {
-    pub(crate) slot: Slot,
+    pub(crate) sequence_id: SequenceId,
     pub(crate) position: usize,
     /// The row's token if it is a guess: the row counts only if its sequence turns out to have this token there.
     pub(crate) drafted: Option<u32>,
@@ -41,9 +41,9 @@ impl Batch {
         self.sequences.clear();
         self.kv_slots.clear();
         self.outputs.clear();
-        self.wanted.clear();
+        self.output_rows.clear();
         for (index, chunk) in scheduler.plan().chunks.iter().enumerate() {
-            if let Some(sequence) = scheduler.sequence(chunk.slot) {
+            if let Some(sequence) = scheduler.sequence(chunk.sequence_id) {
                 let drafts = if chunk.drafts > 0 { drafts.next().unwrap_or_default() } else { &[] };
                 self.append(index, chunk, sequence, block_tokens, drafts);
             }
@@ -53,7 +53,7 @@ impl Batch {
     fn append(
         &mut self,
         index: usize,
-        chunk: &Chunk,
+        chunk: &ScheduledChunk,
         sequence: &Sequence,
         block_tokens: usize,
         drafts: &[u32],
@@ -69,7 +69,7 @@ impl Batch {
                 || (chunk.outputs == ChunkOutputs::Last && position + 1 == end)
             {
                 self.outputs.push(self.positions.len() as u32);
-                self.wanted.push(OutputRow { slot: chunk.slot, position, drafted });
+                self.output_rows.push(OutputRow { sequence_id: chunk.sequence_id, position, drafted });
             }
             self.positions.push(position as u32);
             self.sequences.push(index as u32);
@@ -92,7 +92,7 @@ impl Batch {
     }
 
     /// Of each output, in order.
-    pub(crate) fn wanted(&self) -> &[OutputRow] {
-        &self.wanted
+    pub(crate) fn output_rows(&self) -> &[OutputRow] {
+        &self.output_rows
     }
 }

@@ -1,56 +1,56 @@
 //! The rows of a step that are left.
 
-use crate::schedule::sequence::Kind;
-use crate::schedule::step_plan::Limits;
+use crate::schedule::sequence::SequenceKind;
+use crate::schedule::step_plan::SchedulerLimits;
 
 /// Rows of the step that are left.
-pub(crate) struct Budget {
+pub(crate) struct TokenBudget {
     rows: usize,
     /// Of those, for prompts.
-    prompt_rows: usize,
+    prefill_rows: usize,
     score_rows: usize,
 }
 
-impl Budget {
-    pub(crate) fn new(limits: &Limits) -> Self {
+impl TokenBudget {
+    pub(crate) fn new(limits: &SchedulerLimits) -> Self {
         let rows = limits.step_tokens;
-        Self { rows, prompt_rows: rows, score_rows: limits.score_rows_max }
+        Self { rows, prefill_rows: rows, score_rows: limits.score_rows_max }
     }
 
     /// Sequences decode in this step: prompts get no more than that.
-    pub(crate) fn bound_prompts(&mut self, rows: usize) {
-        self.prompt_rows = self.prompt_rows.min(rows.max(1));
+    pub(crate) fn limit_prefill(&mut self, rows: usize) {
+        self.prefill_rows = self.prefill_rows.min(rows.max(1));
     }
 
     /// For prompts of that kind.
-    pub(crate) fn of(&self, kind: Kind) -> usize {
-        let rows = self.rows.min(self.prompt_rows);
+    pub(crate) fn rows_for(&self, kind: SequenceKind) -> usize {
+        let rows = self.rows.min(self.prefill_rows);
         match kind {
-            Kind::Generate => rows,
-            Kind::Score => rows.min(self.score_rows),
+            SequenceKind::Generate => rows,
+            SequenceKind::Score => rows.min(self.score_rows),
         }
     }
 
     /// What a prompt that lacks `wanted` rows gets while others may want some too: all of them, or half of what is left,
     /// but a block.
-    pub(crate) fn chunk(&self, limits: &Limits, kind: Kind, wanted: usize) -> usize {
-        let left = self.of(kind);
+    pub(crate) fn chunk_rows(&self, limits: &SchedulerLimits, kind: SequenceKind, wanted: usize) -> usize {
+        let left = self.rows_for(kind);
         match kind {
-            Kind::Generate if wanted > left => left.min((left / 2).max(limits.block_tokens)),
+            SequenceKind::Generate if wanted > left => left.min((left / 2).max(limits.block_tokens)),
             _ => wanted.min(left),
         }
     }
 
     #[inline]
-    pub(crate) fn spend(&mut self, kind: Kind, decode: bool, rows: usize) {
+    pub(crate) fn spend(&mut self, kind: SequenceKind, decode: bool, rows: usize) {
         self.rows -= rows;
-        self.prompt_rows -= if decode { 0 } else { rows };
-        self.score_rows -= if kind == Kind::Score { rows } else { 0 };
+        self.prefill_rows -= if decode { 0 } else { rows };
+        self.score_rows -= if kind == SequenceKind::Score { rows } else { 0 };
     }
 
-    pub(crate) fn refund(&mut self, kind: Kind, decode: bool, rows: usize) {
+    pub(crate) fn refund(&mut self, kind: SequenceKind, decode: bool, rows: usize) {
         self.rows += rows;
-        self.prompt_rows += if decode { 0 } else { rows };
-        self.score_rows += if kind == Kind::Score { rows } else { 0 };
+        self.prefill_rows += if decode { 0 } else { rows };
+        self.score_rows += if kind == SequenceKind::Score { rows } else { 0 };
     }
 }

@@ -15,34 +15,38 @@ const ROWS_MIN: usize = 32;
 const RECENT: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowTime {
+pub(crate) struct PrefillRateEstimator {
     /// Seconds of a row of prompts, the last first; infinite where there is none yet.
-    paces: [f64; RECENT],
+    seconds_per_row: [f64; RECENT],
     /// Seconds and rows of prompts that are not a pace yet.
-    open: (f64, usize),
+    pending: (f64, usize),
     /// Steps without prompts: seconds, and rows.
     decodes: [(f64, usize); RECENT],
 }
 
-impl Default for RowTime {
+impl Default for PrefillRateEstimator {
     fn default() -> Self {
-        Self { paces: [f64::INFINITY; RECENT], open: (0.0, 0), decodes: [(f64::INFINITY, 1); RECENT] }
+        Self {
+            seconds_per_row: [f64::INFINITY; RECENT],
+            pending: (0.0, 0),
+            decodes: [(f64::INFINITY, 1); RECENT],
+        }
     }
 }
 
-impl RowTime {
+impl PrefillRateEstimator {
     /// Most rows of prompts beside decodes; all while no prompt was seen.
-    pub(crate) fn beside(&self, pause: Duration) -> usize {
-        let least = self.paces.into_iter().fold(f64::INFINITY, f64::min);
-        let pace = match self.open {
+    pub(crate) fn prefill_row_limit(&self, max_stall: Duration) -> usize {
+        let least = self.seconds_per_row.into_iter().fold(f64::INFINITY, f64::min);
+        let seconds_per_row = match self.pending {
             (seconds, rows) if least.is_infinite() && rows > 0 => seconds / rows as f64,
             _ => least,
         };
-        if pace.is_infinite() {
+        if seconds_per_row.is_infinite() {
             return usize::MAX;
         }
         // Far more than fit is as good as all.
-        ((pause.as_secs_f64() / pace) as usize).max(ROWS_MIN)
+        ((max_stall.as_secs_f64() / seconds_per_row) as usize).max(ROWS_MIN)
     }
 
     /// A step of so many rows of decodes, drafts among them, and of prompts took so long.
@@ -52,12 +56,12 @@ impl RowTime {
             // What the decodes alone would have taken is not the prompts' doing. That is an old figure when prompts never
             // cease, so a quarter of the prompts' share by rows is theirs in any case.
             let share = took * prompts as f64 / (decodes + prompts) as f64;
-            self.open.0 += (took - self.alone(decodes)).max(share / 4.0);
-            self.open.1 += prompts;
-            if self.open.1 >= ROWS_MIN {
-                let (seconds, rows) = std::mem::take(&mut self.open);
-                self.paces.rotate_right(1);
-                self.paces[0] = seconds / rows as f64;
+            self.pending.0 += (took - self.decode_seconds(decodes)).max(share / 4.0);
+            self.pending.1 += prompts;
+            if self.pending.1 >= ROWS_MIN {
+                let (seconds, rows) = std::mem::take(&mut self.pending);
+                self.seconds_per_row.rotate_right(1);
+                self.seconds_per_row[0] = seconds / rows as f64;
             }
         } else if decodes > 0 {
             self.decodes.rotate_right(1);
@@ -67,7 +71,7 @@ impl RowTime {
 
     /// What so many rows of decodes take at least. Of a step that had more of them, their share: rows get cheaper by company,
     /// never dearer.
-    fn alone(&self, decodes: usize) -> f64 {
+    fn decode_seconds(&self, decodes: usize) -> f64 {
         let of = |(seconds, rows): (f64, usize)| seconds * (decodes as f64 / rows as f64).min(1.0);
         let least = self.decodes.into_iter().map(of).fold(f64::INFINITY, f64::min);
         // Not a number where an infinite time counts for no rows; none was seen then, or none is to be subtracted.
@@ -80,28 +84,28 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const PAUSE: Duration = Duration::from_millis(100);
+    const STALL: Duration = Duration::from_millis(100);
 
     #[test]
     fn nothing_is_known_before_a_prompt() {
-        let mut time = RowTime::default();
-        assert_eq!(time.beside(PAUSE), usize::MAX);
-        time.observe(3, 0, Duration::from_secs(1));
-        time.observe(0, 0, Duration::ZERO);
-        assert_eq!(time.beside(PAUSE), usize::MAX);
-        time.observe(0, 100, Duration::from_secs(1));
-        assert_eq!(time.beside(PAUSE), ROWS_MIN);
-        assert_eq!(time.beside(Duration::MAX), usize::MAX);
+        let mut estimator = PrefillRateEstimator::default();
+        assert_eq!(estimator.prefill_row_limit(STALL), usize::MAX);
+        estimator.observe(3, 0, Duration::from_secs(1));
+        estimator.observe(0, 0, Duration::ZERO);
+        assert_eq!(estimator.prefill_row_limit(STALL), usize::MAX);
+        estimator.observe(0, 100, Duration::from_secs(1));
+        assert_eq!(estimator.prefill_row_limit(STALL), ROWS_MIN);
+        assert_eq!(estimator.prefill_row_limit(Duration::MAX), usize::MAX);
     }
 
     #[test]
     fn few_rows_are_added_up_before_they_are_a_pace() {
-        let mut time = RowTime::default();
+        let mut estimator = PrefillRateEstimator::default();
         // A first word on a slow model.
-        time.observe(0, 5, Duration::from_secs(1));
-        assert_eq!(time.beside(PAUSE), ROWS_MIN);
-        time.observe(0, 500, Duration::from_millis(500));
-        assert_eq!(time.beside(PAUSE), 33);
+        estimator.observe(0, 5, Duration::from_secs(1));
+        assert_eq!(estimator.prefill_row_limit(STALL), ROWS_MIN);
+        estimator.observe(0, 500, Duration::from_millis(500));
+        assert_eq!(estimator.prefill_row_limit(STALL), 33);
     }
 
     proptest! {
@@ -117,21 +121,21 @@ mod tests {
             let takes = |decodes: usize, prompts: usize| {
                 Duration::from_secs_f64(fixed + decode * decodes as f64 + row * prompts as f64)
             };
-            let mut time = RowTime::default();
+            let mut estimator = PrefillRateEstimator::default();
             // A prompt alone, its stream, then both at once.
-            time.observe(0, 40, takes(0, 40));
-            (0..20).for_each(|_| time.observe(streams, 0, takes(streams, 0)));
+            estimator.observe(0, 40, takes(0, 40));
+            (0..20).for_each(|_| estimator.observe(streams, 0, takes(streams, 0)));
             for step in 0..50 {
-                let rows = time.beside(PAUSE).min(step_rows);
+                let rows = estimator.prefill_row_limit(STALL).min(step_rows);
                 let longer = takes(streams, rows).saturating_sub(takes(streams, 0));
                 let least = Duration::from_secs_f64(row * ROWS_MIN as f64);
-                prop_assert!(longer <= PAUSE.max(least).mul_f64(1.001), "{longer:?} in step {step}");
-                time.observe(streams, rows, takes(streams, rows));
+                prop_assert!(longer <= STALL.max(least).mul_f64(1.001), "{longer:?} in step {step}");
+                estimator.observe(streams, rows, takes(streams, rows));
             }
             // And uses what they can bear, but where the pause is little beside what decodes take.
-            let rows = time.beside(PAUSE);
+            let rows = estimator.prefill_row_limit(STALL);
             let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows >= step_rows;
-            prop_assert!(uses || takes(streams, 0) > 3 * PAUSE, "{rows} rows of {row} s");
+            prop_assert!(uses || takes(streams, 0) > 3 * STALL, "{rows} rows of {row} s");
         }
 
         /// Of three steps in a row two may be held up by whatever it is.
@@ -147,20 +151,20 @@ mod tests {
             let delay = |step: usize| {
                 Duration::from_secs_f64(if step % RECENT == clean { 0.0 } else { delays[step % delays.len()] })
             };
-            let mut time = RowTime::default();
-            (0..RECENT).for_each(|step| time.observe(streams, 0, takes(0) + delay(step)));
+            let mut estimator = PrefillRateEstimator::default();
+            (0..RECENT).for_each(|step| estimator.observe(streams, 0, takes(0) + delay(step)));
             for step in 0..60 {
-                let rows = time.beside(PAUSE).min(step_rows);
+                let rows = estimator.prefill_row_limit(STALL).min(step_rows);
                 let least = Duration::from_secs_f64(row * ROWS_MIN as f64);
                 if step > 0 {
-                    prop_assert!(takes(rows) - takes(0) <= PAUSE.max(least).mul_f64(1.001), "{rows} rows in step {step}");
+                    prop_assert!(takes(rows) - takes(0) <= STALL.max(least).mul_f64(1.001), "{rows} rows in step {step}");
                 }
                 // The first one that was not may have had so few rows that their share of it was more than theirs.
                 if step >= 2 * RECENT {
                     let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows == step_rows;
                     prop_assert!(uses, "{rows} rows of {row} s in step {step}");
                 }
-                time.observe(streams, rows, takes(rows) + delay(step));
+                estimator.observe(streams, rows, takes(rows) + delay(step));
             }
         }
 
@@ -172,18 +176,18 @@ mod tests {
             streams in 1..64_usize,
         ) {
             let takes = |prompts: usize, row: f64| Duration::from_secs_f64(0.01 + row * prompts as f64);
-            let mut time = RowTime::default();
-            time.observe(streams, 0, takes(0, 0.0));
-            time.observe(streams, 256, takes(256, first));
+            let mut estimator = PrefillRateEstimator::default();
+            estimator.observe(streams, 0, takes(0, 0.0));
+            estimator.observe(streams, 256, takes(256, first));
             let mut row = first;
             for step in 0..40 {
                 row *= growth;
-                let rows = time.beside(PAUSE).min(2_048);
+                let rows = estimator.prefill_row_limit(STALL).min(2_048);
                 let longer = takes(rows, row) - takes(0, 0.0);
                 let least = Duration::from_secs_f64(row * ROWS_MIN as f64);
-                let most = PAUSE.mul_f64(growth.powi(RECENT as i32)).max(least);
+                let most = STALL.mul_f64(growth.powi(RECENT as i32)).max(least);
                 prop_assert!(longer <= most.mul_f64(1.001), "{longer:?} in step {step}");
-                time.observe(streams, rows, takes(rows, row));
+                estimator.observe(streams, rows, takes(rows, row));
             }
         }
 
@@ -193,13 +197,13 @@ mod tests {
             let takes = |decodes: usize, prompts: usize| {
                 Duration::from_secs_f64(0.02 + 0.004 * decodes as f64 + 0.002 * prompts as f64)
             };
-            let mut time = RowTime::default();
-            time.observe(0, 512, takes(0, 512));
-            time.observe(1, 0, takes(1, 0));
+            let mut estimator = PrefillRateEstimator::default();
+            estimator.observe(0, 512, takes(0, 512));
+            estimator.observe(1, 0, takes(1, 0));
             for _ in 0..100 {
-                let rows = time.beside(PAUSE);
+                let rows = estimator.prefill_row_limit(STALL);
                 prop_assert!((ROWS_MIN..=52).contains(&rows), "{rows}");
-                time.observe(streams, rows, takes(streams, rows));
+                estimator.observe(streams, rows, takes(streams, rows));
             }
         }
     }

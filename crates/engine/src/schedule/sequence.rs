@@ -2,14 +2,14 @@
 
 use crate::kv::block_key::BlockId;
 use crate::kv::block_pool::BlockPool;
-use crate::kv::block_tables::{BlockCopy, Blocks, Hits};
-use crate::kv::group::GroupKind;
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::waiting_queue::Rank;
+use crate::kv::block_tables::{BlockCopy, BlockTables, PrefixHit};
+use crate::kv::group::KvGroupKind;
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::waiting_queue::ServiceRank;
 use prefix::{BlockHash, Scope};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum SequenceKind {
     /// Logits of the last token are wanted, then it grows.
     Generate,
     /// Logits of every token are wanted: no row can be saved.
@@ -17,17 +17,17 @@ pub enum Kind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum SequenceState {
     Waiting,
     Running,
     /// Admitted, without rows or blocks: waits for an equal prompt that is being computed, to be forked from it.
-    Joined(Slot),
+    AwaitingFork(SequenceId),
 }
 
 /// A sequence to be queued.
 #[derive(Clone, Debug)]
 pub struct NewSequence<'a> {
-    pub kind: Kind,
+    pub kind: SequenceKind,
     /// Lower runs first.
     pub priority: i32,
     /// Whose it is, for fairness among equal priorities.
@@ -48,41 +48,41 @@ pub struct Sequence {
     /// Keys and values of so many tokens are in the cache.
     computed: u32,
     /// Tokens that its blocks have room for.
-    room: u32,
+    allocated_tokens: u32,
     /// Computed tokens with which the next block is full and gets its name; `NEVER` when prefixes are not shared.
-    full_at: u32,
+    next_cache_at: u32,
     /// Tokens with which the next block has a hash; `NEVER` when prefixes are not shared.
-    hash_at: u32,
+    next_hash_at: u32,
     /// With so many tokens or fewer it may still outgrow the blocks that these need.
-    grows_to: u32,
+    may_outgrow_below: u32,
     /// How many have joined it.
     pub followers: u32,
-    pub state: State,
-    pub kind: Kind,
+    pub state: SequenceState,
+    pub kind: SequenceKind,
     /// No rows while its reader is behind.
-    pub held: bool,
+    pub is_paused: bool,
     /// Its next row writes into a block that a fork may share.
-    forked: bool,
+    shares_last_block: bool,
     /// A group keeps states.
-    states: bool,
+    has_state_group: bool,
     /// `prompt` is there.
-    joinable: bool,
+    is_joinable: bool,
     /// Has left the queue at least once.
-    pub admitted: bool,
+    pub was_admitted: bool,
     // Here the first line ends.
     /// Parent of the next hash: the last one, or the scope's start.
     parent: BlockHash,
     block_tokens: usize,
     /// It never gets longer than that.
     tokens_max: usize,
-    blocks: Blocks,
+    blocks: BlockTables,
     /// Hashes of the full blocks of `tokens`; empty when prefixes are not shared.
     hashes: Vec<BlockHash>,
-    pub rank: Rank,
+    pub rank: ServiceRank,
     /// How often it has given all blocks of its table back, or one of them for a copy.
-    tables_before: u32,
+    table_version: u32,
     /// Names all tokens that it came with, while they are not all computed and others may join it.
-    prompt: Option<BlockHash>,
+    prompt_hash: Option<BlockHash>,
 }
 
 /// More tokens than any sequence has.
@@ -92,47 +92,47 @@ impl Sequence {
     /// Blocks are shared and found only if `share`.
     pub fn new(
         new: NewSequence<'_>,
-        rank: Rank,
-        groups: &[GroupKind],
+        rank: ServiceRank,
+        groups: &[KvGroupKind],
         block_tokens: usize,
-        share: bool,
+        use_prefix_cache: bool,
     ) -> Self {
         let NewSequence { kind, tokens, tokens_max, scope, .. } = new;
-        let hashes: Vec<BlockHash> = match share {
+        let hashes: Vec<BlockHash> = match use_prefix_cache {
             true => prefix::block_hashes(scope, &tokens, block_tokens).collect(),
             false => Vec::new(),
         };
         let parent = hashes.last().copied().unwrap_or_else(|| scope.start());
-        let prompt = share.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
+        let prompt_hash = use_prefix_cache.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
         // The last token is drawn but never computed.
         let most = (tokens_max - 1).next_multiple_of(block_tokens);
         let mut sequence = Self {
             tokens,
             computed: 0,
-            room: 0,
-            full_at: NEVER,
-            hash_at: NEVER,
-            grows_to: most.saturating_sub(block_tokens) as u32,
+            allocated_tokens: 0,
+            next_cache_at: NEVER,
+            next_hash_at: NEVER,
+            may_outgrow_below: most.saturating_sub(block_tokens) as u32,
             followers: 0,
-            state: State::Waiting,
+            state: SequenceState::Waiting,
             kind,
-            held: false,
-            forked: false,
-            states: groups.contains(&GroupKind::State),
-            joinable: prompt.is_some(),
-            admitted: false,
+            is_paused: false,
+            shares_last_block: false,
+            has_state_group: groups.contains(&KvGroupKind::State),
+            is_joinable: prompt_hash.is_some(),
+            was_admitted: false,
             parent,
             block_tokens,
             tokens_max,
-            blocks: Blocks::new(groups, block_tokens),
+            blocks: BlockTables::new(groups, block_tokens),
             hashes,
             rank,
-            tables_before: 0,
-            prompt,
+            table_version: 0,
+            prompt_hash,
         };
-        if share {
-            sequence.hash_at = sequence.end_of(sequence.hashes.len());
-            sequence.note_named();
+        if use_prefix_cache {
+            sequence.next_hash_at = sequence.end_of(sequence.hashes.len());
+            sequence.update_next_cache_at();
         }
         sequence
     }
@@ -151,13 +151,13 @@ impl Sequence {
         self.blocks.table()
     }
 
-    pub fn blocks(&self) -> &Blocks {
+    pub fn blocks(&self) -> &BlockTables {
         &self.blocks
     }
 
     /// Tells its tables apart: while this is the same, blocks of its tokens stay where they are.
-    pub fn tables_before(&self) -> u32 {
-        self.tables_before
+    pub fn table_version(&self) -> u32 {
+        self.table_version
     }
 
     pub fn computed(&self) -> usize {
@@ -170,24 +170,24 @@ impl Sequence {
     }
 
     pub fn is_decode(&self) -> bool {
-        self.kind == Kind::Generate && self.remaining() == 1
+        self.kind == SequenceKind::Generate && self.remaining() == 1
     }
 
     /// Rows that it would take in this step.
     #[inline]
-    pub fn wanted(&self) -> usize {
-        if self.held || self.state != State::Running { 0 } else { self.remaining() }
+    pub fn rows_wanted(&self) -> usize {
+        if self.is_paused || self.state != SequenceState::Running { 0 } else { self.remaining() }
     }
 
     /// Its prompt is complete and still has the name by which others join it.
     #[inline]
-    pub fn ends_lead(&self) -> bool {
-        self.joinable && self.remaining() == 0
+    pub fn completes_shared_prompt(&self) -> bool {
+        self.is_joinable && self.remaining() == 0
     }
 
     /// What names its prompt until that is computed.
-    pub fn prompt(&self) -> Option<BlockHash> {
-        self.prompt
+    pub fn prompt_hash(&self) -> Option<BlockHash> {
+        self.prompt_hash
     }
 
     /// Names a full block and all before it; none where prefixes are not shared.
@@ -196,9 +196,9 @@ impl Sequence {
     }
 
     /// Nobody can join it any more.
-    pub fn take_prompt(&mut self) -> Option<BlockHash> {
-        self.joinable = false;
-        self.prompt.take()
+    pub fn take_prompt_hash(&mut self) -> Option<BlockHash> {
+        self.is_joinable = false;
+        self.prompt_hash.take()
     }
 
     /// Appends a sampled token, to be computed by a later step.
@@ -206,7 +206,7 @@ impl Sequence {
     pub fn push(&mut self, token: u32) {
         debug_assert!(self.tokens.len() < self.tokens_max);
         self.tokens.push(token);
-        if self.tokens.len() >= self.hash_at as usize {
+        if self.tokens.len() >= self.next_hash_at as usize {
             self.hash_last_block();
         }
     }
@@ -214,7 +214,7 @@ impl Sequence {
     fn hash_last_block(&mut self) {
         self.parent = self.parent.next(&self.tokens[self.tokens.len() - self.block_tokens..]);
         self.hashes.push(self.parent);
-        self.hash_at = self.end_of(self.hashes.len());
+        self.next_hash_at = self.end_of(self.hashes.len());
     }
 
     /// Tokens up to the end of a block.
@@ -222,34 +222,34 @@ impl Sequence {
         ((block + 1) * self.block_tokens) as u32
     }
 
-    fn shares(&self) -> bool {
-        self.hash_at != NEVER
+    fn uses_prefix_cache(&self) -> bool {
+        self.next_hash_at != NEVER
     }
 
-    fn note_named(&mut self) {
-        if self.shares() {
-            self.full_at = self.end_of(self.blocks.named());
+    fn update_next_cache_at(&mut self) {
+        if self.uses_prefix_cache() {
+            self.next_cache_at = self.end_of(self.blocks.cached_entries());
         }
     }
 
-    fn note_room(&mut self) {
-        self.room = (self.blocks.len() * self.block_tokens) as u32;
+    fn update_allocated_tokens(&mut self) {
+        self.allocated_tokens = (self.blocks.len() * self.block_tokens) as u32;
     }
 
     /// Blocks to take before every token it has now is computed, and one more if it may outgrow these: what admission
     /// of others leaves for it.
     #[inline]
-    pub fn reserve(&self, chunk: usize) -> usize {
+    pub fn blocks_to_reserve(&self, chunk: usize) -> usize {
         match self.state {
             // All but the block that its next row is written into, a copy or a new one, are its leader's.
-            State::Joined(_) => self.blocks.groups(),
-            State::Waiting | State::Running => {
-                let grows = self.tokens.len() <= self.grows_to as usize || self.forked;
-                let missing = match self.tokens.len() > self.room as usize {
-                    true => self.blocks.needed(self.tokens.len(), chunk),
+            SequenceState::AwaitingFork(_) => self.blocks.group_count(),
+            SequenceState::Waiting | SequenceState::Running => {
+                let grows = self.tokens.len() <= self.may_outgrow_below as usize || self.shares_last_block;
+                let missing = match self.tokens.len() > self.allocated_tokens as usize {
+                    true => self.blocks.blocks_needed(self.tokens.len(), chunk),
                     false => 0,
                 };
-                missing + if grows { self.blocks.groups() } else { 0 }
+                missing + if grows { self.blocks.group_count() } else { 0 }
             }
         }
     }
@@ -257,39 +257,40 @@ impl Sequence {
     /// Drafted tokens that may be computed behind the last one with `spare` more blocks at most. The sequence's own last
     /// token is drawn and never computed. None where a wrong draft would change a state.
     pub fn draft_tokens_max(&self, spare: usize) -> usize {
-        if self.states {
+        if self.has_state_group {
             return 0;
         }
-        let room = (self.blocks.len() + spare / self.blocks.groups().max(1)) * self.block_tokens;
-        (self.tokens_max - 1).min(room).saturating_sub(self.tokens.len())
+        let allocated_tokens =
+            (self.blocks.len() + spare / self.blocks.group_count().max(1)) * self.block_tokens;
+        (self.tokens_max - 1).min(allocated_tokens).saturating_sub(self.tokens.len())
     }
 
     /// The longest cached prefix. At least one token stays to be computed.
-    pub fn hits(&self, pool: &BlockPool) -> Hits {
-        self.blocks.hits(pool, &self.hashes, (self.tokens.len() - 1) / self.block_tokens)
+    pub fn find_prefix(&self, pool: &BlockPool) -> PrefixHit {
+        self.blocks.find_prefix(pool, &self.hashes, (self.tokens.len() - 1) / self.block_tokens)
     }
 
     /// Blocks to take for all its tokens once it has its hits.
-    pub fn needed(&self, hits: Hits, chunk: usize) -> usize {
+    pub fn blocks_needed(&self, hits: PrefixHit, chunk: usize) -> usize {
         // As if it began behind the hits, with an empty table.
-        self.blocks.needed(self.tokens.len() - hits.blocks * self.block_tokens, chunk)
+        self.blocks.blocks_needed(self.tokens.len() - hits.blocks * self.block_tokens, chunk)
     }
 
     /// Holds the first `blocks` blocks of the cached prefix.
-    pub fn adopt(&mut self, pool: &mut BlockPool, blocks: usize) {
+    pub fn reuse_prefix(&mut self, pool: &mut BlockPool, blocks: usize) {
         debug_assert!(self.blocks.is_empty() && self.computed == 0);
         self.reserve_memory();
-        self.blocks.adopt(pool, &self.hashes, blocks);
-        self.note_room();
-        self.note_named();
-        self.computed = self.room;
+        self.blocks.reuse_prefix(pool, &self.hashes, blocks);
+        self.update_allocated_tokens();
+        self.update_next_cache_at();
+        self.computed = self.allocated_tokens;
     }
 
     /// No allocation happens from here to its end.
     fn reserve_memory(&mut self) {
         self.blocks.reserve(self.tokens_max);
         self.tokens.reserve_exact(self.tokens_max - self.tokens.len());
-        if self.shares() {
+        if self.uses_prefix_cache() {
             self.hashes
                 .reserve_exact((self.tokens_max / self.block_tokens).saturating_sub(self.hashes.len()));
         }
@@ -297,51 +298,51 @@ impl Sequence {
 
     /// Takes the blocks for `rows` more tokens, or none when there are too few.
     #[inline]
-    pub fn grow(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
-        if self.computed() + rows <= self.room as usize && !self.forked {
+    pub fn allocate(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
+        if self.computed() + rows <= self.allocated_tokens as usize && !self.shares_last_block {
             return true;
         }
         self.take_blocks(pool, rows, copies)
     }
 
     fn take_blocks(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
-        if !self.blocks.grow(pool, self.computed(), rows, copies) {
+        if !self.blocks.allocate(pool, self.computed(), rows, copies) {
             return false;
         }
-        self.note_room();
-        self.tables_before += u32::from(self.forked);
-        self.forked = false;
+        self.update_allocated_tokens();
+        self.table_version += u32::from(self.shares_last_block);
+        self.shares_last_block = false;
         true
     }
 
     /// Whether `rows` more tokens fill a block that is to get a name.
     #[inline]
-    pub fn fills_a_block(&self, rows: usize) -> bool {
-        self.computed() + rows >= self.full_at as usize
+    pub fn fills_block(&self, rows: usize) -> bool {
+        self.computed() + rows >= self.next_cache_at as usize
     }
 
     /// Makes the blocks that `rows` more tokens fill findable, and returns how many.
     #[inline]
-    pub fn name_full_blocks(&mut self, pool: &mut BlockPool, rows: usize) -> usize {
-        if !self.fills_a_block(rows) {
+    pub fn cache_full_blocks(&mut self, pool: &mut BlockPool, rows: usize) -> usize {
+        if !self.fills_block(rows) {
             return 0;
         }
-        let named = self.blocks.name_full(pool, &self.hashes, self.computed() + rows);
-        self.note_named();
-        named
+        let cached = self.blocks.cache_full(pool, &self.hashes, self.computed() + rows);
+        self.update_next_cache_at();
+        cached
     }
 
     /// Takes the last `blocks` names back: their step will not run, or has failed.
-    pub fn unname(&mut self, pool: &mut BlockPool, blocks: usize) {
-        self.blocks.unname(pool, blocks);
-        self.note_named();
+    pub fn uncache_last(&mut self, pool: &mut BlockPool, blocks: usize) {
+        self.blocks.uncache_last(pool, blocks);
+        self.update_next_cache_at();
     }
 
     #[inline]
     pub fn commit(&mut self, pool: &mut BlockPool, rows: usize) {
         self.computed += rows as u32;
-        if self.states {
-            self.blocks.name_states(pool, &self.hashes, self.computed as usize);
+        if self.has_state_group {
+            self.blocks.cache_states(pool, &self.hashes, self.computed as usize);
         }
     }
 
@@ -351,24 +352,24 @@ impl Sequence {
         self.reserve_memory();
         let computed = leader.computed();
         self.blocks.fork(pool, &mut leader.blocks, computed);
-        (self.computed, self.state) = (leader.computed, State::Running);
-        self.note_room();
-        self.note_named();
-        (self.forked, leader.forked) = (true, true);
+        (self.computed, self.state) = (leader.computed, SequenceState::Running);
+        self.update_allocated_tokens();
+        self.update_next_cache_at();
+        (self.shares_last_block, leader.shares_last_block) = (true, true);
     }
 
     /// Gives back the blocks behind those of its tokens: only drafts were written there.
-    pub fn trim(&mut self, pool: &mut BlockPool) {
-        self.blocks.trim(pool, self.tokens.len());
-        self.note_room();
+    pub fn truncate(&mut self, pool: &mut BlockPool) {
+        self.blocks.truncate(pool, self.tokens.len());
+        self.update_allocated_tokens();
     }
 
     /// Gives all blocks back; what it has computed so far has to be computed or found again.
-    pub fn free(&mut self, pool: &mut BlockPool) {
-        self.blocks.free(pool);
-        self.tables_before += 1;
-        (self.computed, self.room, self.forked) = (0, 0, false);
-        self.note_named();
+    pub fn release_all(&mut self, pool: &mut BlockPool) {
+        self.blocks.release_all(pool);
+        self.table_version += 1;
+        (self.computed, self.allocated_tokens, self.shares_last_block) = (0, 0, false);
+        self.update_next_cache_at();
     }
 }
 
@@ -379,7 +380,7 @@ mod tests {
 
     #[test]
     fn a_decode_looks_at_one_line_of_the_cache() {
-        assert!(offset_of!(Sequence, admitted) < 64);
+        assert!(offset_of!(Sequence, was_admitted) < 64);
         assert!(offset_of!(Sequence, block_tokens) >= 64);
         // Whether a slot is taken needs no word of its own.
         assert_eq!(size_of::<Option<Sequence>>(), size_of::<Sequence>());

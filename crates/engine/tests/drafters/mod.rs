@@ -1,12 +1,12 @@
 //! Drafters that know the answers, and say what a test wants of them.
 
 use crate::fake::{FakeModel, VOCAB, oracle};
-use engine::draft::depth::Work;
-use engine::draft::draft_tokens::Draft;
-use engine::draft::drafter::Wanted;
+use engine::draft::depth::DraftingCost;
+use engine::draft::draft_tokens::DraftTokens;
+use engine::draft::drafter::DraftRequest;
 use engine::schedule::scheduler::Scheduler;
-use engine::schedule::sequence_id::Slot;
-use engine::{DraftModel, Drafter, EngineConfig, Lookup, Request};
+use engine::schedule::sequence_id::SequenceId;
+use engine::{DraftModel, Drafter, EngineConfig, PromptLookup, Request};
 use ops::{Backend, OpError, Reference};
 
 /// What a drafter proposes.
@@ -51,14 +51,14 @@ impl<B: Backend> Drafter<B> for Scripted {
         &mut self,
         _: &mut B,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError> {
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError> {
         if self.guess == Guess::Nothing {
             return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1, free: None });
         }
         for (wanted, draft) in wanted.iter().zip(drafts) {
-            let tokens = scheduler.sequence(wanted.slot).map_or(&[][..], |sequence| sequence.tokens());
+            let tokens = scheduler.sequence(wanted.sequence_id).map_or(&[][..], |sequence| sequence.tokens());
             let rest = self.answers.iter().find_map(|answer| answer.strip_prefix(tokens));
             let rest = rest.unwrap_or(&[]).to_vec();
             let until = self.below(wanted.depth + 1);
@@ -77,10 +77,10 @@ impl<B: Backend> Drafter<B> for Scripted {
                 });
             }
         }
-        Ok(Work::default())
+        Ok(DraftingCost::default())
     }
 
-    fn forget(&mut self, _: Slot) {}
+    fn forget(&mut self, _: SequenceId) {}
 }
 
 /// All kinds of drafters by number.
@@ -90,7 +90,7 @@ pub(crate) fn drafter(
     requests: &[Request],
 ) -> Box<dyn Drafter<Reference>> {
     let guess = match kind {
-        0 => return Box::new(Lookup::default()),
+        0 => return Box::new(PromptLookup::default()),
         // The model itself: it checks each step that it is given, and is right wherever a request is greedy.
         1 => return Box::new(DraftModel::new(Box::new(FakeModel::new(config)), config.step_tokens, 0.2)),
         2 => Guess::Right,

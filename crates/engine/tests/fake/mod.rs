@@ -3,11 +3,13 @@
 //! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token
 //! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
 
-use engine::sample::draw::Draw;
+use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
 use engine::sample::logprobs::LogProbs;
 use engine::sample::sampler::Sampler;
-use engine::{Engine, EngineConfig, FinishReason, Output, Request, RequestId, SamplerState, SamplingParams};
+use engine::{
+    Engine, EngineConfig, EngineOutput, FinishReason, Request, RequestId, SamplerState, SamplingParams,
+};
 use models::{Model, TakeLogits};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
@@ -75,10 +77,10 @@ impl Model<Reference> for FakeModel {
     ) -> Result<(), OpError> {
         for &(from, to) in copies {
             for place in 0..self.block_tokens as u32 {
-                let slot = |block: u32| block * self.block_tokens as u32 + place;
-                match self.cache.get(&slot(from)).copied() {
-                    Some(cell) => self.cache.insert(slot(to), cell),
-                    None => self.cache.remove(&slot(to)),
+                let sequence_id = |block: u32| block * self.block_tokens as u32 + place;
+                match self.cache.get(&sequence_id(from)).copied() {
+                    Some(cell) => self.cache.insert(sequence_id(to), cell),
+                    None => self.cache.remove(&sequence_id(to)),
                 };
             }
         }
@@ -100,11 +102,11 @@ impl Model<Reference> for FakeModel {
         for row in 0..step.rows() {
             let position = step.positions[row];
             let table = step.tables[step.sequences[row] as usize];
-            let slot = |position: u32| {
+            let sequence_id = |position: u32| {
                 table[position as usize / self.block_tokens] * self.block_tokens as u32
                     + position % self.block_tokens as u32
             };
-            assert_eq!(step.kv_slots[row], slot(position));
+            assert_eq!(step.kv_slots[row], sequence_id(position));
             assert_ne!(
                 table[position as usize / self.block_tokens],
                 0,
@@ -114,14 +116,14 @@ impl Model<Reference> for FakeModel {
                 0 => 0,
                 _ => {
                     for earlier in 0..position {
-                        let found = self.cache.get(&slot(earlier)).map(|cell| cell.0);
+                        let found = self.cache.get(&sequence_id(earlier)).map(|cell| cell.0);
                         assert_eq!(found, Some(earlier), "a key that is not there is read");
                     }
-                    self.cache[&slot(position - 1)].1
+                    self.cache[&sequence_id(position - 1)].1
                 }
             };
             let state = chain(parent, step.tokens[row]);
-            self.cache.insert(slot(position), (position, state));
+            self.cache.insert(sequence_id(position), (position, state));
             states.push(state);
         }
         let host: Vec<f32> = step.outputs.iter().flat_map(|&row| logits(states[row as usize])).collect();
@@ -133,7 +135,7 @@ impl Model<Reference> for FakeModel {
 
 /// What a request puts out: its tokens, the bits of their log-probabilities, and why it ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct Generated {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<(u32, Vec<(u32, u32)>)>,
     pub(crate) reason: Option<FinishReason>,
@@ -141,21 +143,21 @@ pub(crate) struct Answer {
     pub(crate) state: SamplerState,
 }
 
-impl Answer {
+impl Generated {
     pub(crate) fn new() -> Self {
         Self { tokens: Vec::new(), logprobs: Vec::new(), reason: None, state: SamplerState::default() }
     }
 
     /// Adds an output of this request.
-    pub(crate) fn take(&mut self, output: Output) {
+    pub(crate) fn take(&mut self, output: EngineOutput) {
         assert_eq!(self.reason, None, "an output after the last: {output:?}");
         match output {
-            Output::Token(token) => {
+            EngineOutput::Token(token) => {
                 self.tokens.push(token.token);
                 self.state = token.sampler_state;
                 self.logprobs.extend(token.logprob.map(|logprob| bits(logprob, &token.top)));
             }
-            Output::Finished { reason, .. } => self.reason = Some(reason),
+            EngineOutput::Finished { reason, .. } => self.reason = Some(reason),
             _ => {}
         }
     }
@@ -165,19 +167,19 @@ fn bits(logprob: f32, top: &[(u32, f32)]) -> (u32, Vec<(u32, u32)>) {
     (logprob.to_bits(), top.iter().map(|&(token, logprob)| (token, logprob.to_bits())).collect())
 }
 
-pub(crate) fn id_of(output: &Output) -> RequestId {
+pub(crate) fn id_of(output: &EngineOutput) -> RequestId {
     match *output {
-        Output::Admitted { id, .. }
-        | Output::Logits { id, .. }
-        | Output::Scored { id, .. }
-        | Output::Finished { id, .. } => id,
-        Output::Token(ref token) => token.id,
+        EngineOutput::Admitted { id, .. }
+        | EngineOutput::Logits { id, .. }
+        | EngineOutput::Scored { id, .. }
+        | EngineOutput::Finished { id, .. } => id,
+        EngineOutput::Token(ref token) => token.id,
     }
 }
 
 /// The fake model's answer, token by token from the whole sequence.
-pub(crate) fn oracle(request: &Request) -> Answer {
-    let mut answer = Answer::new();
+pub(crate) fn oracle(request: &Request) -> Generated {
+    let mut answer = Generated::new();
     let mut tokens = request.prompt.clone();
     let own = tokens.len() - request.prior_output;
     let mut state = request.sampler_state;
@@ -186,11 +188,11 @@ pub(crate) fn oracle(request: &Request) -> Answer {
         let (prompt, output) = tokens.split_at(own);
         let mut history = History::new(&request.sampling, prompt, output, &state).unwrap();
         let early = tokens.len() - own < request.stop.min_tokens as usize;
-        let draw = Draw {
+        let draw = SampleContext {
             params: &request.sampling,
             choice: request.choice,
             position: tokens.len(),
-            ruled_out: if early { &request.stop.stop_tokens } else { &[] },
+            forbidden: if early { &request.stop.stop_tokens } else { &[] },
             allowed: None,
         };
         let token = Sampler::default().sample(&row, &draw, &mut history).unwrap();
@@ -219,7 +221,7 @@ pub(crate) fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
 }
 
 /// Steps until nothing is left; all outputs in order.
-pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<Output> {
+pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<EngineOutput> {
     let mut out = Vec::new();
     while engine.has_work() {
         let report = engine.step(Duration::ZERO, &mut out).unwrap();
@@ -231,10 +233,10 @@ pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<Output> {
 }
 
 /// Outputs of each request, put together.
-pub(crate) fn answers(outputs: Vec<Output>) -> HashMap<RequestId, Answer> {
-    let mut answers: HashMap<RequestId, Answer> = HashMap::new();
+pub(crate) fn answers(outputs: Vec<EngineOutput>) -> HashMap<RequestId, Generated> {
+    let mut answers: HashMap<RequestId, Generated> = HashMap::new();
     for output in outputs {
-        answers.entry(id_of(&output)).or_insert_with(Answer::new).take(output);
+        answers.entry(id_of(&output)).or_insert_with(Generated::new).take(output);
     }
     answers
 }

@@ -13,8 +13,8 @@ pub(crate) mod real_block_pool;
 
 /// The double of `engine::kv::block_pool`.
 pub(crate) mod block_pool {
-    use crate::kv::block_key::{BlockId, Name};
-    use crate::kv::events::Update;
+    use crate::kv::block_key::{BlockId, BlockKey};
+    use crate::kv::events::KvEventBatch;
     use crate::kv::real_block_pool;
     pub(crate) use crate::kv::real_block_pool::PoolIntegrityError;
     use crate::{Bug, is, now_and_then};
@@ -25,13 +25,13 @@ pub(crate) mod block_pool {
         real: real_block_pool::BlockPool,
         /// Names that blocks had when they were taken.
         stale: HashMap<[u8; 33], BlockId>,
-        names: HashMap<BlockId, [u8; 33]>,
+        keys: HashMap<BlockId, [u8; 33]>,
     }
 
-    fn key(name: &Name) -> [u8; 33] {
-        let mut key = [name.group; 33];
-        key[..32].copy_from_slice(name.hash.as_bytes());
-        key
+    fn key_bytes(key: &BlockKey) -> [u8; 33] {
+        let mut bytes = [key.group; 33];
+        bytes[..32].copy_from_slice(key.hash.as_bytes());
+        bytes
     }
 
     impl BlockPool {
@@ -39,23 +39,23 @@ pub(crate) mod block_pool {
             Self {
                 real: real_block_pool::BlockPool::new(usable),
                 stale: HashMap::new(),
-                names: HashMap::new(),
+                keys: HashMap::new(),
             }
         }
 
-        pub fn free(&self) -> usize {
-            self.real.free()
+        pub fn free_blocks(&self) -> usize {
+            self.real.free_blocks()
         }
 
         pub fn evictions(&self) -> u64 {
             self.real.evictions()
         }
 
-        pub fn next_event(&self) -> u64 {
-            self.real.next_event()
+        pub fn next_event_number(&self) -> u64 {
+            self.real.next_event_number()
         }
 
-        pub fn events_since(&self, from: u64) -> Update {
+        pub fn events_since(&self, from: u64) -> KvEventBatch {
             self.real.events_since(from)
         }
 
@@ -67,25 +67,25 @@ pub(crate) mod block_pool {
             is(Bug::NoCopyOnWrite) || self.real.is_writable(block)
         }
 
-        pub fn find(&self, name: &Name) -> Option<BlockId> {
-            if is(Bug::Forgetful) && name.hash.as_bytes()[0] < 32 {
+        pub fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
+            if is(Bug::Forgetful) && key.hash.as_bytes()[0] < 32 {
                 return None;
             }
-            let stale = self.stale.get(&key(name)).copied().filter(|_| is(Bug::StaleName));
+            let stale = self.stale.get(&key_bytes(key)).copied().filter(|_| is(Bug::StaleName));
             // Held now, so that holding it once more is possible.
-            self.real.find(name).or(stale.filter(|&block| !self.real.is_free(block)))
+            self.real.lookup(key).or(stale.filter(|&block| !self.real.is_free(block)))
         }
 
-        pub fn take(&mut self) -> Option<BlockId> {
-            let block = self.real.take()?;
-            if let Some(name) = self.names.remove(&block) {
-                self.stale.insert(name, block);
+        pub fn allocate(&mut self) -> Option<BlockId> {
+            let block = self.real.allocate()?;
+            if let Some(key) = self.keys.remove(&block) {
+                self.stale.insert(key, block);
             }
             Some(block)
         }
 
-        pub fn hold(&mut self, block: BlockId) {
-            self.real.hold(block);
+        pub fn retain(&mut self, block: BlockId) {
+            self.real.retain(block);
         }
 
         pub fn release(&mut self, block: BlockId) {
@@ -101,28 +101,28 @@ pub(crate) mod block_pool {
             self.real.release(block);
         }
 
-        pub fn name(&mut self, block: BlockId, name: Name) {
-            self.names.insert(block, key(&name));
-            self.real.name(block, name);
+        pub fn cache_insert(&mut self, block: BlockId, key: BlockKey) {
+            self.keys.insert(block, key_bytes(&key));
+            self.real.cache_insert(block, key);
         }
 
-        pub fn unname(&mut self, block: BlockId) {
+        pub fn cache_remove(&mut self, block: BlockId) {
             if !is(Bug::FailedStepIsFound) {
-                self.names.remove(&block);
-                self.real.unname(block);
+                self.keys.remove(&block);
+                self.real.cache_remove(block);
             }
         }
 
-        pub fn reset(&mut self) -> bool {
-            self.real.reset()
+        pub fn reset_prefix_cache(&mut self) -> bool {
+            self.real.reset_prefix_cache()
         }
 
-        pub fn forget_unused(&mut self) {
-            self.real.forget_unused();
+        pub fn evict_unused(&mut self) {
+            self.real.evict_unused();
         }
 
-        pub fn tail(&self) -> BlockId {
-            self.real.tail()
+        pub fn in_use_end(&self) -> BlockId {
+            self.real.in_use_end()
         }
 
         pub fn check_integrity<'a>(

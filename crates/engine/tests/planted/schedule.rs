@@ -20,7 +20,7 @@ pub(crate) mod step_plan;
 /// The double of `engine::schedule::admission`.
 pub(crate) mod admission {
     use crate::schedule::real_admission;
-    pub(crate) use crate::schedule::real_admission::{Bounds, Full};
+    pub(crate) use crate::schedule::real_admission::{QueueFullError, QueueLimits};
     use crate::{Bug, is, now_and_then};
     use std::time::Duration;
 
@@ -28,23 +28,23 @@ pub(crate) mod admission {
     const OTHER: u64 = u64::MAX;
 
     #[derive(Debug)]
-    pub struct Admission(real_admission::Admission);
+    pub struct AdmissionControl(real_admission::AdmissionControl);
 
     fn leaver(tenant: u64) -> u64 {
         if is(Bug::TenantLeak) && now_and_then(100) { OTHER } else { tenant }
     }
 
-    impl Admission {
-        pub fn new(bounds: Bounds) -> Self {
-            Self(real_admission::Admission::new(bounds))
+    impl AdmissionControl {
+        pub fn new(bounds: QueueLimits) -> Self {
+            Self(real_admission::AdmissionControl::new(bounds))
         }
 
-        pub fn places(&self, priority: i32) -> usize {
-            self.0.places(priority)
+        pub fn capacity_for(&self, priority: i32) -> usize {
+            self.0.capacity_for(priority)
         }
 
-        pub fn enter(&mut self, priority: i32, tenant: u64) -> Result<(), Full> {
-            self.0.enter(priority, tenant)
+        pub fn try_enter(&mut self, priority: i32, tenant: u64) -> Result<(), QueueFullError> {
+            self.0.try_enter(priority, tenant)
         }
 
         pub fn leave(&mut self, tenant: u64) {
@@ -63,10 +63,10 @@ pub(crate) mod admission {
 
 /// The double of `engine::schedule::scheduler`.
 pub(crate) mod scheduler {
-    use crate::kv::group::GroupKind;
+    use crate::kv::group::KvGroupKind;
     use crate::schedule::real_scheduler;
-    use crate::schedule::sequence_id::Slot;
-    use crate::schedule::step_plan::Limits;
+    use crate::schedule::sequence_id::SequenceId;
+    use crate::schedule::step_plan::SchedulerLimits;
     use crate::{Bug, is, now_and_then};
     use std::ops::{Deref, DerefMut};
 
@@ -74,15 +74,16 @@ pub(crate) mod scheduler {
     pub struct Scheduler(real_scheduler::Scheduler);
 
     impl Scheduler {
-        pub fn with_groups(limits: Limits, blocks: usize, groups: Vec<GroupKind>) -> Self {
+        pub fn with_groups(limits: SchedulerLimits, blocks: usize, groups: Vec<KvGroupKind>) -> Self {
             Self(real_scheduler::Scheduler::with_groups(limits, blocks, groups))
         }
 
-        pub fn accept(&mut self, slot: Slot, position: usize, token: u32) -> bool {
-            let drawn = self.sequence(slot).and_then(|sequence| sequence.tokens().get(position).copied());
+        pub fn accept_draft(&mut self, sequence_id: SequenceId, position: usize, token: u32) -> bool {
+            let drawn =
+                self.sequence(sequence_id).and_then(|sequence| sequence.tokens().get(position).copied());
             // Another guess is taken for what was drawn: the row behind it is one of another text.
             let wrong = drawn.filter(|&drawn| drawn != token && is(Bug::OneDraftTooMany) && now_and_then(20));
-            self.0.accept(slot, position, wrong.unwrap_or(token))
+            self.0.accept_draft(sequence_id, position, wrong.unwrap_or(token))
         }
     }
 
@@ -104,14 +105,16 @@ pub(crate) mod scheduler {
 /// The double of `engine::schedule::waiting_queue`.
 pub(crate) mod waiting_queue {
     use crate::schedule::real_waiting_queue;
-    pub(crate) use crate::schedule::real_waiting_queue::{AGED_EVERY, Next, QueueIntegrityError, Rank};
-    use crate::schedule::sequence_id::Slot;
+    pub(crate) use crate::schedule::real_waiting_queue::{
+        NextSequence, OLDEST_FIRST_EVERY, QueueIntegrityError, ServiceRank,
+    };
+    use crate::schedule::sequence_id::SequenceId;
     use crate::{Bug, is, now_and_then};
 
     #[derive(Debug, Default)]
-    pub struct Queue(real_waiting_queue::Queue);
+    pub struct WaitingQueue(real_waiting_queue::WaitingQueue);
 
-    impl Queue {
+    impl WaitingQueue {
         pub fn len(&self) -> usize {
             self.0.len()
         }
@@ -120,23 +123,23 @@ pub(crate) mod waiting_queue {
             self.0.is_empty()
         }
 
-        pub fn rank(&mut self, priority: i32, tenant: u64, cost: u64) -> Rank {
+        pub fn rank(&mut self, priority: i32, tenant: u64, cost: u64) -> ServiceRank {
             self.0.rank(priority, tenant, cost)
         }
 
-        pub fn enter(&mut self, rank: Rank, slot: Slot) {
-            self.0.enter(rank, slot);
+        pub fn enter(&mut self, rank: ServiceRank, sequence_id: SequenceId) {
+            self.0.enter(rank, sequence_id);
         }
 
-        pub fn leave(&mut self, rank: Rank) {
+        pub fn leave(&mut self, rank: ServiceRank) {
             self.0.leave(rank);
         }
 
-        pub fn at(&self, rank: Rank) -> Option<Slot> {
+        pub fn at(&self, rank: ServiceRank) -> Option<SequenceId> {
             self.0.at(rank)
         }
 
-        pub fn ahead(&self, rank: Rank) -> usize {
+        pub fn ahead(&self, rank: ServiceRank) -> usize {
             self.0.ahead(rank)
         }
 
@@ -144,16 +147,16 @@ pub(crate) mod waiting_queue {
             self.0.check_integrity()
         }
 
-        pub fn next(&self, passed: Option<Rank>) -> Option<Next> {
-            let first = self.0.next(passed)?;
+        pub fn next(&self, skipped: Option<ServiceRank>) -> Option<NextSequence> {
+            let first = self.0.next(skipped)?;
             let second = || self.0.next(Some(first.rank));
             let overtakes = is(Bug::Overtakes) && now_and_then(20);
             Some(if overtakes { second().unwrap_or(first) } else { first })
         }
 
-        pub fn admit(&mut self, next: Next) -> Rank {
+        pub fn admit(&mut self, next: NextSequence) -> ServiceRank {
             let rank = self.0.admit(next);
-            if is(Bug::LostPlace) && !next.by_age { self.0.rank(0, 0, 1) } else { rank }
+            if is(Bug::LostPlace) && !next.is_oldest_turn { self.0.rank(0, 0, 1) } else { rank }
         }
     }
 }

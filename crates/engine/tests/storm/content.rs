@@ -1,10 +1,10 @@
 //! What the places of every block hold, as a model would leave them, and what its rows would read.
 
 use super::{Storm, mix, next_key};
-use crate::kv::block_key::{BlockId, TRASH};
-use crate::kv::group::GroupKind;
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::Chunk;
+use crate::kv::block_key::{BlockId, NULL_BLOCK};
+use crate::kv::group::KvGroupKind;
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::ScheduledChunk;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -17,9 +17,9 @@ impl Storm {
             let (from, to) = (copy.from as usize * bt, copy.to as usize * bt);
             self.cells.copy_within(from..from + bt, to);
         }
-        let mut writers: HashMap<BlockId, (Slot, usize, usize)> = HashMap::new();
+        let mut writers: HashMap<BlockId, (SequenceId, usize, usize)> = HashMap::new();
         for group in 0..self.groups.len() {
-            if self.groups[group] != GroupKind::State {
+            if self.groups[group] != KvGroupKind::State {
                 self.write_keys(group, &mut writers);
             }
         }
@@ -27,7 +27,7 @@ impl Storm {
             self.read(group);
         }
         for group in 0..self.groups.len() {
-            if self.groups[group] == GroupKind::State {
+            if self.groups[group] == KvGroupKind::State {
                 self.write_states(group, &mut writers);
             }
         }
@@ -37,12 +37,12 @@ impl Storm {
     /// A step that failed: what its rows should have filled holds anything.
     pub(super) fn spoil(&mut self) {
         let bt = self.limits.block_tokens;
-        for &Chunk { slot, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
-            let blocks = self.scheduler.sequence(slot).unwrap().blocks();
+        for &ScheduledChunk { sequence_id, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
+            let blocks = self.scheduler.sequence(sequence_id).unwrap().blocks();
             for group in 0..self.groups.len() {
                 for position in start..start + rows + drafts {
                     let block = blocks.group(group)[position / bt];
-                    if block != TRASH {
+                    if block != NULL_BLOCK {
                         self.cells[block as usize * bt + position % bt] = mix(position as u64 ^ 1);
                     }
                 }
@@ -50,13 +50,13 @@ impl Storm {
         }
     }
 
-    fn write_keys(&mut self, group: usize, writers: &mut HashMap<BlockId, (Slot, usize, usize)>) {
+    fn write_keys(&mut self, group: usize, writers: &mut HashMap<BlockId, (SequenceId, usize, usize)>) {
         let bt = self.limits.block_tokens;
-        for (&Chunk { slot, start, rows, .. }, drafts) in
+        for (&ScheduledChunk { sequence_id, start, rows, .. }, drafts) in
             self.scheduler.plan().chunks.iter().zip(&self.drafts)
         {
-            let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
-            let own = &self.live[&slot].keys[start..start + rows];
+            let table = self.scheduler.sequence(sequence_id).unwrap().blocks().group(group);
+            let own = &self.live[&sequence_id].keys[start..start + rows];
             let last = own[rows - 1];
             let guessed = drafts.iter().scan(last, |key, &draft| {
                 *key = next_key(*key, draft);
@@ -64,9 +64,9 @@ impl Storm {
             });
             for (position, key) in (start..).zip(own.iter().copied().chain(guessed)) {
                 let block = table[position / bt];
-                assert_ne!(block, TRASH, "a key is written to the trash block");
-                let writer = *writers.entry(block).or_insert((slot, group, position / bt));
-                assert_eq!(writer, (slot, group, position / bt), "two sequences write block {block}");
+                assert_ne!(block, NULL_BLOCK, "a key is written to the trash block");
+                let writer = *writers.entry(block).or_insert((sequence_id, group, position / bt));
+                assert_eq!(writer, (sequence_id, group, position / bt), "two sequences write block {block}");
                 self.cells[block as usize * bt + position % bt] = key ^ group as u64;
             }
         }
@@ -74,32 +74,35 @@ impl Storm {
 
     fn read(&self, group: usize) {
         let bt = self.limits.block_tokens;
-        for &Chunk { slot, start, rows, .. } in &self.scheduler.plan().chunks {
-            let table = self.scheduler.sequence(slot).unwrap().blocks().group(group);
-            let keys = &self.live[&slot].keys;
+        for &ScheduledChunk { sequence_id, start, rows, .. } in &self.scheduler.plan().chunks {
+            let table = self.scheduler.sequence(sequence_id).unwrap().blocks().group(group);
+            let keys = &self.live[&sequence_id].keys;
             for position in reads(self.groups[group], start, rows) {
                 let block = table[position / bt] as usize;
-                let place = if self.groups[group] == GroupKind::State { 0 } else { position % bt };
+                let place = if self.groups[group] == KvGroupKind::State { 0 } else { position % bt };
                 let found = self.cells[block * bt + place];
                 assert_eq!(found, keys[position] ^ group as u64, "what is read at {position} is not its own");
             }
         }
     }
 
-    fn write_states(&mut self, group: usize, writers: &mut HashMap<BlockId, (Slot, usize, usize)>) {
+    fn write_states(&mut self, group: usize, writers: &mut HashMap<BlockId, (SequenceId, usize, usize)>) {
         let bt = self.limits.block_tokens;
-        for &Chunk { slot, start, rows, .. } in &self.scheduler.plan().chunks {
+        for &ScheduledChunk { sequence_id, start, rows, .. } in &self.scheduler.plan().chunks {
             let last = start + rows - 1;
-            let block = self.scheduler.sequence(slot).unwrap().blocks().group(group)[last / bt];
-            assert_ne!(block, TRASH, "a state is written to the trash block");
-            assert!(writers.insert(block, (slot, group, last / bt)).is_none(), "two write block {block}");
-            self.cells[block as usize * bt] = self.live[&slot].keys[last] ^ group as u64;
+            let block = self.scheduler.sequence(sequence_id).unwrap().blocks().group(group)[last / bt];
+            assert_ne!(block, NULL_BLOCK, "a state is written to the trash block");
+            assert!(
+                writers.insert(block, (sequence_id, group, last / bt)).is_none(),
+                "two write block {block}"
+            );
+            self.cells[block as usize * bt] = self.live[&sequence_id].keys[last] ^ group as u64;
         }
     }
 
     /// A block that is written may be held by another only if that other found it by its content, in this very step:
     /// then both have the same tokens up to its end.
-    fn check_sharing(&mut self, writers: &HashMap<BlockId, (Slot, usize, usize)>) {
+    fn check_sharing(&mut self, writers: &HashMap<BlockId, (SequenceId, usize, usize)>) {
         let bt = self.limits.block_tokens;
         for (&other, theirs) in &self.live {
             let blocks = self.scheduler.sequence(other).unwrap().blocks();
@@ -110,7 +113,10 @@ impl Storm {
                         let last = (index + 1) * bt - 1;
                         let ours = self.live[&writer].keys.get(last);
                         let same = ours.is_some() && ours == theirs.keys.get(last);
-                        assert!(same && self.groups[group] != GroupKind::State, "a writable block is shared");
+                        assert!(
+                            same && self.groups[group] != KvGroupKind::State,
+                            "a writable block is shared"
+                        );
                         self.summary.shared += 1;
                     }
                 }
@@ -120,10 +126,10 @@ impl Storm {
 }
 
 /// Positions that the rows from `start` on read; their own are among them, but for a state.
-pub(super) fn reads(kind: GroupKind, start: usize, rows: usize) -> Range<usize> {
+pub(super) fn reads(kind: KvGroupKind, start: usize, rows: usize) -> Range<usize> {
     match kind {
-        GroupKind::Full => 0..start + rows,
-        GroupKind::Window { tokens } => (start + 1).saturating_sub(tokens)..start + rows,
-        GroupKind::State => start.saturating_sub(1)..start,
+        KvGroupKind::Full => 0..start + rows,
+        KvGroupKind::Window { tokens } => (start + 1).saturating_sub(tokens)..start + rows,
+        KvGroupKind::State => start.saturating_sub(1)..start,
     }
 }

@@ -1,4 +1,4 @@
-//! Admission, scheduler, block pool and drafts under a seeded storm of arrivals, cancels, holds, failed steps, crashes and
+//! AdmissionControl, scheduler, block pool and drafts under a seeded storm of arrivals, cancels, holds, failed steps, crashes and
 //! pressure, without a model; every invariant is checked at every step.
 //!
 //! Beside the scheduler's own integrity:
@@ -15,27 +15,27 @@
 //! - at the end all have ended and every block is free.
 
 mod content;
-mod drawing;
-mod readers;
+mod event_subscribers;
 mod recomputed;
+mod sampling;
 mod waits;
 
-use crate::draft::depth::Acceptance;
+use crate::draft::depth::AcceptanceEstimate;
 use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use crate::draft::speculation::Speculation;
-use crate::kv::group::GroupKind;
-use crate::schedule::admission::{Admission, Bounds};
+use crate::kv::group::KvGroupKind;
+use crate::schedule::admission::{AdmissionControl, QueueLimits};
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence::{Kind, NewSequence, State};
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::{Chunk, ChunkOutputs, Limits};
-use drawing::{Guesser, VOCAB};
+use crate::schedule::sequence::{NewSequence, SequenceKind, SequenceState};
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::{ChunkOutputs, ScheduledChunk, SchedulerLimits};
+use event_subscribers::EventSubscribers;
 use ops::Reference;
 use prefix::Scope;
-use readers::Readers;
-use recomputed::Findable;
+use recomputed::CachedKeys;
+use sampling::{RandomDrafter, VOCAB};
 use std::collections::{BTreeMap, BTreeSet};
-use waits::Wait;
+use waits::WaitRecord;
 
 pub(crate) const STEPS_PER_SEED: usize = 1_000;
 const LIVE_MAX: usize = 40;
@@ -44,9 +44,9 @@ const TOKENS_MAX: usize = 71;
 const FIRST_STRANGER: u64 = 1000;
 
 /// Splitmix64: a fixed sequence for each seed.
-pub(crate) struct Random(pub(crate) u64);
+pub(crate) struct StormRng(pub(crate) u64);
 
-impl Random {
+impl StormRng {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.0)
@@ -68,8 +68,8 @@ fn mix(mut mixed: u64) -> u64 {
 }
 
 #[derive(Clone)]
-struct Live {
-    kind: Kind,
+struct StormRequest {
+    kind: SequenceKind,
     priority: i32,
     tenant: u64,
     /// The first of its tenant with its priority, and not to be scored.
@@ -81,7 +81,7 @@ struct Live {
     /// Its last row is computed, its next token not drawn.
     late: bool,
     /// How often its drafts were right.
-    acceptance: Acceptance,
+    acceptance: AcceptanceEstimate,
     tokens: Vec<u32>,
     /// What stands for keys and values of each position: a hash of all tokens up to it.
     keys: Vec<u64>,
@@ -94,13 +94,13 @@ struct Live {
     admitted: bool,
     /// Never admitted: holds a place in the queue.
     queued: bool,
-    wait: Option<Wait>,
+    wait: Option<WaitRecord>,
     arrived: usize,
 }
 
 /// What happened, so that a test can see that it did.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Summary {
+pub(crate) struct StormCounts {
     pub(crate) finished: usize,
     pub(crate) preempted: usize,
     pub(crate) shared: usize,
@@ -123,7 +123,7 @@ pub(crate) struct Summary {
     pub(crate) longest: usize,
 }
 
-impl std::ops::AddAssign for Summary {
+impl std::ops::AddAssign for StormCounts {
     fn add_assign(&mut self, other: Self) {
         self.finished += other.finished;
         self.preempted += other.preempted;
@@ -144,16 +144,16 @@ impl std::ops::AddAssign for Summary {
 }
 
 pub(crate) struct Storm {
-    random: Random,
-    limits: Limits,
-    groups: Vec<GroupKind>,
+    random: StormRng,
+    limits: SchedulerLimits,
+    groups: Vec<KvGroupKind>,
     blocks: usize,
     scheduler: Scheduler,
-    admission: Admission,
-    bounds: Bounds,
-    live: BTreeMap<Slot, Live>,
+    admission: AdmissionControl,
+    bounds: QueueLimits,
+    live: BTreeMap<SequenceId, StormRequest>,
     /// Lost in a crash, on their way back.
-    returning: Vec<Live>,
+    returning: Vec<StormRequest>,
     /// By block, then by place in it.
     cells: Vec<u64>,
     ages: u64,
@@ -163,7 +163,7 @@ pub(crate) struct Storm {
     seen: BTreeSet<(i32, u64)>,
     scopes: [Scope; 2],
     backend: Reference,
-    guesser: Guesser,
+    guesser: RandomDrafter,
     speculation: Speculation,
     depth_max: usize,
     /// Drafted tokens of the step, by chunk.
@@ -174,34 +174,34 @@ pub(crate) struct Storm {
     likely_percent: usize,
     /// Microseconds of a step and of each row.
     cost: (usize, usize),
-    readers: Readers,
-    findable: Findable,
-    summary: Summary,
+    readers: EventSubscribers,
+    findable: CachedKeys,
+    summary: StormCounts,
 }
 
 impl Storm {
     pub(crate) fn new(seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = StormRng(seed);
         let running_max = 1 + random.below(8);
-        let limits = Limits {
+        let limits = SchedulerLimits {
             block_tokens: 1 + random.below(6),
             step_tokens: running_max + random.below(24),
             running_max,
             score_rows_max: 1 + random.below(6),
             draft_rows_max: random.below(12),
             prefix_cache: !random.one_in(5),
-            forks: !random.one_in(5),
+            can_fork: !random.one_in(5),
         };
-        let window = GroupKind::Window { tokens: 1 + random.below(20) };
+        let window = KvGroupKind::Window { tokens: 1 + random.below(20) };
         let groups = match random.below(8) {
-            0 => vec![GroupKind::Full, window],
-            1 => vec![GroupKind::Full, GroupKind::State],
-            2 => vec![window, GroupKind::State],
-            _ => vec![GroupKind::Full],
+            0 => vec![KvGroupKind::Full, window],
+            1 => vec![KvGroupKind::Full, KvGroupKind::State],
+            2 => vec![window, KvGroupKind::State],
+            _ => vec![KvGroupKind::Full],
         };
         let blocks = (8 + random.below(24)) * groups.len();
         let queue_max = 4 + random.below(LIVE_MAX);
-        let bounds = Bounds { queue_max, tenant_queue_max: 1 + random.below(queue_max) };
+        let bounds = QueueLimits { queue_max, tenant_queue_max: 1 + random.below(queue_max) };
         let salt = |salt: u8| Scope { salt: vec![salt; usize::from(salt)], extra: Vec::new() };
         let depth_max = random.below(DRAFT_DEPTH_MAX + 1);
         Self {
@@ -210,7 +210,7 @@ impl Storm {
             seen: BTreeSet::new(),
             scopes: [salt(0), salt(1)],
             backend: Reference::new(),
-            guesser: Guesser(Random(random.next())),
+            guesser: RandomDrafter(StormRng(random.next())),
             speculation: Speculation::new(depth_max, VOCAB),
             depth_max,
             drafts: Vec::new(),
@@ -222,19 +222,19 @@ impl Storm {
             blocks,
             scheduler: Scheduler::with_groups(limits, blocks, groups.clone()),
             groups,
-            admission: Admission::new(bounds),
+            admission: AdmissionControl::new(bounds),
             bounds,
             live: BTreeMap::new(),
             cells: vec![0; (blocks + 1) * limits.block_tokens],
             ages: 0,
-            readers: Readers::new(seed),
-            findable: Findable::default(),
-            summary: Summary::default(),
+            readers: EventSubscribers::new(seed),
+            findable: CachedKeys::default(),
+            summary: StormCounts::default(),
         }
     }
 
     /// Storm, then calm until everything that is there has ended.
-    pub(crate) fn run(mut self) -> Summary {
+    pub(crate) fn run(mut self) -> StormCounts {
         let storm = STEPS_PER_SEED * 9 / 10;
         (0..storm).for_each(|step| self.step(step, true));
         // One row a step at worst, each request recomputed as often as it is preempted.
@@ -245,12 +245,12 @@ impl Storm {
             step += 1;
             assert!(step < storm + patience, "{} requests starve", self.live.len());
         }
-        assert_eq!((self.scheduler.running(), self.scheduler.waiting()), (0, 0));
+        assert_eq!((self.scheduler.running_count(), self.scheduler.waiting_count()), (0, 0));
         assert_eq!(self.admission.waiting(), 0, "places of the queue have leaked");
-        assert_eq!(self.scheduler.pool().free(), self.blocks, "blocks have leaked");
+        assert_eq!(self.scheduler.pool().free_blocks(), self.blocks, "blocks have leaked");
         self.summary.evictions += self.scheduler.pool().evictions();
         assert!(self.scheduler.reset_prefix_cache());
-        assert_eq!(self.scheduler.pool().tail(), 1, "something is left to be found");
+        assert_eq!(self.scheduler.pool().in_use_end(), 1, "something is left to be found");
         self.check_integrity();
         self.readers.look(self.scheduler.pool(), true, &mut self.summary);
         self.summary
@@ -260,18 +260,18 @@ impl Storm {
         if storm {
             self.happen(step);
         } else {
-            self.live.keys().for_each(|&slot| self.scheduler.hold(slot, false));
+            self.live.keys().for_each(|&sequence_id| self.scheduler.set_paused(sequence_id, false));
         }
         self.come_back();
         self.draw_late(step);
         self.notice_waits();
-        let decodes: Vec<Slot> = self
+        let decodes: Vec<SequenceId> = self
             .live
             .keys()
             .copied()
-            .filter(|&slot| {
-                let sequence = self.scheduler.sequence(slot).unwrap();
-                sequence.wanted() == 1 && sequence.is_decode()
+            .filter(|&sequence_id| {
+                let sequence = self.scheduler.sequence(sequence_id).unwrap();
+                sequence.rows_wanted() == 1 && sequence.is_decode()
             })
             .collect();
         let beside = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
@@ -284,8 +284,9 @@ impl Storm {
         if storm && self.random.one_in(200) {
             self.spoil();
             self.scheduler.abandon();
-            let lost: Vec<Slot> = self.scheduler.plan().chunks.iter().map(|chunk| chunk.slot).collect();
-            lost.into_iter().for_each(|slot| self.end(slot, step));
+            let lost: Vec<SequenceId> =
+                self.scheduler.plan().chunks.iter().map(|chunk| chunk.sequence_id).collect();
+            lost.into_iter().for_each(|sequence_id| self.end(sequence_id, step));
         } else {
             self.compute();
             self.scheduler.commit();
@@ -308,25 +309,25 @@ impl Storm {
             (0..choices).for_each(|_| self.arrive(&request, step));
         }
         if self.random.one_in(15)
-            && let Some(slot) = self.some_live()
+            && let Some(sequence_id) = self.some_live()
         {
-            self.end(slot, step);
+            self.end(sequence_id, step);
         }
         if self.random.one_in(6)
-            && let Some(slot) = self.some_live()
+            && let Some(sequence_id) = self.some_live()
         {
             let held = self.random.one_in(2);
-            self.scheduler.hold(slot, held);
+            self.scheduler.set_paused(sequence_id, held);
         }
         if self.random.one_in(100) {
-            self.scheduler.forget_unused_prefixes();
+            self.scheduler.evict_unused_prefixes();
         }
         if self.random.one_in(1000) {
             self.crash();
         }
     }
 
-    fn request(&mut self) -> Live {
+    fn request(&mut self) -> StormRequest {
         let capacity = self.blocks / self.groups.len() * self.limits.block_tokens;
         let len = 1 + self.random.below(capacity.min(40));
         let text = self.random.below(3) as u32;
@@ -335,9 +336,9 @@ impl Storm {
             .map(|i| if i < len - own { text * 100 + i as u32 } else { 1000 + self.random.below(50) as u32 })
             .collect();
         let (kind, tokens_max) = if self.random.one_in(8) {
-            (Kind::Score, len)
+            (SequenceKind::Score, len)
         } else {
-            (Kind::Generate, (len + 1 + self.random.below(30)).min(capacity + 1).max(len + 1))
+            (SequenceKind::Generate, (len + 1 + self.random.below(30)).min(capacity + 1).max(len + 1))
         };
         let scope = self.random.below(self.scopes.len());
         let keys = tokens.iter().scan(mix(scope as u64), |key, &token| {
@@ -351,16 +352,16 @@ impl Storm {
             }
             false => self.random.below(4) as u64,
         };
-        Live {
+        StormRequest {
             kind,
             priority: self.random.below(3) as i32 - 1,
             tenant,
             first: false,
             admitted: false,
             scope,
-            constrained: kind == Kind::Generate && self.random.one_in(12),
+            constrained: kind == SequenceKind::Generate && self.random.one_in(12),
             late: false,
-            acceptance: Acceptance::default(),
+            acceptance: AcceptanceEstimate::default(),
             keys: keys.collect(),
             tokens,
             tokens_max,
@@ -372,21 +373,21 @@ impl Storm {
         }
     }
 
-    fn arrive(&mut self, request: &Live, step: usize) {
+    fn arrive(&mut self, request: &StormRequest, step: usize) {
         let (waiting, own) = (self.admission.waiting(), self.queued_of(request.tenant));
-        let admitted = self.admission.enter(request.priority, request.tenant);
-        let places = self.admission.places(request.priority);
+        let admitted = self.admission.try_enter(request.priority, request.tenant);
+        let places = self.admission.capacity_for(request.priority);
         let room = waiting < places && (request.tenant == 0 || own < self.bounds.tenant_queue_max);
         assert_eq!(admitted.is_ok(), room, "{waiting} wait, {own} of the tenant");
         if admitted.is_err() {
             self.summary.refused += 1;
             return;
         }
-        self.add(Live { arrived: step, ..request.clone() });
+        self.add(StormRequest { arrived: step, ..request.clone() });
     }
 
-    fn add(&mut self, mut live: Live) {
-        let slot = self.scheduler.add(NewSequence {
+    fn add(&mut self, mut live: StormRequest) {
+        let sequence_id = self.scheduler.add(NewSequence {
             kind: live.kind,
             priority: live.priority,
             tenant: live.tenant,
@@ -394,11 +395,11 @@ impl Storm {
             tokens_max: live.tokens_max,
             scope: &self.scopes[live.scope],
         });
-        self.speculation.begin(slot);
+        self.speculation.begin(sequence_id);
         self.ages += 1;
         live.age = self.ages;
-        live.first = self.seen.insert((live.priority, live.tenant)) && live.kind == Kind::Generate;
-        assert!(self.live.insert(slot, live).is_none(), "a slot is given twice");
+        live.first = self.seen.insert((live.priority, live.tenant)) && live.kind == SequenceKind::Generate;
+        assert!(self.live.insert(sequence_id, live).is_none(), "a sequence_id is given twice");
     }
 
     fn queued_of(&self, tenant: u64) -> usize {
@@ -412,14 +413,14 @@ impl Storm {
         self.scheduler = Scheduler::with_groups(self.limits, self.blocks, self.groups.clone());
         self.readers.forget();
         self.findable.forget();
-        self.admission = Admission::new(self.bounds);
+        self.admission = AdmissionControl::new(self.bounds);
         self.speculation = Speculation::new(self.depth_max, VOCAB);
         self.counted = (0, 0);
         self.seen.clear();
         self.cells.fill(0);
         for (_, live) in std::mem::take(&mut self.live) {
-            let acceptance = Acceptance::default();
-            self.returning.push(Live {
+            let acceptance = AcceptanceEstimate::default();
+            self.returning.push(StormRequest {
                 queued: true,
                 computed: 0,
                 wait: None,
@@ -433,14 +434,14 @@ impl Storm {
     /// As many of the lost ones as there are places for, in order.
     fn come_back(&mut self) {
         for live in std::mem::take(&mut self.returning) {
-            match self.admission.enter(live.priority, live.tenant) {
+            match self.admission.try_enter(live.priority, live.tenant) {
                 Ok(()) => self.add(live),
                 Err(_) => self.returning.push(live),
             }
         }
     }
 
-    fn some_live(&mut self) -> Option<Slot> {
+    fn some_live(&mut self) -> Option<SequenceId> {
         if self.live.is_empty() {
             return None;
         }
@@ -448,9 +449,9 @@ impl Storm {
         self.live.keys().nth(index).copied()
     }
 
-    fn end(&mut self, slot: Slot, step: usize) {
-        self.scheduler.remove(slot);
-        if let Some(live) = self.live.remove(&slot) {
+    fn end(&mut self, sequence_id: SequenceId, step: usize) {
+        self.scheduler.remove(sequence_id);
+        if let Some(live) = self.live.remove(&sequence_id) {
             if live.queued {
                 self.admission.leave(live.tenant);
             }
@@ -459,35 +460,36 @@ impl Storm {
         }
     }
 
-    fn check_plan(&mut self, decodes: &[Slot], beside: usize) {
+    fn check_plan(&mut self, decodes: &[SequenceId], beside: usize) {
         let plan = self.scheduler.plan();
         assert_eq!(plan.draft_rows, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<usize>());
         assert_eq!(plan.rows, plan.chunks.iter().map(|chunk| chunk.rows + chunk.drafts).sum::<usize>());
         assert!(plan.draft_rows <= self.limits.draft_rows_max);
         assert!(plan.rows <= self.limits.step_tokens, "{} rows", plan.rows);
-        assert!(self.scheduler.running() <= self.limits.running_max);
+        assert!(self.scheduler.running_count() <= self.limits.running_max);
         assert!(plan.preempted == 0 || plan.admitted.is_empty());
         self.summary.preempted += plan.preempted;
         self.summary.copied += plan.copies.len();
         let mut score_rows = 0;
-        let decode_moves = plan.chunks.iter().any(|chunk| decodes.contains(&chunk.slot));
+        let decode_moves = plan.chunks.iter().any(|chunk| decodes.contains(&chunk.sequence_id));
         let prompt_rows = plan.rows - plan.decode_rows - plan.draft_rows;
         let most = if decode_moves { beside.max(1) } else { usize::MAX }.min(self.limits.step_tokens);
         assert!(prompt_rows <= most, "{prompt_rows} rows of prompts beside decodes");
         // More than half, or than a block, goes to a prompt that is not completed only when all in progress have rows.
         let half = (most / 2).max(self.limits.block_tokens);
         let greedy = plan.chunks.iter().any(|c| c.outputs == ChunkOutputs::None && c.rows > half);
-        let has_rows = |slot: &Slot| plan.chunks.iter().any(|chunk| chunk.slot == *slot);
-        let in_progress = |slot: &Slot| {
-            let sequence = self.scheduler.sequence(*slot).unwrap();
-            sequence.kind == Kind::Generate && sequence.wanted() > 0
+        let has_rows =
+            |sequence_id: &SequenceId| plan.chunks.iter().any(|chunk| chunk.sequence_id == *sequence_id);
+        let in_progress = |sequence_id: &SequenceId| {
+            let sequence = self.scheduler.sequence(*sequence_id).unwrap();
+            sequence.kind == SequenceKind::Generate && sequence.rows_wanted() > 0
         };
-        assert!(!greedy || self.live.keys().filter(|slot| in_progress(slot)).all(has_rows));
-        for &Chunk { slot, start, rows, drafts, outputs, .. } in &plan.chunks {
-            let sequence = self.scheduler.sequence(slot).unwrap();
+        assert!(!greedy || self.live.keys().filter(|sequence_id| in_progress(sequence_id)).all(has_rows));
+        for &ScheduledChunk { sequence_id, start, rows, drafts, outputs, .. } in &plan.chunks {
+            let sequence = self.scheduler.sequence(sequence_id).unwrap();
             assert!(rows > 0);
-            assert!(sequence.state == State::Running);
-            let live = self.live.get_mut(&slot).unwrap();
+            assert!(sequence.state == SequenceState::Running);
+            let live = self.live.get_mut(&sequence_id).unwrap();
             // Rows follow each other, but for blocks that are found. Only the first ones of an admission start over.
             let found = start % self.limits.block_tokens == 0 && self.limits.prefix_cache;
             let follows = start == live.computed || (found && start > live.computed);
@@ -496,12 +498,12 @@ impl Storm {
             live.computed = start + rows;
             let end = start + rows;
             match (live.kind, outputs) {
-                (Kind::Score, outputs) => {
+                (SequenceKind::Score, outputs) => {
                     score_rows += rows;
                     assert_eq!(outputs, ChunkOutputs::All);
                 }
-                (Kind::Generate, ChunkOutputs::Last) => assert_eq!(end, live.tokens.len()),
-                (Kind::Generate, _) => assert!(end < live.tokens.len()),
+                (SequenceKind::Generate, ChunkOutputs::Last) => assert_eq!(end, live.tokens.len()),
+                (SequenceKind::Generate, _) => assert!(end < live.tokens.len()),
             }
             // The last token is never computed.
             assert!(drafts == 0 || (outputs == ChunkOutputs::Last && end + drafts < live.tokens_max));
@@ -511,9 +513,9 @@ impl Storm {
             );
         }
         assert!(score_rows <= self.limits.score_rows_max);
-        for &slot in decodes {
-            let moved = plan.chunks.iter().any(|chunk| chunk.slot == slot);
-            let preempted = self.scheduler.sequence(slot).unwrap().state == State::Waiting;
+        for &sequence_id in decodes {
+            let moved = plan.chunks.iter().any(|chunk| chunk.sequence_id == sequence_id);
+            let preempted = self.scheduler.sequence(sequence_id).unwrap().state == SequenceState::Waiting;
             assert!(moved || preempted, "a decode stood still");
         }
     }
@@ -524,7 +526,7 @@ fn next_key(parent: u64, token: u32) -> u64 {
 }
 
 /// Runs one seed; what was broken, if something was.
-pub(crate) fn run(seed: u64) -> Result<Summary, String> {
+pub(crate) fn run(seed: u64) -> Result<StormCounts, String> {
     std::panic::catch_unwind(|| Storm::new(seed).run()).map_err(|cause| {
         let text = cause.downcast_ref::<String>().cloned();
         text.or_else(|| cause.downcast_ref::<&str>().map(|&text| text.to_owned())).unwrap_or_default()

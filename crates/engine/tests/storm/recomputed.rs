@@ -1,32 +1,32 @@
 //! What could be found is not computed: against what the pool's events tell, and the rows of others in the same step.
 
 use super::content::reads;
-use super::{Live, Storm};
-use crate::kv::block_key::Name;
+use super::{Storm, StormRequest};
+use crate::kv::block_key::BlockKey;
 use crate::kv::block_pool::BlockPool;
-use crate::kv::events::{Event, NOTHING_KNOWN};
-use crate::kv::group::GroupKind;
-use crate::schedule::sequence::Kind;
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::Chunk;
+use crate::kv::events::{FULL_SNAPSHOT, KvCacheEvent};
+use crate::kv::group::KvGroupKind;
+use crate::schedule::sequence::SequenceKind;
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::ScheduledChunk;
 use prefix::BlockHash;
 use std::collections::HashSet;
 
 /// What can be found, as told before a step is planned.
 #[derive(Default)]
-pub(super) struct Findable {
+pub(super) struct CachedKeys {
     next: u64,
-    names: HashSet<Name>,
+    names: HashSet<BlockKey>,
 }
 
-impl Findable {
+impl CachedKeys {
     pub(super) fn look(&mut self, pool: &BlockPool) {
         let update = pool.events_since(self.next);
         for event in update.events {
             match event {
-                Event::Stored(name) => drop(self.names.insert(name)),
-                Event::Removed(name) => drop(self.names.remove(&name)),
-                Event::Cleared => self.names.clear(),
+                KvCacheEvent::BlockStored(name) => drop(self.names.insert(name)),
+                KvCacheEvent::BlockRemoved(name) => drop(self.names.remove(&name)),
+                KvCacheEvent::AllBlocksCleared => self.names.clear(),
             }
         }
         self.next = update.next;
@@ -34,17 +34,17 @@ impl Findable {
 
     /// The pool is another one.
     pub(super) fn forget(&mut self) {
-        *self = Self { next: NOTHING_KNOWN, names: HashSet::new() };
+        *self = Self { next: FULL_SNAPSHOT, names: HashSet::new() };
     }
 
     /// What could be found all through the planning; unknown, if more happened than the log holds.
-    fn kept(&self, pool: &BlockPool) -> Option<HashSet<Name>> {
+    fn kept(&self, pool: &BlockPool) -> Option<HashSet<BlockKey>> {
         let mut kept = self.names.clone();
         for event in pool.events_since(self.next).events {
             match event {
-                Event::Stored(_) => {}
-                Event::Removed(name) => drop(kept.remove(&name)),
-                Event::Cleared => return None,
+                KvCacheEvent::BlockStored(_) => {}
+                KvCacheEvent::BlockRemoved(name) => drop(kept.remove(&name)),
+                KvCacheEvent::AllBlocksCleared => return None,
             }
         }
         Some(kept)
@@ -59,9 +59,9 @@ impl Storm {
             return;
         }
         let kept = self.findable.kept(self.scheduler.pool());
-        for &Chunk { slot, start, .. } in &self.scheduler.plan().chunks {
-            let live = &self.live[&slot];
-            if !live.admitted || live.kind == Kind::Score {
+        for &ScheduledChunk { sequence_id, start, .. } in &self.scheduler.plan().chunks {
+            let live = &self.live[&sequence_id];
+            if !live.admitted || live.kind == SequenceKind::Score {
                 continue;
             }
             let found = start / self.limits.block_tokens;
@@ -73,51 +73,56 @@ impl Storm {
                 );
                 self.summary.found += findable;
             }
-            let is_aged = self.scheduler.sequence(slot).unwrap().rank.is_aged();
-            assert!(is_aged || !self.is_computed_before(slot, found), "two compute block {found} at once");
+            let is_promoted = self.scheduler.sequence(sequence_id).unwrap().rank.is_promoted();
+            assert!(
+                is_promoted || !self.is_computed_before(sequence_id, found),
+                "two compute block {found} at once"
+            );
         }
     }
 
     /// Blocks of the longest prefix from which every group can go on, with at least one token left to compute.
-    fn findable_blocks(&self, live: &Live, names: &HashSet<Name>) -> usize {
+    fn findable_blocks(&self, live: &StormRequest, names: &HashSet<BlockKey>) -> usize {
         let bt = self.limits.block_tokens;
         let hashes: Vec<BlockHash> =
             prefix::block_hashes(&self.scopes[live.scope], &live.tokens, bt).collect();
         let is_findable = |blocks: &usize| {
-            self.groups.iter().enumerate().all(|(group, &kind): (usize, &GroupKind)| {
+            self.groups.iter().enumerate().all(|(group, &kind): (usize, &KvGroupKind)| {
                 let mut read = reads(kind, blocks * bt, 0).map(|position| position / bt);
-                read.all(|block| names.contains(&Name { hash: hashes[block], group: group as u8 }))
+                read.all(|block| names.contains(&BlockKey { hash: hashes[block], group: group as u8 }))
             })
         };
         (0..=(live.tokens.len() - 1) / bt).rev().find(is_findable).unwrap_or(0)
     }
 
     /// One before it in rank has rows in this step, has not computed that block of the same text, and will.
-    fn is_computed_before(&self, slot: Slot, block: usize) -> bool {
+    fn is_computed_before(&self, sequence_id: SequenceId, block: usize) -> bool {
         let end = (block + 1) * self.limits.block_tokens;
-        self.prompts_before(slot).any(|(chunk, common)| chunk.start + chunk.rows < end && end <= common)
+        self.prompts_before(sequence_id)
+            .any(|(chunk, common)| chunk.start + chunk.rows < end && end <= common)
     }
 
     /// A prompt in progress before this one in rank is to compute full blocks that both have.
-    pub(super) fn follows(&self, slot: Slot) -> bool {
+    pub(super) fn follows(&self, sequence_id: SequenceId) -> bool {
         let bt = self.limits.block_tokens;
-        self.prompts_before(slot).any(|(chunk, common)| chunk.start < common / bt * bt)
+        self.prompts_before(sequence_id).any(|(chunk, common)| chunk.start < common / bt * bt)
     }
 
     /// Chunks of prompts before `slot` in rank, and how many tokens both begin with.
-    fn prompts_before(&self, slot: Slot) -> impl Iterator<Item = (&Chunk, usize)> {
-        let rank = |slot: Slot| self.scheduler.sequence(slot).unwrap().rank;
-        let keys = &self.live[&slot].keys;
+    fn prompts_before(&self, sequence_id: SequenceId) -> impl Iterator<Item = (&ScheduledChunk, usize)> {
+        let rank = |sequence_id: SequenceId| self.scheduler.sequence(sequence_id).unwrap().rank;
+        let keys = &self.live[&sequence_id].keys;
         // Whoever was placed later may have gone by age since.
-        let placed = self.scheduler.plan().chunks.iter().take_while(move |chunk| chunk.slot != slot);
+        let placed =
+            self.scheduler.plan().chunks.iter().take_while(move |chunk| chunk.sequence_id != sequence_id);
         let chunks = placed.filter(move |chunk| {
             self.limits.prefix_cache
-                && self.live[&chunk.slot].kind == Kind::Generate
-                && rank(chunk.slot) < rank(slot)
+                && self.live[&chunk.sequence_id].kind == SequenceKind::Generate
+                && rank(chunk.sequence_id) < rank(sequence_id)
         });
         // Each key stands for all tokens up to it.
         chunks.map(move |chunk| {
-            let theirs = &self.live[&chunk.slot].keys;
+            let theirs = &self.live[&chunk.sequence_id].keys;
             (chunk, keys.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count())
         })
     }

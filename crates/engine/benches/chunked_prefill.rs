@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
 
-use engine::{Engine, EngineConfig, KvBudget, Output, Request, RequestId, SamplingParams};
+use engine::{Engine, EngineConfig, EngineOutput, KvBudget, Request, RequestId, SamplingParams};
 use kernels::Cpu;
 use models::testing::{ModelFile, demo_models};
 use std::path::{Path, PathBuf};
@@ -24,8 +24,8 @@ const SHORT_ID: RequestId = RequestId(1_001);
 
 fn engine(file: &ModelFile, streams: usize, is_bounded: bool) -> Engine<Cpu> {
     let base = EngineConfig::new(KvBudget::Tokens(4 * LONG + streams * LONG));
-    let prompt_pause = if is_bounded { base.prompt_pause } else { Duration::MAX };
-    let config = EngineConfig { running_max: 32, prompt_pause, ..base };
+    let max_prefill_stall = if is_bounded { base.max_prefill_stall } else { Duration::MAX };
+    let config = EngineConfig { running_max: 32, max_prefill_stall, ..base };
     let mut backend = Cpu::new(THREADS).unwrap();
     let limits = config.model_limits(file.description().unwrap().vocab_size);
     let model =
@@ -41,12 +41,12 @@ fn request(id: RequestId, tokens: usize, max_tokens: usize) -> Request {
 }
 
 /// One engine and its clock.
-struct Run {
+struct BenchEngine {
     engine: Engine<Cpu>,
     start: Instant,
 }
 
-impl Run {
+impl BenchEngine {
     /// Which requests got a token in the next step.
     fn step(&mut self) -> Vec<RequestId> {
         let mut out = Vec::new();
@@ -54,7 +54,7 @@ impl Run {
         let report = self.engine.step(now, &mut out).unwrap();
         self.engine.observe(&report, self.start.elapsed() - now);
         out.iter()
-            .filter_map(|output| if let Output::Token(token) = output { Some(token.id) } else { None })
+            .filter_map(|output| if let EngineOutput::Token(token) = output { Some(token.id) } else { None })
             .collect()
     }
 }
@@ -69,7 +69,7 @@ struct Waits {
     longest: Vec<Duration>,
 }
 
-fn round(run: &mut Run, streams: usize, waits: &mut Waits) {
+fn round(run: &mut BenchEngine, streams: usize, waits: &mut Waits) {
     for stream in 0..streams {
         run.engine.submit(request(RequestId(stream as u64), 32, LONG)).unwrap();
     }
@@ -123,7 +123,7 @@ fn report(path: &Path) {
     let name = path.file_stem().unwrap().to_string_lossy();
     for streams in STREAMS {
         let mut sides = [true, false].map(|is_bounded| {
-            let run = Run { engine: engine(&file, streams, is_bounded), start: Instant::now() };
+            let run = BenchEngine { engine: engine(&file, streams, is_bounded), start: Instant::now() };
             (is_bounded, run, Waits::default())
         });
         for number in 0..=ROUNDS {

@@ -3,14 +3,14 @@
 //! The text goes on with its likely token as often as the seed says, and so often drafts are right. Beside the engine's
 //! bookkeeping of drafts the storm keeps its own.
 
-use super::{Live, Random, Storm, next_key};
-use crate::draft::depth::Work;
-use crate::draft::draft_tokens::Draft;
-use crate::draft::drafter::{Drafter, Wanted};
+use super::{Storm, StormRequest, StormRng, next_key};
+use crate::draft::depth::DraftingCost;
+use crate::draft::draft_tokens::DraftTokens;
+use crate::draft::drafter::{DraftRequest, Drafter};
 use crate::schedule::scheduler::Scheduler;
-use crate::schedule::sequence::{Kind, State};
-use crate::schedule::sequence_id::Slot;
-use crate::schedule::step_plan::{Chunk, ChunkOutputs, Fork};
+use crate::schedule::sequence::{SequenceKind, SequenceState};
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::{ChunkOutputs, Fork, ScheduledChunk};
 use ops::{OpError, Reference};
 use std::time::Duration;
 
@@ -25,23 +25,23 @@ fn likely(previous: u32) -> u32 {
 }
 
 /// Guesses what is likely, and sometimes anything, nothing, too much, or fails.
-pub(super) struct Guesser(pub(super) Random);
+pub(super) struct RandomDrafter(pub(super) StormRng);
 
-impl Drafter<Reference> for Guesser {
+impl Drafter<Reference> for RandomDrafter {
     fn propose(
         &mut self,
         _: &mut Reference,
         scheduler: &Scheduler,
-        wanted: &[Wanted],
-        drafts: &mut [Draft],
-    ) -> Result<Work, OpError> {
+        wanted: &[DraftRequest],
+        drafts: &mut [DraftTokens],
+    ) -> Result<DraftingCost, OpError> {
         let random = &mut self.0;
         if random.one_in(40) {
             drafts.iter_mut().for_each(|draft| draft.push(DRAWN_FIRST));
             return Err(OpError::Memory { op: "storm", what: "a failure on purpose", bytes: 1, free: None });
         }
         for (wanted, draft) in wanted.iter().zip(drafts) {
-            let mut previous = *scheduler.sequence(wanted.slot).unwrap().tokens().last().unwrap();
+            let mut previous = *scheduler.sequence(wanted.sequence_id).unwrap().tokens().last().unwrap();
             let count = match random.below(8) {
                 0 => random.below(wanted.depth + 1),
                 1 => wanted.depth + 2,
@@ -55,10 +55,10 @@ impl Drafter<Reference> for Guesser {
                 draft.push(previous);
             }
         }
-        Ok(Work { steps: 1, rows: wanted.len(), share: self.share() })
+        Ok(DraftingCost { steps: 1, rows: wanted.len(), share: self.share() })
     }
 
-    fn forget(&mut self, _: Slot) {}
+    fn forget(&mut self, _: SequenceId) {}
 
     fn share(&self) -> f64 {
         0.05
@@ -70,7 +70,7 @@ impl Storm {
     pub(super) fn draft(&mut self) {
         let preempted = self.scheduler.plan().preempted;
         let live = &self.live;
-        let may = |slot: Slot| !live[&slot].constrained;
+        let may = |sequence_id: SequenceId| !live[&sequence_id].constrained;
         let Self { speculation, guesser, backend, scheduler, .. } = self;
         speculation.draft(guesser, backend, scheduler, may).unwrap();
         assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
@@ -94,25 +94,25 @@ impl Storm {
         let forked = self.scheduler.plan().forked.clone();
         let drafts = std::mem::take(&mut self.drafts);
         for (chunk, drafts) in chunks.iter().zip(&drafts) {
-            let sequence = self.scheduler.sequence(chunk.slot).unwrap();
+            let sequence = self.scheduler.sequence(chunk.sequence_id).unwrap();
             assert_eq!(sequence.computed(), chunk.start + chunk.rows);
-            if sequence.kind == Kind::Score && sequence.remaining() == 0 {
-                self.end(chunk.slot, step);
+            if sequence.kind == SequenceKind::Score && sequence.remaining() == 0 {
+                self.end(chunk.sequence_id, step);
             } else if chunk.outputs == ChunkOutputs::Last {
                 self.draw(chunk, drafts, step);
             }
         }
-        for Fork { leader, follower: slot } in forked {
+        for Fork { leader, follower: sequence_id } in forked {
             self.summary.forked += 1;
-            let live = self.live.get_mut(&slot).unwrap();
+            let live = self.live.get_mut(&sequence_id).unwrap();
             live.computed = live.tokens.len();
             live.admitted = false;
-            assert_ne!(leader, slot);
-            let sequence = self.scheduler.sequence(slot).unwrap();
-            assert_eq!((sequence.remaining(), sequence.state), (0, State::Running));
-            self.put_out(slot, step);
+            assert_ne!(leader, sequence_id);
+            let sequence = self.scheduler.sequence(sequence_id).unwrap();
+            assert_eq!((sequence.remaining(), sequence.state), (0, SequenceState::Running));
+            self.put_out(sequence_id, step);
         }
-        self.scheduler.settle();
+        self.scheduler.release_rejected_drafts();
         self.speculation.settle();
         self.observe();
         self.check_texts();
@@ -120,26 +120,27 @@ impl Storm {
     }
 
     /// The token of the last row, and those behind drafts that were right.
-    fn draw(&mut self, chunk: &Chunk, drafts: &[u32], step: usize) {
-        let slot = chunk.slot;
-        self.put_out(slot, step);
+    fn draw(&mut self, chunk: &ScheduledChunk, drafts: &[u32], step: usize) {
+        let sequence_id = chunk.sequence_id;
+        self.put_out(sequence_id, step);
         let mut right = 0;
         for (place, &draft) in drafts.iter().enumerate() {
             let position = chunk.start + chunk.rows + place;
-            let drawn = self.live.get(&slot).and_then(|live| live.tokens.get(position)) == Some(&draft);
-            let accepted = self.scheduler.accept(slot, position, draft);
+            let drawn =
+                self.live.get(&sequence_id).and_then(|live| live.tokens.get(position)) == Some(&draft);
+            let accepted = self.scheduler.accept_draft(sequence_id, position, draft);
             assert_eq!(accepted, drawn, "a draft counts that was not drawn, or one that was does not");
             if accepted {
-                self.speculation.accept(slot);
-                self.live.get_mut(&slot).unwrap().computed += 1;
+                self.speculation.accept(sequence_id);
+                self.live.get_mut(&sequence_id).unwrap().computed += 1;
                 right += 1;
-                self.put_out(slot, step);
+                self.put_out(sequence_id, step);
             }
         }
         self.counted.0 += drafts.len();
         self.counted.1 += right;
         self.summary.accepted += right;
-        if let Some(live) = self.live.get_mut(&slot)
+        if let Some(live) = self.live.get_mut(&sequence_id)
             && !drafts.is_empty()
         {
             live.acceptance.observe(drafts.len(), right);
@@ -147,8 +148,8 @@ impl Storm {
     }
 
     /// The next token of a sequence whose last row is computed: drawn, and with a constraint sometimes later.
-    fn put_out(&mut self, slot: Slot, step: usize) {
-        let Some(live) = self.live.get_mut(&slot) else { return };
+    fn put_out(&mut self, sequence_id: SequenceId, step: usize) {
+        let Some(live) = self.live.get_mut(&sequence_id) else { return };
         if live.constrained && self.random.one_in(2) {
             live.late = true;
             self.summary.late += 1;
@@ -156,7 +157,7 @@ impl Storm {
         }
         live.late = false;
         if live.tokens.len() + 1 == live.tokens_max || self.random.one_in(400) {
-            self.end(slot, step);
+            self.end(sequence_id, step);
             return;
         }
         let previous = *live.tokens.last().unwrap();
@@ -165,18 +166,19 @@ impl Storm {
             false => DRAWN_FIRST + self.random.below(DRAWN as usize) as u32,
         };
         live.push(token);
-        self.scheduler.push_token(slot, token);
+        self.scheduler.push_token(sequence_id, token);
     }
 
     /// Before a step: masks have come for tokens that could not be drawn after the last one.
     pub(super) fn draw_late(&mut self, step: usize) {
-        let late: Vec<Slot> = self.live.iter().filter(|(_, live)| live.late).map(|(&slot, _)| slot).collect();
-        for slot in late {
+        let late: Vec<SequenceId> =
+            self.live.iter().filter(|(_, live)| live.late).map(|(&sequence_id, _)| sequence_id).collect();
+        for sequence_id in late {
             // Who was preempted meanwhile computes its last row once more.
-            let is_computed = self.scheduler.sequence(slot).unwrap().remaining() == 0;
+            let is_computed = self.scheduler.sequence(sequence_id).unwrap().remaining() == 0;
             match is_computed {
-                true => self.put_out(slot, step),
-                false => self.live.get_mut(&slot).unwrap().late = false,
+                true => self.put_out(sequence_id, step),
+                false => self.live.get_mut(&sequence_id).unwrap().late = false,
             }
         }
     }
@@ -193,15 +195,15 @@ impl Storm {
         let stats = self.speculation.stats();
         let counted = (stats.drafted_tokens() as usize, stats.accepted_tokens() as usize);
         assert_eq!(counted, self.counted, "drafted and accepted tokens");
-        for (&slot, live) in &self.live {
-            let rate = self.speculation.rate(slot);
+        for (&sequence_id, live) in &self.live {
+            let rate = self.speculation.rate(sequence_id);
             assert_eq!(rate, Some(live.acceptance.rate()), "drafts are counted for another sequence");
         }
     }
 
     fn check_texts(&self) {
-        for (&slot, live) in &self.live {
-            let sequence = self.scheduler.sequence(slot).unwrap();
+        for (&sequence_id, live) in &self.live {
+            let sequence = self.scheduler.sequence(sequence_id).unwrap();
             let most = sequence.tokens().len().div_ceil(self.limits.block_tokens);
             assert!(sequence.blocks().len() <= most, "blocks of wrong drafts are kept");
             assert_eq!(sequence.tokens(), live.tokens);
@@ -211,7 +213,7 @@ impl Storm {
     }
 }
 
-impl Live {
+impl StormRequest {
     fn push(&mut self, token: u32) {
         self.keys.push(next_key(self.keys.last().copied().unwrap_or(0), token));
         self.tokens.push(token);

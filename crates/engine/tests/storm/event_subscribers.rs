@@ -1,0 +1,74 @@
+//! Two who follow the pool's events: one often, one so seldom that the log does not reach back to what it knows. Whatever
+//! happened between two looks, they know then what the pool finds.
+//!
+//! They have random numbers of their own: what a seed does is the same without them.
+
+use super::{StormCounts, StormRng, mix};
+use crate::kv::block_key::BlockKey;
+use crate::kv::block_pool::BlockPool;
+use crate::kv::events::{FULL_SNAPSHOT, KvCacheEvent};
+use std::collections::HashSet;
+
+/// Steps between two looks of each, on average.
+const EVERY: [usize; 2] = [3, 100];
+
+pub(super) struct EventSubscribers {
+    random: StormRng,
+    readers: [EventSubscriber; EVERY.len()],
+}
+
+#[derive(Default)]
+struct EventSubscriber {
+    next: u64,
+    known: HashSet<BlockKey>,
+}
+
+impl EventSubscribers {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { random: StormRng(mix(seed)), readers: Default::default() }
+    }
+
+    /// The pool is another one.
+    pub(super) fn forget(&mut self) {
+        self.readers = Default::default();
+    }
+
+    /// Those whose time it is, or all. Between steps.
+    pub(super) fn look(&mut self, pool: &BlockPool, all: bool, summary: &mut StormCounts) {
+        for (reader, every) in self.readers.iter_mut().zip(EVERY) {
+            if all || self.random.one_in(every) {
+                reader.look(pool, summary);
+            }
+        }
+    }
+}
+
+impl EventSubscriber {
+    fn look(&mut self, pool: &BlockPool, summary: &mut StormCounts) {
+        let update = pool.events_since(self.next);
+        let is_snapshot = update.events.first() == Some(&KvCacheEvent::AllBlocksCleared);
+        summary.told += update.events.len();
+        summary.behind += usize::from(is_snapshot && self.next != FULL_SNAPSHOT);
+        self.apply(&update.events);
+        self.next = update.next;
+        let mut anew = EventSubscriber::default();
+        anew.apply(&pool.events_since(FULL_SNAPSHOT).events);
+        assert!(self.known == anew.known, "events do not follow the index");
+        assert!(
+            self.known.iter().all(|name| pool.lookup(name).is_some()),
+            "events tell of what is not found"
+        );
+    }
+
+    fn apply(&mut self, events: &[KvCacheEvent]) {
+        for &event in events {
+            match event {
+                KvCacheEvent::BlockStored(name) => assert!(self.known.insert(name), "stored twice"),
+                KvCacheEvent::BlockRemoved(name) => {
+                    assert!(self.known.remove(&name), "removed, but never stored")
+                }
+                KvCacheEvent::AllBlocksCleared => self.known.clear(),
+            }
+        }
+    }
+}
