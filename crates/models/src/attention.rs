@@ -1,5 +1,5 @@
-//! Self-attention with grouped keys and values: projections, optional norms of query and key heads,
-//! rope, cache, output.
+//! Grouped-query self-attention: projections, optional norms of query and key heads, rope, KV cache
+//! write, attention, output projection.
 
 use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::AttentionScratch};
 use ops::{AttentionSpec, Backend, Linear, OpError, Weight};
@@ -9,7 +9,7 @@ pub(crate) struct Attention<B: Backend> {
     key: Linear<B>,
     value: Linear<B>,
     output: Linear<B>,
-    /// Norms of each query and key head before the rotation (qwen3, gemma3).
+    /// Norm weights of query and key heads, applied before rope (qwen3, gemma3).
     head_norms: Option<HeadNorms<B>>,
 }
 
@@ -43,8 +43,7 @@ impl<B: Backend> Attention<B> {
         })
     }
 
-    /// `delta = attention(normed)`; this step's keys and values of `layer` are in the cache
-    /// afterwards.
+    /// `delta = attention(normed)`. Writes the step's keys and values of `layer` to the KV cache.
     #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     pub(crate) fn forward(
         &self,

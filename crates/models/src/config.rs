@@ -1,12 +1,13 @@
-//! Hyper-parameters from metadata: typed, bounded, and every refusal names the key.
+//! Reads hyperparameters from metadata. Each value has a type and bounds, and each error names its
+//! key.
 
 use crate::{decoder::DecoderConfig, rope::RopeConfig};
 use gguf::{KeyError, Metadata, StringArray, Value};
 use ops::{Activation, AttentionSpan, RopePairing};
 use std::ops::RangeInclusive;
 
-/// Bounds on what a file may claim. The first two are llama.cpp's; the others lie well above every
-/// published model and keep all products of them within 64 bits.
+/// Upper bounds of hyperparameters. The first two are llama.cpp's. The others are well above every
+/// published model, and products of them fit 64 bits.
 pub(crate) const LAYERS_MAX: usize = 512;
 pub(crate) const EXPERTS_MAX: usize = 1024;
 pub(crate) const HEADS_MAX: usize = 4096;
@@ -31,7 +32,7 @@ pub enum ModelConfigError {
     Relation { key: String, value: usize, other_key: String, other: usize },
 }
 
-/// The metadata of one architecture: names are looked up behind its prefix.
+/// The metadata keys of one architecture, which begin with its name.
 pub(crate) struct MetadataKeys<'a> {
     metadata: &'a Metadata,
     architecture: &'a str,
@@ -46,7 +47,7 @@ impl<'a> MetadataKeys<'a> {
         self.architecture
     }
 
-    /// What the architectures that share the decoder read in the same way.
+    /// Reads the keys that all decoder architectures share.
     pub(crate) fn decoder(&self, pairing: RopePairing) -> Result<DecoderConfig, ModelConfigError> {
         let layers = self.count("block_count", 1..=LAYERS_MAX)?;
         let embedding = self.count("embedding_length", 1..=EMBEDDING_MAX)?;
@@ -93,7 +94,7 @@ impl<'a> MetadataKeys<'a> {
         self.required(name, value)
     }
 
-    /// The default is held to the range as well.
+    /// The range applies to the default as well.
     pub(crate) fn count_or(
         &self,
         name: &str,
@@ -125,7 +126,7 @@ impl<'a> MetadataKeys<'a> {
         Ok(self.metadata.get(&self.key(name))?)
     }
 
-    /// A flag for each layer, where a file may have those or one number.
+    /// One flag per layer. `None` if the key is absent or holds a single number.
     pub(crate) fn flags(&self, name: &str, layers: usize) -> Result<Option<Vec<bool>>, ModelConfigError> {
         let key = self.key(name);
         match self.metadata.value(&key) {
@@ -162,8 +163,7 @@ impl<'a> MetadataKeys<'a> {
         }
     }
 
-    /// A value that a file may give once or for each layer; here it must be the same in all of
-    /// them.
+    /// A value that a file may give once or per layer. It must be the same in all layers.
     fn uniform(&self, name: &str, layers: usize, highest: usize) -> Result<Option<usize>, ModelConfigError> {
         let key = self.key(name);
         let Some(values) = self.metadata.per_layer::<u32>(&key, layers)? else { return Ok(None) };
@@ -174,7 +174,7 @@ impl<'a> MetadataKeys<'a> {
         self.within(name, first as usize, &(1..=highest)).map(Some)
     }
 
-    /// Files may leave the size to the length of the token list.
+    /// The vocabulary size, or else the length of the token list.
     fn vocab_size(&self) -> Result<usize, ModelConfigError> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
         match self.optional_count("vocab_size", 1..=VOCAB_MAX)? {

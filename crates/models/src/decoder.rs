@@ -1,6 +1,12 @@
-//! The pre-norm decoder that llama, qwen2, qwen3 and gemma3 share: per layer `h = x +
-//! attention(norm(x))`, `y = h + feed_forward(norm(h))`; then the output norm and the head. What
-//! only some of them have stands in [`DecoderConfig`].
+//! The pre-norm transformer decoder of llama, qwen2, qwen3 and gemma3.
+//!
+//! ```text
+//! x = embedding(token)
+//! per layer:  h = x + attention(norm(x))      x = h + feed_forward(norm(h))
+//! logits = output(norm(x))
+//! ```
+//!
+//! [`DecoderConfig`] has the options that only some of the architectures use.
 
 use crate::{
     Model, ModelDescription, ModelLimits, TakeLogits, WeightError, WeightTable,
@@ -13,8 +19,8 @@ use crate::{
 use ops::{Activation, AttentionSpan, Backend, KvLayer, KvTypes, Linear, OpError, Step, Weight};
 use std::{convert::Infallible, ops::Range};
 
-/// What an architecture file makes of the metadata. All counts are at least one and bounded
-/// (`config.rs`).
+/// Hyperparameters and options of a decoder. All counts are at least one and bounded (see
+/// `config.rs`).
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DecoderConfig {
     pub(crate) vocab_size: usize,
@@ -30,18 +36,18 @@ pub(crate) struct DecoderConfig {
     pub(crate) experts: Option<ExpertsConfig>,
     pub(crate) activation: Activation,
     pub(crate) norm_epsilon: f32,
-    /// Whether query and key heads have norms of their own.
+    /// Whether each query and key head is normalized before rope.
     pub(crate) head_norms: bool,
-    /// Whether what a block adds to the residual stream is normed first.
+    /// Whether the output of a block is normalized before it is added to the residual stream.
     pub(crate) post_norms: bool,
     /// Factor on the embedding of a token.
     pub(crate) embedding_scale: Option<f32>,
     /// Factor on the products of queries and keys.
     pub(crate) attention_scale: f32,
     pub(crate) rope: RopeConfig,
-    /// Of layers with a window, where it is another.
+    /// Rope of layers with an attention window, if it differs.
     pub(crate) window_rope: Option<RopeConfig>,
-    /// Which part of the past each layer sees.
+    /// Attention span of each layer.
     pub(crate) attention_spans: Vec<AttentionSpan>,
 }
 
@@ -72,7 +78,8 @@ impl DecoderConfig {
         }
     }
 
-    /// Of the tensors that have so many rows, one or none.
+    /// Widths of the scratch tensors, if those with a row per row have `rows` rows and those with a
+    /// row per output have `outputs` rows.
     fn workspace_widths(&self, rows: usize, outputs: usize) -> Vec<usize> {
         let mut widths = Vec::new();
         let Ok(_) = DecoderScratch::new(self, rows, outputs, |rows, cols| {
@@ -106,7 +113,7 @@ impl<B: Backend> DecoderWeights<B> {
     pub(crate) fn take(config: &DecoderConfig, table: &mut WeightTable<B>) -> Result<Self, WeightError> {
         let width = config.embedding;
         let embedding = table.take("token_embd.weight", &[width, config.vocab_size])?;
-        // Without a head of its own the model uses the embedding table for both.
+        // Without an output tensor, the model uses the embedding table (tied embeddings).
         let output = match table.take_optional("output.weight", &[width, config.vocab_size])? {
             Some(weight) => weight,
             None => embedding.clone(),
@@ -146,7 +153,7 @@ pub(crate) struct Decoder<B: Backend> {
     config: DecoderConfig,
     weights: DecoderWeights<B>,
     rope: B::Rope,
-    /// Of layers with a window, where it is another.
+    /// Rope of layers with an attention window, if it differs.
     window_rope: Option<B::Rope>,
     scratch: DecoderScratch<B::Tensor>,
     rows_at_once: usize,
@@ -177,8 +184,8 @@ impl<B: Backend> Decoder<B> {
         Ok(Self { config, weights, rope, window_rope, scratch, rows_at_once, outputs_at_once })
     }
 
-    /// At most `rows_at_once` rows. `before` is the number of outputs that stand before those of
-    /// `step`.
+    /// Computes at most `rows_at_once` rows. `before` counts the outputs of earlier passes of the
+    /// step.
     fn run(
         &mut self,
         backend: &mut B,
@@ -214,7 +221,7 @@ impl<B: Backend> Decoder<B> {
             post_norm(backend, layer.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
             backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
         }
-        // Behind the last attention only the rows whose logits are wanted matter.
+        // After the last attention, only rows that need logits are computed.
         let outputs = step.outputs.len();
         if outputs > 0 {
             backend.add(residual, delta, rows)?;
@@ -227,7 +234,8 @@ impl<B: Backend> Decoder<B> {
         Ok(())
     }
 
-    /// What is left of the last layer, and the head, for a run of the step's outputs.
+    /// The feed-forward block of the last layer, the output norm and the output layer, for a range
+    /// of outputs.
     fn logits(&mut self, backend: &mut B, run: Range<usize>) -> Result<(), OpError> {
         let Self { config, weights, scratch, .. } = self;
         let DecoderScratch { residual, normed, delta, feed_forward, selected, logits, .. } = scratch;
@@ -243,7 +251,7 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
-/// `delta = norm(delta)`, in place: each row is one head.
+/// `delta = norm(delta)`, in place. Each row is treated as one head.
 fn post_norm<B: Backend>(
     backend: &mut B,
     norm: Option<&Weight<B>>,

@@ -1,7 +1,10 @@
-//! Architecture `gemma3`: rope over halves, norms of query and key heads and of what each block
-//! adds, GELU gates, and embeddings scaled by the root of their length. Most layers have a window
-//! and a rope of their own; every sixth sees all tokens. Files hold norm weights with the 1 that
-//! Gemma adds to them already in.
+//! Architecture `gemma3`.
+//!
+//! - Rope pairs the halves of a head. Layers with an attention window use another rope base.
+//! - Query and key heads are normalized, and so is the output of each block.
+//! - The activation is GELU. Embeddings are scaled by the square root of their length.
+//! - Most layers have an attention window; by default every sixth layer has full attention.
+//! - The norm weights of a file include the 1 that Gemma adds to them.
 
 use crate::{
     ModelConfigError,
@@ -10,16 +13,16 @@ use crate::{
 };
 use ops::{Activation, AttentionSpan, RopePairing};
 
-/// The one size (27B) that divides scores by the root of `embedding / heads` and not of the length
-/// of a head.
+/// Layers of the 27B model, which scales scores by the root of `embedding / heads` instead of the
+/// head size.
 const LAYERS_OF_27B: usize = 62;
-/// Layers from one that sees all tokens to the next, where a file does not say.
+/// Default period of layers with full attention.
 const PERIOD: usize = 6;
 
 pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelConfigError> {
     let config = keys.decoder(RopePairing::Halves)?;
-    // No published model has a cap: logits stay as they are, and a file that wants them otherwise
-    // is refused.
+    // Logit soft-capping is not implemented. No published model uses it, and a file that sets it is
+    // refused.
     keys.number("final_logit_softcapping", 0.0..=0.0)?;
     let (mut attention_spans, mut window_rope) = (config.attention_spans, None);
     let tokens = keys.count_or("attention.sliding_window", 0, 0..=CONTEXT_MAX)?;
@@ -45,8 +48,8 @@ pub(crate) fn configure(keys: &MetadataKeys<'_>) -> Result<DecoderConfig, ModelC
     })
 }
 
-/// A flag for each layer, or the period whose last layer has no window; a period of 0 leaves none
-/// without.
+/// Which layers have a window. A file has one flag per layer, or the period of layers with full
+/// attention; with period 0 all layers have a window.
 fn windowed_layers(keys: &MetadataKeys<'_>, layers: usize) -> Result<Vec<bool>, ModelConfigError> {
     const PATTERN: &str = "attention.sliding_window_pattern";
     if let Some(flags) = keys.flags(PATTERN, layers)? {
@@ -61,7 +64,7 @@ mod tests {
     use super::*;
     use gguf::{Metadata, MetadataBuilder, ToValue, WriteError};
 
-    /// The golden model's keys, and what `more` puts beside them.
+    /// The metadata keys of the golden model, and those of `more`.
     fn with(
         layers: u32,
         more: impl FnOnce(&mut MetadataBuilder) -> Result<(), WriteError>,
@@ -132,7 +135,7 @@ mod tests {
         };
         let (full, window) = turns(None);
         assert_eq!((full[0], window[0]), (0.125, 1.0));
-        // Half way, a pair turns by the base's root.
+        // The middle pair has the square root of the base as its inverse frequency.
         assert!((full[16] - 0.125e-3).abs() < 1e-9 && (window[16] - 1e-2).abs() < 1e-8);
         let (same, window) = turns(Some(1e4 / 4.0));
         assert_eq!(same, full);

@@ -1,12 +1,13 @@
-//! Models, written once over [`ops::Backend`]: metadata and weights in, logits out.
+//! Model architectures over [`ops::Backend`]: a model takes metadata and weights, and computes
+//! logits.
 //!
-//! [`build`] reads the architecture's name from the metadata and finds its builder in the registry.
-//! An architecture file says which keys and tensors its files have; the blocks they share
-//! (attention, feed-forward, rope) stand in files of their own. Nothing here knows of requests,
-//! batching policy or where weights came from.
+//! [`build`] looks up the architecture name of the metadata in the registry. A file per
+//! architecture (`llama.rs`, `qwen3.rs`, ...) reads its metadata keys and names its tensors. The
+//! architectures share `decoder.rs`, `attention.rs`, `feed_forward.rs` and `rope.rs`. This crate
+//! does not depend on requests, on the scheduler or on the source of weights.
 //!
-//! [`validate`] runs the same code without a byte of tensor data, so that a bad file is refused
-//! before anything is attached.
+//! [`validate`] runs the same checks without tensor data, so that a worker refuses a bad file
+//! before it attaches weights.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,10 @@
-//! Architecture `llama`: Llama 1 to 3, Mistral, Mixtral, SmolLM and many more. Rope pairs are
-//! adjacent, since the converter permutes the rows of the query and key projections. Query and key
-//! heads have no norms; biases are applied where a file has them. `rope_freqs.weight` holds the
-//! frequency factors of Llama 3.1 and later.
+//! Architecture `llama`: Llama 1 to 3, Mistral, Mixtral, SmolLM and others.
 //!
-//! `attention.sliding_window` is ignored, as llama.cpp does for this architecture.
+//! Rope rotates adjacent pairs, since the GGUF converter permutes the rows of the query and key
+//! projections. Query and key heads have no norms. Biases are applied if the file has them.
+//! `rope_freqs.weight` has the frequency factors of Llama 3.1 and later.
+//!
+//! The key `attention.sliding_window` is ignored, as in llama.cpp.
 
 use crate::{
     ModelConfigError,

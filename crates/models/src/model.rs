@@ -1,30 +1,32 @@
-//! [`Model`]: what the engine sees of a model, and why one could not be built.
+//! [`Model`]: the interface between the engine and a model. [`ModelDescription`]: the facts of a
+//! model file.
 
 use crate::{ModelConfigError, WeightError};
 use ops::{AttentionSpan, Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
 
-/// Rows computed at once: fewer do not fill a large GPU, more need memory and make nothing faster.
+/// Least and most rows that pass through the model together. Fewer rows do not fill a large GPU;
+/// more rows need memory and are not faster.
 const ROWS_AT_ONCE: (usize, usize) = (128, 512);
-/// Logits computed at once: with a vocabulary of 150,000, 16 rows.
+/// Bytes of logits computed together: 16 rows for a vocabulary of 150,000.
 const LOGITS_BYTES_MAX: usize = 10 << 20;
-/// Kernels multiply so many rows together.
+/// Kernels multiply this many rows together.
 const ROWS_TOGETHER: usize = 8;
 
-/// How large a step may be. Memory for activations is taken once, at build: for as many rows as are
-/// computed at once.
+/// Largest step of a model. [`crate::build`] allocates activations once, for [`Self::rows_at_once`]
+/// rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelLimits {
     /// Rows (tokens) of one step.
     pub rows_max: usize,
-    /// Rows of one step whose logits are wanted.
+    /// Rows of one step that need logits.
     pub outputs_max: usize,
 }
 
 impl ModelLimits {
-    /// Rows of a step that go through the model together; the next ones follow them. A quarter of
-    /// the largest step, so that activations stay a fraction of what a step of this size would
-    /// need.
+    /// Rows of a step that pass through the model together. A step of more rows is computed in
+    /// several passes. A quarter of the largest step, so that activations take a quarter of the
+    /// memory.
     pub fn rows_at_once(self) -> usize {
         let (least, most) = ROWS_AT_ONCE;
         (self.rows_max / 4).clamp(least, most).min(self.rows_max)
@@ -38,8 +40,8 @@ impl ModelLimits {
     }
 }
 
-/// Called with the logits of a run of the wanted rows: row i of the tensor belongs to output `start
-/// + i` of the step.
+/// Callback that receives the logits of a range of outputs. Row i of the tensor belongs to output
+/// `start + i` of the step.
 pub type TakeLogits<'a, B> =
     dyn FnMut(&mut B, Range<usize>, &<B as Backend>::Tensor) -> Result<(), OpError> + 'a;
 
@@ -47,20 +49,20 @@ pub type TakeLogits<'a, B> =
 pub trait Model<B: Backend>: Send {
     fn vocab_size(&self) -> usize;
 
-    /// Tokens that the model was trained to see at once.
+    /// Context length that the model was trained for, in tokens.
     fn context_length(&self) -> usize;
 
-    /// The cache it needs, layer by layer, when keys and values are stored as `types`.
+    /// The KV cache layers of the model, with keys and values stored as `types`.
     fn kv_layers(&self, types: &KvTypes) -> Vec<KvLayer>;
 
-    /// Copies what the cache holds for blocks of tokens, before the next step.
+    /// Copies blocks of the KV cache before the next step.
     fn copy_blocks(&mut self, backend: &mut B, kv: &mut B::Kv, copies: &[(u32, u32)]) -> Result<(), OpError> {
         backend.kv_copy(kv, copies)
     }
 
-    /// Runs one step, and hands out the logits of `step.outputs` in order, a run at a time. Rows go
-    /// through the model in runs too, so none may look at what a later row of the step writes:
-    /// inside a sequence none does.
+    /// Computes one step and passes the logits of `step.outputs` to `take`, in order, a range at a
+    /// time. Rows pass through the model in several ranges, so a row must not read what a later row
+    /// writes. Causal attention never does.
     fn forward(
         &mut self,
         backend: &mut B,
@@ -70,7 +72,7 @@ pub trait Model<B: Backend>: Send {
     ) -> Result<(), OpError>;
 }
 
-/// What can be said of a model from the head of its file.
+/// The facts of a model that the head of its file contains.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelDescription {
     /// `general.architecture`.
@@ -83,18 +85,18 @@ pub struct ModelDescription {
     pub kv_heads: usize,
     /// Values per head of queries, keys and values.
     pub head_dim: usize,
-    /// Which part of the past each layer sees.
+    /// Attention span of each layer.
     pub attention_spans: Vec<AttentionSpan>,
-    /// Width inside the feed-forward block, or inside one expert.
+    /// Hidden width of the feed-forward block, or of one expert.
     pub feed_forward: usize,
-    /// Experts per layer, and those that a row goes through; 0 in dense models.
+    /// Experts per layer, and experts that a row passes through. Both are 0 in dense models.
     pub experts: usize,
     pub experts_used: usize,
-    /// Widths of the f32 tensors that activations need: of those with a row for each row computed
-    /// at once, and of those with one for each of these whose logits are wanted.
+    /// Widths of the f32 activation tensors: first of those with one row per row computed together,
+    /// then of those with one row per output computed together.
     pub workspace_row_widths: Vec<usize>,
     pub workspace_output_widths: Vec<usize>,
-    /// Tensors of the file that this architecture does not read.
+    /// Names of tensors in the file that the architecture does not read.
     pub unread_tensors: Vec<String>,
 }
 
@@ -115,13 +117,13 @@ impl ModelDescription {
         rows.into_iter().chain(outputs)
     }
 
-    /// The part of it that holds logits.
+    /// Bytes of the logits tensor, which is part of the workspace.
     pub fn logits_bytes(&self, limits: ModelLimits) -> u64 {
         (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
     }
 }
 
-/// The cache of layers that differ in what they see of the past and in the type of what they store.
+/// KV cache layers of one shape that differ in attention span and element type.
 pub(crate) fn kv_layers(
     attention_spans: &[AttentionSpan],
     kv_heads: usize,
@@ -132,7 +134,7 @@ pub(crate) fn kv_layers(
     attention_spans.iter().enumerate().map(layer).collect()
 }
 
-/// Why a model could not be built.
+/// Why a model cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildModelError {
     #[error("architecture {found:?} is not supported; known are {}", known.join(", "))]

@@ -1,5 +1,5 @@
-//! Architecture `qwen2` (Qwen 2 and 2.5): llama's graph with rope over halves and biases on query,
-//! key and value.
+//! Architecture `qwen2` (Qwen 2 and 2.5): as llama, but rope pairs the halves of a head, and query,
+//! key and value have biases.
 
 use crate::{ModelConfigError, config::MetadataKeys, decoder::DecoderConfig};
 use ops::RopePairing;

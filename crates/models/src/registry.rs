@@ -1,4 +1,4 @@
-//! From the name of an architecture to its model: one line for each.
+//! The registry: one line per architecture, from its name to its configuration function.
 
 use crate::{
     BuildModelError, Model, ModelConfigError, ModelDescription, ModelLimits, WeightTable,
@@ -28,8 +28,8 @@ pub struct TensorHead<'a> {
     pub dims: &'a [u64],
 }
 
-/// Makes the model that `metadata` names out of `weights`. Memory for steps of up to `limits` is
-/// taken here.
+/// Builds the model that `metadata` describes from `weights`. Allocates activations for steps of up
+/// to `limits`.
 pub fn build<B: Backend>(
     metadata: &Metadata,
     mut weights: WeightTable<B>,
@@ -41,7 +41,7 @@ pub fn build<B: Backend>(
     Ok(Box::new(Decoder::new(config, weights, backend, limits)?))
 }
 
-/// Checks metadata and tensor table as [`build`] would, without any tensor data.
+/// Runs the checks of [`build`] on metadata and tensor table, without tensor data.
 pub fn validate<'a>(
     metadata: &Metadata,
     tensors: impl IntoIterator<Item = TensorHead<'a>>,
@@ -49,7 +49,7 @@ pub fn validate<'a>(
     let (architecture, config) = configure(metadata)?;
     let mut table = WeightTable::<Reference>::new();
     for TensorHead { name, dtype, dims } in tensors {
-        // A dimension beyond usize matches no expected shape either.
+        // A dimension beyond usize matches no expected shape.
         let dims = dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX)).collect();
         let weight = Weight { dtype, dims, layout: 0, data: Default::default() };
         table.insert(name.to_owned(), weight)?;

@@ -1,26 +1,26 @@
-//! Rotary embedding as the metadata describes it, worked out to one frequency per pair: plain,
-//! linear, YaRN, and factor tensors.
+//! Rope configuration: computes one frequency per pair from metadata, for plain, linear and YaRN
+//! scaling and for factor tensors.
 
 use crate::{BuildModelError, ModelConfigError, config::MetadataKeys};
 use ops::{Backend, RopePairing, RopeSpec, Step, Weight};
 use std::{f64::consts::TAU, ops::RangeInclusive};
 
-/// Turns over the original context beyond which YaRN leaves a pair alone, and below which it is
-/// fully interpolated.
+/// YaRN does not scale a pair with more turns over the original context than the first number, and
+/// fully interpolates one with fewer than the second.
 const YARN_BETA_FAST: f64 = 32.0;
 const YARN_BETA_SLOW: f64 = 1.0;
-/// Smallest width of YaRN's ramp, in pairs, so that it never divides by zero.
+/// Smallest width of YaRN's ramp in pairs, which avoids a division by zero.
 const YARN_RAMP_MIN: f64 = 0.001;
 
-/// Base 1 would not turn at all, and its logarithm divides in YaRN.
+/// Lower bound of the base. Base 1 does not rotate, and YaRN divides by its logarithm.
 const BASES: RangeInclusive<f32> = 1.001..=1e12;
 const BASE_DEFAULT: f32 = 10_000.0;
 
-/// The keys `rope.*` of a model.
+/// The metadata keys `rope.*` of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RopeConfig {
     pub(crate) pairing: RopePairing,
-    /// How many values of a head turn.
+    /// Values of a head that are rotated.
     pub(crate) rotated: usize,
     base: f64,
     scaling: Scaling,
@@ -46,7 +46,7 @@ impl RopeConfig {
             return Err(keys.range("rope.dimension_count", rotated, 2, head_dim));
         }
         let base = keys.number("rope.freq_base", BASES)?.unwrap_or(BASE_DEFAULT);
-        // A factor of 0 means the same as none.
+        // A factor of 0 means no scaling.
         let factor = match keys.number("rope.scaling.factor", 0.0..=1e6)?.filter(|&factor| factor != 0.0) {
             Some(factor) => Some(factor),
             None => keys.number("rope.scale_linear", 0.0..=1e6)?.filter(|&factor| factor != 0.0),
@@ -69,8 +69,8 @@ impl RopeConfig {
         Ok(Self { pairing, rotated, base: base.into(), scaling, magnitude: magnitude.into() })
     }
 
-    /// Of layers with a window, which are not made for longer contexts: a base of their own, and no
-    /// scaling.
+    /// Rope of layers with an attention window: another base, and no scaling, since the window does
+    /// not grow with the context.
     pub(crate) fn of_windows(&self, keys: &MetadataKeys<'_>) -> Result<Self, ModelConfigError> {
         let base = keys.number("rope.freq_base_swa", BASES)?.unwrap_or(BASE_DEFAULT);
         Ok(Self { base: base.into(), scaling: Scaling::None, ..self.clone() })
@@ -111,14 +111,14 @@ impl RopeConfig {
         }
     }
 
-    /// The (fractional) pair that makes `turns` turns over the original context.
+    /// The fractional index of the pair with `turns` turns over the original context.
     fn yarn_pair(&self, turns: f64, original_context: usize) -> f64 {
         self.rotated as f64 * (original_context as f64 / (turns * TAU)).ln() / (2.0 * self.base.ln())
     }
 }
 
-/// Brings a factor tensor to the host. It lives where the weights live, so it is read as one row of
-/// a table.
+/// Copies a factor tensor to the host. The tensor may be in GPU memory, so it is read as a row of
+/// an embedding table.
 pub(crate) fn read_factors<B: Backend>(
     backend: &mut B,
     weight: &Weight<B>,

@@ -1,4 +1,4 @@
-//! The activations of a decoder: each tensor is allocated once, for the rows computed at once.
+//! The activation tensors of a decoder. Each is allocated once, for the rows computed together.
 
 use crate::decoder::DecoderConfig;
 
@@ -6,13 +6,13 @@ use crate::decoder::DecoderConfig;
 pub(crate) struct DecoderScratch<T> {
     /// The residual stream.
     pub(crate) residual: T,
-    /// The residual stream after a norm: the input of the block at hand.
+    /// The normalized residual stream, which is the input of the current block.
     pub(crate) normed: T,
-    /// What the block at hand adds to the residual stream.
+    /// The output of the current block, to be added to the residual stream.
     pub(crate) delta: T,
     pub(crate) attention: AttentionScratch<T>,
     pub(crate) feed_forward: FeedForwardScratch<T>,
-    /// The residual stream of the rows whose logits are wanted.
+    /// The residual stream of the rows that need logits.
     pub(crate) selected: T,
     pub(crate) logits: T,
 }
@@ -21,7 +21,7 @@ pub(crate) struct AttentionScratch<T> {
     pub(crate) queries: T,
     pub(crate) keys: T,
     pub(crate) values: T,
-    /// Values mixed by attention, before the output projection.
+    /// The attention output, before the output projection.
     pub(crate) mixed: T,
 }
 
@@ -31,14 +31,14 @@ pub(crate) enum FeedForwardScratch<T> {
         up: T,
         product: T,
     },
-    /// Router logits. What the experts need is the backend's matter.
+    /// Router logits. The backend allocates what the experts need.
     Experts {
         router: T,
     },
 }
 
 impl<T> DecoderScratch<T> {
-    /// Calls `tensor(rows or outputs, cols)` for each.
+    /// Calls `tensor(rows or outputs, cols)` for each tensor.
     pub(crate) fn new<E>(
         config: &DecoderConfig,
         rows: usize,

@@ -1,8 +1,8 @@
-//! Whole models against recorded results, generic over the backend: the same checks run on
-//! `ops::Reference` here and on the fast backends in their own tests. Cargo feature `testing`.
+//! Compares whole models with recorded results, on any backend. Tests of this crate use
+//! `ops::Reference`; tests of `kernels` use the CPU and CUDA backends. Cargo feature `testing`.
 //!
-//! Data: `tests/data` of this crate, and the larger set that the environment variable
-//! `BALLAST_TEST_DATA` points to.
+//! The data is in `tests/data` of this crate. The environment variable `BALLAST_TEST_DATA` names a
+//! folder with more.
 
 mod file;
 mod golden;
@@ -16,12 +16,12 @@ pub use golden::{Arithmetic, Golden};
 pub use runner::Runner;
 pub use transcript::{Transcript, check_transcripts};
 
-/// The small set that stands in the tree.
+/// The small data set of the repository.
 pub fn tree_data() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data")
 }
 
-/// `BALLAST_TEST_DATA`, or none with a message that says which test had to do without.
+/// The folder `BALLAST_TEST_DATA`. Without it, prints which test is skipped.
 pub fn shared_data(test: &str) -> Option<PathBuf> {
     let path = std::env::var_os("BALLAST_TEST_DATA").map(PathBuf::from);
     if path.is_none() {

@@ -1,11 +1,11 @@
-//! The tensors of a model by name. Taking one checks its shape and type; what is left over was not
-//! read.
+//! [`WeightTable`]: the tensors of a model by name. `take` checks shape and type. Tensors that
+//! remain are not read by the architecture.
 
 use ops::{Backend, Linear, Weight};
 use quant::DType;
 use std::collections::BTreeMap;
 
-/// Why a tensor was not accepted.
+/// Why a tensor is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WeightError {
     #[error("tensor {name} is missing, expected shape {expected:?}")]
@@ -18,11 +18,11 @@ pub enum WeightError {
         "tensor {name} is {found}, a type that cannot be computed with; F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K can"
     )]
     Type { name: String, found: DType },
-    #[error("tensor {name} is there twice")]
+    #[error("tensor {name} occurs twice")]
     Duplicate { name: String },
 }
 
-/// Weights by name, taken out one by one while a model is built.
+/// Weights by name. The builder of a model takes them one by one.
 pub struct WeightTable<B: Backend> {
     weights: BTreeMap<String, Weight<B>>,
 }
@@ -48,12 +48,12 @@ impl<B: Backend> WeightTable<B> {
         Ok(())
     }
 
-    /// Names of the tensors that nobody took.
+    /// Names of the tensors that were not taken.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.weights.keys().map(String::as_str)
     }
 
-    /// A matrix, or a stack of matrices, of a type that can be computed with.
+    /// Takes a matrix, or a stack of matrices, of a type with kernels.
     pub(crate) fn take(&mut self, name: &str, dims: &[usize]) -> Result<Weight<B>, WeightError> {
         self.take_optional(name, dims)?
             .ok_or_else(|| WeightError::Missing { name: name.to_owned(), expected: dims.to_vec() })
@@ -75,7 +75,7 @@ impl<B: Backend> WeightTable<B> {
         Ok(Some(weight))
     }
 
-    /// A norm weight, bias or factor: f32, one row.
+    /// Takes a norm weight, a bias or a factor: one row of f32.
     pub(crate) fn take_vector(&mut self, name: &str, len: usize) -> Result<Weight<B>, WeightError> {
         self.take_optional_vector(name, len)?
             .ok_or_else(|| WeightError::Missing { name: name.to_owned(), expected: vec![len] })
@@ -94,7 +94,7 @@ impl<B: Backend> WeightTable<B> {
         }
     }
 
-    /// `NAME.weight` and, if the file has one, `NAME.bias`.
+    /// Takes `NAME.weight` and, if the file has it, `NAME.bias`.
     pub(crate) fn take_linear(
         &mut self,
         name: &str,
@@ -107,7 +107,7 @@ impl<B: Backend> WeightTable<B> {
     }
 }
 
-/// A shape as [`Weight::dims`] has it: never empty, `[n]` for a vector.
+/// A shape in the form of [`Weight::dims`]: never empty, `[n]` for a vector.
 fn without_trailing_ones(dims: &[usize]) -> Vec<usize> {
     let len = dims.iter().rposition(|&dim| dim != 1).map_or(1, |last| last + 1);
     let mut dims = dims.to_vec();
