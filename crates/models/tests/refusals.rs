@@ -134,7 +134,7 @@ fn refusals_name_the_tensor() {
     let result = with_tensors(|tensors| named(tensors, "output_norm.weight").dtype = DType::F16);
     assert_eq!(text(result), "model tensors refused: tensor output_norm.weight is F16, expected F32");
     let result = with_tensors(|tensors| tensors.push(tensors[0].clone()));
-    assert_eq!(text(result), "model tensors refused: tensor output_norm.weight is there twice");
+    assert_eq!(text(result), "model tensors refused: tensor output_norm.weight occurs twice");
 }
 
 #[test]

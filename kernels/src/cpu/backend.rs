@@ -1,4 +1,4 @@
-//! [`Cpu`]: `ops::Backend` on the host. Checks shapes, then hands rows and pieces to the kernels.
+//! [`Cpu`]: implements `ops::Backend`. Checks shapes, then passes rows to the kernels.
 
 use super::kv::{CpuKv, LayerView};
 use super::pool::ThreadPool;
@@ -15,22 +15,23 @@ use ops::{
     Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight, finite_argmax,
 };
 
-/// Values of a row op that make it worth waking the threads: some 10 us of work.
+/// A row op of fewer values runs on the calling thread: about 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
 
-/// The fast host backend. Its threads end when it is dropped.
+/// The CPU backend. Its threads end when it is dropped.
 pub struct Cpu {
     isa: Isa,
     pool: ThreadPool,
     step: StepRows,
-    /// Steps begun so far; tells a `CpuRope` whether its angles are of this step.
+    /// Number of the current step, by which a `CpuRope` knows whether its angles are current.
     steps: u64,
     input: ActivationBuffers,
     attention: attention::AttentionBuffers,
 }
 
 impl Cpu {
-    /// `threads` in all, counting the one that calls the ops, on the best instructions there are.
+    /// `threads` counts the thread that calls the ops. Uses the fastest instruction set of the
+    /// processor.
     pub fn new(threads: usize) -> Result<Self, OpError> {
         Self::with_isa(threads, Isa::best())
     }
@@ -52,7 +53,7 @@ impl Cpu {
         self.isa
     }
 
-    /// Calls `f` for every row, on all threads if the work is worth it.
+    /// Calls `f` for every row, on all threads if there are enough values.
     fn each_row(&mut self, rows: usize, cols: usize, f: impl Fn(usize) + Sync) {
         if rows * cols < PARALLEL_VALUES {
             (0..rows).for_each(f);

@@ -1,4 +1,4 @@
-//! Element types of float weights and of the key/value cache, as bytes at any address.
+//! Element types of float weights and of the KV cache, as bytes at any address.
 
 use super::product::{Round, Rounded32};
 use super::simd::{Simd, SimdKernel};
@@ -10,7 +10,7 @@ pub(super) trait Element: Send + Sync + 'static {
     /// 16 values, before a scale; `bytes` are `16 * BYTES`.
     fn load<S: Simd>(s: S, bytes: &[u8]) -> S::F;
 
-    /// Up to 16 values, zeros after them.
+    /// Loads up to 16 values, followed by zeros.
     #[inline(always)]
     fn load_partial<S: Simd>(s: S, bytes: &[u8]) -> S::F {
         let whole = 16 * Self::BYTES;
@@ -23,31 +23,34 @@ pub(super) trait Element: Send + Sync + 'static {
     }
 }
 
-/// Most values that are stored together.
+/// Largest number of values that one call stores.
 pub(super) const STORED_TOGETHER: usize = 32;
 
-/// An element type that keys and values are kept in: bit for bit what `ops::KvType::round` makes of a head.
+/// An element type of the KV cache. Reads return the bits that `ops::KvType::round` computes for a
+/// head.
 pub(super) trait Stored: Element {
-    /// Values of a head that share a scale, all but its last ones: [`STORED_TOGETHER`]; 0 if there are no scales.
+    /// Values that share a scale: [`STORED_TOGETHER`], or fewer at the end of a head. 0 for types
+    /// without scales.
     const SCALED: usize;
 
-    /// Stores up to [`STORED_TOGETHER`] values of a head that share a scale if there is one, and gives it, as f16.
+    /// Encodes up to [`STORED_TOGETHER`] values of a head to `bytes` and returns their f16 scale,
+    /// if the type has scales.
     fn store<S: Simd>(s: S, x: &[f32], bytes: &mut [u8; 4 * STORED_TOGETHER]) -> [u8; SCALE_BYTES];
 
-    /// Scales of a head's keys, or values, of one token.
+    /// Number of scales of the key, or of the value, of one head and one token.
     #[inline(always)]
     fn scales(head_dim: usize) -> usize {
         if Self::SCALED == 0 { 0 } else { head_dim.div_ceil(Self::SCALED) }
     }
 }
 
-/// Of a scale, which is an f16.
+/// Bytes of a scale, which is an f16.
 pub(super) const SCALE_BYTES: usize = 2;
 
 pub(super) enum F32 {}
 pub(super) enum F16 {}
 pub(super) enum Bf16 {}
-/// Signed bytes; their scales are kept apart from them.
+/// Signed bytes. Their scales are stored separately.
 pub(super) enum Q8_0Element {}
 
 impl Element for F32 {

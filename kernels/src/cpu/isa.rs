@@ -1,4 +1,5 @@
-//! Which instruction set the kernels run on. All give the same bits; see the head of `simd.rs`.
+//! [`Isa`]: detection of the instruction set. All instruction sets give the same bits; see
+//! `simd.rs`.
 
 use super::portable::Portable;
 use super::simd::{Simd, SimdKernel};
@@ -6,7 +7,7 @@ use super::simd::{Simd, SimdKernel};
 use super::x86::{Avx2, Avx512};
 use std::fmt;
 
-/// An instruction set that this processor was found to have.
+/// An instruction set that this processor has.
 #[derive(Clone, Copy, Debug)]
 pub struct Isa(IsaKind);
 
@@ -20,17 +21,17 @@ enum IsaKind {
 }
 
 impl Isa {
-    /// All that this processor has, the slowest first.
+    /// All instruction sets of this processor, the slowest first.
     pub fn available() -> Vec<Self> {
         [IsaKind::Portable(Portable)].into_iter().chain(detected()).map(Self).collect()
     }
 
-    /// The fastest that this processor has.
+    /// The fastest instruction set of this processor.
     pub fn best() -> Self {
         Self::available().pop().unwrap_or(Self(IsaKind::Portable(Portable)))
     }
 
-    /// For logs, and for the fingerprint of a worker.
+    /// Name in logs and in the fingerprint of a worker.
     pub fn name(self) -> &'static str {
         match self.0 {
             IsaKind::Portable(_) => "portable",

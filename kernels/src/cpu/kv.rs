@@ -1,8 +1,10 @@
-//! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never written cost nothing.
+//! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never
+//! written cost nothing.
 //!
-//! A block holds all layers of one group one after the other (of which group, whoever writes decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`:
-//! attention reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of either
-//! stand its scales, if its type has some, `[scale][token]`.
+//! A block holds all layers of one group one after the other (of which group, whoever writes
+//! decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`: attention reads
+//! 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of
+//! either stand its scales, if its type has some, `[scale][token]`.
 
 use super::element::{Bf16, F16, F32, Q8_0Element, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Simd, SimdKernel};
@@ -113,7 +115,8 @@ impl CpuKv {
         self.part_bytes.len()
     }
 
-    /// Bytes of the blocks that have been written and not released, without the rest of their pages.
+    /// Bytes of the blocks that have been written and not released, without the rest of their
+    /// pages.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
@@ -131,8 +134,8 @@ impl CpuKv {
         let start = first.saturating_mul(self.block_bytes).checked_next_multiple_of(PAGE_BYTES);
         let Some(start) = start.filter(|&start| start < self.memory.len()) else { return Ok(()) };
         let len = self.memory.len() - start;
-        // SAFETY: inside the mapping, which is anonymous; no slice of it lives beside the mutable borrow, and bytes that
-        // become zeros are valid ones.
+        // SAFETY: inside the mapping, which is anonymous; no slice of it lives beside the mutable
+        // borrow, and bytes that become zeros are valid ones.
         let advised = unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
         advised.map_err(|source| OpError::Device { op: "trim", source: source.into() })
     }
@@ -263,7 +266,8 @@ impl LayerWriter {
     /// Writes `head` of each row into its slot.
     ///
     /// # Safety
-    /// The cache is still borrowed mutably for this use, and no other thread writes the same head meanwhile.
+    /// The cache is still borrowed mutably for this use, and no other thread writes the same head
+    /// meanwhile.
     pub(super) unsafe fn write(
         self,
         isa: super::Isa,
@@ -284,8 +288,9 @@ impl LayerWriter {
     #[inline(always)]
     fn bytes<'a>(self, at: usize, len: usize) -> &'a mut [u8] {
         assert!(at + len <= self.len);
-        // SAFETY: inside the mapping by the assertion; exclusive by the contract of `write`, since all that `Write`
-        // asks for lies in its own head, and one slice is dropped before the next is made.
+        // SAFETY: inside the mapping by the assertion; exclusive by the contract of `write`, since
+        // all that `Write` asks for lies in its own head, and one slice is dropped before the next
+        // is made.
         unsafe { std::slice::from_raw_parts_mut(self.memory.add(at), len) }
     }
 }

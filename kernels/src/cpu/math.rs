@@ -1,4 +1,4 @@
-//! Functions that the C library would compute differently from machine to machine: exp, sine and cosine.
+//! exp, sine and cosine with the same bits on every machine, unlike those of the C library.
 
 use super::simd::Simd;
 use std::f64::consts::FRAC_PI_2;
@@ -9,11 +9,13 @@ const EXP_ARGUMENT_MAX: f32 = 88.0;
 /// ln 2 in two parts; the first has few bits, so that products with small integers are exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
-/// exp(r) = 1 + r + r^2 p(r) on |r| <= ln 2 / 2, highest power first (coefficients of Cephes' expf).
+/// exp(r) = 1 + r + r^2 p(r) on |r| <= ln 2 / 2, highest power first (coefficients of Cephes'
+/// expf).
 const EXP_COEFFICIENTS: [f32; 6] =
     [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
 
-/// e^x with a relative error below 2e-7. Out of range the result stays at the edge: never zero, never infinite.
+/// e^x with a relative error below 2e-7. An argument out of range is clamped: the result is never
+/// zero and never infinite.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     let x = s.max(s.min(x, s.splat(EXP_ARGUMENT_MAX)), s.splat(EXP_ARGUMENT_MIN));
@@ -26,11 +28,11 @@ pub(super) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
         p = s.fma(p, r, s.splat(coefficient));
     }
     let value = s.add(s.fma(s.mul(r, r), p, r), s.splat(1.0));
-    // The exponent field is raised by n.
+    // Adds n to the exponent field.
     s.as_float(s.add_int(s.as_int(value), s.shl::<23>(n)))
 }
 
-/// e^x of one number, the same bits as a lane of [`exp`].
+/// e^x of one number, with the bits of a lane of [`exp`].
 #[inline(always)]
 pub(super) fn exp_one<S: Simd>(s: S, x: f32) -> f32 {
     let mut lanes = [0.0; 16];
@@ -42,7 +44,8 @@ pub(super) fn exp_one<S: Simd>(s: S, x: f32) -> f32 {
 const HALF_PI_HIGH: f64 = 1.570_796_326_734_125_6;
 const HALF_PI_LOW: f64 = 6.077_100_506_506_192e-11;
 
-/// Sine and cosine of `x`, for magnitudes below 2^20 within 1e-10 (rotary angles are at most the context length).
+/// Sine and cosine of `x`, for magnitudes below 2^20 within 1e-10 (rotary angles are at most the
+/// context length).
 pub(super) fn sin_cos(x: f64) -> (f64, f64) {
     let quarter = (x / FRAC_PI_2).round();
     let r = (x - quarter * HALF_PI_HIGH) - quarter * HALF_PI_LOW;

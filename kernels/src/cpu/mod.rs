@@ -1,8 +1,11 @@
-//! The fast host backend.
+//! The CPU backend: [`Cpu`] implements `ops::Backend` with SIMD and threads.
 //!
-//! Results of a row depend on nothing but the row (and its sequence): not on the number of rows, threads, chunks, or the
-//! instruction set. `product` and `attention` define their orders of additions; everything else works lane by lane, or
-//! sums in the lanes of `simd`. Weights are read where they are and never copied, except into windows of a step.
+//! 1. The result of a row depends on the row and its sequence only, not on batch neighbours,
+//!    threads, prefill chunks or the instruction set (invariant I5). The heads of `product` and
+//!    `attention` define the order of additions. All other ops work lane by lane or sum in the 16
+//!    lanes of `simd`.
+//! 2. Kernels read weights in place. They copy only unpacked blocks, into buffers that fit the
+//!    cache.
 
 #![expect(clippy::needless_range_loop, reason = "one index counts the lanes or rows of several arrays")]
 

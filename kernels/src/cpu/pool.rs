@@ -1,8 +1,10 @@
-//! The threads of one backend: a job is cut into pieces that any thread may take.
+//! [`ThreadPool`]: the threads of one backend. A job consists of pieces; any thread may take the
+//! next piece.
 //!
-//! The caller works too, and waits only for threads that are inside a piece: a thread that the kernel has not scheduled
-//! (a busy neighbour) is not waited for, its pieces are done by the others. Idle threads spin for [`SPIN`] rounds, about
-//! the time between two ops of a step, then sleep. Which thread does which piece has no influence on results.
+//! The calling thread works too. At the end it waits only for threads inside a piece. If Linux has
+//! not scheduled a thread, the other threads take its pieces. Idle threads spin for [`SPIN`]
+//! rounds, about the time between two ops of a step, then sleep. Results do not depend on which
+//! thread computes which piece.
 //!
 //! ```text
 //! gate:  epoch (32 bits) | open (1) | threads inside (31)
@@ -15,7 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Rounds of `spin_loop` before sleeping: some 20 us at 4 GHz, longer than the serial ops between two jobs of a step.
+/// Rounds of `spin_loop` before sleeping: some 20 us at 4 GHz, longer than the serial ops between
+/// two jobs of a step.
 const SPIN: u32 = 2_000;
 
 const OPEN: u64 = 1 << 31;
@@ -32,28 +35,31 @@ pub(super) struct ThreadPool {
 
 struct PoolState {
     gate: AtomicU64,
-    /// Written while nobody is inside a closed gate, read by those who entered an open one.
+    /// Written while the gate is closed and no thread is inside; read by threads inside an open
+    /// gate.
     job: UnsafeCell<Option<(PoolJob<'static>, usize)>>,
     next: AtomicUsize,
     stop: AtomicBool,
-    /// A piece has panicked on another thread than the caller's.
+    /// A piece has panicked on a thread of the pool.
     failed: AtomicBool,
-    /// Threads asleep or about to be. The lock orders "about to sleep" against "wake them".
+    /// Threads that sleep or are about to. The lock orders "about to sleep" before "wake".
     sleepers: AtomicUsize,
     lock: Mutex<()>,
-    /// A job has been opened, or the pool ends.
+    /// Signals an open job, or the end of the pool.
     opened: Condvar,
-    /// The last thread inside a closed gate has left.
+    /// Signals that the last thread has left a closed gate.
     left: Condvar,
 }
 
-// SAFETY: `job` is the only field that is not Sync by itself; the gate orders its accesses as described there.
+// SAFETY: `job` is the only field that is not Sync by itself; the gate orders its accesses as
+// described there.
 unsafe impl Sync for PoolState {}
-// SAFETY: as above; the closure in `job` is Sync, and nobody reads it after the call that owns it has returned.
+// SAFETY: as above; the closure in `job` is Sync, and no thread reads it after the call that owns
+// it has returned.
 unsafe impl Send for PoolState {}
 
 impl ThreadPool {
-    /// `threads` in all, with the one that calls `run`; at least one.
+    /// `threads` counts the thread that calls `run`; at least one.
     pub(super) fn new(threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(PoolState {
             gate: AtomicU64::new(0),
@@ -81,17 +87,20 @@ impl ThreadPool {
         self.threads.len() + 1
     }
 
-    /// Calls `f(piece, thread)` once for each piece below `pieces`, and returns when all calls have returned.
+    /// Calls `f(piece, thread)` once for each piece below `pieces`, and returns when all calls have
+    /// returned.
     pub(super) fn run(&mut self, pieces: usize, f: PoolJob<'_>) {
         let shared = &*self.shared;
         if pieces <= 1 || self.threads.is_empty() {
             (0..pieces).for_each(|piece| f(piece, 0));
             return;
         }
-        // SAFETY: only the lifetime changes. Threads use the reference between entering an open gate and leaving it,
-        // and this call doesn't return (or unwind: `Closing`) before the gate is closed and nobody is inside.
+        // SAFETY: only the lifetime changes. Threads use the reference between entering an open
+        // gate and leaving it, and this call doesn't return (or unwind: `Closing`) before the gate
+        // is closed and nobody is inside.
         let job = unsafe { std::mem::transmute::<PoolJob<'_>, PoolJob<'static>>(f) };
-        // SAFETY: `&mut self` makes this the only `run`, the gate is closed and the last run has seen nobody inside.
+        // SAFETY: `&mut self` makes this the only `run`, the gate is closed and the last run has
+        // seen nobody inside.
         unsafe { *shared.job.get() = Some((job, pieces)) };
         shared.next.store(0, Relaxed);
         let epoch = shared.gate.load(Relaxed) / EPOCH * EPOCH;
@@ -109,7 +118,7 @@ impl ThreadPool {
     }
 }
 
-/// Closes the gate and waits until nobody is inside, also when a piece panics.
+/// Closes the gate and waits until no thread is inside, also if a piece panics.
 struct Closing<'a>(&'a PoolState);
 
 impl Drop for Closing<'_> {
@@ -134,7 +143,8 @@ impl PoolState {
         let mut seen = 0;
         while let Some(epoch) = self.enter(seen) {
             seen = epoch;
-            // SAFETY: inside an open gate the job is not written, and what it points to lives until we leave.
+            // SAFETY: inside an open gate the job is not written, and what it points to lives until
+            // we leave.
             let job = unsafe { *self.job.get() };
             let leaving = Leaving(self);
             if let Some((job, pieces)) = job {
@@ -154,7 +164,8 @@ impl PoolState {
         }
     }
 
-    /// Waits for an open gate of another epoch than `seen` and enters it; none when the pool ends.
+    /// Waits for an open gate with another epoch than `seen` and enters it. `None` if the pool
+    /// ends.
     fn enter(&self, seen: u64) -> Option<u64> {
         loop {
             for _ in 0..SPIN {
@@ -212,7 +223,7 @@ impl Drop for ThreadPool {
         drop(guard);
         self.shared.opened.notify_all();
         for thread in self.threads.drain(..) {
-            // A panic of a piece has been printed by its thread; there is nothing to add here.
+            // The thread has already printed the panic of its piece.
             drop(thread.join());
         }
     }

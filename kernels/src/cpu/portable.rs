@@ -1,8 +1,9 @@
-//! [`Simd`] in plain Rust: for processors without AVX2, and for every other architecture (aarch64 compiles it to NEON).
+//! [`Simd`] in plain Rust, for x86-64 without AVX2 and for other architectures (aarch64 compiles it
+//! to NEON).
 //!
-//! Limiting resource: on x86-64 without FMA each fused multiply is a library call; on aarch64 it is one instruction.
-//! On x86-64, operations of more than a few instructions are functions, not inlined: unrolled over 16 lanes in every
-//! kernel they were 60% of this crate's code and of the time to compile it.
+//! Limiting resource: on x86-64 without FMA each fused multiply is a library call; on aarch64 it is
+//! one instruction. On x86-64, operations of more than a few instructions are not inlined. Inlined
+//! into every kernel, they were 60% of this crate's code and of its build time.
 
 use super::simd::{Simd, SimdKernel, StridedRows};
 use half::{bf16, f16};

@@ -1,4 +1,5 @@
-//! Cosines and sines of a step's positions, computed once per step and table, used by every layer.
+//! [`CpuRope`]: cosines and sines of a step's positions. The first layer computes them, all layers
+//! use them.
 
 use super::math::sin_cos;
 use ops::{RopePairing, RopeSpec};
@@ -9,10 +10,10 @@ pub struct CpuRope {
     angles: Mutex<Angles>,
 }
 
-/// Of the rows of one step.
+/// Cosines and sines of the rows of one step.
 #[derive(Default)]
 pub(super) struct Angles {
-    /// The step they were computed for; steps count from 1.
+    /// Number of the step, counted from 1.
     step: u64,
     /// `pairs` values per row.
     pub(super) cos: Vec<f32>,
@@ -32,7 +33,7 @@ impl CpuRope {
         self.spec.pairing == RopePairing::Adjacent
     }
 
-    /// The angles of `positions`, which are those of step number `step`.
+    /// The angles of `positions`, the positions of step number `step`.
     pub(super) fn angles(&self, step: u64, positions: &[u32]) -> std::sync::MutexGuard<'_, Angles> {
         let mut angles = self.angles.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if angles.step != step {

@@ -1,9 +1,10 @@
-//! Ops on single rows: norms, sums, gates, rotations. They are small beside the products.
+//! Kernels on single rows: norms, additions, activations, rope. They take little time compared with
+//! matrix products.
 
 use super::math;
 use super::simd::{Simd, SimdKernel};
 
-/// `out = x / sqrt(mean(x^2) + eps) * weight`, squares summed in 16 lanes.
+/// `out = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 lanes.
 #[derive(Clone, Copy)]
 pub(super) struct Norm<'a> {
     pub(super) weight: &'a [f32],
@@ -59,7 +60,7 @@ impl SimdKernel for AddNorm<'_> {
     }
 }
 
-/// Every head of `weight.len()` values, in place.
+/// RMS norm of every head of `weight.len()` values, in place.
 pub(super) struct NormHeads<'a> {
     pub(super) x: &'a mut [f32],
     pub(super) norm: Norm<'a>,
@@ -156,7 +157,7 @@ impl SimdKernel for Scale<'_> {
     }
 }
 
-/// Turns the pairs of every head of `head_dim` values, in place.
+/// Rotates the pairs of every head of `head_dim` values, in place.
 pub(super) struct Rotate<'a> {
     pub(super) x: &'a mut [f32],
     pub(super) head_dim: usize,

@@ -1,31 +1,31 @@
-//! What [`Cpu`](super::Cpu) comes to keep beside tensors and caches, worked out from a model's widths: its buffers grow to
-//! what the largest step needs of them.
+//! Predicts the memory of [`Cpu`](super::Cpu) besides tensors and KV caches: its buffers, which
+//! grow to the size that the largest step needs.
 
 use super::{attention, product};
 use quant::DType;
 
-/// What a worker computes with.
+/// The facts of a worker that decide the size of its buffers.
 #[derive(Clone, Debug)]
 pub struct CpuWorkerShape {
     pub threads: usize,
-    /// Rows of a step that go through the model together.
+    /// Rows of a step that pass through the model together.
     pub rows_at_once: usize,
-    /// Tokens that a row sees at most.
+    /// Largest number of tokens that a row attends to.
     pub context_tokens: usize,
     pub embedding: usize,
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Of the feed-forward block, or of one expert.
+    /// Hidden width of the feed-forward block, or of one expert.
     pub feed_forward: usize,
-    /// Of a layer, and those that a row goes through; 0 in dense models.
+    /// Experts per layer, and experts that a row passes through. Both are 0 in dense models.
     pub experts: usize,
     pub experts_used: usize,
-    /// Of the tensors, each once.
+    /// The types of the model's tensors, each once.
     pub dtypes: Vec<DType>,
 }
 
-/// In bytes.
+/// Bytes of all buffers.
 pub fn predict_host_bytes(shape: &CpuWorkerShape) -> u64 {
     let widest = shape.embedding.max(shape.heads * shape.head_dim).max(shape.feed_forward);
     // Cosines and sines of the pairs of a head.
@@ -36,8 +36,8 @@ pub fn predict_host_bytes(shape: &CpuWorkerShape) -> u64 {
 }
 
 impl CpuWorkerShape {
-    /// What `ops::Backend::experts` takes while it runs: rows gathered for an expert and what it makes of them, its tensors, and
-    /// a contribution of each expert to each row.
+    /// Values that `ops::Backend::experts` allocates while it runs: the rows gathered for an
+    /// expert, its tensors and outputs, and the contribution of each expert to each row.
     fn expert_values(&self) -> usize {
         if self.experts == 0 {
             return 0;

@@ -1,26 +1,27 @@
-//! The vocabulary that every host kernel is written in: vectors of 16 lanes, on whatever instructions there are.
+//! [`Simd`]: vectors of 16 lanes for one instruction set. All CPU kernels are generic over this
+//! trait.
 //!
-//! A kernel is generic code over [`Simd`]; each instruction set is one implementation of the trait. So the order of
-//! f32 operations is written once, and all instruction sets give the same bits: every method here is exact (integers)
-//! or rounds once per lane as IEEE 754 says. The tests hold the implementations to that.
-//!
-//! A value of an implementing type is proof that the processor has the instructions: it is only made by
-//! [`super::Isa`] after detection, which is what makes the methods safe to call.
+//! 1. All instruction sets give the same bits. Each method is exact (integers) or rounds once per
+//!    lane as in IEEE 754, and a kernel writes the order of f32 operations once. The tests compare
+//!    the implementations.
+//! 2. A value of an implementing type proves that the processor has the instructions, since only
+//!    [`super::Isa`] makes one, after detection. Therefore the methods are safe to call.
 
 use bytemuck::AnyBitPattern;
 
-/// Bytes that memory delivers together.
+/// Bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 
-/// A function that runs inside one instruction set. `run` and all it calls must be `#[inline(always)]`: code that is
-/// not inlined into [`Simd::vectorize`] is compiled without the instructions.
+/// A function that is compiled for each instruction set. `run` and the functions that it calls must
+/// be `#[inline(always)]`, since only code inlined into [`Simd::vectorize`] is compiled with the
+/// instructions.
 pub(super) trait SimdKernel {
     type Output;
 
     fn run<S: Simd>(self, s: S) -> Self::Output;
 }
 
-/// Sixteen rows of equal stride in the bytes of a weight.
+/// Sixteen rows at equal distances in the bytes of a weight.
 #[derive(Clone, Copy)]
 pub(super) struct StridedRows<'a> {
     pub(super) bytes: &'a [u8],
@@ -28,37 +29,38 @@ pub(super) struct StridedRows<'a> {
 }
 
 impl<'a> StridedRows<'a> {
-    /// What starts `at` bytes into each of the 16 rows: pointer to that of row 0. Panics if `len` bytes there are not
-    /// inside the slice for every row, so that implementations may read them.
+    /// Pointer to byte `at` of row 0. Panics unless `len` bytes from there are inside the slice for
+    /// each of the 16 rows, so that implementations may read them.
     #[inline(always)]
     pub(super) fn at(self, at: usize, len: usize) -> *const u8 {
         assert!(at + 15 * self.stride + len <= self.bytes.len());
         self.bytes[at..].as_ptr()
     }
 
-    /// The value at `at` in each row, as it stands.
+    /// The value at byte `at` of each row.
     #[inline(always)]
     pub(super) fn column<T: AnyBitPattern + Default>(self, at: usize) -> [T; 16] {
         let base = self.at(at, size_of::<T>());
         let mut out = [T::default(); 16];
         for (r, out) in out.iter_mut().enumerate() {
-            // SAFETY: `StridedRows::at` has checked that the bytes of a `T` are inside the slice for each row, and any bits are
-            // a `T`.
+            // SAFETY: `StridedRows::at` has checked that the bytes of a `T` are inside the slice
+            // for each row, and any bits are a `T`.
             *out = unsafe { base.add(r * self.stride).cast::<T>().read_unaligned() };
         }
         out
     }
 }
 
-/// Lane `r` belongs to weight row `r` of a group, to element `r` of 16, or to key `r` of 16.
+/// Operations on 16 lanes. Lane `r` is for weight row `r` of a group, for element `r` of 16, or for
+/// key `r` of 16.
 pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// 16 f32.
     type F: Copy;
-    /// 16 i32, or the 64 bytes they are made of.
+    /// 16 i32, or their 64 bytes.
     type I: Copy;
 
-    /// Runs `kernel` compiled for these instructions, as a function of its own that is not inlined into its callers: a
-    /// kernel may call another one in this way, so that one copy of it serves many callers.
+    /// Runs `kernel`, compiled for these instructions as a separate function. A kernel may call
+    /// another kernel with `vectorize`, so that many callers share one compiled copy.
     fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F;
@@ -74,7 +76,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// Lanes 8 apart, then 4, 2 and 1 apart are added.
+    /// Adds lanes 8 apart, then 4, 2 and 1 apart.
     fn sum(self, x: Self::F) -> f32;
     /// The largest lane; no lane is NaN.
     fn largest(self, x: Self::F) -> f32;
@@ -126,7 +128,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// 16 bytes of each row: lane `r` of vector `k` holds bytes `4k` to `4k + 3` of row `r`.
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [Self::I; 4];
 
-    /// A hint that the cache line will be read soon.
+    /// Prefetches the cache line of the first byte.
     fn prefetch(self, bytes: &[u8]);
 
     /// Lane `r` is the f16 at `at` in row `r`.
@@ -141,7 +143,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
         self.load_bytes(&bytemuck::cast(rows.column::<u32>(at)))
     }
 
-    /// Up to 16 values, zeros after them.
+    /// Loads up to 16 values, followed by zeros.
     #[inline(always)]
     fn load_partial(self, x: &[f32]) -> Self::F {
         match x.first_chunk() {
@@ -154,7 +156,7 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// The first `out.len()` lanes, at most 16.
+    /// Stores the first `out.len()` lanes, at most 16.
     #[inline(always)]
     fn store_partial(self, x: Self::F, out: &mut [f32]) {
         let len = out.len();
@@ -174,7 +176,7 @@ mod tests {
     use super::*;
     use crate::cpu::Isa;
 
-    /// Every method on the same operands; results as bits.
+    /// Runs every method on the same operands and returns the bits of the results.
     struct All<'a> {
         floats: [&'a [f32; 16]; 3],
         ints: [&'a [i32; 16]; 3],

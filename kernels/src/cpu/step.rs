@@ -1,9 +1,10 @@
-//! The row data of the current step, copied and checked once, so that the ops may index without looking back.
+//! [`StepRows`]: the row data of the current step, copied and checked once so that ops can index
+//! it.
 
 use ops::{OpError, Step};
 
-/// Entries by which block tables are ordered. Whoever shares a block shares, as a rule, those before it; so few tell how
-/// much of their past two sequences share.
+/// Number of table entries by which block tables are sorted. Sequences that share a block usually
+/// share all earlier blocks, so a few entries show how long their common prefix is.
 const PROBES: [usize; 4] = [0, 16, 64, 256];
 
 #[derive(Debug, Default)]
@@ -19,7 +20,8 @@ pub(super) struct StepRows {
     blocks: Vec<u32>,
     /// Where each table's block ids end.
     ends: Vec<usize>,
-    /// All rows, those of one sequence together and ascending, and beside them those of sequences that share blocks with it.
+    /// All rows. Rows of one sequence are adjacent and ascending; next to them are rows of
+    /// sequences with shared blocks.
     pub(super) order: Vec<u32>,
 }
 
@@ -77,7 +79,7 @@ impl StepRows {
         Err(OpError::Shape { op, what, found: rows, expected: self.len() })
     }
 
-    /// That the step is of a cache with so many groups.
+    /// Checks that the step has block tables for so many KV cache groups.
     pub(super) fn check_groups(&self, op: &'static str, groups: usize) -> Result<(), OpError> {
         if groups == self.groups || self.len() == 0 {
             return Ok(());
@@ -85,7 +87,7 @@ impl StepRows {
         Err(OpError::Shape { op, what: "number of the step's groups", found: self.groups, expected: groups })
     }
 
-    /// Where the rows' keys and values go in the blocks of `group`.
+    /// KV slots of the rows in `group`.
     pub(super) fn kv_slots(&self, group: usize) -> &[u32] {
         &self.kv_slots[group * self.len()..][..self.len()]
     }

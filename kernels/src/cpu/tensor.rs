@@ -1,4 +1,5 @@
-//! An activation matrix in host memory. Pages come into use as they are first written.
+//! [`CpuTensor`]: an activation matrix in host memory. A page takes memory when it is first
+//! written.
 
 use ops::OpError;
 
@@ -41,7 +42,8 @@ impl CpuTensor {
         &mut self.values[..rows * self.cols]
     }
 
-    /// The tensor has room for `rows` rows of exactly `cols` columns; `what` names the columns.
+    /// Checks that the tensor has at least `rows` rows and exactly `cols` columns. `what` names the
+    /// columns in the error.
     pub(super) fn check(
         &self,
         op: &'static str,
@@ -58,7 +60,7 @@ impl CpuTensor {
         Ok(())
     }
 
-    /// The tensor's rows are whole heads of `head_dim` values; gives their number.
+    /// Checks that a row consists of whole heads of `head_dim` values, and returns their number.
     pub(super) fn check_heads(
         &self,
         op: &'static str,
@@ -81,7 +83,7 @@ impl CpuTensor {
     }
 }
 
-/// Rows of values that several threads write, each its own part.
+/// Rows of values that several threads write, each in its own part.
 pub(super) struct SharedRows<T> {
     values: *mut T,
     len: usize,
@@ -96,13 +98,14 @@ impl<T> Clone for SharedRows<T> {
 
 impl<T> Copy for SharedRows<T> {}
 
-// SAFETY: a pointer to values that may be sent; that threads use disjoint parts is the contract of `part`.
+// SAFETY: a pointer to values that may be sent; that threads use disjoint parts is the contract of
+// `part`.
 unsafe impl<T: Send> Send for SharedRows<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedRows<T> {}
 
 impl<T> SharedRows<T> {
-    /// All uses of the parts end before the borrow of `values` does.
+    /// All uses of the parts must end before the borrow of `values`.
     pub(super) fn new(values: &mut [T], cols: usize) -> Self {
         Self { values: values.as_mut_ptr(), len: values.len(), cols }
     }

@@ -1,16 +1,16 @@
-//! Weights as bytes in the layout of the file: length checks, vectors and rows.
+//! Weights of the CPU backend: bytes in the layout of the file, with length checks.
 
 use super::Cpu;
 use bytes::Bytes;
 use ops::{OpError, Weight};
 use quant::{DType, RowError, SizeError};
 
-/// The number of quant's layouts that stands for block bytes as in the file: the only one computed with here.
+/// The layout of the file, the only one that the CPU kernels read.
 const LAYOUT_FILE: u32 = 0;
 
 impl Cpu {
-    /// A weight over bytes that stay where they are; they may start at any address. Refuses types and layouts without a
-    /// kernel, and lengths that do not fit the shape.
+    /// Makes a weight of bytes without copying them. They may start at any address. Refuses types
+    /// and layouts without a kernel, and lengths that do not fit the shape.
     pub fn weight(dtype: DType, dims: &[usize], layout: u32, data: Bytes) -> Result<Weight<Self>, OpError> {
         const OP: &str = "weight";
         if dtype.activation().is_none() {
@@ -25,7 +25,7 @@ impl Cpu {
     }
 }
 
-/// Bytes of one row, once the data is known to hold all of them.
+/// Bytes of one row, after a check that the data has all rows.
 pub(super) fn row_bytes(op: &'static str, weight: &Weight<Cpu>) -> Result<usize, OpError> {
     if weight.layout != LAYOUT_FILE {
         return Err(OpError::Layout { op, layout: weight.layout });

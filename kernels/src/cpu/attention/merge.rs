@@ -1,9 +1,10 @@
-//! Results of splits: `[largest score, sum of shares, values times shares ..]` per query; no keys: sum 0.
+//! Merges partial results of splits. A partial result is `[largest score, sum of shares, weighted
+//! values ..]` per query; its sum is 0 if the query attends to no key of the split.
 
 use crate::cpu::math;
 use crate::cpu::simd::{Simd, SimdKernel};
 
-/// Adds the split `partial` to the splits before it, for each query.
+/// Adds the partial results of a split to those of the splits before it, for each query.
 pub(super) struct MergeSplits<'a> {
     pub(super) total: &'a mut [f32],
     pub(super) partial: &'a [f32],
@@ -17,7 +18,7 @@ impl SimdKernel for MergeSplits<'_> {
     fn run<S: Simd>(self, s: S) {
         let queries = self.total.chunks_exact_mut(self.width).zip(self.partial.chunks_exact(self.width));
         for (total, partial) in queries {
-            // The query does not see this split, or none before it.
+            // The query has no key in this split.
             if partial[1] == 0.0 {
                 continue;
             }

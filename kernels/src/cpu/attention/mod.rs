@@ -1,22 +1,34 @@
-//! Causal attention over paged keys and values.
+//! Causal attention over a paged KV cache (flash decoding).
 //!
-//! # The order of operations
-//! Keys are cut into splits at absolute multiples of [`SPLIT`] positions. In a split, for each query: a score is the sum
-//! over dimensions, ascending, by fused multiply-adds, then times the scale (where 32 values of a key share a factor, the
-//! sum over them, times that factor, is added to the sum of those before by one fused multiply-add); shares are `exp(score - largest)`; their sum
-//! is formed in 16 lanes by position; values times shares (a share times the value's factor, rounded, where there is one) are
-//! added by fused multiply-adds, positions ascending. Positions before a layer's window are no part of any of this.
-//! Splits are merged in ascending order. So a query's result depends on its keys and values only, not on the tile, the
-//! block size, the chunk or the thread it was computed in.
+//! # Order of operations
+//! Positions are divided into splits at absolute multiples of [`SPLIT`]. For each query and split:
+//!
+//! 1. A score is the sum over dimensions, ascending, by fused multiply-adds, times the scale. For
+//!    q8_0, the sum over 32 dimensions times their factor is added to the sum before it by one
+//!    fused multiply-add.
+//! 2. A share (softmax numerator) is `exp(score - largest)`. Shares are summed in 16 lanes by
+//!    position.
+//! 3. Values times shares are added by fused multiply-adds, positions ascending. For q8_0, the
+//!    share is first multiplied with the value's factor and rounded.
+//!
+//! Positions before an attention window take no part. Splits are merged in ascending order. The
+//! result of a query depends on its keys and values only, not on the tile, the block size, the
+//! prefill chunk or the thread.
 //!
 //! # How it is computed
-//! Queries of neighbouring rows of a sequence and of the heads that share a kv head form a tile, so that keys and values
-//! are converted once for up to eight queries. So do rows of different sequences that begin with the same blocks: splits
-//! whose blocks they share are computed for all of them together, the others for each sequence. Tiles and kv heads are the
-//! pieces for the threads; where these are too few (one long sequence, many threads), the splits are too.
+//! ```text
+//! tile:    up to 8 queries = neighbouring rows x query heads of one KV head
+//! split:   | positions 0..256 | 256..512 | ..     per split and query: [largest score, sum of shares, weighted values ..]
+//! merge:   rescales two splits to the larger score and adds them; at the end, values / sum of shares
+//! ```
 //!
-//! Limiting resource on Zen 4, one thread, heads of 128: one row, memory (16k positions: 15 GB/s, 27 GB/s in L3); many
-//! rows, fused multiply-adds (80 of 117 GFLOPS).
+//! A tile converts keys and values once for up to eight queries. Rows of sequences with the same
+//! first blocks also share a tile: they compute the splits of shared blocks together, and the other
+//! splits per sequence. A unit of work for a thread is a tile and a KV head. If there are too few
+//! of these (one long sequence, many threads), each split is a unit too.
+//!
+//! Limiting resource on Zen 4, one thread, heads of 128: one row, memory (16k positions: 15 GB/s,
+//! 27 GB/s in L3); many rows, fused multiply-adds (80 of 117 GFLOPS).
 
 mod merge;
 mod split;
@@ -33,18 +45,19 @@ use split::{Query, Split, SplitScratch};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Positions per split. Scores of a tile's split (8 KiB) and a split's keys and values fit in L2 together.
+/// Positions per split. The scores of a tile (8 KiB) and the keys and values of a split fit in L2
+/// together.
 pub(super) const SPLIT: usize = 256;
-/// Queries of a tile: eight accumulators hide the latency of a fused multiply-add on two pipes.
+/// Queries per tile. Eight accumulators hide the latency of fused multiply-adds on two pipes.
 const TILE: usize = 8;
-/// With fewer pieces per thread than this, splits become pieces too.
+/// With fewer units of work per thread than this, each split becomes a unit.
 const PIECES_PER_THREAD: usize = 2;
 
-/// Room that is kept from call to call.
+/// Buffers that calls reuse.
 #[derive(Default)]
 pub(super) struct AttentionBuffers {
     threads: Vec<Mutex<AttentionScratch>>,
-    /// Results of splits that are pieces of their own.
+    /// Results of splits that are units of their own.
     partials: Vec<f32>,
 }
 
@@ -55,13 +68,13 @@ struct AttentionScratch {
     total: Vec<f32>,
 }
 
-/// What [`attend`] comes to keep.
+/// Bytes of the buffers of [`attend`] for the largest step.
 pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
     let CpuWorkerShape { threads, heads, kv_heads, head_dim, context_tokens, .. } = *shape;
     let queries = TILE.max(heads / kv_heads.max(1));
     let result = queries * (2 + head_dim) * size_of::<f32>();
     let of_thread = queries * SPLIT * size_of::<f32>() + 2 * result;
-    // One head of one row is a piece at least.
+    // A unit is at least one head of one row.
     let split_pieces = match PIECES_PER_THREAD * threads {
         most if threads > 1 && most > kv_heads => most - 1,
         _ => 0,
@@ -69,7 +82,7 @@ pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
     threads * of_thread + split_pieces * context_tokens.div_ceil(SPLIT) * result
 }
 
-/// What an op call is about.
+/// The operands of one call of the op.
 pub(super) struct AttentionCall<'a> {
     pub(super) isa: Isa,
     pub(super) step: &'a StepRows,
@@ -80,7 +93,7 @@ pub(super) struct AttentionCall<'a> {
     pub(super) out: SharedRows<f32>,
 }
 
-/// Rows whose sequences and cache blocks are fit to be read.
+/// Checks that the rows' block tables are long enough and that their blocks are written.
 pub(super) fn check(
     op: &'static str,
     step: &StepRows,
@@ -138,7 +151,8 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
         return;
     }
 
-    // Each split of each piece has a place of its own; merging follows when all are there.
+    // Each split of each unit has its own slice of `partials`. They are merged after all are
+    // computed.
     let width = call.partial_width();
     let mut places = Vec::new();
     let mut len = 0;
@@ -172,7 +186,7 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
     }
 }
 
-/// That any of the rows sees.
+/// The first position that any of the rows attends to.
 fn first_position(step: &StepRows, rows: &[u32], span: AttentionSpan) -> usize {
     rows.iter().map(|&row| span.first_position(step.positions[row as usize] as usize)).min().unwrap_or(0)
 }
@@ -182,7 +196,8 @@ fn last_position(step: &StepRows, rows: &[u32]) -> usize {
 }
 
 impl AttentionCall<'_> {
-    /// Runs of at most `rows_max` rows that see the same keys in the first split of the first one.
+    /// Groups of at most `rows_max` rows that attend to the same keys in the first split of their
+    /// first row.
     fn tiles(&self, rows_max: usize) -> impl Iterator<Item = &[u32]> {
         let first_split = |row: u32| self.splits_of(&[row]).start;
         let runs = self
@@ -192,14 +207,14 @@ impl AttentionCall<'_> {
         runs.flat_map(move |run| run.chunks(rows_max))
     }
 
-    /// The splits that hold what any of the rows sees.
+    /// The splits with positions that any of the rows attends to.
     fn splits_of(&self, rows: &[u32]) -> Range<usize> {
         let first = first_position(self.step, rows, self.view.shape.span);
         first / SPLIT..last_position(self.step, rows) / SPLIT + 1
     }
 
-    /// Whether the blocks of a split are the same to two rows: they are of one sequence, or see all of the split and share
-    /// every block of it.
+    /// Whether two rows read the same blocks in a split: they belong to one sequence, or both
+    /// attend to the whole split and share all its blocks.
     fn sees_the_same(&self, split: usize, a: usize, b: usize) -> bool {
         let (step, tokens) = (self.step, self.view.block_tokens);
         let end = (split + 1) * SPLIT;
@@ -212,7 +227,7 @@ impl AttentionCall<'_> {
         step.sequences[a] == step.sequences[b] || blocks(a).is_some_and(|of_a| blocks(b) == Some(of_a))
     }
 
-    /// Largest score, sum of shares, and a head of values.
+    /// Values per partial result: largest score, sum of shares, and a head of weighted values.
     fn partial_width(&self) -> usize {
         2 + self.spec.head_dim
     }
@@ -232,7 +247,7 @@ impl AttentionCall<'_> {
             .collect()
     }
 
-    /// One split for the queries of a tile: together where rows see the same blocks.
+    /// Computes one split for the queries of a tile, together for rows that read the same blocks.
     fn split(
         &self,
         mut queries: &[Query<'_>],
@@ -283,7 +298,8 @@ impl AttentionCall<'_> {
         let totals = totals.chunks_exact(self.partial_width());
         let heads = rows.iter().flat_map(|&r| (0..group).map(move |i| (r as usize, kv_head * group + i)));
         for ((r, head), total) in heads.zip(totals) {
-            // SAFETY: the tensor is borrowed while `attend` runs, and a head of a row belongs to one piece.
+            // SAFETY: the tensor is borrowed while `attend` runs, and a head of a row belongs to
+            // one piece.
             let out = unsafe { self.out.part(r, head * dim, dim) };
             self.isa.run(NormalizeHead { total, out });
         }

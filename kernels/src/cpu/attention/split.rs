@@ -1,4 +1,4 @@
-//! One split of keys and values for the queries of a tile.
+//! Attention of the queries of a tile over one split of keys and values.
 
 use super::SPLIT;
 use crate::cpu::element::{Element, F16, SCALE_BYTES, Stored};
@@ -8,18 +8,18 @@ use crate::cpu::simd::{CACHE_LINE, Simd, SimdKernel};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A head of a row.
+/// A query head of a row.
 pub(super) struct Query<'a> {
     pub(super) values: &'a [f32],
-    /// Positions of the keys that it sees.
+    /// Positions that the query attends to.
     pub(super) keys: Range<usize>,
 }
 
 #[derive(Default)]
 pub(super) struct SplitScratch {
-    /// Scores, then shares: `SPLIT` per query.
+    /// Scores, later shares: `SPLIT` per query.
     scores: Vec<f32>,
-    /// 16 keys side by side, and their factors, where a block does not hold them so.
+    /// 16 keys with their factors, gathered if the block size is not a multiple of 16.
     keys: [Vec<u8>; 2],
 }
 
@@ -91,10 +91,11 @@ struct Positions<'a, E> {
     element: PhantomData<E>,
 }
 
-/// Computes scores, shares and sums of values of `T` queries.
+/// Computes scores, shares and weighted values of `T` queries.
 ///
-/// Compiled for each element type, instruction set and `T`. What need not be is a kernel of its own: [`SoftmaxNumerators`] serves
-/// every `T` and type, and [`Values`] of one query serves every `T`.
+/// The compiler makes a copy per element type, instruction set and `T`. Parts that do not depend on
+/// all three are separate kernels, to keep the build short: [`SoftmaxNumerators`] serves every `T`
+/// and type, and [`Values`] of one query serves every `T`.
 struct Tile<'a, 'b, E, const T: usize> {
     positions: &'a Positions<'a, E>,
     queries: &'a [Query<'b>],
@@ -110,7 +111,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Self { positions, queries, scale, scores, partials, keys } = self;
-        // Keys of this split that each query sees, from `first` to `seen`; and those that any of them does.
+        // Each query attends to the keys `first..seen` of the split; any of them to `least..most`.
         let (mut first, mut seen) = ([0; T], [0; T]);
         let (mut least, mut most) = (SPLIT, 0);
         for t in 0..T {
@@ -122,7 +123,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
         }
         let mut key = least - least % 16;
         while key < most {
-            // Two vectors of keys for few queries, so that enough multiply-adds are independent.
+            // With few queries, two vectors of keys give enough independent multiply-adds.
             if T <= 4 && key + 16 < most {
                 positions.scores::<S, T, 2>(s, queries, scale, key, least..most, scores, keys);
                 key += 32;
@@ -138,7 +139,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
             let (largest, sum) = s.vectorize(SoftmaxNumerators { scores, seen: first[t]..seen[t] });
             partials[t * width..][..2].copy_from_slice(&[largest, sum]);
         }
-        // What all queries see together; before it what only some do, and behind it the rest of each.
+        // All queries attend to `from..until`; some of them also to keys before it and after it.
         let from = first.into_iter().fold(0, usize::max);
         let until = seen.into_iter().fold(SPLIT, usize::min).max(from);
         let goes_on = first.into_iter().any(|first| first < from);
@@ -155,7 +156,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
                 });
                 continue;
             }
-            // Nothing of a query alone.
+            // A single query has no keys of its own.
             if T == 1 {
                 continue;
             }
@@ -174,8 +175,8 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
     }
 }
 
-/// Adds values times shares of the keys `range` of the split to each query's partial result, which begins with them
-/// unless it `goes_on`.
+/// Adds values times shares, for the keys `range` of the split, to the partial result of each
+/// query. Overwrites the partial result unless `goes_on`.
 struct Values<'a, E, const T: usize> {
     positions: &'a Positions<'a, E>,
     range: Range<usize>,
@@ -193,8 +194,8 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
         let Self { positions, range, dims, goes_on, shares, partials } = self;
         let (mut d, end) = (dims.start, dims.end);
         while end - d >= 16 {
-            // T times vectors is at most eight accumulators. Of the heads of models, whose dimensions are multiples of 16,
-            // most are of 64 or 128: for those the widest that there is remains.
+            // T times vectors is at most eight accumulators. Heads of 64 and 128, the most common,
+            // use the widest variant; narrower variants would only serve the rest of other heads.
             d += match (end - d) / 16 {
                 8.. if T == 1 => {
                     positions.columns::<S, T, 8>(s, &range, goes_on, d..d + 128, shares, partials)
@@ -224,7 +225,7 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
 }
 
 impl<E: Stored> Positions<'_, E> {
-    /// Scores of `U` vectors of 16 keys from `key` on, counted in the split, of which those in `there` are there.
+    /// Scores of `U` vectors of 16 keys from key `key` of the split on. Only keys in `there` exist.
     #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     #[inline(always)]
     fn scores<S: Simd, const T: usize, const U: usize>(
@@ -242,7 +243,7 @@ impl<E: Stored> Positions<'_, E> {
         let is_direct = self.view.block_tokens.is_multiple_of(16);
         let together = if is_direct { self.view.block_tokens } else { 16 };
         let stride = together * E::BYTES;
-        // The last dimension needs 16 keys only, not a whole stride.
+        // The last dimension has 16 keys, not a whole stride.
         let len = (dim - 1) * stride + 16 * E::BYTES;
         let none = &self.view.memory[..0];
         let (mut keys, mut ahead, mut factors) = ([none; U], [none; U], [none; U]);
@@ -289,7 +290,7 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
-    /// Where dimension 0 of the key at `position` stands.
+    /// Byte offset of dimension 0 of the key at `position`.
     #[inline(always)]
     fn key_byte(&self, position: usize) -> usize {
         let tokens = self.view.block_tokens;
@@ -297,7 +298,7 @@ impl<E: Stored> Positions<'_, E> {
         self.view.keys_at(block, self.kv_head) + position % tokens * E::BYTES
     }
 
-    /// Where the first factor of the key at `position` stands.
+    /// Byte offset of the first factor of the key at `position`.
     #[inline(always)]
     fn key_factor_byte(&self, position: usize) -> usize {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
@@ -306,8 +307,9 @@ impl<E: Stored> Positions<'_, E> {
         factors + position % tokens * SCALE_BYTES
     }
 
-    /// 16 keys from `position` on, one dimension after the other, then their factors; zeros where none are `there`. Copies
-    /// bytes only, so it needs no instruction set.
+    /// Gathers 16 keys from `position` on, one dimension after the other, then their factors. Keys
+    /// outside `there` are zero. The function only copies bytes, so one copy serves all instruction
+    /// sets.
     #[inline(never)]
     fn gather(&self, position: usize, there: &Range<usize>, out: &mut Vec<u8>) {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
@@ -328,7 +330,8 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
-    /// As [`Values`] for some dimensions, whose number it gives: `V` vectors, or with `V` 0 a part of one.
+    /// [`Values`] for the dimensions `dims`: `V` vectors of 16, or fewer than 16 values if `V` is
+    /// 0. Returns the number of dimensions.
     #[inline(always)]
     fn columns<S: Simd, const T: usize, const V: usize>(
         &self,
@@ -341,7 +344,7 @@ impl<E: Stored> Positions<'_, E> {
     ) -> usize {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
         let width = 2 + dim;
-        // One more than V vectors are accounted for, so that a part of one has a place.
+        // With V = 0, one vector holds the partial one.
         let vectors = V.max(1);
         let values_of =
             |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
@@ -354,7 +357,8 @@ impl<E: Stored> Positions<'_, E> {
             }
         }
         let mut key = range.start;
-        // Shares times factors, for the scales of these dimensions: where there are any, at most 16 keys are together.
+        // Shares times factors, for the scales of these dimensions. A type with scales takes at
+        // most 16 keys at a time.
         let mut scaled = [[[0.0_f32; 16]; COLUMN_SCALES_MAX]; T];
         let per_scale = E::SCALED.max(1);
         let keys_max = if E::SCALED > 0 { 16 } else { usize::MAX };
@@ -414,8 +418,8 @@ impl<E: Stored> Positions<'_, E> {
     }
 }
 
-/// Sums over `dims` of `T` queries times `U` vectors of 16 keys, whose dimensions stand `stride` bytes apart; what is
-/// `ahead` is fetched.
+/// Dot products over `dims` of `T` queries and `U` vectors of 16 keys, whose dimensions are
+/// `stride` bytes apart. Prefetches `ahead`.
 #[inline(always)]
 fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
     s: S,
@@ -434,7 +438,8 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
             if is_next_line {
                 s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
             }
-            // SAFETY: what is read of the last dimension ends at `end`, which is inside by the assertion.
+            // SAFETY: what is read of the last dimension ends at `end`, which is inside by the
+            // assertion.
             k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
         }
         for t in 0..T {
@@ -447,8 +452,8 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
     sums
 }
 
-/// Turns the scores `seen` into shares of the largest, and gives the largest score and the sum of shares. What stands
-/// beside them becomes zero, to multiples of 16.
+/// Replaces the scores `seen` by their shares, and returns the largest score and the sum of shares.
+/// Other entries of the same vectors of 16 become zero.
 struct SoftmaxNumerators<'a> {
     scores: &'a mut [f32],
     seen: Range<usize>,

@@ -1,5 +1,5 @@
-//! Rows of values, rounded to int8 blocks by the rules of `quant` (whose functions are the truth for these): activations,
-//! and keys and values of type q8_0.
+//! Quantizes rows to int8 blocks: activations, and keys and values of type q8_0. The results have
+//! the bits of `quant`.
 
 use crate::cpu::simd::{Simd, SimdKernel};
 use half::f16;
@@ -111,7 +111,8 @@ mod tests {
     use crate::cpu::Isa;
     use proptest::prelude::*;
 
-    /// Rows of values that make the rounding rules show: ties, zeros, signs, tiny and huge magnitudes.
+    /// Rows of values that make the rounding rules show: ties, zeros, signs, tiny and huge
+    /// magnitudes.
     fn rows() -> impl Strategy<Value = Vec<f32>> {
         let value = prop_oneof![
             4 => -1.0_f32..1.0,

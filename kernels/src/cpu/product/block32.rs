@@ -207,8 +207,9 @@ fn unpack_q8_0<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl 
     sink.values(s, 0, words);
 }
 
-/// d, for types with a minimum m, fifth bits at `fifth` in types that have them, and 16 bytes of nibbles at `nibbles`:
-/// low ones are values 0 to 15, high ones 16 to 31. Bit e of the fifth bits belongs to value e.
+/// d, for types with a minimum m, fifth bits at `fifth` in types that have them, and 16 bytes of
+/// nibbles at `nibbles`: low ones are values 0 to 15, high ones 16 to 31. Bit e of the fifth bits
+/// belongs to value e.
 #[inline(always)]
 fn unpack_nibbles<S: Simd>(
     s: S,

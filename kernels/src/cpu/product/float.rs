@@ -1,7 +1,8 @@
-//! F32, F16 and BF16 weights: f32 fused multiply-adds in 16 lanes over K.
+//! Products with F32, F16 and BF16 weights: f32 fused multiply-adds, 16 lanes along the input
+//! dimension.
 //!
-//! Limiting resource: one row, memory; many rows, the two loads per multiply-add of a 4 x 4 tile (half of peak) on
-//! AVX-512. Activations stay f32, as in `ops::Reference`.
+//! Limiting resource: one row, memory; many rows, the two loads per multiply-add of a 4 x 4 tile
+//! (half of peak) on AVX-512. Activations stay f32, as in `ops::Reference`.
 
 use super::format::GROUP;
 use super::linear::LinearLayer;
@@ -99,7 +100,8 @@ impl<E: Element> FloatProduct<'_, E> {
             }
         }
         for c in 0..C {
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and outputs belong to one piece each.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and outputs belong to
+            // one piece each.
             let out = unsafe { self.layer.out.part(row + c, output, R) };
             for r in 0..R {
                 let bias = self.layer.bias.map(|bias| bias[output + r]);

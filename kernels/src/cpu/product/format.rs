@@ -1,4 +1,4 @@
-//! What a quantised weight format must offer to be multiplied.
+//! [`Format`]: the operations of a quantized weight format that the product kernels use.
 
 use super::prefetch;
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
@@ -7,30 +7,31 @@ use bytemuck::Pod;
 /// Rows of a group: one per lane.
 pub(super) const GROUP: usize = 16;
 
-/// Takes one block of 16 rows (or 16 blocks of one row) as it is unpacked: one lane each. Scales come before values.
+/// Receives one block of each of 16 rows (or 16 blocks of one row) while it is unpacked, one lane
+/// each. Scales come before values.
 pub(super) trait Sink<S: Simd> {
     /// The f16 scale of the block.
     fn scale(&mut self, s: S, d: S::F);
-    /// The second one: of the minima, or the minimum itself.
+    /// The second scale: of the minima, or the minimum itself.
     fn second_scale(&mut self, s: S, d: S::F);
     /// Integer scale of a sub-block.
     fn sub_scale(&mut self, s: S, sub: usize, scale: S::I);
-    /// What the activation sums of two sub-blocks are multiplied with, as two 16-bit numbers.
+    /// Factors of the activation sums of two sub-blocks, as two 16-bit numbers.
     fn sum_weights(&mut self, s: S, pair: usize, weights: S::I);
     /// 32 values as unsigned bytes; word `k` holds values `32 run + 4k` to `32 run + 4k + 3`.
     fn values(&mut self, s: S, run: usize, words: [S::I; 8]);
 }
 
-/// What a format's stored quants have to do with their values.
+/// How the values of a format follow from its stored quants.
 #[derive(Clone, Copy)]
 pub(super) enum Quants {
-    /// So much is subtracted from each.
+    /// The number is subtracted from each quant.
     Offset(i32),
-    /// The block, or each sub-block, has a minimum with a scale of its own.
+    /// The block, or each sub-block, has a minimum with its own scale.
     Minima,
 }
 
-/// Formats whose windows look alike and are multiplied by the same code.
+/// Formats with the same window type, multiplied by the same code.
 pub(super) trait BlockFamily: 'static {
     /// One block of each of the 16 rows of a group, unpacked.
     type Window: Pod;
@@ -39,7 +40,8 @@ pub(super) trait BlockFamily: 'static {
     /// 16 blocks of an activation row, one per lane.
     type Lanes: From<[Self::Rounded; GROUP]> + Send + Sync;
 
-    /// Adds the terms of consecutive blocks to the sums of `C` activation rows; lanes are weight rows.
+    /// Adds the terms of consecutive blocks to the sums of `C` activation rows; lanes are weight
+    /// rows.
     fn accumulate<S: Simd, const C: usize>(
         s: S,
         windows: &[Self::Window],
@@ -49,7 +51,7 @@ pub(super) trait BlockFamily: 'static {
     );
 }
 
-/// A block format, as a type without values.
+/// A block format, as an empty type.
 pub(super) trait Format: 'static {
     type BlockFamily: BlockFamily;
 

@@ -1,4 +1,5 @@
-//! Cuts a group of linear layers of one input into pieces for the threads, and walks the windows of a piece.
+//! Linear layers of one input: divides them into pieces for the threads, and computes a piece
+//! window by window.
 
 use super::activation::{Round, Rounded32, Rounded256};
 use super::block32::{Lanes32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -16,22 +17,25 @@ use quant::DType;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Up to this many activation rows, windows stay in L1 and the weights are the traffic that counts.
+/// Up to this many activation rows, windows fit L1 and the memory traffic of the weights limits the
+/// speed.
 const FEW_ROWS: usize = 8;
-/// Window of few rows: with the activations well inside 32 KiB of L1.
+/// Window for few rows. Together with the activations it fits 32 KiB of L1.
 const FEW_WINDOW_BYTES: usize = 8 << 10;
-/// Window of many rows: leaves half of 1 MiB of L2 to activations and results.
+/// Window for many rows. It leaves half of 1 MiB of L2 to activations and results.
 const MANY_WINDOW_BYTES: usize = 256 << 10;
-/// Largest piece, in the units of [`LinearLayer::cost`]: some 6 us at memory speed.
+/// Largest piece, in the units of [`LinearLayer::cost`]: about 6 us at memory speed.
 const PIECE_COST: usize = 128 << 10;
-/// Layers that cost less together stay with the caller: other threads take 1 to 2 us to notice a job.
+/// Layers of a lower total cost run on the calling thread, since other threads take 1 to 2 us to
+/// notice a job.
 const PARALLEL_COST: usize = 96 << 10;
-/// Values whose rounding is worth a job: some 10 us.
+/// Fewer values are rounded on the calling thread: about 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
-/// Pieces per thread, so that a thread that loses the processor delays the rest little.
+/// Pieces per thread. With several pieces, a thread that loses its processor delays the others
+/// little.
 const PIECES_PER_THREAD: usize = 4;
 
-/// One linear layer. Its bytes are whole rows, checked.
+/// One linear layer. Its bytes are a checked number of whole rows.
 pub(in crate::cpu) struct LinearLayer<'a> {
     pub(in crate::cpu) dtype: DType,
     pub(in crate::cpu) bytes: &'a [u8],
@@ -40,24 +44,24 @@ pub(in crate::cpu) struct LinearLayer<'a> {
     pub(in crate::cpu) out: SharedRows<f32>,
 }
 
-/// Activation rows, and room for what they are rounded to.
+/// Buffers for quantized activation rows.
 #[derive(Default)]
 pub(in crate::cpu) struct ActivationBuffers {
     rounded32: Vec<Rounded32>,
     rounded256: Vec<Rounded256>,
-    /// The same of a single row, 16 blocks side by side.
+    /// The blocks of a single row, 16 blocks interleaved.
     lanes32: Vec<Lanes32>,
     lanes256: Vec<Lanes256>,
     scratch: Vec<Mutex<ProductScratch>>,
 }
 
-/// What a thread needs for itself.
+/// Buffers of one thread.
 #[derive(Default)]
 struct ProductScratch {
     windows: Vec<CacheLine>,
-    /// Rows of a last group that has fewer than 16, or the last blocks of one, padded.
+    /// The last group, padded to 16 rows, or the last blocks of a single row, padded to 16.
     padded: Vec<u8>,
-    /// Terms of a group and a single activation row.
+    /// Block terms of a group times a single activation row.
     terms: Vec<f32>,
 }
 
@@ -65,7 +69,7 @@ struct ProductScratch {
 #[repr(C, align(64))]
 struct CacheLine([u8; 64]);
 
-/// What [`multiply`] comes to keep for so many rows of at most `n_in` values.
+/// Bytes of the buffers of [`multiply`] for so many rows of at most `n_in` values.
 pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtypes: &[DType]) -> usize {
     let rounded_to = |format| dtypes.iter().any(|dtype| dtype.activation() == Some(format));
     let mut row = 0;
@@ -79,7 +83,8 @@ pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtype
     rows * row + threads * 2 * MANY_WINDOW_BYTES
 }
 
-/// `out[r] = weight x[r] (+ bias)` for each layer; `x` is rows of `n_in` values. None of a type without a kernel.
+/// `out[r] = weight x[r] (+ bias)` for each layer. `x` has rows of `n_in` values. All layers have a
+/// type with a kernel.
 pub(in crate::cpu) fn multiply(
     isa: Isa,
     pool: &mut ThreadPool,
@@ -139,7 +144,8 @@ pub(in crate::cpu) fn multiply(
             DType::Q4_K => job.product::<Q4_K>(r256, &mut scratch),
             DType::Q5_K => job.product::<Q5_K>(r256, &mut scratch),
             DType::Q6_K => job.product::<Q6_K>(r256, &mut scratch),
-            // The caller has checked that the type has an activation format, and these are all that do.
+            // The caller has checked that the type has an activation format, and these are all that
+            // do.
             _ => {}
         }
     };
@@ -151,13 +157,13 @@ pub(in crate::cpu) fn multiply(
 }
 
 impl LinearLayer<'_> {
-    /// Weight bytes, and what multiplying them adds: eight rows take about twice the time of one.
+    /// Weight bytes, scaled by the number of rows: eight rows take about twice the time of one.
     fn cost(&self, rows: usize) -> usize {
         self.bytes.len() * (7 + rows) / 8
     }
 }
 
-/// Rounds every row into `out`, several rows at once.
+/// Quantizes every row to `out`, on all threads if there are enough values.
 fn round<B: Copy + Default + Send>(
     pool: &mut ThreadPool,
     x: &[f32],
@@ -171,7 +177,8 @@ fn round<B: Copy + Default + Send>(
     let blocks = n_in / block;
     let shared = SharedRows::new(out, blocks);
     let round_row = |r: usize, _: usize| {
-        // SAFETY: `out` is borrowed until the end of this function, and each call takes another row.
+        // SAFETY: `out` is borrowed until the end of this function, and each call takes another
+        // row.
         let out = unsafe { shared.part(r, 0, blocks) };
         round(&x[r * n_in..][..n_in], out);
     };
@@ -182,7 +189,7 @@ fn round<B: Copy + Default + Send>(
     }
 }
 
-/// A run of groups of one layer.
+/// Consecutive groups of one layer, computed by one thread.
 struct LinearPiece<'a> {
     isa: Isa,
     layer: &'a LinearLayer<'a>,
@@ -204,7 +211,7 @@ impl LinearPiece<'_> {
         let window_bytes = size_of::<Window<Q>>();
         let few = self.rows <= FEW_ROWS;
         let budget = if few { FEW_WINDOW_BYTES } else { MANY_WINDOW_BYTES };
-        // Blocks of K in a window, and groups that stand in the windows together.
+        // Blocks per window along the input dimension, and groups whose windows are kept together.
         let depth = (budget / window_bytes).clamp(1, blocks);
         let width = if few { 1 } else { (budget / window_bytes / depth).max(1) };
 
@@ -253,7 +260,8 @@ impl LinearPiece<'_> {
             blocks: self.n_in / Q::LEN,
             lanes,
             bias: self.layer.bias.map(|bias| &bias[outputs.clone()]),
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and groups belong to one piece each.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and groups belong to
+            // one piece each.
             out: unsafe { self.layer.out.part(0, outputs.start, outputs.len()) },
             terms: &mut scratch.terms,
             padded: &mut scratch.padded,
@@ -273,7 +281,7 @@ impl LinearPiece<'_> {
         let at = span.start * Q::BYTES;
         if bytes.len() >= group_bytes {
             let rows = StridedRows { bytes: &bytes[..group_bytes], stride: row_bytes };
-            // The next group's bytes are asked for in the order of memory.
+            // Prefetches the bytes of the next group in memory order.
             let ahead = bytes.get(group_bytes + GROUP * at..).unwrap_or_default();
             self.isa.run(Unpack::<Q> { rows, at, windows, ahead });
         } else {
@@ -303,8 +311,8 @@ impl LinearPiece<'_> {
         self.isa.run(Accumulate::<Q::BlockFamily, C> {
             windows,
             rounded: std::array::from_fn(|c| &rounded[(row + c) * blocks..][..blocks][span.clone()]),
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one piece each, and the
-            // rows are different ones.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one
+            // piece each, and the rows are different ones.
             sums: std::array::from_fn(|c| unsafe { self.layer.out.part(row + c, from, len) }),
             first: span.start == 0,
             bias,

@@ -1,17 +1,24 @@
-//! Products of weight rows and activation rows.
+//! Matrix products of weights and activations.
 //!
-//! # The order of additions
-//! Quantised weights: int32 inside a block is exact; `y = ((0 + t_0) + t_1) + ..` over the blocks of a row, where `t_b`
-//! is the block's f32 term exactly as `quant::dot` forms it. So results are the same bits as those of `quant::dot`,
-//! whatever the number of rows, threads or instruction set.
-//! Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k` ascending, and lanes 8,
-//! 4, 2 and 1 apart are added at the end.
+//! # Order of additions
+//! Quantised weights: int32 inside a block is exact; `y = ((0 + t_0) + t_1) + ..` over the blocks
+//! of a row, where `t_b` is the block's f32 term exactly as `quant::dot` forms it. So results are
+//! the same bits as those of `quant::dot`, whatever the number of rows, threads or instruction set.
+//! Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k`
+//! ascending, and lanes 8, 4, 2 and 1 apart are added at the end.
 //!
 //! # How it is computed
-//! Sixteen weight rows make a group, one lane each. A block of all 16 rows is transposed to "four bytes of row 0, four
-//! of row 1, ...", so that one multiply-add of bytes serves 16 rows and needs no sums across lanes. With few activation
-//! rows a window of such blocks stays in L1; with many it is some groups in L2, unpacked once and multiplied with every
-//! activation row (`linear`). A single activation row needs no windows (`one_row`). Windows hold the exact quants.
+//! Sixteen weight rows form a group, one lane each. A block of all 16 rows is transposed, so that
+//! one byte multiply-add serves 16 rows and needs no sum across lanes:
+//!
+//! ```text
+//! row 0:  a0 a1 a2 a3 | a4 ..                      word 0: a0 a1 a2 a3  b0 b1 b2 b3 ..  (lane r = row r)
+//! row 1:  b0 b1 b2 b3 | b4 ..      transposed      word 1: a4 a5 a6 a7  b4 b5 b6 b7 ..
+//! ```
+//!
+//! Unpacked blocks are kept in a window, which holds the exact quants. With few activation rows the
+//! window fits L1. With many it fits L2, and each unpacked block is multiplied with every
+//! activation row (`linear`). A single activation row needs no window (`one_row`).
 //!
 //! | Zen 4, AVX-512, one thread | predicted | measured |
 //! |---|---|---|
@@ -34,11 +41,12 @@ pub(super) use linear::{ActivationBuffers, LinearLayer, kept_bytes, multiply};
 
 use super::simd::{CACHE_LINE, Simd};
 
-/// How far ahead a single row asks for lines of weights: what memory delivers in some 300 ns. The hardware's own
-/// prefetchers do not follow many strides at once (measured on Zen 4, Q4_K: 8 GB/s without, 20 with).
+/// Prefetch distance for a single row: the bytes that memory delivers in about 300 ns. The
+/// prefetchers of the processor do not follow many strides at once (measured on Zen 4, Q4_K: 8 GB/s
+/// without prefetches, 20 GB/s with them).
 const AHEAD_BYTES: usize = 8192;
 
-/// Asks for the lines of `bytes[at..at + len]`, as far as there are such.
+/// Prefetches the cache lines of `bytes[at..at + len]` that exist.
 #[inline(always)]
 fn prefetch<S: Simd>(s: S, bytes: &[u8], at: usize, len: usize) {
     let ahead = bytes.get(at..).unwrap_or_default();

@@ -1,8 +1,9 @@
-//! Quantised weights times a single activation row: weight bytes are walked in the order of memory.
+//! Quantized weights times a single activation row, in memory order of the weights.
 //!
-//! Sixteen consecutive blocks of the weight (of one row, or across the borders of rows) take the lanes that sixteen rows
-//! have otherwise, and meet the activation blocks that belong to them. The terms of a group of 16 rows are kept, and
-//! added per row in the order of blocks: the same sums as those of windows.
+//! Each lane takes one of 16 consecutive weight blocks, which may cross the end of a row, and
+//! multiplies it with the activation block of the same position. The terms of a group of 16 rows
+//! are stored, then added per row in block order. The sums are therefore the same as those of
+//! `linear`.
 //!
 //! Limiting resource: memory, where an instruction set unpacks 16 blocks faster than they arrive.
 
@@ -10,7 +11,7 @@ use super::format::{Format, GROUP, Lanes};
 use super::{AHEAD_BYTES, prefetch};
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 
-/// Activation blocks side by side as the weight's sixteens of blocks need them, until the pattern repeats.
+/// Interleaves activation blocks for each batch of 16 weight blocks, until the pattern repeats.
 pub(super) fn lanes_of<B: Copy, L: From<[B; GROUP]>>(rounded: &[B], lanes: &mut Vec<L>) {
     lanes.clear();
     if rounded.is_empty() {
@@ -27,11 +28,11 @@ pub(super) fn lanes_of<B: Copy, L: From<[B; GROUP]>>(rounded: &[B], lanes: &mut 
 }
 
 pub(super) struct OneRow<'a, Q: Format> {
-    /// The layer from the first of the rows on.
+    /// The bytes of the layer from the first row on, for prefetches.
     pub(super) layer: &'a [u8],
-    /// Whole groups of rows, of which the last may have fewer.
+    /// The rows: whole groups, the last of which may have fewer rows.
     pub(super) bytes: &'a [u8],
-    /// Per row.
+    /// Blocks per row.
     pub(super) blocks: usize,
     pub(super) lanes: &'a [Lanes<Q>],
     pub(super) bias: Option<&'a [f32]>,

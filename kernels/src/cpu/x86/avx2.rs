@@ -1,4 +1,5 @@
-//! [`Simd`] on AVX2 with FMA and F16C (Haswell, Zen and later): a vector of 16 lanes is two registers.
+//! [`Simd`] on AVX2 with FMA and F16C (Haswell, Zen and later): a vector of 16 lanes is two
+//! registers.
 
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use std::arch::x86_64::*;
@@ -25,8 +26,9 @@ fn run<K: SimdKernel>(s: Avx2, kernel: K) -> K::Output {
 /// Calls intrinsics that need the features of [`run`] only.
 macro_rules! x {
     ($value:expr) => {
-        // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs. Pointers come from
-        // references to arrays of the size that is read or written, and the unaligned forms are used.
+        // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs.
+        // Pointers come from references to arrays of the size that is read or written, and the
+        // unaligned forms are used.
         unsafe { $value }
     };
 }
@@ -256,7 +258,8 @@ impl Simd for Avx2 {
     fn low_f16(self, x: Self::I) -> Self::F {
         x!({
             let mask = _mm256_set1_epi32(0xffff);
-            // Packs within 128-bit lanes: the words come out in the order 0, 2, 1, 3 of 64 bits each.
+            // Packs within 128-bit lanes: the words come out in the order 0, 2, 1, 3 of 64 bits
+            // each.
             let packed = _mm256_packus_epi32(_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask));
             let ordered = _mm256_permute4x64_epi64::<0b11_01_10_00>(packed);
             [
@@ -297,14 +300,15 @@ impl Simd for Avx2 {
         self.add_int(acc, both!(_mm256_madd_epi16, w, a))
     }
 
-    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l` to `4l + 3`.
+    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l`
+    /// to `4l + 3`.
     #[inline(always)]
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [Self::I; 4] {
         let base = rows.at(at, 16);
         let mut out = [self.int(0); 4];
         for half in 0..2 {
-            // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r * stride` are inside the
-            // slice for each r below 16.
+            // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r *
+            // stride` are inside the slice for each r below 16.
             unsafe {
                 let row = |r: usize| _mm_loadu_si128(base.add((8 * half + r) * rows.stride).cast());
                 let pair =

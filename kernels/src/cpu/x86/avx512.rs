@@ -30,8 +30,9 @@ fn run<K: SimdKernel>(s: Avx512, kernel: K) -> K::Output {
 /// Calls intrinsics that need the features of [`run`] only.
 macro_rules! x {
     ($value:expr) => {
-        // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs. Pointers come from
-        // references to arrays of the size that is read or written, and the unaligned forms are used.
+        // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs.
+        // Pointers come from references to arrays of the size that is read or written, and the
+        // unaligned forms are used.
         unsafe { $value }
     };
 }
@@ -218,12 +219,13 @@ impl Simd for Avx512 {
         x!(_mm512_dpwssd_epi32(acc, w, a))
     }
 
-    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l` to `4l + 3`.
+    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l`
+    /// to `4l + 3`.
     #[inline(always)]
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [__m512i; 4] {
         let base = rows.at(at, 16);
-        // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r * stride` are inside the slice
-        // for each r below 16.
+        // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r *
+        // stride` are inside the slice for each r below 16.
         unsafe {
             let row = |r: usize| _mm_loadu_si128(base.add(r * rows.stride).cast());
             let quad = |r: usize| {

@@ -1,6 +1,8 @@
-//! The k-quants Q2_K to Q6_K: 256 values in sub-blocks with integer scales under one or two f16 scales.
+//! The k-quants Q2_K to Q6_K: 256 values in sub-blocks with integer scales under one or two f16
+//! scales.
 //!
-//! Sub-scales multiply exact int32 dots, so that only one or two f32 terms are formed per 256 values.
+//! Sub-scales multiply exact int32 dots, so that only one or two f32 terms are formed per 256
+//! values.
 
 #![expect(non_camel_case_types, reason = "names as ggml writes them")]
 
@@ -19,14 +21,15 @@ pub(super) struct Window256<const SUBS: usize, const PAIRS: usize> {
     /// Word `k` of the 16 rows holds values `4k` to `4k + 3`, as unsigned bytes.
     q: [[u8; 64]; 64],
     scales: [[i32; 16]; SUBS],
-    /// What the activation sums of two sub-blocks are multiplied with, as two 16-bit numbers: minima, or where there are
-    /// none the scales again, to centre the quants.
+    /// What the activation sums of two sub-blocks are multiplied with, as two 16-bit numbers:
+    /// minima, or where there are none the scales again, to centre the quants.
     weights: [[i32; 16]; PAIRS],
     d: [f32; 16],
     dmin: [f32; 16],
 }
 
-// SAFETY: all bits are values of its arrays; every field is a multiple of 64 bytes, so there is no padding.
+// SAFETY: all bits are values of its arrays; every field is a multiple of 64 bytes, so there is no
+// padding.
 unsafe impl<const SUBS: usize, const PAIRS: usize> Zeroable for Window256<SUBS, PAIRS> {}
 // SAFETY: as above.
 unsafe impl<const SUBS: usize, const PAIRS: usize> Pod for Window256<SUBS, PAIRS> where Self: 'static {}

@@ -56,7 +56,8 @@ fn words<S: Simd>(s: S, rows: StridedRows<'_>, at: usize) -> [S::I; 8] {
     [a, b, c, d, e, f, g, h]
 }
 
-/// Scales of 16 sub-blocks, four to a word, which also centre the quants. `bias` is what was added to them.
+/// Scales of 16 sub-blocks, four to a word, which also centre the quants. `bias` is what was added
+/// to them.
 #[inline(always)]
 fn centring_scales<S: Simd>(s: S, packed: [S::I; 4], signed: bool, bias: i32, sink: &mut impl Sink<S>) {
     for (quad, packed) in packed.into_iter().enumerate() {
