@@ -1,6 +1,6 @@
-//! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a long context, where
-//! the bytes of keys and values count, a chunk of a prompt, where the operations do, and a row of each of 16 sequences that
-//! share what is before it or do not.
+//! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a
+//! long context, where the bytes of keys and values count, a chunk of a prompt, where the
+//! operations do, and a row of each of 16 sequences that share what is before it or do not.
 
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -74,7 +74,8 @@ fn last_256_rows(bencher: Bencher<'_, '_>, context: usize) {
     attention(bencher, context, 256, 1);
 }
 
-/// One row each of 16 sequences of `context` tokens; all but the last block of each is the same, or is not.
+/// One row each of 16 sequences of `context` tokens; all but the last block of each is the same, or
+/// is not.
 fn sixteen_sequences(bencher: Bencher<'_, '_>, context: usize, is_shared: bool) {
     const SEQUENCES: usize = 16;
     let mut cpu = Cpu::new(2).expect("threads");

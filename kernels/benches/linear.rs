@@ -1,7 +1,8 @@
-//! Linear layers at the shapes of qwen3-0.6b and qwen3-8b: weight bytes per second at few rows, operations (two per
-//! multiply-add) per second at many.
+//! Linear layers at the shapes of qwen3-0.6b and qwen3-8b: weight bytes per second at few rows,
+//! operations (two per multiply-add) per second at many.
 //!
-//! `cargo bench -p kernels -- 'decode.*Q4_K'`. Weights are more than the caches hold, so one row measures memory.
+//! `cargo bench -p kernels -- 'decode.*Q4_K'`. Weights are more than the caches hold, so one row
+//! measures memory.
 
 use bytes::Bytes;
 use divan::counter::{BytesCount, ItemsCount};

@@ -1,7 +1,7 @@
 //! Every CUDA kernel stands beside the check that compares its parameters with the launcher's.
 //!
-//! nvcc evaluates `CHECK_SIGNATURE`, so this test needs neither nvcc nor a GPU: it finds kernels that
-//! have no such line.
+//! nvcc evaluates `CHECK_SIGNATURE`, so this test needs neither nvcc nor a GPU: it finds kernels
+//! that have no such line.
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,6 @@
-//! Memory of a cache on the host: it comes as blocks are written, and goes when they are given back. By itself in its file,
-//! since all tests of a file share one process, whose memory is measured.
+//! Memory of a cache on the host: it comes as blocks are written, and goes when they are given
+//! back. By itself in its file, since all tests of a file share one process, whose memory is
+//! measured.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,7 +17,7 @@ fn resident() -> u64 {
 }
 
 #[test]
-fn memory_comes_with_the_first_write_and_goes_when_blocks_are_given_back() {
+fn first_write_takes_memory_and_trim_releases_it() {
     const BLOCKS: u32 = 2_000;
     let mut cpu = Cpu::new(1).unwrap();
     let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, span: AttentionSpan::Full };

@@ -1,5 +1,5 @@
-//! Linear layers against `ops::Reference`: quantised types bit for bit, float types within rounding, and the same bits
-//! for any number of rows and threads and on every instruction set.
+//! Linear layers against `ops::Reference`: quantised types bit for bit, float types within
+//! rounding, and the same bits for any number of rows and threads and on every instruction set.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,7 +9,7 @@ use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{Backend, Linear, Reference, Weight};
 use quant::DType;
-use random::{DTYPES, Random};
+use random::{DTYPES, SplitMix64};
 
 /// Where the f16 scales of a block are.
 fn scale_offsets(dtype: DType) -> &'static [usize] {
@@ -23,8 +23,9 @@ fn scale_offsets(dtype: DType) -> &'static [usize] {
     }
 }
 
-/// Rows of any bits a quantised block may have, with scales among zero, subnormal, ordinary, negative and the largest.
-fn arbitrary(random: &mut Random, dtype: DType, cols: usize, rows: usize) -> Bytes {
+/// Rows of any bits a quantised block may have, with scales among zero, subnormal, ordinary,
+/// negative and the largest.
+fn arbitrary(random: &mut SplitMix64, dtype: DType, cols: usize, rows: usize) -> Bytes {
     let len = dtype.row_bytes((cols * rows) as u64).unwrap() as usize;
     let mut bytes: Vec<u8> = (0..len + 8).map(|_| random.next() as u8).collect();
     for block in bytes[3..3 + len].chunks_exact_mut(dtype.block_bytes()) {
@@ -47,7 +48,7 @@ fn weight<B: Backend<Data = Bytes>>(dtype: DType, dims: &[usize], data: &Bytes) 
     Weight { dtype, dims: dims.to_vec(), layout: 0, data: data.clone() }
 }
 
-struct Case {
+struct LinearCase {
     dtype: DType,
     n_in: usize,
     n_out: usize,
@@ -56,8 +57,8 @@ struct Case {
     x: Vec<f32>,
 }
 
-impl Case {
-    fn new(random: &mut Random, dtype: DType, rows: usize, n_in: usize, n_out: usize) -> Self {
+impl LinearCase {
+    fn new(random: &mut SplitMix64, dtype: DType, rows: usize, n_in: usize, n_out: usize) -> Self {
         let is_plain = dtype.block_len() == 1;
         let make = if is_plain || random.next().is_multiple_of(2) { random::encoded } else { arbitrary };
         let data = make(random, dtype, n_in, n_out);
@@ -135,52 +136,52 @@ fn assert_close(found: &[f32], expected: &[f32], what: &str) {
 }
 
 #[test]
-fn products_are_those_of_the_reference() {
-    let mut random = Random(1);
+fn products_match_the_reference() {
+    let mut random = SplitMix64(1);
     for dtype in DTYPES {
         let block = dtype.block_len();
         for (rows, n_in, n_out) in
             [(1, 256, 1), (1, 512, 17), (2, 1024, 33), (3, 256, 16), (7, 768, 40), (20, 512, 31)]
         {
-            Case::new(&mut random, dtype, rows, n_in.max(block), n_out).check();
+            LinearCase::new(&mut random, dtype, rows, n_in.max(block), n_out).check();
         }
     }
 }
 
 #[test]
 fn short_and_odd_rows_are_multiplied() {
-    let mut random = Random(2);
+    let mut random = SplitMix64(2);
     for dtype in DTYPES {
         let block = dtype.block_len();
         for n_in in [block, 3 * block, 5 * block] {
-            Case::new(&mut random, dtype, 5, n_in, 19).check();
+            LinearCase::new(&mut random, dtype, 5, n_in, 19).check();
         }
     }
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for n_in in [1, 15, 17, 24, 100] {
-            Case::new(&mut random, dtype, 6, n_in, 21).check();
+            LinearCase::new(&mut random, dtype, 6, n_in, 21).check();
         }
     }
 }
 
 #[test]
 fn long_rows_and_many_rows_are_multiplied() {
-    let mut random = Random(3);
+    let mut random = SplitMix64(3);
     for dtype in DTYPES {
-        Case::new(&mut random, dtype, 70, 512, 50).check();
-        Case::new(&mut random, dtype, 9, 4352, 18).check();
+        LinearCase::new(&mut random, dtype, 70, 512, 50).check();
+        LinearCase::new(&mut random, dtype, 9, 4352, 18).check();
     }
     // More than one window of K at many rows.
     for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
-        Case::new(&mut random, dtype, 10, 21_504, 16).check();
+        LinearCase::new(&mut random, dtype, 10, 21_504, 16).check();
     }
 }
 
 #[test]
-fn every_number_of_rows_gives_the_same_bits() {
-    let mut random = Random(4);
+fn results_do_not_depend_on_the_number_of_rows() {
+    let mut random = SplitMix64(4);
     for dtype in [DType::Q8_0, DType::Q4_K, DType::F16] {
-        let case = Case::new(&mut random, dtype, 40, 512, 35);
+        let case = LinearCase::new(&mut random, dtype, 40, 512, 35);
         let mut cpu = Cpu::new(2).unwrap();
         let all = case.run(&mut cpu, 0..40);
         for count in 1..40 {
@@ -191,11 +192,11 @@ fn every_number_of_rows_gives_the_same_bits() {
 }
 
 #[test]
-fn a_group_of_layers_is_its_layers() {
-    let mut random = Random(5);
-    let cases: Vec<Case> = [DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16]
+fn several_layers_at_once_equal_single_layers() {
+    let mut random = SplitMix64(5);
+    let cases: Vec<LinearCase> = [DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16]
         .into_iter()
-        .map(|dtype| Case::new(&mut random, dtype, 6, 512, 37))
+        .map(|dtype| LinearCase::new(&mut random, dtype, 6, 512, 37))
         .collect();
     let mut cpu = Cpu::new(2).unwrap();
     let mut x = cpu.tensor(6, 512).unwrap();
@@ -208,7 +209,7 @@ fn a_group_of_layers_is_its_layers() {
     let mut group: Vec<_> = layers.iter().zip(outs.iter_mut()).collect();
     cpu.linears(&x, &mut group, 6).unwrap();
     for (case, out) in cases.iter().zip(&outs) {
-        let single = Case { bias: None, x: cases[0].x.clone(), data: case.data.clone(), ..*case };
+        let single = LinearCase { bias: None, x: cases[0].x.clone(), data: case.data.clone(), ..*case };
         let mut found = vec![0.0; 6 * 37];
         cpu.read(out, 6, &mut found).unwrap();
         assert_same(&found, &single.run(&mut cpu, 0..6), &case.dtype.to_string());

@@ -1,5 +1,6 @@
-//! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture, its transcripts of
-//! the trained demo models, and the same logits whatever the instruction set and the number of threads.
+//! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture,
+//! its transcripts of the trained demo models, and the same logits whatever the instruction set and
+//! the number of threads.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -12,7 +13,8 @@ use ops::KvTypes;
 use std::path::Path;
 
 const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
-/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the other in f16 ones.
+/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the
+/// other in f16 ones.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 const F16_GAP_MIN: f32 = 0.01;
 
@@ -63,7 +65,7 @@ fn transcripts(folder: &Path, name: &str, gap_min: f32) -> Result<()> {
 }
 
 #[test]
-fn trained_models_say_what_llama_cpp_says() -> Result<()> {
+fn trained_models_match_llama_cpp() -> Result<()> {
     transcripts(&demo_models(), "pycoder-7m-q8_0", QUANTISED_GAP_MIN)?;
     transcripts(&demo_models(), "pycoder-22m-q4_k_m", QUANTISED_GAP_MIN)?;
     match shared_data("trained_models_say_what_llama_cpp_says") {
@@ -73,7 +75,7 @@ fn trained_models_say_what_llama_cpp_says() -> Result<()> {
 }
 
 #[test]
-fn every_instruction_set_number_of_threads_and_chunk_gives_the_same_logits() -> Result<()> {
+fn logits_do_not_depend_on_instruction_set_threads_or_chunks() -> Result<()> {
     for golden in Golden::all(&tree_data(), ARCHITECTURES)? {
         let file = golden.file()?;
         let ids: Vec<u32> = (0..40).map(|i| i * 7 % 200).collect();
@@ -97,7 +99,7 @@ fn every_instruction_set_number_of_threads_and_chunk_gives_the_same_logits() -> 
 }
 
 #[test]
-fn each_layer_is_stored_as_the_type_that_names_it() -> Result<()> {
+fn each_layer_uses_its_kv_type() -> Result<()> {
     let golden = Golden::all(&tree_data(), &["llama"])?.remove(0);
     let file = golden.file()?;
     let ids: Vec<u32> = (0..40).map(|i| i * 7 % 200).collect();
@@ -107,7 +109,8 @@ fn each_layer_is_stored_as_the_type_that_names_it() -> Result<()> {
         Ok(runner.extend(&ids)?.concat())
     };
     let last = file.description()?.layers - 1;
-    // Exact where the other layer is rounded, and the other way round: all four differ, and each is near.
+    // Exact where the other layer is rounded, and the other way round: all four differ, and each is
+    // near.
     let all =
         ["f32".to_owned(), "q8_0".to_owned(), format!("q8_0,0-{}=f32", last - 1), format!("f32,{last}=f16")];
     let all = all.iter().map(|types| logits(types)).collect::<Result<Vec<_>>>()?;

@@ -1,5 +1,5 @@
-//! Every op but the linear layers against `ops::Reference`, and against itself: the same bits on every instruction set,
-//! for any number of threads, rows in a step, and tokens in a block.
+//! Every op but the linear layers against `ops::Reference`, and against itself: the same bits on
+//! every instruction set, for any number of threads, rows in a step, and tokens in a block.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -13,7 +13,7 @@ use ops::{
     RopeSpec, Step, Weight,
 };
 use quant::DType;
-use random::{DTYPES, Random};
+use random::{DTYPES, SplitMix64};
 
 fn weight<B: Backend<Data = Bytes>>(dtype: DType, dims: &[usize], data: &Bytes) -> Weight<B> {
     Weight { dtype, dims: dims.to_vec(), layout: 0, data: data.clone() }
@@ -88,8 +88,8 @@ fn norms<B: Backend<Data = Bytes>>(
 }
 
 #[test]
-fn norms_and_sums_are_those_of_the_reference() {
-    let mut random = Random(1);
+fn norms_and_sums_match_the_reference() {
+    let mut random = SplitMix64(1);
     for (rows, head, heads) in [(1, 64, 4), (3, 20, 3), (70, 128, 8), (2, 7, 1)] {
         let x = random.values(rows * head * heads);
         let w = random::encoded(&mut random, DType::F32, head * heads, 1);
@@ -112,8 +112,8 @@ fn gate<B: Backend<Data = Bytes>>(
 }
 
 #[test]
-fn gates_are_those_of_the_reference() {
-    let mut random = Random(2);
+fn gates_match_the_reference() {
+    let mut random = SplitMix64(2);
     for (rows, cols, scale) in [(1, 33, 1.0), (5, 256, 20.0), (40, 1000, 200.0)] {
         let x: Vec<f32> = random.values(rows * cols).into_iter().map(|x| x * scale).collect();
         let y = random.values(rows * cols);
@@ -123,9 +123,10 @@ fn gates_are_those_of_the_reference() {
     }
 }
 
-/// Far out a gate is its input or nothing, and near zero half its input: no cancellation, no overflow.
+/// Far out a gate is its input or nothing, and near zero half its input: no cancellation, no
+/// overflow.
 #[test]
-fn gates_keep_their_digits_everywhere() {
+fn gates_are_accurate_over_the_whole_range() {
     let x = [1e-30, -1e-12, 1e-6, -1e-4, 0.5, -3.0, -8.0, 30.0, 1e15, -1e15, 3e38, -3e38, 0.0];
     let ones = [1.0; 13];
     for activation in [Activation::Silu, Activation::GeluTanh] {
@@ -133,7 +134,8 @@ fn gates_keep_their_digits_everywhere() {
         for isa in Isa::available() {
             let found = gate(&mut Cpu::with_isa(1, isa).unwrap(), activation, 1, 13, &x, &ones);
             for ((x, found), expected) in x.iter().zip(found).zip(&expected) {
-                // An exponent may be off by 1e-5; what the reference takes for nothing may keep 1e-38 of its input.
+                // An exponent may be off by 1e-5; what the reference takes for nothing may keep
+                // 1e-38 of its input.
                 let bound = 1e-5 * expected.abs() + x.abs() * 1e-37;
                 assert!(
                     (found - expected).abs() <= bound,
@@ -151,8 +153,8 @@ fn scaled<B: Backend<Data = Bytes>>(b: &mut B, rows: usize, cols: usize, x: &[f3
 }
 
 #[test]
-fn scaling_is_that_of_the_reference_and_leaves_other_rows() {
-    let mut random = Random(12);
+fn scale_matches_the_reference_and_keeps_other_rows() {
+    let mut random = SplitMix64(12);
     for (rows, cols) in [(1, 7), (5, 96), (70, 640)] {
         let x = random.values((rows + 1) * cols);
         check!(0.0, scaled(rows, cols, &x));
@@ -193,8 +195,8 @@ fn rotated<B: Backend<Data = Bytes>>(
 }
 
 #[test]
-fn rotations_are_those_of_the_reference() {
-    let mut random = Random(3);
+fn rotations_match_the_reference() {
+    let mut random = SplitMix64(3);
     for pairing in [RopePairing::Adjacent, RopePairing::Halves] {
         for (head_dim, pairs, rows, last) in [(64, 32, 3, 100), (80, 20, 40, 100_000), (128, 64, 33, 1_000)] {
             let inverse_frequencies =
@@ -237,8 +239,8 @@ fn embedded<B: Backend<Data = Bytes>>(
 }
 
 #[test]
-fn embeddings_are_those_of_the_reference() {
-    let mut random = Random(4);
+fn embeddings_match_the_reference() {
+    let mut random = SplitMix64(4);
     for dtype in DTYPES {
         let table = random::encoded(&mut random, dtype, 256, 9);
         check!(0.0, embedded(dtype, &table, 256, 9));
@@ -261,8 +263,8 @@ fn mixed<B: Backend<Data = Bytes>>(b: &mut B, stacks: &[Bytes; 3], router: &[f32
 }
 
 #[test]
-fn experts_are_those_of_the_reference() {
-    let mut random = Random(9);
+fn experts_match_the_reference() {
+    let mut random = SplitMix64(9);
     let stacks = [(64, 96), (64, 96), (96, 64)]
         .map(|(cols, rows)| random::encoded(&mut random, DType::Q8_0, cols, 5 * rows));
     let (router, x) = (random.values(7 * 5), random.values(7 * 64));
@@ -271,7 +273,7 @@ fn experts_are_those_of_the_reference() {
 }
 
 #[test]
-fn a_block_costs_memory_when_it_is_written() {
+fn a_written_block_takes_memory() {
     let mut cpu = Cpu::new(1).unwrap();
     for (kind, token_bytes) in [(KvType::F16, 512), (KvType::Q8_0, 272)] {
         a_block_costs(
@@ -340,8 +342,8 @@ fn forked<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over:
 }
 
 #[test]
-fn a_copied_block_reads_as_what_it_was_copied_from() {
-    let mut random = Random(31);
+fn a_copied_block_equals_its_source() {
+    let mut random = SplitMix64(31);
     for kind in KvType::ALL {
         let (rows, over) = (random.values(25 * 64), random.values(12 * 64));
         check!(1e-5, forked_joined(kind, &rows, &over));
@@ -362,7 +364,7 @@ fn forked_joined<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32]
 }
 
 #[test]
-fn what_does_not_fit_is_refused_by_name() {
+fn errors_name_the_operand_that_does_not_fit() {
     let mut cpu = Cpu::new(1).unwrap();
     let step = Step {
         tokens: &[9],

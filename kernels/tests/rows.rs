@@ -25,7 +25,7 @@ fn reads_runs_of_rows<B: Backend>(mut backend: B) {
 }
 
 #[test]
-fn a_run_of_rows_is_read_as_it_stands() {
+fn read_rows_returns_a_range_of_rows() {
     reads_runs_of_rows(Cpu::new(1).unwrap());
     reads_runs_of_rows(Reference::new());
 }
@@ -43,7 +43,7 @@ fn shortlists<B: Backend>(mut backend: B) -> Vec<Shortlist> {
 }
 
 #[test]
-fn every_backend_makes_the_same_shortlists() {
+fn backends_make_equal_shortlists() {
     let lists = shortlists(Cpu::new(1).unwrap());
     assert_eq!(lists, shortlists(Reference::new()));
     assert!(lists.iter().all(|list| list.best().len() == ops::SHORTLIST_LEN && list.total() > 1.0));

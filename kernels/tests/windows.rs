@@ -1,6 +1,6 @@
-//! Layers that see a window beside layers that see everything: each group of layers has tables of its own, blocks behind a
-//! window are given back and hold other sequences' tokens soon after, and neither what is freed, nor chunks, company or
-//! shared blocks change a bit.
+//! Models with attention windows in some layers. Each KV cache group has its own block tables.
+//! Blocks before a window are freed and reused by other sequences. Neither freed blocks, prefill
+//! chunks, batch neighbours nor shared blocks change a bit of the results.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,34 +10,35 @@ mod random;
 
 use kernels::{Cpu, Isa};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, OpError, Reference, Step};
-use random::Random;
+use random::SplitMix64;
 
-/// Of the layers, which kind: two that see all, four with a window.
+/// Which layers have a window: four of six.
 const WINDOWED: [bool; 6] = [true, true, false, true, true, false];
 
-struct Case {
+struct WindowCase {
     spec: AttentionSpec,
     kind: KvType,
     block_tokens: usize,
     window: usize,
-    /// By sequence, keys, values and queries of all its tokens. The second one begins as the first.
+    /// Keys, values and queries of all tokens, by sequence. The second sequence begins with the
+    /// first one's tokens.
     rows: Vec<[Vec<f32>; 3]>,
     shared: usize,
 }
 
 /// Rows of one sequence in a step.
-type Chunk = (usize, usize);
+type RowChunk = (usize, usize);
 
-/// What differs between ways to compute the same.
-struct Way<'a> {
-    steps: &'a [Vec<Chunk>],
-    /// Blocks behind the window are given back.
+/// A way to compute the same tokens.
+struct Schedule<'a> {
+    steps: &'a [Vec<RowChunk>],
+    /// Whether blocks before the window are freed.
     frees: bool,
-    /// The second sequence begins with blocks of the first.
+    /// Whether the second sequence shares the first blocks of the first.
     shares: bool,
 }
 
-/// Who holds which block, and the tables of all sequences: `[sequence][group]`.
+/// Reference counts of blocks, and the block tables of all sequences: `[sequence][group]`.
 struct Tables {
     holders: Vec<u32>,
     free: Vec<u32>,
@@ -57,7 +58,7 @@ impl Tables {
             if block != 0 {
                 self.holders[block as usize] -= 1;
                 if self.holders[block as usize] == 0 {
-                    // The next one to be taken.
+                    // Reused at the next allocation.
                     self.free.push(block);
                 }
             }
@@ -65,7 +66,7 @@ impl Tables {
     }
 }
 
-fn below(random: &mut Random, end: usize) -> usize {
+fn below(random: &mut SplitMix64, end: usize) -> usize {
     (random.next() % end as u64) as usize
 }
 
@@ -75,8 +76,8 @@ fn filled<B: Backend>(b: &mut B, rows: usize, cols: usize, host: &[f32]) -> B::T
     tensor
 }
 
-impl Case {
-    fn new(random: &mut Random, kind: KvType, block_tokens: usize, window: usize, shared: usize) -> Self {
+impl WindowCase {
+    fn new(random: &mut SplitMix64, kind: KvType, block_tokens: usize, window: usize, shared: usize) -> Self {
         let (kv_heads, group) = (1 + below(random, 2), 1 + below(random, 3));
         let head_dim = [8, 16, 20, 40][below(random, 4)];
         let spec = AttentionSpec { heads: kv_heads * group, kv_heads, head_dim, scale: 0.4 };
@@ -109,15 +110,15 @@ impl Case {
     }
 
     /// Everything in one step for each sequence, and nothing shared or given back.
-    fn alone(&self) -> Vec<Vec<Chunk>> {
+    fn alone(&self) -> Vec<Vec<RowChunk>> {
         (0..3).map(|sequence| vec![(sequence, self.len(sequence))]).collect()
     }
 
     /// Chunks of random sizes; the second sequence begins when the first has what they share.
-    fn together(&self, random: &mut Random) -> Vec<Vec<Chunk>> {
+    fn together(&self, random: &mut SplitMix64) -> Vec<Vec<RowChunk>> {
         let (mut done, mut steps) = ([0, self.shared, 0], Vec::new());
         while (0..3).any(|sequence| done[sequence] < self.len(sequence)) {
-            let mut step: Vec<Chunk> = Vec::new();
+            let mut step: Vec<RowChunk> = Vec::new();
             for sequence in 0..3 {
                 let mut left = self.len(sequence) - done[sequence];
                 match sequence {
@@ -141,8 +142,9 @@ impl Case {
         steps
     }
 
-    /// What attention of each layer gives for each token: `[sequence][layer]`; zeros for what is shared.
-    fn run<B: Backend>(&self, b: &mut B, way: &Way<'_>) -> Vec<Vec<Vec<f32>>> {
+    /// What attention of each layer gives for each token: `[sequence][layer]`; zeros for what is
+    /// shared.
+    fn run<B: Backend>(&self, b: &mut B, way: &Schedule<'_>) -> Vec<Vec<Vec<f32>>> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
         let (kv_width, width) = (kv_heads * head_dim, heads * head_dim);
         let (bt, layout) = (self.block_tokens, self.layout());
@@ -209,7 +211,8 @@ impl Case {
             let mut attended = b.tensor(count, width).unwrap();
             let mut host = vec![0.0; count * width];
             for (layer, _) in layout.layers.iter().enumerate() {
-                // Every second layer keeps the keys as values, so that no two layers of a block are alike.
+                // Every second layer keeps the keys as values, so that no two layers of a block are
+                // alike.
                 let (keys, values) = if layer % 2 == 0 { (&keys, &values) } else { (&values, &keys) };
                 b.kv_write(&mut kv, layer, keys, values, count).unwrap();
                 b.attention(&kv, layer, &queries, &self.spec, &mut attended, count).unwrap();
@@ -229,7 +232,8 @@ impl Case {
         out
     }
 
-    /// The second sequence holds of the first one's blocks what a row behind the shared tokens sees.
+    /// The second sequence holds of the first one's blocks what a row behind the shared tokens
+    /// sees.
     fn share(&self, at: &mut Tables, layout: &KvLayout) {
         for (group, of) in layout.groups().iter().enumerate() {
             let first = of.span.first_position(self.shared) / self.block_tokens;
@@ -244,22 +248,22 @@ impl Case {
     }
 }
 
-fn cases(random: &mut Random) -> impl Iterator<Item = Case> {
+fn cases(random: &mut SplitMix64) -> impl Iterator<Item = WindowCase> {
     let shapes = [(16, 1), (16, 15), (16, 16), (16, 33), (16, 64), (16, 257), (16, 1000), (1, 5), (3, 17)];
     let more = [(7, 40), (32, 20), (32, 300), (64, 63), (16, 100), (5, 256)];
     shapes.into_iter().chain(more).enumerate().map(|(index, (block_tokens, window))| {
         let shared = block_tokens * below(random, 300 / block_tokens);
-        Case::new(random, KvType::ALL[index % 4], block_tokens, window, shared)
+        WindowCase::new(random, KvType::ALL[index % 4], block_tokens, window, shared)
     })
 }
 
 #[test]
-fn windows_are_those_of_the_reference() {
-    let random = &mut Random(21);
-    let order = &mut Random(22);
+fn windows_match_the_reference() {
+    let random = &mut SplitMix64(21);
+    let order = &mut SplitMix64(22);
     for case in cases(random) {
         let steps = case.together(order);
-        let way = Way { steps: &steps, frees: true, shares: true };
+        let way = Schedule { steps: &steps, frees: true, shares: true };
         let expected = case.run(&mut Reference::new(), &way);
         let largest = expected.iter().flatten().flatten().fold(0.0_f32, |max, x| max.max(x.abs()));
         for isa in Isa::available() {
@@ -276,10 +280,10 @@ fn windows_are_those_of_the_reference() {
 
 /// A window longer than everything is as good as none.
 #[test]
-fn a_layer_whose_window_holds_everything_is_a_full_one() {
-    let mut case = Case::new(&mut Random(23), KvType::F16, 16, 5_000, 0);
+fn a_window_longer_than_the_context_equals_full_attention() {
+    let mut case = WindowCase::new(&mut SplitMix64(23), KvType::F16, 16, 5_000, 0);
     let alone = case.alone();
-    let way = Way { steps: &alone, frees: false, shares: false };
+    let way = Schedule { steps: &alone, frees: false, shares: false };
     for isa in Isa::available() {
         let with_window = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
         // Layers 2 and 4 keep the same keys and values, one sees all of them and one a window.
@@ -292,20 +296,20 @@ fn a_layer_whose_window_holds_everything_is_a_full_one() {
 }
 
 #[test]
-fn windows_do_not_depend_on_chunks_company_or_what_was_freed() {
-    let random = &mut Random(24);
-    let order = &mut Random(25);
+fn windows_do_not_depend_on_chunks_batch_neighbours_or_freed_blocks() {
+    let random = &mut SplitMix64(24);
+    let order = &mut SplitMix64(25);
     for case in cases(random) {
         let alone = case.alone();
         let (bt, window) = (case.block_tokens, case.window);
         for isa in Isa::available() {
-            let way = Way { steps: &alone, frees: false, shares: false };
+            let way = Schedule { steps: &alone, frees: false, shares: false };
             let mut expected = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
             let width = case.spec.heads * case.spec.head_dim;
             expected[1].iter_mut().for_each(|layer| layer[..case.shared * width].fill(0.0));
             for threads in [1, 3, 16] {
                 let steps = case.together(order);
-                let way = Way { steps: &steps, frees: true, shares: true };
+                let way = Schedule { steps: &steps, frees: true, shares: true };
                 let found = case.run(&mut Cpu::with_isa(threads, isa).unwrap(), &way);
                 assert!(found == expected, "{isa}, {threads} threads, {bt} a block, window {window}");
             }
@@ -313,9 +317,9 @@ fn windows_do_not_depend_on_chunks_company_or_what_was_freed() {
     }
 }
 
-/// A block is of the group that wrote it last: whatever another group reads there was never written.
+/// A block belongs to the group that wrote it last. A read by another group is an error.
 #[test]
-fn a_block_of_another_group_is_not_read() {
+fn a_block_of_another_group_is_refused() {
     fn text<B: Backend>(b: &mut B) -> [String; 3] {
         let layer = |span| KvLayer { kv_heads: 1, head_dim: 16, kind: KvType::F16, span };
         let layers = vec![layer(AttentionSpan::Full), layer(AttentionSpan::Window { tokens: 4 })];

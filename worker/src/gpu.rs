@@ -3,7 +3,7 @@
 //! error that says so.
 
 use cuda::DeviceSelector;
-use models::{ModelDescription, ModelLimits};
+use models::{ForwardLimits, ModelDescription};
 use quant::DType;
 
 use crate::engine_thread::EngineThread;
@@ -42,7 +42,7 @@ pub(crate) fn kv_cache_bytes(_: &ops::KvLayout) -> u64 {
 
 /// What the steps of one model take on a GPU.
 #[cfg(feature = "cuda")]
-pub(crate) fn workspace(limits: ModelLimits, model: &ModelDescription, dtypes: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(limits: ForwardLimits, model: &ModelDescription, dtypes: &[DType]) -> WorkspaceBytes {
     use kernels::cuda::{CudaWorkerShape, predict_device_bytes};
     let shape = CudaWorkerShape {
         layers: model.layers,
@@ -60,7 +60,7 @@ pub(crate) fn workspace(limits: ModelLimits, model: &ModelDescription, dtypes: &
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn workspace(_: ModelLimits, _: &ModelDescription, _: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(_: ForwardLimits, _: &ModelDescription, _: &[DType]) -> WorkspaceBytes {
     WorkspaceBytes { activations: crate::reservation::GPU_WORKSPACE_BYTES, ..WorkspaceBytes::default() }
 }
 

@@ -2,7 +2,7 @@
 //! its configuration.
 
 use engine::{EngineConfig, KvBudget};
-use models::ModelLimits;
+use models::ForwardLimits;
 
 use crate::config::{ComputeDevice, DraftSource, WorkerConfig};
 
@@ -40,8 +40,8 @@ impl WorkerConfig {
     }
 
     /// Limits of a step of the draft model.
-    pub(crate) fn draft_limits(&self) -> ModelLimits {
-        ModelLimits { rows_max: self.step_tokens, outputs_max: self.running_max }
+    pub(crate) fn draft_limits(&self) -> ForwardLimits {
+        ForwardLimits { rows_max: self.step_tokens, outputs_max: self.running_max }
     }
 
     pub(crate) fn engine_config(&self) -> EngineConfig {

@@ -144,8 +144,8 @@ impl EngineConfig {
     }
 
     /// How large the steps get: the limits that the engine's model is built with.
-    pub fn model_limits(&self, vocab_size: usize) -> models::ModelLimits {
-        models::ModelLimits {
+    pub fn model_limits(&self, vocab_size: usize) -> models::ForwardLimits {
+        models::ForwardLimits {
             rows_max: self.step_tokens,
             outputs_max: self.running_max + self.score_rows_max(vocab_size) + self.draft_rows_max(vocab_size),
         }

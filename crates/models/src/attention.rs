@@ -1,7 +1,7 @@
 //! Grouped-query self-attention: projections, optional norms of query and key heads, rope, KV cache
 //! write, attention, output projection.
 
-use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::AttentionScratch};
+use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::AttentionTensors};
 use ops::{AttentionSpec, Backend, Linear, OpError, Weight};
 
 pub(crate) struct Attention<B: Backend> {
@@ -53,11 +53,11 @@ impl<B: Backend> Attention<B> {
         rope: &B::Rope,
         config: &DecoderConfig,
         normed: &B::Tensor,
-        scratch: &mut AttentionScratch<B::Tensor>,
+        scratch: &mut AttentionTensors<B::Tensor>,
         delta: &mut B::Tensor,
         rows: usize,
     ) -> Result<(), OpError> {
-        let AttentionScratch { queries, keys, values, mixed } = scratch;
+        let AttentionTensors { queries, keys, values, mixed } = scratch;
         backend.linears(
             normed,
             &mut [(&self.query, queries), (&self.key, keys), (&self.value, values)],

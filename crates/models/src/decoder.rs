@@ -9,7 +9,7 @@
 //! [`DecoderConfig`] has the options that only some of the architectures use.
 
 use crate::{
-    Model, ModelDescription, ModelLimits, TakeLogits, WeightError, WeightTable,
+    ForwardLimits, Model, ModelDescription, TakeLogits, WeightError, WeightTable,
     attention::Attention,
     feed_forward::FeedForward,
     model::{BuildModelError, kv_layers},
@@ -165,7 +165,7 @@ impl<B: Backend> Decoder<B> {
         config: DecoderConfig,
         weights: DecoderWeights<B>,
         backend: &mut B,
-        limits: ModelLimits,
+        limits: ForwardLimits,
     ) -> Result<Self, BuildModelError> {
         let factors = match &weights.rope_factors {
             Some(weight) => Some(rope::read_factors(backend, weight)?),

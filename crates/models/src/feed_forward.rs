@@ -1,6 +1,6 @@
 //! The gated feed-forward block, dense or a mixture of experts.
 
-use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::FeedForwardScratch};
+use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::FeedForwardTensors};
 use ops::{Activation, Backend, Experts, Linear, OpError};
 
 pub(crate) enum FeedForward<B: Backend> {
@@ -40,20 +40,20 @@ impl<B: Backend> FeedForward<B> {
         backend: &mut B,
         activation: Activation,
         normed: &B::Tensor,
-        scratch: &mut FeedForwardScratch<B::Tensor>,
+        scratch: &mut FeedForwardTensors<B::Tensor>,
         delta: &mut B::Tensor,
         rows: usize,
     ) -> Result<(), OpError> {
         match (self, scratch) {
             (
                 Self::Dense { gate, up, down },
-                FeedForwardScratch::Dense { gate: gated, up: raised, product },
+                FeedForwardTensors::Dense { gate: gated, up: raised, product },
             ) => {
                 backend.linears(normed, &mut [(gate, gated), (up, raised)], rows)?;
                 backend.gated(activation, gated, raised, product, rows)?;
                 backend.linear(down, product, delta, rows)
             }
-            (Self::Experts { router, experts }, FeedForwardScratch::Experts { router: logits }) => {
+            (Self::Experts { router, experts }, FeedForwardTensors::Experts { router: logits }) => {
                 backend.linear(router, normed, logits, rows)?;
                 backend.experts(experts, activation, logits, normed, delta, rows)
             }

@@ -28,6 +28,6 @@ pub mod testing;
 mod weights;
 
 pub use config::ModelConfigError;
-pub use model::{BuildModelError, Model, ModelDescription, ModelLimits, TakeLogits};
+pub use model::{BuildModelError, ForwardLimits, Model, ModelDescription, TakeLogits};
 pub use registry::{TensorHead, build, validate};
 pub use weights::{WeightError, WeightTable};

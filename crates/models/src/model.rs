@@ -16,14 +16,14 @@ const ROWS_TOGETHER: usize = 8;
 /// Largest step of a model. [`crate::build`] allocates activations once, for [`Self::rows_at_once`]
 /// rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ModelLimits {
+pub struct ForwardLimits {
     /// Rows (tokens) of one step.
     pub rows_max: usize,
     /// Rows of one step that need logits.
     pub outputs_max: usize,
 }
 
-impl ModelLimits {
+impl ForwardLimits {
     /// Rows of a step that pass through the model together. A step of more rows is computed in
     /// several passes. A quarter of the largest step, so that activations take a quarter of the
     /// memory.
@@ -107,7 +107,7 @@ impl ModelDescription {
     }
 
     /// Bytes of each activation tensor of a model built with `limits`.
-    pub fn workspace_tensors(&self, limits: ModelLimits) -> impl Iterator<Item = u64> {
+    pub fn workspace_tensors(&self, limits: ForwardLimits) -> impl Iterator<Item = u64> {
         let of = |widths: &[usize], rows: usize| {
             let bytes = move |&width: &usize| (width * rows * size_of::<f32>()) as u64;
             widths.iter().map(bytes).collect::<Vec<_>>()
@@ -118,7 +118,7 @@ impl ModelDescription {
     }
 
     /// Bytes of the logits tensor, which is part of the workspace.
-    pub fn logits_bytes(&self, limits: ModelLimits) -> u64 {
+    pub fn logits_bytes(&self, limits: ForwardLimits) -> u64 {
         (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
     }
 }

@@ -1,7 +1,7 @@
 //! The registry: one line per architecture, from its name to its configuration function.
 
 use crate::{
-    BuildModelError, Model, ModelConfigError, ModelDescription, ModelLimits, WeightTable,
+    BuildModelError, ForwardLimits, Model, ModelConfigError, ModelDescription, WeightTable,
     config::MetadataKeys,
     decoder::{Decoder, DecoderConfig, DecoderWeights},
     gemma3, llama, qwen2, qwen3,
@@ -34,7 +34,7 @@ pub fn build<B: Backend>(
     metadata: &Metadata,
     mut weights: WeightTable<B>,
     backend: &mut B,
-    limits: ModelLimits,
+    limits: ForwardLimits,
 ) -> Result<Box<dyn Model<B>>, BuildModelError> {
     let (_, config) = configure(metadata)?;
     let weights = DecoderWeights::take(&config, &mut weights)?;

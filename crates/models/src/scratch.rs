@@ -10,14 +10,14 @@ pub(crate) struct DecoderScratch<T> {
     pub(crate) normed: T,
     /// The output of the current block, to be added to the residual stream.
     pub(crate) delta: T,
-    pub(crate) attention: AttentionScratch<T>,
-    pub(crate) feed_forward: FeedForwardScratch<T>,
+    pub(crate) attention: AttentionTensors<T>,
+    pub(crate) feed_forward: FeedForwardTensors<T>,
     /// The residual stream of the rows that need logits.
     pub(crate) selected: T,
     pub(crate) logits: T,
 }
 
-pub(crate) struct AttentionScratch<T> {
+pub(crate) struct AttentionTensors<T> {
     pub(crate) queries: T,
     pub(crate) keys: T,
     pub(crate) values: T,
@@ -25,7 +25,7 @@ pub(crate) struct AttentionScratch<T> {
     pub(crate) mixed: T,
 }
 
-pub(crate) enum FeedForwardScratch<T> {
+pub(crate) enum FeedForwardTensors<T> {
     Dense {
         gate: T,
         up: T,
@@ -51,19 +51,19 @@ impl<T> DecoderScratch<T> {
             residual: tensor(rows, config.embedding)?,
             normed: tensor(rows, config.embedding)?,
             delta: tensor(rows, config.embedding)?,
-            attention: AttentionScratch {
+            attention: AttentionTensors {
                 queries: tensor(rows, query_width)?,
                 keys: tensor(rows, key_width)?,
                 values: tensor(rows, key_width)?,
                 mixed: tensor(rows, query_width)?,
             },
             feed_forward: match config.experts {
-                None => FeedForwardScratch::Dense {
+                None => FeedForwardTensors::Dense {
                     gate: tensor(rows, config.feed_forward)?,
                     up: tensor(rows, config.feed_forward)?,
                     product: tensor(rows, config.feed_forward)?,
                 },
-                Some(experts) => FeedForwardScratch::Experts { router: tensor(rows, experts.count)? },
+                Some(experts) => FeedForwardTensors::Experts { router: tensor(rows, experts.count)? },
             },
             selected: tensor(outputs, config.embedding)?,
             logits: tensor(outputs, config.vocab_size)?,

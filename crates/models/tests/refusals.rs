@@ -2,7 +2,7 @@
 
 use gguf::{Metadata, MetadataBuilder, TensorInfo, ToValue};
 use models::testing::{ModelFile, tree_data};
-use models::{BuildModelError, ModelDescription, ModelLimits, TensorHead, validate};
+use models::{BuildModelError, ForwardLimits, ModelDescription, TensorHead, validate};
 use ops::KvTypes;
 use quant::DType;
 
@@ -57,7 +57,7 @@ fn a_description_tells_what_a_worker_must_reserve() {
     // three of 256 in the feed-forward block. Outputs: the selected rows of 256 and logits of 256.
     assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256, 256]);
     assert_eq!(description.workspace_output_widths, [256, 256]);
-    let limits = ModelLimits { rows_max: 10, outputs_max: 2 };
+    let limits = ForwardLimits { rows_max: 10, outputs_max: 2 };
     let bytes: u64 = description.workspace_tensors(limits).sum();
     assert_eq!(bytes, 4 * (10 * 2176 + 2 * 512));
 }

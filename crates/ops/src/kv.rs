@@ -10,7 +10,7 @@
 //! ```
 
 use half::{bf16, f16};
-use quant::{Block, BlockQ8_0};
+use quant::{BlockFormat, BlockQ8_0};
 use std::fmt;
 use std::str::FromStr;
 

@@ -5,7 +5,7 @@
 //! the others away from zero.
 
 use crate::legacy::quantize_q8;
-use crate::{Block, BlockQ8_0, DType, HalfBytes, SizeError};
+use crate::{BlockFormat, BlockQ8_0, DType, HalfBytes, SizeError};
 use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
 

@@ -1,10 +1,10 @@
-//! [`Block`]: decode, encode and dot product of one block format.
+//! [`BlockFormat`]: decode, encode and dot product of one block format.
 
 use crate::{DType, HalfBytes};
 use bytemuck::Pod;
 
 /// A block with the byte layout of the file. Every weight format has alignment 1.
-pub trait Block: Pod {
+pub trait BlockFormat: Pod {
     const DTYPE: DType;
     /// Values per block.
     const LEN: usize = Self::DTYPE.block_len();

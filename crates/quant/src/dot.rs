@@ -2,7 +2,7 @@
 //! with it.
 
 use crate::{
-    Activations, Block, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1,
+    Activations, BlockFormat, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1,
     BlockQ5_K, BlockQ6_K, BlockQ8_0, DType, RowError, plain::Plain, row,
 };
 use half::{bf16, f16};
@@ -42,7 +42,7 @@ fn dot_plain<W: Plain>(bytes: &[u8], activations: impl Iterator<Item = f64>) -> 
     weights.zip(activations).map(|(w, a)| f64::from(w) * a).sum::<f64>() as f32
 }
 
-fn dot_blocks<B: Block>(bytes: &[u8], activations: &[B::Activation]) -> f32 {
+fn dot_blocks<B: BlockFormat>(bytes: &[u8], activations: &[B::Activation]) -> f32 {
     let blocks = bytes.chunks_exact(size_of::<B>()).map(bytemuck::pod_read_unaligned::<B>);
     blocks.zip(activations).fold(0.0, |sum, (block, activation)| sum + block.dot(activation))
 }

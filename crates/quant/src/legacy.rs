@@ -4,7 +4,7 @@
 //! Value e of a 4- or 5-bit block is the low nibble of byte e if e < 16, else the high nibble of
 //! byte e - 16.
 
-use crate::block::{Block, int_dot, scale_pair};
+use crate::block::{BlockFormat, int_dot, scale_pair};
 use crate::{BlockQ8_1, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -83,7 +83,7 @@ impl BlockQ5_1 {
     }
 }
 
-impl Block for BlockQ4_0 {
+impl BlockFormat for BlockQ4_0 {
     const DTYPE: DType = DType::Q4_0;
     type Activation = BlockQ8_0;
 
@@ -105,7 +105,7 @@ impl Block for BlockQ4_0 {
     }
 }
 
-impl Block for BlockQ4_1 {
+impl BlockFormat for BlockQ4_1 {
     const DTYPE: DType = DType::Q4_1;
     type Activation = BlockQ8_1;
 
@@ -125,7 +125,7 @@ impl Block for BlockQ4_1 {
     }
 }
 
-impl Block for BlockQ5_0 {
+impl BlockFormat for BlockQ5_0 {
     const DTYPE: DType = DType::Q5_0;
     type Activation = BlockQ8_0;
 
@@ -145,7 +145,7 @@ impl Block for BlockQ5_0 {
     }
 }
 
-impl Block for BlockQ5_1 {
+impl BlockFormat for BlockQ5_1 {
     const DTYPE: DType = DType::Q5_1;
     type Activation = BlockQ8_1;
 
@@ -170,7 +170,7 @@ impl Block for BlockQ5_1 {
     }
 }
 
-impl Block for BlockQ8_0 {
+impl BlockFormat for BlockQ8_0 {
     const DTYPE: DType = DType::Q8_0;
     type Activation = BlockQ8_0;
 

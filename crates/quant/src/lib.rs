@@ -1,7 +1,7 @@
 //! ggml tensor types: sizes, quantization, dequantization and dot products.
 //!
 //! [`DType`] has the id and the size of every ggml type. A format with kernels also has a struct of
-//! its block that implements [`Block`]; the fields have the order and the size of the file. Rows
+//! its block that implements [`BlockFormat`]; the fields have the order and the size of the file. Rows
 //! are contiguous. Bytes may start at any address.
 //!
 //! A kernel quantizes activations to the format that [`DType::activation`] names, see
@@ -47,7 +47,7 @@ mod row;
 pub use activation::{
     Activations, BlockQ8_1, BlockQ8_K, quantize_row_q8_0, quantize_row_q8_1, quantize_row_q8_k,
 };
-pub use block::Block;
+pub use block::BlockFormat;
 pub use dot::dot;
 pub use dtype::{DType, SizeError, UnknownDType};
 pub use half_bytes::HalfBytes;

@@ -1,8 +1,8 @@
 //! [`decode`] and [`encode`] for rows: check the lengths once, then convert block after block.
 
 use crate::{
-    Block, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1, BlockQ5_K, BlockQ6_K,
-    BlockQ8_0, DType, SizeError, plain,
+    BlockFormat, BlockQ2_K, BlockQ3_K, BlockQ4_0, BlockQ4_1, BlockQ4_K, BlockQ5_0, BlockQ5_1, BlockQ5_K,
+    BlockQ6_K, BlockQ8_0, DType, SizeError, plain,
 };
 use half::{bf16, f16};
 
@@ -73,13 +73,13 @@ pub(crate) fn check_bytes(dtype: DType, values: usize, found: usize) -> Result<(
     Ok(())
 }
 
-fn decode_blocks<B: Block>(bytes: &[u8], out: &mut [f32]) {
+fn decode_blocks<B: BlockFormat>(bytes: &[u8], out: &mut [f32]) {
     for (bytes, out) in bytes.chunks_exact(size_of::<B>()).zip(out.chunks_exact_mut(B::LEN)) {
         bytemuck::pod_read_unaligned::<B>(bytes).decode(out);
     }
 }
 
-fn encode_blocks<B: Block>(x: &[f32], out: &mut [u8]) {
+fn encode_blocks<B: BlockFormat>(x: &[f32], out: &mut [u8]) {
     for (x, out) in x.chunks_exact(B::LEN).zip(out.chunks_exact_mut(size_of::<B>())) {
         out.copy_from_slice(bytemuck::bytes_of(&B::encode(x)));
     }

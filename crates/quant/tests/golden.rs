@@ -48,7 +48,7 @@ fn vectors_of_every_type_decode_and_multiply_as_in_ggml() {
         None => PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data/quant_vectors.bin"),
     };
     let bytes = std::fs::read(path).unwrap();
-    let mut reader = Reader { bytes: &bytes };
+    let mut reader = GoldenReader { bytes: &bytes };
     assert_eq!(reader.take(4), b"GQV1");
     let (types, n) = (reader.i32(), reader.i32() as usize);
     let row = floats(reader.take(4 * n));
@@ -205,11 +205,11 @@ fn data(folder: &str) -> Option<PathBuf> {
     found
 }
 
-struct Reader<'a> {
+struct GoldenReader<'a> {
     bytes: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
+impl<'a> GoldenReader<'a> {
     fn take(&mut self, len: usize) -> &'a [u8] {
         let (taken, rest) = self.bytes.split_at(len);
         self.bytes = rest;

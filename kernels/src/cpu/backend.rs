@@ -5,7 +5,7 @@ use super::pool::ThreadPool;
 use super::product::{ActivationBuffers, LinearLayer, multiply};
 use super::rope::CpuRope;
 use super::rows::{Add, AddNorm, Gelu, Norm, NormHeads, NormInto, Rotate, Scale, Silu};
-use super::step::StepRows;
+use super::step::CpuStep;
 use super::tensor::{CpuTensor, SharedRows};
 use super::{Isa, attention, weight};
 use bytes::Bytes;
@@ -22,7 +22,7 @@ const PARALLEL_VALUES: usize = 32 << 10;
 pub struct Cpu {
     isa: Isa,
     pool: ThreadPool,
-    step: StepRows,
+    step: CpuStep,
     /// Number of the current step, by which a `CpuRope` knows whether its angles are current.
     steps: u64,
     input: ActivationBuffers,
@@ -42,7 +42,7 @@ impl Cpu {
         Ok(Self {
             isa,
             pool,
-            step: StepRows::default(),
+            step: CpuStep::default(),
             steps: 0,
             input: ActivationBuffers::default(),
             attention: attention::AttentionBuffers::default(),

@@ -29,11 +29,11 @@ const EPOCH: u64 = 1 << 32;
 type PoolJob<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 pub(super) struct ThreadPool {
-    shared: Arc<PoolState>,
+    shared: Arc<ThreadPoolState>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct PoolState {
+struct ThreadPoolState {
     gate: AtomicU64,
     /// Written while the gate is closed and no thread is inside; read by threads inside an open
     /// gate.
@@ -53,15 +53,15 @@ struct PoolState {
 
 // SAFETY: `job` is the only field that is not Sync by itself; the gate orders its accesses as
 // described there.
-unsafe impl Sync for PoolState {}
+unsafe impl Sync for ThreadPoolState {}
 // SAFETY: as above; the closure in `job` is Sync, and no thread reads it after the call that owns
 // it has returned.
-unsafe impl Send for PoolState {}
+unsafe impl Send for ThreadPoolState {}
 
 impl ThreadPool {
     /// `threads` counts the thread that calls `run`; at least one.
     pub(super) fn new(threads: usize) -> std::io::Result<Self> {
-        let shared = Arc::new(PoolState {
+        let shared = Arc::new(ThreadPoolState {
             gate: AtomicU64::new(0),
             job: UnsafeCell::new(None),
             next: AtomicUsize::new(0),
@@ -119,7 +119,7 @@ impl ThreadPool {
 }
 
 /// Closes the gate and waits until no thread is inside, also if a piece panics.
-struct Closing<'a>(&'a PoolState);
+struct Closing<'a>(&'a ThreadPoolState);
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
@@ -138,7 +138,7 @@ impl Drop for Closing<'_> {
     }
 }
 
-impl PoolState {
+impl ThreadPoolState {
     fn serve(&self, thread: usize) {
         let mut seen = 0;
         while let Some(epoch) = self.enter(seen) {
@@ -199,7 +199,7 @@ fn is_open_and_new(gate: u64, seen: u64) -> bool {
     gate & OPEN != 0 && gate / EPOCH != seen
 }
 
-struct Leaving<'a>(&'a PoolState);
+struct Leaving<'a>(&'a ThreadPoolState);
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {

@@ -1,4 +1,4 @@
-//! [`StepRows`]: the row data of the current step, copied and checked once so that ops can index
+//! [`CpuStep`]: the row data of the current step, copied and checked once so that ops can index
 //! it.
 
 use ops::{OpError, Step};
@@ -8,7 +8,7 @@ use ops::{OpError, Step};
 const PROBES: [usize; 4] = [0, 16, 64, 256];
 
 #[derive(Debug, Default)]
-pub(super) struct StepRows {
+pub(super) struct CpuStep {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
     /// Those of group 0, then those of group 1, and so on.
@@ -25,7 +25,7 @@ pub(super) struct StepRows {
     pub(super) order: Vec<u32>,
 }
 
-impl StepRows {
+impl CpuStep {
     pub(super) fn set(&mut self, step: &Step<'_>) -> Result<(), OpError> {
         step.check("begin")?;
         let (rows, groups) = (step.rows(), step.groups());

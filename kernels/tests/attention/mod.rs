@@ -1,8 +1,8 @@
-//! Attention against `ops::Reference`, and against itself: whatever stands in a step beside a row, and in whatever blocks
-//! its keys and values stand, its bits are the same.
+//! Attention against `ops::Reference`, and against itself: whatever stands in a step beside a row,
+//! and in whatever blocks its keys and values stand, its bits are the same.
 
 use super::{check, filled, values};
-use crate::random::Random;
+use crate::random::SplitMix64;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};
@@ -22,7 +22,7 @@ struct Paged {
 }
 
 impl Paged {
-    fn new(random: &mut Random, spec: AttentionSpec, kind: KvType, sequences: &[(usize, usize)]) -> Self {
+    fn new(random: &mut SplitMix64, spec: AttentionSpec, kind: KvType, sequences: &[(usize, usize)]) -> Self {
         let (width, kv_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let mut rows = |width: usize| -> Vec<Vec<f32>> {
             sequences.iter().map(|&(len, _)| random.values(len * width)).collect()
@@ -123,8 +123,8 @@ pub(super) fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionS
 }
 
 #[test]
-fn attention_is_that_of_the_reference() {
-    let mut random = Random(5);
+fn attention_matches_the_reference() {
+    let mut random = SplitMix64(5);
     for kind in KvType::ALL {
         for (heads, kv_heads, head_dim) in
             [(4, 2, 64), (3, 1, 16), (9, 1, 24), (2, 2, 128), (16, 2, 8), (1, 1, 5), (2, 1, 80)]
@@ -137,8 +137,8 @@ fn attention_is_that_of_the_reference() {
 }
 
 #[test]
-fn attention_over_long_contexts_is_that_of_the_reference() {
-    let mut random = Random(6);
+fn attention_over_long_contexts_matches_the_reference() {
+    let mut random = SplitMix64(6);
     for kind in [KvType::F16, KvType::Q8_0] {
         // One row: with several threads the splits are pieces of their own.
         let paged = Paged::new(&mut random, spec(2, 1, 64), kind, &[(1500, 1)]);
@@ -148,7 +148,7 @@ fn attention_over_long_contexts_is_that_of_the_reference() {
 
 #[test]
 fn attention_survives_extreme_scores() {
-    let mut random = Random(7);
+    let mut random = SplitMix64(7);
     let mut paged = Paged::new(&mut random, spec(2, 1, 32), KvType::F32, &[(600, 9)]);
     for query in &mut paged.queries {
         query.iter_mut().for_each(|x| *x *= 200.0);
@@ -158,8 +158,8 @@ fn attention_survives_extreme_scores() {
 }
 
 #[test]
-fn attention_does_not_depend_on_blocks_or_company() {
-    let mut random = Random(8);
+fn attention_does_not_depend_on_blocks_or_batch_neighbours() {
+    let mut random = SplitMix64(8);
     for (kind, head_dim) in [(KvType::F16, 64), (KvType::Q8_0, 64), (KvType::Q8_0, 40)] {
         let mut paged = Paged::new(&mut random, spec(4, 2, head_dim), kind, &[(530, 530), (70, 70)]);
         let width = 4 * head_dim;
@@ -185,8 +185,8 @@ fn attention_does_not_depend_on_blocks_or_company() {
 
 /// Rows of sequences that share blocks are computed together, of those that do not each by itself.
 #[test]
-fn attention_does_not_depend_on_what_is_shared() {
-    let mut random = Random(9);
+fn attention_does_not_depend_on_shared_blocks() {
+    let mut random = SplitMix64(9);
     // Shared: some blocks of a split; one split; two and a part of one; four.
     let sequences = [(1040, 1), (1030, 40), (1026, 2), (1100, 1), (1025, 1)];
     for (kind, spec) in [
@@ -219,7 +219,8 @@ fn attention_does_not_depend_on_what_is_shared() {
     }
 }
 
-/// Every second vector of 16 values times 1000, the others tiny: scales that differ inside a head and between tokens.
+/// Every second vector of 16 values times 1000, the others tiny: scales that differ inside a head
+/// and between tokens.
 fn jagged(values: &mut [f32]) {
     for (i, part) in values.chunks_mut(16).enumerate() {
         let factor = [1e3, 1e-6, 1.0, 0.0][i % 4];
@@ -228,8 +229,8 @@ fn jagged(values: &mut [f32]) {
 }
 
 #[test]
-fn attention_over_jagged_values_is_that_of_the_reference() {
-    let mut random = Random(10);
+fn attention_over_jagged_values_matches_the_reference() {
+    let mut random = SplitMix64(10);
     for kind in KvType::ALL {
         for (heads, kv_heads, head_dim) in [(4, 2, 96), (2, 1, 48)] {
             let mut paged =
@@ -243,7 +244,7 @@ fn attention_over_jagged_values_is_that_of_the_reference() {
 
 /// The value of the only token is what attention gives.
 #[test]
-fn every_type_stores_what_it_is_specified_to() {
+fn every_kv_type_rounds_as_specified() {
     let special =
         [0.0, -0.0, 1.0, -1.0, 127.0, 0.5, 1e-3, -1e-8, 6e-8, 1e-40, -1e-45, 65_504.0, 8.3e6, 1e30, f32::MAX];
     for kind in KvType::ALL {
@@ -283,10 +284,10 @@ fn every_type_stores_what_it_is_specified_to() {
 }
 
 #[test]
-fn what_is_no_number_is_seen_by_its_readers_only() {
+fn nan_affects_only_rows_that_attend_to_it() {
     for kind in KvType::ALL {
         for bad in [f32::NAN, f32::INFINITY] {
-            let mut random = Random(11);
+            let mut random = SplitMix64(11);
             let mut paged = Paged::new(&mut random, spec(2, 1, 64), kind, &[(40, 40)]);
             let clean = paged.run(&mut Cpu::new(1).unwrap());
             paged.values[0][20 * 64 + 5] = bad;

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::{Cuda, CudaKv};
 use models::testing::ModelFile;
-use models::{Model, ModelLimits, build};
+use models::{ForwardLimits, Model, build};
 use ops::{Backend, KvLayout, KvTypes, Step};
 
 use crate::TestGpu;
@@ -43,7 +43,7 @@ impl ModelRun {
     fn new(gpu: &TestGpu, file: &ModelFile, types: &KvTypes) -> Result<Self> {
         let mut cuda = Cuda::new(&gpu.device)?;
         // Small enough that steps are computed in several runs of rows, and logits too.
-        let limits = ModelLimits { rows_max: 300, outputs_max: 300 };
+        let limits = ForwardLimits { rows_max: 300, outputs_max: 300 };
         let model = build(file.header().metadata(), file.weights()?, &mut cuda, limits)?;
         let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(types) };
         let kv = cuda.kv(&layout)?;

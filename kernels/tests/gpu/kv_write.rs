@@ -7,7 +7,7 @@ use kernels::cuda::kv_write::{KvLayerAddress, KvWriteKernels, head_bytes};
 use kernels::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use kernels::cuda::rope::RopeAngles;
 use ops::{KvType, RopePairing};
-use quant::{Block, BlockQ8_0};
+use quant::{BlockFormat, BlockQ8_0};
 
 use crate::TestGpu;
 use crate::random::TestRng;

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::{Cuda, CudaWorkerShape, DeviceBytes, predict_device_bytes};
-use models::{ModelLimits, TensorHead, build, validate};
+use models::{ForwardLimits, TensorHead, build, validate};
 use ops::{Backend, KvLayout, KvTypes};
 use quant::DType;
 
@@ -50,7 +50,7 @@ fn allowed(preset: &ModelPreset, step_tokens: usize) -> Option<u64> {
 
 pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     let (preset, mix, types, step_tokens) = cases().nth(index.parse()?).context("no such case")?;
-    let limits = ModelLimits { rows_max: step_tokens, outputs_max: 77 };
+    let limits = ForwardLimits { rows_max: step_tokens, outputs_max: 77 };
     let weights = weights(gpu, preset, mix)?;
     let free_bytes = || gpu.device.context()?.memory_info().map(|info| info.free_bytes);
     let before = free_bytes()?;
@@ -88,7 +88,7 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
 }
 
 /// As a plan makes it of the head of a file.
-fn shape(preset: &ModelPreset, mix: QuantMix, limits: ModelLimits) -> Result<CudaWorkerShape> {
+fn shape(preset: &ModelPreset, mix: QuantMix, limits: ForwardLimits) -> Result<CudaWorkerShape> {
     let tensors = tensors(preset, mix);
     let dims: Vec<Vec<u64>> =
         tensors.iter().map(|(_, _, dims)| dims.iter().map(|&dim| dim as u64).collect()).collect();

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Result;
 use gguf::{Metadata, MetadataBuilder};
 use kernels::cuda::{Buffer, Cuda, WeightData};
-use models::{Model, ModelLimits, WeightTable, build};
+use models::{ForwardLimits, Model, WeightTable, build};
 use ops::{Backend, DrawParams, KvLayout, KvTypes, Shortlist, Step, Weight};
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, TILE_ROWS, Tiles};
@@ -103,7 +103,7 @@ pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
         (&MODEL_PRESETS[1], QuantMix::Q80, "qwen3-0.6b Q8_0"),
     ] {
         let mut cuda = Cuda::new(&gpu.device)?;
-        let limits = ModelLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
+        let limits = ForwardLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
         let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
         let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];
         let (sequences, table_len) = (64, 1024 / BLOCK_TOKENS);
@@ -141,7 +141,7 @@ pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
 fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result<()> {
     let started = Instant::now();
     let mut cuda = Cuda::new(&gpu.device)?;
-    let limits = ModelLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
+    let limits = ForwardLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
     let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
     // Written once: its pages are there, as in an engine.
     let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];

@@ -1,12 +1,12 @@
-//! Random numbers for tests, from a seed, and weights made of them.
+//! SplitMix64 numbers for tests, from a seed, and weights made of them.
 
 use bytes::Bytes;
 use quant::DType;
 
 /// SplitMix64.
-pub(crate) struct Random(pub(crate) u64);
+pub(crate) struct SplitMix64(pub(crate) u64);
 
-impl Random {
+impl SplitMix64 {
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -25,7 +25,7 @@ impl Random {
     }
 }
 
-/// Types that can be computed with.
+/// Types with kernels.
 pub(crate) const DTYPES: [DType; 13] = [
     DType::F32,
     DType::F16,
@@ -43,7 +43,7 @@ pub(crate) const DTYPES: [DType; 13] = [
 ];
 
 /// Rows of values that were encoded, at an odd address.
-pub(crate) fn encoded(random: &mut Random, dtype: DType, cols: usize, rows: usize) -> Bytes {
+pub(crate) fn encoded(random: &mut SplitMix64, dtype: DType, cols: usize, rows: usize) -> Bytes {
     let values = random.values(cols * rows);
     let mut bytes = vec![0; 1 + dtype.row_bytes((cols * rows) as u64).unwrap() as usize];
     quant::encode(dtype, &values, &mut bytes[1..]).unwrap();

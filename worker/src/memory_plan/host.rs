@@ -2,7 +2,7 @@
 //! part is an upper bound, and `tests/workspace.rs` compares their sum with a worker under load.
 
 use kernels::cpu::{CpuWorkerShape, predict_host_bytes};
-use models::{ModelDescription, ModelLimits};
+use models::{ForwardLimits, ModelDescription};
 use ops::KvLayout;
 use quant::DType;
 
@@ -48,7 +48,7 @@ pub(super) fn worker_workspace(
 /// What the steps of one model take: the worker's own model, or its draft model.
 pub(super) fn model_workspace(
     config: &WorkerConfig,
-    limits: ModelLimits,
+    limits: ForwardLimits,
     model: &ModelDescription,
     dtypes: &[DType],
 ) -> WorkspaceBytes {

@@ -1,7 +1,7 @@
 //! Compares scores with the model's own logits, computed without an engine.
 
 use kernels::Cpu;
-use models::{ModelLimits, WeightTable};
+use models::{ForwardLimits, WeightTable};
 use ops::{Backend, KvLayout, KvTypes, Step, Weight};
 use proto::worker::v1::{self as wire, score_frame};
 use tonic::Code;
@@ -35,7 +35,7 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
         table.insert(tensor.name.clone(), weight).unwrap();
     }
     let rows = tokens.len();
-    let limits = ModelLimits { rows_max: rows, outputs_max: rows };
+    let limits = ForwardLimits { rows_max: rows, outputs_max: rows };
     let mut model = models::build(file.header.metadata(), table, &mut backend, limits).unwrap();
     let layout = KvLayout { block_tokens: rows, blocks: 1, layers: model.kv_layers(&KvTypes::default()) };
     let mut kv = backend.kv(&layout).unwrap();

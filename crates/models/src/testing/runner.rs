@@ -1,7 +1,7 @@
 //! Sequences run through a model, step by step.
 
 use super::ModelFile;
-use crate::{Model, ModelLimits, build};
+use crate::{ForwardLimits, Model, build};
 use anyhow::Result;
 use bytes::Bytes;
 use ops::{Backend, KvLayout, KvTypes, Step};
@@ -33,7 +33,7 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         tokens_max: usize,
     ) -> Result<Self> {
         let rows_max = sequences * tokens_max;
-        let limits = ModelLimits { rows_max, outputs_max: rows_max };
+        let limits = ForwardLimits { rows_max, outputs_max: rows_max };
         let model = build(file.header().metadata(), file.weights()?, &mut backend, limits)?;
         let table_len = tokens_max.div_ceil(BLOCK_TOKENS);
         let layers = model.kv_layers(&types.into());

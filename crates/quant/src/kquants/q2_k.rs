@@ -1,7 +1,7 @@
 //! Q2_K: 16 sub-blocks of 16 values, 4-bit scales and minima, 2-bit quants. y = d sc q - dmin mn.
 
 use super::{LEN, fit};
-use crate::block::{Block, int_dot, scale_pair};
+use crate::block::{BlockFormat, int_dot, scale_pair};
 use crate::{BlockQ8_K, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -38,7 +38,7 @@ impl BlockQ2_K {
     }
 }
 
-impl Block for BlockQ2_K {
+impl BlockFormat for BlockQ2_K {
     const DTYPE: DType = DType::Q2_K;
     type Activation = BlockQ8_K;
 

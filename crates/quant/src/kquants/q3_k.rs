@@ -1,7 +1,7 @@
 //! Q3_K: 16 sub-blocks of 16 values, 6-bit signed scales, 3-bit signed quants. y = d sc q.
 
 use super::{LEN, fit};
-use crate::block::{Block, int_dot};
+use crate::block::{BlockFormat, int_dot};
 use crate::{BlockQ8_K, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -43,7 +43,7 @@ impl BlockQ3_K {
     }
 }
 
-impl Block for BlockQ3_K {
+impl BlockFormat for BlockQ3_K {
     const DTYPE: DType = DType::Q3_K;
     type Activation = BlockQ8_K;
 

@@ -1,7 +1,7 @@
 //! Q4_K: 8 sub-blocks of 32 values, 6-bit scales and minima, 4-bit quants. y = d sc q - dmin mn.
 
 use super::{LEN, fit, packed_scales};
-use crate::block::{Block, scale_pair};
+use crate::block::{BlockFormat, scale_pair};
 use crate::{BlockQ8_K, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -31,7 +31,7 @@ impl BlockQ4_K {
     }
 }
 
-impl Block for BlockQ4_K {
+impl BlockFormat for BlockQ4_K {
     const DTYPE: DType = DType::Q4_K;
     type Activation = BlockQ8_K;
 

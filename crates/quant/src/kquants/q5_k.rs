@@ -4,7 +4,7 @@ use super::{
     LEN, packed_scales,
     q4_k::{decode_affine, dot_affine, encode_affine, pack_nibbles, unpack_nibbles},
 };
-use crate::block::{Block, scale_pair};
+use crate::block::{BlockFormat, scale_pair};
 use crate::{BlockQ8_K, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -39,7 +39,7 @@ impl BlockQ5_K {
     }
 }
 
-impl Block for BlockQ5_K {
+impl BlockFormat for BlockQ5_K {
     const DTYPE: DType = DType::Q5_K;
     type Activation = BlockQ8_K;
 

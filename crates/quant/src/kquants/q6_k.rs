@@ -1,7 +1,7 @@
 //! Q6_K: 16 sub-blocks of 16 values, 8-bit signed scales, 6-bit signed quants. y = d sc q.
 
 use super::{LEN, fit};
-use crate::block::{Block, int_dot};
+use crate::block::{BlockFormat, int_dot};
 use crate::{BlockQ8_K, DType, HalfBytes};
 use bytemuck::{Pod, Zeroable};
 
@@ -34,7 +34,7 @@ impl BlockQ6_K {
     }
 }
 
-impl Block for BlockQ6_K {
+impl BlockFormat for BlockQ6_K {
     const DTYPE: DType = DType::Q6_K;
     type Activation = BlockQ8_K;
 

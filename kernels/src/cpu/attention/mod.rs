@@ -36,7 +36,7 @@ mod split;
 use super::kv::{CpuKv, LayerView};
 use super::pool::ThreadPool;
 use super::scratch::CpuWorkerShape;
-use super::step::StepRows;
+use super::step::CpuStep;
 use super::tensor::SharedRows;
 use super::{Isa, element};
 use merge::{MergeSplits, NormalizeHead};
@@ -85,7 +85,7 @@ pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
 /// The operands of one call of the op.
 pub(super) struct AttentionCall<'a> {
     pub(super) isa: Isa,
-    pub(super) step: &'a StepRows,
+    pub(super) step: &'a CpuStep,
     pub(super) view: LayerView<'a>,
     pub(super) spec: &'a AttentionSpec,
     /// Rows of all heads.
@@ -96,7 +96,7 @@ pub(super) struct AttentionCall<'a> {
 /// Checks that the rows' block tables are long enough and that their blocks are written.
 pub(super) fn check(
     op: &'static str,
-    step: &StepRows,
+    step: &CpuStep,
     kv: &CpuKv,
     layer: usize,
     view: &LayerView<'_>,
@@ -187,11 +187,11 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
 }
 
 /// The first position that any of the rows attends to.
-fn first_position(step: &StepRows, rows: &[u32], span: AttentionSpan) -> usize {
+fn first_position(step: &CpuStep, rows: &[u32], span: AttentionSpan) -> usize {
     rows.iter().map(|&row| span.first_position(step.positions[row as usize] as usize)).min().unwrap_or(0)
 }
 
-fn last_position(step: &StepRows, rows: &[u32]) -> usize {
+fn last_position(step: &CpuStep, rows: &[u32]) -> usize {
     rows.iter().map(|&row| step.positions[row as usize]).max().unwrap_or(0) as usize
 }
 
