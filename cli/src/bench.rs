@@ -26,13 +26,13 @@ enum BenchCommand {
     /// Prefill and decode speed of concurrent streams
     Throughput(ThroughputArguments),
     /// Times of worker starts: attach, an added worker, and the restart of a killed worker
-    Lives(LivesArguments),
+    WorkerStarts(WorkerStartsArguments),
     /// Speculative decoding against plain decoding, in turns: speed and accepted draft tokens
     Drafts(DraftsArguments),
     /// Output with a JSON schema against free output, in turns: time between tokens
     Structured(StructuredArguments),
     /// Requests with a shared prompt prefix against requests without, in turns
-    Burst(BurstArguments),
+    SharedPrefix(SharedPrefixArguments),
 }
 
 #[derive(clap::Args)]
@@ -48,7 +48,7 @@ struct ThroughputArguments {
 }
 
 #[derive(clap::Args)]
-struct LivesArguments {
+struct WorkerStartsArguments {
     #[command(flatten)]
     fleet: BenchFleetArguments,
     /// Number of workers to add, and number of workers to kill
@@ -92,7 +92,7 @@ struct StructuredArguments {
 }
 
 #[derive(clap::Args)]
-struct BurstArguments {
+struct SharedPrefixArguments {
     #[command(flatten)]
     fleet: BenchFleetArguments,
     #[arg(long, value_name = "N", default_value_t = 16)]
@@ -137,10 +137,10 @@ pub(crate) fn run(arguments: BenchArguments) -> CliResult {
     block_on(async {
         match arguments.what {
             BenchCommand::Throughput(arguments) => throughput(arguments).await,
-            BenchCommand::Lives(arguments) => lives(arguments).await,
+            BenchCommand::WorkerStarts(arguments) => worker_starts(arguments).await,
             BenchCommand::Drafts(arguments) => drafts(arguments).await,
             BenchCommand::Structured(arguments) => structured(arguments).await,
-            BenchCommand::Burst(arguments) => burst(arguments).await,
+            BenchCommand::SharedPrefix(arguments) => shared_prefix(arguments).await,
         }
     })
 }
@@ -200,33 +200,33 @@ impl Throughput {
     }
 }
 
-async fn lives(arguments: LivesArguments) -> CliResult {
-    let LivesArguments { fleet: options, rounds } = arguments;
+async fn worker_starts(arguments: WorkerStartsArguments) -> CliResult {
+    let WorkerStartsArguments { fleet: options, rounds } = arguments;
     let fleet = options.start()?;
     let measured = async {
         let attach_ms = loadgen::attach_times(&fleet).await?;
-        let (mut added, mut back) = (Vec::new(), Vec::new());
+        let (mut added, mut restarted) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             added.push(loadgen::add_worker(&fleet).await?);
         }
         for _ in 0..rounds {
-            back.push(loadgen::replace_killed_worker(&fleet).await?);
+            restarted.push(loadgen::replace_killed_worker(&fleet).await?);
         }
-        Ok((attach_ms, added, back))
+        Ok((attach_ms, added, restarted))
     };
     let measured: Result<_, WorkerStartupError> = measured.await;
     fleet.stop().await.map_err(fleet_error)?;
-    let (attach_ms, added, back) = measured.map_err(lifecycle_error)?;
+    let (attach_ms, added, restarted) = measured.map_err(lifecycle_error)?;
     if options.json {
-        let line = json!({"attach_ms": attach_ms, "one_more_worker": added, "dead_worker_back": back});
+        let line = json!({"attach_ms": attach_ms, "added_worker": added, "restarted_worker": restarted});
         return print_stdout(&format!("{line}\n"));
     }
     let mut text = format!("attach: {attach_ms:.2?} ms\n");
-    for (what, lives) in [("added worker", &added), ("restarted worker", &back)] {
-        for life in lives {
+    for (what, starts) in [("added worker", &added), ("restarted worker", &restarted)] {
+        for start in starts {
             text += &format!(
                 "{what}: socket after {:.0} ms, serving after {:.0} ms, first token after {:.0} ms, known to the router after {:.0} ms\n",
-                life.socket_ms, life.serving_ms, life.first_token_ms, life.router_ms
+                start.socket_ms, start.serving_ms, start.first_token_ms, start.router_ms
             );
         }
     }
@@ -290,8 +290,9 @@ async fn structured(arguments: StructuredArguments) -> CliResult {
     ))
 }
 
-async fn burst(arguments: BurstArguments) -> CliResult {
-    let BurstArguments { fleet: options, requests, prefix_tokens, own_tokens, tokens, rounds } = arguments;
+async fn shared_prefix(arguments: SharedPrefixArguments) -> CliResult {
+    let SharedPrefixArguments { fleet: options, requests, prefix_tokens, own_tokens, tokens, rounds } =
+        arguments;
     let burst = PrefixBurst { requests, prefix_tokens, own_tokens, tokens };
     let fleet = options.start()?;
     let measured = async {

@@ -36,14 +36,24 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     };
     let model = synth("qwen3-8b", "q4_k_m");
     let output = ballast()
-        .args(["bench", "lives", "--json", "--rounds", "3", "--kv-tokens", "8192", "--device", &device()])
+        .args([
+            "bench",
+            "worker-starts",
+            "--json",
+            "--rounds",
+            "3",
+            "--kv-tokens",
+            "8192",
+            "--device",
+            &device(),
+        ])
         .arg(&model)
         .output()
         .unwrap();
     let (stdout, stderr) = text(&output);
     assert!(output.status.success(), "{stderr}");
     let report: Value = serde_json::from_str(&stdout).unwrap();
-    for what in ["one_more_worker", "dead_worker_back"] {
+    for what in ["added_worker", "restarted_worker"] {
         let mut times: Vec<f64> = report[what]
             .as_array()
             .unwrap()
