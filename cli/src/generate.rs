@@ -50,20 +50,15 @@ pub(crate) struct SamplingArguments {
     /// Most tokens to generate for each prompt
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// Sampling temperature; 0 is greedy
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, help = sampling_params::TEMPERATURE.help())]
     temperature: f32,
-    /// Sample from the K most likely tokens
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", help = sampling_params::TOP_K.help())]
     top_k: Option<u32>,
-    /// Sample from the most likely tokens whose probabilities sum up to P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", help = sampling_params::TOP_P.help())]
     top_p: Option<f32>,
-    /// Sample from tokens with at least P times the probability of the most likely one
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", help = sampling_params::MIN_P.help())]
     min_p: Option<f32>,
-    /// Divide the logits of tokens that occurred before by R
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", help = sampling_params::REPETITION_PENALTY.help())]
     repetition_penalty: Option<f32>,
     /// Seed of sampling; the same seed gives the same text [default: random]
     #[arg(long, value_name = "S")]

@@ -89,12 +89,12 @@ pub(crate) struct JobTicket<J: Send + 'static, R: 'static> {
 struct PoolShared<J, R> {
     config: PoolConfig,
     new_handler: Box<dyn Fn() -> JobHandler<J, R> + Send + Sync>,
-    state: Mutex<PoolState<J, R>>,
+    state: Mutex<JobQueueState<J, R>>,
     /// Notified when a job is queued and when the pool closes.
     changed: Condvar,
 }
 
-struct PoolState<J, R> {
+struct JobQueueState<J, R> {
     /// In the order of their ids.
     queue: VecDeque<QueuedJob<J, R>>,
     running: Vec<RunningJob<R>>,
@@ -132,7 +132,7 @@ impl<J: Send + 'static, R: 'static> WorkerPool<J, R> {
         config: PoolConfig,
         new_handler: impl Fn() -> JobHandler<J, R> + Send + Sync + 'static,
     ) -> io::Result<Arc<Self>> {
-        let state = PoolState {
+        let state = JobQueueState {
             queue: VecDeque::new(),
             running: Vec::new(),
             threads: 0,
@@ -197,7 +197,7 @@ impl<J: Send + 'static, R: 'static> Drop for JobTicket<J, R> {
 }
 
 impl<J: Send + 'static, R: 'static> PoolShared<J, R> {
-    fn lock(&self) -> MutexGuard<'_, PoolState<J, R>> {
+    fn lock(&self) -> MutexGuard<'_, JobQueueState<J, R>> {
         // No critical section panics between two changes: a poisoned state is still consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -231,7 +231,7 @@ impl<J: Send + 'static, R: 'static> PoolShared<J, R> {
     /// Waits for a job and marks it as running. Returns `None` once the pool is closed and its
     /// queue is empty.
     fn next_job(&self) -> Option<(u64, J)> {
-        let is_idle = |state: &mut PoolState<J, R>| state.queue.is_empty() && !state.is_closed;
+        let is_idle = |state: &mut JobQueueState<J, R>| state.queue.is_empty() && !state.is_closed;
         let state = self.changed.wait_while(self.lock(), is_idle);
         let mut state = state.unwrap_or_else(PoisonError::into_inner);
         let QueuedJob { id, job, callback } = state.queue.pop_front()?;

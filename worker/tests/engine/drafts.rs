@@ -5,10 +5,10 @@ use service::exit::HasExit;
 use worker::{DraftSource, WorkerRunError};
 
 use crate::fake_weight_server::MODEL;
-use crate::harness::{Generated, TestWorker, config, fleet, fleet_with, spawn};
+use crate::harness::{Generated, WorkerFixture, config, fleet, fleet_with, spawn};
 
 /// Greedy and sampled requests for a text that repeats itself, with log probabilities.
-fn requests(worker: &TestWorker) -> Vec<wire::GenerateRequest> {
+fn requests(worker: &WorkerFixture) -> Vec<wire::GenerateRequest> {
     let prompt: Vec<u32> = (0..48).map(|i| 300 + i % 12).collect();
     (0..6)
         .map(|seed| {
@@ -24,7 +24,7 @@ fn requests(worker: &TestWorker) -> Vec<wire::GenerateRequest> {
         .collect()
 }
 
-async fn answers(worker: &mut TestWorker) -> Vec<Generated> {
+async fn answers(worker: &mut WorkerFixture) -> Vec<Generated> {
     let mut answers = Vec::new();
     for request in requests(worker) {
         answers.push(worker.generate(request).await.unwrap());

@@ -31,13 +31,13 @@ impl DemoModelFile {
 
 pub(crate) struct FakeWeightServer {
     pub(crate) socket: PathBuf,
-    model: Arc<ServedModel>,
+    model: Arc<ExportedModel>,
     running: Option<ServerThreads>,
     pub(crate) attached: Arc<AtomicUsize>,
     pub(crate) reclaimed: Arc<AtomicUsize>,
 }
 
-struct ServedModel {
+struct ExportedModel {
     manifest: SealedMemfd,
     weights: SealedMemfd,
 }
@@ -86,7 +86,7 @@ impl FakeWeightServer {
         let manifest = handoff::manifest::seal_manifest(&manifest).unwrap();
         Self {
             socket: directory.join("weights.sock"),
-            model: Arc::new(ServedModel { manifest, weights }),
+            model: Arc::new(ExportedModel { manifest, weights }),
             running: None,
             attached: Arc::default(),
             reclaimed: Arc::default(),
@@ -139,7 +139,7 @@ impl Drop for FakeWeightServer {
 /// Serves one worker until its connection ends.
 fn serve_worker(
     connection: &Connection,
-    model: &ServedModel,
+    model: &ExportedModel,
     attached: &AtomicUsize,
     reclaimed: &AtomicUsize,
 ) -> Option<()> {

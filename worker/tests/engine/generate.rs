@@ -8,7 +8,7 @@ use proto::worker::v1::{self as wire, generate_frame};
 use tonic::Code;
 
 use crate::figures::{FIGURES, NO_NUMBERS};
-use crate::harness::{Generated, TestWorker, fleet, fleet_with};
+use crate::harness::{Generated, WorkerFixture, fleet, fleet_with};
 
 /// llama.cpp's greedy output for the demo model. Ends at the first step whose two highest logits are
 /// closer than `GAP`.
@@ -53,8 +53,8 @@ async fn greedy_tokens_are_the_recorded_ones() {
     }
 }
 
-fn clone(worker: &TestWorker) -> TestWorker {
-    TestWorker {
+fn clone(worker: &WorkerFixture) -> WorkerFixture {
+    WorkerFixture {
         client: worker.client.clone(),
         channel: worker.channel.clone(),
         socket: worker.socket.clone(),
@@ -67,7 +67,7 @@ fn clone(worker: &TestWorker) -> TestWorker {
 #[tokio::test(flavor = "multi_thread")]
 async fn sampled_tokens_do_not_depend_on_batch_neighbours_or_chunked_prefill() {
     let (_directory, _weight_server, mut alone) = fleet().await;
-    let request = |worker: &TestWorker, seed| {
+    let request = |worker: &WorkerFixture, seed| {
         let mut request = worker.greedy(&golden()[13].prompt, 24);
         request.top_logprobs = Some(3);
         let sampling = request.sampling.as_mut().unwrap();

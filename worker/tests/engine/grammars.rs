@@ -6,9 +6,9 @@ use proto::v1::{FinishReason, Grammar, StringList};
 use proto::worker::v1 as wire;
 use tonic::Code;
 
-use crate::harness::{TestWorker, fleet};
+use crate::harness::{WorkerFixture, fleet};
 
-fn constrained(worker: &TestWorker, kind: Kind) -> wire::GenerateRequest {
+fn constrained(worker: &WorkerFixture, kind: Kind) -> wire::GenerateRequest {
     let mut request = worker.greedy(&[1, 2, 3], 300);
     let sampling = request.sampling.as_mut().unwrap();
     (sampling.temperature, sampling.seed) = (Some(1.0), Some(11));

@@ -17,7 +17,7 @@ use crate::fake_weight_server::{DemoModelFile, FakeWeightServer, MODEL};
 /// Long enough for a loaded machine; the awaited events take milliseconds.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub(crate) struct TestWorker {
+pub(crate) struct WorkerFixture {
     pub(crate) client: WorkerClient<Channel>,
     pub(crate) channel: Channel,
     pub(crate) socket: PathBuf,
@@ -50,7 +50,7 @@ pub(crate) fn spawn(config: WorkerConfig) -> (Shutdown, JoinHandle<Result<(), Wo
     (shutdown, thread)
 }
 
-impl TestWorker {
+impl WorkerFixture {
     pub(crate) async fn start(config: WorkerConfig) -> Self {
         let socket = config.listen.clone();
         let (shutdown, thread) = spawn(config);
@@ -145,7 +145,7 @@ impl TestWorker {
     }
 }
 
-impl Drop for TestWorker {
+impl Drop for WorkerFixture {
     fn drop(&mut self) {
         self.shutdown.request();
     }
@@ -186,18 +186,18 @@ impl Generated {
 }
 
 /// A weight-server with the demo model, and a worker that has attached it.
-pub(crate) async fn fleet() -> (tempfile::TempDir, FakeWeightServer, TestWorker) {
+pub(crate) async fn fleet() -> (tempfile::TempDir, FakeWeightServer, WorkerFixture) {
     fleet_with(|_| ()).await
 }
 
 pub(crate) async fn fleet_with(
     change: impl FnOnce(&mut WorkerConfig),
-) -> (tempfile::TempDir, FakeWeightServer, TestWorker) {
+) -> (tempfile::TempDir, FakeWeightServer, WorkerFixture) {
     let directory = tempfile::tempdir().unwrap();
     let mut weight_server = FakeWeightServer::new(directory.path(), &DemoModelFile::demo());
     weight_server.start();
     let mut config = config(directory.path(), 0);
     change(&mut config);
-    let worker = TestWorker::start(config).await;
+    let worker = WorkerFixture::start(config).await;
     (directory, weight_server, worker)
 }

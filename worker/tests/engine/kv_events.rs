@@ -10,7 +10,7 @@ use proto::worker::v1::{self as wire, kv_event};
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::harness::{TIMEOUT, TestWorker, fleet, fleet_with};
+use crate::harness::{TIMEOUT, WorkerFixture, fleet, fleet_with};
 
 /// The cached blocks as a router would track them from events.
 struct KvCacheReplica {
@@ -33,13 +33,13 @@ async fn subscribe(
 }
 
 impl KvCacheReplica {
-    async fn new(worker: &mut TestWorker) -> Self {
+    async fn new(worker: &mut WorkerFixture) -> Self {
         let frames = subscribe(&mut worker.client, &worker.fingerprint, (0, 0)).await.unwrap();
         Self { frames, log: 0, next: 0, known: HashSet::new(), cleared: 0 }
     }
 
     /// Reconnects and continues from its last event.
-    async fn again(&mut self, worker: &mut TestWorker) {
+    async fn again(&mut self, worker: &mut WorkerFixture) {
         let from = (self.log, self.next);
         self.frames = subscribe(&mut worker.client, &worker.fingerprint, from).await.unwrap();
     }
@@ -67,7 +67,7 @@ impl KvCacheReplica {
     }
 
     /// Reads up to the current state of the cache. Call while no request runs.
-    async fn catch_up(&mut self, worker: &mut TestWorker) {
+    async fn catch_up(&mut self, worker: &mut WorkerFixture) {
         let next = worker.stats().await.next_kv_event;
         while self.next != next {
             self.read().await.unwrap();
@@ -75,13 +75,13 @@ impl KvCacheReplica {
     }
 }
 
-async fn block_tokens(worker: &mut TestWorker) -> usize {
+async fn block_tokens(worker: &mut WorkerFixture) -> usize {
     worker.metadata().await.unwrap().0.kv_block_tokens as usize
 }
 
 /// Runs a request. Returns the keys of its full blocks: all tokens of prompt and output are computed
 /// except the last.
-async fn run(worker: &mut TestWorker, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
+async fn run(worker: &mut WorkerFixture, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
     let block_tokens = block_tokens(worker).await;
     let request = wire::GenerateRequest { cache_salt: salt.into(), ..worker.greedy(prompt, 40) };
     let generated = worker.generate(request).await.unwrap();

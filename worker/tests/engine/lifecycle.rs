@@ -9,12 +9,12 @@ use tonic::Code;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::fake_weight_server::{DemoModelFile, FakeWeightServer, MODEL};
-use crate::harness::{Generated, TIMEOUT, TestWorker, config, fleet, spawn};
+use crate::harness::{Generated, TIMEOUT, WorkerFixture, config, fleet, spawn};
 
 const SERVING: i32 = 1;
 const NOT_SERVING: i32 = 2;
 
-async fn health(worker: &TestWorker) -> i32 {
+async fn health(worker: &WorkerFixture) -> i32 {
     let request = HealthCheckRequest { service: "ballast.worker.v1.Worker".into() };
     HealthClient::new(worker.channel.clone()).check(request).await.unwrap().into_inner().status
 }
@@ -82,7 +82,7 @@ async fn a_worker_binds_its_socket_before_its_weights_are_there() {
         assert_eq!(health, NOT_SERVING);
         weight_server.start();
     };
-    let (mut worker, ()) = tokio::join!(TestWorker::start(config), late);
+    let (mut worker, ()) = tokio::join!(WorkerFixture::start(config), late);
     assert_eq!(worker.generate(worker.greedy(&[1], 2)).await.unwrap().tokens.len(), 2);
 }
 
@@ -125,7 +125,7 @@ async fn a_drain_waits_for_streams_and_refuses_requests() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_aborted_by_a_drain_can_be_resumed_on_another_worker() {
     let (directory, _weight_server, mut first) = fleet().await;
-    let mut second = TestWorker::start(config(directory.path(), 1)).await;
+    let mut second = WorkerFixture::start(config(directory.path(), 1)).await;
     assert_eq!(first.fingerprint, second.fingerprint);
     let mut request = first.greedy(&[7, 8, 9], 400);
     request.sampling.as_mut().unwrap().temperature = Some(0.7);

@@ -7,7 +7,7 @@ use proto::worker::v1::{self as wire, score_frame};
 use tonic::Code;
 
 use crate::fake_weight_server::DemoModelFile;
-use crate::harness::{TestWorker, fleet, fleet_with};
+use crate::harness::{WorkerFixture, fleet, fleet_with};
 
 const TOKENS: [u32; 40] = {
     let mut tokens = [0; 40];
@@ -61,7 +61,7 @@ fn model_vocabulary(file: &DemoModelFile) -> usize {
     file.header.tensor("token_embd.weight").unwrap().dims[1] as usize
 }
 
-async fn score(worker: &TestWorker, request: wire::ScoreRequest) -> Vec<score_frame::Frame> {
+async fn score(worker: &WorkerFixture, request: wire::ScoreRequest) -> Vec<score_frame::Frame> {
     let mut frames = worker.client.clone().score(request).await.unwrap().into_inner();
     let mut all = Vec::new();
     while let Some(frame) = frames.message().await.unwrap() {
@@ -70,7 +70,7 @@ async fn score(worker: &TestWorker, request: wire::ScoreRequest) -> Vec<score_fr
     all
 }
 
-fn request(worker: &TestWorker) -> wire::ScoreRequest {
+fn request(worker: &WorkerFixture) -> wire::ScoreRequest {
     wire::ScoreRequest {
         fingerprint: worker.fingerprint.clone(),
         tokens: TOKENS.to_vec(),
