@@ -1,9 +1,9 @@
-//! The management library: what a device holds in all, without a context, and what of it this
-//! process holds.
+//! [`Nvml`]: the NVIDIA management library, which reports the memory of a device and of a process
+//! without a context.
 //!
-//! Loaded at run time; it may be missing, and on boards that share memory with the host it has no
-//! memory numbers. It loads libcuda into its process (seen with driver 580), without starting it:
-//! the weight-server asks a child.
+//! The library is loaded at run time and may be missing. cudarc has no bindings for it. On boards
+//! that share memory with the host it reports no memory. It loads libcuda into its process without
+//! initializing it (seen with driver 580), so the weight-server asks a child process.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
@@ -23,11 +23,11 @@ const INSUFFICIENT_SIZE: c_int = 7;
 /// NVML_VALUE_NOT_AVAILABLE, of 64 bits.
 const NOT_AVAILABLE: u64 = u64::MAX;
 
-/// Processes on a device that there is room for at first, and beside the number that the library
-/// then asks for.
+/// Room for processes in the first list, and spare room beyond the number that the library asks
+/// for.
 const PROCESSES: usize = 64;
 
-/// Lists of processes that were longer when the library came to write them; more are not believed.
+/// How often the list may have grown before the library writes it, until the call is an error.
 const LIST_ATTEMPTS: usize = 4;
 
 /// `nvmlDevice_t`: valid from its look-up until shutdown.
@@ -70,9 +70,9 @@ pub struct Nvml {
     by_uuid: unsafe extern "C" fn(*const c_char, *mut RawDevice) -> c_int,
     memory: unsafe extern "C" fn(RawDevice, *mut RawMemory) -> c_int,
     persistence: unsafe extern "C" fn(RawDevice, *mut c_uint) -> c_int,
-    /// None before driver 510.
+    /// `None` before driver 510.
     processes: Option<ListProcesses>,
-    /// What the functions above lie in.
+    /// The library that holds the functions above.
     _library: Library,
 }
 
@@ -114,7 +114,7 @@ impl Nvml {
             .unwrap_or_default())
     }
 
-    /// All memory that is taken on the device, by whomever; none where the board shares the host's.
+    /// Memory of the device, used by any process. `None` if the board shares memory with the host.
     pub fn memory(&self, device: DeviceUuid) -> Result<Option<MemoryInfo>, NvmlError> {
         let device = self.device(device)?;
         let mut memory = RawMemory::default();
@@ -128,10 +128,10 @@ impl Nvml {
         }
     }
 
-    /// What the driver counts to this process: its context (but for what it keeps of that for
-    /// itself) and what it has allocated, not what others have allocated and this process has
-    /// mapped. None where it does not say: a process without a context, one in a container whose
-    /// process numbers it does not translate, a client of MPS, some boards.
+    /// Device memory that the driver counts for this process: its context (except for a part that
+    /// the driver counts for nobody) and its allocations, but not imported allocations. `None` if
+    /// the driver does not report it: for a process without a context, in a container whose process
+    /// numbers the driver does not translate, for a client of MPS, and on some boards.
     pub fn process_bytes(&self, device: DeviceUuid) -> Result<Option<u64>, NvmlError> {
         const FUNCTION: &str = "nvmlDeviceGetComputeRunningProcesses";
         let (device, Some(processes)) = (self.device(device)?, self.processes) else { return Ok(None) };
@@ -153,7 +153,7 @@ impl Nvml {
         Err(NvmlError::Refused { function: FUNCTION, code: INSUFFICIENT_SIZE })
     }
 
-    /// Whether the driver stays up on the device when no process uses it: only then do weights
+    /// Whether the driver stays loaded on the device when no process uses it. Only then do weights
     /// outlive all processes.
     pub fn persistence_mode(&self, device: DeviceUuid) -> Result<bool, NvmlError> {
         let device = self.device(device)?;
@@ -172,7 +172,7 @@ impl Nvml {
     }
 }
 
-/// All that is listed for a process, if any of it is a number.
+/// The sum of the entries of a process, if any of them has a number.
 fn bytes_of(pid: u32, list: &[RawProcess]) -> Option<u64> {
     let numbers = list.iter().filter(|process| process.pid == pid && process.used != NOT_AVAILABLE);
     numbers.map(|process| process.used).reduce(u64::saturating_add)
@@ -202,11 +202,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_has_what_is_listed_for_it_alone() {
+    fn bytes_of_a_process_are_the_sum_of_its_own_entries() {
         let process = |pid, used| RawProcess { pid, used, ..RawProcess::default() };
         let list = [process(7, 100), process(8, 20), process(9, NOT_AVAILABLE), process(8, 3)];
         assert_eq!(bytes_of(7, &list), Some(100));
-        assert_eq!(bytes_of(8, &list), Some(23), "on two parts of a device");
+        assert_eq!(bytes_of(8, &list), Some(23), "two entries of one process");
         assert_eq!(bytes_of(9, &list), None);
         assert_eq!(bytes_of(10, &list), None);
     }

@@ -1,4 +1,4 @@
-//! The worker's side against weight-servers that break off, mix things up, or lie.
+//! Attaching to weight-servers that close the connection early or send inconsistent frames.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -23,7 +23,7 @@ use proto::weights::v1::{self as wire, RefusalReason, ServerFrame, WorkerFrame, 
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A model of two tensors, as descriptors: the manifest, then one allocation each.
+/// The descriptors of a model with two tensors: the manifest, then one allocation for each tensor.
 fn model(change: impl FnOnce(&mut Manifest)) -> Vec<OwnedFd> {
     let allocations = [vec![1u8; 4096], vec![2u8; 8192]]
         .map(|contents| SealedMemfd::from_bytes("ballast-test", &contents).unwrap());
@@ -71,7 +71,7 @@ fn request() -> AttachRequest {
     }
 }
 
-/// The listener never blocks; a test waits for its one client.
+/// Waits for the one client of a test, since the listener does not block.
 fn accept(listener: &Listener) -> Connection {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -109,7 +109,7 @@ struct Server {
     _directory: tempfile::TempDir,
 }
 
-/// Serves one connection, from its Attach frame on.
+/// Starts a server that answers one connection, after its Attach frame, with `conversation`.
 fn server(conversation: impl FnOnce(&Connection, &Listener) + Send + 'static) -> Server {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("weights.sock");
@@ -122,7 +122,7 @@ fn server(conversation: impl FnOnce(&Connection, &Listener) + Send + 'static) ->
     Server { path, thread, _directory: directory }
 }
 
-/// What attaching to such a server ends in.
+/// The error of attaching to such a server.
 fn failure(conversation: impl FnOnce(&Connection) + Send + 'static) -> AttachModelError {
     let server = server(move |connection, _| conversation(connection));
     let error = attach(&server.path, &request(), |_| {}).unwrap_err();
@@ -161,7 +161,7 @@ fn tensors_are_mapped_and_descriptors_closed() {
 }
 
 #[test]
-fn lease_that_ends_before_its_tensors_does_not_claim_they_are_unmapped() {
+fn lease_dropped_before_its_tensors_sends_no_detach() {
     let server = server(|connection, _| {
         send(connection, grant(3), &[]);
         send(connection, batch(0, 0, 3), &model(|_| {}));
@@ -176,14 +176,15 @@ fn lease_that_ends_before_its_tensors_does_not_claim_they_are_unmapped() {
 }
 
 #[test]
-fn broken_lease_is_claimed_again_and_a_lost_one_says_so() {
+fn broken_lease_is_claimed_again_and_an_unknown_one_is_lost() {
     let (see_broken, broken) = std::sync::mpsc::channel();
     let server = server(move |connection, listener| {
         send(connection, grant(3), &[]);
         send(connection, batch(0, 0, 3), &model(|_| {}));
         receive(connection);
         connection.shutdown();
-        // A successor that is not ready yet, then one that is, then one that knows nothing.
+        // The first successor is not ready, the second accepts the claim, the third does not know
+        // the lease.
         let claim = |connection: &Connection| match receive(connection) {
             worker_frame::Kind::Reclaim(claim) => assert_eq!((claim.lease, claim.generation), (3, 1)),
             other => panic!("{other:?}"),
@@ -250,7 +251,7 @@ fn inconsistent_batches_are_refused() {
 }
 
 #[test]
-fn server_that_breaks_off_or_talks_out_of_turn_is_an_error() {
+fn early_close_and_unexpected_frames_are_errors() {
     let broken = failure(|connection| {
         send(connection, grant(3), &[]);
         send(connection, batch(0, 0, 2), &model(|_| {})[..2]);
@@ -267,7 +268,7 @@ fn server_that_breaks_off_or_talks_out_of_turn_is_an_error() {
 }
 
 #[test]
-fn hand_off_that_does_not_fit_its_manifest_is_refused() {
+fn descriptors_that_do_not_fit_the_manifest_are_refused() {
     fn import_failure(make: fn() -> Vec<OwnedFd>) -> AttachModelError {
         failure(move |connection| {
             let fds = make();

@@ -26,10 +26,10 @@ use crate::checked::{
 
 pub const GRANULE: u64 = 2 << 20;
 
-/// Device addresses start here; nothing of the host's lies there.
+/// Device addresses start here, where the host maps nothing.
 const FIRST_ADDRESS: u64 = 0x7_0000_0000_0000;
 
-/// Between reservations, so that an address beyond one is nobody's.
+/// Distance between reservations, so that an address behind one belongs to no other.
 const GAP: u64 = 1 << 40;
 
 #[derive(Debug)]
@@ -68,7 +68,7 @@ struct FakeMapping {
     access: Option<DeviceAccess>,
 }
 
-/// Calls number `first` to `last` of a kind, counted from 0, are refused.
+/// The calls number `first` to `last` of one function, counted from 0, fail with `code`.
 #[derive(Debug)]
 struct InjectedError {
     call: DriverCall,
@@ -138,14 +138,14 @@ impl FakeDriver {
         self.lock().granularity = granularity;
     }
 
-    /// Refuses `times` calls of this kind, after `after` more of them.
+    /// Lets `times` calls of this function fail, after `after` further ones have succeeded.
     pub fn fail(&self, call: DriverCall, after: usize, times: usize, code: ErrorCode) {
         let mut state = self.lock();
         let first = state.calls.iter().filter(|made| **made == call).count() + after;
         state.injected.push(InjectedError { call, first, last: first + times - 1, code });
     }
 
-    /// How many calls of this kind came so far, refused ones too.
+    /// How many calls of this function were made so far, failed ones included.
     pub fn count(&self, call: DriverCall) -> usize {
         self.lock().calls.iter().filter(|made| **made == call).count()
     }
@@ -154,7 +154,7 @@ impl FakeDriver {
         self.lock().used()
     }
 
-    /// Bytes of host memory.
+    /// Bytes of registered host memory.
     pub fn pinned(&self) -> usize {
         self.lock().pinned.values().sum()
     }
@@ -167,7 +167,7 @@ impl FakeDriver {
         self.lock().violations.clone()
     }
 
-    /// Nothing is held and the contract was kept.
+    /// Asserts that nothing is left and that the contract was never violated.
     pub fn assert_clean(&self) {
         let state = self.lock();
         assert!(state.violations.is_empty(), "{:?}", state.violations);
@@ -200,8 +200,8 @@ impl FakeState {
         self.next
     }
 
-    /// One allocation counts once, however many handles and mappings it has. Descriptors are not
-    /// counted here: whoever holds one is out of sight.
+    /// Bytes of all allocations; each counts once, however many handles and mappings it has. File
+    /// descriptors do not count: the fake cannot see who holds one.
     fn used(&self) -> u64 {
         let memories = self.handles.values().chain(self.mapped.values().map(|mapping| &mapping.memory));
         let sizes: BTreeSet<(u64, u64)> = memories.map(|memory| (memory.inode(), memory.bytes())).collect();
@@ -212,7 +212,7 @@ impl FakeState {
         self.devices.get(ordinal as usize).ok_or(DriverError { call, code: ErrorCode::INVALID_DEVICE })
     }
 
-    /// The reservation that the range lies in.
+    /// Whether the range lies inside of one reservation.
     fn is_reserved(&self, address: u64, bytes: u64) -> bool {
         let before = self.reserved.range(..=address).next_back();
         before.is_some_and(|(start, size)| address + bytes <= start + size)
@@ -223,7 +223,8 @@ impl FakeState {
         before.is_some_and(|(start, mapping)| start + mapping.memory.bytes() > address)
     }
 
-    /// Does something with each piece of a range of device memory, as a copy engine would.
+    /// Calls `action` for each mapping that a range of device memory touches, as a copy engine
+    /// would.
     fn for_each_mapping(
         &self,
         call: DriverCall,
@@ -320,7 +321,7 @@ impl DriverApi for FakeDriver {
         state.enter(DriverCall::MemImportFromShareableHandle)?;
         let memory = FakeMemory(fd.try_clone_to_owned().unwrap().into());
         if memory.bytes() == 0 || !memory.bytes().is_multiple_of(state.granularity) {
-            // What the real one says to a descriptor that it did not make.
+            // The answer of the real driver to a descriptor that it did not export.
             return Err(DriverError {
                 call: DriverCall::MemImportFromShareableHandle,
                 code: ErrorCode::UNKNOWN,
@@ -374,7 +375,7 @@ impl DriverApi for FakeDriver {
             return Err(state.violation(DriverCall::MemMap, "no such handle"));
         };
         if memory.bytes() != bytes {
-            // Not the caller's violation: a manifest may say anything.
+            // No violation of the contract: the size comes from a manifest, which may be wrong.
             return Err(DriverError { call: DriverCall::MemMap, code: ErrorCode::INVALID_VALUE });
         }
         state.mapped.insert(address, FakeMapping { memory, access: None });

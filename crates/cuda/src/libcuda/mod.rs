@@ -18,7 +18,7 @@ use crate::checked::{
 };
 use crate::raw::{Functions, Status};
 
-/// Longest name of a device, with its end.
+/// Longest name of a device, including its terminating zero.
 const NAME_BYTES: usize = 256;
 
 pub(super) struct LibCuda {
@@ -70,7 +70,7 @@ impl LibCuda {
     fn device(&self, ordinal: u32) -> Result<CUdevice, DriverError> {
         let mut device = 0;
         let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
-        // SAFETY: the driver is initialised, as for all calls below, and writes one number.
+        // SAFETY: the driver is initialized, as for all calls below, and writes one number.
         check(DriverCall::DeviceGet, unsafe { (self.functions.device)(&mut device, ordinal) })?;
         Ok(device)
     }

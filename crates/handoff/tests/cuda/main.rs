@@ -1,9 +1,9 @@
-//! Device memory between real processes on a real GPU: `cargo test -p memory --features cuda --test
-//! cuda`.
+//! Device memory handed between real processes on a real GPU: `cargo test -p handoff --features
+//! handoff/cuda --test cuda`.
 //!
-//! The parent does what the weight-server does: it holds descriptors and never loads the driver.
-//! Children of the same executable load, import, misbehave, and look at the device (`roles`).
-//! Without a driver it says so and passes. One argument picks a check by name.
+//! The parent acts as the weight-server: it holds descriptors and never loads the driver. Children
+//! of the same executable load, import, write where they may not, and query the device (`roles`).
+//! Without a driver the test reports this and passes. One argument selects checks by name.
 
 #![expect(
     clippy::unwrap_used,
@@ -24,18 +24,18 @@ use proto::weights::v1::BatchReceived;
 
 use roles::{MIB, NO_DRIVER, PATIENCE, ROLE};
 
-/// What 1,000 allocations may take. The goal is 50 ms; H200s were seen to need 42 to 68 (printed),
-/// nearly all of it the driver's. This bound is for what grows faster than the number of
+/// Bound on the import of 1,000 allocations. The goal is 50 ms; H200s needed 42 to 68 ms (printed),
+/// nearly all of it in the driver. The bound finds costs that grow faster than the number of
 /// allocations.
 const IMPORT_MAX: Duration = Duration::from_millis(200);
 
-/// The goal: what may be missing on the device when everything has gone.
+/// Free memory that the device may lack after all processes have ended (a goal).
 const BASELINE_TOLERANCE_BYTES: u64 = 8 * MIB;
 
-/// What a context takes of the device and the driver counts to no process: 5.6 MiB on an H200.
+/// Memory of a context that the driver counts for no process: 5.6 MiB on an H200.
 const UNCOUNTED_MAX: u64 = 16 * MIB;
 
-/// A driver frees what a killed process held within this time.
+/// The driver frees the memory of a killed process within this time.
 const RECLAIM: Duration = Duration::from_secs(10);
 
 struct Machine {
@@ -44,7 +44,7 @@ struct Machine {
 
 type GpuCheck = fn(&Machine) -> String;
 
-/// In this order: what may leave the device in a bad state comes last.
+/// In this order: a check that may leave the device in a bad state comes last.
 const CHECKS: [(&str, GpuCheck); 9] = [
     ("descriptors_alone_keep_the_memory_and_a_later_process_reads_it", descriptors_alone),
     ("a_thousand_allocations_are_imported_in_time", import_speed),
@@ -57,7 +57,7 @@ const CHECKS: [(&str, GpuCheck); 9] = [
     ("write_to_imported_memory_ends_that_process_alone", stray_write),
 ];
 
-/// Of this process, whatever runs.
+/// A check of this process itself.
 const NEVER_LOADED: &str = "process_that_held_the_descriptors_never_loaded_libcuda";
 
 fn main() -> ExitCode {
@@ -95,7 +95,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A child of this executable, with a socket to it as its standard input.
+/// A child of this executable. Its standard input is a socket to the parent.
 struct Role {
     child: Child,
     socket: Connection,
@@ -123,12 +123,12 @@ impl Role {
         roles::send_fds(&self.socket, fds);
     }
 
-    /// Waits until it says that it has come as far as it can without us.
+    /// Waits until the child reports that it waits for the parent.
     fn wait_ready(&self) {
         self.socket.receive::<BatchReceived>().unwrap();
     }
 
-    /// Asks for another look at the imported memory.
+    /// Lets the child read the imported memory again.
     fn look_again(&self) {
         self.socket.send(&BatchReceived { batch: 1 }, &[]).unwrap();
         self.wait_ready();
@@ -139,7 +139,7 @@ impl Role {
         self.child.wait().unwrap()
     }
 
-    /// Closes the socket, which lets it end, and gives what it has printed.
+    /// Closes the socket, which ends the child, and returns its output.
     fn end(self) -> (ExitStatus, String) {
         drop(self.socket);
         let output = self.child.wait_with_output().unwrap();
@@ -154,12 +154,12 @@ impl Role {
 }
 
 impl Machine {
-    /// What everybody together holds, from a child: NVML loads libcuda into its process.
+    /// Used bytes of the device, as a child reports them: NVML loads libcuda into its process.
     fn used(&self) -> u64 {
         one_child(&format!("used {}", self.uuid)).trim().parse().unwrap()
     }
 
-    /// Waits until the device holds about as much as before.
+    /// Waits until the device has about as much free memory as before.
     fn assert_back_at(&self, baseline: u64) -> String {
         let started = Instant::now();
         loop {
@@ -180,7 +180,7 @@ fn one_child(role: &str) -> String {
     Role::start(role, false).end_well()
 }
 
-/// A loader that has exited, and what it left.
+/// Runs a loader to its end, and returns its descriptors and its output.
 fn loaded(count: u64, mib: u64) -> (Vec<OwnedFd>, String) {
     let loader = Role::start(&format!("load {count} {mib}"), false);
     let fds = loader.receive_fds();

@@ -1,4 +1,5 @@
-//! What the children do; each talks to its parent through the socket that is its standard input.
+//! The roles of the child processes. Each child talks to its parent over the socket that is its
+//! standard input.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,15 +24,15 @@ pub(crate) const ROLE: &str = "BALLAST_TEST_CUDA_ROLE";
 pub(crate) const NO_DRIVER: u8 = 77;
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// No wait of parent or child is longer.
+/// Longest wait of parent or child.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Imports of one child, the first of which is cold.
+/// Imports by one child; the first one is cold.
 const REPETITIONS: usize = 7;
 
 const CYCLES: usize = 100;
 
-/// Bytes at the start and at the end of each allocation that are written and compared.
+/// Bytes that are written and compared, at the start and at the end of each allocation.
 const SAMPLE_BYTES: usize = 4096;
 
 pub(crate) fn run(role: &str) -> ExitCode {
@@ -190,13 +191,13 @@ fn load(device: &Device, socket: &Connection, count: usize, bytes: u64) {
         allocated.as_secs_f64() * 1e3,
         exported.as_secs_f64() * 1e3
     );
-    // Until the parent is done with us, or kills us.
+    // Wait until the parent closes the socket or kills this process.
     let _ = socket.receive::<BatchReceived>();
 }
 
 fn import(device: &Device, socket: &Connection) {
     let fds = receive_fds(socket);
-    // Once without a context, as a fact to know.
+    // Import once without a context, to print whether that works.
     let copies = || fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
     let (manifest, allocations) = split_handoff(copies()).unwrap();
     let early = ImportedModel::import(device, &manifest, allocations).map(|_| "works".to_owned());
@@ -233,7 +234,8 @@ fn import(device: &Device, socket: &Connection) {
     }
 }
 
-/// Where the time of an import goes, each call for all allocations before the next.
+/// Prints how long each driver call of an import takes, one call after the other for all
+/// allocations.
 fn parts_of_import(driver: &dyn DriverApi, manifest: &Manifest, fds: &[OwnedFd]) {
     let total: u64 = manifest.allocation_bytes();
     let copies: Vec<OwnedFd> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
@@ -282,7 +284,8 @@ fn parts_of_import(driver: &dyn DriverApi, manifest: &Manifest, fds: &[OwnedFd])
     println!("of which us: {}", text.join(", "));
 }
 
-/// Makes a context when it is told to, and says what the driver then counts to this process.
+/// Creates a context when the parent says so, and prints the bytes that the driver then counts for
+/// this process.
 fn context(device: &Device, socket: &Connection) {
     let nvml = Nvml::open().unwrap();
     let counted = || nvml.process_bytes(device.uuid()).unwrap();
@@ -292,13 +295,13 @@ fn context(device: &Device, socket: &Connection) {
     let context = device.context().unwrap();
     let counted = counted();
     tell_ready(socket);
-    // Until the parent has looked at the device.
+    // Wait until the parent has queried the device.
     let _ = socket.receive::<BatchReceived>();
     drop(context);
     println!("{}", counted.map_or_else(|| "nothing".to_owned(), |bytes| bytes.to_string()));
 }
 
-/// A kernel that writes where it is told.
+/// A kernel that writes to the address that it gets.
 const STRAY_PTX: &CStr = c".version 7.0
 .target sm_70
 .address_size 64
@@ -317,12 +320,12 @@ fn write_by_kernel(device: &Device, address: u64) -> Result<(), CudaError> {
     let stream = Stream::new(device)?;
     let config = LaunchConfig { grid: (1, 1, 1), block: 1, shared_bytes: 0, overlaps_predecessor: false };
     let mut argument = address;
-    // SAFETY: the kernel takes one address. Where it writes is the point of the test.
+    // SAFETY: the kernel takes one address. The test checks what happens when it writes there.
     unsafe { module.kernel(c"stray")?.launch(&stream, config, &mut [(&raw mut argument).cast()]) }?;
     device.synchronize()
 }
 
-/// Breaks its own context, and expects that to be all.
+/// Breaks its own context; nothing else may break.
 fn stray_write(device: &Device, socket: &Connection) {
     let (manifest, allocations) = split_handoff(receive_fds(socket)).unwrap();
     let context = device.context().unwrap();
@@ -334,7 +337,7 @@ fn stray_write(device: &Device, socket: &Connection) {
         range
     });
     write_by_kernel(device, own.unwrap().address()).unwrap();
-    // SAFETY: a mapping of this process, which is there to be refused.
+    // SAFETY: a read-only mapping of this process; the driver must refuse the copy.
     let copied =
         unsafe { driver.copy_to_device(model.tensors[0].address(), &[0xff; SAMPLE_BYTES]) }.unwrap_err();
     assert_samples(&model, &context);
@@ -393,7 +396,8 @@ fn too_little(device: &Device) {
     let error = WritableModel::allocate(&context, &sizes, Duration::ZERO).unwrap_err();
     assert!(matches!(error, AllocateError::OutOfMemory { .. }), "{error:?}");
     println!("{error}");
-    // The driver's own refusal, past the look at the free memory: with all of it but 3 GiB taken.
+    // With all free memory but 3 GiB taken, the driver itself fails, after the check of the free
+    // memory.
     let take = (before.free_bytes >> 30) - 3;
     let taken: Vec<PhysicalMemory> =
         (0..take).map(|_| PhysicalMemory::create(device, 1 << 30).unwrap()).collect();
@@ -407,7 +411,8 @@ fn too_little(device: &Device) {
     assert!(after.free_bytes + 8 * MIB >= before.free_bytes, "{before:?} {after:?}");
 }
 
-/// Everything but the processes, a hundred times; the parent looks at the device afterwards.
+/// Allocates, hands over, imports and unmaps in one process, many times. The parent then queries
+/// the device.
 fn cycles(device: &Device) {
     let context = device.context().unwrap();
     let free = || device.memory_info().unwrap().free_bytes;
@@ -422,14 +427,14 @@ fn cycles(device: &Device) {
         let imported = ImportedModel::import(device, &manifest, allocations).unwrap();
         assert_samples(&imported, &context);
         drop(imported);
-        // The first cycle makes the driver load what it needs.
+        // In the first cycle the driver allocates what it needs itself.
         let (free_before, fds_before) = *baseline.get_or_insert_with(|| (free(), descriptors()));
         assert_eq!(descriptors(), fds_before, "cycle {cycle}");
         assert!(free() + MIB >= free_before, "cycle {cycle}: {} free, {free_before} before", free());
     }
     let each = started.elapsed().as_secs_f64() * 1e3 / CYCLES as f64;
-    // One access call over several mappings, and a mapping that is only part of a range, work as
-    // the layer assumes.
+    // The driver layer relies on two things: one access call covers several mappings, and mappings
+    // may fill a part of a range.
     let physical = PhysicalMemory::create(device, 2 * MIB).unwrap();
     let mut range = AddressRange::reserve(device, 8 * MIB).unwrap();
     range.map(4 * MIB, &physical).unwrap();

@@ -1,4 +1,5 @@
-//! Hand-off, growth and their failures over the fake driver.
+//! Allocating, handing over and importing a model over the fake driver, and all failures on the
+//! way.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,8 +19,7 @@ const SIZES: [u64; 3] = [GRANULE, 3 * GRANULE, 2 * GRANULE];
 
 const TOTAL: u64 = 6 * GRANULE;
 
-/// Everything that allocating, handing over and importing calls before there is something to tear
-/// down.
+/// The driver calls that build something up while a model is allocated, exported and imported.
 const BUILDING: [DriverCall; 8] = [
     DriverCall::MemAddressReserve,
     DriverCall::MemCreate,
@@ -73,7 +73,7 @@ fn pattern(allocation: usize) -> Vec<u8> {
     (0..4096u32).map(|at| (at * 7 + allocation as u32 * 31 + 1) as u8).collect()
 }
 
-/// Any error of the whole way from nothing to an imported model.
+/// Any error between an empty device and an imported model.
 #[derive(Debug, thiserror::Error)]
 enum HandoffFailed {
     #[error(transparent)]
@@ -127,7 +127,7 @@ fn importer_reads_what_the_loader_wrote_and_nothing_is_left() {
     exporter.assert_clean();
     drop((exporter, device));
 
-    // Another driver, as another process has; descriptors alone have kept the memory.
+    // A second fake driver stands for another process; the descriptors alone have kept the memory.
     let (importer, device) = fake(TOTAL);
     let model = ImportedModel::import(&device, &manifest(&device, &SIZES), fds).unwrap();
     assert_eq!(importer.handles(), 0);
@@ -169,7 +169,7 @@ fn imported_memory_is_read_only() {
 }
 
 #[test]
-fn lack_of_memory_at_any_allocation_leaves_nothing_and_says_what_is_missing() {
+fn out_of_memory_at_any_allocation_leaves_nothing_and_reports_what_is_missing() {
     for room in [0, GRANULE, 4 * GRANULE, TOTAL - GRANULE] {
         let (fake, device) = fake(TOTAL);
         let held = (room < TOTAL).then(|| PhysicalMemory::create(&device, TOTAL - room).unwrap());
@@ -186,7 +186,7 @@ fn lack_of_memory_at_any_allocation_leaves_nothing_and_says_what_is_missing() {
 }
 
 #[test]
-fn lack_of_memory_that_the_driver_did_not_announce_leaves_nothing_either() {
+fn out_of_memory_despite_free_memory_leaves_nothing() {
     for k in 0..SIZES.len() {
         let (fake, device) = fake(TOTAL);
         let context = device.context().unwrap();
@@ -200,7 +200,7 @@ fn lack_of_memory_that_the_driver_did_not_announce_leaves_nothing_either() {
 }
 
 #[test]
-fn memory_that_a_dying_process_gives_back_late_is_waited_for() {
+fn allocation_waits_for_memory_of_an_ending_process() {
     let (fake, device) = fake(TOTAL);
     let held = PhysicalMemory::create(&device, GRANULE).unwrap();
     let context = device.context().unwrap();
@@ -219,7 +219,7 @@ fn memory_that_a_dying_process_gives_back_late_is_waited_for() {
 }
 
 #[test]
-fn refusal_of_any_call_is_named_and_leaves_nothing() {
+fn failure_of_any_driver_call_is_named_and_leaves_nothing() {
     for call in BUILDING {
         let calls = {
             let (fake, device) = fake(TOTAL);
@@ -239,7 +239,7 @@ fn refusal_of_any_call_is_named_and_leaves_nothing() {
 }
 
 #[test]
-fn refused_import_names_the_allocation() {
+fn failed_import_names_the_allocation() {
     let (fake, device) = fake(TOTAL);
     fake.fail(DriverCall::MemImportFromShareableHandle, 2, 1, ErrorCode::INVALID_DEVICE);
     let error = hand_over(&device, &SIZES).unwrap_err();
@@ -248,10 +248,10 @@ fn refused_import_names_the_allocation() {
 }
 
 #[test]
-fn not_supported_for_a_moment_is_outwaited_at_any_call() {
+fn temporary_not_supported_is_retried_at_any_call() {
     for call in BUILDING {
         if call == DriverCall::CtxSetCurrent {
-            // Touches nothing but the thread: nobody has seen this answer from it.
+            // It changes only the state of the thread, and has never been seen to fail like this.
             continue;
         }
         let (fake, device) = fake(TOTAL);
@@ -264,7 +264,7 @@ fn not_supported_for_a_moment_is_outwaited_at_any_call() {
 }
 
 #[test]
-fn not_supported_for_ever_is_believed_after_a_bounded_number_of_attempts() {
+fn permanent_not_supported_fails_after_a_bounded_number_of_attempts() {
     let (fake, device) = fake(TOTAL);
     fake.fail(DriverCall::MemMap, 0, usize::MAX >> 1, ErrorCode::NOT_SUPPORTED);
     let error = hand_over(&device, &SIZES).unwrap_err();
@@ -301,7 +301,7 @@ fn model_of_another_device_or_with_other_descriptors_is_refused() {
 }
 
 #[test]
-fn absurd_sizes_are_refused_before_anything_is_asked_of_the_device() {
+fn sizes_beyond_any_memory_are_refused_before_any_driver_call() {
     let (fake, device) = fake(TOTAL);
     let context = device.context().unwrap();
     for sizes in [&[u64::MAX][..], &[GRANULE, 1 << 63, 1 << 63]] {
@@ -330,18 +330,18 @@ fn allocations_are_rounded_alike_on_both_sides() {
 }
 
 #[test]
-fn model_without_tensors_is_fine() {
+fn model_without_tensors_is_imported() {
     let (fake, device) = fake(TOTAL);
     assert!(hand_over(&device, &[]).unwrap().tensors.is_empty());
     fake.assert_clean();
 }
 
-/// In a process of its own: the limit holds for all of it.
+/// In a process of its own, since the limit holds for the whole process.
 #[test]
-fn too_few_descriptors_are_noticed_before_memory_is_taken() {
+fn too_few_file_descriptors_are_an_error_before_memory_is_allocated() {
     const CHILD: &str = "BALLAST_TEST_DEVICE_FDS";
     if std::env::var_os(CHILD).is_none() {
-        let name = "device::tests::too_few_descriptors_are_noticed_before_memory_is_taken";
+        let name = "device::tests::too_few_file_descriptors_are_an_error_before_memory_is_allocated";
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
             .env(CHILD, "1")
@@ -360,7 +360,7 @@ fn too_few_descriptors_are_noticed_before_memory_is_taken() {
 }
 
 #[test]
-fn a_writable_view_that_stays_is_an_error_and_leaves_nothing() {
+fn failed_unmap_at_the_end_of_writing_is_an_error_and_leaves_nothing() {
     for refused in 0..SIZES.len() {
         let (fake, device) = fake(TOTAL);
         let context = device.context().unwrap();
