@@ -63,7 +63,7 @@ fn i8_bad_requests_name_the_field() {
         (json!({"prompt": "x", "top_p": 0}), 400, "top_p", "0"),
         (json!({"prompt": "x", "max_tokens": -5}), 400, "max_tokens", "-5"),
         (json!({"prompt": "x", "n": 0}), 400, "n", "`n` is 0"),
-        (json!({"prompt": 5}), 400, "prompt", "5"),
+        (json!({"prompt": 5}), 400, "prompt", "expected a string"),
         (json!({"prompt": "x", "model": "no-such-model"}), 404, "model", "no-such-model"),
         (json!({"prompt": [999_999]}), 400, "prompt", "999999"),
         (json!({"prompt": "x ".repeat(9000)}), 400, "prompt", "context"),
