@@ -129,9 +129,9 @@ fn a_budget_of_tokens_takes_what_the_type_takes() {
 fn a_type_that_does_not_exist_or_a_layer_that_does_not_is_refused_by_name() {
     for (kv_type, part) in [
         ("q4_0", "\"q4_0\" is not a KV cache type; use f32, f16, bf16 or q8_0"),
-        ("q8_0,2-4", "\"2-4\" gives no layers a type: 3=f16 or 0-3=f16"),
+        ("q8_0,2-4", "\"2-4\" is not LAYER=TYPE or FIRST-LAST=TYPE, as in 0-3=f16"),
         ("q8_0,0-3=f16,3=f32", "two KV cache types are given for layer 3"),
-        ("q8_0,6=f16", "a type of keys and values is given for layer 6, the model has 6 layers from 0 on"),
+        ("q8_0,6=f16", "a KV cache type is given for layer 6, but the model has 6 layers, counted from 0"),
     ] {
         let output = ballast().arg("plan").arg(demo_7m()).args(["--kv-type", kv_type]).output().unwrap();
         assert_eq!(output.status.code(), Some(USAGE), "{kv_type}: {}", text(&output).1);

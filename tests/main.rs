@@ -7,6 +7,7 @@
 mod admission;
 mod bad_input;
 mod devices;
+mod documents;
 mod exact;
 mod faults;
 mod golden;
