@@ -1,10 +1,10 @@
-//! QueueLimits of one engine. Nothing is sized from "free memory": the KV budget is explicit.
+//! Configuration of one engine. The KV budget is explicit: nothing is sized from "free memory".
 
 use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 use ops::{AttentionSpan, KvLayer, KvLayout, KvTypes, KvTypesError};
 use std::time::Duration;
 
-/// How much the KV cache may hold.
+/// The size of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvBudget {
     Tokens(usize),
@@ -16,38 +16,44 @@ pub struct EngineConfig {
     /// Tokens per KV block.
     pub block_tokens: usize,
     pub kv: KvBudget,
-    /// What keys and values are stored as. A draft model's are of the type that has no layers of its own.
+    /// Storage types of keys and values, by layer. A draft model's cache uses the default type,
+    /// which is not tied to a layer.
     pub kv_types: KvTypes,
-    /// Most rows of a step, over all sequences. Not below `running_max`, so that every decode moves in every step.
+    /// Token budget of a step: most rows over all sequences. It is at least `running_max`, so every
+    /// running sequence decodes in every step.
     pub step_tokens: usize,
-    /// What prompts may add to a step in which sequences decode, as far as earlier steps tell.
+    /// The longest time by which prefill rows may lengthen a step in which sequences decode. The
+    /// engine estimates it from the prefill rate of earlier steps.
     pub max_prefill_stall: Duration,
     /// Most sequences that hold KV blocks at once.
     pub running_max: usize,
-    /// Most requests of ordinary priority that wait; `admission` says what that means for others.
+    /// Most waiting requests of ordinary priority. [`crate::schedule::admission`] derives the
+    /// limits of other priorities.
     pub queue_max: usize,
-    /// Cuts the model's context length; `None` keeps it.
+    /// Shortens the model's context length; `None` keeps it.
     pub context_tokens: Option<usize>,
-    /// Reuse the KV blocks of equal prefixes between requests.
+    /// Whether requests with equal prefixes share KV blocks.
     pub prefix_cache: bool,
-    /// Most tokens that are drafted for a sequence in a step, if the engine has a drafter; 0: none.
+    /// Most draft tokens of a sequence in a step, if the engine has a drafter. 0: no drafts.
     pub draft_depth_max: usize,
 }
 
-/// Rows of a step.
+/// Default token budget of a step.
 pub const STEP_TOKENS: usize = 512;
-/// 64 sequences at once, and what a router keeps of them for urgent requests and batches unless it is told otherwise.
+/// Default of `running_max`: 64 sequences, and 16 that a router's defaults reserve for urgent and
+/// batch requests.
 pub const RUNNING_MAX: usize = 80;
-/// Requests that wait.
+/// Default of `queue_max`.
 pub const QUEUE_MAX: usize = 256;
-/// Who reads a stream along hardly notices.
+/// A person who reads a stream hardly notices a gap of this length.
 const MAX_PREFILL_STALL: Duration = Duration::from_millis(100);
-/// Bytes of the logits that scoring adds to a step: a vocabulary of 150,000 gets 13 rows, one of 4,000 gets 524.
+/// Bytes of logits that scoring adds to a step: 13 rows with a vocabulary of 150,000, 524 rows with
+/// one of 4,000.
 const SCORE_LOGITS_BYTES: usize = 8 << 20;
-/// Bytes of the logits that drafts add to a step: 55 drafted tokens with a vocabulary of 150,000.
+/// Bytes of logits that draft tokens add to a step: 55 rows with a vocabulary of 150,000.
 const DRAFT_LOGITS_BYTES: usize = 32 << 20;
 
-/// A name in the cache has a byte for its group.
+/// [`crate::kv::block_key::BlockKey`] stores the group in one byte.
 const GROUPS_MAX: usize = 256;
 
 /// A configuration that no engine can run with.
@@ -55,35 +61,31 @@ const GROUPS_MAX: usize = 256;
 pub enum EngineConfigError {
     #[error("{field} is 0, it must be at least 1")]
     Zero { field: &'static str },
-    #[error("a draft depth of {depth} is asked for, at most {DRAFT_DEPTH_MAX} is possible")]
+    #[error("draft depth is {depth}, the limit is {DRAFT_DEPTH_MAX}")]
     DraftDepth { depth: usize },
     #[error(
-        "step_tokens is {step_tokens}, below running_max of {running_max}: a step could not move every sequence"
+        "step_tokens is {step_tokens}, below running_max of {running_max}: a step could not decode every running sequence"
     )]
     StepBelowRunning { step_tokens: usize, running_max: usize },
-    #[error(
-        "the KV budget of {budget_bytes} bytes holds no block; one and the trash block take {needed_bytes}"
-    )]
+    #[error("the KV budget is {budget_bytes} bytes, but one block and the null block take {needed_bytes}")]
     BudgetTooSmall { budget_bytes: u64, needed_bytes: u64 },
-    #[error("the KV budget has {tokens} tokens, at most {max} can be addressed")]
+    #[error("the KV budget is {tokens} tokens, at most {max} can be addressed")]
     BudgetTooLarge { tokens: u64, max: u64 },
-    #[error("the model has no layer with keys and values")]
+    #[error("the model has no layer with a KV cache")]
     NoLayers,
     #[error(
-        "{whose} sees only the last {tokens} tokens: a draft model keeps all of its keys and values, in the blocks of layers \
-         that see everything; draft by lookup, or not at all"
+        "{whose} attends only to the last {tokens} tokens, but a draft model stores its keys and values in blocks of layers \
+         with full attention; use prompt lookup drafts, or none"
     )]
     DraftWindow { whose: &'static str, tokens: usize },
-    #[error(
-        "the model's layers are {groups} groups that see different parts of the span, at most {max} are possible"
-    )]
+    #[error("the model needs {groups} KV cache groups, the limit is {max}")]
     Groups { groups: usize, max: usize },
     #[error(transparent)]
     KvTypes(#[from] KvTypesError),
 }
 
 impl EngineConfig {
-    /// Defaults for everything but the budget.
+    /// Defaults for every field but the KV budget.
     pub fn new(kv: KvBudget) -> Self {
         Self {
             block_tokens: 16,
@@ -99,20 +101,22 @@ impl EngineConfig {
         }
     }
 
-    /// The cache that the budget buys, its trash block included. What it takes: `blocks * block_bytes()`.
+    /// The layout of the KV cache that the budget pays for, the null block included. Its memory is
+    /// `blocks * block_bytes()`.
     pub fn kv_layout(&self, layers: Vec<KvLayer>) -> Result<KvLayout, EngineConfigError> {
-        self.kv_layout_beside(layers, 0)
+        self.kv_layout_with_drafts(layers, 0)
     }
 
-    /// The same where as many blocks of `others` bytes have to be paid for too. A budget in tokens buys blocks for these
-    /// tokens whatever part of them its layers see: for one sequence or for many.
-    pub(crate) fn kv_layout_beside(
+    /// As `kv_layout`, where each block also pays `draft_block_bytes` for a draft model's cache. A
+    /// budget in tokens buys blocks of every KV cache group for these tokens, whatever part of them
+    /// a group's layers read.
+    pub(crate) fn kv_layout_with_drafts(
         &self,
         layers: Vec<KvLayer>,
-        others: usize,
+        draft_block_bytes: usize,
     ) -> Result<KvLayout, EngineConfigError> {
         let mut layout = KvLayout { block_tokens: self.block_tokens, blocks: 0, layers };
-        let block_bytes = (layout.block_bytes() + others) as u64;
+        let block_bytes = (layout.block_bytes() + draft_block_bytes) as u64;
         let groups = layout.groups().len();
         if groups > GROUPS_MAX {
             return Err(EngineConfigError::Groups { groups, max: GROUPS_MAX });
@@ -134,7 +138,7 @@ impl EngineConfig {
             }
             KvBudget::Bytes(budget_bytes) => budget_bytes / block_bytes,
         };
-        // A KV slot, the index of a token in the cache, is a u32.
+        // The index of a token in the cache (a KV slot) is a u32.
         let tokens = blocks.saturating_mul(self.block_tokens as u64);
         if tokens > u64::from(u32::MAX) {
             return Err(EngineConfigError::BudgetTooLarge { tokens, max: u64::from(u32::MAX) });
@@ -151,13 +155,13 @@ impl EngineConfig {
         }
     }
 
-    /// Most rows of logits that the engine keeps in the host's memory: those of a step, and one for each running request that
-    /// waits for its constraint.
+    /// Most rows of logits that the engine keeps in host memory: the rows of one step, and one
+    /// deferred row for each running request.
     pub fn kept_rows_max(&self, vocab_size: usize) -> usize {
         self.model_limits(vocab_size).outputs_max + self.running_max
     }
 
-    /// Most rows of a step that drafts get.
+    /// Most rows of draft tokens in a step.
     pub fn draft_rows_max(&self, vocab_size: usize) -> usize {
         match self.draft_depth_max {
             0 => 0,
@@ -167,7 +171,8 @@ impl EngineConfig {
         }
     }
 
-    /// Most rows of a step that scoring gets: the longest run of `EngineOutput::Logits` or `Scored` from one step.
+    /// Most scored rows in a step, and so most `EngineOutput::Logits` or `Scored` outputs of one
+    /// step.
     pub fn score_rows_max(&self, vocab_size: usize) -> usize {
         (SCORE_LOGITS_BYTES / (size_of::<f32>() * vocab_size.max(1))).clamp(1, self.step_tokens.max(1))
     }
@@ -193,21 +198,22 @@ impl EngineConfig {
     }
 }
 
-/// Whether a model with layers `drafts` can draft for one with layers `own`. It uses the tables of the first group, and the
-/// blocks there for all of its own layers: nothing in them may be given back while the sequence lives.
-pub fn check_draft(own: &[KvLayer], drafts: &[KvLayer]) -> Result<(), EngineConfigError> {
+/// Checks that a draft model with layers `draft_layers` can share the block tables of a model with
+/// layers `model_layers`. The draft model stores the keys and values of all its layers in the
+/// blocks of the first KV cache group. These blocks must stay allocated while the sequence lives.
+pub fn check_draft(model_layers: &[KvLayer], draft_layers: &[KvLayer]) -> Result<(), EngineConfigError> {
     let window = |whose, layers: &[KvLayer]| {
         layers.iter().find_map(|layer| match layer.span {
             AttentionSpan::Full => None,
             AttentionSpan::Window { tokens } => Some(EngineConfigError::DraftWindow { whose, tokens }),
         })
     };
-    let refused = match drafts {
+    let refused = match draft_layers {
         [] => None,
-        _ if own.iter().all(|layer| layer.span != AttentionSpan::Full) => {
-            window("each layer of the model", own)
+        _ if model_layers.iter().all(|layer| layer.span != AttentionSpan::Full) => {
+            window("each layer of the model", model_layers)
         }
-        _ => window("a layer of the draft model", drafts),
+        _ => window("a layer of the draft model", draft_layers),
     };
     refused.map_or(Ok(()), Err)
 }

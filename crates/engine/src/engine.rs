@@ -1,4 +1,4 @@
-//! [`Engine`]: requests in, steps of the model, outputs out.
+//! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
 
 use crate::config::{EngineConfig, EngineConfigError, check_draft};
 use crate::draft::drafter::Drafter;
@@ -33,7 +33,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Of requests that name none.
+/// Tenant of requests without one.
 const NO_TENANT: u64 = 0;
 
 pub struct Engine<B: Backend> {
@@ -45,15 +45,15 @@ pub struct Engine<B: Backend> {
     admission: AdmissionControl,
     scheduler: Scheduler,
     sampler: Sampler,
-    /// Set if tokens are drafted.
+    /// Set if the engine uses draft tokens.
     drafting: Option<Drafting<B>>,
     batch: Batch,
     max_prefill_stall: Duration,
     prefill_rate: PrefillRateEstimator,
-    /// What the step brought to the host.
+    /// Tokens and logits of the current step on the host.
     rows: OutputRows,
     deferred: DeferredLogits,
-    /// By slot of the scheduler.
+    /// By sequence id.
     requests: Vec<Option<RequestState>>,
     sequence_ids: HashMap<RequestId, SequenceId>,
     deadlines: BTreeSet<(Duration, SequenceId)>,
@@ -76,7 +76,7 @@ impl<B: Backend> Engine<B> {
         Self::start(model, None, backend, config)
     }
 
-    /// The same engine with tokens drafted by `drafter`, to the depth that the configuration allows.
+    /// An engine with speculative decoding: `drafter` proposes up to `draft_depth_max` tokens.
     pub fn with_drafter(
         model: Box<dyn Model<B>>,
         drafter: Box<dyn Drafter<B>>,
@@ -94,17 +94,17 @@ impl<B: Backend> Engine<B> {
         config: &EngineConfig,
     ) -> Result<Self, EngineStartError> {
         config.check()?;
-        // One budget and one table of blocks for both.
+        // The model and its drafter share one KV budget and one block table.
         let own_layers = model.kv_layers(&config.kv_types);
         config.kv_types.check(own_layers.len()).map_err(EngineConfigError::from)?;
         let draft_kind = config.kv_types.rest();
         let draft_layers = drafter.as_ref().map_or(Vec::new(), |drafter| drafter.kv_layers(draft_kind));
         let mut drafts = KvLayout { block_tokens: config.block_tokens, blocks: 0, layers: draft_layers };
-        let layout = config.kv_layout_beside(own_layers, drafts.block_bytes())?;
+        let layout = config.kv_layout_with_drafts(own_layers, drafts.block_bytes())?;
         drafts.blocks = layout.blocks;
         check_draft(&layout.layers, &drafts.layers)?;
         let groups: Vec<KvGroupKind> = layout.groups().iter().map(|group| group.span.into()).collect();
-        // A draft's keys and values would have to be copied too.
+        // A fork would have to copy the draft model's keys and values too.
         let can_fork = drafts.layers.is_empty();
         let block_bytes = layout.block_bytes() + drafts.block_bytes();
         let bytes = layout.blocks as u64 * block_bytes as u64;
@@ -164,12 +164,13 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Checks and queues a request. An error leaves no trace of it.
+    /// Validates and queues a request. After an error the engine has no record of it.
     pub fn submit(&mut self, request: Request) -> Result<Queued, RefuseReason> {
         self.submit_constrained(request, None)
     }
 
-    /// As `submit`; only what `constraint` allows is drawn. It has accepted the request's prior output.
+    /// As `submit`, with structured output: only tokens that `constraint` allows are sampled. The
+    /// constraint has already accepted the request's prior output.
     pub fn submit_constrained(
         &mut self,
         request: Request,
@@ -193,7 +194,7 @@ impl<B: Backend> Engine<B> {
         ))
     }
 
-    /// As `submit`, for tokens that are given and to be scored.
+    /// As `submit`, for given tokens to be scored.
     pub fn submit_score(&mut self, request: ScoreRequest) -> Result<Queued, RefuseReason> {
         let checked = self
             .capacity
@@ -214,7 +215,7 @@ impl<B: Backend> Engine<B> {
         ))
     }
 
-    /// Ends a request; its blocks are free when this returns. `false`: there is none of that id.
+    /// Ends a request and releases its blocks. Returns `false` for an unknown id.
     pub fn cancel(&mut self, id: RequestId, out: &mut Vec<EngineOutput>) -> bool {
         match self.sequence_ids.get(&id) {
             Some(&sequence_id) => {
@@ -225,28 +226,29 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// While held, a request gets no rows beyond those of its admission: its reader is behind. It keeps its blocks.
+    /// Pauses a request whose client reads too slowly. A paused request keeps its blocks and gets
+    /// no rows beyond those of its admission.
     pub fn set_paused(&mut self, id: RequestId, is_paused: bool) -> bool {
         let sequence_id = self.sequence_ids.get(&id).copied();
         sequence_id.inspect(|&sequence_id| self.scheduler.set_paused(sequence_id, is_paused)).is_some()
     }
 
-    /// From now on requests are refused; those there are run to their end.
+    /// Refuses all further requests. Accepted requests run to their end.
     pub fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// Requests wait or run. A step may still have no rows, when all of them are held.
+    /// Whether requests wait or run. A step may have no rows even so, if all requests are paused.
     pub fn has_work(&self) -> bool {
         !self.sequence_ids.is_empty()
     }
 
-    /// When the next request's time is up: a step is due then even if none has rows.
+    /// The earliest deadline. The caller must call `step` then, even if no request has rows.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.deadlines.first().map(|&(deadline, _)| deadline)
     }
 
-    /// Ends what is overdue at `now`, computes one batch and reports what came of it.
+    /// Ends requests whose deadline is not after `now`, computes one step and reports its outputs.
     pub fn step(&mut self, now: Duration, out: &mut Vec<EngineOutput>) -> Result<StepReport, StepError> {
         let ended_before = self.stats.finished;
         while let Some(&(deadline, sequence_id)) = self.deadlines.first()
@@ -272,14 +274,15 @@ impl<B: Backend> Engine<B> {
         };
         self.stats.preemptions += plan.preempted as u64;
         for &(sequence_id, cached_tokens) in &plan.admitted {
-            if let Some(request_state) = &mut self.requests[sequence_id.index()] {
-                request_state.usage.cached_tokens = cached_tokens;
-                if let Some(tenant) = request_state.queued_tenant.take() {
-                    self.admission.admitted(tenant, now);
-                }
-                self.stats.prompt_tokens_cached += cached_tokens as u64;
-                out.push(EngineOutput::Admitted { id: request_state.id, cached_tokens });
+            let Some(request_state) = &mut self.requests[sequence_id.index()] else {
+                panic!("{sequence_id:?} is admitted but has no request")
+            };
+            request_state.usage.cached_tokens = cached_tokens;
+            if let Some(tenant) = request_state.queued_tenant.take() {
+                self.admission.admitted(tenant, now);
             }
+            self.stats.prompt_tokens_cached += cached_tokens as u64;
+            out.push(EngineOutput::Admitted { id: request_state.id, cached_tokens });
         }
         if report.rows > 0 {
             self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
@@ -298,12 +301,12 @@ impl<B: Backend> Engine<B> {
         Ok(report)
     }
 
-    /// The last step took so long: what the depth of drafts and the rows of prompts beside decodes follow. Never changes what
-    /// is put out.
+    /// Records the duration of the last step, from which the engine derives the draft depth and the
+    /// prefill row limit. It never changes a token.
     pub fn observe(&mut self, report: &StepReport, took: Duration) {
         let others = report.decode_rows + report.draft_rows;
         self.prefill_rate.observe(others, report.rows - others, took);
-        // Steps with prompts in them say little about small steps.
+        // A step with prefill says little about small steps.
         if let Some(drafting) = &mut self.drafting
             && report.rows > 0
             && report.rows == others
@@ -312,7 +315,7 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// What computes: for whoever accounts for the memory of the device.
+    /// The backend, for memory accounting.
     pub fn backend(&self) -> &B {
         &self.backend
     }
@@ -333,19 +336,21 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// What the cache takes and how well it is filled: looks at every running sequence, so not for every step.
+    /// Memory and fragmentation of the KV cache. It visits every running sequence, so it is not for
+    /// every step.
     pub fn kv_cache_usage(&self) -> KvCacheUsage {
         let (token_capacity, unused_tokens) = self.scheduler.token_slots();
         let drafts = self.drafting.as_ref().map_or(0, |now| now.drafter.kv_bytes(&self.backend));
         KvCacheUsage { bytes: self.backend.kv_bytes(&self.kv) + drafts, token_capacity, unused_tokens }
     }
 
-    /// What became findable in the cache, and ceased to be, from event `from` on. Between steps.
+    /// KV cache events from number `from` on. Call it between steps.
     pub fn kv_events(&self, from: u64) -> KvEventBatch {
         self.scheduler.pool().events_since(from)
     }
 
-    /// Gives back memory behind the last block that is held or can be found, and that of logits. Between steps.
+    /// Releases KV memory behind the last block that is in use or cached, and buffers for logits.
+    /// Call it between steps.
     pub fn release_memory(&mut self) -> Result<(), OpError> {
         self.rows.release_memory();
         self.deferred.release_memory();
@@ -356,25 +361,25 @@ impl<B: Backend> Engine<B> {
         self.backend.trim(&mut self.kv, blocks)
     }
 
-    /// Forgets cached prefixes that no request has found since the last call. Between steps.
+    /// Evicts cached blocks that no request has used since the last call. Call it between steps.
     pub fn evict_unused_prefixes(&mut self) {
         self.scheduler.evict_unused_prefixes();
     }
 
-    /// Forgets all cached prefixes. `false`, and nothing is done, while any request holds blocks.
+    /// Clears the prefix cache. Returns `false` and does nothing while any request uses blocks.
     pub fn reset_prefix_cache(&mut self) -> bool {
         self.scheduler.reset_prefix_cache()
     }
 
-    /// Checks every block against the sequences that hold it, and every list of requests and sequences against the others. For
-    /// an idle moment: it looks at the whole pool.
+    /// Checks block reference counts against all sequences, and all lists of requests and sequences
+    /// against each other. It visits the whole pool: for an idle process.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
         let Self { requests, sequence_ids, deadlines, admission, scheduler, .. } = self;
         scheduler.check_integrity()?;
         RequestRecords { requests, sequence_ids, deadlines, admission, scheduler }.check()
     }
 
-    /// The last of all checks: from here on the request is in the queue.
+    /// The last check: on success the request counts as waiting.
     fn check_admission(&mut self, id: RequestId, priority: i32, tenant: u64) -> Result<(), RefuseReason> {
         if self.draining {
             Err(RefuseReason::Draining)
@@ -407,7 +412,7 @@ impl<B: Backend> Engine<B> {
         Queued { ahead: self.scheduler.waiting_ahead(sequence_id) }
     }
 
-    /// Extends the plan by guesses at what its sequences go on with.
+    /// Adds draft tokens to the plan.
     fn draft(&mut self) -> Result<(), OpError> {
         let Some(Drafting { drafter, speculation }) = &mut self.drafting else { return Ok(()) };
         let requests = &self.requests;
@@ -417,7 +422,7 @@ impl<B: Backend> Engine<B> {
         speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
 
-    /// Runs the model over the plan and brings to the host what its requests need of the logits.
+    /// Runs the model over the plan and copies the needed tokens and logits to the host.
     fn compute(&mut self) -> Result<(), OpError> {
         let drafts = self.drafting.iter().flat_map(|drafting| drafting.speculation.drafts());
         self.batch.fill(&self.scheduler, self.block_tokens, drafts);
@@ -431,10 +436,12 @@ impl<B: Backend> Engine<B> {
         let count = self.scheduler.plan().chunks.len() * self.capacity.groups.len();
         let mut tables: Vec<&[BlockId]> = Vec::with_capacity(count);
         tables.extend(sequences.flat_map(|sequence| sequence.blocks().tables()));
+        assert_eq!(tables.len(), count, "every chunk of the plan has a sequence");
         let (wanted, vocab_size) = (self.batch.output_rows(), self.capacity.vocab_size);
         let (requests, scheduler) = (&self.requests, &self.scheduler);
         let draw = |row: &OutputRow| {
-            // Others may sample from a leader's row in other ways.
+            // Followers may sample from a leader's logits with other parameters, so the host needs
+            // them.
             let leads = scheduler.sequence(row.sequence_id).is_some_and(|sequence| sequence.followers > 0);
             let request_state = requests[row.sequence_id.index()].as_ref().filter(|_| !leads);
             request_state.and_then(|request_state| request_state.draw(row.position, row.drafted.is_some()))
@@ -448,7 +455,7 @@ impl<B: Backend> Engine<B> {
         self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
     }
 
-    /// Rows that waited for their constraint and need not any more.
+    /// Samples from deferred logits whose token mask is ready now.
     fn sample_deferred(&mut self, out: &mut Vec<EngineOutput>) {
         let mut index = 0;
         loop {
@@ -462,7 +469,7 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Hands every row of logits to its request.
+    /// Passes every output row to its request.
     fn report_rows(&mut self, out: &mut Vec<EngineOutput>) {
         let rows = std::mem::take(&mut self.rows);
         for index in 0..self.batch.output_rows().len() {
@@ -488,7 +495,8 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Whether a row was computed from its sequence's tokens: a drafted one is if the rows before it gave its token.
+    /// Whether the row was computed from its sequence's tokens. A draft row is valid if the rows
+    /// before it sampled its token.
     fn is_valid_row(&mut self, row: &OutputRow) -> bool {
         let Some(drafted) = row.drafted else { return true };
         let right = self.scheduler.accept_draft(row.sequence_id, row.position, drafted);
@@ -522,15 +530,18 @@ impl<B: Backend> Engine<B> {
             RequestWork::Generate(generation) => {
                 match generation.draw(*id, usage, position + 1, row, &mut self.sampler, out) {
                     Ok(SampleOutcome::Continue(token)) => {
-                        // A preempted one may get its row a second time before it has drawn from the first.
+                        // A preempted sequence may compute a row again while its logits are still
+                        // deferred.
                         self.deferred.remove(sequence_id);
                         self.scheduler.push_token(sequence_id, token);
                         None
                     }
                     Ok(SampleOutcome::Finished(reason)) => Some(reason),
                     Ok(SampleOutcome::Pending) => {
-                        // Whole rows come for whoever has a constraint.
-                        let RowOutput::Logits(logits) = row else { return None };
+                        // A request with a constraint always gets its logits.
+                        let RowOutput::Logits(logits) = row else {
+                            panic!("{id}: a request with a constraint gets no token from the device")
+                        };
                         self.stats.deferred_rows += 1;
                         self.deferred.insert(sequence_id, position, logits);
                         None
@@ -539,8 +550,13 @@ impl<B: Backend> Engine<B> {
                 }
             }
             RequestWork::Score(scoring) => {
-                let RowOutput::Logits(row) = row else { return None };
-                let tokens = self.scheduler.sequence(sequence_id)?.tokens();
+                let RowOutput::Logits(row) = row else {
+                    panic!("{id}: a scored request gets no token from the device")
+                };
+                let Some(sequence) = self.scheduler.sequence(sequence_id) else {
+                    panic!("{id} has no sequence")
+                };
+                let tokens = sequence.tokens();
                 match scoring.report(*id, tokens, position, row, out) {
                     Ok(()) => (position + 1 == tokens.len()).then_some(FinishReason::Scored),
                     Err(error) => Some(FinishReason::BadLogits(error)),
@@ -561,7 +577,9 @@ impl<B: Backend> Engine<B> {
     }
 
     fn finish(&mut self, sequence_id: SequenceId, reason: FinishReason, out: &mut Vec<EngineOutput>) {
-        let Some(request_state) = self.requests[sequence_id.index()].take() else { return };
+        let Some(request_state) = self.requests[sequence_id.index()].take() else {
+            panic!("{sequence_id:?} ends but has no request")
+        };
         self.scheduler.remove(sequence_id);
         self.deferred.remove(sequence_id);
         if let Some(tenant) = request_state.queued_tenant {

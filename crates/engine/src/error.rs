@@ -1,4 +1,4 @@
-//! Why an engine could not start, and why a step failed.
+//! Errors of engine start and of a step.
 
 use crate::config::EngineConfigError;
 use ops::OpError;
@@ -6,16 +6,16 @@ use ops::OpError;
 /// Why an engine could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineStartError {
-    #[error("engine configuration refused")]
+    #[error("invalid engine configuration")]
     Config(#[from] EngineConfigError),
-    #[error("no room for the KV cache of {blocks} blocks, {bytes} bytes")]
+    #[error("cannot allocate the KV cache of {blocks} blocks, {bytes} bytes")]
     Kv { blocks: usize, bytes: u64, source: OpError },
 }
 
-/// The model could not compute a step. The requests that were part of it have ended with `StepFailed`; the others and
-/// the engine itself go on, unless the device is gone.
+/// The model could not compute a step. The requests in the step ended with `StepFailed`. Other
+/// requests and the engine go on, unless the error is fatal.
 #[derive(Debug, thiserror::Error)]
-#[error("step of {rows} rows failed, {requests} requests lost")]
+#[error("step of {rows} rows failed and ended {requests} requests")]
 pub struct StepError {
     pub rows: usize,
     pub requests: usize,
@@ -23,7 +23,7 @@ pub struct StepError {
 }
 
 impl StepError {
-    /// No later step can succeed: the process should end.
+    /// Whether no later step can succeed. The process should then exit.
     pub fn is_fatal(&self) -> bool {
         matches!(self.source, OpError::Device { .. })
     }

@@ -1,4 +1,4 @@
-//! What the engine notes about its requests, compared with what the scheduler has of them.
+//! Integrity check of the engine's request records against the scheduler's sequences.
 
 use crate::request::input::RequestId;
 use crate::request::state::RequestState;
@@ -18,8 +18,8 @@ pub(crate) struct RequestRecords<'a> {
 }
 
 impl RequestRecords<'_> {
-    /// Every request has its sequence, its name, its deadline and, until it is admitted, its place in the queue; there are
-    /// no others.
+    /// Checks that every request has a sequence, an id, its deadline and, until admission, its
+    /// count in the waiting queue; and that no others exist.
     pub(crate) fn check(&self) -> Result<(), IntegrityError> {
         let (mut live, mut with_deadline) = (0, 0);
         let mut queued: HashMap<u64, usize> = HashMap::new();

@@ -1,15 +1,16 @@
-//! What the engine counts.
+//! Counters and gauges that the engine reports.
 
 use crate::draft::speculation::DraftStats;
 
 /// What one call of `Engine::step` did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepReport {
-    /// Rows of the batch: tokens whose keys and values were computed. 0: there was nothing to do.
+    /// Rows of the batch: tokens whose keys and values the step computed. 0: the step had nothing
+    /// to do.
     pub rows: usize,
-    /// Rows that continued an output by one token.
+    /// Rows that continue an output by one token.
     pub decode_rows: usize,
-    /// Rows of drafted tokens.
+    /// Rows of draft tokens.
     pub draft_rows: usize,
     /// Sequences in the batch.
     pub sequences: usize,
@@ -19,48 +20,50 @@ pub struct StepReport {
     pub tokens_sampled: usize,
 }
 
-/// How the cache's memory is used, now.
+/// Memory and fragmentation of the KV cache at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvCacheUsage {
-    /// Memory behind the cache.
+    /// Memory that backs the cache.
     pub bytes: u64,
-    /// Token places in the tables of running sequences for the first group of layers, a shared block counted for each.
+    /// Tokens that the blocks of running sequences can hold, in KV cache group 0. A shared block
+    /// counts once for each sequence.
     pub token_capacity: usize,
-    /// Those of them that hold nothing yet: fragmentation.
+    /// Tokens of `token_capacity` that are not computed yet: internal fragmentation.
     pub unused_tokens: usize,
 }
 
-/// Gauges of now and counters since the start.
+/// Gauges of this moment and counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStats {
     pub running: usize,
     pub waiting: usize,
-    /// Usable blocks, without the trash block.
+    /// Allocatable blocks, without the null block.
     pub kv_blocks: usize,
     pub kv_block_tokens: usize,
     pub kv_block_bytes: usize,
-    /// Groups of layers: a token takes a place in a block of each.
+    /// KV cache groups. A token takes a slot in one block of each group.
     pub kv_groups: usize,
-    /// Blocks that a live request holds.
+    /// Blocks with a reference count above 0.
     pub kv_blocks_used: usize,
-    /// Blocks that may be taken at once; cached ones among them.
+    /// Blocks that can be allocated at once, cached blocks included.
     pub kv_blocks_free: usize,
-    /// Free blocks that still hold a findable prefix.
+    /// Free blocks that a prefix lookup still finds.
     pub kv_blocks_cached: usize,
     pub steps: u64,
-    /// Rows that were not decodes: prompts, and what a preemption made necessary again.
+    /// Rows that were no decodes: prompt tokens, and tokens recomputed after a preemption.
     pub prompt_tokens_computed: u64,
     pub prompt_tokens_cached: u64,
-    /// Reported ones: without stop tokens.
+    /// Reported output tokens. Stop tokens are not reported.
     pub output_tokens: u64,
     pub preemptions: u64,
-    /// Cached blocks that were taken for something else.
+    /// Cached blocks that were reallocated.
     pub evictions: u64,
-    /// Number of the next event of the cache: of so many less one has been told ([`crate::events`]).
+    /// Number of the next KV cache event ([`crate::kv::events`]). The first event has number 1.
     pub kv_events: u64,
-    /// Requests that went on from another's computed prompt.
+    /// Requests that took over the computed prompt of an equal request.
     pub forks: u64,
-    /// Rows that were there before their constraint could say what is allowed: the request waited, nobody else.
+    /// Rows of logits that were deferred because the request's token mask was not ready. Only that
+    /// request waits.
     pub deferred_rows: u64,
     pub drafts: DraftStats,
     pub finished: u64,

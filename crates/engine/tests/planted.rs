@@ -71,8 +71,8 @@ fn find(bug: Bug, reason: &str, seeds: u64) -> Option<(u64, String)> {
 
 /// Each bug, and what the invariant says that is there for it.
 const BUGS: [(Bug, &str); 10] = [
-    (Bug::Leak, "holders, "),
-    (Bug::DoubleFree, "holder"),
+    (Bug::Leak, "has reference count"),
+    (Bug::DoubleFree, "reference count"),
     (Bug::StaleName, "is not its own"),
     (Bug::FailedStepIsFound, "is not its own"),
     (Bug::NoCopyOnWrite, "a writable block is shared"),

@@ -129,7 +129,7 @@ impl<B: Backend> DraftModel<B> {
         drafts: &mut [DraftTokens],
     ) -> Result<(), OpError> {
         let Self { model, kv, rows, best, .. } = self;
-        let Some(kv) = kv else { return Ok(()) };
+        let Some(kv) = kv else { panic!("the draft model proposes tokens before `start`") };
         let step = Step {
             tokens: &rows.tokens,
             positions: &rows.positions,
@@ -170,7 +170,7 @@ impl<B: Backend> DraftModel<B> {
         self.heads.clear();
         self.heads.resize(wanted.len(), FilledPrefix::default());
         for (index, wanted) in wanted.iter().enumerate() {
-            let Some(sequence) = sequence(wanted) else { continue };
+            let Some(sequence) = sequence(wanted) else { panic!("{wanted:?} has no sequence") };
             self.heads[index] = self.prefix(wanted.sequence_id, sequence);
             let room = (self.rows_max - self.rows.tokens.len()).min(FED_MAX);
             let missing = &sequence.tokens()[self.heads[index].len..];

@@ -138,9 +138,10 @@ impl Speculation {
         while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.sequence_id != sequence_id) {
             self.looked_at += 1;
         }
-        if let Some(accepted) = self.accepted.get_mut(self.looked_at) {
-            *accepted += 1;
-        }
+        let Some(accepted) = self.accepted.get_mut(self.looked_at) else {
+            panic!("{sequence_id:?} accepts a draft token but has no drafts in this step")
+        };
+        *accepted += 1;
     }
 
     /// All rows of the step are looked at.

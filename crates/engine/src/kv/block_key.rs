@@ -1,16 +1,17 @@
-//! Numbers and keys of KV blocks.
+//! Block ids and prefix cache keys.
 
 use prefix::BlockHash;
 
 pub type BlockId = u32;
 
-/// Takes writes that nobody reads, fills tables where a group keeps nothing, and is the sentinel of the free list.
+/// The null block: takes writes that no row reads, fills table entries that a group does not need,
+/// and is the sentinel of the free list.
 pub const NULL_BLOCK: BlockId = 0;
 
-/// What a block is found by: its content, and the layers that made it.
+/// Key of a cached block: its content and the layers that computed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
     pub hash: BlockHash,
-    /// Index of the group of layers.
+    /// Index of the KV cache group.
     pub group: u8,
 }

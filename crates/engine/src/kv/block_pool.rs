@@ -1,31 +1,47 @@
-//! The KV blocks of one cache: who holds them, which are free, and which of them still hold a findable prefix.
+//! The block pool: reference counts, the free list and the prefix cache index of all KV blocks.
 //!
-//! Invariants ([`BlockPool::check_integrity`]): a block is in the free list exactly when nobody holds it; a block is in
-//! the index exactly when it has a name. So a block may be free and cached at once: it stays findable until it is blocks_to_allocate
-//! for something else, least recently freed first. PoolBlock 0 is the trash block: never given out, never cached; in tables
-//! it stands where a group has no block ([`crate::blocks`]).
-//! Every operation is O(1) and allocates nothing. The index is a table of list heads, and the lists go through the blocks
-//! themselves: a name is kept once, and a block is one line of the processor's cache. Twins (the same content computed
-//! twice) stand in one list. What becomes findable, or is not any more, is logged ([`crate::events`]).
+//! ```text
+//! free list (ring)   NULL_BLOCK <-> no key <-> ... <-> cached, least recently freed <-> ...
+//!                         allocate ─────┘                       evicted last in this order
 //!
-//! What this and its callers have in common with vLLM V1, point by point, stands in docs/decisions/0007.
+//! index (buckets)    hash bits ──> block <-> duplicate <-> ...
+//! ```
+//!
+//! Invariants, checked by [`BlockPool::check_integrity`]:
+//!
+//! 1. A block is in the free list exactly when its reference count is 0.
+//! 2. A block is in the index exactly when it has a key.
+//! 3. A block that is free and has a key is cached: `lookup` finds it until `allocate` takes it.
+//!    Blocks without a key are allocated first, then the least recently freed block.
+//! 4. Block 0 is the null block. It is never allocated and never cached. Block tables use it where
+//!    a group has no block ([`crate::kv::block_tables`]).
+//! 5. Duplicates (blocks with equal content, computed twice) are in the same chain of the index.
+//!
+//! Every operation is O(1) and allocates no memory, except where noted. The index is a table of
+//! chain heads, and the chains run through the blocks themselves. A key is thus stored once, and a
+//! block fills one cache line. [`crate::kv::events`] logs what enters and leaves the index.
+//!
+//! docs/decisions/0007 compares the design with vLLM V1.
 
 use crate::kv::block_key::{BlockId, BlockKey, NULL_BLOCK};
 use crate::kv::events::{KvCacheEvent, KvEventBatch, KvEventLog};
 
-/// Blocks that are still of use may lie among so many times as many, while nobody asks for the others.
+/// `evict_unused` keeps cached blocks within this multiple of the number of blocks that are still
+/// of use.
 const SPREAD_MAX: usize = 2;
 
 #[derive(Clone, Debug, Default)]
 #[repr(align(64))]
 struct PoolBlock {
     ref_count: u32,
-    /// The age in which it was held last.
+    /// The epoch of the last release.
     epoch: u32,
     key: Option<BlockKey>,
-    /// Neighbours in the free list, a ring through `NULL_BLOCK`; meaningless while held.
+    /// Neighbours in the free list, a ring through `NULL_BLOCK`. Meaningless while the block is in
+    /// use.
     free: ListLinks,
-    /// Neighbours in the index's list, which ends in `NULL_BLOCK` at both sides; meaningless without a name.
+    /// Neighbours in the index chain, which ends in `NULL_BLOCK` at both sides. Meaningless without
+    /// a key.
     chain: ListLinks,
 }
 
@@ -38,40 +54,43 @@ struct ListLinks {
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<PoolBlock>,
-    /// By the first bits of a name: the block that was last given a name with these, `NULL_BLOCK` if none has one. A power of
-    /// two, at least twice as many as blocks, so that most lists have one block.
+    /// Chain heads by the first bits of a key, `NULL_BLOCK` for an empty chain. The length is a
+    /// power of two and at least twice the number of blocks, so most chains have one block.
     index: Vec<BlockId>,
     free: usize,
-    /// Blocks that are free and have a name.
+    /// Blocks that are free and have a key.
     cached: usize,
     evictions: u64,
-    /// Counts the calls of `forget_unused`.
+    /// Counts the calls of `evict_unused`.
     epoch: u32,
-    /// What the index begins and ceases to lead to.
+    /// Log of changes to the index.
     events: KvEventLog,
 }
 
 /// A broken invariant of the pool: a bug, never a consequence of input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PoolIntegrityError {
-    #[error("free list: link to block {block} is not matched by a link back")]
+    #[error("free list: block {block} does not link back to its predecessor")]
     FreeLinks { block: BlockId },
-    #[error("free list has {found} blocks, {counted} are counted free and {unreferenced} have no holder")]
+    #[error(
+        "free list has {found} blocks, {counted} are counted free and {unreferenced} have reference count 0"
+    )]
     FreeCount { found: usize, counted: usize, unreferenced: usize },
-    #[error("block {block} is in the free list and has {ref_count} ref_count")]
+    #[error("block {block} is in the free list with reference count {ref_count}")]
     FreeInUse { block: BlockId, ref_count: u32 },
-    #[error("index leads to block {block}, which has no such key or another neighbour")]
+    #[error("index chain reaches block {block}, which has another key or another neighbour")]
     NotIndexed { block: BlockId },
-    #[error("index leads to {found} blocks, {keyed} have a key")]
+    #[error("index chains have {found} blocks, {keyed} blocks have a key")]
     IndexCount { found: usize, keyed: usize },
     #[error("{found} blocks are free and cached, {counted} are counted")]
     CachedCount { found: usize, counted: usize },
-    #[error("block {block} has {ref_count} ref_count, {expected} were expected")]
+    #[error("block {block} has reference count {ref_count}, expected {expected}")]
     RefCount { block: BlockId, ref_count: u32, expected: u32 },
 }
 
 impl BlockPool {
-    /// `usable` blocks beside the trash block; ids `1..=usable`, at first blocks_to_allocate in this order.
+    /// A pool of `usable` blocks and the null block. Block ids are `1..=usable`; a new pool
+    /// allocates them in this order.
     pub fn new(usable: usize) -> Self {
         let mut pool = Self {
             blocks: vec![PoolBlock::default(); usable + 1],
@@ -113,8 +132,8 @@ impl BlockPool {
         self.events.next_number()
     }
 
-    /// What has changed, from event `from` on, in what can be found; or, where that cannot be told any more, all of it.
-    /// O(blocks) then.
+    /// The changes of the index from event `from` on. If the log no longer has them, a snapshot of
+    /// the whole index, in O(blocks).
     pub fn events_since(&self, from: u64) -> KvEventBatch {
         let events = match self.events.since(from) {
             Some(events) => events.collect(),
@@ -129,12 +148,14 @@ impl BlockPool {
         block != NULL_BLOCK && self.block(block).ref_count == 0
     }
 
-    /// Whether a holder may write: nobody else holds the block, and nobody can find it.
+    /// Whether the only user of the block may write to it: no other sequence uses it, and no lookup
+    /// finds it.
     pub fn is_writable(&self, block: BlockId) -> bool {
         self.block(block).ref_count == 1 && self.block(block).key.is_none()
     }
 
-    /// A block with this content; the caller has to [`retain`](Self::retain) it before the next `take`.
+    /// Finds a block with this content. The caller must [`retain`](Self::retain) it before the next
+    /// `allocate`.
     pub fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
         let mut block = self.index[self.bucket(key)];
         while block != NULL_BLOCK {
@@ -147,8 +168,9 @@ impl BlockPool {
         None
     }
 
-    /// The first in line, its old content forgotten, with one holder: a block without a name if there is one free, else
-    /// the least recently freed. Only here are cached blocks evicted.
+    /// Allocates the first block of the free list with a reference count of 1. A block without a
+    /// key comes before the least recently freed cached block. This is the only place that evicts a
+    /// cached block.
     pub fn allocate(&mut self) -> Option<BlockId> {
         let block = self.block(NULL_BLOCK).free.next;
         if block == NULL_BLOCK {
@@ -163,18 +185,19 @@ impl BlockPool {
         Some(block)
     }
 
-    /// One more holder of a block that is held or cached.
+    /// Adds a user to a block that is in use or cached.
     pub fn retain(&mut self, block: BlockId) {
-        debug_assert_ne!(block, NULL_BLOCK);
+        assert_ne!(block, NULL_BLOCK, "the null block has no users");
         if self.block(block).ref_count == 0 {
             self.unlink_free(block);
         }
         self.block_mut(block).ref_count += 1;
     }
 
-    /// One holder less. The last one frees it: the last in line to be blocks_to_allocate if it can still be found, else the first.
+    /// Removes a user. A block without users goes to the end of the free list if it is cached, else
+    /// to the front.
     pub fn release(&mut self, block: BlockId) {
-        debug_assert!(self.block(block).ref_count > 0, "block {block} is released without a holder");
+        assert!(self.block(block).ref_count > 0, "block {block} is released but has no user");
         let epoch = self.epoch;
         let released = self.block_mut(block);
         released.ref_count -= 1;
@@ -189,9 +212,13 @@ impl BlockPool {
         }
     }
 
-    /// Makes a held block findable. Its content is complete once the step under way is.
+    /// Inserts a block that is in use into the index. Its content is complete when the current step
+    /// is.
     pub fn cache_insert(&mut self, block: BlockId, key: BlockKey) {
-        debug_assert!(self.block(block).ref_count > 0 && self.block(block).key.is_none());
+        assert!(
+            self.block(block).ref_count > 0 && self.block(block).key.is_none(),
+            "block {block} enters the prefix cache while in use, and once"
+        );
         if self.lookup(&key).is_none() {
             self.events.push(KvCacheEvent::BlockStored(key));
         }
@@ -205,13 +232,17 @@ impl BlockPool {
         keyed.chain = ListLinks { previous: NULL_BLOCK, next };
     }
 
-    /// Takes a held block out of the index: its content was never computed.
+    /// Removes a block that is in use from the index, because its content was never computed.
     pub fn cache_remove(&mut self, block: BlockId) {
-        debug_assert!(self.block(block).ref_count > 0);
+        assert!(
+            self.block(block).ref_count > 0,
+            "only a step that failed removes a key, and it uses block {block}"
+        );
         self.remove_from_index(block);
     }
 
-    /// Forgets every cached prefix. `false`, and nothing is done, while any block is held.
+    /// Removes every block from the prefix cache. Returns `false` and does nothing while any block
+    /// is in use.
     pub fn reset_prefix_cache(&mut self) -> bool {
         let idle = self.used_blocks() == 0;
         if idle {
@@ -223,13 +254,14 @@ impl BlockPool {
         idle
     }
 
-    /// Forgets cached blocks that nobody has held since the last call; and of the others those far behind, at most once for each:
-    /// since memory is given back from the end, one of them would keep all that is before it. O(blocks).
+    /// Evicts cached blocks that were not used since the last call. It also evicts cached blocks
+    /// far from the start of the pool, at most once each: memory is released from the end, so one
+    /// such block would keep all memory before it. O(blocks).
     pub fn evict_unused(&mut self) {
         let is_kept =
             |block: &PoolBlock| block.ref_count > 0 || (block.key.is_some() && block.epoch == self.epoch);
         let kept = self.blocks.iter().filter(|&block| is_kept(block)).count();
-        // The first ones come to stand before the others in the free list.
+        // In reverse, so that lower blocks come first in the free list.
         for block in (1..self.blocks.len()).rev() {
             let PoolBlock { ref_count, epoch, ref key, .. } = self.blocks[block];
             let unused = epoch != self.epoch || block > SPREAD_MAX * kept;
@@ -242,14 +274,14 @@ impl BlockPool {
         self.epoch = self.epoch.wrapping_add(1);
     }
 
-    /// The first block from which on none holds anything that can be asked for. O(blocks).
+    /// The first block from which on no block is in use or cached. O(blocks).
     pub fn in_use_end(&self) -> BlockId {
         let is_in_use = |block: &PoolBlock| block.ref_count > 0 || block.key.is_some();
         self.blocks.iter().rposition(is_in_use).map_or(1, |last| last as BlockId + 1)
     }
 
-    /// Compares all links and counts, and the number of holders with those that `tables` show (trash blocks in them aside).
-    /// O(blocks); for tests and for a process that is idle.
+    /// Checks all links and counts, and compares the reference counts with `tables`, null blocks
+    /// excluded. O(blocks); for tests and for an idle process.
     pub fn check_integrity<'a>(
         &self,
         tables: impl Iterator<Item = &'a [BlockId]>,
@@ -327,7 +359,7 @@ impl BlockPool {
         &mut self.blocks[block as usize]
     }
 
-    /// Into the free list behind `previous`.
+    /// Inserts into the free list behind `previous`.
     fn insert_free(&mut self, previous: BlockId, block: BlockId) {
         let next = self.block(previous).free.next;
         self.block_mut(block).free = ListLinks { previous, next };
@@ -345,7 +377,7 @@ impl BlockPool {
         self.cached -= usize::from(self.block(block).key.is_some());
     }
 
-    /// Out of the index; the block is not in the free list.
+    /// Removes the key. The block is not in the free list.
     fn remove_from_index(&mut self, block: BlockId) {
         let Some(key) = self.block_mut(block).key.take() else { return };
         let ListLinks { previous, next } = self.block(block).chain;
@@ -363,14 +395,14 @@ impl BlockPool {
         }
     }
 
-    /// Every name once: of twins that of the first in the list.
+    /// Every key once, also where duplicates share it.
     fn cached_keys(&self) -> impl Iterator<Item = BlockKey> {
         let is_first = |block: usize, key: &BlockKey| self.lookup(key) == Some(block as BlockId);
         let keyed = self.blocks.iter().enumerate().filter_map(|(block, state)| Some((block, state.key?)));
         keyed.filter(move |(block, key)| is_first(*block, key)).map(|(_, key)| key)
     }
 
-    /// Where in the index. The hash is a uniformly distributed one already.
+    /// Index bucket of a key. The hash is already uniformly distributed.
     fn bucket(&self, key: &BlockKey) -> usize {
         let [first, ..] = key.hash.as_bytes().as_chunks::<8>().0 else { return 0 };
         (u64::from_le_bytes(*first) ^ u64::from(key.group)) as usize & (self.index.len() - 1)

@@ -1,8 +1,16 @@
-//! The blocks of one sequence: a table for each group of layers, all of one length.
+//! The block tables of one sequence: one table for each KV cache group, all of the same length.
 //!
-//! A group is a set of layers that need the same part of the past: all of it, a window, or one state. Entries that a group
-//! does not need (any more) are the trash block. What differs between the kinds is [`KvGroupKind::first_entry_read`] and which
-//! blocks `grow` takes; so a kind is a value, and one pool serves them all.
+//! ```text
+//! tokens            0..16   16..32  32..48  48..64
+//! full attention  [   3   |   7   |   9   |  12  ]
+//! window          [  null |  null |  10   |  13  ]
+//! state           [  null |  null |  null |  14  ]
+//! ```
+//!
+//! A group is a set of layers that need the same part of the past: all of it, a window, or one
+//! state. Entries that a group does not need are the null block. The kinds differ in
+//! [`KvGroupKind::first_entry_read`] and in the blocks that `allocate` takes. One block pool serves
+//! all groups.
 
 use crate::kv::block_key::{BlockId, BlockKey, NULL_BLOCK};
 use crate::kv::block_pool::BlockPool;
@@ -13,7 +21,7 @@ use prefix::BlockHash;
 struct GroupTable {
     kind: KvGroupKind,
     blocks: Vec<BlockId>,
-    /// Entries before it have been given back.
+    /// Entries before this one have been released.
     first: usize,
 }
 
@@ -21,13 +29,14 @@ struct GroupTable {
 pub struct BlockTables {
     tables: Vec<GroupTable>,
     block_tokens: usize,
-    /// Entries that were named, or found by name, or were not worth it.
+    /// Entries that have been offered to the prefix cache, or came from it.
     cached: usize,
-    /// Somebody may hold the last block too, since a fork: it is looked at before it is written.
+    /// After a fork, another sequence may use the last block too. `allocate` checks before a row
+    /// writes to it.
     forked: bool,
 }
 
-/// A copy of one block's content that has to happen before the rows of the step are written.
+/// A copy of one block's content, to be carried out before the rows of the step are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     pub from: BlockId,
@@ -37,9 +46,10 @@ pub struct BlockCopy {
 /// The longest cached prefix of a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixHit {
-    /// Its length in blocks of tokens.
+    /// Length of the prefix in table entries.
     pub blocks: usize,
-    /// Pool blocks that nobody holds among those that it takes: holding them takes from the free ones.
+    /// Free blocks among those that the prefix needs. Retaining them reduces the number of free
+    /// blocks.
     pub free_blocks: usize,
 }
 
@@ -49,7 +59,7 @@ impl BlockTables {
         Self { tables: groups.iter().map(table).collect(), block_tokens, cached: 0, forked: false }
     }
 
-    /// Of group 0.
+    /// The block table of group 0.
     pub fn table(&self) -> &[BlockId] {
         self.group(0)
     }
@@ -62,12 +72,12 @@ impl BlockTables {
         self.tables.len()
     }
 
-    /// How many entries have their name.
+    /// Entries that are in the prefix cache or were skipped.
     pub fn cached_entries(&self) -> usize {
         self.cached
     }
 
-    /// Every table, for the integrity check.
+    /// The block tables of all groups.
     pub fn tables(&self) -> impl Iterator<Item = &[BlockId]> {
         self.tables.iter().map(|table| &table.blocks[..])
     }
@@ -81,7 +91,7 @@ impl BlockTables {
         self.len() == 0
     }
 
-    /// No allocation while the sequence grows to `tokens_max`.
+    /// Reserves host memory, so that growing to `tokens_max` tokens allocates none.
     pub fn reserve(&mut self, tokens_max: usize) {
         let entries = tokens_max.div_ceil(self.block_tokens);
         for table in &mut self.tables {
@@ -89,13 +99,13 @@ impl BlockTables {
         }
     }
 
-    /// Blocks to take before `tokens` tokens are computed in chunks of at most `chunk` rows.
+    /// Blocks to allocate before `tokens` tokens are computed in chunks of at most `chunk` rows.
     pub fn blocks_needed(&self, tokens: usize, chunk: usize) -> usize {
         let missing = tokens.div_ceil(self.block_tokens).saturating_sub(self.len());
         self.tables.iter().map(|table| table.kind.blocks_to_allocate(missing, chunk, self.block_tokens)).sum()
     }
 
-    /// The longest prefix of at most `most` blocks that every group can go on from.
+    /// The longest prefix of at most `most` entries from which every group can continue.
     pub fn find_prefix(&self, pool: &BlockPool, hashes: &[BlockHash], most: usize) -> PrefixHit {
         let mut blocks = most.min(hashes.len());
         loop {
@@ -103,7 +113,7 @@ impl BlockTables {
             for (group, table) in self.tables.iter().enumerate() {
                 blocks = self.longest_cached(pool, group, table.kind, hashes, blocks);
             }
-            // With one group, or when all agree, the first round is the last.
+            // With one group, or when all groups agree, the first round is the last.
             if blocks == before || self.tables.len() == 1 {
                 break;
             }
@@ -130,7 +140,8 @@ impl BlockTables {
         if kind == KvGroupKind::Full {
             return (0..most).take_while(is_found).count();
         }
-        // A prefix that needs a block which is not there is too long, and so are those that need it too.
+        // A prefix that needs a missing block is too long, and so is every longer prefix that needs
+        // it.
         let mut blocks = most;
         while let Some(missing) =
             (self.first_entry_read(kind, blocks)..blocks).rev().find(|index| !is_found(index))
@@ -144,17 +155,19 @@ impl BlockTables {
         kind.first_entry_read(blocks * self.block_tokens, self.block_tokens).min(blocks)
     }
 
-    /// Holds what every group needs of the first `blocks` blocks of the cached prefix.
+    /// Retains the blocks that every group needs of the first `blocks` entries of the cached
+    /// prefix.
     pub fn reuse_prefix(&mut self, pool: &mut BlockPool, hashes: &[BlockHash], blocks: usize) {
-        debug_assert!(self.is_empty());
+        assert!(self.is_empty(), "only an admitted sequence without blocks takes over others");
         for group in 0..self.tables.len() {
             let first = self.first_entry_read(self.tables[group].kind, blocks);
             let table = &mut self.tables[group];
             table.first = first;
             table.blocks.resize(first, NULL_BLOCK);
             for hash in &hashes[first..blocks] {
-                let block = lookup(pool, group, hash).unwrap_or(NULL_BLOCK);
-                debug_assert_ne!(block, NULL_BLOCK, "hits were counted in this step");
+                let Some(block) = lookup(pool, group, hash) else {
+                    panic!("a block of the prefix hit of this step is not cached any more: {hash:?}")
+                };
                 pool.retain(block);
                 table.blocks.push(block);
             }
@@ -162,8 +175,9 @@ impl BlockTables {
         self.cached = blocks;
     }
 
-    /// BlockTables for `rows` more tokens behind `computed` ones, or nothing when there are too few. Gives back what the rows
-    /// do not read any more. A block that a fork shares is exchanged for one of our own, whose content `copies` brings.
+    /// Allocates blocks for `rows` tokens after `computed` ones, or nothing if the pool has too
+    /// few. It releases blocks that these rows no longer read. A shared last block is replaced by a
+    /// new block, into which the step copies the content (`copies`).
     pub fn allocate(
         &mut self,
         pool: &mut BlockPool,
@@ -197,8 +211,8 @@ impl BlockTables {
                 && let Some(entry) = table.blocks.get_mut(written)
                 && *entry != NULL_BLOCK
                 && !pool.is_writable(*entry)
-                && let Some(own) = pool.allocate()
             {
+                let own = allocate_counted(pool);
                 copies.push(BlockCopy { from: *entry, to: own });
                 pool.release(*entry);
                 *entry = own;
@@ -206,17 +220,15 @@ impl BlockTables {
             if table.kind == KvGroupKind::State && wanted > len {
                 table.blocks.resize(wanted - 1, NULL_BLOCK);
             }
-            while table.blocks.len() < wanted
-                && let Some(block) = pool.allocate()
-            {
-                table.blocks.push(block);
+            while table.blocks.len() < wanted {
+                table.blocks.push(allocate_counted(pool));
             }
         }
         self.forked = false;
         true
     }
 
-    /// Gives back blocks that no row from `computed` on reads.
+    /// Releases blocks that no row from `computed` on reads.
     fn release_unread(&mut self, pool: &mut BlockPool, computed: usize) {
         for table in &mut self.tables {
             let first = table.kind.first_entry_read(computed, self.block_tokens).min(table.blocks.len());
@@ -229,9 +241,9 @@ impl BlockTables {
         }
     }
 
-    /// Makes blocks findable that are full with `end` tokens; returns how many entries that were. Keys and values of a step
-    /// are written before they are read, so another sequence of the same step may find them; states are not, see
-    /// [`Self::cache_states`].
+    /// Inserts the blocks that `end` tokens fill into the prefix cache, and returns how many
+    /// entries these are. A step writes keys and values before it reads them, so another sequence
+    /// of the same step may use them. States enter later, by [`Self::cache_states`].
     pub fn cache_full(&mut self, pool: &mut BlockPool, hashes: &[BlockHash], end: usize) -> usize {
         let (before, full) = (self.cached, (end / self.block_tokens).min(hashes.len()));
         for (index, &hash) in hashes.iter().enumerate().take(full).skip(before) {
@@ -245,7 +257,8 @@ impl BlockTables {
         self.cached - before
     }
 
-    /// After a step that computed the first `end` tokens: states at the end of a block become findable.
+    /// After a step that computed the first `end` tokens, inserts states at the end of a block into
+    /// the prefix cache.
     pub fn cache_states(&mut self, pool: &mut BlockPool, hashes: &[BlockHash], end: usize) {
         let index = (end / self.block_tokens).wrapping_sub(1);
         if !end.is_multiple_of(self.block_tokens) || index >= hashes.len() {
@@ -258,7 +271,8 @@ impl BlockTables {
         }
     }
 
-    /// Takes the last `entries` names back: their step will not run, or has failed.
+    /// Removes the last `entries` entries from the prefix cache, because their step failed or will
+    /// not run.
     pub fn uncache_last(&mut self, pool: &mut BlockPool, entries: usize) {
         self.cached -= entries;
         for table in &self.tables {
@@ -270,12 +284,13 @@ impl BlockTables {
         }
     }
 
-    /// Holds what `other` holds for its first `tokens` tokens; whoever goes on first does so in a block of its own.
+    /// Retains all blocks of the first `tokens` tokens of `other`. The sequence that writes first
+    /// copies the last block.
     pub fn fork(&mut self, pool: &mut BlockPool, other: &mut Self, tokens: usize) {
-        debug_assert!(self.is_empty());
+        assert!(self.is_empty(), "only an admitted sequence without blocks takes over others");
         let entries = tokens.div_ceil(self.block_tokens);
         for (table, theirs) in self.tables.iter_mut().zip(&other.tables) {
-            // Behind them stand the blocks of drafts.
+            // Blocks behind these hold draft tokens.
             table.blocks.extend_from_slice(&theirs.blocks[..entries]);
             table.first = theirs.first;
             table.blocks.iter().filter(|&&block| block != NULL_BLOCK).for_each(|&block| pool.retain(block));
@@ -285,7 +300,7 @@ impl BlockTables {
         other.forked = true;
     }
 
-    /// Gives back the blocks behind the first `tokens` tokens.
+    /// Releases the blocks behind the first `tokens` tokens.
     pub fn truncate(&mut self, pool: &mut BlockPool, tokens: usize) {
         let needed = tokens.div_ceil(self.block_tokens);
         for table in &mut self.tables {
@@ -299,7 +314,8 @@ impl BlockTables {
         }
     }
 
-    /// Gives all blocks back, the last one first: what many share stays in the cache longest.
+    /// Releases all blocks, the last one first, so that the blocks of common prefixes are evicted
+    /// last.
     pub fn release_all(&mut self, pool: &mut BlockPool) {
         for table in &mut self.tables {
             table
@@ -317,4 +333,12 @@ impl BlockTables {
 
 fn lookup(pool: &BlockPool, group: usize, hash: &BlockHash) -> Option<BlockId> {
     pool.lookup(&BlockKey { hash: *hash, group: group as u8 })
+}
+
+/// Allocates a block after the caller has compared its need with the number of free blocks.
+fn allocate_counted(pool: &mut BlockPool) -> BlockId {
+    match pool.allocate() {
+        Some(block) => block,
+        None => panic!("the pool counted a free block but has none"),
+    }
 }

@@ -1,48 +1,57 @@
-//! What becomes findable in the block pool, and what is not any more, as a numbered list: for whoever keeps an index of the
-//! prefixes that this cache has.
+//! KV cache events: a numbered log of keys that enter and leave the prefix cache, for a subscriber
+//! that keeps its own index.
 //!
-//! Invariant: what an update brings, applied in order to what was known before it, gives the names that the pool finds. Twins
-//! are one name: stored with the first of them, removed with the last. A name stands for a block with all tokens before it and
-//! their scope (`prefix`), so neither is told: whoever has a prompt knows the names to look for. Between steps a stored block
-//! is computed: a step that fails has its names removed again.
+//! Invariants:
+//!
+//! 1. Events applied in order to an earlier state of the index give the keys that the pool finds
+//!    now.
+//! 2. Duplicates are one key: it is stored with the first block and removed with the last.
+//! 3. Between two steps every stored block is computed. If a step fails, the log removes its keys
+//!    again.
+//!
+//! A key covers the block, all tokens before it and the cache scope (`prefix`). Events carry no
+//! tokens: a subscriber that has a prompt computes the keys to look for.
 
 use crate::kv::block_key::BlockKey;
 use std::collections::VecDeque;
 
-/// Of events that are kept: some 280 kB. A step brings two at most for each block that it writes (its name, and that of what
-/// it takes the place of): of 2,048 rows, 256. Where a step brings more than are kept, a follower is told everything anew.
+/// Events that the log keeps, about 280 kB. A step logs at most two events for each block that it
+/// writes (the new key and the evicted one): 256 for 2,048 rows. If a step logs more events than
+/// the log keeps, subscribers get a snapshot.
 pub const KV_EVENTS_MAX: usize = 8192;
 
-/// The number of whoever knows nothing: the first event is 1.
+/// Asks for a snapshot: the event number of a subscriber that has seen nothing. The first event has
+/// number 1.
 pub const FULL_SNAPSHOT: u64 = 0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvCacheEvent {
     BlockStored(BlockKey),
     BlockRemoved(BlockKey),
-    /// Every name.
+    /// The whole index was cleared.
     AllBlocksCleared,
 }
 
-/// What a reader has to apply to what it knows, in order; a snapshot begins with `Cleared`.
+/// Events that a subscriber applies in order. A snapshot begins with `AllBlocksCleared`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvEventBatch {
     pub events: Vec<KvCacheEvent>,
-    /// Number of the first event that is not in it.
+    /// Number of the first event after this batch.
     pub next: u64,
 }
 
-/// The last events. Pushing never allocates.
+/// The most recent events. `push` allocates no memory.
 #[derive(Debug)]
 pub struct KvEventLog {
     ring: VecDeque<KvCacheEvent>,
-    /// Events that the ring holds at most.
+    /// Most events that the ring holds.
     kept: usize,
     next: u64,
 }
 
 impl KvEventLog {
-    /// For a pool of `blocks` blocks: whoever has missed more events than those is told all names in fewer.
+    /// A log for a pool of `blocks` blocks. It keeps at most that many events, since a snapshot is
+    /// shorter than a longer list.
     pub fn new(blocks: usize) -> Self {
         let kept = blocks.clamp(1, KV_EVENTS_MAX);
         Self { ring: VecDeque::with_capacity(kept), kept, next: FULL_SNAPSHOT + 1 }
@@ -61,7 +70,7 @@ impl KvEventLog {
         self.next += 1;
     }
 
-    /// The events from number `from` on. None: some of them are gone, or there were never so many.
+    /// The events from number `from` on. None if the log no longer has them or never had them.
     pub fn since(&self, from: u64) -> Option<impl Iterator<Item = KvCacheEvent>> {
         let missing = usize::try_from(self.next.checked_sub(from)?).ok()?;
         let known = self.ring.len().checked_sub(missing)?;

@@ -1,21 +1,22 @@
-//! KV cache groups.
+//! KV cache groups: sets of layers that share a block table because they read the same part of the
+//! past.
 
 use ops::AttentionSpan;
 
-/// Which part of the past the layers of a group read.
+/// What part of the past the layers of a group read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvGroupKind {
     /// All keys and values.
     Full,
-    /// Keys and values of the last `tokens` positions, the row's own among them.
+    /// Keys and values of the last `tokens` positions, including the row's own.
     Window { tokens: usize },
-    /// A state that every row moves on: the one after the row before. A block holds one state, after its last row; so a
-    /// state can be found and gone on from where a step ended at the end of a block.
+    /// A recurrent state, which every row updates. A block holds one state, that after the block's
+    /// last row. A sequence can thus continue from a cached state only at the end of a block.
     State,
 }
 
 impl KvGroupKind {
-    /// The first table entry that a row at `position`, or any after it, reads.
+    /// The first table entry that a row at `position`, or any later row, reads.
     pub fn first_entry_read(self, position: usize, block_tokens: usize) -> usize {
         match self {
             KvGroupKind::Full => 0,
@@ -24,8 +25,8 @@ impl KvGroupKind {
         }
     }
 
-    /// Blocks that a sequence of `entries` table entries, computed in chunks of at most `chunk` rows, ever holds at once: no
-    /// more than these are asked for before it is admitted either, when it finds a cached prefix.
+    /// Most blocks that a sequence of `entries` table entries holds at once, if it is computed in
+    /// chunks of at most `chunk` rows. Admission with a cached prefix needs no more either.
     pub fn blocks_held_max(self, entries: usize, chunk: usize, block_tokens: usize) -> usize {
         match self {
             KvGroupKind::Full => entries,
@@ -37,8 +38,8 @@ impl KvGroupKind {
         }
     }
 
-    /// Blocks to take before `missing` entries more are computed in chunks of at most `chunk` rows. What a group leaves
-    /// behind is free again before its next chunk.
+    /// Blocks to allocate before `missing` more entries are computed in chunks of at most `chunk`
+    /// rows. Blocks behind a window are free again before the next chunk.
     pub(super) fn blocks_to_allocate(self, missing: usize, chunk: usize, block_tokens: usize) -> usize {
         match self {
             KvGroupKind::Full => missing,
@@ -54,7 +55,7 @@ impl From<AttentionSpan> for KvGroupKind {
     fn from(span: AttentionSpan) -> Self {
         match span {
             AttentionSpan::Full => Self::Full,
-            // A row sees itself at least.
+            // A row always reads itself.
             AttentionSpan::Window { tokens } => Self::Window { tokens: tokens.max(1) },
         }
     }

@@ -1,14 +1,15 @@
-//! What goes into the engine and what comes out of it: token ids in, token ids out, no text and no wire types.
+//! The input of the engine: requests in token ids, without text or wire types.
 //!
-//! The caller feeds [`Request`]s through `Engine::submit`, which queues or refuses at once, and gets [`EngineOutput`]s from
-//! `Engine::step`, each with the request's id. Every queued request ends with exactly one `Finished`, its last output.
+//! The caller passes a [`Request`] to `Engine::submit`, which queues or refuses it at once.
+//! `Engine::step` then returns outputs that carry the request's id. Every queued request ends with
+//! exactly one `Finished` output, its last.
 
 use crate::sample::params::SamplingParams;
 use crate::sample::sampler_state::SamplerState;
 use std::fmt;
 use std::time::Duration;
 
-/// Chosen by the caller, unique among its live requests.
+/// Chosen by the caller, unique among active requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
@@ -18,35 +19,39 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// One sequence to continue. For `n > 1` choices the caller submits `n` requests that differ in `id` and `choice`.
+/// One choice of a client's request. For `n > 1` the caller submits `n` requests that differ in
+/// `id` and `choice`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     pub id: RequestId,
-    /// Prompt and, when a stream is resumed, the output that the client already has, in order.
+    /// The prompt. In a resumed stream, the output that the client already has follows it.
     pub prompt: Vec<u32>,
-    /// How many of the last tokens of `prompt` are such output. They count in `max_tokens`, `min_tokens` and the
-    /// penalties as output; so a resumed request repeats its other fields unchanged and goes on with the same tokens.
+    /// Number of tokens at the end of `prompt` that are such output. They count as output for
+    /// `max_tokens`, `min_tokens` and the penalties. A resumed request repeats all other fields
+    /// unchanged and continues with the same tokens.
     pub prior_output: usize,
     pub sampling: SamplingParams,
     pub stop: StopConditions,
-    /// Report each token's log-probability and that many of the most probable tokens (0 to [`TOP_LOGPROBS_MAX`]).
+    /// Report the log-probability of each token and of this many most probable tokens (0 to
+    /// [`TOP_LOGPROBS_MAX`]).
     pub logprobs: Option<u8>,
-    /// Index among the choices of one prompt: part of the key of random numbers.
+    /// Index among the choices of one prompt. It is part of the random number key.
     pub choice: u32,
-    /// The sampler state of the last token frame when resumed, else empty.
+    /// For a resumed request, the sampler state of the last token frame; else empty.
     pub sampler_state: SamplerState,
-    /// On the clock of `now`: when it passes, the request ends with `Deadline`.
+    /// On the clock of `Engine::step`. When it passes, the request ends with `Deadline`.
     pub deadline: Option<Duration>,
-    /// Lower runs first; equal ones fairly by tenant, those of one tenant in order of arrival (`queue`).
+    /// Lower runs first. Requests of equal priority share fairly between tenants; those of one
+    /// tenant run in order of arrival.
     pub priority: i32,
-    /// Whose request it is; 0 stands for all that do not say.
+    /// Tenant for fair share. 0 stands for all requests without a tenant.
     pub tenant: u64,
-    /// Who may share cached prompt blocks with this request.
+    /// Only requests with an equal scope share cached blocks.
     pub scope: prefix::Scope,
 }
 
 impl Request {
-    /// Up to `max_tokens` tokens behind `prompt`, and nothing beyond that asked for.
+    /// A request for up to `max_tokens` tokens after `prompt`, with defaults for everything else.
     pub fn new(id: RequestId, prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
             id,
@@ -65,7 +70,7 @@ impl Request {
     }
 }
 
-/// Tokens whose successors' scores are wanted: perplexity, evaluation, prompt logprobs.
+/// Tokens to be scored: for perplexity, evaluation or prompt logprobs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScoreRequest {
     pub id: RequestId,
@@ -77,21 +82,23 @@ pub struct ScoreRequest {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScoreKind {
-    /// The whole logits row after every position: `tokens.len()` rows.
+    /// All logits after every position: `tokens.len()` rows.
     Logits,
-    /// For every position but the last: log-probability of the token that follows, and the `top` most probable.
+    /// For every position but the last: the log-probability of the next token, and the `top` most
+    /// probable tokens.
     Logprobs { top: u8 },
 }
 
-/// When generation ends. Stop strings are the router's business: it cancels.
+/// When generation ends. The router handles stop strings: it cancels the request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopConditions {
-    /// Most output tokens, prior output included. `None`: as many as context and KV budget hold.
+    /// Most output tokens, prior output included. `None`: as many as the context and the KV budget
+    /// hold.
     pub max_tokens: Option<u32>,
-    /// Until so many output tokens exist, stop tokens cannot be drawn.
+    /// Until the output has this many tokens, stop tokens cannot be sampled.
     pub min_tokens: u32,
-    /// Each of these ends the output. The model's own end-of-sequence tokens are among them, unless the client wants
-    /// them ignored: the engine has no vocabulary.
+    /// Each of these tokens ends the output. The caller adds the model's end-of-sequence tokens,
+    /// unless the client ignores them: the engine has no vocabulary.
     pub stop_tokens: Vec<u32>,
 }
 

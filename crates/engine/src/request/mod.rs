@@ -1,4 +1,4 @@
-//! Requests: what comes in, what goes out, what is refused, and the engine's state of each.
+//! Requests: input, output, validation, refusal, and the engine's state of each active request.
 
 pub(crate) mod input;
 pub(crate) mod output;

@@ -1,4 +1,4 @@
-//! What comes out of the engine.
+//! The output of the engine: tokens, scores and the end of each request.
 
 use crate::request::input::RequestId;
 use crate::sample::constraint::ConstraintError;
@@ -7,19 +7,20 @@ use crate::sample::sampler_state::SamplerState;
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum EngineOutput {
-    /// The request left the queue for the first time and holds KV blocks.
+    /// The scheduler admitted the request for the first time. It holds KV blocks from now on.
     Admitted {
         id: RequestId,
         cached_tokens: usize,
     },
     Token(TokenOutput),
-    /// `ScoreKind::Logits`: the row after `tokens[position]`. Rows come in order of position.
+    /// `ScoreKind::Logits`: the logits after `tokens[position]`, in order of position.
     Logits {
         id: RequestId,
         position: usize,
         logits: Vec<f32>,
     },
-    /// `ScoreKind::Logprobs`: of `tokens[position]`, given all before it; `position` counts from 1.
+    /// `ScoreKind::Logprobs`: the score of `tokens[position]`, given all tokens before it.
+    /// `position` starts at 1.
     Scored {
         id: RequestId,
         position: usize,
@@ -34,38 +35,43 @@ pub enum EngineOutput {
     },
 }
 
-/// One token of output. The token that ended the output is not among them: [`FinishReason::Stop`] names it.
+/// One output token. A stop token is not reported as output: [`FinishReason::Stop`] names it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenOutput {
     pub id: RequestId,
     pub token: u32,
-    /// Absolute: the first output token of a request without prior output has position `prompt.len()`.
+    /// Absolute position: the first output token of a request without prior output has position
+    /// `prompt.len()`.
     pub position: usize,
-    /// Natural logarithm of the softmax of the raw logits, before bias, penalties, truncation and temperature.
+    /// Natural log of the softmax of the raw logits, before bias, penalties, filters and
+    /// temperature.
     pub logprob: Option<f32>,
-    /// The most probable tokens of the same distribution, descending, lower id first among equals.
+    /// The most probable tokens of the same distribution in descending order. Among equals the
+    /// lower id comes first.
     pub top: Vec<(u32, f32)>,
-    /// To be given back in [`Request::sampler_state`] by whoever resumes after this token.
+    /// A request that resumes after this token passes it as
+    /// [`Request::sampler_state`](crate::Request::sampler_state).
     pub sampler_state: SamplerState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// This stop token was drawn.
+    /// The sampler drew this stop token.
     Stop(u32),
-    /// The request's constraint allows nothing more: the output is whole.
+    /// The request's constraint allows no further token: the output is complete.
     Complete,
-    /// `max_tokens`, the context length or, when `max_tokens` was left open, the KV budget is reached.
+    /// The output reached `max_tokens` or the context length. If `max_tokens` is open, the KV
+    /// budget is a limit too.
     Length,
-    /// All positions of a [`ScoreRequest`] are done.
+    /// All positions of a [`ScoreRequest`](crate::ScoreRequest) are done.
     Scored,
     Cancelled,
     Deadline,
-    /// The step that computed this request failed; `Engine::step` returned the cause.
+    /// The step that computed this request failed. `Engine::step` returned the cause.
     StepFailed,
-    /// The step gave this request logits that no token can be drawn from.
+    /// No token can be sampled from the logits of this request.
     BadLogits(SampleError),
-    /// The request's constraint could not say what may be drawn.
+    /// The request's constraint failed to give a token mask.
     Constraint(ConstraintError),
 }
 
@@ -75,6 +81,6 @@ pub struct TokenUsage {
     pub prompt_tokens: usize,
     /// With prior output, without the stop token.
     pub output_tokens: usize,
-    /// Prompt tokens (prior output among them) found in the prefix cache when first admitted.
+    /// Prompt tokens, prior output included, that the first admission found in the prefix cache.
     pub cached_tokens: usize,
 }

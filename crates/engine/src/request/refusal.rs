@@ -1,27 +1,28 @@
-//! The answer to a submission: queued, or refused with the reason before anything is queued.
+//! The answer to a submission: queued, or refused with a reason.
 
 use crate::request::input::RequestId;
 use crate::sample::params::SamplingParamError;
 use crate::schedule::admission::QueueFullError;
 use std::time::Duration;
 
-/// The request waits, or runs from the next step on.
+/// The request waits in the queue. The next step may admit it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Queued {
-    /// Requests that stand before it in the queue.
+    /// Requests before it in the waiting queue.
     pub ahead: usize,
 }
 
-/// Why a request was not taken. The first three are conditions of this worker, the rest the caller's mistakes.
+/// Why a request was refused. The first three reasons are conditions of this worker; the others are
+/// mistakes of the caller.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RefuseReason {
-    #[error("{waiting} requests wait already, at most {max} may; come again in {} s", .retry_after.as_secs())]
+    #[error("{waiting} requests wait, the limit is {max}; retry in {} s", .retry_after.as_secs())]
     QueueFull { waiting: usize, max: usize, retry_after: Duration },
-    #[error("{waiting} requests of this tenant wait already, at most {max} may; come again in {} s", .retry_after.as_secs())]
+    #[error("{waiting} requests of this tenant wait, the limit is {max}; retry in {} s", .retry_after.as_secs())]
     TenantQueueFull { waiting: usize, max: usize, retry_after: Duration },
     #[error("the worker is draining and takes no new requests")]
     Draining,
-    #[error("{0} is in use by a request that has not finished")]
+    #[error("{0} has the id of a request that has not finished")]
     DuplicateId(RequestId),
     #[error("the prompt is empty; give at least one token")]
     EmptyPrompt,
@@ -30,7 +31,7 @@ pub enum RefuseReason {
     )]
     PromptTooLong { prompt_tokens: usize, context_tokens: usize },
     #[error(
-        "prior_output is {prior_output} of {prompt_tokens} prompt tokens; at least one must be no output"
+        "prior_output is {prior_output}, but at least one of the {prompt_tokens} prompt tokens must not be output"
     )]
     PriorOutput { prior_output: usize, prompt_tokens: usize },
     #[error(

@@ -1,4 +1,5 @@
-//! One live request as the engine sees it: what to do with a row of logits, and when it ends.
+//! The engine's state of one active request: how to turn logits into outputs, and when the request
+//! ends.
 
 use crate::request::input::{Request, RequestId, ScoreKind, ScoreRequest, StopConditions};
 use crate::request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
@@ -16,7 +17,7 @@ pub(crate) struct RequestState {
     pub(crate) id: RequestId,
     pub(crate) deadline: Option<Duration>,
     pub(crate) usage: TokenUsage,
-    /// The tenant for whom it stands in the queue, until it is first admitted.
+    /// The request's tenant while the request waits for its first admission.
     pub(crate) queued_tenant: Option<u64>,
     pub(crate) work: RequestWork,
 }
@@ -33,27 +34,27 @@ pub(crate) struct GenerationState {
     choice: u32,
     history: History,
     constraint: Option<Box<dyn Constraint>>,
-    /// Length of the whole sequence at which it ends.
+    /// Length of the whole sequence at which the request ends with `Length`.
     tokens_max: usize,
 }
 
 pub(crate) struct ScoringState {
     kind: ScoreKind,
-    /// Position whose row is the next to be reported. A recomputed row is not reported twice.
+    /// Next position to report. A row that is recomputed after a preemption is not reported twice.
     next: usize,
 }
 
-/// What a drawn token means for its sequence.
+/// What the engine does next with the sequence.
 pub(crate) enum SampleOutcome {
-    /// It is to be computed.
+    /// The next step computes this token.
     Continue(u32),
     Finished(FinishReason),
-    /// Nothing was drawn: its constraint does not know yet what is allowed.
+    /// No token was sampled, because the token mask is not ready.
     Pending,
 }
 
 impl RequestState {
-    /// `history` is that of the request's prompt and prior output.
+    /// `history` covers the request's prompt and prior output.
     pub(crate) fn generate(
         request: &Request,
         history: History,
@@ -80,14 +81,16 @@ impl RequestState {
         }
     }
 
-    /// Whether rows of drafted tokens may stand behind its last one.
+    /// Whether the request may have draft tokens.
     pub(crate) fn may_draft(&self) -> bool {
-        // Masks along a draft would have to be computed one after the other, with nothing to hide them behind.
+        // The token masks along a draft depend on each other, and no model step would hide their
+        // latency.
         matches!(&self.work, RequestWork::Generate(generation) if generation.constraint.is_none())
     }
 
-    /// The draw of the token after `position`, where it is all that is wanted of the row, with what it remembers. `drafted`: the
-    /// row is behind guesses, which are not part of that yet.
+    /// How to sample the token after `position` on the device, if only the token is needed. None if
+    /// the host needs the logits. `drafted`: the row follows draft tokens, which the history does
+    /// not have yet.
     pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<(SampleContext<'_>, &History)> {
         match &self.work {
             RequestWork::Generate(generation) => generation.next_draw(&self.usage, position + 1, drafted),
@@ -95,7 +98,7 @@ impl RequestState {
         }
     }
 
-    /// Whether its draw still has to wait for its constraint.
+    /// Whether the request's constraint has no token mask yet.
     pub(crate) fn is_mask_pending(&mut self) -> bool {
         let RequestWork::Generate(generation) = &mut self.work else { return false };
         generation
@@ -125,13 +128,13 @@ impl GenerationState {
         (alone && (!drafted || draw.uses_raw_logits(history))).then_some((draw, history))
     }
 
-    /// Whether stop tokens cannot be drawn yet.
+    /// Whether stop tokens are forbidden.
     fn is_below_min_tokens(&self, usage: &TokenUsage) -> bool {
         usage.output_tokens < self.stop.min_tokens as usize
     }
 
-    /// Draws the token at `position` from the logits after its predecessor, reports it unless it ends the output, and
-    /// says how to go on.
+    /// Samples the token at `position` from the logits of its predecessor. Reports the token unless
+    /// it ends the output.
     pub(crate) fn draw(
         &mut self,
         id: RequestId,
@@ -145,7 +148,7 @@ impl GenerationState {
         let forbidden: &[u32] = if early { &self.stop.stop_tokens } else { &[] };
         let allowed = match self.constraint.as_mut().map(|constraint| constraint.token_mask()) {
             None => None,
-            // The end of the grammar comes before `min_tokens`: there is nothing else to draw.
+            // The end of the grammar overrides `min_tokens`: no other token is allowed.
             Some(Ok(TokenMask::Allowed(allowed))) if leaves_any(allowed, forbidden) => Some(allowed),
             Some(Ok(TokenMask::Pending)) => return Ok(SampleOutcome::Pending),
             Some(Ok(_)) => return Ok(SampleOutcome::Finished(FinishReason::Complete)),
@@ -185,7 +188,7 @@ impl GenerationState {
 }
 
 impl ScoringState {
-    /// Reports the row after `tokens[position]`, if it is wanted and was not reported before a preemption.
+    /// Reports the row after `tokens[position]`, unless it was reported before a preemption.
     pub(crate) fn report(
         &mut self,
         id: RequestId,

@@ -1,4 +1,4 @@
-//! What is checked of a request before it is queued, and how long its sequence may get.
+//! Validates a request before it is queued, and computes how long its sequence may get.
 
 use crate::kv::group::KvGroupKind;
 use crate::request::input::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
@@ -6,25 +6,25 @@ use crate::request::refusal::RefuseReason;
 use crate::sample::history::History;
 use crate::sample::params::SamplingParamError;
 
-/// What requests are measured against.
+/// The limits that requests are checked against.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestLimits {
     pub(crate) vocab_size: usize,
     pub(crate) context_tokens: usize,
     pub(crate) block_tokens: usize,
-    /// Usable ones.
+    /// Allocatable blocks.
     pub(crate) blocks: usize,
-    /// Each of which has blocks of its own for every sequence.
+    /// Each group has its own blocks of every sequence.
     pub(crate) groups: Vec<KvGroupKind>,
-    /// Most rows of a step.
+    /// Token budget of a step.
     pub(crate) step_tokens: usize,
 }
 
-/// Entries of `stop_tokens`; bounds the work per token.
+/// Most entries of `stop_tokens`; bounds the work per token.
 const STOP_TOKENS_MAX: usize = 256;
 
 impl RequestLimits {
-    /// The length at which the request's sequence ends, and what its draws remember.
+    /// Checks the request. Returns the length at which its sequence ends, and its sampler history.
     pub(crate) fn check(&self, request: &Request) -> Result<(usize, History), RefuseReason> {
         let Request { prompt, prior_output, stop, .. } = request;
         self.check_tokens("prompt", prompt)?;
@@ -50,7 +50,7 @@ impl RequestLimits {
                 return Err(RefuseReason::NothingToGenerate { prior_output: *prior_output, max_tokens });
             }
             Some(max_tokens) => prompt_tokens - prior_output + max_tokens as usize,
-            // One token more than the cache holds: the last one is drawn and never computed.
+            // One token more than the cache holds: the last token is sampled and never computed.
             None => self.tokens_max() + 1,
         };
         let tokens_max = wanted.min(self.context_tokens).max(prompt_tokens + 1);
@@ -75,7 +75,7 @@ impl RequestLimits {
         self.check_fits(prompt_tokens)
     }
 
-    /// `tokens` have their keys and values in the cache at once.
+    /// Checks that the cache holds this many tokens of a sequence at once.
     fn check_fits(&self, tokens: usize) -> Result<(), RefuseReason> {
         let needed = self.blocks_of(tokens.div_ceil(self.block_tokens));
         if needed > self.blocks {
@@ -85,7 +85,7 @@ impl RequestLimits {
         Ok(())
     }
 
-    /// Blocks that a sequence with so many blocks of tokens takes at most, if it is alone.
+    /// Most blocks that a sequence with this many table entries holds if it runs alone.
     fn blocks_of(&self, entries: usize) -> usize {
         self.groups
             .iter()
@@ -93,9 +93,10 @@ impl RequestLimits {
             .sum()
     }
 
-    /// Tokens in all the blocks of the longest sequence that fits alone, as far as the context goes.
+    /// Tokens that fit in the blocks of the longest sequence that can run alone, up to the context
+    /// length.
     fn tokens_max(&self) -> usize {
-        // More tokens never take fewer blocks.
+        // A binary search: more tokens never need fewer blocks.
         let (mut fit, mut beyond) = (0, self.context_tokens.div_ceil(self.block_tokens) + 1);
         while beyond - fit > 1 {
             let entries = fit.midpoint(beyond);

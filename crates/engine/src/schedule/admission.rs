@@ -1,5 +1,6 @@
-//! Who may queue: bounds of the queue as a whole, of each tenant in it, and of each class of priority; and when a refused
-//! one should come back. A plain value; counts those who wait for their first admission.
+//! Admission control: bounds the waiting queue as a whole, per tenant and per priority, and
+//! estimates when a refused client should retry. A plain value that counts requests waiting for
+//! their first admission.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -8,18 +9,18 @@ use pace::{Outside, Pace};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
-    /// Most requests that wait when one of ordinary priority (0) comes.
+    /// Most waiting requests when a request of ordinary priority (0) arrives.
     pub queue_max: usize,
-    /// Most of one tenant.
+    /// Most waiting requests of one tenant.
     pub tenant_queue_max: usize,
 }
 
-/// Places, in eighths of `queue_max`, that requests of lower priority (above 0) may fill, and those of higher priority: what
-/// the class behind may not fill is the floor of each.
+/// Capacity for requests of lower priority (above 0) and of higher priority (below 0), in eighths
+/// of `queue_max`. The last eighth is thus reserved for the next higher priority.
 const LOW_EIGHTHS: usize = 7;
 const HIGH_EIGHTHS: usize = 9;
 
-/// Most of one tenant, in eighths of the queue.
+/// Capacity for one tenant, in eighths of `queue_max`.
 const TENANT_EIGHTHS: usize = 6;
 
 impl QueueLimits {
@@ -27,7 +28,7 @@ impl QueueLimits {
         Self { queue_max, tenant_queue_max: eighths(queue_max, TENANT_EIGHTHS) }
     }
 
-    /// Most requests of any priority that may wait when one of this priority comes.
+    /// Most waiting requests, of any priority, when a request of this priority arrives.
     pub fn capacity_for(&self, priority: i32) -> usize {
         match priority {
             ..0 => eighths(self.queue_max, HIGH_EIGHTHS),
@@ -42,12 +43,12 @@ fn eighths(whole: usize, parts: usize) -> usize {
     (whole * parts).div_ceil(8).max(1)
 }
 
-/// Why nobody can be queued now.
+/// The queue is full for this request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFullError {
     pub waiting: usize,
     pub max: usize,
-    /// The bound is the tenant's own.
+    /// The tenant's own limit is reached, not that of the queue.
     pub is_tenant_limit: bool,
     pub retry_after: Duration,
 }
@@ -57,9 +58,9 @@ pub struct AdmissionControl {
     bounds: QueueLimits,
     waiting: usize,
     tenants: HashMap<u64, TenantWaiting>,
-    /// Of the last step.
+    /// Time of the last step.
     now: Duration,
-    /// The first step that somebody has waited for since the queue was empty.
+    /// Time of the first step that found a waiting request since the queue was empty.
     since: Option<Duration>,
     retry_after: Pace,
 }
@@ -76,12 +77,12 @@ impl AdmissionControl {
         Self { bounds, waiting: 0, tenants: HashMap::new(), now: Duration::ZERO, since: None, retry_after }
     }
 
-    /// Most requests of any priority that may wait when one of this priority comes.
+    /// Most waiting requests, of any priority, when a request of this priority arrives.
     pub fn capacity_for(&self, priority: i32) -> usize {
         self.bounds.capacity_for(priority)
     }
 
-    /// Takes a place in the queue.
+    /// Counts one more waiting request, or refuses it.
     pub fn try_enter(&mut self, priority: i32, tenant: u64) -> Result<(), QueueFullError> {
         let (waiting, max) = (self.waiting, self.capacity_for(priority));
         if waiting >= max {
@@ -91,7 +92,7 @@ impl AdmissionControl {
         let share = self.tenants.len() as u32;
         let tenant_waiting = self.tenants.entry(tenant).or_default();
         let (waiting, max) = (tenant_waiting.waiting, self.bounds.tenant_queue_max);
-        // Those who do not say whose they are share the queue as one.
+        // Requests without a tenant have no tenant limit.
         if tenant != 0 && waiting >= max {
             let ahead = waiting as u32;
             let retry_after =
@@ -103,20 +104,22 @@ impl AdmissionControl {
         Ok(())
     }
 
-    /// Gone without having been admitted.
+    /// The request has left the queue without being admitted.
     pub fn leave(&mut self, tenant: u64) {
-        debug_assert!(self.waiting > 0);
+        assert!(self.waiting > 0, "a request leaves an empty waiting queue");
         self.waiting -= 1;
-        if let Some(tenant_waiting) = self.tenants.get_mut(&tenant) {
-            tenant_waiting.waiting -= 1;
-            if tenant_waiting.waiting == 0 {
-                self.tenants.remove(&tenant);
-            }
+        let Some(tenant_waiting) = self.tenants.get_mut(&tenant) else {
+            panic!("a request of tenant {tenant} leaves, but none waits")
+        };
+        tenant_waiting.waiting -= 1;
+        if tenant_waiting.waiting == 0 {
+            self.tenants.remove(&tenant);
         }
         self.start_step(self.now);
     }
 
-    /// To be told at the begin of each step: a queue in which nobody waits says nothing of the pace.
+    /// The engine calls this at the start of each step. An empty queue says nothing about the rate
+    /// of admissions.
     pub fn start_step(&mut self, now: Duration) {
         self.now = now;
         match self.waiting {
@@ -126,9 +129,9 @@ impl AdmissionControl {
         self.retry_after.waiting(now, self.waiting > 0);
     }
 
-    /// Holds blocks from now on.
+    /// The scheduler has admitted the request: it holds KV blocks from now on.
     pub fn admitted(&mut self, tenant: u64, now: Duration) {
-        // Who comes in with its first step has waited for nobody.
+        // A request that is admitted in its first step has waited for no other.
         if self.since.is_some_and(|since| since < now) {
             self.retry_after.freed(now);
         }
@@ -175,7 +178,8 @@ mod tests {
         admission.try_enter(0, 7).unwrap();
     }
 
-    /// A queue of two that always wait; one gets in every four seconds, from second 4 to second 80.
+    /// A queue of two requests that is always full. The scheduler admits one every four seconds,
+    /// from second 4 to second 80.
     fn measured() -> AdmissionControl {
         let mut admission = AdmissionControl::new(QueueLimits { queue_max: 2, tenant_queue_max: 2 });
         (0..2).for_each(|_| admission.try_enter(0, 2).unwrap());
@@ -209,7 +213,7 @@ mod tests {
     #[test]
     fn idle_times_say_nothing_of_the_pace() {
         let mut admission = measured();
-        // Both leave, an hour passes, and those who come then find room in their first step.
+        // Both requests leave. An hour later, new requests are admitted in their first step.
         let later = |second: u64| Duration::from_secs(3600 + second);
         (0..2).for_each(|_| admission.leave(2));
         for second in 0..50 {

@@ -1,4 +1,5 @@
-//! The row data of one step, made from a plan: what [`ops::Step`] borrows. Buffers are kept between steps.
+//! The rows of one step in the form that [`ops::Step`] borrows, built from a step plan. The buffers
+//! are kept between steps.
 
 use crate::kv::block_key::BlockId;
 use crate::schedule::scheduler::Scheduler;
@@ -12,10 +13,10 @@ pub(crate) struct Batch {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     sequences: Vec<u32>,
-    /// Of each row, one for each group of layers.
+    /// KV slots of each row: one for each KV cache group.
     kv_slots: Vec<u32>,
     outputs: Vec<u32>,
-    /// Whose rows the outputs are, in the same order.
+    /// The sequence and position of each output, in the same order.
     output_rows: Vec<OutputRow>,
 }
 
@@ -23,13 +24,14 @@ pub(crate) struct Batch {
 pub(crate) struct OutputRow {
     pub(crate) sequence_id: SequenceId,
     pub(crate) position: usize,
-    /// The row's token if it is a guess: the row counts only if its sequence turns out to have this token there.
+    /// The draft token of the row. The row is valid only if its sequence then has this token at
+    /// `position`.
     pub(crate) drafted: Option<u32>,
 }
 
 impl Batch {
-    /// Fills the batch from the scheduler's plan; `drafts` are the tokens of its drafted rows, a slice for each chunk that
-    /// has some.
+    /// Fills the batch from the scheduler's plan. `drafts` yields the draft tokens of each chunk
+    /// that has some, in order.
     pub(crate) fn fill<'a>(
         &mut self,
         scheduler: &Scheduler,
@@ -43,10 +45,11 @@ impl Batch {
         self.outputs.clear();
         self.output_rows.clear();
         for (index, chunk) in scheduler.plan().chunks.iter().enumerate() {
-            if let Some(sequence) = scheduler.sequence(chunk.sequence_id) {
-                let drafts = if chunk.drafts > 0 { drafts.next().unwrap_or_default() } else { &[] };
-                self.append(index, chunk, sequence, block_tokens, drafts);
-            }
+            let Some(sequence) = scheduler.sequence(chunk.sequence_id) else {
+                panic!("{:?} is in the plan but was removed", chunk.sequence_id)
+            };
+            let drafts = if chunk.drafts > 0 { drafts.next().unwrap_or_default() } else { &[] };
+            self.append(index, chunk, sequence, block_tokens, drafts);
         }
     }
 
@@ -58,7 +61,7 @@ impl Batch {
         block_tokens: usize,
         drafts: &[u32],
     ) {
-        debug_assert_eq!(chunk.drafts, drafts.len());
+        assert_eq!(chunk.drafts, drafts.len(), "the plan has a row for each draft token");
         let end = chunk.start + chunk.rows;
         self.tokens.extend_from_slice(&sequence.tokens()[chunk.start..end]);
         self.tokens.extend_from_slice(drafts);
@@ -79,7 +82,8 @@ impl Batch {
         }
     }
 
-    /// `tables` are those of the plan's sequences, in order, and of each those of all groups.
+    /// `tables` has the block tables of the plan's sequences in order, for each sequence those of
+    /// all KV cache groups.
     pub(crate) fn step<'a>(&'a self, tables: &'a [&'a [BlockId]]) -> Step<'a> {
         Step {
             tokens: &self.tokens,
@@ -91,7 +95,7 @@ impl Batch {
         }
     }
 
-    /// Of each output, in order.
+    /// The sequence and position of each output, in order.
     pub(crate) fn output_rows(&self) -> &[OutputRow] {
         &self.output_rows
     }

@@ -1,12 +1,12 @@
-//! The rows of a step that are left.
+//! The token budget of a step while the scheduler plans it.
 
 use crate::schedule::sequence::SequenceKind;
 use crate::schedule::step_plan::SchedulerLimits;
 
-/// Rows of the step that are left.
+/// Rows that the step may still take.
 pub(crate) struct TokenBudget {
     rows: usize,
-    /// Of those, for prompts.
+    /// Prefill rows that the step may still take, included in `rows`.
     prefill_rows: usize,
     score_rows: usize,
 }
@@ -17,12 +17,12 @@ impl TokenBudget {
         Self { rows, prefill_rows: rows, score_rows: limits.score_rows_max }
     }
 
-    /// Sequences decode in this step: prompts get no more than that.
+    /// Caps chunked prefill because sequences decode in this step.
     pub(crate) fn limit_prefill(&mut self, rows: usize) {
         self.prefill_rows = self.prefill_rows.min(rows.max(1));
     }
 
-    /// For prompts of that kind.
+    /// Rows left for prefill of a sequence of this kind.
     pub(crate) fn rows_for(&self, kind: SequenceKind) -> usize {
         let rows = self.rows.min(self.prefill_rows);
         match kind {
@@ -31,8 +31,9 @@ impl TokenBudget {
         }
     }
 
-    /// What a prompt that lacks `wanted` rows gets while others may want some too: all of them, or half of what is left,
-    /// but a block.
+    /// Rows for a prefill that lacks `wanted` rows: all of them if they fit. Otherwise half of the
+    /// rows that are left, but at least one block, so that a short prompt need not wait for a long
+    /// one.
     pub(crate) fn chunk_rows(&self, limits: &SchedulerLimits, kind: SequenceKind, wanted: usize) -> usize {
         let left = self.rows_for(kind);
         match kind {

@@ -1,5 +1,6 @@
-//! What must hold between two steps, beyond the pool's own invariants: each sequence is where its state says, and nobody
-//! else is. Looks at everything; for tests, and for a process that is idle.
+//! Integrity check of the scheduler: between two steps each sequence is in the lists that its state
+//! requires, and in no others. The check visits every sequence; it is for tests and for an idle
+//! process.
 
 use crate::kv::block_pool::PoolIntegrityError;
 use crate::schedule::sequence::{Sequence, SequenceState};
@@ -13,41 +14,41 @@ use std::collections::HashMap;
 pub enum IntegrityError {
     #[error(transparent)]
     Pool(#[from] PoolIntegrityError),
-    #[error("{vacant} sequence_ids are listed vacant_ids, {empty} are empty")]
+    #[error("{vacant} sequence ids are listed as vacant, {empty} are")]
     Vacant { vacant: usize, empty: usize },
     #[error(transparent)]
     QueueOrder(#[from] QueueIntegrityError),
-    #[error("the waiting holds {queued} sequences, {waiting} wait")]
+    #[error("the waiting queue holds {queued} sequences, {waiting} are in state Waiting")]
     WaitingCount { queued: usize, waiting: usize },
-    #[error("sequence_id {0:?} waits, and the waiting does not have it at its rank")]
+    #[error("{0:?} waits but is not in the waiting queue at its rank")]
     NotQueued(SequenceId),
-    #[error("sequence_id {0:?} waits and has blocks or computed tokens")]
+    #[error("{0:?} waits but has blocks or computed tokens")]
     WaitsWithBlocks(SequenceId),
-    #[error("sequence_id {0:?} has computed more than its blocks hold, or than its tokens")]
+    #[error("{0:?} has more computed tokens than its blocks hold, or than tokens")]
     Computed(SequenceId),
     #[error("{listed} sequences are listed as running, {running} are")]
     Running { listed: usize, running: usize },
-    #[error("sequence_id {0:?} is listed as running and is not, or out of its order")]
+    #[error("{0:?} is listed as running but is not, or is out of order")]
     RunningOrder(SequenceId),
-    #[error("sequence_id {0:?} has joined one that computes no prompt, or holds blocks itself")]
+    #[error("{0:?} awaits a fork but its leader computes no equal prompt, or it holds blocks itself")]
     Joined(SequenceId),
-    #[error("sequence_id {sequence_id:?} counts {counted} followers and has {found}")]
+    #[error("{sequence_id:?} counts {counted} followers, {found} await its fork")]
     Followers { sequence_id: SequenceId, counted: u32, found: u32 },
-    #[error("the prompt that sequence_id {0:?} is said to lead is not its own")]
+    #[error("{0:?} is listed as leader of a prompt that is not its own")]
     Leader(SequenceId),
-    #[error("sequence_id {0:?} has a request without a sequence, or a sequence without a request")]
+    #[error("{0:?} has a request without a sequence, or a sequence without a request")]
     RequestRecord(SequenceId),
-    #[error("{named} requests can be named, {live} are there")]
+    #[error("{named} request ids are known, {live} requests exist")]
     Named { named: usize, live: usize },
     #[error("{listed} deadlines are listed, {live} requests have one")]
     Deadlines { listed: usize, live: usize },
-    #[error("{counted} requests are counted as queued, {found} are")]
+    #[error("admission control counts {counted} waiting requests, {found} wait")]
     QueueLength { counted: usize, found: usize },
-    #[error("{counted} requests of tenant {tenant} are counted as queued, {found} are")]
+    #[error("admission control counts {counted} waiting requests of tenant {tenant}, {found} wait")]
     Admission { tenant: u64, counted: usize, found: usize },
 }
 
-/// The scheduler's parts, to be compared with each other.
+/// The scheduler's fields that the check compares with each other.
 pub(crate) struct SchedulerParts<'a> {
     pub(crate) sequences: &'a [Option<Sequence>],
     pub(crate) vacant_ids: &'a [SequenceId],
@@ -133,7 +134,7 @@ impl SchedulerParts<'_> {
         }
     }
 
-    /// In order of rank, each once.
+    /// Checks that `running` lists each running sequence once, in order of rank.
     fn check_running(&self, running: usize) -> Result<(), IntegrityError> {
         if self.running.len() != running {
             return Err(IntegrityError::Running { listed: self.running.len(), running });

@@ -1,4 +1,10 @@
-//! Which sequences get how many rows of the next step.
+//! Scheduling: which sequences compute how many rows in the next step.
+//!
+//! - [`admission`] bounds the waiting requests and estimates when a refused client should retry.
+//! - [`waiting_queue`] orders waiting sequences by priority and fair share.
+//! - [`scheduler`] turns running and waiting sequences into a [`step_plan`].
+//! - `prefill_rate` estimates how many prefill rows decoding sequences can bear.
+//! - [`integrity`] checks all of it between two steps.
 
 pub mod admission;
 pub(crate) mod batch;

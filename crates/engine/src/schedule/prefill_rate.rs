@@ -1,26 +1,30 @@
-//! How many rows prompts get in a step in which sequences decode: as many as lengthen it by a stated pause, at the pace of
-//! the last steps. A plain value.
+//! Caps chunked prefill while sequences decode: limits prefill rows so that they delay decodes by
+//! at most `max_prefill_stall`, using the measured prefill rate.
 //!
-//! What has no part in a row's price only ever lengthens a step: kernels that are loaded, memory that is mapped, others on the
-//! machine. So the least of the last few paces counts, and a step that was held up counts for nothing while one beside it was
-//! not. Nothing here can change a token, only how many steps a prompt takes; so it may go by the clock.
+//! Anything but rows only lengthens a step: loading kernels, mapping memory, other processes. The
+//! estimator therefore uses the lowest time per row of the last few samples. One slow step does not
+//! count while a step next to it was fast.
+//!
+//! The estimate changes only how many steps a prompt takes, never a token. So the estimator may use
+//! the clock.
 
 use std::time::Duration;
 
-/// However slow the model: with fewer rows, most of a step would go into reading the weights once more. And what fewer rows
-/// took says little of what a row takes, so they are added up until they are as many.
+/// Lowest limit. A step with fewer rows spends most of its time reading the weights. For the same
+/// reason fewer rows give no sample by themselves: they are added up until they are this many.
 const ROWS_MIN: usize = 32;
-/// Paces of which the least counts. With more of them prompts would get too many rows for longer when rows get dearer, behind
-/// a longer context; two of a worker's first three steps may be held up.
+/// Samples of which the lowest counts. With more samples, prompts would get too many rows for
+/// longer when rows become slower behind a longer context. Two of a worker's first three steps may
+/// be slow.
 const RECENT: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PrefillRateEstimator {
-    /// Seconds of a row of prompts, the last first; infinite where there is none yet.
+    /// Seconds per prefill row, newest sample first. Infinite: no sample yet.
     seconds_per_row: [f64; RECENT],
-    /// Seconds and rows of prompts that are not a pace yet.
+    /// Seconds and prefill rows that are not a sample yet.
     pending: (f64, usize),
-    /// Steps without prompts: seconds, and rows.
+    /// Seconds and rows of the last steps without prefill, newest first.
     decodes: [(f64, usize); RECENT],
 }
 
@@ -35,7 +39,7 @@ impl Default for PrefillRateEstimator {
 }
 
 impl PrefillRateEstimator {
-    /// Most rows of prompts beside decodes; all while no prompt was seen.
+    /// Most prefill rows in a step in which sequences decode. Unlimited until the first prefill.
     pub(crate) fn prefill_row_limit(&self, max_stall: Duration) -> usize {
         let least = self.seconds_per_row.into_iter().fold(f64::INFINITY, f64::min);
         let seconds_per_row = match self.pending {
@@ -45,16 +49,17 @@ impl PrefillRateEstimator {
         if seconds_per_row.is_infinite() {
             return usize::MAX;
         }
-        // Far more than fit is as good as all.
+        // The cast saturates, which means unlimited.
         ((max_stall.as_secs_f64() / seconds_per_row) as usize).max(ROWS_MIN)
     }
 
-    /// A step of so many rows of decodes, drafts among them, and of prompts took so long.
+    /// Records a step: its decode rows (draft rows included), its prefill rows and its duration.
     pub(crate) fn observe(&mut self, decodes: usize, prompts: usize, took: Duration) {
         let took = took.as_secs_f64();
         if prompts > 0 {
-            // What the decodes alone would have taken is not the prompts' doing. That is an old figure when prompts never
-            // cease, so a quarter of the prompts' share by rows is theirs in any case.
+            // The time that the decodes alone would take is not prefill time. That figure is old
+            // while every step has prefill rows. So at least a quarter of the prefill's share by
+            // rows counts as prefill time.
             let share = took * prompts as f64 / (decodes + prompts) as f64;
             self.pending.0 += (took - self.decode_seconds(decodes)).max(share / 4.0);
             self.pending.1 += prompts;
@@ -69,12 +74,13 @@ impl PrefillRateEstimator {
         }
     }
 
-    /// What so many rows of decodes take at least. Of a step that had more of them, their share: rows get cheaper by company,
-    /// never dearer.
+    /// Lowest estimated time of a step with these decode rows and no prefill. A step with more rows
+    /// counts in proportion: more rows in a batch make a row cheaper, never slower.
     fn decode_seconds(&self, decodes: usize) -> f64 {
         let of = |(seconds, rows): (f64, usize)| seconds * (decodes as f64 / rows as f64).min(1.0);
         let least = self.decodes.into_iter().map(of).fold(f64::INFINITY, f64::min);
-        // Not a number where an infinite time counts for no rows; none was seen then, or none is to be subtracted.
+        // The fold gives infinity or NaN if no step without prefill was recorded, or `decodes` is
+        // 0.
         if least.is_finite() { least } else { 0.0 }
     }
 }
@@ -101,7 +107,7 @@ mod tests {
     #[test]
     fn few_rows_are_added_up_before_they_are_a_pace() {
         let mut estimator = PrefillRateEstimator::default();
-        // A first word on a slow model.
+        // The first prompt on a slow model.
         estimator.observe(0, 5, Duration::from_secs(1));
         assert_eq!(estimator.prefill_row_limit(STALL), ROWS_MIN);
         estimator.observe(0, 500, Duration::from_millis(500));
@@ -109,7 +115,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever model and machine: a step with both takes at most so much longer than one of decodes.
+        /// On any model and machine, a step with prefill and decodes takes at most this much longer
+        /// than one with decodes alone.
         #[test]
         fn prompts_lengthen_a_step_by_the_pause_or_by_the_least_rows(
             fixed in 0.0..0.05_f64,
@@ -122,7 +129,7 @@ mod tests {
                 Duration::from_secs_f64(fixed + decode * decodes as f64 + row * prompts as f64)
             };
             let mut estimator = PrefillRateEstimator::default();
-            // A prompt alone, its stream, then both at once.
+            // A prefill alone, then decodes alone, then both.
             estimator.observe(0, 40, takes(0, 40));
             (0..20).for_each(|_| estimator.observe(streams, 0, takes(streams, 0)));
             for step in 0..50 {
@@ -132,13 +139,14 @@ mod tests {
                 prop_assert!(longer <= STALL.max(least).mul_f64(1.001), "{longer:?} in step {step}");
                 estimator.observe(streams, rows, takes(streams, rows));
             }
-            // And uses what they can bear, but where the pause is little beside what decodes take.
+            // The limit uses the allowed stall, unless the stall is small compared with the
+            // decodes.
             let rows = estimator.prefill_row_limit(STALL);
             let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows >= step_rows;
             prop_assert!(uses || takes(streams, 0) > 3 * STALL, "{rows} rows of {row} s");
         }
 
-        /// Of three steps in a row two may be held up by whatever it is.
+        /// Two of three consecutive steps may be slow for any reason.
         #[test]
         fn steps_that_were_held_up_cost_prompts_nothing(
             row in 1e-5..0.05_f64,
@@ -159,7 +167,8 @@ mod tests {
                 if step > 0 {
                     prop_assert!(takes(rows) - takes(0) <= STALL.max(least).mul_f64(1.001), "{rows} rows in step {step}");
                 }
-                // The first one that was not may have had so few rows that their share of it was more than theirs.
+                // The first fast step may have so few rows that their share by rows exceeds their
+                // cost.
                 if step >= 2 * RECENT {
                     let uses = rows as f64 * row >= 0.099 - row || rows == ROWS_MIN || rows == step_rows;
                     prop_assert!(uses, "{rows} rows of {row} s in step {step}");
@@ -168,7 +177,7 @@ mod tests {
             }
         }
 
-        /// As they do behind a longer context.
+        /// Rows become slower behind a longer context.
         #[test]
         fn rows_that_get_dearer_are_followed(
             first in 1e-5..0.01_f64,
@@ -191,7 +200,8 @@ mod tests {
             }
         }
 
-        /// More streams than when a step without prompts was last seen: prompts get too little, never nothing.
+        /// More sequences decode than in the last step without prefill: the limit is too low then,
+        /// but never zero.
         #[test]
         fn prompts_go_on_while_none_of_the_steps_is_without_them(streams in 2..200_usize) {
             let takes = |decodes: usize, prompts: usize| {

@@ -1,30 +1,42 @@
-//! Which sequences get how many rows of the next step. A plain value: no model, no clock, no I/O.
+//! The scheduler: decides which sequences compute how many rows in the next step. A plain value
+//! without model, clock or I/O.
 //!
-//! A sequence has tokens and a count of computed ones; a step hands out a budget of rows. There is no prefill or decode
-//! phase, only more or fewer tokens to compute. Order of one step:
+//! A sequence has tokens and a count of computed tokens; a step has a token budget. There are no
+//! separate prefill and decode phases: a decode is a sequence that lacks one row. The scheduler
+//! fills a step in this order:
 //!
-//! 1. Running sequences that lack one row (decodes), in order of rank.
-//! 2. Running sequences that lack more (prompts in progress), in order of rank. One that this step cannot complete gets half
-//!    of the rows that are left, so that a short one need not wait for a long one. Beside decodes, all prompts together get
-//!    no more rows than `schedule` is told that streams can bear. When blocks run out, the running sequence of the last rank
-//!    gives all of its own back and waits again, to be recomputed; rows it already had in this step return to the budget.
-//! 3. Waiting sequences in the order of the [`WaitingQueue`], unless something was preempted. One is admitted only if its whole
-//!    sequence fits beside what the running ones still need. If the first does not fit, none behind it is tried. One is
-//!    passed while a prompt in progress before it is about to compute the very block that it would begin with: it will find
-//!    that. So is one to be scored while no rows with outputs are left. On its turn by age none is passed: what follows waits
-//!    with it for the block; what is to be scored is admitted without rows.
-//! 4. Rows that are left over lengthen the chunks that were cut: a long prompt is held back only for others.
+//! 1. Decodes of running sequences, in order of rank.
+//! 2. Prefill of running sequences, in order of rank. A prompt that this step cannot complete gets
+//!    half of the rows that are left, so that a short prompt need not wait for a long one. While
+//!    sequences decode, all prefill rows together are capped (`prefill_row_limit`).
+//! 3. Admission of waiting sequences in the order of the [`WaitingQueue`], unless step 1 or 2
+//!    preempted a sequence. A sequence is admitted only if all its tokens fit in the blocks that
+//!    running sequences do not need. If the first sequence does not fit, the scheduler tries no
+//!    later one.
+//! 4. Rows that are left go to prompts whose chunks were cut.
 //!
-//! After that, rows and blocks that nobody needs may go to drafted tokens behind the last rows of a sequence (`extend`):
-//! drafts never take a row from others, never preempt and are never found. Of the drafted rows those count that turn out
-//! to be the sequence's tokens (`accept`).
+//! If blocks run out in step 1 or 2, the scheduler preempts the running sequence with the last
+//! rank. That sequence releases its blocks, waits again and is recomputed later. Rows that it
+//! already had in this step return to the budget.
 //!
-//! A sequence keeps its rank through preemption and only lower ranks are preempted for it, so the first always moves;
-//! with `step_tokens >= running_max` every decode moves in every step.
+//! Step 3 skips a sequence whose next block is about to be computed by a prefill of lower rank: a
+//! later step finds that block in the prefix cache. It also skips a sequence to be scored while no
+//! scoring rows are left. On the oldest-first turn nothing is skipped. A sequence that waits for a
+//! block then ends admission, and a sequence to be scored is admitted without rows.
 //!
-//! Equal prompts are computed once: one that is next while an equal one is in progress joins it, and is forked from it
-//! when that is computed. All of them then go on from the same logits and share every block; the last block, if it is not
-//! full, is copied by whoever writes into it while others hold it (`StepPlan::copies`).
+//! After that, `add_drafts` may use spare rows and blocks for draft tokens. Drafts never take a row
+//! from other sequences, never preempt and never enter the prefix cache. `accept_draft` keeps the
+//! draft rows whose token the sequence then has.
+//!
+//! Invariants:
+//!
+//! 1. A sequence keeps its rank through preemption, and only sequences of later rank are preempted
+//!    for it. The first sequence thus always makes progress.
+//! 2. Because `step_tokens >= running_max`, every running sequence that is not paused decodes in
+//!    every step.
+//! 3. Equal prompts are computed once. A sequence with the prompt of a running leader waits for a
+//!    fork. When the prompt is computed, both continue from the same logits and share all blocks.
+//!    The sequence that first writes into a shared last block copies it (`StepPlan::copies`).
 
 use crate::kv::block_pool::BlockPool;
 use crate::kv::group::KvGroupKind;
@@ -35,18 +47,18 @@ use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::{ChunkOutputs, ScheduledChunk, SchedulerLimits, StepPlan};
 use crate::schedule::waiting_queue::{ServiceRank, WaitingQueue};
 
-// Named, since tests/planted compiles this file once more from another place.
+// The path is explicit because tests/planted compiles this file a second time.
 #[path = "scheduler/forks.rs"]
 mod forks;
 
 use prefix::BlockHash;
 use std::collections::HashMap;
 
-/// EngineOutput tokens that a request is expected to want if it leaves that open or asks for more.
+/// Expected output tokens of a request that asks for more, or leaves `max_tokens` open.
 const EXPECTED_OUTPUT_TOKENS: usize = 256;
 
-/// How many a step passes since they wait for a prefix in progress. Each is looked up first, which takes 11 us for 32,768
-/// tokens: 0.35 ms for all of them.
+/// Most sequences that one step skips because their prefix is being computed. Each costs a prefix
+/// lookup of 11 us for 32,768 tokens, so 0.35 ms for all.
 pub const PREFIX_WAITERS_SKIPPED_MAX: usize = 32;
 
 #[derive(Debug)]
@@ -59,29 +71,29 @@ pub struct Scheduler {
     waiting: WaitingQueue,
     /// In order of rank.
     running: Vec<SequenceId>,
-    /// Who computes, or will, the prompt of that name.
+    /// The sequence that computes, or will compute, the prompt with this hash.
     prompt_leaders: HashMap<BlockHash, SequenceId>,
-    /// Sequences that were forked from another.
+    /// Forks since the start.
     fork_count: u64,
     plan: StepPlan,
-    /// Of this step: prompts in progress, and indices of chunks that were cut.
+    /// Of this step: running sequences with a prefill, and indices of chunks that were cut.
     prefills: Vec<SequenceId>,
     cut_chunks: Vec<usize>,
-    /// Of this step: indices of chunks of decodes that fill a block.
+    /// Of this step: indices of decode chunks that fill a block.
     block_filling_chunks: Vec<usize>,
-    /// Who got blocks for drafts in this step.
+    /// Of this step: sequences with blocks for draft tokens.
     drafted_sequences: Vec<SequenceId>,
 }
 
 impl Scheduler {
-    /// For layers that all read the whole past.
+    /// A scheduler for a model whose layers all have full attention.
     pub fn new(limits: SchedulerLimits, blocks: usize) -> Self {
         Self::with_groups(limits, blocks, vec![KvGroupKind::Full])
     }
 
-    /// `blocks` are shared by the groups: a block serves the layers of any one of them.
+    /// The groups share `blocks`: each block serves the layers of one group at a time.
     pub fn with_groups(limits: SchedulerLimits, blocks: usize, groups: Vec<KvGroupKind>) -> Self {
-        debug_assert!(limits.step_tokens >= limits.running_max);
+        assert!(limits.step_tokens >= limits.running_max, "every running sequence decodes in every step");
         Self {
             limits,
             groups,
@@ -100,7 +112,8 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence. What is scored is not shared: it could not use what it finds.
+    /// Adds a sequence to the waiting queue. Sequences to be scored do not use the prefix cache,
+    /// because they need the logits of every row.
     pub fn add(&mut self, new: NewSequence<'_>) -> SequenceId {
         let cost = new.tokens.len() + (new.tokens_max - new.tokens.len()).min(EXPECTED_OUTPUT_TOKENS);
         let rank = self.waiting.rank(new.priority, new.tenant, cost as u64);
@@ -126,18 +139,18 @@ impl Scheduler {
         sequence_id
     }
 
-    /// Forgets a sequence, running or waiting; its blocks are free at once.
+    /// Removes a running or waiting sequence and releases its blocks.
     pub fn remove(&mut self, sequence_id: SequenceId) {
         self.release_followers(sequence_id);
-        let Some(mut sequence) = self.sequences[sequence_id.index()].take() else { return };
+        let Some(mut sequence) = self.sequences[sequence_id.index()].take() else {
+            panic!("{sequence_id:?} is removed twice or was never added")
+        };
         match sequence.state {
             SequenceState::Waiting => self.waiting.leave(sequence.rank),
             SequenceState::Running => self.leave_running(sequence_id, sequence.rank),
             SequenceState::AwaitingFork(leader) => {
                 self.leave_running(sequence_id, sequence.rank);
-                if let Some(leader) = &mut self.sequences[leader.index()] {
-                    leader.followers -= 1;
-                }
+                expect_sequence(&mut self.sequences, leader).followers -= 1;
             }
         }
         self.remove_leader(sequence_id, sequence.take_prompt_hash());
@@ -150,17 +163,13 @@ impl Scheduler {
     }
 
     pub fn push_token(&mut self, sequence_id: SequenceId, token: u32) {
-        if let Some(sequence) = &mut self.sequences[sequence_id.index()] {
-            sequence.push(token);
-        }
+        expect_sequence(&mut self.sequences, sequence_id).push(token);
     }
 
     pub fn set_paused(&mut self, sequence_id: SequenceId, is_paused: bool) {
-        if let Some(sequence) = &mut self.sequences[sequence_id.index()] {
-            sequence.is_paused = is_paused;
-            if is_paused {
-                self.release_followers(sequence_id);
-            }
+        expect_sequence(&mut self.sequences, sequence_id).is_paused = is_paused;
+        if is_paused {
+            self.release_followers(sequence_id);
         }
     }
 
@@ -176,7 +185,7 @@ impl Scheduler {
         self.waiting.len()
     }
 
-    /// How many waiting sequences would be admitted before this one, if nobody else came.
+    /// Waiting sequences that would be admitted before this one without further arrivals.
     pub fn waiting_ahead(&self, sequence_id: SequenceId) -> usize {
         self.sequence(sequence_id).map_or(0, |sequence| self.waiting.ahead(sequence.rank))
     }
@@ -189,7 +198,8 @@ impl Scheduler {
         &self.plan
     }
 
-    /// Token places in held blocks, and how many of them hold nothing yet: O(running).
+    /// Tokens that the blocks of running sequences can hold, and how many of them are not computed:
+    /// O(running).
     pub fn token_slots(&self) -> (usize, usize) {
         let running = self.running.iter().filter_map(|sequence_id| self.sequence(*sequence_id));
         running.fold((0, 0), |(places, unfilled), sequence| {
@@ -198,18 +208,18 @@ impl Scheduler {
         })
     }
 
-    /// Forgets all cached prefixes; `false` while any block is held.
+    /// Clears the prefix cache. Returns `false` and does nothing while any block is in use.
     pub fn reset_prefix_cache(&mut self) -> bool {
         self.pool.reset_prefix_cache()
     }
 
-    /// Forgets cached prefixes that were of no use since the last call.
+    /// Evicts cached blocks that were not used since the last call.
     pub fn evict_unused_prefixes(&mut self) {
         self.pool.evict_unused();
     }
 
-    /// Plans the next step; if sequences decode in it, prompts get `beside` rows at most. After it, `commit` or `abandon` is
-    /// called before the next plan.
+    /// Plans the next step. If sequences decode in it, prefill gets at most `prefill_row_limit`
+    /// rows. The caller then calls `commit` or `abandon` before the next plan.
     pub fn schedule(&mut self, prefill_row_limit: usize) -> &StepPlan {
         self.plan.clear();
         self.cut_chunks.clear();
@@ -227,18 +237,22 @@ impl Scheduler {
         &self.plan
     }
 
-    /// Blocks that drafts may take: what is free beyond what running sequences will need next.
+    /// Blocks for drafts: free blocks beyond those that running sequences need next.
     pub fn spare_blocks(&self) -> usize {
         self.pool.free_blocks().saturating_sub(self.reserved_blocks())
     }
 
-    /// Room for drafted tokens behind the rows of a planned chunk whose last row has an output: at most `most`, as many as
-    /// rows, blocks (which `spare` counts) and the sequence's own end allow. Returns how many rows it got.
+    /// Adds rows for draft tokens to a chunk whose last row has an output. The number is at most
+    /// `most` and limited by the token budget, by the `spare` blocks and by the sequence's
+    /// `tokens_max`. Returns the number of rows added.
     pub fn add_drafts(&mut self, chunk: usize, most: usize, spare: &mut usize) -> usize {
         let limits = self.limits;
-        let Some(chunk) = self.plan.chunks.get_mut(chunk) else { return 0 };
-        let Some(sequence) = &mut self.sequences[chunk.sequence_id.index()] else { return 0 };
-        debug_assert!(chunk.outputs == ChunkOutputs::Last && chunk.drafts == 0);
+        let chunk = &mut self.plan.chunks[chunk];
+        let sequence = expect_sequence(&mut self.sequences, chunk.sequence_id);
+        assert!(
+            chunk.outputs == ChunkOutputs::Last && chunk.drafts == 0,
+            "drafts follow a last token, once a step: {chunk:?}"
+        );
         let rows = most
             .min(limits.step_tokens - self.plan.rows)
             .min(limits.draft_rows_max - self.plan.draft_rows)
@@ -255,43 +269,44 @@ impl Scheduler {
         rows
     }
 
-    /// Takes the last `rows` drafted rows of a chunk out of the plan again.
+    /// Removes the last `rows` draft rows of a chunk from the plan.
     pub fn drop_drafts(&mut self, chunk: usize, rows: usize) {
-        if let Some(chunk) = self.plan.chunks.get_mut(chunk) {
-            chunk.drafts -= rows;
-            self.plan.rows -= rows;
-            self.plan.draft_rows -= rows;
-        }
+        self.plan.chunks[chunk].drafts -= rows;
+        self.plan.rows -= rows;
+        self.plan.draft_rows -= rows;
     }
 
-    /// Whether the drafted row at `position` counts: its guess `token` turned out to be what its sequence has there. Rows of
-    /// one sequence come in order, after the tokens before them.
+    /// Accepts the draft row at `position` if its sequence now has `token` there. Rows of one
+    /// sequence are checked in order.
     pub fn accept_draft(&mut self, sequence_id: SequenceId, position: usize, token: u32) -> bool {
+        // The sequence may have ended with an earlier row of this step.
         let Some(sequence) = &mut self.sequences[sequence_id.index()] else { return false };
         let right = sequence.tokens().get(position) == Some(&token);
         if right {
-            debug_assert_eq!(sequence.computed(), position);
+            assert_eq!(sequence.computed(), position, "drafts of {sequence_id:?} are accepted in order");
             sequence.commit(&mut self.pool, 1);
             sequence.cache_full_blocks(&mut self.pool, 0);
         }
         right
     }
 
-    /// After the last `accept` of a step: sequences whose drafts were wrong give back the blocks that they do not need.
+    /// Rolls back after the last `accept_draft` of a step: sequences release blocks that only
+    /// rejected drafts needed.
     pub fn release_rejected_drafts(&mut self) {
         for sequence_id in &self.drafted_sequences {
+            // The sequence may have ended in this step.
             if let Some(sequence) = &mut self.sequences[sequence_id.index()] {
                 sequence.truncate(&mut self.pool);
             }
         }
     }
 
-    /// The planned rows are computed; whether drafted ones count, `accept` says. Who joined a prompt that is complete now
-    /// is forked from it.
+    /// Records that the planned rows are computed; `accept_draft` decides about draft rows. Forks
+    /// the followers of prompts that are now complete.
     pub fn commit(&mut self) {
         for index in 0..self.plan.chunks.len() {
             let ScheduledChunk { sequence_id, rows, .. } = self.plan.chunks[index];
-            let Some(sequence) = &mut self.sequences[sequence_id.index()] else { continue };
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             sequence.commit(&mut self.pool, rows);
             if sequence.completes_shared_prompt() {
                 let prompt = sequence.take_prompt_hash();
@@ -301,17 +316,18 @@ impl Scheduler {
         }
     }
 
-    /// The planned rows were not computed: what they would have filled must not be found. The sequences of the plan are
-    /// to be removed, since they may hold blocks that others of them should have filled.
+    /// Removes the blocks of a failed step from the prefix cache. The caller then removes the
+    /// sequences of the plan, since they may use blocks that other sequences of the step should
+    /// have filled.
     pub fn abandon(&mut self) {
         for chunk in &self.plan.chunks {
-            if let Some(sequence) = &mut self.sequences[chunk.sequence_id.index()] {
-                sequence.uncache_last(&mut self.pool, chunk.cached_blocks);
-            }
+            let sequence = expect_sequence(&mut self.sequences, chunk.sequence_id);
+            sequence.uncache_last(&mut self.pool, chunk.cached_blocks);
         }
     }
 
-    /// Checks the pool against the tables of all sequences, and their states against queue and lists.
+    /// Checks the pool against all block tables, and the state of each sequence against the queue
+    /// and the lists.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
         let Self { sequences, vacant_ids, waiting, running, prompt_leaders, limits, .. } = self;
         let tables = sequences.iter().flatten().flat_map(|sequence| sequence.blocks().tables());
@@ -334,7 +350,7 @@ impl Scheduler {
         while index < self.running.len() {
             let sequence_id = self.running[index];
             index += 1;
-            let Some(sequence) = &mut self.sequences[sequence_id.index()] else { break };
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             let wanted = sequence.rows_wanted();
             if wanted == 0 {
                 continue;
@@ -343,7 +359,7 @@ impl Scheduler {
                 self.prefills.push(sequence_id);
                 continue;
             }
-            // Most have room for one token more.
+            // Most decodes need no new block.
             if sequence.allocate(&mut self.pool, 1, &mut self.plan.copies) {
                 if sequence.fills_block(1) {
                     self.block_filling_chunks.push(self.plan.chunks.len());
@@ -363,28 +379,28 @@ impl Scheduler {
             } else {
                 let rank = sequence.rank;
                 if !self.schedule_rows(sequence_id, 1, budget) {
-                    // It was itself the last of the running ones.
+                    // The sequence preempted itself, as the last one running.
                     break;
                 }
-                // With who was preempted, those that had joined it have left, and they may have come before.
+                // Followers of preempted sequences have left `running` too, possibly before this
+                // index.
                 index = self.running_index(rank) + 1;
             }
         }
-        // Apart from the others: what they look at lies far apart in memory, and so the processor waits for several at
-        // once. Who was preempted above came behind all of them.
+        // A separate loop: these accesses miss the cache, and the processor overlaps several of
+        // them. Preempted chunks came after all of these.
         for &index in &self.block_filling_chunks {
             let chunk = &mut self.plan.chunks[index];
-            if let Some(sequence) = &mut self.sequences[chunk.sequence_id.index()] {
-                chunk.cached_blocks = sequence.cache_full_blocks(&mut self.pool, chunk.rows);
-            }
+            let sequence = expect_sequence(&mut self.sequences, chunk.sequence_id);
+            chunk.cached_blocks = sequence.cache_full_blocks(&mut self.pool, chunk.rows);
         }
     }
 
     fn schedule_prefills(&mut self, budget: &mut TokenBudget) {
         for index in 0..self.prefills.len() {
             let sequence_id = self.prefills[index];
-            let Some(sequence) = &self.sequences[sequence_id.index()] else { break };
-            // None, if it was preempted meanwhile.
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
+            // Zero if the sequence was preempted by an earlier one.
             let rows = budget.chunk_rows(&self.limits, sequence.kind, sequence.rows_wanted());
             if rows > 0 && !self.schedule_rows(sequence_id, rows, budget) {
                 break;
@@ -392,21 +408,20 @@ impl Scheduler {
         }
     }
 
-    /// Gives `slot` its rows, preempting lower ranks while blocks are short. `false`: it was preempted itself.
+    /// Gives the sequence its rows, and preempts sequences of later rank while blocks are short.
+    /// Returns `false` if the sequence preempted itself.
     fn schedule_rows(&mut self, sequence_id: SequenceId, rows: usize, budget: &mut TokenBudget) -> bool {
         loop {
-            let Some(sequence) = &mut self.sequences[sequence_id.index()] else { return false };
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             if sequence.allocate(&mut self.pool, rows, &mut self.plan.copies) {
                 break;
             }
-            match self.running.last() {
-                Some(&victim) => {
-                    self.preempt(victim, budget);
-                    if victim == sequence_id {
-                        return false;
-                    }
-                }
-                None => return false,
+            let Some(&victim) = self.running.last() else {
+                panic!("{sequence_id:?} gets rows but no sequence is running")
+            };
+            self.preempt(victim, budget);
+            if victim == sequence_id {
+                return false;
             }
         }
         self.add_chunk(sequence_id, rows, budget);
@@ -414,7 +429,7 @@ impl Scheduler {
     }
 
     fn add_chunk(&mut self, sequence_id: SequenceId, rows: usize, budget: &mut TokenBudget) {
-        let Some(sequence) = &mut self.sequences[sequence_id.index()] else { return };
+        let sequence = expect_sequence(&mut self.sequences, sequence_id);
         let outputs = match sequence.kind {
             SequenceKind::Score => ChunkOutputs::All,
             SequenceKind::Generate if rows == sequence.remaining() => ChunkOutputs::Last,
@@ -438,10 +453,10 @@ impl Scheduler {
         });
     }
 
-    /// The last of the running sequences goes back to its place in the queue.
+    /// Returns the running sequence with the last rank to the waiting queue.
     fn preempt(&mut self, victim: SequenceId, budget: &mut TokenBudget) {
         self.release_followers(victim);
-        let Some(sequence) = &mut self.sequences[victim.index()] else { return };
+        let sequence = expect_sequence(&mut self.sequences, victim);
         if let Some(at) = self.plan.chunks.iter().position(|chunk| chunk.sequence_id == victim) {
             let chunk = self.plan.chunks.remove(at);
             self.plan.rows -= chunk.rows;
@@ -453,10 +468,8 @@ impl Scheduler {
         let (state, rank) = (sequence.state, sequence.rank);
         sequence.release_all(&mut self.pool);
         sequence.state = SequenceState::Waiting;
-        if let SequenceState::AwaitingFork(leader) = state
-            && let Some(leader) = &mut self.sequences[leader.index()]
-        {
-            leader.followers -= 1;
+        if let SequenceState::AwaitingFork(leader) = state {
+            expect_sequence(&mut self.sequences, leader).followers -= 1;
         }
         self.leave_running(victim, rank);
         self.waiting.enter(rank, victim);
@@ -475,16 +488,17 @@ impl Scheduler {
         {
             let sequence_id = next.sequence_id;
             let leader = self.leader(sequence_id);
-            let Some(sequence) = &self.sequences[sequence_id.index()] else { break };
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             let rows_are_left = budget.rows_for(sequence.kind) > 0;
             if !rows_are_left && !next.is_oldest_turn {
-                // Rows with outputs are used up for this step: others need not wait behind it, but for its turn by age.
+                // No scoring rows are left in this step. Other sequences need not wait for that.
                 skipped = Some(next.rank);
                 continue;
             }
             let prefix_hit = sequence.find_prefix(&self.pool);
             if leader.is_none() && self.awaits_prefix(sequence_id, prefix_hit) {
-                // Others need not wait behind it, but for its turn by age: else it might be passed for ever.
+                // On the oldest-first turn the sequence is not skipped: otherwise it could be
+                // skipped forever.
                 if next.is_oldest_turn || followers == PREFIX_WAITERS_SKIPPED_MAX {
                     break;
                 }
@@ -492,7 +506,7 @@ impl Scheduler {
                 skipped = Some(next.rank);
                 continue;
             }
-            let Some(sequence) = &self.sequences[sequence_id.index()] else { break };
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             let needed = match leader {
                 Some(_) => sequence.blocks().group_count(),
                 None => sequence.blocks_needed(prefix_hit, self.limits.step_tokens) + prefix_hit.free_blocks,
@@ -500,13 +514,12 @@ impl Scheduler {
             if needed + reserved > self.pool.free_blocks() {
                 break;
             }
-            let Some(sequence) = &mut self.sequences[sequence_id.index()] else { break };
             let rank = self.waiting.admit(next);
             sequence.rank = rank;
             let cached = match leader {
                 Some(leader) => {
                     sequence.state = SequenceState::AwaitingFork(leader);
-                    // As if found: all but the token that at least must be computed.
+                    // Counts as cached: all tokens but the last, which each sequence must compute.
                     sequence.remaining() - 1
                 }
                 None => {
@@ -521,9 +534,7 @@ impl Scheduler {
             }
             self.enter_running(sequence_id, rank);
             if let Some(leader) = leader {
-                if let Some(leader) = &mut self.sequences[leader.index()] {
-                    leader.followers += 1;
-                }
+                expect_sequence(&mut self.sequences, leader).followers += 1;
             } else if rows_are_left {
                 self.schedule_first_rows(sequence_id, budget);
             }
@@ -533,21 +544,22 @@ impl Scheduler {
         }
     }
 
-    /// The first rows of a sequence that was just admitted. It gets some even if it is held: blocks that it shares may be
-    /// filled by this very step, and what a step that fails takes along are the sequences with rows in it.
+    /// Schedules the first rows of a sequence that was just admitted, even if it is paused. Blocks
+    /// that it shares may be filled by this step. If the step fails, the engine removes the
+    /// sequences with rows in it.
     fn schedule_first_rows(&mut self, sequence_id: SequenceId, budget: &mut TokenBudget) {
-        let Some(sequence) = &mut self.sequences[sequence_id.index()] else { return };
+        let sequence = expect_sequence(&mut self.sequences, sequence_id);
         let rows = budget.chunk_rows(&self.limits, sequence.kind, sequence.remaining());
         let grown = sequence.allocate(&mut self.pool, rows, &mut self.plan.copies);
-        debug_assert!(grown && rows > 0, "the gate counted these blocks as free");
+        assert!(grown && rows > 0, "{sequence_id:?} was admitted without blocks for its first {rows} rows");
         self.add_chunk(sequence_id, rows, budget);
     }
 
-    /// Gives what is left of the budget to prompts whose chunks were cut, in order.
+    /// Gives the rest of the budget to cut chunks, in order.
     fn extend_cut_chunks(&mut self, budget: &mut TokenBudget) {
         for &index in &self.cut_chunks {
             let chunk = &mut self.plan.chunks[index];
-            let Some(sequence) = &mut self.sequences[chunk.sequence_id.index()] else { continue };
+            let sequence = expect_sequence(&mut self.sequences, chunk.sequence_id);
             let more = (sequence.remaining() - chunk.rows).min(budget.rows_for(SequenceKind::Generate));
             if more == 0 || !sequence.allocate(&mut self.pool, chunk.rows + more, &mut self.plan.copies) {
                 continue;
@@ -562,7 +574,8 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that running sequences still need for the tokens they have, and for the next ones.
+    /// Blocks that running sequences still need for the tokens they have, and for their next
+    /// tokens.
     fn reserved_blocks(&self) -> usize {
         let running = self.running.iter().filter_map(|sequence_id| self.sequence(*sequence_id));
         running.map(|sequence| sequence.blocks_to_reserve(self.limits.step_tokens)).sum()
@@ -574,7 +587,7 @@ impl Scheduler {
     }
 
     fn leave_running(&mut self, sequence_id: SequenceId, rank: ServiceRank) {
-        // The sequence itself may be out of its slot by now; ranks of the others lead to its place.
+        // `remove` has taken the sequence out already. The ranks of the others lead to its index.
         let at = self.running_index(rank);
         if self.running.get(at) == Some(&sequence_id) {
             self.running.remove(at);
@@ -587,5 +600,15 @@ impl Scheduler {
         self.running.partition_point(|&other| {
             self.sequences[other.index()].as_ref().is_some_and(|other| other.rank < rank)
         })
+    }
+}
+
+/// The sequence with this id. The plan, the queue and the running list hold only ids of sequences
+/// that were added and not yet removed.
+#[inline]
+fn expect_sequence(sequences: &mut [Option<Sequence>], sequence_id: SequenceId) -> &mut Sequence {
+    match &mut sequences[sequence_id.index()] {
+        Some(sequence) => sequence,
+        None => panic!("{sequence_id:?} is scheduled but was removed"),
     }
 }

@@ -1,4 +1,5 @@
-//! One sequence as the scheduler sees it: its tokens, how many of them are computed, and the blocks that hold them.
+//! The scheduler's state of one sequence: its tokens, how many of them are computed, and its block
+//! tables.
 
 use crate::kv::block_key::BlockId;
 use crate::kv::block_pool::BlockPool;
@@ -10,9 +11,9 @@ use prefix::{BlockHash, Scope};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceKind {
-    /// Logits of the last token are wanted, then it grows.
+    /// The sequence needs the logits of its last token, then grows by a sampled token.
     Generate,
-    /// Logits of every token are wanted: no row can be saved.
+    /// The sequence needs the logits of every token, so no row can come from the prefix cache.
     Score,
 }
 
@@ -20,68 +21,74 @@ pub enum SequenceKind {
 pub enum SequenceState {
     Waiting,
     Running,
-    /// Admitted, without rows or blocks: waits for an equal prompt that is being computed, to be forked from it.
+    /// Admitted, without rows or blocks. The sequence waits for the equal prompt of the leader,
+    /// from which the scheduler forks it.
     AwaitingFork(SequenceId),
 }
 
-/// A sequence to be queued.
+/// A sequence to be added to the waiting queue.
 #[derive(Clone, Debug)]
 pub struct NewSequence<'a> {
     pub kind: SequenceKind,
     /// Lower runs first.
     pub priority: i32,
-    /// Whose it is, for fairness among equal priorities.
+    /// The tenant, for fair share among sequences of equal priority.
     pub tenant: u64,
     pub tokens: Vec<u32>,
-    /// It never gets longer than that; and with that length it must fit in the pool when it is alone there.
+    /// Most tokens that the sequence will ever have. The block pool must hold that many for a
+    /// sequence that runs alone.
     pub tokens_max: usize,
     pub scope: &'a Scope,
 }
 
-/// In thousands of sequences, what a step costs is how much of each it looks at. All that a decode does which needs no
-/// block, fills none and copies none stands in the first line of the processor's cache, as numbers to compare with; the
-/// test below holds that. Counts of tokens are `u32`: so many can be addressed in a cache.
+/// With thousands of sequences, the cost of a step is the memory that it reads of each. A decode
+/// that allocates no block, fills none and copies none reads only the first cache line of this
+/// struct; the test below checks the offsets. Token counts are `u32`, which covers every token that
+/// a cache can address.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Sequence {
     tokens: Vec<u32>,
-    /// Keys and values of so many tokens are in the cache.
+    /// Tokens whose keys and values are in the cache.
     computed: u32,
-    /// Tokens that its blocks have room for.
+    /// Tokens that the allocated blocks can hold.
     allocated_tokens: u32,
-    /// Computed tokens with which the next block is full and gets its name; `NEVER` when prefixes are not shared.
+    /// When this many tokens are computed, the next block is full and enters the prefix cache.
+    /// `NEVER` without prefix cache.
     next_cache_at: u32,
-    /// Tokens with which the next block has a hash; `NEVER` when prefixes are not shared.
+    /// When the sequence has this many tokens, the next block gets its hash. `NEVER` without prefix
+    /// cache.
     next_hash_at: u32,
-    /// With so many tokens or fewer it may still outgrow the blocks that these need.
+    /// Up to this many tokens, the sequence may later need more blocks than its present tokens do.
     may_outgrow_below: u32,
-    /// How many have joined it.
+    /// Sequences in state `AwaitingFork` for this one.
     pub followers: u32,
     pub state: SequenceState,
     pub kind: SequenceKind,
-    /// No rows while its reader is behind.
+    /// The client is slow to read: the sequence gets no rows.
     pub is_paused: bool,
-    /// Its next row writes into a block that a fork may share.
+    /// The next row writes into a block that a fork may share.
     shares_last_block: bool,
-    /// A group keeps states.
+    /// One KV cache group keeps states.
     has_state_group: bool,
-    /// `prompt` is there.
+    /// `prompt_hash` is set.
     is_joinable: bool,
-    /// Has left the queue at least once.
+    /// The sequence was admitted at least once.
     pub was_admitted: bool,
-    // Here the first line ends.
-    /// Parent of the next hash: the last one, or the scope's start.
+    // The first cache line ends here.
+    /// Parent of the next hash: the last hash, or the start hash of the scope.
     parent: BlockHash,
     block_tokens: usize,
-    /// It never gets longer than that.
+    /// Most tokens that the sequence will ever have.
     tokens_max: usize,
     blocks: BlockTables,
-    /// Hashes of the full blocks of `tokens`; empty when prefixes are not shared.
+    /// Hashes of the full blocks of `tokens`. Empty without prefix cache.
     hashes: Vec<BlockHash>,
     pub rank: ServiceRank,
-    /// How often it has given all blocks of its table back, or one of them for a copy.
+    /// Counts the times that the sequence released all blocks, or exchanged one for a copy.
     table_version: u32,
-    /// Names all tokens that it came with, while they are not all computed and others may join it.
+    /// Hash of all prompt tokens while they are not all computed and other sequences may wait for a
+    /// fork.
     prompt_hash: Option<BlockHash>,
 }
 
@@ -89,7 +96,7 @@ pub struct Sequence {
 const NEVER: u32 = u32::MAX;
 
 impl Sequence {
-    /// Blocks are shared and found only if `share`.
+    /// `use_prefix_cache`: the sequence finds and inserts cached blocks.
     pub fn new(
         new: NewSequence<'_>,
         rank: ServiceRank,
@@ -104,7 +111,7 @@ impl Sequence {
         };
         let parent = hashes.last().copied().unwrap_or_else(|| scope.start());
         let prompt_hash = use_prefix_cache.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
-        // The last token is drawn but never computed.
+        // The last token is sampled but never computed.
         let most = (tokens_max - 1).next_multiple_of(block_tokens);
         let mut sequence = Self {
             tokens,
@@ -141,12 +148,12 @@ impl Sequence {
         &self.tokens
     }
 
-    /// It never gets longer than that.
+    /// Most tokens that the sequence will ever have.
     pub fn tokens_max(&self) -> usize {
         self.tokens_max
     }
 
-    /// The blocks of group 0.
+    /// The block table of KV cache group 0.
     pub fn table(&self) -> &[BlockId] {
         self.blocks.table()
     }
@@ -155,7 +162,8 @@ impl Sequence {
         &self.blocks
     }
 
-    /// Tells its tables apart: while this is the same, blocks of its tokens stay where they are.
+    /// Identifies the block tables: while the version is the same, the blocks of the tokens stay
+    /// the same.
     pub fn table_version(&self) -> u32 {
         self.table_version
     }
@@ -173,38 +181,41 @@ impl Sequence {
         self.kind == SequenceKind::Generate && self.remaining() == 1
     }
 
-    /// Rows that it would take in this step.
+    /// Rows that the sequence could use in this step.
     #[inline]
     pub fn rows_wanted(&self) -> usize {
         if self.is_paused || self.state != SequenceState::Running { 0 } else { self.remaining() }
     }
 
-    /// Its prompt is complete and still has the name by which others join it.
+    /// The prompt is computed, and other sequences may wait to be forked from it.
     #[inline]
     pub fn completes_shared_prompt(&self) -> bool {
         self.is_joinable && self.remaining() == 0
     }
 
-    /// What names its prompt until that is computed.
+    /// Hash of all prompt tokens until they are computed.
     pub fn prompt_hash(&self) -> Option<BlockHash> {
         self.prompt_hash
     }
 
-    /// Names a full block and all before it; none where prefixes are not shared.
+    /// Hash of a full block and all tokens before it. None without prefix cache.
     pub fn hash(&self, block: usize) -> Option<&BlockHash> {
         self.hashes.get(block)
     }
 
-    /// Nobody can join it any more.
+    /// From now on no sequence can wait for a fork from this one.
     pub fn take_prompt_hash(&mut self) -> Option<BlockHash> {
         self.is_joinable = false;
         self.prompt_hash.take()
     }
 
-    /// Appends a sampled token, to be computed by a later step.
+    /// Appends a sampled token, which a later step computes.
     #[inline]
     pub fn push(&mut self, token: u32) {
-        debug_assert!(self.tokens.len() < self.tokens_max);
+        assert!(
+            self.tokens.len() < self.tokens_max,
+            "a sequence never outgrows the length it was admitted for"
+        );
         self.tokens.push(token);
         if self.tokens.len() >= self.next_hash_at as usize {
             self.hash_last_block();
@@ -236,12 +247,12 @@ impl Sequence {
         self.allocated_tokens = (self.blocks.len() * self.block_tokens) as u32;
     }
 
-    /// Blocks to take before every token it has now is computed, and one more if it may outgrow these: what admission
-    /// of others leaves for it.
+    /// Blocks that the sequence still needs: for every token it has now, and for the next token if
+    /// that may need a block. Admission of other sequences leaves these blocks free.
     #[inline]
     pub fn blocks_to_reserve(&self, chunk: usize) -> usize {
         match self.state {
-            // All but the block that its next row is written into, a copy or a new one, are its leader's.
+            // The fork shares its leader's blocks, except the block into which its next row writes.
             SequenceState::AwaitingFork(_) => self.blocks.group_count(),
             SequenceState::Waiting | SequenceState::Running => {
                 let grows = self.tokens.len() <= self.may_outgrow_below as usize || self.shares_last_block;
@@ -254,8 +265,9 @@ impl Sequence {
         }
     }
 
-    /// Drafted tokens that may be computed behind the last one with `spare` more blocks at most. The sequence's own last
-    /// token is drawn and never computed. None where a wrong draft would change a state.
+    /// Most draft tokens after the last token with at most `spare` more blocks. The last token of
+    /// the sequence is never computed. With a state group the result is 0: a rejected draft would
+    /// have changed the state.
     pub fn draft_tokens_max(&self, spare: usize) -> usize {
         if self.has_state_group {
             return 0;
@@ -265,20 +277,20 @@ impl Sequence {
         (self.tokens_max - 1).min(allocated_tokens).saturating_sub(self.tokens.len())
     }
 
-    /// The longest cached prefix. At least one token stays to be computed.
+    /// The longest cached prefix. At least one token remains to be computed.
     pub fn find_prefix(&self, pool: &BlockPool) -> PrefixHit {
         self.blocks.find_prefix(pool, &self.hashes, (self.tokens.len() - 1) / self.block_tokens)
     }
 
-    /// Blocks to take for all its tokens once it has its hits.
+    /// Blocks to allocate for all tokens behind a prefix hit.
     pub fn blocks_needed(&self, hits: PrefixHit, chunk: usize) -> usize {
-        // As if it began behind the hits, with an empty table.
+        // The same as for a sequence that starts behind the hit with empty tables.
         self.blocks.blocks_needed(self.tokens.len() - hits.blocks * self.block_tokens, chunk)
     }
 
-    /// Holds the first `blocks` blocks of the cached prefix.
+    /// Retains the first `blocks` blocks of the cached prefix.
     pub fn reuse_prefix(&mut self, pool: &mut BlockPool, blocks: usize) {
-        debug_assert!(self.blocks.is_empty() && self.computed == 0);
+        assert!(self.blocks.is_empty() && self.computed == 0, "a waiting sequence has no blocks");
         self.reserve_memory();
         self.blocks.reuse_prefix(pool, &self.hashes, blocks);
         self.update_allocated_tokens();
@@ -286,7 +298,7 @@ impl Sequence {
         self.computed = self.allocated_tokens;
     }
 
-    /// No allocation happens from here to its end.
+    /// Reserves host memory so that the sequence allocates none until its end.
     fn reserve_memory(&mut self) {
         self.blocks.reserve(self.tokens_max);
         self.tokens.reserve_exact(self.tokens_max - self.tokens.len());
@@ -296,7 +308,7 @@ impl Sequence {
         }
     }
 
-    /// Takes the blocks for `rows` more tokens, or none when there are too few.
+    /// Allocates the blocks for `rows` more tokens, or nothing if the pool has too few.
     #[inline]
     pub fn allocate(&mut self, pool: &mut BlockPool, rows: usize, copies: &mut Vec<BlockCopy>) -> bool {
         if self.computed() + rows <= self.allocated_tokens as usize && !self.shares_last_block {
@@ -315,13 +327,13 @@ impl Sequence {
         true
     }
 
-    /// Whether `rows` more tokens fill a block that is to get a name.
+    /// Whether `rows` more tokens fill a block that enters the prefix cache.
     #[inline]
     pub fn fills_block(&self, rows: usize) -> bool {
         self.computed() + rows >= self.next_cache_at as usize
     }
 
-    /// Makes the blocks that `rows` more tokens fill findable, and returns how many.
+    /// Inserts the blocks that `rows` more tokens fill into the prefix cache, and returns how many.
     #[inline]
     pub fn cache_full_blocks(&mut self, pool: &mut BlockPool, rows: usize) -> usize {
         if !self.fills_block(rows) {
@@ -332,7 +344,8 @@ impl Sequence {
         cached
     }
 
-    /// Takes the last `blocks` names back: their step will not run, or has failed.
+    /// Removes the last `blocks` entries from the prefix cache, because their step failed or will
+    /// not run.
     pub fn uncache_last(&mut self, pool: &mut BlockPool, blocks: usize) {
         self.blocks.uncache_last(pool, blocks);
         self.update_next_cache_at();
@@ -346,9 +359,12 @@ impl Sequence {
         }
     }
 
-    /// Takes over all that an equal prompt, computed to its end, has.
+    /// Takes over the computed tokens and shares the blocks of a leader with an equal prompt.
     pub fn fork(&mut self, pool: &mut BlockPool, leader: &mut Self) {
-        debug_assert!(leader.remaining() == 0 && leader.tokens.len() == self.tokens.len());
+        assert!(
+            leader.remaining() == 0 && leader.tokens.len() == self.tokens.len(),
+            "a fork follows the computed, equal prompt of its leader"
+        );
         self.reserve_memory();
         let computed = leader.computed();
         self.blocks.fork(pool, &mut leader.blocks, computed);
@@ -358,13 +374,13 @@ impl Sequence {
         (self.shares_last_block, leader.shares_last_block) = (true, true);
     }
 
-    /// Gives back the blocks behind those of its tokens: only drafts were written there.
+    /// Releases the blocks behind the last token. Only rejected drafts were written there.
     pub fn truncate(&mut self, pool: &mut BlockPool) {
         self.blocks.truncate(pool, self.tokens.len());
         self.update_allocated_tokens();
     }
 
-    /// Gives all blocks back; what it has computed so far has to be computed or found again.
+    /// Releases all blocks. A later step recomputes the tokens or finds them in the prefix cache.
     pub fn release_all(&mut self, pool: &mut BlockPool) {
         self.blocks.release_all(pool);
         self.table_version += 1;
@@ -382,7 +398,7 @@ mod tests {
     fn a_decode_looks_at_one_line_of_the_cache() {
         assert!(offset_of!(Sequence, was_admitted) < 64);
         assert!(offset_of!(Sequence, block_tokens) >= 64);
-        // Whether a slot is taken needs no word of its own.
+        // The `Option` needs no word of its own.
         assert_eq!(size_of::<Option<Sequence>>(), size_of::<Sequence>());
     }
 }

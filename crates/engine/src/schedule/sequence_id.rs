@@ -1,6 +1,6 @@
-//! The id of a sequence.
+//! Identifier of a sequence in the scheduler.
 
-/// Index of a live sequence; reused after `remove`.
+/// Index of a sequence in the scheduler. The scheduler reuses the index after `remove`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(pub u32);
 

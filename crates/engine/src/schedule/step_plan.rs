@@ -1,4 +1,4 @@
-//! What a step is made of: its bounds, its plan, and the budget of rows while it is planned.
+//! The limits of a step and its plan.
 
 use crate::kv::block_tables::BlockCopy;
 use crate::schedule::sequence_id::SequenceId;
@@ -8,26 +8,27 @@ pub struct SchedulerLimits {
     pub block_tokens: usize,
     pub step_tokens: usize,
     pub running_max: usize,
-    /// Rows of `SequenceKind::Score` sequences in a step, each of which has an output.
+    /// Most rows of `SequenceKind::Score` sequences in a step. Each has an output.
     pub score_rows_max: usize,
-    /// Rows of drafted tokens in a step, each of which has an output.
+    /// Most rows of draft tokens in a step. Each has an output.
     pub draft_rows_max: usize,
     pub prefix_cache: bool,
-    /// Equal prompts that are in progress are computed once and forked: blocks can be copied.
+    /// Whether sequences with equal prompts compute them once and fork. This requires a backend
+    /// that can copy blocks.
     pub can_fork: bool,
 }
 
-/// Rows `start..start + rows` of a sequence, and drafted ones behind them.
+/// Rows `start..start + rows` of a sequence, followed by rows of draft tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduledChunk {
     pub sequence_id: SequenceId,
     pub start: usize,
     pub rows: usize,
-    /// Rows of drafted tokens at `start + rows ..`, all of which have an output.
+    /// Rows of draft tokens from `start + rows` on. All of them have an output.
     pub drafts: usize,
-    /// Which of the other rows have an output: the last one, all, or none.
+    /// Which of the other rows have an output.
     pub outputs: ChunkOutputs,
-    /// Blocks that became findable with this chunk.
+    /// Blocks of this chunk that entered the prefix cache.
     pub(crate) cached_blocks: usize,
 }
 
@@ -38,24 +39,24 @@ pub enum ChunkOutputs {
     All,
 }
 
-/// One step: filled by `schedule`, valid until the next one.
+/// One step. `schedule` fills the plan; it is valid until the next call.
 #[derive(Clone, Debug, Default)]
 pub struct StepPlan {
     pub chunks: Vec<ScheduledChunk>,
-    /// All of them, drafted ones too.
+    /// All rows, draft rows included.
     pub rows: usize,
     pub decode_rows: usize,
     pub draft_rows: usize,
-    /// Sequences that left the queue for the first time, with their cached tokens.
+    /// Sequences admitted for the first time, with their cached tokens.
     pub admitted: Vec<(SequenceId, usize)>,
     pub preempted: usize,
-    /// To be carried out in this order, before any row is written.
+    /// Block copies, to be carried out in this order before any row is written.
     pub copies: Vec<BlockCopy>,
     /// Set by `commit`.
     pub forked: Vec<Fork>,
 }
 
-/// The leader's prompt is complete with this step; the follower goes on from the same output.
+/// The leader's prompt is computed with this step. The follower continues from the same logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fork {
     pub leader: SequenceId,

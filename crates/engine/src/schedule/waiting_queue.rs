@@ -1,33 +1,40 @@
-//! Who waits, and who is next: by priority, then fairly between tenants, then in order of arrival; and every
-//! [`OLDEST_FIRST_EVERY`]th time whoever arrived first. A plain value.
+//! The waiting queue: orders sequences by priority, then by fair share between tenants, then by
+//! arrival. Every [`OLDEST_FIRST_EVERY`]th admission takes the oldest sequence instead. A plain
+//! value.
 //!
-//! Fairness is start-time fair queueing. Each priority has a virtual time, the tag of the one that was last admitted; a
-//! newcomer's tag is that time or, if later, where its tenant's earlier requests end; its cost, an estimate in tokens,
-//! moves its tenant's end. A tag never changes, so the order of those who wait is a sorted map.
+//! Fair share is start-time fair queueing. Each priority has a virtual time: the start tag of the
+//! sequence admitted last. A new sequence gets as its tag the later of the virtual time and the end
+//! of its tenant's earlier requests. Its cost, an estimate in tokens, then moves its tenant's end.
+//! A tag never changes, so a sorted map holds the order.
 //!
-//! QueueLimits (tests/queue.rs holds the first and the last two, the simulation the first three):
-//! - Whoever enters while `m` older ones live is admitted after at most `OLDEST_FIRST_EVERY * (m + 1)` admissions, one more turn
-//!   for each time that an older one is preempted meanwhile: whatever priorities and tenants come after it.
-//! - Out of this order only those are passed, within the first bound, that the step could not use: to be scored, while rows
-//!   with outputs are used up, or waiting for a prefix that a prompt in progress before them computes. The scheduler asks for
-//!   [`next`](WaitingQueue::next) behind them; on its turn by age nobody is passed.
-//! - The first request of a tenant, and any of one that has had no more than its share, is passed by at most one request of
-//!   each other tenant of its priority: beside those that go by age, come again after a preemption, or were passed before,
-//!   and while it is passed itself as above.
-//! - Of two tenants of one priority that always wait, one is ahead of the other in work admitted since both began by at most
-//!   its largest request and what it was admitted by age, if none of the other's is passed as above.
+//! Bounds. `tests/waiting_queue.rs` checks 1, 3 and 4, the simulation checks 1, 2 and 3.
+//!
+//! 1. A sequence that enters while `m` older sequences are in the engine is admitted after at most
+//!    `OLDEST_FIRST_EVERY * (m + 1)` admissions. Each preemption of an older sequence adds one
+//!    turn. Later arrivals of any priority or tenant do not matter.
+//! 2. A sequence that the current step cannot use is skipped: it needs a scoring row and none is
+//!    left, or its prefix is still being computed. Bound 1 still holds for it. On the oldest-first
+//!    turn no sequence is skipped.
+//! 3. A tenant's first request, and any request of a tenant within its share, is overtaken by at
+//!    most one request of each other tenant of its priority. Oldest-first admissions, preempted
+//!    sequences and skips by bound 2 do not count.
+//! 4. Take two tenants of one priority that always have waiting requests. In admitted work, one is
+//!    ahead by at most its largest request and its oldest-first admissions, if the other is not
+//!    skipped by bound 2.
 
 use crate::schedule::sequence_id::SequenceId;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
-/// Admissions of which one goes by age alone.
+/// One admission in this many takes the oldest waiting sequence.
 pub const OLDEST_FIRST_EVERY: u32 = 8;
 
-/// Tenants that are remembered beyond twice the number of waiting requests before those without a lead are forgotten.
+/// When a priority remembers this many tenants more than twice its waiting sequences, it forgets
+/// tenants whose end has passed.
 const TENANTS_SPARE: usize = 64;
 
-/// Place in the order of service: lower first. Kept through preemption, so the first always moves.
+/// Position in the order of service: lower is served first. A sequence keeps its rank through
+/// preemption, so the first sequence always makes progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServiceRank {
     class: PriorityClass,
@@ -37,18 +44,18 @@ pub struct ServiceRank {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PriorityClass {
-    /// Admitted by age: nothing younger takes its blocks again.
+    /// Admitted as the oldest. No younger sequence preempts it.
     Promoted,
     Priority(i32),
 }
 
 impl ServiceRank {
-    /// Lower arrived earlier; unique.
+    /// Lower arrived earlier. Unique.
     pub fn arrival(&self) -> u64 {
         self.arrival
     }
 
-    /// Admitted by age.
+    /// Whether the sequence was admitted as the oldest.
     pub fn is_promoted(&self) -> bool {
         self.class == PriorityClass::Promoted
     }
@@ -57,12 +64,12 @@ impl ServiceRank {
 /// The queue's orders do not list the same sequences: a bug, never a consequence of input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the queue's orders and counts differ: {by_rank} by rank, {is_oldest_turn} by age, {shared} by priority"
+    "the waiting queue lists {by_rank} sequences by rank, {by_arrival} by arrival, {by_priority} by priority"
 )]
 pub struct QueueIntegrityError {
     by_rank: usize,
-    is_oldest_turn: usize,
-    shared: usize,
+    by_arrival: usize,
+    by_priority: usize,
 }
 
 #[derive(Debug, Default)]
@@ -70,29 +77,29 @@ pub struct WaitingQueue {
     by_rank: BTreeMap<ServiceRank, SequenceId>,
     by_arrival: BTreeMap<u64, ServiceRank>,
     shares: BTreeMap<i32, FairShare>,
-    /// Where the virtual time of a priority begins of which nobody waits: behind every tag that was given, so that a
-    /// newcomer never comes before those that run.
+    /// Virtual time at which a priority without waiting sequences starts. It is later than every
+    /// tag given so far, so a new sequence never ranks before a running one.
     start: u64,
     arrivals: u64,
-    /// Admissions since the last one by age.
+    /// Admissions since the last oldest-first admission.
     admissions_since_oldest: u32,
 }
 
-/// Virtual time of one priority while somebody of it waits.
+/// Fair share of one priority while sequences of it wait.
 #[derive(Debug, Default)]
 struct FairShare {
     waiting: usize,
     virtual_time: u64,
-    /// Where the requests of each tenant end.
+    /// Virtual time at which the requests of each tenant end.
     tenant_ends: HashMap<u64, u64>,
 }
 
-/// Who is next.
+/// The sequence to admit next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NextSequence {
     pub rank: ServiceRank,
     pub sequence_id: SequenceId,
-    /// It is its turn by age alone: it keeps that until it is admitted.
+    /// The sequence is next because it is the oldest. It stays next until it is admitted.
     pub is_oldest_turn: bool,
 }
 
@@ -105,7 +112,8 @@ impl WaitingQueue {
         self.by_rank.is_empty()
     }
 
-    /// A newcomer of `cost` tokens, which is to [`enter`](Self::enter).
+    /// Gives a rank to a new sequence of `cost` tokens. The caller then calls
+    /// [`enter`](Self::enter).
     pub fn rank(&mut self, priority: i32, tenant: u64, cost: u64) -> ServiceRank {
         let shares = self.fair_share_of(priority);
         let end = shares.tenant_ends.entry(tenant).or_default();
@@ -131,16 +139,16 @@ impl WaitingQueue {
         }
     }
 
-    /// Gone without having been admitted.
+    /// Removes a sequence that was not admitted.
     pub fn leave(&mut self, rank: ServiceRank) {
         self.by_rank.remove(&rank);
         self.by_arrival.remove(&rank.arrival);
-        if let PriorityClass::Priority(priority) = rank.class
-            && let Some(shares) = self.shares.get_mut(&priority)
-        {
+        if let PriorityClass::Priority(priority) = rank.class {
+            let shares = self.fair_share_of(priority);
+            assert!(shares.waiting > 0, "{rank:?} leaves a priority in which no sequence waits");
             shares.waiting -= 1;
             if shares.waiting == 0 {
-                // Nobody waits: there is nothing to be fair about.
+                // Without waiting sequences there is no share to keep.
                 let last = shares.tenant_ends.values().copied().max().unwrap_or(0);
                 self.start = self.start.max(shares.virtual_time).max(last);
                 self.shares.remove(&priority);
@@ -148,14 +156,14 @@ impl WaitingQueue {
         }
     }
 
-    /// Who stands there.
+    /// The waiting sequence with this rank.
     pub fn at(&self, rank: ServiceRank) -> Option<SequenceId> {
         self.by_rank.get(&rank).copied()
     }
 
-    /// Compares the two orders and the counts of each priority.
+    /// Compares both orders and the count of each priority.
     pub fn check_integrity(&self) -> Result<(), QueueIntegrityError> {
-        let (by_rank, is_oldest_turn) = (self.by_rank.len(), self.by_arrival.len());
+        let (by_rank, by_arrival) = (self.by_rank.len(), self.by_arrival.len());
         let same = self
             .by_arrival
             .iter()
@@ -166,22 +174,22 @@ impl WaitingQueue {
                 *classes.entry(priority).or_insert(0_usize) += 1;
             }
         }
-        let shared = self.shares.values().map(|shares| shares.waiting).sum();
+        let by_priority = self.shares.values().map(|shares| shares.waiting).sum();
         let counts = self.shares.iter().map(|(&priority, shares)| (priority, shares.waiting));
         let counts = counts.filter(|&(_, waiting)| waiting > 0);
-        match same && by_rank == is_oldest_turn && counts.eq(classes) {
+        match same && by_rank == by_arrival && counts.eq(classes) {
             true => Ok(()),
-            false => Err(QueueIntegrityError { by_rank, is_oldest_turn, shared }),
+            false => Err(QueueIntegrityError { by_rank, by_arrival, by_priority }),
         }
     }
 
-    /// How many stand before this one.
+    /// Sequences with a lower rank.
     pub fn ahead(&self, rank: ServiceRank) -> usize {
         self.by_rank.range(..rank).count()
     }
 
-    /// Who would be admitted next; by rank, one behind `passed`: those up to it cannot be admitted in this step and are not
-    /// in the way of others.
+    /// The sequence to admit next. In order of rank, it is the first behind `skipped`: the
+    /// sequences up to that rank cannot use the current step.
     pub fn next(&self, skipped: Option<ServiceRank>) -> Option<NextSequence> {
         if self.admissions_since_oldest + 1 >= OLDEST_FIRST_EVERY {
             let (_, &rank) = self.by_arrival.first_key_value()?;
@@ -196,7 +204,7 @@ impl WaitingQueue {
         Some(NextSequence { rank, sequence_id, is_oldest_turn: false })
     }
 
-    /// It leaves; the rank that it has from now on.
+    /// Removes an admitted sequence and returns its rank from now on.
     pub fn admit(&mut self, next: NextSequence) -> ServiceRank {
         let NextSequence { mut rank, is_oldest_turn, .. } = next;
         if is_oldest_turn {

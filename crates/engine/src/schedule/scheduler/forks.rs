@@ -1,5 +1,5 @@
-//! Prompts that have a beginning in common and are in progress at once: who leads, who has joined or waits for what another is
-//! about to compute, and what happens when a prompt is complete or given up.
+//! Equal prompts and common prefixes that are being computed: leaders, followers that await a fork,
+//! and sequences that wait for a prefix.
 
 use super::Scheduler;
 use crate::kv::block_tables::PrefixHit;
@@ -9,19 +9,19 @@ use crate::schedule::step_plan::Fork;
 use prefix::BlockHash;
 
 impl Scheduler {
-    /// Who computes the same prompt as this waiting one, right now.
+    /// The running sequence that computes the same prompt as this waiting one.
     pub(super) fn leader(&self, sequence_id: SequenceId) -> Option<SequenceId> {
         let sequence = self.sequence(sequence_id)?;
         let leader = *self.prompt_leaders.get(&sequence.prompt_hash()?)?;
         let found = self.sequence(leader)?;
-        // It may have been put out already: a preempted one is longer than its prompt was.
+        // A leader that was preempted after its first output token is longer than its prompt.
         let same = found.prompt_hash() == sequence.prompt_hash() && found.tokens() == sequence.tokens();
         (leader != sequence_id && found.state == SequenceState::Running && !found.is_paused && same)
             .then_some(leader)
     }
 
-    /// The block that this waiting one would begin with, behind what it finds now, is about to be computed for another that
-    /// comes before it.
+    /// Whether a chunk of a sequence with lower rank will soon compute the next block of this
+    /// waiting sequence.
     pub(super) fn awaits_prefix(&self, sequence_id: SequenceId, prefix_hit: PrefixHit) -> bool {
         let Some(waiting) = self.sequence(sequence_id) else { return false };
         let Some(next) = waiting.hash(prefix_hit.blocks) else { return false };
@@ -33,7 +33,7 @@ impl Scheduler {
         })
     }
 
-    /// `slot` computes its prompt no more; the next equal one that comes leads.
+    /// The sequence no longer computes this prompt. The next equal prompt gets a new leader.
     pub(super) fn remove_leader(&mut self, sequence_id: SequenceId, prompt: Option<BlockHash>) {
         if let Some(prompt) = prompt
             && self.prompt_leaders.get(&prompt) == Some(&sequence_id)
@@ -46,7 +46,9 @@ impl Scheduler {
         if self.sequence(leader).is_none_or(|leader| leader.followers == 0) {
             return;
         }
-        let Some(mut leading) = self.sequences[leader.index()].take() else { return };
+        let Some(mut leading) = self.sequences[leader.index()].take() else {
+            panic!("{leader:?} has followers but was removed")
+        };
         for &sequence_id in &self.running {
             if let Some(follower) = &mut self.sequences[sequence_id.index()]
                 && follower.state == SequenceState::AwaitingFork(leader)
@@ -61,9 +63,10 @@ impl Scheduler {
         self.sequences[leader.index()] = Some(leading);
     }
 
-    /// Who joined a sequence that does not go on has to compute the prompt itself.
+    /// Returns followers to the waiting queue, because their leader does not continue. They compute
+    /// the prompt themselves.
     pub(super) fn release_followers(&mut self, leader: SequenceId) {
-        match self.sequences.get_mut(leader.0 as usize) {
+        match self.sequences.get_mut(leader.index()) {
             Some(Some(leading)) if leading.followers > 0 => leading.followers = 0,
             _ => return,
         }
