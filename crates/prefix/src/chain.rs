@@ -1,13 +1,13 @@
-//! The chained block hash.
+//! Chained block hashes.
 //!
-//! `H(-1) = blake3_keyed(ROOT, scope)` and `H(i) = blake3_keyed(H(i-1), tokens of block i)`, tokens as little-endian u32.
-//! So a hash names a block's tokens, all tokens before them, and who may share them; 16 tokens are one compression.
-//! Only full blocks have a hash.
+//! `H(-1) = blake3_keyed(ROOT, scope)` and `H(i) = blake3_keyed(H(i-1), tokens of block i)`, with
+//! tokens as little-endian u32. A hash thus covers a block's tokens, all tokens before them, and
+//! the scope. 16 tokens are one compression. Only full blocks have a hash.
 
 use std::fmt;
 use std::sync::LazyLock;
 
-/// Fixed for all processes and machines.
+/// The same in all processes and on all machines.
 const ROOT_CONTEXT: &str = "ballast 2026-11 prefix block hash root";
 
 static ROOT: LazyLock<[u8; 32]> = LazyLock::new(|| blake3::derive_key(ROOT_CONTEXT, b""));
@@ -15,12 +15,12 @@ static ROOT: LazyLock<[u8; 32]> = LazyLock::new(|| blake3::derive_key(ROOT_CONTE
 // Tokens are hashed as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"));
 
-/// 256 bits: equal hashes are taken as equal content, also between tenants that try to collide.
+/// 256 bits: equal hashes count as equal content, even against tenants that try to collide.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash([u8; 32]);
 
 impl BlockHash {
-    /// The hash of the block of `tokens` that follows this one.
+    /// The hash of the next block, which has `tokens`.
     pub fn next(&self, tokens: &[u32]) -> Self {
         Self(blake3::keyed_hash(&self.0, bytemuck::cast_slice(tokens)).into())
     }
@@ -42,12 +42,13 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// What beside the tokens decides whether two requests may share blocks. The default is shared by all.
+/// What decides, besides the tokens, whether two requests may share blocks. All requests with the
+/// default scope share.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Scope {
-    /// Secret of a tenant: without it, neither hit nor timing shows what others asked.
+    /// Secret of a tenant. Without the salt, neither cache hits nor timing reveal other prompts.
     pub salt: Vec<u8>,
-    /// What changes keys and values of the same tokens, such as the name of an adapter.
+    /// Anything that changes keys and values of the same tokens, such as the name of an adapter.
     pub extra: Vec<Vec<u8>>,
 }
 
@@ -55,7 +56,7 @@ impl Scope {
     /// The parent of the first block.
     pub fn start(&self) -> BlockHash {
         let mut hasher = blake3::Hasher::new_keyed(&ROOT);
-        // Each part with its length in front: no two scopes have the same bytes.
+        // Each part has its length in front, so no two scopes give the same bytes.
         for part in std::iter::once(&self.salt).chain(&self.extra) {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part);
@@ -64,7 +65,7 @@ impl Scope {
     }
 }
 
-/// Hashes of the full blocks of `tokens`, first to last.
+/// Hashes of the full blocks of `tokens` in order.
 pub fn block_hashes(scope: &Scope, tokens: &[u32], block_tokens: usize) -> impl Iterator<Item = BlockHash> {
     let blocks = tokens.chunks_exact(block_tokens);
     blocks.scan(scope.start(), |parent, block| {
@@ -85,7 +86,7 @@ mod tests {
         hash.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Computed with the Python package `blake3`, by the formula at the head of this file.
+    /// Computed with the Python package `blake3` by the formula in the module documentation.
     #[test]
     fn hashes_are_the_same_on_every_machine() {
         let tokens: Vec<u32> = (0..32).collect();

@@ -1,12 +1,13 @@
-//! What two workers must have in common so that one can continue the other's streams with the same tokens (I5, I6).
+//! Worker fingerprints: two workers with equal fingerprints produce the same tokens, so one can
+//! resume the other's streams (I5, I6).
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// Model digest, weight layout, kernel options and ISA path. Its text form is stable, one line, and compares equal
-/// exactly when the values do:
-/// `ballast-1 model=<64 hex digits> layout=0 isa=avx512 kv=f16 matmul=exact` (options in order of their names).
+/// Model digest, weight layout, instruction set and options of a worker. The text form is stable,
+/// has one line, and is equal exactly when the values are: `ballast-1 model=<64 hex digits>
+/// layout=0 isa=avx512 kv=f16 matmul=exact` (options in order of their names).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     model: [u8; 32],
@@ -16,7 +17,7 @@ pub struct Fingerprint {
 }
 
 const VERSION: &str = "ballast-1";
-/// Characters of a text form that are read: far above any real one.
+/// Longest text that is parsed, far above any real one.
 const TEXT_MAX: usize = 4096;
 const RESERVED: [&str; 3] = ["model", "layout", "isa"];
 
@@ -49,7 +50,7 @@ impl Fingerprint {
         }
     }
 
-    /// An option of the kernels or the cache that changes results, e.g. `kv=f16`.
+    /// Adds an option of the kernels or the cache that changes results, such as `kv=f16`.
     pub fn with(mut self, key: &str, value: &str) -> Result<Self, FingerprintError> {
         let field = format!("{key}={value}");
         if split(&field).is_none() {

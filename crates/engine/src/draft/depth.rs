@@ -1,28 +1,29 @@
-//! How many tokens to draft: a plain function of how often drafts were right and of what rows cost.
+//! Chooses the draft depth: a function of the acceptance rate and the cost of rows.
 //!
-//! If each drafted token is right with probability `a` given that those before it were, a step with depth `D` puts out
-//! `E(D) = 1 + a + .. + a^D` tokens. The step's fixed cost is shared by the sequences in it, so a full batch makes
-//! rows dear and drafts short. Chosen is the depth of the most tokens per cost; none is always among the choices.
+//! If each draft token is accepted with probability `a` after the tokens before it, a step with
+//! depth `D` outputs `E(D) = 1 + a + .. + a^D` tokens. All sequences in a step share its fixed
+//! cost. In a full batch rows are thus relatively expensive, and drafts are short. The chosen depth
+//! has the most tokens per cost; 0 is always a choice.
 //!
-//! Nothing here can change a token, so costs may be measured by the clock.
+//! The depth never changes a token, so costs may be measured with the clock.
 
 use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;
 
-/// How often the drafts of one sequence were right lately.
+/// Recent acceptance rate of one sequence's drafts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AcceptanceEstimate {
     right: f64,
     tried: f64,
-    /// Steps since a draft was tried although it did not seem worth it.
+    /// Steps since a draft was tried although it did not seem to pay.
     unprobed: u32,
 }
 
-/// What is assumed of a new sequence: this share right, with the weight of so many tried tokens.
+/// Prior for a new sequence: this acceptance rate, with the weight of this many tokens.
 const FIRST_RATE: f64 = 0.6;
 const FIRST_TRIED: f64 = 4.0;
-/// A tried token's weight falls by this factor with each that follows: some 25 count.
+/// Each token reduces the weight of earlier ones by this factor, so about 25 tokens count.
 const MEMORY: f64 = 0.96;
-/// A sequence whose drafts do not pay is given a draft that often, to notice when they would.
+/// Steps after which a sequence whose drafts do not pay gets a draft, to notice a change.
 const PROBE_EVERY: u32 = 32;
 const PROBE_DEPTH: usize = 2;
 
@@ -33,12 +34,13 @@ impl Default for AcceptanceEstimate {
 }
 
 impl AcceptanceEstimate {
-    /// Estimated probability that a drafted token is right if those before it are.
+    /// Estimated probability that a draft token is accepted if those before it are.
     pub fn rate(&self) -> f64 {
         self.right / self.tried
     }
 
-    /// Of `drafted` tokens the first `right` ones were; the one behind them was tried too, the others were not.
+    /// Of `drafted` tokens the first `right` ones were accepted. The next one was rejected; the
+    /// others were not tried.
     pub fn observe(&mut self, drafted: usize, right: usize) {
         for tried in 0..drafted.min(right + 1) {
             self.right = self.right * MEMORY + f64::from(u8::from(tried < right));
@@ -46,7 +48,7 @@ impl AcceptanceEstimate {
         }
     }
 
-    /// The depth for the next step of this sequence, `best` being what pays.
+    /// Depth for the next step of this sequence, where `best` is the depth that pays.
     pub fn next_depth(&mut self, best: usize, depth_max: usize) -> usize {
         if best > 0 {
             self.unprobed = 0;
@@ -61,20 +63,20 @@ impl AcceptanceEstimate {
     }
 }
 
-/// What drafting itself computed.
+/// Cost of drafting in one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DraftingCost {
-    /// Steps of a draft model, and their rows.
+    /// Steps of the draft model, and their rows.
     pub steps: usize,
     pub rows: usize,
-    /// Cost of such a step as a share of the model's own.
+    /// Cost of a draft model step as a share of the model's step.
     pub share: f64,
 }
 
-/// Cost of a step as `fixed + row * rows`, fitted to what steps took.
+/// Step cost as `fixed + row * rows`, fitted to measured steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepCostModel {
-    /// Sums over steps, of products of: steps of the model's cost `u`, rows `v`, seconds `y`.
+    /// Sums of products over steps: steps of the model's cost `u`, rows `v`, seconds `y`.
     uu: f64,
     uv: f64,
     vv: f64,
@@ -82,15 +84,16 @@ pub struct StepCostModel {
     vy: f64,
 }
 
-/// A row's cost in fixed costs where steps of one width only were seen: small steps are bound by reading the weights.
+/// Cost of a row in fixed costs while all steps had one width. Small steps are bound by reading the
+/// weights.
 const FIRST_ROW: f64 = 0.1;
-/// Some hundred steps count.
+/// About a hundred steps count.
 const STEP_MEMORY: f64 = 0.99;
-/// Steps differ in width if the determinant of the fit exceeds this share of its largest possible value.
+/// Steps differ in width if the determinant of the fit exceeds this share of its maximum.
 const SPREAD_MIN: f64 = 1e-3;
 
 impl StepCostModel {
-    /// A step of `rows` rows, and the drafting before it, took so many seconds.
+    /// Records a step of `rows` rows and the drafting before it, which took `seconds`.
     pub fn observe(&mut self, rows: usize, work: DraftingCost, seconds: f64) {
         let u = 1.0 + work.steps as f64 * work.share;
         let v = rows as f64 + work.rows as f64 * work.share;
@@ -111,15 +114,16 @@ impl StepCostModel {
             if fixed >= 0.0 && row >= 0.0 && fixed + row > 0.0 {
                 return (fixed, row);
             }
-            // Noise: one of them explains all.
+            // Noise: one of the two terms explains the measurements.
             return if row < 0.0 { (1.0, 0.0) } else { (0.0, 1.0) };
         }
         (1.0, FIRST_ROW)
     }
 }
 
-/// The depth of the most tokens per cost, at most `depth_max`, for a sequence whose drafts are right at `rate` in a step
-/// of `sequences`; a draft model's step costs the share `draft` of the model's own.
+/// The depth with the most tokens per cost, at most `depth_max`, for a sequence with acceptance
+/// rate `rate` in a step of `sequences`. `draft` is the cost of a draft model step as a share of
+/// the model's.
 pub fn depth(rate: f64, cost: (f64, f64), draft: f64, sequences: usize, depth_max: usize) -> usize {
     let (fixed, row) = cost;
     let shared = fixed / sequences.max(1) as f64;
@@ -127,7 +131,7 @@ pub fn depth(rate: f64, cost: (f64, f64), draft: f64, sequences: usize, depth_ma
     let (mut tokens, mut right) = (1.0, 1.0);
     for depth in 0..=depth_max.min(DRAFT_DEPTH_MAX) {
         let spent = shared + row * (1 + depth) as f64 + draft * (shared + row) * depth as f64;
-        // A drafted token that gains nothing is not worth its memory traffic.
+        // A draft token without gain is not worth its memory traffic.
         if tokens / spent > best_value * (1.0 + f64::EPSILON) {
             (best, best_value) = (depth, tokens / spent);
         }
@@ -195,7 +199,7 @@ mod tests {
             let mut owed = 0.0;
             let mut sum = 0.0;
             for round in 0..2000 {
-                // A fixed sequence with that share of right tokens.
+                // A fixed pattern with this share of accepted tokens.
                 let mut right = 0;
                 while right < depth && { owed += rate; owed >= 1.0 } {
                     owed -= 1.0;

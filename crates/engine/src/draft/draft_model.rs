@@ -1,10 +1,12 @@
-//! Drafts from a smaller model of the same vocabulary: its most probable continuation, token by token.
+//! Draft tokens from a smaller model with the same vocabulary: its most probable continuation,
+//! token by token.
 //!
-//! Its keys and values stand in a cache of its own with as many blocks as the model's, in the same places: a sequence's
-//! block table serves both, and so do allocation, sharing, preemption and eviction. What differs is which places are
-//! filled: a sequence is fed to the draft model only when tokens are wanted for it, from where its filled prefix ends.
-//! For each place a hash of the tokens up to it says what stands there, so a prefix that another sequence left in a
-//! shared block is found, and one that was overwritten is not.
+//! The draft model has its own KV cache with as many blocks as the model's, and uses the same block
+//! ids. One block table thus serves both, and allocation, sharing, preemption and eviction apply to
+//! both. Only the filled slots differ: the draft model computes a sequence's tokens when drafts are
+//! wanted, from the end of the filled prefix. Each slot records a hash of the tokens up to it. The
+//! drafter thus reuses a prefix that another sequence left in a shared block, and notices a slot
+//! that was overwritten.
 
 use crate::draft::depth::DraftingCost;
 use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, DraftTokens};
@@ -22,28 +24,29 @@ pub struct DraftModel<B: Backend> {
     /// Set by `start`.
     kv: Option<B::Kv>,
     block_tokens: usize,
-    /// DraftBatch that its steps may have.
+    /// Most rows of a draft model step.
     rows_max: usize,
     share: f64,
-    /// By KV slot: hash of the tokens up to the one whose keys and values stand there; 0: nothing does.
+    /// By KV slot: hash of the tokens up to the slot's token; 0 if the slot is empty.
     filled: Vec<u64>,
-    /// By slot: what was filled with the sequence's own tokens, and in which of its tables.
+    /// By sequence id: the block table version, and the prefix filled with the sequence's own
+    /// tokens.
     prefixes: Vec<(u32, FilledPrefix)>,
-    /// The same with drafts, for each sequence of the step under way.
+    /// The prefix with draft tokens, for each sequence of the current step.
     heads: Vec<FilledPrefix>,
     rows: DraftBatch,
     best: Vec<u32>,
 }
 
-/// Tokens of a sequence whose places are filled.
+/// Tokens of a sequence whose slots are filled.
 #[derive(Clone, Copy, Debug, Default)]
 struct FilledPrefix {
     len: usize,
-    /// Of these tokens.
+    /// Hash of these tokens.
     hash: u64,
 }
 
-/// Row data of one of its steps.
+/// The rows of a draft model step.
 #[derive(Debug, Default)]
 struct DraftBatch {
     tokens: Vec<u32>,
@@ -55,12 +58,13 @@ struct DraftBatch {
     owners: Vec<usize>,
 }
 
-/// DraftBatch of one sequence that a step feeds: a long prompt is fed in pieces, beside which others decode.
+/// Most rows of one sequence in a draft model step. A long prompt is fed in chunks, with decodes of
+/// other sequences between.
 const FED_MAX: usize = 256;
 
 impl<B: Backend> DraftModel<B> {
-    /// `share` is the cost of its step as a share of the model's own; it was built for steps of `rows_max` rows, with as
-    /// many outputs as sequences run.
+    /// `share` is the cost of a draft model step as a share of the model's own. `model` was built
+    /// for steps of `rows_max` rows, with one output for each running sequence.
     pub fn new(model: Box<dyn Model<B>>, rows_max: usize, share: f64) -> Self {
         Self {
             model,
@@ -76,7 +80,7 @@ impl<B: Backend> DraftModel<B> {
         }
     }
 
-    /// How much of the sequence is filled, as its table stands now: drafts that were right among it.
+    /// The filled prefix of a sequence with its present block table, accepted drafts included.
     fn prefix(&mut self, sequence_id: SequenceId, sequence: &Sequence) -> FilledPrefix {
         let index = sequence_id.index();
         if self.prefixes.len() <= index {
@@ -85,10 +89,10 @@ impl<B: Backend> DraftModel<B> {
         let (tokens, table) = (sequence.tokens(), sequence.table());
         let mut prefix = match self.prefixes[index] {
             (of_table, prefix) if of_table == sequence.table_version() => prefix,
-            // It was preempted: any of its blocks may be another one now.
+            // A preemption has released the blocks.
             _ => FilledPrefix::default(),
         };
-        // The last token's row is what is asked for.
+        // The last token's row is computed in any case, for its logits.
         while prefix.len + 1 < tokens.len() {
             let next = prefix.next(tokens[prefix.len]);
             if self.filled[self.kv_slot(table, prefix.len)] != next.hash {
@@ -103,7 +107,7 @@ impl<B: Backend> DraftModel<B> {
         table[position / self.block_tokens] as usize * self.block_tokens + position % self.block_tokens
     }
 
-    /// One more row of the sequence `wanted[index]`.
+    /// Adds one row of the sequence `wanted[index]`.
     fn feed(&mut self, index: usize, table: &[BlockId], token: u32) {
         let head = self.heads[index];
         let kv_slot = self.kv_slot(table, head.len);
@@ -115,13 +119,13 @@ impl<B: Backend> DraftModel<B> {
         self.filled[kv_slot] = self.heads[index].hash;
     }
 
-    /// The last row fed is one whose successor is wanted.
+    /// Requests the logits of the row added last.
     fn ask(&mut self, index: usize) {
         self.rows.outputs.push(self.rows.tokens.len() as u32 - 1);
         self.rows.owners.push(index);
     }
 
-    /// Computes the rows; the most probable token of each output goes to its draft.
+    /// Computes the rows, and appends the most probable token of each output to its draft.
     fn step(
         &mut self,
         backend: &mut B,
@@ -153,7 +157,7 @@ impl<B: Backend> DraftModel<B> {
         Ok(())
     }
 
-    /// First each sequence's own tokens as far as they are not filled, then draft after draft.
+    /// First computes the missing tokens of each sequence, then one draft token after another.
     fn draft(
         &mut self,
         backend: &mut B,
@@ -224,7 +228,7 @@ impl<B: Backend> Drafter<B> for DraftModel<B> {
     ) -> Result<DraftingCost, OpError> {
         let drafted = self.draft(backend, scheduler, wanted, drafts);
         if drafted.is_err() {
-            // DraftBatch that were to be filled may not be.
+            // Slots that this step marked as filled may be empty.
             self.filled.fill(0);
             self.prefixes.fill(Default::default());
         }
@@ -261,7 +265,7 @@ impl DraftBatch {
 }
 
 impl FilledPrefix {
-    /// With one token more. The hash is never 0; equal ones of unequal tokens would cost an acceptance, no more.
+    /// Appends a token. The hash is never 0. A collision costs a rejected draft, no more.
     fn next(self, token: u32) -> Self {
         let mixed = (self.hash ^ (u64::from(token) + 1)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let mixed = (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9);

@@ -1,10 +1,10 @@
-//! Tokens that are drafted for one sequence.
+//! The draft tokens of one sequence.
 
-/// Most tokens that are drafted for one sequence in a step: the gain of one more falls with each, and every stream keeps
-/// room for that many outputs of a step.
+/// Most draft tokens of a sequence in a step. Each further token gains less, and every stream keeps
+/// space for that many outputs of a step.
 pub const DRAFT_DEPTH_MAX: usize = 16;
 
-/// Drafted tokens of one sequence.
+/// The draft tokens of one sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftTokens {
     tokens: [u32; DRAFT_DEPTH_MAX],
@@ -12,7 +12,7 @@ pub struct DraftTokens {
 }
 
 impl DraftTokens {
-    /// Tokens beyond [`DRAFT_DEPTH_MAX`] are dropped.
+    /// Drops tokens beyond [`DRAFT_DEPTH_MAX`].
     pub fn push(&mut self, token: u32) {
         if let Some(place) = self.tokens.get_mut(self.len) {
             *place = token;

@@ -1,4 +1,4 @@
-//! What proposes draft tokens.
+//! The interface of drafters.
 
 use crate::draft::depth::DraftingCost;
 use crate::draft::draft_tokens::DraftTokens;
@@ -6,28 +6,29 @@ use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence_id::SequenceId;
 use ops::{Backend, KvLayer, KvLayout, KvType, OpError};
 
-/// A sequence for which up to `depth` tokens are wanted. Its blocks have room for them.
+/// A sequence that may have up to `depth` draft tokens. Its blocks have space for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftRequest {
     pub sequence_id: SequenceId,
     pub depth: usize,
-    /// Index of its chunk in the plan.
+    /// Index of the sequence's chunk in the plan.
     pub(crate) chunk: usize,
 }
 
-/// Guesses tokens. What it guesses decides speed only, so it may be wrong in any way.
+/// Proposes draft tokens. The proposals affect speed only, so any proposal is allowed.
 pub trait Drafter<B: Backend>: Send {
-    /// What it keeps for each token beside the model's own keys and values, from the same budget.
+    /// KV layers that the drafter needs for each token, from the same KV budget.
     fn kv_layers(&self, _: KvType) -> Vec<KvLayer> {
         Vec::new()
     }
 
-    /// Called once, with its share of the cache: the blocks are the model's.
+    /// Called once with the layout of the drafter's cache. The drafter uses the model's blocks.
     fn start(&mut self, _: &mut B, _: &KvLayout) -> Result<(), OpError> {
         Ok(())
     }
 
-    /// Fills `drafts[i]`, empty before, with up to `wanted[i].depth` tokens. An error loses this step's drafts only.
+    /// Fills the empty `drafts[i]` with up to `wanted[i].depth` tokens. After an error the step
+    /// runs without drafts.
     fn propose(
         &mut self,
         backend: &mut B,
@@ -36,20 +37,20 @@ pub trait Drafter<B: Backend>: Send {
         drafts: &mut [DraftTokens],
     ) -> Result<DraftingCost, OpError>;
 
-    /// Memory that its share of the cache takes now.
+    /// Memory of the drafter's cache now.
     fn kv_bytes(&self, _: &B) -> u64 {
         0
     }
 
-    /// Nothing is held or can be found in blocks from number `blocks` on: their memory may go.
+    /// Releases memory of blocks from number `blocks` on, none of which is in use or cached.
     fn trim(&mut self, _: &mut B, _blocks: usize) -> Result<(), OpError> {
         Ok(())
     }
 
-    /// The sequence in this slot has ended.
+    /// The sequence has ended.
     fn forget(&mut self, sequence_id: SequenceId);
 
-    /// What drafting one token costs, as a share of a step of the model itself.
+    /// Cost of drafting one token as a share of the model's step.
     fn share(&self) -> f64 {
         0.0
     }

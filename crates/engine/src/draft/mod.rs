@@ -1,13 +1,20 @@
-//! Drafts: guesses at a sequence's next tokens, computed behind its last token in the same step and kept as far as they
-//! turn out right.
+//! Speculative decoding: draft tokens are computed behind the last token of a sequence in the same
+//! step, and accepted as far as they are right.
 //!
-//! A step computes the rows `[last token, d1, .., dD]`. The sampler draws from the first row as it always does; if what
-//! it draws is `d1`, the second row holds the logits that the next step would have computed, and so on. Whatever is
-//! drawn is put out, so a wrong draft costs rows and never changes a token (invariant I5): random numbers are keyed by
-//! position, kernels give a row the same bits in any company, and the keys of wrong rows are overwritten before
-//! anything reads them.
+//! ```text
+//! rows of a step     t      d1     d2     d3        (t: last token, d: draft tokens)
+//! sampled tokens     d1     d2     x                 d1 and d2 are accepted, d3 is rejected
+//! next step          x      ...
+//! ```
 //!
-//! A [`Drafter`] says what may follow, `depth` how far it is worth guessing, `speculation` joins them with the plan.
+//! The sampler draws from the first row as always. If it draws `d1`, the second row has the logits
+//! that the next step would have computed, and so on. A rejected draft costs rows and never changes
+//! a token (invariant I5): random numbers are keyed by position, kernels give a row the same bits
+//! with any batch neighbours, and later rows overwrite the keys of rejected rows before they are
+//! read.
+//!
+//! A [`drafter`] proposes tokens: [`prompt_lookup`] or a [`draft_model`]. [`depth`] chooses how
+//! many tokens pay off. [`speculation`] joins both with the step plan.
 
 pub mod depth;
 pub mod draft_model;

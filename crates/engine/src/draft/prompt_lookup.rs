@@ -1,8 +1,9 @@
-//! Drafts from a sequence's own text: what followed the last time that its end occurred in prompt or output.
+//! Prompt lookup: proposes what followed the last occurrence of the sequence's final tokens in its
+//! prompt or output.
 //!
-//! Of the earlier places with the same last [`MATCH_MIN`] tokens the one that agrees longest wins, the latest among
-//! equals; as many tokens are copied as agreed, so that a chance match risks little and a long copy runs far. No
-//! weights, a few hundred nanoseconds a token: it costs nothing where nothing repeats.
+//! Among earlier positions with the same last [`MATCH_MIN`] tokens, the longest match wins, the
+//! latest among equals. The draft has as many tokens as matched: a chance match risks little, and a
+//! long copy runs far. There are no weights; a token costs a few hundred nanoseconds.
 
 use crate::draft::depth::DraftingCost;
 use crate::draft::draft_tokens::DraftTokens;
@@ -12,21 +13,21 @@ use crate::schedule::sequence::Sequence;
 use crate::schedule::sequence_id::SequenceId;
 use ops::{Backend, OpError};
 
-/// Fewest equal tokens that make a match; shorter ones are right too seldom.
+/// Fewest equal tokens that make a match. Shorter matches are right too seldom.
 const MATCH_MIN: usize = 3;
-/// Beyond that, longer is not better.
+/// Longer matches count the same.
 const MATCH_MAX: usize = 32;
-/// Earlier places that are compared.
+/// Earlier positions that are compared.
 const PLACES_MAX: usize = 24;
-/// Tokens that are indexed in one step, so that a long prompt stalls nobody.
+/// Tokens indexed per step, so that a long prompt does not delay other sequences.
 const INDEXED_MAX: usize = 8192;
-/// Bits of the table of last places: a few pages for a short text, 256 KiB for the longest.
+/// Bits of the hash table: a few pages for a short text, 256 KiB for the longest.
 const TABLE_BITS: std::ops::RangeInclusive<u32> = 8..=16;
 
-/// The longest earlier occurrence of each sequence's end.
+/// Drafter that copies from the sequence itself.
 #[derive(Debug, Default)]
 pub struct PromptLookup {
-    /// By slot.
+    /// By sequence id.
     texts: Vec<Option<NgramIndex>>,
 }
 
@@ -64,28 +65,28 @@ impl PromptLookup {
     }
 }
 
-/// Where each run of [`MATCH_MIN`] tokens ended last, and where before that.
+/// Index of the last and earlier positions of each n-gram of [`MATCH_MIN`] tokens.
 #[derive(Debug)]
 struct NgramIndex {
-    /// Place + 1 of the last run with this hash; 0: none.
+    /// Position + 1 of the last n-gram with this hash; 0 if none.
     last: Vec<u32>,
-    /// For each place, place + 1 of the run before it with the same hash.
+    /// For each position, position + 1 of the previous n-gram with the same hash.
     previous: Vec<u32>,
 }
 
 impl NgramIndex {
-    /// Of a text with `tokens` tokens now and `tokens_max` in the end, until when nothing is allocated.
+    /// An index for a text that has `tokens` tokens now. It allocates nothing until `tokens_max`.
     fn new(tokens: usize, tokens_max: usize) -> Self {
         let bits = tokens.next_power_of_two().ilog2().clamp(*TABLE_BITS.start(), *TABLE_BITS.end());
         Self { last: vec![0; 1 << bits], previous: Vec::with_capacity(tokens_max) }
     }
 
     fn propose(&mut self, tokens: &[u32], depth: usize, draft: &mut DraftTokens) {
-        // The last token is not indexed yet: it is what is looked for.
+        // The last token is not indexed yet: the lookup is for it.
         let known = tokens.len().saturating_sub(1);
         self.index(&tokens[..known]);
         let Some(found) = self.find(tokens) else { return };
-        // A run that reaches the text's end repeats itself.
+        // A match that reaches the end of the text repeats itself.
         for step in 0..depth.min(found.agreed) {
             draft.push(match tokens.get(found.next + step) {
                 Some(&token) => token,
@@ -122,7 +123,7 @@ impl NgramIndex {
         best
     }
 
-    /// Of the last run of `tokens`.
+    /// Hash bucket of the last n-gram of `tokens`.
     fn bucket(&self, tokens: &[u32]) -> Option<usize> {
         let (_, run) = tokens.split_last_chunk::<MATCH_MIN>()?;
         let hash = run.iter().fold(0u64, |hash, &token| {
@@ -134,13 +135,13 @@ impl NgramIndex {
 
 #[derive(Clone, Copy, Debug)]
 struct NgramMatch {
-    /// What followed stands from here.
+    /// Position of the token after the match.
     next: usize,
-    /// Tokens before that agree with the end of the text.
+    /// Length of the match.
     agreed: usize,
 }
 
-/// Equal tokens at the ends of both.
+/// Length of the common suffix.
 fn agreed(earlier: &[u32], all: &[u32]) -> usize {
     let pairs = earlier.iter().rev().zip(all.iter().rev());
     pairs.take(MATCH_MAX).take_while(|(a, b)| a == b).count()
@@ -189,7 +190,8 @@ mod tests {
             grown.propose(&text[..end], 8, &mut draft);
             assert!(draft.tokens().len() <= 8);
             if end % 97 == 0 {
-                // The tables differ in size, so other places may be among the first compared; a match is one in both.
+                // The tables differ in size, so other positions may be compared first. A match
+                // exists in both or in none.
                 assert_eq!(draft.tokens().is_empty(), propose(&text[..end], 8).is_empty(), "{end}");
             }
         }

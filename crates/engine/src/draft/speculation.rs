@@ -1,5 +1,5 @@
-//! From a plan to a plan with drafts, and from what came of them to the next depths. A plain value: who drafts is an
-//! argument.
+//! Adds draft tokens to a step plan, and learns from their acceptance. A plain value: the drafter
+//! is an argument.
 
 use crate::draft::depth::{AcceptanceEstimate, DraftingCost, StepCostModel, depth};
 use crate::draft::draft_tokens::{DRAFT_DEPTH_MAX, DraftTokens};
@@ -10,14 +10,14 @@ use crate::schedule::step_plan::ChunkOutputs;
 use ops::{Backend, OpError};
 use std::time::Duration;
 
-/// What came of drafts since the start.
+/// Draft tokens since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftStats {
-    /// Tokens that were drafted and computed, by place in their draft.
+    /// Draft tokens that were computed, by position in their draft.
     pub drafted: [u64; DRAFT_DEPTH_MAX],
-    /// Those of them that were put out.
+    /// Those of them that were accepted.
     pub accepted: [u64; DRAFT_DEPTH_MAX],
-    /// Steps whose drafts were lost because the draft model failed.
+    /// Steps without drafts because the drafter failed.
     pub failures: u64,
 }
 
@@ -36,13 +36,13 @@ pub struct Speculation {
     depth_max: usize,
     vocab_size: usize,
     cost: StepCostModel,
-    /// By slot.
+    /// By sequence id.
     acceptance: Vec<AcceptanceEstimate>,
-    /// Of the step under way, in order of its chunks.
+    /// Drafts of the current step, in order of its chunks.
     wanted: Vec<DraftRequest>,
     drafts: Vec<DraftTokens>,
     accepted: Vec<usize>,
-    /// Place in `wanted`.
+    /// Index in `wanted`.
     looked_at: usize,
     work: DraftingCost,
     stats: DraftStats,
@@ -64,7 +64,7 @@ impl Speculation {
         }
     }
 
-    /// A new sequence stands in this slot.
+    /// The sequence with this id is new.
     pub fn begin(&mut self, sequence_id: SequenceId) {
         let index = sequence_id.index();
         if self.acceptance.len() <= index {
@@ -73,7 +73,8 @@ impl Speculation {
         self.acceptance[index] = AcceptanceEstimate::default();
     }
 
-    /// Extends the plan by drafts for sequences that `may` have them. Only a device failure is an error.
+    /// Adds drafts to the plan for sequences that `may` have them. Only a device failure is an
+    /// error.
     pub fn draft<B: Backend>(
         &mut self,
         drafter: &mut dyn Drafter<B>,
@@ -100,7 +101,7 @@ impl Speculation {
             }
         }
         for (wanted, draft) in self.wanted.iter().zip(&mut self.drafts) {
-            // A token that the model does not know cannot be what it draws.
+            // The model cannot sample a token outside its vocabulary.
             let known =
                 draft.tokens().iter().take_while(|&&token| (token as usize) < self.vocab_size).count();
             draft.truncate(known.min(wanted.depth));
@@ -128,12 +129,12 @@ impl Speculation {
         }
     }
 
-    /// Drafted tokens of the plan's chunks that have some, in order.
+    /// Draft tokens of the plan's chunks that have some, in order.
     pub fn drafts(&self) -> impl Iterator<Item = &[u32]> {
         self.drafts.iter().map(DraftTokens::tokens).filter(|tokens| !tokens.is_empty())
     }
 
-    /// The next drafted row of the sequence was right. Sequences come in the plan's order.
+    /// The next draft token of the sequence is accepted. Calls come in the order of the plan.
     pub fn accept(&mut self, sequence_id: SequenceId) {
         while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.sequence_id != sequence_id) {
             self.looked_at += 1;
@@ -144,7 +145,7 @@ impl Speculation {
         *accepted += 1;
     }
 
-    /// All rows of the step are looked at.
+    /// Records acceptance after the last row of the step.
     pub fn settle(&mut self) {
         for ((wanted, draft), &right) in self.wanted.iter().zip(&self.drafts).zip(&self.accepted) {
             let drafted = draft.tokens().len();
@@ -154,7 +155,7 @@ impl Speculation {
         }
     }
 
-    /// The step, with the drafting before it, took so long.
+    /// Records the duration of the step, drafting included.
     pub fn observe(&mut self, rows: usize, took: Duration) {
         self.cost.observe(rows, self.work, took.as_secs_f64());
     }
@@ -163,7 +164,7 @@ impl Speculation {
         self.stats
     }
 
-    /// How often drafts of the sequence in this slot are right, as it is estimated now.
+    /// Estimated acceptance rate of the sequence's draft tokens.
     pub fn rate(&self, sequence_id: SequenceId) -> Option<f64> {
         self.acceptance.get(sequence_id.index()).map(AcceptanceEstimate::rate)
     }

@@ -1,17 +1,19 @@
-//! The tokens still in the running, and the filters that thin them out.
+//! The candidate tokens, and the filters that reduce them.
 //!
-//! Every filter works on the softmax of what the filters before it left, at temperature 1, as in llama.cpp.
+//! Every filter works on the softmax of what earlier filters kept, at temperature 1, as in
+//! llama.cpp.
 
 use crate::sample::math;
 use crate::sample::params::SamplingParams;
 use ops::rank::{self, RankedLogit};
 use ops::softmax;
 
-/// Candidates that are sorted first, and the factor by which more are taken until they suffice.
+/// Candidates that are sorted first, and the factor by which the sorted part grows until it
+/// suffices.
 const SORTED_FIRST: usize = 64;
 const SORTED_GROWTH: usize = 8;
 
-/// The filters, in the order in which they act.
+/// The filters in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Filter {
     TopNSigma,
@@ -26,7 +28,8 @@ impl Filter {
     const IN_ORDER: [Self; 6] =
         [Self::TopNSigma, Self::TopK, Self::Typical, Self::TopP, Self::MinP, Self::Xtc];
 
-    /// The first that thins out `vocab_size` tokens. `acts`: whether XTC does, if it is on.
+    /// The first filter that removes any of `vocab_size` tokens. `acts`: whether XTC acts, if it is
+    /// on.
     pub(super) fn first(params: &SamplingParams, vocab_size: usize, acts: bool) -> Option<Self> {
         Self::IN_ORDER.into_iter().find(|filter| filter.is_on(params, vocab_size, acts))
     }
@@ -50,7 +53,7 @@ pub(super) struct Candidates {
     scratch: Vec<RankedLogit>,
 }
 
-/// Of a softmax over some tokens: `total` is the sum of `e^(logit - max)`.
+/// A softmax over some tokens: `total` is the sum of `e^(logit - max)`.
 struct Softmax {
     max: f32,
     total: f64,
@@ -63,7 +66,7 @@ impl Candidates {
         &self.kept
     }
 
-    /// Leaves what the filters leave of a row, from `first` on, the first of them that acts.
+    /// Applies the filter `first`, which is the first one that acts, to a row.
     pub(super) fn thin_out(&mut self, logits: &[f32], first: Filter, params: &SamplingParams) {
         match first {
             Filter::TopNSigma => self.keep_above(logits, sigma_floor(logits, params.top_n_sigma)),
@@ -77,8 +80,9 @@ impl Candidates {
         }
     }
 
-    /// The same of the best of a row, in order, whose weights add up to `total`. `whole`: they are all there are. `false`: they
-    /// do not show it.
+    /// As `thin_out`, for the highest tokens of a row in order, where `total` is the sum of the
+    /// whole row's weights. `whole`: the list has every token. Returns `false` if the list does not
+    /// determine the result.
     pub(super) fn thin_out_list(
         &mut self,
         best: &[RankedLogit],
@@ -95,7 +99,7 @@ impl Candidates {
                 let floor = min_p_floor(max, params.min_p);
                 best.iter().position(|best| best.logit() < floor)
             }
-            // They weigh every token.
+            // These filters weigh every token.
             Filter::TopNSigma | Filter::Typical | Filter::Xtc => return false,
         };
         let Some(count) = count.or(whole.then_some(best.len())) else { return false };
@@ -105,7 +109,7 @@ impl Candidates {
         true
     }
 
-    /// The filters behind `first` on what it left. `acts`: whether XTC does, if it is on.
+    /// Applies the filters after `first`. `acts`: whether XTC acts, if it is on.
     pub(super) fn thin_further(&mut self, first: Filter, params: &SamplingParams, acts: bool) {
         for filter in Filter::IN_ORDER.into_iter().filter(|&filter| filter > first) {
             if filter.is_on(params, self.kept.len(), acts) {
@@ -114,7 +118,7 @@ impl Candidates {
         }
     }
 
-    /// One of the filters behind top-n-sigma, which is always the first.
+    /// Applies one filter. Top-n-sigma is always the first filter, so it never comes here.
     fn filter(&mut self, filter: Filter, params: &SamplingParams) {
         match filter {
             Filter::TopNSigma => {}
@@ -132,7 +136,7 @@ impl Candidates {
         }
     }
 
-    /// Makes `kept` all tokens that are not ruled out.
+    /// Makes every token a candidate that was not removed.
     pub(super) fn fill(&mut self, logits: &[f32]) {
         self.keep_above(logits, f32::MIN);
     }
@@ -152,7 +156,8 @@ impl Candidates {
         self.kept.sort_unstable_by_key(|kept| kept.id());
     }
 
-    /// Those whose surprise is nearest to the entropy, until their probabilities exceed `typical_p`.
+    /// Keeps the tokens whose surprise is nearest to the entropy, until their probabilities exceed
+    /// `typical_p`.
     fn keep_typical(&mut self, typical_p: f32) {
         let Softmax { max, total, entropy } = softmax(&self.kept);
         let expected = math::ln(total) - entropy;
@@ -201,7 +206,7 @@ impl Candidates {
         }
     }
 
-    /// Drops all tokens of at least that probability but the last of them.
+    /// Drops all tokens of at least this probability but the last of them.
     fn drop_likeliest(&mut self, threshold: f32) {
         let Softmax { max, total, .. } = softmax(&self.kept);
         let floor = f64::from(threshold) * total;
@@ -210,8 +215,8 @@ impl Candidates {
         self.kept.retain(|kept| *kept == last || !likely(&kept));
     }
 
-    /// Entropy of what is left over that of as many equally likely tokens: 0 to 1. Those that are ruled out are not left, though
-    /// top-k may have taken some to be k.
+    /// Entropy of the candidates divided by that of equally likely ones: 0 to 1. Removed tokens do
+    /// not count, though top-k may have kept some to reach k.
     pub(super) fn normalised_entropy(&self) -> f64 {
         match self.kept.iter().filter(|kept| kept.logit() > f32::NEG_INFINITY).count() {
             0 | 1 => 0.0,
@@ -220,7 +225,7 @@ impl Candidates {
     }
 }
 
-/// How many of the best, which are in order, it takes until their weights reach `wanted`.
+/// The number of highest tokens, in order, whose weights reach `wanted`.
 fn reaching(best: &[RankedLogit], max: f32, wanted: f64) -> Option<usize> {
     let mut sum = 0.0;
     let last = best.iter().position(|best| {
@@ -234,7 +239,8 @@ fn min_p_floor(max: f32, min_p: f32) -> f32 {
     max + math::ln(f64::from(min_p)) as f32
 }
 
-/// Sorts as much of `ranked` as it takes until `enough` has seen enough, and returns how many that are.
+/// Sorts as much of `ranked` as needed until `enough` returns true, and returns the number of
+/// tokens seen.
 fn fewest(ranked: &mut [RankedLogit], mut enough: impl FnMut(RankedLogit) -> bool) -> usize {
     let (mut sorted, mut more) = (0, SORTED_FIRST);
     while sorted < ranked.len() {
@@ -273,12 +279,12 @@ fn weight(logit: f32, max: f32) -> f64 {
     f64::from(softmax::exp(logit - max))
 }
 
-/// Highest logit minus `sigmas` standard deviations of all that are not ruled out.
+/// The highest logit minus `sigmas` standard deviations of all tokens that were not removed.
 fn sigma_floor(logits: &[f32], sigmas: f32) -> f32 {
     let max = f64::from(rank::max(logits));
     let (mut count, mut sum, mut squares) = (0.0, 0.0, 0.0);
     for &logit in logits.iter().filter(|logit| **logit > f32::NEG_INFINITY) {
-        // From the highest, so that large logits of one size do not cancel out.
+        // Relative to the highest, so that large logits of one size do not cancel out.
         let below = f64::from(logit) - max;
         (count, sum, squares) = (count + 1.0, sum + below, squares + below * below);
     }

@@ -1,26 +1,29 @@
-//! What a request may draw, decided outside the engine: a grammar's masks. The engine asks before each draw of the request
-//! and tells each drawn token; preemption, batch and company change nothing in that sequence.
+//! Structured output: token masks that a grammar outside the engine computes. Before each token of
+//! a request the engine asks for the mask, and then reports the sampled token. Preemption and batch
+//! neighbours do not change that sequence of calls.
 
-/// One request's output so far, as its grammar sees it. Prior output was accepted before the engine got it.
+/// The grammar state of one request. It has accepted prior output before the engine gets it.
 pub trait Constraint: Send {
-    /// What may be drawn next. Never waits: what the last `accept` began may be [`TokenMask::Pending`], until a bound of the
-    /// constraint's own makes an error of that; any other answer stays the same until the next `accept`.
+    /// The mask for the next token. Must not block: while the mask is being computed, the result is
+    /// [`TokenMask::Pending`], and after the constraint's own time limit an error. Any other result
+    /// stays the same until the next `accept`.
     fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError>;
-    /// The token was drawn and reported. Must not wait: the next mask is computed beside the next step.
+    /// The token was sampled and reported. Must not block: the next mask is computed while the next
+    /// step runs.
     fn accept(&mut self, token: u32);
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenMask<'a> {
-    /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn.
+    /// Bit `t % 32` of word `t / 32` allows token `t`.
     Allowed(&'a [u32]),
-    /// The output is whole.
+    /// The output is complete: no further token is allowed.
     Complete,
-    /// Not known yet. The engine asks again before each step; others go on meanwhile.
+    /// The mask is not ready. The engine asks again before each step; other requests continue.
     Pending,
 }
 
-/// Why nobody can say what may be drawn.
+/// Why a constraint cannot give a token mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
     #[error("the grammar is too complex: its bounds on states or work for a token are reached")]
@@ -33,7 +36,7 @@ pub enum ConstraintError {
     Internal,
 }
 
-/// Whether any token that is not `ruled_out` may be drawn.
+/// Whether the mask allows a token that is not `forbidden`.
 pub(crate) fn leaves_any(allowed: &[u32], forbidden: &[u32]) -> bool {
     allowed.iter().enumerate().any(|(word, &bits)| {
         let here = forbidden.iter().filter(|&&token| token as usize / 32 == word);

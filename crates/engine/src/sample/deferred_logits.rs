@@ -1,15 +1,18 @@
-//! Rows of logits whose draw waits: their requests' constraints cannot say yet what is allowed.
+//! Deferred logits: rows kept until the token mask of their request is ready.
 //!
-//! Invariant: at most one row for each live request, that of its last token. Such a sequence has nothing left to compute,
-//! so it takes no rows of a step and nobody waits for it. What is drawn in the end is what would have been drawn at once,
-//! from the same logits under the same mask; a preemption in between changes neither.
+//! Invariants:
+//!
+//! 1. A request has at most one deferred row, that of its last token. Its sequence then lacks no
+//!    rows, so it skips steps and no other request waits for it.
+//! 2. The token is the one that the sampler would have drawn at once: from the same logits under
+//!    the same mask. A preemption in between changes neither.
 
 use crate::schedule::sequence_id::SequenceId;
 
 #[derive(Debug, Default)]
 pub(crate) struct DeferredLogits {
     rows: Vec<DeferredRow>,
-    /// Memory of rows that were here: as many as were late at once, until it is released.
+    /// Buffers of removed rows, kept until `release_memory`.
     spare: Vec<Vec<f32>>,
 }
 
@@ -21,7 +24,8 @@ pub(crate) struct DeferredRow {
 }
 
 impl DeferredLogits {
-    /// The row after `position`. One that was computed again after a preemption is here already, and the same.
+    /// Defers the row after `position`. A row that is recomputed after a preemption is already
+    /// present with equal logits.
     pub(crate) fn insert(&mut self, sequence_id: SequenceId, position: usize, logits: &[f32]) {
         if self.rows.iter().all(|row| row.sequence_id != sequence_id) {
             let mut own = self.spare.pop().unwrap_or_default();
@@ -30,7 +34,7 @@ impl DeferredLogits {
         }
     }
 
-    /// The request has drawn from the row, or has ended.
+    /// Removes the row, because its token was sampled or its request ended.
     pub(crate) fn remove(&mut self, sequence_id: SequenceId) {
         if let Some(index) = self.rows.iter().position(|row| row.sequence_id == sequence_id) {
             let row = self.rows.swap_remove(index);
@@ -38,7 +42,8 @@ impl DeferredLogits {
         }
     }
 
-    /// Takes out the first row from `index` on that is not late any more; rows before `index` stay where they are.
+    /// Removes and returns the first row from `index` on whose mask is ready. Earlier rows keep
+    /// their index.
     pub(crate) fn take_ready(
         &mut self,
         index: &mut usize,
@@ -48,7 +53,7 @@ impl DeferredLogits {
         (*index < self.rows.len()).then(|| self.rows.swap_remove(*index))
     }
 
-    /// Gives back the memory of rows that are not here any more.
+    /// Releases the buffers of removed rows.
     pub(crate) fn release_memory(&mut self) {
         self.spare = Vec::new();
     }

@@ -1,4 +1,4 @@
-//! What decides one draw.
+//! The inputs that decide a sampled token besides the logits and earlier tokens.
 
 use crate::sample::candidates::Filter;
 use crate::sample::history::History;
@@ -6,21 +6,22 @@ use crate::sample::params::SamplingParams;
 use crate::sample::random::{RandomPurpose, RandomStream};
 use ops::{DrawParams, SHORTLIST_LEN};
 
-/// What beside logits, parameters and earlier draws decides a draw.
+/// Parameters, random number key and masks for one token.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleContext<'a> {
     pub params: &'a SamplingParams,
     pub choice: u32,
-    /// Absolute position of the token to draw.
+    /// Absolute position of the token to sample.
     pub position: usize,
-    /// Tokens that must not be drawn here.
+    /// Tokens that must not be sampled here.
     pub forbidden: &'a [u32],
-    /// Bit `t % 32` of word `t / 32`: whether token `t` may be drawn. Tokens beyond the end may not.
+    /// Token bitmask: bit `t % 32` of word `t / 32` allows token `t`. Tokens beyond the end are not
+    /// allowed.
     pub allowed: Option<&'a [u32]>,
 }
 
 impl SampleContext<'_> {
-    /// Whether it is the model's own logits that decide.
+    /// Whether no mask, bias or penalty changes the logits.
     pub(crate) fn uses_raw_logits(&self, history: &History) -> bool {
         self.params.logit_bias.is_empty()
             && self.forbidden.is_empty()
@@ -32,20 +33,22 @@ impl SampleContext<'_> {
         RandomStream { seed: self.params.seed, choice: self.choice }
     }
 
-    /// The number that decides between the tokens in the end.
+    /// The uniform number of the final draw.
     pub(super) fn uniform(&self) -> f64 {
         self.stream().uniform(self.position as u64, RandomPurpose::Token)
     }
 
-    /// Whether it is XTC's turn, if it is on at all.
+    /// Whether XTC acts on this token, if it is on.
     pub(super) fn xtc_acts(&self) -> bool {
         let chance = f64::from(self.params.xtc_probability);
         chance > 0.0 && self.stream().uniform(self.position as u64, RandomPurpose::Xtc) < chance
     }
 
-    /// How a row's shortlist is to be weighed for [`Sampler::sample_shortlist`], if it may show the token: no filter weighs all
-    /// tokens by more than their sum, or by that after some have changed, and what changes logits lowers them, so that no token
-    /// that is not listed comes before those that are.
+    /// How the device must compute a shortlist for
+    /// [`Sampler::sample_shortlist`](crate::sample::sampler::Sampler::sample_shortlist). None if a
+    /// shortlist cannot determine the token. It can if no filter needs more of the unlisted tokens
+    /// than the sum of their weights, and penalties only lower logits, so that no unlisted token
+    /// ranks before a listed one.
     pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<DrawParams> {
         let params = self.params;
         let plain = self.uses_raw_logits(history);

@@ -1,17 +1,18 @@
-//! DRY ("don't repeat yourself"): how far each token would prolong a repetition, and what that costs it.
+//! DRY ("don't repeat yourself"): a penalty on tokens that would prolong a repetition.
 //!
-//! As llama.cpp has it: a token that followed an earlier occurrence of the last n tokens is lowered by
-//! `multiplier * base^(n - allowed_length)`, n at its longest, counted back to the last sequence breaker at most.
+//! As in llama.cpp, a token that followed an earlier occurrence of the last n tokens is lowered by
+//! `multiplier * base^(n - allowed_length)`. n is the longest such match, counted back to the last
+//! sequence breaker at most.
 
 use crate::sample::params::DryParams;
 use std::collections::BTreeMap;
 
-/// Buffers, kept between draws.
+/// Buffers, reused between tokens.
 #[derive(Debug, Default)]
 pub(super) struct DryRepetitions {
-    /// By distance from the end: how many tokens up to there equal the last tokens.
+    /// By distance from the end: the number of tokens up to there that equal the last tokens.
     matched: Vec<usize>,
-    /// Longest repetition that each token would prolong.
+    /// By token: the longest repetition that it would prolong.
     longest: BTreeMap<u32, usize>,
 }
 
@@ -25,7 +26,7 @@ impl DryRepetitions {
         }
     }
 
-    /// What `apply` makes of the logit of one token, after `find`.
+    /// The logit of one token after `apply`. Call `find` before.
     pub(super) fn applied(&self, dry: &DryParams, token: u32, logit: f32) -> f32 {
         match self.longest.get(&token) {
             Some(length) if !dry.breakers.is_single(token) => {
@@ -80,7 +81,7 @@ impl DryRepetitions {
     }
 }
 
-/// How many tokens stand after the last breaker.
+/// Number of tokens after the last breaker.
 fn since_breaker(dry: &DryParams, tokens: &[u32]) -> usize {
     for (distance, &token) in tokens.iter().rev().enumerate() {
         let after = &tokens[tokens.len() - distance..];
@@ -94,7 +95,7 @@ fn since_breaker(dry: &DryParams, tokens: &[u32]) -> usize {
     tokens.len()
 }
 
-/// Finite, however long the repetition.
+/// Finite for any length of repetition.
 fn penalty(dry: &DryParams, beyond: usize) -> f32 {
     let mut penalty = dry.multiplier;
     for _ in 0..beyond {
@@ -133,7 +134,7 @@ mod tests {
 
     #[test]
     fn a_token_that_prolongs_a_repetition_is_lowered_by_its_length() {
-        // 1 2 3 came before and was followed by 4; 2 3 also by 5.
+        // 1 2 3 occurred before, followed by 4; 2 3 also occurred before, followed by 5.
         assert_eq!(lowered(&dry(&[]), &[1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), [(4, 2.0), (5, 1.0)]);
         assert_eq!(lowered(&dry(&[]), &[7, 3, 4, 8, 3]), [], "one repeated token is allowed");
     }
@@ -166,7 +167,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against the definition: every earlier place, compared token by token.
+        /// Compares with the definition: every earlier position, token by token.
         #[test]
         fn the_longest_match_of_every_follower_is_found(
             tokens in prop::collection::vec(0..4_u32, 0..60), breaker in 0..6_u32, last_n in 0..70_u32,

@@ -1,6 +1,6 @@
-//! Logits that no token can be sampled from.
+//! Logits from which no token can be sampled.
 
-/// A row of logits that no token can be drawn from.
+/// Why no token can be sampled from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SampleError {
     #[error("logit of token {token} is not a number or infinite: the model's weights or kernels are broken")]
@@ -9,9 +9,9 @@ pub enum SampleError {
     NothingLeft,
 }
 
-/// A model may rule a token out with -inf; NaN and +inf come from broken weights or kernels.
+/// A model may remove a token with -inf. NaN and +inf come from broken weights or kernels.
 pub(super) fn check(logits: &[f32]) -> Result<(), SampleError> {
-    // Without branches in the loop, so that it is vectorised: the row is looked through again only if it is bad.
+    // The loop has no branches, so that it vectorises. Only a bad row is searched a second time.
     let bad = |logit: f32| logit.is_nan() || logit == f32::INFINITY;
     if !logits.iter().fold(false, |found, &logit| found | bad(logit)) {
         return Ok(());

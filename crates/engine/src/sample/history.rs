@@ -1,22 +1,23 @@
-//! What the draws of one request remember of earlier ones. Built again from prompt, output and the sampler state of the
-//! last token frame, it is the same: a resumed request goes on as if nothing had happened.
+//! What the sampler remembers of earlier tokens of a request. It is a function of prompt, output
+//! and the sampler state in the last token frame, so a resumed request continues with the same
+//! tokens.
 
 use crate::sample::params::{MirostatParams, SamplingParamError, SamplingParams};
 use crate::sample::penalties::TokenCounts;
 use crate::sample::sampler_state::SamplerState;
 
-/// Each part is kept only where a parameter asks for it.
+/// Each field is kept only if a parameter needs it.
 #[derive(Clone, Debug, Default)]
 pub struct History {
     pub(super) counts: Option<TokenCounts>,
     /// Prompt and output, for DRY.
     pub(super) tokens: Option<Vec<u32>>,
-    /// MirostatParams's bound on surprise in bits.
+    /// Mirostat's bound on surprise in bits.
     pub(super) mu: Option<f32>,
 }
 
 impl History {
-    /// `state` is that of the last token of `output`, or empty where there is none.
+    /// `state` is that of the last token of `output`, or empty without output.
     pub fn new(
         params: &SamplingParams,
         prompt: &[u32],
@@ -40,17 +41,17 @@ impl History {
         })
     }
 
-    /// What whoever resumes after the last token has to give back.
+    /// The state to pass to a request that resumes after the last token.
     pub fn state(&self) -> SamplerState {
         self.mu.and_then(|mu| SamplerState::from_bytes(&mu.to_le_bytes())).unwrap_or_default()
     }
 
-    /// Whether no earlier token changes what the logits mean.
+    /// Whether no earlier token changes the logits.
     pub(crate) fn uses_raw_logits(&self) -> bool {
         self.counts.is_none() && self.tokens.is_none()
     }
 
-    /// One more output token.
+    /// Appends an output token.
     pub(crate) fn push(&mut self, token: u32) {
         if let Some(counts) = &mut self.counts {
             counts.push(token);

@@ -1,13 +1,12 @@
 //! Log-probabilities as reported to clients: the log-softmax of the raw logits.
 //!
-//! Raw means before bias, penalties, truncation and temperature, so they say what the model thinks, whatever the
-//! sampling parameters are.
+//! Raw means before bias, penalties, filters and temperature: the model's own distribution.
 
 use crate::sample::error::{SampleError, check};
 use ops::rank::{self, RankedLogit};
 use ops::softmax;
 
-/// One row, ready to be asked about its tokens.
+/// The log-softmax of one row.
 #[derive(Debug)]
 pub struct LogProbs<'a> {
     logits: &'a [f32],
@@ -29,7 +28,7 @@ impl<'a> LogProbs<'a> {
         (f64::from(self.logits[token as usize]) - self.normalizer) as f32
     }
 
-    /// The `count` most probable tokens, descending.
+    /// The `count` most probable tokens in descending order.
     pub fn top(&self, count: usize) -> Vec<(u32, f32)> {
         let mut best: Vec<RankedLogit> = Vec::new();
         rank::select_top_k(self.logits, count, &mut best);

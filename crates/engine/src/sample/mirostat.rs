@@ -1,4 +1,4 @@
-//! MirostatParams 1 and 2: how many tokens stay in the running so that the drawn ones are as surprising as asked for.
+//! Mirostat 1 and 2: keeps the tokens whose surprise stays near a target.
 //!
 //! Formulas and constants as in llama.cpp, surprise in bits.
 
@@ -9,10 +9,11 @@ use ops::rank::{self, RankedLogit};
 use ops::softmax;
 use std::f64::consts::LN_2;
 
-/// Best tokens that version 1 estimates the exponent of Zipf's law from.
+/// Highest tokens from which version 1 estimates the exponent of Zipf's law.
 const ESTIMATED_FROM: usize = 100;
 
-/// Leaves in `candidates` what may be drawn. `logits` are tempered; `mu` is the bound on surprise.
+/// Leaves in `candidates` the tokens that may be drawn. `logits` are after temperature; `mu` is the
+/// bound on surprise.
 pub(super) fn thin_out(
     candidates: &mut Candidates,
     best: &mut Vec<RankedLogit>,
@@ -31,13 +32,13 @@ pub(super) fn thin_out(
             let max = rank::max(logits);
             let normalizer = math::ln(softmax::exp_sum(logits, max));
             let floor = f64::from(max) + normalizer - f64::from(mu) * LN_2;
-            // The best token stays, however surprising.
+            // The highest token always stays.
             candidates.keep_above(logits, (floor as f32).min(max));
         }
     }
 }
 
-/// How many of `vocabulary` tokens version 1 keeps.
+/// Number of tokens that version 1 keeps of `vocabulary`.
 fn count(best: &[RankedLogit], vocabulary: usize, mu: f32) -> usize {
     let (mut products, mut squares) = (0.0, 0.0);
     for (index, pair) in best.windows(2).enumerate() {
@@ -56,7 +57,7 @@ fn count(best: &[RankedLogit], vocabulary: usize, mu: f32) -> usize {
     let epsilon = s - 1.0;
     let share = 1.0 - math::pow(vocabulary as f64, -epsilon);
     let base = epsilon * math::pow(2.0, f64::from(mu)) / share;
-    // At an exponent of 1 the formula has no value: everything stays.
+    // The formula has no value at an exponent of 1. Everything is kept then.
     if !(base > 0.0 && base.is_finite()) {
         return vocabulary;
     }
@@ -64,7 +65,7 @@ fn count(best: &[RankedLogit], vocabulary: usize, mu: f32) -> usize {
     if k.is_finite() { (k as usize).clamp(1, vocabulary) } else { vocabulary }
 }
 
-/// The bound after a token of this probability was drawn.
+/// The bound after a token with this probability was drawn.
 pub(super) fn learn(mirostat: &MirostatParams, mu: f32, probability: f64) -> f32 {
     let surprise = -math::ln(probability) / LN_2;
     mu - mirostat.eta * (surprise as f32 - mirostat.tau)
@@ -74,7 +75,8 @@ pub(super) fn learn(mirostat: &MirostatParams, mu: f32, probability: f64) -> f32
 mod tests {
     use super::*;
 
-    /// Tokens of a Zipf distribution: the exponent is found, and k is the formula's.
+    /// For tokens of a Zipf distribution, the estimate finds the exponent, and k follows the
+    /// formula.
     #[test]
     fn version_one_finds_the_exponent_of_zipf() {
         for exponent in [0.8_f64, 1.2, 2.0] {

@@ -1,4 +1,10 @@
-//! From logits to a token.
+//! Sampling: from a row of logits to one token.
+//!
+//! - [`params`]: the sampling parameters of a request.
+//! - [`sampler`]: logits processors, filters and the draw.
+//! - [`constraint`] and `deferred_logits`: structured output with token bitmasks.
+//! - `output_rows`: what a step copies from the device.
+//! - [`random`]: random numbers keyed by seed, choice and position.
 
 mod candidates;
 pub mod constraint;

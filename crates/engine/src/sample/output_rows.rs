@@ -1,6 +1,8 @@
-//! What of a step's logits comes to the host: a token where the device can tell what its request draws, else the row.
+//! What a step copies from the device: a token where the device can choose it, else the row of
+//! logits.
 //!
-//! Both say the same: a token drawn from a shortlist is the token that the sampler draws from the row.
+//! Both give the same result: a token from a shortlist is the token that the sampler draws from the
+//! row.
 
 use crate::sample::draw::SampleContext;
 use crate::sample::history::History;
@@ -8,30 +10,32 @@ use crate::sample::sampler::Sampler;
 use ops::{Backend, DrawParams, NO_ARGMAX, OpError, Shortlist};
 use std::ops::Range;
 
-/// Of one step, in the order of its outputs. Buffers are kept between steps, until they are released.
+/// Tokens and logits of one step, in the order of its outputs. Buffers are kept between steps until
+/// `release_memory`.
 #[derive(Debug, Default)]
 pub(crate) struct OutputRows {
-    /// By output, or [`NO_ARGMAX`]: then its row is in `logits`.
+    /// By output: the token, or [`NO_ARGMAX`] if the row is in `logits`.
     drawn: Vec<u32>,
-    /// As long as the last of the rows that are needed.
+    /// Reaches to the last row that the host needs.
     logits: Vec<f32>,
     draw_params: Vec<DrawParams>,
     lists: Vec<Shortlist>,
 }
 
 impl OutputRows {
-    /// Begins a step of `outputs`.
+    /// Starts a step with this number of outputs.
     pub(crate) fn start(&mut self, outputs: usize) {
         self.drawn.clear();
         self.drawn.resize(outputs, NO_ARGMAX);
     }
 
-    /// Between steps: gives back what the largest step took.
+    /// Releases the buffers. Call it between steps.
     pub(crate) fn release_memory(&mut self) {
         *self = Self::default();
     }
 
-    /// Takes a run of outputs; `draws` are theirs, as [`crate::task::RequestState::draw`] has them.
+    /// Takes a range of outputs. `draws` has the result of
+    /// [`RequestState::draw`](crate::request::state::RequestState::draw) for each.
     pub(crate) fn take<'a, B: Backend>(
         &mut self,
         backend: &mut B,
@@ -66,7 +70,7 @@ impl OutputRows {
         self.read(backend, vocab_size, run, logits)
     }
 
-    /// The rows of the run that no token stands for, neighbours together.
+    /// Reads the rows without a token, adjacent rows in one copy.
     fn read<B: Backend>(
         &mut self,
         backend: &mut B,
@@ -102,10 +106,10 @@ fn weighing(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> O
     draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
 }
 
-/// What the model said of the token after a row's.
+/// The model's result for the token after a row.
 #[derive(Clone, Copy)]
 pub(crate) enum RowOutput<'a> {
     Logits(&'a [f32]),
-    /// The token of the request's [`RequestState::draw`].
+    /// The token, chosen as `RequestState::draw` says.
     Token(u32),
 }

@@ -1,12 +1,13 @@
-//! Penalties on tokens that were there before.
+//! Repetition, presence and frequency penalties.
 //!
-//! Repetition looks at prompt and output, presence and frequency at the output only (as OpenAI and vLLM have it; in
-//! llama.cpp all three look at the last tokens of either). What is output of a resumed request was output before.
+//! The repetition penalty covers prompt and output; presence and frequency cover the output only,
+//! as in the OpenAI API and vLLM. In llama.cpp all three cover the last tokens of either. Prior
+//! output of a resumed request counts as output.
 
 use crate::sample::params::SamplingParams;
 use std::collections::HashMap;
 
-/// Which tokens a sequence has, and how often its output has them. Kept only where a penalty asks for it.
+/// Tokens of a sequence, and their counts in its output. Kept only if a penalty needs it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenCounts {
     output: HashMap<u32, u32>,
@@ -19,12 +20,12 @@ impl TokenCounts {
         counts
     }
 
-    /// One more output token.
+    /// Appends an output token.
     pub(super) fn push(&mut self, token: u32) {
         *self.output.entry(token).or_insert(0) += 1;
     }
 
-    /// Each entry changes its own logit only: the order of the map does not matter.
+    /// Each entry changes only its own logit, so the order of the map does not matter.
     pub(super) fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
         for (&token, &count) in &self.output {
             let logit = &mut logits[token as usize];
@@ -32,7 +33,7 @@ impl TokenCounts {
         }
     }
 
-    /// What `apply` makes of the logit of one token.
+    /// The logit of one token after `apply`.
     pub(super) fn applied(&self, params: &SamplingParams, token: u32, logit: f32) -> f32 {
         self.output.get(&token).map_or(logit, |&count| penalised(params, count, logit))
     }
@@ -40,7 +41,7 @@ impl TokenCounts {
 
 fn penalised(params: &SamplingParams, count: u32, logit: f32) -> f32 {
     let logit = match logit {
-        // A tiny penalty must not make it infinite.
+        // A tiny penalty must not make the logit infinite.
         positive if positive > 0.0 => (positive / params.repetition_penalty).min(f32::MAX),
         other => other * params.repetition_penalty,
     };

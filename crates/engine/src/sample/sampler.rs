@@ -1,37 +1,43 @@
-//! From a row of logits to one token.
+//! The sampler: from a row of logits to one token.
 //!
 //! The chain, in the order of llama.cpp (`common/sampling.cpp`) where names coincide:
 //!
-//! 1. what the request's grammar does not allow is ruled out, and stop tokens while the output is shorter than `min_tokens`
+//! 1. token mask: tokens that the grammar does not allow are removed, and stop tokens while the
+//!    output is shorter than `min_tokens`
 //! 2. logit bias: added
 //! 3. penalties: repetition, then frequency and presence
 //! 4. DRY: tokens that prolong a repetition are lowered
-//! 5. temperature 0: the highest logit is taken, and nothing below applies
-//! 6. top-n-sigma: logits of at least the highest minus n standard deviations
-//! 7. top-k: of the rest, the k highest
-//! 8. typical: of the rest, those of the most expected surprise whose softmax adds up to p
-//! 9. top-p: of the rest, the fewest highest whose softmax adds up to p
-//! 10. min-p: of the rest, those of at least `min_p` times the highest probability
-//! 11. XTC: by chance, all above a probability but the last of them are dropped
-//! 12. temperature: logits are divided by it; a dynamic one follows the entropy of what is left
-//! 13. draw: one uniform number inverts the running sum of the weights in order of rising id
+//! 5. temperature 0: the highest logit is taken, and no later step applies
+//! 6. top-n-sigma: keeps logits of at least the highest minus n standard deviations
+//! 7. top-k: keeps the k highest of the rest
+//! 8. typical: keeps the tokens of the most expected surprise whose softmax adds up to p
+//! 9. top-p: keeps the fewest highest tokens whose softmax adds up to p
+//! 10. min-p: keeps tokens of at least `min_p` times the highest probability
+//! 11. XTC: by chance, drops all tokens above a probability but the last of them
+//! 12. temperature: divides the logits; a dynamic temperature follows the entropy of the rest
+//! 13. draw: one uniform number inverts the cumulative weights in order of rising id
 //!
-//! MirostatParams takes the place of 3 to 11 as it does there: it comes after 1, 2 and a temperature that is not dynamic.
+//! Mirostat replaces steps 3 to 11, as in llama.cpp: it follows 1, 2 and a static temperature.
 //!
-//! `tests/llama_samplers.rs` compares what is left, and how probable it is, with what llama.cpp leaves. On purpose another:
+//! `tests/llama_samplers.rs` compares the candidates and their probabilities with llama.cpp.
+//! Intended differences:
 //!
-//! - Temperature 0 is greedy whatever else is asked for; there, typical and XTC may drop the highest logit before, and a
-//!   dynamic range makes it a draw.
-//! - Presence and frequency count the output, as in the OpenAI API; there, the last n tokens of prompt and output.
-//! - A token ruled out (by mask, bias or top-n-sigma) is gone; there it stays with a logit of -inf. It counts in the number
-//!   of tokens that dynamic temperature and mirostat 1 go by, and makes typical's entropy and mirostat 1's exponent no number.
-//! - MirostatParams 1 keeps everything where its formula overflows; there, the conversion to an integer is undefined.
-//! - Which of equal logits stays at a filter's border; there, it is as the sort leaves them.
-//! - The random numbers, XTC's among them.
+//! - Temperature 0 is always greedy. In llama.cpp, typical and XTC may drop the highest logit
+//!   before, and a dynamic range makes it a draw.
+//! - Presence and frequency penalties count the output, as in the OpenAI API. In llama.cpp they
+//!   count the last n tokens of prompt and output.
+//! - A removed token (by mask, bias or top-n-sigma) is gone. In llama.cpp it stays with a logit of
+//!   -inf. There it counts for dynamic temperature and mirostat 1, and makes typical's entropy and
+//!   mirostat 1's exponent NaN.
+//! - Mirostat 1 keeps everything where its formula overflows. In llama.cpp the conversion to an
+//!   integer is undefined.
+//! - Which of several equal logits stays at a filter's border. In llama.cpp the sort decides.
+//! - The random numbers, those of XTC included.
 //!
-//! Among equal logits the lower id ranks higher everywhere. Arithmetic is f32 and f64 in a fixed order without library
-//! functions that differ between machines; numbers are keyed by position ([`random`]): the same request draws the same
-//! token wherever and however often it runs.
+//! Among equal logits the lower id ranks higher. Arithmetic is f32 and f64 in a fixed order,
+//! without library functions that differ between machines. Random numbers are keyed by position
+//! ([`crate::sample::random`]). The same request thus samples the same tokens on every machine and
+//! in every run.
 
 use crate::sample::candidates::{Candidates, Filter};
 use crate::sample::draw::SampleContext;
@@ -44,22 +50,22 @@ use ops::Shortlist;
 use ops::rank::{self, RankedLogit};
 use ops::softmax::SoftmaxWeights;
 
-/// Buffers for one draw after another; no state passes between draws.
+/// Buffers that are reused between tokens. No state passes from one token to the next.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    /// The row after masks, bias and penalties, when there are any.
+    /// The row after mask, bias and penalties, if there are any.
     adjusted: Vec<f32>,
     /// The row after temperature, for mirostat.
     tempered: Vec<f32>,
     repetitions: DryRepetitions,
     candidates: Candidates,
-    /// For mirostat; and a shortlist after penalties.
+    /// For mirostat, and for a shortlist after penalties.
     best: Vec<RankedLogit>,
     weights: SoftmaxWeights,
 }
 
 impl Sampler {
-    /// Draws a token and adds it to the request's `history`.
+    /// Samples a token and appends it to the request's `history`.
     pub fn sample(
         &mut self,
         logits: &[f32],
@@ -139,8 +145,9 @@ impl Sampler {
         Ok(self.pick_candidate(params, uniform))
     }
 
-    /// The token that `sample` draws from a row of `vocab_size` logits, if its shortlist shows it. The list is weighed as
-    /// [`SampleContext::weighing`] says, and it is for the caller to add the token to the history.
+    /// The token that `sample` would draw from a row of `vocab_size` logits, if the shortlist
+    /// determines it. The device made the list with the parameters of [`SampleContext::weighing`].
+    /// The caller appends the token to the history.
     pub fn sample_shortlist(
         &mut self,
         list: &Shortlist,
@@ -160,8 +167,8 @@ impl Sampler {
         token
     }
 
-    /// The best tokens after what lowers some of them. Those that fall below the last one of the list are left out: they would
-    /// stand among others that the list does not have.
+    /// The listed tokens after penalties. Tokens that fall below the last listed one are dropped:
+    /// unlisted tokens may rank between them.
     fn adjust_best(
         &mut self,
         listed: &[RankedLogit],
@@ -192,7 +199,7 @@ impl Sampler {
         best.sort_unstable();
     }
 
-    /// `best` are the best of the row that `list` is of, as they are after penalties.
+    /// `best` has the tokens of `list` after penalties.
     fn choose_listed(
         &mut self,
         best: &[RankedLogit],
@@ -227,7 +234,8 @@ impl Sampler {
         self.pick(max, temperature, uniform).0
     }
 
-    /// A token among the candidates, and its probability there. `max` is the highest logit of theirs.
+    /// Draws a token from the candidates and returns its probability among them. `max` is their
+    /// highest logit.
     fn pick(&mut self, max: f32, temperature: f32, uniform: f64) -> (u32, f64) {
         let kept = self.candidates.kept();
         self.weights.fill(kept.iter().map(|kept| kept.logit()), max, temperature);
@@ -249,12 +257,13 @@ impl Sampler {
             }
             _ => math::pow(entropy, f64::from(exponent)),
         };
-        // At 0 the highest logit is as good as certain, and nothing is divided by 0.
+        // The smallest positive temperature makes the highest logit nearly certain, without a
+        // division by 0.
         (low + (high - low) * share as f32).max(f32::MIN_POSITIVE)
     }
 }
 
-/// Tokens whose bit is not set become impossible.
+/// Sets the logits of tokens without a mask bit to -inf.
 fn rule_out(logits: &mut [f32], allowed: &[u32]) {
     for (word, logits) in logits.chunks_mut(32).enumerate() {
         let bits = allowed.get(word).copied().unwrap_or(0);

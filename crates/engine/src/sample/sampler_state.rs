@@ -1,7 +1,7 @@
-//! The part of a sampler that a resumed request needs back.
+//! Sampler state that a resumed request passes back.
 
-/// What a resumed sampler must know beside tokens, seed and position; at most 32 bytes, carried by the router unread.
-/// Random numbers are keyed by position and need none.
+/// Sampler state besides tokens, seed and position: at most 32 bytes, which the router carries
+/// unread. Random numbers are keyed by position and need no state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SamplerState {
     bytes: [u8; SamplerState::BYTES_MAX],
@@ -11,7 +11,7 @@ pub struct SamplerState {
 impl SamplerState {
     pub const BYTES_MAX: usize = 32;
 
-    /// `None` when longer than [`Self::BYTES_MAX`].
+    /// `None` if `state` is longer than [`Self::BYTES_MAX`].
     pub fn from_bytes(state: &[u8]) -> Option<Self> {
         let mut bytes = [0; Self::BYTES_MAX];
         bytes.get_mut(..state.len())?.copy_from_slice(state);
