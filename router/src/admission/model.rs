@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pace::{Outside, Pace};
+use retry_after::{Backlog, RetryAfterEstimator};
 
 use super::class_queue::{ClassQueue, RequestOrder};
 use super::limits::AdmissionLimits;
@@ -63,7 +63,7 @@ pub(super) struct ModelAdmission {
     arrivals: u64,
     /// Admissions since the last oldest-first admission.
     since_oldest_first: u32,
-    retry_after: Pace,
+    retry_after: RetryAfterEstimator,
 }
 
 #[derive(Debug)]
@@ -82,7 +82,7 @@ struct RequestState {
 struct TenantUsage {
     waiting_requests: u32,
     waiting_permits: u32,
-    backlog: Outside,
+    backlog: Backlog,
 }
 
 /// Whether a request can have its permits now.
@@ -108,7 +108,7 @@ impl ModelAdmission {
             waiting_permits: 0,
             arrivals: 0,
             since_oldest_first: 0,
-            retry_after: Pace::default(),
+            retry_after: RetryAfterEstimator::default(),
         }
     }
 
@@ -182,7 +182,7 @@ impl ModelAdmission {
             self.remove_waiting(id);
             decisions.push(AdmissionDecision::Refuse(id, error));
         }
-        self.retry_after.waiting(now, !self.waiting.is_empty());
+        self.retry_after.set_waiting(now, !self.waiting.is_empty());
     }
 
     /// Removes a waiting request. Returns false if the request is not waiting.
@@ -217,7 +217,7 @@ impl ModelAdmission {
         if was_last {
             self.requests.remove(&id);
         }
-        self.retry_after.freed(now);
+        self.retry_after.record_freed(now);
         self.advance(now, decisions);
         was_last
     }
@@ -230,14 +230,14 @@ impl ModelAdmission {
 
     /// When a client should retry a request of `permits` that this process has no capacity for.
     pub(super) fn estimate_retry_after(&mut self, now: Uptime, permits: u32) -> Duration {
-        self.retry_after.promise(now, self.waiting_permits, permits)
+        self.retry_after.estimate(now, self.waiting_permits, permits)
     }
 
     /// Refuses expired requests and admits waiting ones. Every event ends with it.
     pub(super) fn advance(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
         self.expire(now, decisions);
         self.admit_waiting(decisions);
-        self.retry_after.waiting(now, !self.waiting.is_empty());
+        self.retry_after.set_waiting(now, !self.waiting.is_empty());
     }
 
     fn expire(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
@@ -331,7 +331,8 @@ impl ModelAdmission {
             let waiting = usage.waiting_requests - 1;
             let permits_ahead = usage.waiting_permits - permits;
             let backlog = &mut usage.backlog;
-            let retry_after = self.retry_after.promise_to(backlog, now, permits_ahead, permits, tenants);
+            let retry_after =
+                self.retry_after.estimate_for_tenant(backlog, now, permits_ahead, permits, tenants);
             return Some(AdmissionError::TenantQueueFull { waiting, max, retry_after });
         }
         let queue_max = self.limits.queue_max;
@@ -341,7 +342,7 @@ impl ModelAdmission {
         let max = queue_max - class.others().map(reserved).sum::<u32>();
         let waiting = self.waiting.len() as u32 - 1;
         if waiting >= max {
-            let retry_after = self.retry_after.promise(now, permits_ahead, permits);
+            let retry_after = self.retry_after.estimate(now, permits_ahead, permits);
             return Some(AdmissionError::QueueFull { class, waiting, max, retry_after });
         }
         None

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use pace::{Outside, Pace};
+use retry_after::{Backlog, RetryAfterEstimator};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueLimits {
@@ -62,18 +62,18 @@ pub struct AdmissionControl {
     now: Duration,
     /// Time of the first step that found a waiting request since the queue was empty.
     since: Option<Duration>,
-    retry_after: Pace,
+    retry_after: RetryAfterEstimator,
 }
 
 #[derive(Debug, Default)]
 struct TenantWaiting {
     waiting: usize,
-    outside: Outside,
+    backlog: Backlog,
 }
 
 impl AdmissionControl {
     pub fn new(bounds: QueueLimits) -> Self {
-        let retry_after = Pace::default();
+        let retry_after = RetryAfterEstimator::default();
         Self { bounds, waiting: 0, tenants: HashMap::new(), now: Duration::ZERO, since: None, retry_after }
     }
 
@@ -86,7 +86,7 @@ impl AdmissionControl {
     pub fn try_enter(&mut self, priority: i32, tenant: u64) -> Result<(), QueueFullError> {
         let (waiting, max) = (self.waiting, self.capacity_for(priority));
         if waiting >= max {
-            let retry_after = self.retry_after.promise(self.now, waiting as u32, 1);
+            let retry_after = self.retry_after.estimate(self.now, waiting as u32, 1);
             return Err(QueueFullError { waiting, max, is_tenant_limit: false, retry_after });
         }
         let share = self.tenants.len() as u32;
@@ -96,7 +96,7 @@ impl AdmissionControl {
         if tenant != 0 && waiting >= max {
             let ahead = waiting as u32;
             let retry_after =
-                self.retry_after.promise_to(&mut tenant_waiting.outside, self.now, ahead, 1, share);
+                self.retry_after.estimate_for_tenant(&mut tenant_waiting.backlog, self.now, ahead, 1, share);
             return Err(QueueFullError { waiting, max, is_tenant_limit: true, retry_after });
         }
         tenant_waiting.waiting += 1;
@@ -126,14 +126,14 @@ impl AdmissionControl {
             0 => self.since = None,
             _ => self.since = self.since.or(Some(now)),
         }
-        self.retry_after.waiting(now, self.waiting > 0);
+        self.retry_after.set_waiting(now, self.waiting > 0);
     }
 
     /// The scheduler has admitted the request: it holds KV blocks from now on.
     pub fn admitted(&mut self, tenant: u64, now: Duration) {
         // A request that is admitted in its first step has waited for no other.
         if self.since.is_some_and(|since| since < now) {
-            self.retry_after.freed(now);
+            self.retry_after.record_freed(now);
         }
         self.leave(tenant);
     }
