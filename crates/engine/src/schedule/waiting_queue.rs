@@ -144,8 +144,9 @@ impl WaitingQueue {
         self.by_rank.remove(&rank);
         self.by_arrival.remove(&rank.arrival);
         if let PriorityClass::Priority(priority) = rank.class {
-            let shares = self.fair_share_of(priority);
-            assert!(shares.waiting > 0, "{rank:?} leaves a priority in which no sequence waits");
+            let Some(shares) = self.shares.get_mut(&priority).filter(|shares| shares.waiting > 0) else {
+                panic!("{rank:?} leaves a priority in which no sequence waits")
+            };
             shares.waiting -= 1;
             if shares.waiting == 0 {
                 // Without waiting sequences there is no share to keep.
