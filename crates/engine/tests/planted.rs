@@ -78,7 +78,7 @@ const BUGS: [(Bug, &str); 10] = [
     (Bug::NoCopyOnWrite, "a writable block is shared"),
     (Bug::LostPlace, "a request starves"),
     (Bug::OneDraftTooMany, "a draft counts that was not drawn"),
-    (Bug::TenantLeak, "of the tenant"),
+    (Bug::TenantLeak, "leaves, but none waits"),
     (Bug::Forgetful, "is recomputed"),
     (Bug::Overtakes, "is passed for nothing"),
 ];

@@ -96,7 +96,7 @@ impl Model<Reference> for Windows {
                 assert_ne!(
                     table[position / tokens],
                     0,
-                    "group {group}: a row writes or reads the trash block"
+                    "group {group}: a row writes or reads the null block"
                 );
                 table[position / tokens] * tokens as u32 + (position % tokens) as u32
             };
@@ -336,9 +336,9 @@ fn a_draft_model_keeps_everything_or_does_not_draft() {
         (
             &[FULL, window(8)][..],
             &[FULL, window(5)][..],
-            "a layer of the draft model sees only the last 5 tokens",
+            "a layer of the draft model attends only to the last 5 tokens",
         ),
-        (&[window(8)], &[FULL], "each layer of the model sees only the last 8 tokens"),
+        (&[window(8)], &[FULL], "each layer of the model attends only to the last 8 tokens"),
     ] {
         match drafting(spans, of_draft) {
             Err(EngineStartError::Config(error @ EngineConfigError::DraftWindow { .. })) => {

@@ -31,7 +31,7 @@ pub enum RefuseReason {
     )]
     PromptTooLong { prompt_tokens: usize, context_tokens: usize },
     #[error(
-        "prior_output is {prior_output}, but at least one of the {prompt_tokens} prompt tokens must not be output"
+        "prior_output is {prior_output} of {prompt_tokens} prompt tokens; at least one token must not be output"
     )]
     PriorOutput { prior_output: usize, prompt_tokens: usize },
     #[error(

@@ -107,11 +107,7 @@ impl Model<Reference> for FakeModel {
                     + position % self.block_tokens as u32
             };
             assert_eq!(step.kv_slots[row], sequence_id(position));
-            assert_ne!(
-                table[position as usize / self.block_tokens],
-                0,
-                "a row is written to the trash block"
-            );
+            assert_ne!(table[position as usize / self.block_tokens], 0, "a row is written to the null block");
             let parent = match position {
                 0 => 0,
                 _ => {

@@ -64,7 +64,7 @@ impl Storm {
             });
             for (position, key) in (start..).zip(own.iter().copied().chain(guessed)) {
                 let block = table[position / bt];
-                assert_ne!(block, NULL_BLOCK, "a key is written to the trash block");
+                assert_ne!(block, NULL_BLOCK, "a key is written to the null block");
                 let writer = *writers.entry(block).or_insert((sequence_id, group, position / bt));
                 assert_eq!(writer, (sequence_id, group, position / bt), "two sequences write block {block}");
                 self.cells[block as usize * bt + position % bt] = key ^ group as u64;
@@ -91,7 +91,7 @@ impl Storm {
         for &ScheduledChunk { sequence_id, start, rows, .. } in &self.scheduler.plan().chunks {
             let last = start + rows - 1;
             let block = self.scheduler.sequence(sequence_id).unwrap().blocks().group(group)[last / bt];
-            assert_ne!(block, NULL_BLOCK, "a state is written to the trash block");
+            assert_ne!(block, NULL_BLOCK, "a state is written to the null block");
             assert!(
                 writers.insert(block, (sequence_id, group, last / bt)).is_none(),
                 "two write block {block}"
