@@ -15,8 +15,9 @@ use std::time::Duration;
 
 use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
 
-use crate::events::{CallId, Waiter};
+use crate::ids::CallId;
 use crate::ledger::Reservation;
+use crate::waiters::Waiter;
 
 /// Identifies a load. Requests with the same key share one load.
 #[derive(Debug, Clone)]

@@ -6,117 +6,35 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use handoff::lease_record::LeaseRecord;
 use proto::weights::v1::Reclaim;
 use service::ByteSize;
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-use crate::catalog::{GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey};
+use crate::catalog::{GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::config::LoaderThreads;
-use crate::events::{
-    AttachParams, CallId, ChangeNotice, ConnectionId, LoadOutcome, LoadParams, LoadProgress, VerifyOutcome,
-    WaiterId, WeightServerAction, WeightServerEvent,
-};
+use crate::events::{ChangeNotice, VerifyOutcome, WeightServerAction, WeightServerEvent};
 use crate::fd_store::{FdStoreClient, FdStoreRequest};
-use crate::handoff_server::{ConnectionCommand, ProtocolViolations};
+use crate::handoff_server::ProtocolViolations;
 use crate::held_fds::{GenerationFds, LeaseFds};
-use crate::lease_table::WorkerProcess;
+use crate::ids::{CallId, ConnectionId};
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
-use crate::refusal::{LoadFailure, UnloadRefusal, VerifyFailure};
+use crate::messages::{ConnectionCommand, InputSender, LoadCall, LoopInput};
+use crate::refusal::{UnloadRefusal, VerifyFailure};
 use crate::state::WeightServerState;
 use crate::status::{CatalogChange, StatusSnapshot};
 use crate::system_limits::available_bytes;
-use crate::tokens::TokenError;
 use crate::verifier_child::{self, VerifierHandle};
-
-/// Inputs that wait for the event loop. Handling one is cheaper than producing it. Senders wait
-/// when the queue is full.
-const INPUT_QUEUE_CAPACITY: usize = 1024;
+use crate::waiters::WaiterId;
 
 /// Changes that a slow client of WatchEvents may fall behind.
 const CHANGE_QUEUE_CAPACITY: usize = 256;
 
 const TICK: Duration = Duration::from_secs(1);
-
-/// Everything that reaches the event loop: plain events, and inputs with descriptors or reply
-/// channels.
-#[derive(Debug)]
-pub(crate) enum LoopInput {
-    WeightServerEvent(WeightServerEvent),
-    Attach {
-        connection: ConnectionId,
-        peer: WorkerProcess,
-        pidfd: OwnedFd,
-        params: AttachParams,
-        commands: mpsc::Sender<ConnectionCommand>,
-    },
-    Reclaim {
-        connection: ConnectionId,
-        peer: WorkerProcess,
-        claim: Reclaim,
-        commands: mpsc::Sender<ConnectionCommand>,
-    },
-    LoadHandedOver {
-        generation: u64,
-        contents: GenerationContents,
-        fds: GenerationFds,
-    },
-    Load {
-        params: LoadParams,
-        call: LoadCall,
-    },
-    Unload {
-        model: String,
-        answer: oneshot::Sender<Result<u32, UnloadRefusal>>,
-    },
-    Verify {
-        model: String,
-        device: String,
-        answer: oneshot::Sender<Result<VerifyOutcome, VerifyFailure>>,
-    },
-    AllowToken {
-        name: String,
-        token: bytes::Bytes,
-        answer: oneshot::Sender<Result<(), TokenError>>,
-    },
-    Status {
-        answer: oneshot::Sender<StatusSnapshot>,
-    },
-    /// A new supervisor runs, whose FD store is empty.
-    SupervisorReplaced,
-}
-
-/// The event loop's ends of an admin call that waits for a load.
-#[derive(Debug)]
-pub(crate) struct LoadCall {
-    pub(crate) progress: watch::Sender<Option<LoadProgress>>,
-    pub(crate) answer: oneshot::Sender<Result<LoadOutcome, LoadFailure>>,
-}
-
-/// Sends inputs to the event loop. Cheap to clone.
-#[derive(Debug, Clone)]
-pub(crate) struct InputSender(mpsc::Sender<LoopInput>);
-
-impl InputSender {
-    pub(crate) fn channel() -> (Self, mpsc::Receiver<LoopInput>) {
-        let (sender, receiver) = mpsc::channel(INPUT_QUEUE_CAPACITY);
-        (Self(sender), receiver)
-    }
-
-    pub(crate) async fn send(&self, input: LoopInput) {
-        // The event loop ends only with the process.
-        let _ = self.0.send(input).await;
-    }
-
-    pub(crate) fn send_blocking(&self, input: LoopInput) {
-        let _ = self.0.blocking_send(input);
-    }
-}
 
 #[derive(Debug)]
 struct ConnectedWorker {
@@ -216,7 +134,7 @@ impl WeightServerLoop {
 
     fn handle_input(&mut self, input: LoopInput) {
         match input {
-            LoopInput::WeightServerEvent(event) => {
+            LoopInput::Event(event) => {
                 if let WeightServerEvent::ConnectionEnded { connection } = event {
                     self.clients.remove(&connection);
                 }
@@ -325,15 +243,14 @@ impl WeightServerLoop {
             }
             WeightServerAction::StartLoader { generation } => self.start_loader(generation),
             WeightServerAction::Proceed { generation } => {
-                if let Some(loader) = self.loaders.get_mut(&generation) {
-                    loader.proceed();
-                }
+                let loader = self.loaders.get_mut(&generation);
+                loader.expect("invariant: a generation whose plan is reserved has a loader").proceed();
             }
             WeightServerAction::StopLoader { generation } => drop(self.loaders.remove(&generation)),
             WeightServerAction::StoreGeneration { generation } => {
-                if let Some(fds) = self.generations.get(&generation) {
-                    self.fd_store.send(FdStoreRequest::StoreGeneration { generation, fds: Arc::clone(fds) });
-                }
+                let fds = self.generations.get(&generation);
+                let fds = fds.expect("invariant: a generation that is stored has descriptors");
+                self.fd_store.send(FdStoreRequest::StoreGeneration { generation, fds: Arc::clone(fds) });
             }
             WeightServerAction::StartVerifier { generation } => self.start_verifier(generation),
             WeightServerAction::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
@@ -364,10 +281,9 @@ impl WeightServerLoop {
                 }
             }
             WeightServerAction::Deliver { connection, lease, generation } => {
-                if let Some(fds) = self.generations.get(&generation) {
-                    let fds = Arc::clone(fds);
-                    self.send_command(connection, ConnectionCommand::Deliver { lease, generation, fds });
-                }
+                let fds = self.generations.get(&generation);
+                let fds = Arc::clone(fds.expect("invariant: the generation of a lease has descriptors"));
+                self.send_command(connection, ConnectionCommand::Deliver { lease, generation, fds });
             }
             WeightServerAction::Reclaimed { connection, lease, generation } => {
                 self.send_command(connection, ConnectionCommand::Reclaimed { lease, generation });
@@ -420,6 +336,7 @@ impl WeightServerLoop {
     }
 
     fn start_loader(&mut self, generation: u64) {
+        // A later action of the same event may have removed the generation again.
         let Some(found) = self.state.generation(generation) else { return };
         tracing::info!(generation, model = found.model, path = %found.path().display(), "loading");
         let job = LoadJob {
@@ -471,9 +388,7 @@ impl WeightServerLoop {
         let pidfd = Arc::clone(&fds.pidfd);
         let watch = tokio::spawn(async move {
             match handoff::event_loop::wait_for_process_end(pidfd).await {
-                Ok(()) => {
-                    inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ProcessEnded { lease })).await
-                }
+                Ok(()) => inputs.send(LoopInput::Event(WeightServerEvent::ProcessEnded { lease })).await,
                 Err(error) => {
                     tracing::error!(lease, %error, "cannot watch a worker's process: its lease ends only with a Detach frame");
                 }
@@ -527,27 +442,4 @@ impl WeightServerLoop {
             None => format!("holding {} for {leases} leases", ByteSize(bytes).rounded()),
         }
     }
-}
-
-/// Opens the model's files and requests a load; used by the admin service and for configured
-/// models.
-pub(crate) async fn request_load(
-    inputs: &InputSender,
-    model: String,
-    path: PathBuf,
-    device: String,
-    one_per_tensor: bool,
-) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>) {
-    let asked = path.clone();
-    let opened = crate::loader_child::blocking(move || crate::loader_child::open_model(&asked)).await;
-    let key = opened.map(|files| LoadKey {
-        files: files.into_iter().map(|(identity, _)| identity).collect(),
-        layout: crate::loader::layout_for_device(&device),
-        device: device.clone(),
-    });
-    let (progress, watch) = watch::channel(None);
-    let (answer, answered) = oneshot::channel();
-    let params = LoadParams { model, path, device, key, one_per_tensor };
-    inputs.send(LoopInput::Load { params, call: LoadCall { progress, answer } }).await;
-    (watch, answered)
 }

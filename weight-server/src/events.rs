@@ -8,36 +8,10 @@ use bytes::Bytes;
 use handoff::lease_record::LeaseRecord;
 
 use crate::catalog::{GenerationContents, LoadKey};
+use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct ConnectionId(pub(crate) u64);
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct CallId(pub(crate) u64);
-
-/// A caller that waits for a load.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Waiter {
-    /// An admin call.
-    Call(CallId),
-    /// A worker that attaches as soon as the model is ready.
-    Worker { connection: ConnectionId, peer: WorkerProcess, params: AttachParams },
-}
-
-/// The content of an Attach frame.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct AttachParams {
-    pub(crate) protocol: u32,
-    pub(crate) layout: u32,
-    pub(crate) manifest_format: u32,
-    pub(crate) device: String,
-    pub(crate) model: String,
-    pub(crate) token: Bytes,
-    pub(crate) kv_bytes: u64,
-    pub(crate) workspace_bytes: u64,
-}
+use crate::waiters::{AttachParams, LoadProgress, WaiterId};
 
 #[derive(Debug)]
 pub(crate) struct LoadParams {
@@ -205,19 +179,6 @@ pub(crate) enum WeightServerAction {
         result: Result<u32, UnloadRefusal>,
     },
     Publish(ChangeNotice),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum WaiterId {
-    Call(CallId),
-    Worker(ConnectionId),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LoadProgress {
-    pub(crate) done_bytes: u64,
-    pub(crate) total_bytes: u64,
-    pub(crate) jobs_ahead: u32,
 }
 
 #[derive(Debug, Clone, PartialEq)]

@@ -24,9 +24,9 @@ use memory::memfd::{MemfdError, SealedMemfd};
 use service::Notify;
 use service::notify::NotifyError;
 
-use crate::event_loop::{InputSender, LoopInput};
 use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, LeaseFds};
+use crate::messages::{InputSender, LoopInput};
 
 /// The parent processes a thousand descriptors in about a second.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -130,9 +130,8 @@ impl FdStoreWriter {
         match job {
             FdStoreRequest::StoreGeneration { generation, fds } => {
                 self.record_result("store a model", self.store_generation(generation, &fds));
-                self.inputs.send_blocking(LoopInput::WeightServerEvent(
-                    WeightServerEvent::GenerationStored { generation },
-                ));
+                self.inputs
+                    .send_blocking(LoopInput::Event(WeightServerEvent::GenerationStored { generation }));
             }
             FdStoreRequest::MarkRetired { generation } => {
                 self.record_result("mark a model as unloaded", self.mark_retired(generation));
@@ -144,8 +143,7 @@ impl FdStoreWriter {
                 // A lease needs no barrier: the parent handles messages in order, so it has the
                 // lease before anything that follows the grant.
                 self.record_result("store a lease", self.store_lease(lease, &fds));
-                self.inputs
-                    .send_blocking(LoopInput::WeightServerEvent(WeightServerEvent::LeaseStored { lease }));
+                self.inputs.send_blocking(LoopInput::Event(WeightServerEvent::LeaseStored { lease }));
             }
             FdStoreRequest::RemoveLease { lease } => {
                 let forgotten = self

@@ -11,13 +11,15 @@ use tokio::sync::{broadcast, oneshot};
 use tonic::{Code, Request, Response, Status};
 
 use crate::catalog::{GenerationIntegrity, GenerationPhase};
-use crate::event_loop::{InputSender, LoopInput, request_load};
-use crate::events::{LoadOutcome, LoadProgress, VerifyOutcome};
+use crate::events::{LoadOutcome, VerifyOutcome};
 use crate::lease_table::LeasePhase;
 use crate::ledger::ReservationError;
 use crate::ledger::{Reservation, ReservationKey};
+use crate::messages::{InputSender, LoopInput};
+use crate::model_files::request_load;
 use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
 use crate::status::{CatalogChange, GenerationView, LeaseView, StatusSnapshot};
+use crate::waiters::LoadProgress;
 
 /// For names of models and tokens, which appear in tables and manifests.
 const MAX_NAME_BYTES: usize = 256;

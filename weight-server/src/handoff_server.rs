@@ -17,12 +17,14 @@ use handoff::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
 use tokio::sync::{Semaphore, mpsc};
 
-use crate::event_loop::{InputSender, LoopInput};
-use crate::events::{AttachParams, ConnectionId, LoadProgress, WeightServerEvent};
+use crate::events::WeightServerEvent;
 use crate::held_fds::GenerationFds;
+use crate::ids::ConnectionId;
 use crate::lease_table::WorkerProcess;
+use crate::messages::{ConnectionCommand, InputSender, LoopInput};
 use crate::refusal::AttachRefusal;
 use crate::state::MAX_CLIENTS;
+use crate::waiters::AttachParams;
 
 /// A worker sends its first frame right after it has connected.
 const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(5);
@@ -37,16 +39,6 @@ const COMMAND_QUEUE_CAPACITY: usize = 16;
 
 /// The wait after an accept that failed for lack of descriptors or memory.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
-/// What the event loop tells one connection to do.
-#[derive(Debug)]
-pub(crate) enum ConnectionCommand {
-    Waiting(LoadProgress),
-    Refuse(AttachRefusal),
-    Deliver { lease: u64, generation: u64, fds: Arc<GenerationFds> },
-    Reclaimed { lease: u64, generation: u64 },
-    Close,
-}
 
 /// Counts protocol violations of clients, for `ballast ps` and tests.
 #[derive(Debug, Default)]
@@ -155,9 +147,7 @@ impl WorkerConnection {
             }
             Some(ConnectionEnd::Over) | None => {}
         }
-        self.inputs
-            .send(LoopInput::WeightServerEvent(WeightServerEvent::ConnectionEnded { connection: self.id }))
-            .await;
+        self.inputs.send(LoopInput::Event(WeightServerEvent::ConnectionEnded { connection: self.id })).await;
     }
 
     async fn serve_frames(
@@ -188,7 +178,7 @@ impl WorkerConnection {
                     let (frame, fds) = frame?;
                     match without_fds(frame, fds)? {
                         worker_frame::Kind::Detach(_) => {
-                            self.inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::Detached { connection: self.id })).await;
+                            self.inputs.send(LoopInput::Event(WeightServerEvent::Detached { connection: self.id })).await;
                         }
                         _ => return Err(ConnectionEnd::Violation("a frame came out of order")),
                     }
@@ -219,7 +209,7 @@ impl WorkerConnection {
             ConnectionCommand::Deliver { lease, generation, fds } => {
                 deliver_descriptors(connection, lease, generation, &fds).await?;
                 self.inputs
-                    .send(LoopInput::WeightServerEvent(WeightServerEvent::Delivered { connection: self.id }))
+                    .send(LoopInput::Event(WeightServerEvent::Delivered { connection: self.id }))
                     .await;
                 Ok(())
             }

@@ -20,7 +20,8 @@ use std::time::Duration;
 
 use handoff::lease_record::LeaseRecord;
 
-use crate::events::ConnectionId;
+use crate::ids::ConnectionId;
+use crate::ledger::Reservation;
 use crate::tokens::TokenDigest;
 
 /// The process at the other end of a connection, as the kernel identifies it.
@@ -62,6 +63,17 @@ impl LeaseEntry {
             | LeasePhase::Granting { connection }
             | LeasePhase::Held { connection } => Some(connection),
             LeasePhase::Disconnected { .. } | LeasePhase::Orphaned => None,
+        }
+    }
+
+    /// KV cache and workspace of the worker, and this process's descriptors for the lease.
+    pub(crate) fn reservation(&self) -> Reservation {
+        /// The connection, the record and the worker's pidfd.
+        const FDS: u64 = 3;
+        Reservation {
+            device: self.device.clone(),
+            bytes: self.kv_bytes.saturating_add(self.workspace_bytes),
+            fds: FDS,
         }
     }
 

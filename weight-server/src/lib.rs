@@ -25,16 +25,20 @@ mod fd_store;
 mod grpc;
 mod handoff_server;
 mod held_fds;
+mod ids;
 mod lease_table;
 mod ledger;
 pub mod loader;
 mod loader_child;
+mod messages;
+mod model_files;
 mod refusal;
 mod state;
 mod status;
 mod system_limits;
 mod tokens;
 mod verifier_child;
+mod waiters;
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -53,10 +57,12 @@ use service::supervision::{self, SupervisorState};
 use service::{Exit, HasExit, Notify, RuntimeDir, Shutdown};
 
 use adoption::AdoptedState;
-use event_loop::{InputSender, LoopInput, WeightServerLoop, WeightServerLoopParts, request_load};
+use event_loop::{WeightServerLoop, WeightServerLoopParts};
 use events::WeightServerEvent;
 use fd_store::{FdStoreClient, FdStoreRequest};
 use handoff_server::ProtocolViolations;
+use messages::{InputSender, LoopInput};
+use model_files::request_load;
 use refusal::LoadFailure;
 use state::{WeightServerLimits, WeightServerState};
 
@@ -191,7 +197,7 @@ async fn serve(
         ended = driver => return ended.map_err(WeightServerError::Task),
     }
     notify.stopping()?;
-    inputs.send(LoopInput::WeightServerEvent(WeightServerEvent::ShutdownRequested)).await;
+    inputs.send(LoopInput::Event(WeightServerEvent::ShutdownRequested)).await;
     match shutdown.within(DRAIN_GRACE, admin).await {
         Ok(ended) => ended.map_err(WeightServerError::Task)?.map_err(WeightServerError::AdminService),
         // Streams of WatchEvents stay open until they are cut off.

@@ -4,15 +4,13 @@
 //! Each load has one task. Every failure ends in one `LoadFailed` event. If the child dies, its
 //! memory is released, because only its descriptors held it.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use gguf::SplitName;
 use handoff::event_loop::AsyncConnection;
 use handoff::fd_batches::{FdBatchError, FdCollector};
 use handoff::manifest::file_identity_to_wire;
@@ -25,13 +23,11 @@ use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
 
 use crate::catalog::{GenerationContents, LoadKey};
-use crate::event_loop::{InputSender, LoopInput};
 use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, GenerationFdsError};
+use crate::messages::{InputSender, LoopInput};
+use crate::model_files::{blocking, open_files};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
-
-/// All their descriptors travel in one packet.
-const MAX_MODEL_FILES: u32 = 128;
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -121,9 +117,7 @@ pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: InputSender) -
         let generation = job.generation;
         let input = match load(job, &program, &inputs, reserved).await {
             Ok((contents, fds)) => LoopInput::LoadHandedOver { generation, contents, fds },
-            Err(failure) => {
-                LoopInput::WeightServerEvent(WeightServerEvent::LoadFailed { generation, failure })
-            }
+            Err(failure) => LoopInput::Event(WeightServerEvent::LoadFailed { generation, failure }),
         };
         inputs.send(input).await;
     });
@@ -210,7 +204,7 @@ async fn run_session(
                 let contents = contents_from_plan(&plan);
                 let available_bytes = crate::system_limits::available_bytes();
                 inputs
-                    .send(LoopInput::WeightServerEvent(WeightServerEvent::LoadPlanned {
+                    .send(LoopInput::Event(WeightServerEvent::LoadPlanned {
                         generation,
                         contents,
                         available_bytes,
@@ -220,10 +214,7 @@ async fn run_session(
             Some(loader_frame::Kind::Progress(progress)) => {
                 let done_bytes = progress.done_bytes;
                 inputs
-                    .send(LoopInput::WeightServerEvent(WeightServerEvent::LoadProgressed {
-                        generation,
-                        done_bytes,
-                    }))
+                    .send(LoopInput::Event(WeightServerEvent::LoadProgressed { generation, done_bytes }))
                     .await;
             }
             Some(loader_frame::Kind::Fds(batch)) => {
@@ -313,56 +304,5 @@ pub(crate) fn error_kind(failure: WireFailure) -> LoaderErrorKind {
         WireFailure::Unsupported => LoaderErrorKind::Unsupported,
         WireFailure::Device => LoaderErrorKind::Device,
         _ => LoaderErrorKind::ModelRefused,
-    }
-}
-
-/// Opens the model at a path: one file, or all files of a split model.
-pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
-    let split = path.file_name().and_then(|name| name.to_str()).and_then(SplitName::parse);
-    let paths = match split {
-        Some(name) if name.count > MAX_MODEL_FILES => {
-            let text = format!(
-                "model {} has {} files, at most {MAX_MODEL_FILES} are taken",
-                path.display(),
-                name.count
-            );
-            return Err(LoadFailure::Loader { kind: LoaderErrorKind::Unsupported, text });
-        }
-        Some(name) if name.number == 1 => {
-            (1..=name.count).map(|number| path.with_file_name(name.sibling(number))).collect()
-        }
-        // A single file. If it is a later part of a split model, its header says so.
-        _ => vec![path.to_owned()],
-    };
-    open_files(paths)
-}
-
-fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
-    paths
-        .into_iter()
-        .map(|path| {
-            let complain = |what: &str| {
-                let text = format!("model file {} {what}", path.display());
-                LoadFailure::Loader { kind: LoaderErrorKind::File, text }
-            };
-            // Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            let opened = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&path);
-            let file = opened.map_err(|error| complain(&format!("cannot be opened: {error}")))?;
-            let metadata =
-                file.metadata().map_err(|error| complain(&format!("cannot be inspected: {error}")))?;
-            if !metadata.is_file() {
-                return Err(complain("is not a regular file"));
-            }
-            Ok((FileIdentity::of(path.clone(), &metadata), file))
-        })
-        .collect()
-}
-
-/// Runs file system calls on a blocking thread, because they may take long.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        // The task is cancelled only when the runtime shuts down, and then this code does not run.
-        Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }

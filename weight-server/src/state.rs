@@ -46,7 +46,6 @@ use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable};
 use crate::ledger::{Ledger, ReservationKey};
 use crate::refusal::{LoadFailure, VerifyFailure};
 use crate::tokens::{TokenError, TokenRegistry};
-use leasing::lease_reservation;
 
 /// A disk that delivers nothing for this long is unlikely to recover.
 pub(crate) const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
@@ -158,7 +157,7 @@ impl WeightServerState {
             self.tokens.expect();
         }
         let lease = LeaseEntry::adopted(record, self.now);
-        self.ledger.reserve_unchecked(ReservationKey::Lease(lease.id), lease_reservation(&lease));
+        self.ledger.reserve_unchecked(ReservationKey::Lease(lease.id), lease.reservation());
         self.leases.insert(lease);
     }
 

@@ -13,10 +13,10 @@ use handoff::fd_batches::fd_batches;
 use handoff::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
 
-use crate::event_loop::{InputSender, LoopInput};
 use crate::events::{VerifyReport, WeightServerEvent};
 use crate::held_fds::GenerationFds;
 use crate::loader_child::{LoaderProgram, command, error_kind, wait_for_exit};
+use crate::messages::{InputSender, LoopInput};
 use crate::refusal::VerifyFailure;
 
 /// Creating a context takes half a second, and so do the checksums of a terabyte. A driver that
@@ -45,7 +45,7 @@ pub(crate) fn start(
             Ok(report) => WeightServerEvent::Verified { generation, report },
             Err(failure) => WeightServerEvent::VerifyFailed { generation, failure },
         };
-        inputs.send(LoopInput::WeightServerEvent(event)).await;
+        inputs.send(LoopInput::Event(event)).await;
     }))
 }
 

@@ -1,7 +1,8 @@
-//! Tensor data from files into memfds: several readers, each byte read once and checksummed while it is in the cache.
+//! Reads tensor data from files into memfds. Several threads read; each byte is read once, and is
+//! hashed while it is in the CPU cache.
 //!
-//! The work is cut beforehand into ranges, disjoint slices of the destination, in file order. Readers take the next run
-//! until none is left or one of them failed.
+//! The work is split beforehand into ranges: disjoint slices of the destination, in file order. A
+//! reader takes the next range until none is left or a reader fails.
 
 use std::fs::File;
 use std::io;
@@ -14,9 +15,10 @@ use memory::host::{HostAllocation, HostBacking, WINDOW_BYTES};
 use memory::memfd::MemfdError;
 use memory::pack::PackPlan;
 
-use super::checksum::{CHUNK_BYTES, chunk};
+use super::checksum::{CHUNK_BYTES, chunk_checksum};
 
-/// A run never crosses a window of memory when its tensor starts on a granule, so readers rarely wait for each other.
+/// If a tensor starts on a granule, no range crosses a window of memory, so readers rarely wait for
+/// each other.
 const RANGE_BYTES: usize = WINDOW_BYTES as usize;
 
 const _: () = assert!(RANGE_BYTES.is_multiple_of(CHUNK_BYTES));
@@ -25,17 +27,15 @@ const _: () = assert!(RANGE_BYTES.is_multiple_of(CHUNK_BYTES));
 pub(super) enum TensorReadError {
     #[error("tensor {tensor} cannot be read from {}", path.display())]
     Io { tensor: String, path: PathBuf, source: io::Error },
-    #[error("tensor {tensor} is cut off: {} ends at byte {end}, {needed} are needed", path.display())]
+    #[error("tensor {tensor} is truncated: {} ends at byte {end}, {needed} bytes are needed", path.display())]
     Truncated { tensor: String, path: PathBuf, end: u64, needed: u64 },
-    #[error(
-        "no memory for tensor {tensor}: {needed} bytes are needed for the model, {done} of them were there"
-    )]
+    #[error("no memory for tensor {tensor}: the model needs {needed} bytes, {done} of them were allocated")]
     Memory { tensor: String, needed: u64, done: u64, source: MemfdError },
-    #[error("the load was called off")]
+    #[error("the load was cancelled")]
     Cancelled,
 }
 
-/// A tensor and where its bytes stand.
+/// A tensor, and its position in the files.
 #[derive(Debug)]
 pub(crate) struct TensorSource {
     pub(crate) name: String,
@@ -50,26 +50,26 @@ pub(crate) struct OpenModelFile {
     pub(crate) file: File,
 }
 
-/// What readers and the reporting thread share.
+/// Shared between the readers and the thread that reports progress.
 #[derive(Debug, Default)]
 pub(crate) struct ReadProgress {
     pub(crate) done_bytes: AtomicU64,
     pub(crate) cancelled: AtomicBool,
 }
 
-/// Part of one tensor: where it goes, and where its chunks' checksums go.
+/// A part of one tensor, with its destination and the slots of its chunk checksums.
 struct ReadRange<'a> {
     source: &'a TensorSource,
-    /// Of the tensor's first byte in this range, from the tensor's start.
+    /// Offset of the range from the tensor's first byte.
     start: u64,
     memory: &'a mut [u8],
     chunks: &'a mut [u128],
     backing: &'a HostBacking<'a>,
-    /// Of `memory` in its allocation.
+    /// Offset of `memory` in its allocation.
     at: u64,
 }
 
-/// Fills the allocations of `plan`; returns the chunks' checksums of each tensor.
+/// Fills the allocations of `plan`. Returns the chunk checksums of each tensor.
 pub(crate) fn read_all(
     sources: &[TensorSource],
     files: &[OpenModelFile],
@@ -92,7 +92,8 @@ pub(crate) fn read_all(
                     if progress.cancelled.load(Ordering::Relaxed) {
                         return;
                     }
-                    // A poisoned lock means that another reader panicked: the scope passes that on.
+                    // A poisoned lock means that another reader panicked; the scope propagates
+                    // that.
                     let Some(range) = ranges.lock().unwrap_or_else(PoisonError::into_inner).next() else {
                         return;
                     };
@@ -114,7 +115,7 @@ pub(crate) fn read_all(
     }
 }
 
-/// Cuts all tensors into ranges. Every run has its slice of memory for itself.
+/// Splits all tensors into ranges. Every range owns its slice of memory.
 fn split_into_ranges<'a>(
     sources: &'a [TensorSource],
     plan: &PackPlan,
@@ -122,7 +123,7 @@ fn split_into_ranges<'a>(
     backings: &'a [HostBacking<'a>],
     chunks: &'a mut [Vec<u128>],
 ) -> Vec<ReadRange<'a>> {
-    // In the order of the memory, so that slices can be split off one after the other.
+    // In memory order, so that slices can be split off one after the other.
     let mut order: Vec<_> = sources.iter().zip(&plan.placements).zip(chunks).collect();
     order.sort_by_key(|((_, placement), _)| (placement.allocation, placement.offset));
     let mut rest: Vec<(u64, &mut [u8])> = memories.into_iter().map(|memory| (0, memory)).collect();
@@ -169,7 +170,7 @@ fn read_range(
     let mut offset = source.offset + start;
     for (memory, slot) in memory.chunks_mut(CHUNK_BYTES).zip(chunks) {
         read_exact(open, source, memory, offset)?;
-        *slot = chunk(memory);
+        *slot = chunk_checksum(memory);
         offset += memory.len() as u64;
         progress.done_bytes.fetch_add(memory.len() as u64, Ordering::Relaxed);
     }
@@ -263,19 +264,19 @@ mod tests {
             let expected = &contents[source.offset as usize..][..source.bytes as usize];
             let found = &mapped[placement.allocation][placement.offset as usize..][..source.bytes as usize];
             assert!(found == expected, "{}", source.name);
-            let one_by_one: Vec<u128> = expected.chunks(CHUNK_BYTES).map(checksum::chunk).collect();
+            let one_by_one: Vec<u128> = expected.chunks(CHUNK_BYTES).map(checksum::chunk_checksum).collect();
             assert_eq!(chunks, &one_by_one);
         }
     }
 
     #[test]
-    fn long_tensor_is_cut_into_runs_and_arrives_whole() {
+    fn long_tensor_is_split_into_ranges_and_read_completely() {
         check(&[3 * RANGE_BYTES as u64 + 12_345, 5, 2 << 20], Packing::Slabs, 3);
         check(&[(1 << 20) + 1, 0, 77], Packing::OnePerTensor, 2);
     }
 
     #[test]
-    fn cut_off_file_names_the_tensor() {
+    fn truncated_file_names_the_tensor() {
         let (contents, sources) = model(&[1000, 2000, 3000]);
         let files = open(&contents[..3500]);
         let plan = PackPlan::new(&sizes(&sources), Packing::Slabs).unwrap();
@@ -300,7 +301,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
-        fn any_mix_of_tensors_arrives_whole(
+        fn any_mix_of_tensors_is_read_completely(
             tensors in prop::collection::vec(prop_oneof![0..3000u64, 0..5_000_000u64], 1..20),
             one_each in any::<bool>(),
             threads in 1usize..4,

@@ -1,16 +1,18 @@
-//! What a loader gives up before it looks at a file of unknown origin.
+//! The sandbox of a loader, which it enters before it reads a file of unknown origin.
 //!
-//! It has its files and its socket open already, so nothing that it loses hinders it: new privileges, every path of the
-//! file system and every network port (Landlock), every system call but those of a process that reads, computes and
-//! maps memory (seccomp). A fault in the parser then reaches this process's memory and its one socket. Landlock and
-//! seccomp are taken as far as the kernel has them; containers may have neither.
+//! The loader has its files and its socket open already. It gives up new privileges, every path of
+//! the file system and every network port (Landlock), and every system call that reading, computing
+//! and mapping memory do not need (seccomp). A bug in the parser then reaches only this process's
+//! memory and its one socket. Landlock and seccomp are applied as far as the kernel supports them;
+//! containers may support neither.
 //!
-//! A load onto a GPU needs more. The driver opens devices, starts threads and looks around the machine when it makes its
-//! context; that comes before, when nothing but the weight-server's own frame has been read. What it does afterwards is not
-//! written down anywhere: every allocation, mapping and export is ioctl, and exports open /dev/nvidiactl anew. So its
-//! files stay open to it (NVIDIA's devices to be used, /proc and /sys to be read), and of system calls it
-//! loses those that reach other processes and programs, or give privileges, instead of keeping a list. The driver's own
-//! threads, which were there before, get the filter with all others; they read nothing of the file.
+//! A load onto a GPU needs more. The driver opens devices, starts threads and inspects the machine
+//! when it creates its context. That happens before the sandbox, when only the weight-server's
+//! frame has been read. What the driver does later is not documented: every allocation, mapping and
+//! export is an ioctl, and exports open /dev/nvidiactl again. Its files therefore stay accessible:
+//! NVIDIA's devices for use, /proc and /sys for reading. Instead of an allowlist, a denylist blocks
+//! the system calls that reach other processes and programs or give privileges. The filter also
+//! applies to the driver's existing threads, which read nothing of the file.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,10 +26,11 @@ use nix::sys::prctl::set_no_new_privs;
 use nix::sys::signal::{SigSet, Signal};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 
-/// The newest Landlock whose rights this knows; older kernels take what they have of it.
+/// The newest Landlock version that this code knows. Older kernels apply what they support of it.
 const LANDLOCK_ABI: ABI = ABI::V6;
 
-/// All that a loader calls: reading, its socket, memory, threads, time, signals of its own, the end.
+/// Every system call of a loader: reading, its socket, memory, threads, time, its own signals,
+/// exit.
 const ALLOWED_SYSCALLS: [c_long; 61] = [
     libc::SYS_read,
     libc::SYS_pread64,
@@ -44,7 +47,7 @@ const ALLOWED_SYSCALLS: [c_long; 61] = [
     libc::SYS_fstat,
     libc::SYS_newfstatat,
     libc::SYS_statx,
-    // Denied by Landlock, where there is one, with an error of its own.
+    // Landlock, if the kernel has it, denies this with its own error.
     libc::SYS_openat,
     libc::SYS_memfd_create,
     libc::SYS_ftruncate,
@@ -93,8 +96,8 @@ const ALLOWED_SYSCALLS: [c_long; 61] = [
     libc::SYS_getrusage,
 ];
 
-/// What a loader with a GPU's driver in it does not call: programs, other processes, sockets, privileges, the machine's own
-/// settings. Reading and writing what is open, memory, threads and ioctl stay.
+/// System calls that a loader with a GPU driver does not need: programs, other processes, sockets,
+/// privileges, settings of the machine. Access to open files, memory, threads and ioctl stay.
 const DENIED_GPU_SYSCALLS: [c_long; 54] = [
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -152,11 +155,11 @@ const DENIED_GPU_SYSCALLS: [c_long; 54] = [
     libc::SYS_acct,
 ];
 
-/// What the loader has in it beside itself.
+/// What the loader must keep access to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SandboxProfile {
     Host,
-    /// A GPU's driver, with a context.
+    /// A GPU driver with a context.
     Gpu,
 }
 
@@ -168,18 +171,20 @@ pub enum SandboxError {
     Signal(#[source] nix::Error),
     #[error("cannot set up Landlock")]
     Landlock(#[from] RulesetError),
-    #[error("cannot make the system call filter")]
+    #[error("cannot build the system call filter")]
     Filter(#[from] seccompiler::BackendError),
 }
 
-/// Call while no other thread of our own runs: later ones inherit all of it.
+/// Must be called while this process runs no other thread of its own: later threads inherit the
+/// sandbox.
 pub(super) fn enter(profile: SandboxProfile) -> Result<(), SandboxError> {
     set_no_new_privs().map_err(SandboxError::NoNewPrivs)?;
-    // A memfd beyond RLIMIT_FSIZE then fails with an error that can be reported instead of killing the process.
+    // A memfd larger than RLIMIT_FSIZE then fails with an error that can be reported, instead of
+    // killing the process.
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGXFSZ);
     signals.thread_block().map_err(SandboxError::Signal)?;
-    // What no rule allows is refused.
+    // Access that no rule allows is denied.
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(LANDLOCK_ABI))?
@@ -196,25 +201,25 @@ pub(super) fn enter(profile: SandboxProfile) -> Result<(), SandboxError> {
         SandboxProfile::Gpu => seccompiler::apply_filter_all_threads(&filter),
     };
     if let Err(error) = applied {
-        tracing::warn!(%error, "this kernel takes no system call filter");
+        tracing::warn!(%error, "the kernel does not support the system call filter");
     }
     Ok(())
 }
 
-/// Leaves the driver its devices, and what it reads about the machine.
+/// Allows the driver its devices, and what it reads about the machine.
 fn driver_files(rules: RulesetCreated) -> Result<RulesetCreated, RulesetError> {
     let device = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let devices = nvidia_devices(Path::new("/dev"));
     let folders = ["/proc", "/sys"].map(PathBuf::from);
-    // What cannot be opened here is no use to the driver either.
+    // A path that cannot be opened here is of no use to the driver either.
     let open = |path: PathBuf, access| Some(PathBeneath::new(PathFd::new(path).ok()?, access));
     let devices = devices.into_iter().filter_map(|path| open(path, device));
     let folders = folders.into_iter().filter_map(|path| open(path, read));
     rules.add_rules(devices.chain(folders).map(Ok::<_, RulesetError>))
 }
 
-/// /dev/nvidia0, /dev/nvidiactl, /dev/nvidia-uvm and their like.
+/// /dev/nvidia0, /dev/nvidiactl, /dev/nvidia-uvm and similar devices.
 fn nvidia_devices(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let ours = |path: &PathBuf| {
@@ -224,7 +229,8 @@ fn nvidia_devices(folder: &Path) -> Vec<PathBuf> {
     entries.filter_map(|entry| Some(entry.ok()?.path())).filter(ours).collect()
 }
 
-/// Not known rather than killed: the C library then takes an older way, and what has none reports an error.
+/// ENOSYS instead of a kill: the C library then falls back to an older system call, or reports an
+/// error.
 const DENY: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 
 fn allow_only(calls: &[c_long]) -> Result<BpfProgram, seccompiler::BackendError> {
@@ -253,9 +259,9 @@ mod tests {
 
     use super::*;
 
-    /// On a thread of its own, which alone is confined.
+    /// Runs in a thread of its own, which alone is confined.
     #[test]
-    fn confined_thread_keeps_what_is_open_and_gets_nothing_else() {
+    fn confined_thread_keeps_open_files_and_gets_no_new_access() {
         let mut open = tempfile::tempfile().unwrap();
         std::thread::spawn(move || {
             enter(SandboxProfile::Host).unwrap();
@@ -270,7 +276,7 @@ mod tests {
             let socket = UdpSocket::bind("127.0.0.1:0").unwrap_err();
             assert_eq!(socket.raw_os_error(), Some(libc::ENOSYS));
             assert!(Command::new("/bin/true").spawn().is_err());
-            // Landlock may be missing; seccomp is not, wherever tests run.
+            // Landlock may be missing on a test machine; seccomp is not.
             match File::open("/etc/passwd") {
                 Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EACCES)),
                 Ok(_) => println!("SKIPPED: this kernel has no Landlock"),
@@ -280,12 +286,12 @@ mod tests {
         .unwrap();
     }
 
-    /// In a process of its own: the filter is put on all threads.
+    /// Runs in a process of its own, because the filter applies to all threads.
     #[test]
-    fn loader_with_a_driver_starts_no_program_and_opens_no_socket() {
+    fn gpu_sandbox_denies_programs_and_sockets() {
         const CHILD: &str = "BALLAST_TEST_GPU_SANDBOX";
         if std::env::var_os(CHILD).is_none() {
-            let name = "loader::sandbox::tests::loader_with_a_driver_starts_no_program_and_opens_no_socket";
+            let name = "loader::sandbox::tests::gpu_sandbox_denies_programs_and_sockets";
             let status = Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", name])
                 .env(CHILD, "1")
@@ -315,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_nvidia_are_found_and_others_are_not() {
+    fn only_nvidia_devices_are_found() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["nvidia0", "nvidiactl", "nvidia-uvm", "null", "sda"] {
             File::create(folder.path().join(name)).unwrap();

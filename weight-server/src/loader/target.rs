@@ -1,64 +1,70 @@
-//! Where a load goes: the host's memory or one GPU's.
+//! The interface of a device that a model is loaded into, with the plan and the result of a load.
 
-use std::fs::File;
+use std::os::fd::OwnedFd;
 
-use cuda::DeviceUuid;
-use memory::manifest::{FileIdentity, HOST_DEVICE};
-use quant::layout::{LAYOUT_GGML, LAYOUT_TILES};
+use gguf::GgufModel;
+use memory::manifest::{Allocation, ManifestDevice};
+use memory::pack::PackPlan;
 
-use super::gpu::{GpuContext, GpuLoadTarget};
-use super::gpu_error::GpuLoadError;
+use super::host_reader::{OpenModelFile, ReadProgress, TensorSource};
+use super::load_error::ModelLoadError;
+use super::sandbox::SandboxProfile;
 
-pub(crate) enum LoadTarget {
-    Host,
-    Gpu(GpuLoadTarget),
+/// Memory that a model is loaded into: the host's or one GPU's.
+///
+/// A load calls the methods in this order: `tensor_sizes`, `finish_plan`, `overhead`, `fill`.
+pub(super) trait LoadTarget: Sync {
+    /// The device's entry in the manifest.
+    fn device(&self) -> ManifestDevice;
+
+    /// The layout of all tensors on the device.
+    fn layout(&self) -> u32;
+
+    /// What the process must keep access to while it loads.
+    fn sandbox_profile(&self) -> SandboxProfile;
+
+    /// Bytes of each tensor in the device's layout.
+    fn tensor_sizes(&mut self, model: &GgufModel) -> Result<Vec<u64>, ModelLoadError>;
+
+    /// Completes the plan: rounds the allocations to the device's granularity.
+    fn finish_plan(&mut self, sources: &[TensorSource], pack: &mut PackPlan) -> Result<(), ModelLoadError>;
+
+    /// Memory that the load takes until it is done.
+    fn overhead(&self, plan: &LoadPlan) -> LoadOverhead;
+
+    /// Allocates the model, fills it from the files, and ends all writing to it.
+    fn fill(
+        &self,
+        plan: &LoadPlan,
+        files: Vec<OpenModelFile>,
+        threads: usize,
+        progress: &ReadProgress,
+    ) -> Result<FilledAllocations, ModelLoadError>;
 }
 
-#[derive(Debug, thiserror::Error)]
-pub(super) enum LoadTargetError {
-    #[error("layout {layout} is not made on {device}: {expected} is")]
-    Layout { layout: u32, device: String, expected: u32 },
-    #[error("{name:?} is no device: \"host\" is, and the UUID of a GPU, as nvidia-smi -L shows it")]
-    Name { name: String },
-    #[error(transparent)]
-    Gpu(#[from] GpuLoadError),
+/// Where each tensor is, in the files and in memory.
+pub(super) struct LoadPlan {
+    pub(super) sources: Vec<TensorSource>,
+    /// Bytes of each tensor in memory.
+    pub(super) tensor_sizes: Vec<u64>,
+    pub(super) pack: PackPlan,
 }
 
-/// The layout that all tensors on a device have.
-pub(crate) fn layout_for_device(device: &str) -> u32 {
-    if device == HOST_DEVICE { LAYOUT_GGML } else { LAYOUT_TILES }
+/// Memory that a load takes until it is done.
+pub(super) struct LoadOverhead {
+    /// Of the device, beside the allocations.
+    pub(super) device_bytes: u64,
+    /// Of the host. If the device is the host or shares its memory, it includes the allocations.
+    pub(super) host_bytes: u64,
 }
 
-/// The GPU that a job names.
-pub(super) fn open_gpu(name: &str) -> Result<GpuContext, LoadTargetError> {
-    Ok(GpuContext::open(uuid(name)?)?)
-}
-
-fn uuid(name: &str) -> Result<DeviceUuid, LoadTargetError> {
-    DeviceUuid::parse(name).ok_or_else(|| LoadTargetError::Name { name: name.to_owned() })
-}
-
-impl LoadTarget {
-    /// Of a GPU this makes the context, which takes a fifth of a second, and what a load of the files takes of the host.
-    pub(super) fn open(
-        device: &str,
-        layout: u32,
-        files: &[(FileIdentity, File)],
-    ) -> Result<Self, LoadTargetError> {
-        let expected = layout_for_device(device);
-        if layout != expected {
-            return Err(LoadTargetError::Layout { layout, device: device.to_owned(), expected });
-        }
-        match device {
-            HOST_DEVICE => Ok(Self::Host),
-            name => Ok(Self::Gpu(GpuLoadTarget::open(uuid(name)?, files)?)),
-        }
-    }
-
-    pub(super) fn layout(&self) -> u32 {
-        match self {
-            Self::Host => LAYOUT_GGML,
-            Self::Gpu(_) => LAYOUT_TILES,
-        }
-    }
+/// The filled memory of a model, with the checksums of each tensor's chunks.
+pub(super) struct FilledAllocations {
+    pub(super) fds: Vec<OwnedFd>,
+    /// Their entries in the manifest.
+    pub(super) entries: Vec<Allocation>,
+    /// Checksums of the bytes in the files.
+    pub(super) raw: Vec<Vec<u128>>,
+    /// Checksums of the bytes in memory.
+    pub(super) laid_out: Vec<Vec<u128>>,
 }

@@ -1,13 +1,14 @@
-//! Checks a resident generation: imports it read-only and computes its checksums anew, on the device.
+//! Verifies a resident generation: imports it read-only and computes its checksums on the device.
 //!
 //! ```text
 //! weight-server                          loader
-//!   VerifyJob                   ->       makes a context
+//!   VerifyJob                   ->       creates a context
 //!   FdBatch + descriptors       ->       (manifest first)
 //!                               <-       BatchReceived
 //!                               <-       Verified, or LoadFailed
 //! ```
-//! The driver checks what a descriptor is and whether its size is the manifest's; the checksums, whether the bytes are.
+//! The driver checks that each descriptor is an allocation of the manifest's size. The checksums
+//! check that its bytes are those that were loaded.
 
 use handoff::fd_batches::{FdBatchError, FdCollector};
 use handoff::manifest::{SplitHandoffError, split_handoff};
@@ -16,63 +17,65 @@ use memory::manifest::Manifest;
 use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
 
-use super::gpu_error::GpuLoadError;
+use super::channel::{LoaderError, receive_command, send_failure, send_frame, unexpected_command};
+use super::checksum;
+use super::device::open_for_checksums;
+use super::load_error::{DeviceFailure, OpenTargetError};
 use super::sandbox::{self, SandboxProfile};
-use super::target::{LoadTargetError, open_gpu};
-use super::{LoaderError, checksum, command, gpu_failure, send, unexpected};
 
-/// Names of damaged tensors that are told; the count says the rest.
+/// More damaged tensors are counted, but not named.
 const MAX_REPORTED_NAMES: usize = 16;
 
 #[derive(Debug, thiserror::Error)]
 enum VerifyError {
     #[error(transparent)]
-    Target(#[from] LoadTargetError),
+    Open(#[from] OpenTargetError),
     #[error(transparent)]
-    Gpu(#[from] GpuLoadError),
-    #[error("the hand-off is inconsistent")]
+    Device(#[from] DeviceFailure),
+    #[error("the weight-server sent inconsistent descriptors")]
     Handoff(#[from] FdBatchError),
-    #[error("the generation cannot be read")]
-    Import(#[from] SplitHandoffError),
+    #[error("cannot read the generation's manifest")]
+    Manifest(#[from] SplitHandoffError),
     #[error(transparent)]
     Loader(#[from] LoaderError),
 }
 
 pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), LoaderError> {
-    let failed = match check(connection, job) {
-        Ok(verified) => return send(connection, loader_frame::Kind::Verified(verified), &[]),
+    let error = match verify(connection, job) {
+        Ok(verified) => return send_frame(connection, loader_frame::Kind::Verified(verified), &[]),
         Err(VerifyError::Loader(error)) => return Err(error),
-        Err(VerifyError::Gpu(error) | VerifyError::Target(LoadTargetError::Gpu(error))) => {
-            wire::LoadFailed { failure: gpu_failure(&error).into(), text: one_line(&error) }
-        }
-        Err(error) => wire::LoadFailed { failure: LoadFailure::Device.into(), text: one_line(&error) },
+        Err(error) => error,
     };
-    send(connection, loader_frame::Kind::Failed(failed), &[])
+    let failure = match &error {
+        VerifyError::Device(error) | VerifyError::Open(OpenTargetError::Device(error)) => error.failure(),
+        _ => LoadFailure::Device,
+    };
+    send_failure(connection, failure, one_line(&error))
 }
 
-fn check(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
-    let gpu = open_gpu(&job.device)?;
+fn verify(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
+    let compute_checksums = open_for_checksums(&job.device)?;
     sandbox::enter(SandboxProfile::Gpu).map_err(LoaderError::Sandbox)?;
     let mut collector = FdCollector::new(job.fds)?;
     while !collector.is_complete() {
-        match command(connection)? {
+        match receive_command(connection)? {
             (loader_command::Kind::Fds(batch), fds) => {
                 let receipt = collector.accept(&batch, fds)?;
-                send(connection, loader_frame::Kind::BatchReceived(receipt), &[])?;
+                send_frame(connection, loader_frame::Kind::BatchReceived(receipt), &[])?;
             }
-            (other, _) => return Err(unexpected("descriptors", &other).into()),
+            (other, _) => return Err(unexpected_command("FdBatch", &other).into()),
         }
     }
     let (manifest, fds) = split_handoff(collector.into_fds())?;
-    let tensors = gpu.import(&manifest, fds)?;
-    Ok(compare(&manifest, &gpu.sums(&tensors)?))
+    let chunks = compute_checksums(&manifest, fds)?;
+    Ok(compare(&manifest, &chunks))
 }
 
-/// Holds the checksums of chunks against what the manifest says of their tensors.
+/// Compares the checksums with those in the manifest.
 fn compare(manifest: &Manifest, chunks: &[Vec<u128>]) -> wire::Verified {
     let mut verified = wire::Verified { checked_bytes: manifest.tensor_bytes(), ..Default::default() };
     for (tensor, chunks) in manifest.tensors.iter().zip(chunks) {
-        if checksum::tensor(chunks) != tensor.checksum {
+        if checksum::tensor_checksum(chunks) != tensor.checksum {
             verified.damaged_count += 1;
             if verified.damaged.len() < MAX_REPORTED_NAMES {
                 verified.damaged.push(tensor.name.clone());
@@ -89,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_whose_bytes_have_changed_are_named_and_counted() {
+    fn damaged_tensors_are_named_and_counted() {
         let chunks: Vec<Vec<u128>> = (0..40u128).map(|tensor| vec![tensor, tensor + 1]).collect();
         let tensor = |index: usize| TensorEntry {
             name: format!("blk.{index}.weight"),
@@ -101,7 +104,7 @@ mod tests {
             offset: 32 * index as u64,
             bytes: 32,
             raw_checksum: [0; 16],
-            checksum: checksum::tensor(&chunks[index]),
+            checksum: checksum::tensor_checksum(&chunks[index]),
         };
         let manifest = Manifest {
             model: "m".to_owned(),

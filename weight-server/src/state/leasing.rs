@@ -5,11 +5,13 @@ use handoff::manifest::MANIFEST_FORMAT;
 
 use super::{MAX_CLIENTS, MAX_LEASES_PER_PROCESS, WeightServerState};
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase};
-use crate::events::{AttachParams, ChangeNotice, ConnectionId, Waiter, WeightServerAction};
+use crate::events::{ChangeNotice, WeightServerAction};
+use crate::ids::ConnectionId;
 use crate::lease_table::{LeaseEntry, LeasePhase, WorkerProcess};
-use crate::ledger::{Reservation, ReservationError, ReservationKey};
+use crate::ledger::{ReservationError, ReservationKey};
 use crate::refusal::AttachRefusal;
 use crate::tokens::token_digest;
+use crate::waiters::{AttachParams, Waiter};
 
 impl WeightServerState {
     pub(super) fn handle_attach_request(
@@ -52,7 +54,7 @@ impl WeightServerState {
             awaiting_reclaim: false,
         };
         self.ledger
-            .reserve(ReservationKey::Lease(lease.id), lease_reservation(&lease))
+            .reserve(ReservationKey::Lease(lease.id), lease.reservation())
             .map_err(|s| too_large(s, &lease))?;
         self.next_lease += 1;
         self.actions.push(WeightServerAction::StoreLease {
@@ -143,10 +145,9 @@ impl WeightServerState {
 
     pub(super) fn handle_delivered(&mut self, connection: ConnectionId) {
         let Some(id) = self.leases.find_by_connection(connection).map(|lease| lease.id) else { return };
-        if let Some(lease) = self.leases.get_mut(id) {
-            lease.phase = LeasePhase::Held { connection };
-            self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(id)));
-        }
+        let lease = self.leases.get_mut(id).expect("invariant: a lease found by its connection exists");
+        lease.phase = LeasePhase::Held { connection };
+        self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(id)));
     }
 
     pub(super) fn reclaim(
@@ -196,10 +197,9 @@ impl WeightServerState {
                 .retain(|waiter| !matches!(waiter, Waiter::Worker { connection: c, .. } if *c == connection));
         }
         let Some(id) = self.leases.find_by_connection(connection).map(|lease| lease.id) else { return };
-        if let Some(lease) = self.leases.get_mut(id) {
-            lease.phase = LeasePhase::Disconnected { since: self.now };
-            self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(id)));
-        }
+        let lease = self.leases.get_mut(id).expect("invariant: a lease found by its connection exists");
+        lease.phase = LeasePhase::Disconnected { since: self.now };
+        self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(id)));
     }
 
     pub(super) fn end_lease(&mut self, id: u64) {
@@ -222,15 +222,5 @@ fn too_large(shortage: ReservationError, lease: &LeaseEntry) -> AttachRefusal {
             AttachRefusal::LeaseTooLarge { shortage, workspace, kv_fits }
         }
         shortage => AttachRefusal::Reservation(shortage),
-    }
-}
-
-pub(super) fn lease_reservation(lease: &LeaseEntry) -> Reservation {
-    /// The connection, the record and the worker's pidfd.
-    const FDS: u64 = 3;
-    Reservation {
-        device: lease.device.clone(),
-        bytes: lease.kv_bytes.saturating_add(lease.workspace_bytes),
-        fds: FDS,
     }
 }

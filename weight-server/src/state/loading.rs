@@ -9,12 +9,12 @@ use super::{MAX_PENDING_LOADS, WeightServerState};
 use crate::catalog::{
     Generation, GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey, VerificationState,
 };
-use crate::events::{
-    CallId, ChangeNotice, LoadOutcome, LoadParams, LoadProgress, Waiter, WaiterId, WeightServerAction,
-};
+use crate::events::{ChangeNotice, LoadOutcome, LoadParams, WeightServerAction};
+use crate::ids::CallId;
 use crate::ledger::{Reservation, ReservationKey};
 use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
+use crate::waiters::{LoadProgress, Waiter, WaiterId};
 
 impl WeightServerState {
     pub(super) fn handle_load_request(&mut self, call: CallId, params: LoadParams, available_bytes: u64) {
@@ -283,7 +283,8 @@ impl WeightServerState {
     }
 
     pub(super) fn report_progress(&mut self, id: u64, which: impl Fn(&Waiter) -> bool) {
-        let Some(generation) = self.generations.get(&id) else { return };
+        let generation = self.generations.get(&id);
+        let generation = generation.expect("invariant: progress is reported of generations that exist");
         let ahead = self.generations.range(..id).filter(|(_, other)| {
             other.key.device == generation.key.device
                 && (other.phase == GenerationPhase::Queued || other.occupies_loader())
@@ -352,14 +353,14 @@ impl WeightServerState {
 
     /// Takes the model name from a ready generation. Without leases its memory is released at once.
     pub(super) fn retire(&mut self, id: u64) {
-        if let Some(generation) = self.generations.get_mut(&id) {
-            generation.phase = GenerationPhase::Retiring;
-            self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
-            if self.leases.count_of_generation(id) > 0 {
-                self.actions.push(WeightServerAction::MarkRetired { generation: id });
-            }
-            self.drop_if_unused(id);
+        let generation = self.generations.get_mut(&id);
+        let generation = generation.expect("invariant: only a generation that exists retires");
+        generation.phase = GenerationPhase::Retiring;
+        self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
+        if self.leases.count_of_generation(id) > 0 {
+            self.actions.push(WeightServerAction::MarkRetired { generation: id });
         }
+        self.drop_if_unused(id);
     }
 
     pub(super) fn drop_if_unused(&mut self, id: u64) {

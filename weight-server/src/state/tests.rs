@@ -12,10 +12,12 @@ mod random;
 
 use super::*;
 use crate::catalog::{GenerationContents, LoadKey};
-use crate::events::{AttachParams, CallId, ConnectionId, LoadOutcome, LoadParams, VerifyReport, WaiterId};
+use crate::events::{LoadOutcome, LoadParams, VerifyReport};
+use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
 use crate::ledger::ReservationError;
 use crate::refusal::{AttachRefusal, UnloadRefusal, VerifyFailure};
+use crate::waiters::{AttachParams, WaiterId};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;

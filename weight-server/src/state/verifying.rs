@@ -15,7 +15,8 @@ use memory::manifest::HOST_DEVICE;
 
 use super::WeightServerState;
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, LoadKey};
-use crate::events::{CallId, ChangeNotice, VerifyOutcome, VerifyReport, WeightServerAction};
+use crate::events::{ChangeNotice, VerifyOutcome, VerifyReport, WeightServerAction};
+use crate::ids::CallId;
 use crate::ledger::{Reservation, ReservationKey};
 use crate::loader::CONTEXT_BYTES;
 use crate::refusal::{AttachRefusal, LoadFailure, VerifyFailure};
@@ -59,7 +60,8 @@ impl WeightServerState {
         };
         let due: Vec<u64> = self.generations.values().filter(due).map(|g| g.id).collect();
         for id in due {
-            let Some(generation) = self.generations.get_mut(&id) else { continue };
+            let generation = self.generations.get_mut(&id);
+            let generation = generation.expect("invariant: a due check belongs to a generation that exists");
             // The verifier's context, and its socket.
             let row = Reservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
             match self.ledger.reserve(ReservationKey::Verifying(id), row) {
@@ -84,10 +86,10 @@ impl WeightServerState {
         if report.damaged_count > 0 {
             return self.quarantine(id);
         }
-        if let Some(generation) = self.generations.get_mut(&id) {
-            generation.integrity = GenerationIntegrity::Verified;
-            self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
-        }
+        let generation = self.generations.get_mut(&id);
+        let generation = generation.expect("invariant: replies do not remove a generation");
+        generation.integrity = GenerationIntegrity::Verified;
+        self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
     }
 
     pub(super) fn fail_verification(&mut self, id: u64, failure: VerifyFailure) {
@@ -113,7 +115,8 @@ impl WeightServerState {
     }
 
     fn quarantine(&mut self, id: u64) {
-        let Some(generation) = self.generations.get_mut(&id) else { return };
+        let generation = self.generations.get_mut(&id);
+        let generation = generation.expect("invariant: only a generation that exists is quarantined");
         generation.integrity = GenerationIntegrity::Quarantined;
         let had_name = generation.phase == GenerationPhase::Ready;
         generation.reload = had_name;

@@ -1,26 +1,27 @@
-//! Cuts a model into the parts that travel to a GPU one by one: whole row tiles of one tensor each, in file order.
+//! Splits a model into the parts that are transferred to a GPU: whole row tiles of one tensor each,
+//! in file order.
 
 use quant::layout::{TILE_ROWS, Tiles};
 
-use super::checksum::CHUNK_BYTES;
-use super::host_reader::TensorSource;
+use crate::loader::checksum::CHUNK_BYTES;
+use crate::loader::host_reader::TensorSource;
 
-/// Some bytes of one tensor, and where they stand.
+/// Some bytes of one tensor, and their position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FilePart {
     pub(super) tensor: usize,
-    /// From the tensor's start.
+    /// Offset from the tensor's start.
     pub(super) start: u64,
     pub(super) bytes: usize,
     /// Index into the open files.
     pub(super) file: usize,
-    /// From the file's start.
+    /// Offset from the file's start.
     pub(super) offset: u64,
 }
 
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
-    "tensor {tensor}: {TILE_ROWS} of its rows are {bytes} bytes, at most {limit} can be brought to a GPU at once"
+    "tensor {tensor}: {TILE_ROWS} of its rows are {bytes} bytes, at most {limit} can be transferred to a GPU at once"
 )]
 pub(super) struct RowsTooLong {
     pub(super) tensor: String,
@@ -28,7 +29,7 @@ pub(super) struct RowsTooLong {
     pub(super) limit: usize,
 }
 
-/// Parts of at most `limit` bytes, several MiB; those of a tensor follow each other.
+/// Returns parts of at most `limit` bytes (several MiB). The parts of a tensor are consecutive.
 pub(super) fn split_into_parts(
     sources: &[TensorSource],
     tiles: &[Tiles],
@@ -39,7 +40,8 @@ pub(super) fn split_into_parts(
     let mut parts = Vec::new();
     for tensor in order {
         let (source, tiles) = (&sources[tensor], &tiles[tensor]);
-        // Types without tiles may be cut anywhere; at whole chunks nothing has to be carried over.
+        // Types without tiles may be split anywhere. Splitting at whole checksum chunks carries no
+        // bytes over.
         let step = match tiles.tile_bytes() {
             0 => CHUNK_BYTES,
             _ => TILE_ROWS * (tiles.raw_bytes() / tiles.rows().max(1)),
@@ -101,7 +103,7 @@ mod tests {
                 let ends = came[part.tensor] == shape.raw_bytes() as u64;
                 if shape.tile_bytes() > 0 {
                     prop_assert!(ends || part.bytes % step == 0);
-                    // Pieces of checksums start at aligned addresses, whatever is carried over.
+                    // Checksum chunks start at aligned addresses, whatever is carried over.
                     prop_assert_eq!(part.start % 8, 0);
                 } else {
                     prop_assert!(ends || part.bytes % CHUNK_BYTES == 0);
@@ -113,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_fit_no_part_are_refused_by_name() {
+    fn rows_longer_than_a_part_are_refused() {
         let tiles = Tiles::new(DType::Q8_0, 1 << 20, 20).unwrap();
         let sources = [source(0, 0, tiles.raw_bytes() as u64)];
         let error = split_into_parts(&sources, &[tiles], LIMIT).unwrap_err();

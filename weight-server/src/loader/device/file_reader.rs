@@ -1,8 +1,10 @@
-//! Reads parts of a file into memory that a device copies from: out of the page cache what is there, around it what is not.
+//! Reads parts of a file into memory that a device copies from: from the page cache if the part is
+//! cached, around it otherwise.
 //!
-//! A read around the page cache (O_DIRECT) spares the copy and the cache's other contents, but wants whole blocks at whole
-//! blocks' addresses. So bytes land in the memory where they stand in their block, and up to a block before and after them is
-//! read along. File systems without such reads (tmpfs) are read as usual.
+//! A direct read (O_DIRECT) saves the copy and leaves the page cache alone, but reads only whole
+//! blocks at block-aligned addresses. Bytes are therefore placed at their offset within a block,
+//! and up to a block before and after them is read too. File systems without direct reads (tmpfs)
+//! are read as usual.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSliceMut};
@@ -13,12 +15,13 @@ use nix::libc;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use super::file_parts::FilePart;
-use super::host_reader::{OpenModelFile, TensorReadError, TensorSource, read_exact};
+use crate::loader::host_reader::{OpenModelFile, TensorReadError, TensorSource, read_exact};
 
-/// Every drive's blocks are divisors of it, and so are pages.
+/// A multiple of every drive's block size, and of the page size.
 pub(super) const EDGE_BYTES: usize = 4096;
 
-/// The same open file with O_DIRECT; none where that cannot be had. Needs /proc, so before the sandbox.
+/// Opens the same file with O_DIRECT; `None` if the file system does not support it. Needs /proc,
+/// so it must be called before the sandbox.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).ok()
@@ -30,8 +33,8 @@ pub(super) struct FileReader {
 }
 
 impl FileReader {
-    /// Reads a part into `memory`, whose address is a multiple of `EDGE_BYTES` and which has room for an edge before and
-    /// after it; returns where the part starts.
+    /// Reads a part into `memory`, whose address must be a multiple of `EDGE_BYTES`, with room for
+    /// `EDGE_BYTES` before and after the part. Returns the offset at which the part starts.
     pub(super) fn read(
         &self,
         source: &TensorSource,
@@ -47,24 +50,26 @@ impl FileReader {
         {
             return Ok(at);
         }
-        // Also where a direct read was refused or ended early: this one says why.
+        // This read also reports why a direct read was refused or ended early.
         read_exact(&self.open, source, &mut memory[at..end], part.offset)?;
         Ok(at)
     }
 }
 
-/// Whether the file's byte can be had without the drive. Asked of a part's first byte, it is believed for all of it.
+/// Whether the byte at this offset is in the page cache. The answer for a part's first byte is used
+/// for the whole part.
 fn is_cached(file: &File, offset: u64) -> bool {
     let mut byte = [0];
     let read = preadv2(file, &mut [IoSliceMut::new(&mut byte)], offset, ReadWriteFlags::NOWAIT);
     !matches!(read, Err(Errno::AGAIN))
 }
 
-/// Reads whole blocks until `needed` bytes are there; false if that cannot be done.
+/// Reads whole blocks until `needed` bytes are read; false if that is not possible.
 fn read_blocks(direct: &File, memory: &mut [u8], offset: u64, needed: usize) -> bool {
     let mut done = 0;
     while done < needed {
-        // A read that ends inside of a block has met the end of the file; the next one is refused as unaligned.
+        // A read that ends within a block has reached the end of the file. The next read is refused
+        // as unaligned.
         match direct.read_at(&mut memory[done..], offset + done as u64) {
             Ok(0) => return false,
             Ok(bytes) => done += bytes,
@@ -89,7 +94,7 @@ mod tests {
         (0..LENGTH).map(|at| ((at * 31) >> 3) as u8).collect()
     }
 
-    /// Beside this executable: the system's temporary folder may be without direct reads.
+    /// Next to this executable, because the temporary directory may not support direct reads.
     fn on_disk() -> tempfile::NamedTempFile {
         let here = std::env::current_exe().unwrap();
         let mut file = tempfile::NamedTempFile::new_in(here.parent().unwrap()).unwrap();
@@ -109,7 +114,7 @@ mod tests {
         (source, FilePart { tensor: 0, start: 0, bytes, file: 0, offset: offset as u64 })
     }
 
-    /// As a slot is: starts on a page, with room for both edges.
+    /// Like a staging slot: starts on a page, with room for both edges.
     fn memory() -> (Vec<u8>, usize) {
         let memory = vec![0; LENGTH + 3 * EDGE_BYTES];
         let skip = memory.as_ptr().align_offset(EDGE_BYTES);
@@ -117,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_the_files_in_the_cache_and_out_of_it() {
+    fn cached_and_uncached_reads_equal_the_file() {
         let file = on_disk();
         let reader = reader(&file);
         if reader.direct.is_none() {
@@ -138,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_off_file_names_the_tensor() {
+    fn truncated_file_names_the_tensor() {
         let file = on_disk();
         let reader = reader(&file);
         fadvise(&reader.open.file, 0, None, Advice::DontNeed).unwrap();

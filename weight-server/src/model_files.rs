@@ -1,0 +1,92 @@
+//! Opens the files of a model, and requests its load.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use gguf::SplitName;
+use memory::manifest::FileIdentity;
+use tokio::sync::{oneshot, watch};
+
+use crate::catalog::LoadKey;
+use crate::events::{LoadOutcome, LoadParams};
+use crate::messages::{InputSender, LoadCall, LoopInput};
+use crate::refusal::{LoadFailure, LoaderErrorKind};
+use crate::waiters::LoadProgress;
+
+/// All their descriptors travel in one packet.
+const MAX_MODEL_FILES: u32 = 128;
+
+/// Opens the model's files and requests a load; used by the admin service and for configured
+/// models.
+pub(crate) async fn request_load(
+    inputs: &InputSender,
+    model: String,
+    path: PathBuf,
+    device: String,
+    one_per_tensor: bool,
+) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>) {
+    let asked = path.clone();
+    let opened = blocking(move || open_model(&asked)).await;
+    let key = opened.map(|files| LoadKey {
+        files: files.into_iter().map(|(identity, _)| identity).collect(),
+        layout: crate::loader::layout_for_device(&device),
+        device: device.clone(),
+    });
+    let (progress, watch) = watch::channel(None);
+    let (answer, answered) = oneshot::channel();
+    let params = LoadParams { model, path, device, key, one_per_tensor };
+    inputs.send(LoopInput::Load { params, call: LoadCall { progress, answer } }).await;
+    (watch, answered)
+}
+
+/// Opens the model at a path: one file, or all files of a split model.
+pub(crate) fn open_model(path: &Path) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
+    let split = path.file_name().and_then(|name| name.to_str()).and_then(SplitName::parse);
+    let paths = match split {
+        Some(name) if name.count > MAX_MODEL_FILES => {
+            let text = format!(
+                "model {} has {} files, at most {MAX_MODEL_FILES} are taken",
+                path.display(),
+                name.count
+            );
+            return Err(LoadFailure::Loader { kind: LoaderErrorKind::Unsupported, text });
+        }
+        Some(name) if name.number == 1 => {
+            (1..=name.count).map(|number| path.with_file_name(name.sibling(number))).collect()
+        }
+        // A single file. If it is a later part of a split model, its header says so.
+        _ => vec![path.to_owned()],
+    };
+    open_files(paths)
+}
+
+pub(crate) fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)>, LoadFailure> {
+    paths
+        .into_iter()
+        .map(|path| {
+            let complain = |what: &str| {
+                let text = format!("model file {} {what}", path.display());
+                LoadFailure::Loader { kind: LoaderErrorKind::File, text }
+            };
+            // Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            let opened = OpenOptions::new().read(true).custom_flags(nix::libc::O_NONBLOCK).open(&path);
+            let file = opened.map_err(|error| complain(&format!("cannot be opened: {error}")))?;
+            let metadata =
+                file.metadata().map_err(|error| complain(&format!("cannot be inspected: {error}")))?;
+            if !metadata.is_file() {
+                return Err(complain("is not a regular file"));
+            }
+            Ok((FileIdentity::of(path.clone(), &metadata), file))
+        })
+        .collect()
+}
+
+/// Runs file system calls on a blocking thread, because they may take long.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        // The task is cancelled only when the runtime shuts down, and then this code does not run.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}
