@@ -1,9 +1,11 @@
 //! The event loop of the supervisor: one task owns the children, the FD store and the models. Every
 //! other task sends it events.
 //!
-//! `state.rs` decides about a single child. The event loop decides what concerns several: which
-//! descriptors and tokens a process gets, which messages a child may send, in which order a fleet
-//! stops, and how a successor adopts the children of a dead supervisor.
+//! `state.rs` decides about a single child. The event loop decides what concerns several:
+//! - which descriptors and tokens a process gets;
+//! - which messages a child may send;
+//! - in which order a fleet stops;
+//! - how a successor adopts the children of a dead supervisor.
 
 mod children;
 mod commands;

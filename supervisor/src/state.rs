@@ -24,7 +24,8 @@
 //! - the kernel and the clock: `Exited`, `OrphanFound`, `Tick`.
 //!
 //! Actions: `Spawn` starts a process, `Terminate` sends SIGTERM, `Kill` sends SIGKILL. `Stopping`
-//! turns into `Killing` when the grace period is over.
+//! turns into `Killing` when the grace period is over. `OrphanFound` takes a stopped child to
+//! Orphaned.
 //!
 //! Invariants:
 //! 1. A process exists in Orphaned, Starting, Running, Stopping and Killing, and in no other state.

@@ -17,7 +17,7 @@ use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use faults::test_fleet::{Pid, TEST_TIMEOUT, TestFleet, alive, eventually, fleet_client};
+use faults::test_fleet::{Pid, SupervisedTestFleet, TEST_TIMEOUT, alive, eventually, fleet_client};
 use proto::fleet::v1 as wire;
 use service::Notify;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
@@ -89,7 +89,7 @@ fn block_on(test: impl Future<Output = Result<()>>) -> Result<()> {
 }
 
 async fn fleet_stop_leaves_no_process_and_no_directory() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     let pids = test_fleet.pids(&fleet).await?;
@@ -104,7 +104,7 @@ async fn fleet_stop_leaves_no_process_and_no_directory() -> Result<()> {
 }
 
 async fn killed_worker_restarts_and_others_keep_running() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     let before = test_fleet.pids(&fleet).await?;
@@ -132,7 +132,7 @@ async fn killed_worker_restarts_and_others_keep_running() -> Result<()> {
 }
 
 async fn restarted_weight_server_inherits_its_stored_descriptors() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     ensure!(
@@ -158,7 +158,7 @@ async fn restarted_weight_server_inherits_its_stored_descriptors() -> Result<()>
 }
 
 async fn only_the_weight_server_may_store_descriptors() -> Result<()> {
-    let test_fleet = TestFleet::new()?.worker("stores-a-descriptor");
+    let test_fleet = SupervisedTestFleet::new()?.worker("stores-a-descriptor");
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     ensure!(fleet.status().await?.stored_fds == 3, "a worker's descriptor was stored");
@@ -168,7 +168,7 @@ async fn only_the_weight_server_may_store_descriptors() -> Result<()> {
 }
 
 async fn notification_from_another_process_is_ignored() -> Result<()> {
-    let test_fleet = TestFleet::new()?.worker("never-ready");
+    let test_fleet = SupervisedTestFleet::new()?.worker("never-ready");
     let mut fleet = test_fleet.start().await?;
     eventually("the workers are started", || async { Ok(test_fleet.pids(&fleet).await?.len() == 4) }).await?;
     let socket = fleet.directory().notify_socket("worker-0");
@@ -185,7 +185,7 @@ async fn notification_from_another_process_is_ignored() -> Result<()> {
 }
 
 async fn crash_loop_ends_in_failed_and_restart_child_leaves_it() -> Result<()> {
-    let test_fleet = TestFleet::new()?.worker("exits-1");
+    let test_fleet = SupervisedTestFleet::new()?.worker("exits-1");
     let mut fleet = test_fleet.start().await?;
     let started = Instant::now();
     eventually("the workers have failed", || async {
@@ -222,7 +222,7 @@ async fn crash_loop_ends_in_failed_and_restart_child_leaves_it() -> Result<()> {
 }
 
 async fn permanent_exit_code_is_not_restarted() -> Result<()> {
-    let test_fleet = TestFleet::new()?.router("exits-2");
+    let test_fleet = SupervisedTestFleet::new()?.router("exits-2");
     let mut fleet = test_fleet.start().await?;
     eventually("the router has failed", || async {
         Ok(test_fleet.state(&fleet, "router").await? == "failed")
@@ -239,7 +239,7 @@ async fn permanent_exit_code_is_not_restarted() -> Result<()> {
 }
 
 async fn child_that_ignores_sigterm_is_killed_with_its_process_group() -> Result<()> {
-    let test_fleet = TestFleet::new()?.weight_server("ignores-sigterm-with-a-grandchild");
+    let test_fleet = SupervisedTestFleet::new()?.weight_server("ignores-sigterm-with-a-grandchild");
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     let pids = test_fleet.pids(&fleet).await?;
@@ -263,7 +263,7 @@ async fn child_that_ignores_sigterm_is_killed_with_its_process_group() -> Result
 }
 
 async fn second_supervisor_in_the_same_directory_is_refused() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut fleet = test_fleet.start().await?;
     let second = ClaimedRuntimeDir::claim(Some(&test_fleet.runtime_dir()));
     ensure!(matches!(second, Err(RuntimeDirError::InUse { .. })));
@@ -273,7 +273,7 @@ async fn second_supervisor_in_the_same_directory_is_refused() -> Result<()> {
 }
 
 async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut fleet = test_fleet.start().await?;
     test_fleet.wait_all_running(&fleet, 4).await?;
     let mut client = fleet_client(&test_fleet.runtime_dir()).await?;
@@ -329,7 +329,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
 }
 
 async fn failed_load_is_reported_and_its_workers_are_removed() -> Result<()> {
-    let test_fleet = TestFleet::new()?.weight_server("refuses-to-load");
+    let test_fleet = SupervisedTestFleet::new()?.weight_server("refuses-to-load");
     let mut fleet = test_fleet.start().await?;
     eventually("the model has failed", || async {
         let model = fleet.status().await?.models.pop().context("model")?;
@@ -344,7 +344,7 @@ async fn failed_load_is_reported_and_its_workers_are_removed() -> Result<()> {
 }
 
 async fn successor_adopts_running_children_and_the_fd_store() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut first = test_fleet.start_supervisor()?;
     let mut client = test_fleet.connected().await?;
     client.add_worker(wire::AddWorkerRequest::default()).await?;
@@ -380,7 +380,7 @@ async fn successor_adopts_running_children_and_the_fd_store() -> Result<()> {
 }
 
 async fn successor_replaces_dead_and_stopped_children() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut first = test_fleet.start_supervisor()?;
     let mut client = test_fleet.connected().await?;
     let before = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
@@ -402,7 +402,7 @@ async fn successor_replaces_dead_and_stopped_children() -> Result<()> {
 }
 
 async fn children_exit_without_a_successor() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let mut supervisor = test_fleet.start_supervisor()?;
     let mut client = test_fleet.connected().await?;
     let pids = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
@@ -420,7 +420,7 @@ async fn children_exit_without_a_successor() -> Result<()> {
 }
 
 async fn every_descriptor_is_forwarded_to_systemd() -> Result<()> {
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let path = test_fleet.path().join("systemd.sock");
     let systemd = UnixDatagram::bind(&path)?;
     systemd.set_nonblocking(true)?;
@@ -451,7 +451,7 @@ async fn every_descriptor_is_forwarded_to_systemd() -> Result<()> {
     fleet.stop().await;
     fleet.stopped().await;
 
-    let test_fleet = TestFleet::new()?;
+    let test_fleet = SupervisedTestFleet::new()?;
     let parent = Notify::to_socket(path.to_str().context("path")?)?;
     let mut fleet = test_fleet.start_under(parent, Vec::new()).await?;
     let heard = tokio::time::timeout(TEST_TIMEOUT, heard).await??;

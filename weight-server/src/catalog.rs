@@ -16,7 +16,7 @@ use std::time::Duration;
 use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
 
 use crate::ids::CallId;
-use crate::ledger::Reservation;
+use crate::ledger::LedgerReservation;
 use crate::waiters::Waiter;
 
 /// Identifies a load. Requests with the same key share one load.
@@ -83,10 +83,10 @@ impl GenerationContents {
 
     /// What the generation reserves: its device's memory, and one descriptor for each allocation
     /// and for the manifest. The manifest is in host memory on every device.
-    pub(crate) fn reservation(&self, device: &str) -> Reservation {
+    pub(crate) fn reservation(&self, device: &str) -> LedgerReservation {
         let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
         let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
-        Reservation { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
+        LedgerReservation { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
     }
 }
 

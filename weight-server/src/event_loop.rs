@@ -254,17 +254,6 @@ impl WeightServerLoop {
             }
             WeightServerAction::StartVerifier { generation } => self.start_verifier(generation),
             WeightServerAction::StopVerifier { generation } => drop(self.verifiers.remove(&generation)),
-            WeightServerAction::ReplyVerify { call, result } => {
-                if let Err(failure) = &result {
-                    tracing::warn!(%failure, "cannot verify a model");
-                }
-                if let Some(answer) = self.verify_calls.remove(&call) {
-                    let _ = answer.send(result);
-                }
-            }
-            WeightServerAction::ReportReloadFailure { model, failure } => {
-                tracing::error!(model, %failure, "cannot reload a damaged model");
-            }
             WeightServerAction::MarkRetired { generation } => {
                 self.fd_store.send(FdStoreRequest::MarkRetired { generation })
             }
@@ -294,6 +283,26 @@ impl WeightServerLoop {
             WeightServerAction::Close { connection } => {
                 self.send_command(connection, ConnectionCommand::Close)
             }
+            WeightServerAction::Publish(notice) => self.publish(notice),
+            other => self.execute_reply(other),
+        }
+        None
+    }
+
+    /// Executes the actions that only answer or inform a caller.
+    fn execute_reply(&mut self, action: WeightServerAction) {
+        match action {
+            WeightServerAction::ReplyVerify { call, result } => {
+                if let Err(failure) = &result {
+                    tracing::warn!(%failure, "cannot verify a model");
+                }
+                if let Some(answer) = self.verify_calls.remove(&call) {
+                    let _ = answer.send(result);
+                }
+            }
+            WeightServerAction::ReportReloadFailure { model, failure } => {
+                tracing::error!(model, %failure, "cannot reload a damaged model");
+            }
             WeightServerAction::SendProgress { waiter: WaiterId::Worker(connection), progress } => {
                 // A worker that does not read loses progress reports, nothing else.
                 if let Some(client) = self.clients.get(&connection) {
@@ -319,9 +328,8 @@ impl WeightServerLoop {
                     let _ = answer.send(result);
                 }
             }
-            WeightServerAction::Publish(notice) => self.publish(notice),
+            other => unreachable!("invariant: `execute` handles every action that is not a reply: {other:?}"),
         }
-        None
     }
 
     /// Sends a command to a connection. If its queue is full, the peer does not read, and the

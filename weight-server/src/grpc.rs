@@ -14,7 +14,7 @@ use crate::catalog::{GenerationIntegrity, GenerationPhase};
 use crate::events::{LoadOutcome, VerifyOutcome};
 use crate::lease_table::LeasePhase;
 use crate::ledger::ReservationError;
-use crate::ledger::{Reservation, ReservationKey};
+use crate::ledger::{LedgerReservation, ReservationKey};
 use crate::messages::{InputSender, LoopInput};
 use crate::model_files::request_load;
 use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
@@ -333,7 +333,7 @@ impl From<StatusSnapshot> for wire::Status {
 
 fn reservation_message(
     key: ReservationKey,
-    reservation: &Reservation,
+    reservation: &LedgerReservation,
     orphaned: &dyn Fn(u64) -> bool,
 ) -> wire::Reservation {
     let (kind, id) = match key {

@@ -21,7 +21,7 @@ use std::time::Duration;
 use handoff::lease_record::LeaseRecord;
 
 use crate::ids::ConnectionId;
-use crate::ledger::Reservation;
+use crate::ledger::LedgerReservation;
 use crate::tokens::TokenDigest;
 
 /// The process at the other end of a connection, as the kernel identifies it.
@@ -67,10 +67,10 @@ impl LeaseEntry {
     }
 
     /// KV cache and workspace of the worker, and this process's descriptors for the lease.
-    pub(crate) fn reservation(&self) -> Reservation {
+    pub(crate) fn reservation(&self) -> LedgerReservation {
         /// The connection, the record and the worker's pidfd.
         const FDS: u64 = 3;
-        Reservation {
+        LedgerReservation {
             device: self.device.clone(),
             bytes: self.kv_bytes.saturating_add(self.workspace_bytes),
             fds: FDS,

@@ -22,7 +22,7 @@ pub(crate) enum ReservationKey {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Reservation {
+pub(crate) struct LedgerReservation {
     pub(crate) device: String,
     pub(crate) bytes: u64,
     pub(crate) fds: u64,
@@ -32,7 +32,7 @@ pub(crate) struct Reservation {
 pub(crate) struct Ledger {
     devices: BTreeMap<String, u64>,
     fds: u64,
-    reservations: BTreeMap<ReservationKey, Reservation>,
+    reservations: BTreeMap<ReservationKey, LedgerReservation>,
 }
 
 /// Why a reservation was refused.
@@ -61,7 +61,7 @@ impl Ledger {
     pub(crate) fn reserve(
         &mut self,
         key: ReservationKey,
-        reservation: Reservation,
+        reservation: LedgerReservation,
     ) -> Result<(), ReservationError> {
         let Some(&capacity) = self.devices.get(&reservation.device) else {
             let known = self.devices.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
@@ -70,7 +70,7 @@ impl Ledger {
                 known: format!("known are {known}"),
             });
         };
-        let others = |of: fn(&Reservation) -> u64, same: &dyn Fn(&Reservation) -> bool| -> u64 {
+        let others = |of: fn(&LedgerReservation) -> u64, same: &dyn Fn(&LedgerReservation) -> bool| -> u64 {
             self.reservations.iter().filter(|(k, r)| **k != key && same(r)).map(|(_, r)| of(r)).sum()
         };
         let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.device == reservation.device));
@@ -95,7 +95,7 @@ impl Ledger {
     }
 
     /// Adds a reservation for memory that is in use already, whatever the capacity is.
-    pub(crate) fn reserve_unchecked(&mut self, key: ReservationKey, reservation: Reservation) {
+    pub(crate) fn reserve_unchecked(&mut self, key: ReservationKey, reservation: LedgerReservation) {
         self.reservations.insert(key, reservation);
     }
 
@@ -110,7 +110,7 @@ impl Ledger {
         self.reservations.remove(&key);
     }
 
-    pub(crate) fn reservations(&self) -> impl Iterator<Item = (ReservationKey, &Reservation)> {
+    pub(crate) fn reservations(&self) -> impl Iterator<Item = (ReservationKey, &LedgerReservation)> {
         self.reservations.iter().map(|(key, reservation)| (*key, reservation))
     }
 
@@ -133,8 +133,8 @@ mod tests {
 
     use super::*;
 
-    fn reservation(bytes: u64, fds: u64) -> Reservation {
-        Reservation { device: "host".to_owned(), bytes, fds }
+    fn reservation(bytes: u64, fds: u64) -> LedgerReservation {
+        LedgerReservation { device: "host".to_owned(), bytes, fds }
     }
 
     fn ledger() -> Ledger {
@@ -158,7 +158,7 @@ mod tests {
             ledger.reserve(ReservationKey::Lease(1), reservation(1, 9)),
             Err(ReservationError::InsufficientFds { needed: 9, free: 8, capacity: 10 })
         );
-        let elsewhere = Reservation { device: "moon".to_owned(), bytes: 0, fds: 0 };
+        let elsewhere = LedgerReservation { device: "moon".to_owned(), bytes: 0, fds: 0 };
         assert!(matches!(
             ledger.reserve(ReservationKey::Lease(1), elsewhere),
             Err(ReservationError::UnknownDevice { .. })
@@ -171,7 +171,10 @@ mod tests {
         let mut ledger = ledger();
         ledger.reserve(ReservationKey::Weights(1), reservation(1000, 0)).unwrap();
         ledger
-            .reserve(ReservationKey::Weights(2), Reservation { device: "gpu".to_owned(), bytes: 50, fds: 0 })
+            .reserve(
+                ReservationKey::Weights(2),
+                LedgerReservation { device: "gpu".to_owned(), bytes: 50, fds: 0 },
+            )
             .unwrap();
     }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::catalog::{Generation, GenerationContents, GenerationIntegrity, GenerationPhase};
 use crate::events::ChangeNotice;
 use crate::lease_table::{LeaseEntry, LeasePhase};
-use crate::ledger::{Reservation, ReservationKey};
+use crate::ledger::{LedgerReservation, ReservationKey};
 use crate::state::WeightServerState;
 
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ pub(crate) struct LeaseView {
 pub(crate) struct StatusSnapshot {
     pub(crate) generations: Vec<GenerationView>,
     pub(crate) leases: Vec<LeaseView>,
-    pub(crate) reservations: Vec<(ReservationKey, Reservation)>,
+    pub(crate) reservations: Vec<(ReservationKey, LedgerReservation)>,
     /// Capacity and reserved bytes of each device.
     pub(crate) devices: Vec<(String, u64, u64)>,
     pub(crate) capacity_fds: u64,

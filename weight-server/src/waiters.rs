@@ -1,4 +1,4 @@
-//! Callers that wait for a load, and what they are told.
+//! Callers that wait for a load, and the progress reports that they get.
 
 use bytes::Bytes;
 

@@ -69,12 +69,12 @@ struct ChildBehaviours {
     router: String,
 }
 
-pub(crate) struct TestFleet {
+pub(crate) struct SupervisedTestFleet {
     directory: tempfile::TempDir,
     behaviours: ChildBehaviours,
 }
 
-impl TestFleet {
+impl SupervisedTestFleet {
     pub(crate) fn new() -> Result<Self> {
         let directory = tempfile::tempdir()?;
         let normal = || "normal".to_owned();

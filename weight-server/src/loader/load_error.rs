@@ -1,4 +1,4 @@
-//! Why a load fails, and the failure that the weight-server is told.
+//! Why a load fails, and the failure that is reported to the weight-server.
 
 use std::error::Error;
 use std::fmt;

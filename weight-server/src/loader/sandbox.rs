@@ -1,10 +1,10 @@
 //! The sandbox of a loader, which it enters before it reads a file of unknown origin.
 //!
-//! The loader has its files and its socket open already. It gives up new privileges, every path of
-//! the file system and every network port (Landlock), and every system call that reading, computing
-//! and mapping memory do not need (seccomp). A bug in the parser then reaches only this process's
-//! memory and its one socket. Landlock and seccomp are applied as far as the kernel supports them;
-//! containers may support neither.
+//! The loader has its files and its socket open already. With Landlock it gives up every path of
+//! the file system and every network port. With seccomp it gives up every system call that reading,
+//! computing and mapping memory do not need. It also gives up new privileges. A bug in the parser
+//! then reaches only this process's memory and its one socket. Landlock and seccomp are applied as
+//! far as the kernel supports them; containers may support neither.
 //!
 //! A load onto a GPU needs more. The driver opens devices, starts threads and inspects the machine
 //! when it creates its context. That happens before the sandbox, when only the weight-server's

@@ -11,7 +11,7 @@ use crate::catalog::{
 };
 use crate::events::{ChangeNotice, LoadOutcome, LoadParams, WeightServerAction};
 use crate::ids::CallId;
-use crate::ledger::{Reservation, ReservationKey};
+use crate::ledger::{LedgerReservation, ReservationKey};
 use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
 use crate::waiters::{LoadProgress, Waiter, WaiterId};
@@ -97,8 +97,11 @@ impl WeightServerState {
         self.check_available_memory(id, host_bytes, available_bytes)?;
         let waits = self.generations.values().any(|g| g.key.device == key.device && g.occupies_loader());
         let context = if waits { 0 } else { context_bytes(&key.device) };
-        let row =
-            Reservation { device: key.device.clone(), bytes: file_bytes.saturating_add(context), fds: 1 };
+        let row = LedgerReservation {
+            device: key.device.clone(),
+            bytes: file_bytes.saturating_add(context),
+            fds: 1,
+        };
         self.ledger.reserve(ReservationKey::Loading(id), row)?;
         self.next_generation += 1;
         let generation = Generation {
@@ -164,10 +167,10 @@ impl WeightServerState {
                 continue;
             }
             let bytes = generation.contents.tensor_bytes.saturating_add(context_bytes(device));
-            match self
-                .ledger
-                .reserve(ReservationKey::Loading(id), Reservation { device: device.clone(), bytes, fds: 1 })
-            {
+            match self.ledger.reserve(
+                ReservationKey::Loading(id),
+                LedgerReservation { device: device.clone(), bytes, fds: 1 },
+            ) {
                 Ok(()) => {
                     busy.insert(device.clone());
                     generation.phase = GenerationPhase::Starting;

@@ -17,7 +17,7 @@ use super::WeightServerState;
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::events::{ChangeNotice, VerifyOutcome, VerifyReport, WeightServerAction};
 use crate::ids::CallId;
-use crate::ledger::{Reservation, ReservationKey};
+use crate::ledger::{LedgerReservation, ReservationKey};
 use crate::loader::CONTEXT_BYTES;
 use crate::refusal::{AttachRefusal, LoadFailure, VerifyFailure};
 
@@ -63,7 +63,8 @@ impl WeightServerState {
             let generation = self.generations.get_mut(&id);
             let generation = generation.expect("invariant: a due check belongs to a generation that exists");
             // The verifier's context, and its socket.
-            let row = Reservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
+            let row =
+                LedgerReservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
             match self.ledger.reserve(ReservationKey::Verifying(id), row) {
                 Ok(()) => {
                     generation.verification.running = true;

@@ -8,7 +8,7 @@ use memory::memfd::SealedMemfd;
 use nix::sys::signal::Signal;
 use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
 
-use crate::support::{ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, raw_connection, signal};
+use crate::support::{ServerOptions, TEST_TIMEOUT, TestServer, TestWorkerProcess, raw_connection, signal};
 
 fn generation(status: &wire::Status) -> &wire::Generation {
     let [generation] = &status.generations[..] else { panic!("{status:?}") };
@@ -16,10 +16,10 @@ fn generation(status: &wire::Status) -> &wire::Generation {
 }
 
 /// Waits until the worker reports this lease status.
-fn wait_lease(worker: &mut TestWorker, state: &str) -> String {
+fn wait_lease(worker: &mut TestWorkerProcess, state: &str) -> String {
     let deadline = std::time::Instant::now() + TEST_TIMEOUT;
     loop {
-        let answer = worker.order("check");
+        let answer = worker.command("check");
         if answer.starts_with(state) {
             return answer;
         }
@@ -58,7 +58,7 @@ fn successor_adopts_generations_and_leases_without_the_model_file() {
     assert_eq!(second.attached(), (lease + 1, checksum.as_str()));
 
     // The reclaimed lease is complete: a detach ends it.
-    assert_eq!(worker.order("detach"), "detached");
+    assert_eq!(worker.command("detach"), "detached");
     server.wait_status("the end of the first lease", |status| status.leases.len() == 1);
     server.fd_store.wait_names(&["g1.a0", "g1.manifest", "l2.pidfd", "l2.record"]);
 }
@@ -123,7 +123,7 @@ fn unloaded_model_stays_unloaded_after_adoption() {
     wait_lease(&mut worker, "Held");
     assert_eq!(generation(&server.status()).state(), wire::GenerationState::Retiring);
     assert!(server.worker("m", "").greeting.starts_with("refused"));
-    worker.order("detach");
+    worker.command("detach");
     server.wait_status("its end", |status| status.generations.is_empty());
     server.fd_store.wait_names(&[]);
 }
@@ -206,7 +206,7 @@ fn lease_of_another_process_cannot_be_reclaimed() {
     let (answer, _) = thief.receive::<wire::ServerFrame>().unwrap();
     let Some(server_frame::Kind::Refused(refused)) = answer.kind else { panic!("{answer:?}") };
     assert_eq!(refused.reason(), RefusalReason::UnknownLease);
-    assert!(worker.order("check").starts_with("Held"));
+    assert!(worker.command("check").starts_with("Held"));
 }
 
 #[test]

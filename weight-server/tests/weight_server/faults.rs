@@ -12,7 +12,7 @@ use prost::Message;
 use proto::weights::v1::{self as wire, LoadFailure, RefusalReason, ServerFrame, server_frame, worker_frame};
 
 use crate::support::{
-    MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, load, load_failure, load_request,
+    MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorkerProcess, load, load_failure, load_request,
     make_sparse_model, raw_attach, raw_connection, send_raw, signal,
 };
 
@@ -353,7 +353,7 @@ fn dead_worker_releases_its_reservation() {
 fn worker_that_dies_after_its_grant_releases_its_reservation() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let before = server.status().ledger.unwrap();
-    let mut taker = TestWorker::start(server.path("").as_path(), "taker", &[(MODEL, "m")]);
+    let mut taker = TestWorkerProcess::start(server.path("").as_path(), "taker", &[(MODEL, "m")]);
     assert_eq!(taker.greeting, "granted");
     let during = server.status().ledger.unwrap();
     assert_eq!(during.reserved_bytes - before.reserved_bytes, (1 << 20) + (1 << 10), "nothing is taken yet");
@@ -367,7 +367,7 @@ fn worker_that_dies_after_its_grant_releases_its_reservation() {
 fn reservation_lasts_until_the_memory_is_known_to_be_unmapped() {
     let (server, _) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
-    assert_eq!(worker.order("sloppy"), "3 tensors left");
+    assert_eq!(worker.command("sloppy"), "3 tensors left");
     let status = server.wait_status("the broken connection", |status| {
         status.leases[0].state() == wire::LeaseState::Disconnected
     });

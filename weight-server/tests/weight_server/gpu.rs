@@ -14,7 +14,7 @@ use proto::weights::v1 as wire;
 use quant::DType;
 use quant::layout::Tiles;
 
-use crate::support::{DIRECTORY, MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorker, request};
+use crate::support::{DIRECTORY, MODEL, ServerOptions, TEST_TIMEOUT, TestServer, TestWorkerProcess, request};
 
 const DEVICE: &str = "BALLAST_TEST_DEVICE";
 
@@ -122,15 +122,15 @@ pub(crate) fn become_worker() -> ! {
                 println!("worker: detached");
                 std::process::exit(0);
             }
-            other => panic!("unknown order {other}"),
+            other => panic!("unknown command {other}"),
         }
     }
     std::process::exit(0);
 }
 
-fn worker(server: &TestServer, device: &Device) -> TestWorker {
+fn worker(server: &TestServer, device: &Device) -> TestWorkerProcess {
     let uuid = device.uuid().to_string();
-    TestWorker::start(server.directory.path(), "gpu-worker", &[(MODEL, "m"), (DEVICE, &uuid)])
+    TestWorkerProcess::start(server.directory.path(), "gpu-worker", &[(MODEL, "m"), (DEVICE, &uuid)])
 }
 
 fn integrity(status: &wire::Status) -> Vec<wire::GenerationIntegrity> {
@@ -155,7 +155,7 @@ fn damage(server: &TestServer, device: &Device) -> String {
 }
 
 #[test]
-fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
+fn model_is_loaded_attached_adopted_verified_quarantined_and_reloaded() {
     let Some(device) = first_device() else { return };
     let uuid = device.uuid().to_string();
     let config = format!("[[devices]]\nid = {uuid:?}\nbudget = \"8GiB\"");
@@ -195,7 +195,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
         integrity(status) == [wire::GenerationIntegrity::Verified]
     });
     assert_eq!(worker(&server, &device).attached().1, expected);
-    assert_eq!(first.order("check"), format!("held {expected}"));
+    assert_eq!(first.command("check"), format!("held {expected}"));
     assert!(!server.server_has_driver());
 
     // The weights are damaged.
@@ -203,8 +203,8 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     let damaged = damage(&server, &device);
     let found = server.verify("m").unwrap();
     assert_eq!((found.damaged_count, found.damaged), (1, vec![damaged]));
-    assert!(first.order("lost").contains("Quarantined"));
-    server.wait_status("the model, loaded anew", |status| {
+    assert!(first.command("lost").contains("Quarantined"));
+    server.wait_status("the reloaded model", |status| {
         status.generations.iter().any(|generation| {
             generation.state() == wire::GenerationState::Ready
                 && generation.integrity() == wire::GenerationIntegrity::Loaded
@@ -213,7 +213,7 @@ fn model_is_loaded_attached_adopted_verified_quarantined_and_loaded_anew() {
     let mut second = worker(&server, &device);
     assert_eq!(second.attached().1, expected);
 
-    assert_eq!(second.order("detach"), "detached");
+    assert_eq!(second.command("detach"), "detached");
     first.kill();
     server.unload("m").unwrap();
     server.wait_status("an empty ledger", |status| status.ledger.as_ref().unwrap().reservations.is_empty());

@@ -156,7 +156,7 @@ fn become_worker() -> ! {
                 std::io::stdin().lines().next();
                 std::process::exit(0);
             }
-            other => panic!("unknown order {other}"),
+            other => panic!("unknown command {other}"),
         }
     }
     std::process::exit(0);
@@ -364,8 +364,8 @@ impl TestServer {
         attach(&self.socket(), &request(model), |_| {})
     }
 
-    pub(crate) fn worker(&self, model: &str, token: &str) -> TestWorker {
-        TestWorker::start(self.directory.path(), "worker", &[(MODEL, model), (TOKEN, token)])
+    pub(crate) fn worker(&self, model: &str, token: &str) -> TestWorkerProcess {
+        TestWorkerProcess::start(self.directory.path(), "worker", &[(MODEL, model), (TOKEN, token)])
     }
 
     pub(crate) fn verify(&self, model: &str) -> Result<wire::VerifyResponse, Status> {
@@ -479,7 +479,7 @@ pub(crate) fn signal(pid: i32, signal: nix::sys::signal::Signal) {
 }
 
 /// A worker process.
-pub(crate) struct TestWorker {
+pub(crate) struct TestWorkerProcess {
     pub(crate) child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
@@ -487,7 +487,7 @@ pub(crate) struct TestWorker {
     pub(crate) greeting: String,
 }
 
-impl TestWorker {
+impl TestWorkerProcess {
     pub(crate) fn start(directory: &Path, role: &str, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(own_arguments())
@@ -518,8 +518,8 @@ impl TestWorker {
         }
     }
 
-    pub(crate) fn order(&mut self, order: &str) -> String {
-        writeln!(self.stdin, "{order}").unwrap();
+    pub(crate) fn command(&mut self, command: &str) -> String {
+        writeln!(self.stdin, "{command}").unwrap();
         self.line()
     }
 
@@ -540,7 +540,7 @@ impl TestWorker {
     }
 }
 
-impl Drop for TestWorker {
+impl Drop for TestWorkerProcess {
     fn drop(&mut self) {
         // Fails if the test has ended the worker already.
         let _ = self.child.kill();
