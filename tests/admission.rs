@@ -48,7 +48,7 @@ fn fleet_of(tables: &str, lines: &str) -> (ServedFleet, HttpClient) {
     (fleet, http)
 }
 
-fn ask(http: &HttpClient, tenant: &str, fields: Value) -> RequestBuilder {
+fn completion_request(http: &HttpClient, tenant: &str, fields: Value) -> RequestBuilder {
     let mut body = json!({"prompt": "x", "max_tokens": 4, "stream": true, "ignore_eos": true, "seed": 1});
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     http.client.post(format!("{}/v1/completions", http.url)).header("x-ballast-tenant", tenant).json(&body)
@@ -57,7 +57,8 @@ fn ask(http: &HttpClient, tenant: &str, fields: Value) -> RequestBuilder {
 /// Starts a request that occupies the whole capacity until it is dropped, and waits for its first
 /// tokens.
 async fn full(http: &HttpClient) -> Response {
-    let mut response = ask(http, "holder", json!({"n": 16, "max_tokens": 3000})).send().await.unwrap();
+    let mut response =
+        completion_request(http, "holder", json!({"n": 16, "max_tokens": 3000})).send().await.unwrap();
     assert_eq!(response.status(), 200);
     assert!(response.chunk().await.unwrap().is_some());
     response
@@ -84,7 +85,7 @@ async fn until_waiting(http: &HttpClient, count: usize) {
 
 /// Sends a request and waits until the queue has `place` requests.
 async fn queued(http: &HttpClient, tenant: &str, place: usize) -> JoinHandle<Response> {
-    let request = ask(http, tenant, json!({}));
+    let request = completion_request(http, tenant, json!({}));
     let queued = tokio::spawn(async move { request.send().await.unwrap() });
     until_waiting(http, place).await;
     queued
@@ -103,7 +104,7 @@ fn i7_an_overloaded_fleet_refuses_with_a_time_while_those_inside_stream_on() {
         let mut inside = full(&http).await;
         let first = queued(&http, "a", 1).await;
         let second = queued(&http, "b", 2).await;
-        let refused = ask(&http, "c", json!({})).send().await.unwrap();
+        let refused = completion_request(&http, "c", json!({})).send().await.unwrap();
         assert_eq!(refused.status(), 503);
         let seconds: u64 = refused.headers()["retry-after"].to_str().unwrap().parse().unwrap();
         assert!((1..=60).contains(&seconds), "{seconds}");
@@ -129,7 +130,7 @@ fn a_client_that_goes_away_in_the_queue_frees_its_place() {
     http.runtime.block_on(async {
         let inside = full(&http).await;
         let gone = queued(&http, "a", 1).await;
-        assert_eq!(ask(&http, "b", json!({})).send().await.unwrap().status(), 503);
+        assert_eq!(completion_request(&http, "b", json!({})).send().await.unwrap().status(), 503);
         gone.abort();
         until_waiting(&http, 0).await;
         let next = queued(&http, "b", 1).await;
@@ -144,7 +145,7 @@ fn a_deadline_that_passes_in_the_queue_is_an_error_with_a_name() {
     let (fleet, http) = fleet(8);
     http.runtime.block_on(async {
         let inside = full(&http).await;
-        let late = ask(&http, "a", json!({"deadline_ms": 300})).send().await.unwrap();
+        let late = completion_request(&http, "a", json!({"deadline_ms": 300})).send().await.unwrap();
         assert_eq!(late.status(), 504);
         let error: Value = late.json().await.unwrap();
         assert_eq!(error["error"]["code"], "deadline_exceeded", "{error}");
@@ -163,7 +164,7 @@ fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
         // The capacity is used up, but such a request is refused without waiting. The context is
         // 4096 tokens, the KV budget 4096 tokens.
         let check = async |fields: Value, code: &str, words: &[&str]| {
-            let refused = ask(&http, "a", fields).send().await.unwrap();
+            let refused = completion_request(&http, "a", fields).send().await.unwrap();
             assert_eq!(refused.status(), 400);
             let error: Value = refused.json().await.unwrap();
             assert_eq!(error["error"]["code"], code, "{error}");
@@ -173,7 +174,7 @@ fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
         let context = json!({"prompt": vec![5; 10], "max_tokens": 100_000});
         check(context, "context_length_exceeded", &["10 tokens of prompt", "100000 of output"]).await;
         let crowd = json!({"prompt": vec!["x"; 20], "n": 16});
-        let refused = ask(&http, "a", crowd).send().await.unwrap();
+        let refused = completion_request(&http, "a", crowd).send().await.unwrap();
         assert_eq!(refused.status(), 400);
         let error: Value = refused.json().await.unwrap();
         assert_eq!(error["error"]["param"], "n", "{error}");
@@ -195,7 +196,7 @@ fn a_grammar_that_is_none_is_refused_although_no_place_is_left() {
             // Twice: first the worker compiles the grammar, then the router remembers it.
             for _ in 0..2 {
                 let fields = json!({param: grammar, "ignore_eos": false});
-                let refused = ask(&http, "a", fields).send().await.unwrap();
+                let refused = completion_request(&http, "a", fields).send().await.unwrap();
                 assert_eq!(refused.status(), 400);
                 let error: Value = refused.json().await.unwrap();
                 assert_eq!(error["error"]["param"], param, "{error}");
@@ -203,11 +204,15 @@ fn a_grammar_that_is_none_is_refused_although_no_place_is_left() {
             }
         }
         let sound = json!({"guided_choice": ["q"], "ignore_eos": false});
-        assert_eq!(ask(&http, "b", sound.clone()).send().await.unwrap().status(), 503, "the queue is full");
+        assert_eq!(
+            completion_request(&http, "b", sound.clone()).send().await.unwrap().status(),
+            503,
+            "the queue is full"
+        );
         until_waiting(&http, 1).await;
         drop(inside);
         answer(first).await;
-        let text = ask(&http, "b", sound).send().await.unwrap().text().await.unwrap();
+        let text = completion_request(&http, "b", sound).send().await.unwrap().text().await.unwrap();
         assert!(text.contains("\"text\":\"q\""), "{text}");
     });
     fleet.stop();
@@ -221,13 +226,19 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
         let mut running = Vec::new();
         for (n, requests) in [(16, 4), (1, 4)] {
             for _ in 0..requests {
-                running.push(ask(&http, "holder", json!({"n": n, "max_tokens": 4000})).send().await.unwrap());
+                running.push(
+                    completion_request(&http, "holder", json!({"n": n, "max_tokens": 4000}))
+                        .send()
+                        .await
+                        .unwrap(),
+                );
             }
         }
         let held = "ballast:num_permits_held{model_name=\"demo\",class=\"default\"}";
         assert_eq!(metric(&http, held).await, Some(68));
         let next = queued(&http, "holder", 1).await;
-        let mut urgent = ask(&http, "other", json!({"service_tier": "priority"})).send().await.unwrap();
+        let mut urgent =
+            completion_request(&http, "other", json!({"service_tier": "priority"})).send().await.unwrap();
         assert_eq!(urgent.status(), 200);
         let first = tokio::time::timeout(TIMEOUT, urgent.chunk()).await.expect("its first token in time");
         assert!(first.unwrap().is_some());
@@ -276,7 +287,8 @@ fn a_flooding_tenant_does_not_hold_up_another() {
         let ended = Arc::new(AtomicUsize::new(0));
         let mut flood = Vec::new();
         for _ in 0..FLOOD {
-            let (request, ended) = (ask(&http, "flood", json!({"max_tokens": 800})), ended.clone());
+            let (request, ended) =
+                (completion_request(&http, "flood", json!({"max_tokens": 800})), ended.clone());
             flood.push(tokio::spawn(async move {
                 let text = request.send().await.unwrap().text().await.unwrap();
                 assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
@@ -286,7 +298,7 @@ fn a_flooding_tenant_does_not_hold_up_another() {
         let placed = "ballast:num_permits_held{model_name=\"demo\",class=\"default\"}";
         eventually("the places are taken", async || metric(&http, placed).await == Some(PLACES)).await;
         let before = ended.load(Ordering::SeqCst);
-        let mut other = ask(&http, "other", json!({})).send().await.unwrap();
+        let mut other = completion_request(&http, "other", json!({})).send().await.unwrap();
         assert_eq!(other.status(), 200);
         assert!(other.chunk().await.unwrap().is_some());
         let passed = ended.load(Ordering::SeqCst) - before;

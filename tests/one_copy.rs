@@ -12,7 +12,7 @@ const OTHER_MEMORY_MAX: u64 = 40 << 20;
 /// Name of weight memfds in /proc/PID/smaps.
 const WEIGHT_MAPPING: &str = "/memfd:ballast-weights";
 
-fn ask(seed: u64) -> TestRequest {
+fn request(seed: u64) -> TestRequest {
     TestRequest {
         prompt: (0..40).map(|i| (i * 31 + seed as u32 * 7) % 1000).collect(),
         max_tokens: 4,
@@ -32,8 +32,8 @@ fn i1_weights_exist_once_for_four_workers() {
     assert!(file_bytes >= 512 << 20, "{file_bytes} bytes");
     let arguments = ["--workers", "4", "--threads", "1", "--kv-tokens", "2048"];
     let fleet = ServedFleet::start(&model, &arguments);
-    let asks: Vec<TestRequest> = (0..8).map(ask).collect();
-    for result in runtime().block_on(generate_all(&fleet.grpc, &asks)) {
+    let requests: Vec<TestRequest> = (0..8).map(request).collect();
+    for result in runtime().block_on(generate_all(&fleet.grpc, &requests)) {
         assert_eq!(result.unwrap().tokens.len(), 4);
     }
 
@@ -86,7 +86,7 @@ fn four_hundred_allocations_are_handed_over_in_several_batches() {
             proc::open_files(worker.pid).iter().filter(|f| f.starts_with(WEIGHT_MAPPING)).count();
         assert_eq!(descriptors, 0, "{} keeps weight descriptors open", worker.name);
     }
-    let found = runtime().block_on(generate_all(&fleet.grpc, &[ask(1), ask(1)]));
+    let found = runtime().block_on(generate_all(&fleet.grpc, &[request(1), request(1)]));
     assert_eq!(found[0].as_ref().unwrap().tokens, found[1].as_ref().unwrap().tokens);
     fleet.stop();
 }

@@ -13,7 +13,7 @@ const PLANNED_TIMES_MAX: u64 = 3;
 /// busy.
 const STREAMS: u64 = 67;
 
-fn ask(seed: u64, prompt_tokens: u32, max_tokens: u32) -> TestRequest {
+fn request(seed: u64, prompt_tokens: u32, max_tokens: u32) -> TestRequest {
     let prompt = (0..prompt_tokens).map(|i| (i * 31 + seed as u32 * 977) % 100_000).collect();
     // Sampling on the host copies whole rows of logits.
     TestRequest { prompt, max_tokens, temperature: 1.1, seed, ..TestRequest::default() }
@@ -41,21 +41,21 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     assert_eq!(planned + part("kv"), part("total"), "{worker}");
     let fleet = ServedFleet::start(&model, &arguments);
     let runtime = runtime();
-    let all = |asks: Vec<TestRequest>| {
-        for done in runtime.block_on(generate_all(&fleet.grpc, &asks)) {
+    let all = |requests: Vec<TestRequest>| {
+        for done in runtime.block_on(generate_all(&fleet.grpc, &requests)) {
             done.unwrap();
         }
     };
     // The largest step.
-    all((0..4).map(|seed| ask(seed, 1000, 2)).collect());
+    all((0..4).map(|seed| request(seed, 1000, 2)).collect());
     let lasting = runtime.spawn({
         let url = fleet.grpc.clone();
-        async move { generate(&mut connect(&url).await, &ask(4, 16, 6000), |_| {}).await.map(drop) }
+        async move { generate(&mut connect(&url).await, &request(4, 16, 6000), |_| {}).await.map(drop) }
     });
-    all((5..5 + STREAMS).map(|seed| ask(seed, 16, 8)).collect());
+    all((5..5 + STREAMS).map(|seed| request(seed, 16, 8)).collect());
     let word = Kind::Regex("[a-z]{4,8}".to_owned());
     all((0..STREAMS / 2)
-        .map(|seed| TestRequest { grammar: Some(word.clone()), ..ask(seed, 16, 8) })
+        .map(|seed| TestRequest { grammar: Some(word.clone()), ..request(seed, 16, 8) })
         .collect());
     let busy = found(&fleet).unwrap();
     assert!(!lasting.is_finished(), "an idle worker gives memory back");

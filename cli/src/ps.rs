@@ -69,11 +69,11 @@ struct FleetSnapshot {
 async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
     let mut workers = HashMap::new();
     for (index, socket) in directory.worker_sockets().unwrap_or_default() {
-        let ask = async {
+        let answer = async {
             let channel = service::grpc::connect(&socket).await.ok()?;
             Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
         };
-        if let Ok(Some(stats)) = tokio::time::timeout(ANSWER_WAIT, ask).await {
+        if let Ok(Some(stats)) = tokio::time::timeout(ANSWER_WAIT, answer).await {
             workers.insert(format!("worker-{index}"), stats);
         }
     }
@@ -81,12 +81,12 @@ async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
 }
 
 async fn generations(directory: &RuntimeDir) -> Vec<Generation> {
-    let ask = async {
+    let answer = async {
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await.ok()?;
         let status = WeightServerClient::new(channel).get_status(weights::GetStatusRequest {}).await;
         Some(status.ok()?.into_inner().generations)
     };
-    tokio::time::timeout(ANSWER_WAIT, ask).await.ok().flatten().unwrap_or_default()
+    tokio::time::timeout(ANSWER_WAIT, answer).await.ok().flatten().unwrap_or_default()
 }
 
 impl FleetSnapshot {

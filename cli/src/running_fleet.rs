@@ -27,7 +27,7 @@ const PROGRESS_WAIT: Duration = Duration::from_secs(60);
 const HTTP_SOCKET: &str = "http";
 /// How often the router is asked whether it serves all workers. The router scans for workers every
 /// 100 ms.
-const ASK_ROUTER: Duration = Duration::from_millis(10);
+const ROUTER_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Runs a command's future on a runtime of its own.
 pub(crate) fn block_on<T>(work: impl Future<Output = CliResult<T>>) -> CliResult<T> {
@@ -129,8 +129,8 @@ impl RunningFleet {
         let mut client = self.client()?;
         self.check_all().await?;
         let mut last_change = Instant::now();
-        let mut ask = tokio::time::interval(ASK_ROUTER);
-        ask.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut poll = tokio::time::interval(ROUTER_POLL_INTERVAL);
+        poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 event = events.recv() => match event {
@@ -146,7 +146,7 @@ impl RunningFleet {
                     }
                     Err(RecvError::Closed) => return Err(CliError::new(Exit::Internal, "the fleet stopped while it was starting")),
                 },
-                _ = ask.tick() => {
+                _ = poll.tick() => {
                     if self.is_served(&mut client).await {
                         self.progress.finish_and_clear();
                         return Ok(());

@@ -9,10 +9,10 @@ use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, text};
 
 fn load(fleet: &ServedFleet, model: &Path, more: &[&str]) {
     let device = device();
-    let mut order = vec!["load", model.to_str().unwrap(), "--threads", "1", "--device", &device];
-    order.extend(["--kv-tokens", "1024"].iter().chain(more));
-    let output = fleet.run_command(&order);
-    assert!(output.status.success(), "{order:?}: {}", text(&output).1);
+    let mut arguments = vec!["load", model.to_str().unwrap(), "--threads", "1", "--device", &device];
+    arguments.extend(["--kv-tokens", "1024"].iter().chain(more));
+    let output = fleet.run_command(&arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
 }
 
 fn unload(fleet: &ServedFleet, name: &str) {
@@ -20,14 +20,14 @@ fn unload(fleet: &ServedFleet, name: &str) {
     assert!(output.status.success(), "{name}: {}", text(&output).1);
 }
 
-fn ask(http: &HttpClient, model: &str) -> (u16, String) {
+fn complete(http: &HttpClient, model: &str) -> (u16, String) {
     let body = json!({"model": model, "prompt": "def add(a, b):\n", "max_tokens": 48, "temperature": 0});
     http.post("/v1/completions", &body)
 }
 
 /// Returns the model's greedy text as soon as the model is served.
 fn answer(http: &HttpClient, model: &str) -> String {
-    let served = || ask(http, model);
+    let served = || complete(http, model);
     let whole = eventually(model, || Some(served()).filter(|(status, _)| *status == 200));
     let whole: Value = serde_json::from_str(&whole.1).unwrap();
     assert_eq!(whole["model"], model);
@@ -51,7 +51,7 @@ fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
     let text = answer(&http, "first");
     assert_eq!(answer(&http, "second"), text);
     unload(&fleet, "first");
-    eventually("no worker serves the first", || (ask(&http, "first").0 != 200).then_some(()));
+    eventually("no worker serves the first", || (complete(&http, "first").0 != 200).then_some(()));
     assert_eq!(answer(&http, "second"), text, "its worker is its own");
     fleet.stop();
 }
