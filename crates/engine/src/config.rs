@@ -147,7 +147,7 @@ impl EngineConfig {
         Ok(layout)
     }
 
-    /// How large the steps get: the limits that the engine's model is built with.
+    /// The step limits that the engine's model must be built with.
     pub fn model_limits(&self, vocab_size: usize) -> models::ForwardLimits {
         models::ForwardLimits {
             rows_max: self.step_tokens,

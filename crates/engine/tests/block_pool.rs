@@ -1,4 +1,5 @@
-//! The block pool against a small model of it: vectors and linear search instead of links and an index.
+//! The block pool against a simple model of it: vectors and linear search instead of links and an
+//! index.
 
 use engine::kv::block_key::{BlockId, BlockKey, NULL_BLOCK};
 use engine::kv::block_pool::BlockPool;
@@ -12,14 +13,14 @@ const BLOCKS: usize = 7;
 #[derive(Clone, Debug)]
 enum PoolOperation {
     Allocate,
-    /// Of the n-th held block.
+    /// Retains the n-th block in use.
     Retain(usize),
     Release(usize),
     CacheInsert(usize, u8),
     CacheRemove(usize),
     LookupAndRetain(u8),
     Reset,
-    /// The reader of events looks.
+    /// The subscriber reads events.
     ReadEvents,
 }
 
@@ -38,11 +39,11 @@ fn operation() -> impl Strategy<Value = PoolOperation> {
 }
 
 fn hash(value: u8) -> BlockKey {
-    // The same content in two groups is two names.
+    // Equal content in two groups has two keys.
     BlockKey { hash: BlockHash::from([value / 2; 32]), group: value % 2 }
 }
 
-/// Applies what happened since event `next` to what is known.
+/// Applies the events from number `next` on to the known keys.
 fn read(pool: &BlockPool, next: &mut u64, known: &mut HashSet<BlockKey>) {
     let update = pool.events_since(*next);
     for event in update.events {
@@ -55,11 +56,11 @@ fn read(pool: &BlockPool, next: &mut u64, known: &mut HashSet<BlockKey>) {
     *next = update.next;
 }
 
-/// What the pool should be.
+/// The expected state of the pool.
 struct PoolModel {
-    /// Front: taken next.
+    /// Front: allocated next.
     free: Vec<BlockId>,
-    /// One entry per holder.
+    /// One entry for each user.
     held: Vec<BlockId>,
     names: Vec<Option<u8>>,
     evictions: u64,
@@ -69,7 +70,7 @@ impl PoolModel {
     fn release(&mut self, index: usize) {
         let block = self.held.remove(index);
         if !self.held.contains(&block) {
-            // What cannot be found is taken first, what can be last.
+            // Blocks without a key are allocated first, cached blocks last.
             match self.names[block as usize] {
                 Some(_) => self.free.push(block),
                 None => self.free.insert(0, block),
@@ -100,7 +101,7 @@ proptest! {
             evictions: 0,
         };
         let (mut next, mut known) = (FULL_SNAPSHOT, HashSet::new());
-        // The last look is at the end.
+        // The subscriber reads once more at the end.
         for operation in operations.into_iter().chain([PoolOperation::ReadEvents]) {
             match operation {
                 PoolOperation::Allocate => {

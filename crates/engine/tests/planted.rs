@@ -1,8 +1,10 @@
-//! The storm finds bugs: ten are planted, one at a time, and each is found, by the invariant that is there for it.
+//! Planted bugs: the simulation must find each of ten bugs, through the invariant that exists for
+//! it.
 //!
-//! Blocks, sequences and drafts are the engine's own sources, compiled here once more over doubles of admission, pool, queue
-//! and scheduler, which stand on the engine's own too. A double passes every call on, except the one that its bug is about.
-//! docs/decisions/0007 describes them.
+//! Block tables, sequences and drafts are the engine's own sources, compiled a second time over
+//! doubles of admission control, block pool, waiting queue and scheduler. A double forwards every
+//! call to the real type, except where its planted bug acts. docs/decisions/0007 describes the
+//! bugs.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 #![expect(dead_code, unreachable_pub, reason = "the engine's sources offer more than the storm asks for")]
@@ -20,25 +22,25 @@ use std::cell::Cell;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
     None,
-    /// One block in a thousand is not given back.
+    /// One release in a thousand is lost.
     Leak,
-    /// A block that two hold is free when the first gives it back.
+    /// A block with two users is free after the first release.
     DoubleFree,
-    /// A block that is taken for something else can still be found by its old content.
+    /// A lookup still finds a reallocated block by its old key.
     StaleName,
-    /// Blocks of a failed step stay findable.
+    /// Blocks of a failed step stay in the prefix cache.
     FailedStepIsFound,
-    /// A fork writes into the block that it shares.
+    /// A fork writes into a shared block.
     NoCopyOnWrite,
-    /// Who is preempted goes to the end of the line.
+    /// A preempted sequence goes to the end of the queue.
     LostPlace,
-    /// Now and then the draft behind the last right one counts too.
+    /// Sometimes a draft token after the last right one is accepted.
     OneDraftTooMany,
-    /// Now and then a tenant's place in the queue stays taken when its request leaves that.
+    /// Sometimes a tenant's waiting count is not reduced when its request leaves the queue.
     TenantLeak,
-    /// Some of what is cached is never found, and so computed again.
+    /// Lookups miss some cached blocks, which are then recomputed.
     Forgetful,
-    /// Now and then the second in line goes first.
+    /// Sometimes the second sequence in the queue is admitted first.
     Overtakes,
 }
 
@@ -51,13 +53,13 @@ fn is(bug: Bug) -> bool {
     BUG.get() == bug
 }
 
-/// One call in `n`.
+/// True for one call in `n`.
 fn now_and_then(n: u64) -> bool {
     CALLS.set(CALLS.get() + 1);
     CALLS.get().is_multiple_of(n)
 }
 
-/// The first seed with which the storm stops for that reason, and all that is said.
+/// The first seed for which the simulation stops with this reason, and its message.
 fn find(bug: Bug, reason: &str, seeds: u64) -> Option<(u64, String)> {
     let reason = reason.to_owned();
     let hunt = move || {
@@ -69,7 +71,7 @@ fn find(bug: Bug, reason: &str, seeds: u64) -> Option<(u64, String)> {
     std::thread::spawn(hunt).join().unwrap()
 }
 
-/// Each bug, and what the invariant says that is there for it.
+/// Each bug, and the message of the invariant that finds it.
 const BUGS: [(Bug, &str); 10] = [
     (Bug::Leak, "has reference count"),
     (Bug::DoubleFree, "reference count"),
@@ -85,7 +87,7 @@ const BUGS: [(Bug, &str); 10] = [
 
 #[test]
 fn every_planted_bug_is_found() {
-    // What is found is told below, once.
+    // The test prints each finding once, below.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let found = BUGS.map(|(bug, reason)| (bug, reason, find(bug, reason, 200)));

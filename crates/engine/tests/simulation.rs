@@ -1,5 +1,6 @@
-//! Admission, scheduler, block pool and drafts in a seeded storm (`storm/mod.rs` says what is checked): a million steps
-//! here, a hundred million by `cargo xtask nightly`. A failure names its seed.
+//! Simulation of admission, scheduler, block pool and drafts with seeded random requests.
+//! `storm/mod.rs` lists what is checked. `cargo test` runs a million steps, `cargo xtask nightly` a
+//! hundred million. A failure names its seed.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -19,7 +20,7 @@ fn run(seeds: impl Iterator<Item = u64>) -> StormCounts {
     total
 }
 
-/// Otherwise the storm tests nothing.
+/// Checks that the simulation reached every interesting case.
 fn check(total: StormCounts, seeds: usize) {
     eprintln!("{total:?}");
     let StormCounts { finished, preempted, shared, accepted, forked, copied, .. } = total;
@@ -36,7 +37,8 @@ fn a_million_steps_break_no_invariant() {
     check(run(0..seeds as u64), seeds);
 }
 
-/// 1,003,016: a held request was admitted in a step that failed, and kept blocks that the step should have filled.
+/// 1,003,016: a paused request was admitted in a step that failed, and kept blocks that the step
+/// should have filled.
 #[test]
 fn seeds_that_found_a_bug_find_none() {
     run([1_003_016].into_iter());
@@ -47,7 +49,7 @@ fn seeds_that_found_a_bug_find_none() {
 fn nightly_a_hundred_million_steps_break_no_invariant() {
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get() as u64);
     let seeds = 100_000_000 / STEPS_PER_SEED;
-    // Others than those of every day.
+    // Other seeds than those of `cargo test`.
     let of =
         |thread: u64| move || run((1_000_000 + thread..1_000_000 + seeds as u64).step_by(threads as usize));
     let running: Vec<_> = (0..threads).map(|thread| std::thread::spawn(of(thread))).collect();

@@ -1,4 +1,4 @@
-//! The bounds that the queue's head states.
+//! The bounds that the module documentation of the waiting queue states.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -63,7 +63,7 @@ fn a_burst_of_one_tenant_does_not_hold_up_another() {
     harness.admit();
     harness.admit();
     let other = harness.arrive(2, 0, 100);
-    // One of the burst has the same tag and came before.
+    // One request of the burst has the same tag and arrived before.
     let places = (1..).find(|_| harness.admit().unwrap().sequence_id == other).unwrap();
     assert!(places <= 2, "admitted as number {places}");
 }
@@ -85,7 +85,7 @@ proptest! {
     #[test]
     fn tenants_that_always_wait_get_equal_work(
         tenants in 2..6_u64,
-        // Of each tenant: requests of one are all small, all large, or any.
+        // By tenant: its requests are all small, all large, or mixed.
         largest in prop::collection::vec(prop_oneof![Just(1_u64), Just(200), 1..200_u64], 6),
         shares in prop::collection::vec(any::<prop::sample::Index>(), 40..300),
     ) {
@@ -127,7 +127,8 @@ proptest! {
     ) {
         let mut harness = QueueHarness::default();
         let mut seen = HashSet::new();
-        // Those that wait of tenants that came for the first time: how often each other tenant has passed them.
+        // Waiting sequences that are the first of their tenant: how often each other tenant
+        // overtook them.
         let mut firsts: HashMap<SequenceId, (u64, i32, HashMap<u64, u32>)> = HashMap::new();
         let mut strangers = 100;
         for (tenant, priority, cost, then) in events {
@@ -137,7 +138,7 @@ proptest! {
                 firsts.insert(sequence_id, (tenant, priority, HashMap::new()));
             }
             if then == 3 {
-                // Somebody gives up.
+                // A client cancels.
                 let gone = *harness.live.keys().min().unwrap();
                 harness.leave(gone);
                 firsts.remove(&gone);

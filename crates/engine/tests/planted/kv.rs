@@ -1,4 +1,4 @@
-//! The engine's KV cache, with a double of its block pool.
+//! The engine's KV cache with a double of the block pool.
 
 #[path = "../../src/kv/block_key.rs"]
 pub(crate) mod block_key;
@@ -23,7 +23,7 @@ pub(crate) mod block_pool {
     #[derive(Debug)]
     pub struct BlockPool {
         real: real_block_pool::BlockPool,
-        /// Names that blocks had when they were taken.
+        /// Keys that blocks had when they were reallocated.
         stale: HashMap<[u8; 33], BlockId>,
         keys: HashMap<BlockId, [u8; 33]>,
     }
@@ -72,7 +72,7 @@ pub(crate) mod block_pool {
                 return None;
             }
             let stale = self.stale.get(&key_bytes(key)).copied().filter(|_| is(Bug::StaleName));
-            // Held now, so that holding it once more is possible.
+            // Only blocks in use, so that they can be retained once more.
             self.real.lookup(key).or(stale.filter(|&block| !self.real.is_free(block)))
         }
 

@@ -1,4 +1,4 @@
-//! The engine's scheduling, with doubles of admission, queue and scheduler.
+//! The engine's scheduling with doubles of admission control, waiting queue and scheduler.
 
 #[path = "../../src/schedule/budget.rs"]
 pub(crate) mod budget;
@@ -24,7 +24,7 @@ pub(crate) mod admission {
     use crate::{Bug, is, now_and_then};
     use std::time::Duration;
 
-    /// Nobody's.
+    /// A tenant without requests.
     const OTHER: u64 = u64::MAX;
 
     #[derive(Debug)]
@@ -81,7 +81,8 @@ pub(crate) mod scheduler {
         pub fn accept_draft(&mut self, sequence_id: SequenceId, position: usize, token: u32) -> bool {
             let drawn =
                 self.sequence(sequence_id).and_then(|sequence| sequence.tokens().get(position).copied());
-            // Another guess is taken for what was drawn: the row behind it is one of another text.
+            // Takes another token for the sampled one, so that a row of a different text is
+            // accepted.
             let wrong = drawn.filter(|&drawn| drawn != token && is(Bug::OneDraftTooMany) && now_and_then(20));
             self.0.accept_draft(sequence_id, position, wrong.unwrap_or(token))
         }

@@ -1,18 +1,24 @@
-//! AdmissionControl, scheduler, block pool and drafts under a seeded storm of arrivals, cancels, holds, failed steps, crashes and
-//! pressure, without a model; every invariant is checked at every step.
+//! A seeded storm over admission control, scheduler, block pool and drafts, without a model:
+//! arrivals, cancels, pauses, failed steps, crashes and memory pressure. Every invariant is checked
+//! at every step.
 //!
-//! Beside the scheduler's own integrity:
-//! - rows within the budgets; each chunk the next rows of its sequence, none computed twice without a preemption; every
-//!   decode that is not held moves.
-//! - content: the storm keeps what each place of each block holds, writes what the plan writes and copies, and every key
-//!   that a row reads is the one of its own sequence's text and salt.
-//! - no block is written while another sequence holds it, unless that one found it by its content in this step.
-//! - a sequence whose row is there and whose token is drawn some steps later stands still, through preemptions too.
-//! - a draft counts if it was drawn, for its own sequence, and leaves nothing behind if not.
-//! - nobody who waits is passed more often than the queue's bounds say, nor whom the step could have used.
-//! - what can be found, or is about to be, is not computed again.
-//! - who follows the pool's events, often or seldom, knows what can be found.
-//! - at the end all have ended and every block is free.
+//! Besides the scheduler's own integrity check:
+//!
+//! 1. Rows stay within the budgets. Each chunk has the next rows of its sequence, and none is
+//!    computed twice without a preemption. Every decode that is not paused gets a row.
+//! 2. The storm records the content of every slot of every block, and carries out what the plan
+//!    writes and copies. Every key that a row reads belongs to the text and salt of its own
+//!    sequence.
+//! 3. No block is written while another sequence uses it, unless that sequence found it in the
+//!    prefix cache in this step.
+//! 4. A sequence whose logits are deferred stays as it is, through preemptions too.
+//! 5. A draft token is accepted if it was sampled for its own sequence. A rejected one leaves
+//!    nothing behind.
+//! 6. No waiting sequence is overtaken more often than the bounds of the queue allow, or while the
+//!    step could have used it.
+//! 7. Tokens that are cached, or are about to be, are not computed again.
+//! 8. Subscribers to the pool's events know the cached keys, whether they read often or seldom.
+//! 9. At the end all requests have ended and every block is free.
 
 mod content;
 mod event_subscribers;
@@ -40,7 +46,7 @@ use waits::WaitRecord;
 pub(crate) const STEPS_PER_SEED: usize = 1_000;
 const LIVE_MAX: usize = 40;
 const TOKENS_MAX: usize = 71;
-/// Tenants from here on come once.
+/// Tenants from this number on come once.
 const FIRST_STRANGER: u64 = 1000;
 
 /// Splitmix64: a fixed sequence for each seed.
@@ -72,33 +78,33 @@ struct StormRequest {
     kind: SequenceKind,
     priority: i32,
     tenant: u64,
-    /// The first of its tenant with its priority, and not to be scored.
+    /// The first request of its tenant with its priority, and not one to be scored.
     first: bool,
-    /// Which of the seed's scopes.
+    /// Index among the seed's scopes.
     scope: usize,
-    /// Never drafted for, and its tokens may be drawn late.
+    /// Has a constraint: gets no drafts, and its logits may be deferred.
     constrained: bool,
-    /// Its last row is computed, its next token not drawn.
+    /// Its logits are deferred.
     late: bool,
-    /// How often its drafts were right.
+    /// Acceptance rate of its drafts.
     acceptance: AcceptanceEstimate,
     tokens: Vec<u32>,
-    /// What stands for keys and values of each position: a hash of all tokens up to it.
+    /// A stand-in for keys and values of each position: a hash of all tokens up to it.
     keys: Vec<u64>,
     tokens_max: usize,
-    /// Rows of its own that must be computed before a row may be: follows the plans, not the scheduler.
+    /// Rows that must be computed before the next row. Follows the plans, not the scheduler.
     computed: usize,
     /// Order of arrival.
     age: u64,
-    /// It has had no rows since it was admitted.
+    /// Admitted, without rows so far.
     admitted: bool,
-    /// Never admitted: holds a place in the queue.
+    /// Waits for its first admission.
     queued: bool,
     wait: Option<WaitRecord>,
     arrived: usize,
 }
 
-/// What happened, so that a test can see that it did.
+/// Counts of what happened, so that a test can check its reach.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct StormCounts {
     pub(crate) finished: usize,
@@ -111,15 +117,15 @@ pub(crate) struct StormCounts {
     pub(crate) crashes: usize,
     pub(crate) late: usize,
     pub(crate) evictions: u64,
-    /// Events of the pool that readers were told.
+    /// Pool events that subscribers read.
     pub(crate) told: usize,
-    /// How often one of them had missed too many.
+    /// Snapshots, because a subscriber had missed too many events.
     pub(crate) behind: usize,
-    /// How often one that waits for a prefix in progress let another go first.
+    /// Sequences skipped because their prefix was being computed.
     pub(crate) passed: usize,
     /// Cached blocks at admissions.
     pub(crate) found: usize,
-    /// Steps of a request from arrival to end.
+    /// Most steps of a request from arrival to end.
     pub(crate) longest: usize,
 }
 
@@ -152,25 +158,25 @@ pub(crate) struct Storm {
     admission: AdmissionControl,
     bounds: QueueLimits,
     live: BTreeMap<SequenceId, StormRequest>,
-    /// Lost in a crash, on their way back.
+    /// Requests lost in a crash, to be submitted again.
     returning: Vec<StormRequest>,
-    /// By block, then by place in it.
+    /// By block, then by slot in it.
     cells: Vec<u64>,
     ages: u64,
     /// The last tenant that came once.
     strangers: u64,
-    /// Priority and tenant of those who have come since the last crash.
+    /// Priorities and tenants that arrived since the last crash.
     seen: BTreeSet<(i32, u64)>,
     scopes: [Scope; 2],
     backend: Reference,
     guesser: RandomDrafter,
     speculation: Speculation,
     depth_max: usize,
-    /// Drafted tokens of the step, by chunk.
+    /// Draft tokens of the step, by chunk.
     drafts: Vec<Vec<u32>>,
     /// Drafted and accepted tokens since the last crash.
     counted: (usize, usize),
-    /// How often the text goes on as is likely.
+    /// How often the text continues with the likely token.
     likely_percent: usize,
     /// Microseconds of a step and of each row.
     cost: (usize, usize),
@@ -233,11 +239,11 @@ impl Storm {
         }
     }
 
-    /// Storm, then calm until everything that is there has ended.
+    /// Runs the storm, then a calm until every request has ended.
     pub(crate) fn run(mut self) -> StormCounts {
         let storm = STEPS_PER_SEED * 9 / 10;
         (0..storm).for_each(|step| self.step(step, true));
-        // One row a step at worst, each request recomputed as often as it is preempted.
+        // At worst one row a step, with each request recomputed as often as it is preempted.
         let patience = LIVE_MAX * TOKENS_MAX * 10;
         let mut step = storm;
         while !self.live.is_empty() || !self.returning.is_empty() {
@@ -300,10 +306,10 @@ impl Storm {
         self.scheduler.check_integrity().unwrap_or_else(|broken| panic!("{broken}"));
     }
 
-    /// What comes from outside.
+    /// Events from outside the engine.
     fn happen(&mut self, step: usize) {
         while self.live.len() + self.returning.len() < LIVE_MAX && self.random.one_in(2) {
-            // Several choices of one prompt come together.
+            // Several choices of one prompt arrive together.
             let choices = if self.random.one_in(2) { 1 + self.random.below(5) } else { 1 };
             let request = self.request();
             (0..choices).for_each(|_| self.arrive(&request, step));
@@ -406,7 +412,7 @@ impl Storm {
         self.live.values().filter(|live| live.queued && live.tenant == tenant).count()
     }
 
-    /// The process dies; what it had comes again to an empty cache, as the router resumes it.
+    /// The process dies. Its requests arrive again with an empty cache, as the router resumes them.
     fn crash(&mut self) {
         self.summary.crashes += 1;
         self.summary.evictions += self.scheduler.pool().evictions();
@@ -431,7 +437,7 @@ impl Storm {
         }
     }
 
-    /// As many of the lost ones as there are places for, in order.
+    /// Submits lost requests again, in order, up to the queue limit.
     fn come_back(&mut self) {
         for live in std::mem::take(&mut self.returning) {
             match self.admission.try_enter(live.priority, live.tenant) {
@@ -475,7 +481,8 @@ impl Storm {
         let prompt_rows = plan.rows - plan.decode_rows - plan.draft_rows;
         let most = if decode_moves { beside.max(1) } else { usize::MAX }.min(self.limits.step_tokens);
         assert!(prompt_rows <= most, "{prompt_rows} rows of prompts beside decodes");
-        // More than half, or than a block, goes to a prompt that is not completed only when all in progress have rows.
+        // A prompt that is not completed gets more than half of the rows, or than a block, only if
+        // all prefills have rows.
         let half = (most / 2).max(self.limits.block_tokens);
         let greedy = plan.chunks.iter().any(|c| c.outputs == ChunkOutputs::None && c.rows > half);
         let has_rows =
@@ -490,7 +497,8 @@ impl Storm {
             assert!(rows > 0);
             assert!(sequence.state == SequenceState::Running);
             let live = self.live.get_mut(&sequence_id).unwrap();
-            // Rows follow each other, but for blocks that are found. Only the first ones of an admission start over.
+            // Rows follow each other, except for cached blocks. Only the first rows of an admission
+            // start over.
             let found = start % self.limits.block_tokens == 0 && self.limits.prefix_cache;
             let follows = start == live.computed || (found && start > live.computed);
             let starts_over = std::mem::take(&mut live.admitted) && (found || start == 0);
@@ -525,7 +533,7 @@ fn next_key(parent: u64, token: u32) -> u64 {
     mix(parent ^ u64::from(token).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1 << 63)
 }
 
-/// Runs one seed; what was broken, if something was.
+/// Runs one seed. An error says which invariant is broken.
 pub(crate) fn run(seed: u64) -> Result<StormCounts, String> {
     std::panic::catch_unwind(|| Storm::new(seed).run()).map_err(|cause| {
         let text = cause.downcast_ref::<String>().cloned();
