@@ -172,7 +172,7 @@ proptest! {
 }
 
 #[test]
-fn a_cached_block_that_is_held_again_is_not_evicted() {
+fn a_cached_block_that_is_retained_again_is_not_evicted() {
     let mut pool = BlockPool::new(2);
     let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
     pool.cache_insert(a, hash(1));
@@ -185,7 +185,7 @@ fn a_cached_block_that_is_held_again_is_not_evicted() {
 }
 
 #[test]
-fn removing_one_of_two_twins_leaves_the_other_findable() {
+fn removing_one_of_two_duplicates_leaves_the_other_cached() {
     let mut pool = BlockPool::new(2);
     let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
     pool.cache_insert(a, hash(1));
@@ -206,7 +206,7 @@ fn integrity_check_finds_a_leak() {
 }
 
 #[test]
-fn twins_are_stored_and_removed_once() {
+fn duplicates_log_one_stored_and_one_removed_event() {
     let mut pool = BlockPool::new(9);
     let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
     pool.cache_insert(a, hash(1));
@@ -222,7 +222,7 @@ fn twins_are_stored_and_removed_once() {
 }
 
 #[test]
-fn who_has_missed_more_events_than_there_are_blocks_begins_anew() {
+fn a_subscriber_that_missed_more_events_than_blocks_gets_a_snapshot() {
     let mut pool = BlockPool::new(3);
     assert_eq!((pool.next_event_number(), pool.events_since(1).events), (1, vec![]));
     let block = pool.allocate().unwrap();

@@ -223,7 +223,7 @@ fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> Generate
 }
 
 #[test]
-fn whoever_has_a_late_constraint_waits_alone_and_draws_the_same() {
+fn a_request_with_a_pending_mask_waits_alone_and_samples_the_same() {
     let mut engine = engine(80, 4);
     let late = alternating(1, 5, 10);
     let others: Vec<Request> = (2..5).map(|id| request(id, vec![id as u32; 6], 40)).collect();
@@ -260,7 +260,7 @@ fn whoever_has_a_late_constraint_waits_alone_and_draws_the_same() {
 
 /// Late now and then, short of blocks, and with equal prompts that are forked: every token is the same.
 #[test]
-fn late_constraints_change_no_token_under_pressure() {
+fn pending_masks_change_no_token_under_memory_pressure() {
     let mut requests: Vec<Request> =
         (0..24).map(|id| alternating(id, 3 + id as usize % 9, id as u32 % 3 * 4)).collect();
     for choice in 0..4 {
@@ -287,7 +287,7 @@ fn late_constraints_change_no_token_under_pressure() {
 }
 
 #[test]
-fn a_late_request_ends_by_cancellation_deadline_and_its_constraints_own_bound() {
+fn a_request_with_a_pending_mask_ends_by_cancellation_deadline_or_mask_timeout() {
     let mut engine = engine(40, 4);
     let mut out = Vec::new();
     let step = |engine: &mut Engine<Reference>, seconds, out: &mut Vec<_>| {

@@ -151,7 +151,7 @@ fn check_variants<B>(
 }
 
 #[test]
-fn reference_gives_the_same_tokens_in_any_company() {
+fn reference_gives_the_same_tokens_with_any_batch_neighbours() {
     let file = ModelFile::open(&tree_data().join("qwen3.Q4_K_M.gguf")).unwrap();
     let vocab_size = file.description().unwrap().vocab_size as u32;
     let prompts: Vec<Vec<u32>> = (0..6_u32)
@@ -204,7 +204,7 @@ fn pycoder(name: &str) -> (ModelFile, Vec<Transcript>) {
 }
 
 #[test]
-fn sixty_four_requests_give_the_same_tokens_in_any_company() {
+fn sixty_four_requests_give_the_same_tokens_with_any_batch_neighbours() {
     let (file, transcripts) = pycoder("pycoder-7m-q8_0");
     // Prompts of 20 to 60 tokens, the longer ones going on where the shorter end.
     let prompts: Vec<Vec<u32>> = (0..16)

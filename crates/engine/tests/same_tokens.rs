@@ -206,7 +206,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn tokens_do_not_depend_on_company(
+    fn tokens_do_not_depend_on_batch_neighbours(
         config in config(),
         requests in prop::collection::vec(one_request(), 1..16),
         gaps in prop::collection::vec(0..4_usize, 16),

@@ -120,7 +120,7 @@ fn prompts_get_so_many_rows_as_streams_can_bear() {
 
 /// Whatever part of the prefix a step can hold, it is computed once, and kept once.
 #[test]
-fn requests_with_a_common_prefix_wait_for_whoever_computes_it() {
+fn requests_with_a_common_prefix_wait_for_the_one_that_computes_it() {
     const PREFIX: usize = 128;
     const OWN: usize = 6;
     const COUNT: usize = 32;
@@ -152,7 +152,7 @@ fn requests_with_a_common_prefix_wait_for_whoever_computes_it() {
 }
 
 #[test]
-fn who_comes_first_in_rank_does_not_wait_for_what_another_computes() {
+fn the_first_in_rank_does_not_wait_for_a_prefix_of_another() {
     let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 16, ..limits() }, 1000);
     let add = |scheduler: &mut Scheduler, priority| {
         add_as(scheduler, SequenceKind::Generate, priority, prompt(1, 200), 201, &Scope::default())
@@ -166,7 +166,7 @@ fn who_comes_first_in_rank_does_not_wait_for_what_another_computes() {
 }
 
 #[test]
-fn who_waits_for_a_prefix_in_progress_is_passed_until_its_turn_by_age() {
+fn a_sequence_that_waits_for_a_prefix_is_skipped_until_its_oldest_first_turn() {
     let mut scheduler =
         Scheduler::new(SchedulerLimits { step_tokens: 16, running_max: 16, ..limits() }, 1000);
     let leader = add(&mut scheduler, prompt(1, 200), 201);
@@ -274,7 +274,7 @@ fn the_tail_of_a_finished_sequence_is_evicted_before_its_head() {
 }
 
 #[test]
-fn hits_that_nobody_holds_count_against_the_free_blocks() {
+fn free_blocks_of_a_prefix_hit_count_against_the_free_blocks() {
     let mut scheduler = Scheduler::new(limits(), 5);
     let first = add(&mut scheduler, prompt(1, 12), 13);
     step(&mut scheduler);
@@ -346,7 +346,7 @@ fn the_last_running_sequence_is_preempted_and_keeps_its_place() {
 }
 
 #[test]
-fn every_decode_moves_when_who_is_preempted_was_joined_by_the_first_in_rank() {
+fn every_decode_moves_when_the_preempted_leader_had_followers_of_first_rank() {
     let small =
         SchedulerLimits { block_tokens: 1, step_tokens: 5, running_max: 5, can_fork: true, ..limits() };
     let mut scheduler = Scheduler::new(small, 31);
@@ -530,7 +530,7 @@ fn equal_prompts_are_computed_once_and_the_last_block_is_copied_on_write() {
 }
 
 #[test]
-fn who_joined_a_prompt_that_is_cancelled_computes_it() {
+fn a_follower_of_a_cancelled_leader_computes_the_prompt() {
     let mut scheduler = Scheduler::new(SchedulerLimits { can_fork: true, step_tokens: 8, ..limits() }, 20);
     let leader = add(&mut scheduler, prompt(1, 14), 20);
     let follower = add(&mut scheduler, prompt(1, 14), 20);
@@ -582,7 +582,7 @@ fn a_state_is_found_where_a_step_ended_with_a_block() {
 }
 
 #[test]
-fn the_cache_is_reset_only_when_nobody_holds_a_block() {
+fn the_prefix_cache_is_reset_only_while_no_block_is_in_use() {
     let mut scheduler = Scheduler::new(limits(), 20);
     let sequence_id = add(&mut scheduler, prompt(1, 10), 20);
     step(&mut scheduler);

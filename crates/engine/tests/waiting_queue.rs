@@ -158,7 +158,7 @@ proptest! {
     }
 
     #[test]
-    fn nobody_is_passed_more_often_than_stated(
+    fn no_sequence_is_overtaken_more_often_than_stated(
         events in prop::collection::vec((0..4_u64, -2..3_i32, 1..300_u64, any::<bool>()), 1..300),
     ) {
         let mut harness = QueueHarness::default();

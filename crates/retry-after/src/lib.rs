@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn those_refused_are_told_the_times_at_which_it_will_be_their_turn() {
+    fn refused_requests_get_successive_retry_times() {
         let (mut estimator, now) = measured(2.0);
         let told: Vec<u64> = (0..3).map(|_| estimator.estimate(at(now), 5, 1).as_secs()).collect();
         assert_eq!(told, [12, 14, 16], "five wait, one place in two seconds");
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_times_say_nothing_of_the_pace() {
+    fn idle_time_does_not_change_the_rate() {
         let (mut estimator, now) = measured(2.0);
         estimator.set_waiting(at(now), false);
         estimator.record_freed(at(now + 1000.0));

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_without_luck_is_probed_now_and_then() {
+    fn a_sequence_with_rejected_drafts_is_probed_regularly() {
         let mut acceptance = AcceptanceEstimate::default();
         let depths: Vec<usize> = (0..2 * PROBE_EVERY).map(|_| acceptance.next_depth(0, 8)).collect();
         assert_eq!(depths.iter().filter(|&&depth| depth > 0).count(), 2);

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_leave_when_they_are_not_late_any_more_and_only_once() {
+    fn deferred_rows_leave_once_when_their_mask_is_ready() {
         let mut deferred = DeferredLogits::default();
         for sequence_id in 0..6 {
             deferred.insert(SequenceId(sequence_id), 10 + sequence_id as usize, &[sequence_id as f32]);

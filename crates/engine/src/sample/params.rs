@@ -1,4 +1,4 @@
-//! Sampling parameters of one request, and what is refused in them.
+//! Sampling parameters of one request and their validation.
 
 use sampling_params::{
     DRY_BASE, DRY_MULTIPLIER, DYNATEMP_EXPONENT, DYNATEMP_RANGE, FREQUENCY_PENALTY, FloatBounds,
@@ -6,7 +6,7 @@ use sampling_params::{
     REPETITION_PENALTY, TEMPERATURE, TOP_N_SIGMA, TOP_P, TYPICAL_P, XTC_PROBABILITY, XTC_THRESHOLD,
 };
 
-/// Defaults draw from the model's own distribution. The order in which they act is in `sampler`.
+/// The defaults sample from the model's own distribution. `sampler` lists the order of processing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 takes the token of the highest logit after bias and penalties, the lowest id among equals.

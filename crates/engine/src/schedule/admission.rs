@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn each_class_leaves_a_floor_to_those_before_it() {
+    fn each_priority_leaves_capacity_to_higher_ones() {
         let mut admission = admission();
         (0..14).for_each(|tenant| admission.try_enter(1, tenant).unwrap());
         let low = admission.try_enter(1, 99).unwrap_err();
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_refused_are_told_times_one_after_the_other_at_the_pace_of_late() {
+    fn refused_requests_get_successive_retry_times_at_the_measured_rate() {
         let mut admission = measured();
         assert_eq!([told(&mut admission), told(&mut admission), told(&mut admission)], [12, 16, 20]);
         one_gets_in(&mut admission, 84);
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_times_say_nothing_of_the_pace() {
+    fn idle_time_does_not_change_the_rate() {
         let mut admission = measured();
         // Both requests leave. An hour later, new requests are admitted in their first step.
         let later = |second: u64| Duration::from_secs(3600 + second);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn promises_are_forgotten_when_their_time_has_passed() {
+    fn the_backlog_expires() {
         let mut admission = measured();
         (0..100).for_each(|_| _ = told(&mut admission));
         (21..=40).for_each(|k| one_gets_in(&mut admission, 4 * k));
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_at_its_own_bound_is_told_its_own_time() {
+    fn a_tenant_at_its_limit_gets_its_own_retry_time() {
         let mut admission = AdmissionControl::new(QueueLimits { queue_max: 9, tenant_queue_max: 2 });
         (0..2).for_each(|_| admission.try_enter(0, 2).unwrap());
         admission.try_enter(0, 3).unwrap();

@@ -93,7 +93,7 @@ mod tests {
     const STALL: Duration = Duration::from_millis(100);
 
     #[test]
-    fn nothing_is_known_before_a_prompt() {
+    fn prefill_is_unlimited_before_the_first_prompt() {
         let mut estimator = PrefillRateEstimator::default();
         assert_eq!(estimator.prefill_row_limit(STALL), usize::MAX);
         estimator.observe(3, 0, Duration::from_secs(1));
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn few_rows_are_added_up_before_they_are_a_pace() {
+    fn few_rows_are_added_up_before_they_are_a_sample() {
         let mut estimator = PrefillRateEstimator::default();
         // The first prompt on a slow model.
         estimator.observe(0, 5, Duration::from_secs(1));
@@ -118,7 +118,7 @@ mod tests {
         /// On any model and machine, a step with prefill and decodes takes at most this much longer
         /// than one with decodes alone.
         #[test]
-        fn prompts_lengthen_a_step_by_the_pause_or_by_the_least_rows(
+        fn prefill_lengthens_a_step_by_the_allowed_stall_or_the_lowest_limit(
             fixed in 0.0..0.05_f64,
             decode in 1e-5..0.01_f64,
             row in 1e-5..0.05_f64,
@@ -148,7 +148,7 @@ mod tests {
 
         /// Two of three consecutive steps may be slow for any reason.
         #[test]
-        fn steps_that_were_held_up_cost_prompts_nothing(
+        fn slow_steps_do_not_lower_the_limit(
             row in 1e-5..0.05_f64,
             streams in 1..64_usize,
             step_rows in 64..2048_usize,
@@ -179,7 +179,7 @@ mod tests {
 
         /// Rows become slower behind a longer context.
         #[test]
-        fn rows_that_get_dearer_are_followed(
+        fn the_limit_follows_rows_that_become_slower(
             first in 1e-5..0.01_f64,
             growth in 1.0..1.2_f64,
             streams in 1..64_usize,

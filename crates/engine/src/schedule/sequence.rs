@@ -395,7 +395,7 @@ mod tests {
     use std::mem::{offset_of, size_of};
 
     #[test]
-    fn a_decode_looks_at_one_line_of_the_cache() {
+    fn a_decode_reads_one_cache_line() {
         assert!(offset_of!(Sequence, was_admitted) < 64);
         assert!(offset_of!(Sequence, block_tokens) >= 64);
         // The `Option` needs no word of its own.

@@ -405,7 +405,7 @@ impl Storm {
         self.ages += 1;
         live.age = self.ages;
         live.first = self.seen.insert((live.priority, live.tenant)) && live.kind == SequenceKind::Generate;
-        assert!(self.live.insert(sequence_id, live).is_none(), "a sequence_id is given twice");
+        assert!(self.live.insert(sequence_id, live).is_none(), "a sequence id is used twice");
     }
 
     fn queued_of(&self, tenant: u64) -> usize {
