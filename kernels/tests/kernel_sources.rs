@@ -50,5 +50,5 @@ fn every_kernel_has_its_parameters_checked() {
             kernels += 1;
         }
     }
-    assert!(kernels >= 50, "only {kernels} kernels were found");
+    assert!(kernels >= 40, "only {kernels} kernels were found");
 }

@@ -18,6 +18,7 @@ mod launch;
 pub mod linear;
 pub mod loading;
 mod module;
+pub mod naive;
 pub mod norm;
 pub mod norm_rope_kv;
 mod planes;

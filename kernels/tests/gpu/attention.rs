@@ -4,8 +4,10 @@
 use std::ops::Range;
 
 use anyhow::{Result, ensure};
-use kernels::cuda::Cuda;
+use kernels::cuda::naive::NaiveKernels;
+use kernels::cuda::{Buffer, Cuda};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
+use quant::Block;
 
 use crate::TestGpu;
 use crate::ops::{close, filled, values};
@@ -190,6 +192,65 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &TestGpu) -> Res
             &expected.concat(),
             tolerance,
         )?;
+    }
+    Ok(())
+}
+
+/// The values that a cache of `kind` holds after `x` was written, rows of whole heads.
+fn stored(kind: KvType, head_dim: usize, x: &[f32]) -> Vec<f32> {
+    match kind {
+        KvType::F32 => x.to_vec(),
+        KvType::F16 => x.iter().map(|&x| half::f16::from_f32(x).to_f32()).collect(),
+        KvType::Bf16 => x.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect(),
+        KvType::Q8_0 => (x.chunks(head_dim))
+            .flat_map(|head| head.chunks(32))
+            .flat_map(|part| {
+                let mut whole = [0.0; 32];
+                whole[..part.len()].copy_from_slice(part);
+                let block = quant::BlockQ8_0::encode(&whole);
+                let scale = block.d.to_f32();
+                block.qs.iter().take(part.len()).map(|&q| scale * f32::from(q)).collect::<Vec<f32>>()
+            })
+            .collect(),
+    }
+}
+
+/// Long contexts of several heads, against naive.cu: the split-KV and the prefill kernel at positions
+/// where splits have several tiles.
+pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> {
+    let mut rng = TestRng::new(18);
+    let naive = NaiveKernels::new(&gpu.device);
+    let len = if gpu.small { 130 } else { 6_000 };
+    for kind in KvType::ALL {
+        for (heads, kv_heads, head_dim) in [(8, 2, 128), (6, 2, 96), (4, 1, 64)] {
+            let spec = spec(heads, kv_heads, head_dim);
+            let paged = PagedAttention::new(&mut rng, spec, kind, &[len]);
+            let on_device = |x: &[f32]| Buffer::from_host(&gpu.stream, &stored(kind, head_dim, x));
+            let (keys, values) = (on_device(&paged.keys[0])?, on_device(&paged.values[0])?);
+            for tokens in [1, 3, 100] {
+                let range = len - tokens..len;
+                let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &[vec![(0, range.clone())]])?;
+                let width = heads * head_dim;
+                let queries = Buffer::from_host(
+                    &gpu.stream,
+                    &paged.queries[0][range.start * width..range.end * width],
+                )?;
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * width)?;
+                naive.attention(
+                    &gpu.stream,
+                    &spec,
+                    queries.view(),
+                    keys.view(),
+                    values.view(),
+                    range.start,
+                    &mut out.view_mut(),
+                )?;
+                let what =
+                    format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, last {tokens} of {len}");
+                let tolerance = if kind == KvType::F32 { PLAIN_TOLERANCE } else { tile_tolerance(kind) };
+                close(&what, &found.concat(), &out.to_host(&gpu.stream)?, tolerance)?;
+            }
+        }
     }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct};
+use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
 use kernels::cuda::repack::RepackKernels;
 use kernels::cuda::{Buffer, DeviceView};
@@ -255,6 +256,71 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
                             "{dtype} {cols} x {rows}, {tokens} tokens, {method:?}: row {r} of token {t} is {found}, expected {expected}"
                         );
                     }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The values that quantised activations stand for.
+fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
+    let scaled = |d: f32, qs: &[i8]| qs.iter().map(|&q| d * f32::from(q)).collect::<Vec<f32>>();
+    Ok(match a {
+        Activations::Q8_0(blocks) => blocks.iter().flat_map(|b| scaled(b.d.to_f32(), &b.qs)).collect(),
+        Activations::Q8_1(blocks) => blocks.iter().flat_map(|b| scaled(b.d.to_f32(), &b.qs)).collect(),
+        Activations::Q8_K(blocks) => blocks.iter().flat_map(|b| scaled(b.d, &b.qs)).collect(),
+        _ => anyhow::bail!("activations of {}", a.dtype()),
+    })
+}
+
+/// Products of a real size, against naive.cu over dequantised weights and activations.
+pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let naive = NaiveKernels::new(&gpu.device);
+    let mut rng = TestRng::new(19);
+    let (cols, rows) = if gpu.small { (512, 24) } else { (4096, 1040) };
+    for dtype in TYPES {
+        let case = LinearCase::new(gpu, &mut rng, dtype, cols, rows)?;
+        let mut weights = vec![0.0; cols * rows];
+        quant::decode(dtype, &case.raw, &mut weights)?;
+        let device_weights = Buffer::from_host(&gpu.stream, &weights)?;
+        for tokens in [1, 4, 7, 33, 140] {
+            let mut input = LinearInput::new(gpu, &mut rng, dtype, tokens, cols)?;
+            let mut x = Vec::with_capacity(tokens * cols);
+            for row in input.x.chunks_exact(cols) {
+                x.extend(dequantized(&Activations::for_weight(dtype, row)?.context("no activation")?)?);
+            }
+            let device_x = Buffer::from_host(&gpu.stream, &x)?;
+            let mut expected = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+            let bias = Some(case.device_bias.view());
+            naive.matmul(
+                &gpu.stream,
+                device_weights.view(),
+                device_x.view(),
+                bias,
+                cols,
+                &mut expected.view_mut(),
+            )?;
+            let expected = expected.to_host(&gpu.stream)?;
+            let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+            let token_norms: Vec<f64> = x.chunks_exact(cols).map(norm).collect();
+            let row_norms: Vec<f64> = weights.chunks_exact(cols).map(norm).collect();
+            for method in methods(dtype, tokens) {
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
+                // Sums of Q8_1 blocks are rounded to f16 where types have minimums; all else is f32.
+                let has_minimum = matches!(dtype, DType::Q4_1 | DType::Q5_1);
+                let relative = if has_minimum { 5e-4 } else { 1e-5 };
+                for (at, (found, expected)) in out.to_host(&gpu.stream)?.iter().zip(&expected).enumerate() {
+                    let (token, row) = (at / rows, at % rows);
+                    let tolerance = relative * token_norms[token] * row_norms[row] + 1e-5;
+                    let difference = (f64::from(*found) - f64::from(*expected)).abs();
+                    ensure!(
+                        difference <= tolerance,
+                        "{dtype} {cols} x {rows}, {tokens} tokens, {method:?}: row {row} of token {token} is \
+                         {found}, the naive kernel's {expected}"
+                    );
                 }
             }
         }

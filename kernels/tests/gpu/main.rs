@@ -89,6 +89,7 @@ fn main() -> anyhow::Result<()> {
             ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
             ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
             ("linear: matrices of one launch", linear::matrices_of_one_launch),
+            ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),
             ("linear: floats are near the reference", linear::floats_are_near_the_reference),
             ("linear: embeddings are those of the host", linear::embeddings_are_decoded_as_on_the_host),
             ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
@@ -105,6 +106,10 @@ fn main() -> anyhow::Result<()> {
             (
                 "attention: long contexts, extreme scores",
                 attention::it_survives_long_contexts_and_extreme_scores,
+            ),
+            (
+                "attention: long contexts match the naive kernel",
+                attention::long_contexts_match_the_naive_kernel,
             ),
             ("attention: the range of each type", attention::it_has_the_range_of_its_type),
             (

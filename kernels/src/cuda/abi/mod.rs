@@ -25,6 +25,7 @@ pub(crate) mod elementwise;
 pub(crate) mod experts;
 pub(crate) mod kv;
 pub(crate) mod linear;
+pub(crate) mod naive;
 pub(crate) mod shortlist;
 pub(crate) mod tiles;
 
@@ -33,12 +34,13 @@ pub(crate) use header::{CudaType, FieldLayout, Header, KernelArguments};
 
 /// The generated headers.
 #[allow(dead_code, reason = "for build.rs and the tests")]
-pub(crate) const HEADERS: [Header; 7] = [
+pub(crate) const HEADERS: [Header; 8] = [
     attention::HEADER,
     elementwise::HEADER,
     experts::HEADER,
     kv::HEADER,
     linear::HEADER,
+    naive::HEADER,
     shortlist::HEADER,
     tiles::HEADER,
 ];
