@@ -1,23 +1,44 @@
-// Causal attention over a paged cache of keys and values: out = sum_p softmax_p(scale * query . key_p) * value_p.
+// Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p.
 //
-// Order of a row's sums, whatever kernel computes it and whatever shares the step (invariant I5). Keys are visited in
-// position order in tiles of 64. Tiles are grouped into splits of S keys at absolute multiples of S, where S depends on
-// the row's own position alone: 64 below 2,048, twice that for every doubling, so that a row has at most 32 splits. Inside
-// a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights rounded to f16, sums in f32; the
-// sum of weights is one more column of the product. Splits are merge_dimension in ascending order by `SplitMerge::update`.
+//   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes partial results
+//   attention_merge       merges the partial results of a row and head; *_q8_0, _q8_1 and _q8_k also quantise the row
+//                         into activation tiles, as quantize.cu does
+//   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
+//   attention_scalar_*    f32 caches and shapes without a tensor-core kernel (attention/scalar.cuh)
 //
-//   attention_split_kv_*  decode rows and short chunks (attention/split_kv.cuh); writes partials
-//   attention_merge    merges the partials of a row and head; *_q8_0 and its like also round the row into act_tiles, as
-//                      quantize.cu does
-//   attention_prefill_*  long chunks (attention/prefill.cuh)
-//   attention_scalar_*  f32 caches and shapes without a tile kernel (attention/scalar.cuh)
+// Query heads of a KV head share one tile: pair i is token i / group, head i % group.
 //
-// Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu, attention_q8_0.cu), loaded where there is
-// such a cache; partials of all are merge_dimension by the kernels here.
+//         keys of a sequence, in position order                       one block of split_kv: 4 warps
+//   +--------+--------+--------+--------+---              S = Q K^T, 16 pairs x 64 keys      O += P V, 16 pairs x DIM
+//   | tile 0 | tile 1 | tile 2 | tile 3 | ...             +------+------+------+------+      +------+------+------+------+
+//   | 64 keys|        |        |        |                 | w0   | w1   | w2   | w3   |  ->  | w0   | w1   | w2   | w3   |
+//   +--------+--------+--------+--------+---              |16keys|      |      |      |  P   |DIM/4 |      |      |      |
+//   |<---- split 0 -->|<---- split 1 -->|                 +------+------+------+------+      +------+------+------+------+
+//                                                          max over warps by shared memory    no sum crosses a warp
 //
-// Query heads of a kv head stand in one tile: pair i is token i / group, head i % group. Keys beyond a tile's last token
-// are not loaded (zeros instead): what stands there may be unmapped or not finite.
-// Limit: decode, bytes of the cache; chunks, tensor cores and the f32 splits between two products. Measured on an H200 with 32
+//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each:
+//     cp.async    tile 0 -> stage 0 | tile 1 -> stage 1 | tile 2 -> stage 0 | ...
+//     MMA                             tile 0              tile 1              tile 2
+//     block table                     address of tile 3   of tile 4           of tile 5
+//
+//   A prefill block has 64 pairs: each warp computes 16 pairs against all 64 keys of a tile, keeps O in registers, and merges
+//   splits there. The fragments of mma.m16n8k16 come from shared memory by ldmatrix; a lane 4 g + t holds rows g and g + 8.
+//
+// Order of a row's sums, whatever kernel computes it and whatever shares the step (invariant I5):
+//
+// 1. Keys are visited in position order in tiles of 64.
+// 2. Tiles are grouped into splits of S keys at absolute multiples of S. S depends on the row's own position alone: 64 below
+//    2,048, twice that for every doubling, so that a row has at most 32 splits.
+// 3. Inside a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights rounded to f16, sums in f32.
+//    The sum of weights is one more column of the product.
+// 4. Splits are merged in ascending order by `SplitMerge::update`.
+//
+// Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu, attention_q8_0.cu), which are loaded where
+// there is such a cache. The kernels here merge the partial results of all types.
+//
+// Keys beyond a tile's last token are not loaded (zeros instead): their memory may be unmapped, or hold values that are not
+// finite.
+// Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products. Measured on an H200 with 32
 // heads on 8 of 128: one row at 16,000 keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/prefill.cuh"

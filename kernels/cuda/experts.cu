@@ -1,15 +1,18 @@
-// Mixture of experts around its products (experts_*.cu): which experts a row goes through, which rows an expert works on,
-// and the sum of what they made.
+// Mixture of experts around its products (experts_*.cu): routing, sorting, and the weighted sum.
 //
-//   expert_topk_softmax   a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
-//                   sorted_pairs (a tie goes to the lower index), their probabilities divided by their sum
-//   expert_sort_pairs    one block: (row, rank) pairs in sorted_pairs of experts, cut into groups of pairs of one expert
-//   expert_quantize_*  the rows of pairs as act_tiles, in that sorted_pairs: quantize.cu's params
-//   expert_combine  out[r] = sum of probability times contribution, in rank sorted_pairs
+//   expert_topk_softmax  a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
+//                        order (a tie goes to the lower index), their probabilities divided by their sum
+//   expert_sort_pairs    one block: (row, rank) pairs in the order of experts, divided into groups of pairs of one expert
+//   expert_quantize_*    the rows of pairs as activation tiles, in that order: quantize.cu's work
+//   expert_combine       out[r] = sum of probability times contribution, in rank order
 //   expert_matvec_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
 //
-// Pair p is rank p % used of row p / used; its slot is its place in the sorted_pairs of experts. Grouping decides who reads an
-// expert's weights together, never a result.
+//   pairs          0     1     2     3     4     5        pair p is rank p % used of row p / used
+//   experts        7     2     2     7     0     2
+//   sorted_pairs   4 | 1  2  5 | 0  3                     slot = place in the order of experts
+//   groups         e0  e2        e7                       matmul: each expert begins a new activation tile of 8 slots
+//
+// Grouping decides which blocks read an expert's weights; it never changes a result.
 // Limit: latency; expert_combine: bytes, 4 (used + 1) per value.
 
 #include <cstdint>

@@ -1,13 +1,13 @@
 // Root mean square norms: out = x / sqrt(mean(x^2) + eps) * weight.
 //
 //   rms_norm        one thread block per row
-//   add_rms_norm    x += y first: the residual stream and the norm of the next block in one pass
-//   *_q8_0, ...     the same, and the row rounded into a act_tile: quantize.cu's work, while the values are in registers
+//   add_rms_norm    x += y first: the residual sum and the norm of the next layer in one pass
+//   *_q8_0, ...     the same, and the row quantised into activation tiles while its values are in registers
 //   rms_norm_heads  one warp per head, in place
-//   add_residual             x += y alone
+//   add_residual    x += y alone
 //
-// A row is summed by the same number of threads however many rows there are: thread t takes vectors t, t + THREADS, ... of eight
-// values, warps add_residual by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
+// The same number of threads adds a row however many rows there are: thread t takes vectors t, t + THREADS, ... of eight
+// values, warps add by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
 // a load, a reduction and a store, some 2 us.
 
 #include "abi/elementwise.cuh"

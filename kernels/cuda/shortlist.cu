@@ -1,15 +1,18 @@
 // What a sampler needs of each row of logits: its 256 highest values in order, the sum of its softmax weights, and the token
-// that a uniform number draws from the whole of it. ops::shortlist is the specification, to the last bit: the order of ranks
+// that a uniform number draws from the whole row. ops::shortlist is the specification, to the last bit: the order of ranks
 // (falling value, then rising index), the exponential and the order of sums are those of ops::rank and ops::weights.
 //
-// Four kernels. `groups` finds the highest value of each of 2,048 groups of a row's values. The 256th highest of these is a
-// threshold_key, candidates by `threshold_key`, that at least 256 values reach, and hardly more than 300, since neighbours are in different groups.
-// `find` collects them and adds up the weights. `finish` sorts them and draws. A row of which more than 1,024 values reach the
-// threshold_key, all equal ones say, gets no list: the host reads it.
+//   shortlist_group_max       highest value of each of 2,048 groups of a row
+//   shortlist_threshold       the 256th highest of these: at least 256 values reach it, and hardly more than 300, since
+//                             neighbours are in different groups
+//   shortlist_collect         the values that reach the threshold (candidates), and partial sums of the weights
+//   shortlist_sort_and_draw   sorts the candidates and draws a token
 //
-// Limit: latency: of loads from the second-level cache, where logits are that were just made, of chains of f64 additions
-// and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for 16, 59 for 64 (31% of the copy rate, read twice); 4 to
-// 10 us more where tokens are drawn.
+// A row of which more than 1,024 values reach the threshold (all equal, for example) gets no list: the host reads it.
+//
+// Limit: latency of loads from the second-level cache, where logits are that were just computed, of chains of f64 additions
+// and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for 16, 59 for 64 (31% of the copy rate, read twice); 4
+// to 10 us more where tokens are drawn.
 
 #include <cstdint>
 

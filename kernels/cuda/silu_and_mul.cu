@@ -1,5 +1,5 @@
-// out = gate / (1 + exp(-gate)) * up, value by value; *_q8_0 and its like also round the rows into act_tiles: quantize.cu's work,
-// while the values are in registers. Limit: bytes, 12 per value.
+// out = gate / (1 + exp(-gate)) * up, value by value. *_q8_0, _q8_1 and _q8_k also quantise the rows into activation tiles, as
+// quantize.cu does, while the values are in registers. Limit: bytes, 12 per value.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"

@@ -1,5 +1,6 @@
-// Keys and values of two bytes, f16 or bf16, which tensor cores multiply as they are: a stage of shared memory holds the
-// keys of a tile, then its values, rows of DIM with a pad.
+// Keys and values of two bytes, f16 or bf16, which tensor cores multiply as they are.
+//
+//   stage   | 64 keys x (DIM + pad) | 64 values x (DIM + pad) |     the pad spreads rows over the banks
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// How a block's tiles of keys and values come into shared memory: through two stages, one tile ahead.
+// The KV pipeline: tiles of keys and values come into shared memory through two stages, one tile ahead of the products.
 
 #pragma once
 

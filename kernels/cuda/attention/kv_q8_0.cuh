@@ -1,12 +1,14 @@
 // Keys and values of q8_0: signed bytes and an f16 scale for 32 of them. A product multiplies scale times byte, rounded to
 // f16 (kv_store.cuh stores no scale with which that overflows).
 //
-// A stage of shared memory holds what memory does: the bytes of a tile's keys, then its values', rows of DIM with a pad, then
-// the scales of both. Rows of a split become operands in registers; in a chunk four warps need all of them, so that a tile is
-// dequantized into f16_tiles once.
+// A pipeline stage holds what the cache does: the bytes of a tile's keys, then of its values, in rows of DIM with a pad, then
+// the scales of both. The split-KV kernel converts rows to fragments in registers. In the prefill kernel four warps need all
+// rows, so a tile is converted to f16 once.
 //
-// Inside 16 dimensions a product counts as word 0 of 4 bytes has it: dimensions 4 c and 4 c + 1 are its 2 c and 2 c + 1,
-// 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. AttentionQueries stand in that order, and the keys of chunks.
+//   stage   | 64 keys x (DIM + pad) bytes | 64 values x (DIM + pad) bytes | scales of keys | scales of values |
+//
+// Inside 16 dimensions the order of a product is that of the bytes of word 0: dimensions 4 c and 4 c + 1 are its 2 c and
+// 2 c + 1, 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. Queries stand in that order, and the keys of prefills.
 
 #pragma once
 

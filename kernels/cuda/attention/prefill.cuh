@@ -1,5 +1,5 @@
-// Long chunks: a block is 64 (row, head) pairs of one kv head and visits all their keys; a warp has 16 pairs. Merges in
-// registers.
+// Long runs of tokens: a block computes 64 (row, head) pairs of one KV head over all their keys; a warp has 16 pairs. It
+// merges splits in registers.
 
 #pragma once
 

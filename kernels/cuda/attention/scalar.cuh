@@ -1,4 +1,4 @@
-// Shapes and types without a tile kernel: a block is (row, head), no tensor cores.
+// Shapes and types without a tensor-core kernel: a block computes one row and head in f32.
 
 #pragma once
 

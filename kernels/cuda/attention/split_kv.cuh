@@ -1,5 +1,6 @@
-// Decode rows and short chunks: a block is (rows of one sequence, kv head, split). Its warps share the 16 x 64 scores by keys and
-// the output by dimensions, so no sum is cut. Writes partials, which attention.cu merges.
+// Decode rows and short runs of tokens: a block computes (rows of one sequence, KV head, split). Its warps share the 16 x 64
+// scores by keys and the output by dimensions, so no sum is divided between warps. It writes partial results, which
+// attention.cu merges.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// What the kernels of attention share: the shape of their splits, products on tensor cores, the running softmax of a split and
-// the merge of splits. The order of sums stands in the head of attention.cu.
+// What the attention kernels share: asynchronous copies, products on tensor cores, the online softmax of a split and the merge
+// of splits. The order of sums stands in the head of attention.cu.
 //
-// A kernel is made for a Cache: how keys and values stand in memory and in a stage of shared memory, and how they become
-// operands of products (halves.cuh, bytes.cuh).
+// A kernel is a template over a Cache: how keys and values stand in memory and in a pipeline stage, and how they become
+// fragments (kv_16bit.cuh, kv_q8_0.cuh).
 
 #pragma once
 

@@ -1,11 +1,19 @@
-// out = matrix of a stage_index's expert times the activations of the stage_index, many slots at a time: the products of linear/matmul.cuh,
-// bit for bit, with the matrix picked on the device.
+// out = matrix of a slot's expert times the activations of the slot, for many slots: the products of linear/matmul.cuh, bit
+// for bit. The device picks the matrix.
 //
-// Slots are pairs in sorted_pairs of experts, each expert's begun with a act_tile of its own (experts.cu: expert_sort_pairs). An output_tile is one
-// group of at most 64 slots of an expert, ROW_TILES tiles of 16 rows, and one of up to two stacks of matrices; block b takes
-// output_tiles b, b + blocks, ... Stages of 256 columns come through a ring; a warp has one tile of rows and all act_tiles of the group,
-// so that weights are made operands once for up to 64 slots, and a group takes as long as it has act_tiles. Values of 256 columns
-// are added in ascending sorted_pairs.
+// Slots are pairs in the order of experts. The slots of each expert begin a new activation tile (experts.cu:
+// expert_sort_pairs). An output tile is one group of at most 64 slots of an expert, ROW_TILES row tiles, and one of up to two
+// stacks; block b takes output tiles b, b + blocks, ...
+//
+//                    up to 8 activation tiles of a group (8 slots each)
+//                    +----+----+----+ ... +----+
+//   weight tile w0 ->| warp 0: all of them     |      a warp converts its weight tile to fragments once for up to 64 slots,
+//   weight tile w1 ->| warp 1                  |      so a group takes as long as it has activation tiles
+//   ...        w7 -> | warp 7                  |
+//                    +----+----+----+ ... +----+
+//   Pipeline: a stage holds 256 columns of the 8 weight tiles and of the activation tiles; each warp copies its own weight tile
+//   and one activation tile. The values of 256 columns are added in ascending order.
+//
 // Limit: weight bytes over memory bandwidth up to about 8 slots an expert, then the operations around the tensor cores, as in
 // linear/matmul.cuh. Measured on an H200, 128 experts, gate and up of 2048 x 768 in Q4_K: 4 slots an expert 2.6 TB/s of
 // weights, 8 2.4, 32 187 TOPS, 128 236. Blocks of 16 tiles, one a multiprocessor, were 8% slower.

@@ -1,11 +1,13 @@
-// out[p] = matrix of pair p's expert times the activations of pair p: the products of linear/matvec.cuh, bit for bit, with the
-// matrix picked on the device.
+// out[p] = matrix of pair p's expert times the activations of pair p: the products of linear/matvec.cuh, bit for bit. The
+// device picks the matrix.
 //
-// A block is one group of at most four pairs of an expert, some tiles of 16 rows, and one of up to two stacks of matrices. A
-// warp computes the values of 256 columns of two tiles at a time, a lane per row; they are added in ascending sorted_pairs of columns
-// once all stand in shared memory.
-// Limit: weight bytes over memory bandwidth while every expert has few pairs; above that the integer tile_pairs, since four pairs
-// expert_weight a read at most.
+//   grid: (row blocks, groups, stacks)        block: 8 warps, one group of at most four pairs of an expert
+//   activation rows of the group's pairs -> shared memory
+//   a warp: 256 columns of two row tiles at a time, a lane per row -> values in shared memory
+//   epilogue: a thread per row and pair adds its values in ascending order of columns
+//
+// Limit: weight bytes over memory bandwidth while every expert has few pairs; above that the integer units, since at most four
+// pairs share a read.
 #pragma once
 
 #include "../linear/async_copy.cuh"

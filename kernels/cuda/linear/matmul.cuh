@@ -1,8 +1,27 @@
-// Five tokens and more: tensor cores, WM x WN x WK warps of MT row tiles by NT act_tiles each.
+// Five tokens and more: tensor cores. A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
 //
-// A stage brings WK tiles of MT * WM row tiles and WK act_tiles of NT * WN token groups; blocks walk the stages of all their
-// output_tiles without a gap. The WK warps of one row_tile compute the values of WK successive runs of 256 columns, which are then
-// added in ascending order: the order of matvec.cuh, whatever the numbers are.
+//                      activation tiles (8 tokens x 256 columns)
+//                        NT        NT
+//                      +-----+   +-----+       An output tile of a block is ROW_TILES x ACT_TILES tiles:
+//                      | wn0 |   | wn1 |         ROW_TILES = MT * WM row tiles of 16 rows
+//   weight tiles       +-----+   +-----+         ACT_TILES = NT * WN activation tiles of 8 tokens
+//   (16 rows x 256     WK warps share an output tile of the warp grid: warp wk computes column tile WK * step + wk.
+//    columns)
+//   +----------+       +---------+---------+
+//   | MT  wm0  |       | wm0 wn0 | wm0 wn1 |   mma.m16n8k32 (s8) or m16n8k16 (s8, f16, bf16): A fragments are weights, B
+//   +----------+       +---------+---------+   fragments activations, both by ldmatrix; lane 4 g + t holds C[g][2t],
+//   | MT  wm1  |       | wm1 wn0 | wm1 wn1 |   C[g][2t+1], C[g+8][2t], C[g+8][2t+1].
+//   +----------+       +---------+---------+
+//
+//   Pipeline: a stage holds WK column tiles of ROW_TILES row tiles and of ACT_TILES activation tiles.
+//     bulk copies   step 0 -> stage 0 | step 1 -> stage 1 | step 2 -> stage 2 | step 3 -> stage 0 | ...
+//     MMA                               step 0              step 1              step 2
+//     epilogue                          adds the WK values of an element in ascending order of columns (WK > 1: by way of
+//                                       shared memory), and stores the output tile behind its last step
+//   Blocks walk over the steps of all their output tiles without a gap.
+//
+// The WK values of successive runs of 256 columns are added in ascending order: the order of matvec.cuh, whatever MT, NT, WM,
+// WN and WK are.
 //
 // Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the tensor cores: per 16 x 8
 // x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants, half rate) or twelve f32 operations (legacy).

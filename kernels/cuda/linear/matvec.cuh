@@ -1,8 +1,18 @@
-// One to four tokens: a lane computes the value of one row's 256 columns, 16 rows by two tiles per warp.
+// One to four tokens: a lane computes the value of one row's 256 columns.
 //
-// Each warp has a pipeline of slots of two tiles, which bulk copies keep full without any instruction of the other lanes; its
-// first slots are on their way before the predecessor kernel has ended. Values of a row are added in ascending order of
-// columns once all of them stand in shared memory: the order that matmul.cuh has too.
+//      weight tiles of a row tile                       a warp and a stage: two column tiles
+//   +---------+---------+---------+---------+           +---------------+---------------+
+//   | 16 rows | x 256   | ...     |         |           | lanes 0 - 15  | lanes 16 - 31 |   lane: one row of its tile times
+//   | columns |         |         |         |           | row 0 ... 15  | row 0 ... 15  |   M activation rows (dp4a)
+//   +---------+---------+---------+---------+           +---------------+---------------+
+//   |<-- tile pair 0 -->|<-- tile pair 1 -->|           tile pairs go to the 8 warps in turn
+//
+//   Each warp has a pipeline of its own:
+//     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...       started by lane 0, before the previous kernel has ended
+//     dot products                      pair 0              pair 8    values of 256 columns go to shared memory
+//     epilogue                          a thread per row and token adds its values in ascending order of columns
+//
+// The activation rows of all tokens stand in shared memory for the whole block. The order of sums is that of matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic is about 0.8 (Q4_K) instructions a
 // weight and token, where the bandwidth leaves time for 3.9.

@@ -1,5 +1,6 @@
-// Places in a weight tile (quant::layout: 16 rows by 256 values, planes of 16-byte pieces) and in a act_tile of quantised
-// activations (8 tokens by 256 values, quantize.cu).
+// Offsets in a weight tile (quant::layout: 16 rows by 256 values, planes of 16-byte vectors) and in an activation tile (8
+// tokens by 256 values, quantize.cu). Vectors are swizzled, so that the eight rows that ldmatrix reads fall into different
+// banks.
 
 #pragma once
 

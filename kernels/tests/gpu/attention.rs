@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::{Buffer, Cuda};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
-use quant::Block;
+use quant::BlockFormat;
 
 use crate::TestGpu;
 use crate::ops::{close, filled, values};

@@ -4,7 +4,7 @@
 
 use ops::OpError;
 
-use super::plan::{AttentionPlan, AttentionPlanLimits, KvSplit, PartialMerge, QueryTile};
+use super::plan::{AttentionPlan, AttentionPlanLimits, KvSplit, PARTIALS_MAX, PartialMerge, QueryTile};
 use super::step::StepRows;
 use super::upload::StepUpload;
 use super::usage::allocated;
@@ -13,8 +13,6 @@ use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
 const OP: &str = "attention";
-/// Partial results of a plan: 16 decode rows of 32 splits. Further rows get a plan of their own.
-pub(super) const PARTIALS_MAX: u32 = 512;
 /// Words of counts before the sections of a plan.
 const HEADER_WORDS: usize = 4;
 

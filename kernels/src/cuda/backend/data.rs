@@ -1,5 +1,5 @@
-//! [`WeightData`]: the bytes of a weight. On the device, whoever owns them; or still on the host, as a file has them, to be brought
-//! over when they are first used.
+//! [`WeightData`]: the bytes of a weight. They are in device memory, which this or another process
+//! owns, or still on the host as the file has them; then the first use uploads them.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -37,7 +37,7 @@ impl WeightData {
     }
 }
 
-/// A tensor that another process loaded: the value keeps the model mapped.
+/// A tensor that another process loaded. The value keeps the model mapped.
 impl From<memory::device::DeviceTensor> for WeightData {
     fn from(tensor: memory::device::DeviceTensor) -> Self {
         let (address, len) = (tensor.address(), tensor.bytes as usize);
@@ -54,7 +54,7 @@ impl From<Bytes> for WeightData {
     }
 }
 
-/// A weight that is on the device, in the layout that kernels read.
+/// A weight in device memory, in the layout that kernels read.
 #[derive(Clone)]
 pub(super) struct ResidentWeight {
     pub(super) range: ByteRange,
@@ -62,8 +62,8 @@ pub(super) struct ResidentWeight {
     pub(super) owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Brings a weight to the device if it is not there, and checks its size. All matrices of a expert_weights stand in it one after the
-/// other, as if their rows were of one matrix.
+/// Uploads a weight if it is not in device memory, and checks its size. The matrices of a stack
+/// stand one after the other, as if their rows were those of one matrix.
 pub(super) fn make_resident(
     op: &'static str,
     stream: &Stream,
@@ -96,7 +96,7 @@ pub(super) fn make_resident(
     Ok(ResidentWeight { range, tiles, owner })
 }
 
-/// WeightMatrix `index` of a expert_weights in the third dimension: a view.
+/// Matrix `index` of a stack in the third dimension, as a view.
 pub(super) fn expert(
     op: &'static str,
     expert_weights: &Weight<Cuda>,
@@ -114,7 +114,7 @@ pub(super) fn expert(
     let (whole, one) = (shape(expert_weights.rows())?, shape(matrix_rows)?);
     let place = match &expert_weights.data.0 {
         WeightLocation::Device { range, owner } => {
-            // Tiles hold rows of one matrix only if matrices are whole tiles.
+            // A tile has rows of one matrix only if matrices are whole tiles.
             let expected = one.bytes() * len;
             if range.len != expected || whole.bytes() != expected {
                 return Err(OpError::Shape { op, what: "bytes of the weight", found: range.len, expected });

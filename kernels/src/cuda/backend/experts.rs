@@ -10,7 +10,6 @@ use quant::layout::TILE_ROWS;
 use super::command::{ActivationTiles, ByteRange, FloatRange, KernelCommand, WeightMatrix};
 use super::expert_command::{ExpertCommand, ExpertGroups};
 use super::step::WordRange;
-use super::vocabulary::silu_only;
 use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
@@ -274,4 +273,13 @@ fn part_bytes(values: usize) -> usize {
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
     let values = scratch_values(pairs, count, PairGrouping::of(pairs, count), hidden, n_in);
     values.into_iter().map(part_bytes).sum()
+}
+
+/// Refuses other activations: models that use them have attention windows too, which the CUDA
+/// backend does not support.
+pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), OpError> {
+    match activation {
+        Activation::Silu => Ok(()),
+        Activation::GeluTanh => Err(OpError::Unsupported { op, what: "the activation GELU" }),
+    }
 }

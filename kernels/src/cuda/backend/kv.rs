@@ -1,9 +1,14 @@
-//! Keys and values of all layers: one address range that grows as blocks are first written.
+//! [`CudaKv`]: the keys and values of all layers, in one address range that grows as blocks are
+//! first written.
 //!
-//! It grows in units of 2^k blocks over all layers; inside a unit each layer's blocks stand together, so that attention reads
-//! long ranges. The first unit is there from the start. A unit is mapped before the step that first writes into it, most
-//! often ahead, while the device is busy with the step before; units go when the engine says so, behind all work. Addresses
-//! never change, so graphs stay valid.
+//! The range grows in units of 2^k blocks over all layers. Inside a unit the blocks of each layer
+//! are contiguous, so that attention reads long ranges.
+//!
+//! 1. The first unit is mapped from the beginning.
+//! 2. A unit is mapped before the step that first writes to it, mostly while the device is busy
+//!    with the step before.
+//! 3. Units are unmapped when the engine trims the cache, after all work.
+//! 4. Addresses never change, so captured graphs stay valid.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,11 +22,12 @@ use crate::cuda::error::device_error;
 use crate::cuda::kv_write::{KvLayerAddress, head_bytes};
 
 const OP: &str = "kv";
-/// The smallest unit: mapping one costs some 100 us whatever its size.
+/// The smallest unit: mapping one takes about 100 us whatever its size.
 const UNIT_BYTES_MIN: u64 = 32 << 20;
-/// Parts of layers start at multiples of this.
+/// The parts of layers begin at multiples of this.
 const ALIGN: u64 = 256;
-/// Device memory comes in multiples of this on every GPU so far; the driver is asked before it is taken.
+/// Device memory comes in multiples of this on every GPU so far. The driver states its own
+/// granularity before memory is mapped.
 const GRANULARITY: u64 = 2 << 20;
 
 pub struct CudaKv {
@@ -29,20 +35,20 @@ pub struct CudaKv {
     shape: UnitLayout,
     memory: Arc<Mutex<MappedKv>>,
     address: u64,
-    /// By layer, then by block.
+    /// Whether a block has been written, by layer, then by block.
     written: Vec<Vec<bool>>,
-    /// By layer, the step whose blocks were last found to be written.
+    /// By layer, the last step whose blocks were found to be written.
     checked: Vec<AtomicU64>,
 }
 
-/// How a cache is cut into units.
+/// How a cache is divided into units.
 struct UnitLayout {
-    /// Of one; the driver's granularity may add to it.
+    /// Bytes of a unit, without rounding to the driver's granularity.
     bytes: u64,
     /// A unit has two to the power of this many blocks.
     shift: u32,
     count: u64,
-    /// Where each layer starts in a unit.
+    /// Where each layer begins in a unit.
     layer_offsets: Vec<u64>,
 }
 
@@ -50,14 +56,14 @@ struct UnitLayout {
 struct MappedKv {
     range: ResizableMemory,
     context: Context,
-    /// UnitLayout that should be there soon.
+    /// Units that will soon be needed.
     ahead: u64,
 }
 
-/// For the backend: the units of a cache that will soon be needed.
+/// Lets the backend map the units of a cache that will soon be needed.
 pub(super) struct UnitPrefetch(Weak<Mutex<MappedKv>>);
 
-/// Device memory of a cache of which every block has been written. None if it is beyond all memory.
+/// Device memory of a cache of which every block has been written; none if it overflows 64 bits.
 pub fn kv_bytes(layout: &KvLayout) -> Option<u64> {
     let units = UnitLayout::new(layout)?;
     units.bytes.checked_next_multiple_of(GRANULARITY)?.checked_mul(units.count)
@@ -79,7 +85,7 @@ impl UnitLayout {
         Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, layer_offsets })
     }
 
-    /// UnitLayout that hold the first `blocks` blocks.
+    /// Units that hold the first `blocks` blocks.
     fn of_blocks(&self, blocks: usize) -> u64 {
         (blocks as u64).div_ceil(1 << self.shift)
     }
@@ -93,7 +99,8 @@ impl MappedKv {
 }
 
 impl UnitPrefetch {
-    /// Maps what will soon be needed; that there is no memory for it is said when it is needed. None if the cache is gone.
+    /// Maps the units that will soon be needed. A lack of memory is reported when a step needs the
+    /// unit. None if the cache was dropped.
     pub(super) fn map(&self) -> Option<()> {
         let memory = self.0.upgrade()?;
         let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
@@ -143,12 +150,13 @@ impl CudaKv {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Device memory behind the cache now.
+    /// Device memory that is mapped now.
     pub fn mapped_bytes(&self) -> u64 {
         self.memory().range.mapped_bytes()
     }
 
-    /// Takes away the units that hold none of the first `blocks` blocks, once `fence` has waited for all work.
+    /// Unmaps the units that hold none of the first `blocks` blocks, after `fence` has waited for
+    /// all work.
     pub(super) fn trim(
         &mut self,
         blocks: usize,
@@ -167,8 +175,8 @@ impl CudaKv {
         })
     }
 
-    /// Copies written blocks, all layers, one pair after the other in the order of `stream`. The memory has to stay
-    /// until that work has ended ([`Self::owner`]).
+    /// Copies written blocks of all layers, one pair after the other in the order of `stream`. The
+    /// memory must stay mapped until that work has ended ([`Self::owner`]).
     pub(super) fn copy(&mut self, stream: &Stream, copies: &[(u32, u32)]) -> Result<(), OpError> {
         const OP: &str = "kv_copy";
         let (tokens, len) = (self.layout.block_tokens as u32, self.layout.blocks);
@@ -195,7 +203,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// What keeps the memory mapped.
+    /// The value that keeps the memory mapped.
     pub(super) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
         self.memory.clone()
     }
@@ -223,7 +231,8 @@ impl CudaKv {
         Ok((shape, address))
     }
 
-    /// Makes room for `slots`, the largest of which is `slot_max`, and marks their blocks as written.
+    /// Maps memory for `slots`, the largest of which is `slot_max`, and marks their blocks as
+    /// written.
     pub(super) fn prepare(
         &mut self,
         op: &'static str,
@@ -252,7 +261,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// That the blocks that step number `step` reads have been written.
+    /// Checks that the blocks that step number `step` reads have been written.
     pub(super) fn check_written<I: Iterator<Item = u32>>(
         &self,
         op: &'static str,
@@ -288,14 +297,15 @@ impl From<ResizeError> for TrimError {
     }
 }
 
-/// Bytes of a head's keys or values in a block of `tokens` tokens, and of the whole layer's part of it.
+/// Bytes of a head's keys or values in a block of `tokens` tokens, and of the whole layer's part of
+/// it.
 fn bytes_in_block(layer: &KvLayer, tokens: usize) -> Option<(u32, u32)> {
     let head = head_bytes(layer.kind, layer.head_dim, tokens)?;
     let block = head.checked_mul(u32::try_from(layer.kv_heads).ok()?)?.checked_mul(2)?;
     Some((head, block))
 }
 
-/// Bytes of `blocks` blocks of each layer; none if they are beyond 64 bits, or a block beyond 32.
+/// Bytes of `blocks` blocks of each layer; none if they overflow 64 bits, or a block 32 bits.
 fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     let bytes = |layer: &KvLayer| {
         let (_, block) = bytes_in_block(layer, layout.block_tokens)?;
@@ -335,7 +345,7 @@ mod tests {
     fn a_cache_takes_its_blocks_rounded_up_to_units() {
         let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, span: AttentionSpan::Full };
         let layout = KvLayout { block_tokens: 16, blocks: 1000, layers: vec![layer; 36] };
-        // 2.25 MiB a block, so 16 of them in a unit of 36 MiB.
+        // A block has 2.25 MiB, so a unit of 36 MiB has 16 of them.
         assert_eq!(kv_bytes(&layout), Some((63 * 36) << 20));
         let few = KvLayout { blocks: 3, ..layout.clone() };
         assert_eq!(kv_bytes(&few), Some(10 << 20), "four blocks are 9 MiB");

@@ -10,6 +10,8 @@ pub(super) use crate::cuda::abi::attention::{KvSplit, PartialMerge, QueryTile};
 
 /// Keys of a tile, which is the smallest split.
 const TILE: u32 = 64;
+/// Partial results of a plan: 16 decode rows of 32 splits. Further rows get a plan of their own.
+pub(super) const PARTIALS_MAX: u32 = 512;
 /// Splits of a row at most: the length of a split grows with the position.
 pub(super) const SPLITS_MAX: u32 = 32;
 /// Tokens of a run from which on the prefill kernel computes it. Shorter runs would leave most of

@@ -1,32 +1,33 @@
-//! [`Readback`]: from the device to a caller's slice through pinned memory, in pieces: while one is on its way the one before
-//! it is copied. Logits of many rows are copied by several threads, since one copies at a fifth of what the bus brings.
+//! [`Readback`]: copies device memory to a caller's slice through pinned memory, in chunks. While
+//! one chunk is in flight, the chunk before it is copied to the slice. Several threads copy the
+//! logits of many rows, since one thread copies at a fifth of the bus's rate.
 
 use bytemuck::Pod;
 
 use crate::cuda::{CudaError, Device, Event, PinnedBuffer, Stream};
 
-/// WordRange of a piece: small enough that the last one's copy, which nothing hides, is short.
+/// Words of a chunk: small enough that the copy of the last one, which overlaps nothing, is short.
 const PIECE_WORDS: usize = 1 << 17;
-/// Pieces on their way at once: 10 MiB, the logits that a model computes at once.
+/// Chunks in flight at once: 10 MiB, the logits that a model computes at once.
 const PIECES: usize = 20;
-/// Threads that copy, this one counted, and the pieces that are worth starting one for (20 us).
+/// Threads that copy, including the caller's, and the chunks that pay for starting one (20 us).
 const THREADS: usize = 4;
 const PIECES_OF_THREAD: usize = 2;
 
 pub(super) struct Readback {
     device: Device,
-    /// Made as far as they are needed.
+    /// Allocated on first use.
     slots: Vec<ReadbackSlot>,
 }
 
 struct ReadbackSlot {
     staging: PinnedBuffer<u32>,
-    /// The copy into `staging` has ended.
+    /// Recorded when the copy into `staging` has ended.
     arrived: Event,
 }
 
 impl ReadbackSlot {
-    /// Waits for the piece and copies it.
+    /// Waits for the chunk and copies it.
     fn take(&self, to: &mut [u32]) -> Result<(), CudaError> {
         self.arrived.synchronize()?;
         to.copy_from_slice(&self.staging.as_slice()[..to.len()]);
@@ -72,7 +73,7 @@ impl Readback {
 
 fn take_all(device: &Device, slots: &[ReadbackSlot], pieces: &mut [&mut [u32]]) -> Result<(), CudaError> {
     let threads = (pieces.len() / PIECES_OF_THREAD).clamp(1, THREADS);
-    // Every thread has pieces from the beginning to the end, in the order in which they arrive.
+    // Every thread gets chunks from the beginning to the end, in the order in which they arrive.
     let mut shares: Vec<Vec<(&ReadbackSlot, &mut [u32])>> = (0..threads).map(|_| Vec::new()).collect();
     for (at, (slot, piece)) in slots.iter().zip(pieces).enumerate() {
         shares[at % threads].push((slot, piece));

@@ -1,4 +1,4 @@
-//! The angles of one rotary embedding: its frequencies, on the device.
+//! [`CudaRope`]: the frequencies of one rotary embedding in device memory.
 
 use std::sync::Arc;
 

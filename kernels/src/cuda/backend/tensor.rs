@@ -1,4 +1,4 @@
-//! An activation matrix in device memory, with the shape checks that every op makes by name.
+//! [`CudaTensor`]: an activation matrix in device memory, with the shape checks of the ops.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub struct CudaTensor {
     _counted: CountedBytes,
 }
 
-/// A part of a sum that is there as long as this value.
+/// A part of a total that counts as long as this value lives.
 struct CountedBytes {
     bytes: u64,
     total: Arc<AtomicU64>,
@@ -30,7 +30,7 @@ impl Drop for CountedBytes {
 }
 
 impl CudaTensor {
-    /// CountedBytes in `total`.
+    /// Adds its bytes to `total`.
     pub(super) fn new(values: Buffer<f32>, rows_max: usize, cols: usize, total: &Arc<AtomicU64>) -> Self {
         let bytes = allocated((values.len() * size_of::<f32>()) as u64);
         total.fetch_add(bytes, Ordering::Relaxed);
@@ -46,17 +46,18 @@ impl CudaTensor {
         self.cols
     }
 
-    /// What keeps the memory.
+    /// The value that keeps the memory.
     pub(super) fn owner(&self) -> Arc<Buffer<f32>> {
         self.values.clone()
     }
 
-    /// The first `rows` rows, which a check found to be there.
+    /// The first `rows` rows, which the caller has checked.
     pub(super) fn rows(&self, rows: usize) -> FloatRange {
         FloatRange { address: self.values.view().address(), len: rows * self.cols }
     }
 
-    /// There is room for `rows` rows of exactly `cols` columns; `what` names the columns.
+    /// Checks for room of `rows` rows of exactly `cols` columns; `what` names the columns in the
+    /// error.
     pub(super) fn check(
         &self,
         op: &'static str,
@@ -73,7 +74,7 @@ impl CudaTensor {
         Ok(())
     }
 
-    /// StepRows are whole heads of `head_dim` values.
+    /// Checks that rows are whole heads of `head_dim` values.
     pub(super) fn check_heads(
         &self,
         op: &'static str,
@@ -85,7 +86,7 @@ impl CudaTensor {
         self.check(op, what, rows, heads * head_dim)
     }
 
-    /// `len` host values are `rows` rows, and they are there.
+    /// Checks that `len` host values are the first `rows` rows.
     pub(super) fn check_host(&self, op: &'static str, rows: usize, len: usize) -> Result<(), OpError> {
         self.check(op, "columns", rows, self.cols)?;
         let expected = rows * self.cols;

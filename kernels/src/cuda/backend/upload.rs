@@ -1,14 +1,15 @@
-//! [`StepUpload`]: words that go to the device once a step, to an address that changes only when they outgrow it.
+//! [`StepUpload`]: words that are copied to the device once a step, to an address that changes only
+//! when the buffer grows.
 
 use crate::cuda::{Buffer, CudaError, Event, PinnedBuffer, Stream};
 
-/// WordRange of the smallest buffer.
+/// Words of the smallest buffer.
 const WORDS_MIN: usize = 1 << 12;
 
 pub(super) struct StepUpload {
     staging: PinnedBuffer<u32>,
     device: Buffer<u32>,
-    /// The last copy out of `staging`.
+    /// Recorded behind the last copy out of `staging`.
     copied: Event,
 }
 
@@ -23,7 +24,7 @@ impl StepUpload {
         Ok(Self { staging, device: Buffer::new(device, words)?, copied: Event::new(device)? })
     }
 
-    /// Where the words are, or will be.
+    /// The device address of the words.
     pub(super) fn address(&self) -> u64 {
         self.device.view().address()
     }
@@ -32,7 +33,7 @@ impl StepUpload {
         (self.device.len() * size_of::<u32>()) as u64
     }
 
-    /// Lets `fill` write `words` words and starts their copy, in stream order.
+    /// Lets `fill` write `words` words and enqueues their copy.
     pub(super) fn send(
         &mut self,
         stream: &Stream,

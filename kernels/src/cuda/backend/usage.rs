@@ -1,36 +1,40 @@
-//! What a worker takes of its device beside context, weights and cache: counted as it is, and worked out beforehand.
+//! Device memory of a worker besides context, weights and KV cache: as it is counted, and as a plan
+//! predicts it.
 
 use quant::DType;
 
-use super::attention_plan::PARTIALS_MAX;
 use super::experts::{PAIRS_MAX, scratch_bytes};
+use super::plan::PARTIALS_MAX;
 use super::recorder::GRAPHS_MAX;
 use crate::cuda::experts::PairGrouping;
 use crate::cuda::quantize::activation_bytes;
 
-/// What a launch in a graph takes (measured on an H200).
+/// Bytes of a launch in a graph (measured on an H200).
 const GRAPH_LAUNCH_BYTES: u64 = 512;
-/// Allocations from 1 MiB on take whole units of this; smaller ones share them.
+/// Allocations from 1 MiB on take whole units of this; smaller ones share a unit.
 const UNIT_BYTES: u64 = 2 << 20;
 /// The code of all modules that a model loads, in the driver's unit (measured on an H200).
 const MODULES_BYTES: u64 = UNIT_BYTES;
-/// What the driver takes for streams, events and the first launches (as above), without saying so.
+/// What the driver allocates for streams, events and the first launches without counting it
+/// (measured on an H200).
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
-/// StepRows of steps, block tables and attention plans, of the step at hand, and shortlists of its logits.
+/// Rows, block tables and attention plans of the current step, and shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
-/// Launches of one layer, when norms, gates and merges round what they make; and before and behind the layers.
+/// Launches of one layer, when norms, gates and merges also quantise; and launches before and
+/// behind the layers.
 const LAUNCHES_OF_LAYER: u64 = 9;
 const LAUNCHES_AROUND: u64 = 8;
 
-/// In bytes of the device.
+/// Bytes of device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceBytes {
     /// Activations and logits.
     pub tensors: u64,
-    /// QuantizedOutput activations, partial results of attention, what experts need between their products, row data of steps.
+    /// Quantised activations, partial results of attention, scratch memory of experts, rows of
+    /// steps.
     pub scratch: u64,
     pub graphs: u64,
-    /// Modules, and what else the driver keeps for this process beside its context.
+    /// Modules, and what the driver keeps for this process besides its context.
     pub modules: u64,
 }
 
@@ -40,7 +44,8 @@ impl DeviceBytes {
     }
 }
 
-/// What decides how much a worker takes. `models::ModelDescription` and `models::StepLimits` have all of it.
+/// What decides how much memory a worker uses. `models::ModelDescription` and `models::StepLimits`
+/// have all of it.
 #[derive(Clone, Debug)]
 pub struct CudaWorkerShape {
     pub layers: usize,
@@ -54,17 +59,17 @@ pub struct CudaWorkerShape {
     pub rows_at_once: usize,
     /// Bytes of each tensor of activations or logits.
     pub tensors: Vec<u64>,
-    /// Of the model's matrices, each once.
+    /// Types of the model's matrices, each once.
     pub dtypes: Vec<DType>,
 }
 
-/// What [`super::Cuda::device_bytes`] will say once all sizes of steps have been there.
+/// The value of [`super::Cuda::device_bytes`] after steps of all sizes.
 pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let rows = shape.rows_at_once;
     let width = shape.heads * shape.head_dim;
     let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
     let activation_tiles = |format: DType| match format {
-        // StepRows as they are.
+        // F32 weights take rows as they are.
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
@@ -98,13 +103,13 @@ fn expert_pairs(shape: &CudaWorkerShape) -> usize {
     (PAIRS_MAX / used).clamp(1, shape.rows_at_once.max(1)) * used
 }
 
-/// What graphs of so many launches take together. By their number: what the device as a whole has less while a graph is made
-/// may be what others take.
+/// Bytes of graphs, by their number of launches. What the whole device has less during a capture
+/// may belong to other processes.
 pub(super) fn graph_bytes(launches: u64) -> u64 {
     (launches * GRAPH_LAUNCH_BYTES).next_multiple_of(UNIT_BYTES)
 }
 
-/// What an allocation of so many bytes takes.
+/// Bytes that an allocation takes of the device.
 pub(super) fn allocated(bytes: u64) -> u64 {
     if bytes < UNIT_BYTES / 2 { bytes } else { bytes.next_multiple_of(UNIT_BYTES) }
 }

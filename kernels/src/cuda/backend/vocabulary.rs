@@ -1,4 +1,5 @@
-//! The ops: each checks its shapes by name, makes its weights make_resident, and becomes commands.
+//! `ops::Backend` for [`Cuda`]: each op checks its shapes, uploads weights on first use, and pushes
+//! commands.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,20 +12,13 @@ use quant::DType;
 
 use super::attention_plan::AttentionPlanShape;
 use super::command::{self, ActivationTiles, AttentionOperands, AttentionShape, KernelCommand};
+use super::experts::silu_only;
 use super::step::WordRange;
 use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
 use crate::cuda::Buffer;
 use crate::cuda::attention::AttentionMethod;
 use crate::cuda::error::device_error;
 use crate::cuda::shortlist;
-
-/// Refuses the other activations: models that have them have windows too, which the device has no attention for.
-pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), OpError> {
-    match activation {
-        Activation::Silu => Ok(()),
-        Activation::GeluTanh => Err(OpError::Unsupported { op, what: "the activation GELU" }),
-    }
-}
 
 impl Backend for Cuda {
     type Data = WeightData;
@@ -55,7 +49,7 @@ impl Backend for Cuda {
     }
 
     fn kv_copy(&mut self, kv: &mut CudaKv, copies: &[(u32, u32)]) -> Result<(), OpError> {
-        // What was collected comes first: it may write what is copied.
+        // Collected commands may write the blocks that are copied.
         self.recorder.flush()?;
         self.recorder.keep(kv.owner());
         kv.copy(self.recorder.stream(), copies)
@@ -66,7 +60,7 @@ impl Backend for Cuda {
     }
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
-        // CommandList of the step before refer to its rows.
+        // Commands of the previous step refer to its rows.
         self.recorder.flush()?;
         self.steps += 1;
         self.step.set(self.recorder.stream(), step)
@@ -164,7 +158,7 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
         let mut quantized: Option<ActivationTiles> = None;
-        // Layers of one type stand together: they share launches, and their quantized input.
+        // Layers of one type become neighbours: they share launches and their quantised input.
         let mut order: Vec<usize> = (0..layers.len()).collect();
         order.sort_by_key(|&at| {
             let dtype = layers[at].0.weight.dtype;

@@ -1,7 +1,8 @@
 //! [`StagingRing`]: pinned host memory that readers fill and the device copies from.
 //!
-//! All of it is pinned at once, before the first copy: while the driver pins, it starts no copies, and threads that pin
-//! wait for each other (24 slots one by one, each when it was first needed, took 47 ms of a load of 165 ms).
+//! All of it is pinned at once, before the first copy. While the driver pins, it starts no copies,
+//! and threads that pin wait for each other: 24 slots pinned one by one on first use took 47 ms of
+//! a load of 165 ms.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,40 +10,43 @@ use std::time::Duration;
 
 use crate::cuda::{CudaError, Device, Event, PinnedBuffer};
 
-/// The most that one slot brings of a tensor. A copy of it takes 78 us: of 2 MiB the bus carries 51.5 GB/s, of 4 MiB 53.4,
-/// of 8 MiB 54.4, but those need twice the memory for as many readers.
+/// Bytes of a tensor that one slot holds at most. A copy of it takes 78 us. With 2 MiB the bus
+/// carries 51.5 GB/s, with 4 MiB 53.4, with 8 MiB 54.4, but 8 MiB need twice the memory for as many
+/// readers.
 pub const PART_BYTES: usize = 4 << 20;
 
-/// Room before and after a part: reads around the page cache start and end at multiples of it.
+/// Room before and after a part: reads around the page cache begin and end at multiples of it.
 pub const EDGE_BYTES: usize = 4096;
 
 const SLOT_BYTES: usize = PART_BYTES + 2 * EDGE_BYTES;
 
-/// Enough for every reader to have one that is being filled and one that is being copied. Half of them lose 3% of the rate.
+/// Enough that every reader fills one slot while another is copied. Half as many lose 3% of the
+/// rate.
 pub(super) const SLOTS: usize = 24;
 
-/// Between two looks at a slot that is not done with: less than a copy takes, and others have the core meanwhile. Waiting for
-/// the device's interrupt instead costs 2% of the rate.
+/// Time between two polls of a slot that is in use: less than a copy takes, and other threads have
+/// the core meanwhile. Waiting for the device's interrupt instead costs 2% of the rate.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Host memory for the load of so many bytes: two slots at least, since an upload keeps the last one that it was given.
+/// Bytes of host memory for a load: at least two slots, since an upload keeps the last one that it
+/// was given.
 pub fn ring_bytes(model_bytes: u64) -> usize {
     let slots = (model_bytes / PART_BYTES as u64 + 2).min(SLOTS as u64);
     SLOT_BYTES * slots as usize
 }
 
-/// One piece of pinned memory, page-aligned. Each has its own staging buffer on the device (`upload`), and is done with when
-/// that is.
+/// Page-aligned pinned memory. Each slot has its own staging buffer on the device (`upload`), and
+/// is free when that buffer is.
 pub struct HostSlot {
-    /// Its place in the ring.
+    /// Its index in the ring.
     pub(super) index: usize,
-    /// What was last made of its bytes.
+    /// Recorded behind the last work on its bytes.
     pub(super) done: Event,
     memory: PinnedBuffer<u8>,
 }
 
 impl HostSlot {
-    /// No copy uses it: slots come out of a ring only when all work on their bytes has ended.
+    /// No copy uses the bytes: a slot comes out of the ring only when all work on them has ended.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.memory.as_mut_slice()
     }
@@ -54,12 +58,13 @@ impl HostSlot {
 
 impl Drop for HostSlot {
     fn drop(&mut self) {
-        // Pinned memory may go only when nothing is copied out of it. Where waiting fails the context is gone.
+        // Pinned memory may be freed only when no copy reads it. If waiting fails, the context is
+        // gone.
         let _ = self.done.synchronize();
     }
 }
 
-/// Slots in the order in which they are done with.
+/// Slots in the order in which they become free.
 pub struct StagingRing {
     slots: usize,
     state: Mutex<RingState>,
@@ -85,7 +90,7 @@ impl StagingRing {
         self.slots
     }
 
-    /// A slot to fill, when there is one; none once the ring is closed.
+    /// Waits for a free slot; none once the ring is closed.
     pub fn take(&self) -> Result<Option<HostSlot>, CudaError> {
         let mut state = self.lock();
         let slot = loop {
@@ -104,20 +109,21 @@ impl StagingRing {
         Ok(Some(slot))
     }
 
-    /// All work on the slot's bytes has been started; it is taken again when that has ended.
+    /// Returns a slot on whose bytes all work has been enqueued. The ring hands it out again when
+    /// that work has ended.
     pub fn put_back(&self, slot: HostSlot) {
         self.lock().free.push_back(slot);
         self.returned.notify_one();
     }
 
-    /// Lets go whoever waits for a slot.
+    /// Wakes all threads that wait for a slot.
     pub fn close(&self) {
         self.lock().closed = true;
         self.returned.notify_all();
     }
 
     fn lock(&self) -> MutexGuard<'_, RingState> {
-        // Nothing that holds the lock can panic half way through a change.
+        // No code that holds the lock can panic halfway through a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

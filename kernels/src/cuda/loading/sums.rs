@@ -1,4 +1,4 @@
-//! ChecksumKernels of many ranges of device memory: all launched first, then read back together.
+//! Checksums of many ranges of device memory: all launched first, then read back together.
 
 use memory::device::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
@@ -6,13 +6,14 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, Stream};
 
-/// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of 100: many run at once.
+/// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of
+/// 100 MiB. So many run at once.
 const STREAMS: usize = 16;
 
-/// Place in `tails` of each range's last piece, if that is so short that the host hashes it.
+/// Distance in `tails` between the last pieces that are so short that the host hashes them.
 const TAIL_STRIDE: usize = 256;
 
-/// Results of pieces, on the device.
+/// Checksums of pieces in device memory.
 pub(super) struct PieceChecksums {
     halves: Buffer<[u64; 2]>,
     tails: Buffer<u8>,
@@ -22,7 +23,7 @@ pub(super) struct PieceChecksums {
 #[derive(Clone, Copy)]
 struct ChecksumRange {
     bytes: u64,
-    /// Of its first piece in `halves`.
+    /// Index of its first piece in `halves`.
     first: usize,
 }
 
@@ -53,7 +54,8 @@ impl PieceChecksums {
         Ok(Self { halves: Buffer::new(device, first)?, tails, ranges })
     }
 
-    /// Hashes `bytes`, which start with piece `piece` of range `index` and hold whole pieces or the range's end.
+    /// Hashes `bytes`, which begin with piece `piece` of range `index` and hold whole pieces or the
+    /// end of the range.
     pub(super) fn launch(
         &mut self,
         checksums: &ChecksumKernels,
@@ -83,7 +85,7 @@ impl PieceChecksums {
         Ok(())
     }
 
-    /// The checksums of every range's pieces. All work that was launched has ended.
+    /// The checksums of the pieces of every range. All launched work has ended.
     pub(super) fn read(&self, stream: &Stream) -> Result<Vec<Vec<u128>>, CudaError> {
         let halves = self.halves.to_host(stream)?;
         let tails = self.tails.to_host(stream)?;
@@ -102,7 +104,7 @@ impl PieceChecksums {
     }
 }
 
-/// ChecksumKernels of the pieces of each range.
+/// Checksums of the pieces of each range.
 pub fn sum_all(
     checksums: &ChecksumKernels,
     device: &Device,
@@ -117,7 +119,7 @@ pub fn sum_all(
     sums.read(&streams[0])
 }
 
-/// ChecksumKernels of the pieces of each tensor, as they are on the device now.
+/// Checksums of the pieces of each tensor as it is in device memory.
 pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, CudaError> {
     device.bind()?;
     let view = |tensor: &DeviceTensor| {

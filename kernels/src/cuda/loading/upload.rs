@@ -1,4 +1,5 @@
-//! [`ModelUpload`]: takes filled slots in order and turns them into a model on the device.
+//! [`ModelUpload`]: takes filled slots in order and writes their tensors to a model in device
+//! memory.
 
 use std::marker::PhantomData;
 
@@ -11,10 +12,10 @@ use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Stream};
 
-/// Device memory that an upload takes beside the model, at most.
+/// Device memory that an upload needs besides the model, at most.
 pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
 
-/// Where a tensor goes, and how it is laid out.
+/// Where a tensor goes, and its layout.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorDestination {
     pub allocation: usize,
@@ -22,7 +23,8 @@ pub struct TensorDestination {
     pub tiles: Tiles,
 }
 
-/// What a slot holds: `bytes` of a tensor from byte `start` of its file form on, at `at` in the slot.
+/// What a slot holds: `bytes` of a tensor from byte `start` of its file form on, at offset `at` of
+/// the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPart {
     pub tensor: usize,
@@ -31,10 +33,10 @@ pub struct TensorPart {
     pub at: usize,
 }
 
-/// ChecksumKernels of the pieces of each tensor.
+/// Checksums of the pieces of each tensor.
 #[derive(Debug)]
 pub struct ModelChecksums {
-    /// Of the bytes that came.
+    /// Of the file's bytes.
     pub raw: Vec<Vec<u128>>,
     /// Of the bytes that kernels read.
     pub laid_out: Vec<Vec<u128>>,
@@ -60,16 +62,17 @@ pub enum UploadError {
     Layout(#[from] LayoutError),
 }
 
-/// Fills a model. The model can be neither dropped nor finished before this is, and this waits for the device.
+/// Fills a model. The borrow keeps the model from being dropped or finished before the upload,
+/// which waits for the device.
 pub struct ModelUpload<'m> {
     device: Device,
     targets: Vec<UploadTarget>,
-    /// From the host. One stream for all of them, which waits for nothing: a slot comes out of its ring when its staging
-    /// buffer may be filled anew.
+    /// The stream of all copies from the host. It waits for nothing: a slot comes out of its ring
+    /// only when its staging buffer may be filled again.
     copies: Stream,
     /// By the index of the slot.
     staging: Vec<StagingBuffer>,
-    /// Not in its ring yet: the next part may carry over the end of this one.
+    /// Not returned to its ring yet, since the next part may carry over its end.
     last: Option<HostSlot>,
     ring: &'m StagingRing,
     checksums: ChecksumKernels,
@@ -85,16 +88,16 @@ struct UploadTarget {
     came: u64,
 }
 
-/// A part on the device: carried bytes end, and the part begins, at `PIECE_BYTES`.
+/// A part in device memory. It begins at `PIECE_BYTES`; carried bytes end there.
 struct StagingBuffer {
-    /// What is done with the part once it is here.
+    /// Work on the part once it has been copied.
     stream: Stream,
     memory: Buffer<u8>,
-    /// Of the last part.
+    /// Bytes of the last part.
     bytes: usize,
-    /// The part is here.
+    /// Recorded behind the copy of the part.
     copied: Event,
-    /// The carry is in front of it.
+    /// Recorded behind the copy of the carried bytes.
     carried: Event,
 }
 
@@ -103,7 +106,7 @@ impl UploadTarget {
         self.tiles.raw_bytes() / self.tiles.rows().max(1)
     }
 
-    /// Parts begin and end at multiples of this, except at the tensor's end.
+    /// Parts begin and end at multiples of this, except at the end of the tensor.
     fn step(&self) -> usize {
         if self.tiles.tile_bytes() == 0 { PIECE_BYTES } else { TILE_ROWS * self.row_bytes() }
     }
@@ -156,11 +159,12 @@ impl<'m> ModelUpload<'m> {
         })
     }
 
-    /// Starts everything that is to be done with a part; the slot then goes back to its ring. Parts of a tensor come in order,
-    /// one tensor after the other.
+    /// Enqueues all work on a part, then returns the slot to its ring. Parts of a tensor come in
+    /// order, one tensor after the other.
     pub fn submit(&mut self, slot: HostSlot, part: TensorPart) -> Result<(), UploadError> {
         if let Err(error) = self.start(&slot, part) {
-            // A copy may have been started whose slot does not know of it: the slot goes when nothing runs.
+            // A copy may have started that the slot's event does not cover: the slot is dropped
+            // when nothing runs.
             let _ = self.device.synchronize();
             return Err(error);
         }
@@ -220,7 +224,7 @@ impl<'m> ModelUpload<'m> {
         Ok(())
     }
 
-    /// Waits for everything, and hashes what kernels will read.
+    /// Waits for all work, then computes the checksums of the tiles.
     pub fn finish(mut self) -> Result<ModelChecksums, UploadError> {
         for (tensor, target) in self.targets.iter().enumerate() {
             let bytes = target.tiles.raw_bytes() as u64;
@@ -245,7 +249,8 @@ impl<'m> ModelUpload<'m> {
 
 impl Drop for ModelUpload<'_> {
     fn drop(&mut self) {
-        // Nothing may be written to the model's addresses once it is free to go. Where this fails the context is gone.
+        // No work may write to the model's addresses once the model can be freed. If waiting fails,
+        // the context is gone.
         let _ = self.device.synchronize();
     }
 }
@@ -262,8 +267,8 @@ impl StagingBuffer {
     }
 }
 
-/// Copies the last `carry` bytes of buffer `before` to where the part of buffer `now` begins. What `before` is given from
-/// then on waits for that.
+/// Copies the last `carry` bytes of buffer `before` in front of the part of buffer `now`. Later
+/// work on `before` waits for that copy.
 fn carry_over(
     staging: &mut [StagingBuffer],
     before: usize,
@@ -271,11 +276,11 @@ fn carry_over(
     carry: usize,
 ) -> Result<(), CudaError> {
     let Ok([before, now]) = staging.get_disjoint_mut([before, now]) else {
-        // There are several, and these are neighbours.
+        // There are at least two slots, and these are neighbours.
         return Ok(());
     };
     if carry > before.bytes {
-        // Carried there itself; the part was copied before this one's.
+        // Part of the carry was itself carried over; the part was copied before this one.
         now.stream.wait(&before.carried)?;
     }
     let source = before.memory.view().slice(PIECE_BYTES + before.bytes - carry, carry);
