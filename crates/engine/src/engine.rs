@@ -1,17 +1,17 @@
 //! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
 
+mod maintenance;
+
 use crate::config::{EngineConfig, EngineConfigError, check_draft};
 use crate::draft::drafter::Drafter;
-use crate::draft::speculation::{DraftStats, Speculation};
+use crate::draft::speculation::Speculation;
 use crate::error::{EngineStartError, StepError};
-use crate::integrity::RequestRecords;
 use crate::kv::block_key::BlockId;
-use crate::kv::events::KvEventBatch;
 use crate::kv::group::KvGroupKind;
 use crate::request::input::{Request, RequestId, ScoreRequest};
 use crate::request::output::{EngineOutput, FinishReason};
 use crate::request::refusal::{Queued, RefuseReason};
-use crate::request::state::{RequestState, RequestWork, SampleOutcome};
+use crate::request::state::{ActiveRequest, RequestWork, SampleOutcome};
 use crate::request::validate::RequestLimits;
 use crate::sample::constraint::Constraint;
 use crate::sample::deferred_logits::DeferredLogits;
@@ -19,13 +19,12 @@ use crate::sample::output_rows::{OutputRows, RowOutput};
 use crate::sample::sampler::Sampler;
 use crate::schedule::admission::{AdmissionControl, QueueLimits};
 use crate::schedule::batch::{Batch, OutputRow};
-use crate::schedule::integrity::IntegrityError;
 use crate::schedule::prefill_rate::PrefillRateEstimator;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence::{NewSequence, SequenceKind};
 use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::SchedulerLimits;
-use crate::stats::{EngineStats, KvCacheUsage, StepReport};
+use crate::stats::{EngineStats, StepReport};
 use models::Model;
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
@@ -54,7 +53,7 @@ pub struct Engine<B: Backend> {
     rows: OutputRows,
     deferred: DeferredLogits,
     /// By sequence id.
-    requests: Vec<Option<RequestState>>,
+    requests: Vec<Option<ActiveRequest>>,
     sequence_ids: HashMap<RequestId, SequenceId>,
     deadlines: BTreeSet<(Duration, SequenceId)>,
     draining: bool,
@@ -180,7 +179,7 @@ impl<B: Backend> Engine<B> {
             self.check_admission(request.id, request.priority, request.tenant).map(|()| checked)
         });
         let (tokens_max, history) = self.count_refusal(checked)?;
-        let request_state = RequestState::generate(&request, history, constraint, tokens_max);
+        let request_state = ActiveRequest::generate(&request, history, constraint, tokens_max);
         Ok(self.enqueue(
             request_state,
             NewSequence {
@@ -201,7 +200,7 @@ impl<B: Backend> Engine<B> {
             .check_score(&request)
             .and_then(|()| self.check_admission(request.id, request.priority, NO_TENANT));
         self.count_refusal(checked)?;
-        let request_state = RequestState::score(&request);
+        let request_state = ActiveRequest::score(&request);
         Ok(self.enqueue(
             request_state,
             NewSequence {
@@ -315,70 +314,6 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// The backend, for memory accounting.
-    pub fn backend(&self) -> &B {
-        &self.backend
-    }
-
-    pub fn stats(&self) -> EngineStats {
-        let pool = self.scheduler.pool();
-        EngineStats {
-            running: self.scheduler.running_count(),
-            waiting: self.scheduler.waiting_count(),
-            kv_blocks_used: pool.used_blocks(),
-            kv_blocks_free: pool.free_blocks(),
-            kv_blocks_cached: pool.cached_blocks(),
-            evictions: pool.evictions(),
-            kv_events: pool.next_event_number(),
-            forks: self.scheduler.fork_count(),
-            drafts: self.drafting.as_ref().map_or_else(DraftStats::default, |now| now.speculation.stats()),
-            ..self.stats
-        }
-    }
-
-    /// Memory and fragmentation of the KV cache. It visits every running sequence, so it is not for
-    /// every step.
-    pub fn kv_cache_usage(&self) -> KvCacheUsage {
-        let (token_capacity, unused_tokens) = self.scheduler.token_slots();
-        let drafts = self.drafting.as_ref().map_or(0, |now| now.drafter.kv_bytes(&self.backend));
-        KvCacheUsage { bytes: self.backend.kv_bytes(&self.kv) + drafts, token_capacity, unused_tokens }
-    }
-
-    /// KV cache events from number `from` on. Call it between steps.
-    pub fn kv_events(&self, from: u64) -> KvEventBatch {
-        self.scheduler.pool().events_since(from)
-    }
-
-    /// Releases KV memory behind the last block that is in use or cached, and buffers for logits.
-    /// Call it between steps.
-    pub fn release_memory(&mut self) -> Result<(), OpError> {
-        self.rows.release_memory();
-        self.deferred.release_memory();
-        let blocks = self.scheduler.pool().in_use_end() as usize;
-        if let Some(Drafting { drafter, .. }) = &mut self.drafting {
-            drafter.trim(&mut self.backend, blocks)?;
-        }
-        self.backend.trim(&mut self.kv, blocks)
-    }
-
-    /// Evicts cached blocks that no request has used since the last call. Call it between steps.
-    pub fn evict_unused_prefixes(&mut self) {
-        self.scheduler.evict_unused_prefixes();
-    }
-
-    /// Clears the prefix cache. Returns `false` and does nothing while any request uses blocks.
-    pub fn reset_prefix_cache(&mut self) -> bool {
-        self.scheduler.reset_prefix_cache()
-    }
-
-    /// Checks block reference counts against all sequences, and all lists of requests and sequences
-    /// against each other. It visits the whole pool: for an idle process.
-    pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        let Self { requests, sequence_ids, deadlines, admission, scheduler, .. } = self;
-        scheduler.check_integrity()?;
-        RequestRecords { requests, sequence_ids, deadlines, admission, scheduler }.check()
-    }
-
     /// The last check: on success the request counts as waiting.
     fn check_admission(&mut self, id: RequestId, priority: i32, tenant: u64) -> Result<(), RefuseReason> {
         if self.draining {
@@ -395,7 +330,7 @@ impl<B: Backend> Engine<B> {
         checked
     }
 
-    fn enqueue(&mut self, mut request_state: RequestState, new: NewSequence<'_>) -> Queued {
+    fn enqueue(&mut self, mut request_state: ActiveRequest, new: NewSequence<'_>) -> Queued {
         request_state.queued_tenant = Some(new.tenant);
         let sequence_id = self.scheduler.add(new);
         self.sequence_ids.insert(request_state.id, sequence_id);
@@ -417,7 +352,7 @@ impl<B: Backend> Engine<B> {
         let Some(Drafting { drafter, speculation }) = &mut self.drafting else { return Ok(()) };
         let requests = &self.requests;
         let may = |sequence_id: SequenceId| {
-            requests[sequence_id.index()].as_ref().is_some_and(RequestState::may_draft)
+            requests[sequence_id.index()].as_ref().is_some_and(ActiveRequest::may_draft)
         };
         speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
@@ -461,7 +396,7 @@ impl<B: Backend> Engine<B> {
         loop {
             let requests = &mut self.requests;
             let is_mask_pending = |sequence_id: SequenceId| {
-                requests[sequence_id.index()].as_mut().is_some_and(RequestState::is_mask_pending)
+                requests[sequence_id.index()].as_mut().is_some_and(ActiveRequest::is_mask_pending)
             };
             let Some(row) = self.deferred.take_ready(&mut index, is_mask_pending) else { return };
             self.report_row_and_end(row.sequence_id, row.position, RowOutput::Logits(&row.logits), out);
@@ -525,7 +460,7 @@ impl<B: Backend> Engine<B> {
         row: RowOutput<'_>,
         out: &mut Vec<EngineOutput>,
     ) -> Option<FinishReason> {
-        let RequestState { id, usage, work, .. } = self.requests[sequence_id.index()].as_mut()?;
+        let ActiveRequest { id, usage, work, .. } = self.requests[sequence_id.index()].as_mut()?;
         match work {
             RequestWork::Generate(generation) => {
                 match generation.draw(*id, usage, position + 1, row, &mut self.sampler, out) {

@@ -1,7 +1,7 @@
 //! Integrity check of the engine's request records against the scheduler's sequences.
 
 use crate::request::input::RequestId;
-use crate::request::state::RequestState;
+use crate::request::state::ActiveRequest;
 use crate::schedule::admission::AdmissionControl;
 use crate::schedule::integrity::IntegrityError;
 use crate::schedule::scheduler::Scheduler;
@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 pub(crate) struct RequestRecords<'a> {
-    pub(crate) requests: &'a [Option<RequestState>],
+    pub(crate) requests: &'a [Option<ActiveRequest>],
     pub(crate) sequence_ids: &'a HashMap<RequestId, SequenceId>,
     pub(crate) deadlines: &'a BTreeSet<(Duration, SequenceId)>,
     pub(crate) admission: &'a AdmissionControl,

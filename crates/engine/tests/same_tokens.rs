@@ -127,7 +127,7 @@ fn one_request() -> impl Strategy<Value = Request> {
 }
 
 /// How requests come and go, and what drafts for them.
-struct Schedule {
+struct SubmissionSchedule {
     /// Steps between one arrival and the next.
     gaps: Vec<usize>,
     /// Requests whose stream is cut after so many tokens and resumed.
@@ -145,9 +145,9 @@ fn numbered(requests: Vec<Request>) -> Vec<Request> {
 fn served_as_if_alone(
     config: &EngineConfig,
     requests: Vec<Request>,
-    plan: Schedule,
+    plan: SubmissionSchedule,
 ) -> Result<(), TestCaseError> {
-    let Schedule { gaps, cuts, held, kind } = plan;
+    let SubmissionSchedule { gaps, cuts, held, kind } = plan;
     let model = Box::new(FakeModel::new(config));
     let mut engine =
         Engine::with_drafter(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
@@ -214,7 +214,7 @@ proptest! {
         held in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
     ) {
-        let plan = Schedule { gaps, cuts, held, kind };
+        let plan = SubmissionSchedule { gaps, cuts, held, kind };
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
@@ -235,7 +235,7 @@ proptest! {
             let same_prompt = |other| Request { prompt: prompt.clone(), ..other };
             together.extend(std::iter::once(first).chain(others.into_iter().map(same_prompt)));
         }
-        let plan = Schedule { gaps: pauses, cuts, held, kind };
+        let plan = SubmissionSchedule { gaps: pauses, cuts, held, kind };
         served_as_if_alone(&config, numbered(together), plan)?;
     }
 }

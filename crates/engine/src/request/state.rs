@@ -13,7 +13,7 @@ use crate::sample::params::SamplingParams;
 use crate::sample::sampler::Sampler;
 use std::time::Duration;
 
-pub(crate) struct RequestState {
+pub(crate) struct ActiveRequest {
     pub(crate) id: RequestId,
     pub(crate) deadline: Option<Duration>,
     pub(crate) usage: TokenUsage,
@@ -53,7 +53,7 @@ pub(crate) enum SampleOutcome {
     Pending,
 }
 
-impl RequestState {
+impl ActiveRequest {
     /// `history` covers the request's prompt and prior output.
     pub(crate) fn generate(
         request: &Request,

@@ -35,7 +35,7 @@ impl OutputRows {
     }
 
     /// Takes a range of outputs. `draws` has the result of
-    /// [`RequestState::draw`](crate::request::state::RequestState::draw) for each.
+    /// [`ActiveRequest::draw`](crate::request::state::ActiveRequest::draw) for each.
     pub(crate) fn take<'a, B: Backend>(
         &mut self,
         backend: &mut B,
@@ -110,6 +110,6 @@ fn weighing(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> O
 #[derive(Clone, Copy)]
 pub(crate) enum RowOutput<'a> {
     Logits(&'a [f32]),
-    /// The token, chosen as `RequestState::draw` says.
+    /// The token, chosen as `ActiveRequest::draw` says.
     Token(u32),
 }

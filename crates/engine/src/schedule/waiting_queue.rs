@@ -37,13 +37,13 @@ const TENANTS_SPARE: usize = 64;
 /// preemption, so the first sequence always makes progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServiceRank {
-    class: PriorityClass,
+    class: ServiceClass,
     tag: u64,
     arrival: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum PriorityClass {
+enum ServiceClass {
     /// Admitted as the oldest. No younger sequence preempts it.
     Promoted,
     Priority(i32),
@@ -57,7 +57,7 @@ impl ServiceRank {
 
     /// Whether the sequence was admitted as the oldest.
     pub fn is_promoted(&self) -> bool {
-        self.class == PriorityClass::Promoted
+        self.class == ServiceClass::Promoted
     }
 }
 
@@ -123,7 +123,7 @@ impl WaitingQueue {
             shares.tenant_ends.retain(|_, end| *end > shares.virtual_time);
         }
         self.arrivals += 1;
-        ServiceRank { class: PriorityClass::Priority(priority), tag, arrival: self.arrivals }
+        ServiceRank { class: ServiceClass::Priority(priority), tag, arrival: self.arrivals }
     }
 
     fn fair_share_of(&mut self, priority: i32) -> &mut FairShare {
@@ -134,7 +134,7 @@ impl WaitingQueue {
     pub fn enter(&mut self, rank: ServiceRank, sequence_id: SequenceId) {
         self.by_rank.insert(rank, sequence_id);
         self.by_arrival.insert(rank.arrival, rank);
-        if let PriorityClass::Priority(priority) = rank.class {
+        if let ServiceClass::Priority(priority) = rank.class {
             self.fair_share_of(priority).waiting += 1;
         }
     }
@@ -143,7 +143,7 @@ impl WaitingQueue {
     pub fn leave(&mut self, rank: ServiceRank) {
         self.by_rank.remove(&rank);
         self.by_arrival.remove(&rank.arrival);
-        if let PriorityClass::Priority(priority) = rank.class {
+        if let ServiceClass::Priority(priority) = rank.class {
             let Some(shares) = self.shares.get_mut(&priority).filter(|shares| shares.waiting > 0) else {
                 panic!("{rank:?} leaves a priority in which no sequence waits")
             };
@@ -171,7 +171,7 @@ impl WaitingQueue {
             .all(|(&arrival, rank)| rank.arrival == arrival && self.by_rank.contains_key(rank));
         let mut classes = BTreeMap::new();
         for rank in self.by_rank.keys() {
-            if let PriorityClass::Priority(priority) = rank.class {
+            if let ServiceClass::Priority(priority) = rank.class {
                 *classes.entry(priority).or_insert(0_usize) += 1;
             }
         }
@@ -212,7 +212,7 @@ impl WaitingQueue {
             self.admissions_since_oldest = 0;
         } else {
             self.admissions_since_oldest = (self.admissions_since_oldest + 1).min(OLDEST_FIRST_EVERY - 1);
-            if let PriorityClass::Priority(priority) = rank.class
+            if let ServiceClass::Priority(priority) = rank.class
                 && let Some(shares) = self.shares.get_mut(&priority)
             {
                 shares.virtual_time = shares.virtual_time.max(rank.tag);
@@ -220,7 +220,7 @@ impl WaitingQueue {
         }
         self.leave(rank);
         if is_oldest_turn {
-            rank.class = PriorityClass::Promoted;
+            rank.class = ServiceClass::Promoted;
             rank.tag = 0;
         }
         rank
