@@ -29,7 +29,8 @@ __device__ bool before(const Candidate &b, const Candidate &a) {
 __device__ Candidate best_of_warp(Candidate best) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-        Candidate other = {__shfl_xor_sync(~0u, best.value, distance), __shfl_xor_sync(~0u, best.index, distance)};
+        Candidate other = {__shfl_xor_sync(~0u, best.value, distance),
+                           __shfl_xor_sync(~0u, best.index, distance)};
         if (before(other, best)) best = other;
     }
     return best;
@@ -37,7 +38,8 @@ __device__ Candidate best_of_warp(Candidate best) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x, uint32_t cols, uint32_t *out) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    argmax_rows(const float *x, uint32_t cols, uint32_t *out) {
     __shared__ Candidate warp_best[THREADS / 32];
     wait_for_previous_kernel();
     launch_next_kernel();
@@ -48,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) argmax_rows(const float *x
     for (uint32_t first = threadIdx.x; first < cols; first += ROUND * THREADS) {
         float v[ROUND];
 #pragma unroll
-        for (int k = 0; k < ROUND; k++) v[k] = first + k * THREADS < cols ? x[first + k * THREADS] : -INFINITY;
+        for (int k = 0; k < ROUND; k++)
+            v[k] = first + k * THREADS < cols ? x[first + k * THREADS] : -INFINITY;
 #pragma unroll
         for (int k = 0; k < ROUND; k++) {
             Candidate other = {v[k], first + k * THREADS};

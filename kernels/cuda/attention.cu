@@ -67,7 +67,9 @@ namespace {
 
 // The merge_dimension value of dimension `i` of a row and head, whose factors the lanes of a warp splits out together: at most 32 splits,
 // one a lane.
-__device__ __forceinline__ float merge_dimension(const float *partial_sums, const float2 *partial_weights, const PartialMerge &merge, size_t head, int heads, int dim, int i) {
+__device__ __forceinline__ float merge_dimension(const float *partial_sums, const float2 *partial_weights,
+                                                 const PartialMerge &merge, size_t head, int heads, int dim,
+                                                 int i) {
     // Partials of a round, all asked for before the first is used.
     constexpr int ROUND = 16;
     const int lane = threadIdx.x % 32, splits = merge.splits;
@@ -76,7 +78,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     float part[ROUND];
     auto load_round = [&](int round) {
 #pragma unroll
-        for (int k = 0; k < ROUND; k++) part[k] = round + k < splits && i < dim ? sums[(round + k) * step] : 0.0f;
+        for (int k = 0; k < ROUND; k++)
+            part[k] = round + k < splits && i < dim ? sums[(round + k) * step] : 0.0f;
     };
     load_round(0);
     float2 own = make_float2(NO_SCORE, 0.0f);
@@ -111,8 +114,9 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
 
 // A block per row and 256 columns of the output, which are whole heads; all rows of the step are merge_dimension.
 template <class Quantizer>
-__device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges, const uint32_t *count, int heads, int dim,
-                                float *out, uint8_t *act_tiles) {
+__device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights,
+                                   const PartialMerge *merges, const uint32_t *count, int heads, int dim,
+                                   float *out, uint8_t *act_tiles) {
     __shared__ float merged_values[TILE_COLS];
     const uint32_t rows = *count;
     const PartialMerge merge = merges[blockIdx.x];
@@ -128,14 +132,16 @@ __device__ void merge_and_quantize(const float *partial_sums, const float2 *part
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = merged_values[threadIdx.x * 8 + i];
-    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), heads * dim / TILE_COLS, merge.row, blockIdx.y));
+    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION),
+                                     heads * dim / TILE_COLS, merge.row, blockIdx.y));
 }
 
 }  // namespace
 
 // One block per row and head, a thread per dimension.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_merge(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges, const uint32_t *count, int heads, int dim, float *out) {
+    attention_merge(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,
+                    const uint32_t *count, int heads, int dim, float *out) {
     const uint32_t rows = *count;
     const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
@@ -148,12 +154,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 CHECK_SIGNATURE(attention_merge, AttentionMerge);
 
-#define MERGE_KERNEL(SUFFIX, QUANTIZER)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(TILE_COLS)                                                                    \
-        attention_merge##SUFFIX(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,                 \
-                                const uint32_t *count, int heads, int dim, float *out, uint8_t *act_tiles) {                      \
-        merge_and_quantize<QUANTIZER>(partial_sums, partial_weights, merges, count, heads, dim, out, act_tiles);                      \
-    } \
+#define MERGE_KERNEL(SUFFIX, QUANTIZER)                                                              \
+    extern "C" __global__ void __launch_bounds__(TILE_COLS) attention_merge##SUFFIX(                 \
+        const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,        \
+        const uint32_t *count, int heads, int dim, float *out, uint8_t *act_tiles) {                 \
+        merge_and_quantize<QUANTIZER>(partial_sums, partial_weights, merges, count, heads, dim, out, \
+                                      act_tiles);                                                    \
+    }                                                                                                \
     CHECK_SIGNATURE(attention_merge##SUFFIX, AttentionMergeQuantized);
 MERGE_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 MERGE_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)

@@ -63,7 +63,8 @@ __device__ uint64_t fold(uint64_t a, uint64_t b) { return a * b ^ __umul64hi(a, 
 
 __device__ uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t start) {
     uint64_t sum = start;
-    for (int i = 0; i < 4; i++) sum += fold(acc[2 * i] ^ bytes8(secret + 16 * i), acc[2 * i + 1] ^ bytes8(secret + 16 * i + 8));
+    for (int i = 0; i < 4; i++)
+        sum += fold(acc[2 * i] ^ bytes8(secret + 16 * i), acc[2 * i + 1] ^ bytes8(secret + 16 * i + 8));
     sum ^= sum >> 37;
     sum *= 0x165667919E3779F9;
     return sum ^ sum >> 32;
@@ -73,7 +74,8 @@ __device__ uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t s
 
 // One thread block per plane_offset; pieces of at most 240 bytes (another algorithm) are left to the host. `bytes` is aligned
 // to 8. `out[plane_offset]` is the low and the high half.
-extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint8_t *__restrict__ bytes, uint64_t total, uint64_t *__restrict__ out) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    checksum_pieces(const uint8_t *__restrict__ bytes, uint64_t total, uint64_t *__restrict__ out) {
     __shared__ uint64_t sums[2][BLOCKS_AT_ONCE][8];
     __shared__ uint64_t final_acc[8];
     __shared__ uint64_t keys[24];
@@ -91,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
         int block = batch * BLOCKS_AT_ONCE + group;
         if (batch < batches) {
             uint64_t values[STRIPES];
-            const uint64_t *data = reinterpret_cast<const uint64_t *>(plane_offset + uint64_t(block) * BLOCK_BYTES);
+            const uint64_t *data =
+                reinterpret_cast<const uint64_t *>(plane_offset + uint64_t(block) * BLOCK_BYTES);
 #pragma unroll
             for (int s = 0; s < STRIPES; s++) values[s] = block < whole_blocks ? data[8 * s + lane] : 0;
             uint64_t sum = 0;
@@ -113,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) checksum_pieces(const uint
     // The whole first warp takes part in the exchange; only its first group's sums count.
     const uint8_t *rest = plane_offset + uint64_t(whole_blocks) * BLOCK_BYTES;
     int stripes = (len - 1 - uint64_t(whole_blocks) * BLOCK_BYTES) / STRIPE_BYTES;
-    for (int s = 0; s < stripes; s++) acc += stripe_term(bytes8(rest + STRIPE_BYTES * s + 8 * lane), bytes8(SECRET + 8 * (s + lane)));
+    for (int s = 0; s < stripes; s++)
+        acc += stripe_term(bytes8(rest + STRIPE_BYTES * s + 8 * lane), bytes8(SECRET + 8 * (s + lane)));
     acc += stripe_term(bytes8(plane_offset + len - STRIPE_BYTES + 8 * lane), bytes8(SECRET + 121 + 8 * lane));
     if (group == 0) final_acc[lane] = acc;
     __syncwarp();

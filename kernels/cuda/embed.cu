@@ -15,7 +15,21 @@ namespace {
 constexpr int ROW_BYTES_MAX = 8 * 34;
 
 // ggml's type ids.
-enum Type { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
+enum Type {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    BF16 = 30
+};
 
 __device__ float half_at(const uint8_t *p) { return half_to_float(p[0] | p[1] << 8); }
 
@@ -24,7 +38,8 @@ __device__ void scale_min(const uint8_t *packed, int s, int &scale, int &min) {
     if (s < 4) {
         scale = packed[s] & 63, min = packed[s + 4] & 63;
     } else {
-        scale = (packed[s + 4] & 15) | packed[s - 4] >> 6 << 4, min = packed[s + 4] >> 4 | packed[s] >> 6 << 4;
+        scale = (packed[s + 4] & 15) | packed[s - 4] >> 6 << 4,
+        min = packed[s + 4] >> 4 | packed[s] >> 6 << 4;
     }
 }
 
@@ -40,18 +55,28 @@ __device__ float decode(int type, const uint8_t *b, int e) {
     switch (type) {
         case Q8_0: return __fmul_rn(float(int8_t(b[2 + e])), half_at(b));
         case Q4_0: return __fmul_rn(float((b[2 + e % 16] >> nibble & 15) - 8), half_at(b));
-        case Q4_1: return __fadd_rn(__fmul_rn(float(b[4 + e % 16] >> nibble & 15), half_at(b)), half_at(b + 2));
-        case Q5_0: return __fmul_rn(float(((b[6 + e % 16] >> nibble & 15) | (b[2 + e / 8] >> e % 8 & 1) << 4) - 16), half_at(b));
-        case Q5_1: return __fadd_rn(__fmul_rn(float((b[8 + e % 16] >> nibble & 15) | (b[4 + e / 8] >> e % 8 & 1) << 4), half_at(b)), half_at(b + 2));
+        case Q4_1:
+            return __fadd_rn(__fmul_rn(float(b[4 + e % 16] >> nibble & 15), half_at(b)), half_at(b + 2));
+        case Q5_0:
+            return __fmul_rn(float(((b[6 + e % 16] >> nibble & 15) | (b[2 + e / 8] >> e % 8 & 1) << 4) - 16),
+                             half_at(b));
+        case Q5_1:
+            return __fadd_rn(
+                __fmul_rn(float((b[8 + e % 16] >> nibble & 15) | (b[4 + e / 8] >> e % 8 & 1) << 4),
+                          half_at(b)),
+                half_at(b + 2));
         default: break;
     }
     int h = e / 128, j = e % 128 / 32, l = e % 32;
     switch (type) {
-        case Q2_K: return affine(half_at(b + 80), b[e / 16] & 15, b[16 + 32 * h + l] >> 2 * j & 3, half_at(b + 82), b[e / 16] >> 4);
+        case Q2_K:
+            return affine(half_at(b + 80), b[e / 16] & 15, b[16 + 32 * h + l] >> 2 * j & 3, half_at(b + 82),
+                          b[e / 16] >> 4);
         case Q3_K: {
             int s = e / 16, low = s < 8 ? b[96 + s] & 15 : b[96 + s - 8] >> 4;
             int scale = (low | (b[104 + s % 4] >> 2 * (s / 4) & 3) << 4) - 32;
-            return scaled(half_at(b + 108), scale, ((b[32 + 32 * h + l] >> 2 * j & 3) | (b[l] >> (4 * h + j) & 1) << 2) - 4);
+            return scaled(half_at(b + 108), scale,
+                          ((b[32 + 32 * h + l] >> 2 * j & 3) | (b[l] >> (4 * h + j) & 1) << 2) - 4);
         }
         case Q4_K:
         case Q5_K: {
@@ -62,7 +87,9 @@ __device__ float decode(int type, const uint8_t *b, int e) {
             return affine(half_at(b), scale, q, half_at(b + 2), min);
         }
         default: {
-            int q = ((b[64 * h + 32 * (j % 2) + l] >> 4 * (j / 2) & 15) | (b[128 + 32 * h + l] >> 2 * j & 3) << 4) - 32;
+            int q = ((b[64 * h + 32 * (j % 2) + l] >> 4 * (j / 2) & 15) | (b[128 + 32 * h + l] >> 2 * j & 3)
+                                                                              << 4) -
+                    32;
             return scaled(half_at(b + 208), int8_t(b[192 + e / 16]), q);
         }
     }
@@ -72,20 +99,23 @@ __device__ float decode(int type, const uint8_t *b, int e) {
 
 // Grid: (tiles of a row, tokens); 256 threads. A token beyond the table is left out.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
-    embed_quantized(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles, const uint32_t *tokens, float *out, int cols, int rows) {
+    embed_quantized(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles,
+                    const uint32_t *tokens, float *out, int cols, int rows) {
     __shared__ __align__(16) uint8_t raw[ROW_BYTES_MAX];
     launch_next_kernel();
     wait_for_previous_kernel();
     uint32_t token = tokens[blockIdx.y];
     if (token >= static_cast<uint32_t>(rows)) return;
     int row = token % TILE_ROWS;
-    const uint8_t *tile = tiles + (static_cast<size_t>(token / TILE_ROWS) * gridDim.x + blockIdx.x) * planes.tile_bytes;
+    const uint8_t *tile =
+        tiles + (static_cast<size_t>(token / TILE_ROWS) * gridDim.x + blockIdx.x) * planes.tile_bytes;
     for (int plane = 0; plane < planes.planes; plane++) {
         int bytes = planes.len[plane] * planes.blocks[plane];
         for (int i = threadIdx.x * 2; i < bytes; i += 2 * TILE_COLS) {
             int at = planes.base[plane] + row * bytes + i;
             BlockByte source = find_block_byte(planes, at);
-            *reinterpret_cast<uint16_t *>(raw + source.block * planes.block_bytes + source.byte) = *reinterpret_cast<const uint16_t *>(tile + at);
+            *reinterpret_cast<uint16_t *>(raw + source.block * planes.block_bytes + source.byte) =
+                *reinterpret_cast<const uint16_t *>(tile + at);
         }
     }
     __syncthreads();
@@ -98,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
 CHECK_SIGNATURE(embed_quantized, EmbedQuantized);
 
 // The same for plain types.
-extern "C" __global__ void __launch_bounds__(TILE_COLS) embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
+extern "C" __global__ void __launch_bounds__(TILE_COLS)
+    embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
     launch_next_kernel();
     wait_for_previous_kernel();
     uint32_t token = tokens[blockIdx.y];

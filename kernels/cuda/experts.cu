@@ -40,7 +40,8 @@ __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // A lane takes columns lane, lane + 32, ...; lanes are added by a butterfly.
 template <typename T>
-__device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token, int rows, int cols, float *out) {
+__device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token,
+                             int rows, int cols, float *out) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int row = blockIdx.x * EXPERT_MATVEC_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -56,28 +57,33 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
 
 // Rounds the rows of `x` into act_tiles of slots: a warp per slot and tile of columns.
 template <class Quantizer>
-__device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token, int cols, uint8_t *act_tiles) {
+__device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,
+                               int cols, uint8_t *act_tiles) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-    int at = blockIdx.x * EXPERT_QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles, tile = at % col_tiles;
+    int at = blockIdx.x * EXPERT_QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles,
+        tile = at % col_tiles;
     if (slot >= slots) return;
     uint32_t pair = sorted_pairs[slot];
     if (pair == NO_PAIR) return;
     int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
     if (col < cols) {
-        const float4 *from = reinterpret_cast<const float4 *>(x + size_t(pair / pairs_per_token) * cols + col);
+        const float4 *from =
+            reinterpret_cast<const float4 *>(x + size_t(pair / pairs_per_token) * cols + col);
         a = from[0], b = from[1];
     }
     float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
+    Quantizer::store(v,
+                     act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
-    expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts, float *expert_weights) {
+    expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts,
+                        float *expert_weights) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -92,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
         largest = fmaxf(largest, probability[k]);
     }
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
     double weights[EXPERTS_PER_LANE], total = 0.0;
 #pragma unroll
     for (int k = 0; k < EXPERTS_PER_LANE; k++) {
@@ -102,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) probability[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
+    for (int k = 0; k < EXPERTS_PER_LANE; k++)
+        probability[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
 
     float own = 0.0f, sum = 0.0f;
     uint32_t own_expert = 0;
@@ -119,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
         for (int distance = 16; distance > 0; distance /= 2) {
             float other = __shfl_xor_sync(~0u, best, distance);
             uint32_t other_expert = __shfl_xor_sync(~0u, best_expert, distance);
-            if (other > best || (other == best && other_expert < best_expert)) best = other, best_expert = other_expert;
+            if (other > best || (other == best && other_expert < best_expert))
+                best = other, best_expert = other_expert;
         }
         float chosen = best == 2.0f ? NAN : best;
 #pragma unroll
@@ -150,8 +159,9 @@ CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 // slots, or NO_PAIR; `groups` the experts' groups of at most `group_pairs`, `*group_count` how many there are.
 //
 // A warp counts a run of pairs, and gives them places once everybody has counted.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs,
-                                                                         int align, int slots, uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
+    expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs, int align, int slots,
+                      uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
     constexpr int WARPS = GROUP_THREADS / 32;
     // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's next one.
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
@@ -160,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(co
     wait_for_previous_kernel();
     launch_next_kernel();
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run, last = min(first + run, pairs);
+    int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run,
+        last = min(first + run, pairs);
     // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it there are here)`.
     auto walk = [&](auto use) {
         for (int at = first; at < last; at += 32) {
@@ -191,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(co
             total += found;
         }
     }
-    uint32_t padded = (total + align - 1) / align * align, own_groups = (total + group_pairs - 1) / group_pairs;
+    uint32_t padded = (total + align - 1) / align * align,
+             own_groups = (total + group_pairs - 1) / group_pairs;
     uint64_t own = uint64_t(own_groups) << 32 | padded, sum = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -209,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) expert_sort_pairs(co
     if (e < count) {
         first_slot[e] = slot;
         for (uint32_t g = 0; g < own_groups; g++)
-            groups[group + g] = {uint32_t(e), slot + g * group_pairs, min(total - g * group_pairs, uint32_t(group_pairs))};
+            groups[group + g] = {uint32_t(e), slot + g * group_pairs,
+                                 min(total - g * group_pairs, uint32_t(group_pairs))};
         for (uint32_t i = total; i < padded; i++) sorted_pairs[slot + i] = NO_PAIR;
     }
     if (threadIdx.x == 0) *group_count = uint32_t(all >> 32);
@@ -235,21 +248,23 @@ extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
 }
 CHECK_SIGNATURE(expert_combine, ExpertCombine);
 
-#define QUANTIZE_PAIRS_KERNEL(NAME, QUANTIZER)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * EXPERT_QUANTIZE_WARPS) expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, \
-                                                                                      int pairs_per_token, int cols, uint8_t *act_tiles) { \
-        quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, act_tiles);                                                  \
-    } \
+#define QUANTIZE_PAIRS_KERNEL(NAME, QUANTIZER)                                                               \
+    extern "C" __global__ void __launch_bounds__(32 * EXPERT_QUANTIZE_WARPS)                                 \
+        expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token, \
+                               int cols, uint8_t *act_tiles) {                                               \
+        quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, act_tiles);                 \
+    }                                                                                                        \
     CHECK_SIGNATURE(expert_quantize_##NAME, ExpertQuantize);
 QUANTIZE_PAIRS_KERNEL(q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 QUANTIZE_PAIRS_KERNEL(q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 QUANTIZE_PAIRS_KERNEL(q8_k, QuantizePer256)
 
-#define FLOAT_MATVEC_KERNEL(NAME, TYPE, SIGNATURE)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) expert_matvec_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
-                                                                            int pairs_per_token, int rows, int cols, float *out) { \
-        float_matvec<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);                                             \
-    } \
+#define FLOAT_MATVEC_KERNEL(NAME, TYPE, SIGNATURE)                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                      \
+        expert_matvec_##NAME(const TYPE *weights, const float *x, const uint32_t *experts, \
+                             int pairs_per_token, int rows, int cols, float *out) {        \
+        float_matvec<TYPE>(weights, x, experts, pairs_per_token, rows, cols, out);         \
+    }                                                                                      \
     CHECK_SIGNATURE(expert_matvec_##NAME, SIGNATURE);
 FLOAT_MATVEC_KERNEL(f32, float, ExpertMatvecF32)
 FLOAT_MATVEC_KERNEL(f16, __half, ExpertMatvecF16)

@@ -3,7 +3,8 @@
 #include "abi/elementwise.cuh"
 #include "numeric.cuh"
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
+    gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {
     wait_for_previous_kernel();
     launch_next_kernel();
     const float *from = x + size_t(rows[blockIdx.x]) * cols;

@@ -12,7 +12,8 @@ namespace {
 constexpr int THREADS = KV_WRITE_THREADS;
 
 template <typename T>
-__device__ void write_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+__device__ void write_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                          int kv_heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
@@ -28,7 +29,8 @@ __device__ void write_row(KvLayerAddress kv, const float *keys, const float *val
 }
 
 // A warp has 32 values that share a scale.
-__device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+__device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                             int kv_heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
@@ -39,32 +41,37 @@ __device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *
         int count = min(head_dim - 32 * part, 32);
         size_t from = (size_t(blockIdx.x) * kv_heads + head) * head_dim + 32 * part + lane;
         float value = lane < count ? (is_value ? values : keys)[from] : 0.0f;
-        store_q8(value, count, head_keys(kv, block, head) + is_value * kv.head_bytes, kv.block_tokens, token, head_dim, part);
+        store_q8(value, count, head_keys(kv, block, head) + is_value * kv.head_bytes, kv.block_tokens, token,
+                 head_dim, part);
     }
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_f16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_f16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                 int kv_heads, int head_dim) {
     write_row<__half>(kv, keys, values, slots, kv_heads, head_dim);
 }
 CHECK_SIGNATURE(kv_write_f16, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_f32(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_f32(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                 int kv_heads, int head_dim) {
     write_row<float>(kv, keys, values, slots, kv_heads, head_dim);
 }
 CHECK_SIGNATURE(kv_write_f32, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_bf16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_bf16(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                  int kv_heads, int head_dim) {
     write_row<__nv_bfloat16>(kv, keys, values, slots, kv_heads, head_dim);
 }
 CHECK_SIGNATURE(kv_write_bf16, KvWrite);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    kv_write_q8_0(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots, int kv_heads, int head_dim) {
+    kv_write_q8_0(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
+                  int kv_heads, int head_dim) {
     write_q8_row(kv, keys, values, slots, kv_heads, head_dim);
 }
 CHECK_SIGNATURE(kv_write_q8_0, KvWrite);

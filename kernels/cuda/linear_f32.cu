@@ -25,7 +25,8 @@ __device__ float4 load4(const float *row, int k, int cols) {
 }
 
 template <bool ALIGNED>
-__device__ void multiply_rows(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, int tokens) {
+__device__ void multiply_rows(const float *weights, const float *x, const float *bias, float *out, int cols,
+                              int rows, int tokens) {
     int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TOKENS;
     if (row >= rows) return;
     const float *w = weights + static_cast<size_t>(row) * cols, *v[TOKENS];
@@ -51,7 +52,8 @@ __device__ void multiply_rows(const float *weights, const float *x, const float 
         float s = sum[t];
 #pragma unroll
         for (int mask = 16; mask > 0; mask /= 2) s += __shfl_xor_sync(~0u, s, mask);
-        if (lane == 0 && first + t < tokens) out[static_cast<size_t>(first + t) * rows + row] = bias == nullptr ? s : s + bias[row];
+        if (lane == 0 && first + t < tokens)
+            out[static_cast<size_t>(first + t) * rows + row] = bias == nullptr ? s : s + bias[row];
     }
 }
 
@@ -60,7 +62,8 @@ __device__ void multiply_rows(const float *weights, const float *x, const float 
 // Grid: (rows / 8, tokens / 4), rounded up. `x` is [tokens][cols], `out` [tokens][rows], both 16-byte aligned like `weights`;
 // `bias` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    linear_f32(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, int tokens) {
+    linear_f32(const float *weights, const float *x, const float *bias, float *out, int cols, int rows,
+               int tokens) {
     launch_next_kernel();
     wait_for_previous_kernel();
     if (cols % 4 == 0) {

@@ -13,7 +13,8 @@
 
 // Grid: (rows, heads). `queries` and `out` are [rows][heads][dim], `keys` and `values` [positions][kv_heads][dim].
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
-    naive_attention(const float *queries, const float *keys, const float *values, int heads, int kv_heads, int dim, int first_position, float scale, float *out) {
+    naive_attention(const float *queries, const float *keys, const float *values, int heads, int kv_heads,
+                    int dim, int first_position, float scale, float *out) {
     const size_t row = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int key_count = first_position + int(row) + 1;
     const float *query = queries + (row * heads + head) * dim;
@@ -44,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
     if (row >= rows) return;
     const size_t token = blockIdx.y;
     double sum = bias == nullptr ? 0.0 : double(bias[row]);
-    for (int col = 0; col < cols; col++) sum += double(weights[size_t(row) * cols + col]) * double(x[token * cols + col]);
+    for (int col = 0; col < cols; col++)
+        sum += double(weights[size_t(row) * cols + col]) * double(x[token * cols + col]);
     out[token * rows + row] = float(sum);
 }
 CHECK_SIGNATURE(naive_matmul, NaiveMatmul);

@@ -60,7 +60,8 @@ struct WithQuantizer : Quantizer {
 
 // Quantizer takes rows of whole vectors that a thread can keep: norm.rs sees to that.
 template <bool ADD, class Quantizer>
-__device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {
+__device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
+                              uint8_t *act_tiles) {
     wait_for_previous_kernel();
     launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
@@ -101,7 +102,8 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             }
             if constexpr (Quantizer::QUANTIZES) {
                 int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-                Quantizer::store(normalized, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, blockIdx.x, vector / 32));
+                Quantizer::store(normalized, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION),
+                                                          col_tiles, blockIdx.x, vector / 32));
             }
         }
         return;
@@ -119,16 +121,17 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 
 }  // namespace
 
-#define NORM_KERNELS(SUFFIX, QUANTIZER)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
-        rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {                    \
-        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, act_tiles);                                                 \
-    }                                                                                                                          \
-    CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm); \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
-        add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) { \
-        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, act_tiles);                                                        \
-    } \
+#define NORM_KERNELS(SUFFIX, QUANTIZER)                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm##SUFFIX(                                  \
+        float *x, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {                \
+        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, act_tiles);                      \
+    }                                                                                                        \
+    CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm);                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
+        add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, \
+                             uint8_t *act_tiles) {                                                           \
+        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, act_tiles);                             \
+    }                                                                                                        \
     CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
 NORM_KERNELS(, NoQuantizer)
 NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
@@ -136,7 +139,8 @@ NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)
 NORM_KERNELS(_q8_k, WithQuantizer<QuantizePer256>)
 
 // `heads` over all rows; a head is `head_dim` values of x.
-extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS) rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
+extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS)
+    rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int head = blockIdx.x * NORM_HEADS + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -149,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS) rms_norm_heads(flo
 }
 CHECK_SIGNATURE(rms_norm_heads, RmsNormHeads);
 
-extern "C" __global__ void __launch_bounds__(ADD_THREADS) add_residual(float *x, const float *y, uint64_t values) {
+extern "C" __global__ void __launch_bounds__(ADD_THREADS)
+    add_residual(float *x, const float *y, uint64_t values) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(ADD_THREADS) + threadIdx.x;

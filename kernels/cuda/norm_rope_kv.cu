@@ -20,18 +20,21 @@ constexpr int HEAD_DIM_MAX = NORM_ROPE_HEAD_DIM_MAX;
 // A head of one token in the cache, as one warp stores it.
 template <typename T>
 struct KvWriterFloat {
-    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv, uint8_t *head, uint32_t token, int dim) {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv,
+                                                      uint8_t *head, uint32_t token, int dim) {
         T *to = reinterpret_cast<T *>(head) + size_t(token) * dim;
         for (int i = threadIdx.x % 32; i < dim; i += 32) store(values[i], to + i);
     }
 };
 
 struct KvWriterQ8_0 {
-    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv, uint8_t *head, uint32_t token, int dim) {
+    static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv,
+                                                      uint8_t *head, uint32_t token, int dim) {
         const int lane = threadIdx.x % 32;
         for (int part = 0; 32 * part < dim; part++) {
             int count = min(dim - 32 * part, 32);
-            store_q8(lane < count ? values[32 * part + lane] : 0.0f, count, head, kv.block_tokens, token, dim, part);
+            store_q8(lane < count ? values[32 * part + lane] : 0.0f, count, head, kv.block_tokens, token, dim,
+                     part);
         }
     }
 };
@@ -83,16 +86,17 @@ __device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, con
         for (int i = lane; i < p.head_dim; i += 32) x[i] = values[i];
         if (is_query) return;
     }
-    KvWriter::store_head(values, kv, head_keys(kv, block, head) + (is_value ? kv.head_bytes : 0), token, p.head_dim);
+    KvWriter::store_head(values, kv, head_keys(kv, block, head) + (is_value ? kv.head_bytes : 0), token,
+                         p.head_dim);
 }
 
 }  // namespace
 
-#define NORM_ROPE_KV_KERNEL(SUFFIX, KV_WRITER)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                   \
-        norm_rope_kv_write_##SUFFIX(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ NormRopeKvParams params) {                         \
-        norm_rope_kv_write<KV_WRITER>(kv, params);                                                                                         \
-    } \
+#define NORM_ROPE_KV_KERNEL(SUFFIX, KV_WRITER)                                                        \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) norm_rope_kv_write_##SUFFIX(             \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ NormRopeKvParams params) { \
+        norm_rope_kv_write<KV_WRITER>(kv, params);                                                    \
+    }                                                                                                 \
     CHECK_SIGNATURE(norm_rope_kv_write_##SUFFIX, NormRopeKvWrite);
 NORM_ROPE_KV_KERNEL(f32, KvWriterFloat<float>)
 NORM_ROPE_KV_KERNEL(f16, KvWriterFloat<__half>)

@@ -41,6 +41,4 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // Lets the successor be started. It still waits for this kernel's end before it reads.
-__device__ __forceinline__ void launch_next_kernel() {
-    asm volatile("griddepcontrol.launch_dependents;");
-}
+__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -24,7 +24,8 @@ struct TokenTile {
     int valid;
 };
 
-__device__ bool find_token_tile(TokenTile &token_tile, const float *x, int tokens, int cols, uint8_t *act_tiles, int act_tile) {
+__device__ bool find_token_tile(TokenTile &token_tile, const float *x, int tokens, int cols,
+                                uint8_t *act_tiles, int act_tile) {
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, col = at % col_tiles;
     if (token >= tokens) return false;
@@ -54,8 +55,10 @@ __device__ void quantize_values(const TokenTile &token_tile) {
 
 // Writes part `part` of the lane's eight values.
 __device__ void store_part(const ActTileRow &row, int part, const uint16_t (&h)[8]) {
-    uint4 words = {h[0] | uint32_t(h[1]) << 16, h[2] | uint32_t(h[3]) << 16, h[4] | uint32_t(h[5]) << 16, h[6] | uint32_t(h[7]) << 16};
-    *reinterpret_cast<uint4 *>(row.act_tile + part * ACT_TILE_PART_BYTES + act16_tile_offset(row.token, threadIdx.x % 32)) = words;
+    uint4 words = {h[0] | uint32_t(h[1]) << 16, h[2] | uint32_t(h[3]) << 16, h[4] | uint32_t(h[5]) << 16,
+                   h[6] | uint32_t(h[7]) << 16};
+    *reinterpret_cast<uint4 *>(row.act_tile + part * ACT_TILE_PART_BYTES +
+                               act16_tile_offset(row.token, threadIdx.x % 32)) = words;
 }
 
 // What the rounding of a part leaves over is exact in f32, and is the next part's matter.
@@ -84,7 +87,8 @@ __device__ void split_into_f16(const TokenTile &token_tile) {
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
     int shift = min(13 + 127 - (__float_as_int(largest) >> 23), 126);
     float factor = __int_as_float((127 + shift) << 23);
 #pragma unroll
@@ -100,19 +104,22 @@ __device__ void split_into_f16(const TokenTile &token_tile) {
         }
         store_part(token_tile.row, part, h);
     }
-    float *scales = reinterpret_cast<float *>(token_tile.row.act_tile + parts_of(ActivationFormat::F16X2) * ACT_TILE_PART_BYTES);
+    float *scales = reinterpret_cast<float *>(token_tile.row.act_tile +
+                                              parts_of(ActivationFormat::F16X2) * ACT_TILE_PART_BYTES);
     if (threadIdx.x % 32 == 0) scales[token_tile.row.token] = __int_as_float((127 - shift) << 23);
 }
 
 }  // namespace
 
-#define QUANTIZE_KERNEL(NAME, ACTIVATION, BODY)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const float *x, int tokens, int cols, uint8_t *act_tiles) {     \
-        launch_next_kernel();                                                                                                \
-        wait_for_previous_kernel();                                                                                               \
-        TokenTile token_tile;                                                                                                          \
-        if (find_token_tile(token_tile, x, tokens, cols, act_tiles, act_tile_bytes(ACTIVATION))) BODY(token_tile);                                          \
-    } \
+#define QUANTIZE_KERNEL(NAME, ACTIVATION, BODY)                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                     \
+        NAME(const float *x, int tokens, int cols, uint8_t *act_tiles) {                         \
+        launch_next_kernel();                                                                    \
+        wait_for_previous_kernel();                                                              \
+        TokenTile token_tile;                                                                    \
+        if (find_token_tile(token_tile, x, tokens, cols, act_tiles, act_tile_bytes(ACTIVATION))) \
+            BODY(token_tile);                                                                    \
+    }                                                                                            \
     CHECK_SIGNATURE(NAME, QuantizeActivations);
 
 QUANTIZE_KERNEL(quantize_q8_0, ActivationFormat::Q8_0, quantize_values<QuantizePer32<ActivationFormat::Q8_0>>)

@@ -30,7 +30,8 @@ __device__ inline void sine_cosine(double x, double *sine, double *cosine) {
     }
 }
 
-__device__ inline void rope_angle(uint32_t position, float inverse_frequency, float magnitude, float *cosine, float *sine) {
+__device__ inline void rope_angle(uint32_t position, float inverse_frequency, float magnitude, float *cosine,
+                                  float *sine) {
     double s, c;
     sine_cosine(double(position) * double(inverse_frequency), &s, &c);
     *sine = float(s * double(magnitude));

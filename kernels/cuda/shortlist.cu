@@ -68,12 +68,15 @@ __device__ float softmax_weight(float value, float max, float temperature) {
 }
 
 // A row without a highest number: it holds a NaN or infinity, or nothing else than minus infinity.
-__device__ bool has_no_finite_max(uint32_t highest) { return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY; }
+__device__ bool has_no_finite_max(uint32_t highest) {
+    return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY;
+}
 
 }  // namespace
 
 // Group g of a row has its values g, g + GROUPS, g + 2 GROUPS ...
-extern "C" __global__ void __launch_bounds__(THREADS) shortlist_group_max(const float *x, uint32_t cols, uint32_t *groups) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    shortlist_group_max(const float *x, uint32_t cols, uint32_t *groups) {
     wait_for_previous_kernel();
     launch_next_kernel();
     const size_t row = blockIdx.y;
@@ -137,8 +140,8 @@ CHECK_SIGNATURE(shortlist_threshold, ShortlistThreshold);
 
 // Block (b, row) looks at SUMS partial sums of the row, from b * SUMS on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_collect(const float *x, uint32_t cols, const uint32_t *draw_params, const RowThreshold *thresholds, uint32_t *counts,
-                   uint64_t *candidates, double *sums) {
+    shortlist_collect(const float *x, uint32_t cols, const uint32_t *draw_params,
+                      const RowThreshold *thresholds, uint32_t *counts, uint64_t *candidates, double *sums) {
     constexpr int OWN = SUMS * BLOCK / THREADS;
     __shared__ float weights[SUMS * PADDED];
     wait_for_previous_kernel();
@@ -154,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const RowThreshold threshold = thresholds[row];
     if (has_no_finite_max(threshold.highest)) return;
-    const float max = sort_key_value(threshold.highest), temperature = __uint_as_float(draw_params[row * DRAW_PARAM_WORDS]);
+    const float max = sort_key_value(threshold.highest),
+                temperature = __uint_as_float(draw_params[row * DRAW_PARAM_WORDS]);
 #pragma unroll
     for (int k = 0; k < OWN; k++) {
         const int at = k * THREADS + threadIdx.x;
@@ -261,8 +265,8 @@ __device__ uint32_t choose_in_block(const float *weights, double target) {
     return 0;
 }
 
-__device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_param, float max, const double *sums,
-                     uint64_t *result) {
+__device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_param, float max,
+                           const double *sums, uint64_t *result) {
     __shared__ double partial[SUMS_MAX];
     __shared__ float weights[BLOCK];
     __shared__ ChosenBlock chosen_block;
@@ -299,8 +303,9 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_p
 
 // Two blocks per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params, const RowThreshold *thresholds, const uint32_t *counts,
-                     const uint64_t *candidates, const double *sums, uint64_t *results) {
+    shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params,
+                            const RowThreshold *thresholds, const uint32_t *counts,
+                            const uint64_t *candidates, const double *sums, uint64_t *results) {
     wait_for_previous_kernel();
     launch_next_kernel();
     const size_t row = blockIdx.x, blocks = (cols + BLOCK - 1) / BLOCK;
@@ -315,7 +320,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } else if (lists) {
         sort_candidates(candidates + row * CANDIDATES_MAX, counts[row], result);
     } else {
-        draw_token(x + row * cols, cols, draw_params + row * DRAW_PARAM_WORDS, sort_key_value(threshold.highest), sums + row * blocks, result);
+        draw_token(x + row * cols, cols, draw_params + row * DRAW_PARAM_WORDS,
+                   sort_key_value(threshold.highest), sums + row * blocks, result);
     }
 }
 CHECK_SIGNATURE(shortlist_sort_and_draw, ShortlistSortAndDraw);

@@ -8,6 +8,6 @@ constexpr bool is_same_type = false;
 template <class A>
 constexpr bool is_same_type<A, A> = true;
 
-#define CHECK_SIGNATURE(KERNEL, NAME)                           \
-    static_assert(is_same_type<decltype(KERNEL), abi::NAME>,    \
+#define CHECK_SIGNATURE(KERNEL, NAME)                        \
+    static_assert(is_same_type<decltype(KERNEL), abi::NAME>, \
                   "the parameters of " #KERNEL " are not those of kernel " #NAME " in kernels/src/cuda/abi")

@@ -11,11 +11,14 @@ constexpr int WARPS = SILU_WARPS;
 
 __device__ float silu(float gate, float up) { return __fdiv_rn(gate, 1.0f + exp_exact(-gate)) * up; }
 
-__device__ float4 silu(float4 g, float4 u) { return make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w)); }
+__device__ float4 silu(float4 g, float4 u) {
+    return make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w));
+}
 
 // A warp per token and tile of columns.
 template <class Quantizer>
-__device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) {
+__device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
+                                  uint8_t *act_tiles) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -25,19 +28,22 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
     float v[8] = {};
     if (col < cols) {
         size_t first = (size_t(token) * cols + col) / 4;
-        const float4 *g = reinterpret_cast<const float4 *>(gate) + first, *u = reinterpret_cast<const float4 *>(up) + first;
+        const float4 *g = reinterpret_cast<const float4 *>(gate) + first,
+                     *u = reinterpret_cast<const float4 *>(up) + first;
         float4 a = silu(g[0], u[0]), b = silu(g[1], u[1]);
         reinterpret_cast<float4 *>(out)[first] = a;
         reinterpret_cast<float4 *>(out)[first + 1] = b;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
-    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, token, tile));
+    Quantizer::store(v,
+                     act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, token, tile));
 }
 
 }  // namespace
 
 // `vectors` of four values.
-extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
+extern "C" __global__ void __launch_bounds__(SILU_THREADS)
+    silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
@@ -46,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul(const fl
 CHECK_SIGNATURE(silu_and_mul, SiluAndMul);
 
 // For numbers of values that are no multiple of four.
-extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
+extern "C" __global__ void __launch_bounds__(SILU_THREADS)
+    silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
@@ -54,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_and_mul_scalar(c
 }
 CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
-#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                          \
-        silu_and_mul##SUFFIX(const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) {   \
-        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, act_tiles);                                                     \
-    } \
+#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                  \
+        const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) { \
+        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, act_tiles);                       \
+    }                                                                                               \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)

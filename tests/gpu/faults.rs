@@ -18,8 +18,8 @@ fn assert_only_workers_have_the_driver(fleet: &ServedFleet) {
 }
 
 #[test]
-fn i3_weights_outlive_every_process_but_the_vault() {
-    let Some(gpu) = Gpu::here("i3_weights_outlive_every_process_but_the_vault") else { return };
+fn i3_weights_outlive_every_process_but_the_fd_store() {
+    let Some(gpu) = Gpu::here("i3_weights_outlive_every_process_but_the_fd_store") else { return };
     let baseline = gpu.used();
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");

@@ -21,12 +21,14 @@ struct Kv16Bit {
     // Of a token's keys.
     using KeyAddress = const uint8_t *;
 
-    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block, uint32_t head, uint32_t token) {
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block,
+                                                             uint32_t head, uint32_t token) {
         return head_keys(kv, block, head) + size_t(token) * (DIM * sizeof(__half));
     }
 
     // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond `valid` become zero.
-    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses, uint32_t head_bytes, int valid) {
+    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses,
+                                                uint32_t head_bytes, int valid) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;
         static_assert(TILE * VECTORS % THREADS == 0);
         __half *keys = reinterpret_cast<__half *>(stage), *values = keys + TILE * PITCH;
@@ -46,14 +48,17 @@ struct Kv16Bit {
     }
 
     // Keys `first` to `first + 15` of a stage, dimensions 16 k to 16 k + 15, for two products.
-    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage, int first, int k) {
-        load_matrices(b, fragment_address_b(reinterpret_cast<const __half *>(stage) + first * PITCH + 16 * k, PITCH));
+    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage,
+                                                             int first, int k) {
+        load_matrices(
+            b, fragment_address_b(reinterpret_cast<const __half *>(stage) + first * PITCH + 16 * k, PITCH));
     }
 
     // Adds the share of 16 keys to a warp's dimensions: a quarter of them.
     template <int COLS>
-    static __device__ __forceinline__ void
-    accumulate_values(float (&sums)[COLS][4], const uint32_t (&weights)[4], const uint8_t *stage, int warp, int k) {
+    static __device__ __forceinline__ void accumulate_values(float (&sums)[COLS][4],
+                                                             const uint32_t (&weights)[4],
+                                                             const uint8_t *stage, int warp, int k) {
         const __half *values = reinterpret_cast<const __half *>(stage) + TILE * PITCH;
         const __half *corner = values + 16 * k * PITCH + warp * COLS * 8;
 #pragma unroll
@@ -74,14 +79,18 @@ struct Kv16Bit {
 
     // What a thread has of a row after `accumulate_values`.
     template <int COLS>
-    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half, int warp, int lane) {
+    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half,
+                                                      int warp, int lane) {
         float *to = row + warp * COLS * 8 + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < COLS; n++) *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+        for (int n = 0; n < COLS; n++)
+            *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
     }
 
     // The halves of a stage, of pitch PITCH: keys, then values.
-    static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *) { return reinterpret_cast<const __half *>(stage); }
+    static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *) {
+        return reinterpret_cast<const __half *>(stage);
+    }
 };
 
 }  // namespace

@@ -15,16 +15,22 @@ struct KeyAddresses {
     uint32_t head, first, last;
 
     // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's keys.
-    __device__ __forceinline__ uint32_t block(int tile) const { return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0; }
+    __device__ __forceinline__ uint32_t block(int tile) const {
+        return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0;
+    }
 
-    __device__ __forceinline__ void store(typename Cache::KeyAddress *addresses, int tile, uint32_t block) const {
-        if (threadIdx.x < TILE) addresses[threadIdx.x] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
+    __device__ __forceinline__ void store(typename Cache::KeyAddress *addresses, int tile,
+                                          uint32_t block) const {
+        if (threadIdx.x < TILE)
+            addresses[threadIdx.x] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
     }
 
     // Keys of a tile that there are.
     __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
 
-    __device__ __forceinline__ uint32_t position(int tile) const { return min(first + tile * TILE + threadIdx.x, last); }
+    __device__ __forceinline__ uint32_t position(int tile) const {
+        return min(first + tile * TILE + threadIdx.x, last);
+    }
 };
 
 template <class Cache>
@@ -54,7 +60,7 @@ struct KvPipeline {
     __device__ __forceinline__ const uint8_t *wait(int tile) {
         const int next = tile + 1;
         if (next < tiles) {
-           load_tile(next);
+            load_tile(next);
             wait_copies<1>();
         } else {
             wait_copies<0>();
@@ -69,7 +75,8 @@ struct KvPipeline {
 
     // Starts the copies of a tile.
     __device__ __forceinline__ void load_tile(int tile) {
-        Cache::load(stages + tile % STAGES * Cache::STAGE_BYTES, addresses[tile % STAGES], keys.kv.head_bytes, keys.valid(tile));
+        Cache::load(stages + tile % STAGES * Cache::STAGE_BYTES, addresses[tile % STAGES], keys.kv.head_bytes,
+                    keys.valid(tile));
         commit_copies();
     }
 };

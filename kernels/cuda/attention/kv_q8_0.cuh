@@ -28,7 +28,8 @@ __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<u
 // Four signed bytes times their scale.
 __device__ __forceinline__ uint2 scaled(uint32_t word, __half2 scale) {
     uint32_t bytes = word ^ 0x80808080;
-    return make_uint2(bits(__hmul2(as_halves(bytes, 0x4140), scale)), bits(__hmul2(as_halves(bytes, 0x4342), scale)));
+    return make_uint2(bits(__hmul2(as_halves(bytes, 0x4140), scale)),
+                      bits(__hmul2(as_halves(bytes, 0x4342), scale)));
 }
 
 template <int HEAD_DIM>
@@ -51,12 +52,14 @@ struct KvQ8_0 {
         const uint8_t *bytes, *scales;
     };
 
-    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block, uint32_t head, uint32_t token) {
+    static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block,
+                                                             uint32_t head, uint32_t token) {
         const uint8_t *keys = head_keys(kv, block, head);
         return {keys + size_t(token) * DIM, keys + q8_scales_at(kv.block_tokens, DIM) + token * SCALE_BYTES};
     }
 
-    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses, uint32_t head_bytes, int valid) {
+    static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses,
+                                                uint32_t head_bytes, int valid) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;
         static_assert(TILE * VECTORS % THREADS == 0 && 2 * TILE == THREADS);
 #pragma unroll
@@ -83,7 +86,8 @@ struct KvQ8_0 {
         return reinterpret_cast<const __half *>(scales)[token * SCALES + dim / 32];
     }
 
-    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage, int first, int k) {
+    static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage,
+                                                             int first, int k) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -111,8 +115,9 @@ struct KvQ8_0 {
     }
 
     template <int COLS>
-    static __device__ __forceinline__ void
-    accumulate_values(float (&sums)[COLS][4], const uint32_t (&weights)[4], const uint8_t *stage, int warp, int k) {
+    static __device__ __forceinline__ void accumulate_values(float (&sums)[COLS][4],
+                                                             const uint32_t (&weights)[4],
+                                                             const uint8_t *stage, int warp, int k) {
         static_assert(COLS >= 2 && COLS <= 4);
         const int lane = threadIdx.x % 32;
         uint32_t b[COLS][2];
@@ -121,13 +126,16 @@ struct KvQ8_0 {
             // Two keys that stand in one register of an operand.
             const int key = 16 * k + lane % 4 * 2 + 8 * half;
             const uint8_t *row = stage + VALUES + key * ROW;
-            uint32_t first = load_value_bytes<COLS>(row, warp, lane / 4), second = load_value_bytes<COLS>(row + ROW, warp, lane / 4);
-            uint32_t pairs[2] = {__byte_perm(first, second, 0x5140) ^ 0x80808080, __byte_perm(first, second, 0x7362) ^ 0x80808080};
+            uint32_t first = load_value_bytes<COLS>(row, warp, lane / 4),
+                     second = load_value_bytes<COLS>(row + ROW, warp, lane / 4);
+            uint32_t pairs[2] = {__byte_perm(first, second, 0x5140) ^ 0x80808080,
+                                 __byte_perm(first, second, 0x7362) ^ 0x80808080};
 #pragma unroll
             for (int n = 0; n < COLS; n++) {
                 // The output_column tiles of a warp with 2 or 4 have one scale.
                 const int dim = warp * COLS * 8 + (COLS % 2 ? 8 * n : 0);
-                __half2 scales = __halves2half2(scale(stage + VALUE_SCALES, key, dim), scale(stage + VALUE_SCALES, key + 1, dim));
+                __half2 scales = __halves2half2(scale(stage + VALUE_SCALES, key, dim),
+                                                scale(stage + VALUE_SCALES, key + 1, dim));
                 b[n][half] = bits(__hmul2(as_halves(pairs[n / 2], n % 2 ? 0x4342 : 0x4140), scales));
             }
         }
@@ -136,13 +144,15 @@ struct KvQ8_0 {
     }
 
     template <int COLS>
-    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half, int warp, int lane) {
+    static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half,
+                                                      int warp, int lane) {
         // A thread has columns 2 c and 2 c + 1 of each tile.
         const int index = lane % 4 * 2;
         if constexpr (COLS % 2) {
 #pragma unroll
             for (int n = 0; n < COLS; n++)
-                *reinterpret_cast<float2 *>(row + output_column<COLS>(n, warp, index)) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+                *reinterpret_cast<float2 *>(row + output_column<COLS>(n, warp, index)) =
+                    make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
         } else {
             float2 *to = reinterpret_cast<float2 *>(row + output_column<COLS>(0, warp, index));
 #pragma unroll
@@ -162,12 +172,16 @@ struct KvQ8_0 {
             const bool is_value = round >= ROUNDS;
             int index = round % ROUNDS * THREADS + threadIdx.x;
             int token = index / VECTORS, vector = index % VECTORS;
-            uint4 bytes = *reinterpret_cast<const uint4 *>(stage + (is_value ? VALUES : 0) + token * ROW + vector * 16);
-            __half2 d = __half2half2(scale(stage + (is_value ? VALUE_SCALES : KEY_SCALES), token, 16 * vector));
-            uint2 a = scaled(bytes.x, d), b = scaled(bytes.y, d), c = scaled(bytes.z, d), e = scaled(bytes.w, d);
+            uint4 bytes =
+                *reinterpret_cast<const uint4 *>(stage + (is_value ? VALUES : 0) + token * ROW + vector * 16);
+            __half2 d =
+                __half2half2(scale(stage + (is_value ? VALUE_SCALES : KEY_SCALES), token, 16 * vector));
+            uint2 a = scaled(bytes.x, d), b = scaled(bytes.y, d), c = scaled(bytes.z, d),
+                  e = scaled(bytes.w, d);
             uint4 low = is_value ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.x, b.x, c.x, e.x);
             uint4 high = is_value ? make_uint4(c.x, c.y, e.x, e.y) : make_uint4(a.y, b.y, c.y, e.y);
-            uint4 *to = reinterpret_cast<uint4 *>(dequantized + (is_value ? TILE * PITCH : 0) + token * PITCH + vector * 16);
+            uint4 *to = reinterpret_cast<uint4 *>(dequantized + (is_value ? TILE * PITCH : 0) +
+                                                  token * PITCH + vector * 16);
             // Kv16Bit of eight pieces fall into different banks.
             const bool swapped = vector & 4;
             to[swapped] = swapped ? high : low;

@@ -9,14 +9,17 @@ namespace {
 
 // One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most of what it has.
 template <class Cache>
-__device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries, const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count, float *out) {
+__device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries,
+                                  const uint32_t *tables, const QueryTile *query_tiles,
+                                  const uint32_t *query_tile_count, float *out) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int COLS = DIM / 8;
     constexpr int STAGES = KvPipeline<Cache>::STAGES;
     extern __shared__ __align__(16) uint8_t shared[];
     __half *const dequantized = reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES);
-    __half *const query_rows = reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES + Cache::DEQUANTIZED_BYTES);
+    __half *const query_rows =
+        reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES + Cache::DEQUANTIZED_BYTES);
     __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
 
     const uint32_t count = *query_tile_count;
@@ -96,7 +99,8 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float(&s)[4] = scores[2 * k + i / 2];
-                weights[i] = Mma::pack(softmax[i % 2].weight(s[i % 2 * 2]), softmax[i % 2].weight(s[i % 2 * 2 + 1]));
+                weights[i] =
+                    Mma::pack(softmax[i % 2].weight(s[i % 2 * 2]), softmax[i % 2].weight(s[i % 2 * 2 + 1]));
             }
             Mma::multiply(weight_sum, weights, Mma::ONES, Mma::ONES);
 #pragma unroll
@@ -132,7 +136,8 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
     for (int half = 0; half < 2; half++) {
         int pair = warp * 16 + lane / 4 + 8 * half;
         if (pair >= pairs) continue;
-        size_t row = query_tile.row + pair / queries.group, head = kv_head * queries.group + pair % queries.group;
+        size_t row = query_tile.row + pair / queries.group,
+               head = kv_head * queries.group + pair % queries.group;
         float *to = out + (row * queries.heads + head) * DIM + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < COLS; n++) {
@@ -145,10 +150,11 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
 
 }  // namespace
 
-#define PREFILL_KERNEL(DIM, CACHE)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                 \
-        attention_prefill_##DIM(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,                   \
-                              const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count, float *out) {           \
-        attention_prefill<CACHE>(kv, queries, tables, query_tiles, query_tile_count, out);                                                      \
-    } \
+#define PREFILL_KERNEL(DIM, CACHE)                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_prefill_##DIM(                \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries, \
+        const uint32_t *tables, const QueryTile *query_tiles, const uint32_t *query_tile_count,      \
+        float *out) {                                                                                \
+        attention_prefill<CACHE>(kv, queries, tables, query_tiles, query_tile_count, out);           \
+    }                                                                                                \
     CHECK_SIGNATURE(attention_prefill_##DIM, AttentionPrefill);

@@ -8,7 +8,8 @@
 namespace {
 
 template <class KvReader>
-__device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, const uint32_t *positions, float *out) {
+__device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables,
+                                 const uint32_t *table_starts, const uint32_t *positions, float *out) {
     // The query, then the sums.
     extern __shared__ __align__(16) float values[];
     __shared__ float weights[TILE];
@@ -42,7 +43,8 @@ __device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, in
         float largest = weights[0];
         for (int i = 1; i < TILE; i++) largest = fmaxf(largest, weights[i]);
         __syncthreads();
-        if (threadIdx.x < TILE) weights[threadIdx.x] = int(threadIdx.x) < keys ? exp2_fast(weights[threadIdx.x] - largest) : 0.0f;
+        if (threadIdx.x < TILE)
+            weights[threadIdx.x] = int(threadIdx.x) < keys ? exp2_fast(weights[threadIdx.x] - largest) : 0.0f;
         __syncthreads();
         float tile_weight = 0.0f;
         for (int i = 0; i < TILE; i++) tile_weight += weights[i];
@@ -52,22 +54,24 @@ __device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, in
             float sum = 0.0f;
             for (int k = 0; k < keys; k++) {
                 uint32_t at = first + k, block = table[at / kv.block_tokens];
-                const KvReader from(kv, head_keys(kv, block, kv_head) + kv.head_bytes, at % kv.block_tokens, dim);
+                const KvReader from(kv, head_keys(kv, block, kv_head) + kv.head_bytes, at % kv.block_tokens,
+                                    dim);
                 sum = fmaf(weights[k], from[i], sum);
             }
             sums[i] = total.merge(sums[i], sum);
         }
         __syncthreads();
     }
-    for (int i = threadIdx.x; i < dim; i += THREADS) out[(size_t(row) * queries.heads + head) * dim + i] = __fdiv_rn(sums[i], total_weight);
+    for (int i = threadIdx.x; i < dim; i += THREADS)
+        out[(size_t(row) * queries.heads + head) * dim + i] = __fdiv_rn(sums[i], total_weight);
 }
 
 }  // namespace
 
-#define SCALAR_KERNEL(SUFFIX, KV_READER)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                    \
-        attention_scalar_##SUFFIX(KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables, const uint32_t *table_starts, \
-                                 const uint32_t *positions, float *out) {                                                    \
-        attention_scalar<KV_READER>(kv, queries, dim, tables, table_starts, positions, out);                                           \
-    } \
+#define SCALAR_KERNEL(SUFFIX, KV_READER)                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS) attention_scalar_##SUFFIX(         \
+        KvLayerAddress kv, AttentionQueries queries, int dim, const uint32_t *tables,        \
+        const uint32_t *table_starts, const uint32_t *positions, float *out) {               \
+        attention_scalar<KV_READER>(kv, queries, dim, tables, table_starts, positions, out); \
+    }                                                                                        \
     CHECK_SIGNATURE(attention_scalar_##SUFFIX, AttentionScalar);

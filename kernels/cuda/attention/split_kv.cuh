@@ -9,7 +9,9 @@
 namespace {
 
 template <class Cache>
-__device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQueries &queries, const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count, float *partial_sums, float2 *partial_weights) {
+__device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQueries &queries,
+                                   const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count,
+                                   int stage_count, float *partial_sums, float2 *partial_weights) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int WEIGHT_PITCH = TILE + PAD;
@@ -28,11 +30,13 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     const QueryTile &query_tile = split.queries;
     const uint32_t kv_head = blockIdx.y;
     const int pairs = query_tile.tokens * queries.group;
-    const uint32_t first = split.split * (TILE << query_tile.split_shift), last = query_tile.position + query_tile.tokens - 1;
+    const uint32_t first = split.split * (TILE << query_tile.split_shift),
+                   last = query_tile.position + query_tile.tokens - 1;
     // The last split ends at the last token.
     const int tiles = min(1u << query_tile.split_shift, (last - first) / TILE + 1);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, tiles};
+    KvPipeline<Cache> pipeline{
+        {kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, tiles};
     pipeline.prefetch();
     __syncthreads();
 
@@ -43,13 +47,16 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     __syncthreads();
     uint32_t query[DIM / 16][4];
 #pragma unroll
-    for (int k = 0; k < DIM / 16; k++) load_matrices(query[k], fragment_address_a(query_rows + 16 * k, PITCH));
+    for (int k = 0; k < DIM / 16; k++)
+        load_matrices(query[k], fragment_address_a(query_rows + 16 * k, PITCH));
 
     // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
     uint32_t position[2];
     OnlineSoftmax softmax[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) position[half] = query_tile.position + min((lane / 4 + 8 * half) / queries.group, int(query_tile.tokens) - 1);
+    for (int half = 0; half < 2; half++)
+        position[half] =
+            query_tile.position + min((lane / 4 + 8 * half) / queries.group, int(query_tile.tokens) - 1);
     float sums[COLS][4] = {};
     float weight_sum[4] = {};
 
@@ -95,8 +102,10 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         for (int n = 0; n < 2; n++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint32_t both = Mma::pack(softmax[half].weight(scores[n][2 * half]), softmax[half].weight(scores[n][2 * half + 1]));
-                __half *to = weight_tile + (lane / 4 + 8 * half) * WEIGHT_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
+                uint32_t both = Mma::pack(softmax[half].weight(scores[n][2 * half]),
+                                          softmax[half].weight(scores[n][2 * half + 1]));
+                __half *to =
+                    weight_tile + (lane / 4 + 8 * half) * WEIGHT_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
                 *reinterpret_cast<uint32_t *>(to) = both;
             }
         }
@@ -124,7 +133,8 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         if (pair >= pairs) continue;
         size_t number = split.partial + pair / queries.group;
         size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
-        if (warp == 0 && lane % 4 == 0) partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
+        if (warp == 0 && lane % 4 == 0)
+            partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
         Cache::store_sums(partial_sums + index * DIM, sums, half, warp, lane);
     }
 }
@@ -136,11 +146,12 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
 // and take 54.9. Larger heads would spill; asking for no more blocks than they have made them slower by up to a tenth.
 #define SPLIT_KV_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
 
-#define SPLIT_KV_KERNEL(DIM, CACHE)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM))                                                 \
-        attention_split_kv_##DIM(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,                   \
-                              const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count,         \
-                              float *partial_sums, float2 *partial_weights) {                                                \
-        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, partial_sums, partial_weights);                \
-    } \
+#define SPLIT_KV_KERNEL(DIM, CACHE)                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM)) attention_split_kv_##DIM( \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,      \
+        const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count,      \
+        float *partial_sums, float2 *partial_weights) {                                                   \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, partial_sums,    \
+                                  partial_weights);                                                       \
+    }                                                                                                     \
     CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);

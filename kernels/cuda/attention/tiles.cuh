@@ -23,17 +23,21 @@ constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // Starts a copy of 16 bytes; zeros instead if not `valid`.
 __device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(valid ? 16 : 0));
 }
 
 // The same of 4 or 8 bytes.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+                 "n"(BYTES), "r"(valid ? BYTES : 0));
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
@@ -66,10 +70,13 @@ struct MmaF16 {
         return *reinterpret_cast<uint32_t *>(&both);
     }
 
-    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                    uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
 
@@ -82,10 +89,13 @@ struct MmaBf16 {
         return *reinterpret_cast<uint32_t *>(&both);
     }
 
-    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                    uint32_t b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
 
@@ -99,7 +109,7 @@ struct OnlineSoftmax {
     __device__ __forceinline__ float update_max(float tile_largest) {
         float before = largest;
         largest = fmaxf(before, tile_largest);
-      base = largest == NO_SCORE ? 0.0f : largest;
+        base = largest == NO_SCORE ? 0.0f : largest;
         return exp2_fast(before - base);
     }
 
@@ -118,23 +128,29 @@ struct SplitMerge {
         new_factor = exp2_fast(split_largest - largest);
     }
 
-    __device__ __forceinline__ float merge(float total, float split) const { return fmaf(total, old_factor, split * new_factor); }
+    __device__ __forceinline__ float merge(float total, float split) const {
+        return fmaf(total, old_factor, split * new_factor);
+    }
 };
 
 // Rounds `pairs` pairs of an query_tile for products, scaled; the rest of `rows` rows become zero.
 template <class Cache>
-__device__ __forceinline__ void load_queries(__half *to, const AttentionQueries &queries, const QueryTile &query_tile, uint32_t kv_head, int pairs, int rows) {
+__device__ __forceinline__ void load_queries(__half *to, const AttentionQueries &queries,
+                                             const QueryTile &query_tile, uint32_t kv_head, int pairs,
+                                             int rows) {
     for (int index = threadIdx.x; index < rows * (Cache::DIM / 4); index += THREADS) {
         int pair = index / (Cache::DIM / 4), dim = index % (Cache::DIM / 4) * 4;
         float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (pair < pairs) {
             size_t row = query_tile.row + pair / queries.group;
             size_t head = kv_head * queries.group + pair % queries.group;
-            q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * Cache::DIM + dim);
+            q = *reinterpret_cast<const float4 *>(queries.values + (row * queries.heads + head) * Cache::DIM +
+                                                  dim);
         }
         float s = queries.scale;
         using Mma = typename Cache::Mma;
-        Cache::store_query(to + pair * Cache::PITCH, dim, Mma::pack(q.x * s, q.y * s), Mma::pack(q.z * s, q.w * s));
+        Cache::store_query(to + pair * Cache::PITCH, dim, Mma::pack(q.x * s, q.y * s),
+                           Mma::pack(q.z * s, q.w * s));
     }
 }
 

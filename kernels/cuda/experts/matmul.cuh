@@ -31,7 +31,8 @@ constexpr int GROUP_ACT_TILES = EXPERT_MATMUL_ACT_TILES;
 
 // Code of its own for each number of act_tiles: branches between act_tiles would keep their operations apart (a fifth slower).
 template <class Format, int NT, class Accumulate>
-__device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t *act_tile, Accumulate accumulate) {
+__device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t *act_tile,
+                               Accumulate accumulate) {
     if constexpr (NT > 1) {
         if (act_tiles < NT) return multiply_tiles<Format, NT - 1>(act_tiles, tile, act_tile, accumulate);
     }
@@ -42,12 +43,15 @@ template <class Format>
 __device__ void matmul(const ExpertMatmulParams &params) {
     extern __shared__ __align__(16) uint8_t shared[];
     constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
-    constexpr int ACT_TILES_OFFSET = ROW_TILES * Format::TILE_BYTES, STAGE_BYTES = ACT_TILES_OFFSET + GROUP_ACT_TILES * ACT_TILE_BYTES;
+    constexpr int ACT_TILES_OFFSET = ROW_TILES * Format::TILE_BYTES,
+                  STAGE_BYTES = ACT_TILES_OFFSET + GROUP_ACT_TILES * ACT_TILE_BYTES;
     static_assert(ROW_TILES >= GROUP_ACT_TILES);
     const int col_tiles = params.common.col_tiles, stages = params.stages;
-    const int row_tiles = params.common.rows / TILE_ROWS, row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
+    const int row_tiles = params.common.rows / TILE_ROWS,
+              row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint64_t *const full = reinterpret_cast<uint64_t *>(shared + stages * STAGE_BYTES), *const empty = full + stages;
+    uint64_t *const full = reinterpret_cast<uint64_t *>(shared + stages * STAGE_BYTES), *const empty =
+                                                                                            full + stages;
     if (threadIdx.x == 0) {
         for (int stage_index = 0; stage_index < stages; stage_index++) {
             barrier_init(full + stage_index, ROW_TILES);
@@ -68,16 +72,29 @@ __device__ void matmul(const ExpertMatmulParams &params) {
         if (next_output_tile >= output_tiles) return;
         if (next_col == 0) {
             const ExpertGroup group = params.common.groups[next_output_tile / (row_blocks * params.stacks)];
-            const int stack = next_output_tile / row_blocks % params.stacks, tile = next_output_tile % row_blocks * ROW_TILES + warp;
-            weight_tile_source = tile < row_tiles ? params.common.weights[stack] + (size_t(group.expert) * row_tiles + tile) * col_tiles * Format::TILE_BYTES : nullptr;
-            act_tile_source = warp * ACT_TILE_TOKENS < int(group.pairs) ? params.common.act_tiles + (size_t(group.first / ACT_TILE_TOKENS) + warp) * col_tiles * ACT_TILE_BYTES : nullptr;
+            const int stack = next_output_tile / row_blocks % params.stacks,
+                      tile = next_output_tile % row_blocks * ROW_TILES + warp;
+            weight_tile_source =
+                tile < row_tiles ? params.common.weights[stack] + (size_t(group.expert) * row_tiles + tile) *
+                                                                      col_tiles * Format::TILE_BYTES
+                                 : nullptr;
+            act_tile_source = warp * ACT_TILE_TOKENS < int(group.pairs)
+                                  ? params.common.act_tiles + (size_t(group.first / ACT_TILE_TOKENS) + warp) *
+                                                                  col_tiles * ACT_TILE_BYTES
+                                  : nullptr;
         }
         // The first time, nobody has to have been there.
         barrier_wait(empty + next_stage, next_phase ^ 1);
         uint8_t *stage = shared + next_stage * STAGE_BYTES;
-        barrier_expect(full + next_stage, (weight_tile_source ? Format::TILE_BYTES : 0) + (act_tile_source ? ACT_TILE_BYTES : 0));
-        if (weight_tile_source) bulk_copy(stage + warp * Format::TILE_BYTES, weight_tile_source + size_t(next_col) * Format::TILE_BYTES, Format::TILE_BYTES, full + next_stage);
-        if (act_tile_source) bulk_copy(stage + ACT_TILES_OFFSET + warp * ACT_TILE_BYTES, act_tile_source + size_t(next_col) * ACT_TILE_BYTES, ACT_TILE_BYTES, full + next_stage);
+        barrier_expect(full + next_stage, (weight_tile_source ? Format::TILE_BYTES : 0) +
+                                              (act_tile_source ? ACT_TILE_BYTES : 0));
+        if (weight_tile_source)
+            bulk_copy(stage + warp * Format::TILE_BYTES,
+                      weight_tile_source + size_t(next_col) * Format::TILE_BYTES, Format::TILE_BYTES,
+                      full + next_stage);
+        if (act_tile_source)
+            bulk_copy(stage + ACT_TILES_OFFSET + warp * ACT_TILE_BYTES,
+                      act_tile_source + size_t(next_col) * ACT_TILE_BYTES, ACT_TILE_BYTES, full + next_stage);
         if (++next_col == col_tiles) next_col = 0, next_output_tile += gridDim.x;
         if (++next_stage == stages) next_stage = 0, next_phase ^= 1;
     };
@@ -89,14 +106,18 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     int stage_index = 0, phase = 0, stages_before_refill = stages > 2 ? 1 : 0;
     for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
         const ExpertGroup group = params.common.groups[output_tile / (row_blocks * params.stacks)];
-        const int stack = output_tile / row_blocks % params.stacks, first = output_tile % row_blocks * ROW_TILES;
-        const int row_tiles_here = min(ROW_TILES, row_tiles - first), act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
+        const int stack = output_tile / row_blocks % params.stacks,
+                  first = output_tile % row_blocks * ROW_TILES;
+        const int row_tiles_here = min(ROW_TILES, row_tiles - first),
+                  act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
         float own[GROUP_ACT_TILES][4] = {};
         for (int col = 0; col < col_tiles; col++) {
             barrier_wait(full + stage_index, phase);
             const uint8_t *stage = shared + stage_index * STAGE_BYTES;
             auto accumulate = [&](int, int act_tile, int i, float value) { own[act_tile][i] += value; };
-            if (warp < row_tiles_here) multiply_tiles<Format, GROUP_ACT_TILES>(act_tiles, stage + warp * Format::TILE_BYTES, stage + ACT_TILES_OFFSET, accumulate);
+            if (warp < row_tiles_here)
+                multiply_tiles<Format, GROUP_ACT_TILES>(act_tiles, stage + warp * Format::TILE_BYTES,
+                                                        stage + ACT_TILES_OFFSET, accumulate);
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(empty + stage_index);

@@ -43,16 +43,21 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
     uint8_t *const act_rows = shared;
     float *const values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
     const int row_tiles = (params.common.rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int first_tile = blockIdx.x * params.row_tiles, tiles = min(params.row_tiles, row_tiles - first_tile);
+    const int first_tile = blockIdx.x * params.row_tiles,
+              tiles = min(params.row_tiles, row_tiles - first_tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
-        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles, m = act_row / col_tiles;
+        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
+            m = act_row / col_tiles;
         // A group with fewer pairs repeats its last one.
         uint32_t pair = params.common.sorted_pairs[group.first + min(m, int(group.pairs) - 1)];
         int token = pair / params.pairs_per_token;
-        const uint8_t *act_tile = params.common.act_tiles + (size_t(token / ACT_TILE_TOKENS) * col_tiles + col) * act_tile_bytes(Format::ACTIVATION);
-        *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = load_act_row_vector<Format::ACTIVATION>(act_tile, token % ACT_TILE_TOKENS, p);
+        const uint8_t *act_tile =
+            params.common.act_tiles +
+            (size_t(token / ACT_TILE_TOKENS) * col_tiles + col) * act_tile_bytes(Format::ACTIVATION);
+        *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) =
+            load_act_row_vector<Format::ACTIVATION>(act_tile, token % ACT_TILE_TOKENS, p);
     }
     __syncthreads();
 
@@ -61,7 +66,8 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
     const int row = lane % TILE_ROWS, second = lane / TILE_ROWS;
     const int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
     for (int tile_pair = warp; tile_pair < tiles * pairs_per_row_tile; tile_pair += WARPS) {
-        int tile = tile_pair / pairs_per_row_tile, col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
+        int tile = tile_pair / pairs_per_row_tile,
+            col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
         if (col >= col_tiles) continue;
         float value[M];
         const uint8_t *from = matrix + (size_t(first_tile + tile) * col_tiles + col) * Format::TILE_BYTES;
@@ -77,7 +83,9 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
         const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
         float sum = 0;
         for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-        params.common.out[blockIdx.z][size_t(params.common.sorted_pairs[group.first + m]) * params.common.rows + out_row] = sum;
+        params.common
+            .out[blockIdx.z]
+                [size_t(params.common.sorted_pairs[group.first + m]) * params.common.rows + out_row] = sum;
     }
 }
 

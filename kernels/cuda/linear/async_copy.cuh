@@ -5,7 +5,9 @@
 
 #include <cstdint>
 
-__device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ inline uint32_t shared_address(const void *p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // Phases of `arrivals` arrivals.
 __device__ inline void barrier_init(uint64_t *barrier, int arrivals = 1) {
@@ -17,11 +19,15 @@ __device__ inline void barrier_arrive(uint64_t *barrier) {
 }
 
 // Makes initialised barriers visible to the copy engine.
-__device__ inline void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // An arrival which also waits for `bytes` of copies.
 __device__ inline void barrier_expect(uint64_t *barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
 }
 
 __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
@@ -31,14 +37,18 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         "wait:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra wait;\n"
-        "}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
 }
 
 // All of `to`, `from` and `bytes` are multiples of 16.
 __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
 }
 
 // What the predecessor in the stream wrote may be read from here on.

@@ -13,18 +13,21 @@
 
 template <bool IS_BF16>
 struct Float16Format {
-    static constexpr ActivationFormat ACTIVATION = IS_BF16 ? ActivationFormat::BF16X3 : ActivationFormat::F16X2;
+    static constexpr ActivationFormat ACTIVATION =
+        IS_BF16 ? ActivationFormat::BF16X3 : ActivationFormat::F16X2;
     static constexpr int PARTS = parts_of(ACTIVATION);
     // Of one row and 256 columns.
     static constexpr int TILE_BYTES = TILE_COLS * 2;
 
     static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
         if constexpr (IS_BF16) {
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                "{%8, %9}, {%0, %1, %2, %3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
         } else {
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+                "%9}, {%0, %1, %2, %3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
         }
@@ -32,7 +35,8 @@ struct Float16Format {
 
     // As the other formats' `products`; only the first `cols` columns are there.
     template <int MT, int NT, class Accumulate>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, int cols, Accumulate accumulate) {
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
+                                    int act_tile_stride, int cols, Accumulate accumulate) {
         int lane = threadIdx.x % 32;
         const uint8_t *row = tile + (lane % 16) * (tile_stride / TILE_ROWS) + lane / 16 * 16;
         float value[PARTS][MT][NT][4] = {};
@@ -44,20 +48,24 @@ struct Float16Format {
 #pragma unroll
             for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-                for (int k = 0; k < 2; k++) load_matrices(a[mt][k], row + mt * tile_stride + (2 * pair + k) * 32);
+                for (int k = 0; k < 2; k++)
+                    load_matrices(a[mt][k], row + mt * tile_stride + (2 * pair + k) * 32);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 uint32_t b[PARTS][4];
 #pragma unroll
                 for (int part = 0; part < PARTS; part++)
-                    load_matrices(b[part], act_tile + nt * act_tile_stride + part * ACT_TILE_PART_BYTES + act16_tile_offset(lane % 8, 4 * pair + lane / 8));
+                    load_matrices(b[part], act_tile + nt * act_tile_stride + part * ACT_TILE_PART_BYTES +
+                                               act16_tile_offset(lane % 8, 4 * pair + lane / 8));
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++) mma(value[part][mt][nt], a[mt][0], b[part][0], b[part][1]);
+                    for (int part = 0; part < PARTS; part++)
+                        mma(value[part][mt][nt], a[mt][0], b[part][0], b[part][1]);
                     if (!both) continue;
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++) mma(value[part][mt][nt], a[mt][1], b[part][2], b[part][3]);
+                    for (int part = 0; part < PARTS; part++)
+                        mma(value[part][mt][nt], a[mt][1], b[part][2], b[part][3]);
                 }
             }
         }
@@ -65,7 +73,9 @@ struct Float16Format {
         for (int nt = 0; nt < NT; nt++) {
             // Of this lane's two tokens; powers of two.
             float2 scale = {1.0f, 1.0f};
-            if constexpr (!IS_BF16) scale = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride + PARTS * ACT_TILE_PART_BYTES)[lane % 4];
+            if constexpr (!IS_BF16)
+                scale = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride +
+                                                         PARTS * ACT_TILE_PART_BYTES)[lane % 4];
 #pragma unroll
             for (int mt = 0; mt < MT; mt++)
 #pragma unroll

@@ -6,11 +6,11 @@
 #include "matmul.cuh"
 #include "matvec.cuh"
 
-#define MATVEC_KERNEL(NAME, FORMAT, M)                                                \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                     \
+#define MATVEC_KERNEL(NAME, FORMAT, M)                                                 \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                      \
         matvec_##NAME##_##M(const __grid_constant__ LinearParams params, int stages) { \
-        matvec::multiply<FORMAT, M>(params, stages);                                  \
-    }                                                                                 \
+        matvec::multiply<FORMAT, M>(params, stages);                                   \
+    }                                                                                  \
     CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
 
 #define MATMUL_KERNEL(NAME, TOKENS, FORMAT, MT, NT, WM, WN, WK)                             \

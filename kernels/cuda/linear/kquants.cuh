@@ -11,7 +11,9 @@
 
 __device__ inline uint32_t byte_of(uint32_t word, int i) { return word >> 8 * i & 0xFF; }
 __device__ inline int signed_byte_of(uint32_t word, int i) { return static_cast<int8_t>(word >> 8 * i); }
-__device__ inline uint32_t word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ inline uint32_t word_of(uint4 v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 // Scale of token `token` in a act_tile's [8 tokens], and its sums per 16 values.
 constexpr int ACT_TILE_SUMS = ACT_TILE_QUANT_BYTES + 32;
@@ -24,14 +26,18 @@ __device__ inline int dot16(uint4 w, uint4 a, int sum) {
 }
 
 __device__ inline float affine(float da, float d, float dmin, int products, int minimums) {
-    return __fsub_rn(__fmul_rn(__fmul_rn(da, d), __int2float_rn(products)), __fmul_rn(__fmul_rn(da, dmin), __int2float_rn(minimums)));
+    return __fsub_rn(__fmul_rn(__fmul_rn(da, d), __int2float_rn(products)),
+                     __fmul_rn(__fmul_rn(da, dmin), __int2float_rn(minimums)));
 }
 
-__device__ inline float scaled(float da, float d, int products) { return __fmul_rn(__fmul_rn(da, d), __int2float_rn(products)); }
+__device__ inline float scaled(float da, float d, int products) {
+    return __fmul_rn(__fmul_rn(da, d), __int2float_rn(products));
+}
 
 // Minimums times sums on the tensor cores: 16 sub-blocks of 16, the sums' low bytes unsigned and high bytes signed.
 // `upper` and `lower` are the minimums of sub-blocks 4t to 4t + 3 of rows g and g + 8.
-__device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower, const uint8_t *act_tile) {
+__device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower,
+                                        const uint8_t *act_tile) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint2 sums = *reinterpret_cast<const uint2 *>(act_tile + ACT_TILE_SUMS + g * 32 + t * 8);
     int high[4];
@@ -71,11 +77,13 @@ struct AffineKQuant {
     }
 
     static __device__ uint4 expand16(uint4 w, uint4 high_bits, int s) {
-        return {expand(w.x, high_bits.x, s), expand(w.y, high_bits.y, s), expand(w.z, high_bits.z, s), expand(w.w, high_bits.w, s)};
+        return {expand(w.x, high_bits.x, s), expand(w.y, high_bits.y, s), expand(w.z, high_bits.z, s),
+                expand(w.w, high_bits.w, s)};
     }
 
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
+                               float (&value)[M]) {
         ScaleHeader h = header(tile, row);
         int products[M] = {}, minimums[M] = {};
         uint4 high_bits[2] = {};
@@ -93,7 +101,9 @@ struct AffineKQuant {
                 for (int k = 0; k < 2; k++) {
                     uint4 w = expand16(q, high_bits[half], 2 * pair + k);
 #pragma unroll
-                    for (int m = 0; m < M; m++) sums[m][k] = dot16(w, load16(act_row + m * stride + 64 * pair + 32 * k + 16 * half), sums[m][k]);
+                    for (int m = 0; m < M; m++)
+                        sums[m][k] = dot16(w, load16(act_row + m * stride + 64 * pair + 32 * k + 16 * half),
+                                           sums[m][k]);
                 }
             }
 #pragma unroll
@@ -123,7 +133,8 @@ struct AffineKQuant {
     }
 
     template <int MT, int NT, class Accumulate>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
+                                    int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         ScaleHeader headers[MT][2];
         uint32_t high_bits[MT][4] = {};
@@ -131,7 +142,9 @@ struct AffineKQuant {
         for (int mt = 0; mt < MT; mt++) {
             headers[mt][0] = header(tile + mt * tile_stride, g);
             headers[mt][1] = header(tile + mt * tile_stride, g + 8);
-            if constexpr (BITS == 5) load_matrices(high_bits[mt], tile + mt * tile_stride + HIGH_BITS + plane_offset<32>(lane % 16, lane / 16));
+            if constexpr (BITS == 5)
+                load_matrices(high_bits[mt],
+                              tile + mt * tile_stride + HIGH_BITS + plane_offset<32>(lane % 16, lane / 16));
         }
         int products[MT][NT][4] = {};
 #pragma unroll
@@ -140,7 +153,8 @@ struct AffineKQuant {
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
                 uint32_t q[4];
-                load_matrices(q, tile + mt * tile_stride + plane_offset<128>(lane % 16, 2 * pair + lane / 16));
+                load_matrices(q,
+                              tile + mt * tile_stride + plane_offset<128>(lane % 16, 2 * pair + lane / 16));
 #pragma unroll
                 for (int k = 0; k < 2; k++)
 #pragma unroll
@@ -149,7 +163,8 @@ struct AffineKQuant {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 uint32_t b[4];
-                load_matrices(b, act_tile + nt * act_tile_stride + act_tile_offset(lane % 8, 4 * pair + lane / 8));
+                load_matrices(
+                    b, act_tile + nt * act_tile_stride + act_tile_offset(lane % 8, 4 * pair + lane / 8));
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     int s = 2 * pair + k;
@@ -158,7 +173,9 @@ struct AffineKQuant {
                         int sum[4];
                         mma_u8(sum, a[mt][k], b[2 * k], b[2 * k + 1], 0);
 #pragma unroll
-                        for (int i = 0; i < 4; i++) products[mt][nt][i] += int(byte_of(headers[mt][i / 2].scales[s / 4], s % 4)) * sum[i];
+                        for (int i = 0; i < 4; i++)
+                            products[mt][nt][i] +=
+                                int(byte_of(headers[mt][i / 2].scales[s / 4], s % 4)) * sum[i];
                     }
                 }
             }
@@ -169,15 +186,19 @@ struct AffineKQuant {
             uint32_t minimums[2];
 #pragma unroll
             for (int r = 0; r < 2; r++)
-                minimums[r] = __byte_perm(t < 2 ? headers[mt][r].minimums[0] : headers[mt][r].minimums[1], 0, t % 2 ? 0x3322 : 0x1100);
+                minimums[r] = __byte_perm(t < 2 ? headers[mt][r].minimums[0] : headers[mt][r].minimums[1], 0,
+                                          t % 2 ? 0x3322 : 0x1100);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 int mins[4];
                 minimum_products(mins, minimums[0], minimums[1], act_tile + nt * act_tile_stride);
-                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride + ACT_TILE_QUANT_BYTES)[t];
+                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride +
+                                                             ACT_TILE_QUANT_BYTES)[t];
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    accumulate(mt, nt, i, affine(i % 2 ? da.y : da.x, headers[mt][i / 2].d, headers[mt][i / 2].dmin, products[mt][nt][i], mins[i]));
+                    accumulate(mt, nt, i,
+                               affine(i % 2 ? da.y : da.x, headers[mt][i / 2].d, headers[mt][i / 2].dmin,
+                                      products[mt][nt][i], mins[i]));
             }
         }
     }
@@ -210,10 +231,13 @@ struct SubBlock16KQuant {
     }
 
     // Sub-scales below 128 are the same signed and unsigned.
-    static __device__ int sub_scale(const uint32_t (&scales)[4], int s) { return signed_byte_of(scales[s / 4], s % 4); }
+    static __device__ int sub_scale(const uint32_t (&scales)[4], int s) {
+        return signed_byte_of(scales[s / 4], s % 4);
+    }
 
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
+                               float (&value)[M]) {
         auto header = Layout::header(tile, row);
         int products[M] = {};
 #pragma unroll
@@ -222,13 +246,16 @@ struct SubBlock16KQuant {
             for (int e = 0; e < 2; e++) {
                 uint4 words[Layout::WORDS];
 #pragma unroll
-                for (int i = 0; i < Layout::WORDS; i++) words[i] = load16(tile + Layout::word_offset(row, h, e, i));
+                for (int i = 0; i < Layout::WORDS; i++)
+                    words[i] = load16(tile + Layout::word_offset(row, h, e, i));
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     int s = 8 * h + 2 * j + e;
                     uint4 w = expand16(words, h, j);
 #pragma unroll
-                    for (int m = 0; m < M; m++) products[m] += sub_scale(header.scales, s) * dot16(w, load16(act_row + m * stride + 16 * s), 0);
+                    for (int m = 0; m < M; m++)
+                        products[m] +=
+                            sub_scale(header.scales, s) * dot16(w, load16(act_row + m * stride + 16 * s), 0);
                 }
             }
 #pragma unroll
@@ -255,7 +282,8 @@ struct SubBlock16KQuant {
     }
 
     template <int MT, int NT, class Accumulate>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
+                                    int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         decltype(Layout::header(tile, 0)) headers[MT][2];
 #pragma unroll
@@ -275,7 +303,8 @@ struct SubBlock16KQuant {
 #pragma unroll
                     for (int i = 0; i < Layout::WORDS; i++) {
                         uint32_t rows[2];
-                        load_matrices(rows, tile + mt * tile_stride + Layout::word_offset(lane % 16, h, e, i));
+                        load_matrices(rows,
+                                      tile + mt * tile_stride + Layout::word_offset(lane % 16, h, e, i));
                         words[0][i] = rows[0], words[1][i] = rows[1];
                     }
 #pragma unroll
@@ -286,7 +315,8 @@ struct SubBlock16KQuant {
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) {
                     uint32_t b[4];
-                    load_matrices(b, act_tile + nt * act_tile_stride + act_tile_offset(lane % 8, 8 * h + e + 2 * (lane / 8)));
+                    load_matrices(b, act_tile + nt * act_tile_stride +
+                                         act_tile_offset(lane % 8, 8 * h + e + 2 * (lane / 8)));
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         int s = 8 * h + 2 * j + e;
@@ -295,7 +325,8 @@ struct SubBlock16KQuant {
                             int sum[4];
                             mma16_s8(sum, a[mt][j][0], a[mt][j][1], b[j]);
 #pragma unroll
-                            for (int i = 0; i < 4; i++) products[mt][nt][i] += sub_scale(headers[mt][i / 2].scales, s) * sum[i];
+                            for (int i = 0; i < 4; i++)
+                                products[mt][nt][i] += sub_scale(headers[mt][i / 2].scales, s) * sum[i];
                         }
                     }
                 }
@@ -312,9 +343,11 @@ struct SubBlock16KQuant {
             }
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
-                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride + ACT_TILE_QUANT_BYTES)[t];
+                float2 da = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride +
+                                                             ACT_TILE_QUANT_BYTES)[t];
                 int mins[4] = {};
-                if constexpr (Layout::MINIMUMS) minimum_products(mins, minimums[0], minimums[1], act_tile + nt * act_tile_stride);
+                if constexpr (Layout::MINIMUMS)
+                    minimum_products(mins, minimums[0], minimums[1], act_tile + nt * act_tile_stride);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const auto &header = headers[mt][i / 2];
@@ -364,7 +397,8 @@ struct Q6_K_Layout {
 
     static __device__ SubScaleHeader header(const uint8_t *tile, int row) {
         uint4 sub_scales = load16(tile + SUB_SCALES + row * 16);
-        return {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]), {sub_scales.x, sub_scales.y, sub_scales.z, sub_scales.w}};
+        return {half_to_float(reinterpret_cast<const uint16_t *>(tile + SCALES)[row]),
+                {sub_scales.x, sub_scales.y, sub_scales.z, sub_scales.w}};
     }
 };
 
@@ -378,7 +412,9 @@ struct Q2_K_Layout {
 
     static __device__ int word_offset(int row, int h, int e, int) { return plane_offset<64>(row, 2 * h + e); }
 
-    static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) { return words[0] >> 2 * j & 0x03030303; }
+    static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) {
+        return words[0] >> 2 * j & 0x03030303;
+    }
 
     static __device__ SubScaleMinimumHeader header(const uint8_t *tile, int row) {
         uint4 sub_scales = load16(tile + SUB_SCALES + row * 16);

@@ -66,12 +66,14 @@ struct LegacyQuant {
 
     static __device__ uint32_t load_high_bits(const uint8_t *tile, int row, int block) {
         if constexpr (BITS != 5) return 0;
-        return *reinterpret_cast<const uint32_t *>(tile + HIGH_BITS + plane_offset<32>(row, block / 4) + block % 4 * 4);
+        return *reinterpret_cast<const uint32_t *>(tile + HIGH_BITS + plane_offset<32>(row, block / 4) +
+                                                   block % 4 * 4);
     }
 
     // The value of one row's 256 columns for each of M tokens, whose act_rows stand `stride` bytes apart.
     template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride, float (&value)[M]) {
+    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
+                               float (&value)[M]) {
 #pragma unroll
         for (int m = 0; m < M; m++) value[m] = 0;
 #pragma unroll
@@ -83,7 +85,8 @@ struct LegacyQuant {
                 int b = 4 * half + i;
                 uint32_t w[8];
                 if constexpr (BITS == 8) {
-                    uint4 low = load16(tile + plane_offset<256>(row, 2 * b)), high = load16(tile + plane_offset<256>(row, 2 * b + 1));
+                    uint4 low = load16(tile + plane_offset<256>(row, 2 * b)),
+                          high = load16(tile + plane_offset<256>(row, 2 * b + 1));
                     w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
                     w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
                 } else {
@@ -122,7 +125,8 @@ struct LegacyQuant {
     // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT act_tiles, `act_tile_stride` apart, given to
     // `accumulate(mt, nt, i, value)` where i counts the four elements that the lane holds.
     template <int MT, int NT, class Accumulate>
-    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile, int act_tile_stride, Accumulate accumulate) {
+    static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
+                                    int act_tile_stride, Accumulate accumulate) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         float value[MT][NT][4] = {};
 #pragma unroll
@@ -146,9 +150,12 @@ struct LegacyQuant {
                     load_matrices(bq, p + act_tile_offset(lane % 8, 2 * b + lane / 8));
 #pragma unroll
                     for (int k = 0; k < 2; k++) {
-                        float2 scale = reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES)[(b + k) * 4 + t];
+                        float2 scale =
+                            reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES)[(b + k) * 4 + t];
                         float2 s = {};
-                        if constexpr (MINIMUM) s = reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES + 256)[(b + k) * 4 + t];
+                        if constexpr (MINIMUM)
+                            s = reinterpret_cast<const float2 *>(p + ACT_TILE_QUANT_BYTES +
+                                                                 256)[(b + k) * 4 + t];
 #pragma unroll
                         for (int mt = 0; mt < MT; mt++) {
                             int sum[4];
@@ -162,7 +169,8 @@ struct LegacyQuant {
                                 float &v = value[mt][nt][i];
                                 int row = i / 2, block = 2 * pair + k;
                                 v = fmaf(unbias(sum[i]), d[mt][row][block] * (i % 2 ? scale.y : scale.x), v);
-                                if constexpr (MINIMUM) v = fmaf(minimum[mt][row][block], i % 2 ? s.y : s.x, v);
+                                if constexpr (MINIMUM)
+                                    v = fmaf(minimum[mt][row][block], i % 2 ? s.y : s.x, v);
                             }
                         }
                     }
@@ -205,5 +213,6 @@ using Q4_0 = LegacyQuant<4, false>;
 using Q4_1 = LegacyQuant<4, true>;
 using Q5_0 = LegacyQuant<5, false>;
 using Q5_1 = LegacyQuant<5, true>;
-static_assert(Q8_0::TILE_BYTES == 16 * 8 * 34 && Q4_0::TILE_BYTES == 16 * 8 * 18 && Q4_1::TILE_BYTES == 16 * 8 * 20);
+static_assert(Q8_0::TILE_BYTES == 16 * 8 * 34 && Q4_0::TILE_BYTES == 16 * 8 * 18 &&
+              Q4_1::TILE_BYTES == 16 * 8 * 20);
 static_assert(Q5_0::TILE_BYTES == 16 * 8 * 22 && Q5_1::TILE_BYTES == 16 * 8 * 24);

@@ -52,7 +52,7 @@ struct BlockShape {
     static constexpr int STAGE = ROW_TILES * TILE_STRIDE + ACT_TILES * ACT_TILE_STRIDE;
     // Values that wait for their sum, where more than one warp adds to an element.
     static constexpr int VALUES = ROW_TILES * ACT_TILES * 128;
-    static constexpr int PARTIAL_SUM_BYTES = WK > 1 ? 2 * WK * VALUES * 4 : 0;
+    static constexpr int PARTIAL_SUM_BYTES = WK > 1 ? 2 * WK *VALUES * 4 : 0;
 };
 
 template <class Format, int MT, int NT, int WM, int WN, int WK>
@@ -60,7 +60,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
     using Block = BlockShape<Format, MT, NT, WM, WN, WK>;
     extern __shared__ __align__(128) uint8_t shared[];
     float *partial_sums = reinterpret_cast<float *>(shared + stages * Block::STAGE);
-    uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + stages * Block::STAGE + Block::PARTIAL_SUM_BYTES);
+    uint64_t *barriers =
+        reinterpret_cast<uint64_t *>(shared + stages * Block::STAGE + Block::PARTIAL_SUM_BYTES);
 
     int col_tiles = params.col_tiles;
     int act_tiles = (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
@@ -75,10 +76,12 @@ __device__ void multiply(const LinearParams &params, int stages) {
     // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256 columns of it, or a act_tile.
     // SubBlock16KQuant go to the warps in rotate_pair: the copies of a warp's lanes start one after the other. Tiles and act_tiles beyond the
     // matrix or the tokens are left as they are, and what is computed of them is not stored.
-    constexpr int WARPS = WM * WN * WK, WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
+    constexpr int WARPS = WM * WN * WK,
+                  WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
     static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
     int own_copy = lane * WARPS + warp;
-    int next_output_tile = first_output_tile, next_step = 0, next_stage = 0, weight_copies_here = 0, act_tiles_here = 0;
+    int next_output_tile = first_output_tile, next_step = 0, next_stage = 0, weight_copies_here = 0,
+        act_tiles_here = 0;
     const uint8_t *from = nullptr;
     auto load_next_stage = [&] {
         if (own_copy >= WEIGHT_COPIES + Block::ACT_TILES || next_output_tile >= last_output_tile) return;
@@ -87,25 +90,38 @@ __device__ void multiply(const LinearParams &params, int stages) {
             int act_tile = next_output_tile % token_groups * Block::ACT_TILES, copy = own_copy;
             act_tiles_here = min(Block::ACT_TILES, act_tiles - act_tile);
             if constexpr (Block::ROWS) {
-                weight_copies_here = min(WEIGHT_COPIES, params.rows[row_tile.matrix] - row_tile.first * TILE_ROWS);
-                from = params.weights[row_tile.matrix] + (static_cast<size_t>(row_tile.first) * TILE_ROWS + copy) * params.cols * 2;
+                weight_copies_here =
+                    min(WEIGHT_COPIES, params.rows[row_tile.matrix] - row_tile.first * TILE_ROWS);
+                from = params.weights[row_tile.matrix] +
+                       (static_cast<size_t>(row_tile.first) * TILE_ROWS + copy) * params.cols * 2;
             } else {
                 weight_copies_here = min(WEIGHT_COPIES, row_tiles(params, row_tile.matrix) - row_tile.first);
-                from = params.weights[row_tile.matrix] + static_cast<size_t>(row_tile.first + copy) * col_tiles * Format::TILE_BYTES;
+                from = params.weights[row_tile.matrix] +
+                       static_cast<size_t>(row_tile.first + copy) * col_tiles * Format::TILE_BYTES;
             }
-            if (own_copy >= WEIGHT_COPIES) from = params.act_tiles + static_cast<size_t>(act_tile + copy - WEIGHT_COPIES) * col_tiles * Block::ACT_TILE_BYTES;
+            if (own_copy >= WEIGHT_COPIES)
+                from = params.act_tiles + static_cast<size_t>(act_tile + copy - WEIGHT_COPIES) * col_tiles *
+                                              Block::ACT_TILE_BYTES;
         }
         int cols = min(WK, col_tiles - next_step * WK);
-        int weight_copy_bytes = Block::ROWS ? min(WK * TILE_COLS, params.cols - next_step * WK * TILE_COLS) * 2 : cols * Format::TILE_BYTES;
+        int weight_copy_bytes = Block::ROWS
+                                    ? min(WK * TILE_COLS, params.cols - next_step * WK * TILE_COLS) * 2
+                                    : cols * Format::TILE_BYTES;
         uint64_t *barrier = barriers + next_stage;
         uint8_t *stage = shared + next_stage * Block::STAGE;
-        if (own_copy == 0) barrier_expect(barrier, weight_copies_here * weight_copy_bytes + act_tiles_here * cols * Block::ACT_TILE_BYTES);
+        if (own_copy == 0)
+            barrier_expect(barrier, weight_copies_here * weight_copy_bytes +
+                                        act_tiles_here * cols * Block::ACT_TILE_BYTES);
         if (own_copy < WEIGHT_COPIES) {
-            if (own_copy < weight_copies_here) bulk_copy(stage + own_copy * (Block::ROWS ? Block::ROW_STRIDE : Block::TILE_STRIDE), from, weight_copy_bytes, barrier);
+            if (own_copy < weight_copies_here)
+                bulk_copy(stage + own_copy * (Block::ROWS ? Block::ROW_STRIDE : Block::TILE_STRIDE), from,
+                          weight_copy_bytes, barrier);
             from += WK * (Block::ROWS ? TILE_COLS * 2 : Format::TILE_BYTES);
         } else {
             int act_tile = own_copy - WEIGHT_COPIES;
-            if (act_tile < act_tiles_here) bulk_copy(stage + Block::ROW_TILES * Block::TILE_STRIDE + act_tile * Block::ACT_TILE_STRIDE, from, cols * Block::ACT_TILE_BYTES, barrier);
+            if (act_tile < act_tiles_here)
+                bulk_copy(stage + Block::ROW_TILES * Block::TILE_STRIDE + act_tile * Block::ACT_TILE_STRIDE,
+                          from, cols * Block::ACT_TILE_BYTES, barrier);
             from += WK * Block::ACT_TILE_BYTES;
         }
         if (++next_step == steps) next_step = 0, next_output_tile++;
@@ -139,19 +155,24 @@ __device__ void multiply(const LinearParams &params, int stages) {
             if (wk < cols) {
                 const uint8_t *stage = shared + stage_index * Block::STAGE;
                 const uint8_t *tile = stage + wm * MT * Block::TILE_STRIDE + wk * Format::TILE_BYTES;
-                const uint8_t *act_tile = stage + Block::ROW_TILES * Block::TILE_STRIDE + wn * NT * Block::ACT_TILE_STRIDE + wk * Block::ACT_TILE_BYTES;
+                const uint8_t *act_tile = stage + Block::ROW_TILES * Block::TILE_STRIDE +
+                                          wn * NT * Block::ACT_TILE_STRIDE + wk * Block::ACT_TILE_BYTES;
                 auto accumulate = [&](int mt, int nt, int i, float value) {
                     if constexpr (WK == 1) {
                         own[mt][nt][i] += value;
                     } else {
-                        values[wk * Block::VALUES + (((wm * MT + mt) * Block::ACT_TILES + wn * NT + nt) * 4 + i) * 32 + lane] = value;
+                        values[wk * Block::VALUES +
+                               (((wm * MT + mt) * Block::ACT_TILES + wn * NT + nt) * 4 + i) * 32 + lane] =
+                            value;
                     }
                 };
                 if constexpr (Block::ROWS) {
                     int valid = params.cols - (step * WK + wk) * TILE_COLS;
-                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE, valid, accumulate);
+                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile,
+                                                      Block::ACT_TILE_STRIDE, valid, accumulate);
                 } else {
-                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE, accumulate);
+                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile,
+                                                      Block::ACT_TILE_STRIDE, accumulate);
                 }
             }
             __syncthreads();
@@ -168,9 +189,11 @@ __device__ void multiply(const LinearParams &params, int stages) {
             if (++stage_index == stages) stage_index = 0, phase ^= 1;
         }
         RowTile row_tile = find_row_tile<Block::ROW_TILES>(params, output_tile / token_groups);
-        int first_row = row_tile.first * TILE_ROWS, first_token = output_tile % token_groups * Block::ACT_TILES * ACT_TILE_TOKENS;
+        int first_row = row_tile.first * TILE_ROWS,
+            first_token = output_tile % token_groups * Block::ACT_TILES * ACT_TILE_TOKENS;
         auto store_element = [&](int tile, int act_tile, int i, int l, float value) {
-            int row = tile * TILE_ROWS + l / 4 + i / 2 * 8, token = act_tile * ACT_TILE_TOKENS + l % 4 * 2 + i % 2;
+            int row = tile * TILE_ROWS + l / 4 + i / 2 * 8,
+                token = act_tile * ACT_TILE_TOKENS + l % 4 * 2 + i % 2;
             // Row tiles of a group never reach into the next matrix: its rows are checked, not the group's.
             store_output(params, row_tile.matrix, first_row + row, first_token + token, value);
         };
@@ -178,7 +201,9 @@ __device__ void multiply(const LinearParams &params, int stages) {
 #pragma unroll
             for (int j = 0; j < SUMS; j++) {
                 int at = j * Block::THREADS + threadIdx.x, element = at / 32;
-                if (at < Block::VALUES) store_element(element / 4 / Block::ACT_TILES, element / 4 % Block::ACT_TILES, element % 4, at % 32, sums[j]);
+                if (at < Block::VALUES)
+                    store_element(element / 4 / Block::ACT_TILES, element / 4 % Block::ACT_TILES, element % 4,
+                                  at % 32, sums[j]);
             }
         } else {
 #pragma unroll
@@ -186,7 +211,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) store_element(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
+                    for (int i = 0; i < 4; i++)
+                        store_element(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
         }
     }
 }

@@ -32,7 +32,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = MATVEC_TILES_PER_STAGE;
 
 // Row tiles whose values are collected before they are added: enough that every warp has a tile_pair.
-__device__ inline int tiles_per_batch(int pairs_per_row_tile) { return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile; }
+__device__ inline int tiles_per_batch(int pairs_per_row_tile) {
+    return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile;
+}
 
 template <class Format, int M>
 __device__ void multiply(const LinearParams &params, int stages) {
@@ -60,22 +62,26 @@ __device__ void multiply(const LinearParams &params, int stages) {
         RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
         int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
         uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
-        const uint8_t *from = params.weights[row_tile.matrix] + (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
+        const uint8_t *from = params.weights[row_tile.matrix] +
+                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
         barrier_expect(barriers + stage, bytes);
         bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
     };
     if (lane == 0) {
         for (int stage = 0; stage < stages; stage++) barrier_init(barriers + stage);
         barrier_init_done();
-        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++) load_stage(warp + stage * WARPS, stage);
+        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++)
+            load_stage(warp + stage * WARPS, stage);
     }
     launch_next_kernel();
     wait_for_previous_kernel();
 
     // Records of the tokens, out of the act_tiles.
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
-        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles, m = act_row / col_tiles;
-        const uint8_t *act_tile = params.act_tiles + static_cast<size_t>(col) * act_tile_bytes(Format::ACTIVATION);
+        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
+            m = act_row / col_tiles;
+        const uint8_t *act_tile =
+            params.act_tiles + static_cast<size_t>(col) * act_tile_bytes(Format::ACTIVATION);
         uint4 v;
         if (p < 16) {
             v = load16(act_tile + act_tile_offset(m, p));
@@ -87,7 +93,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
             }
         } else {
             // Four blocks' scales or sums, eight tokens apart.
-            const uint32_t *scales = reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES) + (p - 16) * 32 + m;
+            const uint32_t *scales =
+                reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES) + (p - 16) * 32 + m;
             v = {scales[0], scales[8], scales[16], scales[24]};
         }
         *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = v;
@@ -100,16 +107,20 @@ __device__ void multiply(const LinearParams &params, int stages) {
         int batch_end = min(batch + batch_tiles, tiles);
         float *batch_values = values + parity * values_per_batch;
         for (; tile_pair < batch_end * pairs_per_row_tile; tile_pair += WARPS) {
-            int tile = tile_pair / pairs_per_row_tile - batch, col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
+            int tile = tile_pair / pairs_per_row_tile - batch,
+                col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
-                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row, act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
+                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                                        act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
 #pragma unroll
-                for (int m = 0; m < M; m++) batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
+                for (int m = 0; m < M; m++)
+                    batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
             }
             __syncwarp();
-            if (lane == 0 && tile_pair + stages * WARPS < tile_pairs) load_stage(tile_pair + stages * WARPS, stage);
+            if (lane == 0 && tile_pair + stages * WARPS < tile_pairs)
+                load_stage(tile_pair + stages * WARPS, stage);
             if (++stage == stages) stage = 0, phase ^= 1;
         }
         // One barrier a batch is enough: a buffer is written again after the next one, which everybody reaches only when

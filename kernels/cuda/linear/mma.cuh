@@ -15,32 +15,36 @@ __device__ inline void load_matrices(uint32_t (&r)[4], const uint8_t *row) {
 }
 
 __device__ inline void load_matrices(uint32_t (&r)[2], const uint8_t *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row)));
 }
 
 // D = A B + `start` in every element.
-#define MMA_K32(NAME, ATYPE)                                                                                                  \
-    __device__ inline void NAME(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int start) {                   \
-        asm("mma.sync.aligned.m16n8k32.row.col.s32." ATYPE ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "            \
-            "{%10, %10, %10, %10};"                                                                                          \
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                 \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));                                     \
+#define MMA_K32(NAME, ATYPE)                                                                              \
+    __device__ inline void NAME(int(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1, int start) { \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." ATYPE                                                \
+            ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "                                      \
+            "{%10, %10, %10, %10};"                                                                       \
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                              \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));                  \
     }
 MMA_K32(mma_s8, "s8")
 MMA_K32(mma_u8, "u8")
 #undef MMA_K32
 
 // D = A B + C, and D = A B.
-#define MMA_K16(NAME, ATYPE, BTYPE)                                                                                           \
-    __device__ inline void NAME(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0, const int (&c)[4]) {                      \
-        asm("mma.sync.aligned.m16n8k16.row.col.s32." ATYPE "." BTYPE ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "                \
-            "{%7, %8, %9, %10};"                                                                                             \
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                 \
-            : "r"(a0), "r"(a1), "r"(b0), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));                                        \
-    }                                                                                                                         \
-    __device__ inline void NAME(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {                                         \
-        const int zero[4] = {0, 0, 0, 0};                                                                                     \
-        NAME(d, a0, a1, b0, zero);                                                                                            \
+#define MMA_K16(NAME, ATYPE, BTYPE)                                                                    \
+    __device__ inline void NAME(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0, const int(&c)[4]) { \
+        asm("mma.sync.aligned.m16n8k16.row.col.s32." ATYPE "." BTYPE                                   \
+            ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "                                                  \
+            "{%7, %8, %9, %10};"                                                                       \
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                           \
+            : "r"(a0), "r"(a1), "r"(b0), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));                  \
+    }                                                                                                  \
+    __device__ inline void NAME(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {                   \
+        const int zero[4] = {0, 0, 0, 0};                                                              \
+        NAME(d, a0, a1, b0, zero);                                                                     \
     }
 MMA_K16(mma16_s8, "s8", "s8")
 MMA_K16(mma16_u8, "u8", "s8")

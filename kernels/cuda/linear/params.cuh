@@ -7,7 +7,9 @@
 #include "abi/linear.cuh"
 #include "tile.cuh"
 
-__device__ inline int row_tiles(const LinearParams &params, int matrix) { return (params.rows[matrix] + TILE_ROWS - 1) / TILE_ROWS; }
+__device__ inline int row_tiles(const LinearParams &params, int matrix) {
+    return (params.rows[matrix] + TILE_ROWS - 1) / TILE_ROWS;
+}
 
 // Groups of `tiles` row tiles over all matrices: `matrix` and `first` row tile of group `group`.
 struct RowTile {

@@ -17,13 +17,16 @@ struct ActTileRow {
 
 // The act_tile of `token` and column tile `col`.
 __device__ inline ActTileRow act_tile_row(uint8_t *act_tiles, int bytes, int col_tiles, int token, int col) {
-    return {act_tiles + (static_cast<size_t>(token / ACT_TILE_TOKENS) * col_tiles + col) * bytes, token % ACT_TILE_TOKENS};
+    return {act_tiles + (static_cast<size_t>(token / ACT_TILE_TOKENS) * col_tiles + col) * bytes,
+            token % ACT_TILE_TOKENS};
 }
 
 // Eight quants of a lane are half a plane_offset.
 __device__ inline void store_quants(const ActTileRow &row, const int (&q)[8]) {
     int lane = threadIdx.x % 32;
-    auto pack = [](int a, int b, int c, int d) { return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24; };
+    auto pack = [](int a, int b, int c, int d) {
+        return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24;
+    };
     uint2 bytes = {uint32_t(pack(q[0], q[1], q[2], q[3])), uint32_t(pack(q[4], q[5], q[6], q[7]))};
     *reinterpret_cast<uint2 *>(row.act_tile + act_tile_offset(row.token, lane / 2) + lane % 2 * 8) = bytes;
 }
@@ -55,7 +58,8 @@ struct QuantizePer32 {
             float *scales = reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES);
             int at = lane / 4 * ACT_TILE_TOKENS + row.token;
             scales[at] = rounded_to_half(d);
-            if constexpr (ACTIVATION == ActivationFormat::Q8_1) scales[64 + at] = rounded_to_half(float(sum) * d);
+            if constexpr (ACTIVATION == ActivationFormat::Q8_1)
+                scales[64 + at] = rounded_to_half(float(sum) * d);
         }
     }
 };
@@ -75,7 +79,8 @@ struct QuantizePer256 {
         for (int mask = 1; mask < 32; mask *= 2) {
             float other = __shfl_xor_sync(~0u, max, mask);
             int other_from = __shfl_xor_sync(~0u, from, mask);
-            if (fabsf(other) > fabsf(max) || (fabsf(other) == fabsf(max) && other_from < from)) max = other, from = other_from;
+            if (fabsf(other) > fabsf(max) || (fabsf(other) == fabsf(max) && other_from < from))
+                max = other, from = other_from;
         }
         float inverse = max == 0 ? 0.0f : -127.0f / max;
         int q[8], sum = 0;
@@ -86,7 +91,11 @@ struct QuantizePer256 {
         }
         store_quants(row, q);
         sum += __shfl_xor_sync(~0u, sum, 1);
-        if (lane % 2 == 0) reinterpret_cast<int16_t *>(row.act_tile + ACT_TILE_QUANT_BYTES + 32)[row.token * 16 + lane / 2] = int16_t(sum);
-        if (lane == 0) reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] = max == 0 ? 0.0f : 1.0f / inverse;
+        if (lane % 2 == 0)
+            reinterpret_cast<int16_t *>(row.act_tile + ACT_TILE_QUANT_BYTES + 32)[row.token * 16 + lane / 2] =
+                int16_t(sum);
+        if (lane == 0)
+            reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] =
+                max == 0 ? 0.0f : 1.0f / inverse;
     }
 };
