@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A gRPC client in Python: streams the continuation of a prompt.
 
 Start a fleet, install grpcio-tools, then run the client:

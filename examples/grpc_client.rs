@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A gRPC client in Rust: streams the continuation of a prompt.
 //!
 //! Start a fleet, then run the client with the prompt of your choice:

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """An HTTP client in Python, with the standard library only: streams the continuation of a prompt.
 
 Start a fleet, then run the client:

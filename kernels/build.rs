@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compiles kernels/cuda/*.cu with nvcc, one image per file, if the feature `cuda` is on.
 //!
 //! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists what an image

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compiles the .proto files with protox, so that building needs no protoc.
 
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admission control of a real fleet: overload, tenants and deadlines.
 //!
 //! The fleet has one worker that runs two sequences and queues a third. The tests do not depend on

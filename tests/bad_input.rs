@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! User errors: each gives one line that says what to do, and the documented exit code.
 
 use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, executable, proc, text};

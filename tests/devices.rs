@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Device choice, memory plans, and the doctor.
 
 use crate::harness::admin::weight_server_status;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The README's table of what works, against what the executable says it can do.
 
 use crate::harness::{ballast, demo_7m, text};

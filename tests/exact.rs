@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Invariant I5 on a whole fleet: a request gives the same tokens and log probabilities, bit for
 //! bit, however it is served.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `kill -9` of every process at a bad moment. docs/RELIABILITY.md lists the effects that each
 //! death may have.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Commands to a running fleet: load, unload, and reset-prefix-cache.
 
 use std::path::Path;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares greedy continuations of trained models with recorded ones of llama.cpp.
 //!
 //! `gap` is llama.cpp's margin between its two best logits at a step. Below [`GAP_QUANTISED`],

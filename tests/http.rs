@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The OpenAI-compatible HTTP API of a real fleet.
 
 use crate::harness::admin::worker_stats;

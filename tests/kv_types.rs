@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! KV cache types: the bytes and the accuracy of each.
 
 use crate::harness::{ballast, demo_7m, device, in_tree, text};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! End-to-end tests: they start the real executable, observe it from outside, and kill parts of it.
 //! One binary holds all of them, so that it is linked once.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Weights exist once in memory: checks /proc/PID/smaps of a fleet with a model of more than 512
 //! MiB.
 

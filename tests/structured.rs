@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Structured output and sampling parameters on a real fleet.
 
 use crate::harness::http::HttpClient;

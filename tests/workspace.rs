@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares the memory of a host worker, without weights and KV cache, with its plan.
 
 use crate::devices::plan;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Runs llama.cpp in this process and measures prefill and decode speed of concurrent streams, as
 //! its own batched benchmark does.
 

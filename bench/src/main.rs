@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares Ballast with llama.cpp on one model, alternately in one run, so that a change of the
 //! machine's speed affects both. Quote the medians and the ratio.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The command line. Each subcommand's arguments are defined next to its code.
 
 use clap::{Parser, Subcommand};

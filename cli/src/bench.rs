@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast bench`: measures a fleet from outside, as clients and operators see it.
 
 use std::path::{Path, PathBuf};

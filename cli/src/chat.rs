@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast chat`: a conversation on the terminal with a model of a temporary fleet.
 
 use std::io::{BufRead, IsTerminal};

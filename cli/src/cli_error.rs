@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CliError`]: a failed command, as one line of text and an exit code.
 
 use service::Exit;

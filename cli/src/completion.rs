@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`PromptCompletion`]: what became of one prompt of `ballast generate`.
 
 use serde_json::json;

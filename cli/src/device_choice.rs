@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Chooses the device for a model: compares what the user asks for with the machine's GPUs and the
 //! available kernels.
 //!

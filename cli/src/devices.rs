@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast devices`: lists the GPUs that a fleet can use.
 //!
 //! Initializing the CUDA driver takes a quarter of a second and some memory, and binds the process

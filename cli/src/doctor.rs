@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast doctor`: checks by experiment whether this machine can run a fleet.
 //!
 //! Each finding has a verdict. "ok": works. "note": works, but is slower or has a limitation.

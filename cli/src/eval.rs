@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast eval`: a worker computes the logits of given tokens (teacher forcing), or the
 //! perplexity of a text.
 

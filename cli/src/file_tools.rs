@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast inspect` and `ballast synth`: commands on model files that need no fleet.
 
 use std::io::ErrorKind;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Arguments that all commands share which start a fleet for one model.
 
 use std::net::SocketAddr;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Commands to a running fleet: load and unload models, add, remove and restart workers, empty
 //! prefix caches.
 

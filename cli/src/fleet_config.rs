@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast.toml`: the configuration of a fleet, and the specification of its processes that
 //! follows from it.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast generate`: starts a fleet, generates text for prompts, prints a summary, and stops the
 //! fleet.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads the header of a model file without loading the model.
 
 use std::path::Path;

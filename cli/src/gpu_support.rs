@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The code that depends on the `cuda` feature. No other file of this package tests for the
 //! feature.
 //!

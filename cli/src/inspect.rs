@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast inspect`: prints the contents of a model file's header.
 
 use gguf::{Array, GgufModel, OpenError, Value, check_model};

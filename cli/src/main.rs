@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The `ballast` executable: one subcommand for each task of a user and for each process of a
 //! fleet.
 //!

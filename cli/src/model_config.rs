@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `[[models]]` in `ballast.toml`: the configuration of one model of a fleet.
 
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast plan`: computes how much memory a fleet will need on each device, from the headers of
 //! its model files.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Runs one process of a fleet. The supervisor or a systemd unit starts it.
 
 use std::path::PathBuf;

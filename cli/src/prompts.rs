@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads prompts from a file, one JSON string per line.
 
 use std::path::Path;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast ps`: lists the processes of a running fleet and their memory, on the host and on GPUs.
 //!
 //! The supervisor reports the processes, each worker its device memory, and the weight-server the

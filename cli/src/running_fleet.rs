@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`RunningFleet`]: a fleet that a command has started. The command waits until it serves, uses
 //! it, and stops it.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast serve` runs a fleet in the foreground; `ballast supervisor` does the same for a service
 //! manager.
 

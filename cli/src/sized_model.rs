@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`SizedModel`]: a model of a fleet with its device and its memory, computed from the header of
 //! its file.
 //!

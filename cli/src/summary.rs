@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The summary of `ballast generate`: the shared weights, the memory of each worker, and the speed.
 
 use std::fmt;

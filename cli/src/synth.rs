@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast synth`: writes model files of random weights with the shapes, types and metadata of
 //! real models.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Writes to standard output.
 
 use std::io::Write;

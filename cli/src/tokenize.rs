@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast tokenize`: prints the token ids of texts. It reads only the header of the model file.
 
 use std::io::Write;

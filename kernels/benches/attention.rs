@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a
 //! long context, where the bytes of keys and values count, a chunk of a prompt, where the
 //! operations do, and a row of each of 16 sequences that share what is before it or do not.

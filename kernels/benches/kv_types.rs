@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the type of keys and values costs at a long context: one row's attention at the shape of
 //! qwen3-0.6b over 16,384 positions, and tokens of the demo models behind 4,000 others. Types take
 //! turns in each round, since machines drift.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Linear layers at the shapes of qwen3-0.6b and qwen3-8b: weight bytes per second at few rows,
 //! operations (two per multiply-add) per second at many.
 //!

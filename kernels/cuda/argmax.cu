@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The index of the largest value of each row, the lowest among equals; NO_BEST for a row that holds a NaN or whose largest
 // value is infinite.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p.
 //
 //   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes partial results

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // attention.cu over keys and values of bf16: products in bf16, so queries and weights are rounded to 8 bits as keys and values
 // are, and nothing leaves the range that an f32 has.
 

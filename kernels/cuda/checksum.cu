@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // XXH3-128 (seed 0, default secret) of the pieces of a range, each of PIECE_BYTES, the last one shorter.
 //
 // A hash walks blocks of 1,024 bytes. Inside a block the eight accumulators only add products of the data, in any order;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out[i] = table[tokens[i]] as f32: rows of the embedding table out of tiles (or of rows, for floats), decoded as quant does
 // it on the host: the same operations in the same order, so the same bits.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Mixture of experts around its products (experts_*.cu): routing, sorting, and the weighted sum.
 //
 //   expert_topk_softmax  a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 #include "linear/legacy.cuh"
 
 #include "experts/kernels.cuh"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out[i] = x[rows[i]]: the rows whose logits are wanted. Limit: bytes, 8 per value.
 
 #include "abi/elementwise.cuh"

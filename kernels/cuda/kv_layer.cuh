@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Where keys and values of one layer stand. The cache is one address range that grows in units; a unit holds 2^unit_shift
 // blocks of all layers, each layer's part contiguous; a block's part of a layer is [kv head][keys, values][token][dim].
 //

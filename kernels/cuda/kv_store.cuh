@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Types of keys and values: how they are stored, and read one by one.
 //
 // Stored values saturate where what products multiply would be infinite: that would spoil, as 0 * infinity, rows before it that

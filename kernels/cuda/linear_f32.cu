@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // F32 weights: small matrices (routers of experts) and models nobody serves. One warp per row and four tokens.
 //
 // Lane l adds the products of columns 128 i + 4 l to + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Naive kernels that GPU tests compare the fast ones with: a thread per value, sums in f64, no tiles, no cache, no
 // quantisation. They are at hand where the host's reference would take minutes.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Root mean square norms: out = x / sqrt(mean(x^2) + eps) * weight.
 //
 //   rms_norm        one thread block per row

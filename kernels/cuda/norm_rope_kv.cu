@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Query, key and value heads between their products and attention, in one pass: the norm of each query and key head (where
 // the model has one), the rotation as in rope.cu, and the write of keys and values to the KV cache as in kv_write.cu. The
 // bits are those of these kernels one after the other.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What several kernels compute with, in one place so that it rounds alike everywhere. Sources are compiled with
 // --fmad=false: a product and a sum are fused only where fmaf stands.
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Activation rows f32 [tokens][cols] row act_tiles of 8 tokens by 256 values (linear/tile.cuh), by quant's own rules:
 // Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded row f16), Q8_K per
 // 256 (the value of largest magnitude becomes -127, halves row even).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Layout 0 (block bytes row after row) to layout 1 (tiles of 16 rows by 256 values) and back: quant::layout on the device.
 //
 // A block of threads makes one tile, two bytes at a time, of which every field is made. Limit: memory bandwidth, bytes read

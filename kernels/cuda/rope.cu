@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Rotary position embedding in place: pair i of every head of row r turns by positions[r] * inverse_frequencies[i].
 //
 // One thread block per row; a thread forms the rope_angle of one pair (in f64, as the host backend does) and turns that pair of

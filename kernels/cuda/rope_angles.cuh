@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Angles of rotary embeddings, in f64 as the host backend has them, and the rotation of a pair.
 #pragma once
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What a sampler needs of each row of logits: its 256 highest values in order, the sum of its softmax weights, and the token
 // that a uniform number draws from the whole row. ops::shortlist is the specification, to the last bit: the order of ranks
 // (falling value, then rising index), the exponential and the order of sums are those of ops::rank and ops::weights.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The fast implementations of `ops::Backend`: [`cpu`] on SIMD instructions, `cuda` behind the feature of that name.
 
 pub mod cpu;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Every CUDA kernel stands beside the check that compares its parameters with the launcher's.
 //!
 //! nvcc evaluates `CHECK_SIGNATURE`, so this test needs neither nvcc nor a GPU: it finds kernels

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Memory of a cache on the host: it comes as blocks are written, and goes when they are given
 //! back. By itself in its file, since all tests of a file share one process, whose memory is
 //! measured.

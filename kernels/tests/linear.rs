@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Linear layers against `ops::Reference`: quantised types bit for bit, float types within
 //! rounding, and the same bits for any number of rows and threads and on every instruction set.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture,
 //! its transcripts of the trained demo models, and the same logits whatever the instruction set and
 //! the number of threads.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Every op but the linear layers against `ops::Reference`, and against itself: the same bits on
 //! every instruction set, for any number of threads, rows in a step, and tokens in a block.
 

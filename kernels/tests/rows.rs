@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What comes back to the caller of a backend: runs of rows, and shortlists of them.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Models with attention windows in some layers. Each KV cache group has its own block tables.
 //! Blocks before a window are freed and reused by other sequences. Neither freed blocks, prefill
 //! chunks, batch neighbours nor shared blocks change a bit of the results.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures prefix sharing: bursts of requests with an equal prefix, with sharing and without, in
 //! turns.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures speculative decoding: the same prompts on a fleet with draft tokens and on one without,
 //! in turns.
 

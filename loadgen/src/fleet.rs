@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The measured fleet: `ballast serve` as a child process, addressed by its runtime directory.
 
 use std::io::{self, BufRead, BufReader};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures concurrent streams: times each token of each stream.
 
 use std::time::{Duration, Instant};

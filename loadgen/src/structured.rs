@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures structured output: the same streams with a grammar and without, on one fleet, in turns.
 
 use proto::v1::inference_client::InferenceClient;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures worker startup: attach time, one more worker, and the replacement of a killed worker.
 
 use std::error::Error as _;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Protobuf types of Ballast, generated from `proto/proto`. Only the code at the edge of each
 //! process uses them (`grpc.rs`, `wire.rs`, hand-off frames).
 

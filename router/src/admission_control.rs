@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Runs the [`AdmissionPolicy`]: tells it about arrivals, ended streams, workers and time, and
 //! carries out its decisions.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! One choice of a response: reads a worker's token frames, detokenizes them, and fails over to
 //! another worker if the worker is lost (I6).
 //!

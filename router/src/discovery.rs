@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Discovers workers: the runtime directory is the service registry, and a worker is a socket
 //! `worker-<N>.sock` in it.
 //!

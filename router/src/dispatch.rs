@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Opens the stream of a choice on a worker: tries the least loaded worker first, then the others,
 //! and returns a named refusal if all refuse.
 

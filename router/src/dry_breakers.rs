@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sequence breakers of the DRY sampler: translates strings to the token sequences of a vocabulary
 //! whose text completes a string.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Why the router cannot start or serve, and its exit codes.
 
 use std::io;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Failover: what to do with a choice whose worker was lost (I6). It continues on another worker or
 //! ends with a named error. A plain value.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Metrics that the router reads from the worker registry and from admission control at the time of
 //! a scrape. A worker that is gone has no line.
 

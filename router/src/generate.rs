@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admits a checked request as a whole and starts the tasks of its choices.
 //!
 //! The router sends nothing to the client before a worker has admitted every choice of the request.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Has a worker compile the grammar of a request before the request waits anywhere.
 //!
 //! 1. A grammar that does not compile, or that matches nothing, is refused at once. The request

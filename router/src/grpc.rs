@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The public gRPC service `ballast.v1.Inference`. It accepts the same requests as the HTTP API.
 
 use std::pin::Pin;

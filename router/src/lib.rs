@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The router: serves OpenAI's HTTP API and gRPC `ballast.v1` to clients, and calls workers over
 //! `ballast.worker.v1`.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Counters and histograms of the router. Names and meanings are vLLM's where vLLM has the same
 //! metric, with the prefix `ballast:`.
 

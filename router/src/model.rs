@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model that workers serve: its name and limits, tokenizer and chat template. The router builds
 //! it once from the GGUF metadata that a worker sends. Workers with the same content share it.
 

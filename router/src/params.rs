@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Validates the parameters of a request.
 //!
 //! [`RequestParams`] holds the parameters as the client sent them. [`RequestParams::check`]

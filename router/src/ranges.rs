@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests that the router and the engine accept the same parameter ranges, although neither crate
 //! uses the other.
 //!

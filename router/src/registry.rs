@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Registry of the workers that serve now and of their models. [`crate::worker_link`] registers
 //! workers, all other parts of the router query the registry.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Request ids for logs and responses.
 
 use std::collections::hash_map::RandomState;

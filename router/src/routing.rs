@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Routing policy: chooses the worker for the next stream. A plain value, which [`crate::registry`]
 //! owns and keeps up to date.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The router process: runtime, signals, readiness.
 
 use service::metrics::Metrics;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC), `router.sock` for
 //! gRPC.
 //!

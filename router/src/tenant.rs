@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Determines the tenant of a request, for fairness and per-tenant limits.
 //!
 //! 1. The header `x-ballast-tenant` names the tenant. In gRPC it is metadata, and the field

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Detokenizes the output of one choice.
 //!
 //! 1. Text is emitted in whole characters.

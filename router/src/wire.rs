@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Converts between the router's own values and the messages of `ballast.worker.v1`.
 
 use std::sync::Arc;

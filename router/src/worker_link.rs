@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The link to one run of a worker, from the discovery of its socket to the end of its connection.
 //!
 //! ```text

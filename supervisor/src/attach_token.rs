@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attach tokens: 256 random bits per worker start. The supervisor registers the token with the
 //! weight-server and passes it to the worker in a pipe.
 

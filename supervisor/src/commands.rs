@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The commands that the event loop accepts from outside, and the error that refuses one.
 
 use tokio::sync::oneshot;

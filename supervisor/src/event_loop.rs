@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The event loop of the supervisor: one task owns the children, the FD store and the models. Every
 //! other task sends it events.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Every event that reaches the supervisor's event loop.
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The FD store: descriptors that the weight-server leaves with its parent, by name and in the
 //! order of arrival.
 //!

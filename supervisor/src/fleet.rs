@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The handle on a running fleet. It sends commands to the event loop and reads the fleet's status.
 
 use service::RuntimeDir;

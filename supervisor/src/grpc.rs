@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The gRPC service ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and
 //! other clients. No other file of this crate uses its messages.
 

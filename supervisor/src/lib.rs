@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The supervisor starts, monitors, restarts and stops the processes of a fleet. It also keeps the
 //! FD store: file descriptors that outlive the weight-server.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The notify protocol's messages, as a child sends them to its parent (sd_notify(3)).
 
 use std::os::fd::OwnedFd;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Receives the notify protocol: one datagram socket per child.
 //!
 //! The kernel vouches for the process id of the sender (SO_PASSCRED). This module only receives and

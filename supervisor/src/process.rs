@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! One process of a child: fork and exec with its descriptors in place, signals, reaping.
 //!
 //! Descriptors of a new process, from number 3 on: the inherited ones (LISTEN_FDS), the liveness

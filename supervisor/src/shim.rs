@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The program between fork and the role of a child: `ballast exec-shim --oom-score-adj N ROLE
 //! ARGS...`.
 //!

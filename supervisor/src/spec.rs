@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The specification of a fleet: which processes and models it has. The caller writes it before the
 //! fleet starts.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The state machine of one child. It takes one event and returns at most one action. It does no
 //! I/O, and time is an argument.
 //!

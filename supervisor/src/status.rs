@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The status of a fleet, its children and its models, as commands and events report it.
 
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The supervisor's client of the weight-server: loads and unloads models, and registers attach
 //! tokens.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests the supervisor with real processes that crash, hang, send false messages and are killed.
 //!
 //! The supervisor executes /proc/self/exe, so its children are this test executable. The first

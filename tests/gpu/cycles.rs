@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Load, attach, kill, unload, a hundred times: device memory and descriptors are where they were.
 
 use super::Gpu;

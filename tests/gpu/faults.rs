@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Deaths of owners on a GPU: what `tests/faults.rs` shows on every device, and what only a GPU has beside it.
 
 use super::{Gpu, asks};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What only a GPU can show. Where fleets do not run on one (BALLAST_TEST_DEVICE), each test says SKIPPED and passes.
 //!
 //! They compare all memory of the device before and after, so they are run one at a time (`--test-threads=1`) on a device

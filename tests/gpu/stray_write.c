@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 /* A worker gone wrong, for tests/gpu/stray_write.rs: preloaded into the processes of a fleet, it waits in the workers until
  * the file $BALLAST_TEST_STRAY_WRITE holds the id of this process, and then runs a kernel that writes to the first address
  * that this process has mapped read-only for the device: its weights.

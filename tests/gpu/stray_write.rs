@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A kernel of one worker writes into the weights: that worker ends and is replaced, and nobody else notices.
 //!
 //! The worker is the real one; the kernel is launched by a library that is preloaded into it (stray_write.c).

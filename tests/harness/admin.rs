@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The administrative sockets of a fleet: the weight-server's status and the workers' statistics.
 
 use proto::weights::v1::weight_server_client::WeightServerClient;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A client of the public gRPC API, with helpers for tests.
 
 use proto::v1::generate_frame::Frame;

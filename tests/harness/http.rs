@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The OpenAI-compatible API, as a client uses it.
 
 use serde_json::Value;

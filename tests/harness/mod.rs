@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Test harness: starts a fleet from the real executable, talks to its public sockets, and observes
 //! its processes through /proc.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Observes processes through /proc, and sends signals with kill(1).
 
 use std::collections::BTreeMap;

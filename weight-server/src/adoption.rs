@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Adopts what an earlier incarnation left in the FD store: sorts the descriptors into generations
 //! and leases and checks them.
 //!

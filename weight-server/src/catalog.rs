@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The generations: every load of a model, from its request until its memory is released.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The configuration of one weight-server, as the supervisor or an administrator writes it.
 
 use std::collections::BTreeSet;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The event loop of the weight-server: one task that owns the state machine. It takes inputs,
 //! applies them to `state`, and executes the resulting actions.
 //!

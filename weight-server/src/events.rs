@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The events and actions of the state machine, and the values that they carry. Plain values and
 //! closed enums.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The client of the FD store: keeps copies of this process's descriptors in its parent (the
 //! supervisor or systemd), so that they outlive the process.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The admin service `ballast.weights.v1.WeightServer`: converts between its messages and the event
 //! loop's types.
 

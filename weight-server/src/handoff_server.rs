@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The hand-off socket: accepts workers, runs the protocol with each, and reports to the event
 //! loop.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The descriptors that this process holds for each generation and each lease.
 //!
 //! Descriptors of host memory are checked here: they must be sealed memfds of the size and inode in

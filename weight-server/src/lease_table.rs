@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The lease table: which process holds which generation, and what it has reserved.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The ledger: reservations of device memory and of this process's descriptors, one per owner.
 //!
 //! Invariants:

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The weight-server owns the one copy of each model's weights and hands it to workers.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The weight-server's side of one load: starts the loader child, sends it the open files, follows
 //! its progress, and takes over the descriptors it made.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Messages between the event loop and the tasks around it: inputs to the loop, and its commands to
 //! the connections of workers.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Opens the files of a model, and requests its load.
 
 use std::fs::{File, OpenOptions};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Why a load failed, an attach was refused, or an unload or a verification was not done: one
 //! closed enum each.
 

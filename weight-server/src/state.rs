@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The state machine of the weight-server. It takes events and returns actions, without I/O, clock
 //! or lock. `event_loop` owns the one instance and executes the actions.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Copies of the state for the admin service: status snapshots and change events.
 
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The limits of the machine and the process: available memory and open descriptors.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The registry of attach tokens, which decides which workers may attach.
 //!
 //! The supervisor registers one token per worker start; the registry keeps their digests. Until the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The weight-server's side of one verification: starts the child, sends it the generation's
 //! descriptors, and takes its report.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Callers that wait for a load, and the progress reports that they get.
 
 use bytes::Bytes;

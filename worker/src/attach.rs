@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! From a model's name to an engine: requests a grant from the weight-server, waits for a load in
 //! progress, maps the weights, and builds the engine. Blocking; runs on the engine's thread.
 

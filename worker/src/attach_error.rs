@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Why a worker could not attach its model, and the exit code for it.
 
 use cuda::{DeviceError, OpenDriverError};

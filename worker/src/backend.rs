@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What differs between devices. A [`DeviceRuntime`] maps weights, creates the compute backend, and
 //! measures it. There is one for the host ([`host`]) and one for a GPU ([`gpu`](crate::gpu)).
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checks that a draft model has the same vocabulary as the model it drafts for.
 
 use gguf::{KeyError, Metadata, StringArray};

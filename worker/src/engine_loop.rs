@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The engine loop: the thread that owns the engine. It handles commands between steps, steps while
 //! there is work, and sleeps while there is none.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The engine's thread: attaches the model, then runs the engine loop until the process stops.
 
 use std::sync::{Arc, Weak};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The parts of the worker that need CUDA kernels. `cfg(feature = "cuda")` stands in this file and
 //! in no other one of this crate. In a build without the feature, a worker on a GPU ends with an
 //! error that says so.

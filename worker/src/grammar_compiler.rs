@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compiles the grammars of requests before the requests are queued.
 //!
 //! 1. One thread compiles, with a stack for the deepest grammar that `grammar` accepts.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The constraint of one request: computes the next token bitmask while the engine steps.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Remembers grammars that have cost a thread, so that no thread compiles them again soon.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast.worker.v1.Worker` on the worker's socket. The service runs from the start, and refuses
 //! calls until the weights are attached.
 

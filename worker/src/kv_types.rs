@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Serializes [`KvTypes`] as the text that configuration files use, for `#[serde(with =
 //! "worker::kv_types")]`.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The worker process: attaches a model's weights read-only, computes, and serves token ids to the
 //! router (`ballast.worker.v1`).
 //!

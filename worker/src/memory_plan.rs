@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The memory that a worker will take of its device beside the weights, computed before the worker
 //! starts. `ballast plan` shows the plan, and the weight-server's ledger reserves it.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Runs a closure whose panic ends its thread instead of the process.
 //!
 //! A release build aborts on panic, because a panic leaves shared state undefined. Compiling and

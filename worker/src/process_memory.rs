@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The private memory of this process: its anonymous resident memory, from the kernel's counter
 //! RssAnon (proc_pid_status(5)). Weights are mapped from memfds, which the kernel counts as
 //! RssShmem instead.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What a worker reserves at the weight-server before its model is known, and the engine's part of
 //! its configuration.
 

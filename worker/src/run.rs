@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The worker process: binds its socket first, then attaches the weights, and drains on a stop.
 //!
 //! Two threads matter. This thread runs all of gRPC: frames are small, and the other cores are for

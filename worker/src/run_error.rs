@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Why a worker process ends, and the exit code for it.
 
 use std::io;

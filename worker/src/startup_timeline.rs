@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The startup timeline: how long each stage took from the start of the process until the worker
 //! was ready. It shows what a restart costs, stage by stage.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The channel from the engine loop to one call: a bounded queue of outputs that the engine never
 //! blocks on.
 //!

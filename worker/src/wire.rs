@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Converts between messages of `ballast.worker.v1` and the worker's own types.
 
 pub(crate) mod frames;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A thread pool for untrusted jobs: a job may panic or never return, and then costs only its
 //! thread.
 //!

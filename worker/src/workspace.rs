@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The workspace of a worker: the memory of its device that holds neither weights, nor context, nor
 //! KV cache.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Known vulnerabilities: the lock file against the RustSec database, where that can be reached.
 
 use anyhow::{Context, Result};

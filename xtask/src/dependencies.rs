@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The dependency audit on `cargo metadata`: where packages come from, their licences, versions present twice.
 
 use anyhow::{Context, Result};

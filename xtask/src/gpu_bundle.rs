@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `cargo xtask gpu-bundle`: packs what a GPU machine without Rust needs into dist/gpu.
 //!
 //! `run` (a copy of scripts/gpu-run) and one archive: the release executable, the test executables, stripped, and the

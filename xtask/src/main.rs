@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask gpu-bundle`, `cargo xtask nightly`.
 
 #![forbid(unsafe_code)]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What is too long for every change.
 
 use anyhow::{Context, Result, ensure};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Rules of the source tree that the compiler and clippy don't know.
 
 use anyhow::{Context, Result};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What documents name, against the tree: files, tests and sections exist.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]

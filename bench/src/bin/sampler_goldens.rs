@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Writes the results of llama.cpp's samplers on rows of logits: each sampler alone, and several in
 //! the order of its default chain (`samplers` in `common/common.h`). The output is the fixture of
 //! `crates/engine/tests/llama_samplers.rs`.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The doctor's hand-off test: a child process loads a small model, sends its descriptors, and is
 //! killed. The doctor then maps the memory and compares its contents.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The doctor's host checks: memfd seals, descriptor limits, memory, huge pages, and copy speed.
 
 use std::hint::black_box;

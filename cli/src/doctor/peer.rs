@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast doctor-peer`: the child process of the doctor's hand-off. It loads the test model,
 //! sends its descriptors to the parent, and waits until the parent kills it.
 

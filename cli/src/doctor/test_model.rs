@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The small model that the doctor's hand-off loads, passes to another process and compares.
 
 use bytes::Bytes;

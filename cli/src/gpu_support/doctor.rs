@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The doctor's GPU checks: shareable memory, persistence mode, and copy speed.
 
 use std::os::fd::OwnedFd;

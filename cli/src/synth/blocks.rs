@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Random quantized blocks of every supported type, made without a quantizer: quants are random
 //! bits, and scale fields are set so that the values have mean 0 and the wanted deviation.
 

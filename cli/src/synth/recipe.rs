@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The type of each weight: llama.cpp's mixtures, so that files have the sizes of published ones.
 
 use super::shapes::{ModelFamily, ModelShape, WeightRole};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Shapes of real models, and small ones for tests.
 
 /// Dimensions of one model.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A vocabulary of the real model's size that can tokenize any text: all bytes, a few merges, the
 //! family's special tokens at their real ids, and made-up words.
 

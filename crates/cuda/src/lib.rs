@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The CUDA driver, in three layers.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Nvml`]: the NVIDIA management library, which reports the memory of a device and of a process
 //! without a context.
 //!

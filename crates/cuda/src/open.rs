@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`OpenDriverError`]: why a process has no CUDA driver.
 
 use crate::checked::DriverError;

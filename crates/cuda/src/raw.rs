@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The raw layer: pointers to the functions of libcuda, all looked up when the driver is opened.
 //!
 //! Types and the library come from cudarc. The functions are looked up here, and not through

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the engine adds to a step beside the model: scheduling, prefix lookup, sampling. Goals: a step with 4,096 running
 //! sequences under 200 us, a lookup over 32,768 tokens under 300 us.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of requests that share 2,048
 //! tokens, with sharing on and off in turns; and how many sequences fit one budget in blocks, against a reserved context
 //! for each.

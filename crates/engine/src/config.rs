@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Configuration of one engine. The KV budget is explicit: nothing is sized from "free memory".
 
 use crate::draft::draft_tokens::DRAFT_DEPTH_MAX;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
 
 mod maintenance;

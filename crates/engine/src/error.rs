@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Errors of engine start and of a step.
 
 use crate::config::EngineConfigError;

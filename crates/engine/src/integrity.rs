@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Integrity check of the engine's request records against the scheduler's sequences.
 
 use crate::request::input::RequestId;

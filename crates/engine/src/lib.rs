@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The inference engine: continuous batching of token sequences over one model, with a paged KV
 //! cache.
 //! The engine takes requests in token ids, schedules them into steps of mixed prefill and decode

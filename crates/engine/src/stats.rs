@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Counters and gauges that the engine reports.
 
 use crate::draft::speculation::DraftStats;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! In steady state a step of the policy allocates nothing, and a step of the engine as often for 8 sequences as for 128: what a
 //! sequence will need is reserved when it is admitted, what the pool needs when it is made.
 //!

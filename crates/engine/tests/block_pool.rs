@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The block pool against a simple model of it: vectors and linear search instead of links and an
 //! index.
 

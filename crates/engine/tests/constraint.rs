@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Requests with a constraint: what it does not allow is never put out, it hears of every token in order, and its end is
 //! the request's; whatever the batch, preemption or a resume.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What drafts do beside not changing a token: steps saved, blocks given back, prefixes found, failures survived.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What a caller of the engine can rely on beside equal tokens: refusals, ends, cancellation, scoring, failures.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The chain against llama.cpp's own samplers: which tokens are left of a row, and how probable each is.
 //!
 //! The fixture was written by `bench/src/bin/sampler_goldens.rs`. A draw is a step function of a number that anyone can

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Planted bugs: the simulation must find each of ten bugs, through the invariant that exists for
 //! it.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Invariant I5 on real models and backends: requests alone, together, in other orders, chunk sizes, under KV pressure,
 //! with and without shared prefixes, on several thread counts and instruction sets of one kind give the same bits.
 

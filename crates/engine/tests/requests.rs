@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The whole engine, with a model that notices every mistake, under seeded requests that come and are cancelled, held,
 //! scored, overdue and lost with their step, with and without drafts. After each step its books are checked: blocks,
 //! lists, names, deadlines and places in the queue; and who follows the cache's events knows what it holds.

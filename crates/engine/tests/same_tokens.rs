@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival,
 //! drafts and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
 

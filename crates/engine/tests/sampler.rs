@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Distributions of drawn tokens against a chain written the long way: f64, one full sort, nothing clever.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Facts about single steps of the scheduler, most of them from vLLM's behaviour.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A token drawn from a row's shortlist is the token drawn from the row, whatever the parameters: where the list does not
 //! show it, it says so.
 

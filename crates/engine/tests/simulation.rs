@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Simulation of admission, scheduler, block pool and drafts with seeded random requests.
 //! `storm/mod.rs` lists what is checked. `cargo test` runs a million steps, `cargo xtask nightly` a
 //! hundred million. A failure names its seed.

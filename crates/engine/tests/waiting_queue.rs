@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The bounds that the module documentation of the waiting queue states.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

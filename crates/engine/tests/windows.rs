@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Models whose layers see different parts of the past: a table for each group of layers, blocks behind a window given back
 //! while their sequence runs, and the same answers whatever was given back, shared, preempted or drafted.
 

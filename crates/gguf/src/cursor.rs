@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads bytes in order and checks every length first: from a file, or from a slice in memory.
 
 use crate::limits::{MAX_HEADER_BYTES, READ_AHEAD_BYTES};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Header`]: everything before a file's tensor data, read and checked.
 
 use crate::cursor::{Cursor, FileCursor, HeaderReadError};

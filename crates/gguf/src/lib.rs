@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads and writes GGUF model files: metadata, tensor table, and (for writing) tensor data.
 //!
 //! A GGUF file comes from the network, so this crate treats it as hostile input:

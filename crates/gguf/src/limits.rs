@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Limits that the reader enforces, and constants of the GGUF format.
 
 /// The first four bytes of a file.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Metadata`]: the key-value section of a file. It keeps the raw bytes and an index of where each
 //! value is.
 

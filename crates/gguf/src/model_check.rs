@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`check_model`]: checks the metadata values that an engine uses as sizes and divisors.
 //!
 //! A file without these keys (a vocabulary, a projector) passes.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`GgufModel`]: a model of one file or of a split set (`NAME-00001-of-00003.gguf`), opened and
 //! checked as one.
 

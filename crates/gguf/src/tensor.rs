@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`TensorInfo`]: one entry of the tensor table.
 
 use crate::cursor::{Cursor, HeaderReadError};

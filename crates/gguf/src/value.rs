@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Metadata values: their types, how files store them, and how callers read them.
 
 use std::fmt;

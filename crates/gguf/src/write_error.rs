@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`WriteError`]: why a GGUF file could not be written.
 
 use crate::limits::{

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`MetadataBuilder`]: encodes key-value pairs as a file stores them, in insertion order.
 
 use crate::limits::{ALIGNMENT_KEY, MAX_KEY_BYTES, MAX_KEYS};

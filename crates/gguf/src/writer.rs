@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`TensorLayout`] assigns offsets to tensors; [`GgufWriter`] streams the file. The model is never
 //! in memory as a whole.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Files that llama.cpp's tools wrote: vocabularies of real models, and small models of many
 //! architectures and types.
 

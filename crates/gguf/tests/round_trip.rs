@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The reader reads what the writer writes. Damage anywhere gives an error or a valid header, never
 //! a panic.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Split sets are found by file name, checked as a whole, and refused with the name of the wrong
 //! file.
 

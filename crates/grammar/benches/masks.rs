@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures how long a mask takes: the time from a token to the mask of the next one, as a worker's
 //! mask threads compute it. Tokens are chosen at random among the allowed ones. The vocabularies
 //! are the demo model's, those in BALLAST_TEST_DATA, and those of GGUF files given as arguments.

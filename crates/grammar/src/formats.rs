@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Adds patterns to string formats that the compiler checks incompletely. The compiler allows
 //! February 29 in every year and second 60 in every minute. The patterns exclude both, real leap
 //! seconds included.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Translates llama.cpp's grammar notation (GBNF) to Lark.
 //!
 //! GBNF has no lexer: its rules match characters. The translation therefore distinguishes two kinds

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The notations in which a client may write a grammar, and the checks before compilation.
 
 use llguidance::api::TopLevelGrammar;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Structured output: computes which tokens a JSON schema, a regular expression or a grammar allows
 //! next.
 //!

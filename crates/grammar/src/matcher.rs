@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A compiled grammar, and the matcher that follows one output through it.
 
 use llguidance::TokenParser;

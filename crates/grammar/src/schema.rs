@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checks a JSON schema before it is compiled: every keyword is known, and its value has the right
 //! type.
 //!

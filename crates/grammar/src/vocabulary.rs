@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model's vocabulary as the trie that masks are computed over. Built once per model, which takes
 //! some tens of milliseconds. 150,000 tokens take about 15 MB.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The worker's side of the hand-off: request a model, receive its descriptors, map it, hold the
 //! lease.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`AttachModelError`]: why a worker has no model.
 
 use std::time::Duration;

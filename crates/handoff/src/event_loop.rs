@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Hand-off sockets and pidfds in tokio's event loop, for the weight-server. Workers and loaders
 //! use blocking sockets.
 

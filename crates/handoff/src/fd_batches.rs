@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sending many descriptors: batches of at most 128, each acknowledged before the next one is sent.
 //!
 //! ```text

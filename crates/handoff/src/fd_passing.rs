@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sending and receiving one packet with its file descriptors (SCM_RIGHTS).
 //!
 //! For packet sockets only (datagram and seqpacket), where one send is one receive.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Frames between a worker and the weight-server, as the worker sends and receives them.
 
 use std::os::fd::OwnedFd;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`LeaseGuard`]: a worker's lease, which a thread claims again after a restart of the
 //! weight-server.
 //!

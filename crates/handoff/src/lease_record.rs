@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`LeaseRecord`]: what a successor of the weight-server must know about a lease to adopt a
 //! running worker.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Handing a model's memory to another process: descriptors travel over Unix sockets, with frames
 //! that describe them.
 //!

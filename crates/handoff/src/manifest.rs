@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The manifest as bytes: `ballast.weights.v1.Manifest`, in one sealed memfd per generation.
 //!
 //! A decoded manifest has passed [`Manifest::validate`], whichever process wrote it.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! pidfds: descriptors of processes, which cannot be confused with later processes of the same
 //! number.
 

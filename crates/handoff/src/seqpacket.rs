@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Connection`] and [`Listener`]: Unix SOCK_SEQPACKET sockets that carry one protobuf message in
 //! each packet.
 //!

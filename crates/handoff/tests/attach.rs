@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attaching to weight-servers that close the connection early or send inconsistent frames.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`HostAllocation`]: host memory for tensors, a memfd that is filled once and then sealed.
 //!
 //! ```text

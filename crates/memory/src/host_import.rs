@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Importing a model from host memory: descriptors and their manifest become read-only tensors.
 
 use std::os::fd::OwnedFd;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model's memory: how it is packed, allocated, described and mapped.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Manifest`]: what the descriptors of one generation hold.
 //!
 //! A manifest is a plain value; `handoff::manifest` turns it into bytes and back.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Mappings of a model on the host: one address reservation, one mapping for each allocation, 2 MiB
 //! aligned.
 //!

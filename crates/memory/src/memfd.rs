@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`SealedMemfd`]: a memory file whose bytes and size can never change again.
 //!
 //! # Invariants

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`PackPlan`]: which tensor lies in which allocation, computed from the sizes of the tensors
 //! alone.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Grouped-query self-attention: projections, optional norms of query and key heads, rope, KV cache
 //! write, attention, output projection.
 

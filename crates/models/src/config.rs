@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads hyperparameters from metadata. Each value has a type and bounds, and each error names its
 //! key.
 

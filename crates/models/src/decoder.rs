@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The pre-norm transformer decoder of llama, qwen2, qwen3 and gemma3.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The gated feed-forward block, dense or a mixture of experts.
 
 use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::FeedForwardTensors};

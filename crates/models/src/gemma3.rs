@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Architecture `gemma3`.
 //!
 //! - Rope pairs the halves of a head. Layers with an attention window use another rope base.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Model architectures over [`ops::Backend`]: a model takes metadata and weights, and computes
 //! logits.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Architecture `llama`: Llama 1 to 3, Mistral, Mixtral, SmolLM and others.
 //!
 //! Rope rotates adjacent pairs, since the GGUF converter permutes the rows of the query and key

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Model`]: the interface between the engine and a model. [`ModelDescription`]: the facts of a
 //! model file.
 

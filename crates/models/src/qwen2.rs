@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Architecture `qwen2` (Qwen 2 and 2.5): as llama, but rope pairs the halves of a head, and query,
 //! key and value have biases.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Architectures `qwen3` and `qwen3moe`: rope pairs the halves of a head, and query and key heads
 //! are normalized before rope. In `qwen3moe` every layer is a mixture of experts; the probabilities
 //! of the chosen experts are scaled to sum 1.

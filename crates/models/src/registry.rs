@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The registry: one line per architecture, from its name to its configuration function.
 
 use crate::{

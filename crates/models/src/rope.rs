@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Rope configuration: computes one frequency per pair from metadata, for plain, linear and YaRN
 //! scaling and for factor tensors.
 

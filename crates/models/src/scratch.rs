@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The activation tensors of a decoder. Each is allocated once, for the rows computed together.
 
 use crate::decoder::DecoderConfig;

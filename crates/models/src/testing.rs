@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares whole models with recorded results, on any backend. Tests of this crate use
 //! `ops::Reference`; tests of `kernels` use the CPU and CUDA backends. Cargo feature `testing`.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`WeightTable`]: the tensors of a model by name. `take` checks shape and type. Tensors that
 //! remain are not read by the architecture.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reference against llama.cpp's logits and greedy tokens, on small random models of every
 //! architecture.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What `validate` says of models, and how it refuses those that cannot be run.
 
 use gguf::{Metadata, MetadataBuilder, TensorInfo, ToValue};

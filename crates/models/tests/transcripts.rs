@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reference against llama.cpp's greedy transcripts of the trained demo models.
 
 use anyhow::Result;

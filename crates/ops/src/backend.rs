@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Backend`]: the trait between models and kernels.
 //!
 //! A tensor is a row-major f32 matrix `[rows, cols]`. A model allocates it once, for the largest

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Mixture of experts: the choice of experts for a row, and [`Backend::experts`] in plain ops.
 
 use crate::{Activation, Backend, Experts, Linear, OpError};

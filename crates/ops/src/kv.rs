@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Layout of the KV cache: element types, attention spans, and groups of layers that share a block
 //! table.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`KvTypes`]: the KV cache element type of each layer of a model.
 //!
 //! The text form is a type for all layers, then exceptions for ranges of layers counted from 0:

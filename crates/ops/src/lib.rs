@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The operations that models are written in: the trait [`Backend`], and [`Reference`], its scalar
 //! implementation.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Ranking of logits: [`RankedLogit`], and top-k selection without a full sort.
 //!
 //! Of equal logits the lower token id ranks higher. The samplers and the kernels that make

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Reference`]: the backend that tests compare kernels with. Plain loops and f64 sums, no SIMD,
 //! no threads.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`RopeSpec`]: pairing and frequencies of a rotary position embedding (RoPE).
 
 /// Which two values of a head rotate together.

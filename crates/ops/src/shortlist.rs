@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Shortlist`]: what of a row of logits most draws need, so that the rest of it can stay on the
 //! device.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Softmax with the same bits on every machine: an f32 exponential, and sums in one fixed order.
 //!
 //! The last bit of the C library's `exp` differs between machines. [`exp`] uses f32 multiplications

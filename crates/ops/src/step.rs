@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Step`]: the batch of one forward pass. Each row is one token of a sequence.
 
 use crate::OpError;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Weight`]: a tensor of the model with its type and shape; [`Linear`] and [`Experts`]: layers
 //! made of weights.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What each op of `Reference` does, against numbers worked out by hand, and what it refuses.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests, where a panic is the report")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Chained block hashes.
 //!
 //! `H(-1) = blake3_keyed(ROOT, scope)` and `H(i) = blake3_keyed(H(i-1), tokens of block i)`, with

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Worker fingerprints: two workers with equal fingerprints produce the same tokens, so one can
 //! resume the other's streams (I5, I6).
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Prefix cache keys and worker fingerprints.
 //!
 //! - [`BlockHash`]: hash of a block of tokens, all tokens before it, and the [`Scope`] that may

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Activations`]: activation rows quantized for a dot product, to Q8_0 or Q8_1 in blocks of 32
 //! values or Q8_K in blocks of 256.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`BlockFormat`]: decode, encode and dot product of one block format.
 
 use crate::{DType, HalfBytes};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`dot`]: the scalar dot product of a weight row and an activation row. Tests compare kernels
 //! with it.
 

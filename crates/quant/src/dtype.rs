@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`DType`]: the ggml tensor types with their ids, names and sizes. Files, manifests and messages
 //! use these ids.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`HalfBytes`]: an f16 in a block, as two little-endian bytes.
 
 use bytemuck::{Pod, Zeroable};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! K-quants, Q2_K to Q6_K: super-blocks of 256 values. Sub-blocks have integer scales, which one or
 //! two f16 scales of the super-block multiply.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Memory layouts of a matrix. Layout 0 is that of a GGUF file: block bytes, row after row. Layout
 //! 1 has tiles, for GPUs.
 //!

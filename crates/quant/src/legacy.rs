@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: blocks of 32 values with one scale; the `_1` types also have a
 //! minimum.
 //!

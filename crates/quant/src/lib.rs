@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! ggml tensor types: sizes, quantization, dequantization and dot products.
 //!
 //! [`DType`] has the id and the size of every ggml type. A format with kernels also has a struct of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! F32, F16 and BF16: little-endian values without blocks.
 
 use half::{bf16, f16};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`decode`] and [`encode`] for rows: check the lengths once, then convert block after block.
 
 use crate::{

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Encoding: errors within what each format can promise, and no input that trips it.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Formats against ggml's own numbers: blocks, decoded values, activations and dot products.
 //!
 //! `BALLAST_TEST_DATA` names the folder with `data/quants` and `data/ggml-blocks` (their READMEs

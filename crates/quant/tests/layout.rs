@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Layout 1 is a permutation with zero padding, for every type and for odd shapes.
 
 use proptest::prelude::*;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Estimates when a refused client should retry.
 //!
 //! The estimate continues the queue beyond its limit. A refused request is told the time at which

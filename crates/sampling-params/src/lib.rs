@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The table of sampling parameters. Router, worker, engine, command line and `docs/SAMPLING.md`
 //! take names, ranges and defaults from [`PARAMETERS`].
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the table says of a parameter.
 
 use std::fmt;

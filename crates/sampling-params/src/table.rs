@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The parameters. Ranges are those of OpenAI's API where it has the parameter.
 
 use crate::parameter::{

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares the table with `ballast.v1.Sampling` and with `docs/SAMPLING.md`.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads and writes the TOML files of a fleet. Each process has one struct, and an unknown key is
 //! an error.
 //!

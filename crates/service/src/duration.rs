@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Durations in configuration files: `#[serde(with = "service::duration")]` reads and writes "10s".
 
 use std::time::Duration;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Every environment variable that a Ballast process reads: the log level, and what a parent passes
 //! to one child. Configuration comes from files.
 

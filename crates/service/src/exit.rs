@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Exit codes. docs/OPERATING.md documents them, and scripts may rely on them.
 //!
 //! The supervisor's restart policy reads them too: a restart does not help against `Usage` and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! gRPC over Unix sockets, for the services between the processes of a fleet.
 
 use std::io;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Turns a file descriptor number from an environment variable into an `OwnedFd` without `unsafe`.
 //!
 //! `OwnedFd::from_raw_fd` is unsafe because any number can be passed. Here the kernel checks the

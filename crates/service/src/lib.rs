@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What every process of a fleet shares: configuration, logging, readiness, supervision, shutdown,
 //! exit codes, metrics, memory figures, and gRPC over Unix sockets. This crate knows neither
 //! weights nor tokens.

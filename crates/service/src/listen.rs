@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! File descriptors that a parent passes at start (sd_listen_fds(3)): those that the FD store kept
 //! from an earlier process, or sockets of systemd's socket activation.
 

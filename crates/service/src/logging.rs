@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Logging: one line per event on stderr. `BALLAST_LOG` sets the level (default `info`; `debug`,
 //! `worker=trace,info`).
 //!

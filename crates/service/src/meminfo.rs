@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Available memory of the host, and of the cgroup of this process.
 //!
 //! `docs/decisions/0015-process-and-host-figures.md` says why this file reads /proc and /sys

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The metrics of a process, recorded with the `metrics` macros and rendered as Prometheus text.
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The child's side of systemd's notify protocol (sd_notify(3)). The same code talks to systemd and
 //! to our supervisor.
 //!

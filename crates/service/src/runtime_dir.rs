@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The runtime directory is the registry of a fleet: a process is found by the socket that it has
 //! bound there.
 //!

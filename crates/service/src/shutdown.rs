@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! How every process stops: a request (SIGTERM, SIGINT, a lost supervisor), a drain with a
 //! deadline, the exit.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sizes in configuration and output: a number of bytes that is read and printed with a unit.
 //!
 //! The units are binary (KiB, MiB, GiB, TiB). Decimal units are refused, because "MB" is ambiguous.

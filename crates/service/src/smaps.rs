@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Memory of a process by mapping: a parser for /proc/PID/smaps and smaps_rollup
 //! (proc_pid_smaps(5)).
 //!

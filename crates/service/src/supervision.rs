@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The child's side of supervision: detects that the supervisor died, waits for a successor, and
 //! stops without one.
 //!

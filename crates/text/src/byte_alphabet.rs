@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! GPT-2's byte alphabet: byte-level vocabularies write each byte as one printable code point.
 //!
 //! Bytes 33-126, 161-172 and 174-255 are written as themselves. The other 68 bytes, in increasing

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Byte-level BPE (`tokenizer.ggml.model` "gpt2"): a pre-tokenizer splits the text, then the bytes
 //! of each piece are merged by rank.
 

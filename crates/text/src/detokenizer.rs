@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Streaming detokenization: token ids to text.
 //!
 //! The output never contains half a character. A byte becomes U+FFFD only if no later token can

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Finds the tokens that end a generation: those that the file names by key, and control tokens
 //! with a known end marker as text.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads the tokenizer and chat-template keys of a GGUF file. Strings are borrowed, not copied.
 
 use gguf::Metadata;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Converts between text and token ids: tokenizers loaded from GGUF files, streaming
 //! detokenization, stop strings, and chat templates.
 //!

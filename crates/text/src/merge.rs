@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The merge step that all BPE variants share: repeatedly merge the neighbouring pair with the
 //! lowest priority number, the leftmost of equal ones.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The pre-tokenizers: how text is split before merging, by the value of `tokenizer.ggml.pre`. A
 //! new pre-tokenizer is one row of the table.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! SentencePiece BPE: BPE over characters, with U+2581 in place of the space.
 //!
 //! Models of type "llama" rank a pair by the score of the merged token. Models of type "gemma4"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Finds the texts of special tokens in a text, before the text is split and merged.
 //!
 //! The leftmost match wins; of several there, the longest, as in HF `tokenizers`. User-defined

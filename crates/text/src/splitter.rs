@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Splits a text with the expressions of a pre-tokenizer, in time linear in the text.
 //!
 //! The original expressions are written for backtracking engines and end in `|\s+(?!\S)|\s+`. That

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Stop strings that may span several tokens. Text is held back only while it may still become a
 //! stop string.
 //!

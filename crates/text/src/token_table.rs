@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Maps between token ids and strings with few allocations. A vocabulary of 150,000 tokens takes
 //! three allocations, so that a router starts without delay.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Errors of loading and using a tokenizer, and the limits that they name.
 
 use crate::pretokenizers;

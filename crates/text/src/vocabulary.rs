@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`RawVocabulary`]: the tokenizer data of a model file, borrowed and unchecked. It is the only
 //! input of [`crate::Tokenizer`].
 //!

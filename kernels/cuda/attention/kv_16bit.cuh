@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Keys and values of two bytes, f16 or bf16, which tensor cores multiply as they are.
 //
 //   stage   | 64 keys x (DIM + pad) | 64 values x (DIM + pad) |     the pad spreads rows over the banks

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Keys and values of q8_0: signed bytes and an f16 scale for 32 of them. A product multiplies scale times byte, rounded to
 // f16 (kv_store.cuh stores no scale with which that overflows).
 //

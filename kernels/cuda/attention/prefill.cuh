@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Long runs of tokens: a block computes 64 (row, head) pairs of one KV head over all their keys; a warp has 16 pairs. It
 // merges splits in registers.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Shapes and types without a tensor-core kernel: a block computes one row and head in f32.
 
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Decode rows and short runs of tokens: a block computes (rows of one sequence, KV head, split). Its warps share the 16 x 64
 // scores by keys and the output by dimensions, so no sum is divided between warps. It writes partial results, which
 // attention.cu merges.

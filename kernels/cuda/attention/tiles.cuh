@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // What the attention kernels share: asynchronous copies, products on tensor cores, the online softmax of a split and the merge
 // of splits. The order of sums stands in the head of attention.cu.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out = matrix of a slot's expert times the activations of the slot, for many slots: the products of linear/matmul.cuh, bit
 // for bit. The device picks the matrix.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // out[p] = matrix of pair p's expert times the activations of pair p: the products of linear/matvec.cuh, bit for bit. The
 // device picks the matrix.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Bulk copies from global into shared memory, counted in by an mbarrier; and the edges of overlapping kernels.
 // Bulk copies need compute capability 9.0.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats (tile.cuh), sums in f32 on
 // the tensor cores. Rounded to one part, activations would cost more precision than the weights have.
 //

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // The kernels of one weight type: QUANT_KERNELS(q4_k, Q4_K), or FLOAT_KERNELS for 16-bit floats. linear.rs has the same
 // shapes by the same numbers.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Q2_K to Q6_K: blocks of 256 values with integer sub-scales, activations with one scale per 256.
 //
 // The value of 256 columns is (da * d) * P - (da * dmin) * N, each operation rounded to f32 as quant's own dot does it.

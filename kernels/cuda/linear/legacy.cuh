@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: blocks of 32 values, activations with a scale per 32.
 //
 // The value of 256 columns is the f32 sum from zero, in ascending order of blocks, of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Five tokens and more: tensor cores. A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
 //
 //                      activation tiles (8 tokens x 256 columns)

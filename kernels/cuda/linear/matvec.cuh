@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // One to four tokens: a lane computes the value of one row's 256 columns.
 //
 //      weight tiles of a row tile                       a warp and a stage: two column tiles

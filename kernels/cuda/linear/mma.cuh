@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Tensor-core steps on 8-bit integers, and the loads that bring their load_fragments.
 //
 // A is 16 weight rows, B 8 tokens, C is [16 rows][8 tokens]: lane 4 g + t holds C[g][2t], C[g][2t + 1], C[g + 8][2t],

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Where the bytes of a block stand in a tile: quant::layout's planes, as numbers.
 
 #pragma once

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Quantizer 256 values of one token, eight per lane of a warp, into a act_tile (tile.cuh), by quant's own rules:
 // Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
 // 256 (the value of largest magnitude becomes -127, halves to even).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Offsets in a weight tile (quant::layout: 16 rows by 256 values, planes of 16-byte vectors) and in an activation tile (8
 // tokens by 256 values, quantize.cu). Vectors are swizzled, so that the eight rows that ldmatrix reads fall into different
 // banks.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Cpu`]: implements `ops::Backend`. Checks shapes, then passes rows to the kernels.
 
 use super::kv::{CpuKv, LayerView};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Element types of float weights and of the KV cache, as bytes at any address.
 
 use super::product::{Round, Rounded32};

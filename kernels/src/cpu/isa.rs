@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Isa`]: detection of the instruction set. All instruction sets give the same bits; see
 //! `simd.rs`.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never
 //! written cost nothing.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! exp, sine and cosine with the same bits on every machine, unlike those of the C library.
 
 use super::simd::Simd;

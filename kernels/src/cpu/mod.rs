@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The CPU backend: [`Cpu`] implements `ops::Backend` with SIMD and threads.
 //!
 //! 1. The result of a row depends on the row and its sequence only, not on batch neighbours,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ThreadPool`]: the threads of one backend. A job consists of pieces; any thread may take the
 //! next piece.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Simd`] in plain Rust, for x86-64 without AVX2 and for other architectures (aarch64 compiles it
 //! to NEON).
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CpuRope`]: cosines and sines of a step's positions. The first layer computes them, all layers
 //! use them.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Kernels on single rows: norms, additions, activations, rope. They take little time compared with
 //! matrix products.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Predicts the memory of [`Cpu`](super::Cpu) besides tensors and KV caches: its buffers, which
 //! grow to the size that the largest step needs.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Simd`]: vectors of 16 lanes for one instruction set. All CPU kernels are generic over this
 //! trait.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CpuStep`]: the row data of the current step, copied and checked once so that ops can index
 //! it.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CpuTensor`]: an activation matrix in host memory. A page takes memory when it is first
 //! written.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Weights of the CPU backend: bytes in the layout of the file, with length checks.
 
 use super::Cpu;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Which GPUs the embedded images hold code for, known without a driver.
 
 /// What build.rs compiled for: `sm_90a,compute_120` and the like.

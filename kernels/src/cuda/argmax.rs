@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of argmax.cu: the most likely token of each row of logits.
 
 use ops::NO_ARGMAX;

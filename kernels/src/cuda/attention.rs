@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the paged
 //! KV cache. [`super::backend`]'s plan decides which kernel computes which rows.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of checksum.cu: XXH3-128 of every MiB of a range, computed where the bytes are.
 
 pub use super::abi::elementwise::PIECE_BYTES;

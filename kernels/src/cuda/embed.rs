@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of embed.cu: rows of the embedding table as f32.
 
 use ops::OpError;

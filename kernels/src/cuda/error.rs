@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Errors of the device as errors of ops.
 
 use cuda::CudaError;

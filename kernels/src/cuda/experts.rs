@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of experts.cu and experts_*.cu: a mixture of experts. The device decides which row goes
 //! through which expert.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of gather.cu: rows picked out of a matrix.
 
 use super::abi::elementwise::{GATHER_THREADS, GatherRows};

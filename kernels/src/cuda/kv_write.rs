@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of kv_write.cu: writes a step's keys and values to the KV cache. [`KvLayerAddress`] says
 //! where kernels find a layer of the cache.
 

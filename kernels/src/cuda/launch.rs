@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`launch_kernel`]: starts a kernel with arguments and a name that the build has checked.
 
 use std::ffi::CStr;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of linear_*.cu: products of weight matrices with activations, for any number of tokens.
 //!
 //! The result of a row depends neither on the kernel that computes it nor on the other tokens (I5).

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`image!`]: the image that build.rs made of a .cu file.
 
 /// The image of `kernels/cuda/<stem>.cu`.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of naive.cu: attention and matrix products without tiles, in f64. The GPU tests compare the
 //! fast kernels with them.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of norm.cu: RMS norms of rows and heads, and the residual sum.
 
 use super::abi::elementwise::{

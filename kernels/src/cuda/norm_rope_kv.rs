@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of norm_rope_kv.cu: RMS norms and rotary embeddings of query and key heads, and the write
 //! of keys and values to the KV cache, in one pass.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! quant::layout's planes as the numbers that kernels take.
 
 use quant::layout::{Tiles, planes};

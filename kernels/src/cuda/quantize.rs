@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of quantize.cu: converts activation rows to the format that a weight type is multiplied
 //! with (`DType::activation`): activation tiles of quants or of 16-bit floats, or f32 rows as they are.
 

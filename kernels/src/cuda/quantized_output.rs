@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`QuantizedOutput`]: where a kernel that makes activations also quantises them, which saves another
 //! pass by quantize.cu.
 

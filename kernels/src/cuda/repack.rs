@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of repack.cu: rows of blocks to tiles and back, as `quant::layout` does it on the host.
 
 use quant::layout::{TILE_ROWS, Tiles, planes};

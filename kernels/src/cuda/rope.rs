@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of rope.cu: rotary position embedding in place.
 
 use ops::RopePairing;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of shortlist.cu: what the sampler needs of each row of logits.
 
 use ops::rank::RankedLogit;

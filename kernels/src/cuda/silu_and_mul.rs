@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Launcher of silu_and_mul.cu: the gated activation of a feed-forward layer.
 
 use quant::layout::TILE_COLS;

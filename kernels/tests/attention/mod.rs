@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attention against `ops::Reference`, and against itself: whatever stands in a step beside a row,
 //! and in whatever blocks its keys and values stand, its bits are the same.
 

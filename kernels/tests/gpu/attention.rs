@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut into steps, whatever
 //! shares a step, and however the cache is cut into blocks (I5).
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Times of work in graphs: launches cost the host nothing there, as in a worker's steps.
 
 use kernels::cuda::Event;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! checksum.cu, and what is made of it for many ranges, against xxhash on the host.
 
 use std::time::Instant;

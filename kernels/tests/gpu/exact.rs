@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be computed. One list of cases; each is
 //! another way to bring the same tokens through the model.
 

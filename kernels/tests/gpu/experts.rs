@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! experts*.cu against `ops::Reference`, and a row alone against the row in any batch.
 
 use std::collections::HashSet;

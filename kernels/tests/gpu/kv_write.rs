@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! kv_write.cu and norm_rope_kv.cu: a cache holds the bytes that the host's rounding gives, where kernels look for them, and nothing
 //! else is written.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! linear_*.cu against the canonical order on the host, bit by bit.
 
 use anyhow::{Context, ensure};

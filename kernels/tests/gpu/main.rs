@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds

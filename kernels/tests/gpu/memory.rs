@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What a worker takes of the device beside its context and cache: as memory that is no longer free, as the backend counts it,
 //! and as a plan predicts it.
 //!

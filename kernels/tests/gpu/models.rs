@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Whole models on the device: the checks of `models::testing`, as the host backends have them.
 //!
 //! Files are looked for below the current folder, the root of the tree.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The ops of `Cuda` that are not linear layers, against `ops::Reference` and against themselves.
 
 use anyhow::{Result, ensure};

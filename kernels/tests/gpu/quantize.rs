@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! quantize.cu against quant's activation functions: the same bits.
 
 use anyhow::ensure;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reproducible values.
 
 /// xorshift64*: enough for test data.

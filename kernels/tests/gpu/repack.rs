@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! repack.cu against quant::layout.
 
 use anyhow::ensure;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! ShortlistKernels of rows of logits: those of the device against the body that `ops` gives them, bit by bit.
 
 use anyhow::{Result, ensure};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tokens per second of whole models with random weights: the shapes that PERFORMANCE compares with other engines.
 
 use std::sync::Arc;

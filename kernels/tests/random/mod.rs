@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! SplitMix64 numbers for tests, from a seed, and weights made of them.
 
 use bytes::Bytes;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Capacity of workers: how many streams a worker takes, what the workers of a model take together,
 //! and which requests exceed every worker.
 //!

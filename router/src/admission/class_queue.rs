@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Fair-share queue of the requests of one priority class that wait for one model.
 //!
 //! 1. The tenant that holds the fewest permits comes first.

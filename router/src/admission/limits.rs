@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The configured limits of admission control.
 
 use super::capacity::ModelCapacity;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admission control: decides which requests may use the workers of a model, and when.
 //!
 //! [`AdmissionPolicy`] is a plain value without a clock. [`crate::admission_control`] owns it,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admission control of one model: its permits, the requests that hold them, and the requests that
 //! wait for them.
 //!

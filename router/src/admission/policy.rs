@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The admission policy of all models: routes events to the [`ModelAdmission`] of their model.
 
 use std::collections::{BTreeMap, HashMap};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Requests for admission, and the decisions about them.
 
 use std::sync::Arc;

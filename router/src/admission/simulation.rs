@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Simulation of the admission policy: random requests, classes, tenants, deadlines and worker
 //! losses. A reference model of plain maps checks every decision. A failure prints its seed.
 

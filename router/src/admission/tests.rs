@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The rules of the admission policy, one small test each.
 
 use std::time::Duration;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates
 //! the reply.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `POST /v1/completions`: continues one or several prompts of text or token ids.
 
 use axum::extract::State;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Errors in the form of OpenAI's API, `{"error": {"message", "type", "param", "code"}}`, each with
 //! its HTTP status.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Parses a request body into typed fields. Every error names the path of its field.
 //!
 //! | field | treatment |

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The OpenAI-compatible HTTP API, and the routes for health, models and metrics.
 
 mod chat;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Error texts for numbers that are not of their field's type. They name the field and its range,
 //! and no Rust types.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Extracts what every handler needs from an HTTP request: id, tenant, arrival time and the body.
 
 use std::time::Duration;

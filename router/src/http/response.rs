@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sends the response of a request: one JSON body at the end, or server-sent events as tokens
 //! arrive.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Fields of both endpoints that become [`RequestParams`]: sampling, stop conditions, structured
 //! output and scheduling.
 

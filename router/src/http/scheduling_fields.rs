@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Fields that affect how a request is scheduled: vLLM's `priority` and `cache_salt`, OpenAI's
 //! `service_tier`, and `deadline_ms` as in the gRPC API.
 

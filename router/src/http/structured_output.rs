@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and
 //! `guided_*`, llama.cpp's `json_schema` and `grammar`. A request has at most one of them.
 

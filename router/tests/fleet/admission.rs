@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admission control: queues, priority classes, tenants, deadlines, and the errors of refused
 //! requests.
 

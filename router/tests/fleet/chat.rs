@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `/v1/chat/completions`.
 
 use serde_json::{Value, json};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Error responses: the status, OpenAI's error object, and the name of the field.
 
 use std::io::{Read, Write};

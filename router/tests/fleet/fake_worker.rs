@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A fake worker: serves the real gRPC API on a real socket and replays scripted output and faults.
 //!
 //! A fake worker runs on a runtime of its own, so that a test can end it as `kill -9` does: every

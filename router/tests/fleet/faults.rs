@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! I6: a stream is complete or ends with an error. Workers die, drain, hang or fail in mid-stream.
 
 use std::time::{Duration, Instant};

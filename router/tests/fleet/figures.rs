@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Every float of `ballast.v1.Sampling`, from the table of sampling parameters. Tests of the router
 //! and of the worker include this file, because both check the values.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast.v1.Inference`, over TCP on the HTTP port and over `router.sock`.
 
 use proto::v1::{self as wire, generate_frame, generate_request};

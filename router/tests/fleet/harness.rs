@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Test harness: a router in this process on a port of its own, and a runtime directory with fake
 //! workers.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! End-to-end tests of the router: real clients, and fake workers that replay a script.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Worker discovery, readiness, model listings and metrics.
 
 use std::sync::atomic::Ordering;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Starts, signals, reaps and removes children.
 
 use std::collections::BTreeMap;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Executes commands: status, restarts, workers, models, and the stop of the whole fleet.
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Handles notifications of children, the FD store, and the adoption of a dead supervisor's
 //! children.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A child process that behaves like a child of the fleet, and misbehaves as its configuration
 //! says.
 

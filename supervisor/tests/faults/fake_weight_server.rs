@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The part of the weight-server's admin service that the supervisor calls: tokens and loads,
 //! without any weights.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A fleet in a temporary directory, with queries and waits for tests.
 
 use std::collections::BTreeMap;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures loads onto a GPU from shared memory, from the page cache and from the disk. The goals
 //! are shares of what each source delivers. With a file argument, only that file is loaded.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Measures how fast a model becomes resident, on the host and on a GPU if there is one, and how
 //! fast a worker attaches.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The loader's end of the hand-off socket: receives commands, sends frames.
 
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checksums of tensors, and the digest of a model.
 //!
 //! A tensor's checksum is XXH3-128 over the XXH3-128 values of its chunks of 1 MiB, so that threads

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Opens the device of a job by its name. Only this file depends on the feature `cuda`.
 
 #[cfg(any(feature = "cuda", test))]

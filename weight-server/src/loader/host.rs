@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Loads a model into host memory: memfds that are sealed after they are filled.
 
 use std::os::fd::OwnedFd;

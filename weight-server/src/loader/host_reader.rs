@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads tensor data from files into memfds. Several threads read; each byte is read once, and is
 //! hashed while it is in the CPU cache.
 //!

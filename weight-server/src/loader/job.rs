@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! One load, from open files to filled allocations and their manifest. `mod.rs` has the protocol.
 
 use std::fs::File;

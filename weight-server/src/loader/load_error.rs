@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Why a load fails, and the failure that is reported to the weight-server.
 
 use std::error::Error;

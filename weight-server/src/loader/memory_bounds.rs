@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Memory that a loader takes besides the model. The ledger reserves it before the loader starts.
 
 /// Device memory of a loader's context. A process with a context takes 525 MiB on an H200 with

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ballast loader`: the child process that reads one model into shareable memory, hands it over,
 //! and exits.
 //!

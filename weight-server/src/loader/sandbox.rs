@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The sandbox of a loader, which it enters before it reads a file of unknown origin.
 //!
 //! The loader has its files and its socket open already. With Landlock it gives up every path of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The interface of a device that a model is loaded into, with the plan and the result of a load.
 
 use std::os::fd::OwnedFd;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Verifies a resident generation: imports it read-only and computes its checksums on the device.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Grants, reclaims and ends leases. `lease_table` draws the phases of a lease.
 
 use handoff::PROTOCOL_VERSION;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Requests, starts, replaces and unloads generations. `catalog` draws the phases of a generation.
 
 use std::collections::BTreeSet;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests of the state machine. `random` checks the invariants under random events.
 
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Verifies the checksums of generations on GPUs: adopted ones without a request, others on
 //! request.
 //!

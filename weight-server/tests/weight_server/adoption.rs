@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests adoption: the weight-server dies, and its successor adopts generations and leases.
 
 use std::fs::File;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! GPU cases that need no GPU: refused loads, and adoption of a generation on an absent GPU.
 
 use handoff::attach::{AttachRequest, request_model};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A fake parent with an FD store: stores descriptors and reports its contents.
 
 use std::collections::VecDeque;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests faults: failed loads, limits, and clients that violate the protocol.
 
 use std::fs::File;

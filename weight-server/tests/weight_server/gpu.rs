@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model on a real GPU, from its file to its quarantine. Without a GPU the test prints SKIPPED
 //! and passes.
 

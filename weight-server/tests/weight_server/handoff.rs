@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests loading and attaching without faults, and refusals of requests that do not fit.
 
 use handoff::AttachModelError;

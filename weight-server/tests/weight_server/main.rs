@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests the weight-server as a process, with real sockets, loader children and deaths.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]

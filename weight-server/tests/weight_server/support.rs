@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A weight-server in a process of its own, with a fake FD store, generated models, and workers
 //! that can be killed.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The host as a [`DeviceRuntime`]: weights in sealed memfds, SIMD kernels on threads.
 
 use bytes::Bytes;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What calls and the engine loop exchange: commands in, replies and snapshots out.
 
 use std::sync::mpsc::{SyncSender, TrySendError};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The async side of the engine loop: calls submit requests, read snapshots, and drain the engine.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

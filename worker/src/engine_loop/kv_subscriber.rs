@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Streams KV cache events to one call.
 //!
 //! The engine keeps no state for a subscriber. Once its reader has taken the last update, the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests of the engine loop with a model that computes nothing.
 
 use std::sync::atomic::AtomicUsize;

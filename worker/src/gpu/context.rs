@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The size of a CUDA context, from what the driver counts for a process.
 
 use crate::reservation::CONTEXT_BYTES;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A GPU as a [`DeviceRuntime`]: weights in imported device memory, kernels of the CUDA backend.
 
 use cuda::nvml::Nvml;

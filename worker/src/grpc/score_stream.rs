@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Collects the outputs of a score request into frames.
 
 use engine::EngineOutput;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The reply to `Stats`, from the engine's last snapshot.
 
 use proto::worker::v1 as wire;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The workspace of a worker on the host. Only the process as a whole can be measured there: each
 //! part is an upper bound, and `tests/workspace.rs` compares their sum with a worker under load.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! From the engine's outputs and events to frames of `ballast.worker.v1`.
 
 use bytes::{Bytes, BytesMut};

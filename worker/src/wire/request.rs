@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! From requests of `ballast.worker.v1` to the engine's requests. The engine checks ranges.
 
 use std::time::Duration;

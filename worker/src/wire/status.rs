@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! From errors of the worker to gRPC statuses.
 
 use std::time::Duration;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests of a pool whose watchdog the test ticks itself, and of one with its real watchdog. The end
 //! of a test releases every job that still blocks.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A worker with drafting generates the tokens of a worker without drafting.
 
 use proto::worker::v1 as wire;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A minimal weight-server: one model in one sealed memfd. Counts attached and adopted leases.
 
 use std::os::fd::AsFd;

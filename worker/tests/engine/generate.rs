@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Generate: the tokens do not depend on other requests; refusals; clients that leave or read slowly.
 
 use std::path::Path;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Generate under a grammar: refusals before a request is queued, and a resume in the middle of a
 //! grammar.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A worker on a thread of its own instead of a process, and a client on its socket.
 
 use std::path::{Path, PathBuf};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! KV cache events: several subscribers, subscribers that reconnect, and subscribers that do not read.
 
 use std::collections::HashSet;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Startup, the death of the weight-server, drain and stop.
 
 use std::sync::atomic::Ordering;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The worker on the real engine and a small real model, fed by a minimal weight-server.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares scores with the model's own logits, computed without an engine.
 
 use kernels::Cpu;

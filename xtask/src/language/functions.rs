@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Functions of Rust and CUDA longer than 80 lines.
 
 use super::source_text::without_literals;

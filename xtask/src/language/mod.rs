@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checks of the tree's language: banned words, type names, prose and function lengths.
 //!
 //! Each check has a list of exceptions beside this crate's manifest. A list can only shrink: an

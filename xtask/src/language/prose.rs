@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Form of documents: lines of at most 100 columns and, in docs/ and README.md, sentences of at
 //! most 30 words. Doc comments in sources keep to 100 columns too.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Source text without comments and literals, line by line, for checks that count braces or words.
 
 /// Replaces comments, strings and character literals of Rust or CUDA C++ by spaces. Line breaks

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Type names that more than one crate defines.
 
 use super::{entries, has_extension, stale};

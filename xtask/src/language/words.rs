@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Words that the tree does not use, each with the word to use instead (docs/GLOSSARY.md).
 
 use super::entries;

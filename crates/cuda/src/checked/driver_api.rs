@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`DriverApi`]: devices, contexts and memory; one method per driver call, without any policy.
 
 use std::fmt;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`DriverError`]: which driver call failed, and with which code.
 
 use std::fmt;

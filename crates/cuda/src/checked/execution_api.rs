@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ExecutionApi`]: memory of a context, streams, events, graphs and kernels; one method per
 //! driver call.
 //!

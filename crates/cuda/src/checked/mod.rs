@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The checked layer: the CUDA driver API as two traits whose every call says whether it succeeded.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Retries of calls that the driver answers with 801 (not supported) for a moment.
 //!
 //! Others have seen `cuMemMap` return 801 when many MPS clients import at once while further

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The fake's [`ExecutionApi`]: buffers, streams and events. Work is done when it is enqueued.
 
 use std::ffi::{CStr, c_void};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`FakeDriver`]: a driver without a GPU, for tests. Two devices, as much memory as a test sets,
 //! errors at chosen calls.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The real driver's [`ExecutionApi`].
 
 use std::ffi::{CStr, c_int, c_uint, c_void};

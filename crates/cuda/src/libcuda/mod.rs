@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The real driver: [`DriverApi`] and [`ExecutionApi`] over the functions of libcuda.
 
 mod execution;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`AddressRange`]: reserved device addresses and the allocations that are mapped at them.
 //!
 //! ```text

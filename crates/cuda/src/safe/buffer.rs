@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Buffer`]: device memory of this process (cuMemAlloc).
 
 use std::marker::PhantomData;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Device`]: a GPU that can share memory between processes; [`Context`]: its primary context.
 //!
 //! A `Device` takes no device memory. Its context does (half a GiB), so the context is retained

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CudaError`]: what can go wrong with buffers, streams and kernels.
 
 use super::PinError;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Graph`]: captured work of a stream, ready to be launched again.
 
 use std::cell::Cell;

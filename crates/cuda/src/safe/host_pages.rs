@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`HostPages`]: zeroed host memory whose pages all exist, ready to be pinned.
 
 use std::ffi::c_void;

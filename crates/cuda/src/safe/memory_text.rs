@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Texts about amounts of memory, for errors.
 
 /// Bytes as MiB with one decimal.

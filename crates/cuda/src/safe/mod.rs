@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The safe layer: owners of what the checked layer returns.
 
 mod address_range;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`LazyModule`]: the kernels of one .cu file, loaded at their first use; [`Kernel`]: one of them,
 //! ready to be launched.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`PhysicalMemory`]: a handle of one exportable allocation of device memory (CUDA VMM).
 //!
 //! The driver frees the memory when the last handle, file descriptor and mapping of it are gone, in

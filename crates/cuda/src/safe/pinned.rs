@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`PinnedBuffer`]: page-locked host memory that a device copies from and to at full speed.
 //!
 //! Two ways to make one, since their costs differ (measured on a guest with an H200):

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ResizableMemory`]: device memory of one process that grows and shrinks at one address, one
 //! unit at a time.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`DeviceSelector`]: the GPU that a user or a manifest names.
 
 use std::fmt;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Stream`]: a queue of work on the device; [`Event`]: a point in a stream that other streams and
 //! the host can wait for.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The safe layer over the fake driver: devices, contexts, buffers, pinned memory.
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`DeviceView`] and [`DeviceViewMut`]: typed ranges of device memory, whichever allocation they
 //! lie in.
 

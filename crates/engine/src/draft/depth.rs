@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Chooses the draft depth: a function of the acceptance rate and the cost of rows.
 //!
 //! If each draft token is accepted with probability `a` after the tokens before it, a step with

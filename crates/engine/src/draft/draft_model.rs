@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Draft tokens from a smaller model with the same vocabulary: its most probable continuation,
 //! token by token.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The draft tokens of one sequence.
 
 /// Most draft tokens of a sequence in a step. Each further token gains less, and every stream keeps

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The interface of drafters.
 
 use crate::draft::depth::DraftingCost;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Speculative decoding: draft tokens are computed behind the last token of a sequence in the same
 //! step, and accepted as far as they are right.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Prompt lookup: proposes what followed the last occurrence of the sequence's final tokens in its
 //! prompt or output.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Adds draft tokens to a step plan, and learns from their acceptance. A plain value: the drafter
 //! is an argument.
 

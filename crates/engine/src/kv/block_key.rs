@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Block ids and prefix cache keys.
 
 use prefix::BlockHash;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The block pool: reference counts, the free list and the prefix cache index of all KV blocks.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The block tables of one sequence: one table for each KV cache group, all of the same length.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! KV cache events: a numbered log of keys that enter and leave the prefix cache, for a subscriber
 //! that keeps its own index.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! KV cache groups: sets of layers that share a block table because they read the same part of the
 //! past.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The paged KV cache.
 //!
 //! - [`block_pool`]: all blocks of one cache, their reference counts and the prefix cache.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The input of the engine: requests in token ids, without text or wire types.
 //!
 //! The caller passes a [`Request`] to `Engine::submit`, which queues or refuses it at once.

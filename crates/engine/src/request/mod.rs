@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Requests: input, output, validation, refusal, and the engine's state of each active request.
 
 pub(crate) mod input;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The output of the engine: tokens, scores and the end of each request.
 
 use crate::request::input::RequestId;

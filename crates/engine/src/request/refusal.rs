@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The answer to a submission: queued, or refused with a reason.
 
 use crate::request::input::RequestId;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The engine's state of one active request: how to turn logits into outputs, and when the request
 //! ends.
 

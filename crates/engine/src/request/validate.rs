@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Validates a request before it is queued, and computes how long its sequence may get.
 
 use crate::kv::group::KvGroupKind;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The candidate tokens, and the filters that reduce them.
 //!
 //! Every filter works on the softmax of what earlier filters kept, at temperature 1, as in

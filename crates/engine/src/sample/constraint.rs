@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Structured output: token masks that a grammar outside the engine computes. Before each token of
 //! a request the engine asks for the mask, and then reports the sampled token. Preemption and batch
 //! neighbours do not change that sequence of calls.

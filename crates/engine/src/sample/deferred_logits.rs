@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Deferred logits: rows kept until the token mask of their request is ready.
 //!
 //! Invariants:

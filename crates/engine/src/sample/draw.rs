@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The inputs that decide a sampled token besides the logits and earlier tokens.
 
 use crate::sample::candidates::Filter;

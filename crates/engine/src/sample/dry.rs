@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! DRY ("don't repeat yourself"): a penalty on tokens that would prolong a repetition.
 //!
 //! As in llama.cpp, a token that followed an earlier occurrence of the last n tokens is lowered by

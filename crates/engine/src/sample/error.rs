@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Logits from which no token can be sampled.
 
 /// Why no token can be sampled from a row of logits.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the sampler remembers of earlier tokens of a request. It is a function of prompt, output
 //! and the sampler state in the last token frame, so a resumed request continues with the same
 //! tokens.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Log-probabilities as reported to clients: the log-softmax of the raw logits.
 //!
 //! Raw means before bias, penalties, filters and temperature: the model's own distribution.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Logarithm and exponential of f64, made of additions, multiplications and divisions only: the C library's differ between
 //! machines in the last bit, and a token may hang on it (I5).
 

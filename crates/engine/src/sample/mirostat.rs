@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Mirostat 1 and 2: keeps the tokens whose surprise stays near a target.
 //!
 //! Formulas and constants as in llama.cpp, surprise in bits.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sampling: from a row of logits to one token.
 //!
 //! - [`params`]: the sampling parameters of a request.

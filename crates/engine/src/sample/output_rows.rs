@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What a step copies from the device: a token where the device can choose it, else the row of
 //! logits.
 //!

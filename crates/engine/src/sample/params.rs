@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sampling parameters of one request and their validation.
 
 use sampling_params::{

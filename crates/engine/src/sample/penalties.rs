@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Repetition, presence and frequency penalties.
 //!
 //! The repetition penalty covers prompt and output; presence and frequency cover the output only,

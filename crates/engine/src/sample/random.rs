@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Random numbers without a state: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
 //! A number is a function of (seed, choice, position, purpose), so a resumed, preempted or moved request draws the same.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The sampler: from a row of logits to one token.
 //!
 //! The chain, in the order of llama.cpp (`common/sampling.cpp`) where names coincide:

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sampler state that a resumed request passes back.
 
 /// Sampler state besides tokens, seed and position: at most 32 bytes, which the router carries

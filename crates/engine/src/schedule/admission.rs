@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Admission control: bounds the waiting queue as a whole, per tenant and per priority, and
 //! estimates when a refused client should retry. A plain value that counts requests waiting for
 //! their first admission.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The rows of one step in the form that [`ops::Step`] borrows, built from a step plan. The buffers
 //! are kept between steps.
 

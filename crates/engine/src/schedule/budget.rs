@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The token budget of a step while the scheduler plans it.
 
 use crate::schedule::sequence::SequenceKind;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Integrity check of the scheduler: between two steps each sequence is in the lists that its state
 //! requires, and in no others. The check visits every sequence; it is for tests and for an idle
 //! process.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Scheduling: which sequences compute how many rows in the next step.
 //!
 //! - [`admission`] bounds the waiting requests and estimates when a refused client should retry.

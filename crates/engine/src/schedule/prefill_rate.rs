@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Caps chunked prefill while sequences decode: limits prefill rows so that they delay decodes by
 //! at most `max_prefill_stall`, using the measured prefill rate.
 //!

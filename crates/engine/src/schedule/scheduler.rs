@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The scheduler: decides which sequences compute how many rows in the next step. A plain value
 //! without model, clock or I/O.
 //!

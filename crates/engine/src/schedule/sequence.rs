@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The scheduler's state of one sequence: its tokens, how many of them are computed, and its block
 //! tables.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Identifier of a sequence in the scheduler.
 
 /// Index of a sequence in the scheduler. The scheduler reuses the index after `remove`.

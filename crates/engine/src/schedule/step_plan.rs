@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The limits of a step and its plan.
 
 use crate::kv::block_tables::BlockCopy;

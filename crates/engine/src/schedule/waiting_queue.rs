@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The waiting queue: orders sequences by priority, then by fair share between tenants, then by
 //! arrival. Every [`OLDEST_FIRST_EVERY`]th admission takes the oldest sequence instead. A plain
 //! value.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Drafters that know the answers, and say what a test wants of them.
 
 use crate::fake::{FakeModel, VOCAB, oracle};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model that costs nothing and notices every mistake in a step, and an oracle that knows its output without an engine.
 //!
 //! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token

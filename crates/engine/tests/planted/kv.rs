@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The engine's KV cache with a double of the block pool.
 
 #[path = "../../src/kv/block_key.rs"]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The engine's scheduling with doubles of admission control, waiting queue and scheduler.
 
 #[path = "../../src/schedule/budget.rs"]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the places of every block hold, as a model would leave them, and what its rows would read.
 
 use super::{Storm, mix, next_key};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A seeded storm over admission control, scheduler, block pool and drafts, without a model:
 //! arrivals, cancels, pauses, failed steps, crashes and memory pressure. Every invariant is checked
 //! at every step.

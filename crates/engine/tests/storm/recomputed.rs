@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What could be found is not computed: against what the pool's events tell, and the rows of others in the same step.
 
 use super::content::reads;

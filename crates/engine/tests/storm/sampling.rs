@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Drafts before a step, tokens after it: what the engine does between the scheduler and a model.
 //!
 //! The text goes on with its likely token as often as the seed says, and so often drafts are right. Beside the engine's

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the queue promises to those who wait, as its head states it.
 
 use super::{Storm, StormRequest};

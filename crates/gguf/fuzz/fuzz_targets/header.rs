@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Fuzzes [`Header::read`]: any input gives a valid header or an error.
 //!
 //! Checks that nothing panics, and that every value and tensor of an accepted header can be read.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Malformed files: each kind gives its own error, which says what is wrong and where.
 //!
 //! The cases come from the limits that llama.cpp enforces, from its hand-crafted tests, and from

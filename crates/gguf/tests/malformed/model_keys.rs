@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Valid files with metadata that no engine should use.
 
 use crate::chain;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Builds GGUF files by hand, so that any field can be wrong.
 
 /// Value types.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Malformed tensor tables.
 
 use crate::check;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Regular expressions, Lark, GBNF and choices: the whole output belongs to the language of the
 //! source.
 

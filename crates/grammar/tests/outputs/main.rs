@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Outputs generated under a grammar parse and validate, whatever logits the model computes.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Invalid sources are refused with a reason and never cause a panic.
 
 use grammar::{GrammarSource, MatchError};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Generated JSON schemas: every finished output is JSON and valid by an independent validator.
 
 use std::cell::Cell;

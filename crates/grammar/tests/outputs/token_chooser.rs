@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Stand-ins for models: each chooses among the allowed tokens by a rule of its own.
 
 use grammar::{MatchError, Matcher, MatcherStatus};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Vocabularies of the demo models, and of real models if BALLAST_TEST_DATA is set.
 
 use std::path::{Path, PathBuf};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Device memory handed between real processes on a real GPU: `cargo test -p handoff --features
 //! handoff/cuda --test cuda`.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The roles of the child processes. Each child talks to its parent over the socket that is its
 //! standard input.
 

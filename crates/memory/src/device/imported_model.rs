@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ImportedModel`]: a model on a GPU that another process loaded, mapped read-only into this
 //! process.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A model in device memory: CUDA VMM allocations, exported as file descriptors.
 //!
 //! ```text

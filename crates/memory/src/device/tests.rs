@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Allocating, handing over and importing a model over the fake driver, and all failures on the
 //! way.
 

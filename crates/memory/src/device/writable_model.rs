@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`WritableModel`]: the allocations of a model on a GPU, as the loader fills them.
 
 use std::os::fd::OwnedFd;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A GGUF file read whole, for tests on small models.
 
 use crate::{ModelDescription, TensorHead, WeightTable};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Small random-weight models with the logits and greedy continuations that llama.cpp computes for
 //! them.
 

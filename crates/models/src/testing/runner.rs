@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Sequences run through a model, step by step.
 
 use super::ModelFile;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Greedy transcripts of trained models, as llama.cpp wrote them.
 
 use super::{ModelFile, Runner, runner::argmax};

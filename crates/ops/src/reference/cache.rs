@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`HostKv`]: the KV cache of the reference backend. A write rounds values to the cache's element
 //! type.
 

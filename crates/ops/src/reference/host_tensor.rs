@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! An activation matrix in host memory, with the shape checks that every op makes by name.
 
 use crate::OpError;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Weights of the reference backend: rows, views of one expert, and the two kinds of product.
 
 use super::{HostTensor, Reference};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Scale search of the K-quants: tries a few grids per sub-block, improves each by weighted least
 //! squares, and keeps the best.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Eight pairs of 6-bit scale and minimum in 12 bytes, as Q4_K and Q5_K store them.
 //!
 //! ```text

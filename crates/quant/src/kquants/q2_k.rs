@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q2_K: 16 sub-blocks of 16 values, 4-bit scales and minima, 2-bit quants. y = d sc q - dmin mn.
 
 use super::{LEN, fit};

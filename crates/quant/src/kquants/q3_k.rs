@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q3_K: 16 sub-blocks of 16 values, 6-bit signed scales, 3-bit signed quants. y = d sc q.
 
 use super::{LEN, fit};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q4_K: 8 sub-blocks of 32 values, 6-bit scales and minima, 4-bit quants. y = d sc q - dmin mn.
 
 use super::{LEN, fit, packed_scales};

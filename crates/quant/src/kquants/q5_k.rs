@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q5_K: as Q4_K with a fifth bit per value.
 
 use super::{

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Plane`]: one field of a block format, for the 16 rows of a tile.
 
 use super::{PIECE_BYTES, TILE_COLS, TILE_ROWS};

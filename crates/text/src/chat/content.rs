@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Adapts a client's messages to the shape that a template accepts.
 //!
 //! Clients send content as a string, as a list of typed parts, or (with tool calls) not at all.

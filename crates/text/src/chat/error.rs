@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Errors of loading and rendering a chat template, and the limits that they name.
 
 /// Most bytes of a template's source; the longest known templates have about 30 KiB.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The functions that Hugging Face provides to templates: `raise_exception` and `strftime_now`.
 
 use std::error::Error as _;

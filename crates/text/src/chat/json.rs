@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The `tojson` filter as templates expect it: the output of Python's `json.dumps`, not HTML-safe
 //! JSON.
 //!

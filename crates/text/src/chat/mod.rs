@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Chat templates: renders a conversation to the prompt text that the model was trained on, with
 //! the Jinja template in its file.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ChatTemplate`]: loads and renders a chat template in the environment that Hugging Face
 //! templates expect.
 

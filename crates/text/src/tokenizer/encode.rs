@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Tokenizer`]: encodes text to token ids, and returns the bytes of ids. It is immutable: build
 //! it once and share it in an `Arc`.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Builds a [`Tokenizer`] from a [`RawVocabulary`], with all checks.
 
 use crate::byte_alphabet::decode_into;

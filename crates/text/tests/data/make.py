@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Makes the golden data of this folder. Expected values come from other implementations: ids and splits from HF
 `tokenizers` 0.23.3, prompts from Jinja2 3.1.6 set up as Hugging Face's `transformers` does.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Locates and opens test data.
 
 use std::io::Write;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Loading fails with the key's name if tokenizer keys are missing, of the wrong type, or not
 //! UTF-8.
 

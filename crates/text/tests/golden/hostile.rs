@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Hostile input: long runs, huge texts, and vocabularies that contradict themselves.
 
 use std::time::{Duration, Instant};

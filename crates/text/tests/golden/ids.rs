@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares token ids with those of HF `tokenizers`, for full and for reduced vocabularies
 //! (tests/data/README.md).
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests of the public interface with golden data; tests/data/README.md names the source of the
 //! expected values.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Compares rendered chat templates with Jinja2's output (tests/data/README.md), and checks the
 //! limits on hostile templates.
 

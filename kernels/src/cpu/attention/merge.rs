@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Merges partial results of splits. A partial result is `[largest score, sum of shares, weighted
 //! values ..]` per query; its sum is 0 if the query attends to no key of the split.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Causal attention over a paged KV cache (flash decoding).
 //!
 //! # Order of operations

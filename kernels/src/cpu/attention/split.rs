@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attention of the queries of a tile over one split of keys and values.
 
 use super::SPLIT;

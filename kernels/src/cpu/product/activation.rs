@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Quantizes rows to int8 blocks: activations, and keys and values of type q8_0. The results have
 //! the bits of `quant`.
 

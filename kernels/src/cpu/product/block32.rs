@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: 32 values with one scale, and for the `_1` types one minimum.
 
 use super::activation::Rounded32;

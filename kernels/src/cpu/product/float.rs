@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Products with F32, F16 and BF16 weights: f32 fused multiply-adds, 16 lanes along the input
 //! dimension.
 //!

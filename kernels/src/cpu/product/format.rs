@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Format`]: the operations of a quantized weight format that the product kernels use.
 
 use super::prefetch;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Linear layers of one input: divides them into pieces for the threads, and computes a piece
 //! window by window.
 

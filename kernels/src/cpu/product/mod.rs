@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Matrix products of weights and activations.
 //!
 //! # Order of additions

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Quantized weights times a single activation row, in memory order of the weights.
 //!
 //! Each lane takes one of 16 consecutive weight blocks, which may cross the end of a row, and

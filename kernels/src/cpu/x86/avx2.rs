@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Simd`] on AVX2 with FMA and F16C (Haswell, Zen and later): a vector of 16 lanes is two
 //! registers.
 

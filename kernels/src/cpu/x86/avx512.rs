@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Simd`] on AVX-512 with VNNI (Ice Lake, Zen 4 and later): a vector of 16 lanes is one register.
 
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The x86-64 instruction sets, and which of them the processor has.
 
 mod avx2;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Attention over the paged KV cache: constants of the tensor-core kernels, entries of a step's plan,
 //! and the kernels' parameters.
 

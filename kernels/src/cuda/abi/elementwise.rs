@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Kernels that work row by row or value by value.
 
 use super::tiles::TilePlanes;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Mixture of experts: routing, and products with the matrices of the chosen experts.
 
 abi! {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Header`]: a table of the interface as data, and the CUDA header that build.rs makes of it.
 
 use std::ffi::c_void;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The KV cache as kernels see it.
 
 abi! {

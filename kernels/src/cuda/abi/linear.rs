@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Linear layers: the matrices of one launch, and the block shapes of the tensor-core kernels.
 
 use std::fmt::Write;

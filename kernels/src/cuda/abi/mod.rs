@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The binary interface between launchers and kernels: structs, constants and kernel signatures.
 //!
 //! Every table below is the only place where its contents are written by hand:

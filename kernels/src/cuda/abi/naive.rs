@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The naive kernels of naive.cu, for tests.
 
 abi! {

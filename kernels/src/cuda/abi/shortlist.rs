@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Shortlists of logits for the sampler.
 
 abi! {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `abi!`: one table of the interface. It makes Rust items and the [`Header`](super::Header) from the
 //! same lines, so neither can be changed alone.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tiles of weights and of quantised activations.
 
 abi! {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A step's attention plan in device memory, built once per step and shape of query tiles, at
 //! addresses that stay. A step of many rows has several plans, which use the buffer of partial
 //! results one after the other.

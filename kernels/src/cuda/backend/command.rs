@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`KernelCommand`]: one op by device addresses. The recorder collects commands and enqueues them
 //! together, so that it can replay a list that comes again as a CUDA graph.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`WeightData`]: the bytes of a weight. They are in device memory, which this or another process
 //! owns, or still on the host as the file has them; then the first use uploads them.
 

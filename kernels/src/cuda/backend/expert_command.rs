@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ExpertCommand`]: the commands of a mixture of experts, which experts.rs makes.
 
 use ops::OpError;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! A mixture of experts as commands: routing, the gate and up products, the activation between
 //! them, the down product, and the weighted sum.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Kernel fusion: which successive commands become one launch. A launch costs more than a
 //! microsecond of an otherwise idle device, and a decode step has hundreds.
 //!

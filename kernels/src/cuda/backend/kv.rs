@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CudaKv`]: the keys and values of all layers, in one address range that grows as blocks are
 //! first written.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Cuda`]: `ops::Backend` on a GPU. Each op becomes a [`KernelCommand`]; the [`Recorder`]
 //! enqueues the collected commands when a result is read.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The attention plan: which kernel computes which rows of a step. A plan is a pure function of
 //! positions, sequences and table starts.
 //!

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Readback`]: copies device memory to a caller's slice through pinned memory, in chunks. While
 //! one chunk is in flight, the chunk before it is copied to the slice. Several threads copy the
 //! logits of many rows, since one thread copies at a fifth of the bus's rate.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`Recorder`]: collects the commands of a step and enqueues them together, as a CUDA graph if the
 //! same list came before, else one by one.
 //!

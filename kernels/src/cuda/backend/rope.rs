@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CudaRope`]: the frequencies of one rotary embedding in device memory.
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The rows of the current step: checked once, kept for the checks of the ops, and uploaded to the
 //! device.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`CudaTensor`]: an activation matrix in device memory, with the shape checks of the ops.
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`StepUpload`]: words that are copied to the device once a step, to an address that changes only
 //! when the buffer grows.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Device memory of a worker besides context, weights and KV cache: as it is counted, and as a plan
 //! predicts it.
 

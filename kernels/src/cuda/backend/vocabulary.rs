@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! `ops::Backend` for [`Cuda`]: each op checks its shapes, uploads weights on first use, and pushes
 //! commands.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Uploads a model: what the loader does with bytes once it has read them.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`StagingRing`]: pinned host memory that readers fill and the device copies from.
 //!
 //! All of it is pinned at once, before the first copy. While the driver pins, it starts no copies,

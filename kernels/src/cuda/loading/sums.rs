@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checksums of many ranges of device memory: all launched first, then read back together.
 
 use memory::device::DeviceTensor;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! [`ModelUpload`]: takes filled slots in order and writes their tensors to a model in device
 //! memory.
 

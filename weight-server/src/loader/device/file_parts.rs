@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Splits a model into the parts that are transferred to a GPU: whole row tiles of one tensor each,
 //! in file order.
 

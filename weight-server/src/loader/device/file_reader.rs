@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Reads parts of a file into memory that a device copies from: from the page cache if the part is
 //! cached, around it otherwise.
 //!

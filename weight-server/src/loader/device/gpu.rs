@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Loads a model onto a GPU: several threads read the files, one thread submits to the device.
 //!
 //! ```text

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What can fail between a loader and a GPU.
 
 use cuda::{DeviceError, DriverError, OpenDriverError, PinError};

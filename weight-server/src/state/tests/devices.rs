@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Tests with GPUs: budgets, models on several devices, verification and quarantine.
 
 use super::*;

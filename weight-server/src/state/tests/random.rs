@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Checks the state machine's invariants under random events.
 
 use proptest::prelude::*;

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! Equal prompts and common prefixes that are being computed: leaders, followers that await a fork,
 //! and sequences that wait for a prefix.
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The k-quants Q2_K to Q6_K: 256 values in sub-blocks with integer scales under one or two f16
 //! scales.
 //!

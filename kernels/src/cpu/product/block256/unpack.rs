@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! The byte layouts of Q2_K to Q6_K, taken apart for 16 blocks at once.
 
 use crate::cpu::product::format::Sink;
