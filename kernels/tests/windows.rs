@@ -32,7 +32,7 @@ struct WindowCase {
 type RowChunk = (usize, usize);
 
 /// A way to compute the same tokens.
-struct Schedule<'a> {
+struct WindowSchedule<'a> {
     steps: &'a [Vec<RowChunk>],
     /// Whether blocks before the window are freed.
     frees: bool,
@@ -146,7 +146,7 @@ impl WindowCase {
 
     /// What attention of each layer gives for each token: `[sequence][layer]`; zeros for what is
     /// shared.
-    fn run<B: Backend>(&self, b: &mut B, way: &Schedule<'_>) -> Vec<Vec<Vec<f32>>> {
+    fn run<B: Backend>(&self, b: &mut B, way: &WindowSchedule<'_>) -> Vec<Vec<Vec<f32>>> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
         let (kv_width, width) = (kv_heads * head_dim, heads * head_dim);
         let (bt, layout) = (self.block_tokens, self.layout());
@@ -265,7 +265,7 @@ fn windows_match_the_reference() {
     let order = &mut SplitMix64(22);
     for case in cases(random) {
         let steps = case.together(order);
-        let way = Schedule { steps: &steps, frees: true, shares: true };
+        let way = WindowSchedule { steps: &steps, frees: true, shares: true };
         let expected = case.run(&mut Reference::new(), &way);
         let largest = expected.iter().flatten().flatten().fold(0.0_f32, |max, x| max.max(x.abs()));
         for isa in Isa::available() {
@@ -285,7 +285,7 @@ fn windows_match_the_reference() {
 fn a_window_longer_than_the_context_equals_full_attention() {
     let mut case = WindowCase::new(&mut SplitMix64(23), KvType::F16, 16, 5_000, 0);
     let alone = case.alone();
-    let way = Schedule { steps: &alone, frees: false, shares: false };
+    let way = WindowSchedule { steps: &alone, frees: false, shares: false };
     for isa in Isa::available() {
         let with_window = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
         // Layers 2 and 4 keep the same keys and values, one sees all of them and one a window.
@@ -305,13 +305,13 @@ fn windows_do_not_depend_on_chunks_batch_neighbours_or_freed_blocks() {
         let alone = case.alone();
         let (bt, window) = (case.block_tokens, case.window);
         for isa in Isa::available() {
-            let way = Schedule { steps: &alone, frees: false, shares: false };
+            let way = WindowSchedule { steps: &alone, frees: false, shares: false };
             let mut expected = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
             let width = case.spec.heads * case.spec.head_dim;
             expected[1].iter_mut().for_each(|layer| layer[..case.shared * width].fill(0.0));
             for threads in [1, 3, 16] {
                 let steps = case.together(order);
-                let way = Schedule { steps: &steps, frees: true, shares: true };
+                let way = WindowSchedule { steps: &steps, frees: true, shares: true };
                 let found = case.run(&mut Cpu::with_isa(threads, isa).unwrap(), &way);
                 assert!(found == expected, "{isa}, {threads} threads, {bt} a block, window {window}");
             }

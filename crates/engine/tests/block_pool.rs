@@ -193,7 +193,7 @@ fn removing_one_of_two_duplicates_leaves_the_other_cached() {
     pool.cache_insert(a, hash(1));
     pool.cache_insert(b, hash(1));
     pool.release(a);
-    assert_eq!(pool.allocate(), Some(a), "the freed twin is evicted");
+    assert_eq!(pool.allocate(), Some(a), "the freed duplicate is evicted");
     assert_eq!(pool.lookup(&hash(1)), Some(b));
     pool.cache_remove(b);
     assert_eq!(pool.lookup(&hash(1)), None);

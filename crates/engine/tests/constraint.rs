@@ -12,7 +12,7 @@ use engine::{
     Constraint, ConstraintError, Engine, EngineConfig, FinishReason, KvBudget, Request, SamplingParams,
     StopConditions, TokenMask,
 };
-use fake::{FakeModel, Generated, VOCAB, answers, request, run_out};
+use fake::{FakeModel, GenerationResult, VOCAB, answers, request, run_out};
 use ops::{KvType, Reference};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,7 +83,7 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
     let requests: Vec<Request> =
         (0..24).map(|id| alternating(id, 3 + id as usize % 9, id as u32 % 3 * 4)).collect();
     let length = |request: &Request| 6 + request.id.0 as usize % 20;
-    let alone: Vec<Generated> = requests
+    let alone: Vec<GenerationResult> = requests
         .iter()
         .map(|request| {
             let mut engine = engine(40, 1);
@@ -218,7 +218,7 @@ impl Constraint for Gated {
     }
 }
 
-fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> Generated {
+fn alone(request: &Request, constraint: Option<Box<dyn Constraint>>) -> GenerationResult {
     let mut engine = engine(40, 1);
     engine.submit_constrained(request.clone(), constraint).unwrap();
     answers(run_out(&mut engine)).remove(&request.id).unwrap()
@@ -312,7 +312,7 @@ fn a_request_with_a_pending_mask_ends_by_cancellation_deadline_or_mask_timeout()
     assert_eq!(engine.stats().kv_blocks_used, used - 2, "its own blocks are free at once");
     step(&mut engine, 5, &mut out);
     assert_eq!(engine.stats().running, 1);
-    // Who has ended draws nothing, whoever has its slot now.
+    // A request that has ended draws nothing, even if another request has its id now.
     engine.submit(request(4, vec![1, 2], 12)).unwrap();
     gates.iter().for_each(|open| open.store(true, Ordering::Relaxed));
     while engine.has_work() {

@@ -13,7 +13,7 @@ use engine::{
     DRAFT_DEPTH_MAX, DraftModel, Drafter, Engine, EngineConfig, EngineStats, KvBudget, PromptLookup, Request,
     RequestId, SamplingParams,
 };
-use fake::{Generated, answers, request, run_out};
+use fake::{GenerationResult, answers, request, run_out};
 use kernels::{Cpu, Isa};
 use models::testing::{ModelFile, Transcript, demo_models, tree_data};
 use ops::{AttentionSpan, Backend, KvType, Reference};
@@ -54,7 +54,7 @@ where
 }
 
 /// One request at a time, nothing shared, each prompt in one step.
-fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<RequestId, Generated> {
+fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<RequestId, GenerationResult> {
     let mut outputs = Vec::new();
     for request in requests {
         engine.submit(request.clone()).unwrap();
@@ -69,7 +69,7 @@ fn together<B: Backend>(
     requests: &[Request],
     shuffle: u64,
     per_step: usize,
-) -> HashMap<RequestId, Generated> {
+) -> HashMap<RequestId, GenerationResult> {
     let mut order: Vec<&Request> = requests.iter().collect();
     order.sort_by_key(|request| {
         (request.id.0 / 2 + 1).wrapping_mul(shuffle | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 7
@@ -130,7 +130,7 @@ fn variants(pressure_tokens: usize) -> Vec<EngineConfig> {
 fn check_variants<B>(
     file: &ModelFile,
     requests: &[Request],
-    expected: &HashMap<RequestId, Generated>,
+    expected: &HashMap<RequestId, GenerationResult>,
     pressure_tokens: usize,
     make: impl Fn() -> B,
 ) where

@@ -17,7 +17,7 @@ use engine::{
     Engine, EngineConfig, EngineOutput, FinishReason, KvBudget, RefuseReason, Request, RequestId,
     SamplingParams, ScoreKind, ScoreRequest,
 };
-use fake::{FakeModel, Generated, VOCAB, id_of, oracle, request};
+use fake::{FakeModel, GenerationResult, VOCAB, id_of, oracle, request};
 use ops::{KvType, Reference};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ struct ActiveRequest {
     /// What is generated, or a count of tokens to be scored.
     wanted: Result<Request, usize>,
     deadline: Option<Duration>,
-    answer: Generated,
+    answer: GenerationResult,
     scored: usize,
 }
 
@@ -148,7 +148,7 @@ impl EngineHarness {
         };
         match queued {
             Ok(_) => {
-                let live = ActiveRequest { wanted, deadline, answer: Generated::new(), scored: 0 };
+                let live = ActiveRequest { wanted, deadline, answer: GenerationResult::new(), scored: 0 };
                 assert!(self.live.insert(id, live).is_none());
                 let again = self.engine.submit(request(id.0, vec![1], 1));
                 assert_eq!(again.unwrap_err(), RefuseReason::DuplicateId(id));

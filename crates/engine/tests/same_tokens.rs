@@ -14,7 +14,7 @@ use engine::{
     DRAFT_DEPTH_MAX, DryBreakers, DryParams, Engine, EngineConfig, EngineOutput, KvBudget, MirostatParams,
     MirostatVersion, Request, SamplingParams, StopConditions,
 };
-use fake::{FakeModel, Generated, VOCAB, answers, id_of, oracle, request, run_out};
+use fake::{FakeModel, GenerationResult, VOCAB, answers, id_of, oracle, request, run_out};
 use ops::{KvType, Reference};
 use proptest::prelude::*;
 use std::collections::{HashMap, VecDeque};
@@ -156,8 +156,8 @@ fn served_as_if_alone(
     let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
     let mut cuts: HashMap<_, _> =
         requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
-    let mut got: HashMap<_, Generated> =
-        requests.iter().map(|request| (request.id, Generated::new())).collect();
+    let mut got: HashMap<_, GenerationResult> =
+        requests.iter().map(|request| (request.id, GenerationResult::new())).collect();
     let mut out = Vec::new();
     let mut held = held.into_iter();
     while engine.has_work() || !arrivals.is_empty() {

@@ -400,7 +400,7 @@ fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
     scheduler.set_paused(older, false);
     assert_eq!(step(&mut scheduler), [(older, 8, 8)]);
     assert_eq!((scheduler.plan().rows, scheduler.plan().decode_rows, scheduler.plan().preempted), (8, 0, 1));
-    // The block that was not filled is taken first, and was not findable.
+    // The block that was not filled is taken first, and was not cached.
     assert_eq!((scheduler.pool().cached_blocks(), scheduler.pool().evictions()), (1, 0));
 }
 

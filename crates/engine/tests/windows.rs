@@ -12,7 +12,7 @@ use engine::{
     DraftModel, Engine, EngineConfig, EngineConfigError, EngineStartError, KvBudget, PromptLookup,
     RefuseReason, Request, RequestId,
 };
-use fake::{Generated, VOCAB, answers, request, run_out};
+use fake::{GenerationResult, VOCAB, answers, request, run_out};
 use models::{Model, TakeLogits};
 use ops::{AttentionSpan, Backend, KvLayer, KvLayout, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
@@ -207,7 +207,7 @@ fn a_long_sequence_needs_a_budget_for_its_full_layers_only() {
         panic!("{refused}");
     };
     assert_eq!((tokens, needed as u64, budget as u64), (301, blocks + 1, blocks));
-    // Whoever asks for no length gets what fits.
+    // A request without a length gets what fits.
     let mut open = request(4, prompt(1, 3), 1);
     open.stop.max_tokens = None;
     engine.submit(open).unwrap();
@@ -235,7 +235,7 @@ fn alone(
     spans: &[AttentionSpan],
     config: &EngineConfig,
     requests: &[Request],
-) -> HashMap<RequestId, Generated> {
+) -> HashMap<RequestId, GenerationResult> {
     let roomy = EngineConfig {
         kv: KvBudget::Tokens(4000),
         prefix_cache: false,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself: the same bits everywhere. OpRunner are
-//! collected until somebody waits, so waiting behind each keeps them apart.
+//! collected until a caller waits, so waiting behind each keeps them apart.
 
 use std::ops::Range;
 

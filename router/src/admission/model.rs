@@ -54,7 +54,7 @@ pub(super) struct ModelAdmission {
     /// In the order of [`PriorityClass::ALL`].
     queues: [ClassQueue; 3],
     /// Every request that waits or holds permits.
-    requests: HashMap<AdmissionId, RequestState>,
+    requests: HashMap<AdmissionId, QueuedRequestState>,
     /// Waiting requests by arrival.
     waiting: BTreeMap<u64, AdmissionId>,
     deadlines: BTreeSet<(Uptime, AdmissionId)>,
@@ -69,7 +69,7 @@ pub(super) struct ModelAdmission {
 }
 
 #[derive(Debug)]
-struct RequestState {
+struct QueuedRequestState {
     tenant: Tenant,
     class: PriorityClass,
     order: RequestOrder,
@@ -162,7 +162,7 @@ impl ModelAdmission {
         }
         self.arrivals += 1;
         let order = RequestOrder { priority: request.priority, arrival: self.arrivals };
-        let state = RequestState {
+        let state = QueuedRequestState {
             class: PriorityClass::of_priority(request.priority),
             tenant: request.tenant,
             order,
@@ -209,7 +209,8 @@ impl ModelAdmission {
         id: AdmissionId,
         decisions: &mut Vec<AdmissionDecision>,
     ) -> bool {
-        let Some(RequestState { tenant, class, held_permits: Some(held), .. }) = self.requests.get_mut(&id)
+        let Some(QueuedRequestState { tenant, class, held_permits: Some(held), .. }) =
+            self.requests.get_mut(&id)
         else {
             return false;
         };
@@ -300,7 +301,7 @@ impl ModelAdmission {
     }
 
     fn permit_availability(&self, id: AdmissionId) -> PermitAvailability {
-        let RequestState { class, permits, .. } = self.requests[&id];
+        let QueuedRequestState { class, permits, .. } = self.requests[&id];
         let floor = |class: PriorityClass| self.limits.floor(class, self.permits);
         let held_by = |class: PriorityClass| self.queues[class as usize].held_permits();
         let held: u32 = PriorityClass::ALL.into_iter().map(held_by).sum();

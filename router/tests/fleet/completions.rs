@@ -100,7 +100,7 @@ async fn parameters_and_openai_defaults_reach_the_worker() {
         "prompt": [1, 2, 3], "seed": -1, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3,
         "logit_bias": {"5": -100, "6": 1.5}, "stop_token_ids": [9], "ignore_eos": true, "logprobs": 2,
-        "min_tokens": 1, "max_tokens": 5, "user": "somebody", "best_of": 1, "suffix": null
+        "min_tokens": 1, "max_tokens": 5, "user": "an end user", "best_of": 1, "suffix": null
     });
     let (status, body) = fleet.post_json("/v1/completions", request).await;
     assert_eq!(status, 200, "{body}");

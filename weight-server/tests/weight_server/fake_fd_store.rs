@@ -38,8 +38,8 @@ impl FakeFdStore {
     pub(crate) fn bind(path: &Path) -> Self {
         let socket = UnixDatagram::bind(path).unwrap();
         let shared = Arc::new((Mutex::new(FakeFdStoreState::default()), Condvar::new()));
-        let vault = Self { path: path.into(), shared };
-        let listener = vault.clone();
+        let store = Self { path: path.into(), shared };
+        let listener = store.clone();
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok(received) = recv_with_fds(&socket, &mut buffer) {
@@ -47,7 +47,7 @@ impl FakeFdStore {
                 listener.take(&text, received.fds);
             }
         });
-        vault
+        store
     }
 
     fn take(&self, text: &str, mut fds: Vec<OwnedFd>) {

@@ -80,6 +80,10 @@ fn cuda_function(line: &str, start: usize, lines: &[&str]) -> Option<String> {
     let head = before.split('(').next_back()?.trim_end();
     let name: String = head.chars().rev().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
     let name: String = name.chars().rev().collect();
+    // A macro is called by a name in capitals.
+    if !name.chars().any(char::is_lowercase) {
+        return None;
+    }
     // A declaration or a macro call ends with a semicolon before any brace.
     let body = lines[start..].iter().find(|line| line.contains('{') || line.contains(';'))?;
     (!name.is_empty() && body.contains('{')).then_some(name)

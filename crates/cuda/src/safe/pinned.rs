@@ -22,7 +22,7 @@ use crate::checked::{DriverError, retry_unsupported};
 /// `len` values in pinned memory, or a part of a larger piece. The memory is released with its last
 /// part.
 ///
-/// Whoever has a buffer ensures that no copy of the device uses it while it is written. A part of
+/// The owner of a buffer ensures that no copy of the device uses it while it is written. A part of
 /// pinned [`HostPages`] must also not be dropped during a copy; for memory that the driver
 /// allocated, the driver waits.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl Drop for PinnedMemory {
         let _ = self.context.bind().and_then(|()| match &self.origin {
             // SAFETY: the owner. The driver waits for copies in flight before it frees.
             PinnedOrigin::Driver { start } => unsafe { self.context.driver().free_host(start.as_ptr()) },
-            // SAFETY: registered by `pin`; whoever had a part has waited for copies out of it.
+            // SAFETY: registered by `pin`; the user of a part has waited for copies out of it.
             PinnedOrigin::Pages(pages) => unsafe {
                 self.context.driver().unregister_host(pages.start().as_ptr())
             },

@@ -69,7 +69,7 @@ impl Candidates {
     }
 
     /// Applies the filter `first`, which is the first one that acts, to a row.
-    pub(super) fn thin_out(&mut self, logits: &[f32], first: Filter, params: &SamplingParams) {
+    pub(super) fn truncate(&mut self, logits: &[f32], first: Filter, params: &SamplingParams) {
         match first {
             Filter::TopNSigma => self.keep_above(logits, sigma_floor(logits, params.top_n_sigma)),
             Filter::TopK => self.keep_highest(logits, params.top_k as usize),
@@ -82,10 +82,10 @@ impl Candidates {
         }
     }
 
-    /// As `thin_out`, for the highest tokens of a row in order, where `total` is the sum of the
+    /// As `truncate`, for the highest tokens of a row in order, where `total` is the sum of the
     /// whole row's weights. `whole`: the list has every token. Returns `false` if the list does not
     /// determine the result.
-    pub(super) fn thin_out_list(
+    pub(super) fn truncate_list(
         &mut self,
         best: &[RankedLogit],
         total: f64,

@@ -16,7 +16,7 @@ const ESTIMATED_FROM: usize = 100;
 
 /// Leaves in `candidates` the tokens that may be drawn. `logits` are after temperature; `mu` is the
 /// bound on surprise.
-pub(super) fn thin_out(
+pub(super) fn truncate(
     candidates: &mut Candidates,
     best: &mut Vec<RankedLogit>,
     logits: &[f32],

@@ -42,7 +42,7 @@ pub struct SamplingParams {
     pub dry: Option<DryParams>,
     /// Added to logits before everything else; each token at most once.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Equal seeds give equal output. Whoever takes the client's request draws one if it gave none.
+    /// Equal seeds give equal output. The router draws a seed if the request has none.
     pub seed: u64,
 }
 
@@ -76,7 +76,7 @@ pub struct DryParams {
     pub breakers: DryBreakers,
 }
 
-/// Token sequences that no repetition reaches across. Whoever has the vocabulary makes them of words.
+/// Token sequences that no repetition reaches across. The router makes them from words, since it has the vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DryBreakers {
     /// Sorted. A breaker by itself, and never lowered.

@@ -127,7 +127,7 @@ impl Sampler {
         if let (Some(mirostat), Some(mu)) = (params.mirostat, history.mu) {
             self.tempered.clear();
             self.tempered.extend(logits.iter().map(|logit| (logit - max) / params.temperature));
-            mirostat::thin_out(&mut self.candidates, &mut self.best, &self.tempered, &mirostat, mu);
+            mirostat::truncate(&mut self.candidates, &mut self.best, &self.tempered, &mirostat, mu);
             let (token, probability) = self.pick(0.0, 1.0, uniform);
             history.mu = Some(mirostat::learn(&mirostat, mu, probability));
             return Ok(token);
@@ -140,7 +140,7 @@ impl Sampler {
             }
             None => self.candidates.fill(logits),
             Some(first) => {
-                self.candidates.thin_out(logits, first, params);
+                self.candidates.truncate(logits, first, params);
                 self.candidates.thin_further(first, params, xtc_acts);
             }
         }
@@ -219,7 +219,7 @@ impl Sampler {
         match first {
             Some(first) if !is_greedy => {
                 let whole = list.best().len() == vocab_size;
-                if !self.candidates.thin_out_list(best, list.total(), whole, first, params) {
+                if !self.candidates.truncate_list(best, list.total(), whole, first, params) {
                     return None;
                 }
                 self.candidates.thin_further(first, params, xtc_acts);

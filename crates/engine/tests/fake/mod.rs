@@ -133,7 +133,7 @@ impl Model<Reference> for FakeModel {
 
 /// What a request puts out: its tokens, the bits of their log-probabilities, and why it ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Generated {
+pub(crate) struct GenerationResult {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<(u32, Vec<(u32, u32)>)>,
     pub(crate) reason: Option<FinishReason>,
@@ -141,7 +141,7 @@ pub(crate) struct Generated {
     pub(crate) state: SamplerState,
 }
 
-impl Generated {
+impl GenerationResult {
     pub(crate) fn new() -> Self {
         Self { tokens: Vec::new(), logprobs: Vec::new(), reason: None, state: SamplerState::default() }
     }
@@ -176,8 +176,8 @@ pub(crate) fn id_of(output: &EngineOutput) -> RequestId {
 }
 
 /// The fake model's answer, token by token from the whole sequence.
-pub(crate) fn oracle(request: &Request) -> Generated {
-    let mut answer = Generated::new();
+pub(crate) fn oracle(request: &Request) -> GenerationResult {
+    let mut answer = GenerationResult::new();
     let mut tokens = request.prompt.clone();
     let own = tokens.len() - request.prior_output;
     let mut state = request.sampler_state;
@@ -231,10 +231,10 @@ pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<EngineOutput> {
 }
 
 /// Outputs of each request, put together.
-pub(crate) fn answers(outputs: Vec<EngineOutput>) -> HashMap<RequestId, Generated> {
-    let mut answers: HashMap<RequestId, Generated> = HashMap::new();
+pub(crate) fn answers(outputs: Vec<EngineOutput>) -> HashMap<RequestId, GenerationResult> {
+    let mut answers: HashMap<RequestId, GenerationResult> = HashMap::new();
     for output in outputs {
-        answers.entry(id_of(&output)).or_insert_with(Generated::new).take(output);
+        answers.entry(id_of(&output)).or_insert_with(GenerationResult::new).take(output);
     }
     answers
 }

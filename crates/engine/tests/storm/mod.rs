@@ -183,7 +183,7 @@ pub(crate) struct Storm {
     /// Microseconds of a step and of each row.
     cost: (usize, usize),
     readers: EventSubscribers,
-    findable: CachedKeys,
+    cached: CachedKeys,
     summary: StormCounts,
 }
 
@@ -236,7 +236,7 @@ impl Storm {
             cells: vec![0; (blocks + 1) * limits.block_tokens],
             ages: 0,
             readers: EventSubscribers::new(seed),
-            findable: CachedKeys::default(),
+            cached: CachedKeys::default(),
             summary: StormCounts::default(),
         }
     }
@@ -283,7 +283,7 @@ impl Storm {
             })
             .collect();
         let beside = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
-        self.findable.look(self.scheduler.pool());
+        self.cached.look(self.scheduler.pool());
         self.scheduler.schedule(beside);
         self.note_admissions(step);
         self.check_nothing_is_recomputed();
@@ -420,7 +420,7 @@ impl Storm {
         self.summary.evictions += self.scheduler.pool().evictions();
         self.scheduler = Scheduler::with_groups(self.limits, self.blocks, self.groups.clone());
         self.readers.forget();
-        self.findable.forget();
+        self.cached.forget();
         self.admission = AdmissionControl::new(self.bounds);
         self.speculation = Speculation::new(self.depth_max, VOCAB);
         self.counted = (0, 0);

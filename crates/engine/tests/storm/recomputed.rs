@@ -54,13 +54,13 @@ impl CachedKeys {
 }
 
 impl Storm {
-    /// Of the step that was just planned: whoever was admitted begins behind the longest prefix that could be found, and
+    /// Of the step that was just planned: each admitted sequence begins behind the longest prefix that could be found, and
     /// not with a block that one before it is about to compute.
     pub(super) fn check_nothing_is_recomputed(&mut self) {
         if !self.limits.prefix_cache {
             return;
         }
-        let kept = self.findable.kept(self.scheduler.pool());
+        let kept = self.cached.kept(self.scheduler.pool());
         for &ScheduledChunk { sequence_id, start, .. } in &self.scheduler.plan().chunks {
             let live = &self.live[&sequence_id];
             if !live.admitted || live.kind == SequenceKind::Score {
@@ -68,12 +68,9 @@ impl Storm {
             }
             let found = start / self.limits.block_tokens;
             if let Some(kept) = &kept {
-                let findable = self.findable_blocks(live, kept);
-                assert!(
-                    found >= findable,
-                    "{findable} cached blocks, and from block {found} on is recomputed"
-                );
-                self.summary.found += findable;
+                let cached = self.cached_blocks(live, kept);
+                assert!(found >= cached, "{cached} cached blocks, and from block {found} on is recomputed");
+                self.summary.found += cached;
             }
             let is_promoted = self.scheduler.sequence(sequence_id).unwrap().rank.is_promoted();
             assert!(
@@ -84,17 +81,17 @@ impl Storm {
     }
 
     /// Blocks of the longest prefix from which every group can go on, with at least one token left to compute.
-    fn findable_blocks(&self, live: &StormRequest, names: &HashSet<BlockKey>) -> usize {
+    fn cached_blocks(&self, live: &StormRequest, names: &HashSet<BlockKey>) -> usize {
         let bt = self.limits.block_tokens;
         let hashes: Vec<BlockHash> =
             prefix::block_hashes(&self.scopes[live.scope], &live.tokens, bt).collect();
-        let is_findable = |blocks: &usize| {
+        let is_cached = |blocks: &usize| {
             self.groups.iter().enumerate().all(|(group, &kind): (usize, &KvGroupKind)| {
                 let mut read = reads(kind, blocks * bt, 0).map(|position| position / bt);
                 read.all(|block| names.contains(&BlockKey { hash: hashes[block], group: group as u8 }))
             })
         };
-        (0..=(live.tokens.len() - 1) / bt).rev().find(is_findable).unwrap_or(0)
+        (0..=(live.tokens.len() - 1) / bt).rev().find(is_cached).unwrap_or(0)
     }
 
     /// One before it in rank has rows in this step, has not computed that block of the same text, and will.
@@ -114,7 +111,7 @@ impl Storm {
     fn prompts_before(&self, sequence_id: SequenceId) -> impl Iterator<Item = (&ScheduledChunk, usize)> {
         let rank = |sequence_id: SequenceId| self.scheduler.sequence(sequence_id).unwrap().rank;
         let keys = &self.live[&sequence_id].keys;
-        // Whoever was placed later may have gone by age since.
+        // A sequence that was placed later may have been admitted by age since.
         let placed =
             self.scheduler.plan().chunks.iter().take_while(move |chunk| chunk.sequence_id != sequence_id);
         let chunks = placed.filter(move |chunk| {

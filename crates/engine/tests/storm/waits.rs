@@ -17,7 +17,7 @@ pub(super) struct WaitRecord {
     admissions: u32,
     /// Each lasts `OLDEST_FIRST_EVERY` admissions.
     turns: u32,
-    /// Somebody behind it was admitted before it.
+    /// A request behind it was admitted before it.
     passed: bool,
     /// Set for the first request of a tenant in its class: by whom it was passed, and how often.
     passed_by: Option<BTreeMap<u64, u32>>,
@@ -76,7 +76,7 @@ impl Storm {
             live.wait = None;
             live.admitted = true;
             let is_first = first.iter().any(|&(other, _)| other == sequence_id);
-            assert_eq!(is_first, live.queued, "whoever is first admitted is reported");
+            assert_eq!(is_first, live.queued, "the first admission is reported");
             if std::mem::replace(&mut live.queued, false) {
                 self.admission.admitted(live.tenant, Duration::from_millis(step as u64));
             }

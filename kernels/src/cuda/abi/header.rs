@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Header`]: a table of the interface as data, and the CUDA header that build.rs makes of it.
+//! [`SharedHeader`]: a table of the interface as data, and the CUDA header that build.rs makes of it.
 
 use std::ffi::c_void;
 use std::fmt::Write;
@@ -73,7 +73,7 @@ pub(crate) struct Signature {
 
 /// One generated header.
 #[allow(dead_code, reason = "for build.rs")]
-pub(crate) struct Header {
+pub(crate) struct SharedHeader {
     pub(crate) file: &'static str,
     pub(crate) includes: &'static [&'static str],
     pub(crate) constants: &'static [Constant],
@@ -84,7 +84,7 @@ pub(crate) struct Header {
 }
 
 #[allow(dead_code, reason = "for build.rs and the tests")]
-impl Header {
+impl SharedHeader {
     /// The text of the header.
     pub(crate) fn to_cuda(&self) -> String {
         let mut out = format!(

@@ -32,11 +32,11 @@ pub(crate) mod shortlist;
 pub(crate) mod tiles;
 
 #[allow(unused_imports, reason = "build.rs writes headers, the crate launches kernels")]
-pub(crate) use header::{CudaType, FieldLayout, Header, KernelArguments};
+pub(crate) use header::{CudaType, FieldLayout, KernelArguments, SharedHeader};
 
 /// The generated headers.
 #[allow(dead_code, reason = "for build.rs and the tests")]
-pub(crate) const HEADERS: [Header; 8] = [
+pub(crate) const HEADERS: [SharedHeader; 8] = [
     attention::HEADER,
     elementwise::HEADER,
     experts::HEADER,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `abi!`: one table of the interface. It makes Rust items and the [`Header`](super::Header) from the
+//! `abi!`: one table of the interface. It makes Rust items and the [`SharedHeader`](super::SharedHeader) from the
 //! same lines, so neither can be changed alone.
 
 /// ```text
@@ -94,7 +94,7 @@ macro_rules! abi {
 
         /// This table as a CUDA header.
         #[allow(dead_code, reason = "for build.rs and the tests")]
-        pub(super) const HEADER: super::Header = super::Header {
+        pub(super) const HEADER: super::SharedHeader = super::SharedHeader {
             file: $file,
             includes: &[$($include),*],
             constants: &[$(super::header::Constant {
